@@ -48,7 +48,7 @@ class KeyValueStore:
             case Call(method="get", keys=keys):
                 if stored.keys() >= set(keys):
                     result.values = [stored[key] for key in keys]
-            case Call(method="add", keys=[key], amount=amount):
+            case Call(method="add", keys=[key], amount=amount) if stored.get(key, b"0").removeprefix(b"-").isdigit():
                 result.count = int(stored.get(key, b"0")) + amount
                 stored[key] = b"%d" % result.count
             case Call(method="append", keys=[key], values=[value]):

@@ -1,4 +1,4 @@
-"""The parent process of `quire serve`: starts and watches the engine cores and API processes, and serves nobody.
+"""The parent process of `quire serve`: starts and watches the engine cores and API processes.
 
     quire (parent) ─┬─ quire-core-R      one per replica on this host ── quire-rank-N
                     └─ quire-api-I       one per --api-server-count
@@ -86,7 +86,7 @@ class _ApiProcess(SupervisedProcess):
 
 
 class Server:
-    """The parent process: it starts the engine cores and the API processes, watches them, and serves nobody."""
+    """The parent process: it starts and watches the engine cores and API processes. It handles no requests itself."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Starts this host's engine cores, restarts those that die, and reports the state of every replica.
 
-It serves nobody: it runs in the parent process of `quire serve`, in that of `--headless` hosts, and, for `LLM`, in a
-thread. Each API process gets the states and resumes its own requests (`EngineClient`).
+It handles no requests. It runs in the parent process of `quire serve`, in that of `--headless` hosts, and in a thread
+for `LLM`. Each API process gets the states and resumes its own requests (`EngineClient`).
 """
 
 from __future__ import annotations

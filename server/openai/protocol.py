@@ -132,7 +132,7 @@ class ProcessedBody(BaseModel):
             return await admit().resolve(self._processed)
 
     async def process_here(self, admit: Callable[[], InputProcessor]) -> Any:
-        """`process` in this process."""
+        """`process` in this process. Every request type has its own."""
         raise NotImplementedError
 
     @classmethod

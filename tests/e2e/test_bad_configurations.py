@@ -1,4 +1,4 @@
-"""Wrong configurations that only another process can notice: one clear line all the same, and nothing is served."""
+"""Wrong configurations that only another process can notice also end in one line, before the server is ready."""
 
 from __future__ import annotations
 

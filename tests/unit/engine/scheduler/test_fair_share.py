@@ -72,7 +72,7 @@ def test_a_second_client_does_not_wait_for_blocks(depth: int) -> None:
 
 
 def test_a_second_client_does_not_wait_for_long_prompts() -> None:
-    """Its prompt goes before the rest of one, and before the next ones that fit into the budget."""
+    """Its prompt is scheduled before the rest of a long prompt, and before later prompts that fit into the budget."""
     engine = Engine(engine_config(max_num_batched_tokens=16, num_blocks=1200))
     flood(engine, prompt=120, output=2)
     for _ in range(3):
