@@ -142,6 +142,7 @@ class _Link(ABC):
         """File descriptors of connections that have closed and were not handled yet."""
         self._lost_seconds = lost_seconds
         self._num_failed_handshakes = 0
+        self._is_other_mechanism = False
         self._dropped = Dropped(f"{name}: dropped a message that could not be decoded")
         self._context = zmq.Context()
         self._security = Security(self._context, token)
@@ -224,8 +225,10 @@ class _Link(ABC):
             message = recv_monitor_message(self._monitor)
             if message["event"] == zmq.EVENT_DISCONNECTED:
                 self._closed.add(int(message["value"]))
-            else:
-                self._num_failed_handshakes += self._security.on_event(int(message["event"]), int(message["value"]))
+            elif self._security.on_event(int(message["event"]), int(message["value"])):
+                self._num_failed_handshakes += 1
+                # ZMQ does not try again with a peer that has another security mechanism
+                self._is_other_mechanism |= message["event"] == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
     def _close(self, command: Any) -> None:
         """Give the thread its last command, and wait for it."""
@@ -589,11 +592,9 @@ class Follower(_Link):
             return
         if self._is_accepted:
             self._socket.send_multipart((_HEARTBEAT, b""))
-        elif self._num_failed_handshakes < _MAX_FAILED_HANDSHAKES:
-            try:
+        else:
+            with contextlib.suppress(zmq.Again):  # its peer has another security mechanism
                 self._socket.send_multipart((_HELLO, self._hello), zmq.DONTWAIT)
-            except zmq.Again:  # ZMQ does not try again with a peer that has another security mechanism
-                self._num_failed_handshakes = _MAX_FAILED_HANDSHAKES
 
     def _on_frames(self, frames: list[zmq.Frame]) -> None:
         if len(frames) < 2 or self.ended is not None:
@@ -613,7 +614,7 @@ class Follower(_Link):
         if self.ended is not None:
             return
         if not self._is_accepted:
-            if self._num_failed_handshakes >= _MAX_FAILED_HANDSHAKES:
+            if self._is_other_mechanism or self._num_failed_handshakes >= _MAX_FAILED_HANDSHAKES:
                 self._end(f"{self._leader} has another --cluster-token than this host, or none; use the same on all")
         elif self._closed:
             self._end(f"{self._leader} was lost: its connection has closed")
