@@ -13,40 +13,20 @@ import argparse
 import asyncio
 import json
 import random
-import re
 import statistics
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
 from chunk_size import VOCAB, write_model
 from load import Address, complete
+from serving import serving
 
 from quire.engine.config.options import DEMO_MODEL
 
 SECOND_TOKENS = 8
-
-
-def start(arguments: list[str]) -> tuple[subprocess.Popen[str], Address]:
-    command = "import sys; from quire.server.cli.main import main; sys.exit(main())"
-    process = subprocess.Popen(
-        [sys.executable, "-c", command, "serve", *arguments],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stderr is not None
-    lines = []
-    for line in process.stderr:
-        lines.append(line)
-        if found := re.search(r"serving .*:(\d+)$", line):
-            threading.Thread(target=process.stderr.read, daemon=True).start()
-            return process, Address(int(found[1]))
-    raise RuntimeError("the server did not start:\n" + "".join(lines))
 
 
 def body(rng: random.Random, prompt: int, output: int, user: str) -> dict[str, Any]:
@@ -106,15 +86,11 @@ def main() -> None:
     results = {}
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), options.hidden, options.layers)
-        common = [folder, "--port", "0", "--load-format", "dummy", "--tokenizer", str(DEMO_MODEL)]
+        common = [folder, "--load-format", "dummy", "--tokenizer", str(DEMO_MODEL)]
         common += ["--max-num-seqs", str(options.max_num_seqs), *further]
         for by in ("off", "user"):
-            process, address = start([*common, "--fair-share", by])
-            try:
-                results[by] = asyncio.run(measure(address, options))
-            finally:
-                process.terminate()
-                process.wait()
+            with serving(*common, "--fair-share", by) as server:
+                results[by] = asyncio.run(measure(Address(server.port), options))
     if options.json:
         json.dump(results, sys.stdout, indent=1)
         print()

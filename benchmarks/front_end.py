@@ -205,7 +205,7 @@ class Streams:
                 self.writes += 1
                 self.events += received.count(b"data: {")
                 if not received or b"[DONE]" in received:
-                    assert b'"error"' not in received, received
+                    assert b'data: {"error"' not in received, received
                     self._selector.unregister(connection)
                     connection.close()
                     self._open()

@@ -13,22 +13,23 @@ of the first API process (VmRSS), sampled every 10 ms: its peak, and where it se
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gzip
 import json
 import multiprocessing
 import os
-import re
 import selectors
 import socket
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from serving import serving
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 MESSAGES, TOKENIZE, EMBEDDINGS = "/v1/messages", "/tokenize", "/v1/embeddings"
@@ -225,7 +226,7 @@ def stream(port: int, control: Connection) -> None:
             last[connection] = now
             events += received.count(b"data: {")
             if not received or b"[DONE]" in received:
-                assert b'"error"' not in received, received
+                assert b'data: {"error"' not in received, received
                 selector.unregister(connection)
                 connection.close()
                 del last[connection]
@@ -239,7 +240,21 @@ def stream(port: int, control: Connection) -> None:
             longest, events, begun = 0.0, 0, now
 
 
-# --- the server and the hostile client --------------------------------------------------------------------------
+@contextlib.contextmanager
+def streaming(port: int) -> Iterator[Connection]:
+    """Run `stream` in a process; yields the other end of its `control`."""
+    context = multiprocessing.get_context("spawn")
+    control, theirs = context.Pipe()
+    process = context.Process(target=stream, args=(port, theirs), daemon=True)
+    process.start()
+    try:
+        yield control
+    finally:
+        process.kill()
+        process.join()
+
+
+# --- the hostile client --------------------------------------------------------------------------
 
 
 class Memory(threading.Thread):
@@ -261,25 +276,6 @@ class Memory(threading.Thread):
             except (FileNotFoundError, ProcessLookupError):
                 return
             time.sleep(0.01)
-
-
-def start(arguments: list[str]) -> tuple[subprocess.Popen[str], int]:
-    """A server and its port."""
-    command = "import sys; from quire.server.cli.main import main; sys.exit(main())"
-    process = subprocess.Popen(
-        [sys.executable, "-c", command, "serve", "--port", "0", "--trust-request-chat-template", *arguments],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stderr is not None
-    lines = []
-    for line in process.stderr:
-        lines.append(line)
-        if found := re.search(r"serving .*:(\d+)$", line):
-            threading.Thread(target=process.stderr.read, daemon=True).start()
-            return process, int(found[1])
-    raise RuntimeError("the server did not start:\n" + "".join(lines))
 
 
 def send(port: int, case: Case, body: Body, patience: float) -> str:
@@ -357,21 +353,16 @@ def main() -> int:
     if options.list:
         print(*(case.name for case in cases), sep="\n")
         return 0
-    process, port = start(arguments)
-    context = multiprocessing.get_context("spawn")
-    control, theirs = context.Pipe()
-    streams = context.Process(target=stream, args=(port, theirs), daemon=True)
-    streams.start()
-    try:
+    with serving("--trust-request-chat-template", *arguments) as server, streaming(server.port) as control:
         time.sleep(3.0)
-        memory = Memory(process.pid)
+        memory = Memory(server.api_process.pid)
         idle = memory.now()
         results = []
         if not options.json:
             print("| body | status | seconds | gap before, ms | gap during, ms | peak, MiB | settled, MiB |")
             print("|---|---|---|---|---|---|---|")
         for case in cases:
-            rounds = [measure(port, case, memory, control, options) for _ in range(options.rounds)]
+            rounds = [measure(server.port, case, memory, control, options) for _ in range(options.rounds)]
             found = rounds[-1]
             for name, choose in (("quiet", min), ("during", min), ("seconds", min), ("peak", max)):
                 found[name] = choose(one[name] for one in rounds)
@@ -394,16 +385,7 @@ def main() -> int:
             f"Peak above idle: {most['peak']:.0f} MiB ({most['name']}; wanted: at most 512).",
             file=sys.stderr if options.json else sys.stdout,
         )
-        return 0
-    finally:
-        process.terminate()
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        streams.kill()
-        streams.join()
+    return 0
 
 
 if __name__ == "__main__":
