@@ -81,7 +81,7 @@ class _ApiProcess(SupervisedProcess):
         if is_hopeless and not self._server.is_serving:
             self._server.failure = self._server.failure or failure
             return None
-        logger.error("%s; its connections are lost; restarting it", failure.reason)
+        logger.error("%s%s; restarting it", failure.reason, "; its connections are lost" * self.is_ready)
         return min(2.0 ** min(self._num_failed_starts, _MAX_FAILED_STARTS) - 1.0, _RESTART_SECONDS)
 
 

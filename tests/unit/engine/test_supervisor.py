@@ -10,43 +10,9 @@ import msgspec
 import pytest
 
 from quire.engine import supervisor as module
-from quire.engine.protocol.supervision import Drain, Failed, FromProcess, Heartbeat, Ready, Shutdown, ToProcess
+from quire.engine.protocol.supervision import Drain, Failed, FromProcess, Heartbeat, Ready, Shutdown
 from quire.engine.supervisor import Process, SupervisedProcess, Supervisor
-
-
-class FakeProcess:
-    """A process that does what the test says; `theirs` is its end of the connection."""
-
-    def __init__(self) -> None:
-        self.connection, self.theirs = Pipe()
-        self.code: int | None = None
-        self.is_group_killed = False
-        self.on_poll: Callable[[], None] = lambda: None
-        """Called while the process runs, as often as the supervisor looks."""
-
-    def poll(self) -> int | None:
-        if self.code is None:
-            self.on_poll()
-        return self.code
-
-    def kill(self) -> None:
-        self.exit(-signal.SIGKILL)
-
-    def kill_group(self) -> None:
-        self.is_group_killed = True
-
-    def exit(self, code: int) -> None:
-        self.code = code
-        self.theirs.close()
-
-    def say(self, message: FromProcess) -> None:
-        self.theirs.send_bytes(msgspec.msgpack.encode(message))
-
-    def heard(self) -> list[ToProcess]:
-        found = []
-        while self.theirs.poll(0):
-            found.append(msgspec.msgpack.decode(self.theirs.recv_bytes(), type=ToProcess))
-        return found
+from tests.fakes.supervised import FakeProcess
 
 
 class Recorder(SupervisedProcess):

@@ -20,7 +20,7 @@ from quire.server.config import RestartPolicy
 from quire.server.frontend import engine_manager as module
 from quire.server.frontend.engine_manager import EngineManager, RuntimeFolder
 from quire.server.frontend.metrics import Metrics
-from tests.unit.engine.test_supervisor import FakeProcess
+from tests.fakes.supervised import FakeProcess
 
 
 class Engine:

@@ -1,0 +1,244 @@
+"""The parent process: which API processes it starts again, what signals do, and what it exits with."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from quire.engine import supervisor
+from quire.engine.protocol.supervision import (
+    Drain,
+    EngineFailed,
+    EngineState,
+    Failed,
+    Ready,
+    ReplicaUp,
+    Shutdown,
+    ToProcess,
+)
+from quire.engine.supervisor import Supervisor
+from quire.server.cli import parent
+from quire.server.config import ServerOptions
+from tests.fakes.configs import engine_config
+from tests.fakes.supervised import FakeProcess
+
+UP = ReplicaUp(0, incarnation=1)
+
+
+class Clock:
+    """In place of the monotonic clock; waiting for messages takes no time."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        self.now += 0.01
+        return self.now
+
+
+class Engine:
+    """In place of the engine manager: an engine that is up, and has no processes."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.supervisor = Supervisor(watchdog_seconds=1e9)
+        self.run = self.supervisor.run
+        self.states = {0: UP}
+        self.failure: EngineFailed | None = None
+        self.is_settled, self.is_user_error = True, False
+        self.on_change: Callable[[EngineState], None] = lambda state: None
+        self.closed_with: list[str] = []
+
+    def process_info(self, index: int) -> int:
+        return index
+
+    def close(self, reason: str) -> None:
+        self.closed_with.append(reason)
+
+    def fail(self) -> None:
+        self.failure = EngineFailed("rank 1 was killed by SIGKILL")
+        self.on_change(self.failure)
+
+
+class ApiProcess(FakeProcess):
+    """An API process that serves at once and obeys, unless the test says otherwise."""
+
+    def __init__(self, args: parent.ApiProcessArgs, started_at: float) -> None:
+        super().__init__()
+        self.index: Any = args.process_info
+        self.states, self.started_at = args.states, started_at
+        self.messages: list[ToProcess] = []
+        self.is_ready = False
+        self.on_poll = self.serve
+
+    def serve(self) -> None:
+        self.get_ready()
+        self.messages += self.heard()
+        if any(isinstance(message, Drain | Shutdown) for message in self.messages):
+            self.exit(0)
+
+    def get_ready(self) -> None:
+        if not self.is_ready:
+            self.is_ready = True
+            self.say(Ready({}))
+
+    def fail(self, *, user_error: bool = False) -> None:
+        self.say(Failed("the tokenizer cannot be read", user_error))
+        self.exit(1)
+
+
+class Play:
+    """A server with API processes that the test plays."""
+
+    def __init__(self, listener: socket.socket, clock: Clock) -> None:
+        self.started: list[ApiProcess] = []
+        self.on_start: Callable[[ApiProcess], None] = lambda process: None
+        """Called with every started API process."""
+        self._listener, self._clock = listener, clock
+
+    def start_process(self, module: str, args: parent.ApiProcessArgs, *, pass_fds: Sequence[int]) -> ApiProcess:
+        assert module == "quire.server.cli.api_process"
+        assert pass_fds == (args.listener,)
+        self.started.append(process := ApiProcess(args, self._clock.now))
+        self.on_start(process)
+        return process
+
+    def server(self, **options: Any) -> parent.Server:
+        return parent.Server(engine_config(), ServerOptions(**options), ("demo",), self._listener, {}, None)
+
+
+@pytest.fixture
+def play(monkeypatch: pytest.MonkeyPatch) -> Iterator[Play]:
+    clock = Clock()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        play = Play(listener, clock)
+        monkeypatch.setattr(parent, "EngineManager", Engine)
+        monkeypatch.setattr(parent, "start_process", play.start_process)
+        monkeypatch.setattr(parent, "time", clock)
+        monkeypatch.setattr(supervisor, "time", clock)
+        monkeypatch.setattr(supervisor, "_TICK_SECONDS", 0.0)
+        yield play
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def engine_of(server: parent.Server) -> Engine:
+    engine: Any = server._manager
+    assert isinstance(engine, Engine)
+    return engine
+
+
+def after(looks: int, then: Callable[[], object], process: ApiProcess) -> Callable[[], None]:
+    """What a process does that serves, and calls `then` when the parent has looked at it so many times."""
+    left = itertools.count(looks, -1)
+
+    def behave() -> None:
+        process.serve()
+        if process.code is None and next(left) == 0:
+            then()
+
+    return behave
+
+
+@pytest.mark.parametrize(
+    ("number", "given", "seconds"),
+    [
+        (signal.SIGTERM, None, parent.DRAIN_SECONDS),
+        (signal.SIGINT, None, 0.0),
+        (signal.SIGINT, 7.0, 7.0),
+        (signal.SIGTERM, 7.0, 7.0),
+    ],
+)
+def test_a_signal_lets_requests_finish(play: Play, number: int, given: float | None, seconds: float) -> None:
+    def on_start(process: ApiProcess) -> None:
+        if process.index == 1:
+            process.on_poll = after(5, lambda: signal.raise_signal(number), process)
+
+    play.on_start = on_start
+    server = play.server(api_server_count=2, shutdown_timeout=given)
+    assert server.run() == 0
+    assert [process.messages for process in play.started] == [[Drain(seconds)]] * 2
+    assert engine_of(server).closed_with == [""]
+
+
+def test_a_second_signal_kills_what_does_not_end(play: Play) -> None:
+    signals = iter([signal.SIGTERM, signal.SIGINT])
+
+    def drain_for_ever(process: ApiProcess) -> None:
+        process.get_ready()
+        process.messages += process.heard()
+        if (number := next(signals, None)) is not None:
+            signal.raise_signal(number)
+
+    play.on_start = lambda process: setattr(process, "on_poll", lambda: drain_for_ever(process))
+    assert play.server().run() == 0
+    (process,) = play.started
+    assert process.messages == [Drain(parent.DRAIN_SECONDS), Shutdown()]
+    assert process.code == -signal.SIGKILL
+    assert play._clock.now - process.started_at < parent.DRAIN_SECONDS
+
+
+def test_a_third_signal_ends_the_parent_itself(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    exits: list[int] = []
+    monkeypatch.setattr(os, "_exit", exits.append)
+    server = play.server()
+    for _ in range(2):
+        signal.raise_signal(signal.SIGTERM)
+    assert not exits
+    signal.raise_signal(signal.SIGTERM)
+    assert exits == [130]
+    assert server.run() == 0
+
+
+def test_an_api_process_that_dies_is_replaced(play: Play, caplog: pytest.LogCaptureFixture) -> None:
+    """However often it fails to start, and whatever the error, as long as another one serves."""
+
+    def on_start(process: ApiProcess) -> None:
+        if len(play.started) == 2:
+            process.on_poll = after(5, process.kill, process)
+        elif len(play.started) == 12:
+            process.on_poll = after(5, lambda: signal.raise_signal(signal.SIGTERM), process)
+        elif process.index == 1:
+            process.fail(user_error=True)
+
+    play.on_start = on_start
+    with caplog.at_level("INFO", "quire"):
+        assert play.server(api_server_count=2).run() == 0
+    assert [process.index for process in play.started] == [0] + [1] * 11
+    assert all(process.states == (UP,) for process in play.started)
+    assert "API process 1 was killed by SIGKILL; its connections are lost; restarting it" in caplog.text
+    assert "the tokenizer cannot be read; restarting it" in caplog.text
+    assert "API process 1 is ready again" in caplog.text
+
+
+@pytest.mark.parametrize(("user_error", "starts", "code"), [(True, 1, 2), (False, 6, 1)])
+def test_a_server_whose_api_process_cannot_start_ends(
+    play: Play, capsys: pytest.CaptureFixture[str], user_error: bool, starts: int, code: int
+) -> None:
+    play.on_start = lambda process: process.fail(user_error=user_error)
+    server = play.server()
+    assert server.run() == code
+    assert capsys.readouterr().err == "quire: error: the tokenizer cannot be read\n"
+    times = [process.started_at for process in play.started]
+    delays = [late - early for early, late in itertools.pairwise(times)]
+    assert [round(delay) for delay in delays] == [1, 3, 7, 10, 10][: starts - 1]
+    assert engine_of(server).closed_with == ["the tokenizer cannot be read"]
+
+
+def test_a_failed_engine_is_reported_for_a_while(play: Play, capsys: pytest.CaptureFixture[str]) -> None:
+    def on_start(process: ApiProcess) -> None:
+        process.on_poll = after(5, lambda: engine_of(server).fail(), process)
+
+    play.on_start = on_start
+    server = play.server()
+    assert server.run() == 1
+    (process,) = play.started
+    assert process.messages == [EngineFailed("rank 1 was killed by SIGKILL"), Shutdown()]
+    assert play._clock.now - process.started_at > parent._FAILURE_SECONDS
+    assert capsys.readouterr().err == "quire: error: rank 1 was killed by SIGKILL\n"
