@@ -49,7 +49,7 @@ class Frontend:
         self.metrics = metrics
         self.process_info = process_info
         self.formats = formats
-        self._serials = itertools.count()
+        self._serials = itertools.count(time.time_ns() // 1000)  # beyond those of a process that this one replaces
         self._open: weakref.WeakValueDictionary[str, Generation | Embedding] = weakref.WeakValueDictionary()
         """By the caller's id."""
         self._seeds = random.Random(
@@ -213,10 +213,10 @@ class Frontend:
             raise InvalidParameter("priority requires a server started with --scheduling-policy priority", "priority")
         if (earlier := self._open.get(request_id)) is not None and earlier.is_open:
             raise InvalidParameter(f"a request with the id {request_id} is already running", "request_id")
-        # Numbered, and with the number of the process, so that a late output of a finished request is not mistaken for
-        # one of a new request with the same id.
+        # Numbered, and with the number of the process, so that a late output of a finished request, or of a dead API
+        # process's, is not mistaken for one of a new request with the same id.
         serial = next(self._serials)
-        engine_ids = [f"{request_id}-{at}-{serial}@{self.process_info.index}" for at in range(len(sequences))]
+        engine_ids = [f"{request_id}-{at}-{serial:x}@{self.process_info.index}" for at in range(len(sequences))]
         # The engine sees no text: a salt has the length of a prefix cache hash.
         salt = blake2b(cache_salt.encode(errors="surrogatepass"), digest_size=16).digest() if cache_salt else b""
         requests = [(engine_id, *sequence) for engine_id, sequence in zip(engine_ids, sequences, strict=True)]

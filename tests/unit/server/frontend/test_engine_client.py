@@ -20,7 +20,7 @@ from quire.server.frontend.frontend import Frontend
 from quire.server.frontend.inputs import GenerationInput
 from quire.server.frontend.output_stream import EngineUnavailable, OutputStream, RequestFailed
 from tests.fakes import fake_core
-from tests.fakes.api_server import Server
+from tests.fakes.api_server import Server, run_server
 
 
 async def test_outputs_that_nobody_reads_merge(server: Server) -> None:
@@ -69,6 +69,17 @@ async def test_same_id_twice_is_refused(server: Server) -> None:
         assert len(server.frontend.client._running) == 1
     assert not server.frontend.client._running
     await server.until_idle()
+
+
+async def test_a_replaced_process_gives_other_ids(config: EngineConfig, core_mode: Callable[[str], None]) -> None:
+    """An output for the dead process, on its way, is not taken for one of a new request with the same id."""
+    given = GenerationInput(prompts=[[70]], params=SamplingParams(ignore_eos=True, max_tokens=None))
+    ids: set[str] = set()
+    for _ in range(2):
+        async with run_server(config) as server:
+            with server.frontend.generate("r", given):
+                ids |= server.frontend.client._running.keys()
+    assert len(ids) == 2
 
 
 async def test_what_fails_after_the_submission_aborts_it(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

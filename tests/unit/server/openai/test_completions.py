@@ -443,13 +443,16 @@ async def test_without_restarts_every_request_and_health_report_the_death(
         assert reason in (await refused(server, "completions", {"prompt": "x"}, 503))["message"]
 
 
-async def test_health_asks_the_core(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_health_asks_the_core(
+    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     assert (await server.http.get("/health")).status_code == 200
     await server.openai.completions.create(model="echo", prompt="a<mute>")
     monkeypatch.setattr("quire.server.frontend.engine_client.PROBE_SECONDS", 0.2)
     response = await server.http.get("/health")
     assert response.status_code == 503
     assert "has not answered" in response.json()["reason"]
+    assert "the engine has not answered for 0.2 seconds" in caplog.text
 
 
 async def test_while_loading(config: EngineConfig, core_mode: Callable[[str], None]) -> None:
