@@ -51,8 +51,11 @@ class Layout:
 
     name: str
     flags: tuple[str, ...] = ()
+    other_flags: tuple[str, ...] = ()
+    """Further flags of the command on a second host, if there is one."""
+    address_flag: str = ""
+    """The flag by which both hosts are told the address of the first."""
     has_experts: bool = False
-    is_on_two_hosts: bool = False
     embeds: bool = False
 
 
@@ -64,7 +67,18 @@ LAYOUTS = {
         Layout("dp2-api2", ("-dp", "2", "--api-server-count", "2")),
         Layout("tp2-pp2", ("-tp", "2", "-pp", "2")),
         Layout("dp2-tp2-ep", ("-dp", "2", "-tp", "2", "--enable-expert-parallel"), has_experts=True),
-        Layout("hosts", ("-dp", "2", "-dpl", "1", "--cluster-timeout-seconds", "5"), is_on_two_hosts=True),
+        Layout(
+            "hosts",
+            ("-dp", "2", "-dpl", "1", "--cluster-timeout-seconds", "5"),
+            ("-dpr", "1", "--headless"),
+            "--data-parallel-address",
+        ),
+        Layout(
+            "nodes",
+            ("-tp", "2", "-pp", "2", "--nnodes", "2", "--cluster-timeout-seconds", "5"),
+            ("--node-rank", "1", "--headless"),
+            "--master-addr",
+        ),
         Layout("embeddings", ("--runner", "pooling", "-dp", "2"), embeds=True),
     )
 }
@@ -120,9 +134,9 @@ class System:
         self._is_ending = False
         if self.hosts:
             address = self.hosts[0].address
-            where = ("--data-parallel-address", address, "--host", address)
-            self._api = self._start_on(self.hosts[0], *where)
-            self._keep_other(self.hosts[1], address)
+            where = (self.layout.address_flag, address)
+            self._api = self._start_on(self.hosts[0], *where, "--host", address)
+            self._keep_other(self.hosts[1], *where, *self.layout.other_flags)
         else:
             environment = {**os.environ, **self._environment}
             process = subprocess.Popen(
@@ -140,9 +154,8 @@ class System:
     def _start_on(self, host: Host, *flags: str) -> Command:
         return host.start(sys.executable, "-S", "-c", _INIT, *self._command(*flags), **self._environment)
 
-    def _keep_other(self, host: Host, address: str) -> None:
+    def _keep_other(self, host: Host, *flags: str) -> None:
         """Run the second host's command, again whenever it ends, as a service manager does."""
-        flags = ("-dpr", "1", "--headless", "--data-parallel-address", address)
 
         def keep() -> None:
             while not self._is_ending:
@@ -193,8 +206,9 @@ class System:
         try:
             return self.api.wait(_EXIT_SECONDS + 120)
         finally:
-            for each in self.processes("quire-replicas"):  # it would wait for the API to come back
-                each.terminate()
+            for kind in ("quire-replicas", "quire-node"):  # they would wait for the API to come back
+                for each in self.processes(kind):
+                    each.terminate()
             if self._other is not None:
                 self._other.wait(_EXIT_SECONDS)
 
@@ -244,7 +258,7 @@ def system(layout: Layout) -> Iterator[System]:
             )
             stack.callback(subprocess.check_call, ["umount", "--lazy", folder / name])
         model = _write_experts(folder / "model") if layout.has_experts else DEMO_MODEL
-        hosts = stack.enter_context(two_hosts()) if layout.is_on_two_hosts else None
+        hosts = stack.enter_context(two_hosts()) if layout.other_flags else None
         group = None if hosts else stack.enter_context(_memory_group(folder.name))  # hosts do not see the groups
         started = System(layout, model, folder, hosts, group)
         stack.callback(started.close)
