@@ -1,7 +1,9 @@
-"""Fair sharing: which share of the engine a request belongs to (`--fair-share`)."""
+"""Fair sharing (`--fair-share`): which share of the engine a request belongs to, and turns of shares."""
 
 from __future__ import annotations
 
+import asyncio
+from collections import deque
 from collections.abc import Mapping
 from contextvars import ContextVar
 from hashlib import blake2b
@@ -41,6 +43,44 @@ class FairShare:
         SHARE.set(Share(key, self._weights.get(name, 1.0) if weight is None else weight))
         if self.by == "user":
             _BY_USER.set(self)
+
+
+class FairSlots:
+    """A limit of what runs at the same time. The shares of those that wait take turns."""
+
+    def __init__(self, count: int) -> None:
+        self._num_free = count
+        self._waiting: dict[Share, deque[asyncio.Future[None]]] = {}
+        """In the order of turns."""
+
+    async def __aenter__(self) -> None:
+        """Wait for a slot in the turn of the current task's share."""
+        if self._num_free:
+            self._num_free -= 1
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(SHARE.get(), deque()).append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():  # the slot had been given to this task
+                self._give()
+            raise
+
+    async def __aexit__(self, *_: object) -> None:
+        self._give()
+
+    def _give(self) -> None:
+        """Give a slot that has become free to the next one that still waits."""
+        while self._waiting:
+            share, turns = next(iter(self._waiting.items()))
+            del self._waiting[share]
+            turn = turns.popleft()
+            if turns:
+                self._waiting[share] = turns
+            if not turn.done():
+                return turn.set_result(None)
+        self._num_free += 1
 
 
 def enter_user(user: object) -> None:

@@ -16,6 +16,7 @@ import mmap
 import os
 import pickle
 import traceback
+from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -28,6 +29,7 @@ from starlette.exceptions import HTTPException
 
 from quire.engine.config.engine_config import ModelConfig
 from quire.server.frontend.chat_formats import ChatFormats
+from quire.server.frontend.fair_share import SHARE, FairSlots, Share
 from quire.server.frontend.input_processor import InputProcessor
 from quire.server.frontend.sandbox import Answer, Sandbox, SandboxStopped
 from quire.server.frontend.structured_outputs import SizeCheck
@@ -65,10 +67,10 @@ class LargeBodies:
         prepares = [route.prepare for route in routes if route.body_field is not None]
         self._sandbox = Sandbox(_make, (model, formats, prepares), BODY_SECONDS, BODY_MEMORY, _NICENESS)
         self._is_started = False
-        self._free = asyncio.Semaphore(max(2, len(os.sched_getaffinity(0)) // 2))
+        self._slots = FairSlots(max(2, len(os.sched_getaffinity(0)) // 2))
         self._templates = formats.trust_request_chat_template
-        self.num_bytes = 0
-        """Bytes of the large bodies that are held now."""
+        self._held: Counter[Share] = Counter()
+        """Bytes of the large bodies that are held now, by share."""
 
     def start(self) -> None:
         """Start the helper in the background, unless it has been started."""
@@ -85,7 +87,7 @@ class LargeBodies:
         """Return what `prepare` returns; raises `HTTPException`, and `Answered` with a complete response."""
         header = pickle.dumps((prepare, stored))
         try:
-            async with self._free:
+            async with self._slots:
                 answer = await self._sandbox.ask_async(header, body)
         except SandboxStopped:
             limits = f"{BODY_SECONDS:g} s of processor time or {BODY_MEMORY >> 20} MiB of memory"
@@ -100,12 +102,30 @@ class LargeBodies:
             raise Answered(result)
         return result
 
-    def hold(self, count: int, held: int) -> None:
-        """Count bytes of a body that has `held` already; raises `ApiError` if all bodies have too many together."""
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the large bodies that are held now."""
+        return self._held.total()
+
+    def hold(self, share: Share, count: int, held: int) -> None:
+        """Count bytes of a body that has `held` already.
+
+        Raises `ApiError` if all bodies together have too many; with fair sharing, also if those of a share have more
+        than half of that. A body may have more if it is the only one.
+        """
+        text = ""
         if self.num_bytes > held and self.num_bytes + count > MAX_BODIES_BYTES:
             text = f"the bodies of all requests together have more than {MAX_BODIES_BYTES >> 20} MiB; try again"
+        elif share.key and self._held[share] > held and self._held[share] + count > MAX_BODIES_BYTES // 2:
+            text = f"the bodies of your requests together have more than {MAX_BODIES_BYTES >> 21} MiB; try again"
+        if text:
             raise ApiError(503, text, "overloaded", {"Retry-After": "2", "Connection": "close"})
-        self.num_bytes += count
+        self._held[share] += count
+
+    def release(self, share: Share, count: int) -> None:
+        """Stop counting the bytes of a body."""
+        self._held[share] -= count
+        self._held += Counter()  # shares that hold nothing are dropped
 
 
 class Answered(Exception):
@@ -220,14 +240,14 @@ class _LargeBody:
     """A buffer that grows, and returns its memory to the system; malloc would keep that of a Python object."""
 
     def __init__(self, bodies: LargeBodies, begin: bytes) -> None:
-        self._bodies = bodies
+        self._bodies, self._share = bodies, SHARE.get()
         self._map = mmap.mmap(-1, 2**20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._size = 0
         self.add(begin)
 
     def add(self, chunk: bytes) -> None:
         """Add bytes; raises `ApiError` if all bodies have too many together."""
-        self._bodies.hold(len(chunk), self._size)
+        self._bodies.hold(self._share, len(chunk), self._size)
         self._size += len(chunk)
         if self._size > len(self._map):
             self._map.resize(2 * max(self._size, len(self._map)))
@@ -243,7 +263,7 @@ class _LargeBody:
 
     def close(self) -> None:
         """Stop counting it. Its memory is freed when the last reader has dropped it."""
-        self._bodies.num_bytes -= self._size
+        self._bodies.release(self._share, self._size)
 
 
 def _make(argument: tuple[ModelConfig, ChatFormats, Sequence[Prepare]]) -> Answer:

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from quire.engine.config.engine_config import EngineConfig
+from quire.server.frontend.fair_share import Share
 from quire.server.http import large_bodies
+from quire.server.http.errors import ApiError
 from quire.server.http.large_bodies import LARGE_BODY, LargeBodies
 from tests.fakes.api_server import Server, run_server
 
@@ -171,8 +173,13 @@ async def test_the_bytes_of_all_bodies_are_limited(server: Server, monkeypatch: 
     body = json.dumps({"prompt": "hello", "max_tokens": 2}).encode() + 3 * PADDING
     assert (await post(server, COMPLETIONS, body))[0] == 200  # alone, it may be larger than all together
     assert bodies.num_bytes == 0
-    bodies.num_bytes = LARGE_BODY
+    bodies.hold(Share(b"another"), LARGE_BODY, 0)
     response = await server.http.post(COMPLETIONS, content=body, headers={"Content-Type": "application/json"})
     assert (response.status_code, response.json()["error"]["code"]) == (503, "overloaded")
     assert response.headers["retry-after"] == "2"
+    assert bodies.num_bytes == LARGE_BODY
+    with pytest.raises(ApiError, match="the bodies of your requests together have more than 0 MiB"):
+        bodies.hold(Share(b"another"), 1, 0)
+    bodies.hold(Share(b"third"), LARGE_BODY, 0)
+    bodies.release(Share(b"another"), LARGE_BODY)
     assert bodies.num_bytes == LARGE_BODY
