@@ -15,6 +15,7 @@ import os
 import pickle
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from queue import Empty
@@ -34,6 +35,7 @@ from quire.engine.executor.local_ranks import LocalRanks, RankFailed, find_strag
 from quire.engine.executor.mp import ProcessExecutor
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.runner_output import ModelRunnerOutput, WorkerFailed, WorkerReady
+from quire.engine.runtime_folder import RuntimeFolder
 
 _CAUSE_TIMEOUT = 2.0
 """Seconds to find the first failure after one is reported: a node needs a second to check its own ranks."""
@@ -397,6 +399,8 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, on_signal)
     try:
+        folder = RuntimeFolder()  # for the ranks' fork server, which removes nothing when it is killed
+        os.environ["TMPDIR"] = tempfile.tempdir = folder.path
         return serve_node(options, log_level, placement, may_rejoin=may_rejoin)
     except ConfigError as error:
         print(f"quire: error: {error}", file=sys.stderr)

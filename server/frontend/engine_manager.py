@@ -6,18 +6,12 @@ for `LLM`. Each API process gets the states and resumes its own requests (`Engin
 
 from __future__ import annotations
 
-import fcntl
 import logging
-import os
-import shutil
-import tempfile
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.config.plan_text import cache_text
@@ -28,8 +22,8 @@ from quire.engine.core.launch import (
     replica_config,
     start_core,
 )
-from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.supervision import EngineFailed, EngineState, Failed, Ready, ReplicaLost, ReplicaUp, Shutdown
+from quire.engine.runtime_folder import RuntimeFolder
 from quire.engine.supervisor import Process, SupervisedProcess, Supervisor
 from quire.server.config import RestartPolicy
 from quire.server.frontend.dp_coordinator import DPCoordinator
@@ -43,11 +37,6 @@ _MAX_DOUBLINGS = 16
 _MIN_UP_SECONDS = 10.0
 """A replica that dies sooner is restarted later each time."""
 SHUTDOWN_SECONDS = 10.0
-_MAX_FOLDER_BYTES = 60
-"""In bytes. The path of a Unix socket inside must be shorter than 108 bytes (unix(7)), also that of a core's fork
-server.
-"""
-_PREFIX, _LOCK = "quire-", "server.lock"
 
 logger = logging.getLogger(__name__)
 
@@ -66,47 +55,6 @@ class ApiProcessInfo:
     @property
     def count(self) -> int:
         return len(self.endpoints.responses)
-
-
-class RuntimeFolder:
-    """A temporary folder that is removed even if this process is killed: then the next one that makes a folder does it.
-
-    The lock on a file inside says that the folder is in use.
-    """
-
-    def __init__(self) -> None:
-        """Raises `ConfigError` if sockets in the folder would have too long a path."""
-        self.path = tempfile.mkdtemp(prefix=_PREFIX)
-        if len(os.fsencode(self.path)) > _MAX_FOLDER_BYTES:
-            os.rmdir(self.path)
-            raise ConfigError(
-                f"the path in TMPDIR is too long for Unix sockets: {os.path.dirname(self.path)}; set a shorter one"
-            )
-        # Locked before it has its name, so that no other process takes the folder for an unused one.
-        lock = os.open(f"{self.path}/new.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        os.rename(f"{self.path}/new.lock", f"{self.path}/{_LOCK}")
-        for other in Path(self.path).parent.glob(f"{_PREFIX}*/{_LOCK}"):
-            if other.parent != Path(self.path):
-                _remove_unused(other)
-
-        self.remove = weakref.finalize(self, _remove, self.path, lock)
-        """Removes the folder; the end of the process does, too."""
-
-
-def _remove(folder: str, lock: int) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    os.close(lock)
-
-
-def _remove_unused(lock: Path) -> None:
-    """Remove the folder with this lock, unless a process holds it or it belongs to another user."""
-    try:
-        with lock.open("r+") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(lock.parent, ignore_errors=True)
-    except OSError:
-        pass
 
 
 class _Core(SupervisedProcess):

@@ -187,8 +187,15 @@ def kill_core(nodes: Nodes, other: Host) -> None:
 
 
 @pytest.mark.parametrize("problem", [kill_node, kill_rank, kill_core])
-def test_streams_go_on_when_a_node_is_back(hosts: tuple[Host, Host], problem: object) -> None:
+def test_streams_go_on_when_a_node_is_back(
+    hosts: tuple[Host, Host],
+    problem: object,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A node joins again by itself; one whose process was killed is started again, here by the test."""
+    folder = tmp_path_factory.mktemp("t")
+    monkeypatch.setenv("TMPDIR", str(folder))
     nodes = serving(hosts, "-tp", "2", "-pp", "2")
     body = {"prompt": "Quire", "max_tokens": 200, "ignore_eos": True, "temperature": 0.0}
     assert callable(problem)
@@ -207,6 +214,7 @@ def test_streams_go_on_when_a_node_is_back(hosts: tuple[Host, Host], problem: ob
     assert nodes.api.wait(30) == 0
     assert nodes.other.wait(30) == 0
     assert not psutil.wait_procs(processes, timeout=5)[1]
+    assert not list(folder.iterdir())
 
 
 @pytest.mark.parametrize("victim", ["everything", "quire-serve", "quire-core", "quire-rank-1"])

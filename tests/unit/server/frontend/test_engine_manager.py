@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,13 +10,12 @@ import pytest
 
 from quire.engine.config.engine_config import EngineConfig, ExpertParallelConfig
 from quire.engine.core.launch import CoreArgs
-from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.stats import EngineStats
 from quire.engine.protocol.supervision import EngineFailed, EngineState, Failed, Ready, ReplicaLost, ReplicaUp
 from quire.engine.supervisor import Process
 from quire.server.config import RestartPolicy
 from quire.server.frontend import engine_manager as module
-from quire.server.frontend.engine_manager import EngineManager, RuntimeFolder
+from quire.server.frontend.engine_manager import EngineManager
 from quire.server.frontend.metrics import Metrics
 from tests.fakes.supervised import FakeProcess
 
@@ -209,37 +206,3 @@ def test_the_engine_fails_if_no_replica_comes_back(engine: Make, monkeypatch: py
     one.manager.replica_died(1, "the host is gone")
     one.run(lambda: one.manager.failure is not None)
     assert one.states[-1] == EngineFailed("no replica has been up for 0.05 s")
-
-
-@pytest.fixture
-def temporary(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path_factory.mktemp("t")
-    monkeypatch.setattr("tempfile.tempdir", str(folder))
-    return folder
-
-
-def test_a_folder_is_removed_by_its_owner_or_by_the_next(temporary: Path) -> None:
-    stale, foreign = temporary / "quire-stale", temporary / "quire-notes"
-    stale.mkdir()
-    (stale / "server.lock").touch()
-    (stale / "requests-0").touch()
-    foreign.mkdir()  # not made by a server: it has no lock
-    first = RuntimeFolder()
-    second = RuntimeFolder()
-    assert {path.name for path in temporary.iterdir()} == {Path(first.path).name, Path(second.path).name, "quire-notes"}
-    first.remove()
-    assert not Path(first.path).exists()
-    path = Path(second.path)
-    with (path / "server.lock").open() as lock, pytest.raises(BlockingIOError):
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    del second
-    assert not path.exists()
-
-
-def test_a_long_path_is_rejected(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = temporary / ("long" * 20)
-    folder.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(folder))
-    with pytest.raises(ConfigError, match="the path in TMPDIR is too long"):
-        RuntimeFolder()
-    assert not os.listdir(folder)

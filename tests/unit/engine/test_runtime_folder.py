@@ -1,0 +1,46 @@
+"""The folder of temporary files: removed by its owner, or by the next one."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+import pytest
+
+from quire.engine.protocol.errors import ConfigError
+from quire.engine.runtime_folder import RuntimeFolder
+
+
+@pytest.fixture
+def temporary(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path_factory.mktemp("t")
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    return folder
+
+
+def test_a_folder_is_removed_by_its_owner_or_by_the_next(temporary: Path) -> None:
+    stale, foreign = temporary / "quire-stale", temporary / "quire-notes"
+    stale.mkdir()
+    (stale / "server.lock").touch()
+    (stale / "requests-0").touch()
+    foreign.mkdir()  # not made by a server: it has no lock
+    first = RuntimeFolder()
+    second = RuntimeFolder()
+    assert {path.name for path in temporary.iterdir()} == {Path(first.path).name, Path(second.path).name, "quire-notes"}
+    first.remove()
+    assert not Path(first.path).exists()
+    path = Path(second.path)
+    with (path / "server.lock").open() as lock, pytest.raises(BlockingIOError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    del second
+    assert not path.exists()
+
+
+def test_a_long_path_is_rejected(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = temporary / ("long" * 20)
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    with pytest.raises(ConfigError, match="the path in TMPDIR is too long"):
+        RuntimeFolder()
+    assert not os.listdir(folder)
