@@ -163,6 +163,8 @@ class TextDelta:
     reasoning: str = ""
     tool_calls: list[ToolCall] = field(default_factory=list)
     """Pieces of tool calls, at most one per call."""
+    num_tokens_before_words: int = 0
+    """How many of `token_ids` come before the first text or tool call of the sequence: reasoning and markers."""
 
     @property
     def has_content(self) -> bool:
@@ -189,6 +191,7 @@ class TextDelta:
         self.reasoning += more.reasoning
         for call in more.tool_calls:
             self._add(call)
+        self.num_tokens_before_words += more.num_tokens_before_words
 
     def read(self, events: Sequence[Event]) -> None:
         """Append the events of a parser."""
@@ -225,7 +228,7 @@ class OutputProcessor:
         kept = frozenset(special.values())
         self._detokenizer = Detokenizer(tokenizer, prompt_ids, params.skip_special_tokens, kept)
         self._parser: OutputParser | None = output_format.parser(hidden=special) if output_format else None
-        self._has_called = False
+        self._has_words = self._has_called = False
         self._stop = StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
         self._count = 0
         top = params.prompt_logprobs
@@ -258,6 +261,10 @@ class OutputProcessor:
             if is_stop_token and not self._params.include_stop_str_in_output:
                 break
             text.append(self._show(self._detokenizer.feed(token_id)))
+            if self._parser is not None and not self._has_words:  # token by token, to count them
+                delta.read(self._parser.feed(text.pop()))
+                self._has_words = bool(delta.text or delta.tool_calls)
+                delta.num_tokens_before_words += not self._has_words
             if self._stop_string is not None:
                 break
         if output.finish_reason is not None and self._stop_string is None:

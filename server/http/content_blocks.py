@@ -87,9 +87,7 @@ class ContentBlocks:
     def _count(self, delta: TextDelta) -> None:
         self.num_tokens += len(delta.token_ids)
         self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached_tokens)
-        has_words = delta.text or delta.tool_calls or any(block.kind != "reasoning" for block in self.blocks)
-        if delta.reasoning or not has_words:
-            self._num_before_words += len(delta.token_ids)
+        self._num_before_words += delta.num_tokens_before_words
         if delta.finish_reason is not None:
             self.finish_reason = delta.finish_reason
             self.stop_string = delta.stop_reason if isinstance(delta.stop_reason, str) else None

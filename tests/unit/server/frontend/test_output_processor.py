@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from quire.engine.protocol.engine_core import EngineCoreOutput
 from quire.engine.protocol.logprobs import TokenLogprobs
 from quire.engine.protocol.sampling_params import SamplingParams
-from quire.server.frontend.output_processor import Detokenizer, OutputProcessor, StopStrings
+from quire.server.frontend.output_processor import Detokenizer, OutputProcessor, StopStrings, TextDelta
 from quire.server.frontend.tokenizer import Tokenizer
 from quire.server.parsers.output_parser import OutputFormat
+from quire.server.parsers.reasoning import REASONING_FORMATS
 from quire.server.parsers.tool_formats import TOOL_FORMATS
 from tests.fakes.tokenizers import byte_fallback, byte_level, wrapped
 
@@ -286,3 +287,18 @@ def test_special_tokens_show_when_asked_for() -> None:
     output = EngineCoreOutput("r", [*ids("a"), end, *ids("b")], None, "length")
     assert feed(SamplingParams(), output)[0] == "ab"
     assert feed(SamplingParams(skip_special_tokens=False), output)[0] == "a<|im_end|>b"
+
+
+@given(st.data())
+@settings(max_examples=50, deadline=None)
+def test_tokens_before_the_first_words_are_counted_however_outputs_merge(data: st.DataObject) -> None:
+    answer, thoughts = ids("<think>hm, well</think>So."), ids("<think>hm, well</think>")
+    cuts = data.draw(st.lists(st.integers(0, len(answer)), unique=True).map(sorted))
+    parts = [answer[a:b] for a, b in itertools.pairwise([0, *cuts, len(answer)])]
+    output_format = OutputFormat(reasoning=REASONING_FORMATS["qwen3"])
+    sequence, whole = OutputProcessor(BYTE_LEVEL, 0, [], SamplingParams(), output_format), TextDelta(0)
+    for part in parts:
+        whole.extend(sequence.feed(EngineCoreOutput("r", list(part))))
+    whole.extend(sequence.feed(EngineCoreOutput("r", [], None, "stop")))
+    assert (whole.reasoning, whole.text) == ("hm, well", "So.")
+    assert whole.num_tokens_before_words == len(thoughts)

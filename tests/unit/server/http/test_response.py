@@ -42,7 +42,14 @@ def test_a_shape_that_shows_more_than_text_has_no_frame(shape: Formatter) -> Non
     assert _frame(shape, 0, HEAD, TAIL) is None
 
 
-HIDDEN: dict[str, Any] = {"index": 1, "text": "t", "token_ids": [1], "num_cached_tokens": 5, "stop_reason": None}
+HIDDEN: dict[str, Any] = {
+    "index": 1,
+    "text": "t",
+    "token_ids": [1],
+    "num_cached_tokens": 5,
+    "num_tokens_before_words": 1,
+    "stop_reason": None,
+}
 """What a chunk of text may have without showing it."""
 SHOWN: dict[str, Any] = {
     "logprobs": [TokenLogprobs(-1.0, 1, [], [])],
