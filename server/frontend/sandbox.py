@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import errno
 import gc
+import logging
 import os
 import pickle
 import resource
@@ -23,6 +24,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
 
@@ -38,12 +40,33 @@ _NICE_AFTER_SECONDS = 0.25
 _NICENESS = 5
 _WALL_CLOCK_FACTOR = 10
 """Wall-clock limit of an answer, as a multiple of its processor time limit; it matters on a busy machine."""
+_SILENT_SECONDS, _START_SECONDS = 10.0, 60.0
+"""Seconds after which a helper hangs that has taken no question; the second is for one that may still be starting."""
 _PID = struct.Struct("!i")
 _HELPER = "from quire.server.frontend import sandbox; sandbox.main()"
+
+logger = logging.getLogger(__name__)
 
 
 class SandboxStopped(Exception):
     """The answer exceeded its time or memory limit."""
+
+
+@dataclass(eq=False)
+class _Helper:
+    """A helper process."""
+
+    control: socket.socket
+    """Takes the sockets of questions."""
+    end: weakref.finalize[Any, Any]
+    """Kills the helper and its forks."""
+    has_answered: bool = False
+    is_replaced: bool = False
+
+    @property
+    def patience(self) -> float:
+        """Seconds within which a fork takes a question, unless the helper hangs."""
+        return _SILENT_SECONDS if self.has_answered else _START_SECONDS
 
 
 class Sandbox(Generic[T]):
@@ -64,7 +87,9 @@ class Sandbox(Generic[T]):
     ) -> None:
         self._order = pickle.dumps(niceness) + pickle.dumps((make, argument, seconds, memory))
         self._lock = threading.Lock()
-        self._helper: tuple[socket.socket, weakref.finalize[Any, Any]] | None = None
+        self._limit = seconds * _WALL_CLOCK_FACTOR + _SILENT_SECONDS
+        """Wall-clock limit of an answer in seconds; a fork that is not stopped ends before."""
+        self._helper: _Helper | None = None
 
     def ask(self, question: bytes) -> bytes:
         """Return the answer; raises `SandboxStopped`, and `OSError` if no process can be started."""
@@ -75,57 +100,87 @@ class Sandbox(Generic[T]):
         return _answer_of(await self._ask_async(question) or await self._ask_async(question))
 
     def _ask(self, question: bytes) -> bytes | None:
-        """Return the answer of a fork, or None if the helper cannot be reached."""
+        """Return what a fork has reported (see `_answer_of`), or None if the helper cannot be reached."""
         mine, theirs = socket.socketpair()
         with mine:
-            with theirs:
-                self._pass_socket(theirs)
-            with contextlib.suppress(BrokenPipeError):
-                mine.sendall(question)
-            mine.shutdown(socket.SHUT_WR)
-            mine.settimeout(_NICE_AFTER_SECONDS)
-            reported = b""
-            while True:
-                try:
-                    part = mine.recv(2**16)
-                except ConnectionResetError:
-                    break
-                except TimeoutError:
-                    if reported:
-                        mine.settimeout(None)
-                        with contextlib.suppress(OSError):
-                            os.setpriority(os.PRIO_PROCESS, _PID.unpack_from(reported)[0], _NICENESS)
-                    continue
-                if not part:
-                    break
-                reported += part
-        return reported or None
+            helper = self._hand_over(theirs)
+            mine.settimeout(helper.patience)
+            try:
+                reported = mine.recv(_PID.size)
+            except ConnectionResetError:
+                return None
+            except TimeoutError:
+                self._replace(helper)
+                return None
+            if reported:
+                helper.has_answered = True
+                reported += self._exchange(mine, question, _PID.unpack(reported)[0])
+        return None if helper.is_replaced else reported or None
+
+    def _exchange(self, fork: socket.socket, question: bytes, pid: int) -> bytes:
+        """Return what a fork reports on a question; kill it if that takes too long."""
+        reported = b""
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            try:
+                fork.settimeout(self._limit)
+                fork.sendall(question)
+                fork.shutdown(socket.SHUT_WR)
+                fork.settimeout(_NICE_AFTER_SECONDS)
+                while part := self._receive(fork, pid):
+                    reported += part
+            except TimeoutError:
+                _kill(pid)
+        return reported
+
+    def _receive(self, fork: socket.socket, pid: int) -> bytes:
+        """Return the next bytes; lower the priority of a fork that takes long. Raises `TimeoutError`."""
+        try:
+            return fork.recv(2**16)
+        except TimeoutError:
+            if fork.gettimeout() == self._limit:
+                raise
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, pid, _NICENESS)
+        fork.settimeout(self._limit)
+        return fork.recv(2**16)
 
     async def _ask_async(self, question: Sequence[bytes | memoryview]) -> bytes | None:
         loop, reported = asyncio.get_running_loop(), bytearray()
         mine, theirs = socket.socketpair()
         with mine:
             mine.setblocking(False)
-            await asyncio.to_thread(self._hand_over, theirs)
+            helper = await asyncio.to_thread(self._hand_over, theirs)
             try:
-                reported += await loop.sock_recv(mine, _PID.size)
-                for part in question if reported else ():
-                    await loop.sock_sendall(mine, part)
-                mine.shutdown(socket.SHUT_WR)
-                while part := await loop.sock_recv(mine, 2**18):
-                    reported += part
+                async with asyncio.timeout(helper.patience):
+                    reported += await loop.sock_recv(mine, _PID.size)
+            except ConnectionResetError:
+                return None
+            except TimeoutError:
+                await asyncio.to_thread(self._replace, helper)
+                return None
+            if not reported:
+                return None
+            helper.has_answered = True
+            try:
+                async with asyncio.timeout(self._limit):
+                    for part in question:
+                        await loop.sock_sendall(mine, part)
+                    mine.shutdown(socket.SHUT_WR)
+                    while part := await loop.sock_recv(mine, 2**18):
+                        reported += part
             except (BrokenPipeError, ConnectionResetError):
                 pass
+            except TimeoutError:
+                _kill(_PID.unpack_from(reported)[0])
             except asyncio.CancelledError:
-                if reported:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(_PID.unpack_from(reported)[0], signal.SIGKILL)
+                _kill(_PID.unpack_from(reported)[0])
                 raise
-        return bytes(reported) or None
+        return None if helper.is_replaced else bytes(reported)
 
-    def _hand_over(self, channel: socket.socket) -> None:
+    def _hand_over(self, channel: socket.socket) -> _Helper:
+        """Give the helper its end of a connection, and close it here; returns the helper."""
         with channel:
-            self._pass_socket(channel)
+            return self._pass_socket(channel)
 
     def start(self) -> None:
         """Start the helper, unless it runs, so that the first question need not wait for it."""
@@ -140,23 +195,34 @@ class Sandbox(Generic[T]):
         with self._lock:
             helper, self._helper = self._helper, None
         if helper is not None:
-            helper[1]()
+            helper.end()
 
-    def _pass_socket(self, channel: socket.socket) -> None:
+    def _replace(self, helper: _Helper) -> None:
+        """Kill a helper that hangs, with its forks, whose questions are asked again. The next question starts another
+        one.
+        """
+        with self._lock:
+            if self._helper is helper:
+                logger.warning("a helper process did not respond for %g s and was killed", helper.patience)
+                self._helper, helper.is_replaced = None, True
+                helper.end()
+
+    def _pass_socket(self, channel: socket.socket) -> _Helper:
         with self._lock:
             for is_new in (False, True):
                 if self._helper is None or is_new:
                     self._start()
                 assert self._helper is not None
                 try:
-                    socket.send_fds(self._helper[0], [b"?"], [channel.fileno()])
-                    return
+                    socket.send_fds(self._helper.control, [b"?"], [channel.fileno()])
+                    return self._helper
                 except OSError:
                     if is_new:
                         raise
+        raise AssertionError
 
     def _start(self) -> None:
-        if self._helper is not None and (held := self._helper[1].detach()) is not None:
+        if self._helper is not None and (held := self._helper.end.detach()) is not None:
             _retire(*held[2])
         control, theirs = socket.socketpair()
         with theirs, contextlib.ExitStack() as undone:
@@ -170,7 +236,7 @@ class Sandbox(Generic[T]):
                 start_new_session=True,
             )
             undone.pop_all()
-        self._helper = control, weakref.finalize(self, _end, control, helper)
+        self._helper = _Helper(control, weakref.finalize(self, _end, control, helper))
         assert helper.stdin is not None
         with contextlib.suppress(BrokenPipeError), helper.stdin:
             helper.stdin.write(self._order)
@@ -183,6 +249,11 @@ def _answer_of(reported: bytes | None) -> bytes:
     if not reported.endswith(b".") or len(reported) == _PID.size:
         raise SandboxStopped
     return reported[_PID.size : -1]
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
 
 
 def _end(control: socket.socket, helper: subprocess.Popen[bytes]) -> None:

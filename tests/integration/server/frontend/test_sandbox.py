@@ -140,3 +140,33 @@ def test_a_slow_answer_gives_way(answering: Make, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(SandboxStopped):
         slow.ask(b"")
     assert given == [sandbox._NICENESS]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_a_helper_that_is_stopped_is_replaced(
+    answering: Make, is_async: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    echo = answering("q + b'!'")
+
+    async def ask() -> bytes:
+        return await (echo.ask_async(b"a") if is_async else asyncio.to_thread(echo.ask, b"a"))
+
+    monkeypatch.setattr(sandbox, "_SILENT_SECONDS", 1.0)
+    before = {*psutil.Process().children(recursive=True)}
+    assert await ask() == b"a!"
+    for each in {*psutil.Process().children(recursive=True)} - before:
+        each.suspend()  # the helper, and the fork that waits for the next question
+    assert await asyncio.gather(*(ask() for _ in range(5))) == [b"a!"] * 5
+    assert caplog.text.count("did not respond for 1 s and was killed") == 1
+
+
+async def test_a_fork_that_is_stopped_is_killed(
+    answering: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sandbox, "_SILENT_SECONDS", 1.0)
+    stopping = answering("q or __import__('os').kill(__import__('os').getpid(), 19)", seconds=0.1)
+    with pytest.raises(SandboxStopped):
+        await stopping.ask_async(b"")
+    with pytest.raises(SandboxStopped):
+        await asyncio.to_thread(stopping.ask, b"")
+    assert stopping.ask(b"fine") == b"fine"
