@@ -271,9 +271,8 @@ class EngineCore:
             case AbortRequests():
                 self.abort(message.request_ids)
             case Join():
-                self.abort(
-                    [request.request_id for request in self.pending_requests() if request.client == message.client]
-                )
+                requests = (*(each.core_request for each in self.scheduler.requests.values()), *self.compiling.values())
+                self.abort([request.request_id for request in requests if request.client == message.client])
                 self.outputs.pop(message.client, None)  # the process that they were for has ended
             case Probe():
                 self.probes.append(message)
@@ -329,10 +328,6 @@ class EngineCore:
             if ended is not None:
                 self.add_output(ended[0].client, ended[1])
 
-    def pending_requests(self) -> list[EngineCoreRequest]:
-        """Return every request without a terminal message."""
-        return [*(each.core_request for each in self.scheduler.requests.values()), *self.compiling.values()]
-
     def add_output(self, client: int, output: EngineCoreOutput) -> None:
         self.outputs.setdefault(client, EngineCoreOutputs()).outputs.append(output)
 
@@ -370,14 +365,9 @@ class EngineCore:
         """Return a copy of the scheduler's stats."""
         return msgspec.structs.replace(self.scheduler.snapshot())
 
-    def end(self, reason: str) -> None:
-        """End every request with an error and send its terminal message."""
+    def close(self) -> None:
+        """Compile no more grammars. The API processes end the remaining requests, or move them to other replicas."""
         self._compile_pool.shutdown(wait=False, cancel_futures=True)
-        for request in self.pending_requests():
-            self.add_output(
-                request.client, EngineCoreOutput(request.request_id, [], finish_reason="error", error=reason)
-            )
-        self.send()
 
 
 def serve(args: CoreArgs, connection: SupervisorConnection) -> int:
@@ -416,8 +406,8 @@ def serve(args: CoreArgs, connection: SupervisorConnection) -> int:
         failure = None if cause is None else Failed(cause, failure.user_error)
     if failure is not None:
         connection.send(failure)
-    elif core is not None:
-        core.end("the engine was shut down")
+    if core is not None:
+        core.close()
     io.close()
     if executor is not None:
         executor.close(failure.reason if failure is not None else "")
