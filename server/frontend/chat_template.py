@@ -40,12 +40,12 @@ class ChatTemplate:
         """The variables that the template uses."""
         return frozenset(jinja2.meta.find_undeclared_variables(_environment().parse(self.source)))
 
-    def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
         """Render the prompt of a conversation. If the template raises an error, that is an `InvalidParameter` for
         `messages`.
         """
         try:
-            return self._template.render(messages=messages, **{**self._variables, **variables})
+            return self._template.render({**self._variables, **variables, "messages": messages})
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
             raise InvalidParameter(f"the chat template rejected these messages: {error}", "messages") from None
 

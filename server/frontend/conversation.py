@@ -89,12 +89,12 @@ def render(
     if options.continue_final_message:
         turns[-1] = _to_be_continued(turns[-1], len(turns) - 1)
     try:
-        prompt = template.render(turns, **variables)
+        prompt = template.render(turns, variables)
     except InvalidParameter:
         if not any(turn.get("tool_calls") for turn in turns):
             raise
         # Most templates expect tool call arguments as objects, but some (DeepSeek-V3.1's) as JSON text.
-        prompt = template.render([_with_arguments_as_text(turn) for turn in turns], **variables)
+        prompt = template.render([_with_arguments_as_text(turn) for turn in turns], variables)
     return _cut(prompt) if options.continue_final_message else prompt
 
 

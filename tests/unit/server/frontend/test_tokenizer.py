@@ -103,7 +103,8 @@ def test_same_prompt_as_transformers(tmp_path: Path, template: str, tools: list[
     ours, theirs = Tokenizer.load(tmp_path), auto_tokenizer(tmp_path)
     templates = ChatTemplates.load(tmp_path, ours, None)
     assert templates is not None
-    mine = templates.choose(bool(tools)).render(MESSAGES, tools=tools, documents=None, add_generation_prompt=True)
+    variables = {"tools": tools, "documents": None, "add_generation_prompt": True}
+    mine = templates.choose(bool(tools)).render(MESSAGES, variables)
     assert mine == theirs.apply_chat_template(MESSAGES, tools=tools, tokenize=False, add_generation_prompt=True)
 
 
@@ -111,7 +112,7 @@ def test_demo_model_reads_the_same() -> None:
     ours, theirs = Tokenizer.load(DEMO_MODEL), auto_tokenizer(DEMO_MODEL)
     templates = ChatTemplates.load(DEMO_MODEL, ours, None)
     assert templates is not None
-    prompt = templates.choose(False).render(MESSAGES, tools=None, documents=None, add_generation_prompt=True)
+    prompt = templates.choose(False).render(MESSAGES, {"tools": None, "documents": None, "add_generation_prompt": True})
     ids = theirs.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)
     assert ours.encode(prompt, add_special_tokens=False) == ids
 
@@ -136,7 +137,7 @@ def test_template_override_is_text_or_file(tmp_path: Path) -> None:
     for override, text in (("inline {{ messages|length }}", "inline 1"), (str(tmp_path / "mine.jinja"), "file 1")):
         templates = ChatTemplates.load(tmp_path, tokenizer, override)
         assert templates is not None
-        assert templates.choose(True).render(MESSAGES[:1]) == text
+        assert templates.choose(True).render(MESSAGES[:1], {}) == text
     with pytest.raises(ConfigError, match="--chat-template"):
         ChatTemplates.load(tmp_path, tokenizer, str(tmp_path / "none.jinja"))
     with pytest.raises(ConfigError, match="line 1"):
@@ -157,7 +158,7 @@ def test_template_override_is_text_or_file(tmp_path: Path) -> None:
 )
 def test_what_a_template_refuses_is_the_clients_error(source: str) -> None:
     with pytest.raises(InvalidParameter, match="chat template") as caught:
-        ChatTemplate(source, {}).render(MESSAGES)
+        ChatTemplate(source, {}).render(MESSAGES, {})
     assert caught.value.param == "messages"
 
 

@@ -270,6 +270,7 @@ async def test_rendering(talking: EngineConfig) -> None:
         assert await shows(add_generation_prompt=False) == "hi."
         assert await shows("hi ", continue_final_message=True) == "hi "
         assert await shows(chat_template_kwargs={"enable_thinking": 5}) == "thinking 5 hi"
+        assert await shows(chat_template_kwargs={"self": 1, "enable_thinking": 6}) == "thinking 6 hi"
         assert await shows(reasoning_effort="none") == "thinking False hi"
         assert await shows(documents=[{"text": "doc "}]) == "doc hi"
         assert await shows(chat_template="{{ messages[0].content | upper }}") == "HI"
