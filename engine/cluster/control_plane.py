@@ -209,7 +209,7 @@ class _Link(ABC):
                     break
                 try:
                     self._on_frames(frames)
-                except msgspec.DecodeError as error:
+                except (msgspec.DecodeError, UnicodeDecodeError) as error:
                     self._dropped.add(error)
             for command in self._commands.drain():
                 if self._on_command(command):

@@ -126,7 +126,7 @@ class EngineCoreIO:
         while True:
             try:
                 self.inbox.put(decode(join(socket.recv_multipart())))
-            except msgspec.DecodeError as error:
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 dropped.add(error)
 
     def _send(self) -> None:

@@ -515,7 +515,7 @@ class EngineClient:
                 frames = self._responses.recv_multipart(zmq.NOBLOCK)
                 try:
                     message = self._decoder.decode(join(frames))
-                except msgspec.DecodeError as error:
+                except (msgspec.DecodeError, UnicodeDecodeError) as error:
                     self._dropped.add(error)
                     continue
                 replica = self._replicas.get(message.replica)

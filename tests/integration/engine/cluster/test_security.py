@@ -91,6 +91,7 @@ def test_strange_messages_to_a_core_are_dropped(token: str, caplog: pytest.LogCa
             with socket.create_connection(("127.0.0.1", port)) as stranger:
                 stranger.sendall(message)
         pushing.send_multipart([b"\xc1"])
+        pushing.send_multipart([b"\x91\xa1\xff"])  # a text that is not UTF-8
         large = AbortRequests(["x" * FRAME_BYTES, "y"])
         encoded = msgspec.msgpack.encode(large)
         pushing.send_multipart([encoded[:FRAME_BYTES], encoded[FRAME_BYTES:]])

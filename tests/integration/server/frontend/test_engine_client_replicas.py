@@ -428,7 +428,7 @@ async def test_messages_that_cannot_be_decoded_are_dropped(tmp_path: Path, caplo
     async with scripted(tmp_path) as engine:
         stream = engine.submit("a", [1])
         core = await engine.of("a")
-        for message in (b"\xc1", b"", b"\x00" * 9, msgspec.msgpack.encode(["EngineDead"])):
+        for message in (b"\xc1", b"", b"\x00" * 9, b"\x91\xa1\xff", msgspec.msgpack.encode(["EngineDead"])):
             core._responses[0].send(message)
         core._responses[0].send_multipart([b"\x92", b"\xa1"])
         core.tell(EngineCoreOutput("a", [5], finish_reason="length"))
