@@ -110,11 +110,15 @@ def install(app: FastAPI) -> None:
 
 def json_response(body: Any, status: int = HTTPStatus.OK, headers: dict[str, str] | None = None) -> Response:
     """Create a JSON response."""
+    return Response(encode_json(body), status, headers, "application/json")
+
+
+def encode_json(body: Any) -> bytes:
+    """Encode a response as JSON."""
     try:
-        content = msgspec.json.encode(body)
+        return msgspec.json.encode(body)
     except UnicodeEncodeError:  # half of a surrogate pair, which the client sent as an escape
-        content = json.dumps(body).encode()
-    return Response(content, status, headers, "application/json")
+        return json.dumps(body, separators=(",", ":")).encode()
 
 
 def respond(error: Exception) -> Response:

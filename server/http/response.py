@@ -8,19 +8,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
 from fastapi import Request, Response
 from starlette.requests import ClientDisconnect
+from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from quire.server.frontend.generation import Generation
 from quire.server.frontend.output_processor import TextDelta
 from quire.server.frontend.output_stream import EngineUnavailable, RequestFailed
-from quire.server.http.errors import describe, json_response
+from quire.server.http.errors import describe, encode_json, json_response
 
 T = TypeVar("T")
 StreamUsage = Literal["none", "final", "continuous"]
@@ -104,7 +105,11 @@ class GenerationResponse:
     async def whole(self, generation: Generation, request: Request) -> Response:
         """Return the full response; raises `ClientDisconnect` if the client disconnects."""
         with generation:
-            return json_response(await while_connected(request.receive, self._collect(generation)))
+            sequences = await while_connected(request.receive, self._collect(generation))
+        if any(sequence.prompt_logprobs for sequence in sequences):
+            return StreamingResponse(self._parts(sequences), media_type="application/json")
+        sequences = self._choose(sequences)
+        return json_response(self._whole(sequences, list(map(self._formatter.whole_choice, sequences))))
 
     def stream(self, generation: Generation, usage: StreamUsage) -> Response:
         """Return the response as server-sent events, one write for each engine step."""
@@ -119,23 +124,31 @@ class GenerationResponse:
             "system_fingerprint": None,
         }
 
-    async def _collect(self, generation: Generation) -> dict[str, Any]:
+    async def _collect(self, generation: Generation) -> list[TextDelta]:
+        """Return the complete sequences."""
         sequences = [TextDelta(index) for index in range(self._usage.num_choices)]
         async for deltas in generation:
             self._usage.add(deltas)
             for delta in deltas:
                 sequences[delta.index].extend(delta)
-        if any(
-            sequence.prompt_logprobs for sequence in sequences
-        ):  # so much data that encoding it would block other streams
-            return await asyncio.to_thread(self._whole, sequences)
-        return self._whole(sequences)
+        return sequences
 
-    def _whole(self, sequences: list[TextDelta]) -> dict[str, Any]:
-        sequences = self._choose(sequences)
-        choices = [self._formatter.whole_choice(sequence) for sequence in sequences]
+    def _whole(self, sequences: list[TextDelta], choices: list[dict[str, Any]]) -> dict[str, Any]:
         extra = self._formatter.top_level_fields(sequences)
         return self._head(self._formatter.whole) | {"choices": choices, "usage": self._usage.object(), **extra}
+
+    async def _parts(self, sequences: list[TextDelta]) -> AsyncIterator[bytes]:
+        """Yield the full response, encoded choice by choice in a thread: prompt log-probabilities are so much data that
+        they would block other streams, and take much memory as a whole.
+        """
+        sequences = self._choose(sequences)
+        whole = await asyncio.to_thread(lambda: encode_json(self._whole(sequences, [])))
+        before, choices, after = whole.partition(b'"choices":[')
+        yield before + choices
+        for at, sequence in enumerate(sequences):
+            choice = await asyncio.to_thread(lambda one: encode_json(self._formatter.whole_choice(one)), sequence)
+            yield b"," * bool(at) + choice
+        yield after
 
     async def _write_events(self, generation: Generation, usage: StreamUsage, send: Send) -> None:
         formatter = self._formatter
