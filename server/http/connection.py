@@ -1,6 +1,6 @@
 """HTTP connections: time limits for headers and bodies, and limits on headers, connections and descriptors.
 
-uvicorn itself waits for a request forever once its first byte has arrived.
+uvicorn itself waits for a request forever once its first byte has arrived, and reads pipelined requests without end.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from quire.server.http.errors import error_object
 
 MAX_HEADER_BYTES = 64 * 2**10
 """Bytes of a request's line and headers."""
+MAX_PIPELINED = 32
+"""Requests of a connection that wait for the responses to earlier ones."""
 _BODY_RATE = 1024
 """Bytes of a body that give a client one more second."""
 _DESCRIPTORS = 65536
@@ -124,8 +126,21 @@ class HttpProtocol(HttpToolsProtocol):
             self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, text)
 
     def on_headers_complete(self) -> None:
+        if len(self.pipeline) == MAX_PIPELINED:
+            text = f"more than {MAX_PIPELINED} requests wait for the responses to earlier ones on this connection"
+            self._refuse(HTTPStatus.TOO_MANY_REQUESTS, text)
+            raise ValueError(text)  # ends the parser
         self._begin("body")
         super().on_headers_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.pipeline:  # read no more until all have been started
+            self.flow.pause_reading()
+
+    def send_400_response(self, msg: str) -> None:
+        if not self.transport.is_closing():
+            super().send_400_response(msg)
 
     def on_message_complete(self) -> None:
         self._end_phase()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import resource
@@ -173,3 +174,62 @@ async def test_upgrades_and_broken_requests_are_not_logged(
 def log(monkeypatch: pytest.MonkeyPatch) -> None:
     """The messages of quire reach caplog."""
     monkeypatch.setattr(logging.getLogger("quire"), "propagate", True)
+
+
+GET = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+async def test_pipelined_requests_are_answered_in_turn(config: EngineConfig, core_mode: Callable[[str], None]) -> None:
+    async with run_server(config) as server:
+        reader, writer = await connect(server)
+        for _ in range(3):
+            writer.write(GET * connection.MAX_PIPELINED)
+            for _ in range(connection.MAX_PIPELINED):
+                head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 60)
+                assert b"200 OK" in head
+                await reader.readuntil(b"}")
+        writer.close()
+
+
+async def test_pipelined_requests_without_end_are_refused(
+    config: EngineConfig, core_mode: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[object] = []
+    on_headers_complete = connection.HttpProtocol.on_headers_complete
+
+    def count(one: connection.HttpProtocol) -> None:
+        begun.append(one)
+        on_headers_complete(one)
+
+    monkeypatch.setattr(connection.HttpProtocol, "on_headers_complete", count)
+    async with run_server(config) as server:
+        reader, writer = await connect(server)
+        writer.write(GET * 5000)
+        with contextlib.suppress(ConnectionResetError):  # if the server closes it before all has been sent
+            status, message = await rest(reader)
+            assert (status, message[:18]) == (429, "more than 32 reque")
+        assert len(begun) < 2 * connection.MAX_PIPELINED
+        writer.close()
+
+
+async def test_what_is_pipelined_is_not_read_on_before_it_is_answered(
+    config: EngineConfig, core_mode: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting: list[int] = []
+    receive = connection.HttpProtocol.data_received
+
+    def data_received(one: connection.HttpProtocol, data: bytes) -> None:
+        waiting.append(len(one.pipeline))
+        receive(one, data)
+
+    monkeypatch.setattr(connection.HttpProtocol, "data_received", data_received)
+    monkeypatch.setattr(connection, "MAX_PIPELINED", 1000)
+    async with run_server(config) as server:
+        reader, writer = await connect(server)
+        for _ in range(40):
+            writer.write(GET * 3)
+            await asyncio.sleep(0)
+        for _ in range(120):
+            assert b"200 OK" in await asyncio.wait_for(reader.readuntil(b"}"), 60)
+        assert not any(waiting)
+        writer.close()
