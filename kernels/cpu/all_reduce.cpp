@@ -4,6 +4,10 @@
 // Every rank makes the same calls in the same order, so all ranks agree on how often each rank has *published*. A rank
 // writes only to its own header and slots. The reader of a slot waits for the count of its rank. A buffer is reused two
 // chunks later, and only after every rank has published in the chunk between, which it does after reading the buffer.
+//
+// A rank publishes before it waits, so it waits only for ranks that have published less. Each rank counts the time for
+// which it waits for others that compute. The first collective of a step does not count, as ranks need not start a step
+// at the same time, nor do broadcasts, for which the first rank may have more to do than the others.
 
 #include "threads.h"
 
@@ -17,6 +21,7 @@
 #include <atomic>
 #include <chrono>
 #include <climits>
+#include <cstddef>
 #include <cstring>
 #ifdef __x86_64__
 #include <immintrin.h>
@@ -48,9 +53,12 @@ struct Header {
   // Used by its own rank only.
   alignas(kLine) uint32_t safe;  // the count that all ranks must reach before the next chunk is written
   uint32_t buffer;
+  uint32_t has_met;  // whether this rank has met the others in the present step; set to 0 when a step starts
+  int64_t waited;    // nanoseconds
 };
 static_assert(std::atomic<uint32_t>::is_always_lock_free);
-static_assert(sizeof(Header) == 2 * kLine);  // as in shared.py
+static_assert(sizeof(Header) == 2 * kLine && offsetof(Header, has_met) == kLine + 8);  // as in shared.py
+static_assert(offsetof(Header, waited) == kLine + 16);
 
 void pause() {
 #ifdef __x86_64__
@@ -76,7 +84,9 @@ class Group {
   int64_t slot_bytes() const { return slot_bytes_; }
 
   // Starts the next chunk, in which this rank may then write its slot.
-  void begin() {
+  void begin(bool is_broadcast = false) {
+    counts_ = !is_broadcast && own().has_met;
+    if (!is_broadcast) own().has_met = 1;
     await_all(own().safe);
     own().buffer ^= 1;
     buffer_ = slots_ + own().buffer * size_ * slot_bytes_;
@@ -102,14 +112,8 @@ class Group {
     Header& other = header(rank);
     if (reached(other, count)) return;
     const Clock::time_point start = Clock::now();
-    do {
-      for (int spin = 0; spin < kSpins; ++spin) {
-        if (reached(other, count)) return;
-        pause();
-      }
-      sched_yield();
-    } while (Clock::now() < start + kYield);
-    sleep(other, rank, count, start);
+    if (!spin(other, count, start)) sleep(other, rank, count, start);
+    if (counts_) own().waited += std::chrono::nanoseconds(Clock::now() - start).count();
   }
 
   void await_all(uint32_t count) {
@@ -122,6 +126,18 @@ class Group {
 
   static bool reached(const Header& other, uint32_t count) {
     return static_cast<int32_t>(other.published.load(std::memory_order_acquire) - count) >= 0;
+  }
+
+  // Returns whether `count` was reached soon enough not to sleep.
+  static bool spin(const Header& other, uint32_t count, Clock::time_point start) {
+    do {
+      for (int i = 0; i < kSpins; ++i) {
+        if (reached(other, count)) return true;
+        pause();
+      }
+      sched_yield();
+    } while (Clock::now() < start + kYield);
+    return false;
   }
 
   static void futex(Header& other, int operation, uint32_t value, const timespec* timeout) {
@@ -150,7 +166,7 @@ class Group {
   uint8_t* buffer_ = nullptr;
   int64_t rank_, size_, slot_bytes_;
   std::chrono::duration<double> timeout_;
-  bool first_ = false;
+  bool first_ = false, counts_ = false;
 };
 
 void copy(void* to, const void* from, int64_t bytes) {
@@ -268,7 +284,7 @@ void shared_broadcast(const at::Tensor& memory, int64_t rank, int64_t size, doub
   auto* data = static_cast<uint8_t*>(x.mutable_data_ptr());
   for (int64_t begin = 0; begin < bytes; begin += group.slot_bytes()) {
     const int64_t length = std::min(group.slot_bytes(), bytes - begin);
-    group.begin();
+    group.begin(/*is_broadcast=*/true);
     if (rank == 0) copy(group.slot(0), data + begin, length);
     const uint32_t count = group.publish();
     if (rank == 0) continue;
