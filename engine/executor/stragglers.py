@@ -17,7 +17,7 @@ _WINDOW_SECONDS = 5.0
 """Ranks are compared each time one of them has computed for this long."""
 _NUM_WINDOWS = 3
 """Windows in a row after which a rank becomes a straggler, or is one no longer."""
-_SLOW, _RECOVERED = 1.25, 1.1
+_SLOW, _RECOVERED = 1.25, 1.15
 """A rank is slow if its computing time is this many times the median of the others, and has recovered below the
 second."""
 

@@ -6,7 +6,7 @@
 // chunks later, and only after every rank has published in the chunk between, which it does after reading the buffer.
 //
 // A rank publishes before it waits, so it waits only for ranks that have published less. Each rank counts the time for
-// which it waits for others that compute. The first collective of a step does not count, as ranks need not start a step
+// which it waits for others that compute: until they publish, not until it notices, as that depends on itself. The first collective of a step does not count, as ranks need not start a step
 // at the same time, nor do broadcasts, for which the first rank may have more to do than the others.
 
 #include "threads.h"
@@ -50,6 +50,7 @@ struct Header {
   // Read by all ranks.
   alignas(kLine) std::atomic<uint32_t> published;
   std::atomic<uint32_t> sleepers;  // ranks that sleep until `published` changes
+  int64_t published_at[2];         // when the last even and the last odd count were published, in nanoseconds
   // Used by its own rank only.
   alignas(kLine) uint32_t safe;  // the count that all ranks must reach before the next chunk is written
   uint32_t buffer;
@@ -59,6 +60,8 @@ struct Header {
 static_assert(std::atomic<uint32_t>::is_always_lock_free);
 static_assert(sizeof(Header) == 2 * kLine && offsetof(Header, has_met) == kLine + 8);  // as in shared.py
 static_assert(offsetof(Header, waited) == kLine + 16);
+
+int64_t nanoseconds(Clock::time_point time) { return std::chrono::nanoseconds(time.time_since_epoch()).count(); }
 
 void pause() {
 #ifdef __x86_64__
@@ -99,6 +102,8 @@ class Group {
   uint32_t publish() {
     Header& header = own();
     const uint32_t count = header.published.load(std::memory_order_relaxed) + 1;
+    // No rank is two counts ahead of another one that reads this.
+    if (counts_) header.published_at[count % 2] = nanoseconds(Clock::now());
     // Either a rank that is about to sleep sees the count, or this rank sees the sleeper.
     header.published.store(count, std::memory_order_seq_cst);
     if (header.sleepers.load(std::memory_order_seq_cst) != 0) futex(header, FUTEX_WAKE, INT_MAX, nullptr);
@@ -113,7 +118,7 @@ class Group {
     if (reached(other, count)) return;
     const Clock::time_point start = Clock::now();
     if (!spin(other, count, start)) sleep(other, rank, count, start);
-    if (counts_) own().waited += std::chrono::nanoseconds(Clock::now() - start).count();
+    if (counts_) own().waited += std::max<int64_t>(0, other.published_at[count % 2] - nanoseconds(start));
   }
 
   void await_all(uint32_t count) {

@@ -31,7 +31,7 @@ class Header(ctypes.Structure):
 
     _fields_ = (
         ("published", ctypes.c_uint32),
-        ("_sleepers", ctypes.c_uint8 * (_LINE_BYTES - 4)),
+        ("_others", ctypes.c_uint8 * (_LINE_BYTES - 4)),
         ("_safe", ctypes.c_uint32),
         ("_buffer", ctypes.c_uint32),
         ("has_met", ctypes.c_uint32),

@@ -147,13 +147,13 @@ def load(url: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def throttled(process: psutil.Process) -> Iterator[None]:
-    """The process runs for less than half of the time."""
+    """The process runs for a fifth of the time."""
     ended = threading.Event()
 
     def throttle() -> None:
-        while not ended.wait(0.004):
+        while not ended.wait(0.01):
             process.suspend()
-            ended.wait(0.006)
+            ended.wait(0.04)
             process.resume()
 
     with ThreadPoolExecutor(1) as pool:
