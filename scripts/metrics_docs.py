@@ -7,7 +7,7 @@ from array import array
 from markdown_table import code, table
 from prometheus_client.metrics_core import Metric
 
-from quire.engine.protocol.stats import ExpertLoad
+from quire.engine.protocol.stats import ExpertLoad, RankTimes
 from quire.server.frontend.metrics import FINISH_REASONS, STATES, Metrics
 
 INTRODUCTION = """# Metrics
@@ -27,6 +27,9 @@ def render() -> str:
     metrics.expert_load = ExpertLoad(layers={0: 1}, tokens=array("q", [1]).tobytes(), imbalance=1.0, moved=0)
     known = {metric.name for metric in plain}
     experts = [metric for metric in metrics.collect() if metric.name not in known]
+    metrics.expert_load, metrics.rank_times = None, {0: [RankTimes()]}
+    metrics.state(0, "up")
+    ranks = [metric for metric in metrics.collect() if metric.name not in known]
     histograms = [metric for metric in plain if metric.type == "histogram"]
     return "\n".join(
         [
@@ -35,6 +38,10 @@ def render() -> str:
             _table(plain),
             f"`finished_reason` is one of {_values(FINISH_REASONS)}. `state` is one of {_values(STATES)}. `engine` is "
             "the number of the replica.\n",
+            "## Several ranks\n",
+            "On CPUs only. `rank` is the number of the rank in its replica. [Reliability](../design/reliability.md#"
+            "stragglers) says how stragglers are found.\n",
+            _table(ranks),
             "## Mixtures of experts\n",
             "With `--enable-expert-parallel` only. Models with very many experts have no `quire:expert_tokens`.\n",
             _table(experts),

@@ -351,8 +351,10 @@ class EngineCore:
         now = time.monotonic()
         if now - self.last_stats_at >= _STATS_SECONDS:
             self.last_stats_at = now
+            rank_times = self.executor.rank_times() or None
             for client in range(self.io.num_clients):
-                self.outputs.setdefault(client, EngineCoreOutputs()).expert_load = self.expert_load
+                outputs = self.outputs.setdefault(client, EngineCoreOutputs())
+                outputs.expert_load, outputs.rank_times = self.expert_load, rank_times
             self.expert_load = None
         if self.outputs:
             stats = self.snapshot()

@@ -16,6 +16,22 @@ class Parallel:
     size: int = 1
 
     @property
+    def waited(self) -> float:
+        """Seconds for which a CPU has waited for other ranks to compute. Waiting in the first collective of a step does
+        not count, as ranks need not start it at the same time, nor in broadcasts, for which rank 0 may have more to do.
+        """
+        return 0.0
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether this rank has got further than another one, for which it waits or soon will, as far as it can tell.
+        May be read in any thread."""
+        return False
+
+    def begin_step(self) -> None:
+        """Start a step, for `waited`."""
+
+    @property
     def supports_op_replay(self) -> bool:
         """Whether a CPU's collectives are pure tensor operations, which op replay can record."""
         return self.size == 1

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
@@ -30,6 +32,21 @@ class CpuParallel(GroupParallel):
         self._timeout = timeout.total_seconds()
         self.memory: Tensor | None = None
         """The shared segment, `[bytes]`; None: gloo is used."""
+        self._own = shared.Header()
+        self._headers = [self._own]
+        """Of all ranks, if memory is shared."""
+
+    def begin_step(self) -> None:
+        self._own.has_met = 0
+
+    @property
+    def waited(self) -> float:
+        return self._own.waited * 1e-9
+
+    @property
+    def is_ahead(self) -> bool:
+        own = self._own.published
+        return any(0 < (own - other.published) % 2**32 < 2**31 for other in self._headers)
 
     @property
     def supports_op_replay(self) -> bool:
@@ -59,6 +76,9 @@ class CpuParallel(GroupParallel):
             if fd >= 0:
                 os.close(fd)
         self.memory = None if reason else memory
+        if self.memory is not None:
+            self._headers = shared.headers(self.memory, self.size)
+            self._own = self._headers[self.rank]
         if self.rank == 0:
             log = logger.warning if reason else logger.debug
             log("collectives of a stage: %s", f"gloo, since {reason}" if reason else "shared memory")
@@ -70,15 +90,23 @@ class CpuParallel(GroupParallel):
 
     def all_reduce(self, x: Tensor) -> Tensor:
         if self.memory is None or x.dtype not in shared.SUMMED:
-            return super().all_reduce(x)
+            return self._count(super().all_reduce, x)
         x = x.contiguous()
         shared.all_reduce(self.memory, self.rank, self.size, self._timeout, x)
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
         if self.memory is None:
-            return super().all_gather(x)
+            return self._count(super().all_gather, x)
         return shared.all_gather(self.memory, self.rank, self.size, self._timeout, x.contiguous())
+
+    def _count(self, collective: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Run a collective of gloo, all of which counts as waiting."""
+        begun = time.perf_counter_ns()
+        result = collective(x)
+        self._own.waited += self._own.has_met * (time.perf_counter_ns() - begun)
+        self._own.has_met = 1
+        return result
 
     def broadcast(self, x: Tensor) -> Tensor:
         if self.memory is None:

@@ -38,6 +38,11 @@ class ParallelState:
     store: LinkStore | None = None
     """The ranks' rendezvous if they are on several hosts."""
 
+    @property
+    def waited(self) -> float:
+        """Seconds for which a CPU has waited for other ranks; see `Parallel.waited`."""
+        return self.tp.waited + self.pipeline.waited
+
     def watch(self, report: Callable[[str], None]) -> None:
         """Call `report`, from another thread, if a GPU waits in a collective for longer than the timeout."""
         if dist.is_initialized() and dist.get_backend() == "nccl":

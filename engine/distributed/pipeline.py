@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 
 import torch
@@ -46,6 +47,8 @@ class Pipeline:
         self._sending: deque[tuple[dist.Work, Tensor]] = deque()
         self._receiving: deque[tuple[dist.Work, Tensor]] = deque()
         self._posted_ahead: deque[tuple[dist.Work, Tensor]] = deque()
+        self.waited = 0.0
+        """Seconds for which a CPU has waited for the previous stage."""
 
     @property
     def is_first(self) -> bool:
@@ -105,13 +108,17 @@ class Pipeline:
             work, buffer = self._posted_ahead.popleft()
             message = buffer[:num_bytes].view(dtype).view(shape)
             self.post_ahead()
-            _wait(work, f"hidden states from rank {self._previous}", message)
-            return message.to(self._device)
+            return self._arrived(work, message)
         if not self._receiving:
             self.post_receive(shape, dtype)
         work, message = self._receiving.popleft()
         assert (message.shape, message.dtype) == (shape, dtype), "stages must run the same plans in the same order"
+        return self._arrived(work, message)
+
+    def _arrived(self, work: dist.Work, message: Tensor) -> Tensor:
+        begun = time.perf_counter()
         _wait(work, f"hidden states from rank {self._previous}", message)
+        self.waited += time.perf_counter() - begun
         return message.to(self._device)
 
 

@@ -7,6 +7,7 @@ from typing import Protocol
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.protocol.runner_output import ModelRunnerOutput
 from quire.engine.protocol.scheduler_output import SchedulerOutput
+from quire.engine.protocol.stats import RankTimes
 
 STEP_TIMEOUT = 600.0
 """Maximum seconds of computation in a step; a single rank that takes longer counts as hung."""
@@ -63,6 +64,12 @@ class Executor(Protocol):
 
     def check(self) -> None:
         """Raise `WorkerError` if a rank has exited or been stopped."""
+
+    def rank_times(self) -> list[RankTimes]:
+        """Return the times of all ranks, in order; empty if the only rank is in this process.
+
+        Logs which of them are stragglers, so it must be called every few seconds while steps run.
+        """
 
     def close(self, reason: str = "") -> None:
         """Stop every rank; `reason` is the error after a failure."""

@@ -24,7 +24,9 @@ from quire.engine.config.engine_config import EngineConfig
 from quire.engine.distributed.shm_broadcast import ShmBroadcast
 from quire.engine.executor.base import WorkerError
 from quire.engine.protocol.errors import ConfigError
+from quire.engine.protocol.rank_state import RankState
 from quire.engine.protocol.runner_output import ModelRunnerOutput, WorkerFailed, WorkerReady
+from quire.engine.protocol.stats import RankTimes
 
 _KILLED_TIMEOUT = 1.0
 """Seconds to look for the rank that died first after the first error, because its neighbours fail too."""
@@ -70,13 +72,7 @@ class LocalRanks:
         """KV blocks of every rank, once all are loaded; 0: as configured."""
         self._loading = set(ranks)
         self._ring = ShmBroadcast(context, readers=len(ranks))
-        self._progress = context.RawArray("q", [-1] * len(ranks))
-        """Progress of each rank, written by the rank: 2 × step of the oldest plan in flight; if there is none, 2 × last
-        step + 1."""
-        self._heartbeats = context.RawArray("d", [0.0] * len(ranks))
-        """When each rank last wrote its heartbeat, on the monotonic clock."""
-        self._waiting = context.RawArray("b", [0] * len(ranks))
-        """Whether each rank waited for others in a collective at its last heartbeat."""
+        self._states = context.RawArray(RankState, [(-1,)] * len(ranks))
         self._watchdog_seconds = config.parallel.watchdog_seconds
         self._checked_at = self._grace_until = time.monotonic()
         self._decoder: msgspec.msgpack.Decoder[WorkerReady | WorkerFailed | ModelRunnerOutput] = (
@@ -91,8 +87,8 @@ class LocalRanks:
                 process = context.Process(
                     target=_run,
                     args=(
-                        *(config, rank, index, init_method, self._ring),
-                        *(self._progress, self._heartbeats, self._waiting, sender, log_level),
+                        *(config, rank, index, init_method),
+                        *(self._ring, self._states, sender, log_level),
                     ),
                     name=f"quire-rank-{rank}",
                     daemon=True,
@@ -120,12 +116,17 @@ class LocalRanks:
     @property
     def progress(self) -> list[int]:
         """Progress of each rank: 2 × step of the oldest plan in flight; if there is none, 2 × last step + 1."""
-        return list(self._progress)
+        return [state.progress for state in self._states]
 
     @property
     def waiting(self) -> list[int]:
         """The ranks that waited for others in a collective a moment ago."""
-        return [rank for rank, waits in zip(self.ranks, self._waiting, strict=True) if waits]
+        return [rank for rank, state in zip(self.ranks, self._states, strict=True) if state.is_waiting]
+
+    @property
+    def times(self) -> list[RankTimes]:
+        """The times of each rank."""
+        return [RankTimes(state.steps, state.seconds, state.waited) for state in self._states]
 
     def listen(self, fd: int, callback: Callable[[], None]) -> None:
         """Let `poll` also call `callback` when `fd` is readable; `poll` raises its exceptions."""
@@ -183,8 +184,8 @@ class LocalRanks:
         if now > self._grace_until:
             silent = [
                 rank
-                for rank, heard in zip(self.ranks, self._heartbeats, strict=True)
-                if now - heard > self._watchdog_seconds
+                for rank, state in zip(self.ranks, self._states, strict=True)
+                if now - state.heartbeat > self._watchdog_seconds
             ]
             if silent:
                 text = f"{ranks_text(silent)} did not respond for {self._watchdog_seconds:g} s (--watchdog-seconds)"
@@ -210,12 +211,12 @@ class LocalRanks:
         if (killed := self.killed(_KILLED_TIMEOUT)) is not None:
             return killed
         if reason is not None:
-            return RankFailed(f"rank {rank} failed: {reason}{self._stragglers_text(rank)}", is_certain=False)
+            return RankFailed(f"rank {rank} failed: {reason}{self._late_text(rank)}", is_certain=False)
         code = self._processes[rank].exitcode
         text = f"ended with exit code {code}" if code != -signal.SIGABRT else f"aborted: {_ABORTED}"
-        return RankFailed(f"rank {rank} {text}{self._stragglers_text(rank)}", is_certain=False)
+        return RankFailed(f"rank {rank} {text}{self._late_text(rank)}", is_certain=False)
 
-    def _stragglers_text(self, rank: int) -> str:
+    def _late_text(self, rank: int) -> str:
         """Return a text that names the ranks that have not reached the step of this rank."""
         progress = dict(zip(self.ranks, self.progress, strict=True))
         late = [other for other, position in progress.items() if position // 2 < progress[rank] // 2]
@@ -243,7 +244,7 @@ class LocalRanks:
             pipe.close()
 
 
-def find_stragglers(progress: dict[int, int], step: int, waiting: Collection[int] = ()) -> list[int]:
+def find_late_ranks(progress: dict[int, int], step: int, waiting: Collection[int] = ()) -> list[int]:
     """Return the ranks that delay a step: those that have not received its plan, or else those that have not run it.
 
     Ranks that are `waiting` for others are not named if some are not. Returns all ranks if each has launched the step

@@ -11,11 +11,13 @@ from pathlib import Path
 
 import msgspec
 
-from quire.engine.config.engine_config import EngineConfig
+from quire.engine.config.engine_config import EngineConfig, ParallelConfig
 from quire.engine.executor.base import POLL_SECONDS, WorkerError
-from quire.engine.executor.local_ranks import LocalRanks, find_stragglers, ranks_text
+from quire.engine.executor.local_ranks import LocalRanks, find_late_ranks, ranks_text
+from quire.engine.executor.stragglers import StragglerDetector
 from quire.engine.protocol.runner_output import ModelRunnerOutput
 from quire.engine.protocol.scheduler_output import SchedulerOutput
+from quire.engine.protocol.stats import RankTimes
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,8 @@ class ProcessExecutor:
     _ranks: LocalRanks
     """The ranks of this host."""
 
-    def __init__(self) -> None:
+    def __init__(self, parallel: ParallelConfig) -> None:
+        self._stragglers = StragglerDetector(parallel.tensor_parallel_size, self._name)
         self._encode = msgspec.msgpack.Encoder().encode
 
     def submit(self, plan: SchedulerOutput, limit: float) -> PendingStep:
@@ -61,13 +64,18 @@ class ProcessExecutor:
             if (position := self._position()) != position_before:
                 deadline = now + limit
             elif now >= deadline and not self._ranks.arrived:
-                raise WorkerError(f"{self._stragglers(step)} did not answer within {limit:.0f} s")
+                raise WorkerError(f"{self._name(self._late_ranks(step))} did not answer within {limit:.0f} s")
         return self._ranks.arrived.popleft()
 
     def check(self) -> None:
         """Raise `WorkerError` if a rank has exited or been stopped."""
         while self._poll(0):
             pass
+
+    def rank_times(self) -> list[RankTimes]:
+        """Return the times of all ranks, in order; empty on GPUs. Logs which of them are stragglers."""
+        times = self._times()
+        return self._stragglers.update(times) if any(each.steps for each in times) else []
 
     def close(self, reason: str = "") -> None:
         """Stop every rank, and kill those that do not exit; after a failure, kill all at once."""
@@ -87,16 +95,24 @@ class ProcessExecutor:
         """Return a value that changes when a rank makes progress."""
         return self._ranks.progress
 
-    def _stragglers(self, step: int) -> str:
-        """Return a text that names the ranks that delay a step."""
-        return ranks_text(find_stragglers(dict(enumerate(self._ranks.progress)), step, self._ranks.waiting))
+    def _late_ranks(self, step: int) -> list[int]:
+        """Return the ranks that delay a step."""
+        return find_late_ranks(dict(enumerate(self._ranks.progress)), step, self._ranks.waiting)
+
+    def _times(self) -> list[RankTimes]:
+        """Return the times of all ranks, in order."""
+        return self._ranks.times
+
+    def _name(self, ranks: list[int]) -> str:
+        """Return a text that names ranks."""
+        return ranks_text(ranks)
 
 
 class MpExecutor(ProcessExecutor):
     """Runs `tp × pp` worker processes on this host."""
 
     def __init__(self, config: EngineConfig, log_level: str, on_end: Callable[[], None]) -> None:
-        super().__init__()
+        super().__init__(config.parallel)
         # All ranks are on this host, so gloo must not depend on its host name and networks.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         with tempfile.TemporaryDirectory(prefix="quire-") as folder:

@@ -31,10 +31,11 @@ from quire.engine.config.engine_config import EngineConfig, RayPlacement
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import fetch_weights, resolve
 from quire.engine.executor.base import POLL_SECONDS, WorkerError
-from quire.engine.executor.local_ranks import LocalRanks, RankFailed, find_stragglers, ranks_text, slowest
+from quire.engine.executor.local_ranks import LocalRanks, RankFailed, find_late_ranks, ranks_text, slowest
 from quire.engine.executor.mp import ProcessExecutor
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.runner_output import ModelRunnerOutput, WorkerFailed, WorkerReady
+from quire.engine.protocol.stats import RankTimes
 from quire.engine.runtime_folder import RuntimeFolder
 
 _CAUSE_TIMEOUT = 2.0
@@ -58,11 +59,12 @@ class NodeStart(msgspec.Struct):
 
 
 class NodeProgress(msgspec.Struct, tag=True, array_like=True):
-    """Progress of the node's ranks (see `LocalRanks`)."""
+    """Progress and times of the node's ranks (see `LocalRanks`)."""
 
     progress: list[int]
     waiting: list[int] = []
     """Ranks that wait for others in a collective."""
+    times: list[RankTimes] = []
 
 
 class NodeLost(msgspec.Struct):
@@ -97,7 +99,7 @@ class MultiNodeExecutor(ProcessExecutor):
         on_end: Callable[[], None],
         launcher: NodeLauncher | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(config.parallel)
         parallel, started = config.parallel, time.monotonic()
         address, port = parallel.master
         self._hello = _describe_node(config)
@@ -108,6 +110,8 @@ class MultiNodeExecutor(ProcessExecutor):
         self._progress = dict.fromkeys(range(parallel.world_size), -1)
         self._waiting: dict[int, list[int]] = {}
         """By node: the ranks that wait for others."""
+        self._other_times: dict[int, RankTimes] = {}
+        """By rank of another node."""
         self._names = {0: self._hello.name}
         self._is_started = False
         self._leader = Leader(
@@ -192,9 +196,10 @@ class MultiNodeExecutor(ProcessExecutor):
                     self._loading.discard(number)
                     self.config = self.config.with_blocks(num_blocks)  # the same for all ranks of a replica
                     self.seconds = slowest(self.seconds, seconds)
-                case NodeProgress(progress, waiting):
+                case NodeProgress(progress, waiting, times):
                     self._progress |= zip(self.config.parallel.ranks_of(number), progress, strict=True)
                     self._waiting[number] = waiting
+                    self._other_times |= zip(self.config.parallel.ranks_of(number), times, strict=False)
                 case WorkerFailed(reason, user_error=True):
                     raise ConfigError(f"{self._names[number]}: {reason}")
                 case WorkerFailed(reason, is_certain=is_certain):
@@ -226,13 +231,19 @@ class MultiNodeExecutor(ProcessExecutor):
     def _position(self) -> object:
         return dict(self._progress), self._ranks.progress
 
-    def _stragglers(self, step: int) -> str:
+    def _late_ranks(self, step: int) -> list[int]:
         self._progress |= zip(self._ranks.ranks, self._ranks.progress, strict=True)
         waiting = {*self._ranks.waiting, *itertools.chain.from_iterable(self._waiting.values())}
-        late, parallel = find_stragglers(self._progress, step, waiting), self.config.parallel
+        return find_late_ranks(self._progress, step, waiting)
+
+    def _times(self) -> list[RankTimes]:
+        times = self._other_times | dict(zip(self._ranks.ranks, self._ranks.times, strict=True))
+        return [times.get(rank, RankTimes()) for rank in range(self.config.parallel.world_size)]
+
+    def _name(self, ranks: list[int]) -> str:
         texts = []
         for number, name in sorted(self._names.items()):
-            if theirs := [rank for rank in late if rank in parallel.ranks_of(number)]:
+            if theirs := [rank for rank in ranks if rank in self.config.parallel.ranks_of(number)]:
                 texts.append(f"{ranks_text(theirs)} on {name}")
         return " and ".join(texts)
 
@@ -329,7 +340,7 @@ class Node:
             self._is_ready = True
             self._follower.compare_files(self._config)
             send(encode(WorkerReady(ranks.seconds, ranks.num_blocks)))
-        progress = NodeProgress(ranks.progress, ranks.waiting)
+        progress = NodeProgress(ranks.progress, ranks.waiting, ranks.times)
         if (now := time.monotonic()) >= self._progress_at + _PROGRESS_SECONDS and progress != self._progress:
             self._progress, self._progress_at = progress, now
             send(encode(progress))

@@ -15,6 +15,7 @@ from quire.engine.config.engine_config import EngineConfig
 from quire.engine.executor.base import StepFuture, WorkerError
 from quire.engine.protocol.runner_output import ModelRunnerOutput
 from quire.engine.protocol.scheduler_output import SchedulerOutput
+from quire.engine.protocol.stats import RankTimes
 
 if TYPE_CHECKING:
     from quire.engine.worker.async_copies import AsyncOutput
@@ -90,6 +91,10 @@ class UniExecutor:
 
     def check(self) -> None:
         """Do nothing: the rank lives as long as this process."""
+
+    def rank_times(self) -> list[RankTimes]:
+        """Return nothing, as a single rank waits for no others."""
+        return []
 
     def close(self, reason: str = "") -> None:
         """Stop the threads. A thread that hangs ends with the process."""

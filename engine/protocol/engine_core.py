@@ -8,7 +8,7 @@ import msgspec
 
 from quire.engine.protocol.logprobs import PromptLogprobs, TokenLogprobs
 from quire.engine.protocol.sampling_params import SamplingParams
-from quire.engine.protocol.stats import EngineStats, ExpertLoad
+from quire.engine.protocol.stats import EngineStats, ExpertLoad, RankTimes
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -105,6 +105,8 @@ class EngineCoreOutputs(msgspec.Struct, tag=True, array_like=True):
     replica: int = 0
     expert_load: ExpertLoad | None = None
     """None: unchanged or not available."""
+    rank_times: list[RankTimes] | None = None
+    """Of the replica's ranks, in order. None: unchanged or not available."""
     incarnation: int = 0
     """Of the replica: outputs of an earlier start may arrive late, and are dropped."""
 

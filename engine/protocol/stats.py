@@ -24,6 +24,23 @@ class EngineStats(msgspec.Struct, array_like=True):
     """Start time in milliseconds since 1970; it changes when a replica restarts."""
 
 
+class RankTimes(msgspec.Struct, array_like=True):
+    """What a rank has spent its time with since the start, on a CPU. On a GPU all are 0, as the host does not wait."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    """Duration of all steps."""
+    waited: float = 0.0
+    """The part in which the rank waited for others to compute: for those of its stage, and for the previous stage."""
+    is_straggler: bool = False
+    """Whether it is persistently slower than the other ranks of its stage."""
+
+    @property
+    def busy(self) -> float:
+        """Seconds for which the rank has computed."""
+        return self.seconds - self.waited
+
+
 class ExpertLoad(msgspec.Struct, array_like=True):
     """How evenly the shared experts are used. Every replica sends the same values from time to time."""
 

@@ -218,6 +218,7 @@ class ModelRunner:
         expert_load = None if self._balancer is None else self._balancer.step()
         if result is not None:
             result.expert_load = expert_load
+        self._tp.begin_step()
         rows = self._input_batch.apply(plan)
         if not plan.num_rows and not any(replica_tokens):
             return self._run_without_rows()

@@ -32,6 +32,7 @@ from quire.engine.distributed.shm_broadcast import ShmBroadcast
 from quire.engine.distributed.watchdog import CollectiveError
 from quire.engine.layers.attention import attention_config
 from quire.engine.protocol.errors import ConfigError
+from quire.engine.protocol.rank_state import RankState
 from quire.engine.protocol.runner_output import ModelRunnerOutput, WorkerFailed, WorkerReady
 from quire.engine.protocol.scheduler_output import SchedulerOutput
 from quire.engine.supervisor import HEARTBEAT_SECONDS
@@ -101,6 +102,16 @@ class Worker:
             **spent,
         }
 
+    @property
+    def waited(self) -> float:
+        """Seconds for which a CPU has waited for other ranks."""
+        return self._parallel_state.waited
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether this rank has got further than another one of its stage; see `Parallel.is_ahead`."""
+        return self._parallel_state.tp.is_ahead
+
     def watch(self, report: Callable[[str], None]) -> None:
         """Call `report`, from another thread, if this rank's GPU waits in a collective for longer than the timeout."""
         self._parallel_state.watch(report)
@@ -136,14 +147,11 @@ def main(
     local_rank: int,
     init_method: str,
     plans: ShmBroadcast,
-    progress: ctypes.Array[ctypes.c_longlong],
-    heartbeats: ctypes.Array[ctypes.c_double],
-    waiting: ctypes.Array[ctypes.c_byte],
+    states: ctypes.Array[RankState],
     results: Connection,
     log_level: str,
 ) -> None:
-    """The main function of a worker process: reads `plans`, writes `results`, and updates `progress`, `heartbeats` and
-    `waiting` at `local_rank` for `LocalRanks`.
+    """The main function of a worker process: reads `plans`, writes `results`, and updates its state for `LocalRanks`.
 
     `local_rank` is the rank's index among those of this host.
     """
@@ -151,10 +159,12 @@ def main(
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # handled by the process that started this one
     process.set_name(f"quire-rank-{rank}")
-    _end_with_parent(heartbeats, waiting, local_rank)
+    state = states[local_rank]
+    worker: Worker | None = None
+    _end_with_parent(state, lambda: worker is not None and worker.is_ahead)
     tqdm.set_lock(threading.RLock())  # tqdm's default is a system semaphore, which a killed rank would leak
     log.setup(log_level, f"rank {rank}")
-    reports = Reports(results, progress, local_rank)
+    reports = Reports(results, state)
     try:
         worker = Worker(config, rank, init_method)
         worker.watch(lambda reason: _fail(rank, CollectiveError(reason), reports))
@@ -167,7 +177,12 @@ def main(
             lambda: plans.read(local_rank), decode, worker.post_receive if worker.posts_receives else None
         ):
             reports.begin(plan.step)
+            begun, waited = time.perf_counter(), worker.waited
             finish(plan.step, worker.launch(plan))
+            if not worker.is_asynchronous:
+                state.steps += 1
+                state.seconds += time.perf_counter() - begun
+                state.waited += worker.waited - waited
         reports.close()
         worker.close()
     except Exception as error:
@@ -189,8 +204,8 @@ def _fail(rank: int, error: Exception, reports: Reports) -> NoReturn:
 class Reports:
     """Sends a rank's messages to the core. One thread finishes the steps in order, while another may start more."""
 
-    def __init__(self, results: Connection, progress: ctypes.Array[ctypes.c_longlong], local_rank: int) -> None:
-        self._results, self._progress, self._local_rank = results, progress, local_rank
+    def __init__(self, results: Connection, state: RankState) -> None:
+        self._results, self._state = results, state
         self._encode = msgspec.msgpack.Encoder().encode
         self._sending, self._counting = threading.Lock(), threading.Lock()
         self._in_flight: deque[int] = deque()
@@ -205,14 +220,14 @@ class Reports:
         """Record that a plan has arrived. The progress is that of the oldest step in flight."""
         with self._counting:
             self._in_flight.append(step)
-            self._progress[self._local_rank] = 2 * self._in_flight[0]
+            self._state.progress = 2 * self._in_flight[0]
 
     def finish(self, step: int, launched: AsyncOutput) -> None:
         """Wait for a step, and send its result if this rank has one."""
         result = launched.result()
         with self._counting:
             assert self._in_flight.popleft() == step, "steps must finish in order"
-            self._progress[self._local_rank] = 2 * self._in_flight[0] if self._in_flight else 2 * step + 1
+            self._state.progress = 2 * self._in_flight[0] if self._in_flight else 2 * step + 1
         if result is not None:
             self.send(result)
 
@@ -291,17 +306,16 @@ def _keep_freed_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)  # free what loading left behind
 
 
-def _end_with_parent(
-    heartbeats: ctypes.Array[ctypes.c_double], waiting: ctypes.Array[ctypes.c_byte], local_rank: int
-) -> None:
+def _end_with_parent(state: RankState, is_ahead: Callable[[], bool]) -> None:
     """Exit this process as soon as the engine core's process ends, for whatever reason; write heartbeats until then."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 
     def watch() -> None:
         while parent.is_alive():
-            heartbeats[local_rank] = time.monotonic()
-            waiting[local_rank] = is_in_collective(sys._current_frames().get(threading.main_thread().ident or 0))
+            state.heartbeat = time.monotonic()
+            frame = sys._current_frames().get(threading.main_thread().ident or 0)
+            state.is_waiting = is_ahead() or is_in_collective(frame)
             parent.join(HEARTBEAT_SECONDS)
         os._exit(1)
 
@@ -309,9 +323,11 @@ def _end_with_parent(
 
 
 def is_in_collective(frame: FrameType | None) -> bool:
-    """Return whether a thread waits for other ranks, by its stack. Replayed operations do not show."""
+    """Return whether a thread waits for other ranks, by its stack. `Parallel.is_ahead` tells for collectives through
+    shared memory, which may also be replayed."""
     while frame is not None:
-        if os.path.dirname(frame.f_code.co_filename) == _DISTRIBUTED:
+        folder, name = os.path.split(frame.f_code.co_filename)
+        if folder == _DISTRIBUTED and name != "cpu_communicator.py":
             return True
         frame = frame.f_back
     return False

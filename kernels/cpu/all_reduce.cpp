@@ -4,6 +4,11 @@
 // Every rank makes the same calls in the same order, so all ranks agree on how often each rank has *published*. A rank
 // writes only to its own header and slots. The reader of a slot waits for the count of its rank. A buffer is reused two
 // chunks later, and only after every rank has published in the chunk between, which it does after reading the buffer.
+//
+// A rank publishes before it waits, so it waits only for ranks that have published less. Each rank counts the time for
+// which it waits for others that compute: until they publish, not until it notices, as that depends on itself. The first
+// collective of a step does not count, as ranks need not start a step at the same time, nor do broadcasts, for which the
+// first rank may have more to do than the others.
 
 #include "threads.h"
 
@@ -17,6 +22,7 @@
 #include <atomic>
 #include <chrono>
 #include <climits>
+#include <cstddef>
 #include <cstring>
 #ifdef __x86_64__
 #include <immintrin.h>
@@ -45,12 +51,18 @@ struct Header {
   // Read by all ranks.
   alignas(kLine) std::atomic<uint32_t> published;
   std::atomic<uint32_t> sleepers;  // ranks that sleep until `published` changes
+  int64_t published_at[2];         // when the last even and the last odd count were published, in nanoseconds
   // Used by its own rank only.
   alignas(kLine) uint32_t safe;  // the count that all ranks must reach before the next chunk is written
   uint32_t buffer;
+  uint32_t has_met;  // whether this rank has met the others in the present step; set to 0 when a step starts
+  int64_t waited;    // nanoseconds
 };
 static_assert(std::atomic<uint32_t>::is_always_lock_free);
-static_assert(sizeof(Header) == 2 * kLine);  // as in shared.py
+static_assert(sizeof(Header) == 2 * kLine && offsetof(Header, has_met) == kLine + 8);  // as in shared.py
+static_assert(offsetof(Header, waited) == kLine + 16);
+
+int64_t nanoseconds(Clock::time_point time) { return std::chrono::nanoseconds(time.time_since_epoch()).count(); }
 
 void pause() {
 #ifdef __x86_64__
@@ -76,7 +88,9 @@ class Group {
   int64_t slot_bytes() const { return slot_bytes_; }
 
   // Starts the next chunk, in which this rank may then write its slot.
-  void begin() {
+  void begin(bool is_broadcast = false) {
+    counts_ = !is_broadcast && own().has_met;
+    if (!is_broadcast) own().has_met = 1;
     await_all(own().safe);
     own().buffer ^= 1;
     buffer_ = slots_ + own().buffer * size_ * slot_bytes_;
@@ -89,6 +103,8 @@ class Group {
   uint32_t publish() {
     Header& header = own();
     const uint32_t count = header.published.load(std::memory_order_relaxed) + 1;
+    // No rank is two counts ahead of another one that reads this.
+    if (counts_) header.published_at[count % 2] = nanoseconds(Clock::now());
     // Either a rank that is about to sleep sees the count, or this rank sees the sleeper.
     header.published.store(count, std::memory_order_seq_cst);
     if (header.sleepers.load(std::memory_order_seq_cst) != 0) futex(header, FUTEX_WAKE, INT_MAX, nullptr);
@@ -102,14 +118,8 @@ class Group {
     Header& other = header(rank);
     if (reached(other, count)) return;
     const Clock::time_point start = Clock::now();
-    do {
-      for (int spin = 0; spin < kSpins; ++spin) {
-        if (reached(other, count)) return;
-        pause();
-      }
-      sched_yield();
-    } while (Clock::now() < start + kYield);
-    sleep(other, rank, count, start);
+    if (!spin(other, count, start)) sleep(other, rank, count, start);
+    if (counts_) own().waited += std::max<int64_t>(0, other.published_at[count % 2] - nanoseconds(start));
   }
 
   void await_all(uint32_t count) {
@@ -122,6 +132,18 @@ class Group {
 
   static bool reached(const Header& other, uint32_t count) {
     return static_cast<int32_t>(other.published.load(std::memory_order_acquire) - count) >= 0;
+  }
+
+  // Returns whether `count` was reached soon enough not to sleep.
+  static bool spin(const Header& other, uint32_t count, Clock::time_point start) {
+    do {
+      for (int i = 0; i < kSpins; ++i) {
+        if (reached(other, count)) return true;
+        pause();
+      }
+      sched_yield();
+    } while (Clock::now() < start + kYield);
+    return false;
   }
 
   static void futex(Header& other, int operation, uint32_t value, const timespec* timeout) {
@@ -150,7 +172,7 @@ class Group {
   uint8_t* buffer_ = nullptr;
   int64_t rank_, size_, slot_bytes_;
   std::chrono::duration<double> timeout_;
-  bool first_ = false;
+  bool first_ = false, counts_ = false;
 };
 
 void copy(void* to, const void* from, int64_t bytes) {
@@ -268,7 +290,7 @@ void shared_broadcast(const at::Tensor& memory, int64_t rank, int64_t size, doub
   auto* data = static_cast<uint8_t*>(x.mutable_data_ptr());
   for (int64_t begin = 0; begin < bytes; begin += group.slot_bytes()) {
     const int64_t length = std::min(group.slot_bytes(), bytes - begin);
-    group.begin();
+    group.begin(/*is_broadcast=*/true);
     if (rank == 0) copy(group.slot(0), data + begin, length);
     const uint32_t count = group.publish();
     if (rank == 0) continue;

@@ -7,14 +7,37 @@ be used again. The GIL is released meanwhile.
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 from torch import Tensor
 
 SUMMED = (torch.float32, torch.bfloat16, torch.float16)
 """The types that `all_reduce` supports; the other collectives support any."""
 
-_HEADER_BYTES = 256
+_LINE_BYTES = 128
 _SLOT_BYTES = 1 << 18
+
+
+class Header(ctypes.Structure):
+    """A rank's part of the segment's beginning, as in all_reduce.cpp."""
+
+    published: int
+    """Progress within a step, modulo 2^32. A rank that waits has published more than those for which it waits."""
+    has_met: int
+    """Whether this rank has met the others in the present step. Until then its waiting does not count."""
+    waited: int
+    """Nanoseconds for which this rank has waited for others, except in broadcasts."""
+
+    _fields_ = (
+        ("published", ctypes.c_uint32),
+        ("_others", ctypes.c_uint8 * (_LINE_BYTES - 4)),
+        ("_safe", ctypes.c_uint32),
+        ("_buffer", ctypes.c_uint32),
+        ("has_met", ctypes.c_uint32),
+        ("waited", ctypes.c_int64),
+        ("_unused", ctypes.c_uint8 * (_LINE_BYTES - 24)),
+    )
 
 
 def available() -> bool:
@@ -24,7 +47,12 @@ def available() -> bool:
 
 def segment_bytes(size: int, slot_bytes: int = _SLOT_BYTES) -> int:
     """The bytes that `size` ranks need for chunks of up to `slot_bytes`; longer tensors take several chunks."""
-    return size * (_HEADER_BYTES + 2 * slot_bytes)
+    return size * (ctypes.sizeof(Header) + 2 * slot_bytes)
+
+
+def headers(memory: Tensor, size: int) -> list[Header]:
+    """The headers of all ranks."""
+    return list((Header * size).from_buffer(memory.numpy().data))
 
 
 def all_reduce(memory: Tensor, rank: int, size: int, timeout: float, x: Tensor) -> None:

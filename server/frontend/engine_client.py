@@ -542,6 +542,8 @@ class EngineClient:
             self._metrics.take(outputs.replica, outputs.stats)
         if outputs.expert_load is not None:
             self._metrics.expert_load = outputs.expert_load
+        if outputs.rank_times is not None:
+            self._metrics.rank_times[outputs.replica] = outputs.rank_times
         earlier: list[float] = []
         for request_id, token_id in zip(outputs.request_ids, outputs.token_ids, strict=True):
             running = self._running.get(request_id)

@@ -15,7 +15,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from quire.engine.protocol.engine_core import FinishReason
-from quire.engine.protocol.stats import EngineStats, ExpertLoad
+from quire.engine.protocol.stats import EngineStats, ExpertLoad, RankTimes
 
 # Engine metrics: name, kind, help, value.
 ENGINE_METRICS: tuple[tuple[str, Literal["gauge", "counter"], str, Callable[[EngineStats], float]], ...] = (
@@ -159,6 +159,8 @@ class Metrics(Collector):
         self._finished = mine[_AT["finished"]]
         self.expert_load: ExpertLoad | None = None
         """The newest value; every process receives it."""
+        self.rank_times: dict[int, list[RankTimes]] = {}
+        """By replica, as above."""
 
     def finished(self, reason: FinishReason, seconds: float) -> None:
         """Count a finished request and its duration."""
@@ -211,6 +213,7 @@ class Metrics(Collector):
         for number, cell in self._deaths.items():
             deaths.add_metric([*labels, str(number)], cell[0])
         yield deaths
+        yield from self._ranks(labels)
         yield from self._experts(labels)
         for name, (meaning, bounds) in HISTOGRAMS.items():
             *counts, seconds = self._sum(name)
@@ -227,6 +230,24 @@ class Metrics(Collector):
     def exposition(self) -> bytes:
         """Return all metrics in the Prometheus text format."""
         return generate_latest(self._registry)
+
+    def _ranks(self, labels: list[str]) -> Iterator[Metric]:
+        """Metrics of the ranks of replicas that are up, if they run on CPUs."""
+        names = ["model_name", "engine", "rank"]
+        meaning = "Seconds for which a rank computed."
+        busy = CounterMetricFamily("quire:rank_busy_seconds", meaning, labels=names)
+        meaning = "Seconds for which a rank waited in a step for other ranks to compute."
+        waited = CounterMetricFamily("quire:rank_wait_seconds", meaning, labels=names)
+        meaning = "1 if a rank is persistently slower than the other ranks of its stage, which wait for it."
+        stragglers = GaugeMetricFamily("quire:straggler", meaning, labels=names)
+        for number, state in self._states.items():
+            for rank, times in enumerate(self.rank_times.get(number, []) if state[0] == STATES.index("up") else []):
+                rank_labels = [*labels, str(number), str(rank)]
+                busy.add_metric(rank_labels, times.busy)
+                waited.add_metric(rank_labels, times.waited)
+                stragglers.add_metric(rank_labels, times.is_straggler)
+        if busy.samples:
+            yield from (busy, waited, stragglers)
 
     def _experts(self, labels: list[str]) -> Iterator[Metric]:
         """Metrics of the load balance between experts, if whole experts are distributed over ranks."""

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
+import os
 import signal
 import socket
 import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import openai
 import psutil
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from quire.engine.config.options import DEMO_MODEL
 from tests.e2e.serving import quire, serve
@@ -107,6 +115,113 @@ def test_streams_go_on_when_a_part_of_the_only_engine_dies_or_stops(victim: str,
         named = "rank 1" if victim == "quire-rank-1" else "the engine core"
         how = "was killed by SIGKILL" if number == signal.SIGKILL else "did not respond for 3 s"
         assert any(f"{named} {how}" in line for line in server.lines)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait until it is true."""
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+@contextlib.contextmanager
+def load(url: str) -> Iterator[None]:
+    """Requests that keep all ranks busy."""
+    ended = threading.Event()
+
+    def ask() -> None:
+        with httpx.Client(base_url=url, timeout=120) as client:
+            while not ended.is_set():
+                assert client.post("/v1/completions", json=ENDLESS | {"n": 4}).status_code == 200
+
+    with ThreadPoolExecutor(2) as pool:
+        asking = [pool.submit(ask) for _ in range(2)]
+        try:
+            yield
+        finally:
+            ended.set()
+    for each in asking:
+        each.result()
+
+
+@contextlib.contextmanager
+def throttled(process: psutil.Process) -> Iterator[None]:
+    """The process runs for a fifth of the time."""
+    ended = threading.Event()
+
+    def throttle() -> None:
+        while not ended.wait(0.01):
+            process.suspend()
+            ended.wait(0.04)
+            process.resume()
+
+    with ThreadPoolExecutor(1) as pool:
+        throttling = pool.submit(throttle)
+        try:
+            yield
+        finally:
+            ended.set()
+    throttling.result()
+
+
+def rank_metrics(url: str) -> dict[tuple[str, str], float]:
+    """Values by the name of the metric and the rank."""
+    families = text_string_to_metric_families(httpx.get(f"{url}/metrics").text)
+    samples = [sample for family in families for sample in family.samples if "rank" in sample.labels]
+    return {(sample.name, sample.labels["rank"]): sample.value for sample in samples}
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_slower_than_the_other_is_named_until_it_has_recovered() -> None:
+    with serve("-tp", "2") as server, load(server.url):
+        until(lambda: rank_metrics(server.url).get(("quire:rank_busy_seconds_total", "0"), 0) > 20)
+        assert not any("is slower" in line for line in server.lines)
+        with throttled(server.named("quire-rank-1")):
+            until(lambda: any("is slower" in line for line in server.lines))
+            until(lambda: rank_metrics(server.url)["quire:straggler", "1"] == 1)
+        until(lambda: any("rank 1 is no longer slower" in line for line in server.lines))
+        until(lambda: rank_metrics(server.url)["quire:straggler", "1"] == 0)
+        slower = [line for line in server.lines if "slower" in line]
+        assert len(slower) == 2
+        assert "WARNING [core] rank 1 is slower than the other ranks of its stage, which wait for it" in slower[0]
+        values = rank_metrics(server.url)
+        assert values["quire:straggler", "0"] == 0
+        assert values["quire:rank_wait_seconds_total", "1"] < values["quire:rank_wait_seconds_total", "0"]
+
+
+@contextlib.contextmanager
+def stopped_main_thread(process: psutil.Process) -> Iterator[None]:
+    """The main thread of a process is stopped wherever it is; its other threads run on, until it is killed."""
+    libc, seize, interrupt = ctypes.CDLL(None, use_errno=True), 0x4206, 0x4207  # sys/ptrace.h
+    for request in (seize, interrupt):
+        if libc.ptrace(request, process.pid, None, None):
+            pytest.skip(f"ptrace: {os.strerror(ctypes.get_errno())}")
+    try:
+        yield
+    finally:
+        process.kill()
+        # Until its tracer has waited for it, nobody else learns of its death.
+        while os.WIFSTOPPED(os.waitpid(process.pid, 0x40000000)[1]):  # __WALL
+            pass
+
+
+def test_a_rank_that_hangs_while_others_wait_for_it_is_named() -> None:
+    """In most places that is in operations that are replayed without Python, so that no stack shows who waits."""
+    with (
+        serve("-tp", "2", "--no-restart", "--watchdog-seconds", "3") as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        for _ in range(6):  # until the duration of steps is known
+            answer = httpx.post(f"{server.url}/v1/completions", json=ENDLESS | {"max_tokens": 40}, timeout=120)
+            assert answer.status_code == 200
+        stream = client.completions.create(
+            model="quire-demo", prompt="Quire", max_tokens=1900, extra_body={"ignore_eos": True}, stream=True
+        )
+        next(stream)
+        with stopped_main_thread(server.named("quire-rank-1")), pytest.raises(openai.APIError, match="rank 1 did not"):
+            list(stream)
+        assert server.process.wait(30) == 1
 
 
 def test_without_restarts_a_rank_that_dies_is_named_to_every_client() -> None:

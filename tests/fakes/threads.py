@@ -15,6 +15,7 @@ from quire.engine.distributed.parallel_state import ParallelState
 from quire.engine.distributed.pipeline import Pipeline
 from quire.engine.executor.base import StepFuture
 from quire.engine.protocol.scheduler_output import SchedulerOutput
+from quire.engine.protocol.stats import RankTimes
 from quire.engine.worker.model_runner import ModelRunner
 from tests.fakes.ranks import expert_groups
 
@@ -76,6 +77,9 @@ class ThreadExecutor:
 
     def check(self) -> None:
         """Threads do not die."""
+
+    def rank_times(self) -> list[RankTimes]:
+        return []
 
     def close(self, reason: str = "") -> None:
         for plans in self._plans:

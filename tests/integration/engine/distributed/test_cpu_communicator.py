@@ -6,6 +6,9 @@ import hashlib
 import os
 import random
 import re
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -22,7 +25,8 @@ from quire import kernels
 from quire.engine.distributed.communicator import GroupParallel
 from quire.engine.distributed.cpu_communicator import CpuParallel
 from quire.engine.distributed.parallel_state import connect
-from quire.kernels.cpu import shared
+from quire.engine.worker.worker import is_in_collective
+from quire.kernels.cpu import op_replay, shared
 from tests.fakes.processes import CONTEXT
 from tests.integration.engine.distributed.test_parallel_state import CPU, grid
 
@@ -174,6 +178,85 @@ def test_a_rank_that_is_killed_is_named_by_those_that_wait(tmp_path: Path) -> No
         for process, _ in started:  # to leave the group they would wait for it
             process.kill()
             process.join()
+
+
+def wait_for_one(tp: CpuParallel) -> float:
+    tp.begin_step()
+    for _ in range(10):
+        one_sum(tp)
+        if tp.rank == 1:
+            time.sleep(0.05)
+    one_sum(tp)
+    return tp.waited
+
+
+def wait_where_it_does_not_count(tp: CpuParallel) -> float:
+    before = tp.waited
+    tp.begin_step()
+    if tp.rank == 1:
+        time.sleep(0.05)
+    one_sum(tp)
+    if tp.rank == 0:
+        time.sleep(0.05)
+    tp.broadcast(torch.ones(2))
+    return tp.waited - before
+
+
+@needs_compiler
+@pytest.mark.parametrize("unprepared", [(), (2,)])
+def test_the_rank_for_which_others_wait_waits_least(unprepared: tuple[int, ...], tmp_path: Path) -> None:
+    with ranks(tmp_path, 3, unprepared=unprepared) as started:
+        assert everywhere(started, shares_memory) == [not unprepared] * 3
+        waited = everywhere(started, wait_for_one)
+        assert waited[1] < min(waited[0], waited[2]) / 2
+        if not unprepared:  # the last sum may still run when gloo's broadcast begins
+            assert everywhere(started, wait_where_it_does_not_count) == [0.0] * 3
+
+
+def record(tp: CpuParallel) -> bool:
+    x = torch.zeros(2)
+    with torch.inference_mode(), op_replay.OpReplay() as ops:
+        x.copy_(tp.all_reduce(torch.ones_like(x)))
+    tp.replay = ops.replay  # type: ignore[attr-defined]
+    return tp.is_ahead
+
+
+def replay_aside(tp: CpuParallel) -> tuple[bool, bool]:
+    """Replay in a thread; returns when it waits for the others."""
+    thread = tp.thread = threading.Thread(target=tp.replay)  # type: ignore[attr-defined]
+    thread.start()
+    while not tp.is_ahead:
+        thread.join(0.01)
+        assert thread.is_alive(), "it did not wait"
+    assert thread.ident is not None
+    return tp.is_ahead, is_in_collective(sys._current_frames()[thread.ident])
+
+
+def is_ahead(tp: CpuParallel) -> bool:
+    return tp.is_ahead
+
+
+def replay(tp: CpuParallel) -> bool:
+    tp.replay()  # type: ignore[attr-defined]
+    return tp.is_ahead
+
+
+def join(tp: CpuParallel) -> bool:
+    tp.thread.join(60)  # type: ignore[attr-defined]
+    return tp.is_ahead
+
+
+@needs_compiler
+def test_ranks_that_wait_in_replayed_operations_are_ahead_of_the_one_that_hangs(tmp_path: Path) -> None:
+    with ranks(tmp_path, 3) as started:
+        everywhere(started, record)
+        late = started[1:2]
+        others = [started[0], started[2]]
+        assert everywhere(others, replay_aside) == [(True, False)] * 2
+        assert everywhere(late, is_ahead) == [False]
+        everywhere(late, replay)
+        everywhere(others, join)
+        assert everywhere(started, is_ahead) == [False] * 3
 
 
 def test_ranks_of_different_hosts_use_gloo(tmp_path: Path) -> None:

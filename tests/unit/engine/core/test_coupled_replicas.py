@@ -17,6 +17,7 @@ from quire.engine.executor.base import Executor, WorkerError
 from quire.engine.protocol.engine_core import ReplicaFailed
 from quire.engine.protocol.runner_output import LOST_REPLICAS, ModelRunnerOutput
 from quire.engine.protocol.scheduler_output import SchedulerOutput
+from quire.engine.protocol.stats import RankTimes
 from quire.engine.protocol.supervision import Shutdown
 from tests.fakes.configs import engine_config
 from tests.fakes.coupled import WAIT, LinkedWire, Replicas, serving
@@ -77,6 +78,9 @@ class MeetingExecutor:
 
     def check(self) -> None:
         pass
+
+    def rank_times(self) -> list[RankTimes]:
+        return []
 
     def close(self, reason: str = "") -> None:
         pass

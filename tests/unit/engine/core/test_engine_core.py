@@ -25,7 +25,7 @@ from quire.engine.protocol.engine_core import (
 from quire.engine.protocol.runner_output import ModelRunnerOutput
 from quire.engine.protocol.sampling_params import SamplingParams, StructuredOutputs
 from quire.engine.protocol.scheduler_output import SchedulerOutput
-from quire.engine.protocol.stats import ExpertLoad
+from quire.engine.protocol.stats import ExpertLoad, RankTimes
 from quire.engine.protocol.supervision import Shutdown
 from quire.engine.scheduler.grammar import GrammarError
 from quire.engine.scheduler.step_time import StepTimeModel
@@ -66,6 +66,9 @@ class FakeExecutor:
 
     def check(self) -> None:
         raise WorkerError("rank 1 was killed by SIGKILL")
+
+    def rank_times(self) -> list[RankTimes]:
+        return [RankTimes(3, 0.5, 0.25), RankTimes(3, 0.5, 0.0, is_straggler=True)]
 
     def close(self) -> None:
         pass
@@ -205,9 +208,10 @@ def test_stats_travel_without_outputs_too(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("quire.engine.core.engine_core._STATS_SECONDS", 0.0)
     core = core_with({3: [Shutdown()]}, [submit(0, "a", [1], 50)])
     core.run()
-    last = [m.stats for c, m in wire_of(core).sent if c == 1 and isinstance(m, EngineCoreOutputs)][-1]
-    assert last is not None
-    assert last.running == 1
+    last = [m for c, m in wire_of(core).sent if c == 1 and isinstance(m, EngineCoreOutputs)][-1]
+    assert last.stats is not None
+    assert last.stats.running == 1
+    assert last.rank_times == core.executor.rank_times()
 
 
 def test_the_newest_expert_load_travels_with_the_stats_once(monkeypatch: pytest.MonkeyPatch) -> None:

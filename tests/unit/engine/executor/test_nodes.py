@@ -29,6 +29,7 @@ from quire.engine.executor.nodes import FromNode, MultiNodeExecutor, Node, NodeP
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.runner_output import ModelRunnerOutput, WorkerFailed, WorkerReady
 from quire.engine.protocol.scheduler_output import SchedulerOutput
+from quire.engine.protocol.stats import RankTimes
 
 encode = msgspec.msgpack.encode
 
@@ -46,6 +47,7 @@ class FakeRanks:
         self.arrived: deque[ModelRunnerOutput] = deque()
         self.progress = [-1] * len(ranks)
         self.waiting: list[int] = []
+        self.times = [RankTimes(1, 0.5, 0.25) for _ in ranks]
         self.plans: SimpleQueue[bytes] = SimpleQueue()
         self.problem: Exception | None = None
         self.was_killed: RankFailed | None = None
@@ -345,6 +347,22 @@ def test_ranks_that_hang_are_named_with_their_nodes(hosts: Hosts) -> None:
     assert "rank 0 on node 0 (127.0.0.1) and ranks 2, 3 on node 1 (127.0.0.1) did not" in hosts.problem(0.5)
 
 
+def test_a_straggler_is_named_with_its_node(hosts: Hosts, caplog: pytest.LogCaptureFixture) -> None:
+    hosts.start()
+    executor = hosts.executor
+    assert executor is not None
+    for second in range(0, 60, 5):
+        hosts.ranks.times = [RankTimes(second, second), RankTimes(second, second)]
+        hosts.say(NodeProgress([0, 0], [], [RankTimes(second, second, second / 2), RankTimes(second, second)]))
+        while not executor._poll(5.0):
+            pass
+        times = executor.rank_times()
+    assert [each.is_straggler for each in times] == [False, False, False, True]
+    assert [each.busy for each in times] == [55, 55, 27.5, 55]
+    (record,) = caplog.records
+    assert record.getMessage().startswith("rank 3 on node 1 (127.0.0.1) is slower than the other ranks of its stage")
+
+
 class Follows:
     """Node 1 for real, but for its ranks; and node 0 as the test plays it."""
 
@@ -392,7 +410,7 @@ def test_a_node_runs_its_ranks_until_node_0_ends(follows: Follows) -> None:
     assert follows.ranks.ranks == range(2, 4)
     assert (follows.ranks.config.cache.num_blocks, follows.ranks.init_method) == (40, "tcp://127.0.0.1:1")
     assert follows.messages.get(timeout=5) == WorkerReady({"load weights": 1.0})
-    assert follows.messages.get(timeout=5) == NodeProgress([-1, -1])
+    assert follows.messages.get(timeout=5) == NodeProgress([-1, -1], [], [RankTimes(1, 0.5, 0.25)] * 2)
     follows.leader.send(1, b"a plan")
     assert follows.ranks.plans.get(timeout=5) == b"a plan"
     follows.ranks.say(result=ModelRunnerOutput(0, [4]))

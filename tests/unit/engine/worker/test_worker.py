@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import sys
 import threading
+from datetime import timedelta
 
 import msgspec
 import pytest
 import torch
 
 from quire.engine.distributed.communicator import GroupParallel
-from quire.engine.executor.local_ranks import find_stragglers
+from quire.engine.distributed.cpu_communicator import CpuParallel
+from quire.engine.executor.local_ranks import find_late_ranks
+from quire.engine.protocol.rank_state import RankState
 from quire.engine.protocol.runner_output import ModelRunnerOutput, WorkerFailed, WorkerReady
 from quire.engine.worker import worker as workers
 from quire.engine.worker.async_copies import AsyncOutput, AsyncRead
@@ -41,8 +43,8 @@ class Late(AsyncOutput):
 class Rank:
     def __init__(self) -> None:
         self.pipe, sender = multiprocessing.Pipe(duplex=False)
-        self.progress = (ctypes.c_longlong * 2)(-1, -1)
-        self.reports = Reports(sender, self.progress, 1)
+        self.state = RankState(-1)
+        self.reports = Reports(sender, self.state)
         self.errors: list[Exception] = []
         self.take = self.reports.in_thread(self.errors.append)
 
@@ -61,13 +63,13 @@ def test_results_are_sent_after_the_launches() -> None:
     for number, step in enumerate(steps):
         rank.launch(step, number)
     assert not rank.pipe.poll(0)
-    assert rank.progress[1] == 0
-    assert find_stragglers({4: rank.progress[1]}, 0) == [4]  # it has taken plans 1 and 2, but not done step 0
+    assert rank.state.progress == 0
+    assert find_late_ranks({4: rank.state.progress}, 0) == [4]  # it has taken plans 1 and 2, but not done step 0
     for number, step in enumerate(steps):
         step.may_go.set()
         assert rank.receive() == ModelRunnerOutput(number, [number])
     rank.reports.close()
-    assert rank.progress[:] == [-1, 5]
+    assert rank.state.progress == 5
     assert not rank.errors
 
 
@@ -81,7 +83,7 @@ def test_what_goes_wrong_on_the_device_ends_the_rank() -> None:
     rank.reports.close()
     assert [str(error) for error in rank.errors] == ["an illegal memory access"]
     assert not rank.pipe.poll(0)  # nothing is told of what was behind
-    assert rank.progress[1] == 2
+    assert rank.state.progress == 2
 
 
 @pytest.fixture
@@ -101,9 +103,9 @@ def test_the_core_gets_the_reason_why_a_rank_ends(codes: list[int]) -> None:
 
 
 def test_ranks_that_wait_for_others_are_not_named() -> None:
-    assert find_stragglers({0: 10, 1: 10, 2: 11}, 5, waiting=[0]) == [1]
-    assert find_stragglers({0: 10, 1: 10}, 5, waiting=[0, 1]) == [0, 1]
-    assert find_stragglers({0: 10, 1: 8}, 5, waiting=[1]) == [1]  # it has not received the plan
+    assert find_late_ranks({0: 10, 1: 10, 2: 11}, 5, waiting=[0]) == [1]
+    assert find_late_ranks({0: 10, 1: 10}, 5, waiting=[0, 1]) == [0, 1]
+    assert find_late_ranks({0: 10, 1: 8}, 5, waiting=[1]) == [1]  # it has not received the plan
 
 
 def test_a_stack_shows_whether_a_rank_waits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,4 +124,10 @@ def test_a_stack_shows_whether_a_rank_waits(monkeypatch: pytest.MonkeyPatch) -> 
     GroupParallel(Group()).all_reduce(torch.zeros(1))  # type: ignore[arg-type]
     look()
     assert found == [True, False]
+    monkeypatch.setattr("quire.kernels.cpu.shared.all_reduce", look)
+    parallel = CpuParallel(Group(), timedelta(1))  # type: ignore[arg-type]
+    parallel.all_reduce(torch.zeros(1))
+    parallel.memory = torch.zeros(1)
+    parallel.all_reduce(torch.zeros(1))
+    assert found[2:] == [True, False]  # through shared memory, `is_ahead` tells
     assert not is_in_collective(None)

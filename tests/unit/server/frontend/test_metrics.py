@@ -7,7 +7,7 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire.engine.protocol.stats import EngineStats, ExpertLoad
+from quire.engine.protocol.stats import EngineStats, ExpertLoad, RankTimes
 from quire.server.frontend.metrics import _EXPERT_SERIES, Metrics
 
 
@@ -82,6 +82,23 @@ def test_expert_load_is_exported_unless_there_are_too_many_experts() -> None:
     found = samples(metrics)
     assert found[f"quire:expert_load_peak {many - 1}"] == 0
     assert not any(name.startswith("quire:expert_tokens") for name in found)
+
+
+def test_the_times_of_ranks_are_exported_while_their_replica_is_up() -> None:
+    metrics = Metrics("m", replicas=[0, 3])
+    metrics.rank_times = {0: [RankTimes(4, 9.0, 1.0)] * 2, 3: [RankTimes(4, 9.0, 7.5), RankTimes(4, 9.0, 0.5, True)]}
+    metrics.state(3, "up")
+    found = samples(metrics)
+    assert {name: value for name, value in found.items() if "rank" in name or "straggler" in name} == {
+        "quire:rank_busy_seconds_total 3 0": 1.5,
+        "quire:rank_busy_seconds_total 3 1": 8.5,
+        "quire:rank_wait_seconds_total 3 0": 7.5,
+        "quire:rank_wait_seconds_total 3 1": 0.5,
+        "quire:straggler 3 0": 0.0,
+        "quire:straggler 3 1": 1.0,
+    }
+    metrics.state(3, "dead")
+    assert not any("rank" in name for name in samples(metrics))
 
 
 def test_each_replica_and_the_sum_are_exported(tmp_path: Path) -> None:

@@ -1,0 +1,31 @@
+"""What a rank reports while it runs, in memory that it shares with the process that has started it. No torch."""
+
+from __future__ import annotations
+
+import ctypes
+
+
+class RankState(ctypes.Structure):
+    """Written by the rank only."""
+
+    progress: int
+    """2 × step of the oldest plan in flight; if there is none, 2 × last step + 1."""
+    heartbeat: float
+    """When the rank was last heard of, on the monotonic clock."""
+    is_waiting: bool
+    """Whether the rank waited for others at that time."""
+    steps: int
+    """Steps that are counted in `seconds` and `waited`: those on a CPU."""
+    seconds: float
+    """Duration of all steps."""
+    waited: float
+    """The part of `seconds` in which the rank waited for others."""
+
+    _fields_ = (
+        ("progress", ctypes.c_longlong),
+        ("heartbeat", ctypes.c_double),
+        ("is_waiting", ctypes.c_bool),
+        ("steps", ctypes.c_longlong),
+        ("seconds", ctypes.c_double),
+        ("waited", ctypes.c_double),
+    )
