@@ -121,15 +121,17 @@ class HttpProtocol(HttpToolsProtocol):
             self._begin("headers")
         self._num_bytes += len(data)
         super().data_received(data)
-        if self._phase != "body" and self._num_bytes > MAX_HEADER_BYTES:
-            text = f"the headers have more than {MAX_HEADER_BYTES >> 10} KiB"
-            self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, text)
+        if self._phase != "body" and self._num_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
+            self._refuse_headers()
 
     def on_headers_complete(self) -> None:
         if len(self.pipeline) == MAX_PIPELINED:
             text = f"more than {MAX_PIPELINED} requests wait for the responses to earlier ones on this connection"
             self._refuse(HTTPStatus.TOO_MANY_REQUESTS, text)
             raise ValueError(text)  # ends the parser
+        if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MAX_HEADER_BYTES:
+            self._refuse_headers()
+            raise ValueError
         self._begin("body")
         super().on_headers_complete()
 
@@ -140,7 +142,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         if not self.transport.is_closing():
-            super().send_400_response(msg)
+            self._refuse(HTTPStatus.BAD_REQUEST, msg)
 
     def on_message_complete(self) -> None:
         self._end_phase()
@@ -170,6 +172,10 @@ class HttpProtocol(HttpToolsProtocol):
         else:  # or it is the server that is slow
             self._begun, self._num_bytes = now, 0
             self._timer = self.loop.call_later(self._limits.body_seconds, self._on_time)
+
+    def _refuse_headers(self) -> None:
+        text = f"the headers have more than {MAX_HEADER_BYTES >> 10} KiB"
+        self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, text)
 
     def _refuse(self, status: HTTPStatus, text: str) -> None:
         """Close the connection, with an error unless a response has begun."""

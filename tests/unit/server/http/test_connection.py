@@ -233,3 +233,22 @@ async def test_what_is_pipelined_is_not_read_on_before_it_is_answered(
             assert b"200 OK" in await asyncio.wait_for(reader.readuntil(b"}"), 60)
         assert not any(waiting)
         writer.close()
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "expected"),
+    [
+        (
+            b"GET /version HTTP/1.1\r\nHost: x\r\nX: " + b"a" * (70 << 10) + b"\r\n\r\n",
+            (431, "the headers have more than 64 KiB"),
+        ),
+        (b"nonsense\r\n\r\n", (400, "Invalid HTTP request received.")),
+    ],
+)
+async def test_what_is_malformed_gets_an_error_object(
+    server: Server, request_bytes: bytes, expected: tuple[int, str]
+) -> None:
+    reader, writer = await connect(server)
+    writer.write(request_bytes)
+    assert await rest(reader) == expected
+    writer.close()
