@@ -23,6 +23,7 @@ returns the sum over all of them.
 def render() -> str:
     """The page as Markdown."""
     metrics = Metrics("MODEL")
+    metrics.state(0, "up")
     plain = list(metrics.collect())
     metrics.expert_load = ExpertLoad(layers={0: 1}, tokens=array("q", [1]).tobytes(), imbalance=1.0, moved=0)
     known = {metric.name for metric in plain}
@@ -33,8 +34,8 @@ def render() -> str:
             INTRODUCTION,
             "## All models\n",
             _table(plain),
-            f"`finished_reason` is one of {_values(FINISH_REASONS)}. `state` is one of {_values(STATES)}. `engine` is "
-            "the number of the replica.\n",
+            f"`finished_reason` is one of {_values(FINISH_REASONS)}. `state` is one of {_values(STATES[1:])}. "
+            "`engine` is the number of the replica.\n",
             "## Mixtures of experts\n",
             "With `--enable-expert-parallel` only. Models with very many experts have no `quire:expert_tokens`.\n",
             _table(experts),

@@ -29,7 +29,8 @@ Layouts, and what each of them uses of it:
   share experts. Each replica of another host joins. Start message: `JoinReply`, the addresses of all. Then
   `ReplicaDied` and `ShutdownRequested` to the leader. Requests and outputs use sockets of their own between API
   processes and cores. A replica that dies is restarted by its host, and a host that was lost can join again;
-  meanwhile other replicas resume its requests. Replicas that share experts all end.
+  meanwhile other replicas resume its requests. Other hosts can join at any time, and leave: the leader ends their
+  connection (`Leader.dismiss`) once their requests have ended. Replicas that share experts all end.
 - `--nnodes` with several replicas is rejected: each replica is then a server of its own.
 
 The cause of a failure is determined where it can be seen, in three places: among the ranks of a host
@@ -76,7 +77,7 @@ _LOWEST_PRIORITY = 19
 _LINGER_MS = 1000
 """Time for the last messages to be sent when a socket closes."""
 _HELLO, _WELCOME, _HEARTBEAT, _BODY, _END, _FILES = b"quire hello", b"W", b"A", b"B", b"E", b"F"
-_START, _FAIL = b"start", b"fail"
+_START, _FAIL, _DISMISS = b"start", b"fail", b"dismiss"
 """Commands to the leader's thread, beside messages to send."""
 logger = logging.getLogger(__name__)
 
@@ -272,7 +273,8 @@ class Leader(_Link):
         on_message: Callable[[int, bytes], None],
         on_lost: Callable[[int, str], None],
         check: Callable[[Hello], None] | None = None,
-        may_rejoin: bool = False,
+        on_joined: Callable[[Hello], None] = lambda hello: None,
+        may_join_later: bool = False,
         noun: str = "node",
         flags: tuple[str, str] = ("--master-addr", "--master-port"),
         token: str = "",
@@ -282,14 +284,15 @@ class Leader(_Link):
 
         `token` is the cluster's; "" is for loopback addresses. `lost_seconds`: a follower that sends nothing for so
         long is lost. A follower is rejected if it differs from `own` or the first one that joined (see `compare`), if
-        it cannot reach `address`, or if `check` raises `ConfigError`. The text passed to `on_lost` names the follower
-        and the reason. `noun` and `flags` name a follower, the address and the port in errors. Raises `ConfigError` if
-        the address is not this host's, or the port is in use.
+        it cannot reach `address`, or if `check` raises `ConfigError`. `may_join_later`: whether followers with any
+        number may join after the start, also those that were lost. The text passed to `on_lost` names the follower and
+        the reason. `noun` and `flags` name a follower, the address and the port in errors. Raises `ConfigError` if the
+        address is not this host's, or the port is in use.
         """
         assert token or is_loopback(address)
         super().__init__(zmq.ROUTER, "cluster-leader", token, lost_seconds)
-        self._expected, self._may_rejoin = tuple(expected), may_rejoin
-        self._on_lost, self._on_message, self._check = on_lost, on_message, check
+        self._expected, self._may_join_later = tuple(expected), may_join_later
+        self._on_lost, self._on_message, self._on_joined, self._check = on_lost, on_message, on_joined, check
         self._address, self._noun, self._flags = address, noun, flags
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
@@ -324,6 +327,8 @@ class Leader(_Link):
 
     def wait(self, seconds: float) -> dict[int, Hello]:
         """Wait until all followers have joined; raises `ConfigError` if one does not, is rejected, or is lost."""
+        if not self._expected:
+            return {}
         names = _numbered(self._noun, self._expected)
         logger.info("waiting up to %.0f s for %s at port %d of %s", seconds, names, self.port, self._address)
         with self._changed:
@@ -352,6 +357,14 @@ class Leader(_Link):
         """Report that a follower's process has ended, as its launcher knows: it counts as lost."""
         self._commands.put((number, _FAIL, reason))
 
+    def is_joined(self, number: int) -> bool:
+        """Return whether a follower is connected."""
+        return number in self._peers
+
+    def dismiss(self, number: int, reason: str = "") -> None:
+        """End the connection of a follower, which is not lost thereby and may join again; `reason`: after a failure."""
+        self._commands.put((number, _DISMISS, reason.encode()))
+
     def close(self, reason: str = "") -> None:
         """Send every follower the end of the connection, with a reason after a failure."""
         self._close((None, _END, reason.encode()))
@@ -364,6 +377,13 @@ class Leader(_Link):
                 self._on_dead(peer, body)
             else:
                 self._record_lost(number, body)
+            return False
+        if kind == _DISMISS:
+            assert number is not None
+            with self._changed:
+                dismissed = self._peers.pop(number, None)
+            if dismissed is not None:
+                self._send(dismissed.identity, _END, body)
             return False
         if kind == _FILES:
             self._digests = body
@@ -427,16 +447,19 @@ class Leader(_Link):
         self._send(identity, _WELCOME, b"")
         if self._start_message is not None:
             self._send(identity, _BODY, self._start_message)
+        self._on_joined(hello)
 
     def _check_place(self, hello: Hello, known: _Peer | None) -> None:
         """Raise `ConfigError` if there is no place for a follower with this number."""
+        if known is not None:
+            raise ConfigError(f"{hello.name} cannot join: {known.hello.name} is {self._noun} {hello.number} already")
+        if self._may_join_later and (self._start_message is not None or not self._expected):
+            return
         if hello.number not in self._expected:
             raise ConfigError(
                 f"{hello.name}: {_numbered(self._noun, self._expected)} can join here, not {hello.number}"
             )
-        if known is not None:
-            raise ConfigError(f"{hello.name} cannot join: {known.hello.name} is {self._noun} {hello.number} already")
-        if hello.number in self._lost and not self._may_rejoin:
+        if hello.number in self._lost:
             raise ConfigError(f"{hello.name} cannot join again")
 
     def _check_host(self, hello: Hello) -> None:

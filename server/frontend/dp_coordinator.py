@@ -2,8 +2,9 @@
 
 The leader runs the API for all replicas or, if each host has its own API, replica 0. In the second case only replicas
 that share experts are connected. A joining replica sends the address at which it receives requests. When all have
-joined, the leader sends all addresses to every replica. See `quire.engine.cluster.control_plane` for how hosts are
-compared, and how the loss of a host is detected.
+joined, the leader sends all addresses to every replica. Unless the replicas share experts, other hosts can join the API
+later, and leave it. See `quire.engine.cluster.control_plane` for how hosts are compared, and how the loss of a host is
+detected.
 """
 
 from __future__ import annotations
@@ -30,7 +31,11 @@ _FLAGS = ("--data-parallel-address", "--data-parallel-rpc-port")
 class ReplicaListener(Protocol):
     """What `DPCoordinator` notifies of other hosts' replicas, from any thread (`EngineManager`)."""
 
+    def replica_joined(self, replica: int, address: str) -> None: ...
+
     def replica_died(self, replica: int, reason: str) -> None: ...
+
+    def replica_leaves(self, replica: int, seconds: float) -> None: ...
 
     def replica_up(self, state: ReplicaUp) -> None: ...
 
@@ -49,7 +54,7 @@ class JoinRequest(msgspec.Struct):
 class JoinReply(msgspec.Struct):
     """The leader's reply to each replica after all have joined."""
 
-    requests: tuple[str, ...]
+    requests: dict[int, str]
     responses: tuple[str, ...]
 
 
@@ -62,6 +67,9 @@ class ReplicaDied(msgspec.Struct, tag=True, array_like=True):
 class ShutdownRequested(msgspec.Struct, tag=True, array_like=True):
     """Sent by the host of a replica: it shuts down as soon as no other host needs it."""
 
+    seconds: float
+    """How long requests may go on there; independent replicas only."""
+
 
 _decode = msgspec.msgpack.Decoder(ReplicaDied | ReplicaUp | ShutdownRequested).decode
 
@@ -71,7 +79,8 @@ def role(config: EngineConfig, *, is_headless: bool = False) -> Literal["alone",
     parallel = config.parallel
     if is_headless:
         return "follower"
-    if len(parallel.local_replicas) == parallel.replicas or (parallel.external_lb and not parallel.is_coupled):
+    has_all = len(parallel.local_replicas) == parallel.replicas and not parallel.accepts_hosts
+    if has_all or (parallel.external_lb and not parallel.is_coupled):
         return "alone"
     return "leader" if parallel.local_replicas.start == 0 or not parallel.external_lb else "follower"
 
@@ -94,8 +103,8 @@ def connect_hosts(config: EngineConfig, count: int = 1) -> DPCoordinator | None:
 class DPCoordinator(ABC):
     """The connection to the other hosts after all have joined."""
 
-    requests: tuple[str, ...]
-    """The address of each replica."""
+    requests: dict[int, str]
+    """The address of each replica, when all had joined."""
     responses: tuple[str, ...]
     """The address of each API process; empty if no other host needs them."""
     init_method: str
@@ -127,13 +136,17 @@ class DPCoordinator(ABC):
             notice(listener)
 
     @abstractmethod
-    def request_shutdown(self) -> None:
-        """Announce that this host has no more work."""
+    def request_shutdown(self, seconds: float = 0.0) -> None:
+        """Announce that this host has no more work of its own. The API's requests may go on here for `seconds`."""
 
     @property
     @abstractmethod
     def can_shut_down(self) -> bool:
-        """After `request_shutdown`: whether no other host needs this one: all have requested it, or one was lost."""
+        """After `request_shutdown`: whether no other host needs this one.
+
+        Independent replicas are not needed when the API has no more requests on them, those that share experts when
+        all hosts have requested it, or one was lost.
+        """
 
     def close(self, reason: str = "") -> None:
         """Tell the other hosts that this one exits, with the reason if it is an error."""
@@ -164,7 +177,8 @@ class DPLeader(DPCoordinator):
         super().__init__(config, own, num_responses + len(parallel.local_replicas))
         self.responses = tuple(self._urls[:num_responses])
         urls = dict(zip(parallel.local_replicas, self._urls[num_responses:], strict=False))
-        self.requests = ()
+        self.local_replicas = frozenset(parallel.local_replicas)
+        """The numbers that no other host may have. The manager changes them."""
         others = [replica for replica in range(parallel.replicas) if replica not in parallel.local_replicas]
         self._awaited = set[int]() if self._are_headless else set(others)
         """Replicas whose hosts have requests of their own, which require the steps of this host's replicas."""
@@ -178,8 +192,9 @@ class DPLeader(DPCoordinator):
                 others,
                 on_message=self._on_message,
                 on_lost=self._on_lost,
+                on_joined=self._on_joined,
                 check=self._check,
-                may_rejoin=not self._is_coupled,
+                may_join_later=not self._is_coupled,
                 noun="replica",
                 flags=_FLAGS,
                 token=parallel.cluster_token,
@@ -193,12 +208,19 @@ class DPLeader(DPCoordinator):
         except ConfigError as error:
             self.close(str(error))
             raise
-        urls |= {number: request.requests for number, request in joined.items()}
-        self.requests = tuple(urls[replica] for replica in range(parallel.replicas))
+        self.requests = urls | {number: request.requests for number, request in joined.items()}
         self._leader.start(msgspec.msgpack.encode(JoinReply(self.requests, self.responses)))
         self._leader.compare_files(config)
 
-    def request_shutdown(self) -> None:
+    def is_joined(self, replica: int) -> bool:
+        """Whether a replica is on another host that is connected."""
+        return self._leader.is_joined(replica)
+
+    def dismiss(self, replica: int, reason: str = "") -> None:
+        """Let another host's replica shut down; `reason`: because of an error."""
+        self._leader.dismiss(replica, reason)
+
+    def request_shutdown(self, seconds: float = 0.0) -> None:
         """Do nothing: `close` notifies the others."""
 
     @property
@@ -213,7 +235,7 @@ class DPLeader(DPCoordinator):
         super().close()
 
     def _check(self, hello: Hello) -> None:
-        """Raise `ConfigError` if a host has an API and should not, or if one that joins again was elsewhere before."""
+        """Raise `ConfigError` if a host has an API and should not, or a replica of this host."""
         is_headless = _request_of(hello).is_headless
         if is_headless and not self._are_headless:
             raise ConfigError(
@@ -225,10 +247,16 @@ class DPLeader(DPCoordinator):
                 f"{hello.name} has an API of its own, and {self._hello.name} serves all replicas; start it with "
                 "--headless"
             )
-        if self.requests:
-            before = self.requests[hello.number].removeprefix("tcp://").rpartition(":")[0]
-            if hello.address != before:
-                raise ConfigError(f"{hello.name} was at {before} before; start it there, or restart all hosts")
+        if hello.number in self.local_replicas:
+            raise ConfigError(
+                f"{hello.name} cannot join: {self._hello.name} has a replica {hello.number}; choose another "
+                "--data-parallel-start-rank"
+            )
+
+    def _on_joined(self, hello: Hello) -> None:
+        if not self._is_coupled:
+            address = _request_of(hello).requests
+            self._notify(lambda listener: listener.replica_joined(hello.number, address))
 
     def _on_message(self, replica: int, body: bytes) -> None:
         match _decode(body):
@@ -236,9 +264,11 @@ class DPLeader(DPCoordinator):
                 self._on_lost(replica, reason)
             case ReplicaUp() as state:
                 self._notify(lambda listener: listener.replica_up(state))
-            case ShutdownRequested():
+            case ShutdownRequested() if self._is_coupled:
                 with self._lock:
                     self._awaited.discard(replica)
+            case ShutdownRequested(seconds):
+                self._notify(lambda listener: listener.replica_leaves(replica, seconds))
 
     def _on_lost(self, replica: int, reason: str) -> None:
         with self._lock:
@@ -258,7 +288,8 @@ class DPMember(DPCoordinator):
         host, port = parallel.coordinator
         self.leader = f"the host with the {'API' if is_headless else 'first replica'} ({host})"
         self.ended: LinkEnded | None = None
-        """Set when the leader has exited."""
+        """Set when the leader has exited, or needs a replica no more."""
+        self._is_headless = is_headless
         own, address = address_towards(host, parallel.timeout), resolve_address(host)
         super().__init__(config, own, len(parallel.local_replicas))
         self._followers: dict[int, Follower] = {}
@@ -284,20 +315,21 @@ class DPMember(DPCoordinator):
         except BaseException:
             self.close()
             raise
-        self.requests, self.responses = reply.requests, reply.responses
+        urls = dict(zip(parallel.local_replicas, self._urls, strict=False))
+        self.requests, self.responses = reply.requests | urls, reply.responses
         next(iter(self._followers.values())).compare_files(config)  # replicas of a host have the same
 
     def report(self, replica: int, state: ReplicaUp | ReplicaDied) -> None:
         """Report that a core of this host is up, or has died."""
         self._followers[replica].send(msgspec.msgpack.encode(state))
 
-    def request_shutdown(self) -> None:
+    def request_shutdown(self, seconds: float = 0.0) -> None:
         for follower in self._followers.values():
-            follower.send(msgspec.msgpack.encode(ShutdownRequested()))
+            follower.send(msgspec.msgpack.encode(ShutdownRequested(seconds)))
 
     @property
     def can_shut_down(self) -> bool:
-        return self.ended is not None
+        return all(follower.ended is not None for follower in self._followers.values())
 
     def close(self, reason: str = "") -> None:
         for follower in self._followers.values():
@@ -307,6 +339,8 @@ class DPMember(DPCoordinator):
     def _on_end(self, ended: LinkEnded) -> None:
         """End this host's API with the leader, as their replicas are coupled; called once per replica."""
         self.ended = self.ended or ended
+        if self._is_headless:
+            return
         reason = str(ended) or "the host with the first replica has exited"
         self._notify(lambda listener: listener.fail(reason))
 

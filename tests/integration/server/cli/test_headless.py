@@ -61,16 +61,24 @@ class Alone:
     responses: tuple[str, ...] = ()
     init_method: str = "tcp://127.0.0.1:1"
     ended: LinkEnded | None = None
+    drain_seconds: float | None = None
 
     @property
-    def requests(self) -> tuple[str, ...]:
-        return tuple(f"ipc://{self.folder}/requests-{replica}" for replica in range(2))
+    def requests(self) -> dict[int, str]:
+        return {replica: f"ipc://{self.folder}/requests-{replica}" for replica in range(2)}
 
     def report(self, replica: int, state: ReplicaUp | ReplicaDied) -> None:
         self.reported.put((replica, state.reason) if isinstance(state, ReplicaDied) else state)
 
     def watch(self, listener: object) -> None:
         pass
+
+    def request_shutdown(self, seconds: float) -> None:
+        self.drain_seconds = seconds
+
+    @property
+    def can_shut_down(self) -> bool:
+        return self.drain_seconds is not None
 
     def close(self, reason: str = "") -> None:
         pass
