@@ -16,7 +16,7 @@ from quire.server.http.large_bodies import BodyRoute
 from quire.server.http.state import AppState, ServedModel
 from quire.server.openai.protocol import ProcessedBody, StrictModel
 
-MAX_DRAIN_SECONDS = 86400.0
+MAX_DRAIN_SECONDS = 86_400
 
 router = APIRouter(route_class=BodyRoute)
 
