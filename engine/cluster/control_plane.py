@@ -30,7 +30,9 @@ Layouts, and what each of them uses of it:
   `ReplicaDied` and `ShutdownRequested` to the leader. Requests and outputs use sockets of their own between API
   processes and cores. A replica that dies is restarted by its host, and a host that was lost can join again;
   meanwhile other replicas resume its requests. Other hosts can join at any time, and leave: the leader ends their
-  connection (`Leader.dismiss`) once their requests have ended. Replicas that share experts all end.
+  connection (`Leader.dismiss`) once their requests have ended. Replicas that share experts are restarted together:
+  the leader tells all hosts to stop their cores (`StopGroup`), and sends the start message again when all have, and
+  when hosts that were lost have joined again. They all end if each host has an API.
 - `--nnodes` with several replicas is rejected: each replica is then a server of its own.
 
 The cause of a failure is determined where it can be seen, in three places: among the ranks of a host
@@ -50,7 +52,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 import zmq
@@ -77,7 +79,7 @@ _LOWEST_PRIORITY = 19
 _LINGER_MS = 1000
 """Time for the last messages to be sent when a socket closes."""
 _HELLO, _WELCOME, _HEARTBEAT, _BODY, _END, _FILES = b"quire hello", b"W", b"A", b"B", b"E", b"F"
-_START, _FAIL, _DISMISS = b"start", b"fail", b"dismiss"
+_START, _STOP, _FAIL, _DISMISS = b"start", b"stop", b"fail", b"dismiss"
 """Commands to the leader's thread, beside messages to send."""
 logger = logging.getLogger(__name__)
 
@@ -274,7 +276,7 @@ class Leader(_Link):
         on_lost: Callable[[int, str], None],
         check: Callable[[Hello], None] | None = None,
         on_joined: Callable[[Hello], None] = lambda hello: None,
-        may_join_later: bool = False,
+        admits: Literal["once", "again", "anybody"] = "once",
         noun: str = "node",
         flags: tuple[str, str] = ("--master-addr", "--master-port"),
         token: str = "",
@@ -284,14 +286,14 @@ class Leader(_Link):
 
         `token` is the cluster's; "" is for loopback addresses. `lost_seconds`: a follower that sends nothing for so
         long is lost. A follower is rejected if it differs from `own` or the first one that joined (see `compare`), if
-        it cannot reach `address`, or if `check` raises `ConfigError`. `may_join_later`: whether followers with any
-        number may join after the start, also those that were lost. The text passed to `on_lost` names the follower and
-        the reason. `noun` and `flags` name a follower, the address and the port in errors. Raises `ConfigError` if the
+        it cannot reach `address`, or if `check` raises `ConfigError`. After the start, `admits` lets followers that
+        were lost join again, or followers with any number join. The text passed to `on_lost` names the follower and the
+        reason. `noun` and `flags` name a follower, the address and the port in errors. Raises `ConfigError` if the
         address is not this host's, or the port is in use.
         """
         assert token or is_loopback(address)
         super().__init__(zmq.ROUTER, "cluster-leader", token, lost_seconds)
-        self._expected, self._may_join_later = tuple(expected), may_join_later
+        self._expected, self._admits = tuple(expected), admits
         self._on_lost, self._on_message, self._on_joined, self._check = on_lost, on_message, on_joined, check
         self._address, self._noun, self._flags = address, noun, flags
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -346,8 +348,12 @@ class Leader(_Link):
         return joined
 
     def start(self, body: bytes) -> None:
-        """Send the first message to every follower, and to each that joins again."""
+        """Send the first message to every follower, and to each that joins later; the store is empty then."""
         self._commands.put((None, _START, body))
+
+    def stop(self, body: bytes) -> None:
+        """Send a message to every follower, and let those that join wait for the next `start`."""
+        self._commands.put((None, _STOP, body))
 
     def send(self, number: int | None, body: bytes) -> None:
         """Send a message to a follower (None: to all); dropped if it is lost."""
@@ -391,7 +397,9 @@ class Leader(_Link):
                 self._compare_digests(peer)
             return False
         if kind == _START:
-            self._start_message, kind = body, _BODY
+            self._start_message, self._store, kind = body, KeyValueStore(), _BODY
+        if kind == _STOP:
+            self._start_message, kind = None, _BODY
         for each in list(self._peers) if number is None else [number]:
             if (peer := self._peers.get(each)) is not None:
                 self._send(peer.identity, kind, body)
@@ -453,13 +461,13 @@ class Leader(_Link):
         """Raise `ConfigError` if there is no place for a follower with this number."""
         if known is not None:
             raise ConfigError(f"{hello.name} cannot join: {known.hello.name} is {self._noun} {hello.number} already")
-        if self._may_join_later and (self._start_message is not None or not self._expected):
+        if self._admits == "anybody" and (self._start_message is not None or not self._expected):
             return
         if hello.number not in self._expected:
             raise ConfigError(
                 f"{hello.name}: {_numbered(self._noun, self._expected)} can join here, not {hello.number}"
             )
-        if hello.number in self._lost:
+        if hello.number in self._lost and self._admits == "once":
             raise ConfigError(f"{hello.name} cannot join again")
 
     def _check_host(self, hello: Hello) -> None:

@@ -67,7 +67,7 @@ def serve_replicas(options: EngineOptions, server: ServerOptions) -> int:
             problem = run_replicas(config, server, membership, stop, lambda: drain_seconds)
             if problem is None:
                 return 0
-            if membership.ended is None or not server.restart or config.parallel.is_coupled:
+            if membership.ended is None or not server.restart:
                 print(f"quire: error: {problem}", file=sys.stderr)
                 return 1
             logger.error("%s; joining it again (--no-restart: exit instead)", problem)

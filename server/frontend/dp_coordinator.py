@@ -9,10 +9,12 @@ detected.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from typing import Literal, Protocol
 
 import msgspec
@@ -37,6 +39,10 @@ class ReplicaListener(Protocol):
 
     def replica_leaves(self, replica: int, seconds: float) -> None: ...
 
+    def group_stops(self) -> None: ...
+
+    def group_starts(self, requests: dict[int, str]) -> None: ...
+
     def replica_up(self, state: ReplicaUp) -> None: ...
 
     def fail(self, reason: str) -> None: ...
@@ -51,11 +57,17 @@ class JoinRequest(msgspec.Struct):
     """Whether the leader's API serves this replica."""
 
 
-class JoinReply(msgspec.Struct):
-    """The leader's reply to each replica after all have joined."""
+class JoinReply(msgspec.Struct, tag=True):
+    """The leader's reply to each replica after all have joined; replicas that share experts also get it when they are
+    restarted."""
 
     requests: dict[int, str]
     responses: tuple[str, ...]
+
+
+class StopGroup(msgspec.Struct, tag=True):
+    """Sent by the leader to the hosts of replicas that share experts: one has died; stop the others, and wait for the
+    next `JoinReply`."""
 
 
 class ReplicaDied(msgspec.Struct, tag=True, array_like=True):
@@ -72,6 +84,7 @@ class ShutdownRequested(msgspec.Struct, tag=True, array_like=True):
 
 
 _decode = msgspec.msgpack.Decoder(ReplicaDied | ReplicaUp | ShutdownRequested).decode
+_decode_reply = msgspec.msgpack.Decoder(JoinReply | StopGroup).decode
 
 
 def role(config: EngineConfig, *, is_headless: bool = False) -> Literal["alone", "leader", "follower"]:
@@ -109,6 +122,8 @@ class DPCoordinator(ABC):
     """The address of each API process; empty if no other host needs them."""
     init_method: str
     """Where the ranks of coupled replicas rendezvous: at the leader."""
+    restarts_group: bool
+    """Whether replicas that share experts are restarted together; not if each host has an API."""
 
     def __init__(self, config: EngineConfig, address: str, num_ports: int) -> None:
         """Reserve ports at `address`, which belongs to this host; raises `ConfigError`."""
@@ -173,6 +188,7 @@ class DPLeader(DPCoordinator):
         if not port:
             raise ConfigError("--data-parallel-rpc-port 0: the other hosts need a fixed port; choose one")
         self._are_headless, self._is_coupled = not parallel.external_lb, parallel.is_coupled
+        self.restarts_group = self._are_headless and self._is_coupled
         num_responses = count if self._are_headless else 0
         super().__init__(config, own, num_responses + len(parallel.local_replicas))
         self.responses = tuple(self._urls[:num_responses])
@@ -194,7 +210,7 @@ class DPLeader(DPCoordinator):
                 on_lost=self._on_lost,
                 on_joined=self._on_joined,
                 check=self._check,
-                may_join_later=not self._is_coupled,
+                admits="anybody" if not self._is_coupled else "again" if self._are_headless else "once",
                 noun="replica",
                 flags=_FLAGS,
                 token=parallel.cluster_token,
@@ -209,8 +225,16 @@ class DPLeader(DPCoordinator):
             self.close(str(error))
             raise
         self.requests = urls | {number: request.requests for number, request in joined.items()}
-        self._leader.start(msgspec.msgpack.encode(JoinReply(self.requests, self.responses)))
+        self.start_group(self.requests)
         self._leader.compare_files(config)
+
+    def start_group(self, requests: dict[int, str]) -> None:
+        """Tell all hosts to start their replicas, with the addresses of all."""
+        self._leader.start(msgspec.msgpack.encode(JoinReply(requests, self.responses)))
+
+    def stop_group(self) -> None:
+        """Tell all hosts to stop their replicas, which share experts, until `start_group`."""
+        self._leader.stop(msgspec.msgpack.encode(StopGroup()))
 
     def is_joined(self, replica: int) -> bool:
         """Whether a replica is on another host that is connected."""
@@ -254,7 +278,7 @@ class DPLeader(DPCoordinator):
             )
 
     def _on_joined(self, hello: Hello) -> None:
-        if not self._is_coupled:
+        if self._are_headless:
             address = _request_of(hello).requests
             self._notify(lambda listener: listener.replica_joined(hello.number, address))
 
@@ -273,7 +297,7 @@ class DPLeader(DPCoordinator):
     def _on_lost(self, replica: int, reason: str) -> None:
         with self._lock:
             self._awaited.clear()
-        if self._is_coupled:
+        if self._is_coupled and not self._are_headless:
             self._notify(lambda listener: listener.fail(reason))
         else:
             self._notify(lambda listener: listener.replica_died(replica, reason))
@@ -290,6 +314,7 @@ class DPMember(DPCoordinator):
         self.ended: LinkEnded | None = None
         """Set when the leader has exited, or needs a replica no more."""
         self._is_headless = is_headless
+        self.restarts_group = is_headless and parallel.is_coupled
         own, address = address_towards(host, parallel.timeout), resolve_address(host)
         super().__init__(config, own, len(parallel.local_replicas))
         self._followers: dict[int, Follower] = {}
@@ -308,7 +333,9 @@ class DPMember(DPCoordinator):
                     lost_seconds=parallel.cluster_timeout,
                 )
             for follower in self._followers.values():
-                reply = msgspec.msgpack.decode(follower.receive(None), type=JoinReply)
+                reply = _decode_reply(follower.receive(None))
+                while not isinstance(reply, JoinReply):  # the others are being stopped
+                    reply = _decode_reply(follower.receive(None))
         except LinkEnded as error:
             self.close()
             raise ConfigError(str(error) or f"{self.leader} has exited") from None
@@ -317,7 +344,20 @@ class DPMember(DPCoordinator):
             raise
         urls = dict(zip(parallel.local_replicas, self._urls, strict=False))
         self.requests, self.responses = reply.requests | urls, reply.responses
-        next(iter(self._followers.values())).compare_files(config)  # replicas of a host have the same
+        first = next(iter(self._followers.values()))
+        first.compare_files(config)  # replicas of a host have the same
+        if self.restarts_group:
+            threading.Thread(target=self._follow, args=(first,), daemon=True, name="dp-member").start()
+
+    def _follow(self, follower: Follower) -> None:
+        """Report when the leader stops and starts the replicas; it tells each of them the same."""
+        with contextlib.suppress(LinkEnded):
+            while True:
+                match _decode_reply(follower.receive(None)):
+                    case JoinReply(requests):
+                        self._notify(partial(_start_group, requests))
+                    case StopGroup():
+                        self._notify(lambda listener: listener.group_stops())
 
     def report(self, replica: int, state: ReplicaUp | ReplicaDied) -> None:
         """Report that a core of this host is up, or has died."""
@@ -343,6 +383,10 @@ class DPMember(DPCoordinator):
             return
         reason = str(ended) or "the host with the first replica has exited"
         self._notify(lambda listener: listener.fail(reason))
+
+
+def _start_group(requests: dict[int, str], listener: ReplicaListener) -> None:
+    listener.group_starts(requests)
 
 
 def _request_of(hello: Hello) -> JoinRequest:

@@ -47,7 +47,7 @@ from quire.engine.protocol.supervision import (
 )
 from quire.engine.supervisor import Process, SupervisedProcess, Supervisor
 from quire.server.config import RestartPolicy
-from quire.server.frontend.dp_coordinator import DPCoordinator, DPLeader
+from quire.server.frontend.dp_coordinator import DPCoordinator, DPLeader, DPMember
 from quire.server.frontend.metrics import Metrics
 
 RESTART_SECONDS = (0.1, 60.0)
@@ -206,6 +206,10 @@ class EngineManager:
         for replica in self.requests:
             self.metrics.state(replica, "loading")
         self._num_group_starts = 0
+        self._group_runs = True
+        """Whether replicas that share experts have been started, and none has died since."""
+        self._running_elsewhere = set[int]()
+        """While they are being stopped: those of other hosts that have not exited."""
         self._cores = [_Core(self, replica, config) for replica in parallel.local_replicas]
         self._lost_since: float | None = None
         """Since when no replica is up, although some were."""
@@ -278,11 +282,12 @@ class EngineManager:
         if self.failure is not None:
             return None
         reason, policy = f"{self._prefix(core.replica)}{failure.reason}", self._policy
-        if core.replica in self._awaited:
+        if core.replica in self._awaited and self._group_runs:
             self.is_user_error = failure.user_error
             self.on_state(EngineFailed(reason))
             return None
-        if core.replica not in self._has_been_up:  # it was added
+        is_coupled = self._config.parallel.is_coupled
+        if core.replica not in self._has_been_up and not is_coupled:  # it was added
             logger.error("%s; it is not started again", reason)
             self.on_state(ReplicaLost(core.replica, failure.reason, returns=False))
             return None
@@ -291,35 +296,77 @@ class EngineManager:
             self._remove_lost(core.replica, failure.reason)
             return None
         others = [state for replica, state in self.states.items() if replica != core.replica]
-        is_coupled = self._config.parallel.is_coupled
         is_last = is_coupled or not any(isinstance(state, ReplicaUp) for state in others)
         is_over = is_last and len(core.deaths) > policy.max_restarts
-        returns = policy.is_enabled and not is_over and not (is_coupled and self._hosts is not None)
+        is_fixed = is_coupled and self._hosts is not None and not self._hosts.restarts_group
+        returns = policy.is_enabled and not is_over and not is_fixed
         if is_last and not returns:
             deaths = f" (death {len(core.deaths)} within {RESTART_WINDOW / 60:.0f} minutes; see --max-restarts)"
             self.on_state(EngineFailed(reason + deaths * (is_over and policy.is_enabled)))
             return None
-        logger.error("%s; %s", reason, "restarting it" if returns else "it is not restarted (--no-restart)")
-        self.on_state(ReplicaLost(core.replica, failure.reason, returns))
         least, most = RESTART_SECONDS
         delay = min(most, least * 2 ** min(core.num_quick_deaths, _MAX_DOUBLINGS))
-        return None if not returns else self._restart_group(delay) if is_coupled else delay
-
-    def _restart_group(self, delay: float) -> float | None:
-        """Restart replicas that share experts, once all have exited: one that is still exiting would fail the others.
-
-        Returns the delay of the one that has just exited.
-        """
-        running = [core for core in self._cores if core.process is not None]
-        for core in running:
-            core.send(Shutdown())
-            core.kill_at = min(core.kill_at, time.monotonic() + SHUTDOWN_SECONDS)
-        if running:
+        if is_coupled:
+            self._stop_group(reason, failure.reason)
+            if isinstance(self._hosts, DPMember):  # its leader counts those that have exited
+                self.on_state(ReplicaLost(core.replica, failure.reason, returns))
+            self._start_group_if_stopped(delay)
             return None
+        logger.error("%s; %s", reason, "restarting it" if returns else "it is not restarted (--no-restart)")
+        self.on_state(ReplicaLost(core.replica, failure.reason, returns))
+        return delay if returns else None
+
+    # --- restarting replicas that share experts -----------------------------------------------------------------
+
+    def _stop_group(self, message: str, reason: str) -> None:
+        """Stop all replicas, also those of other hosts, as one has died."""
+        if self._group_runs:
+            self._group_runs = False
+            logger.error("%s; restarting all replicas, which share experts", message)
+            if isinstance(self._hosts, DPLeader):
+                self._running_elsewhere = self.requests.keys() - {core.replica for core in self._cores}
+                self._hosts.stop_group()
+            if not isinstance(self._hosts, DPMember):
+                # All at once: a request that went on at another one would be suspected of that one's death, too.
+                for replica in [each for each, state in self.states.items() if isinstance(state, ReplicaUp)]:
+                    self.on_state(ReplicaLost(replica, reason, returns=True))
+        for core in self._cores:
+            if core.process is not None:
+                core.send(Shutdown())
+                core.kill_at = min(core.kill_at, time.monotonic() + SHUTDOWN_SECONDS)
+
+    def _start_group_if_stopped(self, delay: float) -> None:
+        """Start all replicas again, once all have exited: one that is still exiting would fail the others."""
+        if self._group_runs or self._running_elsewhere or any(core.process is not None for core in self._cores):
+            return
+        if isinstance(self._hosts, DPMember):
+            return  # see `group_starts`
+        if isinstance(self._hosts, DPLeader):
+            others = self.requests.keys() - {core.replica for core in self._cores}
+            if not all(map(self._hosts.is_joined, others)):
+                return
+            self._hosts.start_group(self.requests)
+        self._start_group(delay)
+
+    def _start_group(self, delay: float = 0.0) -> None:
+        self._group_runs = True
         self._num_group_starts += 1
         for core in self._cores:
             core.restart_at = time.monotonic() + delay
-        return delay
+
+    def group_stops(self) -> None:
+        """Report that a replica on another host has died, which shares experts with this one's; from any thread."""
+        reason = "a replica on another host has died"
+        self.supervisor.call(lambda: self._stop_group(reason, reason))
+
+    def group_starts(self, requests: dict[int, str]) -> None:
+        """Report that all replicas that share experts start again, at these addresses; from any thread."""
+
+        def handle() -> None:
+            self._endpoints = Endpoints(requests, self._endpoints.responses)
+            self._start_group()
+
+        self.supervisor.call(handle)
 
     # --- adding and removing replicas ----------------------------------------------------------------------------
 
@@ -425,6 +472,9 @@ class EngineManager:
                 self._hosts.dismiss(replica, f"replica {replica} is on the host with the API")
             else:
                 self.on_state(ReplicaStarting(replica, address))
+                if self._config.parallel.is_coupled and not self._group_runs:
+                    self._running_elsewhere.discard(replica)
+                    self._start_group_if_stopped(0.0)
 
         self.supervisor.call(handle)
 
@@ -444,6 +494,10 @@ class EngineManager:
         def handle() -> None:
             if replica in self._awaited:
                 self.on_state(EngineFailed(f"{self._prefix(replica)}{reason}"))
+            elif self._config.parallel.is_coupled:
+                self._stop_group(f"{self._prefix(replica)}{reason}", reason)
+                self._running_elsewhere.discard(replica)
+                self._start_group_if_stopped(RESTART_SECONDS[0])
             elif replica not in self.requests or isinstance(self.states.get(replica), ReplicaLost):
                 return  # it has left, or this is known
             elif replica in self._has_been_up and replica not in self._drained:

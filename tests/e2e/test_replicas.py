@@ -378,14 +378,52 @@ def test_the_example(nodes: int) -> None:
     assert len({line for each in lines for line in each}) == 4
 
 
+def write_mixture(folder: Path) -> None:
+    """A small mixture of experts with random weights, and the demo model's tokenizer."""
+    architecture, changes = CASES["Mixtral"]
+    vocabulary = json.loads((DEMO_MODEL / "config.json").read_text())["vocab_size"]
+    write_model(architecture, SIZES | changes | {"num_local_experts": 8, "vocab_size": vocabulary}, folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((DEMO_MODEL / name).read_bytes())
+
+
+@pytest.mark.slow
+def test_two_hosts_that_share_experts_are_restarted_together(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+    """After the death of a core of either, and after the loss of a host."""
+    one, two = hosts
+    write_mixture(tmp_path)
+    token = {"QUIRE_CLUSTER_TOKEN": "a token for tests only"}
+    common = ("serve", str(tmp_path), "--served-model-name", "quire-demo", "-dp", "2", "--enable-expert-parallel")
+    common = (*common, "--max-model-len", "256", "--data-parallel-address", one.address)
+    behind = quire(*common, "-dpr", "1", "--headless")
+    other = two.start(*behind, **token)
+    api = one.start(*quire(*common, "-dpl", "1", "--host", one.address), **token)
+    url = api.wait_for(r"serving .* on (http://\S+)")[1]
+
+    def is_up_again(times: int) -> bool:
+        return all(api.text.count(f"replica {replica} is up again") == times for replica in range(2))
+
+    with one.inside():
+        expected = asyncio.run(streams(url, lambda: None))
+        assert asyncio.run(streams(url, other.named("quire-core-1").kill)) == expected
+        until(lambda: is_up_again(1))
+        assert asyncio.run(streams(url, api.named("quire-core-0").kill)) == expected
+        until(lambda: is_up_again(2))
+
+        def lose_host() -> None:
+            other.kill_all()
+            two.start(*behind, **token)
+
+        assert asyncio.run(streams(url, lose_host)) == expected
+        until(lambda: is_up_again(3))
+        assert asyncio.run(streams(url, lambda: None)) == expected
+        assert "given up" not in api.text
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("longest", [0, 1])
 def test_hosts_that_share_experts_end_when_all_are_done(tmp_path: Path, longest: int) -> None:
-    architecture, changes = CASES["Mixtral"]
-    vocabulary = json.loads((DEMO_MODEL / "config.json").read_text())["vocab_size"]
-    write_model(architecture, SIZES | changes | {"num_local_experts": 8, "vocab_size": vocabulary}, tmp_path)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / name).write_bytes((DEMO_MODEL / name).read_bytes())
+    write_mixture(tmp_path)
     example = Path(__file__).parents[2] / "examples" / "data_parallel.py"
     common = ["--model", str(tmp_path), "--enable-expert-parallel", "--node-size", "2", "--master-port", free_port()]
     with contextlib.ExitStack() as stack:

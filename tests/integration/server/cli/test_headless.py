@@ -62,6 +62,7 @@ class Alone:
     init_method: str = "tcp://127.0.0.1:1"
     ended: LinkEnded | None = None
     drain_seconds: float | None = None
+    restarts_group: bool = False
 
     @property
     def requests(self) -> dict[int, str]:

@@ -104,6 +104,12 @@ class Listener:
     def replica_leaves(self, replica: int, seconds: float) -> None:
         self.notices.put((replica, f"leaves within {seconds:g} s"))
 
+    def group_stops(self) -> None:
+        self.notices.put((None, "stop"))
+
+    def group_starts(self, requests: dict[int, str]) -> None:
+        self.notices.put((None, f"start with {requests}"))
+
     def replica_died(self, replica: int, reason: str) -> None:
         self.notices.put((replica, reason))
 
@@ -318,6 +324,31 @@ def test_peers_that_share_experts_end_together(listener: Listener, site: Site) -
     leader.watch(listener)
     member.close()
     assert listener.notices.get(timeout=10) == (None, "replica 1 (127.0.0.1) has left")
+
+
+def test_hosts_behind_an_api_that_share_experts_start_together_again(listener: Listener, site: Site) -> None:
+    """One that was lost is waited for; nobody else may join."""
+    starting = site.api(site.config(3, None, 1, coupled=True))
+    joining = [site.headless(site.config(3, replica, 1, coupled=True)) for replica in (1, 2)]
+    api, first, second = joined(starting), *(each.result(30) for each in joining)
+    assert isinstance(api, DPLeader)
+    of_api, of_first = listener, Listener()
+    api.watch(of_api)
+    first.watch(of_first)
+    assert {of_api.notices.get(timeout=10) for _ in range(2)} == {(r, api.requests[r]) for r in (1, 2)}
+    second.close("the lights went out")
+    assert of_api.notices.get(timeout=10) == (2, "replica 2 (127.0.0.1) has ended: the lights went out")
+    api.stop_group()
+    assert of_first.notices.get(timeout=10) == (None, "stop")
+    again = site.headless(site.config(3, 2, 1, coupled=True))
+    number, address = of_api.notices.get(timeout=10)
+    assert number == 2
+    assert not again.done()
+    with pytest.raises(ConfigError, match="replicas 1 and 2 can join here, not 3"):
+        site.headless(site.config(4, 3, 1, coupled=True, data_parallel_size=3)).result(30)
+    api.start_group(api.requests | {2: address})
+    assert of_first.notices.get(timeout=10) == (None, f"start with {api.requests | {2: address}}")
+    assert again.result(30).requests == api.requests | {2: address}
 
 
 def test_peers_that_share_experts_leave_once_all_would(listener: Listener, site: Site) -> None:

@@ -32,7 +32,7 @@ from quire.engine.protocol.supervision import (
 from quire.engine.supervisor import Process
 from quire.server.config import RestartPolicy
 from quire.server.frontend import engine_manager as module
-from quire.server.frontend.dp_coordinator import DPLeader
+from quire.server.frontend.dp_coordinator import DPCoordinator, DPLeader, DPMember
 from quire.server.frontend.engine_manager import EngineManager, RuntimeFolder
 from tests.unit.engine.test_supervisor import FakeProcess
 
@@ -49,12 +49,20 @@ class Engine:
         is_coupled: bool,
         count: int,
         num_clients: int,
-        hosts: DPLeader | None,
+        hosts: DPCoordinator | None,
+        local: int | None,
     ) -> None:
         self.started = started
         self.states: list[EngineState] = []
         experts = ExpertParallelConfig() if is_coupled else None
-        parallel = replace(config.parallel, replicas=count, local_replicas=range(count), experts=experts)
+        is_member = isinstance(hosts, DPMember)
+        parallel = replace(
+            config.parallel,
+            replicas=count,
+            local_replicas=range(local or count),
+            experts=experts,
+            external_lb=is_member,
+        )
         self.manager = EngineManager(
             replace(config, parallel=parallel), name="m", policy=policy, num_clients=num_clients, hosts=hosts
         )
@@ -106,7 +114,8 @@ def engine(
         is_coupled: bool = False,
         policy: RestartPolicy | None = None,
         num_clients: int = 1,
-        hosts: DPLeader | None = None,
+        hosts: DPCoordinator | None = None,
+        local: int | None = None,
     ) -> Engine:
         found: list[tuple[CoreArgs, FakeProcess]] = []
 
@@ -118,7 +127,16 @@ def engine(
         monkeypatch.setattr(module, "start_core", start)
         policy = policy or RestartPolicy()
         made.append(
-            Engine(config, policy, found, is_coupled=is_coupled, count=count, num_clients=num_clients, hosts=hosts)
+            Engine(
+                config,
+                policy,
+                found,
+                is_coupled=is_coupled,
+                count=count,
+                num_clients=num_clients,
+                hosts=hosts,
+                local=local,
+            )
         )
         return made[-1]
 
@@ -199,8 +217,10 @@ def test_replicas_that_share_experts_are_restarted_together(engine: Make) -> Non
     two = engine(2, is_coupled=True)
     two.up(0, 1)
     two.die(0, "replica 0: rank 0 was killed by SIGKILL")
+    # Both at once: what went on at the other would be suspected of its death.
+    assert {state.replica for state in two.states[2:] if isinstance(state, ReplicaLost)} == {0, 1}
     assert (two.starts(0), two.starts(1)) == (1, 1)
-    two.die(1, "replica 0: rank 0 was killed by SIGKILL")
+    two.core(1).exit(1)
     two.run(lambda: two.starts(0) == two.starts(1) == 2)
     two.up(0, 1)
     assert two.manager.failure is None
@@ -363,7 +383,10 @@ def test_an_added_replica_gets_unused_devices(config: EngineConfig, monkeypatch:
 class Hosts(DPLeader):
     """Other hosts that the test plays."""
 
+    restarts_group = True
+
     def __init__(self) -> None:
+        self.told: list[object] = []
         self.local_replicas = frozenset({0})
         self.joined: set[int] = set()
         self.dismissed: list[tuple[int, str]] = []
@@ -378,8 +401,92 @@ class Hosts(DPLeader):
     def dismiss(self, replica: int, reason: str = "") -> None:
         self.dismissed.append((replica, reason))
 
+    def stop_group(self) -> None:
+        self.told.append("stop")
+
+    def start_group(self, requests: dict[int, str]) -> None:
+        self.told.append(dict(requests))
+
     def close(self, reason: str = "") -> None:
         pass
+
+
+@pytest.mark.parametrize("first", ["here", "there", "host"])
+def test_replicas_of_several_hosts_that_share_experts_are_restarted_together(engine: Make, first: str) -> None:
+    """When all have exited, and all hosts are there."""
+    hosts = Hosts()
+    hosts.requests = {0: "tcp://10.0.0.1:1", 1: "tcp://10.0.0.2:1"}
+    hosts.joined = {1}
+    one = engine(2, hosts=hosts, is_coupled=True, local=1)
+    manager = one.manager
+    manager.replica_joined(1, "tcp://10.0.0.2:1")
+    one.up(0)
+    manager.replica_up(ReplicaUp(1, 7))
+    one.run(lambda: manager.is_settled)
+    there = "rank 0 was killed by SIGKILL"
+    if first == "here":
+        one.die(0)
+        manager.replica_died(1, "lost the connection to the other replicas")
+    else:
+        hosts.joined -= {1} if first == "host" else set()
+        manager.replica_died(1, there)
+        one.run(lambda: hosts.told == ["stop"])
+        assert Shutdown() in one.core(0).heard()
+        one.core(0).exit(0)
+    address = "tcp://10.0.0.2:1"
+    if first == "host":
+        one.run(lambda: all(core.process is None for core in manager._cores))
+        assert hosts.told == ["stop"]
+        hosts.joined, address = {1}, "tcp://10.0.0.2:2"
+        manager.replica_joined(1, address)
+    one.run(lambda: one.starts(0) == 2)
+    assert hosts.told == ["stop", {0: "tcp://10.0.0.1:1", 1: address}]
+    assert one.started[-1][0].endpoints.requests[1] == address
+    lost = [state for state in one.states if isinstance(state, ReplicaLost)]
+    assert [(state.replica, state.returns) for state in lost] == [(0, True), (1, True)]
+    one.up(0)
+    manager.replica_up(ReplicaUp(1, 8))
+    one.run(lambda: isinstance(manager.states.get(1), ReplicaUp))
+    assert manager.failure is None
+
+
+class Member(DPMember):
+    """A leader that the test plays."""
+
+    restarts_group = True
+
+    def __init__(self) -> None:
+        self.requests, self.responses = {n: f"tcp://10.0.0.{n + 2}:1" for n in range(2)}, ("tcp://10.0.0.1:2",)
+        self.init_method = "tcp://10.0.0.1:1"
+
+    def watch(self, listener: object) -> None:
+        pass
+
+    def close(self, reason: str = "") -> None:
+        pass
+
+
+@pytest.mark.parametrize("first", ["here", "there"])
+def test_a_host_whose_replicas_share_experts_waits_for_its_leader(engine: Make, first: str) -> None:
+    one = engine(2, hosts=Member(), is_coupled=True, local=1)
+    one.up(0)
+    if first == "here":
+        one.die(0)
+    else:
+        one.manager.group_stops()
+        one.run(lambda: not one.manager._group_runs)
+        assert Shutdown() in one.core(0).heard()
+        assert len(one.states) == 1  # its core has not exited yet
+        one.core(0).exit(0)
+        one.run(lambda: len(one.states) == 2)
+    one.manager.group_stops()
+    rounds = iter(range(5))
+    one.run(lambda: next(rounds, None) is None)
+    assert one.starts(0) == 1
+    one.manager.group_starts({0: "tcp://10.0.0.2:1", 1: "tcp://10.0.0.3:1"})
+    one.live_again(0)
+    assert one.started[-1][0].endpoints.requests[1] == "tcp://10.0.0.3:1"
+    assert [type(state) for state in one.states] == [ReplicaUp, ReplicaLost, ReplicaUp]
 
 
 def test_hosts_join_and_leave(engine: Make) -> None:
