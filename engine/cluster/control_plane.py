@@ -608,6 +608,7 @@ class Follower(_Link):
     def close(self, reason: str = "") -> None:
         """Leave; `reason` is sent to the leader after a failure."""
         self._close((_END, reason.encode()))
+        self.inbox.put(self.ended or LinkEnded(""))
         self.inbox.close()
 
     def _on_command(self, command: tuple[bytes, bytes]) -> bool:

@@ -492,9 +492,10 @@ class EngineManager:
         """Report that a replica on another host has died."""
 
         def handle() -> None:
-            if replica in self._awaited:
+            is_coupled = self._config.parallel.is_coupled
+            if replica in self._awaited or (is_coupled and not self._policy.is_enabled):
                 self.on_state(EngineFailed(f"{self._prefix(replica)}{reason}"))
-            elif self._config.parallel.is_coupled:
+            elif is_coupled:
                 self._stop_group(f"{self._prefix(replica)}{reason}", reason)
                 self._running_elsewhere.discard(replica)
                 self._start_group_if_stopped(RESTART_SECONDS[0])

@@ -393,8 +393,10 @@ def test_two_hosts_that_share_experts_are_restarted_together(hosts: tuple[Host, 
     one, two = hosts
     write_mixture(tmp_path)
     token = {"QUIRE_CLUSTER_TOKEN": "a token for tests only"}
-    common = ("serve", str(tmp_path), "--served-model-name", "quire-demo", "-dp", "2", "--enable-expert-parallel")
-    common = (*common, "--max-model-len", "256", "--data-parallel-address", one.address)
+    common = (
+        *("serve", str(tmp_path), "--served-model-name", "quire-demo", "--max-model-len", "256"),
+        *("-dp", "2", "--enable-expert-parallel", "--data-parallel-address", one.address),
+    )
     behind = quire(*common, "-dpr", "1", "--headless")
     other = two.start(*behind, **token)
     api = one.start(*quire(*common, "-dpl", "1", "--host", one.address), **token)

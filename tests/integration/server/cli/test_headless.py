@@ -107,7 +107,9 @@ def run(cores: SimpleQueue[tuple[int, int]]) -> Iterator[Callable[[EngineConfig,
         def begin(config: EngineConfig, membership: Any) -> Running:
             stop = threading.Event()
             stack.callback(stop.set)
-            return Running(stop, pool.submit(headless.run_replicas, config, ServerOptions(), membership, stop))
+            return Running(
+                stop, pool.submit(headless.run_replicas, config, ServerOptions(), membership, stop, lambda: 7.0)
+            )
 
         try:
             yield begin
@@ -136,6 +138,7 @@ def test_a_replica_that_dies_is_reported_and_restarted(
     assert all(isinstance(state, ReplicaUp) for state in (*up, again))
     running.stop.set()
     assert running.result.result(30) is None
+    assert alone.drain_seconds == 7.0  # the API has let its requests end or move
     for each in (first[0], process):
         with pytest.raises(ProcessLookupError):
             os.kill(each, 0)

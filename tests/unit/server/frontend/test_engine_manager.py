@@ -450,6 +450,18 @@ def test_replicas_of_several_hosts_that_share_experts_are_restarted_together(eng
     assert manager.failure is None
 
 
+def test_without_restarts_a_death_elsewhere_ends_replicas_that_share_experts(engine: Make) -> None:
+    hosts = Hosts()
+    hosts.requests = {0: "tcp://10.0.0.1:1", 1: "tcp://10.0.0.2:1"}
+    one = engine(2, hosts=hosts, is_coupled=True, local=1, policy=RestartPolicy(is_enabled=False))
+    one.up(0)
+    one.manager.replica_up(ReplicaUp(1, 7))
+    one.manager.replica_died(1, "rank 0 was killed by SIGKILL")
+    one.run(lambda: one.manager.failure is not None)
+    assert one.states[-1] == EngineFailed("replica 1: rank 0 was killed by SIGKILL")
+    assert not hosts.told
+
+
 class Member(DPMember):
     """A leader that the test plays."""
 
