@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from quire.engine.protocol.supervision import Failed, FromProcess, Heartbeat, Ready, ToProcess
+from quire.engine.protocol.supervision import Drained, Failed, FromProcess, Heartbeat, Ready, Resize, ToProcess
 
 HEARTBEAT_SECONDS = 1.0
 _TICK_SECONDS = 0.1
@@ -155,6 +155,10 @@ class SupervisedProcess(ABC):
     def on_exit(self, failure: Failed) -> float | None:
         """Handle the exit of the process; returns the seconds after which to start it again, None: never."""
 
+    def on_message(self, message: Drained | Resize) -> None:
+        """Handle a message that only API processes send."""
+        raise AssertionError(message)
+
     def send(self, message: ToProcess) -> None:
         """Send a message; dropped if the process is not running."""
         if self.process is not None:
@@ -199,14 +203,18 @@ class Supervisor:
 
         The others are watched meanwhile.
         """
-        now, seconds = time.monotonic(), min(seconds, self._patience)
         for each in stopping:
-            each.is_stopping, each.restart_at = True, None
-            each.send(message)
-            each.kill_at = now + (seconds if each.is_ready else min(seconds, _LOADING_EXIT_SECONDS))
+            self.end(each, message, seconds)
         self.run(lambda: all(each.process is None for each in stopping))
-        for each in stopping:
-            self._all.remove(each)
+
+    def end(self, each: SupervisedProcess, message: ToProcess, seconds: float) -> None:
+        """Begin to stop a process, as `stop` does."""
+        seconds = min(seconds, self._patience)
+        each.is_stopping, each.restart_at = True, None
+        each.send(message)
+        each.kill_at = min(
+            each.kill_at, time.monotonic() + (seconds if each.is_ready else min(seconds, _LOADING_EXIT_SECONDS))
+        )
 
     def hurry(self, seconds: float) -> None:
         """Kill processes that are being stopped, now or later, if they do not exit within `seconds`."""
@@ -259,10 +267,14 @@ class Supervisor:
             case Failed():
                 each.failure = message
                 each.kill_at = min(each.kill_at, time.monotonic() + _EXIT_SECONDS)
+            case Drained() | Resize():
+                each.on_message(message)
 
     def _check(self, each: SupervisedProcess, now: float) -> None:
         if each.process is None:
-            if each.restart_at is not None and now >= each.restart_at:
+            if each.is_stopping:
+                self._all.remove(each)
+            elif each.restart_at is not None and now >= each.restart_at:
                 self._start(each)
             return
         limit = self._watchdog_seconds * (1.0 if each.is_ready else _START_FACTOR)

@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--tp-size", type=int, default=1, help="ranks of a replica")
     parser.add_argument("--node-size", type=int, default=1, help="hosts")
     parser.add_argument("--node-rank", type=int, default=0, help="which of them this is")
-    parser.add_argument("--master-addr", default=EngineOptions.data_parallel_address, help="address of host 0")
+    parser.add_argument("--master-addr", help="address of host 0 (default: this host)")
     parser.add_argument("--master-port", type=int, default=EngineOptions.data_parallel_rpc_port, help="port there")
     parser.add_argument("--enable-expert-parallel", action="store_true", help="spread experts over all ranks")
     parser.add_argument("--max-tokens", type=int, default=32, help="longest answer")

@@ -23,6 +23,7 @@ returns the sum over all of them.
 def render() -> str:
     """The page as Markdown."""
     metrics = Metrics("MODEL")
+    metrics.state(0, "up")
     plain = list(metrics.collect())
     metrics.expert_load = ExpertLoad(layers={0: 1}, tokens=array("q", [1]).tobytes(), imbalance=1.0, moved=0)
     known = {metric.name for metric in plain}
@@ -36,8 +37,8 @@ def render() -> str:
             INTRODUCTION,
             "## All models\n",
             _table(plain),
-            f"`finished_reason` is one of {_values(FINISH_REASONS)}. `state` is one of {_values(STATES)}. `engine` is "
-            "the number of the replica.\n",
+            f"`finished_reason` is one of {_values(FINISH_REASONS)}. `state` is one of {_values(STATES[1:])}. "
+            "`engine` is the number of the replica.\n",
             "## Several ranks\n",
             "On CPUs only. `rank` is the number of the rank in its replica. [Reliability](../design/reliability.md#"
             "stragglers) says how stragglers are found.\n",

@@ -24,7 +24,7 @@ from quire.server.http.middleware import (
 )
 from quire.server.http.response import DIRECT_SEND
 from quire.server.http.state import ServedModel
-from quire.server.openai import chat, completions, embeddings, responses, tokenize
+from quire.server.openai import chat, completions, embeddings, replicas, responses, tokenize
 
 
 def create_app(state: ServedModel, options: ServerOptions | None = None) -> FastAPI:
@@ -33,13 +33,17 @@ def create_app(state: ServedModel, options: ServerOptions | None = None) -> Fast
     """
     app = _App(title="Quire", version=version("quire"))
     app.state.quire = state
-    routers = [each.router for each in (chat, completions, embeddings, messages, responses, tokenize, sagemaker_vertex)]
+    families = (chat, completions, embeddings, messages, responses, tokenize, replicas, sagemaker_vertex)
+    routers = [each.router for each in families]
     for router in (*routers, status.router):
         app.include_router(router)
     state.routes = [route for router in routers for route in router.routes if isinstance(route, BodyRoute)]
     errors.install(app)
     if options is not None:
-        _add_front(app, options, {*status.HEALTH_ROUTES, "/ping", *sagemaker_vertex.add_vertex(app)})
+        state.drain_seconds = options.drain_seconds()
+        state.has_api_keys = _add_front(
+            app, options, {*status.HEALTH_ROUTES, "/ping", *sagemaker_vertex.add_vertex(app)}
+        )
     return app
 
 
@@ -74,8 +78,8 @@ class _App(FastAPI):
         await super().__call__(scope, receive, messages.errors_in_shape(scope, send))
 
 
-def _add_front(app: FastAPI, options: ServerOptions, open_paths: set[str]) -> None:
-    """Add the middleware. The last one added is the outermost."""
+def _add_front(app: FastAPI, options: ServerOptions, open_paths: set[str]) -> bool:
+    """Add the middleware. The last one added is the outermost. Returns whether requests need an API key."""
     app.add_middleware(LimitsMiddleware, max_body=int(options.max_body_mib * MIB), timeout=options.request_timeout)
     keys = ApiKeys.load(options)
     if options.fair_share != "off":
@@ -95,3 +99,4 @@ def _add_front(app: FastAPI, options: ServerOptions, open_paths: set[str]) -> No
     app.add_middleware(RequestIdMiddleware)
     if options.root_path:
         app.add_middleware(RootPathMiddleware, path=options.root_path)
+    return keys is not None

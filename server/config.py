@@ -16,6 +16,8 @@ from quire.engine.protocol.errors import ConfigError
 
 _API_PROCESS_BYTES = 48 << 20
 """Memory of an idle API process with a small tokenizer, less what it shares with the others."""
+_DRAIN_SECONDS = 30.0
+"""Default of `--shutdown-timeout` after SIGTERM."""
 
 
 @dataclass(frozen=True)
@@ -154,6 +156,12 @@ class ServerOptions(ModelOptions):
     @property
     def is_tls(self) -> bool:
         return self.ssl_certfile is not None
+
+    def drain_seconds(self, *, is_interrupt: bool = False) -> float:
+        """`shutdown_timeout`, or its default; `is_interrupt`: after SIGINT."""
+        if self.shutdown_timeout is not None:
+            return self.shutdown_timeout
+        return 0.0 if is_interrupt else _DRAIN_SECONDS
 
     @property
     def queue_limit(self) -> int | None:

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from quire.engine.cluster.network import is_loopback
+from quire.engine.cluster.network import LOOPBACK, is_loopback
 from quire.engine.config.options import EngineOptions
-from quire.engine.config.parallel_config import local_replicas
+from quire.engine.config.parallel_config import accepts_hosts, local_replicas
 from quire.engine.protocol.errors import ConfigError
 
 ENVIRONMENT = "QUIRE_CLUSTER_TOKEN"
@@ -29,11 +29,12 @@ def with_cluster_token(options: EngineOptions, *, is_headless: bool = False) -> 
         flag, address = "--master-addr", options.master_addr
         is_first = options.node_rank == 0
     else:
-        flag, address = "--data-parallel-address", options.data_parallel_address
+        flag, address = "--data-parallel-address", options.data_parallel_address or LOOPBACK
         start = options.data_parallel_start_rank
         is_first = not (is_headless or start)
         is_alone = start is not None and not is_headless and not options.enable_expert_parallel
-        if is_alone or len(local_replicas(options)) == options.data_parallel_size:
+        has_all = len(local_replicas(options)) == options.data_parallel_size and not is_headless
+        if is_alone or (has_all and not accepts_hosts(options)):
             return _replace(options, _given(options))  # Ray may use it
     token = _given(options)
     if token is None and not is_loopback(address):

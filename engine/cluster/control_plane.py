@@ -29,7 +29,10 @@ Layouts, and what each of them uses of it:
   share experts. Each replica of another host joins. Start message: `JoinReply`, the addresses of all. Then
   `ReplicaDied` and `ShutdownRequested` to the leader. Requests and outputs use sockets of their own between API
   processes and cores. A replica that dies is restarted by its host, and a host that was lost can join again;
-  meanwhile other replicas resume its requests. Replicas that share experts all end.
+  meanwhile other replicas resume its requests. Other hosts can join at any time, and leave: the leader ends their
+  connection (`Leader.dismiss`) once their requests have ended. Replicas that share experts are restarted together:
+  the leader tells all hosts to stop their cores (`StopGroup`), and sends the start message again when all have, and
+  when hosts that were lost have joined again. They all end if each host has an API.
 - `--nnodes` with several replicas is rejected: each replica is then a server of its own.
 
 The cause of a failure is determined where it can be seen, in three places: among the ranks of a host
@@ -49,7 +52,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 import zmq
@@ -76,7 +79,7 @@ _LOWEST_PRIORITY = 19
 _LINGER_MS = 1000
 """Time for the last messages to be sent when a socket closes."""
 _HELLO, _WELCOME, _HEARTBEAT, _BODY, _END, _FILES = b"quire hello", b"W", b"A", b"B", b"E", b"F"
-_START, _FAIL = b"start", b"fail"
+_START, _STOP, _FAIL, _DISMISS = b"start", b"stop", b"fail", b"dismiss"
 """Commands to the leader's thread, beside messages to send."""
 logger = logging.getLogger(__name__)
 
@@ -272,7 +275,8 @@ class Leader(_Link):
         on_message: Callable[[int, bytes], None],
         on_lost: Callable[[int, str], None],
         check: Callable[[Hello], None] | None = None,
-        may_rejoin: bool = False,
+        on_joined: Callable[[Hello], None] = lambda hello: None,
+        admits: Literal["once", "again", "anybody"] = "once",
         noun: str = "node",
         flags: tuple[str, str] = ("--master-addr", "--master-port"),
         token: str = "",
@@ -282,14 +286,15 @@ class Leader(_Link):
 
         `token` is the cluster's; "" is for loopback addresses. `lost_seconds`: a follower that sends nothing for so
         long is lost. A follower is rejected if it differs from `own` or the first one that joined (see `compare`), if
-        it cannot reach `address`, or if `check` raises `ConfigError`. The text passed to `on_lost` names the follower
-        and the reason. `noun` and `flags` name a follower, the address and the port in errors. Raises `ConfigError` if
-        the address is not this host's, or the port is in use.
+        it cannot reach `address`, or if `check` raises `ConfigError`. After the start, `admits` lets followers that
+        were lost join again, or followers with any number join. The text passed to `on_lost` names the follower and the
+        reason. `noun` and `flags` name a follower, the address and the port in errors. Raises `ConfigError` if the
+        address is not this host's, or the port is in use.
         """
         assert token or is_loopback(address)
         super().__init__(zmq.ROUTER, "cluster-leader", token, lost_seconds)
-        self._expected, self._may_rejoin = tuple(expected), may_rejoin
-        self._on_lost, self._on_message, self._check = on_lost, on_message, check
+        self._expected, self._admits = tuple(expected), admits
+        self._on_lost, self._on_message, self._on_joined, self._check = on_lost, on_message, on_joined, check
         self._address, self._noun, self._flags = address, noun, flags
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
@@ -324,6 +329,8 @@ class Leader(_Link):
 
     def wait(self, seconds: float) -> dict[int, Hello]:
         """Wait until all followers have joined; raises `ConfigError` if one does not, is rejected, or is lost."""
+        if not self._expected:
+            return {}
         names = _numbered(self._noun, self._expected)
         logger.info("waiting up to %.0f s for %s at port %d of %s", seconds, names, self.port, self._address)
         with self._changed:
@@ -341,8 +348,12 @@ class Leader(_Link):
         return joined
 
     def start(self, body: bytes) -> None:
-        """Send the first message to every follower, and to each that joins again."""
+        """Send the first message to every follower, and to each that joins later; the store is empty then."""
         self._commands.put((None, _START, body))
+
+    def stop(self, body: bytes) -> None:
+        """Send a message to every follower, and let those that join wait for the next `start`."""
+        self._commands.put((None, _STOP, body))
 
     def send(self, number: int | None, body: bytes) -> None:
         """Send a message to a follower (None: to all); dropped if it is lost."""
@@ -351,6 +362,14 @@ class Leader(_Link):
     def fail(self, number: int, reason: str) -> None:
         """Report that a follower's process has ended, as its launcher knows: it counts as lost."""
         self._commands.put((number, _FAIL, reason))
+
+    def is_joined(self, number: int) -> bool:
+        """Return whether a follower is connected."""
+        return number in self._peers
+
+    def dismiss(self, number: int, reason: str = "") -> None:
+        """End the connection of a follower, which is not lost thereby and may join again; `reason`: after a failure."""
+        self._commands.put((number, _DISMISS, reason.encode()))
 
     def close(self, reason: str = "") -> None:
         """Send every follower the end of the connection, with a reason after a failure."""
@@ -365,13 +384,22 @@ class Leader(_Link):
             else:
                 self._record_lost(number, body)
             return False
+        if kind == _DISMISS:
+            assert number is not None
+            with self._changed:
+                dismissed = self._peers.pop(number, None)
+            if dismissed is not None:
+                self._send(dismissed.identity, _END, body)
+            return False
         if kind == _FILES:
             self._digests = body
             for peer in list(self._peers.values()):
                 self._compare_digests(peer)
             return False
         if kind == _START:
-            self._start_message, kind = body, _BODY
+            self._start_message, self._store, kind = body, KeyValueStore(), _BODY
+        if kind == _STOP:
+            self._start_message, kind = None, _BODY
         for each in list(self._peers) if number is None else [number]:
             if (peer := self._peers.get(each)) is not None:
                 self._send(peer.identity, kind, body)
@@ -427,16 +455,19 @@ class Leader(_Link):
         self._send(identity, _WELCOME, b"")
         if self._start_message is not None:
             self._send(identity, _BODY, self._start_message)
+        self._on_joined(hello)
 
     def _check_place(self, hello: Hello, known: _Peer | None) -> None:
         """Raise `ConfigError` if there is no place for a follower with this number."""
+        if known is not None:
+            raise ConfigError(f"{hello.name} cannot join: {known.hello.name} is {self._noun} {hello.number} already")
+        if self._admits == "anybody" and (self._start_message is not None or not self._expected):
+            return
         if hello.number not in self._expected:
             raise ConfigError(
                 f"{hello.name}: {_numbered(self._noun, self._expected)} can join here, not {hello.number}"
             )
-        if known is not None:
-            raise ConfigError(f"{hello.name} cannot join: {known.hello.name} is {self._noun} {hello.number} already")
-        if hello.number in self._lost and not self._may_rejoin:
+        if hello.number in self._lost and self._admits == "once":
             raise ConfigError(f"{hello.name} cannot join again")
 
     def _check_host(self, hello: Hello) -> None:
@@ -577,6 +608,7 @@ class Follower(_Link):
     def close(self, reason: str = "") -> None:
         """Leave; `reason` is sent to the leader after a failure."""
         self._close((_END, reason.encode()))
+        self.inbox.put(self.ended or LinkEnded(""))
         self.inbox.close()
 
     def _on_command(self, command: tuple[bytes, bytes]) -> bool:

@@ -126,6 +126,8 @@ class ParallelConfig:
     """The replicas on this host."""
     coordinator: tuple[str, int] = ("127.0.0.1", 0)
     """Address and port of the host that replicas on other hosts join."""
+    accepts_hosts: bool = False
+    """Whether hosts can join a server that has all its replicas on this host."""
     external_lb: bool = False
     """Whether an API on this host serves only the replicas of this host, behind an external load balancer."""
     init_method: str | None = None

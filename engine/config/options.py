@@ -92,8 +92,12 @@ class EngineOptions:
         short="-dpr",
         metavar="R",
     )
-    data_parallel_address: str = flag(
-        "127.0.0.1", "address of the host with the API, or with replica 0", short="-dpa", metavar="ADDR"
+    data_parallel_address: str | None = flag(
+        None,
+        "address of the host with the API, or with replica 0; if it is given to a host that has all replicas, others "
+        "can join it while it serves (default: 127.0.0.1)",
+        short="-dpa",
+        metavar="ADDR",
     )
     data_parallel_rpc_port: int = flag(
         29550, "port of --data-parallel-address that replicas on other hosts connect to", short="-dpp", metavar="PORT"

@@ -15,6 +15,9 @@ from quire.engine.config.options import EngineOptions
 from quire.engine.models.model_spec import ModelSpec, MoESpec, TransformersModelSpec
 from quire.engine.protocol.errors import ConfigError
 
+MAX_REPLICAS = 1024
+"""Maximum number of replicas."""
+
 
 def count_local_ranks(options: EngineOptions) -> int:
     """Number of ranks on this host, of all its replicas. Raises `ConfigError` for layouts that are not possible."""
@@ -86,7 +89,8 @@ def resolve(
         replicas=options.data_parallel_size,
         replica=replicas.start,
         local_replicas=replicas,
-        coordinator=(options.data_parallel_address, options.data_parallel_rpc_port),
+        coordinator=(options.data_parallel_address or "127.0.0.1", options.data_parallel_rpc_port),
+        accepts_hosts=accepts_hosts(options) and placement is None,
         external_lb=options.data_parallel_start_rank is not None,
         experts=_experts(options, arch, options.data_parallel_size * world_size // options.pipeline_parallel_size),
     )
@@ -141,6 +145,8 @@ def local_replicas(options: EngineOptions) -> range:
         options.data_parallel_start_rank,
         options.data_parallel_size_local,
     )
+    if replicas > MAX_REPLICAS:
+        raise ConfigError(f"--data-parallel-size {replicas}: at most {MAX_REPLICAS} replicas are supported")
     if count is None:
         count = replicas if start is None else 1
     local = range(start or 0, (start or 0) + count)
@@ -150,6 +156,24 @@ def local_replicas(options: EngineOptions) -> range:
             f"{replicas} replicas (--data-parallel-size), numbered from 0"
         )
     return local
+
+
+def accepts_hosts(options: EngineOptions) -> bool:
+    """Whether hosts can join a server that has all its replicas on this host."""
+    is_independent = options.data_parallel_start_rank is None and not options.enable_expert_parallel
+    return options.data_parallel_address is not None and is_independent and options.nnodes == 1
+
+
+def for_headless(options: EngineOptions) -> EngineOptions:
+    """Return the options of a host that joins an API with replicas of its own.
+
+    It need not know how many there are in all, unless they share experts.
+    """
+    if options.enable_expert_parallel or options.data_parallel_start_rank is None:
+        return options
+    count = 1 if options.data_parallel_size_local is None else options.data_parallel_size_local
+    end = options.data_parallel_start_rank + count
+    return replace(options, data_parallel_size=max(options.data_parallel_size, end))
 
 
 def _experts(options: EngineOptions, arch: ModelSpec, ranks: int) -> ExpertParallelConfig | None:

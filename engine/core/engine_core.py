@@ -88,7 +88,7 @@ class EngineCoreIO:
 
     def __init__(self, endpoints: Endpoints, replica: int = 0, token: str = "") -> None:
         """`token` is the cluster's."""
-        self.peers = tuple(number for number in range(len(endpoints.requests)) if number != replica)
+        self.peers = tuple(number for number in endpoints.requests if number != replica)
         """The numbers of the other replicas."""
         self.inbox: SimpleQueue[Inbound] = SimpleQueue()
         self._endpoints = endpoints

@@ -18,18 +18,23 @@ from quire.engine.supervisor import Process, start_process
 class Endpoints:
     """ZMQ addresses. The core of replica `r` binds `requests[r]`, API process `i` binds `responses[i]` (both PULL).
 
-    The address of a replica that this host does not use is "". Frames are msgpack of `ToCore` and `ToServer`
+    `requests` has the replicas that this process has to do with. Frames are msgpack of `ToCore` and `ToServer`
     (`quire.engine.protocol.engine_core`).
     """
 
-    requests: tuple[str, ...]
+    requests: dict[int, str]
     responses: tuple[str, ...]
+
+
+def request_address(folder: str, replica: int) -> str:
+    """Return a Unix socket address in `folder`."""
+    return f"ipc://{folder}/requests-{replica}"
 
 
 def local_endpoints(parallel: ParallelConfig, folder: str, count: int) -> Endpoints:
     """Return Unix socket addresses in `folder` for the replicas of this host and `count` API processes."""
     return Endpoints(
-        tuple(f"ipc://{folder}/requests-{r}" if r in parallel.local_replicas else "" for r in range(parallel.replicas)),
+        {replica: request_address(folder, replica) for replica in parallel.local_replicas},
         tuple(f"ipc://{folder}/responses-{index}" for index in range(count)),
     )
 

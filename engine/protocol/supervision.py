@@ -28,7 +28,28 @@ class Failed(msgspec.Struct, tag=True, array_like=True):
     """Whether the configuration is wrong, so that another start would fail, too."""
 
 
-FromProcess = Heartbeat | Ready | Failed
+class Drained(msgspec.Struct, tag=True, array_like=True):
+    """An API process has no more requests on a replica that drains."""
+
+    replica: int
+
+
+class Resize(msgspec.Struct, tag=True, array_like=True):
+    """An API process was asked for another number of replicas; answered with `ResizeReply`, in order."""
+
+    count: int
+    drain_seconds: float
+
+
+FromProcess = Heartbeat | Ready | Failed | Drained | Resize
+
+
+class ReplicaStarting(msgspec.Struct, tag=True, array_like=True):
+    """A replica was added, or joins again; it will be up or lost."""
+
+    replica: int
+    address: str
+    """Where it receives requests."""
 
 
 class ReplicaUp(msgspec.Struct, tag=True, array_like=True):
@@ -51,6 +72,23 @@ class ReplicaLost(msgspec.Struct, tag=True, array_like=True):
     """Whether it is being restarted, or may come back by itself."""
 
 
+class ReplicaDraining(msgspec.Struct, tag=True, array_like=True):
+    """A replica is to be removed: it gets no new requests. The running ones may finish, and are then moved to others.
+
+    Every API process answers with `Drained`.
+    """
+
+    replica: int
+    seconds: float
+    """After which requests are moved."""
+
+
+class ReplicaRemoved(msgspec.Struct, tag=True, array_like=True):
+    """A replica does not exist any more."""
+
+    replica: int
+
+
 class EngineFailed(msgspec.Struct, tag=True, array_like=True):
     """The engine is gone for good: fail all requests."""
 
@@ -68,5 +106,12 @@ class Shutdown(msgspec.Struct, tag=True, array_like=True):
     """Exit now; running requests are aborted."""
 
 
-EngineState = ReplicaUp | ReplicaLost | EngineFailed
-ToProcess = EngineState | Drain | Shutdown
+class ResizeReply(msgspec.Struct, tag=True, array_like=True):
+    """The answer to `Resize`, after the states that follow from it."""
+
+    error: str
+    """Why the number of replicas cannot be changed; empty: it is being changed."""
+
+
+EngineState = ReplicaStarting | ReplicaUp | ReplicaLost | ReplicaDraining | ReplicaRemoved | EngineFailed
+ToProcess = EngineState | Drain | Shutdown | ResizeReply

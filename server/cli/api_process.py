@@ -13,13 +13,14 @@ import logging
 import signal
 import socket
 import sys
+from collections import deque
 
 import uvicorn
 import uvloop
 
 from quire.engine import log, process
-from quire.engine.protocol.errors import ConfigError
-from quire.engine.protocol.supervision import Drain, Failed, Ready, Shutdown
+from quire.engine.protocol.errors import ConfigError, InvalidParameter
+from quire.engine.protocol.supervision import Drain, Drained, Failed, Ready, Resize, ResizeReply, Shutdown
 from quire.engine.supervisor import HEARTBEAT_SECONDS, SupervisorConnection
 from quire.server.cli.parent import ApiProcessArgs
 from quire.server.config import ServerOptions
@@ -75,6 +76,10 @@ class ApiProcess:
             formats=ChatFormats.of(options),
             max_queue=options.queue_limit,
         )
+        self._resizes: deque[asyncio.Future[str]] = deque()
+        """Calls of `_resize` without an answer, in order."""
+        self._frontend.ask_resize = self._resize
+        self._frontend.client.on_drained = lambda replica: connection.send(Drained(replica))
         for state in args.states:
             self._frontend.client.update(state)
         self._http = http_server(self._frontend, options, args.names)
@@ -129,8 +134,18 @@ class ApiProcess:
                 self._stop(seconds)
             case Shutdown():
                 self._stop(0.0)
+            case ResizeReply(error):
+                self._resizes.popleft().set_result(error)
             case state:
                 self._frontend.client.update(state)
+
+    async def _resize(self, count: int, drain_seconds: float) -> None:
+        """Ask the supervisor for another number of replicas; raises `InvalidParameter`."""
+        answer = self._loop.create_future()
+        self._resizes.append(answer)
+        self._connection.send(Resize(count, drain_seconds))
+        if error := await asyncio.shield(answer):
+            raise InvalidParameter(error, "data_parallel_size")
 
     def _stop(self, seconds: float) -> None:
         """Reject new requests, and exit when the running ones have ended, or after `seconds`."""

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 from quire.engine import process
 from quire.engine.config.engine_config import EngineConfig
@@ -40,9 +41,13 @@ def serve_replicas(options: EngineOptions, server: ServerOptions) -> int:
     stop = threading.Event()
     membership: DPMember | None = None
 
+    drain_seconds = 0.0
+
     def on_signal(number: int, frame: object) -> None:
+        nonlocal drain_seconds
         if stop.is_set():
             os._exit(130)
+        drain_seconds = server.drain_seconds(is_interrupt=number == signal.SIGINT)
         stop.set()
         if membership is None:
             raise KeyboardInterrupt  # nothing else ends the wait for the leader
@@ -59,10 +64,10 @@ def serve_replicas(options: EngineOptions, server: ServerOptions) -> int:
                     raise
                 time.sleep(_REJOIN_SECONDS)  # the leader has not noticed the loss yet
                 continue
-            problem = run_replicas(config, server, membership, stop)
+            problem = run_replicas(config, server, membership, stop, lambda: drain_seconds)
             if problem is None:
                 return 0
-            if membership.ended is None or not server.restart or config.parallel.is_coupled:
+            if membership.ended is None or not server.restart:
                 print(f"quire: error: {problem}", file=sys.stderr)
                 return 1
             logger.error("%s; joining it again (--no-restart: exit instead)", problem)
@@ -74,9 +79,16 @@ def serve_replicas(options: EngineOptions, server: ServerOptions) -> int:
 
 
 def run_replicas(
-    config: EngineConfig, server: ServerOptions, membership: DPMember, stop: threading.Event
+    config: EngineConfig,
+    server: ServerOptions,
+    membership: DPMember,
+    stop: threading.Event,
+    drain_seconds: Callable[[], float] = lambda: 0.0,
 ) -> str | None:
-    """Run this host's replicas until `stop` is set or the API exits. Returns what went wrong, if anything did."""
+    """Run this host's replicas until `stop` is set or the API exits. Returns what went wrong, if anything did.
+
+    After `stop`, unless they share experts, requests there end or move within `drain_seconds`.
+    """
     manager = EngineManager(config, name="", log_level=server.log_level, hosts=membership, policy=server.restart_policy)
 
     def report(state: EngineState) -> None:
@@ -89,7 +101,7 @@ def run_replicas(
                 membership.report(replica, ReplicaDied(reason))
 
     manager.on_change = report
-    reason = ""
+    reason, leaves = "", False
     try:
         manager.run(lambda: stop.is_set() or manager.failure is not None or membership.ended is not None)
         if membership.ended is not None:
@@ -98,7 +110,8 @@ def run_replicas(
         elif manager.failure is not None:
             reason = manager.failure.reason
         else:
-            logger.info("shutting down")
+            leaves = not config.parallel.is_coupled
+            logger.info("shutting down%s", f" within {drain_seconds():g} s" * leaves)
     finally:
-        manager.close(reason)
+        manager.close(reason, together=leaves, drain_seconds=drain_seconds())
     return reason or None

@@ -19,15 +19,24 @@ from dataclasses import dataclass
 
 from quire.engine import process
 from quire.engine.config.engine_config import EngineConfig
-from quire.engine.protocol.supervision import Drain, EngineFailed, EngineState, Failed, Ready, Shutdown
+from quire.engine.protocol.errors import ConfigError
+from quire.engine.protocol.supervision import (
+    Drain,
+    Drained,
+    EngineFailed,
+    EngineState,
+    Failed,
+    Ready,
+    Resize,
+    ResizeReply,
+    Shutdown,
+)
 from quire.engine.supervisor import Process, SupervisedProcess, start_process
 from quire.server.cli.listen import address
 from quire.server.config import ServerOptions
 from quire.server.frontend.dp_coordinator import DPCoordinator
 from quire.server.frontend.engine_manager import ApiProcessInfo, EngineManager
 
-DRAIN_SECONDS = 30.0
-"""Default of `--shutdown-timeout` after SIGTERM."""
 _FAILURE_SECONDS = 2.0
 """How long /health reports why the engine died, before the server exits."""
 _EXIT_SECONDS = 10.0
@@ -75,6 +84,19 @@ class _ApiProcess(SupervisedProcess):
         self.seconds = ready.seconds
         self._num_failed_starts = 0
 
+    def on_message(self, message: Drained | Resize) -> None:
+        manager = self._server.manager
+        match message:
+            case Drained(replica):
+                manager.drained(self.index, replica)
+            case Resize(count, drain_seconds):
+                error = ""
+                try:
+                    manager.resize(count, drain_seconds)
+                except (ConfigError, OSError) as problem:  # OSError: as when no files can be opened
+                    error = str(problem)
+                self.send(ResizeReply(error))
+
     def on_exit(self, failure: Failed) -> float | None:
         self._num_failed_starts += not self.is_ready
         is_hopeless = failure.user_error or self._num_failed_starts > _MAX_FAILED_STARTS
@@ -107,7 +129,7 @@ class Server:
         self._wake: Callable[[], None] = lambda: None
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._on_signal)
-        self._manager = EngineManager(
+        self.manager = EngineManager(
             config,
             name=names[0],
             log_level=options.log_level,
@@ -116,14 +138,14 @@ class Server:
             policy=options.restart_policy,
         )
         self._api_processes = [_ApiProcess(self, index) for index in range(options.api_server_count)]
-        self._manager.on_change = self._on_engine_state
-        self._wake = lambda: self._manager.supervisor.call(self._check_signals)
+        self.manager.on_change = self._on_engine_state
+        self._wake = lambda: self.manager.supervisor.call(self._check_signals)
         for each in self._api_processes:
-            self._manager.supervisor.add(each)
+            self.manager.supervisor.add(each)
 
     def start_api_process(self, index: int) -> Process:
         """Start an API process."""
-        manager = self._manager
+        manager = self.manager
         args = ApiProcessArgs(
             self._config,
             self._options,
@@ -137,13 +159,13 @@ class Server:
     def run(self) -> int:
         """Serve until a signal arrives (0), the engine has failed (1), or the configuration proves wrong (2)."""
         try:
-            self._manager.run(lambda: self._is_started or self._is_over)
+            self.manager.run(lambda: self._is_started or self._is_over)
             if not self._is_over:
                 self._log_started()
-                self._manager.run(lambda: self._is_over)
-                if self._manager.failure is not None:  # /health reports it for a while
+                self.manager.run(lambda: self._is_over)
+                if self.manager.failure is not None:  # /health reports it for a while
                     until = time.monotonic() + _FAILURE_SECONDS
-                    self._manager.run(lambda: time.monotonic() > until or bool(self._signals))
+                    self.manager.run(lambda: time.monotonic() > until or bool(self._signals))
             if self._signals:
                 logger.info("shutting down")
                 self._drain()
@@ -151,15 +173,15 @@ class Server:
             return self._report_failure()
         finally:
             self._stop_api_processes(Shutdown(), _EXIT_SECONDS)
-            self._manager.close("" if self.failure is None else self.failure.reason)
+            self.manager.close("" if self.failure is None else self.failure.reason)
 
     def _report_failure(self) -> int:
         """Print why the server ends, and return the exit code."""
         if self.failure is not None:
             reason, is_user_error = self.failure.reason, self.failure.user_error
         else:
-            assert self._manager.failure is not None
-            reason, is_user_error = self._manager.failure.reason, self._manager.is_user_error
+            assert self.manager.failure is not None
+            reason, is_user_error = self.manager.failure.reason, self.manager.is_user_error
         print(f"quire: error: {reason}", file=sys.stderr)
         return 2 if is_user_error else 1
 
@@ -170,11 +192,11 @@ class Server:
 
     @property
     def _is_started(self) -> bool:
-        return self._manager.is_settled and all(each.seconds is not None for each in self._api_processes)
+        return self.manager.is_settled and all(each.seconds is not None for each in self._api_processes)
 
     @property
     def _is_over(self) -> bool:
-        return bool(self._signals) or self.failure is not None or self._manager.failure is not None
+        return bool(self._signals) or self.failure is not None or self.manager.failure is not None
 
     def _log_started(self) -> None:
         first = self._api_processes[0].seconds or {}
@@ -196,9 +218,7 @@ class Server:
 
     def _drain(self) -> None:
         """Let running requests finish, for as long as the options allow."""
-        seconds = self._options.shutdown_timeout
-        if seconds is None:
-            seconds = 0.0 if self._signals[0] == signal.SIGINT else DRAIN_SECONDS
+        seconds = self._options.drain_seconds(is_interrupt=self._signals[0] == signal.SIGINT)
         self._stop_api_processes(Drain(seconds), seconds + _EXIT_SECONDS)
 
     def _check_signals(self) -> None:
@@ -206,8 +226,8 @@ class Server:
         if len(self._signals) > 1:
             for each in self._api_processes:
                 each.send(Shutdown())
-            self._manager.supervisor.hurry(_QUICK_EXIT_SECONDS)
+            self.manager.supervisor.hurry(_QUICK_EXIT_SECONDS)
 
     def _stop_api_processes(self, message: Drain | Shutdown, seconds: float) -> None:
-        self._manager.supervisor.stop(self._api_processes, message, seconds)
+        self.manager.supervisor.stop(self._api_processes, message, seconds)
         self._api_processes = []

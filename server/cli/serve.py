@@ -10,6 +10,7 @@ import time
 from quire.engine import log, process
 from quire.engine.cluster.cluster_token import with_cluster_token
 from quire.engine.config.options import EngineOptions
+from quire.engine.config.parallel_config import for_headless
 from quire.engine.core.launch import exec_node
 from quire.engine.protocol.errors import ConfigError
 from quire.server.cli import flags
@@ -53,6 +54,8 @@ def run(parsed: argparse.Namespace) -> int:
             "--cluster-token-file or QUIRE_CLUSTER_TOKEN"
         )
     server.check()
+    if server.headless:
+        options = for_headless(options)
     options = with_cluster_token(options, is_headless=server.headless)
     if server.headless and options.nnodes == 1:
         from quire.server.cli.headless import serve_replicas

@@ -2,16 +2,19 @@
 
 The leader runs the API for all replicas or, if each host has its own API, replica 0. In the second case only replicas
 that share experts are connected. A joining replica sends the address at which it receives requests. When all have
-joined, the leader sends all addresses to every replica. See `quire.engine.cluster.control_plane` for how hosts are
-compared, and how the loss of a host is detected.
+joined, the leader sends all addresses to every replica. Unless the replicas share experts, other hosts can join the API
+later, and leave it. See `quire.engine.cluster.control_plane` for how hosts are compared, and how the loss of a host is
+detected.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from typing import Literal, Protocol
 
 import msgspec
@@ -30,7 +33,15 @@ _FLAGS = ("--data-parallel-address", "--data-parallel-rpc-port")
 class ReplicaListener(Protocol):
     """What `DPCoordinator` notifies of other hosts' replicas, from any thread (`EngineManager`)."""
 
+    def replica_joined(self, replica: int, address: str) -> None: ...
+
     def replica_died(self, replica: int, reason: str) -> None: ...
+
+    def replica_leaves(self, replica: int, seconds: float) -> None: ...
+
+    def group_stops(self) -> None: ...
+
+    def group_starts(self, requests: dict[int, str]) -> None: ...
 
     def replica_up(self, state: ReplicaUp) -> None: ...
 
@@ -46,11 +57,17 @@ class JoinRequest(msgspec.Struct):
     """Whether the leader's API serves this replica."""
 
 
-class JoinReply(msgspec.Struct):
-    """The leader's reply to each replica after all have joined."""
+class JoinReply(msgspec.Struct, tag=True):
+    """The leader's reply to each replica after all have joined; replicas that share experts also get it when they are
+    restarted."""
 
-    requests: tuple[str, ...]
+    requests: dict[int, str]
     responses: tuple[str, ...]
+
+
+class StopGroup(msgspec.Struct, tag=True):
+    """Sent by the leader to the hosts of replicas that share experts: one has died; stop the others, and wait for the
+    next `JoinReply`."""
 
 
 class ReplicaDied(msgspec.Struct, tag=True, array_like=True):
@@ -62,8 +79,12 @@ class ReplicaDied(msgspec.Struct, tag=True, array_like=True):
 class ShutdownRequested(msgspec.Struct, tag=True, array_like=True):
     """Sent by the host of a replica: it shuts down as soon as no other host needs it."""
 
+    seconds: float
+    """How long requests may go on there; independent replicas only."""
+
 
 _decode = msgspec.msgpack.Decoder(ReplicaDied | ReplicaUp | ShutdownRequested).decode
+_decode_reply = msgspec.msgpack.Decoder(JoinReply | StopGroup).decode
 
 
 def role(config: EngineConfig, *, is_headless: bool = False) -> Literal["alone", "leader", "follower"]:
@@ -71,7 +92,8 @@ def role(config: EngineConfig, *, is_headless: bool = False) -> Literal["alone",
     parallel = config.parallel
     if is_headless:
         return "follower"
-    if len(parallel.local_replicas) == parallel.replicas or (parallel.external_lb and not parallel.is_coupled):
+    has_all = len(parallel.local_replicas) == parallel.replicas and not parallel.accepts_hosts
+    if has_all or (parallel.external_lb and not parallel.is_coupled):
         return "alone"
     return "leader" if parallel.local_replicas.start == 0 or not parallel.external_lb else "follower"
 
@@ -94,12 +116,14 @@ def connect_hosts(config: EngineConfig, count: int = 1) -> DPCoordinator | None:
 class DPCoordinator(ABC):
     """The connection to the other hosts after all have joined."""
 
-    requests: tuple[str, ...]
-    """The address of each replica."""
+    requests: dict[int, str]
+    """The address of each replica, when all had joined."""
     responses: tuple[str, ...]
     """The address of each API process; empty if no other host needs them."""
     init_method: str
     """Where the ranks of coupled replicas rendezvous: at the leader."""
+    restarts_group: bool
+    """Whether replicas that share experts are restarted together; not if each host has an API."""
 
     def __init__(self, config: EngineConfig, address: str, num_ports: int) -> None:
         """Reserve ports at `address`, which belongs to this host; raises `ConfigError`."""
@@ -127,13 +151,17 @@ class DPCoordinator(ABC):
             notice(listener)
 
     @abstractmethod
-    def request_shutdown(self) -> None:
-        """Announce that this host has no more work."""
+    def request_shutdown(self, seconds: float = 0.0) -> None:
+        """Announce that this host has no more work of its own. The API's requests may go on here for `seconds`."""
 
     @property
     @abstractmethod
     def can_shut_down(self) -> bool:
-        """After `request_shutdown`: whether no other host needs this one: all have requested it, or one was lost."""
+        """After `request_shutdown`: whether no other host needs this one.
+
+        Independent replicas are not needed when the API has no more requests on them, those that share experts when
+        all hosts have requested it, or one was lost.
+        """
 
     def close(self, reason: str = "") -> None:
         """Tell the other hosts that this one exits, with the reason if it is an error."""
@@ -160,11 +188,13 @@ class DPLeader(DPCoordinator):
         if not port:
             raise ConfigError("--data-parallel-rpc-port 0: the other hosts need a fixed port; choose one")
         self._are_headless, self._is_coupled = not parallel.external_lb, parallel.is_coupled
+        self.restarts_group = self._are_headless and self._is_coupled
         num_responses = count if self._are_headless else 0
         super().__init__(config, own, num_responses + len(parallel.local_replicas))
         self.responses = tuple(self._urls[:num_responses])
         urls = dict(zip(parallel.local_replicas, self._urls[num_responses:], strict=False))
-        self.requests = ()
+        self.local_replicas = frozenset(parallel.local_replicas)
+        """The numbers that no other host may have. The manager changes them."""
         others = [replica for replica in range(parallel.replicas) if replica not in parallel.local_replicas]
         self._awaited = set[int]() if self._are_headless else set(others)
         """Replicas whose hosts have requests of their own, which require the steps of this host's replicas."""
@@ -178,8 +208,9 @@ class DPLeader(DPCoordinator):
                 others,
                 on_message=self._on_message,
                 on_lost=self._on_lost,
+                on_joined=self._on_joined,
                 check=self._check,
-                may_rejoin=not self._is_coupled,
+                admits="anybody" if not self._is_coupled else "again" if self._are_headless else "once",
                 noun="replica",
                 flags=_FLAGS,
                 token=parallel.cluster_token,
@@ -193,12 +224,27 @@ class DPLeader(DPCoordinator):
         except ConfigError as error:
             self.close(str(error))
             raise
-        urls |= {number: request.requests for number, request in joined.items()}
-        self.requests = tuple(urls[replica] for replica in range(parallel.replicas))
-        self._leader.start(msgspec.msgpack.encode(JoinReply(self.requests, self.responses)))
+        self.requests = urls | {number: request.requests for number, request in joined.items()}
+        self.start_group(self.requests)
         self._leader.compare_files(config)
 
-    def request_shutdown(self) -> None:
+    def start_group(self, requests: dict[int, str]) -> None:
+        """Tell all hosts to start their replicas, with the addresses of all."""
+        self._leader.start(msgspec.msgpack.encode(JoinReply(requests, self.responses)))
+
+    def stop_group(self) -> None:
+        """Tell all hosts to stop their replicas, which share experts, until `start_group`."""
+        self._leader.stop(msgspec.msgpack.encode(StopGroup()))
+
+    def is_joined(self, replica: int) -> bool:
+        """Whether a replica is on another host that is connected."""
+        return self._leader.is_joined(replica)
+
+    def dismiss(self, replica: int, reason: str = "") -> None:
+        """Let another host's replica shut down; `reason`: because of an error."""
+        self._leader.dismiss(replica, reason)
+
+    def request_shutdown(self, seconds: float = 0.0) -> None:
         """Do nothing: `close` notifies the others."""
 
     @property
@@ -213,7 +259,7 @@ class DPLeader(DPCoordinator):
         super().close()
 
     def _check(self, hello: Hello) -> None:
-        """Raise `ConfigError` if a host has an API and should not, or if one that joins again was elsewhere before."""
+        """Raise `ConfigError` if a host has an API and should not, or a replica of this host."""
         is_headless = _request_of(hello).is_headless
         if is_headless and not self._are_headless:
             raise ConfigError(
@@ -225,10 +271,16 @@ class DPLeader(DPCoordinator):
                 f"{hello.name} has an API of its own, and {self._hello.name} serves all replicas; start it with "
                 "--headless"
             )
-        if self.requests:
-            before = self.requests[hello.number].removeprefix("tcp://").rpartition(":")[0]
-            if hello.address != before:
-                raise ConfigError(f"{hello.name} was at {before} before; start it there, or restart all hosts")
+        if hello.number in self.local_replicas:
+            raise ConfigError(
+                f"{hello.name} cannot join: {self._hello.name} has a replica {hello.number}; choose another "
+                "--data-parallel-start-rank"
+            )
+
+    def _on_joined(self, hello: Hello) -> None:
+        if self._are_headless:
+            address = _request_of(hello).requests
+            self._notify(lambda listener: listener.replica_joined(hello.number, address))
 
     def _on_message(self, replica: int, body: bytes) -> None:
         match _decode(body):
@@ -236,14 +288,16 @@ class DPLeader(DPCoordinator):
                 self._on_lost(replica, reason)
             case ReplicaUp() as state:
                 self._notify(lambda listener: listener.replica_up(state))
-            case ShutdownRequested():
+            case ShutdownRequested() if self._is_coupled:
                 with self._lock:
                     self._awaited.discard(replica)
+            case ShutdownRequested(seconds):
+                self._notify(lambda listener: listener.replica_leaves(replica, seconds))
 
     def _on_lost(self, replica: int, reason: str) -> None:
         with self._lock:
             self._awaited.clear()
-        if self._is_coupled:
+        if self._is_coupled and not self._are_headless:
             self._notify(lambda listener: listener.fail(reason))
         else:
             self._notify(lambda listener: listener.replica_died(replica, reason))
@@ -258,7 +312,9 @@ class DPMember(DPCoordinator):
         host, port = parallel.coordinator
         self.leader = f"the host with the {'API' if is_headless else 'first replica'} ({host})"
         self.ended: LinkEnded | None = None
-        """Set when the leader has exited."""
+        """Set when the leader has exited, or needs a replica no more."""
+        self._is_headless = is_headless
+        self.restarts_group = is_headless and parallel.is_coupled
         own, address = address_towards(host, parallel.timeout), resolve_address(host)
         super().__init__(config, own, len(parallel.local_replicas))
         self._followers: dict[int, Follower] = {}
@@ -277,27 +333,43 @@ class DPMember(DPCoordinator):
                     lost_seconds=parallel.cluster_timeout,
                 )
             for follower in self._followers.values():
-                reply = msgspec.msgpack.decode(follower.receive(None), type=JoinReply)
+                reply = _decode_reply(follower.receive(None))
+                while not isinstance(reply, JoinReply):  # the others are being stopped
+                    reply = _decode_reply(follower.receive(None))
         except LinkEnded as error:
             self.close()
             raise ConfigError(str(error) or f"{self.leader} has exited") from None
         except BaseException:
             self.close()
             raise
-        self.requests, self.responses = reply.requests, reply.responses
-        next(iter(self._followers.values())).compare_files(config)  # replicas of a host have the same
+        urls = dict(zip(parallel.local_replicas, self._urls, strict=False))
+        self.requests, self.responses = reply.requests | urls, reply.responses
+        first = next(iter(self._followers.values()))
+        first.compare_files(config)  # replicas of a host have the same
+        if self.restarts_group:
+            threading.Thread(target=self._follow, args=(first,), daemon=True, name="dp-member").start()
+
+    def _follow(self, follower: Follower) -> None:
+        """Report when the leader stops and starts the replicas; it tells each of them the same."""
+        with contextlib.suppress(LinkEnded):
+            while True:
+                match _decode_reply(follower.receive(None)):
+                    case JoinReply(requests):
+                        self._notify(partial(_start_group, requests))
+                    case StopGroup():
+                        self._notify(lambda listener: listener.group_stops())
 
     def report(self, replica: int, state: ReplicaUp | ReplicaDied) -> None:
         """Report that a core of this host is up, or has died."""
         self._followers[replica].send(msgspec.msgpack.encode(state))
 
-    def request_shutdown(self) -> None:
+    def request_shutdown(self, seconds: float = 0.0) -> None:
         for follower in self._followers.values():
-            follower.send(msgspec.msgpack.encode(ShutdownRequested()))
+            follower.send(msgspec.msgpack.encode(ShutdownRequested(seconds)))
 
     @property
     def can_shut_down(self) -> bool:
-        return self.ended is not None
+        return all(follower.ended is not None for follower in self._followers.values())
 
     def close(self, reason: str = "") -> None:
         for follower in self._followers.values():
@@ -307,8 +379,14 @@ class DPMember(DPCoordinator):
     def _on_end(self, ended: LinkEnded) -> None:
         """End this host's API with the leader, as their replicas are coupled; called once per replica."""
         self.ended = self.ended or ended
+        if self._is_headless:
+            return
         reason = str(ended) or "the host with the first replica has exited"
         self._notify(lambda listener: listener.fail(reason))
+
+
+def _start_group(requests: dict[int, str], listener: ReplicaListener) -> None:
+    listener.group_starts(requests)
 
 
 def _request_of(hello: Hello) -> JoinRequest:

@@ -7,9 +7,10 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
+from urllib.parse import urlsplit
 
 import msgspec
 import zmq
@@ -30,7 +31,15 @@ from quire.engine.protocol.engine_core import (
 )
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.protocol.stats import EngineStats
-from quire.engine.protocol.supervision import EngineFailed, EngineState, ReplicaLost, ReplicaUp
+from quire.engine.protocol.supervision import (
+    EngineFailed,
+    EngineState,
+    ReplicaDraining,
+    ReplicaLost,
+    ReplicaRemoved,
+    ReplicaStarting,
+    ReplicaUp,
+)
 from quire.server.frontend.fair_share import SHARE, Share
 from quire.server.frontend.metrics import Metrics
 from quire.server.frontend.output_stream import DEADLINE, EngineUnavailable, OutputStream
@@ -88,20 +97,49 @@ class _RunningRequest:
         return msgspec.structs.replace(self.submit, output_token_ids=self.delivered)
 
 
+ReplicaState = Literal["loading", "up", "draining", "restarting", "dead"]
+"""loading: for the first time; draining: it gets no new requests; restarting: it has died and is expected back; dead:
+for good.
+"""
+
+
+@dataclass(frozen=True)
+class ReplicaInfo:
+    """A replica, as users see it."""
+
+    index: int
+    host: str
+    state: ReplicaState
+    num_requests_running: int
+    num_requests_waiting: int
+    reason: str | None
+    """Why it has died, if it is not up."""
+
+
 class _Replica:
     """The connection to one engine core, and its state."""
 
     def __init__(self, number: int, address: str, context: zmq.Context[zmq.Socket[bytes]], security: Security) -> None:
-        self.number = number
-        self.state: Literal["loading", "up", "restarting", "dead"] = "loading"
-        """loading: for the first time; restarting: it has died and is expected back; dead: for good."""
+        self.number, self.address = number, address
+        self.state: ReplicaState = "loading"
+        self.reason: str | None = None
+        """Why it has died, if it is not up."""
+        self.move_timer: asyncio.TimerHandle | None = None
+        """Moves the requests of a replica that drains."""
+        self.is_drained = False
+        """Whether `on_drained` was called."""
         self.incarnation = 0
         """The number that its outputs have; others are late outputs of an earlier start."""
         self.is_unresponsive = False
         """It has not answered a probe in time, and has sent nothing since."""
-        self._address, self._context, self._security = address, context, security
+        self._context, self._security = context, security
         self._encode = msgspec.msgpack.Encoder().encode
         self._socket: zmq.Socket[bytes] | None = None
+
+    def cancel_move(self) -> None:
+        """Stop the timer, if it runs."""
+        if self.move_timer is not None:
+            self.move_timer.cancel()
 
     def open(self) -> None:
         """Connect to a core that is up."""
@@ -109,7 +147,7 @@ class _Replica:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.set_hwm(0)
         self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MILLISECONDS)
-        self._security.connect(self._socket, self._address)
+        self._security.connect(self._socket, self.address)
 
     def send(self, message: ToCore) -> None:
         """Send a message, unless the core is dead: the next core at this address would receive it."""
@@ -118,6 +156,7 @@ class _Replica:
 
     def close(self) -> None:
         """Close the socket and discard unread messages."""
+        self.cancel_move()
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -126,10 +165,10 @@ class _Replica:
 class EngineClient:
     """An API process's connection to the engine's replicas. All methods run on the event loop that created it.
 
-    A supervisor reports the state of the replicas (`update`). `Router` chooses the replica of a request. If that dies,
-    the request goes on elsewhere, or waits until a replica is back, and resumes after the tokens delivered so far: the
-    streams are the same as if nothing had happened. It fails if the engine has failed for good, or if it seems to cause
-    the deaths (`_suspect`).
+    A supervisor reports the state of the replicas (`update`), which may be added and removed. `Router` chooses the
+    replica of a request. If that dies, or is removed before the request has ended, the request goes on elsewhere, or
+    waits until a replica is back, and resumes after the tokens delivered so far: the streams are the same as if nothing
+    had happened. It fails if the engine has failed for good, or if it seems to cause the deaths (`_suspect`).
 
     With `max_queue`, requests are rejected beyond `max_num_seqs` per replica plus `max_queue`. The number of requests
     of other API processes comes from the engine's stats (see `admit`).
@@ -141,15 +180,19 @@ class EngineClient:
         metrics: Metrics,
         index: int = 0,
         *,
-        replicas: Sequence[int] = (0,),
+        awaited: Collection[int] | None = None,
         max_num_seqs: int = 1,
         max_queue: int | None = None,
         cache: CacheConfig | None = None,
         token: str = "",
     ) -> None:
-        """`index` is the number of this API process, `replicas` those that may get requests, `token` the cluster's."""
+        """`index` is the number of this API process, `token` the cluster's. Requests are accepted when the `awaited`
+        replicas (None: all) have been up.
+        """
         self.loop = asyncio.get_running_loop()
         self.index = index
+        self.on_drained: Callable[[int], None] = lambda replica: None
+        """Called when no more requests are on a replica that drains, once."""
         self._max_num_seqs = max_num_seqs
         self._max_queue = max_queue
         self._metrics = metrics
@@ -172,15 +215,18 @@ class EngineClient:
         self._responses.setsockopt(zmq.LINGER, 0)
         self._responses.set_hwm(0)
         self._security.bind(self._responses, endpoints.responses[index])
-        self._replicas = {
-            number: _Replica(number, endpoints.requests[number], self._context, self._security) for number in replicas
-        }
-        self._router = Router(replicas, cache=cache, max_num_seqs=max_num_seqs, first=index) if replicas[1:] else None
-        """None: there is only one replica."""
+        self._cache = cache
+        self._router: Router | None = None
+        """None: there has been only one replica."""
+        self._replicas: dict[int, _Replica] = {}
+        for number, address in endpoints.requests.items():
+            self._add(number, address)
+        self._awaited = set(endpoints.requests if awaited is None else awaited)
+        """Replicas that have never been up."""
         self.loop.add_reader(self._responses.FD, self._receive)
 
     async def ready(self) -> ReplicaUp:
-        """Wait until every replica has been up, and return what the last one reported.
+        """Wait until every awaited replica has been up, and return what the last one reported.
 
         Raises `EngineUnavailable` with the reason if the model cannot be loaded.
         """
@@ -220,7 +266,8 @@ class EngineClient:
         self.check()
         if self._max_queue is None or not self._running:
             return
-        stats = self._stats().values()
+        used = [replica.number for replica in self._replicas.values() if replica.state in ("up", "draining")]
+        stats = self._stats(used).values()
         # The second sum includes other processes' requests.
         num_open = max(len(self._running), sum(each.running + each.waiting for each in stats))
         num_waiting = num_open - sum(each.running if each.waiting else self._max_num_seqs for each in stats)
@@ -318,6 +365,8 @@ class EngineClient:
                     ended.setdefault(running.replica, []).append(request_id)
         for replica, ids in ended.items():
             self._send(AbortRequests(ids), replica)
+        if ended:
+            self._check_drained()
 
     def _on_finished(self, request_id: str, running: _RunningRequest, reason: FinishReason) -> None:
         """Update router, queue and metrics for a request that has left `_running`."""
@@ -364,12 +413,23 @@ class EngineClient:
         self._responses.close()
         self._context.term()
 
-    # --- death and return of replicas -------------------------------------------------------------------------
+    # --- coming and going of replicas -------------------------------------------------------------------------
+
+    @property
+    def replicas(self) -> list[ReplicaInfo]:
+        """The replicas that exist."""
+        found = []
+        for number, replica in sorted(self._replicas.items()):
+            stats, host = self._metrics.of(number), urlsplit(replica.address).hostname or "localhost"
+            found.append(ReplicaInfo(number, host, replica.state, stats.running, stats.waiting, replica.reason))
+        return found
 
     @property
     def _is_loading(self) -> bool:
-        """Whether a replica has never been up. One that is restarting has been, before this process started maybe."""
-        return any(replica.state == "loading" for replica in self._replicas.values())
+        """Whether an awaited replica has never been up. One that is restarting has been, maybe before this process
+        started.
+        """
+        return bool(self._awaited)
 
     @property
     def is_up(self) -> bool:
@@ -381,10 +441,72 @@ class EngineClient:
         match state:
             case EngineFailed(reason):
                 self.fail(reason)
+            case ReplicaStarting(number, address):
+                self._add(number, address)
             case ReplicaUp(number) if number in self._replicas:
                 self._on_up(self._replicas[number], state)
             case ReplicaLost(number) if number in self._replicas:
                 self._on_lost(self._replicas[number], state)
+            case ReplicaDraining(number, seconds) if number in self._replicas:
+                self._on_draining(self._replicas[number], seconds)
+            case ReplicaRemoved(number) if number in self._replicas:
+                self._on_removed(self._replicas.pop(number))
+
+    def _add(self, number: int, address: str) -> None:
+        """Add a replica that is starting, or note the address at which one starts again."""
+        replica = self._replicas.get(number)
+        if replica is None:
+            self._replicas[number] = _Replica(number, address, self._context, self._security)
+            if self._router is None and len(self._replicas) > 1:
+                self._router = Router(
+                    list(self._replicas), cache=self._cache, max_num_seqs=self._max_num_seqs, first=self.index
+                )
+            return
+        if replica.state == "up":  # its death was not noticed
+            self._on_lost(replica, ReplicaLost(number, "it was restarted", returns=True))
+        replica.address, replica.reason = address, None
+        replica.state = "loading" if replica.state == "dead" else replica.state
+
+    def _on_draining(self, replica: _Replica, seconds: float) -> None:
+        """Send no new requests to a replica, and move its running ones after a while."""
+        replica.state = "draining"
+        self._awaited.discard(replica.number)
+        self._update_ready()
+        replica.move_timer = self.loop.call_later(seconds, self._move, replica)
+        self._check_drained()
+
+    def _move(self, replica: _Replica) -> None:
+        """Let the requests of a replica that drains go on elsewhere."""
+        moved = [running for running in self._running.values() if running.replica == replica.number]
+        for running in moved:
+            self._resume(running)
+        where = "go on elsewhere" if self._live_replicas() else "wait until another is up"
+        logger.info("%s is to be removed; %d requests %s", self._subject(replica.number), len(moved), where)
+        self._check_drained()
+
+    def _check_drained(self) -> None:
+        """Report replicas that drain and have no more requests."""
+        for replica in self._replicas.values():
+            if replica.state == "draining" and not replica.is_drained:
+                replica.is_drained = all(running.replica != replica.number for running in self._running.values())
+                if replica.is_drained:
+                    replica.cancel_move()
+                    self.on_drained(replica.number)
+
+    def _on_removed(self, replica: _Replica) -> None:
+        """Disconnect from a replica that has no requests."""
+        self._disconnect(replica)
+        self._awaited.discard(replica.number)
+        self._update_ready()
+        if self._router is not None:
+            self._router.on_replica_removed(replica.number)
+
+    def _disconnect(self, replica: _Replica) -> None:
+        """Close the connection to a replica, which will answer no more."""
+        replica.close()
+        for (number, _), answer in self._probes.items():
+            if number == replica.number:
+                answer.cancel()
 
     def _on_up(self, replica: _Replica, up: ReplicaUp) -> None:
         """Connect to a replica, and send it the requests that wait for one."""
@@ -393,6 +515,8 @@ class EngineClient:
         if replica.state == "up":  # its death was not noticed
             self._on_lost(replica, ReplicaLost(replica.number, "it was restarted", returns=True))
         replica.state, replica.incarnation, replica.is_unresponsive = "up", up.incarnation, False
+        replica.reason = None
+        self._awaited.discard(replica.number)
         replica.open()
         self._send(Join(self.index), replica.number)
         if up.stats is not None:
@@ -418,12 +542,10 @@ class EngineClient:
         """Resume the requests of a dead replica on others, or when a replica is back."""
         if replica.state == "dead" or self._failed.done():
             return
-        replica.state = "restarting" if lost.returns else "dead"
-        replica.close()
+        replica.state, replica.reason = "restarting" if lost.returns else "dead", lost.reason
+        self._awaited.discard(replica.number)
+        self._disconnect(replica)
         self._update_ready()
-        for (number, _), answer in self._probes.items():
-            if number == replica.number:
-                answer.cancel()
         moved = {i: running for i, running in self._running.items() if running.replica == replica.number}
         self._suspect(moved, lost.reason)
         for request_id, running in moved.items():
@@ -519,7 +641,9 @@ class EngineClient:
                     self._dropped.add(error)
                     continue
                 replica = self._replicas.get(message.replica)
-                if replica is None or replica.state != "up" or replica.incarnation != message.incarnation:
+                if replica is None or replica.state not in ("up", "draining"):
+                    continue
+                if replica.incarnation != message.incarnation:
                     continue  # a late message of a replica that has died
                 replica.is_unresponsive = False
                 if isinstance(message, EngineCoreOutputs):
@@ -573,6 +697,8 @@ class EngineClient:
                 del self._running[output.request_id]
                 self._on_finished(output.request_id, running, output.finish_reason)
             running.stream.put(output)
+        if self._replicas[outputs.replica].state == "draining":
+            self._check_drained()
 
     def _record_progress(self, running: _RunningRequest, output: EngineCoreOutput) -> None:
         """Store the state for resuming the request elsewhere, and remove what a previous replica has delivered."""

@@ -8,7 +8,7 @@ import logging
 import random
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from hashlib import blake2b
 
 from quire.engine.config.engine_config import EngineConfig
@@ -56,6 +56,8 @@ class Frontend:
             f"{config.model.seed}/{process_info.index}" if process_info.index else config.model.seed
         )
         self._manager: EngineManager | None = None
+        self.ask_resize: Callable[[int, float], Awaitable[None]] | None = None
+        """Asks the supervisor for another number of replicas; None: it cannot be asked."""
         self.is_draining = False
         """Whether new requests are rejected, because the server is shutting down."""
         self._seconds: dict[str, float] = {}
@@ -87,6 +89,7 @@ class Frontend:
             loop.call_soon_threadsafe(update, state)
 
         manager.on_change = on_change
+        frontend.client.on_drained = lambda replica: manager.drained(0, replica)
         if manager.failure is not None:
             frontend.client.update(manager.failure)
         manager.run_in_thread()
@@ -105,12 +108,12 @@ class Frontend:
 
         The caller passes on the manager's states to `client.update`.
         """
-        metrics = Metrics(name, process_info.metrics, process_info.index, process_info.count, process_info.replicas)
+        metrics = Metrics(name, process_info.metrics, process_info.index, process_info.count)
         client = EngineClient(
             process_info.endpoints,
             metrics,
             process_info.index,
-            replicas=process_info.replicas,
+            awaited=process_info.awaited,
             max_num_seqs=config.scheduler.max_num_seqs,
             max_queue=max_queue,
             cache=config.cache,
@@ -164,6 +167,18 @@ class Frontend:
     def is_ready(self) -> bool:
         """Whether new requests are accepted, and a replica is up."""
         return not self.is_draining and self._loading.done() and self.client.is_up
+
+    async def resize(self, count: int, drain_seconds: float) -> None:
+        """Change the number of replicas (see `EngineManager.resize`), without waiting for those that start or drain.
+
+        Raises `InvalidParameter` if that is not possible, and `EngineUnavailable`.
+        """
+        if self.is_draining:
+            raise EngineUnavailable(SHUTTING_DOWN)
+        self.client.check()
+        if self.ask_resize is None:
+            raise InvalidParameter("this server has a fixed number of replicas", "data_parallel_size")
+        await self.ask_resize(count, drain_seconds)
 
     async def probe(self) -> None:
         """Return when the engine loop and every rank have answered; raises `EngineUnavailable` if they do not."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import accumulate, islice
 from typing import Literal, get_args
 
@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from quire.engine.config.parallel_config import MAX_REPLICAS
 from quire.engine.protocol.engine_core import FinishReason
 from quire.engine.protocol.stats import EngineStats, ExpertLoad, RankTimes
 
@@ -94,8 +95,8 @@ class Histogram:
 def _layout() -> tuple[dict[str, slice], int]:
     """Return where each group of a process's own values is in its row of the table, and their number.
 
-    They are followed by the newest stats of each replica, its state and the number of its deaths; of these two, only
-    those in the first row are used.
+    They are followed by the newest stats of each replica that there may be, its state and the number of its deaths; of
+    these two, only those in the first row are used.
     """
     sizes = {name: len(bounds) + 2 for name, (_, bounds) in HISTOGRAMS.items()}
     sizes |= {"finished": len(FINISH_REASONS)}
@@ -106,7 +107,11 @@ def _layout() -> tuple[dict[str, slice], int]:
 FINISH_REASONS: tuple[str, ...] = get_args(FinishReason)
 _AT, _CELLS = _layout()
 _STATS = len(EngineStats.__struct_fields__)
-STATES = ("loading", "up", "dead")
+_PER_REPLICA = _STATS + 2
+_WIDTH = _CELLS + MAX_REPLICAS * _PER_REPLICA
+"""Of a row; memory that is not used is not allocated."""
+ReplicaState = Literal["absent", "loading", "up", "draining", "dead"]
+STATES: tuple[ReplicaState, ...] = get_args(ReplicaState)
 
 
 class Metrics(Collector):
@@ -123,12 +128,9 @@ class Metrics(Collector):
         path: str | None = None,
         index: int = 0,
         count: int = 1,
-        replicas: Sequence[int] = (0,),
     ) -> None:
-        """`index` is the number of this process among `count`; `replicas` are the numbers of the engine's replicas."""
-        per_replica = _STATS + 2
-        width = _CELLS + len(replicas) * per_replica
-        size = width * 8
+        """`index` is the number of this process among `count`."""
+        size = _WIDTH * 8
         if path is None:
             table: mmap.mmap = mmap.mmap(-1, size * count)
         else:
@@ -136,18 +138,10 @@ class Metrics(Collector):
                 file.truncate(size * count)
                 table = mmap.mmap(file.fileno(), size * count)
         cells = memoryview(table).cast("d")
-        self._rows = [cells[row * width : (row + 1) * width] for row in range(count)]
-        starts = [_CELLS + place * per_replica for place in range(len(replicas))]
-        self._reported = {
-            number: [row[start : start + _STATS] for row in self._rows]
-            for number, start in zip(replicas, starts, strict=True)
-        }
-        """For each replica, the stats of each process."""
-        first = dict(zip(replicas, starts, strict=True))
-        self._states = {number: self._rows[0][start + _STATS : start + _STATS + 1] for number, start in first.items()}
-        self._deaths = {
-            number: self._rows[0][start + _STATS + 1 : start + per_replica] for number, start in first.items()
-        }
+        self._rows = [cells[row * _WIDTH : (row + 1) * _WIDTH] for row in range(count)]
+        self._states = self._rows[0][_CELLS + _STATS :: _PER_REPLICA]
+        """By replica, as places in `STATES`."""
+        self._deaths = self._rows[0][_CELLS + _STATS + 1 :: _PER_REPLICA]
         self._index = index
         mine = self._rows[index]
         self._model_name = model_name
@@ -169,34 +163,36 @@ class Metrics(Collector):
 
     def take(self, replica: int, stats: EngineStats) -> None:
         """Store the stats of a replica."""
-        self._reported[replica][self._index][:] = memoryview(array("d", astuple(stats)))
+        start = _CELLS + replica * _PER_REPLICA
+        self._rows[self._index][start : start + _STATS] = memoryview(array("d", astuple(stats)))
 
-    def state(self, replica: int, state: Literal["loading", "up", "dead"]) -> None:
+    def state(self, replica: int, state: ReplicaState) -> None:
         """Set the state of a replica; called by the process that supervises it."""
-        self._states[replica][0] = STATES.index(state)
+        self._states[replica] = STATES.index(state)
 
     def count_death(self, replica: int) -> None:
         """Count the death of a replica; called by the process that supervises it."""
-        self._deaths[replica][0] += 1
+        self._deaths[replica] += 1
 
     def of(self, replica: int) -> EngineStats:
         """Return the newest stats that a replica has sent to any process; nothing runs on one that is not up."""
-        rows = [EngineStats(*map(int, row)) for row in self._reported[replica]]
+        start = _CELLS + replica * _PER_REPLICA
+        rows = [EngineStats(*map(int, row[start : start + _STATS])) for row in self._rows]
         stats = max(rows, key=lambda stats: (stats.started, stats.steps))
-        if self._states[replica][0] != STATES.index("up"):
+        if STATES[int(self._states[replica])] not in ("up", "draining"):
             stats.running = stats.waiting = stats.kv_blocks_used = 0
         return stats
 
     @property
     def stats(self) -> EngineStats:
         """Return the sum over the replicas."""
-        each = [astuple(self.of(replica)) for replica in self._reported]
+        each = [astuple(self.of(replica)) for replica in self._replicas]
         return EngineStats(*map(int, map(sum, zip(*each, strict=True))))
 
     def collect(self) -> Iterator[Metric]:
         """Return all metrics when Prometheus scrapes."""
         labels = [self._model_name]
-        stats = {str(replica): self.of(replica) for replica in self._reported}
+        stats = {str(replica): self.of(replica) for replica in self._replicas}
         families = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
         for name, kind, meaning, value in ENGINE_METRICS:
             family = families[kind](f"quire:{name}", meaning, labels=["model_name", "engine"])
@@ -204,14 +200,14 @@ class Metrics(Collector):
                 family.add_metric([*labels, replica], value(reported))
             yield family
         replicas = GaugeMetricFamily("quire:replicas", "Replicas of the engine.", labels=["model_name", "state"])
-        states = [STATES[int(state[0])] for state in self._states.values()]
-        for state in STATES:
+        states = [STATES[int(self._states[replica])] for replica in self._replicas]
+        for state in STATES[1:]:
             replicas.add_metric([*labels, state], states.count(state))
         yield replicas
         meaning = "Deaths of a replica, each followed by a restart if that is possible."
         deaths = CounterMetricFamily("quire:engine_deaths", meaning, labels=["model_name", "engine"])
-        for number, cell in self._deaths.items():
-            deaths.add_metric([*labels, str(number)], cell[0])
+        for number in self._replicas:
+            deaths.add_metric([*labels, str(number)], self._deaths[number])
         yield deaths
         yield from self._ranks(labels)
         yield from self._experts(labels)
@@ -240,14 +236,20 @@ class Metrics(Collector):
         waited = CounterMetricFamily("quire:rank_wait_seconds", meaning, labels=names)
         meaning = "1 if a rank is persistently slower than the other ranks of its stage, which wait for it."
         stragglers = GaugeMetricFamily("quire:straggler", meaning, labels=names)
-        for number, state in self._states.items():
-            for rank, times in enumerate(self.rank_times.get(number, []) if state[0] == STATES.index("up") else []):
+        up = [number for number in self._replicas if STATES[int(self._states[number])] in ("up", "draining")]
+        for number in up:
+            for rank, times in enumerate(self.rank_times.get(number, [])):
                 rank_labels = [*labels, str(number), str(rank)]
                 busy.add_metric(rank_labels, times.busy)
                 waited.add_metric(rank_labels, times.waited)
                 stragglers.add_metric(rank_labels, times.is_straggler)
         if busy.samples:
             yield from (busy, waited, stragglers)
+
+    @property
+    def _replicas(self) -> list[int]:
+        """The replicas that exist."""
+        return [number for number, state in enumerate(self._states) if state]
 
     def _experts(self, labels: list[str]) -> Iterator[Metric]:
         """Metrics of the load balance between experts, if whole experts are distributed over ranks."""

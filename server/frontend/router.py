@@ -81,7 +81,7 @@ class Router:
         processes differ.
         """
         self._loads = {number: _ReplicaLoad() for number in replicas}
-        self._order = {number: (place - first) % len(replicas) for place, number in enumerate(replicas)}
+        self._first = first
         self._placed: dict[str, _PlacedRequest] = {}
         self._max_num_seqs = max_num_seqs
         self._block_size = cache.block_size if cache else 0
@@ -105,7 +105,7 @@ class Router:
                 not self._has_room(number, uncached_at[number], stats[number]),
                 uncached_at[number] + self._num_queued(number, stats[number]) + self._num_excess(number, stats),
                 self._loads[number].sent,
-                self._order[number],
+                (number - self._first) % len(self._loads),
             ),
         )
         uncached, load = uncached_at[chosen], self._loads[chosen]
@@ -150,11 +150,18 @@ class Router:
 
     def on_replica_dead(self, replica: int) -> None:
         """Record that a replica has died; its cache is lost."""
-        self._loads[replica].cached.clear()
+        if (load := self._loads.get(replica)) is not None:
+            load.cached.clear()
 
     def on_replica_ready(self, replica: int) -> None:
-        """Record that a replica is up (again). It gets no more than its equal share."""
+        """Record that a replica, which may be new, is up. It gets no more than its equal share."""
+        self._loads.setdefault(replica, _ReplicaLoad())
         self._loads[replica].sent = max(load.sent for load in self._loads.values())
+
+    def on_replica_removed(self, replica: int) -> None:
+        """Forget a replica. Its requests, if any, were sent elsewhere or wait."""
+        self._loads.pop(replica, None)
+        self._placed = {i: placed for i, placed in self._placed.items() if placed.replica != replica}
 
     def _num_uncached(self, replica: int, length: int, hashes: list[int]) -> int:
         """Tokens of a request to compute at a replica: at least the last one, whose logits are needed."""

@@ -24,6 +24,10 @@ class ServedModel:
     model_names: tuple[str, ...]
     responses: ResponseStore = field(default_factory=ResponseStore)
     created: int = field(default_factory=lambda: int(time.time()))
+    has_api_keys: bool = False
+    """Whether requests need an API key."""
+    drain_seconds: float = 0.0
+    """Default time for requests to end on a replica that is removed."""
     routes: Sequence[BodyRoute] = ()
     """The routes with bodies; set by the application."""
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -225,6 +226,108 @@ def test_two_hosts(hosts: tuple[Host, Host], expected: tuple[list[str], list[str
         assert other.wait(20) == 0
 
 
+async def endless_streams(url: str, work: object) -> list[set[str]]:
+    """The texts of each prompt, which is sent again and again while `work()` is done."""
+    begun = [asyncio.Event() for _ in PROMPTS]
+    is_over = False
+
+    async def flow(prompt: str, event: asyncio.Event) -> set[str]:
+        texts = set[str]()
+        while not is_over:
+            texts.add(await stream(url, prompt, event))
+        return texts
+
+    tasks = [asyncio.create_task(flow(*each)) for each in zip(PROMPTS, begun, strict=True)]
+    for event in begun:
+        await asyncio.wait_for(event.wait(), 60)
+    assert callable(work)
+    await work()
+    is_over = True
+    return await asyncio.gather(*tasks)
+
+
+def scale(url: str, count: int, **body: object) -> None:
+    """Ask for so many replicas."""
+    asked = httpx.post(f"{url}/replicas", json={"data_parallel_size": count, **body}, headers=KEY)
+    assert asked.status_code == 202, asked.text
+
+
+def listed(url: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = httpx.get(f"{url}/replicas", headers=KEY).json()["replicas"]
+    return found
+
+
+def states(url: str) -> dict[int, str]:
+    return {each["index"]: each["state"] for each in listed(url)}
+
+
+KEY = {"Authorization": "Bearer none"}
+"""What `stream` sends."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [0.0, 60.0])
+def test_replicas_are_added_and_removed_under_open_streams(
+    expected: tuple[list[str], list[str]], seconds: float
+) -> None:
+    """What has not ended in time goes on elsewhere."""
+    with serve("--api-server-count", "2", "--api-key", "none") as server:
+        processes = [process.pid for process in server.family() if process.name().startswith("quire-api")]
+
+        async def resize(count: int, **body: object) -> None:
+            await asyncio.to_thread(scale, server.url, count, **body)
+            while await asyncio.to_thread(states, server.url) != dict.fromkeys(range(count), "up"):
+                await asyncio.sleep(0.1)
+
+        async def come_and_go() -> None:
+            await resize(3)
+            assert {process.name() for process in server.family()} >= {"quire-core", "quire-core-1", "quire-core-2"}
+            while not all(each["num_requests_running"] for each in await asyncio.to_thread(listed, server.url)):
+                await asyncio.sleep(0.02)
+            await resize(1, drain_timeout_seconds=seconds)
+
+        assert asyncio.run(endless_streams(server.url, come_and_go)) == [{text} for text in expected[1]]
+        moved = any("requests go on elsewhere" in line for line in server.lines)
+        assert moved == (seconds == 0.0)
+        until(lambda: not any(process.name() in ("quire-core-1", "quire-core-2") for process in server.family()))
+        assert processes == [process.pid for process in server.family() if process.name().startswith("quire-api")]
+        refused = httpx.post(f"{server.url}/replicas", json={"data_parallel_size": 1024}, headers=KEY)
+        assert refused.status_code == 400
+        assert "Not enough memory for replica" in refused.text
+        assert states(server.url) == {0: "up"}
+
+
+@pytest.mark.slow
+def test_a_host_that_joins_later(hosts: tuple[Host, Host], expected: tuple[list[str], list[str]]) -> None:
+    """It gets requests, and leaves by SIGTERM, as if it had not been there."""
+    one, two = hosts
+    token = {"QUIRE_CLUSTER_TOKEN": "a token for tests only"}
+    where = ("--data-parallel-address", one.address)
+    api = one.start(*quire("serve", *where, "--host", one.address, "--api-key", "none"), **token)
+    url = api.wait_for(r"serving .* on (http://\S+)")[1]
+    join = quire("serve", *where, "--data-parallel-start-rank", "3", "--data-parallel-size-local", "2", "--headless")
+    with one.inside():
+        other = two.start(*join, **token)
+        until(lambda: states(url) == {0: "up", 3: "up", 4: "up"}, 120)
+        assert [each["host"] for each in listed(url)] == [one.address, two.address, two.address]
+        here = api.named("quire-core").pid
+
+        def leave() -> None:
+            until(lambda: all(each["num_requests_running"] for each in listed(url)))
+            other.named("quire-replicas").terminate()
+
+        assert asyncio.run(streams(url, leave)) == expected[1]
+        assert other.wait(60) == 0
+        assert states(url) == {0: "up"}
+        assert api.named("quire-core").pid == here
+        assert "lost" not in api.text
+        again = two.start(*join, "--shutdown-timeout", "0", **token)
+        until(lambda: states(url) == {0: "up", 3: "up", 4: "up"}, 120)
+        assert asyncio.run(streams(url, again.named("quire-replicas").terminate)) == expected[1]
+        assert again.wait(60) == 0
+        assert "error" not in again.text.lower()
+
+
 @pytest.mark.slow
 def test_one_api_for_each_replica(expected: tuple[list[str], list[str]]) -> None:
     """Behind somebody else's balancer, and started in the wrong order."""
@@ -275,14 +378,54 @@ def test_the_example(nodes: int) -> None:
     assert len({line for each in lines for line in each}) == 4
 
 
+def write_mixture(folder: Path) -> None:
+    """A small mixture of experts with random weights, and the demo model's tokenizer."""
+    architecture, changes = CASES["Mixtral"]
+    vocabulary = json.loads((DEMO_MODEL / "config.json").read_text())["vocab_size"]
+    write_model(architecture, SIZES | changes | {"num_local_experts": 8, "vocab_size": vocabulary}, folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((DEMO_MODEL / name).read_bytes())
+
+
+@pytest.mark.slow
+def test_two_hosts_that_share_experts_are_restarted_together(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+    """After the death of a core of either, and after the loss of a host."""
+    one, two = hosts
+    write_mixture(tmp_path)
+    token = {"QUIRE_CLUSTER_TOKEN": "a token for tests only"}
+    common = (
+        *("serve", str(tmp_path), "--served-model-name", "quire-demo", "--max-model-len", "256"),
+        *("-dp", "2", "--enable-expert-parallel", "--data-parallel-address", one.address),
+    )
+    behind = quire(*common, "-dpr", "1", "--headless")
+    other = two.start(*behind, **token)
+    api = one.start(*quire(*common, "-dpl", "1", "--host", one.address), **token)
+    url = api.wait_for(r"serving .* on (http://\S+)")[1]
+
+    def is_up_again(times: int) -> bool:
+        return all(api.text.count(f"replica {replica} is up again") == times for replica in range(2))
+
+    with one.inside():
+        expected = asyncio.run(streams(url, lambda: None))
+        assert asyncio.run(streams(url, other.named("quire-core-1").kill)) == expected
+        until(lambda: is_up_again(1))
+        assert asyncio.run(streams(url, api.named("quire-core-0").kill)) == expected
+        until(lambda: is_up_again(2))
+
+        def lose_host() -> None:
+            other.kill_all()
+            two.start(*behind, **token)
+
+        assert asyncio.run(streams(url, lose_host)) == expected
+        until(lambda: is_up_again(3))
+        assert asyncio.run(streams(url, lambda: None)) == expected
+        assert "given up" not in api.text
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("longest", [0, 1])
 def test_hosts_that_share_experts_end_when_all_are_done(tmp_path: Path, longest: int) -> None:
-    architecture, changes = CASES["Mixtral"]
-    vocabulary = json.loads((DEMO_MODEL / "config.json").read_text())["vocab_size"]
-    write_model(architecture, SIZES | changes | {"num_local_experts": 8, "vocab_size": vocabulary}, tmp_path)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / name).write_bytes((DEMO_MODEL / name).read_bytes())
+    write_mixture(tmp_path)
     example = Path(__file__).parents[2] / "examples" / "data_parallel.py"
     common = ["--model", str(tmp_path), "--enable-expert-parallel", "--node-size", "2", "--master-port", free_port()]
     with contextlib.ExitStack() as stack:

@@ -56,6 +56,7 @@ def engine_config(
     `windows` are those of the cache groups.
     """
     layers = TINY.num_layers // stages
+    of_stages = tuple(tuple(range(s * layers, (s + 1) * layers)) for s in range(stages))
     return EngineConfig(
         model=ModelConfig(
             **{
@@ -84,7 +85,7 @@ def engine_config(
             num_blocks=num_blocks,
             dtype="float32",
             enable_prefix_caching=prefix,
-            groups=tuple(KVCacheGroup(window=window) for window in windows),
+            groups=tuple(KVCacheGroup(window=window, layers=of_stages) for window in windows),
         ),
         scheduler=SchedulerConfig(
             max_num_seqs=max_num_seqs,

@@ -192,6 +192,22 @@ def test_a_process_that_does_not_stop_is_killed_in_time(supervisor: Supervisor, 
     assert not stubborn.exits
 
 
+def test_a_process_that_is_ended_alone_is_forgotten(supervisor: Supervisor, clock: Clock) -> None:
+    """It is not waited for, nor started again; the others run on."""
+    one, other = Recorder(), Recorder()
+    for each in (one, other):
+        supervisor.add(each)
+        each.current.say(Ready({}))
+    steps(supervisor)
+    supervisor.end(one, Shutdown(), 30.0)
+    steps(supervisor)
+    assert (one.current.heard(), one.process is not None) == ([Shutdown()], True)
+    one.current.exit(0)
+    pass_time(supervisor, clock, 3, lambda: other.current.say(Heartbeat()))
+    assert (one.process, len(one.started), one.exits) == (None, 1, [])
+    assert supervisor._all == [other]
+
+
 def test_a_second_signal_shortens_the_wait(supervisor: Supervisor, clock: Clock) -> None:
     stubborn = Recorder()
     supervisor.add(stubborn)

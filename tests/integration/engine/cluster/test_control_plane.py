@@ -50,7 +50,7 @@ class Host:
             expected,
             on_lost=lambda number, text: self.lost.put((number, text)),
             on_message=lambda number, body: self.messages.put((number, body)),
-            may_rejoin=rejoin,
+            admits="again" if rejoin else "once",
             token=token,
             lost_seconds=self.lost_seconds,
         )

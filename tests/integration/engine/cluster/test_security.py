@@ -82,7 +82,7 @@ def host() -> Iterator[Sockets]:
 def test_strange_messages_to_a_core_are_dropped(token: str, caplog: pytest.LogCaptureFixture) -> None:
     """And those from API processes arrive, small or large."""
     url = tcp_url("127.0.0.1", port := free_port())
-    io = EngineCoreIO(Endpoints((url,), ()), token=token)
+    io = EngineCoreIO(Endpoints({0: url}, ()), token=token)
     with Sockets(token) as own, caplog.at_level("WARNING", "quire"):
         pushing = own.connect(zmq.PUSH, url)
         pushing.send(msgspec.msgpack.encode(Join(1)))

@@ -132,7 +132,7 @@ class Replicas:
 def replicas(config: EngineConfig, folder: Path, dp: int, experts: ExpertParallelConfig) -> Iterator[Replicas]:
     """All loaded; whatever is left of them is killed in the end."""
     endpoints = Endpoints(
-        requests=tuple(f"ipc://{folder}/requests-{replica}" for replica in range(dp)),
+        requests={replica: f"ipc://{folder}/requests-{replica}" for replica in range(dp)},
         responses=(f"ipc://{folder}/responses",),
     )
     context = zmq.Context()

@@ -61,16 +61,25 @@ class Alone:
     responses: tuple[str, ...] = ()
     init_method: str = "tcp://127.0.0.1:1"
     ended: LinkEnded | None = None
+    drain_seconds: float | None = None
+    restarts_group: bool = False
 
     @property
-    def requests(self) -> tuple[str, ...]:
-        return tuple(f"ipc://{self.folder}/requests-{replica}" for replica in range(2))
+    def requests(self) -> dict[int, str]:
+        return {replica: f"ipc://{self.folder}/requests-{replica}" for replica in range(2)}
 
     def report(self, replica: int, state: ReplicaUp | ReplicaDied) -> None:
         self.reported.put((replica, state.reason) if isinstance(state, ReplicaDied) else state)
 
     def watch(self, listener: object) -> None:
         pass
+
+    def request_shutdown(self, seconds: float) -> None:
+        self.drain_seconds = seconds
+
+    @property
+    def can_shut_down(self) -> bool:
+        return self.drain_seconds is not None
 
     def close(self, reason: str = "") -> None:
         pass
@@ -98,7 +107,9 @@ def run(cores: SimpleQueue[tuple[int, int]]) -> Iterator[Callable[[EngineConfig,
         def begin(config: EngineConfig, membership: Any) -> Running:
             stop = threading.Event()
             stack.callback(stop.set)
-            return Running(stop, pool.submit(headless.run_replicas, config, ServerOptions(), membership, stop))
+            return Running(
+                stop, pool.submit(headless.run_replicas, config, ServerOptions(), membership, stop, lambda: 7.0)
+            )
 
         try:
             yield begin
@@ -127,6 +138,7 @@ def test_a_replica_that_dies_is_reported_and_restarted(
     assert all(isinstance(state, ReplicaUp) for state in (*up, again))
     running.stop.set()
     assert running.result.result(30) is None
+    assert alone.drain_seconds == 7.0  # the API has let its requests end or move
     for each in (first[0], process):
         with pytest.raises(ProcessLookupError):
             os.kill(each, 0)

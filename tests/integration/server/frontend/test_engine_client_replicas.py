@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import signal
 from collections.abc import AsyncIterator, Callable
@@ -30,7 +31,15 @@ from quire.engine.protocol.engine_core import (
 )
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.protocol.stats import EngineStats
-from quire.engine.protocol.supervision import EngineFailed, EngineState, ReplicaLost, ReplicaUp
+from quire.engine.protocol.supervision import (
+    EngineFailed,
+    EngineState,
+    ReplicaDraining,
+    ReplicaLost,
+    ReplicaRemoved,
+    ReplicaStarting,
+    ReplicaUp,
+)
 from quire.server.frontend.engine_client import EngineClient, QueueFull
 from quire.server.frontend.engine_manager import EngineManager
 from quire.server.frontend.metrics import Metrics
@@ -43,7 +52,7 @@ LONG = SamplingParams(max_tokens=100, ignore_eos=True)
 
 def endpoints(folder: Path, replicas: int, clients: int = 1) -> Endpoints:
     return Endpoints(
-        tuple(f"ipc://{folder}/requests-{number}" for number in range(replicas)),
+        {number: f"ipc://{folder}/requests-{number}" for number in range(replicas)},
         tuple(f"ipc://{folder}/responses-{number}" for number in range(clients)),
     )
 
@@ -144,8 +153,8 @@ class Scripted:
 @asynccontextmanager
 async def scripted(folder: Path, count: int = 2, **options: Any) -> AsyncIterator[Scripted]:
     ends = endpoints(folder, count)
-    metrics = Metrics("m", replicas=range(count))
-    client = EngineClient(ends, metrics, replicas=range(count), **options)
+    metrics = Metrics("m")
+    client = EngineClient(ends, metrics, **options)
     cores = [Script(number, ends) for number in range(count)]
     engine = Scripted(client, metrics, ends, cores)
     try:
@@ -358,7 +367,7 @@ async def test_requests_that_have_not_run_yet_are_not_suspected(tmp_path: Path) 
 
 @pytest.mark.parametrize("lost", [0, 1])
 async def test_an_api_process_that_starts_while_a_replica_is_lost_is_ready(tmp_path: Path, lost: int) -> None:
-    client = EngineClient(endpoints(tmp_path, 2), Metrics("m", replicas=range(2)), replicas=range(2))
+    client = EngineClient(endpoints(tmp_path, 2), Metrics("m"))
     try:
         for number in range(2):
             client.update(ReplicaLost(number, "gone", returns=False) if number == lost else ReplicaUp(number, 1))
@@ -460,7 +469,7 @@ async def test_a_new_api_process_accepts_requests_while_the_engine_restarts(tmp_
 async def test_replicas_of_other_api_hosts_are_ignored(tmp_path: Path) -> None:
     """An API process behind an external load balancer has some of the replicas only."""
     ends = endpoints(tmp_path, 2)
-    client = EngineClient(ends, Metrics("m", replicas=[1]), replicas=[1])
+    client = EngineClient(Endpoints({1: ends.requests[1]}, ends.responses), Metrics("m"))
     cores = [Script(number, ends) for number in range(2)]
     engine = Scripted(client, client._metrics, ends, cores)
     try:
@@ -479,6 +488,119 @@ async def test_replicas_of_other_api_hosts_are_ignored(tmp_path: Path) -> None:
             core.close()
 
 
+async def test_a_replica_that_was_added_gets_requests(tmp_path: Path) -> None:
+    """Also if there was one only, and nothing was known of its load."""
+    async with scripted(tmp_path, 1) as engine:
+        engine.submit("a", [1])
+        (first,) = engine.cores
+        assert (await first.hear(EngineCoreRequest)).request_id == "a"
+        more = endpoints(tmp_path, 2)
+        engine.cores.append(Script(1, more))
+        engine.client.update(ReplicaStarting(1, more.requests[1]))
+        engine.client.check()  # nobody waits for it
+        engine.submit("b", [1])
+        assert (await first.hear(EngineCoreRequest)).request_id == "b"
+        engine.client.update(ReplicaLost(1, "killed while it was loading", returns=True))
+        engine.up(engine.cores[1])
+        engine.metrics.state(1, "up")
+        await engine.cores[1].hear(Join)
+        engine.submit("c", [1])
+        assert (await engine.cores[1].hear(EngineCoreRequest)).request_id == "c"
+        engine.cores[1].tell(EngineCoreOutput("c", [9], finish_reason="stop"), stats=EngineStats(steps=3, running=2))
+        await until(lambda: engine.metrics.of(1).steps)
+        assert [(each.index, each.host, each.state) for each in engine.client.replicas] == [
+            (0, "localhost", "up"),
+            (1, "localhost", "up"),
+        ]
+        assert engine.client.replicas[1].num_requests_running == 2
+
+
+async def test_a_replica_that_drains_finishes_its_requests_and_gets_no_more(tmp_path: Path) -> None:
+    async with scripted(tmp_path) as engine:
+        drained: list[int] = []
+        engine.client.on_drained = drained.append
+        streams = [engine.submit(name, [1]) for name in "ab"]
+        cores = [await engine.of(name) for name in "ab"]
+        leaving, staying = cores
+        engine.client.update(ReplicaDraining(leaving.replica, 60.0))
+        engine.submit("c", [1])
+        engine.submit("d", [1])
+        assert [(await staying.hear(EngineCoreRequest)).request_id for _ in range(2)] == ["c", "d"]
+        leaving.tell(EngineCoreOutput("a", [7]))
+        leaving.tell(EngineCoreOutput("a", [8], finish_reason="stop"))
+        assert (await whole(streams[0])).token_ids == [7, 8]
+        assert drained == [leaving.replica]
+        assert leaving.is_quiet
+        engine.client.update(ReplicaRemoved(leaving.replica))
+        assert [each.index for each in engine.client.replicas] == [staying.replica]
+        successor = Script(
+            leaving.replica, Endpoints({leaving.replica: f"ipc://{tmp_path}/again"}, engine.ends.responses)
+        )
+        try:
+            engine.client.update(ReplicaStarting(leaving.replica, f"ipc://{tmp_path}/again"))
+            engine.up(successor)
+            await successor.hear(Join)
+            engine.submit("e", [1])
+            assert (await successor.hear(EngineCoreRequest)).request_id == "e"
+        finally:
+            successor.close()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+async def test_what_has_not_ended_in_time_goes_on_elsewhere(tmp_path: Path, count: int) -> None:
+    """Or waits for another, and nobody is suspected."""
+    async with scripted(tmp_path, count) as engine:
+        drained: list[int] = []
+        engine.client.on_drained = drained.append
+        stream = engine.submit("a", [1])
+        leaving = await engine.of("a")
+        leaving.tell(EngineCoreOutput("a", [7]))
+        assert (await stream.get())[0].token_ids == [7]
+        engine.client.update(ReplicaDraining(leaving.replica, 0.0))
+        await until(lambda: drained)
+        engine.client.update(ReplicaRemoved(leaving.replica))
+        if count == 1:
+            engine.cores.append(Script(1, endpoints(tmp_path, 2)))
+            engine.client.update(ReplicaStarting(1, f"ipc://{tmp_path}/requests-1"))
+            engine.up(engine.cores[1])
+        other = engine.cores[1 - leaving.replica]
+        if count == 1:
+            await other.hear(Join)
+        assert (await other.hear(EngineCoreRequest)).output_token_ids == [7]
+        assert engine.client._running["a"].num_deaths == 0
+        leaving.tell(EngineCoreOutput("a", [99], finish_reason="error", error="the engine was shut down"))
+        other.tell(EngineCoreOutput("a", [8], finish_reason="stop"))
+        assert (await whole(stream)).token_ids == [8]
+        assert drained == [leaving.replica]
+
+
+async def test_one_that_leaves_without_requests_is_drained_at_once(tmp_path: Path) -> None:
+    """By an API process that has just started too, which does not wait for it."""
+    drained: list[int] = []
+    client = EngineClient(endpoints(tmp_path, 2), Metrics("m"))
+    client.on_drained = drained.append
+    try:
+        client.update(ReplicaDraining(0, 60.0))
+        assert drained == [0]
+        client.update(ReplicaRemoved(0))
+        client.update(ReplicaUp(1, 1))
+        assert (await client.ready()).replica == 1
+    finally:
+        await client.close()
+
+
+async def test_abandoned_requests_do_not_delay_a_drain(tmp_path: Path) -> None:
+    async with scripted(tmp_path) as engine:
+        drained: list[int] = []
+        engine.client.on_drained = drained.append
+        stream = engine.submit("a", [1])
+        leaving = await engine.of("a")
+        engine.client.update(ReplicaDraining(leaving.replica, 60.0))
+        assert not drained
+        stream.close()
+        assert drained == [leaving.replica]
+
+
 # --- processes ------------------------------------------------------------------------------------------------
 
 
@@ -490,20 +612,20 @@ async def running(
     cores: list[Any] = []
 
     def start(args: CoreArgs, folder: str) -> Any:
-        cores.append(fake_core.start_process(args, folder, modes[args.config.parallel.replica]))
+        cores.append(
+            fake_core.start_process(args, folder, dict(enumerate(modes)).get(args.config.parallel.replica, ""))
+        )
         return cores[-1]
 
     monkeypatch.setattr("quire.server.frontend.engine_manager.start_core", start)
-    replicas = range(len(modes))
-    parallel = replace(config.parallel, replicas=len(modes), local_replicas=replicas)
+    parallel = replace(config.parallel, replicas=len(modes), local_replicas=range(len(modes)))
     manager = EngineManager(replace(config, parallel=parallel), name="m", num_clients=num_clients)
     infos = [manager.process_info(index) for index in range(num_clients)]
     clients = [
-        EngineClient(
-            info.endpoints, Metrics("m", info.metrics, info.index, num_clients, replicas), info.index, replicas=replicas
-        )
-        for info in infos
+        EngineClient(info.endpoints, Metrics("m", info.metrics, info.index, num_clients), info.index) for info in infos
     ]
+    for client in clients:
+        client.on_drained = functools.partial(manager.drained, client.index)
     loop = asyncio.get_running_loop()
 
     def on_change(state: EngineState) -> None:
@@ -581,3 +703,31 @@ async def test_an_engine_that_dies_again_and_again_is_given_up(
         with pytest.raises(EngineUnavailable, match=r"the weights do not fit \(death 6 within 10 minutes"):
             await whole(stream)
         assert len(cores) == 6
+
+
+@pytest.mark.parametrize("drain_seconds", [0.0, 60.0])
+async def test_replicas_come_and_go_under_open_streams(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch, drain_seconds: float
+) -> None:
+    """From one to three, to one."""
+    async with running(config, monkeypatch, ["slow"], 2) as (manager, clients, cores):
+        for client in clients:
+            await client.ready()
+
+        def submit(begin: int) -> dict[int, OutputStream]:
+            return {n: clients[n % 2].submit([(str(n), prompt(n), LONG)]) for n in range(begin, begin + 20)}
+
+        streams = submit(0)
+        first = {n: (await stream.get())[0].token_ids for n, stream in streams.items()}
+        manager.supervisor.call(lambda: manager.resize(3, 30.0))
+        await until(lambda: all(client._live_replicas() == [0, 1, 2] for client in clients))
+        more = submit(20)
+        first |= {n: (await stream.get())[0].token_ids for n, stream in more.items()}
+        assert {each.replica for client in clients for each in client._running.values()} >= {1, 2}
+        manager.supervisor.call(lambda: manager.resize(1, drain_seconds))
+        await until(lambda: all([each.index for each in client.replicas] == [0] for client in clients))
+        for n, stream in (streams | more).items():
+            output = await whole(stream)
+            assert first[n] + output.token_ids == echoed(n)
+            assert output.finish_reason == "length"
+        await until(lambda: [core.poll() for core in cores] == [None, 0, 0])

@@ -57,6 +57,7 @@ def test_a_short_token_is_refused(source: str, monkeypatch: pytest.MonkeyPatch) 
             False,
             "-rank 1 --headless",
         ),
+        ({"data_parallel_address": "10.0.0.1"}, False, "--data-parallel-start-rank 1 --headless"),
         (
             {
                 "data_parallel_size": 2,
@@ -97,10 +98,11 @@ def test_another_host_without_a_token_is_told_where_to_get_it(options: dict[str,
     [
         {},
         {"data_parallel_size": 2},
+        {"data_parallel_size": 2, "data_parallel_address": "10.0.0.1", "enable_expert_parallel": True},
         {"nnodes": 2, "pipeline_parallel_size": 2, "node_rank": 1},
         {"data_parallel_size": 2, "data_parallel_start_rank": 1, "data_parallel_address": "10.0.0.1"},
     ],
-    ids=["one rank", "one host", "loopback", "independent"],
+    ids=["one rank", "one host", "experts on one host", "loopback", "independent"],
 )
 def test_no_token_is_made_where_none_is_needed(options: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     assert find(**options) is None

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from quire import kernels
-from quire.engine.config import cuda_graph_sizes, devices, topology
+from quire.engine.config import cuda_graph_sizes, devices, parallel_config, topology
 from quire.engine.config.engine_config import GraphConfig
 from quire.engine.config.memory_plan import MemoryPlan
 from quire.engine.config.options import EngineOptions
@@ -458,6 +458,7 @@ def test_a_host_with_the_api_alone_needs_no_memory(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"data_parallel_size": 1025}, "--data-parallel-size 1025: at most 1024 replicas"),
         ({"data_parallel_start_rank": 2}, "there are 2 replicas"),
         ({"data_parallel_start_rank": -1}, "there are 2 replicas"),
         ({"data_parallel_size_local": 3}, "there are 2 replicas"),
@@ -466,7 +467,21 @@ def test_a_host_with_the_api_alone_needs_no_memory(tmp_path: Path, monkeypatch: 
 )
 def test_replica_numbers_out_of_range_are_rejected(tmp_path: Path, changes: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        resolve(options(folder(tmp_path), data_parallel_size=2, **changes))
+        resolve(options(folder(tmp_path), **{"data_parallel_size": 2, **changes}))
+
+
+def test_a_headless_host_need_not_know_the_number_of_replicas(tmp_path: Path) -> None:
+    """Nor agree on it with others, unless they share experts."""
+    given = options(folder(tmp_path), data_parallel_start_rank=4, data_parallel_size_local=2)
+    joining = resolve(parallel_config.for_headless(given))
+    assert (joining.parallel.local_replicas, joining.parallel.replicas) == (range(4, 6), 6)
+    assert joining.shared_settings == resolve(options(folder(tmp_path))).shared_settings
+    assert "--data-parallel-size" not in joining.shared_settings
+    assert parallel_config.for_headless(replace(given, data_parallel_size=8)).data_parallel_size == 8
+    experts = replace(given, enable_expert_parallel=True)
+    assert parallel_config.for_headless(experts) == experts
+    assert not joining.parallel.accepts_hosts
+    assert resolve(options(folder(tmp_path), data_parallel_address="127.0.0.1")).parallel.accepts_hosts
 
 
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch, memory: int = 24 << 30) -> None:

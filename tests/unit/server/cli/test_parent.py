@@ -28,6 +28,8 @@ from quire.server.config import ServerOptions
 from tests.fakes.configs import engine_config
 from tests.fakes.supervised import FakeProcess
 
+DRAIN_SECONDS = 30.0
+"""Default after SIGTERM."""
 UP = ReplicaUp(0, incarnation=1)
 
 
@@ -129,7 +131,7 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Iterator[Play]:
 
 
 def engine_of(server: parent.Server) -> Engine:
-    engine: Any = server._manager
+    engine: Any = server.manager
     assert isinstance(engine, Engine)
     return engine
 
@@ -149,7 +151,7 @@ def after(looks: int, then: Callable[[], object], process: ApiProcess) -> Callab
 @pytest.mark.parametrize(
     ("number", "given", "seconds"),
     [
-        (signal.SIGTERM, None, parent.DRAIN_SECONDS),
+        (signal.SIGTERM, None, DRAIN_SECONDS),
         (signal.SIGINT, None, 0.0),
         (signal.SIGINT, 7.0, 7.0),
         (signal.SIGTERM, 7.0, 7.0),
@@ -179,9 +181,9 @@ def test_a_second_signal_kills_what_does_not_end(play: Play) -> None:
     play.on_start = lambda process: setattr(process, "on_poll", lambda: drain_for_ever(process))
     assert play.server().run() == 0
     (process,) = play.started
-    assert process.messages == [Drain(parent.DRAIN_SECONDS), Shutdown()]
+    assert process.messages == [Drain(DRAIN_SECONDS), Shutdown()]
     assert process.code == -signal.SIGKILL
-    assert play._clock.now - process.started_at < parent.DRAIN_SECONDS
+    assert play._clock.now - process.started_at < DRAIN_SECONDS
 
 
 def test_a_third_signal_ends_the_parent_itself(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:

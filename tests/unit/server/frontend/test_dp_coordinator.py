@@ -21,7 +21,7 @@ from quire.engine.config.resolve import shared_settings
 from quire.engine.core.launch import reserve_ports
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.supervision import ReplicaUp
-from quire.server.frontend.dp_coordinator import DPCoordinator, DPMember, ReplicaDied, connect_hosts, role
+from quire.server.frontend.dp_coordinator import DPCoordinator, DPLeader, DPMember, ReplicaDied, connect_hosts, role
 from tests.fakes.configs import engine_config
 
 
@@ -42,6 +42,7 @@ class Site:
         *,
         coupled: bool = False,
         max_model_len: int | None = None,
+        is_open: bool = False,
         **options: Any,
     ) -> EngineConfig:
         asked = EngineOptions(
@@ -59,7 +60,8 @@ class Site:
             plain.parallel,
             replicas=size,
             local_replicas=range(start or 0, (start or 0) + local),
-            coordinator=(asked.data_parallel_address, asked.data_parallel_rpc_port),
+            coordinator=(asked.data_parallel_address or "127.0.0.1", asked.data_parallel_rpc_port),
+            accepts_hosts=is_open,
             external_lb=start is not None,
             timeout=asked.distributed_timeout_seconds,
             experts=ExpertParallelConfig() if coupled else None,
@@ -96,6 +98,18 @@ class Listener:
     def __init__(self) -> None:
         self.notices: SimpleQueue[tuple[int | None, str]] = SimpleQueue()
 
+    def replica_joined(self, replica: int, address: str) -> None:
+        self.notices.put((replica, address))
+
+    def replica_leaves(self, replica: int, seconds: float) -> None:
+        self.notices.put((replica, f"leaves within {seconds:g} s"))
+
+    def group_stops(self) -> None:
+        self.notices.put((None, "stop"))
+
+    def group_starts(self, requests: dict[int, str]) -> None:
+        self.notices.put((None, f"start with {requests}"))
+
     def replica_died(self, replica: int, reason: str) -> None:
         self.notices.put((replica, reason))
 
@@ -127,9 +141,10 @@ def test_all_learn_all_addresses_in_whatever_order_they_come(site: Site, late: s
         starting = site.api(api_config, count=2)
         others = [site.headless(second), site.headless(first)]
         api = joined(starting)
-    assert len(set(api.requests)) == 4
+    assert api.requests.keys() == {0, 1, 2, 3}
+    assert len(set(api.requests.values())) == 4
     assert len(set(api.responses)) == 2
-    assert all(url.startswith("tcp://127.0.0.1:") for url in (*api.requests, *api.responses))
+    assert all(url.startswith("tcp://127.0.0.1:") for url in (*api.requests.values(), *api.responses))
     for other in others:
         member = other.result(30)
         assert (member.requests, member.responses, member.init_method) == (api.requests, api.responses, api.init_method)
@@ -141,7 +156,7 @@ def test_hosts_meet_over_ipv6(site: Site) -> None:
     member = site.headless(site.config(2, 1, 1, data_parallel_address="::1")).result(30)
     api = joined(starting)
     assert (member.requests, member.init_method) == (api.requests, api.init_method)
-    assert all(url.startswith("tcp://[::1]:") for url in (*api.requests, *api.responses, api.init_method))
+    assert all(url.startswith("tcp://[::1]:") for url in (*api.requests.values(), *api.responses, api.init_method))
 
 
 def test_without_replicas_of_its_own_the_first_is_anothers(site: Site) -> None:
@@ -171,7 +186,6 @@ def test_an_api_that_does_not_come_is_named(site: Site) -> None:
     ("changes", "reason"),
     [
         ({"block_size": 32}, r"replica 1 \(127.0.0.1\) has --block-size 32, and the host with the API .* has 16"),
-        ({"data_parallel_size": 3}, "replica 1 .* has --data-parallel-size 3"),
         ("model", "replica 1 .* has other bytes in config.json, unlike the host with the API"),
         (
             {"max_model_len": 64},
@@ -252,6 +266,7 @@ def test_a_lost_replica_is_reported_and_may_come_back(listener: Listener, site: 
     member.report(2, ReplicaUp(2, 17))
     member.report(2, ReplicaDied("rank 0 was killed by SIGKILL"))
     api.watch(listener)
+    assert {listener.notices.get(timeout=10) for _ in range(2)} == {(r, api.requests[r]) for r in (1, 2)}
     assert listener.notices.get(timeout=10) == (2, "is up as 17")
     assert listener.notices.get(timeout=10) == (2, "rank 0 was killed by SIGKILL")
     member.close("the lights went out")
@@ -260,7 +275,38 @@ def test_a_lost_replica_is_reported_and_may_come_back(listener: Listener, site: 
     with pytest.raises(ConfigError, match="--block-size 32"):
         site.headless(site.config(3, 1, 2, block_size=32)).result(30)
     again = site.headless(site.config(3, 1, 2)).result(30)
-    assert (again.requests, again.responses) == (api.requests, api.responses)
+    assert again.responses == api.responses
+    assert {listener.notices.get(timeout=10) for _ in range(2)} == {(r, again.requests[r]) for r in (1, 2)}
+
+
+def test_hosts_join_and_leave_while_the_api_serves(listener: Listener, site: Site) -> None:
+    """Also an API that has all its replicas, and waits for nobody."""
+    api = joined(site.api(site.config(1, None, 1, is_open=True), count=2))
+    api.watch(listener)
+    with pytest.raises(
+        ConfigError, match=r"replica 0 .* cannot join: the host with the API .* has a replica 0; choose"
+    ):
+        site.headless(site.config(1, 0, 1)).result(30)
+    member = site.headless(site.config(7, 5, 2)).result(30)
+    assert {listener.notices.get(timeout=10) for _ in range(2)} == {(r, member.requests[r]) for r in (5, 6)}
+    assert member.responses == api.responses
+    with pytest.raises(ConfigError, match=r"replica 5 .* cannot join: replica 5 .* is replica 5 already"):
+        site.headless(site.config(6, 5, 1)).result(30)
+    member.request_shutdown(3.0)
+    assert {listener.notices.get(timeout=10) for _ in range(2)} == {(r, "leaves within 3 s") for r in (5, 6)}
+    assert isinstance(api, DPLeader)
+    api.dismiss(5)
+    until(lambda: member.ended is not None)
+    assert not member.can_shut_down
+    api.dismiss(6)
+    until(lambda: member.can_shut_down)
+    assert not str(member.ended)
+    member.close()
+    again = site.headless(site.config(6, 5, 1)).result(30)
+    assert listener.notices.get(timeout=10) == (5, again.requests[5])
+    again.close("the lights went out")
+    assert listener.notices.get(timeout=10) == (5, "replica 5 (127.0.0.1) has ended: the lights went out")
+    assert listener.notices.empty()
 
 
 def test_the_end_of_the_api_is_reported(site: Site) -> None:
@@ -278,6 +324,31 @@ def test_peers_that_share_experts_end_together(listener: Listener, site: Site) -
     leader.watch(listener)
     member.close()
     assert listener.notices.get(timeout=10) == (None, "replica 1 (127.0.0.1) has left")
+
+
+def test_hosts_behind_an_api_that_share_experts_start_together_again(listener: Listener, site: Site) -> None:
+    """One that was lost is waited for; nobody else may join."""
+    starting = site.api(site.config(3, None, 1, coupled=True))
+    joining = [site.headless(site.config(3, replica, 1, coupled=True)) for replica in (1, 2)]
+    api, first, second = joined(starting), *(each.result(30) for each in joining)
+    assert isinstance(api, DPLeader)
+    of_api, of_first = listener, Listener()
+    api.watch(of_api)
+    first.watch(of_first)
+    assert {of_api.notices.get(timeout=10) for _ in range(2)} == {(r, api.requests[r]) for r in (1, 2)}
+    second.close("the lights went out")
+    assert of_api.notices.get(timeout=10) == (2, "replica 2 (127.0.0.1) has ended: the lights went out")
+    api.stop_group()
+    assert of_first.notices.get(timeout=10) == (None, "stop")
+    again = site.headless(site.config(3, 2, 1, coupled=True))
+    number, address = of_api.notices.get(timeout=10)
+    assert number == 2
+    assert not again.done()
+    with pytest.raises(ConfigError, match="replicas 1 and 2 can join here, not 3"):
+        site.headless(site.config(4, 3, 1, coupled=True, data_parallel_size=3)).result(30)
+    api.start_group(api.requests | {2: address})
+    assert of_first.notices.get(timeout=10) == (None, f"start with {api.requests | {2: address}}")
+    assert again.result(30).requests == api.requests | {2: address}
 
 
 def test_peers_that_share_experts_leave_once_all_would(listener: Listener, site: Site) -> None:

@@ -85,7 +85,8 @@ def test_expert_load_is_exported_unless_there_are_too_many_experts() -> None:
 
 
 def test_the_times_of_ranks_are_exported_while_their_replica_is_up() -> None:
-    metrics = Metrics("m", replicas=[0, 3])
+    metrics = Metrics("m")
+    metrics.state(0, "dead")
     metrics.rank_times = {0: [RankTimes(4, 9.0, 1.0)] * 2, 3: [RankTimes(4, 9.0, 7.5), RankTimes(4, 9.0, 0.5, True)]}
     metrics.state(3, "up")
     found = samples(metrics)
@@ -103,7 +104,7 @@ def test_the_times_of_ranks_are_exported_while_their_replica_is_up() -> None:
 
 def test_each_replica_and_the_sum_are_exported(tmp_path: Path) -> None:
     path = str(tmp_path / "metrics")
-    first, second = (Metrics("m", path, index, 2, [0, 3]) for index in (0, 1))
+    first, second = (Metrics("m", path, index, 2) for index in (0, 1))
     first.take(0, EngineStats(running=2, waiting=1, kv_blocks=4, kv_blocks_used=1, steps=5, generated_tokens=50))
     second.take(3, EngineStats(running=4, kv_blocks=4, kv_blocks_used=4, steps=2, generated_tokens=20))
     for replica in (0, 3):
@@ -111,8 +112,14 @@ def test_each_replica_and_the_sum_are_exported(tmp_path: Path) -> None:
     found = samples(second)
     assert [found[f"quire:num_requests_running {replica}"] for replica in (0, 3)] == [2, 4]
     assert [found[f"quire:kv_cache_usage_perc {replica}"] for replica in (0, 3)] == [0.25, 1]
-    assert [found[f"quire:replicas {state}"] for state in ("loading", "up", "dead")] == [0, 2, 0]
+    assert [found[f"quire:replicas {state}"] for state in ("loading", "up", "draining", "dead")] == [0, 2, 0, 0]
     assert (first.stats.running, first.stats.waiting, first.stats.generated_tokens) == (6, 1, 70)
+    first.state(0, "draining")
+    first.state(3, "absent")
+    found = samples(second)
+    assert found["quire:num_requests_running 0"] == 2
+    assert not [name for name in found if name.endswith(" 3")]
+    assert [found[f"quire:replicas {state}"] for state in ("up", "draining")] == [0, 1]
 
 
 def test_a_replica_that_died_runs_nothing_and_counts_anew(tmp_path: Path) -> None:

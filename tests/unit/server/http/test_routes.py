@@ -11,7 +11,8 @@ import openai
 import pytest
 
 from quire.engine.config.engine_config import EngineConfig
-from quire.engine.protocol.errors import ConfigError
+from quire.engine.protocol.errors import ConfigError, InvalidParameter
+from quire.engine.protocol.supervision import ReplicaStarting
 from quire.server.app import create_app
 from quire.server.config import ServerOptions
 from quire.server.http import sagemaker_vertex
@@ -255,3 +256,61 @@ async def test_vertex_may_name_routes_that_are_there(
         with pytest.raises(ConfigError, match=f"{name}=predict"):
             create_app(AppState(server.frontend, ("echo",)), ServerOptions())
         monkeypatch.delenv(name)
+
+
+# --- replicas -------------------------------------------------------------------------------------------------
+
+
+async def test_the_replicas_are_listed(server: Server) -> None:
+    assert (await server.http.get("/replicas")).json() == {
+        "data_parallel_size": 1,
+        "replicas": [
+            {
+                "index": 0,
+                "host": "localhost",
+                "state": "up",
+                "num_requests_running": 0,
+                "num_requests_waiting": 0,
+                "reason": None,
+            }
+        ],
+    }
+
+
+async def test_their_number_is_changed_with_an_api_key_only(
+    config: EngineConfig, core_mode: Callable[[str], None], server: Server
+) -> None:
+    refused = await post(server, "/replicas", {"data_parallel_size": 2}, 403)
+    assert "start it with --api-key, --api-key-file or QUIRE_API_KEY" in refused["error"]["message"]
+    asked: list[tuple[int, float]] = []
+
+    async def resize(count: int, drain_seconds: float) -> None:
+        if count > 2:
+            raise InvalidParameter("replica 2 needs 1 more GPU", "data_parallel_size")
+        asked.append((count, drain_seconds))
+        running.frontend.client.update(ReplicaStarting(1, "tcp://10.0.0.2:1"))
+
+    async with run_server(config, api_key="secret", shutdown_timeout=7.0) as running:
+        body: dict[str, Any] = {"data_parallel_size": 2}
+        assert (await running.http.post("/replicas", json=body)).status_code == 401
+        running.http.headers["Authorization"] = "Bearer secret"
+        assert "has a fixed number" in (await post(running, "/replicas", body, 400))["error"]["message"]
+        running.frontend.ask_resize = resize
+        answer = await post(running, "/replicas", body, 202)
+        assert answer["data_parallel_size"] == 2
+        assert [(each["host"], each["state"]) for each in answer["replicas"]] == [
+            ("localhost", "up"),
+            ("10.0.0.2", "loading"),
+        ]
+        await post(running, "/replicas", {**body, "drain_timeout_seconds": 0}, 202)
+        assert asked == [(2, 7.0), (2, 0.0)]
+        refused = await post(running, "/replicas", {"data_parallel_size": 3}, 400)
+        assert refused["error"]["message"] == "replica 2 needs 1 more GPU"
+        for wrong in ({"data_parallel_size": size} for size in (0, -1, 1025, 10**30, 1.5, "2", True, None)):
+            refused = await post(running, "/replicas", wrong, 400)
+            assert refused["error"]["param"] == "data_parallel_size"
+        for seconds in (-1, 1e9, "1"):
+            refused = await post(running, "/replicas", {**body, "drain_timeout_seconds": seconds}, 400)
+            assert refused["error"]["param"] == "drain_timeout_seconds"
+        running.frontend.is_draining = True
+        assert "shutting down" in (await post(running, "/replicas", body, 503))["error"]["message"]

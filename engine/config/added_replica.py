@@ -1,0 +1,69 @@
+"""The configuration of a replica that is added to a running server. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from quire.engine.config import devices, parallel_config, topology
+from quire.engine.config.engine_config import EngineConfig, ParallelConfig
+from quire.engine.config.memory_plan import MemoryPlan, format_bytes
+from quire.engine.protocol.errors import ConfigError
+
+
+def check_resizable(parallel: ParallelConfig) -> None:
+    """Raise `ConfigError` if the number of replicas cannot change while the server runs."""
+    if parallel.experts is not None:
+        raise ConfigError(
+            "with --enable-expert-parallel replicas share experts, and their number is fixed; restart the server with "
+            "another --data-parallel-size"
+        )
+    if parallel.executor == "ray" or parallel.nodes > 1:
+        raise ConfigError(
+            "the number of replicas that span several hosts (--nnodes) or that Ray starts is fixed; start further "
+            "servers, and put a load balancer in front of them"
+        )
+
+
+def added_replica(
+    config: EngineConfig, replica: int, used: Collection[int], count: int, num_loading: int = 0
+) -> EngineConfig:
+    """Return the configuration of replica number `replica` on this host, one of `count` here with it.
+
+    `used` are the devices of the others, of which `num_loading` do not have all their memory yet. Raises `ConfigError`
+    if there are no devices, or not enough memory, for it.
+    """
+    parallel = config.parallel
+    if not parallel.local_replicas:
+        raise ConfigError(
+            "this host has no replicas (--data-parallel-size-local 0), so that none can be added to it; start another "
+            "host with --headless"
+        )
+    available = devices.find(parallel.device, ())
+    order: tuple[int, ...] = ()
+    if parallel.device == "cuda":
+        unused = [device for device in range(available.count) if device not in used]
+        if len(unused) < parallel.world_size:
+            raise ConfigError(
+                f"replica {replica} needs {parallel.world_size} more GPU{'s' * (parallel.world_size > 1)}, and "
+                f"{len(unused)} of the {available.count} that are visible are unused"
+            )
+        links = tuple(tuple(available.links[one][other] for other in unused) for one in unused)
+        groups = parallel_config.group_sizes(parallel.ranks_of(parallel.node), parallel.tensor_parallel_size)
+        order = tuple(unused[place] for place in topology.assign_devices(links, groups))
+    else:
+        sizes = MemoryPlan.of(config)
+        needed = sum(
+            weights + sizes.workspace + sizes.graphs + block * config.cache.num_blocks
+            for weights, block in zip(sizes.weights, sizes.kv_block, strict=True)
+        )
+        needed *= parallel.tensor_parallel_size
+        if needed > (memory := max(0, available.memory - needed * num_loading)):
+            raise ConfigError(
+                f"Not enough memory for replica {replica}: needs {format_bytes(needed)}, "
+                f"{format_bytes(memory)} available"
+            )
+    # The first of `count` replicas, as the others have devices of their own.
+    here = range(replica, replica + count)
+    replicas = max(parallel.replicas, here.stop)
+    return replace(config, parallel=replace(parallel, replicas=replicas, local_replicas=here, devices=order))

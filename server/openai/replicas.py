@@ -1,0 +1,65 @@
+"""`/replicas`: the replicas of the engine, and their number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Annotated
+
+from fastapi import APIRouter, Response
+from pydantic import Field
+
+from quire.engine.config.parallel_config import MAX_REPLICAS
+from quire.server.frontend.input_processor import InputProcessor
+from quire.server.http.errors import ApiError, json_response
+from quire.server.http.large_bodies import BodyRoute
+from quire.server.http.state import AppState, ServedModel
+from quire.server.openai.protocol import ProcessedBody, StrictModel
+
+MAX_DRAIN_SECONDS = 86_400
+
+router = APIRouter(route_class=BodyRoute)
+
+
+class ResizeRequest(ProcessedBody, StrictModel):
+    """The number of replicas."""
+
+    data_parallel_size: Annotated[int, Field(ge=1, le=MAX_REPLICAS)]
+    """Number of replicas in all, including those of other hosts."""
+    drain_timeout_seconds: Annotated[float, Field(ge=0, le=MAX_DRAIN_SECONDS)] | None = None
+    """Time for requests on a replica that is removed to end there; then they go on elsewhere. Default:
+    `--shutdown-timeout`, or 30.
+    """
+
+    async def process_here(self, admit: Callable[[], InputProcessor]) -> None:
+        """Do nothing: it is small."""
+
+
+@router.get("/replicas")
+async def replicas(state: AppState) -> Response:
+    """The replicas of the engine: number, host, state (`loading`, `up`, `draining`, `restarting`, `dead`), requests."""
+    return _response(state)
+
+
+@router.post("/replicas", status_code=202)
+async def resize(body: ResizeRequest, state: AppState) -> Response:
+    """Start replicas on this host, or drain and stop some of it. Responds at once; `GET /replicas` shows the progress.
+
+    Only a server with API keys does so.
+    """
+    if not state.has_api_keys:
+        raise ApiError(
+            403,
+            "the number of replicas can be changed only on a server with API keys: start it with --api-key, "
+            "--api-key-file or QUIRE_API_KEY",
+            "api_keys_required",
+        )
+    seconds = state.drain_seconds if body.drain_timeout_seconds is None else body.drain_timeout_seconds
+    await state.frontend.resize(body.data_parallel_size, seconds)
+    return _response(state, 202)
+
+
+def _response(state: ServedModel, status: int = 200) -> Response:
+    found = state.frontend.client.replicas
+    size = sum(replica.state != "draining" for replica in found)
+    return json_response({"data_parallel_size": size, "replicas": list(map(asdict, found))}, status)
