@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
@@ -15,13 +16,14 @@ _MAX_FOLDER_BYTES = 60
 """In bytes. The path of a Unix socket inside must be shorter than 108 bytes (unix(7)), also that of a core's fork
 server.
 """
-_PREFIX, _LOCK = "quire-", "server.lock"
+_PREFIX, _MARK = "quire-", "in-use"
 
 
 class RuntimeFolder:
     """A temporary folder that is removed even if this process is killed: then the next one that makes a folder does it.
 
-    The lock on a file inside says that the folder is in use.
+    A lock on the folder says that it is in use, to others and to systemd-tmpfiles(8), and a file inside that it is such
+    a folder.
     """
 
     def __init__(self) -> None:
@@ -32,16 +34,20 @@ class RuntimeFolder:
             raise ConfigError(
                 f"the path in TMPDIR is too long for Unix sockets: {os.path.dirname(self.path)}; set a shorter one"
             )
-        # Locked before it has its name, so that no other process takes the folder for an unused one.
-        lock = os.open(f"{self.path}/new.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)
+        # Locked before it has the file, so that no other process takes the folder for an unused one.
+        lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         fcntl.flock(lock, fcntl.LOCK_EX)
-        os.rename(f"{self.path}/new.lock", f"{self.path}/{_LOCK}")
-        for other in Path(self.path).parent.glob(f"{_PREFIX}*/{_LOCK}"):
-            if other.parent != Path(self.path):
-                _remove_unused(other)
-
+        Path(self.path, _MARK).touch()
+        for mark in Path(self.path).parent.glob(f"{_PREFIX}*/{_MARK}"):
+            if mark.parent != Path(self.path):
+                _remove_unused(mark.parent)
         self.remove = weakref.finalize(self, _remove, self.path, lock)
         """Removes the folder; the end of the process does, too."""
+
+    @property
+    def exists(self) -> bool:
+        """Whether nobody has removed it."""
+        return os.path.exists(f"{self.path}/{_MARK}")
 
 
 def _remove(folder: str, lock: int) -> None:
@@ -49,11 +55,12 @@ def _remove(folder: str, lock: int) -> None:
     os.close(lock)
 
 
-def _remove_unused(lock: Path) -> None:
-    """Remove the folder with this lock, unless a process holds it or it belongs to another user."""
-    try:
-        with lock.open("r+") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(lock.parent, ignore_errors=True)
-    except OSError:
-        pass
+def _remove_unused(folder: Path) -> None:
+    """Remove a folder, unless a process has it in use or it belongs to another user."""
+    with contextlib.suppress(OSError):
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(lock)

@@ -232,6 +232,10 @@ class EngineManager:
             return None
         reason, policy = f"{self._prefix(core.replica)}{failure.reason}", self._policy
         if core.replica in self._awaited and self._group_runs:
+            is_killed = core.failure is None  # by somebody else, which need not happen again
+            if is_killed and len(core.deaths) == 1 and policy.is_enabled and not self._config.parallel.is_coupled:
+                logger.error("%s; starting it again", reason)
+                return RESTART_SECONDS[0]
             self.is_user_error = failure.user_error
             self.on_state(EngineFailed(reason))
             return None
@@ -481,6 +485,9 @@ class EngineManager:
             timeout = self._config.parallel.timeout
             if any(core.process is not None for core in self._cores):  # it is being started: its end will be noticed
                 self._lost_since = self._lost_since and time.monotonic()
+            if not self._folder.exists:
+                where = f"{self._folder.path} with the sockets of this server"
+                self.on_state(EngineFailed(f"the folder {where} was removed; set TMPDIR to a safe place"))
             if self._lost_since is not None and self.states and time.monotonic() - self._lost_since > timeout:
                 self.on_state(EngineFailed(f"no replica has been up for {timeout:g} s"))
             return until()

@@ -22,17 +22,22 @@ def temporary(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 def test_a_folder_is_removed_by_its_owner_or_by_the_next(temporary: Path) -> None:
     stale, foreign = temporary / "quire-stale", temporary / "quire-notes"
     stale.mkdir()
-    (stale / "server.lock").touch()
+    (stale / "in-use").touch()
     (stale / "requests-0").touch()
-    foreign.mkdir()  # not made by a server: it has no lock
+    foreign.mkdir()  # not made by a server: it has no mark
     first = RuntimeFolder()
     second = RuntimeFolder()
     assert {path.name for path in temporary.iterdir()} == {Path(first.path).name, Path(second.path).name, "quire-notes"}
     first.remove()
     assert not Path(first.path).exists()
     path = Path(second.path)
-    with (path / "server.lock").open() as lock, pytest.raises(BlockingIOError):
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    folder = os.open(path, os.O_RDONLY)
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(folder)
+    assert second.exists
+    (path / "in-use").unlink()
+    assert not second.exists
     del second
     assert not path.exists()
 

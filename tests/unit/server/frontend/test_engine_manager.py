@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -555,3 +556,24 @@ def test_an_engine_without_replicas_waits_for_hosts(engine: Make) -> None:
     one.manager.replica_up(ReplicaUp(5, 7))
     one.run(lambda: 5 in one.manager.states)
     assert one.manager.failure is None
+
+
+def test_a_core_that_is_killed_while_it_starts_is_started_once_more(engine: Make) -> None:
+    one = engine()
+    one.core(0).kill()
+    one.live_again(0)
+    again = engine()
+    again.core(0).kill()
+    again.run(lambda: again.starts(0) == 2)
+    again.core(0).kill()
+    again.run(lambda: again.manager.failure is not None)
+    assert again.states == [EngineFailed("the engine core was killed by SIGKILL")]
+
+
+def test_an_engine_whose_folder_is_removed_has_failed(engine: Make) -> None:
+    one = engine()
+    one.up(0)
+    shutil.rmtree(folder := one.manager._folder.path)
+    one.run(lambda: one.manager.failure is not None)
+    reason = f"the folder {folder} with the sockets of this server was removed; set TMPDIR to a safe place"
+    assert one.states[1:] == [EngineFailed(reason)]
