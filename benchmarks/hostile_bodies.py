@@ -88,6 +88,7 @@ def in_braces(text: str) -> bytes:
 
 
 WORDS = "word " * 800_000
+AMBIGUOUS = 'start: s\ns: s s s | s s | /[a-z ]/ | ""'
 CASES = [
     Case("800,000 words in a message", CHAT, lambda: chat(user(WORDS))),
     Case("800,000 words in a prompt", COMPLETIONS, lambda: prompt(WORDS)),
@@ -126,6 +127,11 @@ CASES = [
     Case("10 MB regex", CHAT, lambda: chat(structured_outputs={"regex": "(a|b)*" * 1_700_000})),
     Case("10^6 choices", CHAT, lambda: chat(structured_outputs={"choice": [str(at) for at in range(1_000_000)]})),
     Case("10 MB grammar", CHAT, lambda: chat(structured_outputs={"grammar": 'start: "a"\n' * 900_000})),
+    Case(
+        "ambiguous grammar, 16 choices",
+        COMPLETIONS,
+        lambda: prompt("Quire is", max_tokens=1900, n=16, ignore_eos=True, structured_outputs={"grammar": AMBIGUOUS}),
+    ),
     Case("10^6 stop strings", CHAT, lambda: chat(stop=["a"] * 1_000_000)),
     Case("10^6 bad words", CHAT, lambda: chat(bad_words=["a"] * 1_000_000)),
     Case("logit_bias of 10^6 tokens", CHAT, lambda: chat(logit_bias={str(at): 1.0 for at in range(1_000_000)})),

@@ -77,10 +77,8 @@ def run(
     for index in range(REQUESTS):
         is_bound = index < constrained
         params = SamplingParams(max_tokens=None, ignore_eos=True, structured_outputs=ENDLESS if is_bound else None)
-        grammar = scheduler.grammars.compile(ENDLESS) if is_bound else None
-        scheduler.add(
-            EngineCoreRequest(0, f"{'bound' if is_bound else 'free'}-{index}", [5 + index, 6, 7], params), grammar
-        )
+        request = EngineCoreRequest(0, f"{'bound' if is_bound else 'free'}-{index}", [5 + index, 6, 7], params)
+        scheduler.add(request, scheduler.start_grammar(request) if is_bound else None)
     in_flight: deque[tuple[SchedulerOutput, StepFuture]] = deque()
     tokens = {"free": 0, "bound": 0}
     begun, done = 0.0, -10
@@ -94,7 +92,7 @@ def run(
             done += 1
             if done == 0:
                 begun, tokens = time.perf_counter(), dict.fromkeys(tokens, 0)
-            for outputs in news.values():
+            for outputs in (*news.values(), *scheduler.process_structured(is_idle=not in_flight).values()):
                 for request_id in [*outputs.request_ids, *(output.request_id for output in outputs.outputs)]:
                     tokens[request_id.partition("-")[0]] += 1
     seconds = time.perf_counter() - begun

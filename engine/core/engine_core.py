@@ -49,8 +49,9 @@ from quire.engine.protocol.runner_output import LOST_REPLICAS
 from quire.engine.protocol.scheduler_output import SchedulerOutput
 from quire.engine.protocol.stats import EngineStats, ExpertLoad
 from quire.engine.protocol.supervision import Failed, Ready, Shutdown
-from quire.engine.scheduler.grammar import Grammar, GrammarError
+from quire.engine.scheduler.grammar import GrammarError
 from quire.engine.scheduler.scheduler import Scheduler
+from quire.engine.scheduler.structured_output import StartedGrammar
 from quire.engine.supervisor import HEARTBEAT_SECONDS, SupervisorConnection
 
 logger = logging.getLogger("quire.engine.core.engine_core")
@@ -77,7 +78,7 @@ class GrammarCompiled:
     """Sent to the loop by the thread that compiled a request's grammar: the grammar, or an error message."""
 
     request: EngineCoreRequest
-    grammar: Grammar | str
+    grammar: StartedGrammar | str
 
 
 Inbound = ToCore | GrammarCompiled | RankEnded | Shutdown | Exception
@@ -195,6 +196,7 @@ class EngineCore:
             if self.in_flight and (len(self.in_flight) == self.depth or plan is None):
                 self.process_result()
                 self.answer_probes()
+            self.add_outputs(self.scheduler.process_structured(is_idle=not self.in_flight))
             self.send()
 
     def process_result(self) -> None:
@@ -290,8 +292,8 @@ class EngineCore:
             case Exception():
                 raise message
 
-    def add(self, request: EngineCoreRequest, grammar: Grammar | str | None = None) -> None:
-        """Add a request to the scheduler. `grammar` is the compiled grammar, or an error that ends the request."""
+    def add(self, request: EngineCoreRequest, grammar: StartedGrammar | str | None = None) -> None:
+        """Add a request to the scheduler. `grammar` is the started grammar, or an error that ends the request."""
         if isinstance(grammar, str):
             rejection: EngineCoreOutput | None = EngineCoreOutput(
                 request.request_id, [], finish_reason="error", error=grammar
@@ -303,15 +305,14 @@ class EngineCore:
 
     def compile(self, request: EngineCoreRequest) -> None:
         """Compile a request's grammar in a thread; other requests keep running."""
-        outputs, grammars, inbox = request.params.structured_outputs, self.scheduler.grammars, self.io.inbox
-        assert outputs is not None
+        start_grammar, inbox = self.scheduler.start_grammar, self.io.inbox
         if request.request_id in self.compiling:
             return self.add(request, f"request id {request.request_id!r} is in use")
         self.compiling[request.request_id] = request
 
         def work() -> None:
             try:
-                inbox.put(GrammarCompiled(request, grammars.compile(outputs)))
+                inbox.put(GrammarCompiled(request, start_grammar(request)))
             except GrammarError as error:
                 inbox.put(GrammarCompiled(request, f"structured output: {error}"))
             except BaseException as error:  # the client waits for an answer
@@ -332,10 +333,12 @@ class EngineCore:
         self.outputs.setdefault(client, EngineCoreOutputs()).outputs.append(output)
 
     def add_outputs(self, step_outputs: dict[int, EngineCoreOutputs]) -> None:
-        """Append the outputs of a step to those of this iteration."""
+        """Append these outputs to those of this iteration."""
         for client, outputs in step_outputs.items():
             if (earlier := self.outputs.get(client)) is not None:
                 outputs.outputs = earlier.outputs + outputs.outputs
+                outputs.request_ids = earlier.request_ids + outputs.request_ids
+                outputs.token_ids = earlier.token_ids + outputs.token_ids
             self.outputs[client] = outputs
 
     def answer_probes(self) -> None:

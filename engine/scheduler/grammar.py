@@ -8,6 +8,7 @@ with the first structured request and does not import torch. Building its tokeni
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -41,8 +42,19 @@ _MAX_COMPILED = 128
 """Size of the LRU cache of compiled grammars, each some tens of kilobytes."""
 
 
+_MAX_ROW = 2000
+"""Maximum number of items in a row of llguidance's Earley parser: of the alternatives that are open at one place of the
+output. Enough for a schema with 500 optional properties of one object, which have four items each, or an anyOf of 2,000
+objects. What JSON can express in several ways does not add up, because brackets separate its parts."""
+_MAX_ROW_OF_GRAMMAR = 500
+"""The same for grammars in Lark's notation or GBNF. Rows of an ambiguous grammar (`s: s s | "a"`) grow with the output,
+and the time of a mask with the cube of that: with 500 items 35 ms for a vocabulary of 4,096 tokens, with 2,000 seconds.
+Enough for the grammar of a programming language (some hundred rules take less than 200 items), 128 tools, 500
+alternatives, or a schema (`%json`) with 120 optional properties of one object."""
+
+
 class GrammarError(ValueError):
-    """A grammar that cannot be compiled, or that allows no next token."""
+    """A grammar that cannot be compiled, or that allows no next token. The message is for the client."""
 
 
 class Grammar:
@@ -90,11 +102,11 @@ class Grammar:
             allowed = mask & self._eos if not (mask & ~self._eos).any() else allowed
         if not allowed.any():
             cause = "the grammar" if not mask.any() else "the grammar together with the other parameters"
-            raise GrammarError(f"structured output: after {len(output)} tokens {cause} allows no token")
+            raise GrammarError(f"after {len(output)} tokens {cause} allows no token")
         return allowed.tobytes()
 
     def _error(self) -> GrammarError:
-        return GrammarError(f"structured output: {self._matcher.get_error().strip().splitlines()[0]}")
+        return GrammarError(_cause(self._matcher))
 
 
 class GrammarCompiler:
@@ -109,19 +121,19 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
         self._executor: LLExecutor | None = None
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[tuple[str, int], LLMatcher] = OrderedDict()
 
     def compile(self, outputs: StructuredOutputs) -> Grammar:
         """Return the grammar in its initial state. Raises `GrammarError` if it is invalid or its first step fails."""
-        source = _to_llguidance(outputs)
+        key = _to_llguidance(outputs), _max_row(outputs)
         with self._lock:
-            matcher = self._compiled.get(source)
+            matcher = self._compiled.get(key)
             if matcher is not None:
-                self._compiled.move_to_end(source)
+                self._compiled.move_to_end(key)
         if matcher is None:
-            matcher = self._compile(source)
+            matcher = self._compile(*key)
             with self._lock:
-                self._compiled[source] = matcher
+                self._compiled[key] = matcher
                 if len(self._compiled) > _MAX_COMPILED:
                     self._compiled.popitem(last=False)
         return Grammar(matcher.deep_copy(), self._vocab_size, self._eos)
@@ -129,7 +141,7 @@ class GrammarCompiler:
     def error(self, outputs: StructuredOutputs) -> str | None:
         """Return why this cannot be enforced, or None. Does not use the cache."""
         try:
-            self._compile(_to_llguidance(outputs))
+            self._compile(_to_llguidance(outputs), _max_row(outputs))
         except GrammarError as error:
             return str(error)
         return None
@@ -150,10 +162,10 @@ class GrammarCompiler:
             self._executor.unsafe_compute_mask_ptr(rows, masks.ctypes.data, masks.shape[1] * 4, len(rows))
         return masks if size == self._vocab_size else masks[:, : self._words] & self._known
 
-    def _compile(self, source: str) -> LLMatcher:
+    def _compile(self, source: str, max_row: int) -> LLMatcher:
         from llguidance import LLMatcher, LLParserLimits
 
-        limits = LLParserLimits(verbose_errors=False)
+        limits = LLParserLimits(max_items_in_row=max_row, verbose_errors=False)
         matcher = LLMatcher(self._vocabulary(), source, log_level=0, limits=limits)
         if matcher.is_error():
             raise GrammarError(matcher.get_error().strip())
@@ -161,14 +173,16 @@ class GrammarCompiler:
         first.compute_ff_tokens()
         bits = np.unpackbits(np.frombuffer(first.compute_bitmask(), np.uint8), bitorder="little")
         (tokens,) = np.nonzero(bits)
-        if not len(tokens) or first.is_error():
+        if first.is_error():
+            raise GrammarError(f"it fails at its first token: {_cause(first)}")
+        if not len(tokens):
             raise GrammarError("it can never be satisfied: it allows no first token")
         for token in {int(tokens[0]), int(tokens[len(tokens) // 2]), int(tokens[-1])}:
             step = matcher.deep_copy()
             step.consume_token(token)
             step.compute_bitmask()
             if step.is_error():
-                raise GrammarError(f"it fails after its first token: {step.get_error().strip().splitlines()[0]}")
+                raise GrammarError(f"it fails after its first token: {_cause(step)}")
         return matcher
 
     def _vocabulary(self) -> LLTokenizer:
@@ -196,6 +210,25 @@ def _to_llguidance(outputs: StructuredOutputs) -> str:
         return LLMatcher.grammar_from_json_schema(schema, overrides=JSON_OPTIONS)  # type: ignore[arg-type]
     except (ValueError, RecursionError) as error:
         raise GrammarError(str(error)) from None
+
+
+def _max_row(outputs: StructuredOutputs) -> int:
+    return _MAX_ROW if outputs.grammar is None else _MAX_ROW_OF_GRAMMAR
+
+
+def _cause(matcher: LLMatcher) -> str:
+    """Return why the matcher failed, for the client."""
+    error: str = matcher.get_error().strip().splitlines()[0]
+    if found := re.search(r"row has \d+ items; max is (\d+)|Too many items \(limit (\d+)", error):
+        count, where = found[1] or found[2], "at one place" if found[1] else "for one token"
+        return (
+            f"the grammar is too ambiguous: more than {count} alternatives are open {where} of the output; write rules "
+            "that match a text in one way only, repeat with * or + instead of recursion, and match text with regular "
+            "expressions instead of single characters"
+        )
+    if "too many expressions" in error or "fuel" in error:
+        return f"the regular expressions are too complex: use smaller and fewer counted repetitions ({error})"
+    return error
 
 
 def _load_tokenizer(folder: Path, vocab_size: int, eos_token_ids: Iterable[int]) -> LLTokenizer:

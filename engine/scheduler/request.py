@@ -74,6 +74,8 @@ class Request:
     """Structured output only: the grammar's state after all of `token_ids`."""
     mask: bytes = b""
     """The tokens that the grammar allows next."""
+    grammar_seconds: float = 0.0
+    """Time that the grammar took for the last token."""
     unsent_to_workers: list[int] = field(default_factory=list)
     """The last tokens of `token_ids`, which the workers receive with the next row."""
     unsent_to_client: list[int] = field(default_factory=list)

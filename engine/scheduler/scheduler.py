@@ -28,11 +28,11 @@ from quire.engine.protocol.logprobs import PromptLogprobs, TokenLogprobs
 from quire.engine.protocol.runner_output import ModelRunnerOutput
 from quire.engine.protocol.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from quire.engine.protocol.stats import EngineStats
-from quire.engine.scheduler.grammar import Grammar, GrammarCompiler
+from quire.engine.scheduler.grammar import GrammarCompiler
 from quire.engine.scheduler.kv_cache_manager import KVCacheManager, extend_hashes
 from quire.engine.scheduler.request import Request, Share
 from quire.engine.scheduler.request_queue import RequestQueue, discard, insert, order
-from quire.engine.scheduler.structured_output import StructuredOutputManager
+from quire.engine.scheduler.structured_output import StartedGrammar, StructuredOutputManager
 from quire.engine.scheduler.token_budget import TokenBudget
 
 
@@ -93,10 +93,17 @@ class Scheduler:
 
     # --- requests ---------------------------------------------------------------------------------------------
 
-    def add(self, core_request: EngineCoreRequest, grammar: Grammar | None = None) -> EngineCoreOutput | None:
+    def start_grammar(self, core_request: EngineCoreRequest) -> StartedGrammar:
+        """Compile and start the grammar of a request with structured output, which `add` needs.
+
+        May take long; can be called in any thread. Raises `GrammarError`.
+        """
+        return self.structured_output.start(core_request, self._max_tokens(core_request), self._stops(core_request))
+
+    def add(self, core_request: EngineCoreRequest, started: StartedGrammar | None = None) -> EngineCoreOutput | None:
         """Queue a request. Returns its terminal output if the request can never run, or has nothing left to compute.
 
-        `grammar` is the compiled grammar of a request with structured output. A request that already has output tokens
+        `started` is the grammar of a request with structured output. A request that already has output tokens
         continues after them like a preempted one; its prompt log-probabilities have already been sent.
         """
         prompt, output = core_request.prompt_token_ids, core_request.output_token_ids
@@ -110,28 +117,39 @@ class Scheduler:
             error = f"the prompt has {len(prompt)} tokens; the maximum model length is {maximum}"
         if error:
             return EngineCoreOutput(core_request.request_id, [], finish_reason="error", error=error)
-        params = core_request.params
-        limit = 1 if self.is_pooling else params.max_tokens
+        params, forced = core_request.params, [] if started is None else started.forced
+        if started is not None and started.grammar.is_complete:
+            return EngineCoreOutput(core_request.request_id, forced, finish_reason="stop")
         request = Request(
             core_request=core_request,
             client=core_request.client,
             request_id=core_request.request_id,
             order=(core_request.priority if self.config.policy == "priority" else 0, self._num_added),
-            token_ids=prompt + output,
-            max_tokens=self.max_model_len if limit is None else min(self.max_model_len, len(prompt) + limit),
-            stops=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids),
+            token_ids=prompt + output + forced,
+            max_tokens=self._max_tokens(core_request),
+            stops=self._stops(core_request),
             share=self.waiting.share(core_request.share, core_request.weight),
             num_scored_tokens=len(prompt) - 1 if output and params.prompt_logprobs is not None else 0,
-            grammar=grammar,
+            unsent_to_client=forced,
         )
+        if started is not None:
+            request.grammar, request.mask = started.grammar, started.mask
         if len(request.token_ids) >= request.max_tokens:
             return EngineCoreOutput(core_request.request_id, [], finish_reason="length")
-        if grammar is not None and (end := self.structured_output.start(request)) is not None:
-            return end
         self._num_added += 1
         self.requests[core_request.request_id] = request
         self.waiting.add(request)
         return None
+
+    def _max_tokens(self, core_request: EngineCoreRequest) -> int:
+        limit = 1 if self.is_pooling else core_request.params.max_tokens
+        if limit is None:
+            return self.max_model_len
+        return min(self.max_model_len, len(core_request.prompt_token_ids) + limit)
+
+    def _stops(self, core_request: EngineCoreRequest) -> frozenset[int]:
+        params = core_request.params
+        return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids)
 
     def abort(self, request_id: str) -> tuple[Request, EngineCoreOutput] | None:
         """Abort a request and free its blocks. Returns None if it has already ended."""
@@ -498,7 +516,8 @@ class Scheduler:
         return [request for _, _, request in sorted(places)]
 
     def _preempt(self, candidates: Iterable[Request]) -> bool:
-        """Preempt the first of these requests that is not in flight; returns whether there was one.
+        """Preempt the first of these requests that is not in flight; returns whether there was one. A request whose
+        grammar has not processed the last token counts as in flight.
 
         The preempted request is queued again and recomputes its tokens, mostly from the prefix cache; its output does
         not change. If all candidates are in flight, the first one is not scheduled again, so that it can be preempted
@@ -506,7 +525,7 @@ class Scheduler:
         """
         first = None
         for victim in candidates:
-            if victim.last_step <= self._last_finished_step:
+            if victim.last_step <= self._last_finished_step and not self.structured_output.is_processing(victim):
                 self._remove_from_workers(victim)
                 self.waiting.push(victim)
                 self.stats.preemptions += 1
@@ -533,7 +552,6 @@ class Scheduler:
             self._emit_prompt_logprobs(rows, result.prompt_logprobs, outputs)
         if result.vectors:
             self._emit_embeddings(rows, result.vectors, outputs)
-        structured_output: list[tuple[Request, EngineCoreOutput]] = []
         client, client_outputs = -1, EngineCoreOutputs()
         results = zip(rows, result.token_ids, result.logprobs or repeat(None), strict=False)  # the last may be infinite
         for request, token_id, logprobs in results:
@@ -547,17 +565,30 @@ class Scheduler:
             if request.is_plain and len(tokens) < request.max_tokens and token_id not in request.stops:
                 client_outputs.request_ids.append(request.request_id)
                 client_outputs.token_ids.append(token_id)
+            elif request.grammar is not None and token_id not in request.stops:
+                self.structured_output.on_sampled(request, token_id, logprobs)
             else:
-                output = self._make_output(request, token_id, logprobs)
-                client_outputs.outputs.append(output)
-                if request.grammar is not None and output.finish_reason is None:
-                    structured_output.append((request, output))
-        if structured_output:
-            self._resume_structured(structured_output)
+                client_outputs.outputs.append(self._make_output(request, token_id, logprobs))
+        self._count_generated(outputs)
+        return outputs
+
+    def process_structured(self, *, is_idle: bool) -> dict[int, EngineCoreOutputs]:
+        """Process sampled tokens of structured outputs, within a time budget; returns the new outputs by API process.
+
+        To be called once per iteration, after `update`. `is_idle`: no plan is in flight.
+        """
+        outputs: dict[int, EngineCoreOutputs] = {}
+        for request, output in self.structured_output.process(is_idle=is_idle):
+            outputs.setdefault(request.client, EngineCoreOutputs()).outputs.append(output)
+            if output.finish_reason is not None:
+                self._finish(request, output.finish_reason)
+        self._count_generated(outputs)
+        return outputs
+
+    def _count_generated(self, outputs: dict[int, EngineCoreOutputs]) -> None:
         self.stats.generated_tokens += sum(
             len(each.token_ids) + sum(len(output.token_ids) for output in each.outputs) for each in outputs.values()
         )
-        return outputs
 
     def _fail(self, rows: list[Request], reason: str, outputs: dict[int, EngineCoreOutputs]) -> None:
         """End the requests of a failed plan with an error. The plans in flight after it are skipped by the workers.
@@ -603,35 +634,21 @@ class Scheduler:
     def _make_output(self, request: Request, token_id: int, logprobs: TokenLogprobs | None) -> EngineCoreOutput:
         """Return an output with more than a plain token; finishes the request if the token does."""
         reason: FinishReason | None = None
-        error: str | None = None
-        new_tokens = [*request.unsent_to_client, token_id]
         if token_id in request.stops:
             reason = "stop"
-        elif request.grammar is not None:
-            reason, error = self.structured_output.advance(request, token_id, new_tokens)
         elif len(request.token_ids) >= request.max_tokens:
             reason = "length"
         if reason is not None:
             self._finish(request, reason)
-        request.unsent_to_client = []
-        request.is_plain = request.core_request.params.logprobs is None and request.grammar is None
+        request.is_plain = request.core_request.params.logprobs is None
         return EngineCoreOutput(
             request_id=request.request_id,
-            token_ids=new_tokens,
+            token_ids=[*request.unsent_to_client, token_id],
             logprobs=None if logprobs is None else [logprobs],
             finish_reason=reason,
             stop_token_id=token_id if token_id in request.stops else None,
-            error=error,
             num_cached_tokens=request.num_cached_tokens or 0,
         )
-
-    def _resume_structured(self, structured_output: list[tuple[Request, EngineCoreOutput]]) -> None:
-        """Make requests with structured output schedulable again, or end those whose grammar allows no token."""
-        errors = self.structured_output.resume([request for request, _ in structured_output])
-        for (request, output), error in zip(structured_output, errors, strict=True):
-            if error is not None:
-                output.finish_reason, output.error = "error", error
-                self._finish(request, "error")
 
     # --- state ------------------------------------------------------------------------------------------------
 

@@ -2,48 +2,89 @@
 
 Such a request waits for its sampled token, which the grammar needs to determine the allowed and the forced next tokens.
 Forced tokens (the name of a property, for example) are not sampled; the next row computes all of them.
+
+Grammars usually take some tens of microseconds for a token, but ambiguous ones take milliseconds. Therefore each
+iteration of the loop has a time budget for them. A request whose turn has not come is not ready yet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from quire.engine.protocol.engine_core import EngineCoreOutput, FinishReason
-from quire.engine.scheduler.grammar import GrammarCompiler, GrammarError
+from quire.engine.protocol.engine_core import EngineCoreOutput, EngineCoreRequest
+from quire.engine.protocol.logprobs import TokenLogprobs
+from quire.engine.protocol.sampling_params import SamplingParams
+from quire.engine.scheduler.grammar import Grammar, GrammarCompiler, GrammarError
 from quire.engine.scheduler.request import Request
 from quire.engine.scheduler.request_queue import discard, insert
+
+_BUDGET_SECONDS = 0.02
+"""Time for grammars in one iteration of the loop."""
+_AT_ONCE = 16
+"""Requests whose masks are computed together. The time is checked between: if all of them take as long as a mask can,
+unlike for the token before, they exceed the budget by that."""
+
+
+@dataclass(frozen=True)
+class StartedGrammar:
+    """A grammar after the known tokens of a new request, with what its first row needs."""
+
+    grammar: Grammar
+    forced: list[int]
+    """The first tokens of the output, not sampled; the grammar is behind them."""
+    mask: bytes
+    """The tokens allowed next."""
+
+
+@dataclass(frozen=True)
+class _Arrived:
+    """A sampled token that the grammar has not processed yet."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None
+    at: float
 
 
 class StructuredOutputManager:
     """The running requests with a grammar whose prompt is computed; advances their grammars."""
 
-    def __init__(self, grammars: GrammarCompiler, *, workers_keep_tokens: bool) -> None:
+    def __init__(
+        self,
+        grammars: GrammarCompiler,
+        *,
+        workers_keep_tokens: bool,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self._grammars = grammars
         self._workers_keep_tokens = workers_keep_tokens
+        self._clock = clock
         self.ready: list[Request] = []
-        """Requests whose sampled token has arrived, sorted by `Request.order`: they can be scheduled."""
+        """Requests whose sampled token has been processed, sorted by `Request.order`: they can be scheduled."""
         self._in_flight: set[Request] = set()
         """Requests whose token is being sampled."""
+        self._arrived: dict[Request, _Arrived] = {}
+        """Requests whose sampled token waits to be processed, the longest-waiting first."""
+        self._next_expensive_at = 0.0
 
     def __len__(self) -> int:
-        return len(self.ready) + len(self._in_flight)
+        return len(self.ready) + len(self._in_flight) + len(self._arrived)
 
-    def start(self, request: Request) -> EngineCoreOutput | None:
-        """Append the initially forced tokens. Returns a terminal output if they complete the output, or on error."""
-        grammar = request.grammar
-        assert grammar is not None
-        try:
-            if output := request.core_request.output_token_ids:  # otherwise an empty grammar would be complete
-                grammar.advance(output)
-            request.unsent_to_client = _force(request)
-            (error,) = self._constrain([request])
-        except GrammarError as grammar_error:
-            error = str(grammar_error)
-        if error is not None:
-            return EngineCoreOutput(request.request_id, [], finish_reason="error", error=error)
-        if grammar.is_complete:
-            return EngineCoreOutput(request.request_id, request.unsent_to_client, finish_reason="stop")
-        return None
+    def start(self, core_request: EngineCoreRequest, max_tokens: int, stops: frozenset[int]) -> StartedGrammar:
+        """Compile a request's grammar and advance it by the known output. `max_tokens` and `stops`: as in `Request`.
+
+        May take long; can be called in any thread. Raises `GrammarError`.
+        """
+        params, output = core_request.params, core_request.output_token_ids
+        assert params.structured_outputs is not None
+        grammar = self._grammars.compile(params.structured_outputs)
+        for token_id in output:  # one at a time: each call holds the GIL
+            grammar.advance([token_id])
+        num_tokens = len(core_request.prompt_token_ids) + len(output)
+        forced = _force(grammar, params, max_tokens - 1 - num_tokens, stops)
+        (mask,) = self._grammars.masks([grammar])
+        return StartedGrammar(grammar, forced, grammar.mask_row(mask, params, output + forced))
 
     def on_scheduled(self, request: Request) -> bytes:
         """Record that the request's next token is in flight; returns the mask of allowed tokens."""
@@ -51,79 +92,126 @@ class StructuredOutputManager:
         self._in_flight.add(request)
         return request.mask
 
+    def on_sampled(self, request: Request, token_id: int, logprobs: TokenLogprobs | None) -> None:
+        """Record that the request's token, which is already in `token_ids`, has arrived; `process` processes it."""
+        self._in_flight.remove(request)
+        self._arrived[request] = _Arrived(token_id, logprobs, self._clock())
+
+    def is_processing(self, request: Request) -> bool:
+        """Whether the request's last token has not been processed yet."""
+        return request in self._arrived
+
     def remove(self, request: Request) -> None:
         """Remove a request, if present."""
         discard(self.ready, request)
         self._in_flight.discard(request)
+        self._arrived.pop(request, None)
 
-    def advance(self, request: Request, token_id: int, new_tokens: list[int]) -> tuple[FinishReason | None, str | None]:
-        """Advance the grammar by a sampled token, and append forced tokens to `new_tokens`.
+    def process(self, *, is_idle: bool) -> list[tuple[Request, EngineCoreOutput]]:
+        """Process tokens that have arrived: advance the grammars, append forced tokens, compute the next masks.
 
-        Returns the finish reason (None: not finished) and the error.
+        The requests whose last token was cheap come first, less the time that they have waited, as many as fit into the
+        budget. Of those that do not fit, the longest-waiting one is processed after them, but only for half of the time
+        (`is_idle`: always, as there is no other work). Returns the outputs of processed requests, which are ready or,
+        if the output has a finish reason, removed.
         """
-        grammar = request.grammar
-        assert grammar is not None
-        request.unsent_to_workers = [] if self._workers_keep_tokens else [token_id]
-        try:
-            grammar.advance([token_id])
-            if not grammar.is_complete and len(request.token_ids) < request.max_tokens:
-                forced = _force(request)
-                request.unsent_to_workers += forced
-                new_tokens += forced
-        except GrammarError as error:
-            return "error", str(error)
-        if grammar.is_complete:
-            return "stop", None
-        return ("length" if len(request.token_ids) >= request.max_tokens else None), None
+        if not self._arrived:
+            return []
+        start = self._clock()
+        deadline, left = start + _BUDGET_SECONDS, _BUDGET_SECONDS
+        batch: list[Request] = []
+        for request in sorted(self._arrived, key=lambda each: self._arrived[each].at + each.grammar_seconds):
+            if request.grammar_seconds <= left:
+                left -= request.grammar_seconds
+                batch.append(request)
+        expensive = next((request for request in self._arrived if request.grammar_seconds > _BUDGET_SECONDS), None)
+        outputs: list[tuple[Request, EngineCoreOutput]] = []
+        while batch and (not outputs or self._clock() < deadline):
+            outputs += self._process(batch[:_AT_ONCE], deadline)
+            del batch[:_AT_ONCE]
+        now = self._clock()
+        if expensive is not None and (now >= self._next_expensive_at or (is_idle and not outputs)):
+            outputs += self._process([expensive], deadline)
+            self._next_expensive_at = 2 * self._clock() - now
+        return outputs
 
-    def resume(self, requests: Sequence[Request]) -> list[str | None]:
-        """Make these requests ready again after their tokens have arrived; returns an error or None for each."""
-        errors = self._constrain(requests)
-        for request, error in zip(requests, errors, strict=True):
-            self._in_flight.remove(request)
-            if error is None:
-                insert(self.ready, request)
-        return errors
-
-    def _constrain(self, requests: Sequence[Request]) -> list[str | None]:
-        """Compute the mask of allowed next tokens of each request; returns an error or None for each."""
-        grammars = [request.grammar for request in requests if request.grammar is not None]
-        errors: list[str | None] = []
-        for request, grammar, mask in zip(requests, grammars, self._grammars.masks(grammars), strict=True):
-            output = request.token_ids[request.num_prompt_tokens :]
+    def _process(self, requests: Sequence[Request], deadline: float) -> list[tuple[Request, EngineCoreOutput]]:
+        """Process these requests, after the first one only until the deadline."""
+        outputs: list[tuple[Request, EngineCoreOutput]] = []
+        unfinished: list[tuple[Request, Grammar, EngineCoreOutput]] = []
+        begun = self._clock()
+        for request in requests:
+            if outputs and begun > deadline:
+                break
+            assert request.grammar is not None
+            output = self._advance(request, request.grammar, self._arrived.pop(request))
+            outputs.append((request, output))
+            if output.finish_reason is None:
+                unfinished.append((request, request.grammar, output))
+            request.grammar_seconds, begun = self._clock() - begun, self._clock()
+        masks = self._grammars.masks([grammar for _, grammar, _ in unfinished])
+        seconds = (self._clock() - begun) / max(1, len(unfinished))
+        for (request, grammar, output), mask in zip(unfinished, masks, strict=True):
+            request.grammar_seconds += seconds
+            known = request.token_ids[request.num_prompt_tokens :]
             try:
-                request.mask = grammar.mask_row(mask, request.core_request.params, output)
-                errors.append(None)
+                request.mask = grammar.mask_row(mask, request.core_request.params, known)
+                insert(self.ready, request)
             except GrammarError as error:
-                errors.append(str(error))
-        return errors
+                output.finish_reason, output.error = "error", f"structured output: {error}"
+        return outputs
+
+    def _advance(self, request: Request, grammar: Grammar, arrived: _Arrived) -> EngineCoreOutput:
+        """Advance the grammar by the sampled token, and append the tokens that it forces."""
+        output = EngineCoreOutput(
+            request.request_id,
+            [*request.unsent_to_client, arrived.token_id],
+            logprobs=None if arrived.logprobs is None else [arrived.logprobs],
+            num_cached_tokens=request.num_cached_tokens or 0,
+        )
+        request.unsent_to_client = []
+        request.unsent_to_workers = [] if self._workers_keep_tokens else [arrived.token_id]
+        try:
+            grammar.advance([arrived.token_id])
+            if not grammar.is_complete:
+                room = request.max_tokens - 1 - len(request.token_ids)
+                forced = _force(grammar, request.core_request.params, room, request.stops)
+                request.token_ids += forced
+                request.unsent_to_workers += forced
+                output.token_ids += forced
+        except GrammarError as error:
+            output.finish_reason, output.error = "error", f"structured output: {error}"
+        else:
+            if grammar.is_complete:
+                output.finish_reason = "stop"
+            elif len(request.token_ids) >= request.max_tokens:
+                output.finish_reason = "length"
+        return output
 
     def check_integrity(self, done: int) -> None:
         """Assert that each request's state matches its queue; `done` is the last finished step."""
-        for request in (*self.ready, *self._in_flight):
+        for request in (*self.ready, *self._in_flight, *self._arrived):
             assert request.grammar is not None
             assert request.mask
             assert not request.is_plain
-        assert all(request.num_pending_tokens for request in self.ready)
+        assert all(request.num_pending_tokens for request in (*self.ready, *self._arrived))
         assert all(r.last_step > done and r.num_computed_tokens == len(r.token_ids) for r in self._in_flight)
+        assert all(request.last_step <= done for request in self._arrived)
 
 
-def _force(request: Request) -> list[int]:
-    """Append the tokens that the grammar forces, and return them.
+def _force(grammar: Grammar, params: SamplingParams, room: int, stops: frozenset[int]) -> list[int]:
+    """Advance the grammar by the tokens that it forces, at most `room`, and return them.
 
     A token that may finish the request is not forced but sampled. Nothing is forced if the request asks for
     log-probabilities, which only sampling provides, or if other parameters than the grammar may forbid a token.
     """
-    params, grammar = request.core_request.params, request.grammar
-    room = request.max_tokens - 1 - len(request.token_ids)
-    if grammar is None or room <= 0 or params.logprobs is not None or params.prompt_logprobs is not None:
+    if room <= 0 or params.logprobs is not None or params.prompt_logprobs is not None:
         return []
     if params.allowed_token_ids is not None or params.bad_word_ids:
         return []
     forced = grammar.forced_tokens()[:room]
-    ends = (at for at, token in enumerate(forced) if token in request.stops)
+    ends = (at for at, token in enumerate(forced) if token in stops)
     forced = forced[: next(ends, None)]
     if forced:
         grammar.advance(forced)
-        request.token_ids += forced
     return forced

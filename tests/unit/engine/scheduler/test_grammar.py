@@ -106,8 +106,74 @@ def test_thousands_of_choices(grammars: GrammarCompiler) -> None:
 
 def test_a_grammar_whose_first_step_fails_is_rejected(grammars: GrammarCompiler) -> None:
     rules = " | ".join(f'"x{at}"' for at in range(2500))  # more than the parser can follow at once
-    with pytest.raises(GrammarError, match="it fails after its first token: Parser Error"):
+    with pytest.raises(GrammarError, match="fails after its first token: the grammar is too ambiguous: more than 500"):
         grammars.compile(StructuredOutputs(grammar=f"start: {rules}"))
+
+
+def exhaust(grammars: GrammarCompiler, outputs: StructuredOutputs) -> None:
+    """Advance until the grammar fails."""
+    grammar = grammars.compile(outputs)
+    for output in range(400):
+        grammar.advance([letter("a")])
+        allowed(grammars, grammar, [letter("a")] * output)
+
+
+@pytest.mark.parametrize("rules", ['s: s s s | s s | /[a-z ]/ | ""', "s: s s | /[a-z]/", 's: s "a" s | s s | "a"'])
+def test_an_ambiguous_grammar_ends_with_an_error_that_says_so(grammars: GrammarCompiler, rules: str) -> None:
+    with pytest.raises(GrammarError, match="the grammar is too ambiguous: more than 500 alternatives are open at one"):
+        exhaust(grammars, StructuredOutputs(grammar=f"start: s\n{rules}"))
+
+
+def test_a_regex_that_is_too_complex_is_an_error_that_says_so(grammars: GrammarCompiler) -> None:
+    with pytest.raises(GrammarError, match="the regular expressions are too complex"):
+        exhaust(grammars, StructuredOutputs(regex="(([a-z ]{1,100}a){1,100}b){1,100}"))
+
+
+def _optional(count: int) -> dict[str, Any]:
+    kinds = [{"type": "string"}, {"type": "integer"}, {"type": ["string", "null"]}]
+    return {"type": "object", "properties": {f"p{at}": kinds[at % 3] for at in range(count)}}
+
+
+def _alternatives(count: int) -> dict[str, Any]:
+    return {
+        "anyOf": [
+            {"type": "object", "properties": {"kind": {"const": f"k{at}"}}, "required": ["kind"]} for at in range(count)
+        ]
+    }
+
+
+LANGUAGE = "\n".join(
+    [
+        "start: statement*",
+        "statement: " + " | ".join(f"s{at}" for at in range(150)),
+        *(f's{at}: "k{at}" expression (";" | "{{" statement* "}}")' for at in range(150)),
+        "expression: e0",
+        *(f'e{at}: e{at + 1} | e{at} "o{at}" e{at + 1}' for at in range(100)),
+        'e100: /[a-z]+/ | "(" expression ")" | "-" e100 | e100 "." /[a-z]+/',
+    ]
+)
+TOOLS = "start: " + " | ".join(
+    f'("<{at}>" %json {json.dumps(_optional(120 if at == 127 else 8))} "</{at}>")' for at in range(128)
+)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "text"),
+    [
+        (StructuredOutputs(json=_optional(490)), '{"p0": "a", "p400": 4, "p488": "b"}'),
+        (StructuredOutputs(json={"type": "array", "items": _optional(490)}), '[{"p400": 4, "p402": "b"}]'),
+        (StructuredOutputs(json=_alternatives(1000)), '{"kind": "k999"}'),
+        (StructuredOutputs(grammar=LANGUAGE), "k149(a)o99(b)o3-(c);k7(-(a).b){k8-a;}"),
+        (StructuredOutputs(grammar=TOOLS), '<127>{"p0": "a", "p119": "b"}</127>'),
+    ],
+)
+def test_large_grammars_are_within_the_limits(grammars: GrammarCompiler, outputs: StructuredOutputs, text: str) -> None:
+    grammar = grammars.compile(outputs)
+    output: list[int] = []
+    for token in ids(text):
+        assert token in allowed(grammars, grammar, output)
+        grammar.advance([token])
+        output.append(token)
 
 
 def test_many_masks_are_those_of_one_at_a_time(grammars: GrammarCompiler) -> None:
@@ -172,9 +238,9 @@ def test_what_was_compiled_is_shared_and_does_not_interfere(folder: Path, monkey
     compiled: list[str] = []
     compile = grammars._compile
 
-    def count(source: str) -> object:
+    def count(source: str, max_row: int) -> object:
         compiled.append(source)
-        return compile(source)
+        return compile(source, max_row)
 
     monkeypatch.setattr(grammars, "_compile", count)
     first, second = (grammars.compile(StructuredOutputs(regex="ab")) for _ in range(2))

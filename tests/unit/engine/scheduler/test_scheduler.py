@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from quire.engine.config.engine_config import EngineConfig
-from quire.engine.protocol.engine_core import EngineCoreOutput, EngineCoreRequest
+from quire.engine.protocol.engine_core import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from quire.engine.protocol.runner_output import ModelRunnerOutput
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.protocol.scheduler_output import SchedulerOutput
+from quire.engine.scheduler.grammar import GrammarError
 from quire.engine.scheduler.scheduler import Scheduler
 from tests.fakes.configs import engine_config
 from tests.fakes.model import FAILURE, FakeModel, next_token
@@ -56,8 +57,11 @@ class Engine:
             0, request_id, prompt, SamplingParams(**params), priority, cache_salt, list(reported), share, weight
         )
         self.outputs[request_id] = []
-        outputs = submit.params.structured_outputs
-        refusal = self.scheduler.add(submit, None if outputs is None else self.scheduler.grammars.compile(outputs))
+        try:
+            started = None if submit.params.structured_outputs is None else self.scheduler.start_grammar(submit)
+            refusal = self.scheduler.add(submit, started)
+        except GrammarError as error:
+            refusal = EngineCoreOutput(request_id, [], finish_reason="error", error=str(error))
         if refusal is not None:
             self.outputs[request_id].append(refusal)
 
@@ -75,12 +79,17 @@ class Engine:
         elif self.in_flight and len(self.scheduler.requests) >= self.stages:
             self.idle_stage_steps += max(0, self.stages - len(self.in_flight))
         if self.in_flight and (len(self.in_flight) == self.depth or plan is None):
-            for news in self.scheduler.update(*self.in_flight.popleft()).values():
-                for output in each(news):
-                    self.outputs[output.request_id].append(output)
+            self.emit(self.scheduler.update(*self.in_flight.popleft()))
             self.scheduler.check_integrity()
-            return True
-        return plan is not None
+            plan = plan or SchedulerOutput(-1, [], [], [])
+        return self.emit(self.scheduler.process_structured(is_idle=not self.in_flight)) or plan is not None
+
+    def emit(self, outputs: dict[int, EngineCoreOutputs]) -> bool:
+        """Keep the outputs; returns whether there are any."""
+        for news in outputs.values():
+            for output in each(news):
+                self.outputs[output.request_id].append(output)
+        return bool(outputs)
 
     def run(self, each_turn: Callable[[int], None] = lambda turn: None, at_least: int = 0) -> None:
         for turn in range(100_000):

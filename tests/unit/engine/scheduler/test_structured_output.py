@@ -12,7 +12,11 @@ from typing import Any
 import pytest
 
 from quire.engine.config.engine_config import EngineConfig
-from quire.engine.protocol.sampling_params import StructuredOutputs
+from quire.engine.protocol.engine_core import EngineCoreRequest
+from quire.engine.protocol.sampling_params import SamplingParams, StructuredOutputs
+from quire.engine.scheduler import structured_output
+from quire.engine.scheduler.grammar import GrammarError
+from quire.engine.scheduler.request import Request, Share
 from tests.fakes.configs import TINY, engine_config
 from tests.fakes.tokenizers import byte_level, write_model
 from tests.unit.engine.scheduler.test_scheduler import AHEAD, Engine, Windows, continuation, tightened
@@ -286,6 +290,161 @@ def test_random_aborts_lose_nothing(folder: Path, stages: int, depth: int) -> No
 
     engine.run(disturb, at_least=60)
     assert all(len(engine.ends(str(turn))) == 1 for turn in range(60))
+
+
+@pytest.mark.parametrize(("stages", "depth"), AHEAD)
+@pytest.mark.parametrize("tight", [True, False])
+def test_grammars_without_time_for_all_change_no_output(
+    folder: Path,
+    alone: list[tuple[list[int], list[int]]],
+    monkeypatch: pytest.MonkeyPatch,
+    stages: int,
+    depth: int,
+    tight: bool,
+) -> None:
+    """One grammar in an iteration; the others wait with a token that has arrived, are aborted, and fill the cache."""
+    monkeypatch.setattr(structured_output, "_BUDGET_SECONDS", 0.0)
+    config = config_of(folder, stages=stages, depth=depth, max_num_batched_tokens=64, num_blocks=800)
+    engine = Engine(tightened(config) if tight else config)
+    rng, manager, waited = random.Random(depth), engine.scheduler.structured_output, 0
+    aborted: set[str] = set()
+
+    def disturb(turn: int) -> None:
+        nonlocal waited
+        if turn < len(alone):
+            engine.add(str(turn), alone[turn][0], **mixed(turn))
+        waited = max(waited, len(manager._arrived))
+        if turn % 9 == 8 and manager._arrived:
+            victim = rng.choice([*manager._arrived]).request_id
+            aborted.add(victim)
+            engine.abort(victim)
+
+    engine.run(disturb, at_least=40)
+    assert waited > 1
+    assert 0 < len(aborted) < 30
+    for index, (_, answer) in enumerate(alone):
+        tokens = engine.tokens(str(index))
+        assert tokens == (answer[: len(tokens)] if str(index) in aborted else answer)
+        assert len(engine.ends(str(index))) == 1
+    if tight:
+        assert engine.scheduler.stats.preemptions
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class CostlyGrammar:
+    """Takes `seconds` for a mask; fails if they are None."""
+
+    is_complete = False
+
+    def __init__(self, clock: Clock, seconds: float | None) -> None:
+        self.clock, self.seconds = clock, seconds
+
+    def advance(self, tokens: list[int]) -> None:
+        if self.seconds is None:
+            raise GrammarError("the grammar is at its end")
+
+    def forced_tokens(self) -> list[int]:
+        return []
+
+    def mask_row(self, *_: Any) -> bytes:
+        return b"mask"
+
+
+class CostlyCompiler:
+    """Computes masks one after the other."""
+
+    def masks(self, grammars: list[CostlyGrammar]) -> list[bytes]:
+        for grammar in grammars:
+            assert grammar.seconds is not None
+            grammar.clock.now += grammar.seconds
+        return [b""] * len(grammars)
+
+
+class Stage:
+    """A manager whose grammars cost what the test says. Each token is sampled at once after it was processed."""
+
+    def __init__(self, costs: list[float | None]) -> None:
+        self.clock = Clock()
+        compiler: Any = CostlyCompiler()
+        self.manager = structured_output.StructuredOutputManager(compiler, workers_keep_tokens=True, clock=self.clock)
+        self.requests = [self.request(at, cost) for at, cost in enumerate(costs)]
+        for request in self.requests:
+            self.sample(request)
+
+    def request(self, at: int, seconds: float | None) -> Request:
+        grammar: Any = CostlyGrammar(self.clock, seconds)
+        core_request = EngineCoreRequest(0, str(at), [1], SamplingParams(max_tokens=None))
+        return Request(
+            core_request, 0, str(at), (0, at), [1], 1000, frozenset(), Share(b"", 1.0), grammar=grammar, mask=b"mask"
+        )
+
+    def sample(self, request: Request) -> None:
+        request.token_ids.append(7)
+        self.manager.on_scheduled(request)
+        self.manager.on_sampled(request, 7, None)
+
+    def process(self, *, is_idle: bool = False) -> list[int]:
+        """The numbers of the processed requests, which get their next token."""
+        outputs = self.manager.process(is_idle=is_idle)
+        for request, output in outputs:
+            if output.finish_reason is None:
+                self.sample(request)
+        return [int(request.request_id) for request, _ in outputs]
+
+
+def test_what_does_not_fit_into_the_budget_comes_next() -> None:
+    stage = Stage([2**-10] * 40)  # 20 fit
+    assert stage.process() == [*range(32)]  # nothing is known about their costs; the time is checked after 16
+    assert stage.process() == [*range(32, 40), *range(20)]  # 8 are new
+    assert stage.process() == [*range(20, 40)]
+    assert stage.process() == [*range(20)]
+
+
+def test_cheap_requests_come_first_and_an_expensive_one_for_half_of_the_time() -> None:
+    stage = Stage([0.05, 0.05, 0.001, 0.001])
+    assert sorted(stage.process()) == [0, 1, 2, 3]
+    for request in stage.requests:
+        request.grammar_seconds = request.grammar.seconds  # type: ignore[union-attr]
+    assert stage.process() == [2, 3, 0]
+    assert stage.process() == [2, 3]
+    stage.clock.now += 0.05
+    assert stage.process() == [2, 3, 1]
+    assert stage.process() == [2, 3]
+    stage.clock.now += 0.1
+    assert stage.process() == [2, 3, 0]
+
+
+def test_an_expensive_request_does_not_wait_if_there_is_no_other_work() -> None:
+    stage = Stage([0.05, 0.05])
+    stage.process()
+    assert [stage.process(is_idle=True) for _ in range(4)] == [[0], [1], [0], [1]]
+    assert stage.process(is_idle=False) == []
+
+
+def test_an_error_ends_its_own_request_alone() -> None:
+    stage = Stage([0.001, None, 0.001])
+    outputs = {request.request_id: output for request, output in stage.manager.process(is_idle=False)}
+    assert {name: output.finish_reason for name, output in outputs.items()} == {"0": None, "1": "error", "2": None}
+    assert outputs["1"].error == "structured output: the grammar is at its end"
+    assert stage.manager.ready == [stage.requests[0], stage.requests[2]]
+
+
+def test_an_ambiguous_grammar_ends_alone(folder: Path) -> None:
+    engine = Engine(config_of(folder, max_model_len=600))
+    for at in range(4):
+        engine.add(str(at), [70 + at], **asked(600, grammar="start: s\ns: s s | /[a-z ]/"), ignore_eos=True)
+    engine.add("plain", [71], max_tokens=500, ignore_eos=True)
+    engine.run()
+    assert engine.tokens("plain") == continuation([71], 500)
+    for at in range(4):
+        assert engine.ends(str(at)) == ["error"]
+        assert "structured output: the grammar is too ambiguous" in str(engine.outputs[str(at)][-1].error)
 
 
 def test_other_requests_are_not_delayed(folder: Path) -> None:
