@@ -11,7 +11,7 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,10 +38,11 @@ JSON_OPTIONS: dict[str, Any] = {
 white space forever. Strings have no numeric escapes: one could spell a property's name and bypass its schema, or be
 half of a surrogate pair."""
 
-_MAX_COMPILED = 128
-"""Size of the LRU cache of compiled grammars, each some tens of kilobytes."""
-
-
+_MAX_COMPILED = 64
+"""Size of the LRU cache of compiled grammars, each some tens of kilobytes, but with hostile patterns megabytes."""
+_MAX_LEXER_STATES = 100_000
+"""States of a grammar's lexer, which live as long as the grammar. Two for each character of a string with a maximum
+length."""
 _MAX_ROW = 2000
 """Maximum number of items in a row of llguidance's Earley parser: of the alternatives that are open at one place of the
 output. Enough for a schema with 500 optional properties of one object, which have four items each, or an anyOf of 2,000
@@ -60,8 +61,10 @@ class GrammarError(ValueError):
 class Grammar:
     """The state of one output in its grammar. Not thread-safe."""
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int, eos: Words) -> None:
+    def __init__(self, matcher: LLMatcher, vocab_size: int, eos: Words, on_error: Callable[[], None]) -> None:
+        """`on_error` is called when the matcher fails."""
         self._matcher = matcher
+        self._on_error = on_error
         self._vocab_size = vocab_size
         self._eos = eos
 
@@ -106,6 +109,7 @@ class Grammar:
         return allowed.tobytes()
 
     def _error(self) -> GrammarError:
+        self._on_error()
         return GrammarError(_cause(self._matcher))
 
 
@@ -136,7 +140,12 @@ class GrammarCompiler:
                 self._compiled[key] = matcher
                 if len(self._compiled) > _MAX_COMPILED:
                     self._compiled.popitem(last=False)
-        return Grammar(matcher.deep_copy(), self._vocab_size, self._eos)
+        return Grammar(matcher.deep_copy(), self._vocab_size, self._eos, lambda: self._forget(key))
+
+    def _forget(self, key: tuple[str, int]) -> None:
+        """Drop a compiled grammar whose tables have grown to a limit. Its copies share them."""
+        with self._lock:
+            self._compiled.pop(key, None)
 
     def error(self, outputs: StructuredOutputs) -> str | None:
         """Return why this cannot be enforced, or None. Does not use the cache."""
@@ -165,7 +174,7 @@ class GrammarCompiler:
     def _compile(self, source: str, max_row: int) -> LLMatcher:
         from llguidance import LLMatcher, LLParserLimits
 
-        limits = LLParserLimits(max_items_in_row=max_row, verbose_errors=False)
+        limits = LLParserLimits(max_items_in_row=max_row, max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
         matcher = LLMatcher(self._vocabulary(), source, log_level=0, limits=limits)
         if matcher.is_error():
             raise GrammarError(matcher.get_error().strip())

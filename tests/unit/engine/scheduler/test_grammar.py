@@ -312,3 +312,14 @@ def test_a_tokenizer_of_the_other_kind(tmp_path: Path) -> None:
 def test_a_model_without_a_tokenizer_that_can_be_used(tmp_path: Path) -> None:
     with pytest.raises(GrammarError, match=r"tokenizer\.json"):
         GrammarCompiler(model(tmp_path)).compile(StructuredOutputs(regex="a"))
+
+
+def test_a_grammar_that_has_failed_is_not_kept(folder: Path) -> None:
+    """It may hold a hundred megabytes."""
+    compiler = GrammarCompiler(model(folder))
+    good, bad = StructuredOutputs(regex="[ab]{3}"), StructuredOutputs(regex="[ab]{4}")
+    for outputs in (good, bad):
+        compiler.compile(outputs)
+    with pytest.raises(GrammarError):
+        compiler.compile(bad).advance([letter("c")])
+    assert [key for key, _ in compiler._compiled] == [grammar_module._to_llguidance(good)]
