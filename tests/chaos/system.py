@@ -65,6 +65,12 @@ LAYOUTS = {
         Layout("tp2-pp2", ("-tp", "2", "-pp", "2")),
         Layout("dp2-tp2-ep", ("-dp", "2", "-tp", "2", "--enable-expert-parallel"), has_experts=True),
         Layout("hosts", ("-dp", "2", "-dpl", "1", "--cluster-timeout-seconds", "5"), is_on_two_hosts=True),
+        Layout(
+            "hosts-ep",
+            ("-dp", "2", "-dpl", "1", "--enable-expert-parallel", "--cluster-timeout-seconds", "5"),
+            has_experts=True,
+            is_on_two_hosts=True,
+        ),
         Layout("embeddings", ("--runner", "pooling", "-dp", "2"), embeds=True),
     )
 }
@@ -156,6 +162,7 @@ class System:
         return {
             _MARK: str(self.tmp),
             "QUIRE_CLUSTER_TOKEN": "a token for tests only",
+            "QUIRE_API_KEY": "chaos",
             "TMPDIR": str(self.tmp),
             "OMP_NUM_THREADS": "1",
         }
