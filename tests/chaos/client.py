@@ -11,6 +11,7 @@ from typing import Any
 
 import h11
 
+KEY = {"authorization": "Bearer chaos"}
 _SMALL_BUFFER = 4096
 """In bytes, of a slow reader: the server soon finds that it cannot send."""
 
@@ -62,7 +63,7 @@ async def _exchange(
 ) -> AsyncGenerator[dict[str, Any] | None]:
     loop, http = asyncio.get_running_loop(), h11.Connection(h11.CLIENT)
     content = json.dumps(body).encode()
-    headers = {"host": "quire", "content-type": "application/json", "connection": "close"}
+    headers = {"host": "quire", "content-type": "application/json", "connection": "close", **KEY}
     request = h11.Request(method="POST", target=path, headers=[*headers.items(), ("content-length", str(len(content)))])
     await loop.sock_sendall(client, b"".join(filter(None, map(http.send, (request, h11.Data(content))))))
     status, is_stream, unread = 0, False, b""

@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+import httpx
 import psutil
 
+from tests.chaos.client import KEY
 from tests.chaos.load import Load
 from tests.chaos.system import MEMORY_GROUPS, System
 
@@ -263,6 +265,33 @@ def _lose_host(attack: Attack) -> None:
     attack.system.kill_other()
 
 
+def _leave(attack: Attack) -> None:
+    """Let the second host leave; it joins again."""
+    (left,) = _until(lambda: attack.system.processes("quire-replicas"), "no host has joined")
+    left.terminate()
+    psutil.wait_procs([left], _WAIT_SECONDS)
+    _until(lambda: attack.system.processes("quire-replicas"), "the host was not started again")
+
+
+# --- the number of replicas ---------------------------------------------------------------------------------------
+
+
+def _resize(attack: Attack) -> None:
+    """Add a replica, remove two, and add one again. Requests on those that are removed may have to move."""
+    host, port = attack.system.address
+    url = f"http://{host}:{port}/replicas"
+    for count in (3, 1, 2):
+        asked = {"data_parallel_size": count, "drain_timeout_seconds": attack.rng.choice((0.0, 0.5, 60.0))}
+        httpx.post(url, json=asked, headers=KEY, timeout=60).raise_for_status()
+        up = ["up"] * count
+        _until(lambda up=up: _states(url) == up, f"there are no {count} replicas")  # type: ignore[misc]
+        attack.hold()
+
+
+def _states(url: str) -> list[str]:
+    return [replica["state"] for replica in httpx.get(url, headers=KEY, timeout=60).json()["replicas"]]
+
+
 FAULTS: dict[str, Callable[[Attack], None]] = {
     "kill core": _kill("quire-core"),
     "stop core": _stop("quire-core"),
@@ -287,10 +316,12 @@ FAULTS: dict[str, Callable[[Attack], None]] = {
     "long cut": _cut(6.0, 9.0),
     "slow cable": _slow_down,
     "lose host": _lose_host,
+    "leave": _leave,
+    "resize": _resize,
 }
 _OF_RANKS = {"kill rank", "stop rank", "pause rank", "kill fork server", "full shm"}
 _OF_REPLICAS = {"kill cores"}
-_OF_HOSTS = {"cut", "long cut", "slow cable", "lose host"}
+_OF_HOSTS = {"cut", "long cut", "slow cable", "lose host", "leave"}
 
 
 def applicable(system: System) -> tuple[list[str], list[str]]:
@@ -299,6 +330,8 @@ def applicable(system: System) -> tuple[list[str], list[str]]:
     left_out = set() if "-tp" in flags else set(_OF_RANKS)
     left_out |= set() if "-dp" in flags else _OF_REPLICAS
     left_out |= {"memory"} if system.hosts else _OF_HOSTS
+    left_out |= set() if "-dp" in flags else {"leave"}
+    left_out |= set() if "-dp" in flags and not system.hosts and not system.layout.has_experts else {"resize"}
     if "memory" not in left_out and system.memory_group is None:
         left_out.add("memory")
         missing.append(f"memory: there is no memory controller of cgroup version 1 at {MEMORY_GROUPS}")

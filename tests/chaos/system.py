@@ -74,6 +74,13 @@ LAYOUTS = {
             "--data-parallel-address",
         ),
         Layout(
+            "hosts-ep",
+            ("-dp", "2", "-dpl", "1", "--enable-expert-parallel", "--cluster-timeout-seconds", "5"),
+            ("-dpr", "1", "--headless"),
+            "--data-parallel-address",
+            has_experts=True,
+        ),
+        Layout(
             "nodes",
             ("-tp", "2", "-pp", "2", "--nnodes", "2", "--cluster-timeout-seconds", "5"),
             ("--node-rank", "1", "--headless"),
@@ -169,6 +176,7 @@ class System:
         return {
             _MARK: str(self.tmp),
             "QUIRE_CLUSTER_TOKEN": "a token for tests only",
+            "QUIRE_API_KEY": "chaos",
             "TMPDIR": str(self.tmp),
             "OMP_NUM_THREADS": "1",
         }

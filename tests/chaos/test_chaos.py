@@ -17,10 +17,13 @@ pytestmark = pytest.mark.slow
     ("layout", "faults"),
     [
         ("one", ["stop core", "kill core twice", "kill core and api", "full disk"]),
-        ("dp2-api2", ["kill cores", "stop api", "pause core", "kill api twice", "descriptors", "pause parent"]),
+        (
+            "dp2-api2",
+            ["kill cores", "stop api", "pause core", "kill api twice", "descriptors", "pause parent", "resize"],
+        ),
         ("tp2-pp2", ["kill rank", "stop rank", "kill fork server", "full shm"]),
         ("dp2-tp2-ep", ["kill rank", "kill core and api"]),
-        ("hosts", ["cut", "long cut", "lose host", "slow cable", "kill cores"]),
+        ("hosts", ["cut", "long cut", "lose host", "slow cable", "kill cores", "leave"]),
     ],
 )
 def test_clients_notice_only_a_pause(layout: str, faults: list[str]) -> None:
