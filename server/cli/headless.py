@@ -16,7 +16,7 @@ from quire.engine.config.options import EngineOptions
 from quire.engine.config.plan_text import plan_text
 from quire.engine.config.resolve import fetch_weights, resolve
 from quire.engine.protocol.errors import ConfigError
-from quire.engine.protocol.supervision import EngineState, ReplicaLost, ReplicaUp
+from quire.engine.protocol.supervision import EngineState, Failed, ReplicaLost, ReplicaUp
 from quire.server.config import ServerOptions
 from quire.server.frontend.dp_coordinator import DPMember, ReplicaDied
 from quire.server.frontend.engine_manager import EngineManager
@@ -28,7 +28,9 @@ logger = logging.getLogger(__name__)
 
 
 def serve_replicas(options: EngineOptions, server: ServerOptions) -> int:
-    """Run this host's replicas until the API exits (0), a signal arrives (0), or something fails (1)."""
+    """Run this host's replicas until the API exits (0), a signal arrives (0), or something fails (1, or 2 if the
+    configuration proves wrong).
+    """
     if options.data_parallel_start_rank is None:
         raise ConfigError(
             "--headless: say which replicas this host has (--data-parallel-start-rank, --data-parallel-size-local), or "
@@ -40,7 +42,6 @@ def serve_replicas(options: EngineOptions, server: ServerOptions) -> int:
     fetch_weights(options, config)
     stop = threading.Event()
     membership: DPMember | None = None
-
     drain_seconds = 0.0
 
     def on_signal(number: int, frame: object) -> None:
@@ -68,9 +69,9 @@ def serve_replicas(options: EngineOptions, server: ServerOptions) -> int:
             if problem is None:
                 return 0
             if membership.ended is None or not server.restart:
-                print(f"quire: error: {problem}", file=sys.stderr)
-                return 1
-            logger.error("%s; joining it again (--no-restart: exit instead)", problem)
+                print(f"quire: error: {problem.reason}", file=sys.stderr)
+                return 2 if problem.user_error else 1
+            logger.error("%s; joining it again (--no-restart: exit instead)", problem.reason)
             membership, deadline = None, time.monotonic() + config.parallel.timeout
     except KeyboardInterrupt:
         pass
@@ -84,7 +85,7 @@ def run_replicas(
     membership: DPMember,
     stop: threading.Event,
     drain_seconds: Callable[[], float] = lambda: 0.0,
-) -> str | None:
+) -> Failed | None:
     """Run this host's replicas until `stop` is set or the API exits. Returns what went wrong, if anything did.
 
     After `stop`, unless they share experts, requests there end or move within `drain_seconds`.
@@ -114,4 +115,4 @@ def run_replicas(
             logger.info("shutting down%s", f" within {drain_seconds():g} s" * leaves)
     finally:
         manager.close(reason, together=leaves, drain_seconds=drain_seconds())
-    return reason or None
+    return Failed(reason, manager.is_user_error) if reason else None

@@ -22,7 +22,7 @@ from quire.engine.config.options import EngineOptions
 from quire.engine.core.launch import CoreArgs
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.sampling_params import SamplingParams
-from quire.engine.protocol.supervision import ReplicaUp
+from quire.engine.protocol.supervision import Failed, ReplicaUp
 from quire.server.cli import headless
 from quire.server.cli.main import main
 from quire.server.config import ServerOptions
@@ -97,7 +97,7 @@ class Running:
     """`run_replicas` in a thread."""
 
     stop: threading.Event
-    result: Future[str | None]
+    result: Future[Failed | None]
 
 
 @pytest.fixture
@@ -174,7 +174,7 @@ def test_what_cannot_be_loaded_ends_the_host(
 ) -> None:
     MODE[0] = "dead"
     alone = Alone(tmp_path)
-    assert run(spread(config, 1, 1), alone).result.result(30) == "replica 1: the weights do not fit"
+    assert run(spread(config, 1, 1), alone).result.result(30) == Failed("replica 1: the weights do not fit")
 
 
 def test_coupled_replicas_end_together(
@@ -190,7 +190,7 @@ def test_coupled_replicas_end_together(
     wait_for(lambda: "replica 0 is ready" in caplog.text)
     os.kill(first[0], signal.SIGKILL)
     reason = "replica 0: the engine core was killed by SIGKILL"
-    assert running.result.result(30) == reason
+    assert running.result.result(30) == Failed(reason)
 
 
 @pytest.mark.parametrize("reason", ["", "the engine is gone"])
@@ -205,7 +205,7 @@ def test_the_end_of_the_api_ends_them(
     running = run(spread(config, 0, 1), alone)
     cores.get(timeout=20)
     alone.ended = LinkEnded(reason)
-    assert running.result.result(30) == (reason or None)
+    assert running.result.result(30) == (Failed(reason) if reason else None)
 
 
 async def test_an_api_serves_replicas_of_other_hosts(
@@ -250,9 +250,9 @@ def test_a_signal_while_the_replicas_of_a_lost_leader_end_is_the_end(monkeypatch
         joined[0].ended = LinkEnded("the host with the API was lost")
         return joined[0]
 
-    def run(*arguments: object) -> str:
+    def run(*arguments: object) -> Failed:
         os.kill(os.getpid(), signal.SIGTERM)
-        return "the host with the API was lost"
+        return Failed("the host with the API was lost")
 
     monkeypatch.setattr(headless, "DPMember", join)
     monkeypatch.setattr(headless, "run_replicas", run)
@@ -264,3 +264,19 @@ def test_a_signal_while_the_replicas_of_a_lost_leader_end_is_the_end(monkeypatch
         signal.signal(signal.SIGTERM, before[0])
         signal.signal(signal.SIGINT, before[1])
     assert len(joined) == 1
+
+
+@pytest.mark.parametrize(("is_user_error", "code"), [(True, 2), (False, 1)])
+def test_a_host_that_cannot_serve_exits_with_the_kind_of_the_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_user_error: bool, code: int
+) -> None:
+    monkeypatch.setattr(headless, "DPMember", lambda config, *, is_headless: Alone(Path()))
+    monkeypatch.setattr(headless, "run_replicas", lambda *_: Failed("replica 1: no such dtype", is_user_error))
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    try:
+        options = EngineOptions(data_parallel_size=2, data_parallel_start_rank=1)
+        assert headless.serve_replicas(options, ServerOptions()) == code
+    finally:
+        signal.signal(signal.SIGTERM, before[0])
+        signal.signal(signal.SIGINT, before[1])
+    assert capsys.readouterr().err.endswith("quire: error: replica 1: no such dtype\n")
