@@ -45,13 +45,18 @@ _MAX_LEXER_STATES = 100_000
 length."""
 _MAX_ROW = 2000
 """Maximum number of items in a row of llguidance's Earley parser: of the alternatives that are open at one place of the
-output. Enough for a schema with 500 optional properties of one object, which have four items each, or an anyOf of 2,000
+output. Enough for a schema with 500 optional properties of one object, which have four items each, or an anyOf of 1,900
 objects. What JSON can express in several ways does not add up, because brackets separate its parts."""
 _MAX_ROW_OF_GRAMMAR = 500
 """The same for grammars in Lark's notation or GBNF. Rows of an ambiguous grammar (`s: s s | "a"`) grow with the output,
 and the time of a mask with the cube of that: with 500 items 35 ms for a vocabulary of 4,096 tokens, with 2,000 seconds.
 Enough for the grammar of a programming language (some hundred rules take less than 200 items), 128 tools, 500
 alternatives, or a schema (`%json`) with 120 optional properties of one object."""
+
+
+_MAX_FORCED = 2**16
+"""Maximum number of tokens that a grammar forces at once, which takes 60 ms. llguidance does not limit it: a rule of 40
+bytes forces millions of tokens (`T{300}`, where T is `/x{30000}/`), which takes seconds."""
 
 
 class GrammarError(ValueError):
@@ -79,8 +84,12 @@ class Grammar:
             raise self._error()
 
     def forced_tokens(self) -> list[int]:
-        """Return the next tokens if the grammar allows only one continuation, tokenized canonically."""
+        """Return the next tokens if the grammar allows only one continuation, tokenized canonically.
+
+        Raises `GrammarError` if there are too many.
+        """
         forced_tokens: list[int] = self._matcher.compute_ff_tokens()
+        _check_forced(forced_tokens)
         beyond = (at for at, token in enumerate(forced_tokens) if token >= self._vocab_size)
         return forced_tokens[: next(beyond, None)]
 
@@ -179,7 +188,7 @@ class GrammarCompiler:
         if matcher.is_error():
             raise GrammarError(matcher.get_error().strip())
         first = matcher.deep_copy()  # also fills the tables that every copy shares
-        first.compute_ff_tokens()
+        _check_forced(first.compute_ff_tokens())
         bits = np.unpackbits(np.frombuffer(first.compute_bitmask(), np.uint8), bitorder="little")
         (tokens,) = np.nonzero(bits)
         if first.is_error():
@@ -189,6 +198,7 @@ class GrammarCompiler:
         for token in {int(tokens[0]), int(tokens[len(tokens) // 2]), int(tokens[-1])}:
             step = matcher.deep_copy()
             step.consume_token(token)
+            _check_forced(step.compute_ff_tokens())
             step.compute_bitmask()
             if step.is_error():
                 raise GrammarError(f"it fails after its first token: {_cause(step)}")
@@ -223,6 +233,13 @@ def _to_llguidance(outputs: StructuredOutputs) -> str:
 
 def _max_row(outputs: StructuredOutputs) -> int:
     return _MAX_ROW if outputs.grammar is None else _MAX_ROW_OF_GRAMMAR
+
+
+def _check_forced(tokens: Sequence[int]) -> None:
+    if len(tokens) > _MAX_FORCED:
+        raise GrammarError(
+            f"the grammar forces more than {_MAX_FORCED} tokens at once; use smaller counted repetitions"
+        )
 
 
 def _cause(matcher: LLMatcher) -> str:

@@ -20,6 +20,10 @@ from quire.engine.scheduler.grammar import Grammar, GrammarCompiler, GrammarErro
 from quire.engine.scheduler.request import Request
 from quire.engine.scheduler.request_queue import discard, insert
 
+Times = tuple[float, float]
+"""Wall-clock time and processor time of this process. What happens between two of them took the shorter of both: other
+processes delay a wall clock, and other threads of this one use processor time."""
+
 _BUDGET_SECONDS = 0.02
 """Time for grammars in one iteration of the loop."""
 _AT_ONCE = 16
@@ -55,7 +59,7 @@ class StructuredOutputManager:
         grammars: GrammarCompiler,
         *,
         workers_keep_tokens: bool,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Callable[[], Times] = lambda: (time.perf_counter(), time.process_time()),
     ) -> None:
         self._grammars = grammars
         self._workers_keep_tokens = workers_keep_tokens
@@ -95,7 +99,7 @@ class StructuredOutputManager:
     def on_sampled(self, request: Request, token_id: int, logprobs: TokenLogprobs | None) -> None:
         """Record that the request's token, which is already in `token_ids`, has arrived; `process` processes it."""
         self._in_flight.remove(request)
-        self._arrived[request] = _Arrived(token_id, logprobs, self._clock())
+        self._arrived[request] = _Arrived(token_id, logprobs, self._clock()[0])
 
     def is_processing(self, request: Request) -> bool:
         """Whether the request's last token has not been processed yet."""
@@ -118,7 +122,7 @@ class StructuredOutputManager:
         if not self._arrived:
             return []
         start = self._clock()
-        deadline, left = start + _BUDGET_SECONDS, _BUDGET_SECONDS
+        left = _BUDGET_SECONDS
         batch: list[Request] = []
         for request in sorted(self._arrived, key=lambda each: self._arrived[each].at + each.grammar_seconds):
             if request.grammar_seconds <= left:
@@ -126,31 +130,37 @@ class StructuredOutputManager:
                 batch.append(request)
         expensive = next((request for request in self._arrived if request.grammar_seconds > _BUDGET_SECONDS), None)
         outputs: list[tuple[Request, EngineCoreOutput]] = []
-        while batch and (not outputs or self._clock() < deadline):
-            outputs += self._process(batch[:_AT_ONCE], deadline)
+        while batch and (not outputs or self._since(start) < _BUDGET_SECONDS):
+            outputs += self._process(batch[:_AT_ONCE], start)
             del batch[:_AT_ONCE]
-        now = self._clock()
+        now = self._clock()[0]
         if expensive is not None and (now >= self._next_expensive_at or (is_idle and not outputs)):
-            outputs += self._process([expensive], deadline)
-            self._next_expensive_at = 2 * self._clock() - now
+            outputs += self._process([expensive], start)
+            self._next_expensive_at = 2 * self._clock()[0] - now
         return outputs
 
-    def _process(self, requests: Sequence[Request], deadline: float) -> list[tuple[Request, EngineCoreOutput]]:
-        """Process these requests, after the first one only until the deadline."""
+    def _since(self, times: Times) -> float:
+        """Return how much time has passed since `times`."""
+        wall, processor = self._clock()
+        return min(wall - times[0], processor - times[1])
+
+    def _process(self, requests: Sequence[Request], start: Times) -> list[tuple[Request, EngineCoreOutput]]:
+        """Process these requests, after the first one only within the budget that began at `start`."""
         outputs: list[tuple[Request, EngineCoreOutput]] = []
         unfinished: list[tuple[Request, Grammar, EngineCoreOutput]] = []
-        begun = self._clock()
         for request in requests:
-            if outputs and begun > deadline:
+            if outputs and self._since(start) > _BUDGET_SECONDS:
                 break
+            begun = self._clock()
             assert request.grammar is not None
             output = self._advance(request, request.grammar, self._arrived.pop(request))
             outputs.append((request, output))
             if output.finish_reason is None:
                 unfinished.append((request, request.grammar, output))
-            request.grammar_seconds, begun = self._clock() - begun, self._clock()
+            request.grammar_seconds = self._since(begun)
+        begun = self._clock()
         masks = self._grammars.masks([grammar for _, grammar, _ in unfinished])
-        seconds = (self._clock() - begun) / max(1, len(unfinished))
+        seconds = self._since(begun) / max(1, len(unfinished))
         for (request, grammar, output), mask in zip(unfinished, masks, strict=True):
             request.grammar_seconds += seconds
             known = request.token_ids[request.num_prompt_tokens :]

@@ -129,6 +129,16 @@ def test_a_regex_that_is_too_complex_is_an_error_that_says_so(grammars: GrammarC
         exhaust(grammars, StructuredOutputs(regex="(([a-z ]{1,100}a){1,100}b){1,100}"))
 
 
+def test_a_grammar_that_forces_millions_of_tokens_is_an_error(grammars: GrammarCompiler) -> None:
+    rule = "T{30}\nT: /x{30000}/"
+    assert "forces more than 65536 tokens" in str(grammars.error(StructuredOutputs(grammar=f"start: {rule}")))
+    assert "forces more than 65536 tokens" in str(grammars.error(StructuredOutputs(grammar=f"start: /[ab]/ {rule}")))
+    grammar = grammars.compile(StructuredOutputs(grammar=f"start: /[ab]/ /[ab]/ {rule}"))
+    grammar.advance([letter("a"), letter("b")])
+    with pytest.raises(GrammarError, match="forces more than 65536 tokens"):
+        grammar.forced_tokens()
+
+
 def _optional(count: int) -> dict[str, Any]:
     kinds = [{"type": "string"}, {"type": "integer"}, {"type": ["string", "null"]}]
     return {"type": "object", "properties": {f"p{at}": kinds[at % 3] for at in range(count)}}

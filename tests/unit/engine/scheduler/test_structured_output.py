@@ -333,8 +333,8 @@ def test_grammars_without_time_for_all_change_no_output(
 class Clock:
     now = 100.0
 
-    def __call__(self) -> float:
-        return self.now
+    def __call__(self) -> tuple[float, float]:
+        return self.now, self.now
 
 
 class CostlyGrammar:
