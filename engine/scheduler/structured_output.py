@@ -20,10 +20,6 @@ from quire.engine.scheduler.grammar import Grammar, GrammarCompiler, GrammarErro
 from quire.engine.scheduler.request import Request
 from quire.engine.scheduler.request_queue import discard, insert
 
-Times = tuple[float, float]
-"""Wall-clock time and processor time of this process. What happens between two of them took the shorter of both: other
-processes delay a wall clock, and other threads of this one use processor time."""
-
 _BUDGET_SECONDS = 0.02
 """Time for grammars in one iteration of the loop."""
 _AT_ONCE = 16
@@ -59,11 +55,13 @@ class StructuredOutputManager:
         grammars: GrammarCompiler,
         *,
         workers_keep_tokens: bool,
-        clock: Callable[[], Times] = lambda: (time.perf_counter(), time.process_time()),
+        clock: Callable[[], float] = time.perf_counter,
+        processor_clock: Callable[[], float] = time.process_time,
     ) -> None:
         self._grammars = grammars
         self._workers_keep_tokens = workers_keep_tokens
         self._clock = clock
+        self._processor_clock = processor_clock
         self.ready: list[Request] = []
         """Requests whose sampled token has been processed, sorted by `Request.order`: they can be scheduled."""
         self._in_flight: set[Request] = set()
@@ -99,7 +97,7 @@ class StructuredOutputManager:
     def on_sampled(self, request: Request, token_id: int, logprobs: TokenLogprobs | None) -> None:
         """Record that the request's token, which is already in `token_ids`, has arrived; `process` processes it."""
         self._in_flight.remove(request)
-        self._arrived[request] = _Arrived(token_id, logprobs, self._clock()[0])
+        self._arrived[request] = _Arrived(token_id, logprobs, self._clock())
 
     def is_processing(self, request: Request) -> bool:
         """Whether the request's last token has not been processed yet."""
@@ -121,8 +119,7 @@ class StructuredOutputManager:
         """
         if not self._arrived:
             return []
-        start = self._clock()
-        left = _BUDGET_SECONDS
+        deadline, left = self._clock() + _BUDGET_SECONDS, _BUDGET_SECONDS
         batch: list[Request] = []
         for request in sorted(self._arrived, key=lambda each: self._arrived[each].at + each.grammar_seconds):
             if request.grammar_seconds <= left:
@@ -130,39 +127,36 @@ class StructuredOutputManager:
                 batch.append(request)
         expensive = next((request for request in self._arrived if request.grammar_seconds > _BUDGET_SECONDS), None)
         outputs: list[tuple[Request, EngineCoreOutput]] = []
-        while batch and (not outputs or self._since(start) < _BUDGET_SECONDS):
-            outputs += self._process(batch[:_AT_ONCE], start)
+        while batch and (not outputs or self._clock() < deadline):
+            outputs += self._process(batch[:_AT_ONCE], deadline)
             del batch[:_AT_ONCE]
-        now = self._clock()[0]
+        now = self._clock()
         if expensive is not None and (now >= self._next_expensive_at or (is_idle and not outputs)):
-            outputs += self._process([expensive], start)
-            self._next_expensive_at = 2 * self._clock()[0] - now
+            outputs += self._process([expensive], deadline)
+            self._next_expensive_at = 2 * self._clock() - now
         return outputs
 
-    def _since(self, times: Times) -> float:
-        """Return how much time has passed since `times`."""
-        wall, processor = self._clock()
-        return min(wall - times[0], processor - times[1])
+    def _process(self, requests: Sequence[Request], deadline: float) -> list[tuple[Request, EngineCoreOutput]]:
+        """Process these requests, after the first one only until the deadline.
 
-    def _process(self, requests: Sequence[Request], start: Times) -> list[tuple[Request, EngineCoreOutput]]:
-        """Process these requests, after the first one only within the budget that began at `start`."""
+        Each costs the same part of the shorter of wall-clock and processor time: other processes delay a wall clock,
+        and other threads of this one use processor time.
+        """
         outputs: list[tuple[Request, EngineCoreOutput]] = []
         unfinished: list[tuple[Request, Grammar, EngineCoreOutput]] = []
+        begun, begun_processor = self._clock(), self._processor_clock()
         for request in requests:
-            if outputs and self._since(start) > _BUDGET_SECONDS:
+            if outputs and self._clock() > deadline:
                 break
-            begun = self._clock()
             assert request.grammar is not None
             output = self._advance(request, request.grammar, self._arrived.pop(request))
             outputs.append((request, output))
             if output.finish_reason is None:
                 unfinished.append((request, request.grammar, output))
-            request.grammar_seconds = self._since(begun)
-        begun = self._clock()
         masks = self._grammars.masks([grammar for _, grammar, _ in unfinished])
-        seconds = self._since(begun) / max(1, len(unfinished))
+        seconds = min(self._clock() - begun, self._processor_clock() - begun_processor) / len(outputs)
         for (request, grammar, output), mask in zip(unfinished, masks, strict=True):
-            request.grammar_seconds += seconds
+            request.grammar_seconds = seconds
             known = request.token_ids[request.num_prompt_tokens :]
             try:
                 request.mask = grammar.mask_row(mask, request.core_request.params, known)

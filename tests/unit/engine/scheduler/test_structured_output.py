@@ -333,8 +333,8 @@ def test_grammars_without_time_for_all_change_no_output(
 class Clock:
     now = 100.0
 
-    def __call__(self) -> tuple[float, float]:
-        return self.now, self.now
+    def __call__(self) -> float:
+        return self.now
 
 
 class CostlyGrammar:
@@ -372,7 +372,9 @@ class Stage:
     def __init__(self, costs: list[float | None]) -> None:
         self.clock = Clock()
         compiler: Any = CostlyCompiler()
-        self.manager = structured_output.StructuredOutputManager(compiler, workers_keep_tokens=True, clock=self.clock)
+        self.manager = structured_output.StructuredOutputManager(
+            compiler, workers_keep_tokens=True, clock=self.clock, processor_clock=self.clock
+        )
         self.requests = [self.request(at, cost) for at, cost in enumerate(costs)]
         for request in self.requests:
             self.sample(request)
