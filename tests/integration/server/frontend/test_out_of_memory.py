@@ -52,18 +52,18 @@ async def test_a_stream_that_finds_no_memory_ends_with_an_error_event(server: Se
         max_tokens=200,
         temperature=0.0,
         stream=True,
-        extra_body={"ignore_eos": True},
+        extra_body={"ignore_eos": True, "return_token_ids": True},
     )
-    chunks = 0
+    num_tokens = 0
 
     async def read() -> None:
-        nonlocal chunks
-        async for _ in stream:
-            chunks += 1
+        nonlocal num_tokens
+        async for chunk in stream:
+            num_tokens += len((chunk.choices[0].model_extra or {}).get("token_ids", []))
 
     with pytest.raises(openai.APIError, match=REASON):
         await read()
-    assert chunks > 20
+    assert num_tokens > 20
     assert (await complete(server, 32, 8)).choices[0].finish_reason == "length"
 
 

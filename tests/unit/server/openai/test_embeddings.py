@@ -295,8 +295,10 @@ async def test_who_goes_away_leaves_nothing_running(server: Server, sent: list[A
     while not sent or len(server.frontend.client._running) != 1:  # the first vector has come
         await asyncio.sleep(0.001)
     request.cancel()
+    while not (aborted := [message for message in sent if isinstance(message, AbortRequests)]):
+        await asyncio.sleep(0.001)
     await server.until_idle()
-    assert any(isinstance(message, AbortRequests) and len(message.request_ids) == 1 for message in sent)
+    assert [len(message.request_ids) for message in aborted] == [1]
     load = (await server.http.get("/load")).json()
     assert load == {"server_load": 0}
     assert "embedding" in (await post(server, input="a"))["data"][0]
