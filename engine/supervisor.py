@@ -21,6 +21,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
@@ -51,18 +52,21 @@ class Process(Protocol):
 
     def kill(self) -> None: ...
 
-    def kill_group(self) -> None:
+    def kill_session(self) -> None:
         """Kill the processes that it has left behind."""
 
 
 class _Popen(subprocess.Popen[bytes]):
-    """A process that leads a group."""
+    """A process that leads a session (setsid(2))."""
 
     connection: Connection[bytes, bytes]
 
-    def kill_group(self) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
+    def kill_session(self) -> None:
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):
+                _, _, _, session, *_ = stat.read_text().rpartition(")")[2].split()
+                if int(session) == self.pid:
+                    os.kill(int(stat.parent.name), signal.SIGKILL)
 
 
 def start_process(
@@ -293,7 +297,7 @@ class Supervisor:
         if not each.process.connection.closed:
             self._selector.unregister(each.process.connection)
             each.process.connection.close()
-        each.process.kill_group()
+        each.process.kill_session()
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
         self._exit(each, each.failure or Failed(f"{each.name} {how}"))
 

@@ -98,6 +98,8 @@ class _ApiProcess(SupervisedProcess):
                 self.send(ResizeReply(error))
 
     def on_exit(self, failure: Failed) -> float | None:
+        for replica in self._server.manager.draining:  # its requests there have ended with it
+            self._server.manager.drained(self.index, replica)
         self._num_failed_starts += not self.is_ready
         is_hopeless = failure.user_error or self._num_failed_starts > _MAX_FAILED_STARTS
         if is_hopeless and not self._server.is_serving:

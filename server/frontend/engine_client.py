@@ -304,7 +304,7 @@ class EngineClient:
         """Return whether the replica has answered in time; False also if it has died."""
         key = replica.number, next(self._probe_ids)
         answer = self._probes[key] = self.loop.create_future()
-        self._send(Probe(self.index, key[1]), replica.number)
+        replica.send(Probe(self.index, key[1]))
         try:
             await asyncio.wait((answer,), timeout=PROBE_SECONDS)
         finally:
@@ -477,8 +477,10 @@ class EngineClient:
 
     def _move(self, replica: _Replica) -> None:
         """Let the requests of a replica that drains go on elsewhere."""
-        moved = [running for running in self._running.values() if running.replica == replica.number]
-        for running in moved:
+        moved = {i: running for i, running in self._running.items() if running.replica == replica.number}
+        if moved:
+            self._send(AbortRequests(list(moved)), replica.number)
+        for running in moved.values():
             self._resume(running)
         where = "go on elsewhere" if self._live_replicas() else "wait until another is up"
         logger.info("%s is to be removed; %d requests %s", self._subject(replica.number), len(moved), where)
@@ -547,7 +549,10 @@ class EngineClient:
         self._disconnect(replica)
         self._update_ready()
         moved = {i: running for i, running in self._running.items() if running.replica == replica.number}
-        self._suspect(moved, lost.reason)
+        for running in moved.values():
+            running.replica = None
+        if lost.may_be_request:
+            self._suspect(moved, lost.reason)
         for request_id, running in moved.items():
             if request_id in self._running and running.replica is None and request_id not in self._suspects[1:]:
                 self._resume(running)
@@ -566,7 +571,6 @@ class EngineClient:
         """
         now = time.monotonic()
         for place, (request_id, running) in enumerate(moved.items()):
-            running.replica = None
             if running.last_output is None and place >= self._max_num_seqs:
                 continue  # it has not run yet
             if now - running.died_at < _SAME_MOMENT_SECONDS:

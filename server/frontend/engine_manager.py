@@ -95,6 +95,8 @@ class _Core(SupervisedProcess):
 
     def on_ready(self, ready: Ready) -> None:
         self.up_at = time.monotonic()
+        if self.is_stopping or not self._manager.group_runs:
+            return  # it was asked to stop in the meantime
         self._manager.on_state(ReplicaUp(self.replica, self.incarnation, ready.stats, ready.seconds))
 
     def on_exit(self, failure: Failed) -> float | None:
@@ -155,7 +157,7 @@ class EngineManager:
         for replica in self.requests:
             self.metrics.state(replica, "loading")
         self._num_group_starts = 0
-        self._group_runs = True
+        self.group_runs = True
         """Whether replicas that share experts have been started, and none has died since."""
         self._running_elsewhere = set[int]()
         """While they are being stopped: those of other hosts that have not exited."""
@@ -231,7 +233,7 @@ class EngineManager:
         if self.failure is not None:
             return None
         reason, policy = f"{self._prefix(core.replica)}{failure.reason}", self._policy
-        if core.replica in self._awaited and self._group_runs:
+        if core.replica in self._awaited and self.group_runs:
             is_killed = core.failure is None  # by somebody else, which need not happen again
             if is_killed and len(core.deaths) == 1 and policy.is_enabled and not self._config.parallel.is_coupled:
                 logger.error("%s; starting it again", reason)
@@ -260,7 +262,7 @@ class EngineManager:
         least, most = RESTART_SECONDS
         delay = min(most, least * 2 ** min(core.num_quick_deaths, _MAX_DOUBLINGS))
         if is_coupled:
-            self._stop_group(reason, failure.reason)
+            self._stop_group(reason, failure.reason, core.replica)
             if isinstance(self._hosts, DPMember):  # its leader counts those that have exited
                 self.on_state(ReplicaLost(core.replica, failure.reason, returns))
             self._start_group_if_stopped(delay)
@@ -271,10 +273,10 @@ class EngineManager:
 
     # --- restarting replicas that share experts -----------------------------------------------------------------
 
-    def _stop_group(self, message: str, reason: str) -> None:
-        """Stop all replicas, also those of other hosts, as one has died."""
-        if self._group_runs:
-            self._group_runs = False
+    def _stop_group(self, message: str, reason: str, died: int | None = None) -> None:
+        """Stop all replicas, also those of other hosts, as one has died: `died`, or one whose host was lost."""
+        if self.group_runs:
+            self.group_runs = False
             logger.error("%s; restarting all replicas, which share experts", message)
             if isinstance(self._hosts, DPLeader):
                 self._running_elsewhere = self.requests.keys() - {core.replica for core in self._cores}
@@ -282,15 +284,16 @@ class EngineManager:
             if not isinstance(self._hosts, DPMember):
                 # All at once: a request that went on at another one would be suspected of that one's death, too.
                 for replica in [each for each, state in self.states.items() if isinstance(state, ReplicaUp)]:
-                    self.on_state(ReplicaLost(replica, reason, returns=True))
+                    self.on_state(ReplicaLost(replica, reason, returns=True, may_be_request=replica == died))
         for core in self._cores:
+            core.restart_at = None
             if core.process is not None:
                 core.send(Shutdown())
                 core.kill_at = min(core.kill_at, time.monotonic() + SHUTDOWN_SECONDS)
 
     def _start_group_if_stopped(self, delay: float) -> None:
         """Start all replicas again, once all have exited: one that is still exiting would fail the others."""
-        if self._group_runs or self._running_elsewhere or any(core.process is not None for core in self._cores):
+        if self.group_runs or self._running_elsewhere or any(core.process is not None for core in self._cores):
             return
         if isinstance(self._hosts, DPMember):
             return  # see `group_starts`
@@ -302,7 +305,7 @@ class EngineManager:
         self._start_group(delay)
 
     def _start_group(self, delay: float = 0.0) -> None:
-        self._group_runs = True
+        self.group_runs = True
         self._num_group_starts += 1
         for core in self._cores:
             core.restart_at = time.monotonic() + delay
@@ -310,7 +313,14 @@ class EngineManager:
     def group_stops(self) -> None:
         """Report that a replica on another host has died, which shares experts with this one's; from any thread."""
         reason = "a replica on another host has died"
-        self.supervisor.call(lambda: self._stop_group(reason, reason))
+
+        def handle() -> None:
+            starting = [core for core in self._cores if core.restart_at is not None]
+            self._stop_group(reason, reason)
+            for core in starting:  # its leader takes it for running
+                self.on_state(ReplicaLost(core.replica, reason, returns=True))
+
+        self.supervisor.call(handle)
 
     def group_starts(self, requests: dict[int, str]) -> None:
         """Report that all replicas that share experts start again, at these addresses; from any thread."""
@@ -379,6 +389,11 @@ class EngineManager:
             self._hosts.local_replicas |= {core.replica}
         self.on_state(ReplicaStarting(core.replica, address))
 
+    @property
+    def draining(self) -> list[int]:
+        """The replicas that drain."""
+        return list(self._drained)
+
     def drained(self, client: int, replica: int) -> None:
         """Report that an API process has no more requests on a replica that drains; from any thread."""
 
@@ -425,7 +440,7 @@ class EngineManager:
                 self._hosts.dismiss(replica, f"replica {replica} is on the host with the API")
             else:
                 self.on_state(ReplicaStarting(replica, address))
-                if self._config.parallel.is_coupled and not self._group_runs:
+                if self._config.parallel.is_coupled and not self.group_runs:
                     self._running_elsewhere.discard(replica)
                     self._start_group_if_stopped(0.0)
 
@@ -441,22 +456,22 @@ class EngineManager:
 
         self.supervisor.call(handle)
 
-    def replica_died(self, replica: int, reason: str) -> None:
-        """Report that a replica on another host has died."""
+    def replica_died(self, replica: int, reason: str, *, is_link: bool = False) -> None:
+        """Report that a replica on another host has died, or that the host was lost (`is_link`)."""
 
         def handle() -> None:
             is_coupled = self._config.parallel.is_coupled
             if replica in self._awaited or (is_coupled and not self._policy.is_enabled):
                 self.on_state(EngineFailed(f"{self._prefix(replica)}{reason}"))
             elif is_coupled:
-                self._stop_group(f"{self._prefix(replica)}{reason}", reason)
+                self._stop_group(f"{self._prefix(replica)}{reason}", reason, None if is_link else replica)
                 self._running_elsewhere.discard(replica)
                 self._start_group_if_stopped(RESTART_SECONDS[0])
             elif replica not in self.requests or isinstance(self.states.get(replica), ReplicaLost):
                 return  # it has left, or this is known
             elif replica in self._has_been_up and replica not in self._drained:
                 logger.error("%s%s", self._prefix(replica), reason)
-                self.on_state(ReplicaLost(replica, reason, returns=True))
+                self.on_state(ReplicaLost(replica, reason, returns=True, may_be_request=not is_link))
             else:
                 logger.error("%s%s; it is removed", self._prefix(replica), reason)
                 self._remove_lost(replica, reason)

@@ -42,6 +42,8 @@ _WALL_CLOCK_FACTOR = 10
 """Wall-clock limit of an answer, as a multiple of its processor time limit; it matters on a busy machine."""
 _SILENT_SECONDS, _START_SECONDS = 10.0, 60.0
 """Seconds after which a helper hangs that has taken no question; the second is for one that may still be starting."""
+_GRACE_SECONDS = 1.0
+"""After that: this process may have been stopped meanwhile, together with the helper."""
 _PID = struct.Struct("!i")
 _HELPER = "from quire.server.frontend import sandbox; sandbox.main()"
 
@@ -104,12 +106,16 @@ class Sandbox(Generic[T]):
         mine, theirs = socket.socketpair()
         with mine:
             helper = self._hand_over(theirs)
-            mine.settimeout(helper.patience)
-            try:
-                reported = mine.recv(_PID.size)
-            except ConnectionResetError:
-                return None
-            except TimeoutError:
+            for patience in (helper.patience, _GRACE_SECONDS):
+                mine.settimeout(patience)
+                try:
+                    reported = mine.recv(_PID.size)
+                    break
+                except ConnectionResetError:
+                    return None
+                except TimeoutError:
+                    continue
+            else:
                 self._replace(helper)
                 return None
             if reported:
@@ -150,12 +156,16 @@ class Sandbox(Generic[T]):
         with mine:
             mine.setblocking(False)
             helper = await asyncio.to_thread(self._hand_over, theirs)
-            try:
-                async with asyncio.timeout(helper.patience):
-                    reported += await loop.sock_recv(mine, _PID.size)
-            except ConnectionResetError:
-                return None
-            except TimeoutError:
+            for patience in (helper.patience, _GRACE_SECONDS):
+                try:
+                    async with asyncio.timeout(patience):
+                        reported += await loop.sock_recv(mine, _PID.size)
+                        break
+                except ConnectionResetError:
+                    return None
+                except TimeoutError:
+                    continue
+            else:
                 await asyncio.to_thread(self._replace, helper)
                 return None
             if not reported:
@@ -233,7 +243,7 @@ class Sandbox(Generic[T]):
                 pass_fds=(theirs.fileno(),),
                 # Threads do not survive a fork.
                 env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
-                start_new_session=True,
+                process_group=0,
             )
             undone.pop_all()
         self._helper = _Helper(control, weakref.finalize(self, _end, control, helper))

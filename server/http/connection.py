@@ -16,7 +16,7 @@ from http import HTTPStatus
 from typing import Any, Literal
 
 import msgspec
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from quire.server.config import ServerOptions
 from quire.server.http.errors import error_object
@@ -97,6 +97,12 @@ class HttpProtocol(HttpToolsProtocol):
         self._num_bytes = 0
         """Received since the phase began, or since the last one ended."""
         self._timer: asyncio.TimerHandle | None = None
+        self._running: RequestResponseCycle | None = None
+        """The request that is being answered, or was last."""
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -110,6 +116,11 @@ class HttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_phase()
+        # uvicorn tells only the request that was parsed last, but it may wait behind the one that is being answered.
+        for cycle in filter(None, (self._running, *(cycle for cycle, _ in self.pipeline))):
+            cycle.disconnected = cycle.disconnected or not cycle.response_complete
+            cycle.message_event.set()
+        self.pipeline.clear()
         if self._address is not None:
             self._limits.num_by_client[self._address] -= 1
             if not self._limits.num_by_client[self._address]:
@@ -137,7 +148,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self.pipeline:  # read no more until all have been started
+        if self.pipeline:  # super() reads on
             self.flow.pause_reading()
 
     def send_400_response(self, msg: str) -> None:
@@ -178,11 +189,12 @@ class HttpProtocol(HttpToolsProtocol):
         self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, text)
 
     def _refuse(self, status: HTTPStatus, text: str) -> None:
-        """Close the connection, with an error unless a response has begun."""
-        is_answered = self._phase == "body" and self.cycle is not None and self.cycle.response_started
-        is_answering = self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
+        """Close the connection, with an error unless a response has begun, or an earlier request has none yet."""
+        running, phase = self._running, self._phase
+        is_idle = running is None or running.response_complete
+        is_reading = running is self.cycle and phase == "body" and running is not None and not running.response_started
         self._end_phase()
-        if not (is_answered or is_answering):
+        if not self.pipeline and (is_idle or is_reading):
             body = msgspec.json.encode(error_object(text, "invalid_request_error"))
             head = f"HTTP/1.1 {status} {status.phrase}\r\nContent-Type: application/json\r\n"
             self.transport.write(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)

@@ -75,7 +75,7 @@ class CoreThread(threading.Thread):
     def kill(self) -> None:
         self._killed.set()
 
-    def kill_group(self) -> None:
+    def kill_session(self) -> None:
         """It has started nothing."""
 
 

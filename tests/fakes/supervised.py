@@ -17,7 +17,7 @@ class FakeProcess:
     def __init__(self) -> None:
         self.connection, self.theirs = Pipe()
         self.code: int | None = None
-        self.is_group_killed = False
+        self.is_session_killed = False
         self.on_poll: Callable[[], None] = lambda: None
         """Called while the process runs, as often as the supervisor looks."""
 
@@ -29,8 +29,8 @@ class FakeProcess:
     def kill(self) -> None:
         self.exit(-signal.SIGKILL)
 
-    def kill_group(self) -> None:
-        self.is_group_killed = True
+    def kill_session(self) -> None:
+        self.is_session_killed = True
 
     def exit(self, code: int) -> None:
         self.code = code

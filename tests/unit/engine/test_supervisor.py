@@ -85,7 +85,7 @@ def test_a_process_that_dies_is_reported_and_started_again(supervisor: Superviso
     core.current.exit(-signal.SIGKILL)
     steps(supervisor)
     assert core.exits == [Failed("the engine core was killed by SIGKILL")]
-    assert core.current.is_group_killed
+    assert core.current.is_session_killed
     pass_time(supervisor, clock, 1)
     assert len(core.started) == 1
     pass_time(supervisor, clock, 2)

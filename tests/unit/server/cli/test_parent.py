@@ -55,9 +55,14 @@ class Engine:
         self.is_settled, self.is_user_error = True, False
         self.on_change: Callable[[EngineState], None] = lambda state: None
         self.closed_with: list[str] = []
+        self.draining = [3]
+        self.drained_by: list[tuple[int, int]] = []
 
     def process_info(self, index: int) -> int:
         return index
+
+    def drained(self, client: int, replica: int) -> None:
+        self.drained_by.append((client, replica))
 
     def close(self, reason: str) -> None:
         self.closed_with.append(reason)
@@ -211,7 +216,8 @@ def test_an_api_process_that_dies_is_replaced(play: Play, caplog: pytest.LogCapt
 
     play.on_start = on_start
     with caplog.at_level("INFO", "quire"):
-        assert play.server(api_server_count=2).run() == 0
+        assert (server := play.server(api_server_count=2)).run() == 0
+    assert set(engine_of(server).drained_by) == {(1, 3)}, "its requests have ended with it"
     assert [process.index for process in play.started] == [0] + [1] * 11
     assert all(process.states == (UP,) for process in play.started)
     assert "API process 1 was killed by SIGKILL; its connections are lost; restarting it" in caplog.text

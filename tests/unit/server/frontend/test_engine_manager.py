@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -485,7 +486,7 @@ def test_a_host_whose_replicas_share_experts_waits_for_its_leader(engine: Make, 
         one.die(0)
     else:
         one.manager.group_stops()
-        one.run(lambda: not one.manager._group_runs)
+        one.run(lambda: not one.manager.group_runs)
         assert Shutdown() in one.core(0).heard()
         assert len(one.states) == 1  # its core has not exited yet
         one.core(0).exit(0)
@@ -577,3 +578,41 @@ def test_an_engine_whose_folder_is_removed_has_failed(engine: Make) -> None:
     one.run(lambda: one.manager.failure is not None)
     reason = f"the folder {folder} with the sockets of this server was removed; set TMPDIR to a safe place"
     assert one.states[1:] == [EngineFailed(reason)]
+
+
+def test_a_core_that_is_ready_while_it_is_removed_is_not_up(engine: Make) -> None:
+    one = engine()
+    one.up(0)
+    one.manager.resize(2, 0.0)
+    one.manager.resize(1, 0.0)
+    core = one.core(1)
+    core.say(Ready({}, EngineStats(kv_blocks=100)))
+    rounds = iter(range(5))
+    one.run(lambda: next(rounds, None) is None)
+    core.exit(0)
+    assert one.manager.states.keys() == {0}
+
+
+def test_a_group_that_is_about_to_start_is_stopped(engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its leader takes the replicas of a host for running as soon as it has said that they start."""
+    one = engine(2, hosts=Member(), is_coupled=True, local=1)
+    one.up(0)
+    one.die(0)
+    monkeypatch.setattr(one.manager, "_start_group", partial(one.manager._start_group, 1e9))
+    one.manager.group_starts({0: "tcp://10.0.0.2:1", 1: "tcp://10.0.0.3:1"})
+    one.manager.group_stops()
+    one.run(lambda: len(one.states) == 3)
+    assert isinstance(one.states[-1], ReplicaLost)
+    assert one.manager._cores[0].restart_at is None
+    one.manager.group_stops()
+    rounds = iter(range(5))
+    one.run(lambda: next(rounds, None) is None)
+    assert len(one.states) == 3, "it has said so already"
+
+
+def test_only_the_replica_that_died_may_have_had_a_deadly_request(engine: Make) -> None:
+    two = engine(2, is_coupled=True)
+    two.up(0, 1)
+    two.die(1)
+    lost = [state for state in two.states if isinstance(state, ReplicaLost)]
+    assert {state.replica: state.may_be_request for state in lost} == {0: False, 1: True}

@@ -252,3 +252,34 @@ async def test_what_is_malformed_gets_an_error_object(
     writer.write(request_bytes)
     assert await rest(reader) == expected
     writer.close()
+
+
+def post(**body: Any) -> bytes:
+    content = json.dumps(body).encode()
+    return HEAD + b"Content-Length: %d\r\n\r\n" % len(content) + content
+
+
+@pytest.mark.parametrize("behind", [b"", GET, GET * 5])
+async def test_a_client_that_leaves_aborts_its_request_whatever_waits_behind_it(server: Server, behind: bytes) -> None:
+    _, writer = await connect(server)
+    writer.write(post(prompt="a<hang>") + behind)
+    while not server.frontend.client.num_open:
+        await asyncio.sleep(0.001)
+    writer.close()
+    while server.frontend.client.num_open:
+        await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize(
+    "bad", [b"nonsense\r\n\r\n", GET + b"nonsense\r\n\r\n", b"GET / HTTP/1.1\r\n" + b"a" * (70 << 10)]
+)
+async def test_no_error_is_written_into_another_response(server: Server, bad: bytes) -> None:
+    reader, writer = await connect(server)
+    writer.write(post(prompt="a<hang>", stream=True))
+    begin = await reader.readuntil(b"\r\n\r\n")
+    writer.write(bad)
+    rest_of_it = await asyncio.wait_for(reader.read(), 60)
+    assert (begin + rest_of_it).count(b"HTTP/1.1") == 1
+    while server.frontend.client.num_open:
+        await asyncio.sleep(0.001)
+    writer.close()
