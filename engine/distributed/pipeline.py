@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections import deque
@@ -107,7 +108,8 @@ class Pipeline:
             self.post_ahead()
             work, buffer = self._posted_ahead.popleft()
             message = buffer[:num_bytes].view(dtype).view(shape)
-            self.post_ahead()
+            with contextlib.suppress(RuntimeError):  # the previous stage may have ended behind this message
+                self.post_ahead()
             return self._arrived(work, message)
         if not self._receiving:
             self.post_receive(shape, dtype)
