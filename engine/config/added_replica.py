@@ -58,7 +58,8 @@ def added_replica(
             for weights, block in zip(sizes.weights, sizes.kv_block, strict=True)
         )
         needed *= parallel.tensor_parallel_size
-        if needed > (memory := max(0, available.memory - needed * num_loading)):
+        usable = int(available.memory * config.cache.gpu_memory_utilization)
+        if needed > (memory := max(0, usable - needed * num_loading)):
             raise ConfigError(
                 f"Not enough memory for replica {replica}: needs {format_bytes(needed)}, "
                 f"{format_bytes(memory)} available"
