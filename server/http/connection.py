@@ -100,10 +100,6 @@ class HttpProtocol(HttpToolsProtocol):
         self._running: RequestResponseCycle | None = None
         """The request that is being answered, or was last."""
 
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        self._running = cycle
-        super()._start_asgi_task(cycle, app)
-
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         address = self.client[0] if self.client else ""
@@ -145,8 +141,12 @@ class HttpProtocol(HttpToolsProtocol):
             raise ValueError
         self._begin("body")
         super().on_headers_complete()
+        if not self.pipeline:
+            self._running = self.cycle
 
     def on_response_complete(self) -> None:
+        if self.pipeline:
+            self._running = self.pipeline[-1][0]
         super().on_response_complete()
         if self.pipeline:  # super() reads on
             self.flow.pause_reading()

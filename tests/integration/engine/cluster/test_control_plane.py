@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
@@ -242,6 +243,8 @@ def test_the_launcher_reports_processes_that_end(three: Host) -> None:
     three.leader.fail(2, "too late")
     with pytest.raises(ConfigError, match="its Ray actor died"):
         three.leader.wait(10)
+    while 2 not in three.leader._lost:
+        time.sleep(0.001)
     with pytest.raises(LinkEnded, match="cannot join again"):
         three.join(2)
     assert follower.ended is None

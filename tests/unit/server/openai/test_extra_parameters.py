@@ -215,17 +215,19 @@ async def test_tokens_have_names_of_their_own(server: Server) -> None:
     assert [0xF0] in [entry["bytes"] for entry in content["content"]]
 
 
-async def test_usage_in_every_chunk(server: Server) -> None:
+async def test_usage_in_every_chunk(config: EngineConfig, core_mode: Callable[[str], None]) -> None:
+    core_mode("slow")  # or outputs may merge
     options = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
-    for route, body in (("completions", {"prompt": "hello world"}), ("chat/completions", {"messages": USER})):
-        *chunks, last = await streamed(server, route, **body, **options, n=2)
-        counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
-        assert counts == sorted(counts)
-        assert counts[0] < counts[-1] == last["usage"]["completion_tokens"]
-        assert not last["choices"]
-        assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {last["usage"]["prompt_tokens"]}
-    quiet = {"stream_options": {"continuous_usage_stats": True}}
-    assert not any("usage" in chunk for chunk in await streamed(server, "completions", prompt="x", **quiet))
+    async with run_server(config) as server:
+        for route, body in (("completions", {"prompt": "hello world"}), ("chat/completions", {"messages": USER})):
+            *chunks, last = await streamed(server, route, **body, **options, n=2)
+            counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+            assert counts == sorted(counts)
+            assert counts[0] < counts[-1] == last["usage"]["completion_tokens"]
+            assert not last["choices"]
+            assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {last["usage"]["prompt_tokens"]}
+        quiet = {"stream_options": {"continuous_usage_stats": True}}
+        assert not any("usage" in chunk for chunk in await streamed(server, "completions", prompt="x", **quiet))
 
 
 async def test_choices_say_what_stopped_them(server: Server) -> None:
