@@ -145,7 +145,7 @@ class _Link(ABC):
         """File descriptors of connections that have closed and were not handled yet."""
         self._lost_seconds = lost_seconds
         self._num_failed_handshakes = 0
-        self._is_other_mechanism = False
+        self._has_other_mechanism = False
         self._dropped = Dropped(f"{name}: dropped a message that could not be decoded")
         self._context = zmq.Context()
         self._security = Security(self._context, token)
@@ -231,7 +231,7 @@ class _Link(ABC):
             elif self._security.on_event(int(message["event"]), int(message["value"])):
                 self._num_failed_handshakes += 1
                 # ZMQ does not try again with a peer that has another security mechanism
-                self._is_other_mechanism |= message["event"] == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+                self._has_other_mechanism |= message["event"] == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
     def _close(self, command: Any) -> None:
         """Give the thread its last command, and wait for it."""
@@ -646,7 +646,7 @@ class Follower(_Link):
         if self.ended is not None:
             return
         if not self._is_accepted:
-            if self._is_other_mechanism or self._num_failed_handshakes >= _MAX_FAILED_HANDSHAKES:
+            if self._has_other_mechanism or self._num_failed_handshakes >= _MAX_FAILED_HANDSHAKES:
                 self._end(f"{self._leader} has another --cluster-token than this host, or none; use the same on all")
         elif self._closed:
             self._end(f"{self._leader} was lost: its connection has closed")

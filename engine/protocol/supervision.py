@@ -70,7 +70,7 @@ class ReplicaLost(msgspec.Struct, tag=True, array_like=True):
     reason: str
     returns: bool
     """Whether it is being restarted, or may come back by itself."""
-    may_be_request: bool = True
+    may_be_caused_by_request: bool = True
     """Whether one of its requests may be the cause. It is not if its host was lost, or if it was stopped along with a
     replica that has died.
     """

@@ -35,7 +35,7 @@ class ReplicaListener(Protocol):
 
     def replica_joined(self, replica: int, address: str) -> None: ...
 
-    def replica_died(self, replica: int, reason: str, *, is_link: bool = False) -> None: ...
+    def replica_died(self, replica: int, reason: str, *, is_host_lost: bool = False) -> None: ...
 
     def replica_leaves(self, replica: int, seconds: float) -> None: ...
 
@@ -285,7 +285,7 @@ class DPLeader(DPCoordinator):
     def _on_message(self, replica: int, body: bytes) -> None:
         match _decode(body):
             case ReplicaDied(reason):
-                self._on_lost(replica, reason, is_link=False)
+                self._on_lost(replica, reason, is_host_lost=False)
             case ReplicaUp() as state:
                 self._notify(lambda listener: listener.replica_up(state))
             case ShutdownRequested() if self._is_coupled:
@@ -294,13 +294,13 @@ class DPLeader(DPCoordinator):
             case ShutdownRequested(seconds):
                 self._notify(lambda listener: listener.replica_leaves(replica, seconds))
 
-    def _on_lost(self, replica: int, reason: str, *, is_link: bool = True) -> None:
+    def _on_lost(self, replica: int, reason: str, *, is_host_lost: bool = True) -> None:
         with self._lock:
             self._awaited.clear()
         if self._is_coupled and not self._are_headless:
             self._notify(lambda listener: listener.fail(reason))
         else:
-            self._notify(lambda listener: listener.replica_died(replica, reason, is_link=is_link))
+            self._notify(lambda listener: listener.replica_died(replica, reason, is_host_lost=is_host_lost))
 
 
 class DPMember(DPCoordinator):

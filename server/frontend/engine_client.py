@@ -551,7 +551,7 @@ class EngineClient:
         moved = {i: running for i, running in self._running.items() if running.replica == replica.number}
         for running in moved.values():
             running.replica = None
-        if lost.may_be_request:
+        if lost.may_be_caused_by_request:
             self._suspect(moved, lost.reason)
         for request_id, running in moved.items():
             if request_id in self._running and running.replica is None and request_id not in self._suspects[1:]:

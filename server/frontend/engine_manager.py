@@ -284,7 +284,7 @@ class EngineManager:
             if not isinstance(self._hosts, DPMember):
                 # All at once: a request that went on at another one would be suspected of that one's death, too.
                 for replica in [each for each, state in self.states.items() if isinstance(state, ReplicaUp)]:
-                    self.on_state(ReplicaLost(replica, reason, returns=True, may_be_request=replica == died))
+                    self.on_state(ReplicaLost(replica, reason, returns=True, may_be_caused_by_request=replica == died))
         for core in self._cores:
             core.restart_at = None
             if core.process is not None:
@@ -456,22 +456,22 @@ class EngineManager:
 
         self.supervisor.call(handle)
 
-    def replica_died(self, replica: int, reason: str, *, is_link: bool = False) -> None:
-        """Report that a replica on another host has died, or that the host was lost (`is_link`)."""
+    def replica_died(self, replica: int, reason: str, *, is_host_lost: bool = False) -> None:
+        """Report that a replica on another host has died, or that the host was lost (`is_host_lost`)."""
 
         def handle() -> None:
             is_coupled = self._config.parallel.is_coupled
             if replica in self._awaited or (is_coupled and not self._policy.is_enabled):
                 self.on_state(EngineFailed(f"{self._prefix(replica)}{reason}"))
             elif is_coupled:
-                self._stop_group(f"{self._prefix(replica)}{reason}", reason, None if is_link else replica)
+                self._stop_group(f"{self._prefix(replica)}{reason}", reason, None if is_host_lost else replica)
                 self._running_elsewhere.discard(replica)
                 self._start_group_if_stopped(RESTART_SECONDS[0])
             elif replica not in self.requests or isinstance(self.states.get(replica), ReplicaLost):
                 return  # it has left, or this is known
             elif replica in self._has_been_up and replica not in self._drained:
                 logger.error("%s%s", self._prefix(replica), reason)
-                self.on_state(ReplicaLost(replica, reason, returns=True, may_be_request=not is_link))
+                self.on_state(ReplicaLost(replica, reason, returns=True, may_be_caused_by_request=not is_host_lost))
             else:
                 logger.error("%s%s; it is removed", self._prefix(replica), reason)
                 self._remove_lost(replica, reason)

@@ -110,7 +110,7 @@ class Listener:
     def group_starts(self, requests: dict[int, str]) -> None:
         self.notices.put((None, f"start with {requests}"))
 
-    def replica_died(self, replica: int, reason: str, *, is_link: bool = False) -> None:
+    def replica_died(self, replica: int, reason: str, *, is_host_lost: bool = False) -> None:
         self.notices.put((replica, reason))
 
     def replica_up(self, state: ReplicaUp) -> None:

@@ -615,4 +615,4 @@ def test_only_the_replica_that_died_may_have_had_a_deadly_request(engine: Make) 
     two.up(0, 1)
     two.die(1)
     lost = [state for state in two.states if isinstance(state, ReplicaLost)]
-    assert {state.replica: state.may_be_request for state in lost} == {0: False, 1: True}
+    assert {state.replica: state.may_be_caused_by_request for state in lost} == {0: False, 1: True}
