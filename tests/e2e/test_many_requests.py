@@ -19,7 +19,7 @@ from tests.fakes.core_with_ranks import Ranks
 
 pytestmark = pytest.mark.slow
 STREAMS = 200
-ROUNDS = 12
+MAX_ROUNDS = 60
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ async def test_all_streams_end_and_nothing_is_left_behind(server: Server) -> Non
     memory = []
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=server.url, timeout=300, limits=limits) as client:
-        for turn in range(ROUNDS):
+        for turn in range(MAX_ROUNDS):
             rng = random.Random(turn % 2)  # the same prompts again and again, so that what grows is not the cache
             streams = await asyncio.gather(*(one_stream(client, rng) for _ in range(STREAMS)))
             for count, reasons, used in streams:
@@ -61,9 +61,12 @@ async def test_all_streams_end_and_nothing_is_left_behind(server: Server) -> Non
             assert await asyncio.to_thread(metric, server, "quire:num_requests_running") == 0
             assert await asyncio.to_thread(metric, server, "quire:kv_cache_usage_perc") == 0
             memory.append(sum(process.memory_info().rss for process in server.family()))
-    # What streams leave behind comes with every two rounds; first replays and larger steps than before, with some.
-    least = min(after - before for before, after in zip(memory, memory[2:], strict=False))
-    assert least < 2 * STREAMS * 4096, f"resident bytes after each round: {memory}"
+            # What streams leave behind comes with every two rounds; steps that are recorded for a replay, and larger
+            # ones than before, become rare.
+            if turn >= 5 and memory[-1] - memory[-3] < 2 * STREAMS * 4096:
+                break
+        else:
+            pytest.fail(f"resident bytes after each round: {memory}")
     assert memory[-1] < memory[2] * 1.1, f"resident bytes after each round: {memory}"
 
 
