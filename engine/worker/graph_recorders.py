@@ -151,4 +151,4 @@ def make_recorder(device: torch.device, parallel: Parallel) -> GraphRecorder | N
     """The recorder for the ranks of a stage; None: steps are not captured."""
     if device.type == "cuda":
         return CudaGraphRecorder(device)
-    return OpReplayRecorder() if op_replay.available() and parallel.supports_op_replay else None
+    return OpReplayRecorder() if parallel.supports_op_replay else None
