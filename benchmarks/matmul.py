@@ -35,7 +35,7 @@ KINDS: dict[
     "bfloat16": (
         torch.bfloat16,
         linear.TiledLinear,
-        linear.OneDNNLinear if isa.has("avx512") else linear.WidenedLinear,
+        linear.OneDNNLinear if isa.has("avx512f") else linear.WidenedLinear,
     ),
     "int8": (torch.float32, linear.Int8Linear, linear.Int8OneDNNLinear),
 }

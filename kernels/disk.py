@@ -1,7 +1,7 @@
 """The on-disk cache of compiled kernels, and the check of its ownership.
 
 The folder is `quire/kernels` in `XDG_CACHE_HOME` (default: `~/.cache`). `QUIRE_KERNEL_CACHE` sets another one, which
-may be filled in advance (in an image, with the same compiler on the same kind of processor) and then be read-only.
+may be filled in advance (in an image, with the same compiler) and then be read-only.
 """
 
 from __future__ import annotations
@@ -27,12 +27,3 @@ def check_owner(*paths: Path) -> None:
         status = path.stat()
         if status.st_uid not in (0, os.getuid()) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise PermissionError(f"{path} can be written by others")
-
-
-def processor() -> str:
-    """The instruction sets of this host as listed in /proc/cpuinfo, or ""."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return ""
-    return next((line for line in lines if line.startswith(("flags", "Features"))), "")

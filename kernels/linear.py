@@ -87,7 +87,7 @@ def packing(weight: Tensor, quantization: Quantization | None) -> Callable[[Tens
         if weight.shape[1] % 2 == 0 and _has_own_kernel("bfloat16"):
             return TiledLinear
         # Without AVX-512, oneDNN rejects bfloat16; without AVX-512 BF16, it emulates it at half the speed of float32.
-        if _has_onednn() and (isa.has("avx512_bf16") or isa.has("amx")):
+        if _has_onednn() and (isa.has("avx512_bf16") or isa.has("amx_tile")):
             return OneDNNLinear
     return WidenedLinear
 
@@ -96,7 +96,7 @@ def _has_own_kernel(kind: Literal["float32", "bfloat16", "int8"]) -> bool:
     """Whether to use Quire's own kernels for this type on this processor."""
     if "cpu" not in dispatch.PLATFORMS or not isa.has("avx2"):
         return False
-    return kind == "float32" or not isa.has("amx")
+    return kind == "float32" or not isa.has("amx_tile")
 
 
 def _has_onednn() -> bool:

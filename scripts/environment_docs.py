@@ -27,11 +27,13 @@ SECTIONS: dict[str, tuple[str, dict[str, str]]] = {
             "`--api-key` is not given. `quire chat`, `quire complete` and `quire run-batch --url` send the first one.",
             "QUIRE_CLUSTER_TOKEN": "Secret that the hosts of a server share, if neither `--cluster-token` nor "
             "`--cluster-token-file` is given.",
-            "QUIRE_CPU_ISA": "`avx2` makes Quire compile and choose CPU kernels for AVX2 and nothing newer. "
-            "Default: `native`, all that the processor has.",
+            "QUIRE_CPU_ISA": "The instruction set that CPU kernels are compiled for and chosen by: `avx512_bf16`, "
+            "`avx512_vnni`, `avx2`, `neon_i8mm` or `neon_dotprod`. Default: the most capable one that the processor "
+            "has.",
             "QUIRE_HOST_IP": "This host's own address for traffic between hosts. Default: the address of the interface "
             "that reaches `--master-addr` or `--data-parallel-address`.",
-            "QUIRE_KERNEL_CACHE": "Folder of the compiled CPU kernels. Default: `quire/kernels` in `$XDG_CACHE_HOME`. "
+            "QUIRE_KERNEL_CACHE": "Folder of the CPU kernels that are compiled because none that come with Quire fit. "
+            "Default: `quire/kernels` in `$XDG_CACHE_HOME`. "
             "The folder may be filled beforehand and be read-only.",
             "TMPDIR": "Folder in which a server, or a further node, makes a folder `quire-…` for its sockets and "
             "temporary files. The path must be short. Default: `/tmp`.",

@@ -42,7 +42,10 @@ _HOST_OPTIONS = frozenset(
 """Options that may differ between hosts."""
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": (r"0*[1-9]\d{0,3}", "a number of threads"),
-    "QUIRE_CPU_ISA": ("native|avx2", "native or avx2"),
+    "QUIRE_CPU_ISA": (
+        "avx512_bf16|avx512_vnni|avx2|neon_i8mm|neon_dotprod",
+        "avx512_bf16, avx512_vnni, avx2, neon_i8mm or neon_dotprod",
+    ),
 }
 """What variables that ranks read must match, and what that is."""
 _MAX_TIMEOUT_SECONDS = 1e9

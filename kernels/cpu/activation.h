@@ -46,7 +46,7 @@ void for_gated(std::string_view name, Body&& body) {
   if (name == "relu") return body([](Floats gate, Floats up) { return relu(gate) * up; });
   if (name == "relu2") return body([](Floats gate, Floats up) { return relu2(gate) * up; });
   if (name == "swiglu_oai") return body([](Floats gate, Floats up) { return swiglu_oai(gate, up); });
-  TORCH_CHECK(false, "no CPU kernel for the activation ", name);
+  STD_TORCH_CHECK(false, "no CPU kernel for the activation ", name);
 }
 
 using Gated = Floats (*)(Floats gate, Floats up);

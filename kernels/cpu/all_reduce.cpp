@@ -74,12 +74,12 @@ void pause() {
 
 class Group {
  public:
-  Group(const at::Tensor& memory, int64_t rank, int64_t size, double timeout)
+  Group(const Tensor& memory, int64_t rank, int64_t size, double timeout)
       : base_(memory.mutable_data_ptr<uint8_t>()), rank_(rank), size_(size), timeout_(timeout) {
-    TORCH_CHECK(size <= kMaxRanks && rank >= 0 && rank < size, "invalid rank ", rank, " of ", size);
+    STD_TORCH_CHECK(size <= kMaxRanks && rank >= 0 && rank < size, "invalid rank ", rank, " of ", size);
     const int64_t headers = size * static_cast<int64_t>(sizeof(Header));
     slot_bytes_ = (memory.numel() - headers) / (2 * size) / kLine * kLine;
-    TORCH_CHECK(slot_bytes_ >= size * kLine, "the segment is too small");
+    STD_TORCH_CHECK(slot_bytes_ >= size * kLine, "the segment is too small");
     slots_ = base_ + headers;
   }
 
@@ -164,7 +164,8 @@ class Group {
       futex(other, FUTEX_WAIT, seen, &wait);
     }
     other.sleepers.fetch_sub(1, std::memory_order_seq_cst);
-    TORCH_CHECK(!is_late, "rank ", rank, " of ", size_, " did not join a collective within ", timeout_.count(), " s");
+    STD_TORCH_CHECK(!is_late, "rank ", rank, " of ", size_, " did not join a collective within ", timeout_.count(),
+                    " s");
   }
 
   uint8_t* base_;
@@ -237,9 +238,9 @@ void reduce_in_two_passes(Group& group, T* x, int64_t length) {
   }
 }
 
-void shared_all_reduce(const at::Tensor& memory, int64_t rank, int64_t size, double timeout, at::Tensor x) {
+void shared_all_reduce(const Tensor& memory, int64_t rank, int64_t size, double timeout, Tensor x) {
   Group group(memory, rank, size, timeout);
-  TORCH_CHECK(x.is_contiguous());
+  STD_TORCH_CHECK(x.is_contiguous());
   for_type(x.scalar_type(), [&]<typename T>() {
     T* data = x.mutable_data_ptr<T>();
     const int64_t length = x.numel(), bytes = sizeof(T);
@@ -254,13 +255,13 @@ void shared_all_reduce(const at::Tensor& memory, int64_t rank, int64_t size, dou
   });
 }
 
-at::Tensor shared_all_gather(const at::Tensor& memory, int64_t rank, int64_t size, double timeout, const at::Tensor& x) {
+Tensor shared_all_gather(const Tensor& memory, int64_t rank, int64_t size, double timeout, const Tensor& x) {
   Group group(memory, rank, size, timeout);
-  TORCH_CHECK(x.is_contiguous() && x.dim() > 0);
+  STD_TORCH_CHECK(x.is_contiguous() && x.dim() > 0);
   std::vector<int64_t> shape = x.sizes().vec();
-  const int64_t row = shape.back() * x.element_size(), bytes = x.nbytes();
+  const int64_t row = shape.back() * x.element_size(), bytes = x.numel() * static_cast<int64_t>(x.element_size());
   shape.back() *= size;
-  at::Tensor out = at::empty(shape, x.options());
+  Tensor out = empty(shape, x.scalar_type());
   const auto* from = static_cast<const uint8_t*>(x.const_data_ptr());
   auto* to = static_cast<uint8_t*>(out.mutable_data_ptr());
   for (int64_t begin = 0; begin < bytes; begin += group.slot_bytes()) {
@@ -283,10 +284,10 @@ at::Tensor shared_all_gather(const at::Tensor& memory, int64_t rank, int64_t siz
   return out;
 }
 
-void shared_broadcast(const at::Tensor& memory, int64_t rank, int64_t size, double timeout, at::Tensor x) {
+void shared_broadcast(const Tensor& memory, int64_t rank, int64_t size, double timeout, Tensor x) {
   Group group(memory, rank, size, timeout);
-  TORCH_CHECK(x.is_contiguous());
-  const int64_t bytes = x.nbytes();
+  STD_TORCH_CHECK(x.is_contiguous());
+  const int64_t bytes = x.numel() * static_cast<int64_t>(x.element_size());
   auto* data = static_cast<uint8_t*>(x.mutable_data_ptr());
   for (int64_t begin = 0; begin < bytes; begin += group.slot_bytes()) {
     const int64_t length = std::min(group.slot_bytes(), bytes - begin);
@@ -301,11 +302,9 @@ void shared_broadcast(const at::Tensor& memory, int64_t rank, int64_t size, doub
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(quire, m) {
-  m.def("shared_all_reduce(Tensor memory, int rank, int size, float timeout, Tensor(a!) x) -> ()", shared_all_reduce);
-  m.def("shared_all_gather(Tensor memory, int rank, int size, float timeout, Tensor x) -> Tensor", shared_all_gather);
-  m.def("shared_broadcast(Tensor memory, int rank, int size, float timeout, Tensor(a!) x) -> ()", shared_broadcast);
-}
+QUIRE_OPERATION(shared_all_reduce, "(Tensor memory, int rank, int size, float timeout, Tensor(a!) x) -> ()")
+QUIRE_OPERATION(shared_all_gather, "(Tensor memory, int rank, int size, float timeout, Tensor x) -> Tensor")
+QUIRE_OPERATION(shared_broadcast, "(Tensor memory, int rank, int size, float timeout, Tensor(a!) x) -> ()")
 
 }  // namespace quire
 

@@ -49,15 +49,12 @@ struct Item {
 };
 
 struct Problem {
-  const at::Tensor& query;
-  const at::Tensor& cache;
-  const at::Tensor& tables;
+  View query, cache, tables, output;
   const int64_t* lengths;
   const int64_t* starts;
   float unit, cap;              // of scores, as exponents of 2; `cap` is 0 for none
   int64_t window;               // most keys that a query attends to
   const float *sinks, *slopes;  // per head, or null
-  at::Tensor output;
   Places places;
   int64_t group, head_dim, padded;  // `padded`: head_dim rounded up to whole vectors
   int64_t keys;                     // gathered at a time
@@ -91,8 +88,8 @@ struct Row {
 // Finds the rows of `count` keys from `begin` on in the cache.
 void find_rows(const Problem& p, const Tile& tile, int64_t begin, int64_t count, Place* rows) {
   const int64_t size = p.cache.element_size(), block_size = p.cache.size(3);
-  const char* head = static_cast<const char*>(p.cache.const_data_ptr()) + tile.head * p.cache.stride(2) * size;
-  const int64_t* table = p.tables.const_data_ptr<int64_t>() + tile.request * p.tables.stride(0);
+  const char* head = p.cache.data<const char>() + tile.head * p.cache.stride(2) * size;
+  const int64_t* table = p.tables.data<const int64_t>() + tile.request * p.tables.stride(0);
   for (int64_t i = 0, block = begin / block_size, offset = begin % block_size; i < count; ++block, offset = 0) {
     const char* first = head + table[block] * p.cache.stride(1) * size;
     for (; offset < block_size && i < count; ++offset) rows[i++] = p.places.row(first, offset);
@@ -228,7 +225,7 @@ struct Scratch {
 
 template <typename T>
 void load_queries(const Problem& p, const Tile& tile, float* to) {
-  const T* first = p.query.const_data_ptr<T>() + (p.starts[tile.request] + tile.first) * p.query.stride(0);
+  const T* first = p.query.data<const T>() + (p.starts[tile.request] + tile.first) * p.query.stride(0);
   p.for_rows(tile, [&](int64_t row, int64_t query, int64_t head) {
     const T* from = first + query * p.query.stride(0) + head * p.query.stride(1);
     for_vectors(p.head_dim, [&](int64_t d, auto n) { store(to + row * p.head_dim + d, load(from + d, n), n); });
@@ -238,7 +235,7 @@ void load_queries(const Problem& p, const Tile& tile, float* to) {
 template <typename T>
 void store_row(const Problem& p, const Tile& tile, int64_t query, int64_t head, const float* sums, float factor) {
   const int64_t token = p.starts[tile.request] + tile.first + query;
-  T* to = p.output.mutable_data_ptr<T>() + (token * p.output.size(1) + head) * p.head_dim;
+  T* to = p.output.data<T>() + (token * p.output.size(1) + head) * p.head_dim;
   for_vectors(p.head_dim, [&](int64_t d, auto n) { store(to + d, load(sums + d) * factor, n); });
 }
 
@@ -354,7 +351,7 @@ template <typename Body>
 void for_form(const Problem& p, Body&& body) {
   for_kv_type(p.cache.scalar_type(), [&]<typename C>() {
 #ifdef __AVX512BF16__
-    if constexpr (std::is_same_v<C, at::BFloat16>) {
+    if constexpr (std::is_same_v<C, BFloat16>) {
       if (p.head_dim % (2 * kLanes) == 0) return body.template operator()<Pairs, C>();
     }
 #endif
@@ -467,29 +464,43 @@ int64_t plan(Problem& p, int64_t requests, int64_t kv_heads) {
   return work;
 }
 
-at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& cache, const at::Tensor& block_tables,
-                           const at::Tensor& sequence_lengths, const at::Tensor& query_starts, double scale,
-                           int64_t window, double softcap, const std::optional<at::Tensor>& sinks,
-                           const std::optional<at::Tensor>& slopes) {
+Tensor paged_attention(const Tensor& query, const Tensor& cache, const Tensor& block_tables,
+                       const Tensor& sequence_lengths, const Tensor& query_starts, double scale, int64_t window,
+                       double softcap, const std::optional<Tensor>& sinks, const std::optional<Tensor>& slopes) {
   const int64_t head_dim = query.size(2), kv_heads = cache.size(2);
-  TORCH_CHECK(query.size(1) % kv_heads == 0 && block_tables.stride(1) == 1);
-  const at::Tensor rows = query.stride(2) == 1 ? query : query.contiguous();
-  const at::Tensor lengths = sequence_lengths.contiguous(), starts = query_starts.contiguous();
-  const auto of_heads = [&](const std::optional<at::Tensor>& x) {
-    TORCH_CHECK(!x || (x->numel() == query.size(1) && x->is_contiguous()), "sinks and slopes must be [heads]");
+  STD_TORCH_CHECK(query.size(1) % kv_heads == 0 && block_tables.stride(1) == 1);
+  const Tensor rows = query.stride(2) == 1 ? query : as_contiguous(query);
+  const Tensor lengths = as_contiguous(sequence_lengths), starts = as_contiguous(query_starts);
+  const auto of_heads = [&](const std::optional<Tensor>& x) {
+    STD_TORCH_CHECK(!x || (x->numel() == query.size(1) && x->is_contiguous()), "sinks and slopes must be [heads]");
     return x ? x->const_data_ptr<float>() : nullptr;
   };
-  Problem p{rows, cache, block_tables, lengths.const_data_ptr<int64_t>(), starts.const_data_ptr<int64_t>(),
-            static_cast<float>(scale) * kLog2E, static_cast<float>(softcap), window ? window : kNoWindow,
-            of_heads(sinks), of_heads(slopes), at::empty(query.sizes(), query.options()), Places(cache, head_dim),
+  Tensor out = empty(query.sizes(), query.scalar_type());
+  Problem p{View(rows),
+            View(cache),
+            View(block_tables),
+            View(out),
+            lengths.const_data_ptr<int64_t>(),
+            starts.const_data_ptr<int64_t>(),
+            static_cast<float>(scale) * kLog2E,
+            static_cast<float>(softcap),
+            window ? window : kNoWindow,
+            of_heads(sinks),
+            of_heads(slopes),
+            Places(cache, head_dim),
             query.size(1) / kv_heads,
-            head_dim, vectors(head_dim) * kLanes, 0, {}, {}, nullptr};
+            head_dim,
+            vectors(head_dim) * kLanes,
+            0,
+            {},
+            {},
+            nullptr};
   for_form(p, [&]<typename Form, typename>() {
     p.keys = std::clamp(kPackedKvWords / (2 * p.padded / Form::kPerWord) / kLanes * kLanes, kLeastKeys, kMostKeys);
   });
   const int64_t work = plan(p, lengths.size(0), kv_heads);
-  const int64_t threads = std::min<int64_t>({at::get_num_threads(), 1 + work / kThreadWork,
-                                             static_cast<int64_t>(p.items.size())});
+  const int64_t threads =
+      std::min<int64_t>({num_threads(), 1 + work / kThreadWork, static_cast<int64_t>(p.items.size())});
   std::atomic<size_t> next = 0;
   parallel_for(0, threads, 1, [&](int64_t, int64_t) {
     static thread_local Scratch scratch;
@@ -500,22 +511,20 @@ at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& cache, con
       if (!is_plenty) following = next++;
     }
   });
-  if (!p.partials) return p.output;
+  if (!p.partials) return out;
   parallel_for(0, p.tiles.size(), grain(p.padded * p.group), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      if (p.tiles[i].splits > 1) for_type(query.scalar_type(), [&]<typename T>() { merge<T>(p, p.tiles[i]); });
+      if (p.tiles[i].splits > 1) for_type(p.query.scalar_type(), [&]<typename T>() { merge<T>(p, p.tiles[i]); });
     }
   });
-  return p.output;
+  return out;
 }
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(quire, m) {
-  m.def(
-      "paged_attention(Tensor query, Tensor cache, Tensor block_tables, Tensor sequence_lengths, Tensor query_starts, "
-      "float scale, int window=0, float softcap=0.0, Tensor? sinks=None, Tensor? slopes=None) -> Tensor",
-      paged_attention);
-}
+QUIRE_OPERATION(
+    paged_attention,
+    "(Tensor query, Tensor cache, Tensor block_tables, Tensor sequence_lengths, Tensor query_starts, float scale, "
+    "int window=0, float softcap=0.0, Tensor? sinks=None, Tensor? slopes=None) -> Tensor")
 
 }  // namespace quire

@@ -1,22 +1,80 @@
-// Common to all kernels: tensors, thread granularity, and dispatch on the element type.
+// Common to all kernels: tensors, registration, thread granularity, and dispatch on the element type.
+//
+// Of torch, only its stable ABI is used (torch/csrc/stable), so that a compiled library works with every torch from
+// TORCH_TARGET_VERSION on.
 
 #pragma once
 
-#include <ATen/Parallel.h>
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <c10/util/BFloat16.h>
-#include <c10/util/Half.h>
-#include <torch/library.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Half.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <initializer_list>
 #include <optional>
+#include <span>
 #include <tuple>
 #include <vector>
 
+// Registers the function `name` as the operation torch.ops.quire.name. The schema gives its arguments and results.
+#define QUIRE_OPERATION(name, schema)                              \
+  STABLE_TORCH_LIBRARY_FRAGMENT(quire, m) { m.def(#name schema); } \
+  STABLE_TORCH_LIBRARY_IMPL(quire, CPU, m) { m.impl(#name, TORCH_BOX(&name)); }
+
 namespace quire {
+
+using torch::headeronly::BFloat16;
+using torch::headeronly::Half;
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// Uninitialized and contiguous.
+inline Tensor empty(std::span<const int64_t> sizes, ScalarType type) {
+  std::vector<int64_t> strides(sizes.size());
+  for (int64_t i = std::ssize(sizes) - 1, size = 1; i >= 0; --i)
+    size *= std::max<int64_t>(1, sizes[i]), strides[i] = size / std::max<int64_t>(1, sizes[i]);
+  AtenTensorHandle handle;
+  const auto dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(std::ssize(sizes), sizes.data(), strides.data(), dtype,
+                                                  aoti_torch_device_type_cpu(), 0, &handle));
+  return Tensor(handle);
+}
+
+inline Tensor empty(std::initializer_list<int64_t> sizes, ScalarType type) {
+  return empty(std::span(sizes.begin(), sizes.size()), type);
+}
+
+// The memory and shape of a tensor that lives at least as long, looked up once: a call into torch takes nanoseconds.
+class View {
+ public:
+  explicit View(const Tensor& x)
+      : data_(x.data_ptr()), type_(x.scalar_type()), element_size_(x.element_size()), sizes_(x.sizes().data()),
+        strides_(x.strides().data()) {}
+
+  template <typename T>
+  T* data() const {
+    return static_cast<T*>(data_);
+  }
+  ScalarType scalar_type() const { return type_; }
+  int64_t element_size() const { return element_size_; }
+  int64_t size(int64_t dim) const { return sizes_[dim]; }
+  int64_t stride(int64_t dim) const { return strides_[dim]; }
+
+ private:
+  void* data_;
+  ScalarType type_;
+  int64_t element_size_;
+  const int64_t *sizes_, *strides_;
+};
+
+// `x`, or a contiguous copy.
+inline Tensor as_contiguous(const Tensor& x) { return x.is_contiguous() ? x : torch::stable::contiguous(x); }
+
+inline int64_t num_threads() { return torch::stable::get_num_threads(); }
 
 // Least elements worth waking a thread for.
 constexpr int64_t kThreadElements = 1 << 14;
@@ -26,12 +84,16 @@ inline int64_t grain(int64_t width) { return std::max<int64_t>(1, kThreadElement
 
 // Calls `body<T>()` for the element type of a tensor: float, bfloat16 or half.
 template <typename Body>
-void for_type(at::ScalarType type, Body&& body) {
+void for_type(ScalarType type, Body&& body) {
   switch (type) {
-    case at::ScalarType::Float: return body.template operator()<float>();
-    case at::ScalarType::BFloat16: return body.template operator()<at::BFloat16>();
-    case at::ScalarType::Half: return body.template operator()<at::Half>();
-    default: TORCH_CHECK(false, "no CPU kernel for elements of type ", type);
+    case ScalarType::Float:
+      return body.template operator()<float>();
+    case ScalarType::BFloat16:
+      return body.template operator()<BFloat16>();
+    case ScalarType::Half:
+      return body.template operator()<Half>();
+    default:
+      STD_TORCH_CHECK(false, "no CPU kernel for elements of type ", type);
   }
 }
 

@@ -7,12 +7,12 @@
 namespace quire {
 namespace {
 
-at::Tensor act_mul(const at::Tensor& x, std::string_view activation) {
-  const at::Tensor rows = x.contiguous();
+Tensor act_mul(const Tensor& x, std::string_view activation) {
+  const Tensor rows = as_contiguous(x);
   const int64_t width = rows.size(-1) / 2, count = width ? rows.numel() / (2 * width) : 0;
   std::vector<int64_t> shape = rows.sizes().vec();
   shape.back() = width;
-  at::Tensor out = at::empty(shape, rows.options());
+  Tensor out = empty(shape, rows.scalar_type());
   for_type(rows.scalar_type(), [&]<typename T>() {
     const T* from = rows.const_data_ptr<T>();
     T* to = out.mutable_data_ptr<T>();
@@ -30,19 +30,24 @@ at::Tensor act_mul(const at::Tensor& x, std::string_view activation) {
   return out;
 }
 
+// `x` with contiguous elements of `type`.
+Tensor of_type(const Tensor& x, ScalarType type) {
+  return as_contiguous(x.scalar_type() == type ? x : torch::stable::to(x, type));
+}
+
 // A tensor's rows along its last dimension, which is contiguous; the other dimensions are folded into two.
 struct Rows {
-  at::Tensor tensor;
+  Tensor tensor;
   int64_t outer, inner, outer_stride, inner_stride, width;
 
-  explicit Rows(const at::Tensor& x) : tensor(x.dim() <= 3 && x.stride(-1) == 1 ? x : x.contiguous()) {
-    if (tensor.dim() > 3) tensor = tensor.flatten(0, -3);
-    const int64_t dims = tensor.dim();
+  explicit Rows(const Tensor& x) : tensor(x.dim() <= 3 && x.stride(-1) == 1 ? x : as_contiguous(x)) {
+    const int64_t dims = tensor.dim(), folded = std::min<int64_t>(dims, 3);
     width = tensor.size(-1);
-    inner = dims == 3 ? tensor.size(1) : 1;
-    inner_stride = dims == 3 ? tensor.stride(1) : 0;
-    outer = dims >= 2 ? tensor.size(0) : 1;
-    outer_stride = dims >= 2 ? tensor.stride(0) : 0;
+    inner = dims >= 3 ? tensor.size(-2) : 1;
+    inner_stride = dims >= 3 ? tensor.stride(-2) : 0;
+    outer = 1;
+    for (int64_t i = 0; i <= dims - folded && dims >= 2; ++i) outer *= tensor.size(i);
+    outer_stride = dims >= 2 ? tensor.stride(-folded) : 0;
   }
 
   int64_t count() const { return outer * inner; }
@@ -62,10 +67,10 @@ void normalize(const T* row, Floats squares, const T* weight, T* out, int64_t wi
   });
 }
 
-at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps, double offset) {
+Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps, double offset) {
   const Rows rows(x);
-  const at::Tensor weights = weight.to(x.scalar_type()).contiguous();
-  at::Tensor out = at::empty(x.sizes(), x.options());
+  const Tensor weights = of_type(weight, x.scalar_type());
+  Tensor out = empty(x.sizes(), x.scalar_type());
   for_type(x.scalar_type(), [&]<typename T>() {
     const T* w = weights.const_data_ptr<T>();
     T* to = out.mutable_data_ptr<T>();
@@ -84,12 +89,12 @@ at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps, d
   return out;
 }
 
-std::tuple<at::Tensor, at::Tensor> add_rms_norm(const at::Tensor& x, const at::Tensor& residual,
-                                                const at::Tensor& weight, double eps, double offset) {
-  TORCH_CHECK(x.sizes() == residual.sizes() && x.scalar_type() == residual.scalar_type());
+std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual, const Tensor& weight, double eps,
+                                        double offset) {
+  STD_TORCH_CHECK(x.sizes() == residual.sizes() && x.scalar_type() == residual.scalar_type());
   const Rows rows(x), residuals(residual);
-  const at::Tensor weights = weight.to(x.scalar_type()).contiguous();
-  at::Tensor out = at::empty(x.sizes(), x.options()), total = at::empty(x.sizes(), x.options());
+  const Tensor weights = of_type(weight, x.scalar_type());
+  Tensor out = empty(x.sizes(), x.scalar_type()), total = empty(x.sizes(), x.scalar_type());
   for_type(x.scalar_type(), [&]<typename T>() {
     const T* w = weights.const_data_ptr<T>();
     T* to = out.mutable_data_ptr<T>();
@@ -129,18 +134,18 @@ void widen(const T* row, float* out, int64_t width) {
 }
 
 // Without values, the cache has one side, of keys. A token whose slot is negative is not stored.
-at::Tensor rotary_write_kv(const at::Tensor& query, const at::Tensor& key, const std::optional<at::Tensor>& value,
-                           const at::Tensor& rotations, at::Tensor cache, const at::Tensor& slots) {
+Tensor rotary_write_kv(const Tensor& query, const Tensor& key, const std::optional<Tensor>& value,
+                       const Tensor& rotations, Tensor cache, const Tensor& slots) {
   const int64_t tokens = query.size(0), head_dim = query.size(2), key_dim = key.size(2), block_size = cache.size(3);
   const int64_t half = rotations.size(1) / 2;
   const Places layout(cache, key_dim);
-  TORCH_CHECK(rotations.size(1) == 2 * half && 2 * half <= std::min(head_dim, key_dim),
-              "rotary_dim exceeds the head size");
-  TORCH_CHECK(cache.size(0) == (value ? 2 : 1), "the cache has ", cache.size(0), " sides");
-  TORCH_CHECK(key.scalar_type() == query.scalar_type() && (!value || value->scalar_type() == query.scalar_type()));
+  STD_TORCH_CHECK(rotations.size(1) == 2 * half && 2 * half <= std::min(head_dim, key_dim),
+                  "rotary_dim exceeds the head size");
+  STD_TORCH_CHECK(cache.size(0) == (value ? 2 : 1), "the cache has ", cache.size(0), " sides");
+  STD_TORCH_CHECK(key.scalar_type() == query.scalar_type() && (!value || value->scalar_type() == query.scalar_type()));
   const Rows queries(query), keys(key), values(value ? *value : key);
-  const at::Tensor cos_sin = rotations.contiguous(), places = slots.contiguous();
-  at::Tensor out = at::empty(query.sizes(), query.options());
+  const Tensor cos_sin = as_contiguous(rotations), places = as_contiguous(slots);
+  Tensor out = empty(query.sizes(), query.scalar_type());
   decltype(&store_kv_row<float>) store_row;
   for_kv_type(cache.scalar_type(), [&]<typename C>() { store_row = store_kv_row<C>; });
   char* const data = static_cast<char*>(cache.mutable_data_ptr());
@@ -178,15 +183,10 @@ at::Tensor rotary_write_kv(const at::Tensor& query, const at::Tensor& key, const
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(quire, m) {
-  m.def("act_mul(Tensor x, str activation) -> Tensor", act_mul);
-  m.def("rms_norm(Tensor x, Tensor weight, float eps, float offset) -> Tensor", rms_norm);
-  m.def("add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, float offset) -> (Tensor, Tensor)",
-        add_rms_norm);
-  m.def(
-      "rotary_write_kv(Tensor query, Tensor key, Tensor? value, Tensor rotations, Tensor(a!) cache, Tensor slots) -> "
-      "Tensor",
-      rotary_write_kv);
-}
+QUIRE_OPERATION(act_mul, "(Tensor x, str activation) -> Tensor")
+QUIRE_OPERATION(rms_norm, "(Tensor x, Tensor weight, float eps, float offset) -> Tensor")
+QUIRE_OPERATION(add_rms_norm, "(Tensor x, Tensor residual, Tensor weight, float eps, float offset) -> (Tensor, Tensor)")
+QUIRE_OPERATION(rotary_write_kv,
+                "(Tensor query, Tensor key, Tensor? value, Tensor rotations, Tensor(a!) cache, Tensor slots) -> Tensor")
 
 }  // namespace quire

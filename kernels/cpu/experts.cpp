@@ -38,7 +38,7 @@ Scoring parse_scoring(std::string_view name) {
   if (name == "softmax") return Scoring::kSoftmax;
   if (name == "sigmoid") return Scoring::kSigmoid;
   if (name == "topk_softmax") return Scoring::kTopKSoftmax;
-  TORCH_CHECK(false, "unknown scoring ", name);
+  STD_TORCH_CHECK(false, "unknown scoring ", name);
 }
 
 void softmax(float* x, int64_t size) {
@@ -49,22 +49,24 @@ void softmax(float* x, int64_t size) {
 }
 
 // logits: float32 [tokens, experts]. Returns weights float32 and numbers int64, [tokens, top_k] each.
-std::tuple<at::Tensor, at::Tensor> route(const at::Tensor& logits, int64_t top_k, std::string_view scoring,
-                                         bool renormalize, double scale, int64_t groups, int64_t top_groups,
-                                         std::string_view group_scoring, const std::optional<at::Tensor>& bias) {
+std::tuple<Tensor, Tensor> route(const Tensor& logits, int64_t top_k, std::string_view scoring, bool renormalize,
+                                 double scale, int64_t groups, int64_t top_groups, std::string_view group_scoring,
+                                 const std::optional<Tensor>& bias) {
   const int64_t tokens = logits.size(0), experts = logits.size(1), group = experts / groups;
-  TORCH_CHECK(logits.scalar_type() == at::kFloat && logits.dim() == 2, "logits must be float32 [tokens, experts]");
-  TORCH_CHECK(!bias || (bias->scalar_type() == at::kFloat && bias->is_contiguous() && bias->numel() == experts));
-  TORCH_CHECK(experts % groups == 0 && top_groups <= groups && top_k <= top_groups * group,
-              "top_k and top_groups do not match the number of experts");
+  STD_TORCH_CHECK(logits.scalar_type() == ScalarType::Float && logits.dim() == 2,
+                  "logits must be float32 [tokens, experts]");
+  STD_TORCH_CHECK(!bias ||
+                  (bias->scalar_type() == ScalarType::Float && bias->is_contiguous() && bias->numel() == experts));
+  STD_TORCH_CHECK(experts % groups == 0 && top_groups <= groups && top_k <= top_groups * group,
+                  "top_k and top_groups do not match the number of experts");
   const Scoring kind = parse_scoring(scoring);
   const bool is_sum_of_two = group_scoring == "top2_sum";
-  TORCH_CHECK(groups == 1 || !is_sum_of_two || group > 1, "top2_sum needs at least two experts per group");
+  STD_TORCH_CHECK(groups == 1 || !is_sum_of_two || group > 1, "top2_sum needs at least two experts per group");
   // Logits have the same order as their softmax, where different logits may round to equal scores.
   const bool by_logits = kind == Scoring::kSoftmax && !bias && (groups == 1 || !is_sum_of_two);
-  const at::Tensor rows = logits.contiguous();
-  at::Tensor weights = at::empty({tokens, top_k}, rows.options());
-  at::Tensor ids = at::empty({tokens, top_k}, rows.options().dtype(at::kLong));
+  const Tensor rows = as_contiguous(logits);
+  Tensor weights = empty({tokens, top_k}, rows.scalar_type());
+  Tensor ids = empty({tokens, top_k}, ScalarType::Long);
   parallel_for(0, tokens, grain(experts * top_k), [&](int64_t begin, int64_t end) {
     std::vector<float> scores(experts), choice(experts), group_scores(groups);
     std::vector<int64_t> best_groups(top_groups);
@@ -113,8 +115,8 @@ struct ExpertRange {
 };
 
 // All assignments to experts below `experts`, sorted by expert and then by token; and the range of each expert.
-std::tuple<std::vector<Assignment>, std::vector<ExpertRange>> sort_by_expert(const at::Tensor& weights,
-                                                                              const at::Tensor& ids, int64_t experts) {
+std::tuple<std::vector<Assignment>, std::vector<ExpertRange>> sort_by_expert(const Tensor& weights, const Tensor& ids,
+                                                                             int64_t experts) {
   const int64_t top_k = ids.size(1);
   const int64_t* const id = ids.const_data_ptr<int64_t>();
   const auto is_here = [&](int64_t i) { return id[i] >= 0 && id[i] < experts; };
@@ -141,18 +143,18 @@ struct Matrices {
   const float *scales, *biases;
   int64_t experts, tiles, words;
 
-  Matrices(const at::Tensor& weight, const std::optional<at::Tensor>& scale, const std::optional<at::Tensor>& bias)
+  Matrices(const Tensor& weight, const std::optional<Tensor>& scale, const std::optional<Tensor>& bias)
       : data(bytes_of(weight)), scales(features(scale, weight)), biases(features(bias, weight)),
         experts(weight.size(0)), tiles(weight.size(1)), words(weight.size(2)) {
-    TORCH_CHECK(weight.is_contiguous() && weight.stride(2) * weight.element_size() == kTile * 4,
-                "the weight is not in packed tiles");
+    STD_TORCH_CHECK(weight.is_contiguous() && weight.stride(2) * weight.element_size() == kTile * 4,
+                    "the weight is not in packed tiles");
   }
 
-  static const float* features(const std::optional<at::Tensor>& x, const at::Tensor& weight) {
+  static const float* features(const std::optional<Tensor>& x, const Tensor& weight) {
     if (!x) return nullptr;
-    TORCH_CHECK(x->scalar_type() == at::kFloat && x->is_contiguous() && x->dim() == 2 && x->size(0) == weight.size(0) &&
-                    x->size(1) == weight.size(1) * kTile,
-                "scales and biases must be float32 [experts, tiles * 32]");
+    STD_TORCH_CHECK(x->scalar_type() == ScalarType::Float && x->is_contiguous() && x->dim() == 2 &&
+                        x->size(0) == weight.size(0) && x->size(1) == weight.size(1) * kTile,
+                    "scales and biases must be float32 [experts, tiles * 32]");
     return x->const_data_ptr<float>();
   }
 
@@ -296,27 +298,26 @@ struct Mixture {
 // The experts' weights have the type of x, or are bytes with 128 added, with scales. gate_up: [experts, tiles,
 // hidden / per_word, 32, per_word], 16 gates then 16 ups per tile; down: [experts, tiles, inner / per_word, 32,
 // per_word], where `inner` is 16 * gate_up's tiles. Scales and biases: float32 [experts, tiles * 32].
-at::Tensor packed_experts(const at::Tensor& x, const at::Tensor& weights, const at::Tensor& ids,
-                          const at::Tensor& gate_up, const std::optional<at::Tensor>& gate_up_scales,
-                          const std::optional<at::Tensor>& gate_up_bias, const at::Tensor& down,
-                          const std::optional<at::Tensor>& down_scales, const std::optional<at::Tensor>& down_bias,
-                          std::string_view activation) {
+Tensor packed_experts(const Tensor& x, const Tensor& weights, const Tensor& ids, const Tensor& gate_up,
+                      const std::optional<Tensor>& gate_up_scales, const std::optional<Tensor>& gate_up_bias,
+                      const Tensor& down, const std::optional<Tensor>& down_scales,
+                      const std::optional<Tensor>& down_bias, std::string_view activation) {
   const int64_t tokens = x.size(0), hidden = x.size(1);
-  TORCH_CHECK(ids.sizes() == weights.sizes() && ids.size(0) == tokens && ids.scalar_type() == at::kLong &&
-                  weights.scalar_type() == at::kFloat,
-              "weights must be float32 and ids int64, both [tokens, top_k]");
+  STD_TORCH_CHECK(ids.sizes() == weights.sizes() && ids.size(0) == tokens && ids.scalar_type() == ScalarType::Long &&
+                      weights.scalar_type() == ScalarType::Float,
+                  "weights must be float32 and ids int64, both [tokens, top_k]");
   const Matrices first(gate_up, gate_up_scales, gate_up_bias), second(down, down_scales, down_bias);
   const int64_t inner = first.tiles * kHalf;
-  const at::Tensor from = x.contiguous();
-  const auto [assignments, expert_ranges] = sort_by_expert(weights.contiguous(), ids.contiguous(), first.experts);
-  at::Tensor out = at::empty(x.sizes(), from.options());
-  at::Tensor between = at::empty({int64_t(assignments.size()), inner}, from.options());
-  at::Tensor total = x.scalar_type() == at::kFloat ? out : at::empty(x.sizes(), from.options().dtype(at::kFloat));
+  const Tensor from = as_contiguous(x);
+  const auto [assignments, expert_ranges] = sort_by_expert(as_contiguous(weights), as_contiguous(ids), first.experts);
+  Tensor out = empty(x.sizes(), from.scalar_type());
+  Tensor between = empty({int64_t(assignments.size()), inner}, from.scalar_type());
+  Tensor total = x.scalar_type() == ScalarType::Float ? out : empty(x.sizes(), ScalarType::Float);
   const Gated gated = find_gated(activation);
   const auto run = [&]<typename Word, typename T, int kPerWord>() {
-    TORCH_CHECK((hidden + kPerWord - 1) / kPerWord == first.words && inner / kPerWord == second.words &&
-                    first.experts == second.experts && (hidden + kTile - 1) / kTile == second.tiles,
-                "the shapes of x, gate_up and down do not match");
+    STD_TORCH_CHECK((hidden + kPerWord - 1) / kPerWord == first.words && inner / kPerWord == second.words &&
+                        first.experts == second.experts && (hidden + kTile - 1) / kTile == second.tiles,
+                    "the shapes of x, gate_up and down do not match");
     const Mixture<Word, T> mixture{assignments, expert_ranges};
     T* const middle = between.mutable_data_ptr<T>();
     mixture.gate_up(Rows<Word>(from.const_data_ptr<T>(), tokens, hidden), first, gated, middle);
@@ -324,31 +325,29 @@ at::Tensor packed_experts(const at::Tensor& x, const at::Tensor& weights, const 
                  out.mutable_data_ptr<T>());
   };
   if (gate_up.element_size() == 1) {
-    TORCH_CHECK(first.scales && second.scales, "bytes need scales");
-    TORCH_CHECK(std::max(hidden, inner) <= (1 << 16),
-                "more than 65,536 inputs are not supported: sums may overflow 32 bits");
+    STD_TORCH_CHECK(first.scales && second.scales, "bytes need scales");
+    STD_TORCH_CHECK(std::max(hidden, inner) <= (1 << 16),
+                    "more than 65,536 inputs are not supported: sums may overflow 32 bits");
     for_type(x.scalar_type(), [&]<typename T>() { run.template operator()<Quad, T, 4>(); });
     return out;
   } else {
-    TORCH_CHECK(x.scalar_type() == gate_up.scalar_type() && x.scalar_type() == down.scalar_type());
-    if (x.scalar_type() == at::kFloat) return run.template operator()<Float, float, 1>(), out;
-    TORCH_CHECK(hidden % 2 == 0, "rows of x must be whole words");
-    if (x.scalar_type() == at::kBFloat16) return run.template operator()<BFloat16Pair, at::BFloat16, 2>(), out;
+    STD_TORCH_CHECK(x.scalar_type() == gate_up.scalar_type() && x.scalar_type() == down.scalar_type());
+    if (x.scalar_type() == ScalarType::Float) return run.template operator()<Float, float, 1>(), out;
+    STD_TORCH_CHECK(hidden % 2 == 0, "rows of x must be whole words");
+    if (x.scalar_type() == ScalarType::BFloat16) return run.template operator()<BFloat16Pair, BFloat16, 2>(), out;
   }
-  TORCH_CHECK(false, "experts of ", gate_up.scalar_type(), " are not supported on this processor");
+  STD_TORCH_CHECK(false, "experts of ", gate_up.scalar_type(), " are not supported on this processor");
 }
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(quire, m) {
-  m.def(
-      "route(Tensor logits, int top_k, str scoring, bool renormalize, float scale, int groups, int top_groups, "
-      "str group_score, Tensor? correction_bias) -> (Tensor, Tensor)",
-      route);
-  m.def(
-      "packed_experts(Tensor x, Tensor weights, Tensor ids, Tensor gate_up, Tensor? gate_up_scales, "
-      "Tensor? gate_up_bias, Tensor down, Tensor? down_scales, Tensor? down_bias, str activation) -> Tensor",
-      packed_experts);
-}
+QUIRE_OPERATION(
+    route,
+    "(Tensor logits, int top_k, str scoring, bool renormalize, float scale, int groups, int top_groups, str "
+    "group_score, Tensor? correction_bias) -> (Tensor, Tensor)")
+QUIRE_OPERATION(
+    packed_experts,
+    "(Tensor x, Tensor weights, Tensor ids, Tensor gate_up, Tensor? gate_up_scales, Tensor? gate_up_bias, Tensor "
+    "down, Tensor? down_scales, Tensor? down_bias, str activation) -> Tensor")
 
 }  // namespace quire

@@ -2,13 +2,13 @@
 
 #pragma once
 
-#include <c10/util/Float8_e4m3fn.h>
+#include <torch/headeronly/util/Float8_e4m3fn.h>
 
 #include "vec.h"
 
 namespace quire {
 
-using Fp8 = at::Float8_e4m3fn;
+using Fp8 = torch::headeronly::Float8_e4m3fn;
 
 template <typename C>
 constexpr bool kIsQuantized = std::is_same_v<C, int8_t> || std::is_same_v<C, Fp8>;
@@ -60,9 +60,9 @@ inline void store_number(Fp8* to, Floats x, int n) {
 
 // Calls `body<C>()` for the element type of a KV cache.
 template <typename Body>
-void for_kv_type(at::ScalarType type, Body&& body) {
-  if (type == at::ScalarType::Char) return body.template operator()<int8_t>();
-  if (type == at::ScalarType::Float8_e4m3fn) return body.template operator()<Fp8>();
+void for_kv_type(ScalarType type, Body&& body) {
+  if (type == ScalarType::Char) return body.template operator()<int8_t>();
+  if (type == ScalarType::Float8_e4m3fn) return body.template operator()<Fp8>();
   for_type(type, body);
 }
 
@@ -77,12 +77,12 @@ struct Place {
 struct Places {
   int64_t row_bytes, to_scales;  // `row_bytes` of the numbers; `to_scales` is 0 if there are none
 
-  Places(const at::Tensor& cache, int64_t head_dim) {
+  Places(const Tensor& cache, int64_t head_dim) {
     const int64_t size = cache.element_size(), scale = cache.size(4) - head_dim;
     int64_t expected = 0;
     for_kv_type(cache.scalar_type(), [&]<typename C>() { expected = kIsQuantized<C> ? sizeof(float) : 0; });
-    TORCH_CHECK(scale == expected && cache.stride(4) == 1 && (!scale || cache.stride(3) == cache.size(4)),
-                "the rows of the cache do not match heads of ", head_dim);
+    STD_TORCH_CHECK(scale == expected && cache.stride(4) == 1 && (!scale || cache.stride(3) == cache.size(4)),
+                    "the rows of the cache do not match heads of ", head_dim);
     row_bytes = scale ? head_dim : cache.stride(3) * size;
     to_scales = scale ? cache.size(3) * head_dim : 0;
   }

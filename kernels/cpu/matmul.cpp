@@ -20,7 +20,7 @@ void matmul(const char* x, int64_t rows, int64_t stride, int64_t words, int64_t 
 }
 
 // Pieces of weights that need no conversion.
-auto packed(const at::Tensor& weight, int64_t words) {
+auto packed(const Tensor& weight, int64_t words) {
   return [at = static_cast<const char*>(weight.const_data_ptr()), words](int64_t tile, int64_t begin, int64_t depth,
                                                                          char*) {
     const char* here = at + (tile * words + begin) * kTile * 4;
@@ -30,7 +30,7 @@ auto packed(const at::Tensor& weight, int64_t words) {
 
 // Stores `scaled(row, i, sum)` of the sums, plus the bias, to the rows of `out`.
 template <typename T, typename Scaled>
-auto store_rows(at::Tensor& out, const std::optional<at::Tensor>& bias, Scaled scaled) {
+auto store_rows(Tensor& out, const std::optional<Tensor>& bias, Scaled scaled) {
   const int64_t features = out.size(1);
   const T* biases = bias ? bias->const_data_ptr<T>() : nullptr;
   return [=, to = out.mutable_data_ptr<T>()](int64_t tile, int64_t row, const auto& sums) {
@@ -44,7 +44,7 @@ auto store_rows(at::Tensor& out, const std::optional<at::Tensor>& bias, Scaled s
 
 // The same for tiles of 16 gates and their ups, which give rows of half as many features.
 template <typename T, typename Scaled>
-auto store_gated_rows(at::Tensor& out, const std::optional<at::Tensor>& bias, Scaled scaled, Gated gated) {
+auto store_gated_rows(Tensor& out, const std::optional<Tensor>& bias, Scaled scaled, Gated gated) {
   const int64_t features = out.size(1);
   const T* biases = bias ? bias->const_data_ptr<T>() : nullptr;
   return [=, to = out.mutable_data_ptr<T>()](int64_t tile, int64_t row, const auto& sums) {
@@ -61,50 +61,50 @@ auto store_gated_rows(at::Tensor& out, const std::optional<at::Tensor>& bias, Sc
 
 // Calls `body` with the function that stores rows of `out`, gated by the activation unless its name is empty.
 template <typename T, typename Scaled, typename Body>
-void with_finish(std::string_view activation, at::Tensor& out, const std::optional<at::Tensor>& bias, Scaled scaled,
+void with_finish(std::string_view activation, Tensor& out, const std::optional<Tensor>& bias, Scaled scaled,
                  Body&& body) {
   if (activation.empty()) return body(store_rows<T>(out, bias, scaled));
   body(store_gated_rows<T>(out, bias, scaled, find_gated(activation)));
 }
 
-at::Tensor result(const at::Tensor& x, int64_t words, int per_word, const at::Tensor& weight, int64_t features,
-                  const std::optional<at::Tensor>& bias, at::ScalarType type, bool is_gated = false) {
+Tensor result(const Tensor& x, int64_t words, int per_word, const Tensor& weight, int64_t features,
+              const std::optional<Tensor>& bias, ScalarType type, bool is_gated = false) {
   const int64_t width = is_gated ? kHalf : kTile, tiles = weight.size(0);
-  TORCH_CHECK(x.dim() == 2 && (x.size(1) + per_word - 1) / per_word == words, "x does not match the weight");
-  TORCH_CHECK(weight.is_contiguous() && (features + width - 1) / width == tiles,
-              "the number of tiles does not match the features");
+  STD_TORCH_CHECK(x.dim() == 2 && (x.size(1) + per_word - 1) / per_word == words, "x does not match the weight");
+  STD_TORCH_CHECK(weight.is_contiguous() && (features + width - 1) / width == tiles,
+                  "the number of tiles does not match the features");
   const int64_t biases = is_gated ? tiles * kTile : features;
-  TORCH_CHECK(!bias || (bias->scalar_type() == type && bias->is_contiguous() && bias->numel() == biases),
-              "the bias has the wrong type or size");
-  return at::empty({x.size(0), features}, x.options().dtype(type));
+  STD_TORCH_CHECK(!bias || (bias->scalar_type() == type && bias->is_contiguous() && bias->numel() == biases),
+                  "the bias has the wrong type or size");
+  return empty({x.size(0), features}, type);
 }
 
 // weight: [tiles, in, 32] float32 or [tiles, in / 2, 32, 2] bfloat16, the type of x and of the result. With an
 // activation, a tile (and the bias) is 16 gates and their ups, and `features` counts the gated features.
-at::Tensor tiled_linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
-                        int64_t features, std::string_view activation) {
-  TORCH_CHECK(x.scalar_type() == weight.scalar_type());
+Tensor tiled_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, int64_t features,
+                    std::string_view activation) {
+  STD_TORCH_CHECK(x.scalar_type() == weight.scalar_type());
   const int64_t words = weight.size(1);
-  const at::Tensor rows = x.contiguous();
+  const Tensor rows = as_contiguous(x);
   const auto run = [&]<typename Word, typename T, int kPerWord>() {
-    TORCH_CHECK(x.size(1) % kPerWord == 0, "rows of x must be whole words");
-    at::Tensor out = result(x, words, kPerWord, weight, features, bias, x.scalar_type(), !activation.empty());
+    STD_TORCH_CHECK(x.size(1) % kPerWord == 0, "rows of x must be whole words");
+    Tensor out = result(x, words, kPerWord, weight, features, bias, x.scalar_type(), !activation.empty());
     with_finish<T>(activation, out, bias, identity, [&](auto finish) {
       matmul<Word>(bytes_of(rows), x.size(0), words * 4, words, weight.size(0), packed(weight, words), finish);
     });
     return out;
   };
-  if (x.scalar_type() == at::kFloat) return run.template operator()<Float, float, 1>();
-  if (x.scalar_type() == at::kBFloat16) return run.template operator()<BFloat16Pair, at::BFloat16, 2>();
-  TORCH_CHECK(false, "tiles of ", x.scalar_type(), " are not supported on this processor");
+  if (x.scalar_type() == ScalarType::Float) return run.template operator()<Float, float, 1>();
+  if (x.scalar_type() == ScalarType::BFloat16) return run.template operator()<BFloat16Pair, BFloat16, 2>();
+  STD_TORCH_CHECK(false, "tiles of ", x.scalar_type(), " are not supported on this processor");
 }
 
 // x: float32; weight: [tiles, in, 32] bfloat16 or float16. The result and the bias are of `type`.
-at::Tensor widened_linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
-                          int64_t features, at::ScalarType type) {
-  const at::Tensor rows = x.contiguous();
+Tensor widened_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, int64_t features,
+                      ScalarType type) {
+  const Tensor rows = as_contiguous(x);
   const int64_t inputs = weight.size(1);
-  at::Tensor out = result(x, inputs, 1, weight, features, bias, type);
+  Tensor out = result(x, inputs, 1, weight, features, bias, type);
   for_type(weight.scalar_type(), [&]<typename W>() {
     const W* data = weight.const_data_ptr<W>();
     const auto get_piece = [=](int64_t tile, int64_t begin, int64_t depth, char* buffer) {
@@ -124,12 +124,12 @@ at::Tensor widened_linear(const at::Tensor& x, const at::Tensor& weight, const s
 // x: float32; weight: [tiles, in, 16] bytes, feature j in the low half of byte j and feature j + 16 in the high half;
 // scales and zeros: float32 [tiles, groups, 32]. A weight is half * scale + zero. The result and the bias
 // are of `type`.
-at::Tensor int4_linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& scales, const at::Tensor& zeros,
-                       const std::optional<at::Tensor>& bias, int64_t features, at::ScalarType type) {
-  TORCH_CHECK(scales.is_contiguous() && zeros.is_contiguous() && scales.sizes() == zeros.sizes() &&
-                  scales.size(0) == weight.size(0) && scales.size(2) == kTile && x.size(1) % scales.size(1) == 0,
-              "scales and zeros must be [tiles, groups, 32]");
-  const at::Tensor rows = x.contiguous();
+Tensor int4_linear(const Tensor& x, const Tensor& weight, const Tensor& scales, const Tensor& zeros,
+                   const std::optional<Tensor>& bias, int64_t features, ScalarType type) {
+  STD_TORCH_CHECK(scales.is_contiguous() && zeros.is_contiguous() && scales.sizes() == zeros.sizes() &&
+                      scales.size(0) == weight.size(0) && scales.size(2) == kTile && x.size(1) % scales.size(1) == 0,
+                  "scales and zeros must be [tiles, groups, 32]");
+  const Tensor rows = as_contiguous(x);
   const int64_t inputs = weight.size(1), groups = scales.size(1), group = inputs / groups;
   const uint8_t* data = weight.const_data_ptr<uint8_t>();
   const auto get_piece = [=, all_scales = scales.const_data_ptr<float>(), all_zeros = zeros.const_data_ptr<float>()](
@@ -147,7 +147,7 @@ at::Tensor int4_linear(const at::Tensor& x, const at::Tensor& weight, const at::
     }
     return Piece{buffer, nullptr};
   };
-  at::Tensor out = result(x, inputs, 1, weight, features, bias, type);
+  Tensor out = result(x, inputs, 1, weight, features, bias, type);
   for_type(type, [&]<typename T>() {
     matmul<Float>(bytes_of(rows), x.size(0), inputs * 4, inputs, weight.size(0), get_piece,
                   store_rows<T>(out, bias, identity));
@@ -159,11 +159,11 @@ at::Tensor int4_linear(const at::Tensor& x, const at::Tensor& weight, const at::
 // followed by ups, 16 of each.
 class WeightRows {
  public:
-  WeightRows(const at::Tensor& weight, bool gated)
+  WeightRows(const Tensor& weight, bool gated)
       : ins(weight.size(1)), data_(static_cast<const char*>(weight.const_data_ptr())),
         stride_(ins * weight.element_size()), features_(weight.size(0) / (gated ? 2 : 1)), gated_(gated) {
-    TORCH_CHECK(!gated || weight.size(0) % 2 == 0,
-                "the numbers of gates and ups must be equal, got ", weight.size(0), " in total");
+    STD_TORCH_CHECK(!gated || weight.size(0) % 2 == 0, "the numbers of gates and ups must be equal, got ",
+                    weight.size(0), " in total");
   }
 
   const int64_t ins;
@@ -204,7 +204,7 @@ void fill_tile(const std::array<const Unit*, kTile>& rows, int64_t ins, int64_t 
 }
 
 template <int kPerWord, typename Unit>
-void pack(const WeightRows& weight, at::Tensor& out) {
+void pack(const WeightRows& weight, Tensor& out) {
   const int64_t words = out.size(1);
   Unit* to = static_cast<Unit*>(out.mutable_data_ptr());
   parallel_for(0, out.size(0), grain(words * kTile), [&](int64_t begin, int64_t end) {
@@ -217,13 +217,13 @@ void pack(const WeightRows& weight, at::Tensor& out) {
 }
 
 // Packs `[out, in]` as [tiles, words, 32, per_word], padded with zeros.
-at::Tensor pack_tiles(const at::Tensor& weight, int64_t per_word, bool gated) {
-  const at::Tensor from = weight.contiguous();
+Tensor pack_tiles(const Tensor& weight, int64_t per_word, bool gated) {
+  const Tensor from = as_contiguous(weight);
   const WeightRows rows(from, gated);
   const int64_t size = weight.element_size();
-  TORCH_CHECK(size <= 4 && (per_word == 1 || (per_word == 2 && size == 2)), "tiles of ", weight.scalar_type(),
-              " with ", per_word, " per word are not supported");
-  at::Tensor out = at::empty({rows.tiles(), (rows.ins + per_word - 1) / per_word, kTile, per_word}, weight.options());
+  STD_TORCH_CHECK(size <= 4 && (per_word == 1 || (per_word == 2 && size == 2)), "tiles of ", weight.scalar_type(),
+                  " with ", per_word, " per word are not supported");
+  Tensor out = empty({rows.tiles(), (rows.ins + per_word - 1) / per_word, kTile, per_word}, weight.scalar_type());
   if (per_word == 2) {
     pack<2, uint16_t>(rows, out);
   } else if (size == 1) {
@@ -247,12 +247,12 @@ float quantize_row(const T* x, int64_t count, float steps, int8_t* to) {
 
 // Quantizes `[out, in]` to tiles of bytes with 128 added, and scales [tiles * 32]. Each tile is quantized and packed
 // while it is in the cache.
-std::tuple<at::Tensor, at::Tensor> pack_int8_tiles(const at::Tensor& weight, bool gated) {
-  const at::Tensor from = weight.contiguous();
+std::tuple<Tensor, Tensor> pack_int8_tiles(const Tensor& weight, bool gated) {
+  const Tensor from = as_contiguous(weight);
   const WeightRows source(from, gated);
   const int64_t ins = source.ins, words = (ins + 3) / 4, count = source.tiles();
-  at::Tensor out = at::empty({count, words, kTile, 4}, weight.options().dtype(at::kByte));
-  at::Tensor scales = at::empty({count * kTile}, weight.options().dtype(at::kFloat));
+  Tensor out = empty({count, words, kTile, 4}, ScalarType::Byte);
+  Tensor scales = empty({count * kTile}, ScalarType::Float);
   auto* to = reinterpret_cast<int8_t*>(out.mutable_data_ptr<uint8_t>());
   auto* row_scales = scales.mutable_data_ptr<float>();
   for_type(weight.scalar_type(), [&]<typename T>() {
@@ -277,11 +277,11 @@ std::tuple<at::Tensor, at::Tensor> pack_int8_tiles(const at::Tensor& weight, boo
 }
 
 // Quantizes `[out, in]` to int8 from -steps to steps, with a scale per output feature.
-std::tuple<at::Tensor, at::Tensor> quantize_weight(const at::Tensor& weight, int64_t steps) {
-  const at::Tensor from = weight.contiguous();
+std::tuple<Tensor, Tensor> quantize_weight(const Tensor& weight, int64_t steps) {
+  const Tensor from = as_contiguous(weight);
   const int64_t outs = weight.size(0), ins = weight.size(1);
-  at::Tensor out = at::empty(weight.sizes(), weight.options().dtype(at::kChar));
-  at::Tensor scales = at::empty({outs}, weight.options().dtype(at::kFloat));
+  Tensor out = empty(weight.sizes(), ScalarType::Char);
+  Tensor scales = empty({outs}, ScalarType::Float);
   for_type(weight.scalar_type(), [&]<typename T>() {
     parallel_for(0, outs, grain(ins), [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) {
@@ -295,13 +295,14 @@ std::tuple<at::Tensor, at::Tensor> quantize_weight(const at::Tensor& weight, int
 }
 
 // weight: bytes [tiles, in / 4, 32, 4] with 128 added; scales: float32 [tiles * 32].
-at::Tensor int8_linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& scales,
-                       const std::optional<at::Tensor>& bias, int64_t features, std::string_view activation) {
-  TORCH_CHECK(scales.is_contiguous() && scales.scalar_type() == at::kFloat && scales.numel() == weight.size(0) * kTile);
-  TORCH_CHECK(x.size(1) <= (1 << 16), "more than 65,536 inputs are not supported: sums may overflow 32 bits");
-  const at::Tensor rows = x.contiguous();
+Tensor int8_linear(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias,
+                   int64_t features, std::string_view activation) {
+  STD_TORCH_CHECK(scales.is_contiguous() && scales.scalar_type() == ScalarType::Float &&
+                  scales.numel() == weight.size(0) * kTile);
+  STD_TORCH_CHECK(x.size(1) <= (1 << 16), "more than 65,536 inputs are not supported: sums may overflow 32 bits");
+  const Tensor rows = as_contiguous(x);
   const int64_t words = weight.size(1);
-  at::Tensor out = result(x, words, 4, weight, features, bias, x.scalar_type(), !activation.empty());
+  Tensor out = result(x, words, 4, weight, features, bias, x.scalar_type(), !activation.empty());
   static thread_local Quantized kept;  // grows, and is reused by the thread
   Quantized& quantized = kept;
   const float* feature_scales = scales.const_data_ptr<float>();
@@ -321,18 +322,15 @@ at::Tensor int8_linear(const at::Tensor& x, const at::Tensor& weight, const at::
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(quire, m) {
-  m.def("pack_tiles(Tensor weight, int per_word, bool gated) -> Tensor", pack_tiles);
-  m.def("pack_int8_tiles(Tensor weight, bool gated) -> (Tensor, Tensor)", pack_int8_tiles);
-  m.def("quantize_weight(Tensor weight, int steps) -> (Tensor, Tensor)", quantize_weight);
-  m.def("tiled_linear(Tensor x, Tensor weight, Tensor? bias, int features, str activation) -> Tensor", tiled_linear);
-  m.def("widened_linear(Tensor x, Tensor weight, Tensor? bias, int features, ScalarType type) -> Tensor", widened_linear);
-  m.def(
-      "int4_linear(Tensor x, Tensor weight, Tensor scales, Tensor zeros, Tensor? bias, int features, ScalarType type) -> "
-      "Tensor",
-      int4_linear);
-  m.def("int8_linear(Tensor x, Tensor weight, Tensor scales, Tensor? bias, int features, str activation) -> Tensor",
-        int8_linear);
-}
+QUIRE_OPERATION(pack_tiles, "(Tensor weight, int per_word, bool gated) -> Tensor")
+QUIRE_OPERATION(pack_int8_tiles, "(Tensor weight, bool gated) -> (Tensor, Tensor)")
+QUIRE_OPERATION(quantize_weight, "(Tensor weight, int steps) -> (Tensor, Tensor)")
+QUIRE_OPERATION(tiled_linear, "(Tensor x, Tensor weight, Tensor? bias, int features, str activation) -> Tensor")
+QUIRE_OPERATION(widened_linear, "(Tensor x, Tensor weight, Tensor? bias, int features, ScalarType type) -> Tensor")
+QUIRE_OPERATION(
+    int4_linear,
+    "(Tensor x, Tensor weight, Tensor scales, Tensor zeros, Tensor? bias, int features, ScalarType type) -> Tensor")
+QUIRE_OPERATION(int8_linear,
+                "(Tensor x, Tensor weight, Tensor scales, Tensor? bias, int features, str activation) -> Tensor")
 
 }  // namespace quire

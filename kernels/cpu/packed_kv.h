@@ -34,7 +34,7 @@ struct Numbers {
 // Words of two bfloat16, for heads that are a whole number of vectors.
 struct Pairs {
   static constexpr int kPerWord = 2;
-  using Row = KvRow<at::BFloat16>;
+  using Row = KvRow<BFloat16>;
 
   static Floats load(const Row& row, int64_t i, auto) { return read<Floats>(row.at + 2 * i); }
 

@@ -184,7 +184,7 @@ void multiply_tiles(int64_t rows, int64_t stride, int64_t words, int64_t begin, 
 
 constexpr auto identity = [](int64_t, int64_t, Floats sum) { return sum; };
 
-inline const char* bytes_of(const at::Tensor& x) { return static_cast<const char*>(x.const_data_ptr()); }
+inline const char* bytes_of(const Tensor& x) { return static_cast<const char*>(x.const_data_ptr()); }
 
 // Rows of x as bytes, zero-padded to whole words: a row is about `scale` times its bytes, whose sum is `sum`.
 struct Quantized {

@@ -45,11 +45,11 @@ void scale(const From* x, const float* scales, const T* bias, T* out, int64_t ro
   });
 }
 
-std::tuple<at::Tensor, at::Tensor> quantize_rows(const at::Tensor& x) {
-  TORCH_CHECK(x.dim() == 2, "quantize_rows needs [rows, columns]");
-  const at::Tensor from = x.contiguous();
-  at::Tensor bytes = at::empty(from.sizes(), from.options().dtype(at::kByte));
-  at::Tensor scales = at::empty({from.size(0)}, from.options().dtype(at::kFloat));
+std::tuple<Tensor, Tensor> quantize_rows(const Tensor& x) {
+  STD_TORCH_CHECK(x.dim() == 2, "quantize_rows needs [rows, columns]");
+  const Tensor from = as_contiguous(x);
+  Tensor bytes = empty(from.sizes(), ScalarType::Byte);
+  Tensor scales = empty({from.size(0)}, ScalarType::Float);
   for_type(from.scalar_type(), [&]<typename T>() {
     quantize(from.const_data_ptr<T>(), bytes.mutable_data_ptr<uint8_t>(), scales.mutable_data_ptr<float>(),
              from.size(0), from.size(1));
@@ -57,13 +57,13 @@ std::tuple<at::Tensor, at::Tensor> quantize_rows(const at::Tensor& x) {
   return {bytes, scales};
 }
 
-at::Tensor scale_rows(const at::Tensor& x, const at::Tensor& scales, const std::optional<at::Tensor>& bias,
-                      at::ScalarType dtype) {
-  TORCH_CHECK(x.dim() == 2 && x.is_contiguous(), "scale_rows needs contiguous rows");
-  TORCH_CHECK(!bias || (bias->scalar_type() == dtype && bias->is_contiguous()), "the bias has the wrong type");
+Tensor scale_rows(const Tensor& x, const Tensor& scales, const std::optional<Tensor>& bias, ScalarType dtype) {
+  STD_TORCH_CHECK(x.dim() == 2 && x.is_contiguous(), "scale_rows needs contiguous rows");
+  STD_TORCH_CHECK(!bias || (bias->scalar_type() == dtype && bias->is_contiguous()), "the bias has the wrong type");
   const bool in_place = x.scalar_type() == dtype;
-  TORCH_CHECK(in_place || x.scalar_type() == at::kFloat, "scale_rows needs float32 or the type of its result");
-  at::Tensor out = in_place ? x : at::empty(x.sizes(), x.options().dtype(dtype));
+  STD_TORCH_CHECK(in_place || x.scalar_type() == ScalarType::Float,
+                  "scale_rows needs float32 or the type of its result");
+  Tensor out = in_place ? x : empty(x.sizes(), dtype);
   for_type(dtype, [&]<typename T>() {
     const auto from = [&]<typename From>() {
       scale(x.const_data_ptr<From>(), scales.const_data_ptr<float>(), bias ? bias->const_data_ptr<T>() : nullptr,
@@ -76,9 +76,7 @@ at::Tensor scale_rows(const at::Tensor& x, const at::Tensor& scales, const std::
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(quire, m) {
-  m.def("quantize_rows(Tensor x) -> (Tensor, Tensor)", quantize_rows);
-  m.def("scale_rows(Tensor(a!) x, Tensor scales, Tensor? bias, ScalarType dtype) -> Tensor(a!)", scale_rows);
-}
+QUIRE_OPERATION(quantize_rows, "(Tensor x) -> (Tensor, Tensor)")
+QUIRE_OPERATION(scale_rows, "(Tensor(a!) x, Tensor scales, Tensor? bias, ScalarType dtype) -> Tensor(a!)")
 
 }  // namespace quire

@@ -230,20 +230,19 @@ int64_t draw(const Logits& logits, uint64_t key, float least) {
   return token;
 }
 
-at::Tensor sample(const at::Tensor& logits, const at::Tensor& temperature, const at::Tensor& top_k,
-                  const at::Tensor& top_p, const at::Tensor& min_p, const at::Tensor& seeds,
-                  const at::Tensor& positions) {
+Tensor sample(const Tensor& logits, const Tensor& temperature, const Tensor& top_k, const Tensor& top_p,
+              const Tensor& min_p, const Tensor& seeds, const Tensor& positions) {
   const int64_t rows = logits.size(0), width = logits.size(1);
-  TORCH_CHECK(logits.scalar_type() == at::ScalarType::Float && logits.stride(1) == 1 && width > 0);
-  const auto controls = [&](const at::Tensor& x) {
-    TORCH_CHECK(x.is_contiguous() && x.numel() == rows);
+  STD_TORCH_CHECK(logits.scalar_type() == ScalarType::Float && logits.stride(1) == 1 && width > 0);
+  const auto controls = [&](const Tensor& x) {
+    STD_TORCH_CHECK(x.is_contiguous() && x.numel() == rows);
     return x;
   };
   const float *temperatures = controls(temperature).const_data_ptr<float>(),
               *top_ps = controls(top_p).const_data_ptr<float>(), *min_ps = controls(min_p).const_data_ptr<float>();
   const int64_t *top_ks = controls(top_k).const_data_ptr<int64_t>(), *seed = controls(seeds).const_data_ptr<int64_t>(),
                 *position = controls(positions).const_data_ptr<int64_t>();
-  at::Tensor tokens = at::empty({rows}, logits.options().dtype(at::ScalarType::Long));
+  Tensor tokens = empty({rows}, ScalarType::Long);
   int64_t* to = tokens.mutable_data_ptr<int64_t>();
   parallel_for(0, rows, grain(width), [&](int64_t begin, int64_t end) {
     static thread_local std::vector<float> memory;
@@ -265,15 +264,15 @@ at::Tensor sample(const at::Tensor& logits, const at::Tensor& temperature, const
   return tokens;
 }
 
-void apply_bitmask(const at::Tensor& logits, const at::Tensor& rows, const at::Tensor& masks) {
+void apply_bitmask(const Tensor& logits, const Tensor& rows, const Tensor& masks) {
   const int64_t count = rows.numel(), width = logits.size(1), words = masks.size(1);
-  TORCH_CHECK(logits.scalar_type() == at::ScalarType::Float && logits.stride(1) == 1 && words * 32 >= width);
-  TORCH_CHECK(rows.is_contiguous() && masks.is_contiguous() && masks.size(0) == count);
+  STD_TORCH_CHECK(logits.scalar_type() == ScalarType::Float && logits.stride(1) == 1 && words * 32 >= width);
+  STD_TORCH_CHECK(rows.is_contiguous() && masks.is_contiguous() && masks.size(0) == count);
   const int64_t* row = rows.const_data_ptr<int64_t>();
   const auto* from = reinterpret_cast<const uint32_t*>(masks.const_data_ptr<int32_t>());
   parallel_for(0, count, grain(width), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      TORCH_CHECK(row[i] >= 0 && row[i] < logits.size(0));
+      STD_TORCH_CHECK(row[i] >= 0 && row[i] < logits.size(0));
       float* x = logits.mutable_data_ptr<float>() + row[i] * logits.stride(0);
       for (int64_t word = 0; word * 32 < width; ++word) {
         const uint32_t bits = from[i * words + word];
@@ -285,11 +284,11 @@ void apply_bitmask(const at::Tensor& logits, const at::Tensor& rows, const at::T
   });
 }
 
-at::Tensor uniform_noise(const at::Tensor& seeds, const at::Tensor& positions, const at::Tensor& ids) {
-  const at::Tensor seed = seeds.contiguous(), position = positions.contiguous(), id = ids.contiguous();
+Tensor uniform_noise(const Tensor& seeds, const Tensor& positions, const Tensor& ids) {
+  const Tensor seed = as_contiguous(seeds), position = as_contiguous(positions), id = as_contiguous(ids);
   const int64_t rows = seed.numel(), width = id.numel();
   const int32_t* from = id.const_data_ptr<int32_t>();
-  at::Tensor out = at::empty({rows, width}, id.options().dtype(at::ScalarType::Float));
+  Tensor out = empty({rows, width}, ScalarType::Float);
   float* to = out.mutable_data_ptr<float>();
   parallel_for(0, rows, grain(width), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
@@ -305,13 +304,11 @@ at::Tensor uniform_noise(const at::Tensor& seeds, const at::Tensor& positions, c
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(quire, m) {
-  m.def(
-      "sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seeds, "
-      "Tensor positions) -> Tensor",
-      sample);
-  m.def("apply_bitmask(Tensor(a!) logits, Tensor rows, Tensor masks) -> ()", apply_bitmask);
-  m.def("uniform_noise(Tensor seeds, Tensor positions, Tensor ids) -> Tensor", uniform_noise);
-}
+QUIRE_OPERATION(
+    sample,
+    "(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seeds, Tensor positions) "
+    "-> Tensor")
+QUIRE_OPERATION(apply_bitmask, "(Tensor(a!) logits, Tensor rows, Tensor masks) -> ()")
+QUIRE_OPERATION(uniform_noise, "(Tensor seeds, Tensor positions, Tensor ids) -> Tensor")
 
 }  // namespace quire

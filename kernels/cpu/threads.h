@@ -22,7 +22,7 @@ constexpr int64_t kPieces = 2;  // per thread: more cost as much as they gain
 // Calls `body(begin, end)` for ranges of at least `least` that together cover the whole.
 template <typename Body>
 void parallel_for(int64_t begin, int64_t end, int64_t least, const Body& body) {
-  const int64_t size = end - begin, threads = at::get_num_threads();
+  const int64_t size = end - begin, threads = num_threads();
   if (size <= 0) return;
   const int64_t pieces = std::min(threads * kPieces, size / std::max<int64_t>(1, least));
   if (pieces <= 1 || threads == 1) return body(begin, end);

@@ -83,7 +83,7 @@ inline Words repeat(const char* x) {
 
 inline Floats load(const float* x) { return read<Floats>(x); }
 
-inline Floats load(const at::BFloat16* x) {
+inline Floats load(const BFloat16* x) {
   return std::bit_cast<Floats>(__builtin_convertvector(read<Halves>(x), Words) << 16);
 }
 
@@ -94,12 +94,12 @@ inline Floats from_halves(Halves bits) {
   return _mm256_cvtph_ps(std::bit_cast<__m128i>(bits));
 #else
   Floats out;
-  for (int i = 0; i < kLanes; ++i) out[i] = at::Half(bits[i], at::Half::from_bits());
+  for (int i = 0; i < kLanes; ++i) out[i] = Half(bits[i], Half::from_bits());
   return out;
 #endif
 }
 
-inline Floats load(const at::Half* x) { return from_halves(read<Halves>(x)); }
+inline Floats load(const Half* x) { return from_halves(read<Halves>(x)); }
 
 inline Floats load(const int8_t* x) {
 #if defined(__AVX512F__)
@@ -113,14 +113,14 @@ inline Floats load(const int8_t* x) {
 
 inline void store(float* to, Floats x) { std::memcpy(to, &x, sizeof(x)); }
 
-inline void store(at::BFloat16* to, Floats x) {
+inline void store(BFloat16* to, Floats x) {
   const Words bits = std::bit_cast<Words>(x);
   const Words rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;  // round to nearest, ties to even
   const Halves halves = __builtin_convertvector(x == x ? rounded : (bits >> 16 | 0x40), Halves);
   std::memcpy(to, &halves, sizeof(halves));
 }
 
-inline void store(at::Half* to, Floats x) {
+inline void store(Half* to, Floats x) {
 #if defined(__AVX512F__)
   const __m256i halves = _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT);
   std::memcpy(to, &halves, sizeof(halves));

@@ -2,34 +2,55 @@
 
 from __future__ import annotations
 
+import re
 from typing import get_args
 
 import pytest
 import torch
 
 from quire import kernels
+from quire.engine.config.resolve import _ENVIRONMENT
 from quire.kernels import isa, linear
 from quire.kernels.cpu import build
 
-needs_avx2 = pytest.mark.skipif(not torch.cpu._is_avx2_supported(), reason="needs AVX2")
+needs_avx2 = pytest.mark.skipif("avx2" not in isa.processor_features(), reason="needs AVX2")
 
 
 def test_without_it_the_processor_has_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    for value in ("", "native"):
-        monkeypatch.setenv("QUIRE_CPU_ISA", value)
-        assert isa.has("avx512") == torch.cpu._is_avx512_supported()
-        assert isa.has("avx512_bf16") == torch.cpu._is_avx512_bf16_supported()
-        assert isa.compiler_flag() == "-march=native"
+    monkeypatch.delenv("QUIRE_CPU_ISA", raising=False)
+    assert isa.has("avx2") == torch.cpu._is_avx2_supported()
+    assert isa.has("avx512_bf16") == torch.cpu._is_avx512_bf16_supported()
+    assert isa.has("amx_tile") == torch.cpu._is_amx_tile_supported()
+
+
+@pytest.mark.parametrize(
+    ("machine", "features", "name"),
+    [
+        ("x86_64", isa._V4 | {"avx512_vnni", "avx512_bf16", "amx_tile"}, "avx512_bf16"),
+        ("x86_64", isa._V4 | {"avx512_vnni"}, "avx512_vnni"),
+        ("x86_64", isa._V4, "avx2"),
+        ("x86_64", isa._V3 - {"f16c"}, "native"),
+        ("aarch64", {"asimd", "asimddp", "i8mm", "bf16"}, "neon_i8mm"),
+        ("aarch64", {"asimd", "asimddp"}, "neon_dotprod"),
+        ("riscv64", set(), "native"),
+    ],
+)
+def test_the_most_capable_that_fits_is_chosen(
+    monkeypatch: pytest.MonkeyPatch, machine: str, features: set[str], name: str
+) -> None:
+    monkeypatch.delenv("QUIRE_CPU_ISA", raising=False)
+    monkeypatch.setattr(isa, "processor_features", lambda: frozenset(features))
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    assert isa.chosen().name == name
 
 
 @needs_avx2
 def test_avx2_is_all_there_is(monkeypatch: pytest.MonkeyPatch, implementation: str) -> None:
-    monkeypatch.setenv("QUIRE_CPU_ISA", "native")
-    native = build._key("c++")
     monkeypatch.setenv("QUIRE_CPU_ISA", "avx2")
     assert [feature for feature in get_args(isa.Feature) if isa.has(feature)] == ["avx2"]
-    assert isa.compiler_flag() == "-march=x86-64-v3"
-    assert build._key("c++") != native
+    assert isa.chosen().flags == ("-march=x86-64-v3",)
+    keys = {build._key("c++", each) for each in isa.ISAS}
+    assert len(keys) == len(isa.ISAS)
     if implementation == "cpu":  # the same forms as elsewhere, for all but AMX
         assert type(kernels.pack_linear(torch.zeros(2, 4))) is linear.TiledLinear
         assert type(kernels.pack_linear(torch.zeros(2, 4, dtype=torch.bfloat16))) is linear.TiledLinear
@@ -40,9 +61,14 @@ def test_avx2_is_all_there_is(monkeypatch: pytest.MonkeyPatch, implementation: s
 
 def test_what_is_not_known_or_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_CPU_ISA", "sse9")
-    with pytest.raises(ValueError, match="QUIRE_CPU_ISA is 'sse9'; it must be native or avx2"):
+    with pytest.raises(ValueError, match="QUIRE_CPU_ISA is 'sse9'; it must be one of avx512_bf16, avx512_vnni, avx2,"):
         isa.has("avx2")
     monkeypatch.setenv("QUIRE_CPU_ISA", "avx2")
-    monkeypatch.setattr(torch.cpu, "_is_avx2_supported", lambda: False)
+    monkeypatch.setattr(isa, "processor_features", frozenset)
     with pytest.raises(ValueError, match="which this processor does not have"):
         isa.has("avx2")
+
+
+def test_every_name_passes_the_check_of_the_environment() -> None:
+    pattern, names = _ENVIRONMENT["QUIRE_CPU_ISA"]
+    assert all(re.fullmatch(pattern, each.name) and each.name in names for each in isa.ISAS)

@@ -26,7 +26,7 @@ def test_what_others_may_write_is_not_loaded(monkeypatch: pytest.MonkeyPatch, tm
     with pytest.raises(PermissionError, match="library can be written by others"):
         disk.check_owner(tmp_path, path)
     monkeypatch.setenv("QUIRE_KERNEL_CACHE", str(tmp_path))
-    monkeypatch.setattr(build, "_key", lambda compiler: "key")
+    monkeypatch.setattr(build, "_key", lambda *_: "key")
     (tmp_path / "key").mkdir()
     (tmp_path / "key").chmod(0o777)
     with pytest.raises(build.CannotBuild, match="can be written by others; set QUIRE_KERNEL_CACHE to another"):
