@@ -1,0 +1,72 @@
+"""Compiles the CPU kernels into the wheel. Everything else about the package is in pyproject.toml.
+
+A wheel gets a library for each instruction set of the machine that the compiler (`CXX`, or c++) compiles for, so with a
+cross-compiler a wheel of another machine is built. It needs torch's headers, so torch must be installed: build with
+`pip wheel --no-build-isolation`, as `scripts/wheel` does. Without torch or a compiler the wheel has no libraries and
+works everywhere; the kernels are then compiled at the first start on a host.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+from pathlib import Path
+from types import ModuleType
+
+from setuptools import Distribution, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_py import build_py
+
+KERNELS = Path(__file__).parent / "kernels"
+
+
+def load(path: Path) -> ModuleType:
+    """A module of Quire's that needs nothing else, without the package around it."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+compiler, isa = load(KERNELS / "cpu" / "compiler.py"), load(KERNELS / "isa.py")
+CXX = compiler.find_compiler()
+TORCH = importlib.util.find_spec("torch")
+BUILDS_KERNELS = CXX is not None and TORCH is not None
+MACHINE = subprocess.run([CXX, "-dumpmachine"], capture_output=True, text=True).stdout.split("-")[0] if CXX else ""
+
+
+class BuildPy(build_py):
+    """Adds the libraries to the package, except to an editable installation."""
+
+    def run(self) -> None:
+        super().run()
+        if not BUILDS_KERNELS or self.editable_mode:
+            return
+        folder = Path(self.build_lib) / "quire" / "kernels" / "cpu" / "prebuilt"
+        folder.mkdir(parents=True, exist_ok=True)
+        headers = Path(TORCH.origin).parent / "include"
+        for each in isa.ISAS:
+            if each.machine == MACHINE:
+                print(f"compiling the CPU kernels for {each.name}", flush=True)
+                compiler.compile_library(CXX, each.flags, headers, folder / f"quire_cpu-{each.name}.so")
+
+
+class BdistWheel(bdist_wheel):
+    """Names the oldest C library that the wheel's libraries work with. They need no particular Python."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        libraries = Path(self.bdist_dir or os.curdir).rglob("quire_cpu-*.so")
+        needed = {int(minor) for path in libraries for minor in re.findall(rb"GLIBC_2\.(\d+)", path.read_bytes())}
+        return ("py3", "none", f"manylinux_2_{max(needed)}_{MACHINE}" if needed else "any")
+
+
+class PlatformDistribution(Distribution):
+    def has_ext_modules(self) -> bool:
+        return BUILDS_KERNELS
+
+
+setup(distclass=PlatformDistribution, cmdclass={"build_py": BuildPy, "bdist_wheel": BdistWheel})
