@@ -22,8 +22,9 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
-from quire.engine.cluster.network import limit_retransmission, resolve_address, tcp_url
+from quire.engine.cluster.network import limit_retransmission, resolve_address
 from quire.engine.log import printable
+from quire.engine.protocol.errors import ConfigError
 
 FRAME_BYTES = 1 << 20
 """Maximum size of a frame. Longer messages are split, so that a stranger cannot make a host buffer more."""
@@ -113,11 +114,19 @@ class Security:
         socket.bind(url)
 
     def connect(self, socket: zmq.Socket[bytes], url: str, *, monitor: bool = True) -> None:
-        """Connect a socket; arguments as of `bind`. Raises `ConfigError` if a host name cannot be resolved."""
+        """Connect a socket; arguments as of `bind`.
+
+        A host name is resolved again with each attempt to connect: orchestrators publish the name of a host after they
+        have started others, and move it to another address when they restart the host.
+        """
+        has_ipv6 = None
         if url.startswith("tcp://"):
-            host, _, port = url.removeprefix("tcp://").rpartition(":")
-            url = tcp_url(resolve_address(host.strip("[]")), int(port))
-        if self._prepare(socket, url, monitor=monitor) and self._keys is not None:
+            try:
+                has_ipv6 = ":" in resolve_address(url.removeprefix("tcp://").rpartition(":")[0].strip("[]"))
+            except ConfigError as error:
+                logger.warning("%s; trying again", error)
+                has_ipv6 = True  # then ZMQ takes addresses of both kinds
+        if self._prepare(socket, url, monitor=monitor, has_ipv6=has_ipv6) and self._keys is not None:
             socket.curve_serverkey = self._keys.server
             socket.curve_publickey, socket.curve_secretkey = self._keys.client, self._keys.client_secret
         socket.connect(url)
@@ -133,11 +142,11 @@ class Security:
             self._rejected.add(f"the handshake failed (ZMQ error {value})")
         return bool(event & _FAILED)
 
-    def _prepare(self, socket: zmq.Socket[bytes], url: str, *, monitor: bool) -> bool:
-        """Set the options of TCP sockets; returns whether it is one."""
+    def _prepare(self, socket: zmq.Socket[bytes], url: str, *, monitor: bool, has_ipv6: bool | None = None) -> bool:
+        """Set the options of TCP sockets; returns whether it is one. `has_ipv6` by default as `url` looks."""
         if not url.startswith("tcp://"):
             return False
-        socket.setsockopt(zmq.IPV6, int("[" in url))
+        socket.setsockopt(zmq.IPV6, int("[" in url if has_ipv6 is None else has_ipv6))
         socket.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES + _OVERHEAD_BYTES)
         socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         if monitor and self._keys is not None:
