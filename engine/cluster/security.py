@@ -32,6 +32,8 @@ _OVERHEAD_BYTES = 1024
 """More than CurveZMQ and the handshake add to a frame."""
 _HANDSHAKE_MS = 10_000
 """Time after which a connection without a completed handshake is closed."""
+_CONNECT_MS = 3000
+"""Time after which an attempt to connect is given up for another: by default minutes, if the address is gone."""
 _LOG_SECONDS = 10.0
 """Minimum interval of log messages about the same kind of dropped messages."""
 _POLL_MS = 1000
@@ -124,7 +126,7 @@ class Security:
             try:
                 has_ipv6 = ":" in resolve_address(url.removeprefix("tcp://").rpartition(":")[0].strip("[]"))
             except ConfigError as error:
-                logger.warning("%s; trying again", error)
+                logger.warning("%s; trying again until it can be resolved", error)
                 has_ipv6 = True  # then ZMQ takes addresses of both kinds
         if self._prepare(socket, url, monitor=monitor, has_ipv6=has_ipv6) and self._keys is not None:
             socket.curve_serverkey = self._keys.server
@@ -149,6 +151,7 @@ class Security:
         socket.setsockopt(zmq.IPV6, int("[" in url if has_ipv6 is None else has_ipv6))
         socket.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES + _OVERHEAD_BYTES)
         socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+        socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_MS)
         if monitor and self._keys is not None:
             self._monitors.put(socket.get_monitor_socket(EVENTS | zmq.EVENT_MONITOR_STOPPED))
         return True

@@ -145,7 +145,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 def test_a_leader_worker_set(cluster: Cluster, expected: list[str]) -> None:
-    """The worker starts before the name of the leader is published."""
+    """The worker starts before the name of the leader is published, and stays when the leader gets another address."""
     manifests = kustomize("leader-worker-set")
     cluster.configure(manifests, **{"tensor-parallel-size": 2})
     leader = "quire-0.quire.default"
@@ -161,6 +161,16 @@ def test_a_leader_worker_set(cluster: Cluster, expected: list[str]) -> None:
     second.set_names(**{leader: first.address})
     server.wait_for("serving .* on http")
     assert "2 hosts: ranks 0-1 on host 0 (this host), ranks 2-3 on host 1" in server.text
+    cluster.assert_serves(expected)
+    server.kill_all()
+    worker.wait_for("joining node 0 again")
+    for change in (["delete", f"{first.address}/24"], ["add", "10.77.0.3/24"]):
+        subprocess.run(["ip", "-n", first.name, "address", *change, "dev", "eth0"], check=True)
+    first.address = "10.77.0.3"
+    server = cluster.start(first, pods["server"], variables={**variables, "LWS_WORKER_INDEX": "0"})
+    server.wait_for("waiting up to .* for node 1")
+    second.set_names(**{leader: first.address})
+    server.wait_for("serving .* on http")
     cluster.assert_serves(expected)
     terminate(server, worker)
 
