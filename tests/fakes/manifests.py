@@ -40,7 +40,17 @@ def render(values: Manifest, name: str = "quire") -> list[Manifest]:
     with helm_python.Chart.load(str(CHART)) as chart:
         files = chart.render(values, name=name, namespace=NAMESPACE)
     texts = (text for path, text in files.items() if not path.endswith("NOTES.txt"))
-    return [manifest for text in texts for manifest in yaml.safe_load_all(text) if manifest]
+    return [manifest for text in texts for manifest in yaml.load_all(text, _StrictLoader) if manifest]
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """Refuses a mapping that has a key twice, as Kubernetes does."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Manifest:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        assert len(keys) == len(set(keys)), (keys, node.start_mark)
+        found: Manifest = super().construct_mapping(node, deep)
+        return found
 
 
 def pod_templates(manifest: Manifest) -> Iterator[Manifest]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -266,6 +267,40 @@ def test_quire_takes_the_flags(
                 keys = server.api_key_file is not None and "QUIRE_API_KEY" in variables
                 assert keys == (seen[-1] == "server" and variant != "gateway")
     assert "server" in seen
+
+
+def test_a_model_is_in_its_folder_when_it_is_complete(tmp_path: Path) -> None:
+    """`hf download` fails the first time."""
+    (template,) = pod_templates(find(kustomize("gpu"), "Job", "quire-download"))
+    (container,) = template["spec"]["containers"]
+    *shell, script = container["command"]
+    assert shell == ["sh", "-c"]
+    fake = tmp_path / "hf"
+    fake.write_text('#!/bin/sh\necho "$@" >> calls\nmkdir -p "$4"\necho "$2" >> "$4/config.json"\ntest -e ready\n')
+    fake.chmod(0o755)
+    variables = {"PATH": f"{tmp_path}:/usr/bin:/bin", "MODEL": "org/model", "FOLDER": "model"}
+
+    def run() -> int:
+        command = [*shell, script.replace("/models", str(tmp_path / "models"))]
+        return subprocess.run(command, env=variables, cwd=tmp_path).returncode
+
+    assert run() != 0
+    assert not (tmp_path / "models/model").exists()
+    (tmp_path / "ready").touch()
+    assert (run(), run()) == (0, 0)
+    assert (tmp_path / "models/model/config.json").read_text() == "org/model\n" * 2
+    folder = tmp_path / "models/.model"
+    assert (tmp_path / "calls").read_text() == f"download org/model --local-dir {folder}\n" * 2
+
+
+def test_the_server_loads_the_model_that_is_downloaded() -> None:
+    for variant in VARIANTS:
+        manifests = kustomize(variant)
+        if any(manifest["kind"] == "Job" for manifest in manifests):
+            (template,) = pod_templates(find(manifests, "Job", "quire-download"))
+            (container,) = template["spec"]["containers"]
+            folder = environment(container, {}, dict.fromkeys(SECRET_KEYS, ""))["FOLDER"]
+            assert flags(manifests)["model"] == f"/models/{folder}"
 
 
 def test_metrics_that_are_read_exist() -> None:
