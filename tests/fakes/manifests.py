@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,15 @@ Manifest = dict[str, Any]
 @cache
 def kustomize(variant: str) -> list[Manifest]:
     """Build an overlay."""
-    kubectl = Path(sys.executable).parent / "kubectl"
-    command = [str(kubectl), "kustomize", str(OVERLAYS / variant)]
-    return list(yaml.safe_load_all(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
+    return build(OVERLAYS / variant)
+
+
+def build(folder: Path) -> list[Manifest]:
+    """Build a kustomization."""
+    command = [str(Path(sys.executable).parent / "kubectl"), "kustomize", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return list(yaml.safe_load_all(done.stdout))
 
 
 @cache
@@ -46,11 +52,10 @@ def render(values: Manifest, name: str = "quire") -> list[Manifest]:
 class _StrictLoader(yaml.SafeLoader):
     """Refuses a mapping that has a key twice, as Kubernetes does."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Manifest:
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         assert len(keys) == len(set(keys)), (keys, node.start_mark)
-        found: Manifest = super().construct_mapping(node, deep)
-        return found
+        return super().construct_mapping(node, deep)
 
 
 def pod_templates(manifest: Manifest) -> Iterator[Manifest]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
 import subprocess
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from tests.fakes.manifests import (
     Manifest,
     all_pod_templates,
     arguments,
+    build,
     component,
     environment,
     find,
@@ -335,6 +337,62 @@ def test_the_chart_has_no_findings() -> None:
 def test_the_chart_refuses(values: Manifest, message: str) -> None:
     with pytest.raises(helm_python.HelmError, match=message):
         render(values)
+
+
+SCHEDULING = {
+    "nodeSelector": {"gpu": "h100"},
+    "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}],
+    "topologySpreadConstraints": [
+        {"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "ScheduleAnyway"}
+    ],
+    "podAnnotations": {"team": "chat"},
+    "podLabels": {"team": "chat"},
+    "imagePullSecrets": [{"name": "registry"}],
+    "image": {"pullPolicy": "Always"},
+    "models": {"existingClaim": "weights"},
+}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        *({"workload": name, **SCHEDULING} for name in ("deployment", "leaderWorkerSet", "statefulSet", "ray")),
+        {"workload": "replicas", "autoscaling": {"by": "keda"}, "monitoring": {"enabled": True, "labels": {"a": "b"}}},
+        {"workload": "leaderWorkerSet", "autoscaling": {"by": "hpa"}, "gateway": {"enabled": True}},
+        {"workload": "statefulSet", "hosts": 5, "networkPolicy": {"namespaceLabels": None}},
+        {"models": {"storageClassName": "nfs"}, "download": {"enabled": True}, "networkPolicy": {"enabled": False}},
+    ],
+)
+def test_other_values_are_valid_too(values: Manifest) -> None:
+    manifests = render(values)
+    for version in kubernetes_schemas.VERSIONS:
+        assert [error for manifest in manifests for error in kubernetes_schemas.errors(manifest, version)] == []
+    for template in all_pod_templates(manifests):
+        if "nodeSelector" in values and component(template):
+            for key in ("nodeSelector", "tolerations", "topologySpreadConstraints", "imagePullSecrets"):
+                assert template["spec"][key] == SCHEDULING[key]
+            assert template["metadata"]["labels"]["team"] == template["metadata"]["annotations"]["team"] == "chat"
+            (claim,) = [each for each in template["spec"]["volumes"] if "persistentVolumeClaim" in each]
+            assert claim["persistentVolumeClaim"] == {"claimName": "weights"}
+    if values.get("hosts"):
+        assert flags(manifests)["nnodes"] == 5
+        assert find(manifests, "StatefulSet", "quire-worker")["spec"]["replicas"] == 4
+
+
+def test_the_guides_own_overlay_can_be_built(tmp_path: Path) -> None:
+    guide = (ROOT / "docs/guides/kubernetes.md").read_text()
+    (text,) = re.findall(r"```yaml\n# kustomization.yaml\n(.*?)```", guide, re.DOTALL)
+    content = yaml.safe_load(text)
+    (base,) = content["resources"]
+    path, _, _ = base.partition("//")[2].partition("//")[2].partition("?")
+    content["resources"] = [os.path.relpath(ROOT / path, tmp_path)]
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(content))
+    (tmp_path / "quire.yaml").write_text("model: /models/other\nshutdown-timeout: 60\n")
+    manifests = build(tmp_path)
+    assert flags(manifests) == {"model": "/models/other", "shutdown-timeout": 60}
+    (template,) = pod_templates(find(manifests, "Deployment"))
+    assert quire_container(template)["image"] == "registry.example/quire:cuda"
+    assert {manifest["metadata"]["namespace"] for manifest in manifests} == {"quire"}
 
 
 def test_releases_of_a_chart_have_names_of_their_own() -> None:
