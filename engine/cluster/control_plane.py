@@ -286,10 +286,10 @@ class Leader(_Link):
 
         `token` is the cluster's; "" is for loopback addresses. `lost_seconds`: a follower that sends nothing for so
         long is lost. A follower is rejected if it differs from `own` or the first one that joined (see `compare`), if
-        it cannot reach `address`, or if `check` raises `ConfigError`. After the start, `admits` lets followers that
-        were lost join again, or followers with any number join. The text passed to `on_lost` names the follower and the
-        reason. `noun` and `flags` name a follower, the address and the port in errors. Raises `ConfigError` if the
-        address is not this host's, or the port is in use.
+        it cannot reach `address`, or if `check` raises `ConfigError`. `admits` lets followers that were lost join again
+        after the start, or followers with any number join at any time. The text passed to `on_lost` names the follower
+        and the reason. `noun` and `flags` name a follower, the address and the port in errors. Raises `ConfigError` if
+        the address is not this host's, or the port is in use.
         """
         assert token or is_loopback(address)
         super().__init__(zmq.ROUTER, "cluster-leader", token, lost_seconds)
@@ -334,10 +334,12 @@ class Leader(_Link):
         names = _numbered(self._noun, self._expected)
         logger.info("waiting up to %.0f s for %s at port %d of %s", seconds, names, self.port, self._address)
         with self._changed:
-            self._changed.wait_for(lambda: self._lost or len(self._peers) == len(self._expected), seconds)
-            if self._lost:
-                raise ConfigError(next(iter(self._lost.values())))
-            joined = {number: peer.hello for number, peer in sorted(self._peers.items())}
+            expected = set(self._expected)
+            self._changed.wait_for(lambda: self._lost.keys() & expected or self._peers.keys() >= expected, seconds)
+            for number in self._expected:
+                if number in self._lost:
+                    raise ConfigError(self._lost[number])
+            joined = {number: self._peers[number].hello for number in self._expected if number in self._peers}
         missing = [number for number in self._expected if number not in joined]
         if missing:
             names = ", ".join(hello.name for hello in joined.values()) or "none"
@@ -461,7 +463,7 @@ class Leader(_Link):
         """Raise `ConfigError` if there is no place for a follower with this number."""
         if known is not None:
             raise ConfigError(f"{hello.name} cannot join: {known.hello.name} is {self._noun} {hello.number} already")
-        if self._admits == "anybody" and (self._start_message is not None or not self._expected):
+        if self._admits == "anybody":
             return
         if hello.number not in self._expected:
             raise ConfigError(

@@ -22,8 +22,9 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
-from quire.engine.cluster.network import limit_retransmission, resolve_address, tcp_url
+from quire.engine.cluster.network import limit_retransmission, resolve_address
 from quire.engine.log import printable
+from quire.engine.protocol.errors import ConfigError
 
 FRAME_BYTES = 1 << 20
 """Maximum size of a frame. Longer messages are split, so that a stranger cannot make a host buffer more."""
@@ -31,6 +32,8 @@ _OVERHEAD_BYTES = 1024
 """More than CurveZMQ and the handshake add to a frame."""
 _HANDSHAKE_MS = 10_000
 """Time after which a connection without a completed handshake is closed."""
+_CONNECT_MS = 3000
+"""Time after which an attempt to connect is given up for another: by default minutes, if the address is gone."""
 _LOG_SECONDS = 10.0
 """Minimum interval of log messages about the same kind of dropped messages."""
 _POLL_MS = 1000
@@ -113,11 +116,19 @@ class Security:
         socket.bind(url)
 
     def connect(self, socket: zmq.Socket[bytes], url: str, *, monitor: bool = True) -> None:
-        """Connect a socket; arguments as of `bind`. Raises `ConfigError` if a host name cannot be resolved."""
+        """Connect a socket; arguments as of `bind`.
+
+        A host name is resolved again with each attempt to connect: orchestrators publish the name of a host after they
+        have started others, and move it to another address when they restart the host.
+        """
+        has_ipv6 = None
         if url.startswith("tcp://"):
-            host, _, port = url.removeprefix("tcp://").rpartition(":")
-            url = tcp_url(resolve_address(host.strip("[]")), int(port))
-        if self._prepare(socket, url, monitor=monitor) and self._keys is not None:
+            try:
+                has_ipv6 = ":" in resolve_address(url.removeprefix("tcp://").rpartition(":")[0].strip("[]"))
+            except ConfigError as error:
+                logger.warning("%s; trying again until it can be resolved", error)
+                has_ipv6 = True  # then ZMQ takes addresses of both kinds
+        if self._prepare(socket, url, monitor=monitor, has_ipv6=has_ipv6) and self._keys is not None:
             socket.curve_serverkey = self._keys.server
             socket.curve_publickey, socket.curve_secretkey = self._keys.client, self._keys.client_secret
         socket.connect(url)
@@ -133,13 +144,14 @@ class Security:
             self._rejected.add(f"the handshake failed (ZMQ error {value})")
         return bool(event & _FAILED)
 
-    def _prepare(self, socket: zmq.Socket[bytes], url: str, *, monitor: bool) -> bool:
-        """Set the options of TCP sockets; returns whether it is one."""
+    def _prepare(self, socket: zmq.Socket[bytes], url: str, *, monitor: bool, has_ipv6: bool | None = None) -> bool:
+        """Set the options of TCP sockets; returns whether it is one. `has_ipv6` by default as `url` looks."""
         if not url.startswith("tcp://"):
             return False
-        socket.setsockopt(zmq.IPV6, int("[" in url))
+        socket.setsockopt(zmq.IPV6, int("[" in url if has_ipv6 is None else has_ipv6))
         socket.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES + _OVERHEAD_BYTES)
         socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+        socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_MS)
         if monitor and self._keys is not None:
             self._monitors.put(socket.get_monitor_socket(EVENTS | zmq.EVENT_MONITOR_STOPPED))
         return True

@@ -315,14 +315,14 @@ class DPMember(DPCoordinator):
         """Set when the leader has exited, or needs a replica no more."""
         self._is_headless = is_headless
         self.restarts_group = is_headless and parallel.is_coupled
-        own, address = address_towards(host, parallel.timeout), resolve_address(host)
+        own = address_towards(host, parallel.timeout)
         super().__init__(config, own, len(parallel.local_replicas))
         self._followers: dict[int, Follower] = {}
         try:
             for replica, url in zip(parallel.local_replicas, self._urls, strict=False):
                 request = msgspec.msgpack.encode(JoinRequest(url, is_headless))
                 self._followers[replica] = Follower(
-                    address,
+                    host,
                     port,
                     describe_host(f"replica {replica}", replica, own, config, body=request),
                     seconds=parallel.timeout,

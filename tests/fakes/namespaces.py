@@ -127,6 +127,13 @@ class Host:
         """Plug in the cable, or unplug it."""
         _ip("-n", self.name, "link", "set", "eth0", "up" if is_up else "down")
 
+    def set_names(self, **addresses: str) -> None:
+        """What names mean to programs that are started from now on; a later call changes it for them, too."""
+        hosts = Path(f"/etc/netns/{self.name}/hosts")  # ip-netns(8) mounts it over /etc/hosts
+        hosts.parent.mkdir(parents=True, exist_ok=True)
+        lines = [f"{address} {name}\n" for name, address in {"localhost": "127.0.0.1", **addresses}.items()]
+        hosts.write_text("".join(lines))
+
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
         """Sockets that this thread opens meanwhile are on this host."""
@@ -155,6 +162,7 @@ class Host:
         while _ip("netns", "pids", self.name) and time.monotonic() < deadline:
             time.sleep(0.05)
         _ip("netns", "delete", self.name)
+        shutil.rmtree(f"/etc/netns/{self.name}", ignore_errors=True)
 
 
 @contextlib.contextmanager

@@ -309,6 +309,21 @@ def test_hosts_join_and_leave_while_the_api_serves(listener: Listener, site: Sit
     assert listener.notices.empty()
 
 
+def test_a_host_may_join_before_those_that_are_waited_for(
+    listener: Listener, site: Site, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As pods that an orchestrator starts in any order."""
+    caplog.set_level("INFO")
+    starting, early = site.api(site.config(1, None, 0)), site.headless(site.config(3, 2, 1))
+    until(lambda: "replica 2 (127.0.0.1) has joined" in caplog.text)
+    assert not starting.done()
+    first, api = site.headless(site.config(1, 0, 1)), joined(starting)
+    assert api.requests == {0: first.result(30).requests[0]}
+    api.watch(listener)
+    members = {0: first.result(30), 2: early.result(30)}
+    assert dict(listener.notices.get(timeout=10) for _ in members) == {r: members[r].requests[r] for r in members}
+
+
 def test_the_end_of_the_api_is_reported(site: Site) -> None:
     starting, member = site.api(site.config(2, None, 1)), site.headless(site.config(2, 1, 1)).result(30)
     joined(starting).close("the engine is gone")
