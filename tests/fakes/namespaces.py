@@ -127,18 +127,9 @@ class Host:
         """Plug in the cable, or unplug it."""
         _ip("-n", self.name, "link", "set", "eth0", "up" if is_up else "down")
 
-    @contextlib.contextmanager
-    def inside(self) -> Iterator[None]:
+    def inside(self) -> contextlib.AbstractContextManager[None]:
         """Sockets that this thread opens meanwhile are on this host."""
-        libc = ctypes.CDLL(None, use_errno=True)
-        with open("/proc/thread-self/ns/net") as home, open(f"/var/run/netns/{self.name}") as there:
-            if libc.setns(there.fileno(), _CLONE_NEWNET):
-                raise OSError(ctypes.get_errno(), "setns")
-            try:
-                yield
-            finally:
-                if libc.setns(home.fileno(), _CLONE_NEWNET):
-                    os._exit(70)  # nothing that follows could be right
+        return inside(f"/var/run/netns/{self.name}")
 
     def close(self) -> None:
         for command in self.commands:
@@ -155,6 +146,20 @@ class Host:
         while _ip("netns", "pids", self.name) and time.monotonic() < deadline:
             time.sleep(0.05)
         _ip("netns", "delete", self.name)
+
+
+@contextlib.contextmanager
+def inside(network: str) -> Iterator[None]:
+    """Sockets that this thread opens meanwhile are in this network namespace, a path."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open("/proc/thread-self/ns/net") as home, open(network) as there:
+        if libc.setns(there.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), "setns")
+        try:
+            yield
+        finally:
+            if libc.setns(home.fileno(), _CLONE_NEWNET):
+                os._exit(70)  # nothing that follows could be right
 
 
 @contextlib.contextmanager
