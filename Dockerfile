@@ -56,14 +56,15 @@ RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
 
 FROM ${VARIANT}
 COPY --from=dependencies /opt/quire /opt/quire
-# Every user can write to the volumes, so that --user may name any.
+# Every user can write to the volumes, so that --user may name any. Login shells, as KubeRay starts one, set PATH anew.
 RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
     --mount=type=bind,from=build,source=/opt/build,target=/opt/build \
     /opt/build/bin/pip --python /opt/quire install --no-cache-dir --no-index --no-deps /wheels/*.whl && \
     /opt/build/bin/cyclonedx-py environment --output-reproducible --output-file /opt/quire/sbom.cdx.json /opt/quire && \
     groupadd --gid 10001 quire && \
     useradd --uid 10001 --gid 10001 --create-home quire && \
-    install --directory --mode 1777 /cache /models
+    install --directory --mode 1777 /cache /models && \
+    echo "PATH=/opt/quire/bin:\$PATH" > /etc/profile.d/quire.sh
 ENV PATH=/opt/quire/bin:$PATH \
     HOME=/home/quire \
     USER=quire \

@@ -169,6 +169,12 @@ print(json.dumps([sorted(listed), [(part.name, part.version) for part in importl
     assert sorted(installed) == listed
 
 
+def test_a_login_shell_finds_its_programs(podman: Podman, image: str) -> None:
+    """As KubeRay starts one; the manifests of deploy/ download with `hf`."""
+    with podman.started("--entrypoint", "bash", image, "-lc", "quire --version && hf --help") as container:
+        assert container.wait(60) == 0
+
+
 @pytest.mark.parametrize("user", ["10001", "4242"])
 def test_it_answers_with_a_read_only_root_and_stops(podman: Podman, image: str, user: str) -> None:
     """As its own user, and as one that the image does not know; a core that dies leaves nothing behind."""
