@@ -1,9 +1,10 @@
 """Compiles the CPU kernels into the wheel. Everything else about the package is in pyproject.toml.
 
 A wheel gets a library for each instruction set of the machine that the compiler (`CXX`, or c++) compiles for, so with a
-cross-compiler a wheel of another machine is built. It needs torch's headers, so torch must be installed: build with
-`pip wheel --no-build-isolation`, as `scripts/wheel` does. Without torch or a compiler the wheel has no libraries and
-works everywhere; the kernels are then compiled at the first start on a host.
+cross-compiler a wheel of another machine is built. It needs torch's headers: either torch is installed, and the wheel
+is built by `pip wheel --no-build-isolation`, as `scripts/wheel` does, or `TORCH_HEADERS` names torch's folder `include`.
+Without them or a compiler the wheel has no libraries and works everywhere; the kernels are then compiled at the first
+start on a host.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ def load(path: Path) -> ModuleType:
 compiler, isa = load(KERNELS / "cpu" / "compiler.py"), load(KERNELS / "isa.py")
 CXX = compiler.find_compiler()
 TORCH = importlib.util.find_spec("torch")
-BUILDS_KERNELS = CXX is not None and TORCH is not None
+HEADERS = os.environ.get("TORCH_HEADERS") or (TORCH and TORCH.origin and Path(TORCH.origin).parent / "include")
+BUILDS_KERNELS = bool(CXX and HEADERS)
 MACHINE = subprocess.run([CXX, "-dumpmachine"], capture_output=True, text=True).stdout.split("-")[0] if CXX else ""
 
 
@@ -48,11 +50,10 @@ class BuildPy(build_py):
             return
         folder = Path(self.build_lib) / "quire" / "kernels" / "cpu" / "prebuilt"
         folder.mkdir(parents=True, exist_ok=True)
-        headers = Path(TORCH.origin).parent / "include"
         for each in isa.ISAS:
             if each.machine == MACHINE:
                 print(f"compiling the CPU kernels for {each.name}", flush=True)
-                compiler.compile_library(CXX, each.flags, headers, folder / f"quire_cpu-{each.name}.so")
+                compiler.compile_library(CXX, each.flags, Path(HEADERS), folder / f"quire_cpu-{each.name}.so")
 
 
 class BdistWheel(bdist_wheel):

@@ -4,6 +4,9 @@
 #   scripts/run_cluster.sh IMAGE HEAD_IP --worker HF_HOME [docker args…]
 # then, on the head: docker exec -it CONTAINER quire serve MODEL -tp 8 -pp 2
 #
+# IMAGE is quire:cuda, or another one that was built with EXTRAS=ray. Its processes run as the user who runs this script,
+# so that they can read and write HF_HOME, a folder of this host.
+#
 # From the environment:
 #   QUIRE_HOST_IP    this node's address, reachable from the others (default: that of the interface towards HEAD_IP)
 #   RAY_AUTH_TOKEN   grants access to the cluster, the same on every node; RAY_AUTH_TOKEN_PATH is a file with the token.
@@ -82,7 +85,7 @@ trap 'exit 129' HUP
 
 echo "run_cluster.sh: container $name is the ${role#--} at $QUIRE_HOST_IP" >&2
 # In the background, so that signals are handled while it runs.
-docker run --name "$name" --init --network host --ipc host "${gpus[@]}" \
-  -v "$hf_home:/root/.cache/huggingface" -e HF_HOME=/root/.cache/huggingface \
+docker run --name "$name" --init --network host --ipc host "${gpus[@]}" --no-healthcheck \
+  --user "$UID:${GROUPS[0]}" -v "$hf_home:/cache/huggingface" \
   -e QUIRE_HOST_IP "${authentication[@]}" "$@" --entrypoint "${start[0]}" "$image" "${start[@]:1}" &
 wait $!

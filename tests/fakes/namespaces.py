@@ -134,18 +134,9 @@ class Host:
         lines = [f"{address} {name}\n" for name, address in {"localhost": "127.0.0.1", **addresses}.items()]
         hosts.write_text("".join(lines))
 
-    @contextlib.contextmanager
-    def inside(self) -> Iterator[None]:
+    def inside(self) -> contextlib.AbstractContextManager[None]:
         """Sockets that this thread opens meanwhile are on this host."""
-        libc = ctypes.CDLL(None, use_errno=True)
-        with open("/proc/thread-self/ns/net") as home, open(f"/var/run/netns/{self.name}") as there:
-            if libc.setns(there.fileno(), _CLONE_NEWNET):
-                raise OSError(ctypes.get_errno(), "setns")
-            try:
-                yield
-            finally:
-                if libc.setns(home.fileno(), _CLONE_NEWNET):
-                    os._exit(70)  # nothing that follows could be right
+        return inside(f"/var/run/netns/{self.name}")
 
     def close(self) -> None:
         for command in self.commands:
@@ -163,6 +154,20 @@ class Host:
             time.sleep(0.05)
         _ip("netns", "delete", self.name)
         shutil.rmtree(f"/etc/netns/{self.name}", ignore_errors=True)
+
+
+@contextlib.contextmanager
+def inside(network: str) -> Iterator[None]:
+    """Sockets that this thread opens meanwhile are in this network namespace, a path."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open("/proc/thread-self/ns/net") as home, open(network) as there:
+        if libc.setns(there.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), "setns")
+        try:
+            yield
+        finally:
+            if libc.setns(home.fileno(), _CLONE_NEWNET):
+                os._exit(70)  # nothing that follows could be right
 
 
 @contextlib.contextmanager

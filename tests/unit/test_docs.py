@@ -45,6 +45,9 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
         assert list(ROOT.glob(path.rstrip("/."))), f"{path}: there is no such file"
 
 
+IMAGES = {"quire:cpu", "quire:cuda"}
+
+
 def known_flags() -> set[str]:
     """Every flag of `quire`."""
     flags = set(re.findall(r"`(--?[a-z][\w-]*)`", (ROOT / "docs" / "reference" / "cli.md").read_text()))
@@ -54,12 +57,17 @@ def known_flags() -> set[str]:
 def commands(text: str) -> Iterator[str]:
     """What a page says of `quire`'s command line: command lines, and flags in backticks."""
     yield from re.findall(r"^(?:\$ )?(?:quire|scripts/serve) .*$", text, flags=re.M)
+    yield from re.findall(rf"(?:{'|'.join(IMAGES)}) serve .*$", text, flags=re.M)
     for span in re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.S | re.M)):
         if span.startswith(("-", "quire ", "scripts/serve ")):
             yield span
 
 
-OF_OTHER_PROGRAMS = {"--gpus", "--budget", "--only"}
+OF_DOCKER = {
+    *("--build-arg", "--format", "--secret", "--push", "--sbom", "--provenance"),
+    *("--read-only", "--tmpfs", "--user", "--ipc", "--shm-size", "--health-cmd", "--no-healthcheck"),
+}
+OF_OTHER_PROGRAMS = {"--gpus", "--budget", "--only"} | OF_DOCKER
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
@@ -84,7 +92,7 @@ def test_flags_that_are_not_supported_do_not_exist() -> None:
 
 def test_metrics_that_a_guide_names_exist() -> None:
     known = set(re.findall(r"`(quire:\w+)`", (ROOT / "docs" / "reference" / "metrics.md").read_text()))
-    known |= {f"{name}_bucket" for name in known}
+    known |= {f"{name}_bucket" for name in known} | IMAGES
     for page in GUIDES:
         for name in re.findall(r"quire:\w+", page.read_text()):
             assert name in known, f"{page.name}: there is no metric {name}"

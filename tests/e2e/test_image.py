@@ -1,0 +1,216 @@
+"""The image: built from the Dockerfile, and run as a user would, by a container engine without a daemon.
+
+No registry is asked for images: a small Debian, made here, stands in for the base. Packages for Python are downloaded
+beforehand by this environment's pip, which knows from where; the build finds them in a folder. The image and its parts
+take about 5 GB on disk, and are removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import subprocess
+import tempfile
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tests.e2e.environments import OWN_ENVIRONMENT, run
+from tests.e2e.test_openai import NODES
+from tests.e2e.test_wheel import PIP
+from tests.fakes.namespaces import Command, inside
+from tests.unit.test_packages import ROOT
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
+URL = "http://127.0.0.1:8000"
+"""In the container's network."""
+MAX_BYTES = 1.2e9
+SUITE = "bookworm"
+# What images of Debian do, too: no documentation, and no packages kept after they have been installed.
+_SLIM = (
+    "--variant=minbase",
+    *(f"--dpkgopt=path-exclude=/usr/share/{folder}/*" for folder in ("doc", "locale", "man")),
+    '--aptopt=DPkg::Post-Invoke { "rm -f /var/cache/apt/archives/*.deb"; }',
+    '--aptopt=Dir::Cache::pkgcache ""; Dir::Cache::srcpkgcache "";',
+)
+_NEEDS = "this test needs root, a package index, and podman, runc and mmdebstrap, which .ci/run installs"
+
+
+_CONFIGURATION = """
+[containers]
+default_ulimits = ["nofile=8192:8192", "nproc=4096:4096"]
+[engine]
+cgroup_manager = "cgroupfs"
+events_logger = "none"
+lock_type = "file"
+runtime = "runc"
+"""
+"""Of podman: what it needs of the host is not systemd, nor the right to raise limits."""
+
+
+class Podman:
+    """A container engine whose images and containers lie in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        places = {"root": "images", "runroot": "run", "tmpdir": "state"}
+        self.command = ["podman", *(f"--{option}={folder}/{name}" for option, name in places.items())]
+        (folder / "containers.conf").write_text(_CONFIGURATION)
+        self.variables = {"CONTAINERS_CONF": f"{folder}/containers.conf", "DISABLE_HC_SYSTEMD": "true"}
+
+    def __call__(self, *arguments: str) -> str:
+        """What a command of it prints."""
+        return run([*self.command, *arguments], f"podman {arguments[0]} failed", cwd=ROOT, **self.variables)
+
+    def build(self, folder: Path, variant: str, *arguments: str) -> None:
+        self(
+            *("build", "--isolation", "chroot", "--layers=false", "--format", "docker", "--quiet"),
+            *("--build-arg", f"VARIANT={variant}", "--build-arg", "REVISION=0123abc"),
+            *("--build-arg", "CPU_BASE=localhost/base", "--build-arg", "CU130_BASE=localhost/base"),
+            *("--secret", f"id=pip,src={folder}/pip.conf", "--volume", f"{folder}/wheels:/wheelhouse:ro"),
+            *(*arguments, str(ROOT)),
+        )
+
+    @contextlib.contextmanager
+    def started(self, *arguments: str) -> Iterator[Command]:
+        """A container that is called `quire`, in a network of its own, with a root file system that is read-only."""
+        command = (
+            *(*self.command, "run", "--name", "quire", "--network", "none"),
+            *("--read-only", "--read-only-tmpfs=false", "--tmpfs", "/tmp", "--cap-drop", "all"),
+            *("--security-opt", "no-new-privileges", *arguments),
+        )
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=OWN_ENVIRONMENT | self.variables,
+        )
+        container = Command(process, command)
+        try:
+            yield container
+        finally:
+            self("rm", "--force", "--time", "0", "--ignore", "quire")
+            container.join()
+            print(container.text)  # pytest shows it when the test fails
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    """Packages for Python, pip's configuration for the build, and what podman stores."""
+    with tempfile.TemporaryDirectory(prefix="quire-image-") as name:
+        yield Path(name)
+
+
+@pytest.fixture(scope="module")
+def podman(folder: Path) -> Iterator[Podman]:
+    """With `localhost/base`, which stands in for the base of the images."""
+    base = folder / "base.tar"
+    run(["mmdebstrap", "--quiet", *_SLIM, SUITE, str(base)], f"no base can be made; {_NEEDS}")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    (torch,) = re.findall(r"^ARG TORCH=(\S+)$", (ROOT / "Dockerfile").read_text(), flags=re.M)
+    packages = [
+        *project["build-system"]["requires"],
+        *project["project"]["dependencies"],
+        torch,
+        "pip",
+        "cyclonedx-bom",
+    ]
+    run(
+        # Debian's Python, which need not be this one.
+        [*PIP, "download", "--only-binary=:all:", "--python-version=3.11", f"--dest={folder}/wheels", *packages],
+        f"the packages cannot be downloaded; {_NEEDS}",
+    )
+    (folder / "pip.conf").write_text("[global]\nno-index = true\nfind-links = /wheelhouse\n")
+    podman = Podman(folder)
+    podman("import", "--quiet", str(base), "localhost/base")
+    base.unlink()
+    try:
+        yield podman
+    finally:
+        podman("system", "reset", "--force")
+
+
+@pytest.fixture(scope="module")
+def image(podman: Podman, folder: Path) -> str:
+    """The image for CPUs."""
+    podman.build(folder, "cpu", "--tag", "quire:cpu")
+    return "quire:cpu"
+
+
+def test_the_image_is_small_and_says_what_it_is(podman: Podman, image: str) -> None:
+    (found,) = json.loads(podman("inspect", image))
+    assert found["Size"] < MAX_BYTES
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    labels = {name.removeprefix("org.opencontainers.image."): text for name, text in found["Labels"].items()}
+    assert labels["version"] == project["version"]
+    assert labels["revision"] == "0123abc"
+    assert (labels["description"], labels["licenses"]) == (project["description"], project["license"])
+    assert found["Config"]["User"] == "10001:10001"
+    assert set(found["Config"]["Volumes"]) == {"/cache", "/models"}
+
+
+def test_the_sbom_lists_every_package(podman: Podman, image: str) -> None:
+    script = """
+import importlib.metadata, json
+listed = {(part["name"], part["version"]) for part in json.load(open("/opt/quire/sbom.cdx.json"))["components"]}
+print(json.dumps([sorted(listed), [(part.name, part.version) for part in importlib.metadata.distributions()]]))
+"""
+    with podman.started("--entrypoint", "python3", image, "-c", script) as container:
+        assert container.wait(60) == 0
+    listed, installed = json.loads(container.lines[-1])
+    assert {"quire", "torch"} < {name for name, _ in installed}
+    assert sorted(installed) == listed
+
+
+def test_a_login_shell_finds_its_programs(podman: Podman, image: str) -> None:
+    """As KubeRay starts one; the manifests of deploy/ download with `hf`."""
+    with podman.started("--entrypoint", "bash", image, "-lc", "quire --version && hf --help") as container:
+        assert container.wait(60) == 0
+
+
+@pytest.mark.parametrize("user", ["10001", "4242"])
+def test_it_answers_with_a_read_only_root_and_stops(podman: Podman, image: str, user: str) -> None:
+    """As its own user, and as one that the image does not know; a core that dies leaves nothing behind."""
+    with podman.started("--user", user, image, "serve", "--host", "0.0.0.0", "-tp", "2") as container:
+        container.wait_for("serving .* on http://0.0.0.0:8000")
+        first = psutil.Process(int(podman("inspect", "--format", "{{.State.Pid}}", "quire")))
+        assert {str(process.uids().effective) for process in [first, *first.children(recursive=True)]} == {user}
+        chat = {"messages": [{"role": "user", "content": NODES}], "temperature": 0}
+        with inside(f"/proc/{first.pid}/ns/net"):
+            answer = httpx.post(f"{URL}/v1/chat/completions", json=chat, timeout=60).raise_for_status().json()
+        assert f'"content": "{answer["choices"][0]["message"]["content"]}"' in (ROOT / "README.md").read_text()
+        assert podman("healthcheck", "run", "quire").strip() in ("", "healthy")
+
+        (core,) = (process for process in first.children(recursive=True) if process.name() == "quire-core")
+        core.kill()
+        container.wait_for("the engine core is up again")
+        statuses = {process.name(): process.status() for process in first.children(recursive=True)}
+        assert psutil.STATUS_ZOMBIE not in statuses.values(), statuses
+
+        podman("stop", "--time", "60", "quire")
+        assert container.wait(60) == 0
+        assert "shutting down" in container.text
+        assert "CPU kernels" not in container.text, "the image has none that fit, or compiles them"
+
+
+def test_health_is_bad_where_no_server_listens(podman: Podman, image: str) -> None:
+    with podman.started(image, "serve", "--port", "8001") as container:
+        container.wait_for("serving .* on http://127.0.0.1:8001")
+        with pytest.raises(pytest.fail.Exception, match="unhealthy"):
+            podman("healthcheck", "run", "quire")
+
+
+def test_the_image_for_gpus_has_what_triton_compiles_with(podman: Podman, folder: Path) -> None:
+    """Up to where PyTorch is installed, with the stand-in for its base; the rest is that of the image for CPUs."""
+    podman.build(folder, "cu130", "--target", "cu130", "--tag", "quire:cu130")
+    headers = "python3 -c 'import sysconfig; print(sysconfig.get_path(\"include\"))'"
+    extension = f"echo '#include <Python.h>' | gcc -x c -shared -fPIC -I$({headers}) -o /tmp/stub.so -"
+    with podman.started("quire:cu130", "sh", "-c", extension) as container:
+        assert container.wait(60) == 0
