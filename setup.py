@@ -1,10 +1,10 @@
 """Compiles the CPU kernels into the wheel. Everything else about the package is in pyproject.toml.
 
 A wheel gets a library for each instruction set of the machine that the compiler (`CXX`, or c++) compiles for, so with a
-cross-compiler a wheel of another machine is built. It needs torch's headers: either torch is installed, and the wheel
-is built by `pip wheel --no-build-isolation`, as `scripts/wheel` does, or `TORCH_HEADERS` names torch's folder `include`.
-Without them or a compiler the wheel has no libraries and works everywhere; the kernels are then compiled at the first
-start on a host.
+cross-compiler a wheel of another machine is built. It needs torch's headers: torch is installed, and the wheel is built
+by `pip wheel --no-build-isolation`, as `scripts/wheel` does, or `TORCH_HEADERS` names torch's folder `include`. Without
+them or a compiler the wheel has no libraries and works everywhere; the kernels are then compiled at the first start on
+a host.
 """
 
 from __future__ import annotations
