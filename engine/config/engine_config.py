@@ -90,7 +90,7 @@ class RayPlacement:
 class ParallelConfig:
     """The ranks of one replica, and the replicas. Rank = stage * tensor_parallel_size + position in the stage.
 
-    The ranks of a replica are on `nodes` hosts in order, evenly unless Ray places them: host `n` has `ranks_of(n)`.
+    The ranks of a replica are on its `hosts` in order, evenly unless Ray places them: host `n` has `ranks_of(n)`.
     """
 
     tensor_parallel_size: int
@@ -98,11 +98,17 @@ class ParallelConfig:
     stages: tuple[range, ...]
     executor: Literal["uni", "mp", "ray"]
     device: Literal["cpu", "cuda"]
+    nnodes: int = 1
+    """Number of hosts of all replicas, if they are started as nodes; 1: their replicas are numbered instead."""
     nodes: int = 1
+    """Number of hosts of this replica."""
+    first_node: int = 0
+    """Number of the first of them, which has the engine core."""
     node: int = 0
-    """Number of this host."""
+    """Number of this host, among all."""
     master: tuple[str, int] = ("127.0.0.1", 0)
-    """Address and port of host 0, to which the other hosts connect."""
+    """Address and port of the replica's first host, to which its other hosts connect; on these, of the host with the
+    API, which tells them (`Redirected`)."""
     ray: RayPlacement | None = None
     """None: the ranks are not started by Ray."""
     devices: tuple[int, ...] = ()
@@ -142,6 +148,11 @@ class ParallelConfig:
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
+    def hosts(self) -> range:
+        """The numbers of this replica's hosts."""
+        return range(self.first_node, self.first_node + self.nodes)
+
+    @property
     def api_replicas(self) -> range:
         """The replicas that the API of this host sends requests to."""
         return self.local_replicas if self.external_lb else range(self.replicas)
@@ -179,8 +190,8 @@ class ParallelConfig:
     def ranks_of(self, node: int) -> range:
         if self.ray is not None:
             return self.ray.ranks_of(node)
-        count = self.world_size // self.nodes
-        return range(node * count, (node + 1) * count)
+        count, place = self.world_size // self.nodes, node - self.first_node
+        return range(place * count, (place + 1) * count)
 
     def device_of(self, rank: int) -> int:
         """Return the device index of one of this host's ranks."""

@@ -83,7 +83,7 @@ def _hosts_text(parallel: ParallelConfig) -> list[str]:
         return []
     parts = [
         f"{_numbers('rank', ranks)} on host {node}{_host_suffix(parallel, node)}"
-        for node in range(parallel.nodes)
+        for node in parallel.hosts
         if (ranks := parallel.ranks_of(node))
     ]
     return [f"  {len(parts)} hosts: {', '.join(parts)}"]
@@ -108,7 +108,7 @@ def _links_text(parallel: ParallelConfig) -> list[str]:
     tp, links, is_cpu = parallel.tensor_parallel_size, parallel.links, parallel.device == "cpu"
     shared = " through its memory" * (parallel.ranks_per_device > 1)
     network = f"over {links.network}" if links.network else "over the network"
-    hosts = [ranks for node in range(parallel.nodes) if (ranks := parallel.ranks_of(node))]
+    hosts = [ranks for node in parallel.hosts if (ranks := parallel.ranks_of(node))]
     is_cut = any(ranks.start % tp or ranks.stop % tp for ranks in hosts)
     parts, warnings = [], []
     if tp > 1:

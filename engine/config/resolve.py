@@ -110,8 +110,9 @@ def shared_settings(options: EngineOptions, config: EngineConfig) -> dict[str, s
         "max_num_batched_tokens": config.scheduler.max_num_batched_tokens,
         "kv_cache_dtype": config.cache.dtype,
     }
-    # Independent replicas may be added and removed.
-    of_the_host = _HOST_OPTIONS if options.enable_expert_parallel else _HOST_OPTIONS | {"data_parallel_size"}
+    # Independent replicas may be added and removed, unless they are nodes.
+    is_fixed = options.enable_expert_parallel or options.nnodes > 1
+    of_the_host = _HOST_OPTIONS if is_fixed else _HOST_OPTIONS | {"data_parallel_size"}
     settings = {name: value for name, value in vars(options).items() if name not in of_the_host | of_the_device.keys()}
     settings |= resolved
     if parallel.local_replicas:

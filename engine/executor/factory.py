@@ -19,7 +19,7 @@ def start(config: EngineConfig, log_level: str, on_end: Callable[[], None]) -> E
 
     `on_end` is called, in any thread, as soon as a rank's process exits, even when idle.
     """
-    if config.parallel.node:
+    if config.parallel.node != config.parallel.first_node:
         raise ConfigError(
             f"--node-rank {config.parallel.node}: node 0 has the API; the others are started with "
             "quire serve --headless"
