@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from multiprocessing.util import Finalize
 from queue import Empty
 from typing import Protocol
 
@@ -48,6 +49,8 @@ _REPORT_TIMEOUT = 5.0
 _REJOIN_SECONDS = 1.0
 """Interval at which a node tries to join again."""
 _PROGRESS_SECONDS = 1.0
+_LAST = -1000
+"""Priority of what is done at the exit after multiprocessing has removed its own folder."""
 
 logger = logging.getLogger("quire.engine.executor.nodes")
 
@@ -429,6 +432,8 @@ def main() -> int:
         signal.signal(number, on_signal)
     try:
         folder = RuntimeFolder()  # for the ranks' fork server, which removes nothing when it is killed
+        folder.remove.atexit = False
+        Finalize(None, folder.remove, exitpriority=_LAST)
         os.environ["TMPDIR"] = tempfile.tempdir = folder.path
         return serve_node(options, log_level, placement, may_rejoin=may_rejoin)
     except ConfigError as error:
