@@ -83,8 +83,8 @@ class RayLauncher:
 
     def __init__(self, config: EngineConfig, log_level: str) -> None:
         parallel = config.parallel
-        assert parallel.ray is not None
-        self._placement, self._log_level = parallel.ray, log_level
+        assert parallel.placement is not None
+        self._placement, self._log_level = parallel.placement, log_level
         self._cluster_token = parallel.cluster_token
         self._resource = "GPU" if parallel.device == "cuda" else "CPU"
         self._node_of = [node for node in range(1, parallel.nodes) for _ in parallel.ranks_of(node)]
@@ -109,7 +109,11 @@ class RayLauncher:
         }
         for node in range(1, len(self._placement.nodes) + 1):
             options = replace(
-                self._placement.options, node_rank=node, master_port=port, cluster_token=self._cluster_token
+                self._placement.options,
+                node_rank=node,
+                master_port=port,
+                cluster_token=self._cluster_token,
+                data_parallel_size=1,
             )
             gpus = [info.gpu for info, its in zip(infos, self._node_of, strict=True) if its == node]
             visible = ",".join(gpus) if self._resource == "GPU" else None

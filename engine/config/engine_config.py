@@ -65,7 +65,7 @@ class ExpertParallelConfig:
 
 @dataclass(frozen=True)
 class RayPlacement:
-    """The placement of ranks by Ray."""
+    """The placement of a replica's ranks by Ray."""
 
     address: str
     """Address of the cluster's control store, HOST:PORT."""
@@ -76,6 +76,8 @@ class RayPlacement:
     host may be that of another node too."""
     ranks_per_node: tuple[int, ...]
     """Number of ranks on each of these nodes."""
+    all_ranks_per_node: tuple[int, ...]
+    """The same of all replicas, which share the processors."""
     bundles: tuple[int, ...]
     """Bundle of each rank in `group`; empty without a group."""
     options: EngineOptions
@@ -109,8 +111,8 @@ class ParallelConfig:
     master: tuple[str, int] = ("127.0.0.1", 0)
     """Address and port of the replica's first host, to which its other hosts connect; on these, of the host with the
     API, which tells them (`Redirected`)."""
-    ray: RayPlacement | None = None
-    """None: the ranks are not started by Ray."""
+    ray: tuple[RayPlacement, ...] = ()
+    """Of each replica; empty: the ranks are not started by Ray."""
     devices: tuple[int, ...] = ()
     """Device index of each rank on this host, ordered by replica and rank; empty: 0, 1, 2, …"""
     links: SlowestLinks = dataclasses.field(default_factory=SlowestLinks)
@@ -147,6 +149,16 @@ class ParallelConfig:
         """Ranks of one replica."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
+    def of_replica(self, replica: int) -> ParallelConfig:
+        """Return a copy for another replica."""
+        nodes = len(self.ray[replica].nodes) + 1 if self.ray else self.nodes
+        return dataclasses.replace(self, replica=replica, nodes=nodes)
+
+    @property
+    def placement(self) -> RayPlacement | None:
+        """Where Ray has placed the ranks of this replica."""
+        return self.ray[self.replica] if self.ray else None
+
     @property
     def hosts(self) -> range:
         """The numbers of this replica's hosts."""
@@ -180,6 +192,8 @@ class ParallelConfig:
     @property
     def num_local_ranks(self) -> int:
         """Number of ranks of all replicas on this host, which share its processors and memory."""
+        if self.placement is not None:
+            return self.placement.all_ranks_per_node[self.node - 1] if self.node else 0
         return self.ranks_per_node * len(self.local_replicas)
 
     @property
@@ -188,8 +202,8 @@ class ParallelConfig:
         return max(Counter(self.devices).values(), default=1)
 
     def ranks_of(self, node: int) -> range:
-        if self.ray is not None:
-            return self.ray.ranks_of(node)
+        if self.placement is not None:
+            return self.placement.ranks_of(node)
         count, place = self.world_size // self.nodes, node - self.first_node
         return range(place * count, (place + 1) * count)
 

@@ -87,12 +87,15 @@ def group_sizes(ranks: range, tp: int) -> tuple[int, ...]:
 
 
 def resolve(
-    options: EngineOptions, arch: ModelSpec, available: Devices, placement: RayPlacement | None = None
+    options: EngineOptions, arch: ModelSpec, available: Devices, placements: tuple[RayPlacement, ...] = ()
 ) -> ParallelConfig:
-    """Return the layout. `placement` is where Ray places the ranks, if it starts them. Raises `ConfigError`."""
+    """Return the layout. `placements` are where Ray places the ranks of each replica, if it does.
+
+    Raises `ConfigError`.
+    """
     world_size = options.tensor_parallel_size * options.pipeline_parallel_size
-    executor = "ray" if placement is not None else choose_executor(options)
-    local_ranks = count_local_ranks(options) if placement is None else 0
+    executor = "ray" if placements else choose_executor(options)
+    local_ranks = 0 if placements else count_local_ranks(options)
     replicas = local_replicas(options)
     if available.kind == "cuda" and local_ranks > available.count:
         _check_sharing(options, local_ranks, replicas, available)
@@ -103,16 +106,16 @@ def resolve(
         executor=executor,
         device=available.kind,
         nnodes=options.nnodes,
-        nodes=nodes_per_replica(options) if placement is None else len(placement.nodes) + 1,
-        first_node=0 if placement is not None else options.node_rank - options.node_rank % nodes_per_replica(options),
+        nodes=len(placements[0].nodes) + 1 if placements else nodes_per_replica(options),
+        first_node=0 if placements else options.node_rank - options.node_rank % nodes_per_replica(options),
         node=options.node_rank,
         master=(options.master_addr, options.master_port),
         devices=available.order,
-        ray=placement,
+        ray=placements,
         timeout=options.distributed_timeout_seconds,
         watchdog_seconds=options.watchdog_seconds,
         # Ray's nodes get it with their options.
-        cluster_token=options.cluster_token or ("" if placement is None else secrets.token_hex(32)),
+        cluster_token=options.cluster_token or (secrets.token_hex(32) if placements else ""),
         cluster_timeout=options.cluster_timeout_seconds,
         custom_all_reduce=not options.disable_custom_all_reduce,
         replicas=options.data_parallel_size,
@@ -121,7 +124,7 @@ def resolve(
         coordinator=(options.master_addr, options.master_port)
         if options.nnodes > 1
         else (options.data_parallel_address or "127.0.0.1", options.data_parallel_rpc_port),
-        accepts_hosts=accepts_hosts(options) and placement is None,
+        accepts_hosts=accepts_hosts(options) and not placements,
         external_lb=options.data_parallel_start_rank is not None,
         experts=_experts(options, arch, options.data_parallel_size * world_size // options.pipeline_parallel_size),
     )

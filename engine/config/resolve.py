@@ -57,12 +57,13 @@ def resolve(options: EngineOptions, placement: RayPlacement | None = None) -> En
     _check_ranges(options)
     _check_environment()
     remote_devices: devices.Devices | None = None
-    if placement is None:
-        placement, remote_devices = ray_cluster.find(options) or (None, None)
-        options = options if placement is None else placement.options
+    placements: tuple[RayPlacement, ...] = () if placement is None else (placement,)
+    if not placements and (found := ray_cluster.find(options)) is not None:
+        placements, remote_devices = found
+        options = placements[0].options
     available = remote_devices or devices.find(options.device, parallel_config.local_group_sizes(options, placement))
     model = model_config.resolve(options, available)
-    parallel = parallel_config.resolve(options, model.architecture, available, placement)
+    parallel = parallel_config.resolve(options, model.architecture, available, placements)
     model_config.check_rank(model, parallel_config.rank_spec(model.architecture, parallel), parallel)
     scheduler = scheduler_config.resolve(options, model, available)
     cache = cache_config.resolve(options, model, parallel, scheduler)

@@ -71,8 +71,8 @@ def replica_config(
     """
     parallel = config.parallel
     rendezvous = init_method if parallel.is_coupled else None
-    own = replace(parallel, replica=replica, init_method=rendezvous, master=master or parallel.master)
-    return replace(config, parallel=own)
+    own = parallel.of_replica(replica)
+    return replace(config, parallel=replace(own, init_method=rendezvous, master=master or own.master))
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ def test_hosts_have_whole_replicas() -> None:
 
 def test_the_plan_numbers_hosts_among_all() -> None:
     text = "\n".join(plan_text.parallel_lines(layout(**SPANS, node_rank=2), ARCH))
-    assert "  2 hosts: ranks 0-1 on host 2 (this host), ranks 2-3 on host 3\n" in text
+    assert "  replica 1 on 2 hosts: ranks 0-1 on host 2 (this host), ranks 2-3 on host 3\n" in text
     assert "  2 replicas, which run independently: replica 1 on this host" in text
 
 

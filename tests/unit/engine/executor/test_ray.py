@@ -51,8 +51,8 @@ def config() -> EngineConfig:
     """Three ranks on node 1, one on node 2."""
     config = resolve(EngineOptions(pipeline_parallel_size=4, distributed_executor_backend="mp"))
     nodes = (("a", "10.0.0.1"), ("b", "10.0.0.2"))
-    place = RayPlacement("10.0.0.1:6379", None, nodes, (3, 1), (), EngineOptions())
-    return replace(config, parallel=replace(config.parallel, nodes=3, ray=place))
+    place = RayPlacement("10.0.0.1:6379", None, nodes, (3, 1), (3, 1), (), EngineOptions())
+    return replace(config, parallel=replace(config.parallel, nodes=3, ray=(place,)))
 
 
 def use(monkeypatch: pytest.MonkeyPatch, **fake: Any) -> FakeRay:
