@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import httpx
 import psutil
@@ -69,43 +69,51 @@ def test_tokens_are_those_of_one_process(site: Site, expected: tuple[list[str], 
         assert (refused.status_code, "replicas on several --nnodes" in refused.text) == (400, True)
 
 
-def lose(node: int) -> Callable[[Site], None]:
-    """Everything on a host at once; it is started again."""
-
-    def problem(site: Site) -> None:
-        site.commands[node].kill_all()
-        site.restart(node)
-
-    return problem
-
-
-def kill(node: int, name: str) -> Callable[[Site], None]:
-    """One process of a host."""
-    return lambda site: site.commands[node].named(name).kill()
-
-
 @pytest.mark.parametrize(
-    ("problem", "victim", "reason"),
+    ("lost", "victim", "reason"),
     [
-        (lose(3), 1, r"replica 1: node 3 \(10.77.0.4\) was lost: its connection has closed"),
-        (lose(2), 1, r"replica 1: replica 1 \(10.77.0.3\) was lost: its connection has closed"),
-        (kill(1, "quire-rank-1"), 0, r"replica 0: rank 1 was killed by SIGKILL on node 1 \(10.77.0.2\); restarting"),
+        (1, 0, r"replica 0: node 1 \(10.77.0.2\) was lost: its connection has closed; restarting it"),
+        (2, 1, r"replica 1: replica 1 \(10.77.0.3\) was lost: its connection has closed"),
     ],
-    ids=["further host", "first host", "rank"],
 )
-def test_a_replica_that_loses_a_part_is_restarted_alone(
-    site: Site, expected: tuple[list[str], list[str]], problem: Callable[[Site], None], victim: int, reason: str
+def test_a_replica_that_loses_a_host_is_restarted_alone(
+    site: Site, expected: tuple[list[str], list[str]], lost: int, victim: int, reason: str
 ) -> None:
-    """Its streams go on at the other one, with the same tokens."""
+    """Its streams go on at the other one, with the same tokens. Its other host, which has the core or not, is there."""
+
+    def lose_host() -> None:
+        site.commands[lost].kill_all()
+        site.restart(lost)
+
     again = f"replica {victim} is up again"
     with site.hosts[0].inside():
         times, deaths = site.api.text.count(again), site.counted("quire:engine_deaths_total")
-        assert asyncio.run(streams(site.url, lambda: problem(site))) == expected[1]
+        assert asyncio.run(streams(site.url, lose_host)) == expected[1]
         site.api.wait_for(reason, 0)
         until(lambda: site.api.text.count(again) > times)
         deaths[victim] += 1
         assert site.counted("quire:engine_deaths_total") == deaths
         assert (states(site.url), httpx.get(f"{site.url}/health").status_code) == ({0: "up", 1: "up"}, 200)
+
+
+def test_a_replica_leaves_with_its_hosts_and_comes_back(site: Site, expected: tuple[list[str], list[str]]) -> None:
+    with site.hosts[0].inside():
+        assert asyncio.run(streams(site.url, site.commands[2].named("quire-replicas").terminate)) == expected[1]
+        assert [site.commands[node].wait(EXIT_SECONDS) for node in (2, 3)] == [0, 0]
+        assert (states(site.url), site.api.text.count("replica 1 has been removed")) == ({0: "up"}, 1)
+        for node in (3, 2):
+            site.restart(node)
+        until(lambda: states(site.url) == {0: "up", 1: "up"})
+        assert answers(site.url) == expected[0]
+
+
+def test_all_wait_for_a_host_with_the_api_that_is_lost(site: Site, expected: tuple[list[str], list[str]]) -> None:
+    site.commands[0].kill_all()
+    site.restart(0)
+    site.api = site.commands[0]
+    site.api.wait_for("serving .* on http")
+    with site.hosts[0].inside():
+        assert answers(site.url) == expected[0]
 
 
 def test_nodes_that_do_not_fit_are_refused_at_once(site: Site) -> None:
