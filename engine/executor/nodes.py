@@ -13,6 +13,7 @@ import itertools
 import logging
 import os
 import pickle
+import shutil
 import signal
 import sys
 import tempfile
@@ -432,8 +433,8 @@ def main() -> int:
         signal.signal(number, on_signal)
     try:
         folder = RuntimeFolder()  # for the ranks' fork server, which removes nothing when it is killed
-        folder.remove.atexit = False
-        Finalize(None, folder.remove, exitpriority=_LAST)
+        folder.remove.detach()
+        Finalize(None, shutil.rmtree, (folder.path, True), exitpriority=_LAST)
         os.environ["TMPDIR"] = tempfile.tempdir = folder.path
         return serve_node(options, log_level, placement, may_rejoin=may_rejoin)
     except ConfigError as error:
