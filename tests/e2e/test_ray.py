@@ -158,6 +158,13 @@ def ask(url: str, host: Host | None = None) -> list[str]:
         return list(pool.map(there, REQUESTS))
 
 
+@pytest.fixture(scope="module")
+def expected() -> tuple[list[str], list[str]]:
+    """What one process says: the texts of `REQUESTS`, and those of streams."""
+    with serve(*SHAPE) as server:
+        return ask(server.url), asyncio.run(streams(server.url, lambda: None))
+
+
 def is_alive(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
@@ -172,16 +179,14 @@ def assert_gone(processes: set[psutil.Process]) -> None:
         time.sleep(0.1)
 
 
-def test_stages_on_two_nodes_answer_as_one_process(cluster: Cluster) -> None:
-    with serve(*SHAPE) as server:
-        expected = ask(server.url)
+def test_stages_on_two_nodes_answer_as_one_process(cluster: Cluster, expected: tuple[list[str], list[str]]) -> None:
     api = cluster.serve_when_free(*SHAPE, *GRID, *RAY)
     names = {
         host.address: sorted(p.name() for p in raylet.family() if p.is_running() and p.name().startswith("quire-rank"))
         for host, raylet in zip(cluster.hosts, cluster.raylets, strict=True)
     }
     assert names == {HEAD: ["quire-rank-0", "quire-rank-1"], "10.77.0.2": ["quire-rank-2", "quire-rank-3"]}
-    assert ask(URL, cluster.hosts[0]) == expected
+    assert ask(URL, cluster.hosts[0]) == expected[0]
     processes = cluster.ours() | api.family()
     api.named("quire-serve").terminate()
     assert api.wait(STOPPED_SECONDS) == 0
@@ -337,17 +342,17 @@ def test_without_restarts_a_node_that_is_lost_is_named_and_all_end(
     assert_gone(processes)
 
 
-def test_replicas_are_placed_and_restarted_each_on_its_own(cluster: Cluster) -> None:
+def test_replicas_are_placed_and_restarted_each_on_its_own(
+    cluster: Cluster, expected: tuple[list[str], list[str]]
+) -> None:
     """With a third raylet, on host 2: replica 0 is on both hosts, replica 1 on both raylets of host 2."""
     third = cluster.ray(cluster.hosts[1], "--address", f"{HEAD}:{PORT}", "--num-cpus", "2")
-    with serve(*SHAPE) as server:
-        expected, streamed = ask(server.url), asyncio.run(streams(server.url, lambda: None))
     api = cluster.serve_when_free(*SHAPE, "-pp", "3", "-dp", "2", *RAY)
     api.wait_for(r"replica 0 on 2 hosts: ranks 0-1 on host 1 \(10.77.0.1\), rank 2 on host 2 \(10.77.0.2\)", 0)
     api.wait_for(r"replica 1 on 2 hosts: ranks 0-1 on host 1 \(10.77.0.2\), rank 2 on host 2 \(10.77.0.2\)", 0)
     with cluster.hosts[0].inside():
-        assert ask(URL) == expected
-        assert asyncio.run(streams(URL, lambda: kill_actor(cluster, "quire-node-1"))) == streamed
+        assert ask(URL) == expected[0]
+        assert asyncio.run(streams(URL, lambda: kill_actor(cluster, "quire-node-1"))) == expected[1]
         api.wait_for(r"ERROR .*replica 1: node 1 \(10.77.0.2\) (has|was lost).*; restarting it", 0)
         until(lambda: "replica 1 is up again" in api.text)
         deaths = re.findall(r'quire:engine_deaths_total{engine="(.)".*} (.*)', httpx.get(f"{URL}/metrics").text)
