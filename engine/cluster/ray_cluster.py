@@ -32,7 +32,7 @@ from quire.engine.cluster.handshake import Hello
 from quire.engine.cluster.placement import ClusterNode, NodeShare, place, split_stages
 from quire.engine.config import devices, model_files
 from quire.engine.config.devices import Devices
-from quire.engine.config.engine_config import RayPlacement
+from quire.engine.config.engine_config import EngineConfig, RayPlacement
 from quire.engine.config.options import EngineOptions
 from quire.engine.protocol.errors import ConfigError
 
@@ -147,6 +147,17 @@ def find(options: EngineOptions) -> tuple[tuple[RayPlacement, ...], Devices] | N
         for each in report.replicas
     )
     return placements, Devices(report.kind, ranks.total(), min(per_rank))
+
+
+def place_again(config: EngineConfig) -> EngineConfig:
+    """Return the configuration with other places for the ranks of its replica; raises `ConfigError`."""
+    parallel, former = config.parallel, config.parallel.placement
+    assert former is not None
+    found = find(replace(former.options, distributed_executor_backend="ray", data_parallel_size=1))
+    assert found is not None
+    placed = replace(found[0][0], options=former.options)
+    ray = (*parallel.ray[: parallel.replica], placed, *parallel.ray[parallel.replica + 1 :])
+    return replace(config, parallel=replace(parallel, ray=ray).of_replica(parallel.replica))
 
 
 def _query(options: EngineOptions, group: str | None) -> ClusterReport:

@@ -35,6 +35,10 @@ _NOT_FORWARDED = ("QUIRE_HOST_IP", "QUIRE_API_KEY", "QUIRE_CLUSTER_TOKEN", "NCCL
 logger = logging.getLogger(__name__)
 
 
+class NodesGone(ConfigError):
+    """A node that was to have ranks is not in the cluster any more."""
+
+
 class ActorInfo(NamedTuple):
     """What an actor says about the place where it runs."""
 
@@ -95,12 +99,15 @@ class RayLauncher:
         self._runs: list[Any] = []
 
     def start(self, port: int, on_exit: Callable[[int, str], None]) -> None:
-        """As `NodeLauncher`; raises `ConfigError` if Ray does not start the actors in time."""
+        """As `NodeLauncher`; raises `NodesGone`, and `ConfigError` if Ray does not start the actors in time."""
         os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # each line names its node
         import ray
 
         self._ray = ray
         ray_cluster.connect(ray, self._placement.address, log_to_driver=True)
+        alive = {node["NodeID"] for node in self._ray.nodes() if node["Alive"]}
+        if gone := [node for node, (name, _) in enumerate(self._placement.nodes, 1) if name not in alive]:
+            raise NodesGone(f"{self._name(gone[0])}: Ray says that the node has died")
         infos = self._start_actors()
         env = {
             name: value

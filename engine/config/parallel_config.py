@@ -56,7 +56,7 @@ def count_local_ranks(options: EngineOptions) -> int:
 
 def nodes_per_replica(options: EngineOptions) -> int:
     """Return the number of hosts of each replica; 1 if hosts have whole replicas. Raises `ConfigError`."""
-    nodes, replicas = options.nnodes, options.data_parallel_size
+    nodes, replicas = options.nnodes, max(1, options.data_parallel_size)
     if nodes % replicas and replicas % nodes:
         raise ConfigError(
             f"--nnodes {nodes} with --data-parallel-size {replicas}: replicas have whole hosts, or hosts whole "
