@@ -6,7 +6,7 @@ The cluster token authenticates and encrypts the connections (`quire.engine.clus
 
     follower                    leader
     HELLO (Hello) ───────────▶  compares versions, model files and settings (`handshake.compare`)
-             ◀─────── WELCOME   or END with the reason
+             ◀─────── WELCOME   or END with the reason, or REDIRECT with the address of another leader
              ◀────────── BODY   `Leader.start`: the same for all, once all have joined; again for one that rejoins
     BODY, HEARTBEAT ◀────────▶  BODY, HEARTBEAT
     FILES (hashes) ─────────▶   compares all bytes of the weights, some time after the start; END if they differ
@@ -23,7 +23,8 @@ Layouts, and what each of them uses of it:
   `NodeProgress` and `WorkerFailed` the other. Hidden states use torch.distributed. If a rank or a node dies, the core
   ends, and every node's ranks with it, with the same reason. The nodes then join the core's successor.
 - Ray (`cluster/ray_launcher.py`): as `--nnodes`, except that the core's host is node 0 without ranks, the leader's port
-  is any free one, and Ray starts the nodes' processes and reports their exit (`Leader.fail`).
+  is any free one, and Ray starts the nodes' processes and reports their exit (`Leader.fail`). The cores of all replicas
+  are on one host, and each leads its own nodes.
 - Replicas on several hosts (`server/frontend/dp_coordinator.py`): the host with the API leads at
   --data-parallel-address, --data-parallel-rpc-port, or that with replica 0 if each host has an API and the replicas
   share experts. Each replica of another host joins. Start message: `JoinReply`, the addresses of all. Then
@@ -33,7 +34,10 @@ Layouts, and what each of them uses of it:
   connection (`Leader.dismiss`) once their requests have ended. Replicas that share experts are restarted together:
   the leader tells all hosts to stop their cores (`StopGroup`), and sends the start message again when all have, and
   when hosts that were lost have joined again. They all end if each host has an API.
-- `--nnodes` with several replicas is rejected: each replica is then a server of its own.
+- `--nnodes N` with several replicas: node 0 leads as the host of an API does, at --master-addr, --master-port, and the
+  first node of each replica joins as a host with replicas does. If replicas span several nodes, each first node leads
+  its own replica's others as above, at any free port, which it tells node 0 (`JoinRequest`). The others ask node 0,
+  which compares and redirects them (`Redirected`).
 
 The cause of a failure is determined where it can be seen, in three places: among the ranks of a host
 (`LocalRanks`), which see exit codes; among the nodes of a replica (`MultiNodeExecutor`), which report to the leader;
@@ -78,7 +82,7 @@ _LOWEST_PRIORITY = 19
 """nice(2)"""
 _LINGER_MS = 1000
 """Time for the last messages to be sent when a socket closes."""
-_HELLO, _WELCOME, _HEARTBEAT, _BODY, _END, _FILES = b"quire hello", b"W", b"A", b"B", b"E", b"F"
+_HELLO, _WELCOME, _HEARTBEAT, _BODY, _END, _FILES, _REDIRECT = b"quire hello", b"W", b"A", b"B", b"E", b"F", b"R"
 _START, _STOP, _FAIL, _DISMISS = b"start", b"stop", b"fail", b"dismiss"
 """Commands to the leader's thread, beside messages to send."""
 logger = logging.getLogger(__name__)
@@ -95,6 +99,14 @@ class LinkEnded(Exception):
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.reason = reason
+
+
+class Redirected(Exception):
+    """Another leader is to be joined, at this address and port."""
+
+    def __init__(self, address: str, port: int) -> None:
+        super().__init__(tcp_url(address, port))
+        self.address, self.port = address, port
 
 
 class WakeQueue(Generic[T]):
@@ -276,6 +288,7 @@ class Leader(_Link):
         on_lost: Callable[[int, str], None],
         check: Callable[[Hello], None] | None = None,
         on_joined: Callable[[Hello], None] = lambda hello: None,
+        redirect: Callable[[int], tuple[str, int] | None] | None = None,
         admits: Literal["once", "again", "anybody"] = "once",
         noun: str = "node",
         flags: tuple[str, str] = ("--master-addr", "--master-port"),
@@ -286,15 +299,17 @@ class Leader(_Link):
 
         `token` is the cluster's; "" is for loopback addresses. `lost_seconds`: a follower that sends nothing for so
         long is lost. A follower is rejected if it differs from `own` or the first one that joined (see `compare`), if
-        it cannot reach `address`, or if `check` raises `ConfigError`. `admits` lets followers that were lost join again
-        after the start, or followers with any number join at any time. The text passed to `on_lost` names the follower
-        and the reason. `noun` and `flags` name a follower, the address and the port in errors. Raises `ConfigError` if
-        the address is not this host's, or the port is in use.
+        it cannot reach `address`, or if `check` raises `ConfigError`. `redirect` returns the leader of a replica, for
+        followers that look for it (`Hello.replica`); they ask again until it is known. `admits` lets followers that
+        were lost join again after the start, or followers with any number join at any time. The text passed to
+        `on_lost` names the follower and the reason. `noun` and `flags` name a follower, the address and the port in
+        errors. Raises `ConfigError` if the address is not this host's, or the port is in use.
         """
         assert token or is_loopback(address)
         super().__init__(zmq.ROUTER, "cluster-leader", token, lost_seconds)
         self._expected, self._admits = tuple(expected), admits
         self._on_lost, self._on_message, self._on_joined, self._check = on_lost, on_message, on_joined, check
+        self._redirect = redirect
         self._address, self._noun, self._flags = address, noun, flags
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
@@ -334,11 +349,16 @@ class Leader(_Link):
         names = _numbered(self._noun, self._expected)
         logger.info("waiting up to %.0f s for %s at port %d of %s", seconds, names, self.port, self._address)
         with self._changed:
-            expected = set(self._expected)
-            self._changed.wait_for(lambda: self._lost.keys() & expected or self._peers.keys() >= expected, seconds)
-            for number in self._expected:
-                if number in self._lost:
-                    raise ConfigError(self._lost[number])
+            expected, lost = set(self._expected), list[int]()
+
+            def is_done() -> bool:
+                # Others, which may join at any time, do not concern the start.
+                lost[:] = self._lost.keys() & expected if self._admits == "anybody" else self._lost
+                return bool(lost) or self._peers.keys() >= expected
+
+            self._changed.wait_for(is_done, seconds)
+            if lost:
+                raise ConfigError(self._lost[lost[0]])
             joined = {number: self._peers[number].hello for number in self._expected if number in self._peers}
         missing = [number for number in self._expected if number not in joined]
         if missing:
@@ -439,12 +459,16 @@ class Leader(_Link):
         known = self._peers.get(number)
         if known is not None and known.identity == identity:
             return self._send(identity, _WELCOME, b"")  # it repeats its hello until it is answered
+        is_redirected = hello.replica is not None and self._redirect is not None
         try:
-            self._check_place(hello, known)
+            if not is_redirected:
+                self._check_place(hello, known)
             self._check_host(hello)
         except ConfigError as error:
             logger.warning("%s", error)
             return self._send(identity, _END, str(error).encode())
+        if is_redirected:
+            return self._send_on(identity, hello)
         self._update_closed()
         self._closed.discard(fd)  # of an earlier connection
         with self._changed:
@@ -459,6 +483,13 @@ class Leader(_Link):
             self._send(identity, _BODY, self._start_message)
         self._on_joined(hello)
 
+    def _send_on(self, identity: bytes, hello: Hello) -> None:
+        """Tell a follower which leader it is to join, if that is known; it says hello again until then."""
+        assert self._redirect is not None
+        assert hello.replica is not None
+        if self._start_message is not None and (leader := self._redirect(hello.replica)) is not None:
+            self._send(identity, _REDIRECT, msgspec.msgpack.encode(leader))
+
     def _check_place(self, hello: Hello, known: _Peer | None) -> None:
         """Raise `ConfigError` if there is no place for a follower with this number."""
         if known is not None:
@@ -466,6 +497,7 @@ class Leader(_Link):
         if self._admits == "anybody":
             return
         if hello.number not in self._expected:
+            compare(self._own, hello)  # the numbers depend on the settings
             raise ConfigError(
                 f"{hello.name}: {_numbered(self._noun, self._expected)} can join here, not {hello.number}"
             )
@@ -482,7 +514,7 @@ class Leader(_Link):
                     f"{self._flags[0]} {self._address}: {hello.name} cannot reach that address of "
                     f"{self._references[0].name}; start every host with one that it can"
                 )
-            if self._check is not None:
+            if self._check is not None and hello.replica is None:
                 self._check(hello)
         except ConfigError as error:
             if self._start_message is None:
@@ -559,8 +591,9 @@ class Follower(_Link):
         """Join the leader, retrying for up to `seconds`. `token` and `lost_seconds` as of `Leader`.
 
         `on_end` is called, from its thread, when the leader ends or is lost; it must not block. `leader` is its name in
-        errors, `flags` are those of its address and port. Raises `ConfigError` if it does not answer in time, and
-        `LinkEnded` if it rejects this follower or has another token.
+        errors, `flags` are those of its address and port. Raises `ConfigError` if it does not answer in time,
+        `LinkEnded` if it rejects this follower or has another token, and `Redirected` if another leader is to be
+        joined.
         """
         super().__init__(zmq.DEALER, "cluster-follower", token, lost_seconds)
         self._leader, self._on_end = leader or f"the host at {address}:{port}", on_end
@@ -569,6 +602,7 @@ class Follower(_Link):
         """Messages, for one reader; the last one is a `LinkEnded`."""
         self._answered = threading.Event()
         self._is_accepted = False
+        self._redirected: Redirected | None = None
         self.ended: LinkEnded | None = None
         """What `receive` raises after the remaining messages."""
         self._last_heard = 0.0
@@ -582,6 +616,8 @@ class Follower(_Link):
                     f"{self._leader} did not answer at {address}:{port} within {seconds:.0f} s; check that it is "
                     f"running, and that {flags[0]} and {flags[1]} match its own"
                 )
+            if self._redirected is not None:
+                raise self._redirected
             if not self._is_accepted:
                 self.receive(None)
         except BaseException:
@@ -640,6 +676,9 @@ class Follower(_Link):
             self.inbox.put(body)
         elif kind == _WELCOME:
             self._is_accepted = True
+            self._answered.set()
+        elif kind == _REDIRECT:
+            self._redirected = Redirected(*msgspec.msgpack.decode(body, type=tuple[str, int]))
             self._answered.set()
         elif kind == _END:
             self._end(printable(body.decode(errors="replace")))

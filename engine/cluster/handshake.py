@@ -48,6 +48,8 @@ class Hello(msgspec.Struct, kw_only=True):
     """Why the host cannot start."""
     body: bytes = b""
     """Additional data of the layer above."""
+    replica: int | None = None
+    """Number of the replica whose leader it is to join; that of several replicas tells it where."""
 
     def __post_init__(self) -> None:
         """Escape what errors and log lines repeat."""

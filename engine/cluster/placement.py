@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quire.engine.protocol.errors import ConfigError
 
@@ -26,14 +26,17 @@ class NodeShare:
     ranks: range
 
 
-def place(nodes: Sequence[ClusterNode], tp: int, pp: int, unit: str, owner: str = "the Ray cluster") -> list[NodeShare]:
-    """Assign `tp × pp` ranks to as few hosts as possible, in order, with each stage of `tp` ranks on one host.
+def place(
+    nodes: Sequence[ClusterNode], tp: int, pp: int, unit: str, owner: str = "the Ray cluster", replicas: int = 1
+) -> list[list[NodeShare]]:
+    """Assign the `tp × pp` ranks of each replica to as few hosts as possible, in order, with each stage on one host.
 
     A stage is split over hosts only if no host, even an unused one, has `tp` devices. Raises `ConfigError` with the
     devices of each host; `unit` is what a rank needs (GPU, CPU), `owner` what provides the hosts.
     """
-    needed = tp * pp
+    ranks, needed = tp * pp, tp * pp * replicas
     flags = f"--tensor-parallel-size {tp} × --pipeline-parallel-size {pp}"
+    flags += f" × --data-parallel-size {replicas}" * (replicas > 1)
     total, free = sum(node.total for node in nodes), sum(node.free for node in nodes)
     if total < needed:
         raise ConfigError(
@@ -45,22 +48,28 @@ def place(nodes: Sequence[ClusterNode], tp: int, pp: int, unit: str, owner: str 
             f"{flags} needs {_count(needed, unit)}; {owner} has {total}, but only {free} are free: "
             f"{_nodes_text(nodes, unit)}; end what uses them (ray status)"
         )
-    largest = sorted(nodes, key=lambda node: -node.free)  # stable: the given order decides among equals
+    left = sorted(nodes, key=lambda node: -node.free)  # stable: the given order decides among equals
     is_whole = max(node.total for node in nodes) >= tp
     piece = tp if is_whole else 1
-    shares: list[NodeShare] = []
-    start = 0
-    while start < needed:
-        candidates = [node for node in largest if node.free >= piece and node not in [share.node for share in shares]]
-        if not candidates:
-            raise ConfigError(_misplaced_text(nodes, tp, pp, start // tp, unit, owner))
-        # The last host is the smallest one that suffices, so that larger ones stay free.
-        enough = [node for node in candidates if node.free >= needed - start]
-        node = min(enough, key=lambda node: node.free) if enough else candidates[0]
-        count = min(node.free // piece * piece, needed - start)
-        shares.append(NodeShare(node, range(start, start + count)))
-        start += count
-    return shares
+    placed: list[list[NodeShare]] = []
+    for _ in range(replicas):
+        shares: list[NodeShare] = []
+        start = 0
+        while start < ranks:
+            candidates = [node for node in left if node.free >= piece and node not in [each.node for each in shares]]
+            if not candidates:
+                raise ConfigError(_misplaced_text(nodes, tp, pp, replicas, start // tp, unit, owner))
+            # The last host is the smallest one that suffices, so that larger ones stay free.
+            enough = [node for node in candidates if node.free >= ranks - start]
+            node = min(enough, key=lambda node: node.free) if enough else candidates[0]
+            count = min(node.free // piece * piece, ranks - start)
+            shares.append(NodeShare(node, range(start, start + count)))
+            start += count
+        placed.append(shares)
+        used = {share.node.id: len(share.ranks) for share in shares}
+        left = [replace(node, free=node.free - used.get(node.id, 0)) for node in left]
+        left.sort(key=lambda node: -node.free)
+    return placed
 
 
 def split_stages(shares: Sequence[NodeShare], tp: int) -> list[int]:
@@ -71,10 +80,13 @@ def split_stages(shares: Sequence[NodeShare], tp: int) -> list[int]:
     )
 
 
-def _misplaced_text(nodes: Sequence[ClusterNode], tp: int, pp: int, stage: int, unit: str, owner: str) -> str:
+def _misplaced_text(
+    nodes: Sequence[ClusterNode], tp: int, pp: int, replicas: int, stage: int, unit: str, owner: str
+) -> str:
     """Return the error for a stage that fits on no host although there are enough devices in total."""
+    needed = tp * pp * replicas
     fitting = [
-        size for size in range(tp - 1, 0, -1) if tp % size == 0 and sum(n.free // size for n in nodes) * size >= tp * pp
+        size for size in range(tp - 1, 0, -1) if tp % size == 0 and sum(n.free // size for n in nodes) * size >= needed
     ]
     return (
         f"--tensor-parallel-size {tp} keeps the {tp} ranks of a stage on one node, and stage {stage} of {pp} finds "

@@ -19,6 +19,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +32,7 @@ from quire.engine.cluster.handshake import Hello
 from quire.engine.cluster.placement import ClusterNode, NodeShare, place, split_stages
 from quire.engine.config import devices, model_files
 from quire.engine.config.devices import Devices
-from quire.engine.config.engine_config import RayPlacement
+from quire.engine.config.engine_config import EngineConfig, RayPlacement
 from quire.engine.config.options import EngineOptions
 from quire.engine.protocol.errors import ConfigError
 
@@ -51,6 +52,16 @@ _TOKEN_REMEDY = "give every node and this process the same RAY_AUTH_TOKEN, or al
 logger = logging.getLogger(__name__)
 
 
+class ReplicaReport(msgspec.Struct, kw_only=True):
+    """Places for the ranks of a replica."""
+
+    nodes: list[tuple[str, str]]
+    """Id and address of each node that has ranks, in the order of ranks."""
+    ranks_per_node: list[int]
+    bundles: list[int] = []
+    """Bundle of each rank in the placement group, if one is given."""
+
+
 class ClusterReport(msgspec.Struct, kw_only=True):
     """Places for the ranks, or an error."""
 
@@ -60,19 +71,15 @@ class ClusterReport(msgspec.Struct, kw_only=True):
     head: str = ""
     """Address of this host, as Ray knows it."""
     kind: Kind = "cpu"
-    nodes: list[tuple[str, str]] = []
-    """Id and address of each node that has ranks, in the order of ranks."""
-    ranks_per_node: list[int] = []
-    bundles: list[int] = []
-    """Bundle of each rank in the placement group, if one is given."""
-    memory: list[int] = []
-    """Free bytes of the smallest device of each node (CPU: of the host)."""
+    replicas: list[ReplicaReport] = []
+    memory: dict[str, int] = {}
+    """Free bytes of the smallest device of each node (CPU: of the host), by id."""
     split_stages: list[int] = []
-    """Stages whose ranks are on several nodes."""
+    """Stages whose ranks are on several nodes, of any replica."""
 
 
-def find(options: EngineOptions) -> tuple[RayPlacement, Devices] | None:
-    """Return where the Ray cluster has room for the ranks, or None if Ray is not to run them.
+def find(options: EngineOptions) -> tuple[tuple[RayPlacement, ...], Devices] | None:
+    """Return where the Ray cluster has room for the ranks of each replica, or None if Ray is not to run them.
 
     The devices are one per rank, each as large as the smallest of all nodes. Raises `ConfigError` if Ray is requested
     and cannot run them.
@@ -83,10 +90,22 @@ def find(options: EngineOptions) -> tuple[RayPlacement, Devices] | None:
         if is_requested:
             raise ConfigError("--distributed-executor-backend ray: Ray is not installed; pip install 'quire[ray]'")
         return None
-    for name, count in (("nnodes", options.nnodes), ("data-parallel-size", options.data_parallel_size)):
-        if count > 1:
-            remedy = "omit it" if name == "nnodes" else "start each replica as a server, behind a load balancer"
-            raise ConfigError(f"--{name} {count} is not supported with --distributed-executor-backend ray; {remedy}")
+    with_replicas = {
+        "nnodes": options.nnodes if options.nnodes > 1 else None,
+        "data_parallel_size_local": options.data_parallel_size_local,
+        "data_parallel_start_rank": options.data_parallel_start_rank,
+    }
+    for name, value in with_replicas.items():
+        if value is not None:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {value} is not supported with --distributed-executor-backend ray, which "
+                "places all replicas; omit it"
+            )
+    if options.enable_expert_parallel and options.data_parallel_size > 1:
+        raise ConfigError(
+            "--enable-expert-parallel: replicas that share experts are not supported with "
+            "--distributed-executor-backend ray; omit it, or use --nnodes instead of Ray"
+        )
     group = _current_group()
     try:
         report = _query(options, group)
@@ -98,6 +117,7 @@ def find(options: EngineOptions) -> tuple[RayPlacement, Devices] | None:
     if not is_requested and group is None and report.kind == "cpu":
         return None  # its nodes have no GPUs either
     if report.split_stages:
+        largest = [count for each in report.replicas for count in each.ranks_per_node]
         logger.warning(
             "stage%s %s of tensor parallel %d %s on several nodes, because none has that many devices: every layer "
             "waits for the network; prefer --tensor-parallel-size %d with a larger --pipeline-parallel-size",
@@ -105,17 +125,39 @@ def find(options: EngineOptions) -> tuple[RayPlacement, Devices] | None:
             ", ".join(map(str, report.split_stages)),
             options.tensor_parallel_size,
             "are" if len(report.split_stages) > 1 else "is",
-            max(n for n in range(1, max(report.ranks_per_node) + 1) if options.tensor_parallel_size % n == 0),
+            max(n for n in range(1, max(largest) + 1) if options.tensor_parallel_size % n == 0),
         )
+    ranks = Counter[str]()
+    for each in report.replicas:
+        ranks.update({node: count for (node, _), count in zip(each.nodes, each.ranks_per_node, strict=True)})
     # Memory of a host is shared by its ranks; that of a device is one rank's.
-    per_rank = [
-        free // share if report.kind == "cpu" else free
-        for free, share in zip(report.memory, report.ranks_per_node, strict=True)
-    ]
-    model, nodes, counts = _absolute(options.model), tuple(report.nodes), tuple(report.ranks_per_node)
+    per_rank = [free // ranks[node] if report.kind == "cpu" else free for node, free in report.memory.items()]
+    model = _absolute(options.model)
     on_nodes = replace(options, model=model, device=report.kind, master_addr=report.head, master_port=0)
-    placement = RayPlacement(report.address, group, nodes, counts, tuple(report.bundles), on_nodes)
-    return placement, Devices(report.kind, sum(counts), min(per_rank))
+    placements = tuple(
+        RayPlacement(
+            address=report.address,
+            group=group,
+            nodes=tuple(each.nodes),
+            ranks_per_node=tuple(each.ranks_per_node),
+            all_ranks_per_node=tuple(ranks[node] for node, _ in each.nodes),
+            bundles=tuple(each.bundles),
+            options=on_nodes,
+        )
+        for each in report.replicas
+    )
+    return placements, Devices(report.kind, ranks.total(), min(per_rank))
+
+
+def place_again(config: EngineConfig) -> EngineConfig:
+    """Return the configuration with other places for the ranks of its replica; raises `ConfigError`."""
+    parallel, former = config.parallel, config.parallel.placement
+    assert former is not None
+    found = find(replace(former.options, distributed_executor_backend="ray", data_parallel_size=1))
+    assert found is not None
+    placed = replace(found[0][0], options=former.options)
+    ray = (*parallel.ray[: parallel.replica], placed, *parallel.ray[parallel.replica + 1 :])
+    return replace(config, parallel=replace(parallel, ray=ray).of_replica(parallel.replica))
 
 
 def _query(options: EngineOptions, group: str | None) -> ClusterReport:
@@ -201,13 +243,15 @@ def _read_output(child: subprocess.Popen[bytes], where: str) -> bytes:
 
 def _should_use_ray(options: EngineOptions) -> bool:
     """Whether `auto` means Ray: inside a placement group, or if this host has too few GPUs and a cluster is there."""
-    if options.distributed_executor_backend != "auto" or options.nnodes > 1 or options.data_parallel_size > 1:
+    are_elsewhere = options.data_parallel_size_local is not None or options.data_parallel_start_rank is not None
+    are_coupled = options.data_parallel_size > 1 and options.enable_expert_parallel
+    if options.distributed_executor_backend != "auto" or options.nnodes > 1 or are_elsewhere or are_coupled:
         return False
     if _current_group() is not None:
         return True
     if options.device == "cpu" or not (os.environ.get("RAY_ADDRESS") or _CURRENT_CLUSTER.exists()):
         return False
-    ranks = options.tensor_parallel_size * options.pipeline_parallel_size
+    ranks = options.tensor_parallel_size * options.pipeline_parallel_size * options.data_parallel_size
     return devices.count_gpus() < ranks and not devices.may_share_gpus()
 
 
@@ -303,18 +347,24 @@ def _make_report(options: EngineOptions, group: str | None, on_connected: Callab
         counts = {name: len(numbers) for name, numbers in bundles.items()}
         nodes = [replace(node, free=counts[node.id], total=counts[node.id]) for node in nodes if node.id in counts]
     owner = "the Ray cluster" if group is None else "the placement group"
-    shares = place(nodes, options.tensor_parallel_size, options.pipeline_parallel_size, unit, owner)
+    tp, pp, replicas = options.tensor_parallel_size, options.pipeline_parallel_size, options.data_parallel_size
+    placed = place(nodes, tp, pp, unit, owner, replicas)
     kind: Kind = "cuda" if wants_gpus else "cpu"
-    memory = _check_nodes(ray, options, shares, kind, here)
+    memory = _check_nodes(ray, options, [share for shares in placed for share in shares], kind, here)
+    reports = []
+    for shares in placed:
+        taken = {share.node.id: len(share.ranks) for share in shares}
+        own = [number for name, count in taken.items() for number in bundles.get(name, [])[:count]]
+        bundles = {name: numbers[taken.get(name, 0) :] for name, numbers in bundles.items()}
+        named = [(share.node.id, share.node.address) for share in shares]
+        reports.append(ReplicaReport(nodes=named, ranks_per_node=list(taken.values()), bundles=own))
     return ClusterReport(
         address=context.gcs_address,
         head=next(node["NodeManagerAddress"] for node in alive if node["NodeID"] == here),
         kind=kind,
-        nodes=[(share.node.id, share.node.address) for share in shares],
-        ranks_per_node=[len(share.ranks) for share in shares],
-        bundles=[number for share in shares for number in bundles.get(share.node.id, [])[: len(share.ranks)]],
+        replicas=reports,
         memory=memory,
-        split_stages=split_stages(shares, options.tensor_parallel_size),
+        split_stages=sorted({stage for shares in placed for stage in split_stages(shares, tp)}),
     )
 
 
@@ -334,8 +384,10 @@ def _bundles(ray: Any, group: str, unit: str) -> dict[str, list[int]]:
     return found
 
 
-def _check_nodes(ray: Any, options: EngineOptions, shares: Sequence[NodeShare], kind: Kind, here: str) -> list[int]:
-    """Check that every node can run its ranks; returns the free memory of each."""
+def _check_nodes(
+    ray: Any, options: EngineOptions, shares: Sequence[NodeShare], kind: Kind, here: str
+) -> dict[str, int]:
+    """Check that every node can run its ranks; returns the free memory of each, by id."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     def describe(model: str, revision: str | None, kind: Kind, ranks: int) -> dict[str, Any]:
@@ -354,19 +406,21 @@ def _check_nodes(ray: Any, options: EngineOptions, shares: Sequence[NodeShare], 
     remote = ray.remote(num_cpus=0, max_retries=0)(describe)
     model = handshake.fingerprint(model_files.locate(options.model, options.revision))
     local = Hello(name="this host", number=0, versions=handshake.versions(), model=model)
+    used = {share.node.id: share.node for share in shares}
+    ranks = {name: sum(len(share.ranks) for share in shares if share.node.id == name) for name in used}
     tasks = {
-        remote.options(scheduling_strategy=NodeAffinitySchedulingStrategy(share.node.id, soft=False)).remote(
-            options.model, options.revision, kind, len(share.ranks)
-        ): share
-        for share in shares
+        remote.options(scheduling_strategy=NodeAffinitySchedulingStrategy(name, soft=False)).remote(
+            options.model, options.revision, kind, ranks[name]
+        ): node
+        for name, node in used.items()
     }
     reported, silent = ray.wait(list(tasks), num_returns=len(tasks), timeout=NODES_SECONDS)
     if silent:
-        late = ", ".join(tasks[each].node.address for each in silent)
+        late = ", ".join(tasks[each].address for each in silent)
         raise ConfigError(f"the Ray node {late} did not answer within {NODES_SECONDS:.0f} s; see `ray status`")
     memory: dict[str, int] = {}
     for each in reported:
-        node = tasks[each].node
+        node = tasks[each]
         name = f"the Ray node {node.address}"
         try:
             own = ray.get(each)
@@ -382,7 +436,7 @@ def _check_nodes(ray: Any, options: EngineOptions, shares: Sequence[NodeShare], 
             local, Hello(name=name, number=0, versions=own["versions"], model=own["model"], error=own["error"])
         )
         memory[node.id] = own["memory"]
-    return [memory[share.node.id] for share in shares]
+    return memory
 
 
 def describe(model: str, revision: str | None, kind: Kind, ranks: int) -> dict[str, Any]:

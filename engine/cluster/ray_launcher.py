@@ -35,6 +35,10 @@ _NOT_FORWARDED = ("QUIRE_HOST_IP", "QUIRE_API_KEY", "QUIRE_CLUSTER_TOKEN", "NCCL
 logger = logging.getLogger(__name__)
 
 
+class NodesGone(ConfigError):
+    """A node that was to have ranks is not in the cluster any more."""
+
+
 class ActorInfo(NamedTuple):
     """What an actor says about the place where it runs."""
 
@@ -83,8 +87,8 @@ class RayLauncher:
 
     def __init__(self, config: EngineConfig, log_level: str) -> None:
         parallel = config.parallel
-        assert parallel.ray is not None
-        self._placement, self._log_level = parallel.ray, log_level
+        assert parallel.placement is not None
+        self._placement, self._log_level = parallel.placement, log_level
         self._cluster_token = parallel.cluster_token
         self._resource = "GPU" if parallel.device == "cuda" else "CPU"
         self._node_of = [node for node in range(1, parallel.nodes) for _ in parallel.ranks_of(node)]
@@ -95,12 +99,15 @@ class RayLauncher:
         self._runs: list[Any] = []
 
     def start(self, port: int, on_exit: Callable[[int, str], None]) -> None:
-        """As `NodeLauncher`; raises `ConfigError` if Ray does not start the actors in time."""
+        """As `NodeLauncher`; raises `NodesGone`, and `ConfigError` if Ray does not start the actors in time."""
         os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # each line names its node
         import ray
 
         self._ray = ray
         ray_cluster.connect(ray, self._placement.address, log_to_driver=True)
+        alive = {node["NodeID"] for node in self._ray.nodes() if node["Alive"]}
+        if gone := [node for node, (name, _) in enumerate(self._placement.nodes, 1) if name not in alive]:
+            raise NodesGone(f"{self._name(gone[0])}: Ray says that the node has died")
         infos = self._start_actors()
         env = {
             name: value
@@ -109,7 +116,11 @@ class RayLauncher:
         }
         for node in range(1, len(self._placement.nodes) + 1):
             options = replace(
-                self._placement.options, node_rank=node, master_port=port, cluster_token=self._cluster_token
+                self._placement.options,
+                node_rank=node,
+                master_port=port,
+                cluster_token=self._cluster_token,
+                data_parallel_size=1,
             )
             gpus = [info.gpu for info, its in zip(infos, self._node_of, strict=True) if its == node]
             visible = ",".join(gpus) if self._resource == "GPU" else None

@@ -18,10 +18,10 @@ def check_resizable(parallel: ParallelConfig) -> None:
             "with --enable-expert-parallel replicas share experts, and their number is fixed; restart the server with "
             "another --data-parallel-size"
         )
-    if parallel.executor == "ray" or parallel.nodes > 1:
+    if parallel.executor == "ray" or parallel.nnodes > 1:
         raise ConfigError(
-            "the number of replicas that span several hosts (--nnodes) or that Ray starts is fixed; start further "
-            "servers, and put a load balancer in front of them"
+            "the number of replicas on several --nnodes, or that Ray starts, is fixed; restart the server with another "
+            "--data-parallel-size, or use --data-parallel-address instead of --nnodes"
         )
 
 

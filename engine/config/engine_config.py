@@ -65,7 +65,7 @@ class ExpertParallelConfig:
 
 @dataclass(frozen=True)
 class RayPlacement:
-    """The placement of ranks by Ray."""
+    """The placement of a replica's ranks by Ray."""
 
     address: str
     """Address of the cluster's control store, HOST:PORT."""
@@ -76,6 +76,8 @@ class RayPlacement:
     host may be that of another node too."""
     ranks_per_node: tuple[int, ...]
     """Number of ranks on each of these nodes."""
+    all_ranks_per_node: tuple[int, ...]
+    """The same of all replicas, which share the processors."""
     bundles: tuple[int, ...]
     """Bundle of each rank in `group`; empty without a group."""
     options: EngineOptions
@@ -90,7 +92,7 @@ class RayPlacement:
 class ParallelConfig:
     """The ranks of one replica, and the replicas. Rank = stage * tensor_parallel_size + position in the stage.
 
-    The ranks of a replica are on `nodes` hosts in order, evenly unless Ray places them: host `n` has `ranks_of(n)`.
+    The ranks of a replica are on its `hosts` in order, evenly unless Ray places them: host `n` has `ranks_of(n)`.
     """
 
     tensor_parallel_size: int
@@ -98,13 +100,19 @@ class ParallelConfig:
     stages: tuple[range, ...]
     executor: Literal["uni", "mp", "ray"]
     device: Literal["cpu", "cuda"]
+    nnodes: int = 1
+    """Number of hosts of all replicas, if they are started as nodes; 1: their replicas are numbered instead."""
     nodes: int = 1
+    """Number of hosts of this replica."""
+    first_node: int = 0
+    """Number of the first of them, which has the engine core."""
     node: int = 0
-    """Number of this host."""
+    """Number of this host, among all."""
     master: tuple[str, int] = ("127.0.0.1", 0)
-    """Address and port of host 0, to which the other hosts connect."""
-    ray: RayPlacement | None = None
-    """None: the ranks are not started by Ray."""
+    """Address and port of the replica's first host, to which its other hosts connect; on these, of the host with the
+    API, which tells them (`Redirected`)."""
+    ray: tuple[RayPlacement, ...] = ()
+    """Of each replica; empty: the ranks are not started by Ray."""
     devices: tuple[int, ...] = ()
     """Device index of each rank on this host, ordered by replica and rank; empty: 0, 1, 2, …"""
     links: SlowestLinks = dataclasses.field(default_factory=SlowestLinks)
@@ -141,6 +149,21 @@ class ParallelConfig:
         """Ranks of one replica."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
+    def of_replica(self, replica: int) -> ParallelConfig:
+        """Return a copy for another replica."""
+        nodes = len(self.ray[replica].nodes) + 1 if self.ray else self.nodes
+        return dataclasses.replace(self, replica=replica, nodes=nodes)
+
+    @property
+    def placement(self) -> RayPlacement | None:
+        """Where Ray has placed the ranks of this replica."""
+        return self.ray[self.replica] if self.ray else None
+
+    @property
+    def hosts(self) -> range:
+        """The numbers of this replica's hosts."""
+        return range(self.first_node, self.first_node + self.nodes)
+
     @property
     def api_replicas(self) -> range:
         """The replicas that the API of this host sends requests to."""
@@ -169,6 +192,8 @@ class ParallelConfig:
     @property
     def num_local_ranks(self) -> int:
         """Number of ranks of all replicas on this host, which share its processors and memory."""
+        if self.placement is not None:
+            return self.placement.all_ranks_per_node[self.node - 1] if self.node else 0
         return self.ranks_per_node * len(self.local_replicas)
 
     @property
@@ -177,10 +202,10 @@ class ParallelConfig:
         return max(Counter(self.devices).values(), default=1)
 
     def ranks_of(self, node: int) -> range:
-        if self.ray is not None:
-            return self.ray.ranks_of(node)
-        count = self.world_size // self.nodes
-        return range(node * count, (node + 1) * count)
+        if self.placement is not None:
+            return self.placement.ranks_of(node)
+        count, place = self.world_size // self.nodes, node - self.first_node
+        return range(place * count, (place + 1) * count)
 
     def device_of(self, rank: int) -> int:
         """Return the device index of one of this host's ranks."""

@@ -154,7 +154,8 @@ def count_blocks(config: EngineConfig, available: Devices) -> int:
         return 0
     sizes, row = MemoryPlan.of(config), scheduler.max_num_batched_tokens
     blocks_per_request = cache.max_blocks(model.max_model_len, row)
-    sharing = max(1, parallel.num_local_ranks) if available.kind == "cpu" else parallel.ranks_per_device
+    here = parallel.ranks_per_node * len(parallel.local_replicas)  # what other replicas of Ray's take is not free
+    sharing = max(1, here) if available.kind == "cpu" else parallel.ranks_per_device
     per_rank = available.memory // sharing
     budget_bytes = int(per_rank * cache.gpu_memory_utilization)
     fixed = [weights + sizes.workspace + sizes.graphs for weights in sizes.weights]
@@ -162,7 +163,7 @@ def count_blocks(config: EngineConfig, available: Devices) -> int:
         quantize = " or --quantization" * (available.kind == "cpu" and model.quantization is None)
         stored = f" ({model.dtype}, dequantized from {checkpoint_format(model, parallel)})" if model.quantized else ""
         more = "more ranks (-tp, -pp)"
-        if len(parallel.local_replicas) > 1 and available.kind == "cpu":
+        if here > parallel.ranks_per_node and available.kind == "cpu":
             more = "fewer replicas on this host (--data-parallel-size, --data-parallel-size-local)"
         replayed = "op replay" if available.kind == "cpu" else "CUDA graphs"
         raise ConfigError(

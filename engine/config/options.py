@@ -47,7 +47,10 @@ class EngineOptions:
         "uni or mp",
     )
     nnodes: int = flag(
-        1, "number of hosts that the ranks are distributed over evenly, in order (without Ray)", metavar="N"
+        1,
+        "number of hosts that the ranks of all replicas are distributed over evenly, in order (without Ray); a replica "
+        "has whole hosts, or a host whole replicas",
+        metavar="N",
     )
     node_rank: int = flag(
         0, "number of this host among --nnodes; host 0 has the API, the others run --headless", metavar="R"

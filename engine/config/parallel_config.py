@@ -21,27 +21,53 @@ MAX_REPLICAS = 1024
 
 def count_local_ranks(options: EngineOptions) -> int:
     """Number of ranks on this host, of all its replicas. Raises `ConfigError` for layouts that are not possible."""
-    ranks, nodes = options.tensor_parallel_size * options.pipeline_parallel_size, options.nnodes
+    ranks, nodes = options.tensor_parallel_size * options.pipeline_parallel_size, nodes_per_replica(options)
     if ranks % nodes:
+        whose = f"the {nodes} hosts of a replica" if options.data_parallel_size > 1 else "hosts"
         raise ConfigError(
-            f"--nnodes {nodes}: {ranks} ranks (--tensor-parallel-size {options.tensor_parallel_size} × "
-            f"--pipeline-parallel-size {options.pipeline_parallel_size}) cannot be divided evenly among hosts"
+            f"--nnodes {options.nnodes}: {ranks} ranks (--tensor-parallel-size {options.tensor_parallel_size} × "
+            f"--pipeline-parallel-size {options.pipeline_parallel_size}) cannot be divided evenly among {whose}"
         )
-    if not 0 <= options.node_rank < nodes:
+    if not 0 <= options.node_rank < options.nnodes:
         raise ConfigError(
-            f"--node-rank {options.node_rank} is out of range: with --nnodes {nodes} it must be from 0 to {nodes - 1}"
+            f"--node-rank {options.node_rank} is out of range: with --nnodes {options.nnodes} it must be from 0 to "
+            f"{options.nnodes - 1}"
         )
+    if options.nnodes > 1:
+        for name in ("data_parallel_start_rank", "data_parallel_size_local", "data_parallel_address"):
+            if getattr(options, name) is not None:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} with --nnodes {options.nnodes}: --node-rank says which replicas a "
+                    "host has, and --master-addr where it joins; omit it"
+                )
     if options.data_parallel_start_rank is not None and options.data_parallel_size_local == 0:
         raise ConfigError(
             "--data-parallel-size-local 0 (the host runs only the API) cannot be combined with "
             "--data-parallel-start-rank; omit one of them"
         )
-    if nodes > 1 and options.data_parallel_size > 1:
+    if nodes > 1 and options.data_parallel_size > 1 and options.enable_expert_parallel:
         raise ConfigError(
-            f"--nnodes {nodes} with --data-parallel-size {options.data_parallel_size}: replicas that span several "
-            "hosts are not supported; start a separate server for each and put a load balancer in front of them"
+            f"--enable-expert-parallel: replicas that share experts cannot span hosts, and each of the "
+            f"{options.data_parallel_size} (--data-parallel-size) has {nodes} of the {options.nnodes} (--nnodes); omit "
+            f"it, or use a --data-parallel-size that is a multiple of {options.nnodes}"
         )
     return ranks // nodes * len(local_replicas(options))
+
+
+def nodes_per_replica(options: EngineOptions) -> int:
+    """Return the number of hosts of each replica; 1 if hosts have whole replicas. Raises `ConfigError`."""
+    nodes, replicas = options.nnodes, max(1, options.data_parallel_size)
+    if nodes % replicas and replicas % nodes:
+        raise ConfigError(
+            f"--nnodes {nodes} with --data-parallel-size {replicas}: replicas have whole hosts, or hosts whole "
+            "replicas; one number must be a multiple of the other"
+        )
+    return max(1, nodes // replicas)
+
+
+def is_first_of_replica(options: EngineOptions) -> bool:
+    """Whether this host has the engine core of a replica."""
+    return options.node_rank % nodes_per_replica(options) == 0
 
 
 def local_group_sizes(options: EngineOptions, placement: RayPlacement | None = None) -> tuple[int, ...]:
@@ -51,7 +77,8 @@ def local_group_sizes(options: EngineOptions, placement: RayPlacement | None = N
         return group_sizes(placement.ranks_of(node), tp)
     replicas = len(local_replicas(options))
     ranks = count_local_ranks(options) // max(1, replicas)
-    return group_sizes(range(node * ranks, (node + 1) * ranks), tp) * replicas
+    place = node % nodes_per_replica(options)
+    return group_sizes(range(place * ranks, (place + 1) * ranks), tp) * replicas
 
 
 def group_sizes(ranks: range, tp: int) -> tuple[int, ...]:
@@ -60,12 +87,15 @@ def group_sizes(ranks: range, tp: int) -> tuple[int, ...]:
 
 
 def resolve(
-    options: EngineOptions, arch: ModelSpec, available: Devices, placement: RayPlacement | None = None
+    options: EngineOptions, arch: ModelSpec, available: Devices, placements: tuple[RayPlacement, ...] = ()
 ) -> ParallelConfig:
-    """Return the layout. `placement` is where Ray places the ranks, if it starts them. Raises `ConfigError`."""
+    """Return the layout. `placements` are where Ray places the ranks of each replica, if it does.
+
+    Raises `ConfigError`.
+    """
     world_size = options.tensor_parallel_size * options.pipeline_parallel_size
-    executor = "ray" if placement is not None else choose_executor(options)
-    local_ranks = count_local_ranks(options) if placement is None else 0
+    executor = "ray" if placements else choose_executor(options)
+    local_ranks = 0 if placements else count_local_ranks(options)
     replicas = local_replicas(options)
     if available.kind == "cuda" and local_ranks > available.count:
         _check_sharing(options, local_ranks, replicas, available)
@@ -75,22 +105,26 @@ def resolve(
         stages=_partition_layers(arch.num_layers, options),
         executor=executor,
         device=available.kind,
-        nodes=options.nnodes if placement is None else len(placement.nodes) + 1,
+        nnodes=options.nnodes,
+        nodes=len(placements[0].nodes) + 1 if placements else nodes_per_replica(options),
+        first_node=0 if placements else options.node_rank - options.node_rank % nodes_per_replica(options),
         node=options.node_rank,
         master=(options.master_addr, options.master_port),
         devices=available.order,
-        ray=placement,
+        ray=placements,
         timeout=options.distributed_timeout_seconds,
         watchdog_seconds=options.watchdog_seconds,
         # Ray's nodes get it with their options.
-        cluster_token=options.cluster_token or ("" if placement is None else secrets.token_hex(32)),
+        cluster_token=options.cluster_token or (secrets.token_hex(32) if placements else ""),
         cluster_timeout=options.cluster_timeout_seconds,
         custom_all_reduce=not options.disable_custom_all_reduce,
         replicas=options.data_parallel_size,
         replica=replicas.start,
         local_replicas=replicas,
-        coordinator=(options.data_parallel_address or "127.0.0.1", options.data_parallel_rpc_port),
-        accepts_hosts=accepts_hosts(options) and placement is None,
+        coordinator=(options.master_addr, options.master_port)
+        if options.nnodes > 1
+        else (options.data_parallel_address or "127.0.0.1", options.data_parallel_rpc_port),
+        accepts_hosts=accepts_hosts(options) and not placements,
         external_lb=options.data_parallel_start_rank is not None,
         experts=_experts(options, arch, options.data_parallel_size * world_size // options.pipeline_parallel_size),
     )
@@ -147,6 +181,8 @@ def local_replicas(options: EngineOptions) -> range:
     )
     if replicas > MAX_REPLICAS:
         raise ConfigError(f"--data-parallel-size {replicas}: at most {MAX_REPLICAS} replicas are supported")
+    if options.nnodes > 1:
+        start, count = options.node_rank * replicas // options.nnodes, max(1, replicas // options.nnodes)
     if count is None:
         count = replicas if start is None else 1
     local = range(start or 0, (start or 0) + count)

@@ -79,19 +79,26 @@ def parallel_lines(parallel: ParallelConfig, arch: ModelSpec) -> list[str]:
 
 
 def _hosts_text(parallel: ParallelConfig) -> list[str]:
-    if parallel.nodes == 1:
-        return []
-    parts = [
-        f"{_numbers('rank', ranks)} on host {node}{_host_suffix(parallel, node)}"
-        for node in range(parallel.nodes)
-        if (ranks := parallel.ranks_of(node))
-    ]
-    return [f"  {len(parts)} hosts: {', '.join(parts)}"]
+    lines = []
+    for each in _placed(parallel):
+        parts = [
+            f"{_numbers('rank', ranks)} on host {node}{_host_suffix(each, node)}"
+            for node in each.hosts
+            if (ranks := each.ranks_of(node))
+        ]
+        whose = f"replica {each.replica} on " * (parallel.replicas > 1)
+        lines.append(f"  {whose}{len(parts)} host{'s' * (len(parts) > 1)}: {', '.join(parts)}")
+    return lines * (parallel.nodes > 1)
+
+
+def _placed(parallel: ParallelConfig) -> list[ParallelConfig]:
+    """Return the replicas whose places are known here, and differ."""
+    return [parallel.of_replica(replica) for replica in range(len(parallel.ray))] or [parallel]
 
 
 def _host_suffix(parallel: ParallelConfig, node: int) -> str:
-    if parallel.ray is not None:
-        return f" ({parallel.ray.nodes[node - 1][1]})"  # node 0 is the core's
+    if parallel.placement is not None:
+        return f" ({parallel.placement.nodes[node - 1][1]})"  # node 0 is the core's
     return " (this host)" * (node == parallel.node)
 
 
@@ -108,8 +115,9 @@ def _links_text(parallel: ParallelConfig) -> list[str]:
     tp, links, is_cpu = parallel.tensor_parallel_size, parallel.links, parallel.device == "cpu"
     shared = " through its memory" * (parallel.ranks_per_device > 1)
     network = f"over {links.network}" if links.network else "over the network"
-    hosts = [ranks for node in range(parallel.nodes) if (ranks := parallel.ranks_of(node))]
-    is_cut = any(ranks.start % tp or ranks.stop % tp for ranks in hosts)
+    spread = [[ranks for node in each.hosts if (ranks := each.ranks_of(node))] for each in _placed(parallel)]
+    hosts = max(spread, key=len)
+    is_cut = any(ranks.start % tp or ranks.stop % tp for each in spread for ranks in each)
     parts, warnings = [], []
     if tp > 1:
         inside = " over shared memory" if is_cpu else shared or _over_link(links.tensor)
@@ -140,8 +148,8 @@ def _replicas_text(parallel: ParallelConfig) -> list[str]:
     if parallel.replicas == 1:
         return []
     local_ranks, step = parallel.local_replicas, "step together" if parallel.is_coupled else "run independently"
-    on_host = _numbers("replica", local_ranks) if len(local_ranks) else "none"
-    return [f"  {parallel.replicas} replicas, which {step}: {on_host} on this host, each with the ranks below"]
+    on_host = f": {_numbers('replica', local_ranks) if len(local_ranks) else 'none'} on this host" * (not parallel.ray)
+    return [f"  {parallel.replicas} replicas, which {step}{on_host}, each with the ranks below"]
 
 
 def _experts_text(parallel: ParallelConfig, arch: ModelSpec) -> list[str]:

@@ -60,12 +60,13 @@ def resolve(options: EngineOptions, placement: RayPlacement | None = None) -> En
     _check_ranges(options)
     _check_environment()
     remote_devices: devices.Devices | None = None
-    if placement is None:
-        placement, remote_devices = ray_cluster.find(options) or (None, None)
-        options = options if placement is None else placement.options
+    placements: tuple[RayPlacement, ...] = () if placement is None else (placement,)
+    if not placements and (found := ray_cluster.find(options)) is not None:
+        placements, remote_devices = found
+        options = placements[0].options
     available = remote_devices or devices.find(options.device, parallel_config.local_group_sizes(options, placement))
     model = model_config.resolve(options, available)
-    parallel = parallel_config.resolve(options, model.architecture, available, placement)
+    parallel = parallel_config.resolve(options, model.architecture, available, placements)
     model_config.check_rank(model, parallel_config.rank_spec(model.architecture, parallel), parallel)
     scheduler = scheduler_config.resolve(options, model, available)
     cache = cache_config.resolve(options, model, parallel, scheduler)
@@ -113,8 +114,9 @@ def shared_settings(options: EngineOptions, config: EngineConfig) -> dict[str, s
         "max_num_batched_tokens": config.scheduler.max_num_batched_tokens,
         "kv_cache_dtype": config.cache.dtype,
     }
-    # Independent replicas may be added and removed.
-    of_the_host = _HOST_OPTIONS if options.enable_expert_parallel else _HOST_OPTIONS | {"data_parallel_size"}
+    # Independent replicas may be added and removed, unless they are nodes.
+    is_fixed = options.enable_expert_parallel or options.nnodes > 1
+    of_the_host = _HOST_OPTIONS if is_fixed else _HOST_OPTIONS | {"data_parallel_size"}
     settings = {name: value for name, value in vars(options).items() if name not in of_the_host | of_the_device.keys()}
     settings |= resolved
     if parallel.local_replicas:

@@ -185,6 +185,7 @@ class EngineCore:
         self.wave = Wave(self.depth) if config.parallel.is_coupled else None
         """None: this replica steps independently."""
         self.stopping = False
+        self.stop_reason = ""
         self.stop_deadline = 0.0
 
     def run(self) -> None:
@@ -288,8 +289,8 @@ class EngineCore:
             case ReplicaFailed():
                 self.io.inbox.put(message)  # `root_cause` reads it
                 raise WorkerError(LOST_REPLICAS)
-            case Shutdown():
-                self.stopping = True
+            case Shutdown(reason):
+                self.stopping, self.stop_reason = True, reason
                 self.stop_deadline = time.monotonic() + _STOP_TIMEOUT
             case RankEnded():
                 self.executor.check()
@@ -419,7 +420,7 @@ def serve(args: CoreArgs, connection: SupervisorConnection) -> int:
         core.close()
     io.close()
     if executor is not None:
-        executor.close(failure.reason if failure is not None else "")
+        executor.close(failure.reason if failure is not None else core.stop_reason if core is not None else "")
     return 0 if failure is None else 1
 
 

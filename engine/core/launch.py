@@ -62,11 +62,17 @@ def socket_port(reserved: socket.socket) -> int:
     return int(reserved.getsockname()[1])
 
 
-def replica_config(config: EngineConfig, replica: int, init_method: str) -> EngineConfig:
-    """Return the configuration of one replica; `init_method` is where the ranks of coupled replicas rendezvous."""
+def replica_config(
+    config: EngineConfig, replica: int, init_method: str, master: tuple[str, int] | None = None
+) -> EngineConfig:
+    """Return the configuration of one replica.
+
+    `init_method` is where the ranks of coupled replicas rendezvous, `master` where the other hosts of this one join.
+    """
     parallel = config.parallel
     rendezvous = init_method if parallel.is_coupled else None
-    return replace(config, parallel=replace(parallel, replica=replica, init_method=rendezvous))
+    own = parallel.of_replica(replica)
+    return replace(config, parallel=replace(own, init_method=rendezvous, master=master or own.master))
 
 
 @dataclass(frozen=True)
@@ -86,7 +92,7 @@ def start_core(args: CoreArgs, folder: str) -> Process:
 
 
 def exec_node(options: EngineOptions, log_level: str, *, may_rejoin: bool) -> NoReturn:
-    """Replace this process by that of a node other than node 0 (see `quire.engine.executor.nodes.main`)."""
+    """Replace this process by that of a node without a core (see `quire.engine.executor.nodes.main`)."""
     reader, writer = os.pipe()
     os.write(writer, pickle.dumps((options, log_level, None, may_rejoin)))
     os.close(writer)

@@ -1,9 +1,9 @@
 """The executor that runs the ranks of one replica on several hosts, and the process of each node.
 
-Node 0 runs the engine core. The other nodes join it (`quire.engine.cluster.control_plane`), and `serve_node` runs their
-ranks. Plans and results use that connection, hidden states torch.distributed. Every node resolves the options itself,
-because its model folder and its memory may differ. The results must be equal except for the number of KV blocks, of
-which all nodes use the minimum.
+The first node of a replica runs its engine core. The others join it (`quire.engine.cluster.control_plane`), and
+`serve_node` runs their ranks. Plans and results use that connection, hidden states torch.distributed. Every node
+resolves the options itself, because its model folder and its memory may differ. The results must be equal except for
+the number of KV blocks, of which all nodes use the minimum.
 """
 
 from __future__ import annotations
@@ -13,22 +13,25 @@ import itertools
 import logging
 import os
 import pickle
+import shutil
 import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from multiprocessing.util import Finalize
 from queue import Empty
 from typing import Protocol
 
 import msgspec
 
 from quire.engine import log, process
-from quire.engine.cluster.control_plane import LOST_SECONDS, Follower, Leader, LinkEnded, WakeQueue
+from quire.engine.cluster.control_plane import Follower, Leader, LinkEnded, Redirected, WakeQueue
 from quire.engine.cluster.handshake import Hello, describe_host
 from quire.engine.cluster.network import address_towards, set_interfaces, tcp_url
-from quire.engine.config.engine_config import EngineConfig, RayPlacement
+from quire.engine.config.engine_config import EngineConfig, ParallelConfig, RayPlacement
 from quire.engine.config.options import EngineOptions
+from quire.engine.config.parallel_config import local_replicas
 from quire.engine.config.resolve import fetch_weights, resolve
 from quire.engine.executor.base import POLL_SECONDS, WorkerError
 from quire.engine.executor.local_ranks import LocalRanks, RankFailed, find_late_ranks, ranks_text, slowest
@@ -41,12 +44,14 @@ from quire.engine.runtime_folder import RuntimeFolder
 _CAUSE_TIMEOUT = 2.0
 """Seconds to find the first failure after one is reported: a node needs a second to check its own ranks."""
 _REASON_TIMEOUT = 10.0
-"""Seconds for which a node whose ranks have failed waits for node 0 to send the cause."""
+"""Seconds for which a node whose ranks have failed waits for the first node to send the cause."""
 _REPORT_TIMEOUT = 5.0
-"""Seconds for which a node that cannot start tries to report it to node 0."""
+"""Seconds for which a node that cannot start tries to report it to the first one."""
 _REJOIN_SECONDS = 1.0
 """Interval at which a node tries to join again."""
 _PROGRESS_SECONDS = 1.0
+_LAST = -1000
+"""Priority of what is done at the exit after multiprocessing has removed its own folder."""
 
 logger = logging.getLogger("quire.engine.executor.nodes")
 
@@ -87,7 +92,7 @@ class NodeLauncher(Protocol):
 
 
 class MultiNodeExecutor(ProcessExecutor):
-    """Runs the ranks of node 0 directly, and the others through their nodes.
+    """Runs the ranks of the first node directly, and the others through their nodes.
 
     Without a launcher, the user starts the nodes.
     """
@@ -100,7 +105,7 @@ class MultiNodeExecutor(ProcessExecutor):
         launcher: NodeLauncher | None = None,
     ) -> None:
         super().__init__(config.parallel)
-        parallel, started = config.parallel, time.monotonic()
+        self.config, parallel, started = config, config.parallel, time.monotonic()
         address, port = parallel.master
         self._hello = _describe_node(config)
         set_interfaces(address)
@@ -112,13 +117,13 @@ class MultiNodeExecutor(ProcessExecutor):
         """By node: the ranks that wait for others."""
         self._other_times: dict[int, RankTimes] = {}
         """By rank of another node."""
-        self._names = {0: self._hello.name}
+        self._names = {parallel.node: self._hello.name}
         self._is_started = False
         self._leader = Leader(
             self._hello,
             address,
             port,
-            range(1, parallel.nodes),
+            parallel.hosts[1:],
             on_message=lambda number, body: self._put(number, self._decode(body)),
             on_lost=lambda number, reason: self._put(number, NodeLost(reason)),
             token=parallel.cluster_token,
@@ -133,7 +138,7 @@ class MultiNodeExecutor(ProcessExecutor):
             joined = time.monotonic()
             init_method = tcp_url(address, self._leader.port)
             self._leader.start(msgspec.msgpack.encode(NodeStart(self.config.cache.num_blocks, init_method)))
-            self._ranks = LocalRanks(self.config, parallel.ranks_of(0), init_method, log_level, on_end)
+            self._ranks = LocalRanks(self.config, parallel.ranks_of(parallel.node), init_method, log_level, on_end)
             self._is_started = True
             self._ranks.listen(self._inbox.fd, self._handle_inbox)
             self._loading = set(hellos)
@@ -150,7 +155,7 @@ class MultiNodeExecutor(ProcessExecutor):
     def _min_blocks(self, hellos: dict[int, Hello]) -> int:
         """Return the number of KV blocks that all nodes have."""
         blocks = {number: msgspec.msgpack.decode(hello.body, type=int) for number, hello in hellos.items()}
-        blocks[0] = own = msgspec.msgpack.decode(self._hello.body, type=int)
+        blocks[self.config.parallel.node] = own = msgspec.msgpack.decode(self._hello.body, type=int)
         smallest = min(sorted(blocks), key=lambda number: blocks[number])
         if blocks[smallest] < own:
             logger.warning(
@@ -184,7 +189,7 @@ class MultiNodeExecutor(ProcessExecutor):
         try:
             return super()._poll(timeout)
         except RankFailed as failure:
-            raise WorkerError(self._root_cause(0, failure)) from None
+            raise WorkerError(self._root_cause(self.config.parallel.node, failure)) from None
 
     def _handle_inbox(self) -> None:
         """Handle the messages of other nodes; raises `WorkerError` or `ConfigError` if one has failed."""
@@ -213,10 +218,10 @@ class MultiNodeExecutor(ProcessExecutor):
         If a rank or a node dies, the ranks that communicate with it fail on every node.
         """
         deadline = time.monotonic() + _CAUSE_TIMEOUT
-        pending_nodes = set(range(self.config.parallel.nodes)) - {number}
+        own, pending_nodes = self.config.parallel.node, set(self.config.parallel.hosts) - {number}
         while not failure.is_certain and pending_nodes and time.monotonic() < deadline:
-            if 0 in pending_nodes and (killed := self._ranks.killed(0.0)) is not None:
-                number, failure = 0, killed
+            if own in pending_nodes and (killed := self._ranks.killed(0.0)) is not None:
+                number, failure = own, killed
                 break
             with contextlib.suppress(Empty):
                 match self._inbox.get(0.05):
@@ -251,10 +256,10 @@ class MultiNodeExecutor(ProcessExecutor):
 def serve_node(
     options: EngineOptions, log_level: str, placement: RayPlacement | None = None, *, may_rejoin: bool = False
 ) -> int:
-    """Run the ranks of node `options.node_rank` until node 0 ends; returns the exit code, 1 after a failure.
+    """Run the ranks of node `options.node_rank` until its replica ends; returns the exit code, 1 after a failure.
 
-    With `may_rejoin`, after a failure the node joins node 0 again, which restarts its engine. `placement` is Ray's
-    placement of the ranks. If they cannot start, reports it to node 0 and raises `ConfigError`.
+    With `may_rejoin`, after a failure the node joins the replica's first node again, which restarts its engine.
+    `placement` is Ray's placement of the ranks. If they cannot start, reports it to that node and raises `ConfigError`.
     """
     try:
         config = resolve(options, placement)
@@ -270,25 +275,25 @@ def serve_node(
         except LinkEnded as rejection:
             if time.monotonic() >= deadline:
                 raise ConfigError(rejection.reason) from None
-            time.sleep(_REJOIN_SECONDS)  # node 0 has not noticed the loss yet, or its engine is still ending
+            time.sleep(_REJOIN_SECONDS)  # the loss has not been noticed yet, or the engine is still ending
             continue
         with contextlib.closing(node):
             reason = node.run()
         if not reason:
-            logger.info("node 0 has ended")
+            logger.info("node %d has ended", config.parallel.first_node)
             return 0
         logger.error("%s", reason)
         if not may_rejoin:
             return 1
-        logger.info("joining node 0 again (--no-restart: exit instead)")
+        logger.info("joining node %d again (--no-restart: exit instead)", config.parallel.first_node)
         deadline = time.monotonic() + config.parallel.timeout
 
 
 class Node:
-    """Runs the ranks of a host other than node 0: carries plans to them, and their messages to node 0."""
+    """Runs the ranks of a host other than the replica's first: carries plans to them, and their messages to that."""
 
     def __init__(self, config: EngineConfig, log_level: str) -> None:
-        """Join node 0; raises `ConfigError` if it does not answer, and `LinkEnded` if it rejects this node."""
+        """Join the first node; raises `ConfigError` if it does not answer, and `LinkEnded` if it rejects this one."""
         self._config, self._log_level = config, log_level
         self._ranks: LocalRanks | None = None
         self._encode = msgspec.msgpack.Encoder().encode
@@ -297,13 +302,10 @@ class Node:
         self._progress_at = 0.0
         """When `_progress` was sent, on the monotonic clock."""
         self._close_reason = "it was stopped"
-        parallel = config.parallel
-        self._follower = _join(
-            parallel.master, _describe_node(config), parallel.timeout, parallel.cluster_token, parallel.cluster_timeout
-        )
+        self._follower = _join(config.parallel, _describe_node(config))
 
     def run(self) -> str:
-        """Run until node 0 ends or the ranks fail; returns the reason, which is empty after a normal shutdown."""
+        """Run until the first node ends or the ranks fail; returns the reason, empty after a normal shutdown."""
         try:
             start = msgspec.msgpack.decode(self._follower.receive(None), type=NodeStart)
             config, parallel = self._config.with_blocks(start.num_blocks), self._config.parallel
@@ -331,7 +333,7 @@ class Node:
         return self._await_cause() or failure.reason
 
     def _forward(self, ranks: LocalRanks, timeout: float) -> None:
-        """Wait for messages of the ranks, and send them to node 0; raises `LinkEnded` if node 0 has ended."""
+        """Wait for messages of the ranks, and send them to the first node; raises `LinkEnded` if that has ended."""
         ranks.poll(timeout)
         send, encode = self._follower.send, self._encode
         while ranks.arrived:
@@ -348,7 +350,7 @@ class Node:
             raise self._follower.ended
 
     def _await_cause(self) -> str:
-        """Return the cause that node 0 ends with; empty if it does not end."""
+        """Return the cause that the first node ends with; empty if it does not end."""
         deadline = time.monotonic() + _REASON_TIMEOUT
         try:
             while (left := deadline - time.monotonic()) > 0:
@@ -369,28 +371,48 @@ class Node:
 def _describe_node(config: EngineConfig) -> Hello:
     """Return this node's `Hello`; its body is the number of KV blocks. Raises like `address_towards`."""
     parallel, body = config.parallel, msgspec.msgpack.encode(config.cache.num_blocks)
-    return describe_host(f"node {parallel.node}", parallel.node, address_towards(parallel.master[0]), config, body=body)
+    hello = describe_host(
+        f"node {parallel.node}", parallel.node, address_towards(parallel.master[0]), config, body=body
+    )
+    hello.replica = parallel.replica if parallel.replicas > 1 else None
+    return hello
 
 
-def _join(
-    master: tuple[str, int], hello: Hello, seconds: float, token: str, lost_seconds: float = LOST_SECONDS
-) -> Follower:
-    address, port = master
-    leader = "node 0" if address == hello.address else f"node 0 ({address})"
-    return Follower(address, port, hello, seconds=seconds, leader=leader, token=token, lost_seconds=lost_seconds)
+def _join(parallel: ParallelConfig, hello: Hello) -> Follower:
+    """Join the first node of the replica; node 0 says where that is, unless it is the one."""
+    deadline = time.monotonic() + parallel.timeout
+    token, lost_seconds = parallel.cluster_token, parallel.cluster_timeout
+
+    def join(node: int, address: str, port: int, seconds: float) -> Follower:
+        leader = f"node {node}" if address == hello.address else f"node {node} ({address})"
+        return Follower(address, port, hello, seconds=seconds, leader=leader, token=token, lost_seconds=lost_seconds)
+
+    while True:
+        try:
+            return join(0, *parallel.master, deadline - time.monotonic())
+        except Redirected as first:
+            seconds = max(0.0, min(lost_seconds, deadline - time.monotonic()))
+            try:
+                return join(parallel.first_node, first.address, first.port, seconds)
+            except ConfigError:  # it may come back elsewhere
+                if time.monotonic() >= deadline:
+                    raise
 
 
 def _report_error(options: EngineOptions, error: str) -> None:
     """Report to node 0 why this node cannot start, if node 0 can be reached."""
-    with contextlib.suppress(ConfigError, LinkEnded):
-        own = address_towards(options.master_addr)
+    with contextlib.suppress(ConfigError, LinkEnded, Redirected):
+        address, own = options.master_addr, address_towards(options.master_addr)
         hello = describe_host(f"node {options.node_rank}", options.node_rank, own, None, error=error)
-        master, token = (options.master_addr, options.master_port), options.cluster_token or ""
-        _join(master, hello, _REPORT_TIMEOUT, token).close(error)
+        hello.replica = local_replicas(options).start if options.data_parallel_size > 1 else None
+        token = options.cluster_token or ""
+        Follower(address, options.master_port, hello, seconds=_REPORT_TIMEOUT, leader="node 0", token=token).close(
+            error
+        )
 
 
 def main() -> int:
-    """Run the process of a node other than 0, which the user (`exec_node`) or Ray has started.
+    """Run the process of a node other than a replica's first, which the user (`exec_node`) or Ray has started.
 
     Standard input has the options, the log level, the placement if Ray has started it, and whether it joins again after
     a failure. A process of Ray's ends when its standard input closes, as it does with the actor that started it.
@@ -411,6 +433,8 @@ def main() -> int:
         signal.signal(number, on_signal)
     try:
         folder = RuntimeFolder()  # for the ranks' fork server, which removes nothing when it is killed
+        folder.remove.detach()
+        Finalize(None, shutil.rmtree, (folder.path, True), exitpriority=_LAST)
         os.environ["TMPDIR"] = tempfile.tempdir = folder.path
         return serve_node(options, log_level, placement, may_rejoin=may_rejoin)
     except ConfigError as error:

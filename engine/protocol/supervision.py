@@ -109,6 +109,9 @@ class Drain(msgspec.Struct, tag=True, array_like=True):
 class Shutdown(msgspec.Struct, tag=True, array_like=True):
     """Exit now; running requests are aborted."""
 
+    reason: str = ""
+    """Why, if it is an error; other hosts of a replica wait for its next start then."""
+
 
 class ResizeReply(msgspec.Struct, tag=True, array_like=True):
     """The answer to `Resize`, after the states that follow from it."""

@@ -1,4 +1,4 @@
-"""`quire serve --headless` with `--data-parallel-start-rank`: run this host's replicas, for an API elsewhere."""
+"""`quire serve --headless` on a host with the engine core of a replica: run these replicas, for an API elsewhere."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def serve_replicas(options: EngineOptions, server: ServerOptions) -> int:
     """Run this host's replicas until the API exits (0), a signal arrives (0), or something fails (1, or 2 if the
     configuration proves wrong).
     """
-    if options.data_parallel_start_rank is None:
+    if options.data_parallel_start_rank is None and options.nnodes == 1:
         raise ConfigError(
             "--headless: say which replicas this host has (--data-parallel-start-rank, --data-parallel-size-local), or "
             "which of the --nnodes hosts it is (--node-rank)"

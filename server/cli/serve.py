@@ -10,7 +10,7 @@ import time
 from quire.engine import log, process
 from quire.engine.cluster.cluster_token import with_cluster_token
 from quire.engine.config.options import EngineOptions
-from quire.engine.config.parallel_config import for_headless
+from quire.engine.config.parallel_config import count_local_ranks, for_headless, is_first_of_replica
 from quire.engine.core.launch import exec_node
 from quire.engine.protocol.errors import ConfigError
 from quire.server.cli import flags
@@ -57,12 +57,12 @@ def run(parsed: argparse.Namespace) -> int:
     if server.headless:
         options = for_headless(options)
     options = with_cluster_token(options, is_headless=server.headless)
-    if server.headless and options.nnodes == 1:
+    if options.nnodes > 1:
+        _check_node(options, server)
+    if server.headless and is_first_of_replica(options):
         from quire.server.cli.headless import serve_replicas
 
         return serve_replicas(options, server)
-    if options.nnodes > 1:
-        _check_node(options, server)
     if server.headless:
         exec_node(options, server.log_level, may_rejoin=server.restart)
     ApiKeys.load(server)
@@ -85,8 +85,6 @@ def run(parsed: argparse.Namespace) -> int:
 
 def _check_node(options: EngineOptions, server: ServerOptions) -> None:
     """Raise `ConfigError` if node 0 is headless, or another node is not."""
-    from quire.engine.config.parallel_config import count_local_ranks
-
     if server.headless and options.node_rank == 0:
         raise ConfigError(
             "--headless with --node-rank 0: node 0 runs the API; omit --headless, or set this node's rank"

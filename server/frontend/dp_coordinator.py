@@ -27,8 +27,6 @@ from quire.engine.core.launch import reserve_ports, socket_port
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.supervision import ReplicaUp
 
-_FLAGS = ("--data-parallel-address", "--data-parallel-rpc-port")
-
 
 class ReplicaListener(Protocol):
     """What `DPCoordinator` notifies of other hosts' replicas, from any thread (`EngineManager`)."""
@@ -55,6 +53,8 @@ class JoinRequest(msgspec.Struct):
     """The address at which it receives requests."""
     is_headless: bool
     """Whether the leader's API serves this replica."""
+    master: tuple[str, int] | None = None
+    """Where the other hosts of the replica join it, if there are any."""
 
 
 class JoinReply(msgspec.Struct, tag=True):
@@ -88,10 +88,14 @@ _decode_reply = msgspec.msgpack.Decoder(JoinReply | StopGroup).decode
 
 
 def role(config: EngineConfig, *, is_headless: bool = False) -> Literal["alone", "leader", "follower"]:
-    """The role of this host."""
+    """The role of this host; raises `ConfigError` if it cannot have an API."""
     parallel = config.parallel
     if is_headless:
         return "follower"
+    if parallel.nnodes > 1 and parallel.node:
+        raise ConfigError(
+            f"--node-rank {parallel.node}: node 0 has the API; the others are started with quire serve --headless"
+        )
     has_all = len(parallel.local_replicas) == parallel.replicas and not parallel.accepts_hosts
     if has_all or (parallel.external_lb and not parallel.is_coupled):
         return "alone"
@@ -124,19 +128,35 @@ class DPCoordinator(ABC):
     """Where the ranks of coupled replicas rendezvous: at the leader."""
     restarts_group: bool
     """Whether replicas that share experts are restarted together; not if each host has an API."""
+    masters: dict[int, tuple[str, int]]
+    """Where further hosts of the replicas join, by replica; of the leader for all that it knows."""
 
-    def __init__(self, config: EngineConfig, address: str, num_ports: int) -> None:
-        """Reserve ports at `address`, which belongs to this host; raises `ConfigError`."""
+    def __init__(self, config: EngineConfig, address: str, num_responses: int = 0) -> None:
+        """Reserve ports at `address`, which belongs to this host: `num_responses`, and those of its replicas; raises
+        `ConfigError`.
+        """
+        parallel = config.parallel
+        self._flags = ("--data-parallel-address", "--data-parallel-rpc-port")
+        if parallel.nnodes > 1:
+            self._flags = ("--master-addr", "--master-port")
+        local = parallel.local_replicas
         try:
-            self._ports = reserve_ports(address, num_ports)
+            self._ports = reserve_ports(address, num_responses + len(local) * (1 + (parallel.nodes > 1)))
         except OSError as error:
             raise ConfigError(
-                f"no port can be had at {address}: {(error.strerror or str(error)).lower()}; --data-parallel-address "
+                f"no port can be had at {address}: {(error.strerror or str(error)).lower()}; {self._flags[0]} "
                 "is the address of the host with the API or with replica 0, and QUIRE_HOST_IP, where set, this host's "
                 "own"
             ) from None
-        self._urls = [tcp_url(address, socket_port(port)) for port in self._ports]
-        self.init_method = tcp_url(*config.parallel.coordinator)
+        numbers = [socket_port(port) for port in self._ports]
+        urls = [tcp_url(address, number) for number in numbers]
+        self.responses = tuple(urls[:num_responses])
+        self.requests = dict(zip(local, urls[num_responses:], strict=False))
+        self.masters = {
+            replica: (address, number)
+            for replica, number in zip(local, numbers[num_responses + len(local) :], strict=False)
+        }
+        self.init_method = tcp_url(*parallel.coordinator)
         self._lock = threading.Lock()
         self._listener: ReplicaListener | None = None
         self._notices: list[Callable[[ReplicaListener], None]] = []
@@ -185,14 +205,13 @@ class DPLeader(DPCoordinator):
         parallel = config.parallel
         address, port = parallel.coordinator
         own = os.environ.get("QUIRE_HOST_IP") or resolve_address(address)
-        if not port:
-            raise ConfigError("--data-parallel-rpc-port 0: the other hosts need a fixed port; choose one")
         self._are_headless, self._is_coupled = not parallel.external_lb, parallel.is_coupled
         self.restarts_group = self._are_headless and self._is_coupled
-        num_responses = count if self._are_headless else 0
-        super().__init__(config, own, num_responses + len(parallel.local_replicas))
-        self.responses = tuple(self._urls[:num_responses])
-        urls = dict(zip(parallel.local_replicas, self._urls[num_responses:], strict=False))
+        is_fixed = self._is_coupled or parallel.nnodes > 1
+        super().__init__(config, own, count if self._are_headless else 0)
+        if not port:
+            super().close()
+            raise ConfigError(f"{self._flags[1]} 0: the other hosts need a fixed port; choose one")
         self.local_replicas = frozenset(parallel.local_replicas)
         """The numbers that no other host may have. The manager changes them."""
         others = [replica for replica in range(parallel.replicas) if replica not in parallel.local_replicas]
@@ -210,9 +229,10 @@ class DPLeader(DPCoordinator):
                 on_lost=self._on_lost,
                 on_joined=self._on_joined,
                 check=self._check,
-                admits="anybody" if not self._is_coupled else "again" if self._are_headless else "once",
+                redirect=self._master_of,
+                admits="anybody" if not is_fixed else "again" if self._are_headless else "once",
                 noun="replica",
-                flags=_FLAGS,
+                flags=self._flags,
                 token=parallel.cluster_token,
                 lost_seconds=parallel.cluster_timeout,
             )
@@ -224,7 +244,7 @@ class DPLeader(DPCoordinator):
         except ConfigError as error:
             self.close(str(error))
             raise
-        self.requests = urls | {number: request.requests for number, request in joined.items()}
+        self.requests |= {number: request.requests for number, request in joined.items()}
         self.start_group(self.requests)
         self._leader.compare_files(config)
 
@@ -278,9 +298,16 @@ class DPLeader(DPCoordinator):
             )
 
     def _on_joined(self, hello: Hello) -> None:
+        request = _request_of(hello)
+        if request.master is not None:
+            self.masters[hello.number] = request.master
         if self._are_headless:
-            address = _request_of(hello).requests
-            self._notify(lambda listener: listener.replica_joined(hello.number, address))
+            self._notify(lambda listener: listener.replica_joined(hello.number, request.requests))
+
+    def _master_of(self, replica: int) -> tuple[str, int] | None:
+        """Return where a replica's further hosts join it; None while its first host is not there."""
+        is_there = replica in self.local_replicas or self._leader.is_joined(replica)
+        return self.masters.get(replica) if is_there else None
 
     def _on_message(self, replica: int, body: bytes) -> None:
         match _decode(body):
@@ -316,11 +343,11 @@ class DPMember(DPCoordinator):
         self._is_headless = is_headless
         self.restarts_group = is_headless and parallel.is_coupled
         own = address_towards(host, parallel.timeout)
-        super().__init__(config, own, len(parallel.local_replicas))
+        super().__init__(config, own)
         self._followers: dict[int, Follower] = {}
         try:
-            for replica, url in zip(parallel.local_replicas, self._urls, strict=False):
-                request = msgspec.msgpack.encode(JoinRequest(url, is_headless))
+            for replica, url in self.requests.items():
+                request = msgspec.msgpack.encode(JoinRequest(url, is_headless, self.masters.get(replica)))
                 self._followers[replica] = Follower(
                     host,
                     port,
@@ -328,7 +355,7 @@ class DPMember(DPCoordinator):
                     seconds=parallel.timeout,
                     on_end=self._on_end,
                     leader=self.leader,
-                    flags=_FLAGS,
+                    flags=self._flags,
                     token=parallel.cluster_token,
                     lost_seconds=parallel.cluster_timeout,
                 )
@@ -342,8 +369,7 @@ class DPMember(DPCoordinator):
         except BaseException:
             self.close()
             raise
-        urls = dict(zip(parallel.local_replicas, self._urls, strict=False))
-        self.requests, self.responses = reply.requests | urls, reply.responses
+        self.requests, self.responses = reply.requests | self.requests, reply.responses
         first = next(iter(self._followers.values()))
         first.compare_files(config)  # replicas of a host have the same
         if self.restarts_group:

@@ -178,8 +178,10 @@ class EngineManager:
     def start_core(self, core: _Core) -> Process:
         """Start the core of a replica."""
         # Ranks of coupled replicas rendezvous at another place each time.
-        init_method = f"file://{self._folder.path}/rendezvous-{self._num_group_starts}"
-        config = replica_config(core.config, core.replica, self._hosts.init_method if self._hosts else init_method)
+        init_method, master = f"file://{self._folder.path}/rendezvous-{self._num_group_starts}", None
+        if self._hosts is not None:
+            init_method, master = self._hosts.init_method, self._hosts.masters.get(core.replica)
+        config = replica_config(core.config, core.replica, init_method, master)
         endpoints = Endpoints(self._endpoints.requests | self.requests, self._endpoints.responses)
         return start_core(CoreArgs(config, endpoints, self._log_level, core.incarnation), self._folder.path)
 
@@ -536,7 +538,7 @@ class EngineManager:
         reason = reason or (self.failure.reason if self.failure is not None else "")
         if hosts is not None:
             hosts.close(reason)
-        self.supervisor.stop(self._cores, Shutdown(), SHUTDOWN_SECONDS)
+        self.supervisor.stop(self._cores, Shutdown(reason), SHUTDOWN_SECONDS)
         self._folder.remove()
 
     def _prefix(self, replica: int) -> str:

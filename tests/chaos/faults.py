@@ -228,28 +228,26 @@ def _exhaust_memory(attack: Attack) -> None:
     attack.told = f"pid {victim.pid}"
 
 
-# --- the network between two hosts --------------------------------------------------------------------------------
+# --- the network between hosts ------------------------------------------------------------------------------------
 
 
 def _cut(shortest: float, longest: float) -> Callable[[Attack], None]:
-    """Unplug the cable for some time."""
+    """Unplug the cable of a further host for some time."""
 
     def fault(attack: Attack) -> None:
-        assert attack.system.hosts is not None
-        other, seconds = attack.system.hosts[1], attack.rng.uniform(shortest, longest)
+        other, seconds = attack.rng.choice(attack.system.hosts[1:]), attack.rng.uniform(shortest, longest)
         other.set_link(False)
         try:
             time.sleep(seconds)
         finally:
             other.set_link(True)
-        attack.told = f"{seconds:.1f} s"
+        attack.told = f"{other.address}, {seconds:.1f} s"
 
     return fault
 
 
 def _slow_down(attack: Attack) -> None:
     """Let packets wait: a cable that carries little."""
-    assert attack.system.hosts is not None
     queue = ["dev", "eth0", "root", "tbf", "rate", "256kbit", "burst", "8kbit", "latency", "1s"]
     for host in attack.system.hosts:
         subprocess.run(["tc", "-n", host.name, "qdisc", "add", *queue], check=True)
@@ -261,12 +259,13 @@ def _slow_down(attack: Attack) -> None:
 
 
 def _lose_host(attack: Attack) -> None:
-    """Kill everything on the second host at once."""
-    attack.system.kill_other()
+    """Kill everything on a further host at once."""
+    attack.system.lose(lost := attack.rng.choice(attack.system.hosts[1:]))
+    attack.told = lost.address
 
 
 def _leave(attack: Attack) -> None:
-    """Let the second host leave; it joins again."""
+    """Let a replica leave with its hosts; it joins again."""
     (left,) = _until(lambda: attack.system.processes("quire-replicas"), "no host has joined")
     left.terminate()
     psutil.wait_procs([left], _WAIT_SECONDS)
@@ -327,7 +326,7 @@ _OF_HOSTS = {"cut", "long cut", "slow cable", "lose host", "leave"}
 def applicable(system: System) -> tuple[list[str], list[str]]:
     """The faults that a layout can have, and those that this machine cannot make, with the reason."""
     flags, missing = system.layout.flags, []
-    left_out = set() if "-tp" in flags else set(_OF_RANKS)
+    left_out = set() if {"-tp", "-pp"} & {*flags} else set(_OF_RANKS)
     left_out |= set() if "-dp" in flags else _OF_REPLICAS
     left_out |= {"memory"} if system.hosts else _OF_HOSTS
     left_out |= set() if "-dp" in flags else {"leave"}

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +24,7 @@ import psutil
 from quire.engine.config.options import DEMO_MODEL
 from tests.e2e.serving import quire
 from tests.fakes.families import CASES, SIZES, write_model
-from tests.fakes.namespaces import Command, Host, two_hosts
+from tests.fakes.namespaces import Command, Host, switched_hosts
 
 START_SECONDS = 180.0
 _EXIT_SECONDS = 60.0
@@ -51,10 +51,10 @@ class Layout:
 
     name: str
     flags: tuple[str, ...] = ()
-    other_flags: tuple[str, ...] = ()
-    """Further flags of the command on a second host, if there is one."""
+    others: tuple[tuple[str, ...], ...] = ()
+    """Of each further host: further flags of its command."""
     address_flag: str = ""
-    """The flag by which both hosts are told the address of the first."""
+    """The flag by which all hosts are told the address of the first."""
     has_experts: bool = False
     embeds: bool = False
 
@@ -70,20 +70,26 @@ LAYOUTS = {
         Layout(
             "hosts",
             ("-dp", "2", "-dpl", "1", "--cluster-timeout-seconds", "5"),
-            ("-dpr", "1", "--headless"),
+            (("-dpr", "1", "--headless"),),
             "--data-parallel-address",
         ),
         Layout(
             "hosts-ep",
             ("-dp", "2", "-dpl", "1", "--enable-expert-parallel", "--cluster-timeout-seconds", "5"),
-            ("-dpr", "1", "--headless"),
+            (("-dpr", "1", "--headless"),),
             "--data-parallel-address",
             has_experts=True,
         ),
         Layout(
             "nodes",
             ("-tp", "2", "-pp", "2", "--nnodes", "2", "--cluster-timeout-seconds", "5"),
-            ("--node-rank", "1", "--headless"),
+            (("--node-rank", "1", "--headless"),),
+            "--master-addr",
+        ),
+        Layout(
+            "nodes-dp2",
+            ("-pp", "2", "-dp", "2", "--nnodes", "4", "--cluster-timeout-seconds", "5"),
+            tuple(("--node-rank", str(node), "--headless") for node in (1, 2, 3)),
             "--master-addr",
         ),
         Layout("embeddings", ("--runner", "pooling", "-dp", "2"), embeds=True),
@@ -109,20 +115,21 @@ class System:
     """A running server. `start` may be called again when its processes have ended."""
 
     def __init__(
-        self, layout: Layout, model: Path, folder: Path, hosts: tuple[Host, Host] | None, memory_group: Path | None
+        self, layout: Layout, model: Path, folder: Path, hosts: Sequence[Host], memory_group: Path | None
     ) -> None:
         self.layout = layout
         self.memory_group = memory_group
         """The control group of all processes, where this machine can limit memory."""
         self.tmp, self.shm = folder / "tmp", folder / "shm"
         self.hosts = hosts
+        """None for a server on this host."""
         self.address = "", 0
         self.text = ""
         """What ended servers have printed."""
         self._model = model
         self._api: Command | None = None
-        self._other: Command | None = None
-        """The second host's."""
+        self._others: dict[str, Command] = {}
+        """Those of further hosts, by name."""
         self._is_ending = False
 
     @property
@@ -143,7 +150,8 @@ class System:
             address = self.hosts[0].address
             where = (self.layout.address_flag, address)
             self._api = self._start_on(self.hosts[0], *where, "--host", address)
-            self._keep_other(self.hosts[1], *where, *self.layout.other_flags)
+            for host, flags in zip(self.hosts[1:], self.layout.others, strict=True):
+                self._keep_other(host, *where, *flags)
         else:
             environment = {**os.environ, **self._environment}
             process = subprocess.Popen(
@@ -162,12 +170,12 @@ class System:
         return host.start(sys.executable, "-S", "-c", _INIT, *self._command(*flags), **self._environment)
 
     def _keep_other(self, host: Host, *flags: str) -> None:
-        """Run the second host's command, again whenever it ends, as a service manager does."""
+        """Run a further host's command, again whenever it ends, as a service manager does."""
 
         def keep() -> None:
             while not self._is_ending:
-                self._other = self._start_on(host, *flags)
-                self._other.process.wait()
+                self._others[host.name] = self._start_on(host, *flags)
+                self._others[host.name].process.wait()
 
         threading.Thread(target=keep, daemon=True).start()
 
@@ -203,22 +211,29 @@ class System:
         (found,) = self.processes("quire-serve")
         return found
 
-    def kill_other(self) -> None:
-        """Kill everything on the second host at once; its command is run again."""
-        assert self._other is not None
-        self._other.kill_all()
+    def lose(self, host: Host) -> None:
+        """Kill everything on a further host at once; its command is run again."""
+        self._others[host.name].kill_all()
 
     def expect_exit(self) -> int:
-        """Wait until the server with the API has exited, then end the other host's; returns the exit code."""
+        """Wait until the server with the API has exited, then end the other hosts'; returns the exit code."""
         self._is_ending = True
         try:
             return self.api.wait(_EXIT_SECONDS + 120)
         finally:
-            for kind in ("quire-replicas", "quire-node"):  # they would wait for the API to come back
-                for each in self.processes(kind):
+            self._end_others()
+
+    def _end_others(self) -> None:
+        """End the other hosts' commands, which would wait for the API to come back, also one that has just begun."""
+        terminated, deadline = set[int](), time.monotonic() + _EXIT_SECONDS
+        while left := [other for other in self._others.values() if other.process.poll() is None]:
+            for each in [*self.processes("quire-replicas"), *self.processes("quire-node")]:
+                if each.pid not in terminated:
+                    terminated.add(each.pid)
                     each.terminate()
-            if self._other is not None:
-                self._other.wait(_EXIT_SECONDS)
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(left[0].process.args, _EXIT_SECONDS)
+            time.sleep(0.05)
 
     def leftovers(self) -> list[str]:
         """What is still there after the server has exited: processes (after some time), files, shared memory."""
@@ -266,7 +281,7 @@ def system(layout: Layout) -> Iterator[System]:
             )
             stack.callback(subprocess.check_call, ["umount", "--lazy", folder / name])
         model = _write_experts(folder / "model") if layout.has_experts else DEMO_MODEL
-        hosts = stack.enter_context(two_hosts()) if layout.other_flags else None
+        hosts = stack.enter_context(switched_hosts(1 + len(layout.others))) if layout.others else []
         group = None if hosts else stack.enter_context(_memory_group(folder.name))  # hosts do not see the groups
         started = System(layout, model, folder, hosts, group)
         stack.callback(started.close)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -23,6 +25,7 @@ import pytest
 
 from quire.engine.config.options import DEMO_MODEL
 from tests.e2e.serving import quire, serve
+from tests.e2e.test_replicas import streams, until
 from tests.fakes.namespaces import Command, Host, two_hosts
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -155,6 +158,13 @@ def ask(url: str, host: Host | None = None) -> list[str]:
         return list(pool.map(there, REQUESTS))
 
 
+@pytest.fixture(scope="module")
+def expected() -> tuple[list[str], list[str]]:
+    """What one process says: the texts of `REQUESTS`, and those of streams."""
+    with serve(*SHAPE) as server:
+        return ask(server.url), asyncio.run(streams(server.url, lambda: None))
+
+
 def is_alive(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
@@ -169,16 +179,14 @@ def assert_gone(processes: set[psutil.Process]) -> None:
         time.sleep(0.1)
 
 
-def test_stages_on_two_nodes_answer_as_one_process(cluster: Cluster) -> None:
-    with serve(*SHAPE) as server:
-        expected = ask(server.url)
+def test_stages_on_two_nodes_answer_as_one_process(cluster: Cluster, expected: tuple[list[str], list[str]]) -> None:
     api = cluster.serve_when_free(*SHAPE, *GRID, *RAY)
     names = {
         host.address: sorted(p.name() for p in raylet.family() if p.is_running() and p.name().startswith("quire-rank"))
         for host, raylet in zip(cluster.hosts, cluster.raylets, strict=True)
     }
     assert names == {HEAD: ["quire-rank-0", "quire-rank-1"], "10.77.0.2": ["quire-rank-2", "quire-rank-3"]}
-    assert ask(URL, cluster.hosts[0]) == expected
+    assert ask(URL, cluster.hosts[0]) == expected[0]
     processes = cluster.ours() | api.family()
     api.named("quire-serve").terminate()
     assert api.wait(STOPPED_SECONDS) == 0
@@ -330,4 +338,33 @@ def test_without_restarts_a_node_that_is_lost_is_named_and_all_end(
         with pytest.raises(openai.APIError, match=r"node 2 \(10.77.0.2\)"):
             list(stream)
     assert api.wait(STOPPED_SECONDS) == 1
+    assert_gone(processes)
+
+
+def test_replicas_are_placed_and_restarted_each_on_its_own(
+    cluster: Cluster, expected: tuple[list[str], list[str]]
+) -> None:
+    """With a third raylet, on host 2: replica 0 is on both hosts, replica 1 on both raylets of host 2.
+
+    One of these is lost, and another one takes its place.
+    """
+    third = ("--address", f"{HEAD}:{PORT}", "--num-cpus", "2")
+    cluster.ray(cluster.hosts[1], *third)
+    api = cluster.serve_when_free(*SHAPE, "-pp", "3", "-dp", "2", *RAY)
+    api.wait_for(r"replica 0 on 2 hosts: ranks 0-1 on host 1 \(10.77.0.1\), rank 2 on host 2 \(10.77.0.2\)", 0)
+    api.wait_for(r"replica 1 on 2 hosts: ranks 0-1 on host 1 \(10.77.0.2\), rank 2 on host 2 \(10.77.0.2\)", 0)
+    there = {process.name(): raylet for raylet in cluster.raylets[1:] for process in raylet.family()}
+    with cluster.hosts[0].inside():
+        assert ask(URL) == expected[0]
+        assert asyncio.run(streams(URL, there["quire-node-1"].kill_all)) == expected[1]
+        api.wait_for(r"ERROR .*replica 1: node 1 \(10.77.0.2\) was lost: .*; restarting it", 0)
+        cluster.ray(cluster.hosts[1], *third)
+        until(lambda: "replica 1 is up again" in api.text, 150)
+        api.wait_for("Ray says that the node has died; looking for another place", 0)
+        metrics = httpx.get(f"{URL}/metrics").text
+        assert re.search('quire:engine_deaths_total{engine="0".*} 0.0', metrics)
+        assert re.search('quire:replicas{.*state="up"} 2.0', metrics)
+    processes = cluster.ours() | api.family()
+    api.named("quire-serve").terminate()
+    assert api.wait(STOPPED_SECONDS) == 0
     assert_gone(processes)

@@ -34,7 +34,7 @@ LONG = 120
 
 def ask(url: str, prompt: str, max_tokens: int = 24, **body: object) -> str:
     asked = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, **body}
-    with httpx.Client(base_url=url, timeout=120) as client:
+    with httpx.Client(base_url=url, headers=KEY, timeout=120) as client:
         return str(client.post("/v1/completions", json=asked).raise_for_status().json()["choices"][0]["text"])
 
 

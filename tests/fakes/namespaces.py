@@ -1,4 +1,4 @@
-"""Hosts for tests: network namespaces joined by a cable, each with processes of its own.
+"""Hosts for tests: network namespaces joined by a cable or a switch, each with processes of its own.
 
 Processes of one host have no shared memory and no process numbers in common with those of another (they are in a
 namespace of their own for these, too), so that nothing takes two of them for one machine. What a killed run has left is
@@ -16,7 +16,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -176,34 +176,64 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
 
     Fails the test where this may not be done.
     """
+    with _hosts(2) as (first, second):
+        _connect(first, "eth0", second, "eth0")
+        _plug_in([first, second])
+        yield first, second
+
+
+@contextlib.contextmanager
+def switched_hosts(count: int) -> Iterator[list[Host]]:
+    """So many hosts at a switch, at 10.77.0.1 and so on; as `two_hosts`."""
+    with _hosts(count + 1) as (*hosts, switch):
+        _ip("-n", switch.name, "link", "add", "switch", "type", "bridge")
+        _ip("-n", switch.name, "link", "set", "switch", "up")
+        for number, host in enumerate(hosts):
+            _connect(host, "eth0", switch, f"port{number}")
+            _ip("-n", switch.name, "link", "set", f"port{number}", "up", "master", "switch")
+        _plug_in(hosts)
+        yield hosts
+
+
+@contextlib.contextmanager
+def _hosts(count: int) -> Iterator[list[Host]]:
+    """Hosts that are not connected."""
     reason = _missing()
     if reason:
-        pytest.fail(f"network namespaces cannot be made here, and two hosts are not tested: {reason}")
+        pytest.fail(f"network namespaces cannot be made here, and several hosts are not tested: {reason}")
     _remove_leftovers()
     made: list[Host] = []
     try:
-        for number in (1, 2):
+        for number in range(1, count + 1):
             has_ipv6 = Path("/proc/net/if_inet6").exists()
             address6 = f"fd77::{number}" if has_ipv6 else ""
             host = Host(f"{_PREFIX}{os.getpid()}-{number}", f"10.77.0.{number}", address6)
             _ip("netns", "add", host.name)
             made.append(host)
-        first, second = made
-        _ip("link", "add", "eth0", "netns", first.name, "type", "veth", "peer", "name", "eth0", "netns", second.name)
-        for host in made:
-            _ip("-n", host.name, "link", "set", "lo", "up")
-            _ip("-n", host.name, "address", "add", f"{host.address}/24", "dev", "eth0")
-            if host.address6:
-                _ip("-n", host.name, "address", "add", f"{host.address6}/64", "dev", "eth0", "nodad")
-            host.set_link(True)
         with pytest.MonkeyPatch.context() as patch:
             # Ranks of one host that an earlier test ran in this process have had them set.
             for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
                 patch.delenv(name, raising=False)
-            yield first, second
+            yield made
     finally:
         for host in made:
             host.close()
+
+
+def _connect(one: Host, interface: str, other: Host, other_interface: str) -> None:
+    """Put a cable between two hosts."""
+    ends = (interface, "netns", one.name, "type", "veth", "peer", "name", other_interface, "netns", other.name)
+    _ip("link", "add", *ends)
+
+
+def _plug_in(hosts: Sequence[Host]) -> None:
+    """Give the interfaces of hosts their addresses, and turn them on."""
+    for host in hosts:
+        _ip("-n", host.name, "link", "set", "lo", "up")
+        _ip("-n", host.name, "address", "add", f"{host.address}/24", "dev", "eth0")
+        if host.address6:
+            _ip("-n", host.name, "address", "add", f"{host.address6}/64", "dev", "eth0", "nodad")
+        host.set_link(True)
 
 
 @pytest.fixture

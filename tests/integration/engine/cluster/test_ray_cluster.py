@@ -7,15 +7,19 @@ import json
 import logging
 import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quire.engine.cluster import ray_cluster
-from quire.engine.config import devices
+from quire.engine.config import devices, plan_text
 from quire.engine.config.devices import Devices
+from quire.engine.config.engine_config import EngineConfig
 from quire.engine.config.options import EngineOptions
+from quire.engine.config.resolve import resolve
+from quire.engine.core.launch import replica_config
 from quire.engine.protocol.errors import ConfigError
 
 OPTIONS = EngineOptions(distributed_executor_backend="ray", tensor_parallel_size=2, pipeline_parallel_size=2)
@@ -23,9 +27,8 @@ ANSWER: dict[str, Any] = {
     "address": "10.0.0.1:6379",
     "head": "10.0.0.1",
     "kind": "cpu",
-    "nodes": [("a", "10.0.0.1"), ("b", "10.0.0.2")],
-    "ranks_per_node": [3, 1],
-    "memory": [900, 200],
+    "replicas": [{"nodes": [("a", "10.0.0.1"), ("b", "10.0.0.2")], "ranks_per_node": [3, 1]}],
+    "memory": {"a": 900, "b": 200},
 }
 
 
@@ -44,6 +47,10 @@ def answer(monkeypatch: pytest.MonkeyPatch, **changes: object) -> None:
     play(monkeypatch, f"print({text!r})")
 
 
+def of_replicas(config: EngineConfig) -> list[EngineConfig]:
+    return [replica_config(config, replica, "") for replica in config.parallel.local_replicas]
+
+
 def refusal(options: EngineOptions = OPTIONS) -> str:
     with pytest.raises(ConfigError) as error:
         ray_cluster.find(options)
@@ -55,15 +62,37 @@ def test_ranks_go_where_the_cluster_has_room(monkeypatch: pytest.MonkeyPatch) ->
     answer(monkeypatch)
     found = ray_cluster.find(OPTIONS)
     assert found is not None
-    placement, available = found
+    (placement,), available = found
     assert [placement.ranks_of(node) for node in range(3)] == [range(0), range(3), range(3, 4)]  # node 0 is the core
     assert placement.nodes == (("a", "10.0.0.1"), ("b", "10.0.0.2"))
     assert (placement.options.device, placement.options.master_addr) == ("cpu", "10.0.0.1")
     assert available == Devices("cpu", 4, 200)  # of one rank, on the node with least for each
 
 
+def test_replicas_share_what_a_host_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = {"nodes": [("a", "10.0.0.1")], "ranks_per_node": [2], "bundles": [0]}
+    second = {"nodes": [("a", "10.0.0.1"), ("b", "10.0.0.2")], "ranks_per_node": [1, 1], "bundles": [1]}
+    answer(monkeypatch, replicas=[first, second], memory={"a": 900 << 30, "b": 400 << 30})
+    options = replace(OPTIONS, tensor_parallel_size=1, data_parallel_size=2)
+    config = resolve(options)
+    assert [each.parallel.hosts for each in of_replicas(config)] == [range(2), range(3)]
+    assert [each.parallel.executor for each in of_replicas(config)] == ["ray", "ray"]
+    found = ray_cluster.find(options)
+    assert found is not None
+    placements, available = found
+    assert [each.all_ranks_per_node for each in placements] == [(3,), (3, 1)]
+    assert [each.bundles for each in placements] == [(0,), (1,)]
+    assert available == Devices("cpu", 4, 300 << 30)
+    text = "\n".join(plan_text.parallel_lines(config.parallel, config.model.architecture))
+    assert "  replica 0 on 1 host: ranks 0-1 on host 1 (10.0.0.1)\n" in text
+    assert "  replica 1 on 2 hosts: rank 0 on host 1 (10.0.0.1), rank 1 on host 2 (10.0.0.2)\n" in text
+    assert (
+        "  pipeline across hosts over the network\n  2 replicas, which run independently, each with the ranks" in text
+    )
+
+
 def test_a_gpu_is_one_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    answer(monkeypatch, kind="cuda", memory=[900, 700])
+    answer(monkeypatch, kind="cuda", memory={"a": 900, "b": 700})
     found = ray_cluster.find(OPTIONS)
     assert found is not None
     assert found[1] == Devices("cuda", 4, 700)
@@ -127,7 +156,12 @@ def test_a_ray_client_is_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     ("changes", "message"),
     [
         ({"nnodes": 2}, "--nnodes 2 is not supported with"),
-        ({"data_parallel_size": 2}, "--data-parallel-size 2 is not supported with"),
+        (
+            {"data_parallel_size": 2, "data_parallel_size_local": 1},
+            "--data-parallel-size-local 1 is not supported with",
+        ),
+        ({"data_parallel_size": 2, "data_parallel_start_rank": 1}, "--data-parallel-start-rank 1 is not supported"),
+        ({"data_parallel_size": 2, "enable_expert_parallel": True}, "replicas that share experts are not supported"),
     ],
 )
 def test_what_ray_does_not_do_is_refused(changes: dict[str, Any], message: str) -> None:

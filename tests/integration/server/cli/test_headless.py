@@ -63,6 +63,7 @@ class Alone:
     ended: LinkEnded | None = None
     drain_seconds: float | None = None
     restarts_group: bool = False
+    masters: dict[int, tuple[str, int]] = field(default_factory=dict)
 
     @property
     def requests(self) -> dict[int, str]:

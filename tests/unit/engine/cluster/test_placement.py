@@ -17,7 +17,8 @@ def nodes(*counts: int | tuple[int, int]) -> list[ClusterNode]:
 
 
 def placed(found: list[ClusterNode], tp: int, pp: int) -> list[tuple[str, list[int]]]:
-    return [(share.node.address, list(share.ranks)) for share in place(found, tp, pp, "GPU")]
+    (shares,) = place(found, tp, pp, "GPU")
+    return [(share.node.address, list(share.ranks)) for share in shares]
 
 
 @pytest.mark.parametrize(
@@ -41,9 +42,38 @@ def test_stages_are_whole_on_few_hosts(
 
 
 def test_a_stage_that_no_host_could_hold_is_cut() -> None:
-    assert split_stages(place(nodes(2, 2), 4, 1, "GPU"), 4) == [0]
-    assert split_stages(place(nodes(3, 3, 2), 4, 2, "GPU"), 4) == [0, 1]
-    assert split_stages(place(nodes(2, 2), 2, 2, "GPU"), 2) == []
+    assert split_stages(place(nodes(2, 2), 4, 1, "GPU")[0], 4) == [0]
+    assert split_stages(place(nodes(3, 3, 2), 4, 2, "GPU")[0], 4) == [0, 1]
+    assert split_stages(place(nodes(2, 2), 2, 2, "GPU")[0], 2) == []
+
+
+@pytest.mark.parametrize(
+    ("counts", "tp", "pp", "expected"),
+    [
+        ((4, 4), 2, 2, [{"10.0.0.1": 4}, {"10.0.0.2": 4}]),
+        ((8, 4), 2, 2, [{"10.0.0.2": 4}, {"10.0.0.1": 4}]),  # the smallest host that is enough
+        ((2, 2, 2, 2), 2, 2, [{"10.0.0.1": 2, "10.0.0.2": 2}, {"10.0.0.3": 2, "10.0.0.4": 2}]),
+        ((6, 2), 2, 2, [{"10.0.0.1": 4}, {"10.0.0.1": 2, "10.0.0.2": 2}]),
+    ],
+)
+def test_replicas_have_devices_of_their_own(
+    counts: tuple[int, ...], tp: int, pp: int, expected: list[dict[str, int]]
+) -> None:
+    placed = place(nodes(*counts), tp, pp, "GPU", replicas=2)
+    assert [{share.node.address: len(share.ranks) for share in shares} for shares in placed] == expected
+
+
+@pytest.mark.parametrize(
+    ("counts", "message"),
+    [
+        ((4, 2), "--data-parallel-size 2 needs 8 GPUs; the Ray cluster has 6: 4 GPUs on 10.0.0.1, 2 GPUs on 10.0.0.2"),
+        ((5, 3), "stage 1 of 2 finds none with 2 GPUs left; the Ray cluster has 5 GPUs on 10.0.0.1, 3 GPUs on"),
+    ],
+)
+def test_too_few_devices_for_all_replicas_have_the_numbers(counts: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        place(nodes(*counts), 2, 2, "GPU", replicas=2)
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +105,7 @@ def test_placement_errors_have_the_numbers(
 @given(st.lists(st.integers(0, 9), max_size=6), st.integers(1, 8), st.integers(1, 4))
 def test_every_rank_has_one_device(counts: list[int], tp: int, pp: int) -> None:
     try:
-        shares = place(nodes(*counts), tp, pp, "GPU")
+        (shares,) = place(nodes(*counts), tp, pp, "GPU")
     except ConfigError:
         assert sum(counts) < tp * pp or (max(counts) >= tp and sum(count // tp for count in counts) < pp)
         return

@@ -207,6 +207,8 @@ def test_missing_and_invalid_gpus_are_reported(install: Install) -> None:
         ({"tensor_parallel_size": 8, "nnodes": 2}, (4,)),
         ({"tensor_parallel_size": 2, "pipeline_parallel_size": 3, "nnodes": 2}, (2, 1)),
         ({"tensor_parallel_size": 2, "pipeline_parallel_size": 3, "nnodes": 2, "node_rank": 1}, (1, 2)),
+        ({"tensor_parallel_size": 4, "data_parallel_size": 2, "nnodes": 4, "node_rank": 3}, (2,)),
+        ({"tensor_parallel_size": 2, "data_parallel_size": 4, "nnodes": 2, "node_rank": 1}, (2, 2)),
         ({"tensor_parallel_size": 2, "data_parallel_size": 3}, (2, 2, 2)),
         ({"tensor_parallel_size": 2, "data_parallel_size": 3, "data_parallel_size_local": 0}, ()),
     ],

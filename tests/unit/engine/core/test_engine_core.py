@@ -128,6 +128,14 @@ def test_each_api_process_gets_its_own_outputs_once_a_step(stages: int, depth: i
     assert wire.outputs(0, "long")[-1].finish_reason is None, "it may go on elsewhere"
 
 
+def test_why_it_stops_is_kept_for_other_hosts() -> None:
+    for reason in ("", "the host with the API was lost"):
+        core = core_with({0: [Shutdown(reason)]}, [Probe(0, 7)])
+        core.run()
+        core.close()
+        assert core.stop_reason == reason
+
+
 @pytest.mark.parametrize(("stages", "depth"), [(1, 1), (1, 2), (2, 2)])
 def test_nothing_is_kept_of_plans_whose_time_does_not_show(stages: int, depth: int) -> None:
     """One request alone never fills a pipeline."""

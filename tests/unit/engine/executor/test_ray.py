@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from quire.engine.cluster import ray_cluster
-from quire.engine.cluster.ray_launcher import RayLauncher
+from quire.engine.cluster.ray_launcher import NodesGone, RayLauncher
 from quire.engine.config.engine_config import EngineConfig, RayPlacement
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import resolve
@@ -30,6 +30,7 @@ class FakeRay(ModuleType):
         self.util = SimpleNamespace(placement_group=self._make, remove_placement_group=self.removed.append)
         self.exceptions = SimpleNamespace(RayError=RuntimeError)
         self.kill = self.killed.append
+        self.dead: set[str] = set()
 
     def _make(self, bundles: list[dict[str, float]], bundle_label_selector: list[dict[str, str]]) -> object:
         self.bundles += bundle_label_selector
@@ -42,6 +43,9 @@ class FakeRay(ModuleType):
     def wait(self, refs: list[object], num_returns: int, timeout: float) -> tuple[list[object], list[object]]:
         return refs[: self._started], refs[self._started :]
 
+    def nodes(self) -> list[dict[str, object]]:
+        return [{"NodeID": name, "Alive": name not in self.dead} for name in ("a", "b")]
+
     def shutdown(self) -> None:
         pass
 
@@ -51,8 +55,8 @@ def config() -> EngineConfig:
     """Three ranks on node 1, one on node 2."""
     config = resolve(EngineOptions(pipeline_parallel_size=4, distributed_executor_backend="mp"))
     nodes = (("a", "10.0.0.1"), ("b", "10.0.0.2"))
-    place = RayPlacement("10.0.0.1:6379", None, nodes, (3, 1), (), EngineOptions())
-    return replace(config, parallel=replace(config.parallel, nodes=3, ray=place))
+    place = RayPlacement("10.0.0.1:6379", None, nodes, (3, 1), (3, 1), (), EngineOptions())
+    return replace(config, parallel=replace(config.parallel, nodes=3, ray=(place,)))
 
 
 def use(monkeypatch: pytest.MonkeyPatch, **fake: Any) -> FakeRay:
@@ -86,3 +90,26 @@ def test_workers_that_do_not_start_are_reported_with_their_node(
     launcher.close()
     assert len(ray.killed) == 4
     assert len(ray.removed) == 1
+
+
+def test_ranks_get_other_places_when_a_node_has_gone(monkeypatch: pytest.MonkeyPatch, config: EngineConfig) -> None:
+    launcher, ray = RayLauncher(config, "info"), use(monkeypatch, has_room=True, started=4)
+    ray.dead.add("b")
+    with pytest.raises(NodesGone, match=r"node 2 \(10.0.0.2\): Ray says that the node has died"):
+        launcher.start(0, lambda node, reason: None)
+    launcher.close()
+    assert not ray.bundles
+    former = config.parallel.placement
+    assert former is not None
+    other = replace(former, nodes=(("a", "10.0.0.1"),), ranks_per_node=(4,), options=EngineOptions(model="other"))
+    asked: list[EngineOptions] = []
+
+    def find(options: EngineOptions) -> object:
+        asked.append(options)
+        return (other,), None
+
+    monkeypatch.setattr(ray_cluster, "find", find)
+    two = replace(config, parallel=replace(config.parallel, ray=(other, former), replica=1, replicas=2))
+    placed = ray_cluster.place_again(two).parallel
+    assert (placed.hosts, placed.ray[0], placed.ray[1]) == (range(2), other, replace(other, options=former.options))
+    assert [(each.distributed_executor_backend, each.data_parallel_size) for each in asked] == [("ray", 1)]

@@ -14,11 +14,13 @@ from typing import Any
 
 import pytest
 
-from quire.engine.cluster import network
+from quire.engine.cluster import control_plane, network
+from quire.engine.cluster.control_plane import Follower, Leader, LinkEnded
 from quire.engine.config.engine_config import EngineConfig, ExpertParallelConfig
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import shared_settings
-from quire.engine.core.launch import reserve_ports
+from quire.engine.core.launch import replica_config, reserve_ports
+from quire.engine.executor import nodes
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.supervision import ReplicaUp
 from quire.server.frontend.dp_coordinator import DPCoordinator, DPLeader, DPMember, ReplicaDied, connect_hosts, role
@@ -71,6 +73,26 @@ class Site:
         scheduler = replace(plain.scheduler, max_num_batched_tokens=tokens)
         config = replace(plain, model=model, scheduler=scheduler, parallel=parallel)
         return replace(config, shared_settings=shared_settings(asked, config))
+
+    def node(self, number: int, **options: Any) -> EngineConfig:
+        """Of one of four hosts, two for each replica."""
+        of_all = {"nnodes": 4, "node_rank": number, "master_port": self.port, **options}
+        config = self.config(options.get("data_parallel_size", 2), None, 1, **of_all)
+        replica, master = number // 2, ("127.0.0.1", self.port)
+        parallel = replace(config.parallel, nnodes=4, nodes=2, node=number, first_node=2 * replica, replica=replica)
+        local = range(replica, replica + 1)
+        return replace(config, parallel=replace(parallel, local_replicas=local, master=master, coordinator=master))
+
+    def further(self, config: EngineConfig) -> Future[Follower]:
+        """A host that is not its replica's first."""
+        return self.pool.submit(self._held, lambda: nodes._join(config.parallel, nodes._describe_node(config)))
+
+    def first(self, config: EngineConfig) -> Leader:
+        """The core of a replica, which its further hosts join."""
+        own, expected = nodes._describe_node(config), config.parallel.hosts[1:]
+        leader = Leader(own, *config.parallel.master, expected, on_message=ignore, on_lost=ignore)
+        self.stack.callback(leader.close)
+        return leader
 
     def api(self, config: EngineConfig, count: int = 1) -> Future[DPCoordinator | None]:
         return self.pool.submit(self._held, lambda: connect_hosts(config, count))
@@ -125,6 +147,10 @@ def listener() -> Listener:
     return Listener()
 
 
+def ignore(*_: object) -> None:
+    """A callback."""
+
+
 def joined(future: Future[DPCoordinator | None]) -> DPCoordinator:
     hosts = future.result(30)
     assert hosts is not None
@@ -148,6 +174,89 @@ def test_all_learn_all_addresses_in_whatever_order_they_come(site: Site, late: s
     for other in others:
         member = other.result(30)
         assert (member.requests, member.responses, member.init_method) == (api.requests, api.responses, api.init_method)
+
+
+def test_a_further_host_of_a_replica_is_told_where_its_first_is(
+    listener: Listener, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once that is there, also when it has come back elsewhere."""
+    monkeypatch.setattr(control_plane, "_HEARTBEAT_SECONDS", 0.05)
+    monkeypatch.setattr(control_plane, "_RECONNECT_MS", 5)
+    further = [site.further(site.node(number)) for number in (1, 3)]
+    starting, member = site.api(site.node(0)), site.headless(site.node(2)).result(30)
+    api = joined(starting)
+    api.watch(listener)
+    assert listener.notices.get(timeout=10) == (1, api.requests[1])
+    assert (set(member.masters), set(api.masters)) == ({1}, {0, 1})
+    leaders = [
+        site.first(replica_config(site.node(2 * replica), replica, "", hosts.masters[replica]))
+        for replica, hosts in enumerate((api, member))
+    ]
+    assert [leader.wait(20).keys() for leader in leaders] == [{1}, {3}]
+    leaders[1].close("rank 1 was killed by SIGKILL")
+    with pytest.raises(LinkEnded, match="rank 1 was killed"):
+        further[1].result(30).receive(20)
+    member.close("the lights went out")
+    assert listener.notices.get(timeout=10)[0] == 1
+    again = site.further(site.node(3))
+    with pytest.raises(ConfigError, match=r"node 3 .* has --max-num-seqs 7, and the host with the API .* has 256"):
+        refused(site.further(site.node(3, max_num_seqs=7)))
+    back = site.headless(site.node(2)).result(30)
+    assert back.masters != member.masters
+    leader = site.first(replica_config(site.node(2), 1, "", back.masters[1]))
+    assert leader.wait(20).keys() == {3}
+    again.result(20)
+
+
+def refused(future: Future[Any]) -> None:
+    try:
+        future.result(30)
+    except LinkEnded as ended:
+        raise ConfigError(ended.reason) from None
+
+
+@pytest.mark.parametrize(
+    ("node", "options", "reason"),
+    [
+        (1, {"data_parallel_size": 1}, r"node 1 .* has --data-parallel-size 1, and the host with the API .* has 2"),
+        (3, {"nnodes": 6}, r"node 3 .* has --nnodes 6, and the host with the API .* has 4; start every host with the"),
+        (2, {"data_parallel_size": 4, "nnodes": 4}, r"replica 1 .* has --data-parallel-size 4, and the host with"),
+    ],
+)
+def test_nodes_that_count_differently_are_refused_at_once(
+    site: Site, node: int, options: dict[str, Any], reason: str
+) -> None:
+    """Whatever role they take themselves for, before anything else has come."""
+    starting = site.api(site.node(0))
+    config = site.node(node, **options)
+    other = site.headless(config) if node % 2 == 0 else site.further(config)
+    for future in (starting, other):
+        with pytest.raises(ConfigError, match=reason):
+            refused(future)
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_a_number_that_comes_from_other_settings_is_told_by_them(site: Site, size: int) -> None:
+    """The start goes on without it."""
+    starting, config = site.api(site.node(0)), site.node(3, data_parallel_size=size)
+    if size == 4:
+        config = replace(config, parallel=replace(config.parallel, local_replicas=range(3, 4), nodes=1, first_node=3))
+    other = site.headless(config) if size == 4 else site.further(config)
+    with pytest.raises(ConfigError, match=rf" 3 .* has --data-parallel-size {size}, and the host with the API .* has"):
+        refused(other)
+    site.headless(site.node(2)).result(30)
+    joined(starting)
+
+
+def test_two_hosts_with_the_same_number_are_refused_by_name(site: Site) -> None:
+    starting, member = site.api(site.node(0)), site.headless(site.node(2)).result(30)
+    joined(starting)
+    with pytest.raises(ConfigError, match=r"replica 1 .* cannot join: replica 1 .* is replica 1 already"):
+        site.headless(site.node(2)).result(30)
+    site.first(replica_config(site.node(2), 1, "", member.masters[1]))
+    site.further(site.node(3)).result(30)
+    with pytest.raises(ConfigError, match=r"node 3 .* cannot join: node 3 .* is node 3 already"):
+        refused(site.further(site.node(3)))
 
 
 @pytest.mark.skipif(network.interface_of("::1") is None, reason="this host has no IPv6")

@@ -349,8 +349,8 @@ def test_an_added_replica_that_cannot_start_stays_dead_until_the_next_call(engin
     ("changes", "count", "reason"),
     [
         ({"experts": ExpertParallelConfig()}, 1, "--enable-expert-parallel replicas share experts, and their number"),
-        ({"executor": "ray"}, 2, "that Ray starts is fixed; start further servers"),
-        ({"nodes": 2}, 2, r"span several hosts \(--nnodes\) or"),
+        ({"executor": "ray"}, 2, "that Ray starts, is fixed; restart the server with another --data-parallel-size"),
+        ({"nnodes": 2}, 2, "the number of replicas on several --nnodes"),
         ({"local_replicas": range(0)}, 3, "this host has no replicas .* start another host with --headless"),
         ({"device": "cuda"}, 3, "replica 2 needs 1 more GPU, and 0 of the 2 that are visible are unused"),
         ({}, 1000, "Not enough memory for replica 2: needs .* available"),
@@ -391,6 +391,7 @@ class Hosts(DPLeader):
         self.joined: set[int] = set()
         self.dismissed: list[tuple[int, str]] = []
         self.requests, self.responses, self.init_method = {0: "ipc://0"}, ("tcp://10.0.0.1:1",), ""
+        self.masters: dict[int, tuple[str, int]] = {}
 
     def watch(self, listener: object) -> None:
         pass
@@ -470,6 +471,7 @@ class Member(DPMember):
     def __init__(self) -> None:
         self.requests, self.responses = {n: f"tcp://10.0.0.{n + 2}:1" for n in range(2)}, ("tcp://10.0.0.1:2",)
         self.init_method = "tcp://10.0.0.1:1"
+        self.masters = {}
 
     def watch(self, listener: object) -> None:
         pass
