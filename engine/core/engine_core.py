@@ -9,8 +9,8 @@ import contextlib
 import gc
 import logging
 import os
-import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -459,17 +459,11 @@ def _listen(connection: SupervisorConnection, io: EngineCoreIO) -> None:
 
 
 def main() -> None:
-    # The supervisor decides when a core stops. Service managers send SIGTERM to all processes of a service.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    process.share_cores()
     connection = SupervisorConnection()
-    args: CoreArgs = connection.receive_args()
+    args: CoreArgs
+    args, folder = connection.receive_args()
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
     replica = args.config.parallel.replica if args.config.parallel.replicas > 1 else None
     process.set_name("quire-core" if replica is None else f"quire-core-{replica}")
     log.setup(args.log_level, "core" if replica is None else f"core {replica}")
     sys.exit(serve(args, connection))
-
-
-if __name__ == "__main__":
-    main()
