@@ -33,6 +33,8 @@ SECTIONS: dict[str, tuple[str, dict[str, str]]] = {
             "that reaches `--master-addr` or `--data-parallel-address`.",
             "QUIRE_KERNEL_CACHE": "Folder of the compiled CPU kernels. Default: `quire/kernels` in `$XDG_CACHE_HOME`. "
             "The folder may be filled beforehand and be read-only.",
+            "QUIRE_PACKED_CACHE": "Folder of the packed weights (`--packed-cache`). Default: `quire/packed` in "
+            "`$XDG_CACHE_HOME`. The folder may be filled beforehand and be read-only.",
             "TMPDIR": "Folder in which a server, or a further node, makes a folder `quire-…` for its sockets and "
             "temporary files. The path must be short. Default: `/tmp`.",
             "QUIRE_SHARE_GPU": "`1` lets several ranks share one GPU, to try out a layout. Slow; not for production.",
