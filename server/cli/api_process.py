@@ -37,9 +37,10 @@ logger = logging.getLogger(__name__)
 
 def http_server(frontend: Frontend, options: ServerOptions, names: tuple[str, ...]) -> uvicorn.Server:
     """Create the HTTP server of a frontend, the same in every API process. The caller handles signals."""
-    from quire.server.app import create_app
-    from quire.server.http import connection
-    from quire.server.http.state import ServedModel
+    with process.imports():
+        from quire.server.app import create_app
+        from quire.server.http import connection
+        from quire.server.http.state import ServedModel
 
     http = uvicorn.Server(
         uvicorn.Config(
