@@ -1,8 +1,8 @@
 """Starts processes, watches them, and restarts those that die or hang.
 
-A supervised process runs `python -m MODULE`. Its standard input is one end of a pair of sockets, over which it receives
-its arguments (pickled), then `ToProcess` messages, and sends `FromProcess` messages. Either side's end of file means
-that the other has exited, so a supervised process never outlives its supervisor.
+A supervised process runs `main` of a module (`quire.engine.supervised`). Its standard input is one end of a pair of
+sockets, over which it receives its arguments (pickled), then `ToProcess` messages, and sends `FromProcess` messages.
+Either side's end of file means that the other has exited, so a supervised process never outlives its supervisor.
 """
 
 from __future__ import annotations
@@ -56,10 +56,14 @@ class Process(Protocol):
         """Kill the processes that it has left behind."""
 
 
-class _Popen(subprocess.Popen[bytes]):
-    """A process that leads a session (setsid(2))."""
+class StartedProcess(subprocess.Popen[bytes]):
+    """A process that leads a session (setsid(2)), and waits for its arguments when its imports are done."""
 
     connection: Connection[bytes, bytes]
+
+    def give(self, args: Any) -> None:
+        """Send the process its arguments."""
+        self.connection.send_bytes(pickle.dumps(args))
 
     def kill_session(self) -> None:
         for stat in Path("/proc").glob("[0-9]*/stat"):
@@ -73,11 +77,20 @@ def start_process(
     module: str, args: Any, *, pass_fds: Sequence[int] = (), env: Mapping[str, str] | None = None
 ) -> Process:
     """Start a module as a separate process (not a fork: the caller's `__main__` is not imported again)."""
+    process = start_imports(module, pass_fds=pass_fds, env=env)
+    process.give(args)
+    return process
+
+
+def start_imports(
+    module: str, *others: str, pass_fds: Sequence[int] = (), env: Mapping[str, str] | None = None
+) -> StartedProcess:
+    """Start a process that imports the module, and others that it will need, before its arguments are known."""
     own, theirs = Pipe()
     # -P: imports nothing from the current folder.
-    command = [sys.executable, "-P", "-m", module]
+    command = [sys.executable, "-P", "-m", "quire.engine.supervised", module, *others]
     with theirs:
-        process = _Popen(
+        process = StartedProcess(
             command,
             stdin=theirs.fileno(),
             start_new_session=True,
@@ -85,7 +98,6 @@ def start_process(
             env=None if env is None else {**os.environ, **env},
         )
     process.connection = own
-    own.send_bytes(pickle.dumps(args))
     return process
 
 
@@ -107,8 +119,11 @@ class SupervisorConnection:
         return self._connection.fileno()
 
     def receive_args(self) -> Any:
-        """Return the first message, the arguments of the process."""
-        return pickle.loads(self._connection.recv_bytes())
+        """Return the first message, the arguments of the process, which exits if the supervisor exits before."""
+        try:
+            return pickle.loads(self._connection.recv_bytes())
+        except EOFError:
+            sys.exit(1)
 
     def receive(self) -> ToProcess:
         """Wait for a message; raises `EOFError` if the supervisor has exited."""

@@ -35,6 +35,8 @@ SECTIONS: dict[str, tuple[str, dict[str, str]]] = {
             "QUIRE_KERNEL_CACHE": "Folder of the CPU kernels that are compiled because none that come with Quire fit. "
             "Default: `quire/kernels` in `$XDG_CACHE_HOME`. "
             "The folder may be filled beforehand and be read-only.",
+            "QUIRE_PACKED_CACHE": "Folder of the packed weights (`--packed-cache`). Default: `quire/packed` in "
+            "`$XDG_CACHE_HOME`. The folder may be filled beforehand and be read-only.",
             "TMPDIR": "Folder in which a server, or a further node, makes a folder `quire-…` for its sockets and "
             "temporary files. The path must be short. Default: `/tmp`.",
             "QUIRE_SHARE_GPU": "`1` lets several ranks share one GPU, to try out a layout. Slow; not for production.",

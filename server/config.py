@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import ssl
 from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
 from quire.engine.config.devices import free_host_memory
-from quire.engine.config.memory_plan import format_bytes
 from quire.engine.config.options import flag
 from quire.engine.protocol.errors import ConfigError
 
@@ -193,6 +191,8 @@ class ServerOptions(ModelOptions):
             raise ConfigError(f"--api-server-count {self.api_server_count}: must be at least 1")
         free = free_host_memory()
         if self.api_server_count > max(1, fitting := free // _API_PROCESS_BYTES):
+            from quire.engine.config.memory_plan import format_bytes  # slow to import
+
             raise ConfigError(
                 f"--api-server-count {self.api_server_count}: each process needs at least "
                 f"{format_bytes(_API_PROCESS_BYTES)} of memory, and {format_bytes(free)} is free; use at most {fitting}"
@@ -236,6 +236,8 @@ class ServerOptions(ModelOptions):
             raise ConfigError(f"--ssl-cert-reqs {self.ssl_cert_reqs} requires --ssl-ca-certs")
         if self.ssl_certfile is None:
             return
+        import ssl  # slow to import
+
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
             context.load_cert_chain(self.ssl_certfile, self.ssl_keyfile, password=lambda: "")

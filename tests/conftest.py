@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +20,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Before anything imports Triton, half of which is compiled by itself. On a GPU, it is not to be interpreted."""
     if config.option.markexpr != "gpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")
+    # Neither do tests fill the user's folder, nor do they get weights that another version has packed.
+    os.environ["QUIRE_PACKED_CACHE"] = tempfile.mkdtemp(prefix="quire-test-packed-")
     # A shell without job control has what it puts into the background ignore Ctrl-C, and children inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -30,6 +34,7 @@ def pytest_collection_finish() -> None:
 def pytest_sessionfinish() -> None:
     """Extension modules report what is frozen as leaked."""
     gc.unfreeze()
+    shutil.rmtree(os.environ["QUIRE_PACKED_CACHE"], ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)

@@ -60,7 +60,6 @@ from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from quire.engine.cluster import handshake
 from quire.engine.cluster.handshake import Hello, compare
@@ -237,6 +236,8 @@ class _Link(ABC):
 
     def _update_closed(self) -> None:
         while self._monitor.poll(0):
+            from zmq.utils.monitor import recv_monitor_message  # imports asyncio
+
             message = recv_monitor_message(self._monitor)
             if message["event"] == zmq.EVENT_DISCONNECTED:
                 self._closed.add(int(message["value"]))

@@ -20,7 +20,6 @@ from typing import NamedTuple
 
 import zmq
 from zmq.utils import z85
-from zmq.utils.monitor import recv_monitor_message
 
 from quire.engine.cluster.network import limit_retransmission, resolve_address
 from quire.engine.log import printable
@@ -157,6 +156,8 @@ class Security:
         return True
 
     def _run(self, authenticator: zmq.Socket[bytes]) -> None:
+        from zmq.utils.monitor import recv_monitor_message  # imports asyncio
+
         poller, monitors = zmq.Poller(), list[zmq.Socket[bytes]]()
         poller.register(authenticator, zmq.POLLIN)
         try:

@@ -34,6 +34,8 @@ class ModelConfig:
     quantization: Literal["int8", "int4"] | None
     max_model_len: int
     load_format: Literal["safetensors", "pt", "dummy"]
+    packed_cache: float | Literal["auto"] = 0.0
+    """Most GiB of packed weights that are kept on this host's disk; auto: depends on the disk."""
     eos_token_ids: tuple[int, ...]
     trust_remote_code: bool
     seed: int

@@ -44,6 +44,7 @@ def resolve(options: EngineOptions, available: Devices) -> ModelConfig:
         quantization=options.quantization,
         max_model_len=_choose_max_model_len(options, arch, pooler),
         load_format="safetensors" if options.load_format == "auto" else options.load_format,
+        packed_cache=0.0 if options.packed_cache == "off" else options.packed_cache,
         quantized=None if options.load_format == "dummy" else quantized(hf_config),
         eos_token_ids=_eos_token_ids(path, hf_config, arch.vocab_size),
         trust_remote_code=options.trust_remote_code,

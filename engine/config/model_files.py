@@ -195,13 +195,14 @@ def read_headers(folder: Path) -> dict[str, TensorInfo]:
         )
     tensors: dict[str, TensorInfo] = {}
     for file in files:
-        for name, entry in _read_header(file).items():
+        for name, entry in read_header(file).items():
             if name != "__metadata__":
                 tensors[name] = TensorInfo(file, entry["dtype"], tuple(entry["shape"]), name)
     return tensors
 
 
-def _read_header(file: Path) -> dict[str, Any]:
+def read_header(file: Path) -> dict[str, Any]:
+    """Return the header of a file of safetensors. Raises `ConfigError` if it does not fit the file's size."""
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:

@@ -151,6 +151,12 @@ class EngineOptions:
         "format of the weights (auto: *.safetensors); pt: pytorch_model*.bin, unpickling tensors only; dummy: random "
         "weights, reading only config.json and the tokenizer",
     )
+    packed_cache: float | Literal["auto", "off"] = flag(
+        "auto",
+        "most GiB of disk space for weights as CPUs use them (packed, quantized), which the next start maps instead of "
+        "packing them again (auto: 32, a quarter of the free space at most, and no models below 64 MiB)",
+        metavar="GIB",
+    )
     revision: str | None = flag(None, "branch, tag or commit of a Hugging Face repository")
     tokenizer: str | None = flag(None, "folder or repository of the tokenizer (default: the model's)")
     max_logprobs: int = flag(20, "maximum value of logprobs and prompt_logprobs in requests (-1: no limit)")

@@ -36,7 +36,7 @@ _HOST_OPTIONS = frozenset(
         *("model", "tokenizer", "revision", "node_rank", "master_addr", "master_port", "distributed_timeout_seconds"),
         *("cluster_token", "cluster_token_file"),
         *("data_parallel_size_local", "data_parallel_start_rank", "data_parallel_address", "data_parallel_rpc_port"),
-        *("gpu_memory_utilization", "kv_cache_memory_bytes", "watchdog_seconds"),
+        *("gpu_memory_utilization", "kv_cache_memory_bytes", "watchdog_seconds", "packed_cache"),
     }
 )
 """Options that may differ between hosts."""
@@ -147,9 +147,10 @@ def _check_ranges(options: EngineOptions) -> None:
         ("max_model_len", 1),
         ("kv_cache_memory_bytes", 1),
         ("max_logprobs", -1),
+        ("packed_cache", 0),
     ):
         value = getattr(options, name)
-        if value not in (None, "auto") and value < low:
+        if value not in (None, "auto", "off") and value < low:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least {low}, got {value}")
     if not -(1 << 63) <= options.seed < 1 << 63:
         raise ConfigError(f"--seed must be a 64-bit integer, got {options.seed}")

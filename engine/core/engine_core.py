@@ -9,8 +9,8 @@ import contextlib
 import gc
 import logging
 import os
-import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -380,9 +380,10 @@ class EngineCore:
         self._compile_pool.shutdown(wait=False, cancel_futures=True)
 
 
-def serve(args: CoreArgs, connection: SupervisorConnection) -> int:
-    """Run the core; returns the exit code. The supervisor is told of any failure."""
-    age, started = process.age(), time.perf_counter()
+def serve(args: CoreArgs, connection: SupervisorConnection, imports: float) -> int:
+    """Run the core; returns the exit code. The supervisor is told of any failure. The imports have taken `imports`
+    seconds since the start of the process."""
+    started = time.perf_counter()
     config = args.config
     io = EngineCoreIO(args.endpoints, config.parallel.replica, config.parallel.cluster_token)
     threading.Thread(target=_listen, args=(connection, io), daemon=True, name="supervisor").start()
@@ -400,7 +401,11 @@ def serve(args: CoreArgs, connection: SupervisorConnection) -> int:
         core = EngineCore(executor.config, executor, io, incarnation=args.incarnation, expect=heartbeats.expect)
         gc.collect()
         gc.freeze()
-        seconds = {"start engine": age, **executor.seconds, "engine in all": time.perf_counter() - started + age}
+        seconds = {
+            "start engine": imports,
+            **executor.seconds,
+            "engine in all": time.perf_counter() - started + imports,
+        }
         connection.send(Ready(seconds, core.snapshot()))
         core.run()
     except ConfigError as error:
@@ -460,17 +465,11 @@ def _listen(connection: SupervisorConnection, io: EngineCoreIO) -> None:
 
 
 def main() -> None:
-    # The supervisor decides when a core stops. Service managers send SIGTERM to all processes of a service.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    process.share_cores()
-    connection = SupervisorConnection()
-    args: CoreArgs = connection.receive_args()
+    imports, connection = process.age(), SupervisorConnection()
+    args: CoreArgs
+    args, folder = connection.receive_args()
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
     replica = args.config.parallel.replica if args.config.parallel.replicas > 1 else None
     process.set_name("quire-core" if replica is None else f"quire-core-{replica}")
     log.setup(args.log_level, "core" if replica is None else f"core {replica}")
-    sys.exit(serve(args, connection))
-
-
-if __name__ == "__main__":
-    main()
+    sys.exit(serve(args, connection, imports))

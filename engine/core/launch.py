@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import socket
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from quire.engine.config.engine_config import EngineConfig, ParallelConfig
-from quire.engine.config.options import EngineOptions
-from quire.engine.supervisor import Process, start_process
+from quire.engine.supervisor import Process, StartedProcess, start_imports
+
+if TYPE_CHECKING:  # `prepared_core` is called before the command imports much
+    from quire.engine.config.engine_config import EngineConfig, ParallelConfig
+    from quire.engine.config.options import EngineOptions
+
+_CORE, _WORKER = "quire.engine.core.engine_core", "quire.engine.worker.worker"
+_prepared: list[StartedProcess] = []
+"""What `prepared_core` has started, and `start_core` has not taken."""
 
 
 @dataclass(frozen=True)
@@ -86,9 +94,30 @@ class CoreArgs:
     """The number of this start of the replica, which all its outputs have."""
 
 
+@contextlib.contextmanager
+def prepared_core(options: EngineOptions) -> Iterator[None]:
+    """Start the process of an engine core before its configuration is known, so that it imports torch meanwhile.
+
+    `start_core` takes it; if nothing has when the context ends, it is ended.
+    """
+    backend, ranks = options.distributed_executor_backend, options.tensor_parallel_size * options.pipeline_parallel_size
+    has_model = ranks == 1 and backend in ("auto", "uni")
+    _prepared.append(start_imports(_CORE, *[_WORKER] * has_model))
+    try:
+        yield
+    finally:
+        for process in _prepared:
+            process.kill()
+            process.wait()
+            process.connection.close()
+        _prepared.clear()
+
+
 def start_core(args: CoreArgs, folder: str) -> Process:
     """Start an engine core. It creates temporary files in `folder` only, so that none are left when it is killed."""
-    return start_process("quire.engine.core.engine_core", args, env={"TMPDIR": folder})
+    process = _prepared.pop() if _prepared else start_imports(_CORE)
+    process.give((args, folder))
+    return process
 
 
 def exec_node(options: EngineOptions, log_level: str, *, may_rejoin: bool) -> NoReturn:

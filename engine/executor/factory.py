@@ -7,12 +7,8 @@ from collections.abc import Callable
 
 from quire.engine.cluster import ray_cluster
 from quire.engine.cluster.network import LOOPBACK, set_interfaces
-from quire.engine.cluster.ray_launcher import NodesGone, RayLauncher
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.executor.base import Executor
-from quire.engine.executor.mp import MpExecutor
-from quire.engine.executor.nodes import MultiNodeExecutor
-from quire.engine.executor.uni import UniExecutor
 from quire.engine.protocol.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -31,14 +27,24 @@ def start(config: EngineConfig, log_level: str, on_end: Callable[[], None]) -> E
     if config.parallel.is_coupled:
         is_one_host = len(config.parallel.local_replicas) == config.parallel.replicas
         set_interfaces(LOOPBACK if is_one_host else config.parallel.coordinator[0])
+    # Each imports what the others do not need.
     match config.parallel.executor:
         case "uni":
+            from quire.engine.executor.uni import UniExecutor
+
             return UniExecutor(config)
         case "mp" if config.parallel.nodes > 1:
+            from quire.engine.executor.nodes import MultiNodeExecutor
+
             return MultiNodeExecutor(config, log_level, on_end)
         case "mp":
+            from quire.engine.executor.mp import MpExecutor
+
             return MpExecutor(config, log_level, on_end)
         case "ray":
+            from quire.engine.cluster.ray_launcher import NodesGone, RayLauncher
+            from quire.engine.executor.nodes import MultiNodeExecutor
+
             try:
                 return MultiNodeExecutor(config, log_level, on_end, RayLauncher(config, log_level))
             except NodesGone as gone:

@@ -63,7 +63,7 @@ class LocalRanks:
         `on_end` is called, in any thread, as soon as one of them exits. `init_method` is torch.distributed's.
         """
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["quire.engine.worker.worker", __name__])
+        context.set_forkserver_preload(["quire.engine.executor.preload", __name__])
         self.ranks = ranks
         self.arrived: deque[ModelRunnerOutput] = deque()
         self.seconds: dict[str, float] = {}

@@ -11,6 +11,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from quire.engine import process
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.executor.base import StepFuture, WorkerError
 from quire.engine.protocol.runner_output import ModelRunnerOutput
@@ -61,11 +62,11 @@ class UniExecutor:
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        started = time.perf_counter()
         self.config = config
-        from quire.engine.worker.worker import Worker  # imports torch, which takes seconds
+        with process.imports():  # of torch, unless this process was prepared
+            from quire.engine.worker import IMPORT_SECONDS
+            from quire.engine.worker.worker import Worker
 
-        imported = time.perf_counter()
         self._work: SimpleQueue[tuple[Callable[[], None], Future[Any]] | None] = SimpleQueue()
         self._launched: SimpleQueue[tuple[AsyncOutput, Future[ModelRunnerOutput | None]] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
@@ -78,7 +79,7 @@ class UniExecutor:
                 self._threads[-1].start()
             self._worker = self._in_thread(load).result()
         self.config = config.with_blocks(self._worker.num_blocks)
-        self.seconds = {"import torch": imported - started, **self._worker.seconds}
+        self.seconds = {"import torch": IMPORT_SECONDS, **self._worker.seconds}
 
     def submit(self, plan: SchedulerOutput, limit: float) -> StepFuture:
         if self._threads:

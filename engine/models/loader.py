@@ -38,6 +38,7 @@ from quire.engine.models.encoder import Encoder
 from quire.engine.models.families import FAMILIES
 from quire.engine.models.families.tensors import checkpoint_tensors
 from quire.engine.models.model_spec import TransformersModelSpec
+from quire.engine.models.packed_cache import PackedCache
 from quire.engine.models.staging import PinnedStaging
 from quire.engine.protocol.errors import ConfigError
 
@@ -113,7 +114,12 @@ def load_model(
         _report_surplus(checkpoint.headers, model)
     bar = rank == 0 and config.parallel.is_first_local_replica
     if device.type == "cpu":
+        cache = PackedCache.of(config, rank) if pack and isinstance(decoder, Decoder | Encoder) else None
+        if cache is not None and cache.restore(decoder):
+            return decoder
         _fill(units, partial(_read, checkpoint), readers=_READERS, bar=bar)
+        if cache is not None:
+            cache.save(decoder)
     else:
         readers = max(_READERS, min(_GPU_READERS, len(os.sched_getaffinity(0)) // config.parallel.num_local_ranks))
         read = partial(_read, checkpoint, staging=PinnedStaging(device))

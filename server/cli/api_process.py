@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import gc
 import logging
-import signal
 import socket
 import sys
 from collections import deque
@@ -38,9 +37,10 @@ logger = logging.getLogger(__name__)
 
 def http_server(frontend: Frontend, options: ServerOptions, names: tuple[str, ...]) -> uvicorn.Server:
     """Create the HTTP server of a frontend, the same in every API process. The caller handles signals."""
-    from quire.server.app import create_app
-    from quire.server.http import connection
-    from quire.server.http.state import ServedModel
+    with process.imports():
+        from quire.server.app import create_app
+        from quire.server.http import connection
+        from quire.server.http.state import ServedModel
 
     http = uvicorn.Server(
         uvicorn.Config(
@@ -180,9 +180,6 @@ async def _serve(args: ApiProcessArgs, connection: SupervisorConnection) -> int:
 
 
 def main() -> None:
-    # The supervisor decides when this process ends. Service managers send SIGTERM to all processes of a service.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
     # transformers, where it is needed for a tokenizer, imports torch if it can. This process must not load torch.
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     connection = SupervisorConnection()
@@ -192,7 +189,3 @@ def main() -> None:
     log.setup(args.options.log_level, f"api {suffix}".rstrip())
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         sys.exit(runner.run(_serve(args, connection)))
-
-
-if __name__ == "__main__":
-    main()

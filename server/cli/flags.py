@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import yaml
-
 from quire.engine.protocol.errors import ConfigError
 
 T = TypeVar("T")
@@ -89,6 +87,8 @@ def read_config(path: str, known: Sequence[type]) -> list[str]:
 
     Raises `ConfigError` for an unreadable file, and for an unknown key, which it names.
     """
+    import yaml  # slow to import
+
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import time
 
 from quire.engine import log, process
-from quire.engine.cluster.cluster_token import with_cluster_token
 from quire.engine.config.options import EngineOptions
-from quire.engine.config.parallel_config import count_local_ranks, for_headless, is_first_of_replica
-from quire.engine.core.launch import exec_node
+from quire.engine.core.launch import exec_node, prepared_core
 from quire.engine.protocol.errors import ConfigError
 from quire.server.cli import flags
-from quire.server.cli.listen import listen
 from quire.server.config import ServerOptions
-from quire.server.http.api_keys import ApiKeys
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +42,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(parsed: argparse.Namespace) -> int:
     """Serve until a signal arrives (0) or the engine has failed (1)."""
     seconds = {"imports": process.age()}
-    begun = time.monotonic()
     options, server = read_options(parsed)
     log.setup(server.log_level, "serve")
     if process.hide_arguments((*(server.api_key or ()), options.cluster_token or "")):
@@ -54,33 +50,53 @@ def run(parsed: argparse.Namespace) -> int:
             "--cluster-token-file or QUIRE_CLUSTER_TOKEN"
         )
     server.check()
-    if server.headless:
-        options = for_headless(options)
-    options = with_cluster_token(options, is_headless=server.headless)
+    return _run_headless(options, server) if server.headless else _serve(options, server, seconds)
+
+
+# Both import what they need: the parsers of all commands import this module, and a core imports torch meanwhile.
+
+
+def _run_headless(options: EngineOptions, server: ServerOptions) -> int:
+    from quire.engine.cluster.cluster_token import with_cluster_token
+    from quire.engine.config.parallel_config import for_headless, is_first_of_replica
+
+    options = with_cluster_token(for_headless(options), is_headless=True)
     if options.nnodes > 1:
         _check_node(options, server)
-    if server.headless and is_first_of_replica(options):
+    if is_first_of_replica(options):
         from quire.server.cli.headless import serve_replicas
 
         return serve_replicas(options, server)
-    if server.headless:
-        exec_node(options, server.log_level, may_rejoin=server.restart)
-    ApiKeys.load(server)
-    name = DEMO_NAME if options.model == EngineOptions.model else options.model
-    process.set_name("quire-serve")
-    # Not at the top, because the parsers of all commands import this module.
-    from quire.engine.config.plan_text import plan_text
-    from quire.engine.config.resolve import fetch_weights, resolve
-    from quire.server.cli.parent import Server
-    from quire.server.frontend.dp_coordinator import connect_hosts
+    exec_node(options, server.log_level, may_rejoin=server.restart)
 
-    with listen(server) as listener:
-        config = resolve(options)
-        print(plan_text(config), flush=True)
-        fetch_weights(options, config)
-        seconds["resolve"] = time.monotonic() - begun
-        hosts = connect_hosts(config, server.api_server_count)
-        return Server(config, server, server.served_model_name or (name,), listener, seconds, hosts).run()
+
+def _serve(options: EngineOptions, server: ServerOptions, seconds: dict[str, float]) -> int:
+    """`seconds` are the durations of earlier phases."""
+    with contextlib.ExitStack() as stack:
+        with prepared_core(options):
+            begun = time.monotonic()
+            from quire.engine.cluster.cluster_token import with_cluster_token
+            from quire.engine.config.plan_text import plan_text
+            from quire.engine.config.resolve import fetch_weights, resolve
+            from quire.server.cli.listen import listen
+            from quire.server.cli.parent import Server
+            from quire.server.frontend.dp_coordinator import connect_hosts
+            from quire.server.http.api_keys import ApiKeys
+
+            options = with_cluster_token(options)
+            if options.nnodes > 1:
+                _check_node(options, server)
+            ApiKeys.load(server)
+            name = DEMO_NAME if options.model == EngineOptions.model else options.model
+            process.set_name("quire-serve")
+            listener = stack.enter_context(listen(server))
+            config = resolve(options)
+            print(plan_text(config), flush=True)
+            fetch_weights(options, config)
+            seconds["resolve"] = time.monotonic() - begun
+            hosts = connect_hosts(config, server.api_server_count)
+            running = Server(config, server, server.served_model_name or (name,), listener, seconds, hosts)
+        return running.run()
 
 
 def _check_node(options: EngineOptions, server: ServerOptions) -> None:
@@ -91,6 +107,8 @@ def _check_node(options: EngineOptions, server: ServerOptions) -> None:
         )
     if not server.headless and options.node_rank != 0:
         raise ConfigError(f"--node-rank {options.node_rank}: only node 0 runs the API; start this node with --headless")
+    from quire.engine.config.parallel_config import count_local_ranks
+
     count_local_ranks(options)
 
 

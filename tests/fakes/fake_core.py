@@ -275,7 +275,7 @@ def serve(args: CoreArgs, mode: str, channel: Connection[bytes, bytes], killed: 
         core.context.destroy(linger=5000)
 
 
-if __name__ == "__main__":
+def main() -> None:
     own = Connection(os.dup(0))
     args, mode = pickle.loads(own.recv_bytes())
     serve(args, mode, own, threading.Event())

@@ -1,6 +1,6 @@
 """The real engine core, but for a memory that does not suffice for sequences of more than so many tokens.
 
-Its supervisor starts it as `python -m tests.fakes.scarce_core`; the number of tokens is in the environment.
+The number of tokens is in the environment.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ _MOST = "QUIRE_TEST_TOKENS"
 
 def start(args: CoreArgs, folder: str, most: int) -> Process:
     """In place of `quire.engine.core.launch.start_core`."""
-    return start_process(
-        "tests.fakes.scarce_core", args, env={"TMPDIR": folder, "PYTHONPATH": os.getcwd(), _MOST: str(most)}
-    )
+    return start_process("tests.fakes.scarce_core", (args, folder), env={"PYTHONPATH": os.getcwd(), _MOST: str(most)})
 
 
 def limit(most: int) -> None:
@@ -35,6 +33,6 @@ def limit(most: int) -> None:
     DecoderLayer.forward = scarce  # type: ignore[method-assign, assignment]
 
 
-if __name__ == "__main__":
+def main() -> None:
     limit(int(os.environ[_MOST]))
     engine_core.main()

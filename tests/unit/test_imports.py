@@ -19,7 +19,10 @@ FOLDERS = ("quire", "server", "engine", "kernels")
 # Each room, and the rooms below it that it may import. A module belongs to the longest room that fits its name.
 SPEC = ("engine.models.families", "engine.models.model_spec", "engine.models.encoder_spec")
 """What models are, in numbers: the part of `engine.models` without torch."""
-BASE = ("engine.protocol", "engine.log", "engine.process", "engine.runtime_folder", "engine.supervisor")
+BASE = (
+    *("engine.protocol", "engine.log", "engine.process", "engine.runtime_folder"),
+    *("engine.supervisor", "engine.supervised"),
+)
 CONFIG = ("engine.config", "engine.cluster", *SPEC, *BASE)
 """The floor: every room may import it, and nothing in it imports torch."""
 BELOW: dict[str, tuple[str, ...]] = {

@@ -32,9 +32,9 @@ from quire.server.cli.bench.options import COMPLETIONS
 from quire.server.cli.bench.stream import RequestRecord
 
 _COMMAND = (sys.executable, "-P", "-c", "import sys; from quire.server.cli.main import main; sys.exit(main())", "serve")
-_READY = re.compile(r"ready ([\d.]+) s after the start \((.*)\)")
+READY_LINE = re.compile(r"ready ([\d.]+) s after the start \((.*)\)")
 _PHASE = re.compile(r"([a-z][a-z ]*) ([\d.]+) s")
-_SERVING = re.compile(r"serving .* on (http://\S+)")
+SERVING_LINE = re.compile(r"serving .* on (http://\S+)")
 _QUESTION = {"prompt": "What is Quire?", "max_tokens": 1, "temperature": 0, "stream": True}
 
 READY, FIRST_TOKEN = "ready", "first token"
@@ -101,11 +101,11 @@ def start_once(arguments: Sequence[str]) -> StartupRun:
         line = ""
         try:
             for line in server.stderr:
-                if found := _READY.search(line):
+                if found := READY_LINE.search(line):
                     phases = read_phases(found[1], found[2])
-                elif found := _SERVING.search(line):
+                elif found := SERVING_LINE.search(line):
                     served = time.perf_counter()
-                    record = asyncio.run(_ask(found[1]))
+                    record = asyncio.run(ask(found[1]))
                     if not record.ok:
                         raise ConfigError(f"the server started but did not respond: {record.error}")
                     phases[FIRST_TOKEN] = record.arrivals[0] - served
@@ -121,7 +121,8 @@ def read_phases(ready: str, phases: str) -> dict[str, float]:
     return {**{name: float(seconds) for name, seconds in _PHASE.findall(phases)}, READY: float(ready)}
 
 
-async def _ask(url: str) -> RequestRecord:
+async def ask(url: str) -> RequestRecord:
+    """Request one token of a server."""
     clock = Clock()
     with BenchClient(url, os.environ.get("OPENAI_API_KEY"), clock) as client:
         now = clock.now()

@@ -42,10 +42,10 @@ FLAGS = """
 --max-num-batched-tokens --max-num-seqs --max-queue --max-restarts --model-impl --nnodes --no-allow-credentials
 --no-disable-custom-all-reduce --no-enable-chunked-prefill --no-enable-dbo --no-enable-eplb --no-enable-expert-parallel
 --no-enable-prefix-caching --no-enforce-eager --no-headless --no-restart --no-trust-remote-code
---no-trust-request-chat-template --node-rank --num-redundant-experts --pipeline-layer-partition --pipeline-parallel-size
---port --quantization --reasoning-parser --request-timeout --restart --revision --root-path --runner --scheduling-policy
---seed --served-model-name --shutdown-timeout --ssl-ca-certs --ssl-cert-reqs --ssl-certfile --ssl-keyfile
---tensor-parallel-size --timeout-keep-alive --tokenizer --tool-call-parser --trust-remote-code
+--no-trust-request-chat-template --node-rank --num-redundant-experts --packed-cache --pipeline-layer-partition
+--pipeline-parallel-size --port --quantization --reasoning-parser --request-timeout --restart --revision --root-path
+--runner --scheduling-policy --seed --served-model-name --shutdown-timeout --ssl-ca-certs --ssl-cert-reqs --ssl-certfile
+--ssl-keyfile --tensor-parallel-size --timeout-keep-alive --tokenizer --tool-call-parser --trust-remote-code
 --trust-request-chat-template --uds --watchdog-seconds -asc -dp -dpa -dpl -dpp -dpr -h -pp -q -tp
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from quire.engine import process
 from quire.engine.config.engine_config import EngineConfig
+from quire.server.cli import serve
 from quire.server.cli.main import main
 from quire.server.config import ServerOptions
 from quire.server.frontend.chat_formats import ChatFormats
@@ -29,6 +31,7 @@ def test_it_ends_in_one_line(
 ) -> None:
     monkeypatch.setattr("quire.server.cli.parent.Server", load)
     monkeypatch.setattr(process, "set_name", lambda name: None)
+    monkeypatch.setattr(serve, "prepared_core", lambda options: contextlib.nullcontext())
     for name, value in case.environment.items():
         monkeypatch.setenv(name, value)
     try:

@@ -94,7 +94,7 @@ def test_latency_in_figures() -> None:
 
 def test_startup_tells_phases_from_the_servers_log() -> None:
     line = "12:00:00 INFO [api] ready 3.25 s after the start (imports 0.21 s, engine in all 2.50 s)"
-    found = startup._READY.search(line)
+    found = startup.READY_LINE.search(line)
     assert found
     assert startup.read_phases(found[1], found[2]) == {"imports": 0.21, "engine in all": 2.5, "ready": 3.25}
 

@@ -1,0 +1,93 @@
+"""Starting the process of an engine core before its configuration is known."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from quire.engine.config.options import EngineOptions
+from quire.engine.config.resolve import resolve
+from quire.engine.core import launch
+from quire.engine.core.launch import CoreArgs, local_endpoints, prepared_core, start_core
+from quire.engine.protocol.supervision import Ready, Shutdown
+from quire.engine.supervisor import Process, SupervisedProcess, Supervisor
+
+PROCESS_SECONDS = 60.0
+
+
+class _Core(SupervisedProcess):
+    def __init__(self, started: Process) -> None:
+        super().__init__("core")
+        self._started = started
+        self.seconds: dict[str, float] = {}
+
+    def start(self) -> Process:
+        return self._started
+
+    def on_ready(self, ready: Ready) -> None:
+        self.seconds = ready.seconds
+
+    def on_exit(self, failure: object) -> None:
+        return None
+
+
+def test_a_core_that_is_prepared_is_the_one_that_starts(tmp_path: Path) -> None:
+    options = EngineOptions(device="cpu", kv_cache_memory_bytes=1 << 24)
+    with prepared_core(options):
+        (prepared,) = launch._prepared
+        config = resolve(options)
+        args = CoreArgs(config, local_endpoints(config.parallel, str(tmp_path), 1), "info", 1)
+        core = _Core(start_core(args, str(tmp_path)))
+        assert core.start() is prepared
+    supervisor = Supervisor(60.0)
+    supervisor.add(core)
+    supervisor.run(lambda: bool(core.seconds) or core.process is None)
+    assert core.seconds["engine in all"] > 0
+    supervisor.stop([core], Shutdown(), PROCESS_SECONDS)
+    assert prepared.returncode == 0
+
+
+def test_a_core_that_is_not_needed_ends() -> None:
+    with prepared_core(EngineOptions(tensor_parallel_size=2)):
+        (prepared,) = launch._prepared
+    assert prepared.returncode is not None
+    assert not launch._prepared
+
+
+def test_a_prepared_core_whose_supervisor_ends_is_silent() -> None:
+    code = (
+        "import os; from quire.engine.supervisor import start_imports; "
+        "start_imports('quire.engine.core.engine_core'); os._exit(0)"
+    )
+    # Reads until the core, too, has closed its end of the pipe: until it has ended.
+    found = subprocess.run(
+        [sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, timeout=PROCESS_SECONDS, check=True
+    )
+    assert found.stderr == ""
+
+
+def test_ranks_import_torch_without_its_kernels_for_tensors_that_have_no_data() -> None:
+    code = """
+import gc, sys
+from quire.engine import process
+with process.imports():
+    assert not gc.isenabled()
+    import quire.engine.worker
+assert gc.isenabled() and gc.get_freeze_count() > 100_000
+import torch
+names = ("torch._meta_registrations", "torch.distributed._meta_registrations")
+assert not {*names, "torch._decomp"} & sys.modules.keys()
+assert not any(hasattr(module, "_meta_registrations") for module in (torch, torch.distributed))
+x = torch.empty(3, 4, device="meta")
+try:
+    torch.fft.fft(x)
+except NotImplementedError:
+    pass
+else:
+    raise AssertionError("torch has registered them elsewhere: quire.engine.worker need not leave them out")
+import quire.engine.models.transformers_backend
+assert torch.fft.fft(x).shape == x.shape
+assert {*names} <= sys.modules.keys()
+"""
+    subprocess.run([sys.executable, "-c", code], timeout=PROCESS_SECONDS, check=True)
