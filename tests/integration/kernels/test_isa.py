@@ -31,11 +31,12 @@ def test_avx2_is_all_there_is(monkeypatch: pytest.MonkeyPatch, implementation: s
     assert isa.compiler_flag() == "-march=x86-64-v3"
     assert build._key("c++") != native
     if implementation == "cpu":  # the same forms as elsewhere, for all but AMX
-        assert type(kernels.pack_linear(torch.zeros(2, 4))) is linear.TiledLinear
-        assert type(kernels.pack_linear(torch.zeros(2, 4, dtype=torch.bfloat16))) is linear.TiledLinear
-        assert type(kernels.pack_linear(torch.zeros(2, 4), "int8")) is linear.Int8Linear
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            assert type(kernels.pack_linear(torch.zeros(2, 4, dtype=dtype))) is linear.TiledLinear
     else:  # oneDNN takes no bfloat16 there
-        assert type(kernels.pack_linear(torch.zeros(2, 4, dtype=torch.bfloat16))) is linear.WidenedLinear
+        assert type(kernels.pack_linear(torch.zeros(2, 4, dtype=torch.bfloat16))) is linear.PlainLinear
+    assert type(kernels.pack_linear(torch.zeros(2, 4), "int8")) is linear.Int8Linear
+    assert type(kernels.pack_linear(torch.zeros(2, 32), "int4")) is linear.Int4Linear
 
 
 def test_what_is_not_known_or_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
