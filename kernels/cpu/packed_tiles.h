@@ -246,10 +246,18 @@ struct Byte : ByteSteps<Byte, 8> {
   }
 
   static void spread(char* row, int64_t words) {
-    for (int64_t word = words - 1; word >= 0; --word) {
-      const auto bytes = read<std::array<int8_t, 4>>(row + word * 4);
+    // From the last word to the first, as there is room for twice as many bytes.
+    int64_t word = words;
+    for (; word % kLanes; --word) {
+      const auto bytes = read<std::array<int8_t, 4>>(row + (word - 1) * 4);
       const std::array<int16_t, 4> wide{bytes[0], bytes[2], bytes[1], bytes[3]};
-      std::memcpy(row + word * 8, &wide, sizeof(wide));
+      std::memcpy(row + (word - 1) * 8, &wide, sizeof(wide));
+    }
+    while ((word -= kLanes) >= 0) {
+      const Shorts bytes = read<Shorts>(row + word * 4);
+      const auto [low, high] = interleave(std::bit_cast<Words>(bytes << 8 >> 8), std::bit_cast<Words>(bytes >> 8));
+      store(row + word * 8, low);
+      store(row + word * 8 + kLanes * 4, high);
     }
   }
 };
@@ -261,6 +269,7 @@ struct Byte : ByteSteps<Byte, 8> {
 struct Int4 : Steps<Int4, Floats, 1, 4, 1> {
   int64_t group;
 
+  static constexpr int kRows = kLanes == 16 ? 8 : 6;  // they have sums of the group, too
   static constexpr int64_t kScales = 2 * kTile * 4, kRowScales = 8;
 
   explicit Int4(int64_t group) : group(group) {
@@ -296,18 +305,26 @@ struct Int4 : Steps<Int4, Floats, 1, 4, 1> {
   // Adds the products of 32 inputs: four words.
   template <int R, int V>
   static void add_part(Ints (&sums)[R][V], const char* weights, const char* x, int64_t stride) {
-#if defined(QUIRE_PAIRS_OF_BYTES) && !defined(QUIRE_DOT_BYTES)
+#ifdef QUIRE_PAIRS_OF_BYTES
     // The sum of 8 pairs of products fits into 16 bits.
     Shorts parts[R][V] = {};
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i, weights += kTile * 4, x += 8) {
+#pragma GCC unroll 2
+      for (int half = 0; half < 2; ++half) {
+        Words bytes[V];
 #pragma GCC unroll 8
-      for (int v = 0; v < V; ++v) {
-        const Words bytes = read<Words>(weights + v * vector_bytes());
+        for (int v = 0; v < V; ++v) {
+          const Words both = read<Words>(weights + v * vector_bytes());
+          bytes[v] = half ? high(both) : low(both);
+        }
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
-          parts[r][v] += pairs_of_bytes(low(bytes), x + r * stride);
-          parts[r][v] += pairs_of_bytes(high(bytes), x + r * stride + 4);
+#pragma GCC unroll 8
+          for (int v = 0; v < V; ++v) {
+            parts[r][v] += pairs_of_bytes(bytes[v], x + r * stride + half * 4);
+            asm("" : "+v"(parts[r][v]));  // keeps the order, which fits the registers
+          }
         }
       }
     }

@@ -151,6 +151,14 @@ inline Ints sum_of_pairs(Shorts a, Shorts b) {
 #endif
 }
 
+// The words of `a` and `b` in turns.
+inline std::pair<Words, Words> interleave(Words a, Words b) {
+  return [&]<int... I>(std::integer_sequence<int, I...>) {
+    return std::pair(__builtin_shufflevector(a, b, (I / 2 + I % 2 * kLanes)...),
+                     __builtin_shufflevector(a, b, (kLanes / 2 + I / 2 + I % 2 * kLanes)...));
+  }(std::make_integer_sequence<int, kLanes>());
+}
+
 #if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512F__))
 #define QUIRE_DOT_BYTES  // `dot_bytes` is one instruction
 #endif
@@ -170,7 +178,7 @@ inline Ints dot_bytes(Ints sum, Words bytes, const char* x) {
 #endif
 }
 
-#if defined(__AVX512BW__) || (defined(__AVX2__) && !defined(__AVX512F__))
+#if !defined(QUIRE_DOT_BYTES) && (defined(__AVX512BW__) || (defined(__AVX2__) && !defined(__AVX512F__)))
 #define QUIRE_PAIRS_OF_BYTES
 // With four unsigned bytes per lane, the sums of two products each with the four signed bytes at `x`, which saturate.
 inline Shorts pairs_of_bytes(Words bytes, const char* x) {
