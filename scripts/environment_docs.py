@@ -27,8 +27,8 @@ SECTIONS: dict[str, tuple[str, dict[str, str]]] = {
             "`--api-key` is not given. `quire chat`, `quire complete` and `quire run-batch --url` send the first one.",
             "QUIRE_CLUSTER_TOKEN": "Secret that the hosts of a server share, if neither `--cluster-token` nor "
             "`--cluster-token-file` is given.",
-            "QUIRE_CPU_ISA": "`avx2` makes Quire compile and choose CPU kernels for AVX2 and nothing newer. "
-            "Default: `native`, all that the processor has.",
+            "QUIRE_CPU_ISA": "`avx2` makes Quire compile and choose CPU kernels for AVX2 and nothing newer, `avx_vnni` "
+            "for AVX2 and AVX-VNNI. Default: `native`, all that the processor has.",
             "QUIRE_HOST_IP": "This host's own address for traffic between hosts. Default: the address of the interface "
             "that reaches `--master-addr` or `--data-parallel-address`.",
             "QUIRE_KERNEL_CACHE": "Folder of the compiled CPU kernels. Default: `quire/kernels` in `$XDG_CACHE_HOME`. "

@@ -42,7 +42,7 @@ _HOST_OPTIONS = frozenset(
 """Options that may differ between hosts."""
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": (r"0*[1-9]\d{0,3}", "a number of threads"),
-    "QUIRE_CPU_ISA": ("native|avx2", "native or avx2"),
+    "QUIRE_CPU_ISA": ("native|avx2|avx_vnni", "native, avx2 or avx_vnni"),
 }
 """What variables that ranks read must match, and what that is."""
 _MAX_TIMEOUT_SECONDS = 1e9
