@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -67,9 +67,10 @@ def compare(
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     for rows in rows_of:
         inputs = [torch.randn(rows, columns).to(dtype) for _, columns in shapes * copies]
-        best = [float("inf")] * 3
+        rivals: tuple[Sequence[Callable[..., object]], ...] = (ours, theirs, reads)
+        best = [float("inf")] * len(rivals)
         for _ in range(turns):
-            for which, calls in enumerate((ours, theirs, reads)):
+            for which, calls in enumerate(rivals):
                 arguments: Any = [(x, None) for x in inputs] if calls is not reads else [()] * len(reads)
                 begun = clock()
                 for call, each in zip(calls, arguments, strict=True):

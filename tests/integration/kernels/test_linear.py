@@ -79,7 +79,8 @@ def test_int4_is_the_product_of_the_rounded_groups(rows: int, outs: int, ins: in
     rounded_x = ((x_bytes.float() - packed.INT8_ZERO) * x_scales[:, None]).view(x.shape)
     expected = F.linear(rounded_x, rounded, bias.float()).to(dtype)
     close(kernels.pack_linear(weight, "int4")(x, bias), expected, {torch.float32: 1e-6}.get(dtype, 5e-3))
-    close(kernels.pack_linear(weight, "int4")(x, bias), F.linear(x.float(), rounded, bias.float()).to(dtype), 0.03)
+    of_floats = F.linear(x.float(), rounded, bias.float())
+    assert (expected - of_floats).abs().max() <= 0.02 * (x.norm() * rounded.norm() + bias.norm())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
