@@ -23,10 +23,12 @@ from quire.kernels.experts import ExpertByExpert, TiledExperts
 
 COPIES = 4
 TOKENS = (1, 8, 32, 512)
-KINDS: dict[str, tuple[torch.dtype, Callable[[Tensor], kernels.PackedLinear]]] = {
-    "float32": (torch.float32, linear.TiledLinear),
-    "bfloat16": (torch.bfloat16, linear.TiledLinear),
-    "int8": (torch.float32, linear.Int8Linear),
+KINDS: dict[str, tuple[torch.dtype, kernels.Quantization | None, Callable[[Tensor], kernels.PackedLinear]]] = {
+    "float32": (torch.float32, None, linear.TiledLinear),
+    "bfloat16": (torch.bfloat16, None, linear.TiledLinear),
+    "float16": (torch.float16, None, linear.TiledLinear),
+    "int8": (torch.float32, "int8", linear.Int8Linear),
+    "int4": (torch.float32, "int4", linear.Int4Linear),
 }
 
 
@@ -34,19 +36,19 @@ def copies(
     kind: str, num_experts: int, hidden: int, size: int
 ) -> Iterator[tuple[kernels.PackedExperts, kernels.PackedExperts]]:
     """Layers, each fused and as a loop."""
-    dtype, pack = KINDS[kind]
+    dtype, quantization, pack = KINDS[kind]
     for _ in range(COPIES):
         gate_up, down = torch.randn(num_experts, 2 * size, hidden), torch.randn(num_experts, hidden, size)
         gate_up, down = gate_up.to(dtype), down.to(dtype)
         loop = ExpertByExpert([*map(pack, gate_up)], [*map(pack, down)], "silu", None, None)
-        fused = TiledExperts(gate_up, down, "silu", None, None, is_int8=kind == "int8")
+        fused = TiledExperts(gate_up, down, "silu", None, None, quantization)
         yield fused, loop
 
 
 def compare(kind: str, num_experts: int, hidden: int, size: int, top_k: int, turns: int) -> Iterator[dict[str, Any]]:
     layers = list(copies(kind, num_experts, hidden, size))
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-    expert_bytes = 3 * size * hidden * (1 if kind == "int8" else KINDS[kind][0].itemsize)
+    expert_bytes = sum(part.nbytes for part in layers[0][0].state(0))
     for tokens in TOKENS:
         inputs = [
             (

@@ -1,13 +1,12 @@
-"""Quire's packed matmuls compared with oneDNN's, by number of rows, for the layers of Qwen2.5-0.5B.
+"""Quire's packed matmuls compared with reading their weights and with torch's and oneDNN's, for Qwen2.5-0.5B's sizes.
 
-.venv/bin/python benchmarks/matmul.py --threads 1 [--only int8] [--json]
-QUIRE_CPU_ISA=avx2 ONEDNN_MAX_CPU_ISA=AVX2 .venv/bin/python benchmarks/matmul.py
+.venv/bin/python benchmarks/matmul.py --threads 1 [--only int8] [--rows 1 32] [--head] [--json]
+QUIRE_CPU_ISA=avx2 ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 \\
+    .venv/bin/python benchmarks/matmul.py
 
-Without AVX-512, oneDNN does not support bfloat16, and Quire's is compared with tiles widened to float32; oneDNN's int8
-then has 7-bit weights, Quire's 8-bit ones.
-
-Both alternate; times are minima over the rounds (with one thread, of its CPU time). Each run uses several copies of the
-layers, so that weights are read from memory as in a model.
+All alternate; times are minima over the rounds (with one thread, of its CPU time), for one layer, or for the output
+head. Each round uses several copies of the layer, so that weights are read from memory as in a model. The floor of few
+rows is the time in which torch's sum reads the same packed weights.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,43 +25,66 @@ from quire.kernels import isa, linear
 
 LAYERS = ((1152, 896), (896, 896), (9728, 896), (896, 4864))
 """Output and input features."""
+HEAD = ((151936, 896),)
 COPIES = 6
-ROWS = (1, 4, 8, 16, 32, 64, 128, 256, 512)
-KINDS: dict[
-    str, tuple[torch.dtype, Callable[[Tensor], kernels.PackedLinear], Callable[[Tensor], kernels.PackedLinear]]
-] = {
-    "float32": (torch.float32, linear.TiledLinear, linear.OneDNNLinear),
-    "bfloat16": (
-        torch.bfloat16,
-        linear.TiledLinear,
-        linear.OneDNNLinear if isa.has("avx512f") else linear.WidenedLinear,
-    ),
-    "int8": (torch.float32, linear.Int8Linear, linear.Int8OneDNNLinear),
+
+
+class TorchInt4:
+    """torch's matmul of bfloat16 by 4-bit weights in groups of 128."""
+
+    def __init__(self, weight: Tensor) -> None:
+        numbers = torch.randint(0, 16, weight.shape, dtype=torch.int32)
+        self._weight = torch.ops.aten._convert_weight_to_int4pack_for_cpu(numbers, 2)
+        self._scales = torch.rand(weight.shape[1] // 128, len(weight), 2, dtype=torch.bfloat16)
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        out: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x.bfloat16(), self._weight, 128, self._scales)
+        return out
+
+
+Product = Callable[[Tensor, Tensor | None], Tensor]
+KINDS: dict[str, tuple[torch.dtype, kernels.Quantization | None, Callable[[Tensor], Product]]] = {
+    "float32": (torch.float32, None, linear.OneDNNLinear),
+    # With AVX2 only, oneDNN does not support bfloat16.
+    "bfloat16": (torch.bfloat16, None, linear.OneDNNLinear if isa.has("avx512f") else linear.PlainLinear),
+    "float16": (torch.float16, None, linear.PlainLinear),
+    "int8": (torch.float32, "int8", linear.Int8OneDNNLinear),
+    "int4": (torch.float32, "int4", TorchInt4),
 }
+"""Type of x, quantization, and what to compare with."""
 
 
-def compare(kind: str, turns: int) -> Iterator[dict[str, Any]]:
-    dtype, *packs = KINDS[kind]
-    weights = [torch.randn(shape, dtype=dtype) for shape in LAYERS * COPIES]
-    ours, theirs = ([pack(weight) for weight in weights] for pack in packs)
+def compare(
+    kind: str, shapes: tuple[tuple[int, int], ...], copies: int, rows_of: list[int], turns: int
+) -> Iterator[dict[str, Any]]:
+    dtype, quantization, pack = KINDS[kind]
+    weights = [torch.randn(shape).to(dtype) for shape in shapes * copies]
+    ours = [kernels.pack_linear(weight, quantization) for weight in weights]
+    theirs = [pack(weight) for weight in weights]
+    reads = [part.flatten().view(torch.float32).sum for product in ours for part in product.state()]
+    operations = 2 * sum(weight.numel() for weight in weights) / copies
+    moved = sum(part.nbytes for product in ours for part in product.state()) / copies
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-    for rows in ROWS:
-        inputs = [torch.randn(rows, columns).to(dtype) for _, columns in LAYERS * COPIES]
-        best = [float("inf")] * 2
+    for rows in rows_of:
+        inputs = [torch.randn(rows, columns).to(dtype) for _, columns in shapes * copies]
+        rivals: tuple[Sequence[Callable[..., object]], ...] = (ours, theirs, reads)
+        best = [float("inf")] * len(rivals)
         for _ in range(turns):
-            for which, products in enumerate((ours, theirs)):
+            for which, calls in enumerate(rivals):
+                arguments: Any = [(x, None) for x in inputs] if calls is not reads else [()] * len(reads)
                 begun = clock()
-                for product, x in zip(products, inputs, strict=True):
-                    product(x, None)
-                best[which] = min(best[which], clock() - begun)
-        operations = 2 * rows * sum(weight.numel() for weight in weights)
-        rates = [operations / seconds / 1e9 for seconds in best]
+                for call, each in zip(calls, arguments, strict=True):
+                    call(*each)
+                best[which] = min(best[which], (clock() - begun) / copies)
         yield {
             "kind": kind,
-            "other": type(theirs[0]).__name__,
             "rows": rows,
-            "g_per_s": rates[0],
-            "other_g_per_s": rates[1],
+            "ms": best[0] * 1e3,
+            "gb_per_s": moved / best[0] / 1e9,
+            "g_per_s": operations * rows / best[0] / 1e9,
+            "read_ms": best[2] * 1e3,
+            "other": type(theirs[0]).__name__,
+            "other_ms": best[1] * 1e3,
             "time_ratio": best[0] / best[1],
         }
 
@@ -72,19 +94,26 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--only", choices=KINDS, nargs="+", default=[*KINDS])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 32, 128])
+    parser.add_argument("--head", action="store_true", help="the output head instead of a layer")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     kernels.prepare("cpu")()
     torch.set_num_threads(arguments.threads)
+    if not arguments.json:
+        print(f"QUIRE_CPU_ISA {isa.chosen()}, {arguments.threads} threads", flush=True)
     results = []
     for kind in arguments.only:
-        for result in compare(kind, arguments.turns):
+        shapes, copies = (HEAD, 1) if arguments.head else (LAYERS, COPIES)
+        for result in compare(kind, shapes, copies, arguments.rows, arguments.turns):
             results.append(result)
             if not arguments.json:
-                rates = f"{result['g_per_s']:6.0f} G/s, {result['other']} {result['other_g_per_s']:6.0f} G/s"
-                print(f"{kind:9} {result['rows']:4} rows: {rates}; {result['time_ratio']:.2f} of its time")
+                figures = f"{result['ms']:8.3f} ms, {result['gb_per_s']:5.1f} GB/s, {result['g_per_s']:4.0f} G/s"
+                read = f"{result['ms'] / result['read_ms']:5.2f} x reading"
+                other = f"{result['other']} {result['other_ms']:8.3f} ms, {result['time_ratio']:.2f} of its time"
+                print(f"{kind:9}{result['rows']:4} rows: {figures}, {read}; {other}", flush=True)
     if arguments.json:
-        print(json.dumps(results, indent=2))
+        print(json.dumps({"isa": isa.chosen(), "results": results}, indent=2))
 
 
 if __name__ == "__main__":

@@ -66,8 +66,8 @@ def pack_experts(
     packing = linear.packing(gate_up[0], quantization)
     if packing is linear.PlainLinear:
         return PlainExperts(gate_up, down, activation, *biases)
-    if packing is linear.TiledLinear or packing is linear.Int8Linear:
-        return TiledExperts(gate_up, down, activation, *biases, is_int8=packing is linear.Int8Linear)
+    if packing is linear.TiledLinear or packing is linear.Int8Linear or packing is linear.Int4Linear:
+        return TiledExperts(gate_up, down, activation, *biases, quantization)
     products = [[linear.pack_linear(weight, quantization) for weight in weights] for weights in (gate_up, down)]
     return ExpertByExpert(products[0], products[1], activation, *biases)
 
@@ -89,7 +89,7 @@ class PlainExperts(PackedExperts):
 
 
 class TiledExperts(PackedExperts):
-    """The packed tiles of all experts in one tensor of float32, bfloat16 or bytes."""
+    """The packed tiles of all experts in one tensor."""
 
     def __init__(
         self,
@@ -98,10 +98,9 @@ class TiledExperts(PackedExperts):
         activation: str,
         gate_up_bias: Tensor | None,
         down_bias: Tensor | None,
-        *,
-        is_int8: bool = False,
+        quantization: linear.Quantization | None = None,
     ) -> None:
-        stacked = _int8_stack if is_int8 else _stack
+        stacked = {"int8": _int8_stack, "int4": _int4_stack, None: _stack}[quantization]
         first = stacked(gate_up.detach(), gated=True)
         second = stacked(down.detach(), padding=-down.shape[2] % (packed.TILE // 2))
         biases = [
@@ -143,6 +142,15 @@ def _int8_stack(weights: Tensor, *, gated: bool = False, padding: int = 0) -> tu
     for expert, packed_weight in enumerate(chain((first,), tiles)):
         stack[expert], scales[expert] = packed_weight
     return stack, scales
+
+
+def _int4_stack(weights: Tensor, *, gated: bool = False, padding: int = 0) -> tuple[Tensor, None]:
+    tiles = (linear.pack_int4_tiles(_pad_columns(weight, padding), gated) for weight in weights)
+    first = next(tiles)
+    stack = first.new_empty((len(weights), *first.shape))
+    for expert, packed_weight in enumerate(chain((first,), tiles)):
+        stack[expert] = packed_weight
+    return stack, None
 
 
 def _pad_columns(weight: Tensor, padding: int) -> Tensor:

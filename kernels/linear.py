@@ -28,9 +28,9 @@ _scale_rows = by_device(packed.scale_rows)
 _pack_tiles = by_device(packed.pack_tiles)
 _quantize_weight = by_device(packed.quantize_weight)
 pack_int8_tiles = by_device(packed.pack_int8_tiles)
+_pack_int4_tiles = by_device(packed.pack_int4_tiles)
 _tiled_linear = by_device(packed.tiled_linear)
 _int8_linear = by_device(packed.int8_linear)
-_widened_linear = by_device(packed.widened_linear)
 _int4_linear = by_device(packed.int4_linear)
 
 _ROWS_HINT = 256
@@ -68,7 +68,7 @@ def pack_linear(weight: Tensor, quantization: Quantization | None = None) -> Pac
 def pack_gated(weight: Tensor, activation: str, quantization: Quantization | None = None) -> PackedLinear:
     """Pack `weight` `[2 * size, in]`, gates before ups, for a matmul and `act_mul`; calls return `[rows, size]`."""
     pack = packing(weight, quantization)
-    if pack is TiledLinear or pack is Int8Linear:
+    if pack is TiledLinear or pack is Int8Linear or pack is Int4Linear:
         return pack(weight, activation)
     return PackedGatedLinear(pack(weight), activation)
 
@@ -79,29 +79,20 @@ def packing(weight: Tensor, quantization: Quantization | None) -> Callable[[Tens
         return PlainLinear
     if quantization == "int4":
         return Int4Linear
+    is_compiled = "cpu" in dispatch.PLATFORMS
     if quantization == "int8":
-        return Int8Linear if _has_own_kernel("int8") else Int8OneDNNLinear
-    if weight.dtype == torch.float32:
-        return TiledLinear if _has_own_kernel("float32") else OneDNNLinear if _has_onednn() else PlainLinear
-    if weight.dtype == torch.bfloat16:
-        if weight.shape[1] % 2 == 0 and _has_own_kernel("bfloat16"):
-            return TiledLinear
-        # Without AVX-512, oneDNN rejects bfloat16; without AVX-512 BF16, it emulates it at half the speed of float32.
-        if _has_onednn() and (isa.has("avx512_bf16") or isa.has("amx_tile")):
-            return OneDNNLinear
-    return WidenedLinear
-
-
-def _has_own_kernel(kind: Literal["float32", "bfloat16", "int8"]) -> bool:
-    """Whether to use Quire's own kernels for this type on this processor."""
-    if "cpu" not in dispatch.PLATFORMS or not isa.has("avx2"):
-        return False
-    return kind == "float32" or not isa.has("amx_tile")
-
-
-def _has_onednn() -> bool:
-    """Whether this build of torch includes oneDNN."""
-    return torch.backends.mkldnn.is_available()  # type: ignore[no-any-return,no-untyped-call]
+        return Int8OneDNNLinear if isa.has("amx_tile") or (isa.has("avx512_vnni") and not is_compiled) else Int8Linear
+    has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    if weight.dtype == torch.float32 and not (is_compiled and isa.has("avx2")):
+        return OneDNNLinear if has_onednn else PlainLinear
+    # With AVX2 only, oneDNN does not support bfloat16.
+    if (
+        weight.dtype == torch.bfloat16
+        and has_onednn
+        and (isa.has("amx_tile") or (isa.has("avx512_bf16") and not is_compiled))
+    ):
+        return OneDNNLinear
+    return TiledLinear if is_compiled else PlainLinear
 
 
 def _padded(x: Tensor) -> Tensor:
@@ -144,7 +135,7 @@ class PackedGatedLinear(PackedLinear):
 
 
 class TiledLinear(PackedLinear):
-    """Quire's own matmul of float32 or bfloat16, with float32 sums. Applies a gated activation in registers."""
+    """Quire's own matmul of float32, bfloat16 or float16 with float32 sums. Applies a gated activation in registers."""
 
     def __init__(self, weight: Tensor, activation: str = "") -> None:
         self._features, self._activation = len(weight) // (2 if activation else 1), activation
@@ -176,27 +167,19 @@ class OneDNNLinear(PackedLinear):
         self._weight = torch.ops.mkldnn._reorder_linear_weight(dense, _ROWS_HINT)
 
 
-class WidenedLinear(PackedLinear):
-    """16-bit weights that no other class supports, such as float16: widened in the CPU's cache, with float32 sums."""
-
-    def __init__(self, weight: Tensor) -> None:
-        self._features = len(weight)
-        self._weight = _pack_tiles(weight.detach())
-
-    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return _widened_linear(x.float(), self._weight, bias, self._features, x.dtype)
-
-    def state(self) -> list[Tensor]:
-        return [self._weight]
-
-
 def _interleave_bias(bias: Tensor | None, activation: str) -> Tensor | None:
     return packed.interleave_gated(bias) if bias is not None and activation else bias
 
 
 def pack_float_tiles(weight: Tensor, gated: bool = False) -> Tensor:
-    """Pack `weight` `[out, in]`, float32 or bfloat16, as `pack_tiles` with words of 32 bits."""
-    return _pack_tiles(weight.detach(), 4 // weight.element_size(), gated)
+    """Pack `weight` `[out, in]` as `pack_tiles`, with two inputs per word of bfloat16."""
+    return _pack_tiles(weight.detach(), 2 if weight.dtype == torch.bfloat16 else 1, gated)
+
+
+def pack_int4_tiles(weight: Tensor, gated: bool = False) -> Tensor:
+    """Pack `weight` `[out, in]` as 4-bit weights in the largest groups of INT4_GROUPS that divide its inputs."""
+    group = next(size for size in INT4_GROUPS if weight.shape[1] % size == 0)
+    return _pack_int4_tiles(weight.detach(), group, gated)
 
 
 class Int8Linear(PackedLinear):
@@ -218,12 +201,10 @@ class Int8Linear(PackedLinear):
 
 
 class Int8OneDNNLinear(PackedLinear):
-    """oneDNN's matmul of 8-bit integers."""
+    """oneDNN's matmul of 8-bit integers. Without VNNI, it would sum two products in 16 bits, which may overflow."""
 
     def __init__(self, weight: Tensor) -> None:
-        # Without VNNI, two products are summed in 16 bits, which 7-bit weights cannot overflow.
-        steps = 127 if isa.has("avx512_vnni") else 63
-        quantized, self._scales = _quantize_weight(weight.detach(), steps)
+        quantized, self._scales = _quantize_weight(weight.detach())
         self._zeros = torch.zeros(len(weight), dtype=torch.int32)
         self._weight = torch.ops.onednn.qlinear_prepack(quantized, None)
 
@@ -245,18 +226,18 @@ class Int8OneDNNLinear(PackedLinear):
 
 
 class Int4Linear(PackedLinear):
-    """4-bit weights in groups, for decodes, which are bound by reading weights; `x` and the sums are float32."""
+    """4-bit weights in groups that share a scale and a zero. `x` is rounded to 255 levels in each group.
 
-    def __init__(self, weight: Tensor) -> None:
-        self._features = len(weight)
-        group = next(size for size in INT4_GROUPS if weight.shape[1] % size == 0)
-        quantized, scales, zeros = packed.quantize_groups(weight.detach(), group)
-        self._scales, self._zeros = _pack_tiles(scales), _pack_tiles(zeros)
-        low, high = _pack_tiles(quantized).chunk(2, dim=2)
-        self._weight = low | high << 4
+    Applies a gated activation in registers.
+    """
+
+    def __init__(self, weight: Tensor, activation: str = "") -> None:
+        self._features, self._activation = len(weight) // (2 if activation else 1), activation
+        self._weight = pack_int4_tiles(weight, bool(activation))
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return _int4_linear(x.float(), self._weight, self._scales, self._zeros, bias, self._features, x.dtype)
+        bias = _interleave_bias(bias, self._activation)
+        return _int4_linear(x, self._weight, bias, self._features, self._activation)
 
     def state(self) -> list[Tensor]:
-        return [self._weight, self._scales, self._zeros]
+        return [self._weight]

@@ -33,9 +33,9 @@ def scale_rows(x: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtyp
     return (x if bias is None else x + bias).to(dtype)
 
 
-def quantize_weight(weight: Tensor, steps: int = 127) -> tuple[Tensor, Tensor]:
-    """Quantize `weight` `[out, in]` to int8 from -steps to steps, with one float32 scale per output feature."""
-    scales = weight.abs().amax(dim=-1).float() / steps
+def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize `weight` `[out, in]` to int8 from -127 to 127, with one float32 scale per output feature."""
+    scales = weight.abs().amax(dim=-1).float() / 127
     inverse = torch.where(scales > 0, 1 / scales, 0.0)
     return (weight.float() * inverse[:, None]).round_().to(torch.int8), scales
 
@@ -76,6 +76,28 @@ def pack_int8_tiles(weight: Tensor, gated: bool = False) -> tuple[Tensor, Tensor
     return _pack_tiles(quantized, 4).view(torch.uint8) ^ INT8_OFFSET, F.pad(scales, (0, -len(scales) % TILE))
 
 
+def pack_int4_tiles(weight: Tensor, group: int, gated: bool = False) -> Tensor:
+    """Quantize `[out, in]` as `quantize_groups` does and pack it; returns bytes `[tiles, groups, bytes of a group]`.
+
+    A group's bytes are TILE float32 scales, TILE float32 zeros, and `[group / 8, TILE, 4]` words of eight inputs: the
+    first four in the low halves of the bytes, the others in the high halves. `gated` is as for `pack_tiles`.
+    """
+    quantized, *factors = quantize_groups(interleave_gated(weight) if gated else weight, group)
+    both = _pack_tiles(quantized, 8).view(-1, quantized.shape[1] // group, group // 8, TILE, 2, 4)
+    words = both[..., 0, :] | both[..., 1, :] << 4
+    heads = [_pack_tiles(factor, 1).view(torch.uint8).flatten(2) for factor in factors]
+    return torch.cat((*heads, words.flatten(2)), dim=2)
+
+
+def _unpack_int4(weight: Tensor) -> Tensor:
+    """The weights `[tiles * TILE, in]` that the tiles of `pack_int4_tiles` stand for."""
+    scales, zeros = weight[:, :, : 8 * TILE].contiguous().view(torch.float32).view(*weight.shape[:2], 2, TILE).unbind(2)
+    words = weight[:, :, 8 * TILE :].view(*weight.shape[:2], -1, TILE, 4)
+    halves = torch.stack((words & 15, words >> 4), dim=4).float()  # [tiles, groups, words, TILE, 2, 4]
+    wide = halves.permute(0, 3, 1, 2, 4, 5).flatten(3) * scales.permute(0, 2, 1)[..., None]
+    return (wide + zeros.permute(0, 2, 1)[..., None]).flatten(2).flatten(0, 1)
+
+
 def _pack_tiles(weight: Tensor, per_word: int) -> Tensor:
     outs, ins = weight.shape
     padded = F.pad(weight, (0, -ins % per_word, 0, -outs % TILE))
@@ -103,8 +125,8 @@ def _gated(both: Tensor, activation: str, features: int) -> Tensor:
 def tiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, features: int, activation: str = "") -> Tensor:
     """Multiply `x` `[rows, in]` by packed tiles of its type; returns `[rows, features]`.
 
-    A word is one float32 or two bfloat16. With an activation, weight and bias are in the order of `interleave_gated`,
-    and the result is gated.
+    A word is one float32, one float16 or two bfloat16. With an activation, weight and bias are in the order of
+    `interleave_gated`, and the result is gated.
     """
     if activation:
         both = F.linear(x.float(), _unpack_tiles(weight, len(weight) * TILE, x.shape[1]).float())
@@ -131,30 +153,20 @@ def int8_linear(
     return scale_rows(sums * scales[:features], row_scales, bias, x.dtype)
 
 
-def widened_linear(x: Tensor, weight: Tensor, bias: Tensor | None, features: int, dtype: torch.dtype) -> Tensor:
-    """Multiply float32 `x` `[rows, in]` by 16-bit tiles with float32 sums; `[rows, features]` of `dtype`, as `bias`."""
-    out = F.linear(x, _unpack_tiles(weight, features, x.shape[1]).float())
-    return (out if bias is None else out + bias).to(dtype)
+def int4_linear(x: Tensor, weight: Tensor, bias: Tensor | None, features: int, activation: str = "") -> Tensor:
+    """Multiply `x` `[rows, in]` by the tiles of `pack_int4_tiles`; `[rows, features]` of the type of `x`.
 
-
-def int4_linear(
-    x: Tensor,
-    weight: Tensor,
-    scales: Tensor,
-    zeros: Tensor,
-    bias: Tensor | None,
-    features: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Multiply float32 `x` `[rows, in]` by tiles of 4-bit weights; `[rows, features]` of `dtype`, as `bias`.
-
-    `weight` is `[tiles, in, TILE / 2, 1]` bytes, with feature `j` in the low half of byte `j` and `j + TILE / 2` in the
-    high half; `scales` and `zeros` are `[tiles, groups, TILE, 1]`. A weight is `half * scale + zero`.
+    Each group of a row is first quantized as by `quantize_rows`. `activation` is as for `tiled_linear`.
     """
-    halves = torch.cat((weight & 15, weight >> 4), dim=2).float()
-    group = weight.shape[1] // scales.shape[1]
-    wide = halves * scales.repeat_interleave(group, dim=1) + zeros.repeat_interleave(group, dim=1)
-    return widened_linear(x, wide, bias, features, dtype)
+    if activation:
+        both = int4_linear(x.float(), weight, None, len(weight) * TILE)
+        both = both if bias is None else both + bias
+        return _gated(both, activation, features).to(x.dtype)
+    unpacked = _unpack_int4(weight)[:features]
+    quantized, scales = quantize_rows(x.reshape(-1, x.shape[1] // weight.shape[1]))
+    rounded = (quantized.float() - INT8_ZERO) * scales[:, None]
+    out = F.linear(rounded.view(x.shape), unpacked)
+    return (out if bias is None else out + bias).to(x.dtype)
 
 
 def packed_experts(
@@ -169,20 +181,22 @@ def packed_experts(
     down_bias: Tensor | None,
     activation: str,
 ) -> Tensor:
-    """`fused_experts` with the packed tiles of each expert, `[experts, tiles, words, TILE, …]`.
+    """`fused_experts` with the packed tiles of each expert, `[experts, tiles, …]`.
 
-    Weights have the type of `x`, float32 or bfloat16, or are bytes as for `int8_linear`. A tile of `gate_up` holds
-    TILE / 2 gates, then their ups; `down` has one input for each pair. Scales and biases are float32
+    They are tiles as for `tiled_linear`, as for `int8_linear` if there are scales, or as for `int4_linear`. A tile of
+    `gate_up` holds TILE / 2 gates, then their ups; `down` has one input for each pair. Scales and biases are float32
     `[experts, tiles * TILE]`.
     """
     hidden = x.shape[1]
 
     def product(rows: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None, expert: int) -> Tensor:
         features = weight.shape[1] * TILE
-        if scales is None:
-            out = tiled_linear(rows, weight[expert], None, features)
-        else:
+        if scales is not None:
             out = int8_linear(rows, weight[expert], scales[expert], None, features)
+        elif weight.dtype == torch.uint8:
+            out = int4_linear(rows, weight[expert], None, features)
+        else:
+            out = tiled_linear(rows, weight[expert], None, features)
         return out if bias is None else (out + bias[expert]).to(x.dtype)
 
     def feed_forward(expert: int, rows: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ __all__ = [
     "int4_linear",
     "int8_linear",
     "load",
+    "pack_int4_tiles",
     "pack_int8_tiles",
     "pack_tiles",
     "packed_experts",
@@ -28,7 +29,6 @@ __all__ = [
     "scale_rows",
     "tiled_linear",
     "uniform_noise",
-    "widened_linear",
 ]
 
 
@@ -74,8 +74,8 @@ def pack_int8_tiles(weight: Tensor, gated: bool = False) -> tuple[Tensor, Tensor
     return quantized, scales
 
 
-def quantize_weight(weight: Tensor, steps: int = 127) -> tuple[Tensor, Tensor]:
-    quantized, scales = torch.ops.quire.quantize_weight(weight, steps)
+def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+    quantized, scales = torch.ops.quire.quantize_weight(weight)
     return quantized, scales
 
 
@@ -91,21 +91,13 @@ def int8_linear(
     return out
 
 
-def widened_linear(x: Tensor, weight: Tensor, bias: Tensor | None, features: int, dtype: torch.dtype) -> Tensor:
-    out: Tensor = torch.ops.quire.widened_linear(x, weight, bias, features, dtype)
+def pack_int4_tiles(weight: Tensor, group: int, gated: bool = False) -> Tensor:
+    out: Tensor = torch.ops.quire.pack_int4_tiles(weight, group, gated)
     return out
 
 
-def int4_linear(
-    x: Tensor,
-    weight: Tensor,
-    scales: Tensor,
-    zeros: Tensor,
-    bias: Tensor | None,
-    features: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    out: Tensor = torch.ops.quire.int4_linear(x, weight, scales, zeros, bias, features, dtype)
+def int4_linear(x: Tensor, weight: Tensor, bias: Tensor | None, features: int, activation: str = "") -> Tensor:
+    out: Tensor = torch.ops.quire.int4_linear(x, weight, bias, features, activation)
     return out
 
 

@@ -137,17 +137,17 @@ std::tuple<std::vector<Assignment>, std::vector<ExpertRange>> sort_by_expert(con
   return {std::move(assignments), std::move(expert_ranges)};
 }
 
-// One matrix per expert: words [experts, tiles, words, 32]; scales and biases float32 [experts, tiles * 32].
+// One matrix per expert: packed tiles [experts, tiles, steps, …]; scales and biases float32 [experts, tiles * 32].
 struct Matrices {
   const char* data;
   const float *scales, *biases;
-  int64_t experts, tiles, words;
+  int64_t experts, tiles, steps, tile_bytes;
 
   Matrices(const Tensor& weight, const std::optional<Tensor>& scale, const std::optional<Tensor>& bias)
-      : data(bytes_of(weight)), scales(features(scale, weight)), biases(features(bias, weight)),
-        experts(weight.size(0)), tiles(weight.size(1)), words(weight.size(2)) {
-    STD_TORCH_CHECK(weight.is_contiguous() && weight.stride(2) * weight.element_size() == kTile * 4,
-                    "the weight is not in packed tiles");
+      : data(static_cast<const char*>(weight.const_data_ptr())), scales(features(scale, weight)),
+        biases(features(bias, weight)), experts(weight.size(0)), tiles(weight.size(1)), steps(weight.size(2)),
+        tile_bytes(weight.stride(1) * weight.element_size()) {
+    STD_TORCH_CHECK(weight.is_contiguous(), "the weight is not in packed tiles");
   }
 
   static const float* features(const std::optional<Tensor>& x, const Tensor& weight) {
@@ -158,55 +158,29 @@ struct Matrices {
     return x->const_data_ptr<float>();
   }
 
-  const char* tile(int64_t expert, int64_t number) const {
-    return data + (expert * tiles + number) * words * kTile * 4;
+  // Whether they are for rows of `inputs` inputs.
+  template <typename Form>
+  bool match(Form form, int64_t inputs) const {
+    return form.steps(inputs) == steps && steps * form.step_bytes() == tile_bytes;
   }
+
+  const char* tile(int64_t expert, int64_t number) const { return data + (expert * tiles + number) * tile_bytes; }
 
   // The pieces of an expert's tiles up to `end`; after the last one, `after` is prefetched.
   auto pieces(int64_t expert, int64_t end, const char* after) const {
-    return [=, this](int64_t number, int64_t begin, int64_t depth, char*) {
-      const char *here = tile(expert, number) + begin * kTile * 4, *next = here + depth * kTile * 4;
-      return Piece{here, number + 1 == end && begin + depth == words ? after : next};
+    return [=, this](int64_t number, int64_t at, int64_t bytes) {
+      const char* const here = tile(expert, number) + at;
+      return Piece{here, number + 1 == end && at + bytes == tile_bytes ? after : here + bytes};
     };
   }
 
   // The results of a tile's sums for lanes from `i` on: scaled by row and feature, plus the bias.
-  template <typename Rows, typename Sum>
-  Floats value(const Rows& rows, int64_t row, int64_t expert, int64_t number, int i, Sum sum) const {
+  template <typename Form>
+  Floats value(const Rows<Form>& rows, int64_t row, int64_t expert, int64_t number, int i,
+               typename Form::Sum sum) const {
     const int64_t feature = (expert * tiles + number) * kTile + i;
-    const Floats product = rows.product(row, sum, scales, feature);
+    const Floats product = rows.value(row, sum, scales, feature);
     return biases ? product + load(biases + feature) : product;
-  }
-};
-
-// Rows of float32 or bfloat16, which need no conversion to words.
-template <typename Word>
-struct Rows {
-  const char* data;
-  int64_t stride;
-
-  template <typename T>
-  Rows(const T* x, int64_t, int64_t inputs) : data(reinterpret_cast<const char*>(x)), stride(inputs * sizeof(T)) {}
-
-  Floats product(int64_t, Floats sum, const float*, int64_t) const { return sum; }
-};
-
-// Rows quantized to bytes.
-template <>
-struct Rows<Quad> {
-  Quantized quantized;
-  const char* data;
-  int64_t stride;
-
-  template <typename T>
-  Rows(const T* x, int64_t rows, int64_t inputs) : stride((inputs + 3) / 4 * 4) {
-    quantized.fill(x, rows, inputs, stride);
-    data = reinterpret_cast<const char*>(quantized.bytes.data());
-  }
-
-  Floats product(int64_t row, Ints sum, const float* scales, int64_t feature) const {
-    const Ints exact = sum - Quad::kExcess * quantized.sums[row];
-    return __builtin_convertvector(exact, Floats) * load(scales + feature) * quantized.scales[row];
   }
 };
 
@@ -221,17 +195,17 @@ const char* gather(const char* x, int64_t stride, const Assignment* assignments,
   return memory.data();
 }
 
-template <typename Word, typename T>
+template <typename Form, typename T>
 struct Mixture {
   const std::vector<Assignment>& assignments;
   const std::vector<ExpertRange>& expert_ranges;
 
   // out: [assignments, 16 * tiles], `gated` applied to gates and ups.
-  void gate_up(const Rows<Word>& rows, const Matrices& matrices, Gated gated, T* out) const {
+  void gate_up(const Rows<Form>& rows, const Matrices& matrices, Gated gated, T* out) const {
     const int64_t tiles = matrices.tiles, width = tiles * kHalf;
     int64_t work = 0;  // of all tiles, in rows
     for (const ExpertRange& e : expert_ranges) work += tiles * (e.count + kReadingRows);
-    const int64_t least = std::max<int64_t>(1, kThreadWork / (matrices.words * kTile));
+    const int64_t least = std::max<int64_t>(1, kThreadWork / (matrices.tile_bytes));
     parallel_for(0, work, least, [&](int64_t begin, int64_t end) {
       int64_t start = 0;
       for (size_t i = 0; i < expert_ranges.size(); ++i) {
@@ -246,26 +220,23 @@ struct Mixture {
         const auto get_rows = [&](int64_t row, int64_t count) {
           return gather(rows.data, rows.stride, &assignments[e.first + row], count);
         };
-        multiply_tiles<Word>(
-            e.count, rows.stride, matrices.words, first, last, get_rows, matrices.pieces(e.expert, tiles, after),
-            [&](int64_t tile, int64_t row, const auto& sums) {
-              const int64_t token = assignments[e.first + row].token;
-              const auto value = [&](int j) {
-                return matrices.value(rows, token, e.expert, tile, j, sums[j / kLanes]);
-              };
-              T* to = out + (e.first + row) * width + tile * kHalf;
-              for (int j = 0; j < kHalf; j += kLanes) store(to + j, gated(value(j), value(j + kHalf)));
-            });
+        multiply_tiles(rows.form, e.count, rows.stride, matrices.steps, first, last, get_rows,
+                       matrices.pieces(e.expert, tiles, after), [&](int64_t tile, int64_t row, const auto& sums) {
+          const int64_t token = assignments[e.first + row].token;
+          const auto value = [&](int j) { return matrices.value(rows, token, e.expert, tile, j, sums[j / kLanes]); };
+          T* to = out + (e.first + row) * width + tile * kHalf;
+          for (int j = 0; j < kHalf; j += kLanes) store(to + j, gated(value(j), value(j + kHalf)));
+        });
       }
     });
   }
 
   // total: [tokens, hidden], the weighted sums of the experts' rows.
-  void down(const Rows<Word>& rows, const Matrices& matrices, int64_t tokens, int64_t hidden, float* total,
+  void down(const Rows<Form>& rows, const Matrices& matrices, int64_t tokens, int64_t hidden, float* total,
             T* out) const {
     int64_t work = 0;
     for (const ExpertRange& e : expert_ranges) work += e.count + kReadingRows;
-    const int64_t least = std::max<int64_t>(1, kThreadWork / std::max<int64_t>(1, work * matrices.words * kTile));
+    const int64_t least = std::max<int64_t>(1, kThreadWork / std::max<int64_t>(1, work * matrices.tile_bytes));
     parallel_for(0, matrices.tiles, least, [&](int64_t begin, int64_t end) {
       const int64_t feature = begin * kTile, width = std::min(end * kTile, hidden) - feature;
       for (int64_t token = 0; token < tokens; ++token) std::fill_n(total + token * hidden + feature, width, 0.0f);
@@ -273,16 +244,15 @@ struct Mixture {
         const ExpertRange& e = expert_ranges[i];
         const char* after = i + 1 < expert_ranges.size() ? matrices.tile(expert_ranges[i + 1].expert, begin) : nullptr;
         const auto get_rows = [&](int64_t row, int64_t) { return rows.data + (e.first + row) * rows.stride; };
-        multiply_tiles<Word>(
-            e.count, rows.stride, matrices.words, begin, end, get_rows, matrices.pieces(e.expert, end, after),
-            [&](int64_t tile, int64_t row, const auto& sums) {
-              const Assignment& assignment = assignments[e.first + row];
-              float* to = total + assignment.token * hidden + tile * kTile;
-              for_vectors(std::min<int64_t>(kTile, hidden - tile * kTile), [&](int64_t j, auto n) {
-                const Floats value = matrices.value(rows, e.first + row, e.expert, tile, j, sums[j / kLanes]);
-                store(to + j, load(to + j, n) + assignment.weight * value, n);
-              });
-            });
+        multiply_tiles(rows.form, e.count, rows.stride, matrices.steps, begin, end, get_rows,
+                       matrices.pieces(e.expert, end, after), [&](int64_t tile, int64_t row, const auto& sums) {
+          const Assignment& assignment = assignments[e.first + row];
+          float* to = total + assignment.token * hidden + tile * kTile;
+          for_vectors(std::min<int64_t>(kTile, hidden - tile * kTile), [&](int64_t j, auto n) {
+            const Floats value = matrices.value(rows, e.first + row, e.expert, tile, j, sums[j / kLanes]);
+            store(to + j, load(to + j, n) + assignment.weight * value, n);
+          });
+        });
       }
       if constexpr (!std::is_same_v<T, float>) {
         for (int64_t token = 0; token < tokens; ++token) {
@@ -295,9 +265,9 @@ struct Mixture {
 };
 
 // x: [tokens, hidden]; weights float32 and ids int64, [tokens, top_k]: ids of experts on other ranks add nothing.
-// The experts' weights have the type of x, or are bytes with 128 added, with scales. gate_up: [experts, tiles,
-// hidden / per_word, 32, per_word], 16 gates then 16 ups per tile; down: [experts, tiles, inner / per_word, 32,
-// per_word], where `inner` is 16 * gate_up's tiles. Scales and biases: float32 [experts, tiles * 32].
+// The experts' weights are tiles as for `tiled_linear`, as for `int8_linear` if they have scales, or as for `int4_linear`.
+// gate_up: 16 gates then 16 ups per tile; down: of `inner` inputs, 16 for each tile of gate_up. Scales and biases: float32
+// [experts, tiles * 32].
 Tensor packed_experts(const Tensor& x, const Tensor& weights, const Tensor& ids, const Tensor& gate_up,
                       const std::optional<Tensor>& gate_up_scales, const std::optional<Tensor>& gate_up_bias,
                       const Tensor& down, const std::optional<Tensor>& down_scales,
@@ -314,40 +284,39 @@ Tensor packed_experts(const Tensor& x, const Tensor& weights, const Tensor& ids,
   Tensor between = empty({int64_t(assignments.size()), inner}, from.scalar_type());
   Tensor total = x.scalar_type() == ScalarType::Float ? out : empty(x.sizes(), ScalarType::Float);
   const Gated gated = find_gated(activation);
-  const auto run = [&]<typename Word, typename T, int kPerWord>() {
-    STD_TORCH_CHECK((hidden + kPerWord - 1) / kPerWord == first.words && inner / kPerWord == second.words &&
-                        first.experts == second.experts && (hidden + kTile - 1) / kTile == second.tiles,
+  const auto run = [&]<typename Form, typename T>(Form form, Form down_form) {
+    STD_TORCH_CHECK(first.match(form, hidden) && second.match(down_form, inner) && first.experts == second.experts &&
+                        (hidden + kTile - 1) / kTile == second.tiles,
                     "the shapes of x, gate_up and down do not match");
-    const Mixture<Word, T> mixture{assignments, expert_ranges};
+    const Mixture<Form, T> mixture{assignments, expert_ranges};
     T* const middle = between.mutable_data_ptr<T>();
-    mixture.gate_up(Rows<Word>(from.const_data_ptr<T>(), tokens, hidden), first, gated, middle);
-    mixture.down(Rows<Word>(middle, assignments.size(), inner), second, tokens, hidden, total.mutable_data_ptr<float>(),
-                 out.mutable_data_ptr<T>());
+    mixture.gate_up(Rows<Form>(form, from.const_data_ptr<T>(), tokens, hidden), first, gated, middle);
+    mixture.down(Rows<Form>(down_form, middle, assignments.size(), inner), second, tokens, hidden,
+                 total.mutable_data_ptr<float>(), out.mutable_data_ptr<T>());
   };
-  if (gate_up.element_size() == 1) {
-    STD_TORCH_CHECK(first.scales && second.scales, "bytes need scales");
-    STD_TORCH_CHECK(std::max(hidden, inner) <= (1 << 16),
-                    "more than 65,536 inputs are not supported: sums may overflow 32 bits");
-    for_type(x.scalar_type(), [&]<typename T>() { run.template operator()<Quad, T, 4>(); });
-    return out;
-  } else {
-    STD_TORCH_CHECK(x.scalar_type() == gate_up.scalar_type() && x.scalar_type() == down.scalar_type());
-    if (x.scalar_type() == ScalarType::Float) return run.template operator()<Float, float, 1>(), out;
-    STD_TORCH_CHECK(hidden % 2 == 0, "rows of x must be whole words");
-    if (x.scalar_type() == ScalarType::BFloat16) return run.template operator()<BFloat16Pair, BFloat16, 2>(), out;
-  }
-  STD_TORCH_CHECK(false, "experts of ", gate_up.scalar_type(), " are not supported on this processor");
+  STD_TORCH_CHECK(gate_up.scalar_type() == down.scalar_type());
+  for_type(x.scalar_type(), [&]<typename T>() {
+    if (first.scales && second.scales) {
+      STD_TORCH_CHECK(std::max(hidden, inner) <= kMostBytes,
+                      "more than 65,536 inputs are not supported: sums may overflow 32 bits");
+      run.template operator()<Byte, T>({}, {});
+    } else if (gate_up.scalar_type() == ScalarType::Byte) {
+      run.template operator()<Int4, T>(Int4::of_step(gate_up.size(3)), Int4::of_step(down.size(3)));
+    } else {
+      STD_TORCH_CHECK(x.scalar_type() == gate_up.scalar_type());
+      run.template operator()<Tiled<T>, T>({}, {});
+    }
+  });
+  return out;
 }
 
 }  // namespace
 
-QUIRE_OPERATION(
-    route,
-    "(Tensor logits, int top_k, str scoring, bool renormalize, float scale, int groups, int top_groups, str "
-    "group_score, Tensor? correction_bias) -> (Tensor, Tensor)")
-QUIRE_OPERATION(
-    packed_experts,
-    "(Tensor x, Tensor weights, Tensor ids, Tensor gate_up, Tensor? gate_up_scales, Tensor? gate_up_bias, Tensor "
-    "down, Tensor? down_scales, Tensor? down_bias, str activation) -> Tensor")
+QUIRE_OPERATION(route,
+                "(Tensor logits, int top_k, str scoring, bool renormalize, float scale, int groups, int top_groups, "
+                "str group_score, Tensor? correction_bias) -> (Tensor, Tensor)")
+QUIRE_OPERATION(packed_experts,
+                "(Tensor x, Tensor weights, Tensor ids, Tensor gate_up, Tensor? gate_up_scales, Tensor? "
+                "gate_up_bias, Tensor down, Tensor? down_scales, Tensor? down_bias, str activation) -> Tensor")
 
 }  // namespace quire

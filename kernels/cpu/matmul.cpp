@@ -7,27 +7,6 @@
 namespace quire {
 namespace {
 
-// Multiplies `rows` rows of `words` words, `stride` bytes apart, by `tiles` tiles. `get_piece` and `finish` are as for
-// `multiply_tiles`.
-template <typename Word, typename GetPiece, typename Finish>
-void matmul(const char* x, int64_t rows, int64_t stride, int64_t words, int64_t tiles, GetPiece get_piece,
-            Finish finish) {
-  const int64_t least = std::max<int64_t>(1, kThreadWork / std::max<int64_t>(1, (rows + kReadingRows) * words * kTile));
-  parallel_for(0, tiles, least, [&](int64_t begin, int64_t end) {
-    const auto get_rows = [&](int64_t first, int64_t) { return x + first * stride; };
-    multiply_tiles<Word>(rows, stride, words, begin, end, get_rows, get_piece, finish);
-  });
-}
-
-// Pieces of weights that need no conversion.
-auto packed(const Tensor& weight, int64_t words) {
-  return [at = static_cast<const char*>(weight.const_data_ptr()), words](int64_t tile, int64_t begin, int64_t depth,
-                                                                         char*) {
-    const char* here = at + (tile * words + begin) * kTile * 4;
-    return Piece{here, here + depth * kTile * 4};  // tiles are contiguous, and a prefetch never faults
-  };
-}
-
 // Stores `scaled(row, i, sum)` of the sums, plus the bias, to the rows of `out`.
 template <typename T, typename Scaled>
 auto store_rows(Tensor& out, const std::optional<Tensor>& bias, Scaled scaled) {
@@ -67,90 +46,67 @@ void with_finish(std::string_view activation, Tensor& out, const std::optional<T
   body(store_gated_rows<T>(out, bias, scaled, find_gated(activation)));
 }
 
-Tensor result(const Tensor& x, int64_t words, int per_word, const Tensor& weight, int64_t features,
-              const std::optional<Tensor>& bias, ScalarType type, bool is_gated = false) {
-  const int64_t width = is_gated ? kHalf : kTile, tiles = weight.size(0);
-  STD_TORCH_CHECK(x.dim() == 2 && (x.size(1) + per_word - 1) / per_word == words, "x does not match the weight");
+// The product of rows of T by packed tiles; `scales` of the features are null if the form has none. With an activation, a
+// tile (and the bias) is 16 gates and their ups, and `features` counts the gated features.
+template <typename Form, typename T>
+Tensor linear(Form form, const Tensor& x, const Tensor& weight, const float* scales, const std::optional<Tensor>& bias,
+              int64_t features, std::string_view activation) {
+  const int64_t width = activation.empty() ? kTile : kHalf, tiles = weight.size(0), steps = weight.size(1);
+  const int64_t biases = activation.empty() ? features : tiles * kTile, tile_bytes = steps * form.step_bytes();
+  STD_TORCH_CHECK(x.dim() == 2 && form.steps(x.size(1)) == steps, "x does not match the weight");
   STD_TORCH_CHECK(weight.is_contiguous() && (features + width - 1) / width == tiles,
                   "the number of tiles does not match the features");
-  const int64_t biases = is_gated ? tiles * kTile : features;
-  STD_TORCH_CHECK(!bias || (bias->scalar_type() == type && bias->is_contiguous() && bias->numel() == biases),
+  STD_TORCH_CHECK(!bias || (bias->scalar_type() == x.scalar_type() && bias->is_contiguous() && bias->numel() == biases),
                   "the bias has the wrong type or size");
-  return empty({x.size(0), features}, type);
-}
-
-// weight: [tiles, in, 32] float32 or [tiles, in / 2, 32, 2] bfloat16, the type of x and of the result. With an
-// activation, a tile (and the bias) is 16 gates and their ups, and `features` counts the gated features.
-Tensor tiled_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, int64_t features,
-                    std::string_view activation) {
-  STD_TORCH_CHECK(x.scalar_type() == weight.scalar_type());
-  const int64_t words = weight.size(1);
-  const Tensor rows = as_contiguous(x);
-  const auto run = [&]<typename Word, typename T, int kPerWord>() {
-    STD_TORCH_CHECK(x.size(1) % kPerWord == 0, "rows of x must be whole words");
-    Tensor out = result(x, words, kPerWord, weight, features, bias, x.scalar_type(), !activation.empty());
-    with_finish<T>(activation, out, bias, identity, [&](auto finish) {
-      matmul<Word>(bytes_of(rows), x.size(0), words * 4, words, weight.size(0), packed(weight, words), finish);
-    });
-    return out;
-  };
-  if (x.scalar_type() == ScalarType::Float) return run.template operator()<Float, float, 1>();
-  if (x.scalar_type() == ScalarType::BFloat16) return run.template operator()<BFloat16Pair, BFloat16, 2>();
-  STD_TORCH_CHECK(false, "tiles of ", x.scalar_type(), " are not supported on this processor");
-}
-
-// x: float32; weight: [tiles, in, 32] bfloat16 or float16. The result and the bias are of `type`.
-Tensor widened_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, int64_t features,
-                      ScalarType type) {
-  const Tensor rows = as_contiguous(x);
-  const int64_t inputs = weight.size(1);
-  Tensor out = result(x, inputs, 1, weight, features, bias, type);
-  for_type(weight.scalar_type(), [&]<typename W>() {
-    const W* data = weight.const_data_ptr<W>();
-    const auto get_piece = [=](int64_t tile, int64_t begin, int64_t depth, char* buffer) {
-      const W* from = data + (tile * inputs + begin) * kTile;
-      auto* wide = reinterpret_cast<float*>(buffer);
-      for (int64_t i = 0; i < depth * kTile; i += kLanes) store(wide + i, load(from + i));
-      return Piece{buffer, nullptr};
-    };
-    for_type(type, [&]<typename T>() {
-      matmul<Float>(bytes_of(rows), x.size(0), inputs * 4, inputs, weight.size(0), get_piece,
-                    store_rows<T>(out, bias, identity));
+  const Tensor from = as_contiguous(x);
+  const auto* const data = static_cast<const char*>(weight.const_data_ptr());
+  Tensor out = empty({x.size(0), features}, x.scalar_type());
+  const Rows<Form> rows(form, from.const_data_ptr<T>(), x.size(0), x.size(1));
+  const auto value = [&](int64_t row, int64_t feature, auto sum) { return rows.value(row, sum, scales, feature); };
+  with_finish<T>(activation, out, bias, value, [&](auto finish) {
+    const int64_t work = (x.size(0) + kReadingRows) * x.size(1) * kTile;  // of a tile
+    parallel_for(0, tiles, std::max<int64_t>(1, kThreadWork / std::max<int64_t>(1, work)),
+                 [&](int64_t begin, int64_t end) {
+      const auto get_rows = [&](int64_t first, int64_t) { return rows.data + first * rows.stride; };
+      const auto get_piece = [&](int64_t tile, int64_t at, int64_t bytes) {
+        const char* const here = data + tile * tile_bytes + at;
+        return Piece{here, here + bytes};  // tiles are contiguous, and a prefetch never faults
+      };
+      multiply_tiles(form, x.size(0), rows.stride, steps, begin, end, get_rows, get_piece, finish);
     });
   });
   return out;
 }
 
-// x: float32; weight: [tiles, in, 16] bytes, feature j in the low half of byte j and feature j + 16 in the high half;
-// scales and zeros: float32 [tiles, groups, 32]. A weight is half * scale + zero. The result and the bias
-// are of `type`.
-Tensor int4_linear(const Tensor& x, const Tensor& weight, const Tensor& scales, const Tensor& zeros,
-                   const std::optional<Tensor>& bias, int64_t features, ScalarType type) {
-  STD_TORCH_CHECK(scales.is_contiguous() && zeros.is_contiguous() && scales.sizes() == zeros.sizes() &&
-                      scales.size(0) == weight.size(0) && scales.size(2) == kTile && x.size(1) % scales.size(1) == 0,
-                  "scales and zeros must be [tiles, groups, 32]");
-  const Tensor rows = as_contiguous(x);
-  const int64_t inputs = weight.size(1), groups = scales.size(1), group = inputs / groups;
-  const uint8_t* data = weight.const_data_ptr<uint8_t>();
-  const auto get_piece = [=, all_scales = scales.const_data_ptr<float>(), all_zeros = zeros.const_data_ptr<float>()](
-                        int64_t tile, int64_t begin, int64_t depth, char* buffer) {
-    auto* wide = reinterpret_cast<float*>(buffer);
-    for (int64_t k = 0; k < depth; ++k) {
-      const uint8_t* from = data + (tile * inputs + begin + k) * (kTile / 2);
-      const int64_t place = (tile * groups + (begin + k) / group) * kTile;
-      const float *scale = all_scales + place, *zero = all_zeros + place;
-#pragma omp simd
-      for (int j = 0; j < kTile / 2; ++j) {
-        wide[k * kTile + j] = static_cast<float>(from[j] & 15) * scale[j] + zero[j];
-        wide[k * kTile + j + 16] = static_cast<float>(from[j] >> 4) * scale[j + 16] + zero[j + 16];
-      }
-    }
-    return Piece{buffer, nullptr};
-  };
-  Tensor out = result(x, inputs, 1, weight, features, bias, type);
-  for_type(type, [&]<typename T>() {
-    matmul<Float>(bytes_of(rows), x.size(0), inputs * 4, inputs, weight.size(0), get_piece,
-                  store_rows<T>(out, bias, identity));
+// weight: [tiles, in, 32] float32 or float16, or [tiles, in / 2, 32, 2] bfloat16, the type of x and of the result.
+Tensor tiled_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, int64_t features,
+                    std::string_view activation) {
+  STD_TORCH_CHECK(x.scalar_type() == weight.scalar_type());
+  Tensor out;
+  for_type(x.scalar_type(),
+           [&]<typename T>() { out = linear<Tiled<T>, T>({}, x, weight, nullptr, bias, features, activation); });
+  return out;
+}
+
+// weight: bytes [tiles, in / 4, 32, 4] with 128 added; scales: float32 [tiles * 32].
+Tensor int8_linear(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias,
+                   int64_t features, std::string_view activation) {
+  STD_TORCH_CHECK(scales.is_contiguous() && scales.scalar_type() == ScalarType::Float &&
+                  scales.numel() == weight.size(0) * kTile);
+  STD_TORCH_CHECK(x.size(1) <= kMostBytes, "more than 65,536 inputs are not supported: sums may overflow 32 bits");
+  Tensor out;
+  for_type(x.scalar_type(), [&]<typename T>() {
+    out = linear<Byte, T>({}, x, weight, scales.const_data_ptr<float>(), bias, features, activation);
+  });
+  return out;
+}
+
+// weight: bytes [tiles, groups, bytes of a group], as `Int4` describes them.
+Tensor int4_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, int64_t features,
+                   std::string_view activation) {
+  Tensor out;
+  for_type(x.scalar_type(), [&]<typename T>() {
+    out = linear<Int4, T>(Int4::of_step(weight.size(2)), x, weight, nullptr, bias, features, activation);
   });
   return out;
 }
@@ -236,13 +192,27 @@ Tensor pack_tiles(const Tensor& weight, int64_t per_word, bool gated) {
   return out;
 }
 
-// Quantizes a row to integers from -steps to steps; returns the scale.
+// Quantizes a row to integers from -kSteps to kSteps; returns the scale.
 template <typename T>
-float quantize_row(const T* x, int64_t count, float steps, int8_t* to) {
-  const float scale = largest(x, count) / steps;
-  const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
-  for_vectors(count, [&](int64_t i, auto n) { store(to + i, round(load(x + i, n) * inverse), n); });
+float quantize_row(const T* x, int64_t count, int8_t* to) {
+  const float scale = largest(x, count) / kSteps;
+  quantize(x, count, scale, to);
   return scale;
+}
+
+// Quantizes a group to integers from 0 to 15; `factors` are the scale and the zero.
+template <typename T>
+void quantize_group(const T* x, int64_t count, int8_t* to, float* factors) {
+  Floats low = broadcast(x[0]), high = low;
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const Floats part = load(x + i);
+    low = min(low, part), high = max(high, part);
+  }
+  const float zero = -max(-low), scale = (max(high) - zero) / 15.0f, inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
+  for (int64_t i = 0; i < count; i += kLanes) {
+    store(to + i, min(max(round((load(x + i) - zero) * inverse), Floats{}), broadcast(15.0f)));
+  }
+  factors[0] = scale, factors[1] = zero;
 }
 
 // Quantizes `[out, in]` to tiles of bytes with 128 added, and scales [tiles * 32]. Each tile is quantized and packed
@@ -264,7 +234,7 @@ std::tuple<Tensor, Tensor> pack_int8_tiles(const Tensor& weight, bool gated) {
           const T* x = source.row<T>(tile, place);
           int8_t* row = bytes.data() + place * ins;
           rows[place] = x == nullptr ? nullptr : row;
-          row_scales[tile * kTile + place] = x == nullptr ? 0.0f : quantize_row(x, ins, kSteps, row);
+          row_scales[tile * kTile + place] = x == nullptr ? 0.0f : quantize_row(x, ins, row);
         }
         int8_t* const tile_bytes = to + tile * words * kTile * 4;
         fill_tile<4>(rows, ins, words, tile_bytes);
@@ -276,8 +246,43 @@ std::tuple<Tensor, Tensor> pack_int8_tiles(const Tensor& weight, bool gated) {
   return {out, scales};
 }
 
-// Quantizes `[out, in]` to int8 from -steps to steps, with a scale per output feature.
-std::tuple<Tensor, Tensor> quantize_weight(const Tensor& weight, int64_t steps) {
+// Quantizes `[out, in]` to tiles of 4-bit weights in groups of `group` inputs: bytes [tiles, groups, bytes of a group], as
+// `Int4` describes them. A group's minimum is its zero, and its maximum 15 steps more.
+Tensor pack_int4_tiles(const Tensor& weight, int64_t group, bool gated) {
+  const Tensor from = as_contiguous(weight);
+  const WeightRows source(from, gated);
+  const Int4 form(group);
+  STD_TORCH_CHECK(source.ins % group == 0, "inputs must be whole groups of ", group);
+  const int64_t count = source.tiles(), groups = form.steps(source.ins), step = form.step_bytes();
+  Tensor out = empty({count, groups, step}, ScalarType::Byte);
+  auto* const to = out.mutable_data_ptr<uint8_t>();
+  for_type(weight.scalar_type(), [&]<typename T>() {
+    parallel_for(0, count, grain(source.ins * kTile), [&](int64_t begin, int64_t end) {
+      std::vector<int8_t> halves(group);
+      for (int64_t tile = begin; tile < end; ++tile) {
+        for (int64_t place = 0; place < kTile; ++place) {
+          const T* x = source.row<T>(tile, place);
+          for (int64_t i = 0; i < groups; ++i) {
+            uint8_t* const at = to + (tile * groups + i) * step;
+            float factors[2] = {};
+            if (x == nullptr) std::fill(halves.begin(), halves.end(), 0);
+            else quantize_group(x + i * group, group, halves.data(), factors);
+            for (int side = 0; side < 2; ++side) std::memcpy(at + (side * kTile + place) * 4, &factors[side], 4);
+            uint8_t* const words = at + Int4::kScales + place * 4;
+            for (int64_t k = 0; k < group; ++k) {
+              uint8_t& both = words[k / 8 * kTile * 4 + k % 4];
+              both = k % 8 < 4 ? halves[k] : both | halves[k] << 4;
+            }
+          }
+        }
+      }
+    });
+  });
+  return out;
+}
+
+// Quantizes `[out, in]` to int8 from -127 to 127, with a scale per output feature.
+std::tuple<Tensor, Tensor> quantize_weight(const Tensor& weight) {
   const Tensor from = as_contiguous(weight);
   const int64_t outs = weight.size(0), ins = weight.size(1);
   Tensor out = empty(weight.sizes(), ScalarType::Char);
@@ -287,49 +292,21 @@ std::tuple<Tensor, Tensor> quantize_weight(const Tensor& weight, int64_t steps) 
       for (int64_t row = begin; row < end; ++row) {
         const T* x = from.const_data_ptr<T>() + row * ins;
         int8_t* to = out.mutable_data_ptr<int8_t>() + row * ins;
-        scales.mutable_data_ptr<float>()[row] = quantize_row(x, ins, static_cast<float>(steps), to);
+        scales.mutable_data_ptr<float>()[row] = quantize_row(x, ins, to);
       }
     });
   });
   return {out, scales};
 }
 
-// weight: bytes [tiles, in / 4, 32, 4] with 128 added; scales: float32 [tiles * 32].
-Tensor int8_linear(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias,
-                   int64_t features, std::string_view activation) {
-  STD_TORCH_CHECK(scales.is_contiguous() && scales.scalar_type() == ScalarType::Float &&
-                  scales.numel() == weight.size(0) * kTile);
-  STD_TORCH_CHECK(x.size(1) <= (1 << 16), "more than 65,536 inputs are not supported: sums may overflow 32 bits");
-  const Tensor rows = as_contiguous(x);
-  const int64_t words = weight.size(1);
-  Tensor out = result(x, words, 4, weight, features, bias, x.scalar_type(), !activation.empty());
-  static thread_local Quantized kept;  // grows, and is reused by the thread
-  Quantized& quantized = kept;
-  const float* feature_scales = scales.const_data_ptr<float>();
-  for_type(x.scalar_type(), [&]<typename T>() {
-    quantized.fill(rows.const_data_ptr<T>(), x.size(0), x.size(1), words * 4);
-    const auto scaled = [&](int64_t row, int64_t feature, Ints sum) {
-      const Ints exact = sum - Quad::kExcess * quantized.sums[row];
-      return __builtin_convertvector(exact, Floats) * load(feature_scales + feature) * quantized.scales[row];
-    };
-    with_finish<T>(activation, out, bias, scaled, [&](auto finish) {
-      matmul<Quad>(reinterpret_cast<const char*>(quantized.bytes.data()), x.size(0), words * 4, words, weight.size(0),
-                   packed(weight, words), finish);
-    });
-  });
-  return out;
-}
-
 }  // namespace
 
 QUIRE_OPERATION(pack_tiles, "(Tensor weight, int per_word, bool gated) -> Tensor")
 QUIRE_OPERATION(pack_int8_tiles, "(Tensor weight, bool gated) -> (Tensor, Tensor)")
-QUIRE_OPERATION(quantize_weight, "(Tensor weight, int steps) -> (Tensor, Tensor)")
+QUIRE_OPERATION(pack_int4_tiles, "(Tensor weight, int group, bool gated) -> Tensor")
+QUIRE_OPERATION(quantize_weight, "(Tensor weight) -> (Tensor, Tensor)")
 QUIRE_OPERATION(tiled_linear, "(Tensor x, Tensor weight, Tensor? bias, int features, str activation) -> Tensor")
-QUIRE_OPERATION(widened_linear, "(Tensor x, Tensor weight, Tensor? bias, int features, ScalarType type) -> Tensor")
-QUIRE_OPERATION(
-    int4_linear,
-    "(Tensor x, Tensor weight, Tensor scales, Tensor zeros, Tensor? bias, int features, ScalarType type) -> Tensor")
+QUIRE_OPERATION(int4_linear, "(Tensor x, Tensor weight, Tensor? bias, int features, str activation) -> Tensor")
 QUIRE_OPERATION(int8_linear,
                 "(Tensor x, Tensor weight, Tensor scales, Tensor? bias, int features, str activation) -> Tensor")
 

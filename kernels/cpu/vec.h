@@ -112,6 +112,7 @@ inline Floats load(const int8_t* x) {
 }
 
 inline void store(float* to, Floats x) { std::memcpy(to, &x, sizeof(x)); }
+inline void store(char* to, Words x) { std::memcpy(to, &x, sizeof(x)); }
 
 inline void store(BFloat16* to, Floats x) {
   const Words bits = std::bit_cast<Words>(x);
@@ -149,6 +150,47 @@ inline Ints sum_of_pairs(Shorts a, Shorts b) {
   return (first << 16 >> 16) * (second << 16 >> 16) + (first >> 16) * (second >> 16);
 #endif
 }
+
+// The words of `a` and `b` in turns.
+inline std::pair<Words, Words> interleave(Words a, Words b) {
+  return [&]<int... I>(std::integer_sequence<int, I...>) {
+    return std::pair(__builtin_shufflevector(a, b, (I / 2 + I % 2 * kLanes)...),
+                     __builtin_shufflevector(a, b, (kLanes / 2 + I / 2 + I % 2 * kLanes)...));
+  }(std::make_integer_sequence<int, kLanes>());
+}
+
+#if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512F__))
+#define QUIRE_DOT_BYTES  // `dot_bytes` is one instruction
+#endif
+
+// With four unsigned bytes per lane, adds the sum of their products with the four signed bytes at `x`.
+inline Ints dot_bytes(Ints sum, Words bytes, const char* x) {
+#if defined(__AVX512VNNI__)
+  return std::bit_cast<Ints>(_mm512_dpbusd_epi32(std::bit_cast<__m512i>(sum), std::bit_cast<__m512i>(bytes),
+                                                 _mm512_set1_epi32(read<int32_t>(x))));
+#elif defined(QUIRE_DOT_BYTES)
+  return std::bit_cast<Ints>(_mm256_dpbusd_avx_epi32(std::bit_cast<__m256i>(sum), std::bit_cast<__m256i>(bytes),
+                                                     _mm256_set1_epi32(read<int32_t>(x))));
+#else
+  const Shorts of_x = std::bit_cast<Shorts>(repeat(x));
+  sum += sum_of_pairs(std::bit_cast<Shorts>(bytes & 0x00FF00FF), of_x << 8 >> 8);
+  return sum + sum_of_pairs(std::bit_cast<Shorts>(bytes >> 8 & 0x00FF00FF), of_x >> 8);
+#endif
+}
+
+#if !defined(QUIRE_DOT_BYTES) && (defined(__AVX512BW__) || (defined(__AVX2__) && !defined(__AVX512F__)))
+#define QUIRE_PAIRS_OF_BYTES
+// With four unsigned bytes per lane, the sums of two products each with the four signed bytes at `x`, which saturate.
+inline Shorts pairs_of_bytes(Words bytes, const char* x) {
+#if defined(__AVX512BW__)
+  return std::bit_cast<Shorts>(
+      _mm512_maddubs_epi16(std::bit_cast<__m512i>(bytes), _mm512_set1_epi32(read<int32_t>(x))));
+#else
+  return std::bit_cast<Shorts>(
+      _mm256_maddubs_epi16(std::bit_cast<__m256i>(bytes), _mm256_set1_epi32(read<int32_t>(x))));
+#endif
+}
+#endif
 
 using AllLanes = std::integral_constant<int, kLanes>;
 

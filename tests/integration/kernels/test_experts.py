@@ -183,11 +183,10 @@ def forms(
     biases = (gate_up_bias, down_bias)
     made: list[kernels.PackedExperts] = [
         experts.PlainExperts(gate_up, down, activation, *biases),
-        by_expert(linear.WidenedLinear, gate_up, down, *biases, activation=activation),
+        by_expert(linear.TiledLinear, gate_up, down, *biases, activation=activation),
         kernels.pack_experts(gate_up.clone(), down.clone(), activation, gate_up_bias=biases[0], down_bias=biases[1]),
+        experts.TiledExperts(gate_up.clone(), down.clone(), activation, *biases),
     ]
-    if gate_up.dtype != torch.float16:
-        made.append(experts.TiledExperts(gate_up.clone(), down.clone(), activation, *biases))
     return made
 
 
@@ -270,21 +269,23 @@ def test_int8_tiles_are_the_int8_linears(size: int, hidden: int, dtype: torch.dt
     """To rounding: an inner feature may fall on the next step where it lies between two."""
     x, (weights, ids) = torch.randn(15, hidden).to(dtype), routed(15, 5, 2)
     gate_up, down, *_ = random_experts(5, size, hidden)
-    tiles = experts.TiledExperts(gate_up, down, "silu", None, None, is_int8=True)
+    tiles = experts.TiledExperts(gate_up, down, "silu", None, None, "int8")
     one_by_one = by_expert(linear.Int8Linear, gate_up, down)
     close(tiles(x, weights, ids), one_by_one(x, weights, ids).double(), 1e-2)
 
 
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16", "int8", "int4"])
 def test_output_of_a_token_does_not_depend_on_batch_or_threads(kind: str, implementation: str) -> None:
     if implementation == "reference":
         pytest.skip("a property of the compiled kernels")
-    dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
-    gate_up, down, *_ = random_experts(7, 176, 704, dtype)
-    product = kernels.pack_experts(gate_up, down, "silu", quantization="int8" if kind == "int8" else None)
+    dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(kind, torch.float32)
+    quantizations: dict[str, kernels.Quantization] = {"int8": "int8", "int4": "int4"}
+    gate_up, down, *_ = random_experts(7, 192, 704, dtype)
+    product = kernels.pack_experts(gate_up, down, "silu", quantization=quantizations.get(kind))
     if not isinstance(product, experts.TiledExperts):
         pytest.skip(f"{kind} is not ours on this processor")
-    x = (torch.randn(240, 704) * torch.logspace(-3, 3, 240)[:, None]).to(dtype)
+    most = 1 if dtype == torch.float16 else 3  # products of gates and ups are finite
+    x = (torch.randn(240, 704) * torch.logspace(-3, most, 240)[:, None]).to(dtype)
     weights, ids = routed(240, 7, 3)
     together = product(x, weights, ids)
     for rows in ([0], [17, 3], [239], range(0, 240, 5)):
@@ -345,12 +346,16 @@ def movable(
     assert down is not None
     biases = [None if bias is None else bias.clone() for bias in (gate_up_bias, down_bias)]
     made = forms(gate_up.clone(), down.clone(), "silu", biases[0], biases[1])
-    packs: list[Callable[[Tensor], kernels.PackedLinear]] = [linear.Int8OneDNNLinear, linear.Int4Linear]
+    packs: list[Callable[[Tensor], kernels.PackedLinear]] = [linear.Int8Linear, linear.Int4Linear]
+    if isa.has("avx512_vnni"):
+        packs.append(linear.Int8OneDNNLinear)
     if isa.has("avx512_bf16") or gate_up.dtype == torch.float32:
         packs.append(linear.OneDNNLinear)
     for pack in packs:
         biases = [None if bias is None else bias.clone() for bias in (gate_up_bias, down_bias)]
         made.append(by_expert(pack, gate_up, down, *biases))
-    biases = [None if bias is None else bias.clone() for bias in (gate_up_bias, down_bias)]
-    made.append(experts.TiledExperts(gate_up.clone(), down.clone(), "silu", *biases, is_int8=True))
+    quantizations: tuple[kernels.Quantization, ...] = ("int8", "int4")
+    for quantization in quantizations:
+        biases = [None if bias is None else bias.clone() for bias in (gate_up_bias, down_bias)]
+        made.append(experts.TiledExperts(gate_up.clone(), down.clone(), "silu", biases[0], biases[1], quantization))
     return made

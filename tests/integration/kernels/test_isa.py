@@ -29,6 +29,7 @@ def test_without_it_the_processor_has_what_it_has(monkeypatch: pytest.MonkeyPatc
         ("x86_64", isa._V4 | {"avx512_vnni", "avx512_bf16", "amx_tile"}, "avx512_bf16"),
         ("x86_64", isa._V4 | {"avx512_vnni"}, "avx512_vnni"),
         ("x86_64", isa._V4, "avx2"),
+        ("x86_64", isa._V3 | {"avx_vnni"}, "avx_vnni"),
         ("x86_64", isa._V3 - {"f16c"}, "native"),
         ("aarch64", {"asimd", "asimddp", "i8mm", "bf16"}, "neon_i8mm"),
         ("aarch64", {"asimd", "asimddp"}, "neon_dotprod"),
@@ -52,16 +53,19 @@ def test_avx2_is_all_there_is(monkeypatch: pytest.MonkeyPatch, implementation: s
     keys = {build._key("c++", each) for each in isa.ISAS}
     assert len(keys) == len(isa.ISAS)
     if implementation == "cpu":  # the same forms as elsewhere, for all but AMX
-        assert type(kernels.pack_linear(torch.zeros(2, 4))) is linear.TiledLinear
-        assert type(kernels.pack_linear(torch.zeros(2, 4, dtype=torch.bfloat16))) is linear.TiledLinear
-        assert type(kernels.pack_linear(torch.zeros(2, 4), "int8")) is linear.Int8Linear
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            assert type(kernels.pack_linear(torch.zeros(2, 4, dtype=dtype))) is linear.TiledLinear
     else:  # oneDNN takes no bfloat16 there
-        assert type(kernels.pack_linear(torch.zeros(2, 4, dtype=torch.bfloat16))) is linear.WidenedLinear
+        assert type(kernels.pack_linear(torch.zeros(2, 4, dtype=torch.bfloat16))) is linear.PlainLinear
+    assert type(kernels.pack_linear(torch.zeros(2, 4), "int8")) is linear.Int8Linear
+    assert type(kernels.pack_linear(torch.zeros(2, 32), "int4")) is linear.Int4Linear
 
 
 def test_what_is_not_known_or_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_CPU_ISA", "sse9")
-    with pytest.raises(ValueError, match="QUIRE_CPU_ISA is 'sse9'; it must be one of avx512_bf16, avx512_vnni, avx2,"):
+    with pytest.raises(
+        ValueError, match="QUIRE_CPU_ISA is 'sse9'; it must be one of avx512_bf16, avx512_vnni, avx"
+    ):
         isa.has("avx2")
     monkeypatch.setenv("QUIRE_CPU_ISA", "avx2")
     monkeypatch.setattr(isa, "processor_features", frozenset)
