@@ -62,8 +62,7 @@ SECTIONS: dict[str, tuple[str, dict[str, str]]] = {
         "",
         {
             "CXX": "Compiler of the CPU kernels. Default: `c++`.",
-            "MAX_JOBS": "Compiler processes at the same time. Default: the number of cores.",
-            "XDG_CACHE_HOME": "Parent folder of the kernel cache. Default: `~/.cache`.",
+            "XDG_CACHE_HOME": "Parent folder of the caches of kernels and packed weights. Default: `~/.cache`.",
             "OMP_NUM_THREADS": "Threads of a rank. Default: the cores of the host divided by the ranks on it.",
             "OMP_WAIT_POLICY": "Quire sets it to `passive` if it is not set, so that idle threads do not use CPU time.",
             "OPENBLAS_NUM_THREADS": "Quire sets it to `1` for the helper processes, which are forked.",

@@ -11,7 +11,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils.weak import WeakTensorKeyDictionary
 
 
-class OpReplay(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # there is no torch.compile to keep out, and the import of torch._dynamo would take seconds
+
+
+class OpReplay(_Mode):
     """The operations on tensors that this thread runs within `with`.
 
     A replay reads tensors that existed before in place. A result of one operation that is an argument of another is a
@@ -109,7 +115,8 @@ class OpReplay(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _value(self, tensor: Tensor, line: int) -> str:
         number = self._numbers.setdefault(tensor, len(self._last_uses))  # type: ignore[no-untyped-call]
-        self._last_uses[number:] = [line, *self._last_uses[number + 1 :]]
+        self._last_uses += [line] * (number == len(self._last_uses))
+        self._last_uses[number] = line
         return f"v{number}"
 
     def _is_view_of_given(
@@ -122,7 +129,7 @@ class OpReplay(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return storage is not None and all(_storage(tensor) == storage for tensor in results)
 
 
-class _InnerOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _InnerOperations(_Mode):
     """Reports operations of an operation, at any depth, whose result or its shape depends on tensor values: its view,
     sizes and numbers may depend on them."""
 

@@ -63,9 +63,7 @@ def test_avx2_is_all_there_is(monkeypatch: pytest.MonkeyPatch, implementation: s
 
 def test_what_is_not_known_or_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_CPU_ISA", "sse9")
-    with pytest.raises(
-        ValueError, match="QUIRE_CPU_ISA is 'sse9'; it must be one of avx512_bf16, avx512_vnni, avx"
-    ):
+    with pytest.raises(ValueError, match="QUIRE_CPU_ISA is 'sse9'; it must be one of avx512_bf16, avx512_vnni, avx"):
         isa.has("avx2")
     monkeypatch.setenv("QUIRE_CPU_ISA", "avx2")
     monkeypatch.setattr(isa, "processor_features", frozenset)

@@ -67,27 +67,13 @@ def test_a_prepared_core_whose_supervisor_ends_is_silent() -> None:
     assert found.stderr == ""
 
 
-def test_ranks_import_torch_without_its_kernels_for_tensors_that_have_no_data() -> None:
+def test_imports_are_not_collected() -> None:
     code = """
-import gc, sys
+import gc
 from quire.engine import process
 with process.imports():
     assert not gc.isenabled()
     import quire.engine.worker
 assert gc.isenabled() and gc.get_freeze_count() > 100_000
-import torch
-names = ("torch._meta_registrations", "torch.distributed._meta_registrations")
-assert not {*names, "torch._decomp"} & sys.modules.keys()
-assert not any(hasattr(module, "_meta_registrations") for module in (torch, torch.distributed))
-x = torch.empty(3, 4, device="meta")
-try:
-    torch.fft.fft(x)
-except NotImplementedError:
-    pass
-else:
-    raise AssertionError("torch has registered them elsewhere: quire.engine.worker need not leave them out")
-import quire.engine.models.transformers_backend
-assert torch.fft.fft(x).shape == x.shape
-assert {*names} <= sys.modules.keys()
 """
     subprocess.run([sys.executable, "-c", code], timeout=PROCESS_SECONDS, check=True)
