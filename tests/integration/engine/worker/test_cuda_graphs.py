@@ -32,7 +32,7 @@ from quire.engine.worker.cuda_graphs import DecodeGraphs
 from quire.engine.worker.graph_recorders import OpReplayRecorder
 from quire.engine.worker.model_runner import ModelRunner, allocate_caches
 from quire.engine.worker.worker import Worker
-from quire.kernels import isa, linear
+from quire.kernels import isa
 from tests.fakes.core_with_ranks import Ranks
 from tests.fakes.experts import EVERYTHING, HIDDEN, batch, build, packed
 from tests.fakes.families import CASES, SIZES, write_model
@@ -412,8 +412,8 @@ def test_op_replay_captures_onednn_products(
     folders: Callable[[str], Path],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """As processors without AVX2, and those with AMX, do most of their work by."""
-    monkeypatch.setattr(linear, "_has_own_kernel", lambda kind: False)
+    """As a processor with AMX does most of its work by."""
+    monkeypatch.setattr(isa, "has", lambda feature: feature == "amx_tile")
     eager, taped = (driver(config_of(folders("Llama"), *sizes, **options)) for sizes in ((), range(1, 9)))
     with caplog.at_level(logging.INFO):
         assert crowds(taped) == crowds(eager)
