@@ -47,7 +47,7 @@ RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     --requirement /src/requirements.txt && \
     # Out of the image: tests, and headers, which the wheel's kernels are compiled with. 250 MB.
     mv /opt/quire/lib/python3*/site-packages/torch/include /opt/torch-headers && \
-    rm -r /opt/quire/lib/python3*/site-packages/torch/bin/*est* && \
+    rm -rf /opt/quire/lib/python3*/site-packages/torch/bin/*est* && \
     find /opt/quire/lib -type d \( -name tests -o -path "*/torch/test" \) -prune -exec rm -r {} +
 
 # With the CPU kernels for every processor.
@@ -74,7 +74,6 @@ ENV PATH=/opt/quire/bin:$PATH \
     USER=quire \
     XDG_CACHE_HOME=/cache \
     HF_HOME=/cache/huggingface \
-    QUIRE_KERNEL_CACHE=/cache/kernels \
     TRITON_CACHE_DIR=/cache/triton
 VOLUME ["/cache", "/models"]
 WORKDIR /models

@@ -150,7 +150,7 @@ def _check_ranges(options: EngineOptions) -> None:
         ("packed_cache", 0),
     ):
         value = getattr(options, name)
-        if value not in (None, "auto", "off") and value < low:
+        if value not in (None, "auto", "off") and not low <= value < math.inf:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least {low}, got {value}")
     if not -(1 << 63) <= options.seed < 1 << 63:
         raise ConfigError(f"--seed must be a 64-bit integer, got {options.seed}")

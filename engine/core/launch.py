@@ -100,6 +100,9 @@ def prepared_core(options: EngineOptions) -> Iterator[None]:
 
     `start_core` takes it; if nothing has when the context ends, it is ended.
     """
+    if options.data_parallel_size_local == 0:
+        yield  # this host runs only the API
+        return
     backend, ranks = options.distributed_executor_backend, options.tensor_parallel_size * options.pipeline_parallel_size
     has_model = ranks == 1 and backend in ("auto", "uni")
     _prepared.append(start_imports(_CORE, *[_WORKER] * has_model))
@@ -107,17 +110,27 @@ def prepared_core(options: EngineOptions) -> Iterator[None]:
         yield
     finally:
         for process in _prepared:
-            process.kill()
-            process.wait()
-            process.connection.close()
+            _end(process)
         _prepared.clear()
 
 
 def start_core(args: CoreArgs, folder: str) -> Process:
     """Start an engine core. It creates temporary files in `folder` only, so that none are left when it is killed."""
-    process = _prepared.pop() if _prepared else start_imports(_CORE)
+    if _prepared:
+        process = _prepared.pop()
+        with contextlib.suppress(BrokenPipeError):
+            process.give((args, folder))
+            return process
+        _end(process)  # it died while it imported; a new one tells why, if it does, too
+    process = start_imports(_CORE)
     process.give((args, folder))
     return process
+
+
+def _end(process: StartedProcess) -> None:
+    process.kill()
+    process.wait()
+    process.connection.close()
 
 
 def exec_node(options: EngineOptions, log_level: str, *, may_rejoin: bool) -> NoReturn:

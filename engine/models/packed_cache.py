@@ -106,7 +106,7 @@ class PackedCache:
             if size * self._num_ranks > limit:
                 return
             temporary = self._file.with_suffix(".tmp")
-            with _exclusive(temporary) as stream:
+            with _locked(self._folder), _exclusive(temporary) as stream:
                 if stream is not None:
                     _remove_unused(self._folder, limit - size)
                     _write(stream, plain, tensors)
@@ -135,9 +135,11 @@ def _key(config: EngineConfig, rank: int) -> str:
     place = (parallel.tensor_parallel_size, parallel.tp_rank_of(rank), parallel.stages[parallel.stage_of(rank)])
     experts = (parallel.experts, parallel.replicas, parallel.replica) if parallel.experts is not None else None
     loaded = (model.architecture, model.dtype, model.quantization, model.quantized, model.load_format)
-    times = sorted((file.name, file.stat().st_mtime_ns) for file in model.path.iterdir() if file.is_file())
+    hashes = sorted(handshake.fingerprint(model.path).items())
+    # In seconds, as layers of images keep them.
+    times = [int((model.path / name).stat().st_mtime) for name, _ in hashes]
     digest = hashlib.sha256(repr((place, experts, loaded, model.max_model_len, model.pooling is None)).encode())
-    digest.update(repr((sorted(handshake.fingerprint(model.path).items()), times, packed_state.platform())).encode())
+    digest.update(repr((hashes, times, packed_state.platform())).encode())
     for folder in (Path(__file__).parents[1] / "layers", Path(__file__).parent, Path(disk.__file__).parent):
         for source in sorted([*folder.rglob("*.py"), *folder.rglob("*.h"), *folder.rglob("*.cpp")]):
             digest.update(source.read_bytes())
@@ -276,6 +278,17 @@ def _files(folder: Path) -> list[tuple[Path, os.stat_result]]:
         with contextlib.suppress(FileNotFoundError):  # removed in this moment
             found.append((path, path.stat()))
     return found
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """One process at a time makes room and writes, so that the files together stay within the limit."""
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released when this process ends, however it ends
+        yield
+    finally:
+        os.close(lock)
 
 
 def _remove_unused(folder: Path, size: int) -> None:

@@ -37,8 +37,13 @@ def load() -> None:
     """
     chosen = isa.chosen()
     prebuilt = PREBUILT / library_name(chosen.name)
+    if prebuilt.exists():
+        try:
+            return torch.ops.load_library(prebuilt)  # type: ignore[no-any-return,no-untyped-call]
+        except (OSError, RuntimeError) as error:
+            logger.warning("the CPU kernels that come with Quire cannot be loaded: %s", error)
     try:
-        torch.ops.load_library(prebuilt if prebuilt.exists() else _compiled(chosen))  # type: ignore[no-untyped-call]
+        torch.ops.load_library(_compiled(chosen))  # type: ignore[no-untyped-call]
     except (OSError, RuntimeError) as error:
         raise CannotBuild(f"{error}; set QUIRE_KERNEL_CACHE to another folder for the library") from error
 

@@ -148,8 +148,11 @@ def test_a_leader_worker_set(cluster: Cluster, expected: list[str]) -> None:
     """The worker starts before the name of the leader is published, and stays when the leader gets another address."""
     manifests = kustomize("leader-worker-set")
     cluster.configure(manifests, **{"tensor-parallel-size": 2})
-    leader = "quire-0.quire.default"
-    size = find(manifests, "LeaderWorkerSet")["spec"]["leaderWorkerTemplate"]["size"]
+    group = find(manifests, "LeaderWorkerSet")
+    name, size = group["metadata"]["name"], group["spec"]["leaderWorkerTemplate"]["size"]
+    # The controller makes the headless Service in which the leader is found, unless one of this name exists.
+    assert name not in [each["metadata"]["name"] for each in manifests if each["kind"] == "Service"]
+    leader = f"{name}-0.{name}.default"
     variables = {"LWS_GROUP_SIZE": str(size), "LWS_LEADER_ADDRESS": leader}
     pods = by_component(manifests)
     first, second = cluster.hosts

@@ -253,7 +253,7 @@ def test_quire_takes_the_flags(
     manifests = source(variant)
     (tmp_path / "quire.yaml").write_text(find(manifests, "ConfigMap")["data"]["quire.yaml"])
     fields = {"status.podIP": "10.0.0.1", "metadata.labels['apps.kubernetes.io/pod-index']": "1"}
-    group = {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "quire-0.quire.quire"}
+    group = {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "quire-group-0.quire-group.quire"}
     seen = []
     for template in all_pod_templates(manifests):
         for container in template["spec"]["containers"]:

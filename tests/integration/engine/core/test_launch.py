@@ -11,7 +11,7 @@ from quire.engine.config.resolve import resolve
 from quire.engine.core import launch
 from quire.engine.core.launch import CoreArgs, local_endpoints, prepared_core, start_core
 from quire.engine.protocol.supervision import Ready, Shutdown
-from quire.engine.supervisor import Process, SupervisedProcess, Supervisor
+from quire.engine.supervisor import Process, StartedProcess, SupervisedProcess, Supervisor
 
 PROCESS_SECONDS = 60.0
 
@@ -53,6 +53,30 @@ def test_a_core_that_is_not_needed_ends() -> None:
         (prepared,) = launch._prepared
     assert prepared.returncode is not None
     assert not launch._prepared
+
+
+def test_no_core_is_prepared_where_none_will_run() -> None:
+    with prepared_core(EngineOptions(data_parallel_size=2, data_parallel_size_local=0)):
+        assert not launch._prepared
+
+
+def test_a_core_that_died_while_it_was_prepared_is_replaced(tmp_path: Path) -> None:
+    options = EngineOptions(device="cpu", kv_cache_memory_bytes=1 << 24)
+    with prepared_core(options):
+        (prepared,) = launch._prepared
+        prepared.kill()
+        prepared.wait()
+        config = resolve(options)
+        started = start_core(
+            CoreArgs(config, local_endpoints(config.parallel, str(tmp_path), 1), "info", 1), str(tmp_path)
+        )
+        assert started is not prepared
+        assert isinstance(started, StartedProcess)
+        started.kill()
+        started.wait()
+        started.connection.close()
+        started.wait()
+        started.connection.close()
 
 
 def test_a_prepared_core_whose_supervisor_ends_is_silent() -> None:
