@@ -45,6 +45,7 @@ ISAS = (
         _V4 | {"avx512_vnni"},
         (*_AVX512, "-mavx512vnni"),
     ),
+    Isa("avx512", "x86_64", _V4, _AVX512),
     Isa("avx_vnni", "x86_64", _V3 | {"avx_vnni"}, ("-march=x86-64-v3", "-mavxvnni")),
     Isa("avx2", "x86_64", _V3, ("-march=x86-64-v3",)),
     Isa("neon_i8mm", "aarch64", frozenset({"asimddp", "i8mm", "bf16"}), ("-march=armv8.2-a+dotprod+i8mm+bf16",)),
