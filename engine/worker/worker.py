@@ -26,6 +26,7 @@ from tqdm import tqdm
 from quire import kernels
 from quire.engine import log, process
 from quire.engine.config.engine_config import EngineConfig
+from quire.engine.config.memory_plan import MemoryPlan
 from quire.engine.distributed import parallel_state
 from quire.engine.distributed.parallel_state import ParallelState, connect
 from quire.engine.distributed.shm_broadcast import ShmBroadcast
@@ -37,6 +38,7 @@ from quire.engine.protocol.runner_output import ModelRunnerOutput, WorkerFailed,
 from quire.engine.protocol.scheduler_output import SchedulerOutput
 from quire.engine.supervisor import HEARTBEAT_SECONDS
 from quire.engine.worker.async_copies import AsyncOutput
+from quire.engine.worker.heap import ActivationHeap, return_freed_memory
 from quire.engine.worker.memory import CudaMemoryMeter, MemoryMeter
 from quire.engine.worker.model_runner import ModelRunner
 from quire.engine.worker.oom import REMEDY, is_out_of_memory
@@ -44,10 +46,6 @@ from quire.engine.worker.oom import REMEDY, is_out_of_memory
 logger = logging.getLogger(__name__)
 
 _DISTRIBUTED = os.path.dirname(parallel_state.__file__)
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
-"""malloc.h"""
-_TRIM_THRESHOLD_BYTES = 1 << 30
-_MMAP_THRESHOLD_BYTES = 1 << 17
 
 
 class Worker:
@@ -86,9 +84,8 @@ class Worker:
         return_freed_memory()
         self._runner = _load(config, rank, self._parallel_state, device, meter, ready)
         self.num_blocks = self._runner.num_blocks
-        if parallel.device == "cpu":
-            _keep_freed_memory()
-        self.launch, self.post_receive = self._runner.launch, self._runner.post_receive
+        self._heap = ActivationHeap(MemoryPlan.of(config).workspace) if parallel.device == "cpu" else None
+        self.post_receive = self._runner.post_receive
         self.is_asynchronous = parallel.device != "cpu"
         """Whether a step may still be running when `launch` returns."""
         # A pending NCCL receive would occupy a part of the GPU.
@@ -101,6 +98,13 @@ class Worker:
             "load weights": loaded - connected - waited,
             **spent,
         }
+
+    def launch(self, plan: SchedulerOutput) -> AsyncOutput:
+        """See `ModelRunner.launch`."""
+        launched = self._runner.launch(plan)
+        if self._heap is not None:
+            self._heap.limit()
+        return launched
 
     @property
     def waited(self) -> float:
@@ -281,29 +285,6 @@ def read_plans(
         if isinstance(plan, BaseException):
             raise plan
         yield plan
-
-
-def return_freed_memory() -> None:
-    """Return freed memory to the system, as loading frees every weight after packing it: no holes are left in the heap.
-
-    By default glibc maps less and less memory separately, and keeps up to 64 MiB.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
-
-
-def _keep_freed_memory() -> None:
-    """Allocate large activations from the heap, and keep the memory.
-
-    By default glibc maps and unmaps blocks larger than 32 MiB each time; the page faults then cost as much as the
-    matmul that fills the pages.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_MAX, 0)
-        mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD_BYTES)
-        ctypes.CDLL(None).malloc_trim(0)  # free what loading left behind
 
 
 def _end_with_parent(state: RankState, is_ahead: Callable[[], bool]) -> None:

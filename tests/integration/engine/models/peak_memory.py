@@ -16,7 +16,7 @@ from quire.engine.config.memory_plan import MemoryPlan
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.distributed.expert_group import ExpertCommunicator, ExpertGroup
 from quire.engine.models.loader import load
-from quire.engine.worker.worker import return_freed_memory
+from quire.engine.worker.heap import return_freed_memory
 from tests.fakes.model_logits import CPU, configure
 
 
