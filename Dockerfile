@@ -27,7 +27,7 @@ RUN apt-get update && \
 # The secret is a pip.conf, for other package indexes and their passwords: --secret id=pip,src=FILE.
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     python3 -m venv /opt/build && \
-    /opt/build/bin/pip install --no-cache-dir --upgrade pip cyclonedx-bom
+    /opt/build/bin/pip install --no-cache-dir --upgrade pip 'cyclonedx-bom>=7.5,<8'
 
 # Apart from Quire, so that their layer is the same while pyproject.toml is.
 FROM build AS dependencies

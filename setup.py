@@ -48,19 +48,19 @@ class BuildPy(build_py):
         super().run()
         if not BUILDS_KERNELS or self.editable_mode:
             return
-        folder = Path(self.build_lib) / "quire" / "kernels" / "cpu" / "prebuilt"
+        folder = Path(self.build_lib) / "quire" / "kernels" / "cpu" / compiler.PREBUILT
         folder.mkdir(parents=True, exist_ok=True)
         for each in isa.ISAS:
             if each.machine == MACHINE:
                 print(f"compiling the CPU kernels for {each.name}", flush=True)
-                compiler.compile_library(CXX, each.flags, Path(HEADERS), folder / f"quire_cpu-{each.name}.so")
+                compiler.compile_library(CXX, each.flags, Path(HEADERS), folder / compiler.library_name(each.name))
 
 
 class BdistWheel(bdist_wheel):
     """Names the oldest C library that the wheel's libraries work with. They need no particular Python."""
 
     def get_tag(self) -> tuple[str, str, str]:
-        libraries = Path(self.bdist_dir or os.curdir).rglob("quire_cpu-*.so")
+        libraries = Path(self.bdist_dir or os.curdir).rglob(compiler.library_name("*"))
         needed = {int(minor) for path in libraries for minor in re.findall(rb"GLIBC_2\.(\d+)", path.read_bytes())}
         return ("py3", "none", f"manylinux_2_{max(needed)}_{MACHINE}" if needed else "any")
 

@@ -13,7 +13,7 @@ import platform
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-Feature = Literal["avx2", "avx_vnni", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile"]
+Feature = Literal["avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile"]
 """What kernels are chosen by, as Linux names it in /proc/cpuinfo."""
 
 

@@ -7,7 +7,7 @@ objects, with the tensors as they are: packing is skipped.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,8 +26,8 @@ class NotPlain(Exception):
 
 def platform() -> str:
     """What the layout of packed weights depends on, besides the weights and Quire's version."""
-    features = [feature for feature in get_args(isa.Feature) if isa.has(feature)]
-    return repr((features, sorted(dispatch.PLATFORMS), torch.backends.mkldnn.is_available()))  # type: ignore[no-untyped-call]
+    chosen = (isa.chosen().name, isa.has("amx_tile"))
+    return repr((chosen, sorted(dispatch.PLATFORMS), torch.backends.mkldnn.is_available()))  # type: ignore[no-untyped-call]
 
 
 def to_plain(value: Any, tensors: list[Tensor]) -> Any:

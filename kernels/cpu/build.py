@@ -16,17 +16,9 @@ from quire.kernels.cpu import compiler
 
 logger = logging.getLogger(__name__)
 
-PREBUILT = compiler.SOURCES / "prebuilt"
-"""The folder of the libraries that a wheel contains."""
-
 
 class CannotBuild(Exception):
     """There is no library for this host, and none can be compiled; the message gives the reason."""
-
-
-def library_name(name: str) -> str:
-    """The file name of the library for the instruction set of this name."""
-    return f"quire_cpu-{name}.so"
 
 
 def load() -> None:
@@ -36,7 +28,7 @@ def load() -> None:
     failure.
     """
     chosen = isa.chosen()
-    prebuilt = PREBUILT / library_name(chosen.name)
+    prebuilt = compiler.SOURCES / compiler.PREBUILT / compiler.library_name(chosen.name)
     if prebuilt.exists():
         try:
             return torch.ops.load_library(prebuilt)  # type: ignore[no-any-return,no-untyped-call]
@@ -53,7 +45,7 @@ def _compiled(chosen: isa.Isa) -> Path:
     command = compiler.find_compiler()
     if command is None:
         raise CannotBuild("no C++ compiler found (c++ or $CXX); install g++ 12 or newer")
-    built = disk.folder() / _key(command, chosen) / library_name(chosen.name)
+    built = disk.folder() / _key(command, chosen) / compiler.library_name(chosen.name)
     if not built.exists():
         built.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         disk.check_owner(built.parent)

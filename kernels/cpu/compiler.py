@@ -15,6 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 SOURCES = Path(__file__).parent
+PREBUILT = Path("prebuilt")
+"""The folder beside the sources that a wheel has its libraries in."""
 _OLDEST_TORCH = "0x020b000000000000"  # 2.11
 _COMPILE = (
     *("-std=c++20", "-O3", "-DNDEBUG", "-fPIC", "-fvisibility=hidden", "-fopenmp-simd"),
@@ -26,6 +28,11 @@ _TORCH = "torch_cpu"
 
 class CompileError(Exception):
     """The text is what the compiler printed."""
+
+
+def library_name(isa_name: str) -> str:
+    """The file name of the library for the instruction set of this name."""
+    return f"quire_cpu-{isa_name}.so"
 
 
 def flags(isa_flags: Sequence[str]) -> list[str]:

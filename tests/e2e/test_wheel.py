@@ -18,7 +18,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from quire.kernels.cpu.build import library_name
+from quire.kernels.cpu.compiler import library_name
 from quire.kernels.isa import ISAS
 from tests.e2e.environments import OWN_ENVIRONMENT, run
 from tests.e2e.serving import serve

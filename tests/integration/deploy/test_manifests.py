@@ -22,6 +22,7 @@ from tests.fakes import kubernetes_schemas
 from tests.fakes.manifests import (
     CHART,
     DEPLOY,
+    NAMESPACE,
     VARIANTS,
     Manifest,
     all_pod_templates,
@@ -59,7 +60,7 @@ def normalized(manifests: list[Manifest]) -> list[Manifest]:
         without(manifest, lambda key: key in ("helm.sh/chart", "app.kubernetes.io/managed-by", "checksum/config"))
         for manifest in manifests
     ]
-    text = yaml.safe_dump_all(manifests, width=10_000)
+    text = yaml.safe_dump_all(manifests, width=10_000).replace(f'namespace="{NAMESPACE}",', "")
     for manifest in manifests:
         if manifest["kind"] == "ConfigMap":
             text = text.replace(name := manifest["metadata"]["name"], re.sub("-[0-9a-z]{10}$", "", name))
