@@ -45,6 +45,7 @@ from shapes import SHAPES, Shape, make_checkpoint, words
 WORKLOADS = ("batch", "stream", "online")
 LOAD = 0.6
 """Share of the slowest useful server's capacity at which `online` sends requests."""
+_AVX2 = {"QUIRE_CPU_ISA": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
 _LOGPROBS_PROMPTS, _LOGPROBS_TOKENS = 4, 64
 
 
@@ -319,6 +320,11 @@ def main() -> None:
     parser.add_argument("--model", nargs="+", choices=SHAPES, default=["qwen2.5-0.5b"])
     parser.add_argument("--precision", nargs="+", choices=machine.WEIGHT_BYTES, default=list(machine.WEIGHT_BYTES))
     parser.add_argument("--threads", type=int, default=2, help="threads of every server (default: 2)")
+    parser.add_argument(
+        "--avx2",
+        action="store_true",
+        help="limit Quire, torch and oneDNN to AVX2; llama.cpp must be built for it, and vLLM's test replaced",
+    )
     parser.add_argument("--rounds", type=int, help="rounds (default: 5, with --quick 1)")
     parser.add_argument("--starts", type=int, help="starts of each server (default: 3, with --quick 1)")
     parser.add_argument("--streams", type=int, default=3, help="consecutive single streams per round")
@@ -336,6 +342,8 @@ def main() -> None:
         "--load", type=Path, nargs="+", metavar="FILE", help="load earlier figures instead of measuring"
     )
     options = parser.parse_args()
+    if options.avx2:
+        os.environ.update(_AVX2)
     options.rounds = options.rounds or (1 if options.quick else 5)
     options.starts = options.starts or (1 if options.quick else 3)
     options.cache = (options.cache or Path.home() / ".cache" / "quire-compare").absolute()

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import importlib
 import json
+import os
 import platform
 import re
 import subprocess
@@ -229,7 +230,8 @@ def cpu_name() -> str:
         return platform.processor()
     name = re.search(r"model name\s*: (.*)", text)
     flags = set(re.findall(r"\b(avx2|avx512f|avx512_vnni|avx512_bf16|avx_vnni|amx_int8|amx_bf16)\b", text))
-    return f"{name[1] if name else platform.processor()} ({', '.join(sorted(flags)) or 'no wide vectors'})"
+    limit = f"; limited to {isa}" if (isa := os.environ.get("QUIRE_CPU_ISA")) else ""
+    return f"{name[1] if name else platform.processor()} ({', '.join(sorted(flags)) or 'no wide vectors'}{limit})"
 
 
 def describe(machine: Machine) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -164,7 +165,8 @@ def document(results: dict[str, Any]) -> str:
     command = "".join(f"    {line}\n" for line in results["command"].split("\n"))
     missing = "".join(f"- {entry['peer']}: {entry['why']}\n" for entry in results["missing"])
     without = f"\nNot measured:\n\n{missing}" if missing else ""
-    return f"""# Other servers
+    limit = f", {limits.pop()} only" if len(limits := {_limit(group) for group in groups} - {""}) == 1 else ""
+    return f"""# Other servers{limit}
 
 `benchmarks/compare.py` writes this page: change the program, not the page.
 
@@ -185,6 +187,12 @@ def _commands(group: dict[str, Any]) -> str:
     return f"{group['shape']}, {group['precision']}:\n\n{lines}\n"
 
 
+def _limit(group: dict[str, Any]) -> str:
+    """The instruction set that the servers were limited to, or ""."""
+    found = re.search(r"limited to (\w+)", group["machine"]["cpu"])
+    return found[1].upper() if found else ""
+
+
 def _method(sizes: dict[str, list[int]]) -> str:
     batch, stream, online = sizes["batch"], sizes["stream"], sizes["online"]
     return f"""## What is compared
@@ -195,6 +203,9 @@ turns, round after round. A server that uses CPU time while idle is stopped (SIG
 Prompts are token ids (for transformers, text that encodes to them). They are new in every round and the same for all
 servers. Decoding is greedy and continues past the end of sequence, and the length of every answer is checked. OpenVINO
 GenAI has no server of its own: `benchmarks/openvino_server.py` puts its continuous batching behind the same API.
+
+Where the servers are limited to AVX2 (`--avx2`), `QUIRE_CPU_ISA`, `ONEDNN_MAX_CPU_ISA` and `ATEN_CPU_CAPABILITY` keep
+them from using AVX-512, llama.cpp is built without it, and vLLM's test of the processor is replaced by one for AVX2.
 
 - **batch**: {batch[0]} requests of {batch[1]} tokens in, {batch[2]} out, sent at once.
 - **stream**: one request of {stream[1]} in, {stream[2]} out; several, one after the other.
