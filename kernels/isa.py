@@ -13,7 +13,7 @@ import platform
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-Feature = Literal["avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile"]
+Feature = Literal["avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "asimddp"]
 """What kernels are chosen by, as Linux names it in /proc/cpuinfo."""
 
 
@@ -48,7 +48,6 @@ ISAS = (
     Isa("avx512", "x86_64", _V4, _AVX512),
     Isa("avx_vnni", "x86_64", _V3 | {"avx_vnni"}, ("-march=x86-64-v3", "-mavxvnni")),
     Isa("avx2", "x86_64", _V3, ("-march=x86-64-v3",)),
-    Isa("neon_i8mm", "aarch64", frozenset({"asimddp", "i8mm", "bf16"}), ("-march=armv8.2-a+dotprod+i8mm+bf16",)),
     Isa("neon_dotprod", "aarch64", frozenset({"asimddp"}), ("-march=armv8.2-a+dotprod",)),
 )
 """The most capable first. AMX has no entry: no kernel of ours uses it, oneDNN's do."""

@@ -2,6 +2,7 @@
 
 On CPUs with AVX2 or AVX-512, Quire uses its own kernels: they are faster than oneDNN for the few rows of decodes, about
 as fast for many (benchmarks/matmul.py, docs/benchmarks/cpu.md), and a row's product does not depend on the other rows.
+So it does on ARM with dot products, where their speed has not been measured.
 Elsewhere, and for int8 and bfloat16 on processors with AMX, it uses oneDNN through torch: with prepacked weights
 this runs at 85 % of the processor's peak, where `F.linear` (MKL) reaches 40 % on processors not made by Intel
 (benchmarks/machine.py).
@@ -83,7 +84,7 @@ def packing(weight: Tensor, quantization: Quantization | None) -> Callable[[Tens
     if quantization == "int8":
         return Int8OneDNNLinear if isa.has("amx_tile") or (isa.has("avx512_vnni") and not is_compiled) else Int8Linear
     has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    if weight.dtype == torch.float32 and not (is_compiled and isa.has("avx2")):
+    if weight.dtype == torch.float32 and not (is_compiled and (isa.has("avx2") or isa.has("asimddp"))):
         return OneDNNLinear if has_onednn else PlainLinear
     # With AVX2 only, oneDNN does not support bfloat16.
     if (

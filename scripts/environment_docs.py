@@ -28,7 +28,7 @@ SECTIONS: dict[str, tuple[str, dict[str, str]]] = {
             "QUIRE_CLUSTER_TOKEN": "Secret that the hosts of a server share, if neither `--cluster-token` nor "
             "`--cluster-token-file` is given.",
             "QUIRE_CPU_ISA": "The instruction set that CPU kernels are compiled for and chosen by: `avx512_bf16`, "
-            "`avx512_vnni`, `avx512`, `avx_vnni`, `avx2`, `neon_i8mm` or `neon_dotprod`. Default: the most capable one "
+            "`avx512_vnni`, `avx512`, `avx_vnni`, `avx2` or `neon_dotprod`. Default: the most capable one "
             "that the processor has.",
             "QUIRE_HOST_IP": "This host's own address for traffic between hosts. Default: the address of the interface "
             "that reaches `--master-addr` or `--data-parallel-address`.",

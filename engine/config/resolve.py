@@ -43,8 +43,8 @@ _HOST_OPTIONS = frozenset(
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": (r"0*[1-9]\d{0,3}", "a number of threads"),
     "QUIRE_CPU_ISA": (
-        "avx512_bf16|avx512_vnni|avx512|avx_vnni|avx2|neon_i8mm|neon_dotprod",
-        "avx512_bf16, avx512_vnni, avx512, avx_vnni, avx2, neon_i8mm or neon_dotprod",
+        "avx512_bf16|avx512_vnni|avx512|avx_vnni|avx2|neon_dotprod",
+        "avx512_bf16, avx512_vnni, avx512, avx_vnni, avx2 or neon_dotprod",
     ),
 }
 """What variables that ranks read must match, and what that is."""

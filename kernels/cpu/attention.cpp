@@ -296,7 +296,7 @@ void mix(const float* scores, const KvRow<C>* values, const KeyRange& range, int
 // Computes all R rows of a tile directly from the keys and values in the cache.
 template <typename Form, typename C, int R>
 void attend_directly(const Problem& p, Scratch& scratch, const KeyRange& range) {
-  constexpr int N = kLanes == 16 ? (R <= 6 ? 4 : 2) : (R <= 6 ? 2 : 1);  // sums leave registers for a row
+  constexpr int N = kRegisters == 32 ? (R <= 6 ? 4 : 2) : (R <= 6 ? 2 : 1);  // sums leave registers for a row
   const int64_t columns = vectors(range.count);
   KvRow<C> values[kDirectKeys];
   for (int64_t i = 0; i < columns; ++i) {

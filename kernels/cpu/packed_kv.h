@@ -13,7 +13,7 @@
 namespace quire {
 
 constexpr int kBlockRows = 6;
-constexpr int kBlockVectors = kLanes == 16 ? 4 : 2;  // with kBlockRows, sums fill three quarters of the registers
+constexpr int kBlockVectors = kRegisters == 32 ? 4 : 2;  // with kBlockRows, sums fill three quarters of the registers
 
 // Words of one float32.
 struct Numbers {

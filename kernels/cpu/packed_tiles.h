@@ -25,6 +25,7 @@ constexpr int64_t kPieceBytes = 32 << 10;
 constexpr int64_t kBlockBytes = 256 << 10;  // of x, to fit the L2 cache
 constexpr int64_t kMinBlockRows = 96;       // least rows of x that a piece is read for
 constexpr int kVectors = kTile / kLanes;
+constexpr int kFewVectors = kLanes == 4 && kRegisters == 32 ? 4 : 2;  // at a time, for more than two rows
 constexpr float kSteps = 127.0f;            // of 8 bits, up and down
 constexpr int kOffset = 128;                // added to 8-bit weights to make them unsigned
 constexpr int64_t kMostBytes = 1 << 16;  // inputs of 8 bits whose sums fit into 32 bits
@@ -66,7 +67,8 @@ struct Steps {
   using Sum = S;
   using Wide = Form;
   static constexpr int kInputs = Inputs;
-  static constexpr int kRows = kLanes == 16 ? 12 : 6;  // at a time: their sums leave some registers for a piece
+  // At a time: their sums leave some registers for a piece.
+  static constexpr int kRows = kLanes == 16 ? 12 : kFewVectors == 4 ? 5 : 6;
   static constexpr int64_t kTail = 0;  // bytes of a row after its steps
 
   static constexpr int64_t steps(int64_t inputs) { return (inputs + Inputs - 1) / Inputs; }
@@ -195,7 +197,8 @@ struct ByteSteps : Steps<Form, Ints, 4, 4, XBytes> {
     std::fill(bytes + inputs, bytes + words * 4, 0);
     Form::spread(to, words);
     const bool is_number = total == total;  // NaN propagates
-    const Tail tail{is_number ? scale : total, is_number ? kOffset * static_cast<int32_t>(total) : 0};
+    const int32_t offset = kDotsSigned ? 0 : kOffset;
+    const Tail tail{is_number ? scale : total, is_number ? offset * static_cast<int32_t>(total) : 0};
     std::memcpy(to + stride - kTail, &tail, kTail);
   }
 
@@ -207,7 +210,9 @@ struct ByteSteps : Steps<Form, Ints, 4, 4, XBytes> {
 
 #ifdef QUIRE_DOT_BYTES
 struct Byte : ByteSteps<Byte, 4> {
-  static Ints add(Ints sum, const char* weights, const char* x) { return dot_bytes(sum, read<Words>(weights), x); }
+  static Ints add(Ints sum, const char* weights, const char* x) {
+    return dot_bytes(sum, read<Words>(weights) ^ (kDotsSigned ? kOffset * 0x01010101u : 0), x);
+  }
 
   static void spread(char*, int64_t) {}
 };
@@ -267,7 +272,8 @@ struct Byte : ByteSteps<Byte, 8> {
 struct Int4 : Steps<Int4, Floats, 1, 4, 1> {
   int64_t group;
 
-  static constexpr int kRows = kLanes == 16 ? 8 : 6;  // they have sums of the group, too
+  // They have sums of the group, too.
+  static constexpr int kRows = kLanes == 16 ? 8 : kFewVectors == 4 ? 4 : 6;
   static constexpr int64_t kScales = 2 * kTile * 4, kRowScales = 8;
 
   explicit Int4(int64_t group) : group(group) {
@@ -377,7 +383,7 @@ using Sums = typename Form::Sum[kVectors];
 template <typename Form, int R>
 void multiply(Form form, const char* x, int64_t stride, const char* piece, int64_t steps, Sums<Form>* sums,
               bool is_first, const char* next, int lines) {
-  constexpr int V = R <= 2 ? kVectors : 2;  // vectors of a tile at a time
+  constexpr int V = R <= 2 ? kVectors : kFewVectors;
   for (int first = 0; first < kVectors; first += V, lines = 0) {
     typename Form::Sum acc[R][V];
 #pragma GCC unroll 16

@@ -54,6 +54,8 @@ bool any(Ints lanes) {
   return _mm512_test_epi32_mask(reinterpret_cast<__m512i>(lanes), reinterpret_cast<__m512i>(lanes)) != 0;
 #elif defined(__AVX2__)
   return !_mm256_testz_si256(reinterpret_cast<__m256i>(lanes), reinterpret_cast<__m256i>(lanes));
+#elif defined(__aarch64__)
+  return vmaxvq_u32(reinterpret_cast<uint32x4_t>(lanes)) != 0;
 #else
   int32_t found = 0;
   for (int i = 0; i < kLanes; ++i) found |= lanes[i];

@@ -15,6 +15,8 @@ constexpr int kSpins = 4000;  // spins before a thread sleeps: longer than the g
 void pause() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
 #endif
 }
 

@@ -8,6 +8,8 @@
 
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #include <bit>
@@ -23,6 +25,11 @@ constexpr int kLanes = 16;
 constexpr int kLanes = 8;
 #else
 constexpr int kLanes = 4;
+#endif
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int kRegisters = 32;
+#else
+constexpr int kRegisters = 16;
 #endif
 
 using Floats = float __attribute__((vector_size(4 * kLanes)));
@@ -92,6 +99,8 @@ inline Floats from_halves(Halves bits) {
   return _mm512_cvtph_ps(std::bit_cast<__m256i>(bits));
 #elif defined(__F16C__) && defined(__AVX2__)
   return _mm256_cvtph_ps(std::bit_cast<__m128i>(bits));
+#elif defined(__aarch64__)
+  return std::bit_cast<Floats>(vcvt_f32_f16(std::bit_cast<float16x4_t>(bits)));
 #else
   Floats out;
   for (int i = 0; i < kLanes; ++i) out[i] = Half(bits[i], Half::from_bits());
@@ -106,6 +115,9 @@ inline Floats load(const int8_t* x) {
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(read<__m128i>(x)));
 #elif defined(__AVX2__)
   return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(x))));
+#elif defined(__aarch64__)
+  const int8x8_t bytes = vreinterpret_s8_u32(vdup_n_u32(read<uint32_t>(x)));
+  return std::bit_cast<Floats>(vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(bytes)))));
 #else
   return __builtin_convertvector(__builtin_convertvector(read<Bytes>(x), Ints), Floats);
 #endif
@@ -127,6 +139,9 @@ inline void store(Half* to, Floats x) {
   std::memcpy(to, &halves, sizeof(halves));
 #elif defined(__F16C__) && defined(__AVX2__)
   const __m128i halves = _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT);
+  std::memcpy(to, &halves, sizeof(halves));
+#elif defined(__aarch64__)
+  const float16x4_t halves = vcvt_f16_f32(std::bit_cast<float32x4_t>(x));
   std::memcpy(to, &halves, sizeof(halves));
 #else
   for (int i = 0; i < kLanes; ++i) to[i] = x[i];
@@ -159,18 +174,28 @@ inline std::pair<Words, Words> interleave(Words a, Words b) {
   }(std::make_integer_sequence<int, kLanes>());
 }
 
-#if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512F__))
+#if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512F__)) || defined(__ARM_FEATURE_DOTPROD)
 #define QUIRE_DOT_BYTES  // `dot_bytes` is one instruction
 #endif
 
-// With four unsigned bytes per lane, adds the sum of their products with the four signed bytes at `x`.
+#if defined(__ARM_FEATURE_DOTPROD)
+constexpr bool kDotsSigned = true;
+#else
+constexpr bool kDotsSigned = false;
+#endif
+
+// With four bytes per lane, adds the sum of their products with the four signed bytes at `x`. The bytes are unsigned or,
+// with kDotsSigned, signed.
 inline Ints dot_bytes(Ints sum, Words bytes, const char* x) {
 #if defined(__AVX512VNNI__)
   return std::bit_cast<Ints>(_mm512_dpbusd_epi32(std::bit_cast<__m512i>(sum), std::bit_cast<__m512i>(bytes),
                                                  _mm512_set1_epi32(read<int32_t>(x))));
-#elif defined(QUIRE_DOT_BYTES)
+#elif defined(QUIRE_DOT_BYTES) && defined(__AVX2__)
   return std::bit_cast<Ints>(_mm256_dpbusd_avx_epi32(std::bit_cast<__m256i>(sum), std::bit_cast<__m256i>(bytes),
                                                      _mm256_set1_epi32(read<int32_t>(x))));
+#elif defined(QUIRE_DOT_BYTES)
+  return std::bit_cast<Ints>(vdotq_s32(std::bit_cast<int32x4_t>(sum), std::bit_cast<int8x16_t>(bytes),
+                                       vreinterpretq_s8_u32(vdupq_n_u32(read<uint32_t>(x)))));
 #else
   const Shorts of_x = std::bit_cast<Shorts>(repeat(x));
   sum += sum_of_pairs(std::bit_cast<Shorts>(bytes & 0x00FF00FF), of_x << 8 >> 8);
@@ -234,6 +259,8 @@ inline Floats round(Floats x) {
   return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #elif defined(__AVX2__)
   return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif defined(__aarch64__)
+  return std::bit_cast<Floats>(vrndnq_f32(std::bit_cast<float32x4_t>(x)));
 #else
   return x + kToInteger - kToInteger;
 #endif

@@ -31,8 +31,8 @@ def test_without_it_the_processor_has_what_it_has(monkeypatch: pytest.MonkeyPatc
         ("x86_64", isa._V4, "avx512"),
         ("x86_64", isa._V3 | {"avx_vnni"}, "avx_vnni"),
         ("x86_64", isa._V3 - {"f16c"}, "native"),
-        ("aarch64", {"asimd", "asimddp", "i8mm", "bf16"}, "neon_i8mm"),
-        ("aarch64", {"asimd", "asimddp"}, "neon_dotprod"),
+        ("aarch64", {"asimd", "asimddp", "i8mm"}, "neon_dotprod"),
+        ("aarch64", {"asimd"}, "native"),
         ("riscv64", set(), "native"),
     ],
 )
