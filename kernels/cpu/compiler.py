@@ -21,7 +21,6 @@ _OLDEST_TORCH = "0x020b000000000000"  # 2.11
 _COMPILE = (
     *("-std=c++20", "-O3", "-DNDEBUG", "-fPIC", "-fvisibility=hidden", "-fopenmp-simd"),
     *("-fno-math-errno", "-fno-trapping-math", f"-DTORCH_TARGET_VERSION={_OLDEST_TORCH}"),
-    f"-ffile-prefix-map={SOURCES}/=",
 )
 _TORCH = "torch_cpu"
 
@@ -49,7 +48,8 @@ def compile_library(compiler: str, isa_flags: Sequence[str], torch_headers: Path
 
         def compile_source(source: Path) -> Path:
             target = folder / f"{source.stem}.o"
-            _run([compiler, *flags(isa_flags), "-isystem", str(torch_headers), "-c", str(source), "-o", str(target)])
+            paths = (f"-ffile-prefix-map={SOURCES}/=", "-isystem", str(torch_headers), "-c", str(source))
+            _run([compiler, *flags(isa_flags), *paths, "-o", str(target)])
             return target
 
         sources = sorted(SOURCES.glob("*.cpp"), key=lambda source: -source.stat().st_size)  # the longest first

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shutil
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 from quire import kernels
 from quire.engine.config.resolve import _ENVIRONMENT
 from quire.kernels import isa, linear
-from quire.kernels.cpu import build
+from quire.kernels.cpu import build, compiler
 
 needs_avx2 = pytest.mark.skipif("avx2" not in isa.processor_features(), reason="needs AVX2")
 
@@ -46,12 +48,14 @@ def test_the_most_capable_that_fits_is_chosen(
 
 
 @needs_avx2
-def test_avx2_is_all_there_is(monkeypatch: pytest.MonkeyPatch, implementation: str) -> None:
+def test_avx2_is_all_there_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, implementation: str) -> None:
     monkeypatch.setenv("QUIRE_CPU_ISA", "avx2")
     assert [feature for feature in get_args(isa.Feature) if isa.has(feature)] == ["avx2"]
     assert isa.chosen().flags == ("-march=x86-64-v3",)
     keys = {build._key("c++", each) for each in isa.ISAS}
     assert len(keys) == len(isa.ISAS)
+    monkeypatch.setattr("quire.kernels.cpu.compiler.SOURCES", shutil.copytree(compiler.SOURCES, tmp_path / "elsewhere"))
+    assert {build._key("c++", each) for each in isa.ISAS} == keys  # checkouts with the same sources share a library
     if implementation == "cpu":  # the same forms as elsewhere, for all but AMX
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             assert type(kernels.pack_linear(torch.zeros(2, 4, dtype=dtype))) is linear.TiledLinear
