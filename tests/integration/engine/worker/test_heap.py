@@ -37,6 +37,7 @@ def run_steps(kept: int, most_rows: int) -> tuple[int, int]:
     most, and how often it has returned memory."""
     heap = ActivationHeap(kept)
     trims, trim = [], heap._trim
+    assert trim is not None
     heap._trim = lambda pad: trims.append(trim(pad))
     rng, recordings, most = random.Random(0), [], 0
     before = heap.resident_bytes()
