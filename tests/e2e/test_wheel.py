@@ -37,9 +37,8 @@ def outside() -> Iterator[Path]:
         yield Path(folder)
 
 
-@pytest.fixture(scope="module")
-def wheel(outside: Path) -> Path:
-    """Built from a copy of the sources, as setuptools writes beside what it builds."""
+def build_wheel(outside: Path, **variables: str) -> Path:
+    """Build the wheel from a copy of the sources in a folder, as setuptools writes beside what it builds."""
     source = outside / "source"
     source.mkdir()
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
@@ -47,10 +46,15 @@ def wheel(outside: Path) -> Path:
     for folder in SETUPTOOLS["package-dir"].values():
         shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
     options = ("--no-deps", "--no-build-isolation", "--wheel-dir", str(outside / "wheels"))
-    run([*PIP, "wheel", *options, str(source)], "the wheel cannot be built")
+    run([*PIP, "wheel", *options, str(source)], "the wheel cannot be built", cwd=outside, **variables)
     shutil.rmtree(source)
     (built,) = (outside / "wheels").iterdir()
     return built
+
+
+@pytest.fixture(scope="module")
+def wheel(outside: Path) -> Path:
+    return build_wheel(outside)
 
 
 def test_the_wheel_has_every_file_of_the_packages(wheel: Path) -> None:

@@ -1,0 +1,135 @@
+"""The kernels on ARM: the wheel for aarch64 is built by a cross-compiler, and their tests run on an emulated processor.
+
+Python, its packages and the libraries of C and C++ are those for aarch64, from Debian and the package index. Everything
+takes about 2 GB on disk, and is removed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.environments import run
+from tests.e2e.test_image import SUITE
+from tests.e2e.test_wheel import PIP, build_wheel
+from tests.unit.test_packages import ROOT
+
+TARGET = "aarch64-linux-gnu"
+TOOLS = (f"{TARGET}-g++", "qemu-aarch64", "mmdebstrap")
+KERNELS = "tests/integration/kernels"
+_NEEDS = f"this test needs {', '.join(TOOLS)}, which .ci/run installs, a package index and a mirror of Debian"
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(3600),
+    pytest.mark.skipif(not all(shutil.which(tool) for tool in TOOLS), reason=_NEEDS),
+]
+
+_PROCESSOR = """processor\t: {}
+Features\t: fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm lrcpc dcpop asimddp
+CPU implementer\t: 0x41
+CPU architecture: 8
+CPU variant\t: 0x3
+CPU part\t: 0xd0c
+CPU revision\t: 1
+
+"""
+"""Of /proc/cpuinfo on a Neoverse N1, which has dot products, and nothing newer."""
+
+
+class Emulation:
+    """Debian for aarch64 in `root`, whose files stand before this machine's, and Python packages in `site`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.root, self.site, self.stubs = folder / "root", folder / "site", folder / "stubs"
+
+    def python(self, *arguments: str) -> str:
+        """What the emulated Python prints."""
+        variables = {
+            "LD_LIBRARY_PATH": self.stubs,
+            "PYTHONPATH": f"{self.site}:{self.folder}",
+            "OMP_NUM_THREADS": 1,
+        }
+        options = [option for name, value in variables.items() for option in ("-E", f"{name}={value}")]
+        command = ["qemu-aarch64", "-cpu", "neoverse-n1", "-L", str(self.root), *options]
+        return run([*command, str(self.root / "usr/bin/python3"), *arguments], "failed on aarch64", cwd=self.folder)
+
+    def install_debian(self) -> None:
+        """The C++ library and Python. Only their folders: another one, as /tmp, would hide this machine's."""
+        options = ("--quiet", "--variant=extract", "--architectures=arm64", "--include=python3,libstdc++6,libgomp1")
+        whole = self.folder / "debian"
+        run(["mmdebstrap", *options, SUITE, str(whole)], f"Debian for aarch64 cannot be had; {_NEEDS}")
+        self.root.mkdir()
+        for name in ("lib", "usr"):
+            (whole / name).rename(self.root / name)
+        shutil.rmtree(whole)
+        contents = {
+            "proc/cpuinfo": "".join(_PROCESSOR.format(number) for number in range(os.cpu_count() or 1)),
+            "sys/devices/system/cpu/cpu0/regs/identification/midr_el1": "0x00000000413fd0c1\n",
+        }
+        for name, content in contents.items():
+            (self.root / name).parent.mkdir(parents=True)
+            (self.root / name).write_text(content)
+
+    def install_packages(self) -> None:
+        """What the kernels and their tests import."""
+        version = (self.root / "usr/bin/python3").readlink().name.removeprefix("python")
+        platforms = ("manylinux_2_17_aarch64", "manylinux_2_28_aarch64")
+        options = (
+            *("install", "--no-compile", "--only-binary=:all:", f"--target={self.site}", f"--python-version={version}"),
+            *(f"--platform={platform}" for platform in platforms),
+        )
+        torch = f"torch=={metadata.version('torch').partition('+')[0]}"
+        needed_by_torch = ("filelock", "fsspec", "jinja2", "networkx", "sympy", "typing-extensions")
+        tests = ("hypothesis", "msgspec", "numpy", "pytest", "pytest-timeout")
+        for packages in (("--no-deps", torch), (*needed_by_torch, *tests)):
+            run([*PIP, *options, *packages], f"packages for aarch64 cannot be had; {_NEEDS}")
+
+    def replace_cuda(self) -> None:
+        """The package index has torch for aarch64 with CUDA only: without its libraries, whose functions all fail."""
+        libraries = [str(path) for path in self.site.glob("torch/lib/*.so*")]
+        dynamic = run([f"{TARGET}-readelf", "--dynamic", *libraries], "torch cannot be read")
+        symbols = run([f"{TARGET}-nm", "--dynamic", *libraries], "torch cannot be read")
+        functions = set(re.findall(r" U ((?:__)?(?:cu|nccl|nv)\w+)", symbols))
+        self.stubs.mkdir()
+        source, versions = self.folder / "stub.s", self.folder / "versions"
+        source.write_text("".join(f".globl {name}\n{name}:\n" for name in functions) + "mov w0, 100\nret\n")
+        for name in set(re.findall(r"NEEDED.*\[(lib(?:cu|nccl|nv(?!pl)).*)\]", dynamic)):
+            versions.write_text(f"{'NVSHMEM' if 'nvshmem' in name else name} {{ global: *; }};")
+            link = (f"-Wl,-soname,{name}", f"-Wl,--version-script={versions}", "-o", str(self.stubs / name))
+            run([f"{TARGET}-gcc", "-shared", "-nostdlib", *link, str(source)], f"{name} cannot be made")
+
+
+@pytest.fixture(scope="module")
+def aarch64() -> Iterator[Emulation]:
+    """With the wheel installed, and the tests beside it."""
+    with tempfile.TemporaryDirectory(prefix="quire-aarch64-") as name:
+        emulation = Emulation(Path(name))
+        emulation.install_debian()
+        emulation.install_packages()
+        emulation.replace_cuda()
+        wheel = build_wheel(emulation.folder, CXX=f"{TARGET}-g++")
+        assert wheel.name.endswith("_aarch64.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(emulation.site)
+        shutil.copytree(ROOT / "tests", emulation.folder / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+        yield emulation
+
+
+def test_the_kernels_of_the_wheel_are_right_on_aarch64(aarch64: Emulation) -> None:
+    """By their own tests, without those that need another program or a GPU, or wait for each other with time limits."""
+    names = ("attention", "experts", "linear", "noise", "operations", "packed_attention", "sampling", "threads")
+    options = ("-p", "no:cacheprovider", "-c", "/dev/null", f"--rootdir={aarch64.folder}", "--hypothesis-profile=ci")
+    files = [f"{KERNELS}/test_{name}.py" for name in names]
+    printed = aarch64.python("-m", "pytest", "-q", "-k", "not [reference", *options, *files)
+    assert re.search(r"\d{3,} passed", printed), printed
+    assert "skipped" not in printed, printed
