@@ -50,7 +50,8 @@ async def test_what_takes_too_much_is_refused(
 async def test_the_work_ends_when_the_client_leaves(config: EngineConfig, core_mode: Callable[[str], None]) -> None:
     async with run_server(config, trust_request_chat_template=True) as server:
         body = json.dumps({"messages": HELLO, "chat_template": ENDLESS, "user": "u" * large_bodies.LARGE_BODY})
-        asked = asyncio.create_task(server.http.post(CHAT, content=body, headers={"Content-Type": "application/json"}))
+        headers = {"Content-Type": "application/json"}
+        asked = asyncio.create_task(server.http.post(CHAT, content=body, headers=headers, timeout=60))
         while not (working := [*workers()]):
             assert not asked.done(), asked.result().text
             await asyncio.sleep(0.02)
