@@ -148,7 +148,7 @@ def test_a_leader_worker_set(cluster: Cluster, expected: list[str]) -> None:
     """The worker starts before the name of the leader is published, and stays when the leader gets another address."""
     manifests = kustomize("leader-worker-set")
     cluster.configure(manifests, **{"tensor-parallel-size": 2})
-    group = find(manifests, "LeaderWorkerSet")
+    group = find(manifests, "LeaderWorkerSet", "quire-group")
     name, size = group["metadata"]["name"], group["spec"]["leaderWorkerTemplate"]["size"]
     # The controller makes the headless Service in which the leader is found, unless one of this name exists.
     assert name not in [each["metadata"]["name"] for each in manifests if each["kind"] == "Service"]
