@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -165,7 +164,7 @@ def document(results: dict[str, Any]) -> str:
     command = "".join(f"    {line}\n" for line in results["command"].split("\n"))
     missing = "".join(f"- {entry['peer']}: {entry['why']}\n" for entry in results["missing"])
     without = f"\nNot measured:\n\n{missing}" if missing else ""
-    limit = f", {limits.pop()} only" if len(limits := {_limit(group) for group in groups} - {""}) == 1 else ""
+    limit = ", AVX2 only" * ("--avx2" in results["command"])
     return f"""# Other servers{limit}
 
 `benchmarks/compare.py` writes this page: change the program, not the page.
@@ -185,12 +184,6 @@ Servers: {versions}. {cpus}; {results["threads"]} threads for every server.
 def _commands(group: dict[str, Any]) -> str:
     lines = "".join(f"    {server['command']}\n" for server in group["servers"] if server["command"])
     return f"{group['shape']}, {group['precision']}:\n\n{lines}\n"
-
-
-def _limit(group: dict[str, Any]) -> str:
-    """The instruction set that the servers were limited to, or ""."""
-    found = re.search(r"limited to (\w+)", group["machine"]["cpu"])
-    return found[1].upper() if found else ""
 
 
 def _method(sizes: dict[str, list[int]]) -> str:

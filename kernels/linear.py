@@ -2,7 +2,7 @@
 
 On CPUs with AVX2 or AVX-512, Quire uses its own kernels: they are faster than oneDNN for the few rows of decodes, about
 as fast for many (benchmarks/matmul.py, docs/benchmarks/cpu.md), and a row's product does not depend on the other rows.
-So it does on ARM with dot products, where their speed has not been measured.
+It also uses them on ARM with dot products, where their speed has not been measured.
 Elsewhere, and for int8 and bfloat16 on processors with AMX, it uses oneDNN through torch: with prepacked weights
 this runs at 85 % of the processor's peak, where `F.linear` (MKL) reaches 40 % on processors not made by Intel
 (benchmarks/machine.py).

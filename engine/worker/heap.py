@@ -22,7 +22,7 @@ def return_freed_memory() -> None:
 
 
 class ActivationHeap:
-    """Keeps large activations in the heap, with about `kept_bytes` between steps that are free or new.
+    """Keeps large activations in the heap, and limits its growth between steps to about `kept_bytes`.
 
     By default glibc maps and unmaps blocks larger than 32 MiB each time; the page faults then cost as much as the
     matmul that fills the pages. But steps of ever different sizes leave holes in a heap, above all before glibc 2.38,
@@ -31,7 +31,8 @@ class ActivationHeap:
     """
 
     def __init__(self, kept_bytes: int) -> None:
-        self._kept, self._limit, self._steps = kept_bytes, 0, 0
+        self._kept, self._limit = kept_bytes, 0
+        self._has_trimmed = False  # in the step before
         libc = ctypes.CDLL(None)
         self._trim = getattr(libc, "malloc_trim", None)
         if self._trim is None:
@@ -43,23 +44,22 @@ class ActivationHeap:
         self._limit = self.resident_bytes() + self._kept
 
     def limit(self) -> None:
-        """Return the holes to the system if this process has grown by more than `kept_bytes` since the last time.
+        """Return freed memory to the system if this process has grown by more than `kept_bytes` since the last time.
 
-        Call it after each step; it takes 2 microseconds if there is nothing to do. If two steps in a row need
-        as much, it keeps more from then on.
+        Call it after each step; it takes 2 microseconds if there is nothing to do. If two steps in a row leave more
+        than that, the limit doubles: they would fault the same pages in again and again.
         """
         if self._trim is None:
             return
-        self._steps += 1
         resident = self.resident_bytes()
-        if resident > self._limit:
-            self._trim(0)
-            before, resident = resident, self.resident_bytes()
-            if self._steps == 1 and before - resident > self._kept // 2:
-                self._kept *= 2
-            self._limit, self._steps = resident + self._kept, 0
-        else:
-            self._limit = min(self._limit, resident + self._kept)
+        if resident <= self._limit:
+            self._limit, self._has_trimmed = min(self._limit, resident + self._kept), False
+            return
+        self._trim(0)
+        before, resident = resident, self.resident_bytes()
+        if self._has_trimmed and before - resident > self._kept // 2:
+            self._kept *= 2
+        self._limit, self._has_trimmed = resident + self._kept, True
 
     def resident_bytes(self) -> int:
         """The memory of this process, with what it shares with others."""
