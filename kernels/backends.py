@@ -96,7 +96,7 @@ def _with_flashinfer(
     flashinfer = FlashInfer(device)
     for layer in supported:
         for queries in (1, 17):
-            if difference := flashinfer.compare(_case(device, dtype, config, layer, [(40, 1), (0, queries), (600, 1)])):
+            if difference := flashinfer.compare(mixed_case(device, dtype, config, layer, queries)):
                 raise FlashInferWrong(f"self-check failed: {difference}")
     try:
         times = [_compare_times(device, dtype, config, layer, own, flashinfer) for layer in supported]
@@ -155,6 +155,13 @@ def _case(
     cache = cache.expand(2, *cache.shape[1:]) if layer.is_mla else cache
     args = (query, cache, tables, torch.from_numpy(lengths).to(device), starts, layer.scale)
     return AttentionCase(args, options, HostMetadata(counts, lengths, {}))
+
+
+def mixed_case(
+    device: torch.device, dtype: torch.dtype, config: AttentionConfig, layer: AttentionLayer, queries: int = 17
+) -> AttentionCase:
+    """A small batch to compare a backend with the reference: two decodes, and a prompt of `queries` tokens."""
+    return _case(device, dtype, config, layer, [(40, 1), (0, queries), (600, 1)])
 
 
 def check_cases(

@@ -11,7 +11,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from quire.kernels import backends, cpu, reference
+from quire.kernels import backends, check, cpu, reference
 from quire.kernels.attention_config import AttentionConfig, HostMetadata
 
 logger = logging.getLogger(__name__)
@@ -84,12 +84,12 @@ def _load_cpu(device: torch.device, config: AttentionConfig) -> None:
 def _load_triton(device: torch.device, config: AttentionConfig, dtype: torch.dtype) -> None:
     problem = ""
     try:
-        from quire.kernels.triton import check
+        from quire.kernels import triton
     except ImportError as error:
         problem = f"Triton cannot be imported: {error}"
         logger.warning("the GPU kernels need Triton; using the slower reference: %s", error)
     else:
-        PLATFORMS[device.type], problems = check.passing(device, dtype, config)
+        PLATFORMS[device.type], problems = check.passing(triton, device, dtype, config)
         problem = problems.get("paged_attention", "")
     _choose(device, dtype, config, problem)
 

@@ -57,10 +57,11 @@ struct Header {
   uint32_t buffer;
   uint32_t has_met;  // whether this rank has met the others in the present step; set to 0 when a step starts
   int64_t waited;    // nanoseconds
+  int64_t spent;     // nanoseconds in collectives
 };
 static_assert(std::atomic<uint32_t>::is_always_lock_free);
 static_assert(sizeof(Header) == 2 * kLine && offsetof(Header, has_met) == kLine + 8);  // as in shared.py
-static_assert(offsetof(Header, waited) == kLine + 16);
+static_assert(offsetof(Header, waited) == kLine + 16 && offsetof(Header, spent) == kLine + 24);
 
 int64_t nanoseconds(Clock::time_point time) { return std::chrono::nanoseconds(time.time_since_epoch()).count(); }
 
@@ -72,6 +73,7 @@ void pause() {
 #endif
 }
 
+// One collective.
 class Group {
  public:
   Group(const Tensor& memory, int64_t rank, int64_t size, double timeout)
@@ -82,6 +84,8 @@ class Group {
     STD_TORCH_CHECK(slot_bytes_ >= size * kLine, "the segment is too small");
     slots_ = base_ + headers;
   }
+  Group(const Group&) = delete;
+  ~Group() { own().spent += nanoseconds(Clock::now()) - nanoseconds(started_); }
 
   int64_t rank() const { return rank_; }
   int64_t size() const { return size_; }
@@ -173,6 +177,7 @@ class Group {
   uint8_t* buffer_ = nullptr;
   int64_t rank_, size_, slot_bytes_;
   std::chrono::duration<double> timeout_;
+  Clock::time_point started_ = Clock::now();
   bool first_ = false, counts_ = false;
 };
 

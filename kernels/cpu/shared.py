@@ -28,6 +28,8 @@ class Header(ctypes.Structure):
     """Whether this rank has met the others in the present step. Until then its waiting does not count."""
     waited: int
     """Nanoseconds for which this rank has waited for others, except in broadcasts."""
+    spent: int
+    """Nanoseconds for which this rank has been in collectives."""
 
     _fields_ = (
         ("published", ctypes.c_uint32),
@@ -36,7 +38,8 @@ class Header(ctypes.Structure):
         ("_buffer", ctypes.c_uint32),
         ("has_met", ctypes.c_uint32),
         ("waited", ctypes.c_int64),
-        ("_unused", ctypes.c_uint8 * (_LINE_BYTES - 24)),
+        ("spent", ctypes.c_int64),
+        ("_unused", ctypes.c_uint8 * (_LINE_BYTES - 32)),
     )
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gzip
+import io
+import json
 import os
 import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -15,7 +19,10 @@ import quire
 from quire.engine.config.devices import SHARE
 from quire.engine.config.options import DEMO_MODEL, EngineOptions
 from quire.engine.config.resolve import resolve
+from quire.engine.protocol.profile import ProfileOptions, StartProfile, StopProfile, TracePiece
 from quire.engine.protocol.sampling_params import SamplingParams
+from quire.engine.protocol.scheduler_output import SchedulerOutput
+from quire.engine.trace import TraceWriter
 from tests.fakes.checkpoints import generate
 from tests.fakes.core_with_ranks import Ranks
 from tests.fakes.families import CASES, SIZES, write_model
@@ -99,6 +106,31 @@ def test_two_ranks_on_one_gpu_give_the_tokens_of_one(
     with quire.LLM(str(folders("Llama")), tokenizer=str(DEMO_MODEL), **options | {size: 2}) as llm:
         results = llm.generate(PROMPTS, params, use_tqdm=False)
     assert [result.outputs[0].token_ids for result in results] == serve(folders("Llama"))
+
+
+def test_profiles_of_replayed_steps_have_kernels_and_change_no_tokens(folders: Callable[[str], Path]) -> None:
+    """A second profile, too: CUDA graphs must survive the end of the first one."""
+    options: dict[str, Any] = {"device": DEVICE.type, "dtype": "float32", "max_model_len": 128, "max_num_seqs": 8}
+    config = resolve(EngineOptions(model=str(folders("Llama")), kv_cache_memory_bytes=1 << 24, **options))
+    params = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
+    requests = [(prompt, params) for prompt in PROMPTS]
+    with Ranks(config) as ranks:
+        pieces: SimpleQueue[TracePiece] = SimpleQueue()
+        ranks.executor.on_trace = pieces.put
+        expected = ranks.tokens(requests)
+        for call in range(2):
+            for command in (StartProfile(0, call, ProfileOptions(60.0, 0)), StopProfile(0, call)):
+                plan = SchedulerOutput(0, [], [], [], profile=command)
+                ranks.executor.submit(plan, 60.0).result()
+                assert ranks.tokens(requests) == expected
+            file = io.BytesIO()
+            writer = TraceWriter(file)
+            while (piece := pieces.get(timeout=120)).summary is None:
+                writer.add(piece.data)
+            assert (piece.call_id, piece.summary.error) == (call, "")
+            writer.close([piece.summary], {})
+            events = json.loads(gzip.decompress(file.getvalue()))["traceEvents"]
+            assert any(event.get("cat") == ("cpu_op" if DEVICE.type == "cpu" else "kernel") for event in events)
 
 
 def test_half_precision_generates(folders: Callable[[str], Path]) -> None:

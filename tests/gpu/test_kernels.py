@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quire import kernels
-from quire.kernels import backends, reference
+from quire.kernels import backends, check, reference
 from quire.kernels.attention_config import AttentionConfig, AttentionLayer
 from quire.kernels.flashinfer import FlashInfer
 from tests.gpu.conftest import DEVICE, TYPES
@@ -45,10 +45,9 @@ def test_every_kernel_passes_the_check_of_a_rank(
     dtype: torch.dtype, device: torch.device, caplog: pytest.LogCaptureFixture
 ) -> None:
     from quire.kernels import triton
-    from quire.kernels.triton import check
 
     caplog.set_level(logging.WARNING)
-    passing, problems = check.passing(device, dtype, AttentionConfig(tuple(KINDS), 16, dtype))
+    passing, problems = check.passing(triton, device, dtype, AttentionConfig(tuple(KINDS), 16, dtype))
     assert not problems
     assert set(vars(passing)) == set(triton.__all__)
     assert not caplog.text

@@ -1,7 +1,7 @@
 """The Triton kernels against the reference, run by Triton's interpreter: float32 and float16, which it computes right.
 
 The interpreter is slow, so shapes are small and few. What only other types or sizes could show is compiled ahead of
-time for a GPU, and compared there by `quire.kernels.triton.check`.
+time for a GPU, and compared there by `quire.kernels.check`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from quire import kernels
-from quire.kernels import dispatch, reference
+from quire.kernels import check, dispatch, reference
 from quire.kernels.cache import LARGEST, allocate_kv_cache
 from tests.integration.kernels import test_attention, test_experts, test_sampling
 
@@ -344,11 +344,9 @@ def test_penalties(vocab: int) -> None:
 def test_the_check_passes_what_is_right_and_names_what_is_not(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from quire.kernels.triton import check
-
     names = set(platform.__all__)
     config = kernels.AttentionConfig((kernels.AttentionLayer(6, 2, 24, 0.2, window=9, softcap=5.0, has_sinks=True),))
-    whole, problems = check.passing(torch.device("cpu"), torch.float32, config)
+    whole, problems = check.passing(platform, torch.device("cpu"), torch.float32, config)
     assert set(vars(whole)) == names
     assert not problems
 
@@ -360,7 +358,7 @@ def test_the_check_passes_what_is_right_and_names_what_is_not(
 
     monkeypatch.setattr(platform, "act_mul", wrong)
     monkeypatch.setattr(platform, "rms_norm", broken)
-    passing, problems = check.passing(torch.device("cpu"), torch.float32, config)
+    passing, problems = check.passing(platform, torch.device("cpu"), torch.float32, config)
     assert set(vars(passing)) == names - {"act_mul", "rms_norm"}
     assert set(problems) == {"act_mul", "rms_norm"}
     assert "act_mul is not used on cpu" in caplog.text

@@ -1,0 +1,203 @@
+"""Check each kernel of a platform against the reference, on the device that it will run on."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import types
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.kernels import backends, packed, reference
+from quire.kernels.attention_config import AttentionConfig, AttentionLayer
+from quire.kernels.flashinfer import FlashInfer
+
+logger = logging.getLogger(__name__)
+
+Call = Callable[[Any], Any]
+"""Calls an operation of the given module on fixed inputs; returns the result to compare."""
+
+
+def passing(
+    module: types.ModuleType, device: torch.device, dtype: torch.dtype, config: AttentionConfig
+) -> tuple[types.SimpleNamespace, dict[str, str]]:
+    """Return the kernels of a platform's module that agree with the reference, and what is wrong with each of the
+    others, by name. Logs a warning for each of the others; the reference is used for them.
+    """
+    found = differences(module, device, dtype, config)
+    problems = {name: problem for name, problem in found.items() if problem}
+    for name, problem in problems.items():
+        logger.warning("the kernel %s is not used on %s, the slower reference is: %s", name, device, problem)
+    passed = {name: getattr(module, name) for name in found if name not in problems}
+    logger.info("kernels on %s: %s", device, ", ".join(passed) or "none")
+    return types.SimpleNamespace(**passed), problems
+
+
+def differences(
+    module: types.ModuleType, device: torch.device, dtype: torch.dtype, config: AttentionConfig
+) -> dict[str, str]:
+    """Call every operation of a platform's module, and return how each differs from the reference; "" if it agrees.
+
+    On a GPU the kernels are compiled in parallel: one takes about a second the first time on a host.
+    """
+    calls = [each for each in _calls(device, dtype, config) if each[0] in module.__all__]
+    if "tiled_linear" in module.__all__:
+        calls += _calls_of_packed(device, dtype)
+
+    def problem(each: tuple[str, Call]) -> str:
+        """What is wrong with the kernel; "" if it agrees with the reference."""
+        name, call = each
+        try:
+            return _difference(call(module), call(reference if hasattr(reference, name) else packed), dtype)
+        except Exception as error:  # from a compiler or a driver
+            return f"{type(error).__name__}: {error}".partition("\n")[0]
+
+    if device.type == "cuda":
+        # A new thread starts with device 0, whatever the process has selected; set_device takes an index.
+        index = torch.empty(0, device=device).get_device()
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1), "check", torch.cuda.set_device, (index,)) as pool:
+            results = list(pool.map(problem, calls))
+    else:  # Triton's interpreter runs one kernel at a time
+        results = [problem(each) for each in calls]
+    found = dict.fromkeys((name for name, _ in calls), "")
+    for (name, _), text in zip(calls, results, strict=True):
+        found[name] = found[name] or text
+    return found
+
+
+def flashinfer_difference(device: torch.device, dtype: torch.dtype) -> str:
+    """How FlashInfer's attention differs from the reference; "" if it agrees. Raises `FlashInferMissing`."""
+    layer = AttentionLayer(8, 2, 128, 128**-0.5)
+    config = AttentionConfig((layer,), cache_dtype=dtype)
+    return FlashInfer(device).compare(backends.mixed_case(device, dtype, config, layer))
+
+
+def _attend(case: Callable[..., Tensor], module: Any) -> Tensor:
+    return case(module.paged_attention)
+
+
+def _difference(actual: Any, expected: Any, dtype: torch.dtype) -> str:
+    """How `actual` differs from `expected` beyond the precision of the type, or ""."""
+    step = max(8 * torch.finfo(dtype).eps, 2e-5)
+    try:
+        torch.testing.assert_close(actual, expected, rtol=step, atol=step)
+    except AssertionError as error:
+        return " ".join(str(error).split())
+    return ""
+
+
+def _calls(device: torch.device, dtype: torch.dtype, config: AttentionConfig) -> Iterator[tuple[str, Call]]:
+    """Yield the operations of `reference` on small inputs of odd sizes, and attention with the model's parameters."""
+    noise = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=noise).to(device, dtype)
+
+    def integers(*numbers: int) -> Tensor:
+        return torch.tensor(numbers, device=device)
+
+    x, residual, weight = random(3, 200), random(3, 200), random(200)
+    yield "rms_norm", lambda module: module.rms_norm(x, weight, 1e-6)
+    yield "add_rms_norm", lambda module: module.add_rms_norm(x, residual, weight, 1e-6)
+    yield "act_mul", lambda module: module.act_mul(x, "silu")
+
+    blocks = random(2, 40, 2, 16, 80)
+    query, key, value = random(20, 6, 80), random(20, 2, 80), random(20, 2, 80)
+    cos_sin = random(20, 80).float()
+
+    def write(module: Any) -> tuple[Tensor, Tensor]:
+        cache = blocks.clone()
+        return module.rotary_write_kv(query, key, value, cos_sin, cache, torch.arange(20, device=device) * 3), cache
+
+    yield "rotary_write_kv", write
+    table = torch.arange(40, device=device).flip(0).repeat(3, 1)
+    batch = blocks, table, integers(600, 37, 19), integers(0, 1, 2, 20)
+    options = {"window": 500, "softcap": 20.0, "sinks": random(6).float()}
+    yield (
+        "paged_attention",
+        lambda module: (
+            module.paged_attention(query, *batch, 0.1),
+            module.paged_attention(query, *batch, 0.1, **options),
+        ),
+    )
+    for case in backends.check_cases(device, dtype, config):
+        yield "paged_attention", functools.partial(_attend, case)
+    ids = torch.randint(-1, 6, (3, 2), generator=noise).to(device)
+    experts = random(5, 96, 200) / 14, random(5, 200, 48) / 7
+    shares = torch.rand(3, 2, generator=noise).to(device)
+    yield "fused_experts", lambda module: module.fused_experts(x, shares, ids, *experts, "silu")
+    scores, bias = torch.randn(5, 40, generator=noise).to(device), torch.randn(40, generator=noise).to(device)
+    by_groups = {"groups": 5, "top_groups": 2, "group_score": "top2_sum"}
+    yield (
+        "route",
+        lambda module: (
+            module.route(scores, 3, "softmax"),
+            module.route(scores, 4, "topk_softmax", scale=2.0),
+            module.route(scores, 6, "sigmoid", renormalize=True, correction_bias=bias, **by_groups),
+        ),
+    )
+    logits = torch.randn(6, 9999, generator=noise).to(device)
+    tokens = integers(0, 9998, 5000, 17, 3, 4096)
+    yield "score_tokens", lambda module: module.score_tokens(logits, tokens, 5)
+    history = torch.randint(9999, (600,), generator=noise).to(device, torch.int32)
+    history[20:70:3] = 5
+
+    def penalize(module: Any) -> Tensor:
+        changed = logits.clone()
+        spans, factors = integers(10, 40, 600, 0, 0, 30).view(2, 3), torch.tensor([[1.3, 0.5, 0.25], [0.7, 1.0, -1.0]])
+        module.penalize(changed, history, integers(4, 1), spans, factors.to(device), 590)
+        return changed
+
+    yield "penalize", penalize
+    controls = (
+        torch.tensor([1.0, 0.7, 1.0, 0.0, 1.0, 1.0]),
+        torch.tensor([0, 5, 0, 9, 9, 4000]),
+        torch.tensor([1.0, 1.0, 0.3, 0.7, 0.7, 0.9]),
+        torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 0.01]),
+    )
+    seeds = torch.arange(6)
+    yield "sample", lambda module: module.sample(logits.clone(), *controls, seeds, seeds)
+    tokens32 = torch.arange(77, dtype=torch.int32, device=device)
+    yield "uniform_noise", lambda module: module.uniform_noise(tokens, tokens.flip(0), tokens32)
+    masks = torch.randint(-(2**31), 2**31, (2, 313), generator=noise).to(device, torch.int32)
+
+    def mask(module: Any) -> Tensor:
+        masked = logits.clone()
+        module.apply_bitmask(masked, integers(4, 1), masks)
+        return masked
+
+    yield "apply_bitmask", mask
+
+
+def _calls_of_packed(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
+    """Yield the operations of `packed` in the same way. Inputs that are packed are so by the reference."""
+    noise = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=noise).to(device, dtype)
+
+    x, weight, bias, per_word = random(5, 96), random(70, 96), random(70), 2 if dtype == torch.bfloat16 else 1
+    yield "quantize_rows", lambda module: module.quantize_rows(x)
+    yield "quantize_weight", lambda module: module.quantize_weight(weight)
+    scales = torch.rand(5, generator=noise).to(device)
+    yield "scale_rows", lambda module: module.scale_rows(x.clone(), scales, bias[:1].expand(96).contiguous(), dtype)
+    yield "pack_tiles", lambda module: (module.pack_tiles(weight, per_word), module.pack_tiles(weight, per_word, True))
+    yield "pack_int8_tiles", lambda module: (*module.pack_int8_tiles(weight), *module.pack_int8_tiles(weight, True))
+    yield "pack_int4_tiles", lambda module: module.pack_int4_tiles(weight, 32)
+    tiles, int8, int4 = packed.pack_tiles(weight, per_word), packed.pack_int8_tiles(weight), packed.pack_int4_tiles
+    yield "tiled_linear", lambda module: module.tiled_linear(x, tiles, bias, 70)
+    yield "int8_linear", lambda module: module.int8_linear(x, *int8, bias, 70)
+    yield "int4_linear", lambda module: module.int4_linear(x, int4(weight, 32), bias, 70)
+    gate_up, down = random(3, 96, 96) / 10, random(3, 96, 48) / 7
+    stacked = torch.stack([packed.pack_tiles(expert, per_word, True) for expert in gate_up])
+    downs = torch.stack([packed.pack_tiles(expert, per_word) for expert in down])
+    ids, shares = torch.randint(3, (5, 2), generator=noise).to(device), torch.rand(5, 2, generator=noise).to(device)
+    yield (
+        "packed_experts",
+        lambda module: module.packed_experts(x, shares, ids, stacked, None, None, downs, None, None, "silu"),
+    )
