@@ -4,6 +4,41 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections import deque
+from collections.abc import Callable
+
+from quire.engine.protocol.stats import LogRecord
+
+_MAX_CHARACTERS = 1000
+"""Of a message that is kept; and of the text of its exception."""
+
+
+class RecentWarnings(logging.Handler):
+    """Keeps the last warnings and errors of this process, and of those that send theirs to it."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.source = ""
+        """The name of this process."""
+        self.records: deque[LogRecord] = deque(maxlen=50)
+        """Threads append to it: copy it before a loop."""
+        self.keep: Callable[[LogRecord], None] = self.records.append
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            text = record.getMessage()[:_MAX_CHARACTERS]
+            if record.exc_info and record.exc_info[1] is not None:
+                text += f": {record.exc_info[1]!r}"[:_MAX_CHARACTERS]
+            self.keep(LogRecord(record.created, record.levelname.lower(), text, self.source))
+        except Exception:
+            self.handleError(record)
+
+    def take(self) -> list[LogRecord]:
+        """Return the records and forget them."""
+        return [self.records.popleft() for _ in range(len(self.records))]
+
+
+RECENT = RecentWarnings()
 
 
 def setup(level: str, process_name: str) -> None:
@@ -11,7 +46,8 @@ def setup(level: str, process_name: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s [{process_name}] %(message)s", "%H:%M:%S"))
     logger = logging.getLogger("quire")
-    logger.handlers[:] = [handler]
+    RECENT.source = process_name
+    logger.handlers[:] = [handler, RECENT]
     logger.setLevel(level.upper())
     logger.propagate = False
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from quire.engine.protocol.errors import ConfigError
 
-_MAX_FOLDER_BYTES = 60
-"""In bytes. The path of a Unix socket inside must be shorter than 108 bytes (unix(7)), also that of a core's fork
-server.
+MAX_TMPDIR_BYTES = 45
+"""Of the path that TMPDIR sets. The path of a Unix socket in a folder there must be shorter than 108 bytes (unix(7)),
+also that of a core's fork server.
 """
 _PREFIX, _MARK = "quire-", "in-use"
 
@@ -28,12 +28,9 @@ class RuntimeFolder:
 
     def __init__(self) -> None:
         """Raises `ConfigError` if sockets in the folder would have too long a path."""
+        if len(os.fsencode(folder := tempfile.gettempdir())) > MAX_TMPDIR_BYTES:
+            raise ConfigError(f"the path in TMPDIR is too long for Unix sockets: {folder}; set a shorter one")
         self.path = tempfile.mkdtemp(prefix=_PREFIX)
-        if len(os.fsencode(self.path)) > _MAX_FOLDER_BYTES:
-            os.rmdir(self.path)
-            raise ConfigError(
-                f"the path in TMPDIR is too long for Unix sockets: {os.path.dirname(self.path)}; set a shorter one"
-            )
         # Locked before it has the file, so that no other process takes the folder for an unused one.
         lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         fcntl.flock(lock, fcntl.LOCK_EX)

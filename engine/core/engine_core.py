@@ -28,6 +28,7 @@ from quire.engine.cluster.security import Dropped, Security, join, split
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.core.heartbeats import Heartbeats
 from quire.engine.core.launch import CoreArgs, Endpoints
+from quire.engine.core.profiler import CoreProfiler
 from quire.engine.core.wave import Wave
 from quire.engine.executor import factory
 from quire.engine.executor.base import Executor, StepFuture, WorkerError, step_timeout
@@ -45,6 +46,7 @@ from quire.engine.protocol.engine_core import (
     ToServer,
 )
 from quire.engine.protocol.errors import ConfigError
+from quire.engine.protocol.profile import ClockPing, ClockReply, StartProfile, StopProfile
 from quire.engine.protocol.runner_output import LOST_REPLICAS
 from quire.engine.protocol.scheduler_output import SchedulerOutput
 from quire.engine.protocol.stats import EngineStats, ExpertLoad
@@ -101,6 +103,7 @@ class EngineCoreIO:
         self._context = zmq.Context()
         self._security = Security(self._context, token)
         self.num_clients = len(endpoints.responses)
+        self._replica = replica
         threading.Thread(target=self._receive, args=(endpoints.requests[replica],), daemon=True, name="wire-in").start()
         self._sender = threading.Thread(target=self._send, name="wire-out")
         self._sender.start()
@@ -129,7 +132,12 @@ class EngineCoreIO:
         dropped = Dropped("dropped a message to this core that could not be decoded")
         while True:
             try:
-                self.inbox.put(decode(join(socket.recv_multipart())))
+                message = decode(join(socket.recv_multipart()))
+                if isinstance(message, ClockPing):  # not a matter of the loop, which may be in a step
+                    reply = ClockReply(message.call_id, self._replica, message.incarnation, time.time_ns())
+                    self.send(message.client, reply)
+                else:
+                    self.inbox.put(message)
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 dropped.add(error)
 
@@ -178,6 +186,19 @@ class EngineCore:
         self.expert_load: ExpertLoad | None = None
         """The latest value, until it is sent with the stats."""
         self.probes: list[Probe] = []
+        self.profiler = CoreProfiler(
+            (
+                ("receive", self, "receive"),
+                ("schedule", self, "schedule"),
+                ("submit", executor, "submit"),
+                ("wait for result", self, "process_result"),
+                ("update", self.scheduler, "update"),
+                ("send", self, "send"),
+            ),
+            self.replica,
+            incarnation,
+            io.send,
+        )
         self.compiling: dict[str, EngineCoreRequest] = {}
         """Requests whose grammar is being compiled; they are added to the scheduler with it."""
         threading.stack_size(_COMPILE_STACK)  # of all threads started from now on; only what they use is memory
@@ -194,6 +215,7 @@ class EngineCore:
             self.receive()
             plan = self.schedule()
             if plan is not None:
+                plan.profile, self.profiler.command = self.profiler.command, None
                 limit = step_timeout(plan, self.config, self.scheduler.token_budget.predict(plan))
                 self.expect(limit * self.depth + _STEP_MARGIN)
                 submitted_at = time.perf_counter()
@@ -220,23 +242,25 @@ class EngineCore:
             plan, now - max(submitted_at, self.last_result_at) if is_representative else None
         )
         self.last_result_at = now
+        if plan.profile is not None:
+            self.profiler.on_result(plan.profile)
         if self.wave is not None:
             self.wave.on_result(is_active=result.is_wave_active)
         self.add_outputs(self.scheduler.update(plan, result))
 
     def schedule(self) -> SchedulerOutput | None:
-        """Return the next plan; with nothing to run, a heartbeat if there is an unanswered probe."""
+        """Return the next plan; with nothing to run, a heartbeat if there is an unanswered call."""
         if self.wave is not None:
             return self.schedule_wave(self.wave)
         plan = self.scheduler.schedule()
-        if plan is None and self.probes and not self.in_flight:
+        if plan is None and self.has_calls and not self.in_flight:
             plan = self.scheduler.heartbeat()
         return plan
 
     def schedule_wave(self, wave: Wave) -> SchedulerOutput | None:
         """Return the next plan of the wave, without rows if there is nothing to run; None if no wave is running."""
         has_work = self.scheduler.has_requests and not self.stopping
-        if wave.start(has_work=has_work or bool(self.probes)):
+        if wave.start(has_work=has_work or self.has_calls):
             self.io.send_peers(StartWave(wave.number))
         if not wave.is_running:
             return None
@@ -246,13 +270,18 @@ class EngineCore:
         return plan
 
     @property
+    def has_calls(self) -> bool:
+        """Whether somebody waits for a step of all ranks, even without rows."""
+        return bool(self.probes) or self.profiler.command is not None
+
+    @property
     def may_stop(self) -> bool:
         """Whether no other replica needs this one's steps, or the deadline for them has passed."""
         return self.wave is None or self.wave.is_idle or time.monotonic() > self.stop_deadline
 
     def receive(self) -> None:
         """Handle all received messages; when idle, wait for one, and check the ranks meanwhile."""
-        idle = not (self.in_flight or self.scheduler.has_requests or self.probes)
+        idle = not (self.in_flight or self.scheduler.has_requests or self.has_calls)
         if self.wave is not None:
             idle = idle and self.wave.is_idle
         while not self.stopping or self.wave is not None:
@@ -264,6 +293,7 @@ class EngineCore:
                     return
                 self.executor.check()
                 self.expect(self.config.parallel.watchdog_seconds)
+                self.send()
 
     def handle(self, message: Inbound) -> None:
         match message:
@@ -283,6 +313,8 @@ class EngineCore:
                 self.outputs.pop(message.client, None)  # the process that they were for has ended
             case Probe():
                 self.probes.append(message)
+            case StartProfile() | StopProfile():
+                self.profiler.handle(message)
             case StartWave(wave=number):
                 assert self.wave is not None
                 self.wave.wake(number)
@@ -348,7 +380,7 @@ class EngineCore:
 
     def answer_probes(self) -> None:
         for probe in self.probes:
-            self.io.send(probe.client, ProbeReply(probe.probe_id, self.replica, self.incarnation))
+            self.io.send(probe.client, ProbeReply(probe.call_id, self.replica, self.incarnation))
         self.probes.clear()
 
     def send(self) -> None:
@@ -359,10 +391,11 @@ class EngineCore:
         now = time.monotonic()
         if now - self.last_stats_at >= _STATS_SECONDS:
             self.last_stats_at = now
-            rank_times = self.executor.rank_times() or None
+            rank_stats, warnings = self.executor.rank_stats(), log.RECENT.take()
             for client in range(self.io.num_clients):
                 outputs = self.outputs.setdefault(client, EngineCoreOutputs())
-                outputs.expert_load, outputs.rank_times = self.expert_load, rank_times
+                outputs.expert_load, outputs.rank_stats = self.expert_load, rank_stats
+                outputs.warnings = warnings
             self.expert_load = None
         if self.outputs:
             stats = self.snapshot()
@@ -373,7 +406,8 @@ class EngineCore:
 
     def snapshot(self) -> EngineStats:
         """Return a copy of the scheduler's stats."""
-        return msgspec.structs.replace(self.scheduler.snapshot())
+        stats = self.scheduler.snapshot()
+        return msgspec.structs.replace(stats, iteration_tokens=stats.iteration_tokens.copy())
 
     def close(self) -> None:
         """Compile no more grammars. The API processes end the remaining requests, or move them to other replicas."""
@@ -399,6 +433,7 @@ def serve(args: CoreArgs, connection: SupervisorConnection, imports: float) -> i
     try:
         executor = factory.start(config, args.log_level, on_end=lambda: io.inbox.put(RankEnded()))
         core = EngineCore(executor.config, executor, io, incarnation=args.incarnation, expect=heartbeats.expect)
+        executor.on_trace = core.profiler.send_piece
         gc.collect()
         gc.freeze()
         seconds = {

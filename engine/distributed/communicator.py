@@ -23,6 +23,11 @@ class Parallel:
         return 0.0
 
     @property
+    def spent(self) -> float:
+        """Seconds for which a CPU has been in collectives, including waiting."""
+        return 0.0
+
+    @property
     def is_ahead(self) -> bool:
         """Whether this rank has got further than another one, for which it waits or soon will, as far as it can tell.
         May be read in any thread."""

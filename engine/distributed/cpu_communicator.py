@@ -44,6 +44,10 @@ class CpuParallel(GroupParallel):
         return self._own.waited * 1e-9
 
     @property
+    def spent(self) -> float:
+        return self._own.spent * 1e-9
+
+    @property
     def is_ahead(self) -> bool:
         own = self._own.published
         return any(0 < (own - other.published) % 2**32 < 2**31 for other in self._headers)
@@ -104,13 +108,18 @@ class CpuParallel(GroupParallel):
         """Run a collective of gloo, all of which counts as waiting."""
         begun = time.perf_counter_ns()
         result = collective(x)
-        self._own.waited += self._own.has_met * (time.perf_counter_ns() - begun)
+        spent = time.perf_counter_ns() - begun
+        self._own.spent += spent
+        self._own.waited += self._own.has_met * spent
         self._own.has_met = 1
         return result
 
     def broadcast(self, x: Tensor) -> Tensor:
         if self.memory is None:
-            return super().broadcast(x)
+            begun = time.perf_counter_ns()
+            x = super().broadcast(x)
+            self._own.spent += time.perf_counter_ns() - begun
+            return x
         x = x.contiguous()
         shared.broadcast(self.memory, self.rank, self.size, self._timeout, x)
         return x

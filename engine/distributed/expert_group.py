@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -39,6 +40,8 @@ class ExpertCommunicator:
 
     rank: int = 0
     size: int = 1
+    spent: float = 0.0
+    """Seconds for which a CPU has started transfers and waited for them."""
 
     def start_all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Transfer:
         """Start an all-to-all: send the first `sent[0]` rows to rank 0, the next to rank 1, …; the result has the
@@ -91,7 +94,7 @@ class ProcessGroupExpertCommunicator(ExpertCommunicator):
         self.rank, self.size, self._group, self._host = group.rank(), group.size(), group, host
 
     def start_all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Transfer:
-        device = x.device
+        begun, device = time.perf_counter(), x.device
         x = (x.cpu() if dist.get_backend(self._group) == "gloo" else x).contiguous()
         rows = torch.empty((sum(received), x.shape[1]), dtype=x.dtype, device=x.device)
         # As bytes, since gloo does not support every type.
@@ -99,15 +102,18 @@ class ProcessGroupExpertCommunicator(ExpertCommunicator):
             rows.view(torch.uint8), x.view(torch.uint8), list(received), list(sent), group=self._group, async_op=True
         )
         assert work is not None
-        return PendingTransfer(work, rows, x, self._group, device)
+        self.spent += time.perf_counter() - begun
+        return PendingTransfer(work, rows, x, self._group, device, self)
 
     def all_gather_ints(self, numbers: Sequence[int]) -> list[list[int]]:
         all_ranks = [torch.empty(len(numbers), dtype=torch.int64) for _ in range(self.size)]
         mine = torch.tensor(numbers, dtype=torch.int64)
+        begun = time.perf_counter()
         try:
             dist.all_gather(all_ranks, mine, group=self._host)
         except RuntimeError as error:
             raise watchdog.collective_error("all-gather of integers", mine, self._host, error) from error
+        self.spent += time.perf_counter() - begun
         return [reported.tolist() for reported in all_ranks]
 
 
@@ -122,12 +128,16 @@ class PendingTransfer:
     group: dist.ProcessGroup
     device: torch.device
     """The device of the result."""
+    communicator: ExpertCommunicator
+    """Counts the time."""
 
     def wait(self) -> Tensor:
+        begun = time.perf_counter()
         try:
             self.work.wait()
         except RuntimeError as error:
             raise watchdog.collective_error("all-to-all of experts' rows", self.sent, self.group, error) from error
+        self.communicator.spent += time.perf_counter() - begun
         return self.rows.to(self.device)
 
 

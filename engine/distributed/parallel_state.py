@@ -43,6 +43,12 @@ class ParallelState:
         """Seconds for which a CPU has waited for other ranks; see `Parallel.waited`."""
         return self.tp.waited + self.pipeline.waited
 
+    @property
+    def communication(self) -> tuple[float, ...]:
+        """Seconds for which a CPU has communicated, including waiting, for each of `GROUPS`."""
+        experts = 0.0 if self.experts is None else self.experts.dp.spent + self.experts.all_ranks.spent
+        return self.tp.spent, self.pipeline.spent, experts
+
     def watch(self, report: Callable[[str], None]) -> None:
         """Call `report`, from another thread, if a GPU waits in a collective for longer than the timeout."""
         if dist.is_initialized() and dist.get_backend() == "nccl":

@@ -50,6 +50,13 @@ class Pipeline:
         self._posted_ahead: deque[tuple[dist.Work, Tensor]] = deque()
         self.waited = 0.0
         """Seconds for which a CPU has waited for the previous stage."""
+        self._sent = 0.0
+        """Seconds that sends have taken a CPU."""
+
+    @property
+    def spent(self) -> float:
+        """Seconds for which a CPU has sent and received, including waiting."""
+        return self.waited + self._sent
 
     @property
     def is_first(self) -> bool:
@@ -61,12 +68,14 @@ class Pipeline:
 
     def send(self, message: Tensor) -> None:
         """Send `message` to the next stage; it must not be changed afterwards."""
+        begun = time.perf_counter()
         while len(self._sending) >= self.size:
             self._wait_sent()
         message = message.to(self._transfer_device).contiguous()
         work = dist.isend(message, self._next, tag=_EAGER_TAG if self._is_eager(message.nbytes) else 0)
         assert work is not None
         self._sending.append((work, message))
+        self._sent += time.perf_counter() - begun
 
     def drain(self) -> None:
         """Wait until all sends have completed."""

@@ -27,14 +27,20 @@ class Semaphore:
 
         No other process may wait at the same time.
         """
-        if timeout is not None and not select.select([self._fd], [], [], timeout)[0]:
-            return False
+        if timeout is not None:
+            poll = select.poll()  # unlike select(), it takes descriptors above 1023
+            poll.register(self._fd, select.POLLIN)
+            if not poll.poll(timeout * 1000):
+                return False
         os.eventfd_read(self._fd)
         return True
 
     def release(self) -> None:
         """Increment the value."""
         os.eventfd_write(self._fd, 1)
+
+    def __del__(self) -> None:
+        os.close(self._fd)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _attach, (DupFd(self._fd),)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from quire.engine.config.engine_config import EngineConfig
+from quire.engine.protocol.profile import TracePiece
 from quire.engine.protocol.runner_output import ModelRunnerOutput
 from quire.engine.protocol.scheduler_output import SchedulerOutput
-from quire.engine.protocol.stats import RankTimes
+from quire.engine.protocol.stats import RankStats
 
 STEP_TIMEOUT = 600.0
 """Maximum seconds of computation in a step; a single rank that takes longer counts as hung."""
@@ -55,6 +57,8 @@ class Executor(Protocol):
     """The final configuration, with the number of KV blocks that fits on every rank."""
     seconds: dict[str, float]
     """Duration of each phase of their start-up."""
+    on_trace: Callable[[TracePiece], None]
+    """Called, in any thread, with the ranks' traces after a `StopProfile`."""
 
     def submit(self, plan: SchedulerOutput, limit: float) -> StepFuture:
         """Send a plan to every rank. Results must be taken in the same order.
@@ -65,8 +69,8 @@ class Executor(Protocol):
     def check(self) -> None:
         """Raise `WorkerError` if a rank has exited or been stopped."""
 
-    def rank_times(self) -> list[RankTimes]:
-        """Return the times of all ranks, in order; empty if the only rank is in this process.
+    def rank_stats(self) -> list[RankStats]:
+        """Return the stats of all ranks, in order.
 
         Logs which of them are stragglers, so it must be called every few seconds while steps run.
         """

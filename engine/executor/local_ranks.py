@@ -20,13 +20,16 @@ from typing import Any
 
 import msgspec
 
+from quire.engine import log
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.distributed.shm_broadcast import ShmBroadcast
 from quire.engine.executor.base import WorkerError
+from quire.engine.executor.usage import UsageSampler
 from quire.engine.protocol.errors import ConfigError
+from quire.engine.protocol.profile import RankTrace
 from quire.engine.protocol.rank_state import RankState
 from quire.engine.protocol.runner_output import ModelRunnerOutput, WorkerFailed, WorkerReady
-from quire.engine.protocol.stats import RankTimes
+from quire.engine.protocol.stats import LogRecord, RankStats
 
 _KILLED_TIMEOUT = 1.0
 """Seconds to look for the rank that died first after the first error, because its neighbours fail too."""
@@ -35,6 +38,9 @@ _ABORTED = (
     "see its last messages in the log above; NCCL's watchdog names the collective that other ranks did not join "
     "(NCCL_DEBUG=INFO shows the links)"
 )
+
+
+FromRank = WorkerReady | WorkerFailed | ModelRunnerOutput | LogRecord | RankTrace
 
 
 def _run(*arguments: Any) -> None:
@@ -68,6 +74,8 @@ class LocalRanks:
         self.arrived: deque[ModelRunnerOutput] = deque()
         self.seconds: dict[str, float] = {}
         """Start-up durations of the slowest rank."""
+        self.on_trace: Callable[[RankTrace], None] = lambda trace: None
+        """Called by `poll` with the trace of a rank."""
         self.num_blocks = 0
         """KV blocks of every rank, once all are loaded; 0: as configured."""
         self._loading = set(ranks)
@@ -75,10 +83,9 @@ class LocalRanks:
         self._states = context.RawArray(RankState, [(-1,)] * len(ranks))
         self._watchdog_seconds = config.parallel.watchdog_seconds
         self._checked_at = self._grace_until = time.monotonic()
-        self._decoder: msgspec.msgpack.Decoder[WorkerReady | WorkerFailed | ModelRunnerOutput] = (
-            msgspec.msgpack.Decoder(WorkerReady | WorkerFailed | ModelRunnerOutput)
-        )
+        self._decoder: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
         self._processes: dict[int, BaseProcess] = {}
+        self._usage: UsageSampler | None = None
         self._pipes: list[Connection] = []
         self._selector = selectors.DefaultSelector()
         try:
@@ -103,6 +110,10 @@ class LocalRanks:
             self.kill()
             raise
         threading.Thread(target=self._watch, args=(on_end,), daemon=True, name="rank-watch").start()
+        self._usage = UsageSampler(
+            [process.pid or 0 for process in self._processes.values()],
+            [config.parallel.device_of(rank) for rank in ranks] if config.parallel.device == "cuda" else None,
+        )
 
     def _watch(self, on_end: Callable[[], None]) -> None:
         wait([process.sentinel for process in self._processes.values()])
@@ -124,9 +135,10 @@ class LocalRanks:
         return [rank for rank, state in zip(self.ranks, self._states, strict=True) if state.is_waiting]
 
     @property
-    def times(self) -> list[RankTimes]:
-        """The times of each rank."""
-        return [RankTimes(state.steps, state.seconds, state.waited) for state in self._states]
+    def stats(self) -> list[RankStats]:
+        """The times and the usage of each rank."""
+        assert self._usage is not None
+        return [state.stats(usage) for state, usage in zip(self._states, self._usage.usage, strict=True)]
 
     def listen(self, fd: int, callback: Callable[[], None]) -> None:
         """Let `poll` also call `callback` when `fd` is readable; `poll` raises its exceptions."""
@@ -158,6 +170,10 @@ class LocalRanks:
                 match message:
                     case ModelRunnerOutput():
                         self.arrived.append(message)
+                    case LogRecord():
+                        log.RECENT.records.append(message)
+                    case RankTrace():
+                        self.on_trace(message)
                     case WorkerReady(seconds, num_blocks):
                         self.num_blocks = num_blocks  # the same for all ranks of a replica
                         self._loading.discard(key.data)
@@ -236,6 +252,8 @@ class LocalRanks:
     def kill(self) -> None:
         """Kill every rank."""
         self._selector.close()
+        if self._usage is not None:
+            self._usage.close()
         for process in self._processes.values():
             if process.is_alive() and process.pid is not None:
                 os.kill(process.pid, signal.SIGKILL)

@@ -15,9 +15,11 @@ from quire.engine.config.engine_config import EngineConfig, ParallelConfig
 from quire.engine.executor.base import POLL_SECONDS, WorkerError
 from quire.engine.executor.local_ranks import LocalRanks, find_late_ranks, ranks_text
 from quire.engine.executor.stragglers import StragglerDetector
+from quire.engine.executor.traces import send_trace
+from quire.engine.protocol.profile import RankTrace, TracePiece
 from quire.engine.protocol.runner_output import ModelRunnerOutput
 from quire.engine.protocol.scheduler_output import SchedulerOutput
-from quire.engine.protocol.stats import RankTimes
+from quire.engine.protocol.stats import RankStats
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class ProcessExecutor:
     def __init__(self, parallel: ParallelConfig) -> None:
         self._stragglers = StragglerDetector(parallel.tensor_parallel_size, self._name)
         self._encode = msgspec.msgpack.Encoder().encode
+        self.on_trace: Callable[[TracePiece], None] = lambda piece: None
 
     def submit(self, plan: SchedulerOutput, limit: float) -> PendingStep:
         encoded = self._encode(plan)
@@ -72,10 +75,9 @@ class ProcessExecutor:
         while self._poll(0):
             pass
 
-    def rank_times(self) -> list[RankTimes]:
-        """Return the times of all ranks, in order; empty on GPUs. Logs which of them are stragglers."""
-        times = self._times()
-        return self._stragglers.update(times) if any(each.steps for each in times) else []
+    def rank_stats(self) -> list[RankStats]:
+        """Return the stats of all ranks, in order. Logs which of them are stragglers."""
+        return self._stragglers.update(self._stats())
 
     def close(self, reason: str = "") -> None:
         """Stop every rank, and kill those that do not exit; after a failure, kill all at once."""
@@ -83,6 +85,9 @@ class ProcessExecutor:
             self._ranks.kill()
         else:
             self._ranks.close()
+
+    def _on_rank_trace(self, trace: RankTrace) -> None:
+        send_trace(trace, self.config.parallel, self.on_trace)
 
     def _send(self, plan: bytes) -> None:
         """Send a plan to other hosts."""
@@ -99,9 +104,9 @@ class ProcessExecutor:
         """Return the ranks that delay a step."""
         return find_late_ranks(dict(enumerate(self._ranks.progress)), step, self._ranks.waiting)
 
-    def _times(self) -> list[RankTimes]:
-        """Return the times of all ranks, in order."""
-        return self._ranks.times
+    def _stats(self) -> list[RankStats]:
+        """Return the stats of all ranks, in order."""
+        return self._ranks.stats
 
     def _name(self, ranks: list[int]) -> str:
         """Return a text that names ranks."""
@@ -124,5 +129,6 @@ class MpExecutor(ProcessExecutor):
             except BaseException:
                 self._ranks.kill()
                 raise
+        self._ranks.on_trace = self._on_rank_trace
         self.config = config.with_blocks(self._ranks.num_blocks)
         self.seconds = self._ranks.seconds

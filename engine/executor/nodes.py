@@ -36,9 +36,11 @@ from quire.engine.config.resolve import fetch_weights, resolve
 from quire.engine.executor.base import POLL_SECONDS, WorkerError
 from quire.engine.executor.local_ranks import LocalRanks, RankFailed, find_late_ranks, ranks_text, slowest
 from quire.engine.executor.mp import ProcessExecutor
+from quire.engine.executor.traces import send_trace
 from quire.engine.protocol.errors import ConfigError
+from quire.engine.protocol.profile import RankTrace, TracePiece
 from quire.engine.protocol.runner_output import ModelRunnerOutput, WorkerFailed, WorkerReady
-from quire.engine.protocol.stats import RankTimes
+from quire.engine.protocol.stats import LogRecord, RankStats
 from quire.engine.runtime_folder import RuntimeFolder
 
 _CAUSE_TIMEOUT = 2.0
@@ -64,12 +66,14 @@ class NodeStart(msgspec.Struct):
 
 
 class NodeProgress(msgspec.Struct, tag=True, array_like=True):
-    """Progress and times of the node's ranks (see `LocalRanks`)."""
+    """Progress and stats of the node's ranks (see `LocalRanks`)."""
 
     progress: list[int]
     waiting: list[int] = []
     """Ranks that wait for others in a collective."""
-    times: list[RankTimes] = []
+    stats: list[RankStats] = []
+    warnings: list[LogRecord] = []
+    """New ones of the node and its ranks."""
 
 
 class NodeLost(msgspec.Struct):
@@ -78,7 +82,7 @@ class NodeLost(msgspec.Struct):
     reason: str
 
 
-FromNode = WorkerReady | NodeProgress | WorkerFailed | ModelRunnerOutput
+FromNode = WorkerReady | NodeProgress | WorkerFailed | ModelRunnerOutput | TracePiece
 
 
 class NodeLauncher(Protocol):
@@ -115,7 +119,7 @@ class MultiNodeExecutor(ProcessExecutor):
         self._progress = dict.fromkeys(range(parallel.world_size), -1)
         self._waiting: dict[int, list[int]] = {}
         """By node: the ranks that wait for others."""
-        self._other_times: dict[int, RankTimes] = {}
+        self._other_stats: dict[int, RankStats] = {}
         """By rank of another node."""
         self._names = {parallel.node: self._hello.name}
         self._is_started = False
@@ -140,6 +144,7 @@ class MultiNodeExecutor(ProcessExecutor):
             self._leader.start(msgspec.msgpack.encode(NodeStart(self.config.cache.num_blocks, init_method)))
             self._ranks = LocalRanks(self.config, parallel.ranks_of(parallel.node), init_method, log_level, on_end)
             self._is_started = True
+            self._ranks.on_trace = self._on_rank_trace
             self._ranks.listen(self._inbox.fd, self._handle_inbox)
             self._loading = set(hellos)
             self.seconds: dict[str, float] = {}
@@ -180,7 +185,9 @@ class MultiNodeExecutor(ProcessExecutor):
         self._leader.send(None, plan)
 
     def _put(self, number: int, message: FromNode | NodeLost) -> None:
-        """Queue a message, from the leader's thread. Failures also wake an idle core."""
+        """Queue a message, from the leader's thread. Failures also wake an idle core; traces bypass the loop."""
+        if isinstance(message, TracePiece):
+            return self.on_trace(message)
         self._inbox.put((number, message))
         if isinstance(message, WorkerFailed | NodeLost):
             self._on_end()
@@ -201,10 +208,11 @@ class MultiNodeExecutor(ProcessExecutor):
                     self._loading.discard(number)
                     self.config = self.config.with_blocks(num_blocks)  # the same for all ranks of a replica
                     self.seconds = slowest(self.seconds, seconds)
-                case NodeProgress(progress, waiting, times):
+                case NodeProgress(progress, waiting, stats, warnings):
                     self._progress |= zip(self.config.parallel.ranks_of(number), progress, strict=True)
                     self._waiting[number] = waiting
-                    self._other_times |= zip(self.config.parallel.ranks_of(number), times, strict=False)
+                    self._other_stats |= zip(self.config.parallel.ranks_of(number), stats, strict=False)
+                    log.RECENT.records.extend(warnings)
                 case WorkerFailed(reason, user_error=True):
                     raise ConfigError(f"{self._names[number]}: {reason}")
                 case WorkerFailed(reason, is_certain=is_certain):
@@ -241,9 +249,9 @@ class MultiNodeExecutor(ProcessExecutor):
         waiting = {*self._ranks.waiting, *itertools.chain.from_iterable(self._waiting.values())}
         return find_late_ranks(self._progress, step, waiting)
 
-    def _times(self) -> list[RankTimes]:
-        times = self._other_times | dict(zip(self._ranks.ranks, self._ranks.times, strict=True))
-        return [times.get(rank, RankTimes()) for rank in range(self.config.parallel.world_size)]
+    def _stats(self) -> list[RankStats]:
+        stats = self._other_stats | dict(zip(self._ranks.ranks, self._ranks.stats, strict=True))
+        return [stats.get(rank, RankStats()) for rank in range(self.config.parallel.world_size)]
 
     def _name(self, ranks: list[int]) -> str:
         texts = []
@@ -312,6 +320,7 @@ class Node:
             ranks = self._ranks = LocalRanks(
                 config, parallel.ranks_of(parallel.node), start.init_method, self._log_level, on_end=lambda: None
             )
+            ranks.on_trace = self._on_rank_trace
             ranks.listen(self._follower.inbox.fd, lambda: None)
             while True:
                 self._forward(ranks, _PROGRESS_SECONDS)
@@ -332,6 +341,12 @@ class Node:
         self._close_reason = failure.reason
         return self._await_cause() or failure.reason
 
+    def _on_rank_trace(self, trace: RankTrace) -> None:
+        def send(piece: TracePiece) -> None:
+            self._follower.send(self._encode(piece))
+
+        send_trace(trace, self._config.parallel, send, self._follower.clock)
+
     def _forward(self, ranks: LocalRanks, timeout: float) -> None:
         """Wait for messages of the ranks, and send them to the first node; raises `LinkEnded` if that has ended."""
         ranks.poll(timeout)
@@ -342,10 +357,11 @@ class Node:
             self._is_ready = True
             self._follower.compare_files(self._config)
             send(encode(WorkerReady(ranks.seconds, ranks.num_blocks)))
-        progress = NodeProgress(ranks.progress, ranks.waiting, ranks.times)
-        if (now := time.monotonic()) >= self._progress_at + _PROGRESS_SECONDS and progress != self._progress:
-            self._progress, self._progress_at = progress, now
-            send(encode(progress))
+        if (now := time.monotonic()) >= self._progress_at + _PROGRESS_SECONDS:
+            progress = NodeProgress(ranks.progress, ranks.waiting, ranks.stats, log.RECENT.take())
+            if progress != self._progress:
+                self._progress, self._progress_at = progress, now
+                send(encode(progress))
         if self._follower.ended is not None:
             raise self._follower.ended
 

@@ -9,7 +9,7 @@ from statistics import median
 
 from msgspec.structs import replace
 
-from quire.engine.protocol.stats import RankTimes
+from quire.engine.protocol.stats import RankStats
 
 logger = logging.getLogger("quire.engine.executor.stragglers")
 
@@ -33,13 +33,13 @@ class StragglerDetector:
         """`width` is the number of ranks in a stage; `name` returns the names of ranks for log messages."""
         self._width, self._name = width, name
         self._stragglers: set[int] = set()
-        self._starts: dict[int, RankTimes] = {}
+        self._starts: dict[int, RankStats] = {}
         """By rank: its times at the start of the window."""
         self._contrary: Counter[int] = Counter()
         """By rank: the number of windows in a row that contradict the present verdict."""
 
-    def update(self, times: Sequence[RankTimes]) -> list[RankTimes]:
-        """Mark the stragglers, given the present times of all ranks. Logs when a rank becomes one, and when it has
+    def update(self, times: Sequence[RankStats]) -> list[RankStats]:
+        """Mark the stragglers, given the present stats of all ranks. Logs when a rank becomes one, and when it has
         recovered."""
         for first in range(0, len(times) if self._width > 1 else 0, self._width):
             ranks = range(first, first + self._width)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -14,9 +15,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from quire.engine import process
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.executor.base import StepFuture, WorkerError
+from quire.engine.executor.traces import send_trace
+from quire.engine.executor.usage import UsageSampler
+from quire.engine.protocol.profile import TracePiece
+from quire.engine.protocol.rank_state import RankState
 from quire.engine.protocol.runner_output import ModelRunnerOutput
 from quire.engine.protocol.scheduler_output import SchedulerOutput
-from quire.engine.protocol.stats import RankTimes
+from quire.engine.protocol.stats import RankStats
 
 if TYPE_CHECKING:
     from quire.engine.worker.async_copies import AsyncOutput
@@ -70,6 +75,7 @@ class UniExecutor:
         self._work: SimpleQueue[tuple[Callable[[], None], Future[Any]] | None] = SimpleQueue()
         self._launched: SimpleQueue[tuple[AsyncOutput, Future[ModelRunnerOutput | None]] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
+        self._state = RankState()
         load = partial(Worker, config, rank=0, init_method=config.parallel.init_method)
         if config.scheduler.depth == 1:
             self._worker = load()
@@ -79,6 +85,10 @@ class UniExecutor:
                 self._threads[-1].start()
             self._worker = self._in_thread(load).result()
         self.config = config.with_blocks(self._worker.num_blocks)
+        parallel = config.parallel
+        self.on_trace: Callable[[TracePiece], None] = lambda piece: None
+        self._worker.on_trace = lambda trace: send_trace(trace, parallel, self.on_trace)
+        self._usage = UsageSampler([os.getpid()], [parallel.device_of(0)] if parallel.device == "cuda" else None)
         self.seconds = {"import torch": IMPORT_SECONDS, **self._worker.seconds}
 
     def submit(self, plan: SchedulerOutput, limit: float) -> StepFuture:
@@ -86,20 +96,25 @@ class UniExecutor:
             future: Future[ModelRunnerOutput | None] = Future()
             self._work.put((partial(self._launch, plan, future), future))
             return RunningStep(future, limit)
-        result = self._worker.launch(plan).result()
+        with self._worker.count_step(self._state):
+            result = self._worker.launch(plan).result()
         assert result is not None
         return FinishedStep(result)
 
     def check(self) -> None:
         """Do nothing: the rank lives as long as this process."""
 
-    def rank_times(self) -> list[RankTimes]:
-        """Return nothing, as a single rank waits for no others."""
-        return []
+    def rank_stats(self) -> list[RankStats]:
+        """Return the stats of the rank."""
+        return [self._state.stats(self._usage.usage[0])]
 
     def close(self, reason: str = "") -> None:
         """Stop the threads. A thread that hangs ends with the process."""
-        if self._threads:
+        self._usage.close()
+        if not self._threads:
+            self._worker.discard_profile()
+        else:
+            self._work.put((self._worker.discard_profile, Future()))
             self._work.put(None)
             deadline = time.monotonic() + _CLOSE_TIMEOUT
             for thread in self._threads:

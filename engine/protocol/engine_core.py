@@ -7,8 +7,16 @@ from typing import Literal
 import msgspec
 
 from quire.engine.protocol.logprobs import PromptLogprobs, TokenLogprobs
+from quire.engine.protocol.profile import (
+    ClockPing,
+    ClockReply,
+    ProfileReply,
+    StartProfile,
+    StopProfile,
+    TracePiece,
+)
 from quire.engine.protocol.sampling_params import SamplingParams
-from quire.engine.protocol.stats import EngineStats, ExpertLoad, RankTimes
+from quire.engine.protocol.stats import EngineStats, ExpertLoad, LogRecord, RankStats
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -45,7 +53,7 @@ class Probe(msgspec.Struct, tag=True, array_like=True):
     """Health check of the loop and every rank. Answered with `ProbeReply` when every rank has completed a step."""
 
     client: int
-    probe_id: int
+    call_id: int
 
 
 class Join(msgspec.Struct, tag=True, array_like=True):
@@ -67,7 +75,17 @@ class ReplicaFailed(msgspec.Struct, tag=True, array_like=True):
     reason: str
 
 
-ToCore = EngineCoreRequest | AbortRequests | Probe | Join | StartWave | ReplicaFailed
+ToCore = (
+    EngineCoreRequest
+    | AbortRequests
+    | Probe
+    | Join
+    | StartWave
+    | ReplicaFailed
+    | StartProfile
+    | StopProfile
+    | ClockPing
+)
 
 
 class EngineCoreOutput(msgspec.Struct, array_like=True):
@@ -87,6 +105,10 @@ class EngineCoreOutput(msgspec.Struct, array_like=True):
     """For the prompt tokens after those already sent; all are sent before the first of `token_ids`."""
     vector: bytes | None = None
     """Embedding models: float32, before the final normalization."""
+    running_seconds: float = 0.0
+    """Time since the request was first scheduled by its present replica."""
+    preempted_after: list[float] = []
+    """`running_seconds` at each of its preemptions there."""
 
 
 class EngineCoreOutputs(msgspec.Struct, tag=True, array_like=True):
@@ -105,8 +127,10 @@ class EngineCoreOutputs(msgspec.Struct, tag=True, array_like=True):
     replica: int = 0
     expert_load: ExpertLoad | None = None
     """None: unchanged or not available."""
-    rank_times: list[RankTimes] | None = None
-    """Of the replica's ranks, in order. None: unchanged or not available."""
+    rank_stats: list[RankStats] | None = None
+    """Of the replica's ranks, in order. None: unchanged."""
+    warnings: list[LogRecord] = []
+    """New warnings and errors of the replica's core, nodes and ranks."""
     incarnation: int = 0
     """Of the replica: outputs of an earlier start may arrive late, and are dropped."""
 
@@ -114,9 +138,9 @@ class EngineCoreOutputs(msgspec.Struct, tag=True, array_like=True):
 class ProbeReply(msgspec.Struct, tag=True, array_like=True):
     """The answer to a `Probe`."""
 
-    probe_id: int
+    call_id: int
     replica: int = 0
     incarnation: int = 0
 
 
-ToServer = EngineCoreOutputs | ProbeReply
+ToServer = EngineCoreOutputs | ProbeReply | ProfileReply | ClockReply | TracePiece

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 
+from quire.engine.protocol.stats import GROUPS, RankStats, RankUsage
+
 
 class RankState(ctypes.Structure):
     """Written by the rank only."""
@@ -20,6 +22,8 @@ class RankState(ctypes.Structure):
     """Duration of all steps."""
     waited: float
     """The part of `seconds` in which the rank waited for others."""
+    communication: ctypes.Array[ctypes.c_double]
+    """The part of `seconds` in communication, for each of `quire.engine.protocol.stats.GROUPS`."""
 
     _fields_ = (
         ("progress", ctypes.c_longlong),
@@ -28,4 +32,9 @@ class RankState(ctypes.Structure):
         ("steps", ctypes.c_longlong),
         ("seconds", ctypes.c_double),
         ("waited", ctypes.c_double),
+        ("communication", ctypes.c_double * len(GROUPS)),
     )
+
+    def stats(self, usage: RankUsage | None) -> RankStats:
+        """Return the times, with what the rank uses."""
+        return RankStats(self.steps, self.seconds, self.waited, communication=tuple(self.communication), usage=usage)

@@ -95,7 +95,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     bad_word_ids: list[list[int]] = []
     """The token ids of `bad_words`, set by the server."""
     logprobs: int | None = None
-    """k: return the log-probabilities of the sampled token and of the k most likely tokens; None: return none."""
+    """k: return the log-probabilities of the sampled token and of the k most likely tokens; -1: of all tokens; None:
+    return none.
+    """
+    logprob_token_ids: list[int] | None = None
+    """Return the log-probabilities of these tokens instead of those of the most likely ones."""
     prompt_logprobs: int | None = None
     """The same for each token of the prompt except the first. Such a request does not use the prefix cache."""
     skip_special_tokens: bool = True
@@ -131,12 +135,17 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
                 "biases from -100 to 100",
             ),
             ("allowed_token_ids", self.allowed_token_ids != [], "a list with token ids in it"),
+            ("logprob_token_ids", self.logprob_token_ids != [], "a list with token ids in it"),
             ("bad_words", len(self.bad_words) <= MAX_BAD_WORDS, f"at most {MAX_BAD_WORDS} words"),
             ("bad_words", sum(map(len, self.bad_words)) <= MAX_TEXT, f"at most {MAX_TEXT} characters in all"),
             ("stop", sum(map(len, self.stop)) <= MAX_TEXT, f"at most {MAX_TEXT} characters in all"),
             ("bad_words", all(map(str.strip, self.bad_words)), "words that are not empty"),
-            ("logprobs", self.logprobs is None or self.logprobs >= 0, "at least 0"),
-            ("prompt_logprobs", self.prompt_logprobs is None or self.prompt_logprobs >= 0, "at least 0"),
+            ("logprobs", self.logprobs is None or self.logprobs >= -1, "at least 0, or -1 (all)"),
+            (
+                "prompt_logprobs",
+                self.prompt_logprobs is None or self.prompt_logprobs >= -1,
+                "at least 0, or -1 (all)",
+            ),
             ("stop", not any(map(_SURROGATE.search, self.stop)), "text without unpaired surrogates"),
             ("bad_words", not any(map(_SURROGATE.search, self.bad_words)), "text without unpaired surrogates"),
         ):

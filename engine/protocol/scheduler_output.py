@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from quire.engine.protocol.profile import StartProfile, StopProfile
 from quire.engine.protocol.sampling_params import SamplingParams
 
 
@@ -58,6 +59,8 @@ class SchedulerOutput(msgspec.Struct, array_like=True):
     """Replicas that share experts: whether this one has requests. None: it steps independently."""
     clears_failure: bool = False
     """After a failed step: the workers stop skipping plans and run this one."""
+    profile: StartProfile | StopProfile | None = None
+    """What the ranks' profilers do before this step."""
 
     @property
     def num_rows(self) -> int:
@@ -66,3 +69,9 @@ class SchedulerOutput(msgspec.Struct, array_like=True):
     @property
     def num_tokens(self) -> int:
         return len(self.decodes) + sum(row.num_tokens for row in self.scheduled)
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Tokens of the rows that are new or have several tokens."""
+        new = {row.slot for row in self.new}
+        return sum(row.num_tokens for row in self.scheduled if row.num_tokens > 1 or row.slot in new)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+ITERATION_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Upper bounds of the buckets of `EngineStats.iteration_tokens`."""
+
 
 class EngineStats(msgspec.Struct, array_like=True):
     """Current gauges, and counters since the start."""
@@ -20,12 +23,65 @@ class EngineStats(msgspec.Struct, array_like=True):
     preemptions: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
+    prefilling: int = 0
+    """Running requests whose prompt is not computed yet."""
     started: int = 0
     """Start time in milliseconds since 1970; it changes when a replica restarts."""
+    iteration_tokens: list[int] = msgspec.field(default_factory=lambda: [0] * (len(ITERATION_TOKENS) + 2))
+    """Histogram of the tokens of a step: the number of steps in each bucket, the last one unbounded; then the sum."""
 
 
-class RankTimes(msgspec.Struct, array_like=True):
-    """What a rank has spent its time with since the start, on a CPU. On a GPU all are 0, as the host does not wait."""
+class LogRecord(msgspec.Struct, tag=True, array_like=True):
+    """A log message."""
+
+    time: float
+    """Seconds since 1970."""
+    level: str
+    text: str
+    source: str
+    """The process that logged it, such as rank 1."""
+    replica: int | None = None
+    """Set by the API process that receives it from an engine core."""
+
+
+class GpuUsage(msgspec.Struct, array_like=True):
+    """What NVML reports of a GPU; None: this GPU does not report it."""
+
+    memory_used: int
+    memory_total: int
+    utilization: float | None = None
+    """Fraction of the time in which a kernel ran, from 0 to 1."""
+    power: float | None = None
+    """Watts."""
+    pcie_received: int | None = None
+    """Bytes per second."""
+    pcie_sent: int | None = None
+    nvlink_received: int | None = None
+    """Bytes over all links, since the driver was loaded."""
+    nvlink_sent: int | None = None
+
+
+class RankUsage(msgspec.Struct, array_like=True):
+    """What a rank uses of its host, and of its GPU."""
+
+    cpu_seconds: float
+    """Processor time since the start."""
+    resident_bytes: int
+    """Resident memory, including shared memory."""
+    shared_bytes: int
+    """Shared memory in it."""
+    gpu: GpuUsage | None = None
+
+
+GROUPS = ("tp", "pp", "ep")
+"""What ranks communicate for: tensor, pipeline and expert parallelism."""
+
+
+class RankStats(msgspec.Struct, array_like=True):
+    """What a rank has spent its time with since the start, and what it uses.
+
+    The times are those of CPUs. On a GPU all are 0, as the host does not wait.
+    """
 
     steps: int = 0
     seconds: float = 0.0
@@ -34,6 +90,10 @@ class RankTimes(msgspec.Struct, array_like=True):
     """The part in which the rank waited for others to compute: for those of its stage, and for the previous stage."""
     is_straggler: bool = False
     """Whether it is persistently slower than the other ranks of its stage."""
+    communication: tuple[float, ...] = (0.0,) * len(GROUPS)
+    """Seconds of steps in communication, including waiting, for each of `GROUPS`."""
+    usage: RankUsage | None = None
+    """None: not known yet."""
 
     @property
     def busy(self) -> float:

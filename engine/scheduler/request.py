@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 from quire.engine.protocol.engine_core import EngineCoreRequest, FinishReason
@@ -51,7 +52,9 @@ class Request:
     """Tokens that finish the request."""
     share: Share
     is_plain: bool = False
-    """Outputs are plain tokens: the first output has been sent, and there are no log-probabilities and no grammar."""
+    """Outputs are plain tokens: an output has been sent since the last preemption, and there are no log-probabilities
+    and no grammar.
+    """
     num_computed_tokens: int = 0
     decode_until: int = 0
     """A decode needs no new block while `num_computed_tokens` is less than this: the end of its last block, or the last
@@ -67,6 +70,10 @@ class Request:
     num_published: int = 0
     num_cached_tokens: int | None = None
     """Prompt tokens found in the prefix cache when it was first admitted."""
+    started_at: float = 0.0
+    """When it was first admitted (`time.monotonic`)."""
+    preempted_after: list[float] = field(default_factory=list)
+    """`running_seconds` at each preemption."""
     num_scored_tokens: int = 0
     """With prompt log-probabilities: prompt tokens after the first whose log-probabilities have arrived."""
     finish_reason: FinishReason | None = None
@@ -84,6 +91,11 @@ class Request:
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.core_request.prompt_token_ids)
+
+    @property
+    def running_seconds(self) -> float:
+        """Time since it was first admitted; 0 if it has not been."""
+        return time.monotonic() - self.started_at if self.num_cached_tokens is not None else 0.0
 
     @property
     def num_reusable_tokens(self) -> int:

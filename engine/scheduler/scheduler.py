@@ -18,6 +18,7 @@ pipeline stages, one plan per stage is in flight, and a decode waits for its tok
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import repeat, takewhile
@@ -27,7 +28,7 @@ from quire.engine.protocol.engine_core import EngineCoreOutput, EngineCoreOutput
 from quire.engine.protocol.logprobs import PromptLogprobs, TokenLogprobs
 from quire.engine.protocol.runner_output import ModelRunnerOutput
 from quire.engine.protocol.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
-from quire.engine.protocol.stats import EngineStats
+from quire.engine.protocol.stats import ITERATION_TOKENS, EngineStats
 from quire.engine.scheduler.grammar import GrammarCompiler
 from quire.engine.scheduler.kv_cache_manager import KVCacheManager, extend_hashes
 from quire.engine.scheduler.request import Request, Share
@@ -77,6 +78,8 @@ class Scheduler:
         self._next_clears_failure = False
         """The next plan is the first one that the workers run after a failure."""
         self._tokens_in_flight = 0
+        self._max_chunk = 0
+        """Maximum tokens of a prompt in the current plan, with chunked prefill."""
         self._is_blocked = False
         """The next request was not admitted for lack of free blocks."""
         self._next_victim: Request | None = None
@@ -162,7 +165,12 @@ class Scheduler:
         """Finish a request without another token; returns its terminal output."""
         self._finish(request, reason)
         return EngineCoreOutput(
-            request.request_id, [], finish_reason=reason, num_cached_tokens=request.num_cached_tokens or 0
+            request.request_id,
+            [],
+            finish_reason=reason,
+            num_cached_tokens=request.num_cached_tokens or 0,
+            running_seconds=request.running_seconds,
+            preempted_after=request.preempted_after,
         )
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
@@ -198,6 +206,7 @@ class Scheduler:
         if is_shared:
             self._preempt_for_share()
         max_rows, tokens_left = self.token_budget.share(self.running, self.waiting, self._tokens_in_flight)
+        self._max_chunk = tokens_left
         preemptions = self.stats.preemptions
         while self._window_moved:
             self._free_out_of_window(self._window_moved.pop())
@@ -215,6 +224,9 @@ class Scheduler:
             is_latency_bound=bool(self.decoding or self.structured_output),
         )
         tokens_left = min(tokens_left, limit)
+        self._max_chunk = self.token_budget.max_chunk(
+            tokens_left, len(self.prefilling) + len(self.waiting), is_alone=len(self.requests) == 1
+        )
         chunks: Sequence[Request] = self.prefilling
         if is_shared and chunks:
             chunks = sorted(chunks, key=lambda request: request.share.served)
@@ -239,7 +251,10 @@ class Scheduler:
         plan.freed_slots, self._freed_slots = self._freed_slots, []
         plan.clears_failure, self._next_clears_failure = self._next_clears_failure, False
         self._rows_in_flight[plan.step] = rows
-        self._tokens_in_flight += plan.num_tokens
+        if num_tokens := plan.num_tokens:
+            self._tokens_in_flight += num_tokens
+            self.stats.iteration_tokens[bisect_left(ITERATION_TOKENS, num_tokens)] += 1
+            self.stats.iteration_tokens[-1] += num_tokens
         self._step += 1
         self.stats.steps += 1
         return plan
@@ -338,9 +353,9 @@ class Scheduler:
     def _chunk(self, request: Request, tokens_left: int) -> int:
         """Number of pending tokens that fit; without chunked prefill all or none."""
         pending = request.num_pending_tokens
-        if pending <= tokens_left or self.config.enable_chunked_prefill:
-            return min(pending, tokens_left)
-        return 0
+        if self.config.enable_chunked_prefill:
+            return min(pending, tokens_left, self._max_chunk)
+        return pending if pending <= tokens_left else 0
 
     def _blocks_needed(self, request: Request, count: int) -> int:
         """Number of additional blocks needed for `count` more tokens."""
@@ -461,6 +476,7 @@ class Scheduler:
         insert(self.prefilling, request)
         if request.num_cached_tokens is None:
             request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
+            request.started_at = time.monotonic()
             self.stats.prefix_queried_tokens += request.num_prompt_tokens
             self.stats.prefix_hit_tokens += request.num_cached_tokens
             self.stats.prompt_tokens += request.num_prompt_tokens
@@ -526,15 +542,21 @@ class Scheduler:
         first = None
         for victim in candidates:
             if victim.last_step <= self._last_finished_step and not self.structured_output.is_processing(victim):
-                self._remove_from_workers(victim)
-                self.waiting.push(victim)
-                self.stats.preemptions += 1
+                self._requeue(victim)
                 return True
             first = first or victim
         if first is not None:
             self._next_victim = first
             first.decode_until = 0
         return False
+
+    def _requeue(self, request: Request) -> None:
+        """Queue a running request again; its next output says so."""
+        self._remove_from_workers(request)
+        self.waiting.push(request)
+        request.preempted_after = [*request.preempted_after, request.running_seconds]  # sent outputs share the old list
+        request.is_plain = False
+        self.stats.preemptions += 1
 
     # --- results ----------------------------------------------------------------------------------------------
 
@@ -604,9 +626,7 @@ class Scheduler:
                 outputs.setdefault(request.client, EngineCoreOutputs()).outputs.append(output)
         for request in {id(request): request for later in self._rows_in_flight.values() for request in later}.values():
             if request.slot is not None:
-                self._remove_from_workers(request)
-                self.waiting.push(request)
-                self.stats.preemptions += 1
+                self._requeue(request)
         self.kv.unpublish_unwritten()
 
     def _emit_prompt_logprobs(
@@ -648,6 +668,8 @@ class Scheduler:
             finish_reason=reason,
             stop_token_id=token_id if token_id in request.stops else None,
             num_cached_tokens=request.num_cached_tokens or 0,
+            running_seconds=request.running_seconds,
+            preempted_after=request.preempted_after,
         )
 
     # --- state ------------------------------------------------------------------------------------------------
@@ -656,6 +678,7 @@ class Scheduler:
         """Return the counters and the updated gauges."""
         self.stats.running = len(self.running)
         self.stats.waiting = len(self.waiting)
+        self.stats.prefilling = len(self.prefilling)
         self.stats.kv_blocks_used = self.kv.num_blocks - self.kv.num_free
         return self.stats
 

@@ -172,6 +172,8 @@ class StructuredOutputManager:
             [*request.unsent_to_client, arrived.token_id],
             logprobs=None if arrived.logprobs is None else [arrived.logprobs],
             num_cached_tokens=request.num_cached_tokens or 0,
+            running_seconds=request.running_seconds,
+            preempted_after=request.preempted_after,
         )
         request.unsent_to_client = []
         request.unsent_to_workers = [] if self._workers_keep_tokens else [arrived.token_id]

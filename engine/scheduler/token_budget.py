@@ -15,8 +15,6 @@ from quire.engine.scheduler.request import Request
 from quire.engine.scheduler.request_queue import RequestQueue
 from quire.engine.scheduler.step_time import StepLoad, StepTimeModel
 
-_MIN_SHARE = 256
-"""Minimum tokens of a stage's share: a smaller step takes about as long, because it reads the same weights."""
 _FIRST_CHUNK = 256
 """Prompt tokens of a tuned step before step times are known; then at most twice the largest number measured."""
 _MIN_CHUNK = 32
@@ -59,11 +57,8 @@ class TokenBudget:
             return limits.max_num_seqs, limits.max_num_batched_tokens
         room = limits.max_num_seqs - len(running)
         rows = -(-(len(running) + min(room, len(waiting))) // self.stages)
-        if not limits.enable_chunked_prefill:
-            return rows, limits.max_num_batched_tokens
         tokens = tokens_in_flight + sum(request.num_pending_tokens for request in running) + waiting.pending(room)
-        share = max(-(-tokens // self.stages), _MIN_SHARE)
-        return rows, min(limits.max_num_batched_tokens, share)
+        return rows, limits.share(tokens, self.stages)
 
     def max_prompt_tokens(
         self,
@@ -105,6 +100,14 @@ class TokenBudget:
         target = max(_MIN_TARGET, short * step_time.predict(StepLoad(0, decodes, context, 0.0)))
         queued = sum(request.num_pending_tokens for request in prefilling) + waiting.pending(_LOOK_AHEAD)
         return within(target * min(long / short, max(1.0, queued / within(target) / _MAX_QUEUED_STEPS)))
+
+    def max_chunk(self, tokens_left: int, num_prompts: int, *, is_alone: bool) -> int:
+        """Return the maximum tokens of a prompt in a plan with `tokens_left` for `num_prompts` prompts.
+
+        `is_alone`: there is no other request.
+        """
+        share = -(-tokens_left // max(1, min(num_prompts, self.config.max_num_partial_prefills)))
+        return share if is_alone else min(share, self.config.long_prefill_token_threshold or share)
 
     def on_scheduled(self, plan: SchedulerOutput, rows: Sequence[Request], decodes: int, context: int) -> None:
         """Record the load of a plan whose first rows are decodes (of several tokens each if a grammar forces some)."""

@@ -32,6 +32,7 @@ _CONTROLS: dict[str, tuple[type[np.generic], Callable[[SamplingParams], float | 
     "min_tokens": (np.int64, lambda params: params.min_tokens),
     "num_biases": (np.int64, lambda params: len(params.logit_bias)),
     "num_bans": (np.int64, lambda params: len(params.allowed_token_ids or ()) + len(params.bad_word_ids)),
+    "num_scored": (np.int64, lambda params: len(params.logprob_token_ids or ())),
     "logprobs": (np.int64, lambda params: -1 if params.logprobs is None else params.logprobs),
 }
 """The columns that the sampler reads for each row, with their values for a request. -1 in `logprobs`: none."""

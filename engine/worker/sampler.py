@@ -83,11 +83,28 @@ class Sampler:
         columns: tuple[Tensor, ...] = ()
         if raw is not None:
             columns = kernels.score_tokens(raw, tokens[self._send(logprob_rows)], int(counts.max()))
+            self._score_given(raw, columns, input_batch, slots[logprob_rows])
         return SamplerOutput(tokens, logprob_rows, counts, columns)
 
     def score(self, logits: Tensor, tokens: Ints, num_top: int) -> tuple[Tensor, ...]:
         """For `logits` (float32 `[rows, vocab]`) and one token per row, the columns of `PromptLogprobs`."""
         return kernels.score_tokens(logits, self._send(tokens), num_top)
+
+    def _score_given(self, raw: Tensor, columns: tuple[Tensor, ...], input_batch: InputBatch, slots: Ints) -> None:
+        """Replace the most likely tokens in `columns` by the `logprob_token_ids` of the rows that have them."""
+        rows = np.flatnonzero(input_batch.controls["num_scored"][slots])
+        if not len(rows):
+            return
+        pairs, places = _TokenPairs(), list[int]()
+        for row in rows.tolist():
+            token_ids = _params(input_batch, slots[row]).logprob_token_ids or []
+            pairs.add(row, token_ids)
+            places += range(len(token_ids))
+        of_rows, tokens = at = self._at(pairs)
+        _, _, top_ids, top_logprobs = columns
+        target = of_rows, self._send(np.array(places))
+        top_ids[target] = tokens.int()
+        top_logprobs[target] = raw[at] - raw.logsumexp(dim=-1)[of_rows]
 
     def _bias(self, logits: Tensor, input_batch: InputBatch, slots: Ints) -> None:
         rows = np.flatnonzero(input_batch.controls["num_biases"][slots])

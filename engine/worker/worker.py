@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import multiprocessing
@@ -33,15 +34,18 @@ from quire.engine.distributed.shm_broadcast import ShmBroadcast
 from quire.engine.distributed.watchdog import CollectiveError
 from quire.engine.layers.attention import attention_config
 from quire.engine.protocol.errors import ConfigError
+from quire.engine.protocol.profile import RankTrace, StartProfile, StopProfile
 from quire.engine.protocol.rank_state import RankState
 from quire.engine.protocol.runner_output import ModelRunnerOutput, WorkerFailed, WorkerReady
 from quire.engine.protocol.scheduler_output import SchedulerOutput
+from quire.engine.protocol.stats import LogRecord
 from quire.engine.supervisor import HEARTBEAT_SECONDS
 from quire.engine.worker.async_copies import AsyncOutput
 from quire.engine.worker.heap import ActivationHeap, return_freed_memory
 from quire.engine.worker.memory import CudaMemoryMeter, MemoryMeter
 from quire.engine.worker.model_runner import ModelRunner
 from quire.engine.worker.oom import REMEDY, is_out_of_memory
+from quire.engine.worker.profiler import RankProfiler
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +89,10 @@ class Worker:
         self._runner = _load(config, rank, self._parallel_state, device, meter, ready)
         self.num_blocks = self._runner.num_blocks
         self._heap = ActivationHeap(MemoryPlan.of(config).workspace) if parallel.device == "cpu" else None
+        self._rank, self._device = rank, device
+        self._profiler: RankProfiler | None = None
+        self.on_trace: Callable[[RankTrace], None] = lambda trace: None
+        """Called, in another thread, with the trace of a profile."""
         self.post_receive = self._runner.post_receive
         self.is_asynchronous = parallel.device != "cpu"
         """Whether a step may still be running when `launch` returns."""
@@ -101,15 +109,36 @@ class Worker:
 
     def launch(self, plan: SchedulerOutput) -> AsyncOutput:
         """See `ModelRunner.launch`."""
-        launched = self._runner.launch(plan)
+        if plan.profile is not None:
+            self._profile(plan.profile)
+        with contextlib.nullcontext() if self._profiler is None else self._profiler.step(plan):
+            launched = self._runner.launch(plan)
         if self._heap is not None:
             self._heap.limit()
         return launched
 
-    @property
-    def waited(self) -> float:
-        """Seconds for which a CPU has waited for other ranks."""
-        return self._parallel_state.waited
+    def _profile(self, command: StartProfile | StopProfile) -> None:
+        """Start or stop the profiler."""
+        ended, self._profiler = self._profiler, None
+        if isinstance(command, StartProfile):
+            if ended is not None:  # nobody has asked for its trace
+                ended.discard()
+            self._profiler = RankProfiler(self._rank, command.options, self._device)
+        elif ended is not None:
+            ended.finish(command, self.on_trace)
+
+    @contextlib.contextmanager
+    def count_step(self, state: RankState) -> Iterator[None]:
+        """Add the times of a step to `state`, on a CPU."""
+        others = self._parallel_state
+        begun, waited, communication = time.perf_counter(), others.waited, others.communication
+        yield
+        if not self.is_asynchronous:
+            state.steps += 1
+            state.seconds += time.perf_counter() - begun
+            state.waited += others.waited - waited
+            for group, (before, after) in enumerate(zip(communication, others.communication, strict=True)):
+                state.communication[group] += after - before
 
     @property
     def is_ahead(self) -> bool:
@@ -119,6 +148,12 @@ class Worker:
     def watch(self, report: Callable[[str], None]) -> None:
         """Call `report`, from another thread, if this rank's GPU waits in a collective for longer than the timeout."""
         self._parallel_state.watch(report)
+
+    def discard_profile(self) -> None:
+        """End a profile that runs, by the thread of the steps: torch would crash in another one."""
+        ended, self._profiler = self._profiler, None
+        if ended is not None:
+            ended.discard()
 
     def close(self) -> None:
         self._runner.close()
@@ -169,8 +204,10 @@ def main(
     tqdm.set_lock(threading.RLock())  # tqdm's default is a system semaphore, which a killed rank would leak
     log.setup(log_level, f"rank {rank}")
     reports = Reports(results, state)
+    log.RECENT.keep = reports.send
     try:
         worker = Worker(config, rank, init_method)
+        worker.on_trace = reports.send
         worker.watch(lambda reason: _fail(rank, CollectiveError(reason), reports))
         reports.send(WorkerReady({"start processes": started, **worker.seconds}, worker.num_blocks))
         decode = msgspec.msgpack.Decoder(SchedulerOutput).decode
@@ -181,13 +218,10 @@ def main(
             lambda: plans.read(local_rank), decode, worker.post_receive if worker.posts_receives else None
         ):
             reports.begin(plan.step)
-            begun, waited = time.perf_counter(), worker.waited
-            finish(plan.step, worker.launch(plan))
-            if not worker.is_asynchronous:
-                state.steps += 1
-                state.seconds += time.perf_counter() - begun
-                state.waited += worker.waited - waited
+            with worker.count_step(state):
+                finish(plan.step, worker.launch(plan))
         reports.close()
+        worker.discard_profile()
         worker.close()
     except Exception as error:
         _fail(rank, error, reports)
@@ -216,7 +250,7 @@ class Reports:
         self._launched: SimpleQueue[tuple[int, AsyncOutput] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def send(self, message: WorkerReady | WorkerFailed | ModelRunnerOutput) -> None:
+    def send(self, message: WorkerReady | WorkerFailed | ModelRunnerOutput | LogRecord | RankTrace) -> None:
         with self._sending:
             self._results.send_bytes(self._encode(message))
 

@@ -187,11 +187,12 @@ def wait_for_one(tp: CpuParallel) -> float:
         if tp.rank == 1:
             time.sleep(0.05)
     one_sum(tp)
+    assert tp.waited < tp.spent
     return tp.waited
 
 
 def wait_where_it_does_not_count(tp: CpuParallel) -> float:
-    before = tp.waited
+    before, spent = tp.waited, tp.spent
     tp.begin_step()
     if tp.rank == 1:
         time.sleep(0.05)
@@ -199,6 +200,7 @@ def wait_where_it_does_not_count(tp: CpuParallel) -> float:
     if tp.rank == 0:
         time.sleep(0.05)
     tp.broadcast(torch.ones(2))
+    assert tp.spent - spent > 0.03 * (tp.rank != 1), "waiting is communication there, too"
     return tp.waited - before
 
 

@@ -49,7 +49,9 @@ def check_rows(peers: ExpertCommunicator, name: int) -> None:
     assert gathered.tolist() == [[float(rank)] * 2 for rank in everyone for _ in range(counts[rank])]
     summed = peers.start_reduce_scatter(torch.full((sum(counts), 2), float(peers.rank + 1)), counts).wait()
     assert summed.tolist() == [[float(sum(rank + 1 for rank in everyone))] * 2] * counts[peers.rank]
+    spent = peers.spent
     assert peers.all_gather_ints((name, peers.rank)) == [[name, rank] for rank in everyone]
+    assert (0 < spent < peers.spent) if peers.size > 1 else peers.spent == 0
 
 
 def talk(dp: int, tp: int, pp: int, replica: int, rank: int, init_method: str) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from fcntl import F_DUPFD_CLOEXEC, fcntl
 from multiprocessing.connection import Connection
 
 import pytest
 
-from quire.engine.distributed.shm_broadcast import ShmBroadcast
+from quire.engine.distributed.shm_broadcast import Semaphore, ShmBroadcast
 from tests.fakes.processes import CONTEXT
 
 
@@ -46,3 +48,15 @@ def test_a_full_ring_asks_whether_the_readers_live() -> None:
     with pytest.raises(ConnectionError, match="reader is gone"):
         ring.write(b"3", nobody_reads, poll=0.01)
     assert ring.read(0) == b"1"
+
+
+def test_a_semaphore_works_with_a_high_descriptor_and_closes_it() -> None:
+    semaphore = Semaphore(1)
+    low, high = semaphore._fd, fcntl(semaphore._fd, F_DUPFD_CLOEXEC, 2000)
+    os.close(low)
+    semaphore._fd = high
+    assert semaphore.acquire(timeout=0.01)
+    assert not semaphore.acquire(timeout=0.01)
+    del semaphore
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(high)

@@ -241,6 +241,22 @@ def test_logprobs_are_those_of_the_model(features: dict[str, Any]) -> None:
         assert found.top_logprobs == pytest.approx(best.values.tolist(), abs=1e-5)
 
 
+def test_logprobs_of_given_tokens() -> None:
+    """With bias, so that the distribution is that of the model; beside rows with the most likely tokens and without."""
+    wanted = [[7], [], [5, 3, VOCAB - 1, 0]]
+    rows = [Row(torch.randn(VOCAB) * 2, logprobs=len(ids) or 2, logprob_token_ids=ids or None) for ids in wanted]
+    rows.append(Row(torch.randn(VOCAB), logit_bias={4: 100.0}, logprobs=1, logprob_token_ids=[4]))
+    rows.append(Row(torch.randn(VOCAB)))
+    expected = [row.logits.log_softmax(-1) for row in rows]
+    tokens, logprobs = sample(*rows)
+    assert logprobs.pop() is None
+    for ids, exact, token, found in zip([*wanted, [4]], expected, tokens, logprobs, strict=False):
+        assert found is not None
+        assert found.logprob == pytest.approx(exact[token].item(), abs=1e-5)
+        assert found.top_ids == (ids or exact.topk(2).indices.tolist())
+        assert found.top_logprobs == pytest.approx(exact[found.top_ids].tolist(), abs=1e-5)
+
+
 def test_plain_greedy_rows_pay_for_one_argmax_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "PLATFORMS", {})
     for name in ("gumbel_noise", "uniform_noise", "_keep_top", "_keep_probable", "score_tokens", "penalize"):

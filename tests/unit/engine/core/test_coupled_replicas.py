@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -15,9 +15,10 @@ from quire.engine.core import engine_core as cores
 from quire.engine.core.engine_core import EngineCore, root_cause
 from quire.engine.executor.base import Executor, WorkerError
 from quire.engine.protocol.engine_core import ReplicaFailed
+from quire.engine.protocol.profile import TracePiece
 from quire.engine.protocol.runner_output import LOST_REPLICAS, ModelRunnerOutput
 from quire.engine.protocol.scheduler_output import SchedulerOutput
-from quire.engine.protocol.stats import RankTimes
+from quire.engine.protocol.stats import RankStats
 from quire.engine.protocol.supervision import Shutdown
 from tests.fakes.configs import engine_config
 from tests.fakes.coupled import WAIT, LinkedWire, Replicas, serving
@@ -72,6 +73,9 @@ class MeetingExecutor:
     model: FakeModel
     seconds: dict[str, float] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.on_trace: Callable[[TracePiece], None] = lambda piece: None
+
     def submit(self, plan: SchedulerOutput, limit: float) -> Step:
         self.meeting.join(self.replica, plan)
         return Step(self.meeting, self.model.execute(plan))
@@ -79,7 +83,7 @@ class MeetingExecutor:
     def check(self) -> None:
         pass
 
-    def rank_times(self) -> list[RankTimes]:
+    def rank_stats(self) -> list[RankStats]:
         return []
 
     def close(self, reason: str = "") -> None:

@@ -9,6 +9,7 @@ from threading import Event
 import msgspec
 import pytest
 
+from quire.engine import log
 from quire.engine.core.engine_core import EngineCore, GrammarCompiled, Inbound, RankEnded
 from quire.engine.executor.base import WorkerError
 from quire.engine.protocol.engine_core import (
@@ -25,7 +26,7 @@ from quire.engine.protocol.engine_core import (
 from quire.engine.protocol.runner_output import ModelRunnerOutput
 from quire.engine.protocol.sampling_params import SamplingParams, StructuredOutputs
 from quire.engine.protocol.scheduler_output import SchedulerOutput
-from quire.engine.protocol.stats import ExpertLoad, RankTimes
+from quire.engine.protocol.stats import ExpertLoad, LogRecord, RankStats
 from quire.engine.protocol.supervision import Shutdown
 from quire.engine.scheduler.grammar import GrammarError
 from quire.engine.scheduler.step_time import StepTimeModel
@@ -67,8 +68,8 @@ class FakeExecutor:
     def check(self) -> None:
         raise WorkerError("rank 1 was killed by SIGKILL")
 
-    def rank_times(self) -> list[RankTimes]:
-        return [RankTimes(3, 0.5, 0.25), RankTimes(3, 0.5, 0.0, is_straggler=True)]
+    def rank_stats(self) -> list[RankStats]:
+        return [RankStats(3, 0.5, 0.25), RankStats(3, 0.5, 0.0, is_straggler=True)]
 
     def close(self) -> None:
         pass
@@ -168,7 +169,7 @@ def test_nothing_runs_on_for_the_predecessor_of_an_api_process_that_joins() -> N
 def test_an_idle_engine_proves_that_it_lives_by_a_step() -> None:
     core = core_with({0: [Shutdown()]}, [Probe(0, 7), Probe(1, 8)])
     core.run()
-    assert [(client, m.probe_id) for client, m in wire_of(core).sent if isinstance(m, ProbeReply)] == [
+    assert [(client, m.call_id) for client, m in wire_of(core).sent if isinstance(m, ProbeReply)] == [
         (0, 7),
         (1, 8),
     ]
@@ -179,7 +180,7 @@ def test_an_idle_engine_proves_that_it_lives_by_a_step() -> None:
 def test_a_busy_engine_answers_a_probe_after_its_next_step(stages: int) -> None:
     core = core_with({2: [Probe(0, 7)], 5: [Shutdown()]}, [submit(0, "a", [1], 50)], stages, depth=2)
     core.run()
-    assert [m.probe_id for _, m in wire_of(core).sent if isinstance(m, ProbeReply)] == [7]
+    assert [m.call_id for _, m in wire_of(core).sent if isinstance(m, ProbeReply)] == [7]
 
 
 def test_a_refused_request_gets_its_terminal_message() -> None:
@@ -219,7 +220,40 @@ def test_stats_travel_without_outputs_too(monkeypatch: pytest.MonkeyPatch) -> No
     last = [m for c, m in wire_of(core).sent if c == 1 and isinstance(m, EngineCoreOutputs)][-1]
     assert last.stats is not None
     assert last.stats.running == 1
-    assert last.rank_times == core.executor.rank_times()
+    assert last.rank_stats == core.executor.rank_stats()
+
+
+def test_warnings_travel_with_the_stats_once_to_every_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.engine.core.engine_core._STATS_SECONDS", 0.0)
+    record = LogRecord(1.0, "warning", "rank 1 is slow", "core")
+    monkeypatch.setattr(log, "RECENT", recent := log.RecentWarnings())
+    recent.keep(record)
+    core = core_with({3: [Shutdown()]}, [submit(0, "a", [1], 50)])
+    core.run()
+    for client in range(2):
+        sent = [m.warnings for c, m in wire_of(core).sent if c == client and isinstance(m, EngineCoreOutputs)]
+        assert [each for each in sent if each] == [[record]]
+
+
+def test_stats_travel_while_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that what the ranks use is known then, too."""
+    monkeypatch.setattr("quire.engine.core.engine_core.HEARTBEAT_SECONDS", 0.001)
+    monkeypatch.setattr("quire.engine.core.engine_core._STATS_SECONDS", 0.0)
+    core = core_with({}, [])
+    wire = wire_of(core)
+    num_checks = 0
+
+    def check() -> None:
+        nonlocal num_checks
+        num_checks += 1
+        if num_checks == 3:
+            wire.inbox.put(Shutdown())
+
+    monkeypatch.setattr(core.executor, "check", check)
+    core.run()
+    sent = [message for client, message in wire.sent if client == 1]
+    assert len(sent) >= 3
+    assert all(isinstance(each, EngineCoreOutputs) and each.rank_stats and each.stats for each in sent[:3])
 
 
 def test_the_newest_expert_load_travels_with_the_stats_once(monkeypatch: pytest.MonkeyPatch) -> None:

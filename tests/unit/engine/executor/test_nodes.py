@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from quire.engine import log
 from quire.engine.cluster import control_plane, network
 from quire.engine.cluster.control_plane import Follower, Leader, LinkEnded
 from quire.engine.cluster.handshake import Hello
@@ -29,7 +30,7 @@ from quire.engine.executor.nodes import FromNode, MultiNodeExecutor, Node, NodeP
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.runner_output import ModelRunnerOutput, WorkerFailed, WorkerReady
 from quire.engine.protocol.scheduler_output import SchedulerOutput
-from quire.engine.protocol.stats import RankTimes
+from quire.engine.protocol.stats import LogRecord, RankStats
 
 encode = msgspec.msgpack.encode
 
@@ -47,7 +48,7 @@ class FakeRanks:
         self.arrived: deque[ModelRunnerOutput] = deque()
         self.progress = [-1] * len(ranks)
         self.waiting: list[int] = []
-        self.times = [RankTimes(1, 0.5, 0.25) for _ in ranks]
+        self.stats = [RankStats(1, 0.5, 0.25) for _ in ranks]
         self.plans: SimpleQueue[bytes] = SimpleQueue()
         self.problem: Exception | None = None
         self.was_killed: RankFailed | None = None
@@ -352,15 +353,26 @@ def test_a_straggler_is_named_with_its_node(hosts: Hosts, caplog: pytest.LogCapt
     executor = hosts.executor
     assert executor is not None
     for second in range(0, 60, 5):
-        hosts.ranks.times = [RankTimes(second, second), RankTimes(second, second)]
-        hosts.say(NodeProgress([0, 0], [], [RankTimes(second, second, second / 2), RankTimes(second, second)]))
+        hosts.ranks.stats = [RankStats(second, second), RankStats(second, second)]
+        hosts.say(NodeProgress([0, 0], [], [RankStats(second, second, second / 2), RankStats(second, second)]))
         while not executor._poll(5.0):
             pass
-        times = executor.rank_times()
+        times = executor.rank_stats()
     assert [each.is_straggler for each in times] == [False, False, False, True]
     assert [each.busy for each in times] == [55, 55, 27.5, 55]
     (record,) = caplog.records
     assert record.getMessage().startswith("rank 3 on node 1 (127.0.0.1) is slower than the other ranks of its stage")
+
+
+def test_the_first_node_keeps_the_warnings_of_the_others(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log, "RECENT", recent := log.RecentWarnings())
+    hosts.start()
+    record = LogRecord(1.0, "warning", "slow", "rank 3")
+    hosts.say(NodeProgress([0, 0], warnings=[record]))
+    assert hosts.executor is not None
+    while not hosts.executor._poll(5.0):
+        pass
+    assert recent.take() == [record]
 
 
 class Follows:
@@ -405,12 +417,23 @@ def follows(hosts: Hosts) -> Iterator[Follows]:
     follows._thread.join()
 
 
+def test_a_node_sends_its_warnings(follows: Follows) -> None:
+    assert isinstance(follows.messages.get(timeout=5), WorkerReady)
+    log.RECENT.keep(record := LogRecord(1.0, "warning", "slow", "rank 3"))
+    progress: list[NodeProgress] = []
+    while not progress or not progress[-1].warnings:
+        message = follows.messages.get(timeout=5)
+        assert isinstance(message, NodeProgress)
+        progress.append(message)
+    assert progress[-1].warnings == [record]
+
+
 def test_a_node_runs_its_ranks_until_node_0_ends(follows: Follows) -> None:
     assert follows.hello.name == "node 1 (127.0.0.1)"
     assert follows.ranks.ranks == range(2, 4)
     assert (follows.ranks.config.cache.num_blocks, follows.ranks.init_method) == (40, "tcp://127.0.0.1:1")
     assert follows.messages.get(timeout=5) == WorkerReady({"load weights": 1.0})
-    assert follows.messages.get(timeout=5) == NodeProgress([-1, -1], [], [RankTimes(1, 0.5, 0.25)] * 2)
+    assert follows.messages.get(timeout=5) == NodeProgress([-1, -1], [], [RankStats(1, 0.5, 0.25)] * 2)
     follows.leader.send(1, b"a plan")
     assert follows.ranks.plans.get(timeout=5) == b"a plan"
     follows.ranks.say(result=ModelRunnerOutput(0, [4]))

@@ -8,19 +8,19 @@ import pytest
 
 from quire.engine.executor.local_ranks import ranks_text
 from quire.engine.executor.stragglers import StragglerDetector
-from quire.engine.protocol.stats import RankTimes
+from quire.engine.protocol.stats import RankStats
 
 
 class Stages:
     """Ranks whose steps take as long as the slowest of their stage; the others wait for it."""
 
     def __init__(self, width: int, stages: int = 1) -> None:
-        self.times = [RankTimes() for _ in range(width * stages)]
+        self.times = [RankStats() for _ in range(width * stages)]
         self.width, self.detector = width, StragglerDetector(width, ranks_text)
 
     def run(self, *busy: float, seconds: float = 60.0) -> list[int]:
         """Let the ranks compute for `busy` seconds a step each, until `seconds` have passed; returns the stragglers."""
-        marked: list[RankTimes] = []
+        marked: list[RankStats] = []
         passed = 0.0
         while passed < seconds:
             passed += max(busy)
@@ -28,7 +28,7 @@ class Stages:
                 first = rank - rank % self.width
                 duration = max(busy[first : first + self.width])
                 before = self.times[rank]
-                self.times[rank] = RankTimes(
+                self.times[rank] = RankStats(
                     before.steps + 1, before.seconds + duration, before.waited + duration - each
                 )
             marked = self.detector.update(self.times)
@@ -78,5 +78,5 @@ def test_ranks_that_report_late_are_compared_by_their_own_steps() -> None:
     detector = StragglerDetector(2, ranks_text)
     for step in range(1000):
         known = step - step % 20
-        times = detector.update([RankTimes(step, step * 0.3, step * 0.02), RankTimes(known, known * 0.3, 0.0)])
+        times = detector.update([RankStats(step, step * 0.3, step * 0.02), RankStats(known, known * 0.3, 0.0)])
         assert not any(each.is_straggler for each in times)

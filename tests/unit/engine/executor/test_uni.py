@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
 
@@ -11,6 +12,7 @@ from quire.engine.config.engine_config import EngineConfig
 from quire.engine.executor.base import WorkerError
 from quire.engine.executor.uni import UniExecutor
 from quire.engine.protocol.errors import ConfigError
+from quire.engine.protocol.rank_state import RankState
 from quire.engine.protocol.runner_output import ModelRunnerOutput
 from quire.engine.protocol.scheduler_output import CachedRequestData, SchedulerOutput
 from tests.fakes.configs import engine_config
@@ -49,6 +51,14 @@ class FakeWorker:
         if plan.step == REFUSED:
             raise ValueError("no such slot")
         return FakeStep(plan, self.may_go)
+
+    @contextlib.contextmanager
+    def count_step(self, state: RankState) -> Iterator[None]:
+        yield
+        state.steps += 1
+
+    def discard_profile(self) -> None:
+        self.threads.add(threading.current_thread().name)
 
     def close(self) -> None:
         self.may_go.set()
@@ -109,6 +119,8 @@ def test_one_plan_in_flight_needs_no_thread() -> None:
     worker_of(executor).may_go.set()
     assert executor.submit(plan(0), 60.0).result().step == 0
     assert worker_of(executor).threads == {threading.current_thread().name}
+    assert [stats.steps for stats in executor.rank_stats()] == [1]
+    executor.close()
 
 
 def test_a_model_that_cannot_be_loaded_is_refused_from_the_thread_too() -> None:

@@ -180,6 +180,34 @@ def test_output_does_not_depend_on_the_batch(
     assert stats.generated_tokens == sum(1 + index % 40 for index in range(40))
 
 
+@pytest.mark.parametrize(("stages", "depth"), ONE_STAGE)
+def test_prompts_share_a_step_equally_if_the_user_says_so(stages: int, depth: int) -> None:
+    """A long prompt then does not keep the next ones waiting; what they leave is used."""
+    config = engine_config(stages=stages, depth=depth, max_num_batched_tokens=64, num_blocks=1200, max_model_len=512)
+    config = replace(config, scheduler=replace(config.scheduler, max_num_partial_prefills=3))
+    engine, prompts = Engine(config), [[length % 97] * length for length in (300, 200, 10, 100)]
+    for index, prompt in enumerate(prompts):
+        engine.add(str(index), prompt, max_tokens=3)
+    engine.run()
+    assert [engine.tokens(str(index)) for index in range(4)] == [continuation(prompt, 3) for prompt in prompts]
+    assert [row.num_tokens for row in engine.model.plans[0].scheduled] == [22, 22, 10, 10]
+
+
+@pytest.mark.parametrize(("stages", "depth"), ONE_STAGE)
+def test_a_long_prompt_may_have_a_limit_while_there_are_others(stages: int, depth: int) -> None:
+    config = engine_config(stages=stages, depth=depth, max_num_batched_tokens=64, num_blocks=1200, max_model_len=512)
+    config = replace(config, scheduler=replace(config.scheduler, long_prefill_token_threshold=20))
+    engine, prompts = Engine(config), [[length % 97] * length for length in (150, 5)]
+    engine.add("0", prompts[0], max_tokens=3)
+    engine.turn()
+    engine.add("1", prompts[1], max_tokens=3)
+    engine.run()
+    assert [engine.tokens(str(index)) for index in range(2)] == [continuation(prompt, 3) for prompt in prompts]
+    alone, *others = engine.model.plans
+    assert [row.num_tokens for row in alone.scheduled] == [64]
+    assert [row.num_tokens for row in others[0].scheduled] == [20, 5]
+
+
 @AHEAD_AND_WINDOWS
 def test_random_aborts_and_stops_lose_nothing(stages: int, depth: int, windows: Windows) -> None:
     engine = Engine(tightened(engine_config(stages=stages, depth=depth, windows=windows, max_num_batched_tokens=32)))
@@ -359,6 +387,49 @@ def test_priority_goes_first_and_is_preempted_last() -> None:
     engine.turn()
     assert {request.core_request.request_id for request in engine.scheduler.running} == {"2", "3"}
     engine.run()
+
+
+def test_the_tokens_of_each_step_are_counted() -> None:
+    engine = Engine(engine_config(max_num_batched_tokens=10))
+    engine.add("a", list(range(1, 14)), max_tokens=3)
+    while engine.turn():
+        pass
+    *steps, total = engine.scheduler.stats.iteration_tokens
+    assert steps == [2, 1, 1, *[0] * 11]  # decodes; the rest of the prompt; its first chunk
+    assert total == 10 + 3 + 1 + 1
+
+
+def test_outputs_say_how_long_the_request_has_been_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("quire.engine.scheduler.request.time.monotonic", lambda: now)
+    engine = Engine(engine_config())
+    engine.add("a", [1, 2], max_tokens=2)
+    engine.add("waiting", [1, 2], max_tokens=2)
+    engine.abort("waiting")
+    now = 107.0
+    while engine.turn():
+        now += 1.0
+    assert [output.running_seconds for output in engine.outputs["a"]] == [0.0, 1.0]
+    assert [output.running_seconds for output in engine.outputs["waiting"]] == [0.0]
+
+
+def test_the_next_output_says_when_a_request_was_preempted(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("quire.engine.scheduler.request.time.monotonic", lambda: now)
+    engine = Engine(engine_config(num_blocks=32, block_size=4, prefix=False))
+    for index in range(3):
+        engine.add(str(index), [index] * 40, max_tokens=60)
+    while engine.turn():
+        now += 1.0
+    told = {name: [output.preempted_after for output in outputs] for name, outputs in engine.outputs.items()}
+    assert not any(told["0"])
+    assert sum(len(max(each, key=len)) for each in told.values()) == engine.scheduler.stats.preemptions > 0
+    at = next(place for place, each in enumerate(told["2"]) if each)
+    before, resumed = engine.outputs["2"][at - 1 : at + 1]
+    (preempted,) = resumed.preempted_after
+    assert before.running_seconds < preempted < resumed.running_seconds
+    assert len(resumed.token_ids) == 1
+    assert not any(told["2"][at + 1 : at + 3])  # tokens alone again
 
 
 def test_preemption_takes_the_last_arrival() -> None:

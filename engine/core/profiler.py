@@ -1,0 +1,154 @@
+"""Profiling a replica: starts and stops the ranks' profilers by a plan, and records the core's own loop."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+import msgspec
+
+from quire.engine.protocol.engine_core import ToServer
+from quire.engine.protocol.profile import (
+    CORE,
+    Clock,
+    ProfileReply,
+    StartProfile,
+    StopProfile,
+    TracePiece,
+    TraceSummary,
+)
+from quire.engine.protocol.scheduler_output import SchedulerOutput
+from quire.engine.trace import Event, compress, process_id, step_args, step_name
+
+_MAX_SPANS = 500_000
+_SPANS_PER_PIECE = 20_000
+
+Target = tuple[str, object, str]
+"""The name of a span, and an object with the method that it times."""
+
+
+class LoopSpans:
+    """Times methods while a profile runs, by replacing them: at other times they cost nothing."""
+
+    def __init__(self, targets: Sequence[Target], seconds: float) -> None:
+        self._deadline = time.monotonic() + seconds
+        self._zero = time.time_ns() - time.perf_counter_ns()
+        self._targets = targets
+        self._is_timing = True
+        self._spans: list[tuple[str, int, int, str]] = []
+        """Name, begin and end (`time.perf_counter_ns`), and the name of the step: a plan itself holds prompts."""
+        for name, owner, method in targets:
+            setattr(owner, method, self._timed(name, getattr(owner, method)))
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether there were more than are kept."""
+        return len(self._spans) >= _MAX_SPANS
+
+    def remove(self) -> None:
+        """Restore the methods."""
+        if self._is_timing:
+            self._is_timing = False
+            for _, owner, method in self._targets:
+                delattr(owner, method)
+
+    def events(self, pid: int, clock: Clock, origin: int) -> list[Event]:
+        """Return the spans as events. `clock` is that of this host."""
+        shift = self._zero + clock.offset - origin
+        events = []
+        for name, begin, end, step in self._spans:
+            event = Event("X", name, pid, pid, (begin + shift) / 1000, (end - begin) / 1000, "core")
+            if step:
+                event.args = msgspec.Raw(msgspec.json.encode(step_args(step)))
+            events.append(event)
+        return events
+
+    def _timed(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)
+        def call(*args: Any) -> Any:
+            begin = time.perf_counter_ns()
+            result = method(*args)
+            end = time.perf_counter_ns()
+            plan = next((each for each in (*args, result) if isinstance(each, SchedulerOutput)), None)
+            if self._is_timing:
+                self._spans.append((name, begin, end, "" if plan is None else step_name(plan)))
+                if self.is_cut or time.monotonic() >= self._deadline:
+                    self.remove()
+            return result
+
+        return call
+
+
+class CoreProfiler:
+    """The profiler of one replica. The loop puts `command` into its next plan, and calls `on_result` after it."""
+
+    def __init__(
+        self, targets: Sequence[Target], replica: int, incarnation: int, send: Callable[[int, ToServer], None]
+    ) -> None:
+        """`targets` are timed; `send` sends a message to an API process, from any thread."""
+        self.command: StartProfile | StopProfile | None = None
+        self._targets, self._replica, self._incarnation, self._send = targets, replica, incarnation, send
+        self._started: tuple[StartProfile, LoopSpans] | None = None
+        """The profile that runs, or that nobody has asked for yet."""
+        self._deadline = 0.0
+        self._stopping: deque[tuple[StartProfile, LoopSpans]] = deque()
+        """The profiles of the stops that the ranks have not executed yet, in their order."""
+
+    def handle(self, message: StartProfile | StopProfile) -> None:
+        """Start or stop with the next plan, if that is possible now."""
+        now = time.monotonic()
+        if isinstance(self.command, StartProfile) and isinstance(message, StopProfile) and message.discard:
+            self._reply(self.command, "the profile was stopped before its first step")
+        elif self.command is not None:
+            return self._reply(message, "the profiler is just being started or stopped")
+        if isinstance(message, StopProfile):
+            if self._started is None:
+                return self._reply(message, "no profile is running; start one with POST /start_profile")
+            self._stopping.append(self._started)
+            self._started = None
+        elif self._started is not None and now < self._deadline:
+            return self._reply(
+                message,
+                f"a profile is running already, for {self._deadline - now:.0f} s at most; stop it with "
+                "POST /stop_profile",
+            )
+        else:
+            for each in (self._started, *self._stopping):
+                if each is not None:
+                    each[1].remove()
+            self._started = message, LoopSpans(self._targets, message.options.seconds)
+            self._deadline = now + message.options.seconds
+        self.command = message
+
+    def on_result(self, command: StartProfile | StopProfile) -> None:
+        """Answer a command: all ranks have executed it. Sends the core's own trace."""
+        if isinstance(command, StopProfile):
+            started, spans = self._stopping.popleft()
+            spans.remove()
+            if not command.discard:
+                origin = started.options.origin
+                threading.Thread(target=self._send_spans, args=(spans, command, origin), daemon=True).start()
+        self._reply(command)
+
+    def send_piece(self, piece: TracePiece) -> None:
+        """Send a piece of a trace on to the API process that waits for it, from any thread."""
+        piece.replica, piece.incarnation = self._replica, self._incarnation
+        self._send(piece.client, piece)
+
+    def _reply(self, message: StartProfile | StopProfile, error: str = "") -> None:
+        self._send(message.client, ProfileReply(message.call_id, self._replica, self._incarnation, error))
+
+    def _send_spans(self, spans: LoopSpans, stop: StopProfile, origin: int) -> None:
+        pid = process_id(self._replica, CORE)
+        events = spans.events(pid, stop.clock, origin)
+        for at in range(0, len(events), _SPANS_PER_PIECE):
+            piece = compress(events[at : at + _SPANS_PER_PIECE])
+            self.send_piece(TracePiece(stop.client, stop.call_id, CORE, piece))
+        steps = sum(event.name == "submit" for event in events)
+        name = f"replica {self._replica} · engine core"
+        summary = TraceSummary(name, pid, len(events), stop.clock, steps, is_cut=spans.is_cut)
+        self.send_piece(TracePiece(stop.client, stop.call_id, CORE, b"", summary))
