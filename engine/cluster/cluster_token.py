@@ -71,7 +71,7 @@ def other_command(options: EngineOptions, arguments: Sequence[str]) -> str:
         else:
             kept.append(argument)
     if options.nnodes > 1:
-        kept += ["--node-rank", "1" if options.nnodes == 2 else "R", "--headless"]
+        kept += ["--node-rank", "1" if options.nnodes == 2 else "R", *["--headless"] * (kept[:1] != ["doctor"])]
     else:
         first, local = local_replicas(options).stop, options.data_parallel_size_local or 1
         kept += ["--data-parallel-start-rank", str(first) if first + local >= options.data_parallel_size else "R"]

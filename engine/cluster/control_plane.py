@@ -8,7 +8,7 @@ The cluster token authenticates and encrypts the connections (`quire.engine.clus
     HELLO (Hello) ───────────▶  compares versions, model files and settings (`handshake.compare`)
              ◀─────── WELCOME   or END with the reason, or REDIRECT with the address of another leader
              ◀────────── BODY   `Leader.start`: the same for all, once all have joined; again for one that rejoins
-    BODY, HEARTBEAT ◀────────▶  BODY, HEARTBEAT
+    BODY, HEARTBEAT ◀────────▶  BODY, HEARTBEAT; that of a follower has its time, and the leader adds its own
     FILES (hashes) ─────────▶   compares all bytes of the weights, some time after the start; END if they differ
     STORE (call) ───────────▶   `KeyValueStore`, torch.distributed's rendezvous: of ranks, which need not join
              ◀───────── STORE   (result)
@@ -52,6 +52,7 @@ import os
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,12 +70,15 @@ from quire.engine.cluster.security import EVENTS, Dropped, Security, join, split
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.log import printable
 from quire.engine.protocol.errors import ConfigError
+from quire.engine.protocol.profile import Clock
 
 LOST_SECONDS = 15.0
 """Default of --cluster-timeout-seconds."""
 _MAX_FAILED_HANDSHAKES = 10
 """Failed handshakes after which a follower that has not joined gives up: the leader has another token."""
 _HEARTBEAT_SECONDS = 1.0
+_NUM_CLOCKS = 10
+"""Measurements of the leader's clock, of which the one with the shortest round trip counts."""
 _RECONNECT_MS = 200
 """Interval at which a follower tries to connect."""
 _LOWEST_PRIORITY = 19
@@ -447,6 +451,9 @@ class Leader(_Link):
         peer.last_heard = time.monotonic()
         if kind == _BODY:
             self._on_message(peer.hello.number, body)
+        elif kind == _HEARTBEAT and body:
+            sent = msgspec.msgpack.decode(body, type=int)
+            self._send(identity, _HEARTBEAT, msgspec.msgpack.encode((sent, time.time_ns())))
         elif kind == _FILES:
             peer.digests = msgspec.msgpack.decode(body, type=dict[str, str])
             self._compare_digests(peer)
@@ -607,6 +614,8 @@ class Follower(_Link):
         self.ended: LinkEnded | None = None
         """What `receive` raises after the remaining messages."""
         self._last_heard = 0.0
+        self._clocks: deque[Clock] = deque(maxlen=_NUM_CLOCKS)
+        """The latest measurements, from heartbeats."""
         self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
         self._security.connect(self._socket, tcp_url(address, port), monitor=False)
         self._thread.start()
@@ -625,6 +634,11 @@ class Follower(_Link):
             self.close()
             raise
         logger.info("%s has joined %s", hello.name, self._leader)
+
+    @property
+    def clock(self) -> Clock:
+        """This host's clock for the leader's."""
+        return min(tuple(self._clocks), key=lambda each: each.error, default=Clock())
 
     def receive(self, timeout: float | None) -> bytes:
         """Return the next message; raises `TimeoutError`, and `LinkEnded` after the connection has ended."""
@@ -662,7 +676,7 @@ class Follower(_Link):
         if self.ended is not None:
             return
         if self._is_accepted:
-            self._socket.send_multipart((_HEARTBEAT, b""))
+            self._socket.send_multipart((_HEARTBEAT, msgspec.msgpack.encode(time.time_ns())))
         else:
             with contextlib.suppress(zmq.Again):  # its peer has another security mechanism
                 self._socket.send_multipart((_HELLO, self._hello), zmq.DONTWAIT)
@@ -675,6 +689,9 @@ class Follower(_Link):
         body = join(parts)
         if kind == _BODY:
             self.inbox.put(body)
+        elif kind == _HEARTBEAT and body:
+            sent, answered = msgspec.msgpack.decode(body, type=tuple[int, int])
+            self._clocks.append(Clock.measured(sent, answered, time.time_ns()))
         elif kind == _WELCOME:
             self._is_accepted = True
             self._answered.set()

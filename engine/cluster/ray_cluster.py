@@ -390,7 +390,7 @@ def _check_nodes(
     """Check that every node can run its ranks; returns the free memory of each, by id."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    def describe(model: str, revision: str | None, kind: Kind, ranks: int) -> dict[str, Any]:
+    def describe(model: str, revision: str | None, download_dir: str | None, kind: Kind, ranks: int) -> dict[str, Any]:
         """Runs on a node, where Quire may be missing or different, and is therefore sent by value."""
         import os
         import platform
@@ -401,16 +401,16 @@ def _check_nodes(
         except ImportError as error:
             missing = f"not installed ({error})"
             return {**own, "versions": {"python": ".".join(platform.python_version_tuple()[:2]), "quire": missing}}
-        return {**own, **ray_cluster.describe(model, revision, kind, ranks)}
+        return {**own, **ray_cluster.describe(model, revision, download_dir, kind, ranks)}
 
     remote = ray.remote(num_cpus=0, max_retries=0)(describe)
-    model = handshake.fingerprint(model_files.locate(options.model, options.revision))
+    model = handshake.fingerprint(model_files.locate(options.model, options.revision, options.download_dir))
     local = Hello(name="this host", number=0, versions=handshake.versions(), model=model)
     used = {share.node.id: share.node for share in shares}
     ranks = {name: sum(len(share.ranks) for share in shares if share.node.id == name) for name in used}
     tasks = {
         remote.options(scheduling_strategy=NodeAffinitySchedulingStrategy(name, soft=False)).remote(
-            options.model, options.revision, kind, ranks[name]
+            options.model, options.revision, options.download_dir, kind, ranks[name]
         ): node
         for name, node in used.items()
     }
@@ -439,12 +439,12 @@ def _check_nodes(
     return memory
 
 
-def describe(model: str, revision: str | None, kind: Kind, ranks: int) -> dict[str, Any]:
+def describe(model: str, revision: str | None, download_dir: str | None, kind: Kind, ranks: int) -> dict[str, Any]:
     """Return this node's versions, hashes of the model's files, and free memory; or `error`."""
     found: dict[str, Any] = {"versions": handshake.versions()}
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray hides the GPUs from tasks that request none
     try:
-        found["model"] = handshake.fingerprint(model_files.locate(model, revision))
+        found["model"] = handshake.fingerprint(model_files.locate(model, revision, download_dir))
         found["memory"] = devices.find(kind, (1,) * ranks).memory
     except ConfigError as error:
         found["error"] = str(error)

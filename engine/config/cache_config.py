@@ -36,10 +36,14 @@ def resolve(
 
 
 def check_gpus(options: EngineOptions, cache: CacheConfig, available: Devices) -> None:
-    """Check that this host's GPUs support the data type of the KV cache; ranks on other hosts check theirs."""
+    """Check that this host's GPUs, or those described, support the data type of the KV cache.
+
+    Ranks on other hosts check theirs. GPUs whose compute capability is not known are not checked.
+    """
     if cache.dtype != "fp8" or options.attention_backend == "reference":
         return
-    for number, (major, minor) in enumerate(devices.gpu_capabilities()):
+    found = devices.gpu_capabilities() if available.capability is None else [*filter(None, [available.capability])]
+    for number, (major, minor) in enumerate(found):
         if (major, minor) < _FP8_CAPABILITY and (not available.order or number in available.order):
             minimum = "{}.{}".format(*_FP8_CAPABILITY)
             raise ConfigError(

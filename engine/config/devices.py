@@ -27,6 +27,8 @@ class Devices:
     """CUDA: the device of each rank of this host, shared round-robin if that is allowed; empty: there are too few."""
     links: topology.Links = ()
     """Links between all `count` devices; empty on CPU."""
+    capability: tuple[int, ...] | None = None
+    """Compute capability of GPUs that are described, empty if it is not known; None: NVML reports it."""
 
 
 def find(kind: Literal["auto", "cpu", "cuda"], groups: Sequence[int]) -> Devices:
@@ -64,15 +66,23 @@ def free_gpu_memory() -> list[int]:
     """Free bytes of each visible GPU; empty without a driver."""
     import pynvml
 
-    with _visible_gpus() as handles:
+    with visible_gpus() as handles:
         return [int(pynvml.nvmlDeviceGetMemoryInfo(handle).free) for handle in handles]
+
+
+def gpu_names() -> list[str]:
+    """NVML's name of each visible GPU; empty without a driver."""
+    import pynvml
+
+    with visible_gpus() as handles:
+        return [str(pynvml.nvmlDeviceGetName(handle)) for handle in handles]
 
 
 def gpu_capabilities() -> list[tuple[int, int]]:
     """Compute capability of each visible GPU, e.g. (9, 0); empty without a driver or if it is not reported."""
     import pynvml
 
-    with _visible_gpus() as handles:
+    with visible_gpus() as handles:
         try:
             capabilities = [pynvml.nvmlDeviceGetCudaComputeCapability(handle) for handle in handles]
         except pynvml.NVMLError:
@@ -82,14 +92,14 @@ def gpu_capabilities() -> list[tuple[int, int]]:
 
 def _gpu_links(count: int) -> topology.Links:
     """Links between the `count` visible GPUs."""
-    with _visible_gpus() as handles:
+    with visible_gpus() as handles:
         if len(handles) == count:
             return topology.read(handles)
     return ((topology.LinkType.UNKNOWN,) * count,) * count
 
 
 @contextmanager
-def _visible_gpus() -> Iterator[list[Any]]:
+def visible_gpus() -> Iterator[list[Any]]:
     """NVML handles of the GPUs in CUDA_VISIBLE_DEVICES, in its order; empty without a driver."""
     import pynvml
 
@@ -116,12 +126,12 @@ def _visible_gpus() -> Iterator[list[Any]]:
         pynvml.nvmlShutdown()
 
 
-def free_host_memory() -> int:
-    """Bytes that can be allocated without swapping, within the container's limit."""
-    with open("/proc/meminfo") as lines:
+def free_host_memory(root: Path = Path("/")) -> int:
+    """Bytes that can be allocated without swapping, within the container's limit. `root`: where /proc and /sys are."""
+    with open(root / "proc/meminfo") as lines:
         sizes = {key: int(value.split()[0]) * 1024 for key, value in (line.split(":") for line in lines)}
     free = sizes["MemAvailable"]
-    group = Path("/sys/fs/cgroup")
+    group = root / "sys/fs/cgroup"
     if (group / "memory.max").exists() and (limit := (group / "memory.max").read_text().strip()).isdigit():
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         used = int((group / "memory.current").read_text()) - int(stat["inactive_file"])  # the file cache can be dropped

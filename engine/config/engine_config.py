@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.pooling import Pooling
@@ -34,6 +35,12 @@ class ModelConfig:
     quantization: Literal["int8", "int4"] | None
     max_model_len: int
     load_format: Literal["safetensors", "pt", "dummy"]
+    hf_overrides: Mapping[str, Any] = field(default_factory=dict)
+    """Values in place of those in config.json; `architecture` includes them."""
+    sampling_defaults: dict[str, Any] = field(default_factory=dict)
+    """Sampling parameters that requests have unless they set them, from generation_config.json."""
+    max_output_tokens: int | None = None
+    """Most tokens that a request may generate; larger `max_tokens` are reduced."""
     packed_cache: float | Literal["auto"] = 0.0
     """Most GiB of packed weights that are kept on this host's disk; auto: depends on the disk."""
     eos_token_ids: tuple[int, ...]
@@ -263,6 +270,10 @@ class CacheConfig:
         return sum(group.max_blocks(num_tokens, row_tokens, self.block_size) for group in self.groups)
 
 
+_MIN_SHARE = 256
+"""Minimum tokens of a stage's share: a smaller step takes about as long, because it reads the same weights."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
     """Limits of a step, and `depth`, the number of plans in flight.
@@ -276,10 +287,20 @@ class SchedulerConfig:
     enable_chunked_prefill: bool
     policy: Literal["fcfs", "priority"]
     depth: int
+    max_num_partial_prefills: int = 1
+    """Prompts that share the prompt tokens of a step equally; a long one then does not delay the others."""
+    long_prefill_token_threshold: int = 0
+    """Maximum tokens of a prompt in a step, unless there is no other request; 0: no limit."""
     dynamic_chunking: bool = False
     """Whether the size of prompt chunks follows the step time, up to `max_num_batched_tokens`."""
     itl_target: float | None = None
     """Target inter-token latency in seconds; None: derived from the measured decode step."""
+
+    def share(self, tokens: int, stages: int) -> int:
+        """Maximum tokens of a plan if `tokens` are pending or in flight: those of one of the `stages`, rounded up."""
+        if stages == 1 or not self.enable_chunked_prefill:
+            return self.max_num_batched_tokens
+        return min(self.max_num_batched_tokens, max(-(-tokens // stages), _MIN_SHARE))
 
 
 @dataclass(frozen=True, kw_only=True)

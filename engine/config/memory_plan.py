@@ -123,6 +123,26 @@ def _weight_bytes(model: ModelConfig, parallel: ParallelConfig, stage: int) -> i
     return unpacked * width + wide * (4 - width) + packed
 
 
+def read_bytes(config: EngineConfig, arch: ModelSpec, stage: int, weights: int, num_tokens: int) -> float:
+    """Bytes of a rank's `weights` that a step with `num_tokens` reads, of all replicas that share experts.
+
+    Of an embedding it reads few rows, and no experts that no token has chosen, if the choice is uniform. `arch` has the
+    sizes of a rank.
+    """
+    model, parallel = config.model, config.parallel
+    width, tp, read = DTYPE_BYTES[model.dtype], parallel.tensor_parallel_size, float(weights)
+    is_head = arch.tie_embeddings and len(parallel.stages) == 1 and parallel.device == "cuda"
+    if stage == 0 and not is_head:
+        read -= arch.vocab_per_rank(tp) * arch.hidden_size * width
+    mixtures = Counter(arch.layers[number].feed_forward for number in parallel.stages[stage])
+    for mixture, count in mixtures.items():
+        if isinstance(mixture, MoESpec):
+            matrices = replace(mixture, shared=None).matrices(arch.hidden_size, tp)
+            experts = sum(each.number * packed_bytes(*each[:2], model.quantization, width) for each in matrices)
+            read -= count * experts * (1 - mixture.top_k / mixture.num_experts) ** num_tokens
+    return read
+
+
 def packed_bytes(rows: int, columns: int, quantization: str | None, width: int) -> int:
     """Bytes of a weight `[rows, columns]` as packed by `kernels.pack_linear`."""
     match quantization:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import msgspec
 
 from quire.engine.config import devices, model_files, pooling
 from quire.engine.config.devices import Devices
@@ -18,9 +21,15 @@ from quire.engine.models.families.quantized import quantized
 from quire.engine.models.families.values import check_values
 from quire.engine.models.model_spec import ModelSpec
 from quire.engine.protocol.errors import ConfigError
+from quire.engine.protocol.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
+_SAMPLING_DEFAULTS = (
+    *("temperature", "top_p", "top_k", "min_p"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
+"""What generation_config.json may set, besides `max_new_tokens`, which is `max_tokens`."""
 _MIN_LAYER_BYTES = 24 << 10
 """Least host memory of a layer on its rank, whatever its size: the Python objects of its modules and parameters."""
 _FEW_LAYERS = 1 << 14
@@ -29,24 +38,30 @@ _FEW_LAYERS = 1 << 14
 
 def resolve(options: EngineOptions, available: Devices) -> ModelConfig:
     """Read config.json and resolve the model. Raises `ConfigError` if it is not supported."""
-    path = model_files.locate(options.model, options.revision)
-    hf_config = model_files.read_json(path / "config.json")
+    path = model_files.locate(options.model, options.revision, options.download_dir)
+    hf_config = model_files.with_overrides(model_files.read_json(path / "config.json"), options.hf_overrides or {})
+    generation, generation_config = _generation_config(options, path)
     arch, pooler = _architecture(options, path, hf_config)
     tokenizer = path
     if options.tokenizer is not None:
-        tokenizer = model_files.locate(options.tokenizer, None)
+        tokenizer = model_files.locate(options.tokenizer, None, options.download_dir)
     _check_attention_backend(options, arch, available)
     return ModelConfig(
         path=path,
         tokenizer=tokenizer,
         architecture=arch,
         dtype=_choose_dtype(options, available, hf_config),
-        quantization=options.quantization,
+        quantization=_choose_quantization(options, hf_config),
         max_model_len=_choose_max_model_len(options, arch, pooler),
-        load_format="safetensors" if options.load_format == "auto" else options.load_format,
+        load_format=_choose_load_format(options, path),
+        hf_overrides=options.hf_overrides or {},
+        sampling_defaults=_sampling_defaults(generation, generation_config),
+        max_output_tokens=_max_output_tokens(options, generation_config),
         packed_cache=0.0 if options.packed_cache == "off" else options.packed_cache,
         quantized=None if options.load_format == "dummy" else quantized(hf_config),
-        eos_token_ids=_eos_token_ids(path, hf_config, arch.vocab_size),
+        eos_token_ids=_eos_token_ids(
+            {generation: generation_config, str(path / "config.json"): hf_config}, arch.vocab_size
+        ),
         trust_remote_code=options.trust_remote_code,
         seed=options.seed,
         max_logprobs=options.max_logprobs,
@@ -106,6 +121,7 @@ def _model_spec(options: EngineOptions, path: Path, hf_config: dict[str, Any]) -
         pipeline_parallel_size=options.pipeline_parallel_size,
         length=options.max_model_len,
         trust_remote_code=options.trust_remote_code,
+        hf_overrides=options.hf_overrides or {},
     )
     try:
         transformers_backend.check_known(names, hf_config, options.trust_remote_code)
@@ -127,6 +143,18 @@ def _architecture_names(path: Path, hf_config: dict[str, Any]) -> list[str]:
     return names
 
 
+def _choose_load_format(options: EngineOptions, path: Path) -> Literal["safetensors", "pt", "dummy"]:
+    if options.load_format != "auto":
+        return options.load_format
+    found = model_files.find_load_format(options.model, options.revision, path)
+    if found == "pt":
+        logger.warning(
+            "%s has its weights only as pytorch_model*.bin; only tensors are unpickled, and no code in them is run",
+            options.model,
+        )
+    return found
+
+
 def _choose_dtype(options: EngineOptions, available: Devices, hf_config: dict[str, Any]) -> str:
     if options.dtype != "auto":
         return options.dtype
@@ -134,6 +162,21 @@ def _choose_dtype(options: EngineOptions, available: Devices, hf_config: dict[st
         return "float32"
     checkpoint_dtype = hf_config.get("dtype") or hf_config.get("torch_dtype")
     return checkpoint_dtype if checkpoint_dtype in DTYPE_BYTES else "bfloat16"
+
+
+def _choose_quantization(options: EngineOptions, hf_config: dict[str, Any]) -> Literal["int8", "int4"] | None:
+    """Return how to quantize while loading; checks the name of the checkpoint's own method."""
+    requested = options.quantization
+    if requested is None or requested == "int8" or requested == "int4":
+        return requested
+    settings = hf_config.get("quantization_config") or {}
+    if (method := settings.get("quant_method")) != requested:
+        raise ConfigError(
+            f"--quantization {requested}: the checkpoint is {f'quantized with {method}' if method else 'not quantized'}"
+            "; omit the flag, or use int8 or int4, which quantize while loading"
+        )
+    logger.warning("--quantization %s has no effect: the checkpoint is quantized with it", requested)
+    return None
 
 
 def _choose_max_model_len(options: EngineOptions, arch: ModelSpec, pooler: Pooling | None) -> int:
@@ -148,18 +191,57 @@ def _choose_max_model_len(options: EngineOptions, arch: ModelSpec, pooler: Pooli
     return length
 
 
-def _eos_token_ids(path: Path, hf_config: dict[str, Any], vocab_size: int) -> tuple[int, ...]:
-    """Return the end-of-sequence ids of generation_config.json, or else of config.json."""
-    file = path / "generation_config.json"
-    eos = model_files.read_json(file).get("eos_token_id") if file.exists() else None
-    if eos is None:
-        file, eos = path / "config.json", hf_config.get("eos_token_id")
+def _generation_config(options: EngineOptions, path: Path) -> tuple[str, dict[str, Any]]:
+    """Return the default sampling parameters as they are given, and where."""
+    overrides = options.override_generation_config or {}
+    if unknown := sorted(overrides.keys() - {*_SAMPLING_DEFAULTS, "max_new_tokens", "eos_token_id"}):
+        raise ConfigError(
+            f"--override-generation-config: {unknown[0]} is not supported; the defaults that can be set are "
+            f"{', '.join(_SAMPLING_DEFAULTS)}, max_new_tokens and eos_token_id"
+        )
+    is_own = options.generation_config in ("auto", "vllm")
+    file = (path if is_own else Path(options.generation_config).expanduser()) / "generation_config.json"
+    if not is_own and not file.exists():
+        raise ConfigError(f"--generation-config {options.generation_config}: expected a folder with {file.name}")
+    found = model_files.read_json(file) if file.exists() else {}
+    if options.generation_config == "vllm":
+        found = {"eos_token_id": found.get("eos_token_id")}
+    return f"{file}{', --override-generation-config' * bool(overrides)}", {**found, **overrides}
+
+
+def _sampling_defaults(source: str, generation_config: Mapping[str, Any]) -> dict[str, Any]:
+    defaults = {name: value for name in _SAMPLING_DEFAULTS if (value := generation_config.get(name)) is not None}
+    if (longest := generation_config.get("max_new_tokens")) is not None:
+        if type(longest) is not int or longest < 1:
+            raise ConfigError(f"{source}: max_new_tokens must be at least 1, got {longest!r}")
+        defaults["max_tokens"] = longest
+    try:
+        msgspec.convert(defaults, SamplingParams)
+    except msgspec.ValidationError as error:  # also for the ranges that `SamplingParams` checks
+        text, _, name = str(error).removeprefix("Expected ").partition(" - at `$.")
+        raise ConfigError(f"{source}: {f'{name[:-1]} must be of type ' * bool(name)}{text}") from None
+    return defaults
+
+
+def _max_output_tokens(options: EngineOptions, generation_config: Mapping[str, Any]) -> int | None:
+    """Return max_new_tokens if the user has set it; in the model's own file it is only a default, as in vLLM."""
+    overrides = options.override_generation_config or {}
+    is_set = "max_new_tokens" in overrides or options.generation_config not in ("auto", "vllm")
+    return generation_config.get("max_new_tokens") if is_set else None
+
+
+def _eos_token_ids(configs: Mapping[str, Mapping[str, Any]], vocab_size: int) -> tuple[int, ...]:
+    """Return the end-of-sequence ids of the first configuration, by its file, that has any."""
+    found = (
+        (source, config["eos_token_id"]) for source, config in configs.items() if config.get("eos_token_id") is not None
+    )
+    source, eos = next(found, ("", None))
     if eos is None:
         return ()
     ids = tuple(eos) if isinstance(eos, list) else (eos,)
     if not all(type(token_id) is int and 0 <= token_id < vocab_size for token_id in ids):
         raise ConfigError(
-            f"{file}: eos_token_id must be a token id, from 0 to {vocab_size - 1}, or a list of them, got {eos!r}"
+            f"{source}: eos_token_id must be a token id, from 0 to {vocab_size - 1}, or a list of them, got {eos!r}"
         )
     return ids
 

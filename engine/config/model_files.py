@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import fnmatch
 import json
 import math
 import struct
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from quire.engine.protocol.errors import ConfigError
 
@@ -28,10 +30,11 @@ _LEGACY_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9"
 """Start of files saved by torch before 1.6: a pickle of torch's magic number."""
 
 
-def locate(model: str, revision: str | None) -> Path:
+def locate(model: str, revision: str | None, download_dir: str | None) -> Path:
     """Return the folder of a model: `model` itself, or the snapshot of a Hugging Face repository, without its weights.
 
-    Raises `ConfigError` if the folder or the repository cannot be read.
+    Repositories are downloaded to `download_dir`, by default Hugging Face's cache. Raises `ConfigError` if the folder
+    or the repository cannot be read.
     """
     path = Path(model).expanduser()
     try:
@@ -41,15 +44,43 @@ def locate(model: str, revision: str | None) -> Path:
         exists = path.exists()
     except OSError as error:
         raise ConfigError(f"{model}: the folder cannot be read: {error.strerror}; check its permissions") from None
-    if exists or model.startswith(("/", ".", "~")) or model.count("/") != 1:
+    if exists or model.startswith(("/", ".", "~")) or model.count("/") > 1:
         raise ConfigError(
-            f"{model}: no such model folder (the name of a Hugging Face repository has the form owner/name)"
+            f"{model}: no such model folder (the name of a Hugging Face repository has the form owner/name, or name)"
         )
-    return _download(model, revision, _PATTERNS)
+    return _download(model, revision, download_dir, _PATTERNS)
+
+
+def find_load_format(model: str, revision: str | None, folder: Path) -> Literal["safetensors", "pt"]:
+    """Return the format of the weights in `folder`, or in the repository whose snapshot it is: pt only if there are
+    pytorch_model*.bin and no *.safetensors.
+    """
+    names = [path.name for path in folder.iterdir()]
+    if (found := _weights_among(names)) is not None or Path(model).expanduser().is_dir():
+        return found or "safetensors"
+    import httpx
+    from huggingface_hub import list_repo_files
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    # Offline the snapshot has to do.
+    with contextlib.suppress(HfHubHTTPError, OfflineModeIsEnabled, httpx.HTTPError, OSError):
+        names = list_repo_files(model, revision=revision)
+    return _weights_among(names) or "safetensors"
+
+
+def _weights_among(names: Sequence[str]) -> Literal["safetensors", "pt"] | None:
+    if _INDICES["safetensors"] in names or fnmatch.filter(names, "*.safetensors"):
+        return "safetensors"
+    return "pt" if _INDICES["pt"] in names or fnmatch.filter(names, _WEIGHTS["pt"]) else None
 
 
 def fetch_weights(
-    model: str, revision: str | None, folder: Path, load_format: str, subfolders: Sequence[str] = ()
+    model: str,
+    revision: str | None,
+    download_dir: str | None,
+    folder: Path,
+    load_format: str,
+    subfolders: Sequence[str] = (),
 ) -> None:
     """Download the weights of a repository and of `subfolders` in it into its snapshot `folder`.
 
@@ -57,7 +88,8 @@ def fetch_weights(
     """
     if not Path(model).expanduser().is_dir():
         names = _files_in_index(folder, load_format) or [_WEIGHTS[load_format]]
-        _download(model, revision, [*names, *(f"{each}/*{Path(_WEIGHTS[load_format]).suffix}" for each in subfolders)])
+        names += [f"{each}/*{Path(_WEIGHTS[load_format]).suffix}" for each in subfolders]
+        _download(model, revision, download_dir, names)
 
 
 def _files_in_index(folder: Path, load_format: str) -> list[str]:
@@ -99,7 +131,7 @@ def torch_files(folder: Path) -> list[Path]:
     return files
 
 
-def _download(repository: str, revision: str | None, patterns: list[str]) -> Path:
+def _download(repository: str, revision: str | None, folder: str | None, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -112,7 +144,7 @@ def _download(repository: str, revision: str | None, patterns: list[str]) -> Pat
     )
 
     try:
-        return Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
+        return Path(snapshot_download(repository, revision=revision, cache_dir=folder, allow_patterns=patterns))
     except GatedRepoError:
         raise ConfigError(
             f"{repository} is gated: request access on its page at huggingface.co, "
@@ -133,6 +165,34 @@ def _download(repository: str, revision: str | None, patterns: list[str]) -> Pat
             f"{repository}: cannot be downloaded and is not in the local cache ({reason}); "
             "check the network and HF_HUB_OFFLINE, or use a local folder"
         ) from None
+
+
+def with_overrides(hf_config: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return config.json with --hf-overrides: values are replaced; those of a part, such as text_config, one by one.
+
+    `rope_scaling` and `rope_theta` change the `rope_parameters` that transformers 5 writes in their place.
+    """
+    changed = dict(hf_config)
+    for name, value in overrides.items():
+        part = changed.get(name) if name.endswith("_config") else None
+        changed[name] = with_overrides(part, value) if isinstance(part, dict) and isinstance(value, dict) else value
+    rope, older = hf_config.get("rope_parameters"), {"rope_scaling", "rope_theta"} & overrides.keys()
+    if not older or not rope or not isinstance(rope, dict) or "rope_parameters" in overrides:
+        return changed
+    scaling = overrides.get("rope_scaling", rope) or {"rope_type": "default"}
+    if not isinstance(scaling, dict) or any(isinstance(value, dict) for value in rope.values()):
+        raise ConfigError(
+            f"--hf-overrides {sorted(older)[0]}: this config.json has rope_parameters "
+            f"({', '.join(map(str, rope))}); override these, with an object"
+        )
+    kept = {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
+    named = {"rope_type": scaling["type"]} if "type" in scaling else {}
+    changed["rope_parameters"] = {**kept, **named, **scaling}
+    if "rope_theta" in overrides:
+        changed["rope_parameters"]["rope_theta"] = overrides["rope_theta"]
+    for name in older:
+        del changed[name]
+    return changed
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -184,13 +244,10 @@ def read_headers(folder: Path) -> dict[str, TensorInfo]:
     """
     files = [folder / name for name in _files_in_index(folder, "safetensors")] or sorted(folder.glob("*.safetensors"))
     if not files:
-        if pickled := sorted(file.name for file in folder.glob("*.bin")):
-            raise ConfigError(
-                f"{folder}: no *.safetensors found, only {', '.join(pickled[:3])}{', …' * (len(pickled) > 3)}; "
-                "--load-format pt reads pytorch_model*.bin (tensors only; no pickled code is run)"
-            )
+        pickled = sorted(file.name for file in folder.glob("*.bin"))
+        only = f", only {', '.join(pickled[:3])}{', …' * (len(pickled) > 3)}" if pickled else ""
         raise ConfigError(
-            f"{folder}: no *.safetensors found (--load-format pt reads pytorch_model*.bin, "
+            f"{folder}: no *.safetensors found{only} (--load-format pt reads pytorch_model*.bin, "
             "--load-format dummy uses random weights)"
         )
     tensors: dict[str, TensorInfo] = {}

@@ -7,6 +7,7 @@ built from its fields. `quire.engine.config.resolve.resolve` turns it into an `E
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -135,9 +136,10 @@ class EngineOptions:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = flag(
         "auto", "precision of weights and activations (auto: the checkpoint's on CUDA, float32 on CPU)"
     )
-    quantization: Literal["int8", "int4"] | None = flag(
+    quantization: Literal["int8", "int4", "fp8", "mxfp4"] | None = flag(
         None,
-        "quantize the weights while loading: int8 (with activations per token) or int4 (in groups); CPU only",
+        "quantize the weights while loading: int8 (with activations per token) or int4 (in groups); CPU only. fp8 and "
+        "mxfp4: the method of the checkpoint, which is recognized without the flag",
         short="-q",
     )
     model_impl: Literal["auto", "quire", "transformers"] = flag(
@@ -146,16 +148,33 @@ class EngineOptions:
     max_model_len: int | None = flag(
         None, "maximum length of prompt and output together, in tokens (default: the model's)"
     )
+    hf_overrides: Mapping[str, Any] | None = flag(
+        None, "values in place of those in the model's config.json; those in its parts, such as text_config, one by one"
+    )
+    generation_config: str = flag(
+        "auto",
+        "where default sampling parameters come from: the model's generation_config.json (auto), a folder with this "
+        "file, or nowhere (vllm)",
+        metavar="FOLDER",
+    )
+    override_generation_config: Mapping[str, Any] | None = flag(
+        None,
+        'default sampling parameters in place of those of --generation-config, e.g. {"temperature": 0.5}; '
+        "max_new_tokens also limits the output of all requests",
+    )
     load_format: Literal["auto", "safetensors", "pt", "dummy"] = flag(
         "auto",
-        "format of the weights (auto: *.safetensors); pt: pytorch_model*.bin, unpickling tensors only; dummy: random "
-        "weights, reading only config.json and the tokenizer",
+        "format of the weights (auto: *.safetensors, or else pytorch_model*.bin); pt: pytorch_model*.bin, unpickling "
+        "tensors only; dummy: random weights, reading only config.json and the tokenizer",
     )
     packed_cache: float | Literal["auto", "off"] = flag(
         "auto",
         "most GiB of disk space for weights as CPUs use them (packed, quantized), which the next start maps instead of "
         "packing them again (auto: 32, a quarter of the free space at most, and no models below 64 MiB)",
         metavar="GIB",
+    )
+    download_dir: str | None = flag(
+        None, "folder that Hugging Face repositories are downloaded to (default: Hugging Face's cache)", metavar="DIR"
     )
     revision: str | None = flag(None, "branch, tag or commit of a Hugging Face repository")
     tokenizer: str | None = flag(None, "folder or repository of the tokenizer (default: the model's)")
@@ -172,6 +191,12 @@ class EngineOptions:
         "with automatic step size, target inter-token latency during prefills, in milliseconds "
         "(default: 5 measured decode steps, up to 15 when prompts queue up)",
         metavar="MS",
+    )
+    max_num_partial_prefills: int = flag(
+        1, "number of prompts that share the prompt tokens of a step equally; a long prompt then delays others less"
+    )
+    long_prefill_token_threshold: int = flag(
+        0, "maximum tokens of a prompt in a step while there are other requests (0: no limit)"
     )
     enable_chunked_prefill: bool = flag(True, "split long prompts over several steps, together with running decodes")
     scheduling_policy: Literal["fcfs", "priority"] = flag(

@@ -25,6 +25,7 @@ from quire.engine.config import (
     parallel_config,
     scheduler_config,
 )
+from quire.engine.config.devices import Devices
 from quire.engine.config.engine_config import EngineConfig, RayPlacement
 from quire.engine.config.options import EngineOptions
 from quire.engine.models.model_spec import TransformersModelSpec
@@ -34,7 +35,7 @@ MIN_WATCHDOG_SECONDS = 3.0
 _HOST_OPTIONS = frozenset(
     {
         *("model", "tokenizer", "revision", "node_rank", "master_addr", "master_port", "distributed_timeout_seconds"),
-        *("cluster_token", "cluster_token_file"),
+        *("download_dir", "cluster_token", "cluster_token_file"),
         *("data_parallel_size_local", "data_parallel_start_rank", "data_parallel_address", "data_parallel_rpc_port"),
         *("gpu_memory_utilization", "kv_cache_memory_bytes", "watchdog_seconds", "packed_cache"),
     }
@@ -48,23 +49,30 @@ _ENVIRONMENT = {
     ),
 }
 """What variables that ranks read must match, and what that is."""
-_MAX_TIMEOUT_SECONDS = 1e9
+MAX_TIMEOUT_SECONDS = 1e9
 """torch.distributed counts nanoseconds in 64 bits."""
 
 
-def resolve(options: EngineOptions, placement: RayPlacement | None = None) -> EngineConfig:
+def resolve(
+    options: EngineOptions, placement: RayPlacement | None = None, described: Devices | None = None
+) -> EngineConfig:
     """Resolve all options. Raises `ConfigError` with numbers and a remedy if the configuration is not supported.
 
     `placement` is given on nodes of a Ray cluster: another node has already determined where the ranks are.
+    `described` are a host's devices for a plan only, instead of this host's or a Ray cluster's.
     """
     _check_ranges(options)
     _check_environment()
-    remote_devices: devices.Devices | None = None
+    remote_devices: Devices | None = None
     placements: tuple[RayPlacement, ...] = () if placement is None else (placement,)
-    if not placements and (found := ray_cluster.find(options)) is not None:
+    if described is None and not placements and (found := ray_cluster.find(options)) is not None:
         placements, remote_devices = found
         options = placements[0].options
-    available = remote_devices or devices.find(options.device, parallel_config.local_group_sizes(options, placement))
+    available = (
+        described
+        or remote_devices
+        or devices.find(options.device, parallel_config.local_group_sizes(options, placement))
+    )
     model = model_config.resolve(options, available)
     parallel = parallel_config.resolve(options, model.architecture, available, placements)
     model_config.check_rank(model, parallel_config.rank_spec(model.architecture, parallel), parallel)
@@ -88,7 +96,9 @@ def fetch_weights(options: EngineOptions, config: EngineConfig) -> None:
     if (load_format := config.model.load_format) != "dummy":
         pooler = config.model.pooling
         inner = [dense.folder for dense in pooler.dense] if pooler is not None else []
-        model_files.fetch_weights(options.model, options.revision, config.model.path, load_format, inner)
+        model_files.fetch_weights(
+            options.model, options.revision, options.download_dir, config.model.path, load_format, inner
+        )
         for folder in ("", *inner):
             headers = model_files.check_weights(config.model.path / folder, load_format)
             if headers is not None and not folder and not isinstance(config.model.architecture, TransformersModelSpec):
@@ -143,6 +153,8 @@ def _check_ranges(options: EngineOptions) -> None:
         ("dbo_token_threshold", 1),
         ("max_num_seqs", 1),
         ("max_num_batched_tokens", 1),
+        ("max_num_partial_prefills", 1),
+        ("long_prefill_token_threshold", 0),
         ("block_size", 1),
         ("max_model_len", 1),
         ("kv_cache_memory_bytes", 1),
@@ -150,26 +162,28 @@ def _check_ranges(options: EngineOptions) -> None:
         ("packed_cache", 0),
     ):
         value = getattr(options, name)
+        if value not in (None, "auto", "off") and not isinstance(value, int | float):
+            raise ConfigError(f"--{name.replace('_', '-')} must be a number, got {value!r}")
         if value not in (None, "auto", "off") and not low <= value < math.inf:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least {low}, got {value}")
     if not -(1 << 63) <= options.seed < 1 << 63:
         raise ConfigError(f"--seed must be a 64-bit integer, got {options.seed}")
     if options.itl_target_ms is not None and not 0.0 < options.itl_target_ms < math.inf:
         raise ConfigError(f"--itl-target-ms must be above 0, got {options.itl_target_ms}")
-    if not 0.0 < options.distributed_timeout_seconds <= _MAX_TIMEOUT_SECONDS:
+    if not 0.0 < options.distributed_timeout_seconds <= MAX_TIMEOUT_SECONDS:
         raise ConfigError(
-            f"--distributed-timeout-seconds must be above 0 and at most {_MAX_TIMEOUT_SECONDS:g}, "
+            f"--distributed-timeout-seconds must be above 0 and at most {MAX_TIMEOUT_SECONDS:g}, "
             f"got {options.distributed_timeout_seconds:g}"
         )
-    if not MIN_WATCHDOG_SECONDS <= options.watchdog_seconds <= _MAX_TIMEOUT_SECONDS:
+    if not MIN_WATCHDOG_SECONDS <= options.watchdog_seconds <= MAX_TIMEOUT_SECONDS:
         raise ConfigError(
             f"--watchdog-seconds must be at least {MIN_WATCHDOG_SECONDS:g}, as processes report every second, and at "
-            f"most {_MAX_TIMEOUT_SECONDS:g}, got {options.watchdog_seconds:g}"
+            f"most {MAX_TIMEOUT_SECONDS:g}, got {options.watchdog_seconds:g}"
         )
-    if not 2.0 <= options.cluster_timeout_seconds <= _MAX_TIMEOUT_SECONDS:
+    if not 2.0 <= options.cluster_timeout_seconds <= MAX_TIMEOUT_SECONDS:
         raise ConfigError(
             f"--cluster-timeout-seconds must be at least 2, as heartbeats are sent every second, and at most "
-            f"{_MAX_TIMEOUT_SECONDS:g}, got {options.cluster_timeout_seconds:g}"
+            f"{MAX_TIMEOUT_SECONDS:g}, got {options.cluster_timeout_seconds:g}"
         )
     if not 0.0 < options.gpu_memory_utilization <= 1.0:
         raise ConfigError(

@@ -32,12 +32,18 @@ def resolve(options: EngineOptions, model: ModelConfig, available: Devices) -> S
         raise ConfigError(
             "--itl-target-ms needs --max-num-batched-tokens auto and chunked prefill, because it sizes prompt chunks"
         )
+    if not is_chunked:
+        for name in ("max_num_partial_prefills", "long_prefill_token_threshold"):
+            if getattr(options, name) != getattr(EngineOptions, name):
+                raise ConfigError(f"--{name.replace('_', '-')} needs chunked prefill; omit it")
     return SchedulerConfig(
         max_num_seqs=min(options.max_num_seqs, budget),  # so that all decodes fit into every step
         max_num_batched_tokens=budget,
         enable_chunked_prefill=is_chunked,
         policy=options.scheduling_policy,
         depth=_choose_depth(options, available),
+        max_num_partial_prefills=options.max_num_partial_prefills,
+        long_prefill_token_threshold=options.long_prefill_token_threshold,
         dynamic_chunking=is_tuned,
         itl_target=None if options.itl_target_ms is None else options.itl_target_ms / 1000,
     )

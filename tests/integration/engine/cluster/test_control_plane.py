@@ -114,6 +114,19 @@ def test_messages_go_both_ways_in_their_order(three: Host) -> None:
     assert three.lost.empty()
 
 
+@pytest.mark.usefixtures("impatient")
+def test_a_follower_measures_how_far_the_clock_of_the_leader_is_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    hour, now = 3600 * 10**9, time.time_ns
+    is_leader = {"cluster-leader": 1}
+    monkeypatch.setattr(time, "time_ns", lambda: now() + hour * is_leader.get(threading.current_thread().name, 0))
+    for host in hosting(1):
+        follower = host.join(1)
+        while not follower.clock.error:
+            assert host.ends.empty()
+            time.sleep(0.01)
+        assert abs(follower.clock.offset - hour) <= follower.clock.error < hour
+
+
 @pytest.mark.skipif(network.interface_of("::1") is None, reason="this host has no IPv6")
 @pytest.mark.parametrize("token", ["", TOKEN])
 def test_a_leader_is_reached_over_ipv6_too(token: str) -> None:

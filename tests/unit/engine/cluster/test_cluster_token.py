@@ -116,6 +116,8 @@ def test_the_command_of_many_hosts_leaves_the_number_open() -> None:
     secret = ["--api-key", "sk-1", "sk-2", "--nnodes", "4", "--cluster-token=abc", "--node-rank", "0", "model"]
     command = other_command(options, ["quire", "serve", *secret])
     assert command == "quire serve --nnodes 4 model --node-rank R --headless"
+    command = other_command(options, ["quire", "doctor", "--nnodes", "4", "--node-rank", "0"])
+    assert command == "quire doctor --nnodes 4 --node-rank R"
 
 
 def test_no_secret_is_shown() -> None:

@@ -11,7 +11,9 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest.mock import Mock
 
+import httpx
 import pytest
 import torch
 
@@ -19,6 +21,7 @@ from quire import kernels
 from quire.engine.config import cuda_graph_sizes, devices, parallel_config, topology
 from quire.engine.config.engine_config import GraphConfig
 from quire.engine.config.memory_plan import MemoryPlan
+from quire.engine.config.model_files import find_load_format, with_overrides
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.plan_text import plan_text
 from quire.engine.config.resolve import fetch_weights, resolve
@@ -128,6 +131,7 @@ def test_layers_are_partitioned_as_requested(tmp_path: Path) -> None:
         ({"pipeline_parallel_size": 2, "pipeline_layer_partition": "3;3"}, r"as in 3,2,1"),
         ({"max_model_len": 4096}, r"more than the model's 2048 positions"),
         ({"kv_cache_memory_bytes": 100_000}, r"use --max-model-len \d+ or less"),
+        ({"kv_cache_memory_bytes": "50M"}, "--kv-cache-memory-bytes must be a number, got '50M'"),
         ({"kv_cache_memory_bytes": 1 << 40}, r"1.0 TiB\) does not fit: \S+ GiB per rank is available"),
         ({"gpu_memory_utilization": 1.5}, r"at most 1, got 1.5"),
         (
@@ -318,13 +322,115 @@ def test_a_broken_config_is_one_clear_error(tmp_path: Path, content: str) -> Non
         resolve(options(str(tmp_path)))
 
 
+def test_values_of_config_json_can_be_overridden(tmp_path: Path) -> None:
+    """As a whole; those of its parts one by one."""
+    scaling = {"rope_type": "linear", "factor": 4.0}
+    changes = {"max_position_embeddings": 512, "rope_scaling": scaling, "architectures": ["MistralForCausalLM"]}
+    model = resolve(options(folder(tmp_path), hf_overrides=changes)).model
+    assert (model.max_model_len, model.architecture.name) == (512, "MistralForCausalLM")
+    assert model.architecture != resolve(options(folder(tmp_path, max_position_embeddings=512))).model.architecture
+    assert model.architecture == resolve(options(folder(tmp_path, **changes))).model.architecture
+    config = {"a_config": {"b": 1, "c": 2}, "scaling": {"b": 1}}
+    changed = with_overrides(config, {"a_config": {"c": 3}, "scaling": {"c": 3}})
+    assert changed == {"a_config": {"b": 1, "c": 3}, "scaling": {"c": 3}}
+    with pytest.raises(ConfigError, match="num_hidden_layers"):
+        resolve(options(folder(tmp_path), hf_overrides={"num_hidden_layers": "many"}))
+
+
+def test_older_names_override_the_rope_parameters_of_transformers_5(tmp_path: Path) -> None:
+    rope = {"rope_type": "default", "rope_theta": 7000.0}
+    scaling = {"type": "linear", "factor": 4.0}
+    assert with_overrides({"rope_parameters": rope}, {"rope_theta": 5.0}) == {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5.0}
+    }
+    assert with_overrides({"rope_parameters": rope}, {"rope_scaling": scaling}) == {
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 7000.0, **scaling}
+    }
+    assert with_overrides({"rope_parameters": {**rope, **scaling}}, {"rope_scaling": None}) == {"rope_parameters": rope}
+    assert with_overrides({"text_config": {"rope_parameters": rope}}, {"text_config": {"rope_theta": 5.0}}) == {
+        "text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}
+    }
+    changes = {"rope_theta": 5.0, "rope_scaling": scaling}
+    found = resolve(options(folder(tmp_path, rope_parameters=rope), hf_overrides=changes)).model.architecture
+    assert found == resolve(options(folder(tmp_path, **changes))).model.architecture
+    each = {"full_attention": rope, "sliding_attention": rope}
+    for changed, value in ((each, 5.0), (rope, 5)):
+        name = "rope_theta" if changed is each else "rope_scaling"
+        with pytest.raises(ConfigError, match=rf"--hf-overrides {name}: this config.json has rope_parameters"):
+            with_overrides({"rope_parameters": changed}, {name: value})
+
+
+def test_the_method_of_a_quantized_checkpoint_may_be_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fp8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    model = resolve(options(folder(tmp_path, **fp8), quantization="fp8")).model
+    assert model.quantization is None
+    assert model.quantized is None or model.quantized.method == "fp8"
+    assert "--quantization fp8 has no effect: the checkpoint is quantized with it" in caplog.messages
+    with pytest.raises(ConfigError, match="--quantization mxfp4: the checkpoint is quantized with fp8; omit the flag"):
+        resolve(options(str(tmp_path), quantization="mxfp4"))
+    with pytest.raises(ConfigError, match="--quantization fp8: the checkpoint is not quantized; omit the flag"):
+        resolve(options(folder(tmp_path), quantization="fp8"))
+
+
+def test_default_sampling_parameters_come_from_where_the_user_says(tmp_path: Path) -> None:
+    """The end-of-sequence tokens remain the model's unless they are overridden."""
+    model, other = folder(tmp_path), tmp_path / "other"
+    other.mkdir()
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.25, "top_k": 5, "eos_token_id": 7}')
+    (other / "generation_config.json").write_text('{"top_p": 0.5, "presence_penalty": 1.0, "max_length": 20}')
+
+    def found(**changes: Any) -> tuple[dict[str, Any], tuple[int, ...]]:
+        resolved = resolve(options(model, **changes)).model
+        return resolved.sampling_defaults, resolved.eos_token_ids
+
+    assert found() == ({"temperature": 0.25, "top_k": 5}, (7,))
+    assert found(generation_config="vllm") == ({}, (7,))
+    assert found(generation_config=str(other)) == ({"top_p": 0.5, "presence_penalty": 1.0}, (2,))
+    changes = {"temperature": 0.5, "eos_token_id": [8, 9]}
+    assert found(override_generation_config=changes) == ({"temperature": 0.5, "top_k": 5}, (8, 9))
+    assert found(generation_config="vllm", override_generation_config={"top_p": 1}) == ({"top_p": 1}, (7,))
+    for wrong, complaint in (
+        ({"override_generation_config": {"max_length": 5}}, "max_length is not supported; the defaults that"),
+        ({"override_generation_config": {"max_new_tokens": 0}}, "max_new_tokens must be at least 1, got 0"),
+        ({"override_generation_config": {"temperature": -1.0}}, "--override-generation-config: temperature must be"),
+        ({"override_generation_config": {"temperature": "hot"}}, "temperature must be of type `float`, got `str`"),
+        ({"generation_config": str(tmp_path / "none")}, "expected a folder with generation_config.json"),
+    ):
+        with pytest.raises(ConfigError, match=complaint):
+            found(**wrong)
+
+
+def test_max_new_tokens_is_a_default_and_where_the_user_sets_it_also_a_limit(tmp_path: Path) -> None:
+    model = folder(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"max_new_tokens": 9}')
+
+    def found(**changes: Any) -> tuple[dict[str, Any], int | None]:
+        resolved = resolve(options(model, **changes)).model
+        return resolved.sampling_defaults, resolved.max_output_tokens
+
+    assert found() == ({"max_tokens": 9}, None)
+    assert found(generation_config="vllm") == ({}, None)
+    assert found(generation_config=str(tmp_path)) == ({"max_tokens": 9}, 9)
+    assert found(override_generation_config={"max_new_tokens": 5}) == ({"max_tokens": 5}, 5)
+
+
+def test_prompts_share_steps_only_with_chunked_prefill(tmp_path: Path) -> None:
+    flags = {"max_num_partial_prefills": 2, "long_prefill_token_threshold": 64}
+    scheduler = resolve(options(folder(tmp_path), **flags)).scheduler
+    assert (scheduler.max_num_partial_prefills, scheduler.long_prefill_token_threshold) == (2, 64)
+    for name, value in flags.items():
+        whole = {"enable_chunked_prefill": False, "max_num_batched_tokens": 2048}
+        with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} needs chunked prefill"):
+            resolve(options(folder(tmp_path), **{name: value}, **whole))
+
+
 def test_a_folder_without_config_and_no_folder_at_all(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no config\.json found"):
         resolve(options(str(tmp_path)))
     with pytest.raises(ConfigError, match="no such model folder"):
         resolve(options(str(tmp_path / "nowhere")))
     with pytest.raises(ConfigError, match="no such model folder"):
-        resolve(options("nowhere"))
+        resolve(options("no/where/else"))
 
 
 def test_an_unreachable_repository_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,6 +440,56 @@ def test_an_unreachable_repository_is_one_clear_error(tmp_path: Path, monkeypatc
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(ConfigError, match="Qwen/Qwen3-8B: cannot be downloaded and is not in the local cache"):
         resolve(options("Qwen/Qwen3-8B"))
+    with pytest.raises(ConfigError, match="gpt2: cannot be downloaded and is not in the local cache"):
+        resolve(options("gpt2"))
+
+
+def cache(folder: Path, repository: str, *files: str) -> None:
+    """A repository of `LLAMA` as Hugging Face's cache lays it out; the files are empty."""
+    place = folder / f"models--{repository.replace('/', '--')}"
+    snapshot = place / "snapshots" / "12ab"
+    snapshot.mkdir(parents=True)
+    (place / "refs").mkdir()
+    (place / "refs" / "main").write_text("12ab")
+    for name in files:
+        (snapshot / name).touch()
+    (snapshot / "config.json").write_text(json.dumps(LLAMA))
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        (("pytorch_model.bin",), "pt"),
+        (("pytorch_model.bin.index.json",), "pt"),
+        (("pytorch_model.bin", "model.safetensors"), "safetensors"),
+        (("pytorch_model.bin.index.json", "model.safetensors.index.json"), "safetensors"),
+        (("training_args.bin",), "safetensors"),
+    ],
+)
+def test_weights_of_torch_are_read_where_there_are_no_others(
+    files: tuple[str, ...],
+    expected: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """In a folder, in a cached repository whose id has no owner, and in one that is yet to be downloaded."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    cache(tmp_path, "gpt2", *files)
+    cache(tmp_path, "facebook/opt-13b")
+    ids = ["gpt2", str(tmp_path / "models--gpt2" / "snapshots" / "12ab")]
+    found = [options(each, load_format="auto", download_dir=str(tmp_path)) for each in ids]
+    assert [resolve(each).model.load_format for each in found] == [expected, expected]
+    monkeypatch.setattr("huggingface_hub.list_repo_files", lambda repository, *, revision: list(files))
+    opt = options("facebook/opt-13b", load_format="auto", download_dir=str(tmp_path))
+    assert resolve(opt).model.load_format == expected
+    for complaint in (httpx.ConnectError("refused"), ConnectionError("refused")):
+        list_files = Mock(side_effect=complaint)
+        monkeypatch.setattr("huggingface_hub.list_repo_files", list_files)
+        assert [find_load_format(each.model, None, resolve(each).model.path) for each in found] == [expected] * 2
+        assert list_files.called == (files == ("training_args.bin",))
+    warnings = list(dict.fromkeys(record.getMessage() for record in caplog.records if record.levelname == "WARNING"))
+    assert [text.split(" has its weights only as")[0] for text in warnings] == [*ids, opt.model] * (expected == "pt")
 
 
 def test_every_decode_finds_room_in_a_step(tmp_path: Path) -> None:
@@ -351,7 +507,9 @@ def test_weights_of_a_repository_are_downloaded_only_after_every_check(
     write_safetensors(tmp_path / "consolidated.safetensors", cut=3)
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"w": "model-00001.safetensors"}}')
 
-    def snapshot_download(repository: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+    def snapshot_download(
+        repository: str, *, revision: str | None, cache_dir: str | None, allow_patterns: list[str]
+    ) -> str:
         asked.append(allow_patterns)
         return str(tmp_path)
 

@@ -1,0 +1,205 @@
+"""The least time that steps of a layout take, from what they read, compute and send. No torch.
+
+A step of a stage with `n` new tokens of `r` requests takes at least
+
+    max(bytes / bandwidth, operations / peak) + communication
+
+- bytes: the rank's weights (`memory_plan.read_bytes`) and the KV blocks of the requests.
+- operations: 2 for each parameter of a linear layer and token (of the experts, those that are chosen), 2 × (features
+  of a key + of a value) for each head, token and key, and the head of the model once per request.
+- communication: an all-reduce of `b` bytes among `t` ranks, twice per layer, takes a latency and
+  2 (t - 1) / t × b / bandwidth (Patarasuk and Yuan 2009); with NVSwitch, which sums and copies, 1 + 1 / t instead, if
+  that is less. Among `h` hosts it takes that on each, or 2 (h - 1) / h × b / (bandwidth of the network × ranks of the
+  group on a host), whichever is longer: every device has its own part of the network. Replicas that share experts send
+  tokens to each other and results back: those on other hosts over the network, those on the same host over its links,
+  at the same time. A message between stages takes latency + b / bandwidth.
+
+With P stages, `min(rows, P)` plans are in flight, each with its part of the rows. A token of every row takes the time
+of all stages, or that of the slowest stage for each plan, whichever is longer: the rest is the pipeline's bubble. A
+prompt is cut into chunks as the scheduler does (`SchedulerConfig.share`), and each stage computes a chunk once it has
+computed the one before, and the stage before has computed this one.
+
+What is left out makes real steps slower: launches, sampling, scheduling, norms, imbalance of experts, bandwidth and
+FLOPS below the peak. So the tokens/s are upper bounds, which rank layouts rather than predict.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from quire.engine.config import parallel_config
+from quire.engine.config.engine_config import DTYPE_BYTES, EngineConfig
+from quire.engine.config.machine import Machine
+from quire.engine.config.memory_plan import MemoryPlan, read_bytes
+from quire.engine.models.model_spec import LayerSpec, MLASpec, MoESpec
+
+Limit = Literal["bandwidth", "compute", "communication"]
+
+
+@dataclass(frozen=True)
+class Floor:
+    """Least seconds, and what most of them are spent on."""
+
+    seconds: float
+    limit: Limit
+
+    @staticmethod
+    def of(parts: Counter[Limit]) -> Floor:
+        return Floor(sum(parts.values()), max(parts, key=lambda limit: parts[limit]))
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a layout can reach at most."""
+
+    input_len: int
+    """Tokens of the prompt, and of context of decodes."""
+    rows: int
+    """Requests that decode at once, in all replicas."""
+    decode_one: Floor
+    """Time of a token of a request that is alone."""
+    decode: Floor
+    """Time in which all rows get a token."""
+    ttft: Floor
+    """Time of a prompt without other requests."""
+
+    @property
+    def tokens_per_second_one(self) -> float:
+        return 1 / self.decode_one.seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all rows together."""
+        return self.rows / self.decode.seconds
+
+
+def estimate(config: EngineConfig, machine: Machine, input_len: int) -> Estimate:
+    """Return the floors of a resolved layout, with prompts of `input_len` tokens."""
+    floors = _Floors(config, machine)
+    cache, replicas = config.cache, config.parallel.replicas
+    rows = max(1, min(config.scheduler.max_num_seqs, cache.num_blocks // cache.max_blocks(input_len + 1, 1)))
+    return Estimate(
+        input_len=input_len,
+        rows=rows * replicas,
+        decode_one=Floor.of(floors.decode(1, input_len + 1, busy=1)),
+        decode=Floor.of(floors.decode(rows, input_len + 1, busy=replicas)),
+        ttft=Floor.of(floors.prefill(input_len)),
+    )
+
+
+class _Floors:
+    """The floors of a layout's steps on a machine."""
+
+    def __init__(self, config: EngineConfig, machine: Machine) -> None:
+        parallel = config.parallel
+        self.config, self.machine = config, machine
+        self.stages = range(len(parallel.stages))
+        self._arch = parallel_config.rank_spec(config.model.architecture, parallel)
+        self._sizes = MemoryPlan.of(config)
+        self._layers = [Counter(self._arch.layers[number] for number in layers) for layers in parallel.stages]
+        self._share = min(1.0, machine.count / max(1, parallel.num_local_ranks))
+        """Of a device for each rank."""
+
+    def decode(self, rows: int, context: int, busy: int) -> Counter[Limit]:
+        """Seconds in which each of the `rows` of each of `busy` replicas gets a token at `context` tokens."""
+        plans = min(rows, len(self.stages))
+        times = [self.stage(stage, math.ceil(rows / plans), 1, context, busy) for stage in self.stages]
+        one_plan: Counter[Limit] = sum(times, Counter())
+        slowest = max(times, key=lambda time: sum(time.values()))
+        rounds: Counter[Limit] = Counter({limit: plans * seconds for limit, seconds in slowest.items()})
+        return max(one_plan, rounds, key=lambda time: sum(time.values()))
+
+    def prefill(self, tokens: int) -> Counter[Limit]:
+        """Seconds until the last stage has computed a prompt of `tokens` tokens that is alone."""
+        chunk = self.config.scheduler.share(tokens, len(self.stages))
+        finished: list[Counter[Limit]] = [Counter() for _ in self.stages]
+        for start in range(0, tokens, chunk):
+            end = min(tokens, start + chunk)
+            for stage in self.stages:
+                begun = max(finished[stage], finished[max(0, stage - 1)], key=lambda time: sum(time.values()))
+                finished[stage] = begun + self.stage(stage, 1, end - start, end, busy=1)
+        return finished[-1]
+
+    def stage(self, stage: int, requests: int, tokens: int, context: int, busy: int) -> Counter[Limit]:
+        """Seconds of one step of a stage: `tokens` new tokens of each request, the last one at `context` tokens.
+
+        `busy` replicas do the same at that time.
+        """
+        config, device, parallel = self.config, self.machine.device, self.config.parallel
+        new = requests * tokens
+        coupled = new * busy if parallel.is_coupled else new
+        read = read_bytes(config, self._arch, stage, self._sizes.weights[stage], coupled)
+        read += requests * config.cache.max_blocks(context, tokens) * self._sizes.kv_block[stage]
+        bandwidth = device.cache_bandwidth if read <= device.cache * self._share else device.bandwidth
+        bits = 8 if config.model.quantization else 8 * DTYPE_BYTES[config.model.dtype]
+        layers = self._layers[stage].items()
+        operations = sum(count * self._operations(each, requests, tokens, context, coupled) for each, count in layers)
+        if stage == len(self.stages) - 1:
+            head = self._arch.vocab_per_rank(parallel.tensor_parallel_size) * self._arch.hidden_size
+            operations += 2 * requests * head
+        memory, compute = read / (bandwidth * self._share), operations / (device.flops[bits] * self._share)
+        links = self._links(stage, new, coupled)
+        return Counter({"bandwidth" if memory >= compute else "compute": max(memory, compute), "communication": links})
+
+    def _operations(self, layer: LayerSpec, requests: int, tokens: int, context: int, coupled: int) -> float:
+        new = requests * tokens
+        tp, hidden = self.config.parallel.tensor_parallel_size, self._arch.hidden_size
+        attention, mixture = layer.attention, layer.feed_forward
+        parameters = sum(math.prod(each) for each in layer.matrices(hidden, tp))
+        experts = 0.0
+        if isinstance(mixture, MoESpec):
+            matrices = list(replace(mixture, shared=None).matrices(hidden, tp))
+            parameters -= sum(math.prod(each) for each in matrices)
+            ranks = 1 if self.config.parallel.experts is None else self.config.parallel.expert_ranks
+            experts = coupled * mixture.top_k / ranks * sum(each.rows * each.columns for each in matrices)
+        features = attention.head_dim + (attention.v_head_dim if isinstance(attention, MLASpec) else attention.head_dim)
+        # The tokens have context - tokens + 1, …, context keys: `rising` of them at most the window, the others more.
+        window = min(context, attention.window or context)
+        rising = max(0, min(tokens, window - context + tokens))
+        pairs = tokens * window - rising * (rising - 1) / 2
+        return 2 * (new * parameters + experts + requests * pairs * features * attention.num_heads / tp)
+
+    def _links(self, stage: int, new: int, coupled: int) -> float:
+        """Seconds of communication: inside the stage, among replicas that share experts, and to the next stage."""
+        parallel, machine = self.config.parallel, self.machine
+        tp, token = parallel.tensor_parallel_size, self._arch.hidden_size * DTYPE_BYTES[self.config.model.dtype]
+        ranks_per_host = parallel.world_size // parallel.nodes
+        layers = self._layers[stage].items()
+        seconds = 0.0
+        if tp > 1:
+            number = (stage == 0) + sum(count * (2 - each.is_parallel) for each, count in layers)
+            on_hosts = Counter(rank // ranks_per_host for rank in range(stage * tp, (stage + 1) * tp))
+            seconds += number * self._all_reduce([*on_hosts.values()], new * token)
+        for layer, count in layers:
+            if parallel.is_coupled and isinstance(layer.feed_forward, MoESpec):
+                seconds += 2 * count * self._exchange(layer.feed_forward.top_k, new, coupled, token)
+        if stage < len(self.stages) - 1:
+            link = machine.network if (stage + 1) * tp % ranks_per_host == 0 else machine.device.link
+            seconds += link.latency + new * token / link.bandwidth
+        return seconds
+
+    def _all_reduce(self, ranks: list[int], size: int) -> float:
+        """Seconds of an all-reduce of `size` bytes among so many ranks on each host."""
+        link, network, most, hosts = self.machine.device.link, self.machine.network, max(ranks), len(ranks)
+        factor = 2 * (most - 1) / most
+        if self.machine.device.has_multicast:
+            factor = min(factor, 1 + 1 / most)
+        inside = factor * size / link.bandwidth
+        if hosts == 1:
+            return link.latency + inside
+        return network.latency + max(inside, 2 * (hosts - 1) / hosts * size / (network.bandwidth * min(ranks)))
+
+    def _exchange(self, top_k: int, new: int, coupled: int, token: int) -> float:
+        """Seconds in which replicas that share experts send each other's tokens, of `token` bytes, in one direction."""
+        parallel, nodes = self.config.parallel, self.machine.nodes
+        link, network = self.machine.device.link, self.machine.network
+        ranks, tokens = parallel.replicas, float(coupled)
+        if parallel.experts is not None and parallel.experts.all2all_backend == "all_to_all":
+            ranks = parallel.expert_ranks
+            tokens = min(tokens, new / parallel.tensor_parallel_size * min(top_k, ranks))
+        own_host, other_hosts = tokens * (1 / nodes - 1 / ranks) * token, tokens * (1 - 1 / nodes) * token
+        latency = network.latency if nodes > 1 else link.latency
+        return latency + max(own_host / link.bandwidth, other_hosts / network.bandwidth)

@@ -1,0 +1,330 @@
+"""Layouts: their sizes are those of `serve`, their order follows from floors, and refusals say why."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.engine.cluster import ray_cluster
+from quire.engine.config import devices, floors
+from quire.engine.config.devices import Devices
+from quire.engine.config.floors import estimate
+from quire.engine.config.layouts import Layout, RefusedLayout, best_layout, layouts
+from quire.engine.config.machine import Device, Link, Machine, describe
+from quire.engine.config.memory_plan import MemoryPlan, read_bytes, tokens_in_cache
+from quire.engine.config.options import EngineOptions
+from quire.engine.config.resolve import resolve
+from quire.engine.config.topology import LinkType
+from quire.engine.models.model_spec import AttentionSpec
+from quire.engine.protocol.errors import ConfigError
+from tests.fakes.model_configs import MODEL_CONFIGS, write_config
+
+GPUS = {"Llama 3 70B": "8xH100", "Mixtral 8x7B": "4xA100-40G", "DeepSeek R1": "16xH200", "Qwen3 0.6B": "2xA10G"}
+
+
+@pytest.fixture(autouse=True)
+def _no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_cluster, "find", lambda options: None)
+
+
+def options(model: str, **changes: Any) -> EngineOptions:
+    return EngineOptions(model=model, **{"max_model_len": 4096, **changes})
+
+
+def find(
+    folder: Path, name: str, gpus: str = "", **keywords: Any
+) -> tuple[EngineOptions, Machine, list[Layout], list[RefusedLayout]]:
+    asked = options(write_config(folder, name), **keywords.pop("options", {}))
+    machine = describe(gpus or GPUS[name], keywords.pop("nodes", 1), 50.0)
+    return asked, machine, *layouts(asked, machine, **keywords)
+
+
+@pytest.mark.parametrize("name", MODEL_CONFIGS)
+def test_sizes_are_those_that_serve_resolves(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what serve rejects is refused with its error."""
+    asked, machine, fits, refused = find(tmp_path, name)
+    memory, links = machine.device.memory, ((LinkType.NVLINK,) * machine.count,) * machine.count
+    monkeypatch.setattr(
+        devices,
+        "find",
+        lambda kind, groups: Devices("cuda", machine.count, memory, tuple(range(sum(groups))), links),
+    )
+    assert fits
+    for layout in fits:
+        config = resolve(replace(asked, **layout.options))
+        assert MemoryPlan.of(config) == MemoryPlan.of(layout.config)
+        assert config.cache == layout.config.cache
+        assert tokens_in_cache(config) == tokens_in_cache(layout.config)
+        assert config.parallel.stages == layout.config.parallel.stages
+    for each in refused:
+        with pytest.raises(ConfigError) as error:
+            resolve(replace(asked, **each.options))
+        assert str(error.value) == str(each.error)
+    both = [*(each.options for each in fits), *(each.options for each in refused)]
+    degrees = [tuple(each.values()) for each in both]
+    assert len(set(degrees)) == len(degrees)
+    assert all(math.prod(sizes[:3]) == machine.count for sizes in degrees)
+
+
+def test_this_machine_has_the_memory_of_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "free_host_memory", lambda: 8 << 30)
+    asked = options(write_config(tmp_path, "Qwen3 0.6B"), device="cpu", quantization="int8")
+    layout, others = best_layout(asked, cpu())
+    assert not others
+    config = resolve(asked)
+    assert (MemoryPlan.of(config), config.cache) == (MemoryPlan.of(layout.config), layout.config.cache)
+
+
+def cpu() -> Machine:
+    peak = {32: 1e12, 16: 1e12, 8: 4e12}
+    device = Device(name="CPU", memory=8 << 30, bandwidth=2e10, flops=peak, link=Link("shared memory", 2e10, 2e-6))
+    return Machine(device=device, count=1, kind="cpu")
+
+
+def test_the_order_is_that_of_the_goal(tmp_path: Path) -> None:
+    for name in ("Mixtral 8x7B", "Qwen3 0.6B"):
+        *_, fits, _ = find(tmp_path, name)
+        rates = [layout.estimate.tokens_per_second for layout in fits]
+        assert rates == sorted(rates, reverse=True)
+        *_, fits, _ = find(tmp_path, name, goal="latency")
+        rates = [layout.estimate.tokens_per_second_one for layout in fits]
+        assert rates == sorted(rates, reverse=True)
+
+
+def test_known_answers(tmp_path: Path) -> None:
+    """Tensor parallelism answers one request first; replicas of a small model answer most."""
+    *_, fits, _ = find(tmp_path, "Qwen3 0.6B", "8xH100", goal="throughput")
+    assert fits[0].flags == "-tp 1 -pp 1 -dp 8"
+    *_, fits, _ = find(tmp_path, "Llama 3 70B", goal="latency")
+    assert fits[0].flags == "-tp 8 -pp 1 -dp 1"
+    *_, fits, refused = find(tmp_path, "DeepSeek R1", "8xH200", nodes=2)
+    assert fits[0].options["enable_expert_parallel"]
+    assert any(each.reason.startswith("Not enough memory: needs 1.2 TiB per rank, ") for each in refused)
+    slow = describe("8xH200", 2, 0.01)
+    *_, fits = layouts(options(write_config(tmp_path, "Llama 3 70B")), slow, given=())[:1]
+    worst = min(fits, key=lambda layout: layout.estimate.tokens_per_second_one)
+    assert worst.options["tensor_parallel_size"] == 16
+    assert worst.estimate.decode_one.limit == "communication"
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "layout", "reason"),
+    [
+        ("Llama 3 70B", "6xH100", "-tp 3 -pp 1 -dp 2", "does not divide this model's 64 attention heads"),
+        ("Llama 3 70B", "A10G", "-tp 1 -pp 1 -dp 1", "Not enough memory: needs "),
+        (
+            "Qwen3 0.6B",
+            "29xH100",
+            "-tp 1 -pp 29 -dp 1",
+            "29 is more than the model's 28 layers",
+        ),
+        (
+            "Mixtral 8x7B",
+            "3xH100",
+            "-tp 1 -pp 1 -dp 3 --enable-expert-parallel",
+            "8 experts cannot be distributed evenly over 3 ranks",
+        ),
+    ],
+)
+def test_a_refusal_says_why(name: str, gpus: str, layout: str, reason: str, tmp_path: Path) -> None:
+    refused = find(tmp_path, name, gpus)[-1]
+    reasons = {each.flags: each.reason for each in refused}
+    assert reason in reasons[layout]
+    assert ";" not in reasons[layout]
+
+
+def test_degrees_that_are_given_stay(tmp_path: Path) -> None:
+    changes = {"tensor_parallel_size": 2}
+    _, _, fits, refused = find(tmp_path, "Mixtral 8x7B", "8xH100", options=changes, given=changes)
+    both = [*(each.options for each in fits), *(each.options for each in refused)]
+    assert {each["tensor_parallel_size"] for each in both} == {2}
+    assert {math.prod(list(each.values())[:3]) for each in both} == {8}
+    assert {each["enable_expert_parallel"] for each in both} == {False, True}
+    changes = {"pipeline_parallel_size": 2, "data_parallel_size": 1, "enable_expert_parallel": True}
+    _, _, fits, refused = find(tmp_path, "Mixtral 8x7B", "8xH100", options=changes, given=changes)
+    assert [each.flags for each in fits] == ["-tp 4 -pp 2 -dp 1 --enable-expert-parallel"]
+    assert not refused
+    changes = dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"), 4)
+    with pytest.raises(ConfigError, match=r"-tp 4 -pp 4 -dp 4 .*but 8 are visible"):
+        best_layout(
+            options(write_config(tmp_path, "Qwen3 0.6B"), **changes), describe("8xH100", 1, 50.0), given=changes
+        )
+
+
+def test_gpus_are_those_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those of the host that plans."""
+    monkeypatch.setattr(devices, "gpu_capabilities", lambda: [(8, 0)] * 8)
+    changes = {"kv_cache_dtype": "fp8"}
+    assert find(tmp_path, "Qwen3 0.6B", "H100", options=changes)[2]
+    *_, refused = find(tmp_path, "Qwen3 0.6B", "A100", options=changes)
+    assert "compute capability 8.9" in refused[0].reason
+    assert find(tmp_path, "Qwen3 0.6B", "X:80,2000,300", options=changes)[2]
+
+
+def test_what_cannot_be_planned_is_rejected(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--input-len 4096: must be from 1 to 4095"):
+        find(tmp_path, "Qwen3 0.6B", input_len=4096)
+    with pytest.raises(ConfigError, match="--data-parallel-start-rank: only layouts of all replicas"):
+        find(tmp_path, "Qwen3 0.6B", options={"data_parallel_start_rank": 0})
+
+
+@pytest.mark.parametrize("name", MODEL_CONFIGS)
+def test_a_better_machine_is_never_slower(name: str, tmp_path: Path) -> None:
+    _, machine, fits, _ = find(tmp_path, name, "4xH200" if name != "DeepSeek R1" else "8xH200", nodes=2)
+    device, network = machine.device, machine.network
+    for better in (
+        replace(machine, device=replace(device, bandwidth=2 * device.bandwidth)),
+        replace(machine, device=replace(device, flops={bits: 2 * peak for bits, peak in device.flops.items()})),
+        replace(machine, device=replace(device, link=replace(device.link, bandwidth=2 * device.link.bandwidth))),
+        replace(machine, network=replace(network, bandwidth=2 * network.bandwidth, latency=network.latency / 2)),
+    ):
+        faster = 0
+        for layout in fits:
+            before, after = layout.estimate, estimate(layout.config, better, layout.estimate.input_len)
+            assert after.tokens_per_second >= before.tokens_per_second
+            assert after.tokens_per_second_one >= before.tokens_per_second_one
+            assert after.ttft.seconds <= before.ttft.seconds
+            faster += after != before
+        assert faster or name == "DeepSeek R1"  # whose steps read so much that none is limited by compute
+
+
+def test_a_floor_is_what_its_formula_says(tmp_path: Path) -> None:
+    """Of a dense model: bytes over bandwidth in decodes, operations over the peak in prefills, and all-reduces."""
+    _, machine, [layout], _ = find(tmp_path, "Qwen3 0.6B", "H100")
+    config, found, device = layout.config, layout.estimate, machine.device
+    sizes, arch = MemoryPlan.of(config), config.model.architecture
+    read = sizes.weights[0] + math.ceil((found.input_len + 1) / 16) * sizes.kv_block[0]  # the embedding is the head
+    assert found.decode_one.seconds == pytest.approx(read / device.bandwidth)
+    assert found.decode_one.limit == "bandwidth"
+    parameters = sum(math.prod(each) for layer in arch.layers for each in layer.matrices(arch.hidden_size, 1))
+    pairs = found.input_len * (found.input_len + 1) / 2
+    operations = 2 * (parameters * found.input_len + 28 * pairs * 16 * 2 * 128 + arch.vocab_size * arch.hidden_size)
+    assert found.ttft.seconds == pytest.approx(operations / device.flops[16])
+    assert found.ttft.limit == "compute"
+
+    given = {"tensor_parallel_size": 2}
+    _, machine, [layout], _ = find(tmp_path, "Qwen3 0.6B", "2xH100", options=given, given=given)
+    link = machine.device.link
+    far = replace(machine, device=replace(machine.device, link=replace(link, latency=link.latency + 1.0)))
+    after = estimate(layout.config, far, layout.estimate.input_len)
+    assert after.decode_one.seconds - layout.estimate.decode_one.seconds == pytest.approx(2 * 28 + 1)
+
+
+def test_stages_take_turns(tmp_path: Path) -> None:
+    """One request waits for all stages; many keep all of them busy, with a plan each."""
+    given = {"tensor_parallel_size": 1, "data_parallel_size": 1}
+    _, _, [layout], _ = find(tmp_path, "Llama 3 70B", "4xH200", options=given, given=given)
+    found, weights = layout.estimate, MemoryPlan.of(layout.config).weights
+    assert found.decode_one.seconds > (sum(weights) - 128256 * 8192 * 2) / 4.8e12
+    # Each of four plans has a quarter of the rows, and takes the time of the slowest stage.
+    assert 4 * max(weights) / 4.8e12 < found.decode.seconds < 8 * max(weights) / 4.8e12
+    assert found.rows == 256
+
+
+def test_a_step_reads_the_experts_that_its_tokens_choose(tmp_path: Path) -> None:
+    given = {"tensor_parallel_size": 4, "enable_expert_parallel": False}
+    _, _, [layout], _ = find(tmp_path, "Mixtral 8x7B", options=given, given=given)
+    weights, arch = MemoryPlan.of(layout.config).weights[0], layout.config.model.architecture
+    embedding = 32000 * 4096 * 2 // 4
+    experts = 32 * 8 * 3 * 4096 * 14336 * 2 // 4
+    assert read_bytes(layout.config, arch, 0, weights, 1) == pytest.approx(weights - embedding - experts * 6 / 8)
+    assert read_bytes(layout.config, arch, 0, weights, 10_000) == pytest.approx(weights - embedding)
+
+
+@pytest.mark.parametrize(("length", "chunks"), [(400, [256, 144]), (4000, [1000] * 4), (9000, [2048] * 4 + [808])])
+def test_the_chunks_of_a_prompt_overlap(
+    length: int, chunks: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are those of the scheduler (see test_scheduler)."""
+    given = {"pipeline_parallel_size": 4, "max_num_batched_tokens": 2048, "max_model_len": 10_000}
+    _, machine, [layout], _ = find(tmp_path, "Qwen3 0.6B", "4xH200", options=given, given=given)
+    steps: list[tuple[int, int]] = []
+
+    def stage(self: Any, stage: int, requests: int, tokens: int, context: int, busy: int) -> Counter[str]:
+        steps.append((stage, tokens))
+        return Counter({"compute": 1.0})
+
+    monkeypatch.setattr(floors._Floors, "stage", stage)
+    ttft = estimate(layout.config, machine, length).ttft
+    for number in range(4):
+        assert [tokens for where, tokens in steps if where == number and tokens > 1] == chunks
+    assert ttft.seconds == len(chunks) + 3
+
+
+def test_chunks_that_overlap_cost_little_more_than_one_stage(tmp_path: Path) -> None:
+    """With stages that compute for the same time, a pipeline of P takes (2 P - 1) / P of one stage's share."""
+    times = {}
+    for stages in (2, 4, 8):
+        given = {"pipeline_parallel_size": stages, "max_model_len": 8192}
+        _, _, [layout, *_], _ = find(
+            tmp_path, "Llama 3 70B", "8xH200", options=given, given={**given, "data_parallel_size": 1}, input_len=4096
+        )
+        times[stages] = layout.estimate.ttft.seconds
+    assert max(times.values()) < 2 * min(times.values())
+
+
+def links_of(tmp_path: Path, name: str, machine: Machine, given: dict[str, Any], changes: dict[str, float]) -> float:
+    """Seconds by which a decode of one request takes longer if these bandwidths of the machine are halved."""
+    [layout], _ = layouts(options(write_config(tmp_path, name), **given), machine, given=given)
+    link, network = machine.device.link, machine.network
+    slower = replace(
+        machine,
+        device=replace(machine.device, link=replace(link, bandwidth=link.bandwidth / changes.get("link", 1))),
+        network=replace(network, bandwidth=network.bandwidth / changes.get("network", 1)),
+    )
+    after = estimate(layout.config, slower, layout.estimate.input_len)
+    return after.decode_one.seconds - layout.estimate.decode_one.seconds
+
+
+def test_every_device_sends_its_part_to_other_hosts(tmp_path: Path) -> None:
+    """Of an all-reduce among 16 GPUs on two hosts, each of the 8 of a host sends an eighth."""
+    given = {"tensor_parallel_size": 16, "data_parallel_size": 1}
+    machine = describe("8xH200", 2, 1.0)  # slow, so that it takes longest
+    size, number = 8192 * 2, 2 * 80 + 1
+    assert links_of(tmp_path, "Llama 3 70B", machine, given, {"network": 2}) == pytest.approx(number * size / 8e9)
+    assert links_of(tmp_path, "Llama 3 70B", machine, given, {"link": 2}) == 0
+
+
+def test_replicas_that_share_experts_use_both_links(tmp_path: Path) -> None:
+    """Half of the tokens come from the other of two hosts."""
+    given = {"data_parallel_size": 8, "tensor_parallel_size": 1, "enable_expert_parallel": True}
+    size = 2 * 32 * 4096 * 2
+    slow = describe("4xH200", 2, 1.0)
+    found = links_of(tmp_path, "Mixtral 8x7B", slow, given, {"network": 2})
+    assert found == pytest.approx(size / 2 / 1e9)
+    fast = describe("4xH200", 2, 1e6)
+    found = links_of(tmp_path, "Mixtral 8x7B", fast, given, {"link": 2})
+    assert found == pytest.approx(size * 3 / 8 / 450e9)
+
+
+@pytest.mark.parametrize(("gpus", "factor"), [("8xH200", 1 + 1 / 8), ("8xA100-80G", 2 * 7 / 8), ("2xH200", 1.0)])
+def test_an_all_reduce_sends_what_its_algorithm_needs(gpus: str, factor: float, tmp_path: Path) -> None:
+    """NVSwitch sums and copies from compute capability 9.0 on."""
+    machine = describe(gpus, 1, 50.0)
+    given = {"tensor_parallel_size": machine.count, "data_parallel_size": 1}
+    number, name = (2 * 28 + 1, "Qwen3 0.6B") if machine.count == 2 else (2 * 80 + 1, "Llama 3 70B")
+    size = 2 * (1024 if machine.count == 2 else 8192)
+    expected = number * factor * size / machine.device.link.bandwidth
+    assert links_of(tmp_path, name, machine, given, {"link": 2}) == pytest.approx(expected)
+
+
+def test_tokens_within_a_window_have_fewer_keys(tmp_path: Path) -> None:
+    """The operations of attention are those of every token's keys."""
+    _, machine, [layout], _ = find(tmp_path, "Qwen3 0.6B", "H100")
+    arch, parts = layout.config.model.architecture, floors._Floors(layout.config, machine)
+    layer = arch.layers[0]
+    assert isinstance(layer.attention, AttentionSpec)
+
+    def operations(window: int | None, tokens: int, context: int) -> float:
+        attention = replace(layer.attention, window=window)
+        return parts._operations(replace(layer, attention=attention), 1, tokens, context, tokens)
+
+    for window, tokens, context in [(8, 10, 10), (8, 4, 10), (8, 4, 4), (8, 6, 9), (1, 3, 9)]:
+        fewer = operations(None, tokens, context) - operations(window, tokens, context)
+        missing = sum(max(0, keys - window) for keys in range(context - tokens + 1, context + 1))
+        assert fewer == pytest.approx(2 * missing * 2 * 128 * 16)
