@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ class DescribeRequest:
     length: int | None = None
     """--max-model-len."""
     trust_remote_code: bool = False
+    hf_overrides: Mapping[str, Any] = field(default_factory=dict)
     is_checked: bool = True
     """Whether to compare a small model of the same kind with transformers' own implementation."""
     is_verbose: bool = False

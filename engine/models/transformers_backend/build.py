@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from quire.engine.config.model_files import read_json, with_overrides
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.weight import Weight
 from quire.engine.models.transformers_backend.sharding import (
@@ -42,10 +43,13 @@ from_config: Callable[..., Any] = AutoModelForCausalLM.from_config
 """transformers' constructor of a causal language model from a config."""
 
 
-def read_config(path: Path, trust_remote_code: bool) -> Any:
-    """The config as transformers reads it; transformers' errors are passed on."""
+def read_config(path: Path, trust_remote_code: bool, overrides: Mapping[str, Any]) -> Any:
+    """The config as transformers reads it, with --hf-overrides; transformers' errors are passed on."""
     try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
+        if not overrides:
+            return config
+        return type(config).from_dict(with_overrides(read_json(path / "config.json"), overrides))
     except ValueError as error:
         if trust_remote_code or "trust_remote_code" not in str(error):
             raise

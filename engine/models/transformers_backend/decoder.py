@@ -84,7 +84,7 @@ class TransformersDecoder(nn.Module):
         model: ModelConfig, arch: TransformersModelSpec, layers: range, parallel: Parallel, device: torch.device
     ) -> TransformersDecoder:
         """Build the decoder for the resolved configuration; embedding models have no head."""
-        config = build.read_config(model.path, model.trust_remote_code)
+        config = build.read_config(model.path, model.trust_remote_code, model.hf_overrides)
         decoder = TransformersDecoder(
             config,
             layers,

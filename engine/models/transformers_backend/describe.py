@@ -71,7 +71,7 @@ def describe(request: DescribeRequest) -> TransformersModelSpec:
 
 
 def _describe(request: DescribeRequest) -> TransformersModelSpec:
-    config = build.read_config(request.path, request.trust_remote_code)
+    config = build.read_config(request.path, request.trust_remote_code, request.hf_overrides)
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config  # tensors are dequantized while they are read
     name = _check_kind(config)

@@ -117,15 +117,15 @@ def fetch(folder: Path, **options: Any) -> None:
     fetch_weights(asked, resolve(asked))
 
 
-def test_files_of_torch_are_read_only_when_asked_for(tmp_path: Path) -> None:
+def test_files_of_torch_are_read_where_there_are_no_safetensors(tmp_path: Path) -> None:
     tensors = write("Llama", tmp_path)
     with pytest.raises(ConfigError, match=r"no pytorch_model\*\.bin found"):
         fetch(tmp_path, load_format="pt")
     fetch(tmp_path)
     pickle(tmp_path, tensors)
-    with pytest.raises(ConfigError, match=r"only pytorch_model\.bin; --load-format pt reads"):
-        fetch(tmp_path)
-    fetch(tmp_path, load_format="pt")
+    with pytest.raises(ConfigError, match=r"no \*\.safetensors found, only pytorch_model\.bin"):
+        fetch(tmp_path, load_format="safetensors")
+    fetch(tmp_path)
 
 
 class Code:

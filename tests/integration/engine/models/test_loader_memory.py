@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from quire.engine.config.memory_plan import MemoryPlan
 from tests.fakes.model_logits import configure
@@ -50,6 +50,18 @@ def test_loading_takes_little_more_than_the_weights(
     folder: Path, dtype: str, quantization: str | None, tp: int
 ) -> None:
     peak, held = measure(folder, dtype, tp, "sliced", quantization)
+    assert 0.9 * held < peak <= 1.1 * held
+
+
+def test_files_of_torch_are_not_held_in_memory(folder: Path, tmp_path: Path) -> None:
+    """Neither one nor several: they are mapped, as safetensors are."""
+    tensors = load_file(folder / "model.safetensors")
+    files = {name: f"pytorch_model-{number % 3}.bin" for number, name in enumerate(tensors)}
+    for file in set(files.values()):
+        torch.save({name: tensor for name, tensor in tensors.items() if files[name] == file}, tmp_path / file)
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": files}))
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    peak, held = measure(tmp_path, "bfloat16", 2, "sliced", None)
     assert 0.9 * held < peak <= 1.1 * held
 
 
