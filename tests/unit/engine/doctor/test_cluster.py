@@ -1,0 +1,207 @@
+"""The checks between hosts, which are threads here; what their ranks would measure is made up."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from quire.engine.doctor import cluster
+from quire.engine.doctor.check import Check, ok
+from quire.engine.doctor.cluster import Answer, Cluster, Coordinator, Prober, Report, Request
+from quire.engine.doctor.ranks import RankTask
+
+VERSIONS = {"python": "3.12.1", "quire": "1", "torch": "2.13", "triton": "3.9"}
+OWN = Report([ok("memory", "enough")], VERSIONS, "cpu", 1, 1500)
+ADDRESS = "127.0.0.1"
+
+
+@pytest.fixture(autouse=True)
+def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(tasks: Sequence[RankTask], towards: str) -> Iterator[Check]:
+        for task in tasks:
+            if task.rank == 0:
+                yield ok(task.subject, f"{task.size} ranks", bytes_per_second=1.0)
+
+    monkeypatch.setattr(cluster, "run", run)
+    monkeypatch.setattr(cluster, "_SEND_SECONDS", 0.01)
+
+
+@contextlib.contextmanager
+def answering(
+    coordinator: Coordinator, where: Cluster, nodes: Sequence[int], check: Callable[[], Report]
+) -> Iterator[None]:
+    """The other hosts, as threads."""
+    there = [replace(where, node=node, port=coordinator._leader.port) for node in nodes]
+    ends: list[str] = []
+    threads = [threading.Thread(target=lambda each=each: ends.append(cluster.follow(each, check))) for each in there]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        coordinator.close()
+        for thread in threads:
+            thread.join(20)
+        assert not any(ends)
+
+
+def checked(
+    nnodes: int = 2, nodes: Sequence[int] = (1,), seconds: float = 20.0, check: Callable[[], Report] = lambda: OWN
+) -> tuple[dict[str, Report], dict[str, Check]]:
+    """The other hosts' reports, and the checks between the hosts."""
+    with socket.create_server((ADDRESS, 0)) as free:
+        fixed = free.getsockname()[1]
+    where = Cluster(nnodes, 0, ADDRESS, 0, "", seconds, (fixed,))
+    coordinator = Coordinator(where)
+    reports, checks = dict[str, Report](), dict[str, Check]()
+    with answering(coordinator, where, nodes, check):
+        for found in coordinator.check(OWN):
+            if isinstance(found, Check):
+                checks[found.name] = found
+            else:
+                reports[found[0]] = found[1]
+    return reports, checks
+
+
+def test_hosts_that_are_alike() -> None:
+    reports, checks = checked(3, (1, 2))
+    assert reports == {"node 1 (127.0.0.1)": OWN, "node 2 (127.0.0.1)": OWN}
+    assert {check.status for check in checks.values()} <= {"ok", "warning"}, checks  # a busy machine is slow
+    names = [f"node {number} (127.0.0.1)" for number in range(3)]
+    assert checks.keys() == {
+        *("hosts", "versions", "MTU", "ports between hosts", "all-reduce of all hosts"),
+        *(f"round trip to {name}" for name in names[1:]),
+        *(f"clock of {name}" for name in names[1:]),
+        *(f"bandwidth from {one} to {other}" for one, other in zip(names, [*names[1:], names[0]], strict=True)),
+    }
+    assert checks["all-reduce of all hosts"].found == "3 ranks"
+    assert checks["ports between hosts"].found.startswith("20 connections")  # 3 hosts × 2 others × 3, and 2 × 1
+    assert all(check.values["bytes_per_second"] > 0 for name, check in checks.items() if name.startswith("bandwidth"))
+
+
+def test_what_differs_is_named() -> None:
+    other = {"python": "3.12.9", "quire": "1", "torch": "2.12", "triton": "none"}
+    _, checks = checked(check=lambda: msgspec.structs.replace(OWN, versions=other, mtu=9000))
+    assert checks["versions of torch"].status == "fault"
+    assert checks["versions of torch"].found == "2.13 on node 0 (127.0.0.1), 2.12 on node 1 (127.0.0.1)"
+    assert checks["versions of triton"].status == "warning"
+    assert "versions of python" not in checks
+    assert "versions" not in checks
+    assert checks["MTU"].status == "warning"
+
+
+def instead(monkeypatch: pytest.MonkeyPatch, kind: type[Request], answer: Callable[[Answer], Answer]) -> None:
+    """Let node 1 change its answers to requests of a kind."""
+    original = Prober.answer
+
+    def changed(prober: Prober, request: Request) -> Answer:
+        found = original(prober, request)
+        return answer(found) if prober._cluster.node == 1 and isinstance(request, kind) else found
+
+    monkeypatch.setattr(Prober, "answer", changed)
+
+
+def test_a_clock_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    instead(monkeypatch, cluster.Ping, lambda _: cluster.Pong(time.time() + 3600))
+    _, checks = checked()
+    found = checks["clock of node 1 (127.0.0.1)"]
+    assert found.status == "warning"
+    assert found.values["offset_seconds"] == pytest.approx(3600, abs=60)
+
+
+def test_a_blocked_port_is_named_with_both_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def block(answer: Answer) -> Answer:
+        assert isinstance(answer, cluster.Reached)
+        return cluster.Reached(["timed out" for _ in answer.problems])
+
+    instead(monkeypatch, cluster.Reach, block)
+    _, checks = checked()
+    (fault,) = (check for check in checks.values() if check.status == "fault")
+    assert [check.status for check in checks.values() if check.name.startswith("port ")] == ["fault", "warning"]
+    assert fault.found == "node 1 (127.0.0.1) cannot reach it on node 0 (127.0.0.1): timed out"
+    assert "firewall of 127.0.0.1" in fault.remedy
+    assert "ports between hosts" not in checks
+    assert not any(name.startswith("bandwidth from node 1") for name in checks)
+    assert checks["all-reduce of all hosts"] == Check(
+        "all-reduce of all hosts", "not applicable", "not tried, as a port is blocked"
+    )
+
+
+def test_a_transfer_that_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    instead(monkeypatch, cluster.Send, lambda _: cluster.Sent(0.0, "timed out"))
+    _, checks = checked()
+    found = checks["bandwidth from node 1 (127.0.0.1) to node 0 (127.0.0.1)"]
+    assert (found.status, found.found) == ("fault", "a transfer stopped: timed out")
+    assert "MTU" in found.remedy
+
+
+def test_a_host_that_does_not_come_is_named() -> None:
+    reports, checks = checked(3, (1,), seconds=1.0)
+    assert list(reports) == ["node 1 (127.0.0.1)"]
+    assert checks["hosts"].status == "fault"
+    assert "node 2 did not join" in checks["hosts"].found
+    assert checks["all-reduce of all hosts"].status == "not applicable"
+
+
+def test_a_host_that_cannot_be_checked_is_named() -> None:
+    class Broken(Exception):
+        pass
+
+    def broken() -> Report:
+        raise Broken
+
+    where = Cluster(2, 0, ADDRESS, 0, "", 20.0, ())
+    coordinator = Coordinator(where)
+    raised: list[bool] = []
+
+    def follow() -> None:
+        with pytest.raises(Broken):
+            cluster.follow(replace(where, node=1, port=coordinator._leader.port), broken)
+        raised.append(True)
+
+    thread = threading.Thread(target=follow)
+    thread.start()
+    found = {check.name: check for check in coordinator.check(OWN) if isinstance(check, Check)}
+    thread.join()
+    coordinator.close()
+    assert raised
+    lost = found["node 1 (127.0.0.1)"]
+    assert (lost.status, lost.found) == ("fault", "node 1 (127.0.0.1) has ended: it was stopped")
+    assert "start it again on every host" in lost.remedy
+
+
+def test_a_stranger_gets_no_answer() -> None:
+    prober = Prober(Cluster(2, 1, ADDRESS, 0, "", 1.0, ()))
+    listening = prober.answer(cluster.Listen(b"s" * 16, []))
+    assert isinstance(listening, cluster.Listening)
+    assert len(listening.assigned) == 3
+    target = cluster.Target(0, listening.address, listening.assigned[0])
+    try:
+        for secret, problem in ((b"s" * 16, ""), (b"x" * 16, "another program answers there")):
+            assert prober.answer(cluster.Reach(secret, [target])) == cluster.Reached([problem])
+    finally:
+        prober.close()
+    with socket.socket() as probe:
+        probe.bind((ADDRESS, 0))
+        closed = cluster.Target(0, ADDRESS, probe.getsockname()[1])
+        assert prober.answer(cluster.Reach(b"s" * 16, [closed])) == cluster.Reached(["connection refused"])
+
+
+def test_a_silent_connection_keeps_no_port_from_others() -> None:
+    """Such as that of a port scanner."""
+    prober = Prober(Cluster(2, 1, ADDRESS, 0, "", 1.0, ()))
+    listening = prober.answer(cluster.Listen(b"s" * 16, []))
+    assert isinstance(listening, cluster.Listening)
+    target = cluster.Target(0, listening.address, listening.assigned[0])
+    try:
+        with socket.create_connection((target.address, target.port)):
+            assert prober.answer(cluster.Reach(b"s" * 16, [target])) == cluster.Reached([""])
+    finally:
+        prober.close()
