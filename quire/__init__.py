@@ -6,9 +6,30 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from quire.engine.protocol.sampling_params import SamplingParams, StructuredOutputs
-    from quire.server.llm import LLM, AsyncLLM, EmbeddingRequestOutput, RequestOutput
+    from quire.server.cli.engine_args import AsyncEngineArgs, EngineArgs
+    from quire.server.llm import (
+        LLM,
+        AsyncLLM,
+        AsyncLLMEngine,
+        BeamSearchParams,
+        EmbeddingRequestOutput,
+        LLMEngine,
+        RequestOutput,
+    )
 
-__all__ = ["LLM", "AsyncLLM", "EmbeddingRequestOutput", "RequestOutput", "SamplingParams", "StructuredOutputs"]
+__all__ = [
+    "LLM",
+    "AsyncEngineArgs",
+    "AsyncLLM",
+    "AsyncLLMEngine",
+    "BeamSearchParams",
+    "EmbeddingRequestOutput",
+    "EngineArgs",
+    "LLMEngine",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputs",
+]
 __version__ = "0.1.0"
 
 
@@ -17,6 +38,10 @@ def __getattr__(name: str) -> Any:
         from quire.engine.protocol import sampling_params
 
         return getattr(sampling_params, name)
+    if name in ("AsyncEngineArgs", "EngineArgs"):
+        from quire.server.cli import engine_args
+
+        return getattr(engine_args, name)
     if name in __all__:
         from quire.server import llm
 

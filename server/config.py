@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from importlib import metadata
+from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from quire.engine.config.devices import free_host_memory
 from quire.engine.config.options import flag
@@ -28,6 +33,12 @@ class RestartPolicy:
     """How often within 10 minutes the last replica that is up may die, before the engine has failed."""
 
 
+TEMPLATE_PARAMETERS = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+"""Variables of chat templates that are parameters of requests, and not `chat_template_kwargs`."""
+_TOKENIZERS = frozenset(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+"""Variables of chat templates that are the tokenizer's."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
     """The names of the served model, and its chat format."""
@@ -38,8 +49,16 @@ class ModelOptions:
     chat_template: str | None = flag(
         None, "Jinja chat template, as a file or as text (default: the model's)", metavar="FILE"
     )
+    default_chat_template_kwargs: Mapping[str, Any] | None = flag(
+        None,
+        'variables of the chat template for all requests, e.g. {"enable_thinking": false}; chat_template_kwargs and '
+        "other parameters of a request take precedence",
+    )
     trust_request_chat_template: bool = flag(
         False, "accept chat templates in requests; they run in a sandbox, with limits of time and memory"
+    )
+    strict_parameters: bool = flag(
+        False, "reject hints and unknown fields in messages, too, instead of ignoring them (see docs/reference/api.md)"
     )
     tool_call_parser: Literal[
         "auto",
@@ -64,6 +83,12 @@ class ModelOptions:
         )
     )
 
+    def check(self) -> None:
+        """Raise `ConfigError` for invalid options."""
+        for names, whose in ((TEMPLATE_PARAMETERS, "requests set"), (_TOKENIZERS, "is the tokenizer's")):
+            if found := names.intersection(self.default_chat_template_kwargs or {}):
+                raise ConfigError(f"--default-chat-template-kwargs cannot set {min(found)}, which {whose}; omit it")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions(ModelOptions):
@@ -87,6 +112,7 @@ class ServerOptions(ModelOptions):
         False,
         "run this host's ranks without an API (see --node-rank, --data-parallel-start-rank)",
     )
+    ui: bool = flag(True, "a page at / that shows the engine at work")
     root_path: str = flag("", "path prefix that a reverse proxy adds to every route, such as /llm", metavar="PATH")
     api_key: tuple[str, ...] | None = flag(
         None,
@@ -110,7 +136,29 @@ class ServerOptions(ModelOptions):
         "with --fair-share user or address, weights other than 1; those of API keys are in --api-key-file",
         metavar="NAME=WEIGHT",
     )
+    auto: bool = flag(
+        False,
+        "choose those of -tp, -pp, -dp and --enable-expert-parallel that are not given, as quire plan does for this "
+        "host",
+    )
+    optimize: Literal["throughput", "latency"] = flag(
+        "throughput",
+        "with --auto, prefer the most tokens/s of a full batch (throughput) or of a request that is alone (latency)",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = flag("info", "lowest level of log messages to show")
+    torch_profiler_dir: str | None = flag(
+        None, "folder where POST /stop_profile leaves traces, instead of sending them", metavar="DIR"
+    )
+    vllm_metrics: bool = flag(True, "also export metrics under vLLM's names (vllm:…)")
+    otlp_traces_endpoint: str | None = flag(
+        None,
+        "OpenTelemetry collector that gets traces of requests, such as http://localhost:4317; "
+        "requires the extra quire[otlp] (see docs/guides/monitoring.md)",
+        metavar="URL",
+    )
+    enable_per_request_metrics: bool = flag(
+        False, "add `metrics`, the times of the request, to chat completions and completions of one choice"
+    )
 
     max_queue: int | Literal["unlimited"] = flag(
         8192, "maximum number of waiting requests; further requests get status 429 (see docs/guides/deployment.md)"
@@ -183,12 +231,20 @@ class ServerOptions(ModelOptions):
 
     def check(self) -> None:
         """Raise `ConfigError` for invalid or unreadable options."""
+        super().check()
         if self.shutdown_timeout is not None and not 0 <= self.shutdown_timeout < float("inf"):
             raise ConfigError(f"--shutdown-timeout {self.shutdown_timeout:g}: must be at least 0")
+        if (folder := self.torch_profiler_dir) is not None:
+            with contextlib.suppress(OSError):
+                os.makedirs(folder, exist_ok=True)
+            if not (os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)):
+                raise ConfigError(f"--torch-profiler-dir {folder}: not a folder that can be written to")
         if self.max_restarts < 0:
             raise ConfigError(f"--max-restarts {self.max_restarts}: must be at least 0")
         if self.api_server_count < 1:
             raise ConfigError(f"--api-server-count {self.api_server_count}: must be at least 1")
+        if self.auto and self.headless:
+            raise ConfigError("--auto with --headless: all hosts need the same layout; omit it, and give -tp, -pp, -dp")
         free = free_host_memory()
         if self.api_server_count > max(1, fitting := free // _API_PROCESS_BYTES):
             from quire.engine.config.memory_plan import format_bytes  # slow to import
@@ -222,6 +278,8 @@ class ServerOptions(ModelOptions):
                     raise ConfigError(f"--{name.replace('_', '-')} requires --allowed-origins")
         for given in (self.allowed_origins, self.allowed_methods, self.allowed_headers):
             names(given)
+        if self.otlp_traces_endpoint is not None:
+            otlp_exporter(self.otlp_traces_endpoint)
         self._check_tls()
 
     def _check_tls(self) -> None:
@@ -251,6 +309,35 @@ class ServerOptions(ModelOptions):
                 context.load_verify_locations(self.ssl_ca_certs)
             except OSError as error:
                 raise ConfigError(f"--ssl-ca-certs {self.ssl_ca_certs}: {_reason(error)}") from None
+
+
+_OTLP_EXPORTERS = {"grpc": "grpc", "http/protobuf": "http"}
+"""By protocol, the end of the package's name."""
+
+
+def otlp_exporter(endpoint: str) -> str:
+    """Return the package that exports traces to `--otlp-traces-endpoint`. Raises `ConfigError` if there is none."""
+    variables = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+    name = next((name for name in variables if os.environ.get(name)), variables[0])
+    protocol = os.environ.get(name) or "grpc"
+    if protocol not in _OTLP_EXPORTERS:
+        raise ConfigError(f"environment variable {name}={protocol}: must be {' or '.join(_OTLP_EXPORTERS)}")
+    scheme, _, address = endpoint.rpartition("://")
+    schemes = ("http", "https") if protocol == "http/protobuf" else ("", "grpc", "http", "https")
+    try:
+        is_valid = scheme in schemes and urlsplit(f"//{address}").hostname and urlsplit(f"//{address}").port != 0
+    except ValueError:
+        is_valid = False
+    if not is_valid:
+        example = "http://localhost:4318/v1/traces" if protocol == "http/protobuf" else "http://localhost:4317"
+        raise ConfigError(f"--otlp-traces-endpoint {endpoint}: expected a URL such as {example} for {protocol}")
+    package = f"opentelemetry-exporter-otlp-proto-{_OTLP_EXPORTERS[protocol]}"
+    try:
+        metadata.version(package)
+    except metadata.PackageNotFoundError:
+        what = "'quire[otlp]'" if protocol == "grpc" else package
+        raise ConfigError(f"--otlp-traces-endpoint requires OpenTelemetry for {protocol}: pip install {what}") from None
+    return package.replace("-", ".")
 
 
 WEIGHT_RANGE = "from 0.01 to 100"

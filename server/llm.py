@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
 import uuid
 import weakref
@@ -11,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequenc
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 from tqdm import tqdm
@@ -31,24 +32,45 @@ from quire.server.frontend.frontend import Frontend
 from quire.server.frontend.input_processor import InputProcessor
 from quire.server.frontend.inputs import ChatInput, EmbeddingOptions, GenerationInput, Prompt, RequestOptions
 from quire.server.frontend.output_processor import OutputProcessor, TextDelta
+from quire.server.frontend.output_stream import EngineUnavailable
 from quire.server.frontend.tools import read_tool_use
 from quire.server.llm_outputs import (
+    BeamSearchOutput,
+    BeamSearchParams,
     CompletionOutput,
     EmbeddingOutput,
     EmbeddingRequestOutput,
     Logprob,
     RequestOutput,
+    beam_search_sequence,
     completion,
     prompt_logprobs,
 )
 from quire.server.parsers.events import ToolCall
 
-__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "EmbeddingRequestOutput", "Logprob", "RequestOutput", "ToolCall"]
+if TYPE_CHECKING:
+    from quire.server.cli.engine_args import EngineArgs
+
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "AsyncLLMEngine",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "CompletionOutput",
+    "EmbeddingRequestOutput",
+    "LLMEngine",
+    "Logprob",
+    "RequestOutput",
+    "ToolCall",
+]
 
 PromptLike = str | list[int] | Mapping[str, Any]
 """Text, token ids, or a mapping with either as `prompt` or `prompt_token_ids`, and optionally a `cache_salt`."""
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 
 class AsyncLLM:
@@ -72,6 +94,22 @@ class AsyncLLM:
         self._chat_template = chat_template
         self._log_level = log_level
         self._starting: asyncio.Task[Frontend] | None = None
+        self._requests: weakref.WeakValueDictionary[str, _OfflineRequest] = weakref.WeakValueDictionary()
+        """What `abort` finds."""
+
+    @classmethod
+    def from_engine_args(
+        cls,
+        engine_args: EngineArgs,
+        *,
+        chat_template: str | None = None,
+        log_level: str = "warning",
+        **ignored: Any,
+    ) -> AsyncLLM:
+        """Make the model of `AsyncEngineArgs`. vLLM's other arguments, such as `usage_context`, have no effect."""
+        if ignored:
+            logger.info("from_engine_args: %s: no effect", ", ".join(ignored))
+        return cls(**vars(engine_args.options), chat_template=chat_template, log_level=log_level)
 
     async def start(self) -> Frontend:
         """Load the model; raises `EngineUnavailable` with the reason if that fails."""
@@ -106,10 +144,31 @@ class AsyncLLM:
         Leaving the loop, or cancelling its task, aborts the request. Raises `InvalidParameter`, `RequestFailed` and
         `EngineUnavailable`.
         """
-        frontend = await self.start()
-        request = _OfflineRequest(frontend, *await _process(frontend, prompt, sampling_params, priority), request_id)
+        request = await self._submit(prompt, sampling_params, request_id, priority)
         async for _ in request.run():
             yield request.result()
+
+    async def add_request(
+        self, request_id: str, prompt: PromptLike, params: SamplingParams | None = None, priority: int = 0
+    ) -> AsyncIterator[RequestOutput]:
+        """Start a request; returns what `generate` yields, which need not be read at once.
+
+        The request is aborted when the iterator is deleted.
+        """
+        return _Results(await self._submit(prompt, params, request_id, priority))
+
+    async def abort(self, request_id: str) -> None:
+        """Abort a request of `generate` or `add_request`, whose reader gets `RequestFailed`; ignores unknown ids."""
+        if (request := self._requests.get(request_id)) is not None:
+            request.abort()
+
+    async def _submit(
+        self, prompt: PromptLike, params: SamplingParams | None, request_id: str | None, priority: int
+    ) -> _OfflineRequest:
+        frontend = await self.start()
+        request = _OfflineRequest(frontend, *await _process(frontend, prompt, params, priority), request_id)
+        self._requests[request.id] = request
+        return request
 
     async def chat(
         self,
@@ -173,7 +232,120 @@ class AsyncLLM:
         await self.shutdown()
 
 
-class LLM:
+AsyncLLMEngine = AsyncLLM
+"""vLLM's name."""
+
+
+class _OwnLoop:
+    """Runs an `AsyncLLM` in an event loop of its own thread, so that the caller may itself be in an event loop."""
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        self._loop = asyncio.new_event_loop()
+        thread = threading.Thread(target=self._loop.run_forever, name="quire-llm", daemon=True)
+        thread.start()
+        self._finalizer = weakref.finalize(self, _stop, self._loop, thread, llm)
+        try:
+            self._frontend = self._wait(llm.start())
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def shutdown(self) -> None:
+        """Stop the engine; the object cannot be used afterwards. Called at the end of the script at the latest."""
+        self._finalizer()
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        if not self._finalizer.alive:
+            work.close()
+            raise EngineUnavailable("the engine is shut down")
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from None
+        finally:
+            future.cancel()  # an interrupt must not leave requests running
+
+
+def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread, llm: AsyncLLM) -> None:
+    asyncio.run_coroutine_threadsafe(llm.shutdown(), loop).result()
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+class LLMEngine(_OwnLoop):
+    """vLLM's synchronous engine: add requests, then call `step` while there are unfinished ones. For one thread."""
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        self._llm = llm
+        self._unfinished: dict[str, AsyncIterator[RequestOutput]] = {}
+        self._next: dict[str, asyncio.Future[RequestOutput]] = {}
+        """Wait for the next result of each request."""
+        super().__init__(llm)
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs, **options: Any) -> LLMEngine:
+        """Load the model of `EngineArgs`; `options` as in `AsyncLLM.from_engine_args`."""
+        return cls(AsyncLLM.from_engine_args(engine_args, **options))
+
+    def add_request(
+        self, request_id: str, prompt: PromptLike, params: SamplingParams | None = None, priority: int = 0
+    ) -> None:
+        """Start a request. Raises `InvalidParameter`, also if `step` has more to return of one with this id, and
+        `EngineUnavailable`.
+        """
+        if request_id in self._unfinished:
+            raise InvalidParameter(
+                f"a request with the id {request_id} is already running, or `step` has more to return of it",
+                "request_id",
+            )
+        self._unfinished[request_id] = self._wait(self._llm.add_request(request_id, prompt, params, priority))
+
+    def step(self) -> list[RequestOutput]:
+        """Wait until requests have new output, and return theirs so far; the last one of a request is `finished`.
+
+        Raises `RequestFailed` and `EngineUnavailable` for a request that has failed; the others go on.
+        """
+        return self._wait(self._step()) if self._unfinished else []
+
+    async def _step(self) -> list[RequestOutput]:
+        for request_id, results in self._unfinished.items():
+            if request_id not in self._next:
+                self._next[request_id] = asyncio.ensure_future(anext(results))
+        await asyncio.wait(self._next.values(), return_when=asyncio.FIRST_COMPLETED)
+        outputs: list[RequestOutput] = []
+        for request_id in [request_id for request_id, task in self._next.items() if task.done()]:
+            error = self._next[request_id].exception()
+            if error is not None and outputs:
+                break  # the next step raises it
+            output = self._next.pop(request_id)
+            if error is not None or output.result().finished:
+                del self._unfinished[request_id]
+            outputs.append(output.result())
+        return outputs
+
+    def has_unfinished_requests(self) -> bool:
+        """Return whether `step` has more to return."""
+        return bool(self._unfinished)
+
+    def get_num_unfinished_requests(self) -> int:
+        """Return of how many requests `step` has more to return."""
+        return len(self._unfinished)
+
+    def abort_request(self, request_ids: str | Sequence[str]) -> None:
+        """Abort requests, of which `step` returns nothing more; ignores unknown ids."""
+        self._wait(self._abort([request_ids] if isinstance(request_ids, str) else request_ids))
+
+    async def _abort(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            if self._unfinished.pop(request_id, None) is not None:
+                if (task := self._next.pop(request_id, None)) is not None:
+                    task.cancel()
+                await self._llm.abort(request_id)
+
+
+class LLM(_OwnLoop):
     """A model for scripts: `LLM("model").generate(prompts, params)`. It runs until `shutdown` or the end of the script.
 
     `options` are the fields of `quire.engine.config.options.EngineOptions`. Raises `ConfigError` for options or models
@@ -188,16 +360,7 @@ class LLM:
         log_level: str = "warning",
         **options: Any,
     ) -> None:
-        llm = AsyncLLM(model, chat_template=chat_template, log_level=log_level, **options)
-        self._loop = asyncio.new_event_loop()
-        thread = threading.Thread(target=self._loop.run_forever, name="quire-llm", daemon=True)
-        thread.start()
-        self._finalizer = weakref.finalize(self, _stop, self._loop, thread, llm)
-        try:
-            self._frontend = self._wait(llm.start())
-        except BaseException:
-            self.shutdown()
-            raise
+        super().__init__(AsyncLLM(model, chat_template=chat_template, log_level=log_level, **options))
 
     def generate(
         self,
@@ -244,6 +407,29 @@ class LLM:
         chats = [replace(chat, messages=each) for each in many]
         return self._wait(self._run_all(partial(_process_chat, self._frontend), chats, sampling_params, None, use_tqdm))
 
+    def beam_search(
+        self, prompts: PromptLike | Sequence[PromptLike], params: BeamSearchParams, use_tqdm: bool = True
+    ) -> list[BeamSearchOutput]:
+        """Find the most likely outputs of one or more prompts; otherwise like `generate`."""
+        many: list[Any] = [prompts] if _is_one_prompt(prompts) else list(prompts)
+        sampling = SamplingParams(
+            n=params.beam_width,
+            max_tokens=params.max_tokens,
+            ignore_eos=params.ignore_eos,
+            include_stop_str_in_output=params.include_stop_str_in_output,
+            logprobs=0,
+        )
+
+        async def process(prompt: PromptLike, sampling: SamplingParams | None, priority: int) -> _ProcessedPrompt:
+            given, text = await _process(self._frontend, prompt, sampling, priority)
+            return _ProcessedPrompt(replace(given, length_penalty=params.length_penalty), text)
+
+        results = self._wait(self._run_all(process, many, sampling, None, use_tqdm))
+        return [
+            BeamSearchOutput([beam_search_sequence(result.prompt_token_ids, output) for output in result.outputs])
+            for result in results
+        ]
+
     def embed(
         self,
         prompts: PromptLike | Sequence[PromptLike],
@@ -266,10 +452,6 @@ class LLM:
         )
         vectors = VectorOptions(dimensions=dimensions, normalize=normalize)
         return self._wait(self._embed_all(many, rendering, vectors, use_tqdm))
-
-    def shutdown(self) -> None:
-        """Stop the engine; the object cannot be used afterwards. Called at the end of the script at the latest."""
-        self._finalizer()
 
     def __enter__(self) -> LLM:
         return self
@@ -317,22 +499,6 @@ class LLM:
                 tasks = [group.create_task(one(prompt)) for prompt in prompts]
         return [task.result() for task in tasks]
 
-    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        except BaseExceptionGroup as group:
-            raise group.exceptions[0] from None
-        finally:
-            future.cancel()  # an interrupt must not leave requests running
-
-
-def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread, llm: AsyncLLM) -> None:
-    asyncio.run_coroutine_threadsafe(llm.shutdown(), loop).result()
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
-    loop.close()
-
 
 class _ProcessedPrompt(NamedTuple):
     """The engine's input, and the prompt's text, if it was one."""
@@ -348,12 +514,12 @@ class _OfflineRequest:
         self, frontend: Frontend, given: GenerationInput, text: str | None, request_id: str | None = None
     ) -> None:
         self._tokenizer = frontend.input_processor.tokenizer
-        self._id = request_id or uuid.uuid4().hex
+        self.id = request_id or uuid.uuid4().hex
         self._given = given
         self._text = text
         self._sequences = [TextDelta(index) for index in range(given.params.n)]
         self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-        self._generation = frontend.generate(self._id, replace(given, output_format=None))  # the text has all output
+        self._generation = frontend.generate(self.id, replace(given, output_format=None))  # the text has all output
 
     async def run(self) -> AsyncIterator[None]:
         """Yield whenever the sequences have grown."""
@@ -373,17 +539,25 @@ class _OfflineRequest:
         """Abort what is still running."""
         self._generation.close()
 
+    def abort(self) -> None:
+        """Abort what is still running, while another task is in `run`."""
+        self._generation.abort()
+
     def result(self) -> RequestOutput:
         """Return all output so far."""
         (ids,) = self._given.prompts
+        is_ranked = self._given.params.logprob_token_ids is None
         scores = self._sequences[0].prompt_logprobs
         if scores is not None and self._prompt_logprobs is None:
             self._prompt_logprobs = prompt_logprobs(self._tokenizer, ids, scores)
         return RequestOutput(
-            request_id=self._id,
+            request_id=self.id,
             prompt=self._text,
             prompt_token_ids=ids,
-            outputs=[completion(self._tokenizer, sequence, self._calls(sequence)) for sequence in self._sequences],
+            outputs=[
+                completion(self._tokenizer, sequence, self._calls(sequence), is_ranked=is_ranked)
+                for sequence in self._sequences
+            ],
             finished=all(sequence.finish_reason is not None for sequence in self._sequences),
             num_cached_tokens=self._sequences[0].num_cached_tokens,
             prompt_logprobs=self._prompt_logprobs,
@@ -394,10 +568,28 @@ class _OfflineRequest:
         output_format = self._given.output_format
         if output_format is None or output_format.tools is None or sequence.finish_reason is None:
             return []
-        whole = EngineCoreOutput(self._id, list(sequence.token_ids), finish_reason="stop")
+        whole = EngineCoreOutput(self.id, list(sequence.token_ids), finish_reason="stop")
         (ids,) = self._given.prompts
         processor = OutputProcessor(self._tokenizer, 0, ids, self._given.params, output_format)
         return processor.feed(whole).tool_calls
+
+
+class _Results(AsyncIterator[RequestOutput]):
+    """The results of a request that has started, which is aborted when nobody can read them any more."""
+
+    def __init__(self, request: _OfflineRequest) -> None:
+        self._steps, self._result = request.run(), request.result
+        loop = asyncio.get_running_loop()
+        weakref.finalize(self, _close_in, loop, request).atexit = False
+
+    async def __anext__(self) -> RequestOutput:
+        await anext(self._steps)
+        return self._result()
+
+
+def _close_in(loop: asyncio.AbstractEventLoop, request: _OfflineRequest) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop is closed
+        loop.call_soon_threadsafe(request.close)
 
 
 def _chat_input(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -13,10 +14,12 @@ from quire.server.parsers.events import ToolCall
 
 
 class Logprob(NamedTuple):
-    """The log-probability of one token at one position; `rank` is 1 for the most likely token."""
+    """The log-probability of one token at one position. `rank` is 1 for the most likely token, and None for
+    `logprob_token_ids`.
+    """
 
     logprob: float
-    rank: int
+    rank: int | None
     decoded_token: str
 
 
@@ -52,6 +55,38 @@ class RequestOutput:
 
 
 @dataclass
+class BeamSearchParams:
+    """Parameters of `LLM.beam_search`."""
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+
+
+@dataclass
+class BeamSearchSequence:
+    """A sequence that beam search has found."""
+
+    tokens: list[int]
+    """Of prompt and output."""
+    logprobs: list[dict[int, Logprob]]
+    """For each token of the output: that token and the most likely ones, by token id."""
+    cum_logprob: float
+    text: str
+    """The output."""
+    finish_reason: AnswerEnd | None
+
+
+@dataclass
+class BeamSearchOutput:
+    """The sequences for a prompt, best first."""
+
+    sequences: list[BeamSearchSequence]
+
+
+@dataclass
 class EmbeddingOutput:
     """The embedding of a prompt."""
 
@@ -71,12 +106,16 @@ class EmbeddingRequestOutput:
     """Prompt tokens found in the prefix cache."""
 
 
-def completion(tokenizer: Tokenizer, sequence: TextDelta, tool_calls: list[ToolCall]) -> CompletionOutput:
-    """Convert a sequence to the Python API's format; returns a copy."""
+def completion(
+    tokenizer: Tokenizer, sequence: TextDelta, tool_calls: list[ToolCall], *, is_ranked: bool
+) -> CompletionOutput:
+    """Convert a sequence to the Python API's format; returns a copy. `is_ranked`: the other tokens are the most likely
+    ones.
+    """
     logprobs = None
     if sequence.logprobs is not None:
         pairs = zip(sequence.token_ids, sequence.logprobs, strict=True)
-        logprobs = [_by_token(tokenizer, sampled, at) for sampled, at in pairs]
+        logprobs = [_by_token(tokenizer, sampled, at, is_ranked=is_ranked) for sampled, at in pairs]
     return CompletionOutput(
         index=sequence.index,
         text=sequence.text,
@@ -86,6 +125,13 @@ def completion(tokenizer: Tokenizer, sequence: TextDelta, tool_calls: list[ToolC
         stop_reason=sequence.stop_reason,
         tool_calls=tool_calls,
     )
+
+
+def beam_search_sequence(prompt: list[int], output: CompletionOutput) -> BeamSearchSequence:
+    """Convert a sequence of beam search."""
+    logprobs = output.logprobs or []
+    total = sum(at[token].logprob for token, at in zip(output.token_ids, logprobs, strict=True))
+    return BeamSearchSequence(prompt + output.token_ids, logprobs, total, output.text, output.finish_reason)
 
 
 def prompt_logprobs(
@@ -98,10 +144,11 @@ def prompt_logprobs(
     return [None, *(_by_token(tokenizer, token, at) for token, at in zip(prompt[1:], rows, strict=True))]
 
 
-def _by_token(tokenizer: Tokenizer, token_id: int, at: TokenLogprobs) -> dict[int, Logprob]:
+def _by_token(tokenizer: Tokenizer, token_id: int, at: TokenLogprobs, *, is_ranked: bool = True) -> dict[int, Logprob]:
     """The most likely tokens of a position, and the actual token."""
-    likeliest = zip(at.top_ids, at.top_logprobs, range(1, len(at.top_ids) + 1), strict=True)
+    ranks = range(1, len(at.top_ids) + 1) if is_ranked else itertools.repeat(None, len(at.top_ids))
+    others = zip(at.top_ids, at.top_logprobs, ranks, strict=True)
     return {
         token: Logprob(logprob, rank, tokenizer.token_text(token))
-        for token, logprob, rank in (*likeliest, (token_id, at.logprob, at.rank))
+        for token, logprob, rank in (*others, (token_id, at.logprob, at.rank))
     }

@@ -13,6 +13,7 @@ import logging
 import socket
 import sys
 from collections import deque
+from typing import TYPE_CHECKING
 
 import uvicorn
 import uvloop
@@ -28,6 +29,9 @@ from quire.server.frontend.engine_client import SHUTTING_DOWN
 from quire.server.frontend.frontend import Frontend
 from quire.server.frontend.output_stream import EngineUnavailable
 
+if TYPE_CHECKING:
+    from quire.server.http.tracing import Tracing
+
 _CLOSE_SECONDS = 5
 """Time for responses to be sent after their requests have ended."""
 _POLL_SECONDS = 0.05
@@ -35,7 +39,9 @@ _POLL_SECONDS = 0.05
 logger = logging.getLogger(__name__)
 
 
-def http_server(frontend: Frontend, options: ServerOptions, names: tuple[str, ...]) -> uvicorn.Server:
+def http_server(
+    frontend: Frontend, options: ServerOptions, names: tuple[str, ...], tracing: Tracing | None = None
+) -> uvicorn.Server:
     """Create the HTTP server of a frontend, the same in every API process. The caller handles signals."""
     with process.imports():
         from quire.server.app import create_app
@@ -44,10 +50,11 @@ def http_server(frontend: Frontend, options: ServerOptions, names: tuple[str, ..
 
     http = uvicorn.Server(
         uvicorn.Config(
-            create_app(ServedModel(frontend, names), options),
+            create_app(ServedModel(frontend, names), options, tracing),
             log_config=None,
             access_log=options.log_level == "debug",
             http=connection.protocol(options),  # type: ignore[arg-type]  # a class, for uvicorn
+            reset_contextvars=True,  # pipelined requests would inherit those of the request before
             ws="none",
             lifespan="off",
             timeout_graceful_shutdown=_CLOSE_SECONDS,
@@ -75,6 +82,7 @@ class ApiProcess:
             name=args.names[0],
             formats=ChatFormats.of(options),
             max_queue=options.queue_limit,
+            vllm_metrics=options.vllm_metrics,
         )
         self._resizes: deque[asyncio.Future[str]] = deque()
         """Calls of `_resize` without an answer, in order."""
@@ -82,7 +90,12 @@ class ApiProcess:
         self._frontend.client.on_drained = lambda replica: connection.send(Drained(replica))
         for state in args.states:
             self._frontend.client.update(state)
-        self._http = http_server(self._frontend, options, args.names)
+        self._tracing: Tracing | None = None
+        if options.otlp_traces_endpoint is not None:
+            from quire.server.http.tracing import Tracing  # imports OpenTelemetry
+
+            self._tracing = Tracing.to_collector(options.otlp_traces_endpoint)
+        self._http = http_server(self._frontend, options, args.names, self._tracing)
         self._listener = socket.socket(fileno=args.listener)
         self._stopping: asyncio.Task[None] | None = None
         self._is_restart = bool(args.states)
@@ -105,6 +118,8 @@ class ApiProcess:
             starting.cancel()
             self._loop.remove_reader(self._connection)
             await self._frontend.close()
+            if self._tracing is not None:
+                await asyncio.to_thread(self._tracing.close)
 
     async def _report_ready(self) -> None:
         """Report that requests can be served; end `run` if they never can."""

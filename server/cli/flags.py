@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from quire.engine.config import devices
 from quire.engine.protocol.errors import ConfigError
 
 T = TypeVar("T")
 
 
-def add_flags(group: argparse._ArgumentGroup, options: type) -> None:
-    """Add a flag for every field made by `options.flag`. Flags that are not given are absent from the namespace."""
+def add_flags(group: argparse._ArgumentGroup, options: type, *, is_hidden: bool = False) -> None:
+    """Add a flag for every field made by `options.flag`. Flags that are not given are absent from the namespace.
+
+    Hidden flags are not in the help, and flags that the parser already has are left as they are.
+    """
     hints = typing.get_type_hints(options)
     for field in dataclasses.fields(options):
         if "help" not in field.metadata:
             continue
         names = [name for name in (field.metadata["short"], f"--{field.name.replace('_', '-')}") if name]
+        if is_hidden and names[-1] in group._option_string_actions:
+            continue
         text: str = field.metadata["help"].replace("%", "%%")
         if field.default is not None and "(default" not in text:
             text += f" (default: {_show(field.default)})"
@@ -29,7 +36,7 @@ def add_flags(group: argparse._ArgumentGroup, options: type) -> None:
             *names,
             dest=field.name,
             default=argparse.SUPPRESS,
-            help=text,
+            help=argparse.SUPPRESS if is_hidden else text,
             **_kind(hints[field.name], field.metadata["metavar"]),
         )
 
@@ -60,6 +67,8 @@ def _kind(hint: Any, metavar: str | None) -> dict[str, Any]:
         return {"action": argparse.BooleanOptionalAction}
     if typing.get_origin(hint) is Literal:
         return {"choices": typing.get_args(hint)}
+    if typing.get_origin(hint) is Mapping:
+        return {"type": _json_object, "action": _Update, "metavar": "JSON"}
     if typing.get_origin(hint) is tuple:
         return {"nargs": "+", "metavar": metavar}
     return {"type": hint, "metavar": metavar or {int: "N", float: "X"}.get(hint, "TEXT")}
@@ -75,6 +84,32 @@ def _or_word(kind: type, words: tuple[str, ...]) -> Callable[[str], Any]:
     return convert
 
 
+def _json_object(text: str) -> dict[str, Any]:
+    found = json.loads(text)
+    if not isinstance(found, dict):
+        raise TypeError
+    return found
+
+
+_json_object.__name__ = "JSON object"  # argparse reports "invalid … value"
+
+
+class _Update(argparse.Action):
+    """Merges the objects of a flag that is given several times, and the objects in them."""
+
+    def __call__(
+        self, parser: object, namespace: argparse.Namespace, values: Any, option_string: object = None
+    ) -> None:
+        setattr(namespace, self.dest, _merged(getattr(namespace, self.dest, {}), values))
+
+
+def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    return {**first} | {
+        name: _merged(first[name], value) if isinstance(value, dict) and isinstance(first.get(name), dict) else value
+        for name, value in second.items()
+    }
+
+
 def collect(parsed: argparse.Namespace, options: type[T]) -> T:
     """Build the dataclass from the parsed command line."""
     names = {field.name for field in dataclasses.fields(options)}  # type: ignore[arg-type]
@@ -82,12 +117,20 @@ def collect(parsed: argparse.Namespace, options: type[T]) -> T:
     return options(**{name: tuple(v) if isinstance(v, list) else v for name, v in given.items()})
 
 
-def read_config(path: str, known: Sequence[type]) -> list[str]:
-    """Convert a YAML file to command-line arguments. The keys are flags without the leading dashes.
+def runs_on_cpu(device: str) -> bool:
+    """Whether --device, perhaps auto, means the CPU."""
+    return device == "cpu" or (device == "auto" and devices.count_gpus() == 0)
+
+
+def read_config(path: str, parser: argparse.ArgumentParser) -> list[str]:
+    """Convert a YAML file to command-line arguments. The keys are flags of `parser`, or vLLM's, without the leading
+    dashes.
 
     Raises `ConfigError` for an unreadable file, and for an unknown key, which it names.
     """
     import yaml  # slow to import
+
+    from quire.server.cli import vllm
 
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
@@ -97,27 +140,31 @@ def read_config(path: str, known: Sequence[type]) -> list[str]:
         raise ConfigError(f"--config {path}: cannot read the file: nested too deeply") from None
     if not isinstance(content, dict | None):
         raise ConfigError(f"--config {path}: expected a mapping of flags, such as `tensor-parallel-size: 2`")
-    names = {field.name for options in known for field in dataclasses.fields(options)}
-    given = {}
-    for key, value in (content or {}).items():
-        name = str(key).replace("-", "_")
-        if name not in names:
+    known = {"--model", *parser._option_string_actions, *vllm.flags()} - {"--config", "--help"}
+    for key in content or {}:
+        if f"--{str(key).replace('_', '-')}".partition(".")[0] not in known:
             raise ConfigError(f"--config {path}: unknown flag {key}")
-        given[name] = value
-    return to_arguments(given)
+    return to_arguments({str(key): value for key, value in (content or {}).items()})
 
 
 def to_arguments(given: Mapping[str, Any]) -> list[str]:
-    """Convert options by name to a command line. None values are skipped."""
+    """Convert options by name to a command line. Underscores are dashes, except in the keys of JSON (`flag.a_key`).
+    None values of flags are skipped.
+    """
     arguments: list[str] = []
     for name, value in given.items():
-        flag = name.replace("_", "-")
+        head, dot, keys = name.partition(".")
+        flag = head.replace("_", "-") + dot + keys
         if name == "model":
             arguments.insert(0, str(value))
+        elif dot:
+            arguments.append(f"--{flag}={json.dumps(value)}")
         elif isinstance(value, bool):
             arguments.append(f"--{flag}" if value else f"--no-{flag}")
-        elif isinstance(value, list):
-            arguments += [f"--{flag}", *map(str, value)]
+        elif isinstance(value, list | tuple):
+            arguments += [f"--{flag}", *map(str, value)] if value else []
+        elif isinstance(value, dict):
+            arguments.append(f"--{flag}={json.dumps(value)}")
         elif value is not None:
             arguments.append(f"--{flag}={value}")
     return arguments

@@ -7,13 +7,17 @@ import importlib
 from collections.abc import Sequence
 from typing import Any
 
+from quire.engine.protocol.errors import ConfigError
+
 
 class LazyParser(argparse.ArgumentParser):
     """Imports its subcommand's module and adds the module's flags (`fill`) when it has something to parse."""
 
-    def __init__(self, *, module: str | None = None, **keywords: Any) -> None:
+    def __init__(self, *, module: str | None = None, takes_vllm_flags: bool = False, **keywords: Any) -> None:
+        """With `takes_vllm_flags`, vLLM's flags are converted; `notes` of the result says which have no effect."""
         super().__init__(**keywords)
         self._module = module
+        self._takes_vllm_flags = takes_vllm_flags
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -22,11 +26,27 @@ class LazyParser(argparse.ArgumentParser):
         if self._module is not None:
             module, self._module = self._module, None
             importlib.import_module(module).fill(self)
-        return super().parse_known_args(args, namespace)
+        if not self._takes_vllm_flags or args is None:
+            return super().parse_known_args(args, namespace)
+        from quire.server.cli import vllm
+
+        try:
+            args, notes = vllm.translate(args, self._option_string_actions)
+        except ConfigError as error:
+            self.error(str(error))
+        parsed, others = super().parse_known_args(args, namespace)
+        parsed.notes = notes
+        return parsed, others
 
 
 def add_parser(
-    commands: argparse._SubParsersAction[Any], name: str, module: str, text: str, usage: str = "[flags]"
+    commands: argparse._SubParsersAction[Any],
+    name: str,
+    module: str,
+    text: str,
+    usage: str = "[flags]",
+    *,
+    takes_vllm_flags: bool = False,
 ) -> None:
     """Register a subcommand. `name` includes its parent commands, `text` describes it."""
     commands.add_parser(
@@ -36,4 +56,5 @@ def add_parser(
         usage=f"quire {name} {usage}",
         allow_abbrev=False,
         module=module,
+        takes_vllm_flags=takes_vllm_flags,
     )

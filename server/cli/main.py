@@ -34,14 +34,18 @@ def build_parser() -> argparse.ArgumentParser:
     )
     serve.add_parser(commands)
     for name, text, usage in (
+        ("plan", "print which layouts of a model fit a machine, and what they can reach", "[MODEL] [flags]"),
         (
             "run-batch",
             "process a file of requests in OpenAI's batch format",
             "-i FILE -o FILE [MODEL] [flags]",
         ),
+        ("doctor", "check a host, or the hosts of a cluster, before serving", "[flags]"),
         ("chat", "chat with a running server", "[flags]"),
         ("complete", "complete texts with a running server", "[flags]"),
+        ("profile", "record a trace of what all ranks of a running server do", "[flags]"),
     ):
-        lazy.add_parser(commands, name, f"quire.server.cli.{name.replace('-', '_')}", text, usage)
+        module = f"quire.server.cli.{name.replace('-', '_')}"
+        lazy.add_parser(commands, name, module, text, usage, takes_vllm_flags=name == "plan")
     bench.add_parser(commands)
     return parser

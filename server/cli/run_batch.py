@@ -126,6 +126,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 def _check(options: BatchOptions, parsed: argparse.Namespace) -> tuple[str, str]:
     """Return the input and output paths; raises `ConfigError` for invalid options."""
+    options.check()
     source, target = options.input_file, options.output_file
     if source is None or target is None:
         raise ConfigError("run-batch requires an input file and an output file: -i FILE -o FILE")

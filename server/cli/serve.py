@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
-import os
 import time
 
 from quire.engine import log, process
@@ -13,14 +12,13 @@ from quire.engine.config.options import EngineOptions
 from quire.engine.core.launch import exec_node, prepared_core
 from quire.engine.protocol.errors import ConfigError
 from quire.server.cli import flags
+from quire.server.cli.serve_options import add_config, read_options
 from quire.server.config import ServerOptions
 
 logger = logging.getLogger(__name__)
 
 DEMO_NAME = "quire-demo"
 """Name of the bundled model if no other is set."""
-_PORT_VARIABLE = "AIP_HTTP_PORT"
-"""Vertex AI sets the server's port here; see quire.server.http.sagemaker_vertex."""
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -31,9 +29,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description="Serve one model with the OpenAI API.",
         usage="quire serve [MODEL] [flags]",
         allow_abbrev=False,
+        takes_vllm_flags=True,
     )
     flags.add_model(parser)
-    parser.add_argument("--config", metavar="FILE.yaml", help="YAML file with flags; the command line takes precedence")
+    add_config(parser)
     flags.add_flags(parser.add_argument_group("server"), ServerOptions)
     flags.add_flags(parser.add_argument_group("engine"), EngineOptions)
     parser.set_defaults(run=run, parser=parser)
@@ -44,12 +43,18 @@ def run(parsed: argparse.Namespace) -> int:
     seconds = {"imports": process.age()}
     options, server = read_options(parsed)
     log.setup(server.log_level, "serve")
+    for note in parsed.notes:
+        logger.warning("%s", note)
     if process.hide_arguments((*(server.api_key or ()), options.cluster_token or "")):
         logger.warning(
             "ps has shown the secrets of the command line to all users; use --api-key-file or QUIRE_API_KEY, and "
             "--cluster-token-file or QUIRE_CLUSTER_TOKEN"
         )
     server.check()
+    if server.auto:
+        from quire.server.cli.plan import choose
+
+        options = choose(options, parsed.given, server.optimize)
     return _run_headless(options, server) if server.headless else _serve(options, server, seconds)
 
 
@@ -110,15 +115,3 @@ def _check_node(options: EngineOptions, server: ServerOptions) -> None:
     from quire.engine.config.parallel_config import count_local_ranks
 
     count_local_ranks(options)
-
-
-def read_options(parsed: argparse.Namespace) -> tuple[EngineOptions, ServerOptions]:
-    """Read the options from the command line, then the `--config` file, then the environment (the port only)."""
-    if parsed.config is not None:
-        arguments = flags.read_config(parsed.config, (ServerOptions, EngineOptions))
-        parsed = argparse.Namespace(**{**vars(parsed.parser.parse_args(arguments)), **vars(parsed)})
-    if (port := os.environ.get(_PORT_VARIABLE)) and not hasattr(parsed, "port"):
-        if not port.isdigit():
-            raise ConfigError(f"environment variable {_PORT_VARIABLE}={port}: expected a port number")
-        parsed.port = int(port)
-    return flags.collect(parsed, EngineOptions), flags.collect(parsed, ServerOptions)

@@ -10,7 +10,8 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,17 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from quire import LLM, AsyncLLM, SamplingParams
+from quire import (
+    LLM,
+    AsyncEngineArgs,
+    AsyncLLM,
+    AsyncLLMEngine,
+    BeamSearchParams,
+    EngineArgs,
+    LLMEngine,
+    RequestOutput,
+    SamplingParams,
+)
 from quire.engine.protocol.errors import ConfigError, InvalidParameter
 from quire.server.frontend.output_stream import EngineUnavailable, RequestFailed
 from tests.fakes import fake_core
@@ -57,6 +68,17 @@ def test_chat(llm: LLM) -> None:
     messages = [{"role": "user", "content": "hi"}]
     for results in (llm.chat(messages, SamplingParams(max_tokens=50)), llm.chat([messages, messages])):
         assert all(result.outputs[0].text == "user\nhi\nassistant\n" for result in results)
+
+
+def test_beam_search(llm: LLM) -> None:
+    prompts: list[Any] = ["hello", [70, 71]]
+    hello, other = llm.beam_search(prompts, BeamSearchParams(beam_width=2, max_tokens=3), use_tqdm=False)
+    best, second = hello.sequences
+    prompt = llm.generate("hello", use_tqdm=False)[0].prompt_token_ids
+    assert (best.tokens, best.finish_reason, best.cum_logprob) == (prompt + prompt[:1] * 3, "length", -1.5)
+    assert [at[prompt[0]].logprob for at in best.logprobs] == [-0.5] * 3
+    assert second.cum_logprob < best.cum_logprob
+    assert other.sequences[0].tokens[:2] == [70, 71]
 
 
 def test_replicas_share_the_prompts(model_folder: Path, core_mode: Callable[[str], None]) -> None:
@@ -237,6 +259,101 @@ async def test_an_id_may_be_used_again_at_once(model_folder: Path, core_mode: Ca
             assert results[-1].outputs[0].finish_reason == "stop"
 
 
+async def last(results: AsyncIterator[RequestOutput]) -> RequestOutput:
+    return [result async for result in results][-1]
+
+
+async def test_programs_for_vllm_run_with_its_names(
+    model_folder: Path, core_mode: Callable[[str], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    args = AsyncEngineArgs(str(model_folder), load_format="dummy", device="cpu", dtype="float", swap_space=4)
+    assert [record.getMessage().split()[0] for record in caplog.records] == ["--swap-space"]
+    assert args.options.dtype == "float32"
+    engine = AsyncLLMEngine.from_engine_args(args, usage_context="api_server", start_engine_loop=True)
+    try:
+        params = SamplingParams(max_tokens=50)
+        later = [await engine.add_request(str(number), f"prompt {number}", params) for number in range(3)]
+        for number, results in enumerate(later):
+            result = await last(results)
+            assert (result.request_id, result.outputs[0].text) == (str(number), f"prompt {number}")
+        assert (await last(engine.generate("hello", params, "3"))).outputs[0].text == "hello"
+        hangs = await engine.add_request("4", "a<hang>", SamplingParams(max_tokens=None))
+        await engine.abort("unknown")
+        reader = asyncio.create_task(last(hangs))
+        await asyncio.sleep(0)  # it reads
+        await engine.abort("4")
+        with pytest.raises(RequestFailed, match="the request was aborted"):
+            await reader
+        assert not (await engine.start()).client._running
+        dropped = await engine.add_request("5", "a<hang>", SamplingParams(max_tokens=None))
+        assert (await engine.start()).client._running
+        del dropped
+        await asyncio.sleep(0)  # the abort is the loop's next callback
+        assert not (await engine.start()).client._running
+    finally:
+        await engine.shutdown()
+    with pytest.raises(ConfigError, match="--no-such-option"):
+        EngineArgs(no_such_option=1)
+    with pytest.raises(ConfigError, match="--enable-lora: LoRA adapters are not supported"):
+        EngineArgs(enable_lora=True)
+
+
+@pytest.mark.parametrize("in_a_loop", [False, True], ids=["script", "notebook"])
+def test_the_synchronous_engine(model_folder: Path, core_mode: Callable[[str], None], in_a_loop: bool) -> None:
+    async def notebook() -> None:
+        use_synchronous_engine(model_folder)
+
+    if in_a_loop:
+        asyncio.run(notebook())
+    else:
+        use_synchronous_engine(model_folder)
+
+
+def use_synchronous_engine(model_folder: Path) -> None:
+    engine = LLMEngine.from_engine_args(EngineArgs(str(model_folder), load_format="dummy", device="cpu"))
+    try:
+        params, forever = SamplingParams(max_tokens=50), SamplingParams(max_tokens=None)
+        assert engine.step() == []
+        prompts = {str(number): f"prompt {number}" for number in range(3)}
+        for request_id, prompt in prompts.items():
+            engine.add_request(request_id, prompt, params)
+        engine.add_request("hangs", "a<hang>", forever)
+        engine.add_request("fails", "<fail>", forever)
+        with pytest.raises(InvalidParameter, match="already running"):
+            engine.add_request("hangs", "hello", params)
+        assert engine.get_num_unfinished_requests() == 5
+        texts, failures = dict[str, str](), 0
+        while engine.get_num_unfinished_requests() > 1:
+            try:
+                outputs = engine.step()
+            except RequestFailed:
+                failures += 1
+                continue
+            assert outputs
+            texts |= {output.request_id: output.outputs[0].text for output in outputs if output.finished}
+        assert (texts, failures) == (prompts, 1)
+        engine.abort_request(["hangs", "unknown"])
+        assert not engine.has_unfinished_requests()
+        engine.add_request("hangs", "hello", params)
+        while engine.has_unfinished_requests():
+            outputs = engine.step()
+        assert outputs[0].outputs[0].text == "hello"
+        for request_id in ("unread", "read"):
+            engine.add_request(request_id, "hello", params)
+        while engine._frontend.client._running:
+            time.sleep(0.001)
+        with pytest.raises(InvalidParameter, match="the id unread is already running, or `step` has more"):
+            engine.add_request("unread", "another", params)
+        texts = {}
+        while engine.has_unfinished_requests():
+            texts |= {output.request_id: output.outputs[0].text for output in engine.step()}
+        assert texts == {"unread": "hello", "read": "hello"}
+    finally:
+        engine.shutdown()
+    with pytest.raises(EngineUnavailable, match="the engine is shut down"):
+        engine.add_request("late", "hello", params)
+
+
 async def test_cancelling_aborts_in_the_engine(model_folder: Path, core_mode: Callable[[str], None]) -> None:
     async with AsyncLLM(str(model_folder), load_format="dummy", device="cpu") as llm:
         frontend = await llm.start()
@@ -253,7 +370,7 @@ async def test_cancelling_aborts_in_the_engine(model_folder: Path, core_mode: Ca
             await asyncio.wait((task,))
             assert task.cancelled()
             assert not frontend.client._running
-        while frontend.metrics.stats.running or not frontend.metrics.stats.steps:
+        while frontend.metrics.of(0).running or not frontend.metrics.of(0).steps:
             await asyncio.sleep(0.01)
 
 

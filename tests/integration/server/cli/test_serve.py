@@ -25,28 +25,32 @@ from quire.engine.config.options import EngineOptions
 from quire.engine.protocol.errors import ConfigError
 from quire.server.cli.flags import add_flags
 from quire.server.cli.main import build_parser, main
-from quire.server.cli.serve import read_options
+from quire.server.cli.serve_options import read_options
 from quire.server.config import ServerOptions
 from tests.fakes.tokenizers import write_slow_files
 
 FLAGS = """
 --all2all-backend --allow-credentials --allowed-headers --allowed-methods --allowed-origins --api-key --api-key-file
---api-server-count --attention-backend --block-size --chat-template --client-body-timeout --client-header-timeout
+--api-server-count --attention-backend --auto --block-size --chat-template --client-body-timeout --client-header-timeout
 --cluster-timeout-seconds --cluster-token --cluster-token-file --config --cuda-graph-sizes --data-parallel-address
 --data-parallel-rpc-port --data-parallel-size --data-parallel-size-local --data-parallel-start-rank
---dbo-token-threshold --device --disable-custom-all-reduce --distributed-executor-backend --distributed-timeout-seconds
---dtype --enable-chunked-prefill --enable-dbo --enable-eplb --enable-expert-parallel --enable-prefix-caching
---enforce-eager --eplb-step-interval --expert-placement-strategy --fair-share --fair-share-weights
---gpu-memory-utilization --headless --help --host --itl-target-ms --kv-cache-dtype --kv-cache-memory-bytes --load-format
---log-level --master-addr --master-port --max-body-mib --max-connections-per-client --max-logprobs --max-model-len
---max-num-batched-tokens --max-num-seqs --max-queue --max-restarts --model-impl --nnodes --no-allow-credentials
---no-disable-custom-all-reduce --no-enable-chunked-prefill --no-enable-dbo --no-enable-eplb --no-enable-expert-parallel
---no-enable-prefix-caching --no-enforce-eager --no-headless --no-restart --no-trust-remote-code
---no-trust-request-chat-template --node-rank --num-redundant-experts --packed-cache --pipeline-layer-partition
---pipeline-parallel-size --port --quantization --reasoning-parser --request-timeout --restart --revision --root-path
---runner --scheduling-policy --seed --served-model-name --shutdown-timeout --ssl-ca-certs --ssl-cert-reqs --ssl-certfile
---ssl-keyfile --tensor-parallel-size --timeout-keep-alive --tokenizer --tool-call-parser --trust-remote-code
---trust-request-chat-template --uds --watchdog-seconds -asc -dp -dpa -dpl -dpp -dpr -h -pp -q -tp
+--dbo-token-threshold --default-chat-template-kwargs --device --disable-custom-all-reduce --distributed-executor-backend
+--distributed-timeout-seconds --download-dir --dtype --enable-chunked-prefill --enable-dbo --enable-eplb
+--enable-expert-parallel --enable-per-request-metrics --enable-prefix-caching --enforce-eager --eplb-step-interval
+--expert-placement-strategy --fair-share --fair-share-weights --generation-config --gpu-memory-utilization --headless
+--help --hf-overrides --host --itl-target-ms --kv-cache-dtype --kv-cache-memory-bytes --load-format --log-level
+--long-prefill-token-threshold --master-addr --master-port --max-body-mib --max-connections-per-client --max-logprobs
+--max-model-len --max-num-batched-tokens --max-num-partial-prefills --max-num-seqs --max-queue --max-restarts
+--model-impl --nnodes --no-allow-credentials --no-auto --no-disable-custom-all-reduce --no-enable-chunked-prefill
+--no-enable-dbo --no-enable-eplb --no-enable-expert-parallel --no-enable-per-request-metrics --no-enable-prefix-caching
+--no-enforce-eager --no-headless --no-restart --no-strict-parameters --no-trust-remote-code
+--no-trust-request-chat-template --no-ui --no-vllm-metrics --node-rank --num-redundant-experts --optimize
+--otlp-traces-endpoint --override-generation-config --packed-cache --pipeline-layer-partition --pipeline-parallel-size
+--port --quantization --reasoning-parser --request-timeout --restart --revision --root-path --runner --scheduling-policy
+--seed --served-model-name --shutdown-timeout --ssl-ca-certs --ssl-cert-reqs --ssl-certfile --ssl-keyfile
+--strict-parameters --tensor-parallel-size --timeout-keep-alive --tokenizer --tool-call-parser --torch-profiler-dir
+--trust-remote-code --trust-request-chat-template --uds --ui --vllm-metrics --watchdog-seconds -asc -dp -dpa -dpl -dpp
+-dpr -h -pp -q -tp
 """
 
 RUN = """
@@ -84,18 +88,32 @@ CLIENT_FLAGS = {
     "complete": """
 --api-key --help --max-tokens --model --model-name --quick --temperature --url -h -q
 """,
+    "doctor": """
+--cluster-token --cluster-token-file --data-parallel-rpc-port --device --distributed-timeout-seconds --download-dir
+--help --host --json --master-addr --master-port --nnodes --no-json --node-rank --port -h
+""",
+    "plan": """
+--gpus --input-len --json --network --no-json --nodes
+""",
+    "profile": """
+--api-key --help --no-profile-memory --no-record-shapes --no-with-stack --output --profile-memory --record-shapes
+--seconds --url --with-stack -h -o
+""",
     "run-batch": """
---api-key --chat-template --disable-tqdm --input-file --log-level --max-concurrency --model --no-disable-tqdm
---no-trust-request-chat-template --output-file --reasoning-parser --served-model-name --tool-call-parser
---trust-request-chat-template --url -i -o
+--api-key --chat-template --default-chat-template-kwargs --disable-tqdm --input-file --log-level --max-concurrency
+--model --no-disable-tqdm --no-strict-parameters --no-trust-request-chat-template --output-file --reasoning-parser
+--served-model-name --strict-parameters --tool-call-parser --trust-request-chat-template --url -i -o
 """,
 }
 
 
 @pytest.mark.parametrize("command", CLIENT_FLAGS)
 def test_the_flag_lists_of_the_others_are_frozen_too(command: str) -> None:
-    """Those of the engine are `quire serve`'s."""
+    """Those of the engine are `quire serve`'s; `quire plan` takes those of its server, too."""
     flags = set(build_parser().parse_args([command]).parser._option_string_actions)
+    if command == "plan":
+        assert flags > set(FLAGS.split())
+        flags -= set(FLAGS.split())
     if command == "run-batch":
         engine = argparse.ArgumentParser()
         add_flags(engine.add_argument_group(), EngineOptions)
@@ -138,7 +156,7 @@ def test_the_users_mistakes_are_one_line(
     assert serve(capsys, str(tmp_path / "none")).startswith(f"quire: error: {tmp_path}/none: no such model folder")
     assert "no config.json" in serve(capsys, str(tmp_path))
     assert "sizes that do: 1, 2, 4" in serve(capsys, *model, "-tp", "3")
-    assert "invalid choice: 'int3'" in serve(capsys, *model, "-q", "int3")
+    assert "or use int8 or int4" in serve(capsys, *model, "-q", "int3")
     assert "invalid choice: 'float8'" in serve(capsys, *model, "--dtype", "float8")
     assert "--api-key is empty" in serve(capsys, *model, "--api-key", "")
     assert "--ssl-certfile requires --ssl-keyfile" in serve(capsys, *model, "--ssl-certfile", "cert.pem")
@@ -237,6 +255,22 @@ def running(model: Path, *arguments: str, mode: str = "") -> Iterator[tuple[subp
             yield process, address or "".join(lines)
         finally:
             process.terminate()
+
+
+def test_auto_serves_what_plan_prints(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On the processors of this machine, whose bandwidth both measure."""
+    assert main(["plan", str(model_folder), "--load-format", "dummy", "--device", "cpu"]) == 0
+    printed = capsys.readouterr().out
+    assert "TFLOPS in 32 / 16 / 8 bits" in printed
+    assert f"quire serve {model_folder} --device cpu --load-format dummy" in printed
+    with running(model_folder, "--port", "0", "--auto") as (process, url):
+        assert httpx.get(f"{url}/health").status_code == 200
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate()
+    assert process.returncode == 0, err
+    tokens = re.search(r"KV cache holds ([\d,]+) tokens", out)
+    assert tokens is not None
+    assert f"  {tokens[1]}  " in printed
 
 
 def test_serve_answers_and_stops_on_a_signal(model_folder: Path) -> None:
@@ -431,9 +465,10 @@ def test_several_api_processes_share_the_port_and_sum_their_metrics(model_folder
             assert client.post("/v1/completions", json=body).status_code == 200
         for client in clients:
             lines = client.get("/metrics").text.splitlines()
-            assert 'quire:request_success_total{finished_reason="length",model_name="echo"} 2.0' in lines
-            assert 'quire:inter_token_latency_seconds_count{model_name="echo"} 6.0' in lines
-            assert 'quire:generation_tokens_total{engine="0",model_name="echo"} 8.0' in lines
+            assert 'quire:request_success_total{engine="0",finished_reason="length",model_name="echo"} 2.0' in lines
+            assert 'quire:inter_token_latency_seconds_count{engine="0",model_name="echo"} 6.0' in lines
+            for prefix in ("quire", "vllm"):
+                assert f'{prefix}:generation_tokens_total{{engine="0",model_name="echo"}} 8.0' in lines
         process.send_signal(signal.SIGINT)
         _, err = process.communicate()
     assert process.returncode == 0, err
@@ -446,6 +481,7 @@ def test_every_api_process_has_the_same_front(model_folder: Path, tmp_path: Path
     authority.configure_trust(trusting := ssl.create_default_context())
     flags += ["--port", "0", "--api-server-count", "2", "--api-key", "k", "--allowed-origins", "https://a.example"]
     flags += ["--max-num-seqs", "1", "--max-queue", "1", "--request-timeout", "3", "--max-body-mib", "1"]
+    flags += ["--no-vllm-metrics"]
     path, hanging = "/v1/completions", {"prompt": ["a<hang>", "a<hang>"], "stream": True}
     with running(model_folder, *flags) as (process, url), contextlib.ExitStack() as stack:
         busy, other = (held_by_each(stack, url, process, trusting) for _ in range(2))
@@ -459,6 +495,7 @@ def test_every_api_process_has_the_same_front(model_folder: Path, tmp_path: Path
             assert client.post(path, content=b" " * (2**20 + 1)).status_code == 413
             assert refused.headers["access-control-allow-origin"] == "https://a.example"
             assert refused.headers["x-request-id"] == "mine"
+            assert "vllm:" not in client.get("/metrics").text
         for stream in streams:
             assert "request_timeout" in stream.read().decode()
         process.send_signal(signal.SIGTERM)

@@ -12,7 +12,7 @@ import pytest
 from quire.engine.config.options import EngineOptions
 from quire.server.cli.bench import latency, startup, throughput
 from quire.server.cli.main import build_parser, main
-from quire.server.cli.serve import read_options
+from quire.server.cli.serve_options import read_options
 from tests.unit.server.cli.bench.test_serve import refusal
 
 ENGINE_FLAGS = {f"--{name.replace('_', '-')}" for name in EngineOptions.__dataclass_fields__ if name != "model"}

@@ -1,0 +1,75 @@
+"""`EngineArgs`: the options of an engine as programs for vLLM write them."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+from quire.engine.config.options import EngineOptions
+from quire.engine.protocol.errors import ConfigError
+from quire.server.cli import flags, vllm
+from quire.server.cli.lazy import LazyParser
+
+T = TypeVar("T", bound=argparse.ArgumentParser)
+
+logger = logging.getLogger(__name__)
+
+_OF_THE_SERVER = ("served_model_name",)
+"""What vLLM's class has, too, and only servers read."""
+_FIELDS = tuple(field.name for field in dataclasses.fields(EngineOptions))
+
+
+class EngineArgs:
+    """Engine options by keyword, with vLLM's values and options: what has no effect is logged (docs/reference/vllm.md).
+
+    Its attributes are the fields of `EngineOptions`, and can be changed. vLLM's environment variables are defaults.
+    Raises `ConfigError` for options that are not supported.
+    """
+
+    def __init__(self, model: str = EngineOptions.model, **options: Any) -> None:
+        parser = _Parser(takes_vllm_flags=True, add_help=False, allow_abbrev=False)
+        flags.add_model(parser)
+        flags.add_flags(parser.add_argument_group(), EngineOptions)
+        given = {name: value for name, value in options.items() if name not in _OF_THE_SERVER}
+        parsed = parser.parse_args(flags.to_arguments({"model": model, **given}))
+        device = getattr(parsed, "device", EngineOptions.device)
+        from_environment, notes = vllm.read_environment(parser, lambda: flags.runs_on_cpu(device))
+        for note in (*notes, *parsed.notes):
+            logger.warning("%s", note)
+        found = flags.collect(argparse.Namespace(**(from_environment | vars(parsed))), EngineOptions)
+        vars(self).update(vars(found))
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+        def __setattr__(self, name: str, value: Any) -> None: ...
+
+    @property
+    def options(self) -> EngineOptions:
+        """The attributes as options of the engine."""
+        return EngineOptions(**{name: getattr(self, name) for name in _FIELDS})
+
+    @staticmethod
+    def add_cli_args(parser: T) -> T:
+        """Add `--model` and Quire's engine flags to a program's own command line."""
+        parser.add_argument("--model", default=EngineOptions.model, help="model folder or Hugging Face repository")
+        flags.add_flags(parser.add_argument_group("engine"), EngineOptions)
+        parser.set_defaults(**{name: getattr(EngineOptions, name) for name in _FIELDS})
+        return parser
+
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> EngineArgs:
+        """Make the options of a command line with the flags of `add_cli_args`, which may have others, too."""
+        return cls(**{name: value for name, value in vars(args).items() if name in _FIELDS})
+
+
+AsyncEngineArgs = EngineArgs
+"""vLLM's name for the same options of an asyncio program."""
+
+
+class _Parser(LazyParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)

@@ -1,0 +1,402 @@
+"""vLLM's command lines: each of its flags and variables is taken, has no effect and says so, or is refused in one line.
+
+vllm_0_32.json has the facts of the version that `vllm_flags` names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.engine.config.options import EngineOptions
+from quire.engine.protocol.errors import ConfigError
+from quire.server.cli import vllm, vllm_flags
+from quire.server.cli.engine_args import AsyncEngineArgs, EngineArgs
+from quire.server.cli.main import build_parser
+from quire.server.cli.serve_options import read_options
+from quire.server.config import ServerOptions
+
+FACTS: dict[str, Any] = json.loads((Path(__file__).parent / "vllm_0_32.json").read_text())
+FLAGS: dict[str, dict[str, Any]] = FACTS["flags"]
+VALUES = {"flag": "", "on/off": "", "one": "=", "several": "+", "optional": "?"}
+OWN = build_parser().parse_args(["serve"]).parser._option_string_actions
+UNSUPPORTED_VALUES = {
+    "--convert": {"classify"},
+    "--kv-cache-dtype": {
+        *("fp8_ds_mla", "fp8_e5m2", "fp8_inc", "int4_per_token_head", "nvfp4", "nvfp4_4over6", "nvfp4_ds_mla"),
+        *("turboquant_3bit_nc", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_k8v4", "ultraquant_4bit"),
+    },
+    "--runner": {"draft"},
+    "--reasoning-parser": set(FLAGS["--reasoning-parser"]["choices"])
+    - {
+        *("deepseek_r1", "deepseek_v3", "glm45", "glm47", "granite", "holo2", "kimi_k2", "mimo", "minimax_m2"),
+        *("mistral", "nemotron_v3", "olmo3", "qwen3", "step3", "step3p5"),
+    },
+    "--tool-call-parser": set(FLAGS["--tool-call-parser"]["choices"])
+    - {
+        *("deepseek_v3", "deepseek_v31", "granite", "granite4", "hermes", "llama3_json", "llama4_json"),
+        *("llama4_pythonic", "mistral", "pythonic"),
+    },
+}
+"""Choices of vLLM that Quire refuses, of flags that it has."""
+
+
+@pytest.fixture(autouse=True)
+def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("QUIRE_API_KEY", "QUIRE_HOST_IP"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")  # so that it is restored afterwards
+        monkeypatch.delenv(name)
+
+
+def read(*arguments: str) -> tuple[EngineOptions, ServerOptions, list[str]]:
+    """The options, and the notes on what has no effect."""
+    parsed = build_parser().parse_args(["serve", "some/model", *arguments])
+    return *read_options(parsed), parsed.notes
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line of a refusal, after the usage."""
+    with pytest.raises(SystemExit) as ended:
+        read(*arguments)
+    assert ended.value.code == 2
+    usage, line = capsys.readouterr().err.splitlines()
+    assert usage.startswith("usage: ")
+    return line.removeprefix("quire serve: error: ")
+
+
+def sample(flag: str) -> list[str]:
+    """Values as vLLM takes them."""
+    fact = FLAGS[flag]
+    if VALUES[fact["values"]] == "":
+        return []
+    choices = [each for each in fact.get("choices", ["x"]) if each not in UNSUPPORTED_VALUES.get(flag, ())]
+    return [fact.get("sample") or choices[-1]]
+
+
+def value_of(name: str, text: str) -> Any:
+    """What Quire's own flag makes of a value that it has in common with vLLM, without the command line's parser."""
+    if name in vllm_flags.SAME:
+        text = vllm_flags.SAME[name][1](text)
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def test_the_table_has_every_flag_of_vllm_once() -> None:
+    """Also that flags take as many values as there, and that none stays in the table when Quire gets it."""
+    table = vllm.flags()
+    names = {name: fact for flag, fact in FLAGS.items() for name in (flag, *fact.get("also", ()))}
+    assert {name: table[name].values for name in names.keys() - OWN.keys()} == {
+        name: VALUES[names[name]["values"]] for name in names.keys() - OWN.keys()
+    }
+    assert not table.keys() & OWN.keys()
+    assert vllm_flags.SAME.keys() <= OWN.keys() & names.keys()
+    earlier = " ".join(
+        [*vllm_flags.EARLIER.values(), *vllm_flags.EARLIER_REFUSED.values(), *vllm_flags.EARLIER_RENAMED]
+    )
+    assert table.keys() - names.keys() == {spec.rstrip("=") for spec in earlier.split()}
+    lines = [*vllm_flags.IGNORED.values(), *vllm_flags.REFUSED.values(), *vllm_flags.RENAMED]
+    written = [name for spec in " ".join(lines).split() for name in re.split(r"[=?+]", spec)[0].split("|")]
+    assert len(written) == len(set(written))
+
+
+@pytest.mark.parametrize("flag", sorted(FLAGS.keys() - {"--config", "--model"}))
+def test_each_flag_is_taken_ignored_with_a_note_or_refused_in_one_line(
+    flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values, found = sample(flag), vllm.flags().get(flag)
+    for name in (flag, *FLAGS[flag].get("also", ())):
+        written = vllm.flags().get(name)
+        if written is None:
+            engine, server, notes = read(name, *values)
+            assert len(notes) == (values[:1] != [] and values[0] in vllm_flags.REPLACED.get(flag, ()))
+            found_value = (vars(engine) | vars(server))[OWN[name].dest]
+            if not values:
+                assert found_value is True
+            elif name in vllm_flags.LISTS:
+                assert found_value == tuple(json.loads(values[0]))
+            elif FLAGS[flag]["values"] == "several":
+                assert found_value == (values[0],)
+            else:
+                assert found_value == value_of(name, values[0])
+        elif written.verdict in ("renamed", "parts"):
+            assert read(name, *values)[2] == []
+        elif written.verdict == "ignored":
+            note = f"{written.names[0]} has no effect: {written.text}"
+            assert read(name, *values) == (*read()[:2], [note])
+        elif written.harmless:
+            assert read(name, *written.harmless[:1]) == read()
+            assert refusal(capsys, name, "another") == f"argument {name}: {written.text}"
+        else:
+            values = values or ["x"] * (written.values == "?")
+            assert refusal(capsys, name, *values) == f"argument {name}: {written.text}"
+    if FLAGS[flag]["values"] == "on/off" and found is not None:
+        assert read(f"--no-{flag[2:]}")[:2] == read()[:2]
+
+
+def test_the_choices_of_vllm_are_taken_where_quire_has_them_all(capsys: pytest.CaptureFixture[str]) -> None:
+    for flag in (
+        *("--dtype", "--runner", "--convert", "--kv-cache-dtype", "--scheduling-policy", "--log-level"),
+        *("--reasoning-parser", "--tool-call-parser"),
+    ):
+        for choice in FLAGS[flag]["choices"]:
+            if choice in UNSUPPORTED_VALUES.get(flag, ()):
+                said = refusal(capsys, flag, choice)
+                assert choice in said
+                assert "parser" not in flag or "this format of" in said
+            else:
+                read(flag, choice)
+
+
+def test_a_command_line_of_vllm() -> None:
+    line = """--tensor_parallel_size 4 -pp 2 --host 0.0.0.0 --dtype half --max-model-len 16K --swap-space 16 -O3
+    --enable-auto-tool-choice --tool-call-parser hermes --served-model-name a b --disable-log-requests
+    --cudagraph-capture-sizes 1 2 4 -ep --no-enable-prefix-caching --model other/model --download-dir /models
+    --generation-config vllm --override-generation-config '{"temperature": 0.5}' --max-num-partial-prefills 2
+    --hf-overrides '{"a": 1}' --hf-overrides.rope_scaling.factor 4.0 --hf-overrides.architectures+ LlamaForCausalLM
+    --rope-theta 5000 --eplb-config.step_interval=7 --compilation-config.mode 3 --attention-backend FLASH_ATTN
+    --uvicorn-log-level warning --enable-log-requests"""
+    parsed = build_parser().parse_args(["serve", *shlex.split(line)])
+    engine, server = read_options(parsed)
+    assert engine == EngineOptions(
+        model="other/model",
+        tensor_parallel_size=4,
+        pipeline_parallel_size=2,
+        dtype="float16",
+        max_model_len=16384,
+        cuda_graph_sizes="1,2,4",
+        enable_expert_parallel=True,
+        enable_prefix_caching=False,
+        download_dir="/models",
+        generation_config="vllm",
+        override_generation_config={"temperature": 0.5},
+        max_num_partial_prefills=2,
+        hf_overrides={
+            "a": 1,
+            "rope_theta": 5000.0,
+            "rope_scaling": {"factor": 4.0},
+            "architectures": ["LlamaForCausalLM"],
+        },
+        eplb_step_interval=7,
+    )
+    assert server == ServerOptions(host="0.0.0.0", served_model_name=("a", "b"), tool_call_parser="hermes")
+    assert [note.split(" has no effect: ")[0] for note in parsed.notes if "instead" not in note] == [
+        "--swap-space",
+        "--optimization-level",
+        "--enable-auto-tool-choice",
+        "--disable-log-requests",
+        "--uvicorn-log-level",
+        "--enable-log-requests",
+        "--compilation-config",
+    ]
+    assert "--attention-backend FLASH_ATTN: Quire uses auto instead" in parsed.notes
+
+
+@pytest.mark.parametrize("form", ["-O3", "-O 3", "-O=3", "-O.mode 3", "-O.mode=3", '-O {"mode":3}', "-cc.mode 3"])
+def test_levels_of_optimization_have_no_effect(form: str) -> None:
+    engine, _, notes = read(*form.split(), "--seed", "7")
+    assert (engine.seed, len(notes)) == (7, 1)
+
+
+def test_values_that_cannot_be_converted_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--eplb-config: x: expected a JSON object" in refusal(capsys, "--eplb-config", "x")
+    assert refusal(capsys, "--eplb-config.step_intervall", "1").endswith("step_intervall is not supported; omit it")
+    assert "--max-model-len: auto: give a number" in refusal(capsys, "--max-model-len", "auto")
+    assert refusal(capsys, "--convert", "classify") == "--convert classify is not supported; use embed"
+    assert refusal(capsys, "--task", "score") == "--task score is not supported; use generate or embed"
+    for flag in ("-qawq", "--quantization=awq"):
+        assert "--quantization: awq is not supported; omit it for fp8 and mxfp4" in refusal(capsys, flag)
+    assert "invalid choice: 'FLASH_ATN'" in refusal(capsys, "--attention-backend", "FLASH_ATN")
+    assert "invalid choice: 'deep_ep'" in refusal(capsys, "--all2all-backend", "deep_ep")
+    assert "invalid int value: 'infG'" in refusal(capsys, "--kv-cache-memory-bytes", "infG")
+    for then in (("--hf-overrides.a.b", "2"), ("--hf-overrides.a+", "2")):
+        assert "--hf-overrides has another kind of value there" in refusal(capsys, "--hf-overrides.a", "1", *then)
+    assert "disable_any_whitespace is not supported" in refusal(
+        capsys, "--structured-outputs-config", '{"disable_any_whitespace": true}'
+    )
+    assert refusal(capsys, "--swap-space") == "argument --swap-space: expected a value"
+    assert "--hf-overrides.a: expected a value" in refusal(capsys, "--hf-overrides.a")
+    assert "--hf-overrides: invalid JSON object value: '[]'" in refusal(capsys, "--hf-overrides", "[]")
+    assert "--no-such-flag" in refusal(capsys, "--no-such-flag")
+
+
+def test_parts_of_json_flags_are_taken_or_named() -> None:
+    _, server, notes = read(
+        "--structured-outputs-config",
+        '{"backend": "xgrammar", "reasoning_parser": "qwen3", "enable_in_reasoning": false}',
+    )
+    assert server.reasoning_parser == "qwen3"
+    assert notes == ["--structured-outputs-config.backend has no effect: llguidance is the only backend"]
+    engine, _, notes = read("-ac.backend", "FLASHINFER", "-ac.flash_attn_version=3", "--eplb-config.window_size", "9")
+    assert engine.attention_backend == "flashinfer"
+    assert [note.split()[0] for note in notes] == ["--attention-config.flash_attn_version", "--eplb-config.window_size"]
+
+
+def test_a_profiler_is_torchs_or_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    _, server, notes = read("--profiler-config", '{"profiler": "torch", "torch_profiler_dir": "/tmp"}')
+    assert (server.torch_profiler_dir, notes) == ("/tmp", [])
+    assert read("--profiler-config.profiler", "null")[2] == []
+    for other in ("cuda", "proton"):
+        assert refusal(capsys, "--profiler-config.profiler", other) == (
+            f"argument --profiler-config: profiler {other} is not supported; use torch"
+        )
+    monkeypatch.setenv("VLLM_TORCH_PROFILER_DIR", "/tmp")
+    _, server, notes = read()
+    assert server.torch_profiler_dir == "/tmp"
+    assert notes == ["environment variable VLLM_TORCH_PROFILER_DIR=/tmp is the default of --torch-profiler-dir"]
+
+
+def test_flags_of_earlier_versions(capsys: pytest.CaptureFixture[str]) -> None:
+    for flag in ("--speculative-model", "--num-speculative-tokens"):
+        assert "speculative decoding is not supported" in refusal(capsys, flag, "5")
+    assert "modules.json" in refusal(capsys, "--override-pooler-config", "{}")
+    notes = read("--calculate-kv-scales", "--disable-async-output-proc", "--eplb-window-size", "9", "--engine-use-ray")[
+        2
+    ]
+    assert len(notes) == 4
+    engine, *_ = read("--cuda-graph-sizes", "1", "2", "4", "--seed", "7")
+    assert (engine.cuda_graph_sizes, engine.seed) == ("1,2,4", 7)
+
+
+def test_a_value_that_is_replaced_is_named() -> None:
+    engine, _, notes = read("--attention-backend", "flash_attn", "--all2all-backend=deepep_low_latency")
+    assert (engine.attention_backend, engine.all2all_backend) == ("auto", "all_to_all")
+    assert notes == [
+        "--attention-backend flash_attn: Quire uses auto instead",
+        "--all2all-backend deepep_low_latency: Quire uses all_to_all instead",
+    ]
+
+
+def test_objects_of_repeated_flags_are_merged() -> None:
+    engine, *_ = read("--hf-overrides", '{"a": {"b": 1, "c": [1]}}', "--hf-overrides.a.d", "2", "-qfp8")
+    assert engine.hf_overrides == {"a": {"b": 1, "c": [1], "d": 2}}
+    assert engine.quantization == "fp8"
+
+
+def test_keys_of_json_flags_keep_their_underscores_in_files(tmp_path: Path) -> None:
+    file = tmp_path / "vllm.yaml"
+    file.write_text("hf_overrides.rope_theta: 5000\nhf-overrides.use_cache: false\nhf-overrides.a_b: '1'")
+    assert read("--config", str(file))[0].hf_overrides == {"rope_theta": 5000, "use_cache": False, "a_b": "1"}
+
+
+def test_a_config_file_of_vllm(tmp_path: Path) -> None:
+    file = tmp_path / "vllm.yaml"
+    file.write_text(
+        "model: some/model\nport: 12323\ntensor_parallel_size: 4\nenable-auto-tool-choice: true\nenable-lora: false\n"
+        "enable-prefix-caching: false\ncudagraph-capture-sizes: [1, 2]\nallowed-media-domains: []\nswap-space: 4\n"
+        "compilation-config:\n  pass_config:\n    fuse_allreduce_rms: true\n"
+        "hf-overrides:\n  rope_scaling: {factor: 2.0}\nhf-overrides.a: 1\n"
+    )
+    parsed = build_parser().parse_args(["serve", "--config", str(file), "--hf-overrides", '{"b": 2}', "-tp", "2"])
+    engine, server = read_options(parsed)
+    assert engine == EngineOptions(
+        model="some/model",
+        tensor_parallel_size=2,
+        enable_prefix_caching=False,
+        cuda_graph_sizes="1,2",
+        hf_overrides={"b": 2},
+    )
+    assert server.port == 12323
+    assert [note.split()[0] for note in parsed.notes] == [
+        "--enable-auto-tool-choice",
+        "--swap-space",
+        "--compilation-config",
+    ]
+    file.write_text("speculative-config: {method: ngram}")
+    with pytest.raises(SystemExit):
+        read("--config", str(file))
+
+
+@pytest.mark.parametrize("name", FACTS["variables"])
+def test_each_variable_is_taken_ignored_with_a_note_or_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "1")
+    refused = {spec.partition("=")[0]: spec.partition("=")[2] for spec in vllm_flags.VARIABLES_REFUSED}
+    if name in refused:
+        harmless = (refused[name] or "0,False").split(",")
+        wrong = "0" if "1" in harmless else "2"
+        monkeypatch.setenv(name, wrong)
+        with pytest.raises(ConfigError, match=rf"^environment variable {name}={wrong}: \w+"):
+            read("--device", "cpu")
+        for value in (*harmless, ""):
+            monkeypatch.setenv(name, value)
+            assert read("--device", "cpu")[2] == []
+        return
+    value = {"VLLM_LOGGING_LEVEL": "DEBUG"}.get(name, "1")
+    monkeypatch.setenv(name, value)
+    notes = [f"environment variables of vLLM have no effect: {name}"]
+    if name in vllm_flags.VARIABLES:
+        notes = []
+        assert read()[2] == notes
+        assert os.environ[vllm_flags.VARIABLES[name]] == "1"
+    elif name in vllm_flags.VARIABLES_OF_FLAGS:
+        flag = vllm_flags.VARIABLES_OF_FLAGS[name][0]
+        notes = [f"environment variable {name}={value} is the default of {flag}"]
+    assert read("--device", "cpu")[2] == notes
+
+
+def test_variables_of_vllm_are_weaker_than_everything_of_quires(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name, value in {
+        "VLLM_API_KEY": "theirs",
+        "VLLM_HOST_IP": "10.0.0.1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_CPU_KVCACHE_SPACE": "1.5",
+        "VLLM_PP_LAYER_PARTITION": "3,2",
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "9",
+    }.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("QUIRE_HOST_IP", "10.0.0.2")
+    file = tmp_path / "quire.yaml"
+    file.write_text("timeout-keep-alive: 10")
+    engine, server, notes = read("--pipeline-layer-partition", "1,4", "--config", str(file), "--device", "cpu")
+    assert (engine.kv_cache_memory_bytes, engine.pipeline_layer_partition) == (3 << 29, "1,4")
+    assert (server.log_level, server.timeout_keep_alive, len(notes)) == ("warning", 10, 4)
+    assert (os.environ["QUIRE_API_KEY"], os.environ["QUIRE_HOST_IP"]) == ("theirs", "10.0.0.2")
+    assert read("--device", "cuda")[0].kv_cache_memory_bytes is None
+    for value in ("much", "inf"):
+        monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", value)
+        with pytest.raises(ConfigError, match=f"VLLM_CPU_KVCACHE_SPACE={value}: expected a value for --kv-cache-mem"):
+            read("--device", "cpu")
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "0")
+    assert read("--device", "cpu")[0].kv_cache_memory_bytes is None
+    monkeypatch.setenv("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "long")
+    with pytest.raises(ConfigError, match=r"^environment variable VLLM_HTTP_TIMEOUT_KEEP_ALIVE=long: invalid"):
+        read()
+
+
+def test_an_empty_key_of_quires_does_not_hide_that_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_API_KEY", "")
+    monkeypatch.setenv("VLLM_API_KEY", "theirs")
+    read()
+    assert os.environ["QUIRE_API_KEY"] == "theirs"
+
+
+def test_engine_args_are_read_changed_and_taken_from_a_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "3,2")
+    args = EngineArgs("some/model", tensor_parallel_size=2, dtype="half", swap_space=4)
+    assert (args.model, args.tensor_parallel_size, args.dtype) == ("some/model", 2, "float16")
+    args.max_model_len = 64
+    assert args.options == EngineOptions(
+        model="some/model",
+        tensor_parallel_size=2,
+        dtype="float16",
+        max_model_len=64,
+        pipeline_layer_partition="3,2",
+    )
+    parser = AsyncEngineArgs.add_cli_args(argparse.ArgumentParser())
+    parser.add_argument("--own")
+    parsed = parser.parse_args(["--model", "other/model", "-tp", "2", "--own", "x", "--no-enable-prefix-caching"])
+    assert (parsed.own, parsed.pipeline_parallel_size) == ("x", 1)
+    assert AsyncEngineArgs.from_cli_args(parsed).options == EngineOptions(
+        model="other/model", tensor_parallel_size=2, enable_prefix_caching=False, pipeline_layer_partition="3,2"
+    )
