@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from importlib.metadata import version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import BaseRoute
 from starlette.types import Receive, Scope, Send
 
 from quire.server.anthropic import messages
 from quire.server.config import ServerOptions, names
-from quire.server.http import errors, sagemaker_vertex, status
+from quire.server.http import errors, sagemaker_vertex, status, ui
 from quire.server.http.api_keys import ApiKeys
 from quire.server.http.large_bodies import BodyRoute
 from quire.server.http.middleware import (
@@ -24,26 +26,38 @@ from quire.server.http.middleware import (
 )
 from quire.server.http.response import DIRECT_SEND
 from quire.server.http.state import ServedModel
-from quire.server.openai import chat, completions, embeddings, replicas, responses, tokenize
+from quire.server.openai import chat, completions, embeddings, profile, replicas, responses, tokenize
+
+if TYPE_CHECKING:
+    from quire.server.http.tracing import Tracing
 
 
-def create_app(state: ServedModel, options: ServerOptions | None = None) -> FastAPI:
-    """Create the application for one model, with the middleware that `options` require. Without options there is none,
-    for calls from inside the process only. Raises `ConfigError` for API keys that cannot be read.
+def create_app(state: ServedModel, options: ServerOptions | None = None, tracing: Tracing | None = None) -> FastAPI:
+    """Create the application for one model, with the middleware that `options` and `tracing` require. Without options
+    there is none, for calls from inside the process only. Raises `ConfigError` for API keys that cannot be read.
     """
     app = _App(title="Quire", version=version("quire"))
     app.state.quire = state
-    families = (chat, completions, embeddings, messages, responses, tokenize, replicas, sagemaker_vertex)
+    families = (
+        *(chat, completions, embeddings, messages, responses),
+        *(tokenize, replicas, profile, sagemaker_vertex, status),
+    )
     routers = [each.router for each in families]
-    for router in (*routers, status.router):
+    for router in routers:
         app.include_router(router)
-    state.routes = [route for router in routers for route in router.routes if isinstance(route, BodyRoute)]
+    routes = [route for router in routers for route in router.routes]
+    state.routes = [route for route in routes if isinstance(route, BodyRoute)]
     errors.install(app)
     if options is not None:
         state.drain_seconds = options.drain_seconds()
-        state.has_api_keys = _add_front(
-            app, options, {*status.HEALTH_ROUTES, "/ping", *sagemaker_vertex.add_vertex(app)}
-        )
+        state.has_request_times = options.enable_per_request_metrics
+        if options.torch_profiler_dir is not None:
+            state.torch_profiler_dir = os.path.abspath(options.torch_profiler_dir)
+        open_paths = {*status.HEALTH_ROUTES, "/ping", *sagemaker_vertex.add_vertex(app)}
+        if options.ui:
+            open_paths |= ui.add_page(app)
+        traced = None if tracing is None else (tracing, [*routes, *app.routes])
+        state.has_api_keys = _add_front(app, options, open_paths, traced)
     return app
 
 
@@ -78,8 +92,12 @@ class _App(FastAPI):
         await super().__call__(scope, receive, messages.errors_in_shape(scope, send))
 
 
-def _add_front(app: FastAPI, options: ServerOptions, open_paths: set[str]) -> bool:
-    """Add the middleware. The last one added is the outermost. Returns whether requests need an API key."""
+def _add_front(
+    app: FastAPI, options: ServerOptions, open_paths: set[str], traced: tuple[Tracing, list[BaseRoute]] | None
+) -> bool:
+    """Add the middleware. The last one added is the outermost. `traced` has the routes by which traces name requests.
+    Returns whether requests need an API key.
+    """
     app.add_middleware(LimitsMiddleware, max_body=int(options.max_body_mib * MIB), timeout=options.request_timeout)
     keys = ApiKeys.load(options)
     if options.fair_share != "off":
@@ -97,6 +115,10 @@ def _add_front(app: FastAPI, options: ServerOptions, open_paths: set[str]) -> bo
             expose_headers=["X-Request-Id", "Retry-After"],
         )
     app.add_middleware(RequestIdMiddleware)
+    if traced is not None:
+        from quire.server.http.tracing import TracingMiddleware  # imports OpenTelemetry
+
+        app.add_middleware(TracingMiddleware, tracing=traced[0], routes=traced[1])
     if options.root_path:
         app.add_middleware(RootPathMiddleware, path=options.root_path)
     return keys is not None

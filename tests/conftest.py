@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-NAMESPACES = {f"tests/e2e/test_{name}.py" for name in ("namespaces", "nodes", "ray", "replicas")}
+NAMESPACES = {f"tests/e2e/test_{name}.py" for name in ("doctor", "namespaces", "nodes", "ray", "replicas")}
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -37,15 +37,18 @@ from quire.server.http.content_blocks import (
 from quire.server.http.errors import describe, json_response
 from quire.server.http.large_bodies import BodyRoute
 from quire.server.http.response import EventStreamResponse, part, while_connected
-from quire.server.http.state import AppState
-from quire.server.openai.chat import ChatRequest
+from quire.server.http.state import AppState, MayChooseReplica
+from quire.server.openai.chat import ChatRequest, ReasoningEffort
 from quire.server.openai.protocol import (
+    LABEL,
     MAX_MESSAGES,
+    ExtraField,
     Int64,
-    LenientModel,
+    MessagePart,
     ProcessedBody,
-    StrictModel,
-    reject_extra,
+    RequestModel,
+    hint,
+    rejected,
     renamed_params,
     variant,
 )
@@ -55,22 +58,6 @@ router = APIRouter(route_class=BodyRoute)
 ROUTE = "/v1/messages"
 """Errors on paths with this route use Anthropic's format."""
 
-_HARMLESS: Mapping[str, Any] = {
-    "metadata": ...,
-    "cache_control": ...,
-    "service_tier": ...,
-    "user_profile_id": ...,
-    "mcp_servers": ([],),
-    "speed": ("standard",),
-}
-_HARMLESS_IN_BLOCKS: Mapping[str, Any] = {"cache_control": ..., "citations": ([],), "caller": ({"type": "direct"},)}
-_HARMLESS_IN_TOOLS: Mapping[str, Any] = {
-    "cache_control": ...,
-    "eager_input_streaming": ...,
-    "defer_loading": (False,),
-    "allowed_callers": (["direct"],),
-    "input_examples": ([],),
-}
 _NAMES = {
     "continue_final_message": "messages",
     "response_format": "output_config.format",
@@ -95,46 +82,57 @@ _ERRORS = {
 _encode = msgspec.json.Encoder().encode
 
 
-class _TextBlock(LenientModel):
+class _Block(MessagePart):
+    extra_fields: ClassVar[Mapping[str, ExtraField]] = {"cache_control": LABEL, "caller": LABEL, "citations": hint([])}
+
+
+class _TextBlock(_Block):
     text: str
 
 
-class _ThinkingBlock(LenientModel):
+class _ThinkingBlock(_Block):
     thinking: str
     signature: str | None = None
     """Ignored: reasoning is not encrypted here."""
 
 
-class _ToolUseBlock(LenientModel):
+class _ToolUseBlock(_Block):
     id: str
     name: str
     input: dict[str, Any]
 
 
-class _ToolResultBlock(LenientModel):
+class _ToolResultBlock(_Block):
     tool_use_id: str
     content: str | list[dict[str, Any]] | None = None
     is_error: bool | None = None
 
 
-_TEXT: dict[str, type[LenientModel]] = {"text": _TextBlock}
-_OF_USER: dict[str, type[LenientModel]] = {"text": _TextBlock, "tool_result": _ToolResultBlock}
-_OF_ASSISTANT: dict[str, type[LenientModel]] = {
+_OF_USER: dict[str, type[_Block]] = {"text": _TextBlock, "tool_result": _ToolResultBlock}
+_OF_ASSISTANT: dict[str, type[_Block]] = {
     "text": _TextBlock,
     "thinking": _ThinkingBlock,
     "tool_use": _ToolUseBlock,
 }
 
 
-class MessageTurn(LenientModel):
+class MessageTurn(MessagePart):
     """A turn of the conversation."""
 
     role: Literal["user", "assistant", "system"]
     content: str | list[dict[str, Any]]
 
 
-class MessageTool(LenientModel):
+class MessageTool(MessagePart):
     """A function that the model may call."""
+
+    extra_fields: ClassVar[Mapping[str, ExtraField]] = {
+        "cache_control": LABEL,
+        "eager_input_streaming": LABEL,
+        "allowed_callers": rejected(["direct"]),
+        "defer_loading": rejected(False),
+        "input_examples": rejected([]),
+    }
 
     name: str
     input_schema: dict[str, Any] | None = None
@@ -143,7 +141,7 @@ class MessageTool(LenientModel):
     strict: bool | None = None
 
 
-class MessageToolChoice(StrictModel):
+class MessageToolChoice(RequestModel):
     """What the model may or must call."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -151,33 +149,48 @@ class MessageToolChoice(StrictModel):
     disable_parallel_tool_use: bool | None = None
 
 
-class MessageThinking(StrictModel):
+class MessageThinking(RequestModel):
     """Whether the model uses reasoning; adaptive leaves the choice to the model."""
+
+    extra_fields: ClassVar[Mapping[str, ExtraField]] = {"display": hint("summarized")}
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, Field(ge=1)] | None = None
-    display: Literal["summarized"] | None = None
 
 
-class MessageFormat(StrictModel):
+class MessageFormat(RequestModel):
     """The format of the answer."""
 
     type: Literal["json_schema"]
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
 
 
-class MessageOutputConfig(StrictModel):
+class MessageOutputConfig(RequestModel):
     """Options of the answer."""
 
-    effort: Literal["low", "medium", "high", "xhigh"] | None = None
+    effort: ReasoningEffort | None = None
     format: MessageFormat | None = None
 
 
-class CountTokensRequest(ProcessedBody, LenientModel):
+class CountTokensRequest(ProcessedBody, RequestModel):
     """The body of a request to count a conversation's tokens."""
 
     names: ClassVar[Mapping[str, str]] = _NAMES
     embeds: ClassVar[bool | None] = False
+    extra_fields: ClassVar[Mapping[str, ExtraField]] = {
+        "cache_control": LABEL,
+        "metadata": LABEL,
+        "service_tier": LABEL,
+        "user_profile_id": LABEL,
+        "betas": hint([]),
+        "context_management": hint({"edits": []}),
+        "inference_geo": hint(),
+        "speed": hint("standard"),
+        "thread": hint(),
+        "container": rejected(),
+        "mcp_servers": rejected([]),
+        "output_format": rejected(),
+    }
     max_items: ClassVar[Mapping[str, int]] = {"messages": MAX_MESSAGES, "tools": MAX_TOOLS}
 
     model: str
@@ -190,10 +203,10 @@ class CountTokensRequest(ProcessedBody, LenientModel):
     chat_template_kwargs: dict[str, Any] | None = None
     """vLLM extension, as in chat."""
 
-    def as_chat(self) -> ChatRequest:
-        """Convert to a chat request; raises `InvalidParameter` for anything that chat cannot express."""
-        reject_extra(self, _HARMLESS)
-        messages = [message for _, message in self._conversation()]
+    def as_chat(self, messages: list[dict[str, Any]]) -> ChatRequest:
+        """Convert to a chat request with these messages; raises `InvalidParameter` for anything that chat cannot
+        express.
+        """
         fields: dict[str, Any] = {"chat_template_kwargs": self.chat_template_kwargs}
         if self.messages and self.messages[-1].role == "assistant":
             if messages[-1].get("tool_calls"):
@@ -213,13 +226,12 @@ class CountTokensRequest(ProcessedBody, LenientModel):
                 fields["response_format"] = {"type": "json_schema", "json_schema": schema}
         return ChatRequest.model_validate({"model": self.model, "messages": messages, **fields, **self._sampling()})
 
-    def _conversation(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the chat messages, each with the parameter that it was made from."""
+    def conversation(self, ignored: set[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the chat messages, each with the parameter that it was made from. Add the fields that are ignored."""
         if self.system is not None:
-            yield "system", {"role": "system", "content": _text(self.system, "system")}
+            yield "system", {"role": "system", "content": _text(self.system, "system", ignored)}
         for at, turn in enumerate(self.messages):
-            reject_extra(turn, {}, f"messages[{at}].")
-            for message in _chat_messages(turn, f"messages[{at}].content"):
+            for message in _chat_messages(turn, f"messages[{at}].content", ignored):
                 yield f"messages[{at}]", message
 
     def _sampling(self) -> dict[str, Any]:
@@ -232,9 +244,11 @@ class CountTokensRequest(ProcessedBody, LenientModel):
 
     async def process_here(self, admit: Callable[[], InputProcessor]) -> GenerationInput:
         thinking = None if self.thinking is None else {"enabled": True, "disabled": False}.get(self.thinking.type)
-        chat, places = self.as_chat(), [place for place, _ in self._conversation()]
-        with renamed_params(_NAMES, places):
-            return await chat.process_here(admit, thinking)
+        ignored = self.check_fields()
+        conversation = [*self.conversation(ignored)]
+        chat = self.as_chat([message for _, message in conversation])
+        with renamed_params(_NAMES, [place for place, _ in conversation]):
+            return await chat.process_here(admit, thinking, ignored)
 
 
 class MessagesRequest(CountTokensRequest):
@@ -257,7 +271,7 @@ class MessagesRequest(CountTokensRequest):
         }
 
 
-@router.post("/v1/messages")
+@router.post("/v1/messages", dependencies=[MayChooseReplica])
 async def messages(body: MessagesRequest, request: Request, state: AppState) -> Response:
     """Generate an answer to a conversation, in Anthropic's format."""
     model = state.check_model(body.model)
@@ -379,19 +393,18 @@ def _arguments(text: str) -> dict[str, Any]:
     return arguments if isinstance(arguments, dict) else {}
 
 
-def _chat_messages(turn: MessageTurn, param: str) -> list[dict[str, Any]]:
+def _chat_messages(turn: MessageTurn, param: str, ignored: set[str]) -> list[dict[str, Any]]:
     """Convert a turn to chat messages. Each tool_result becomes its own message, before or between the text."""
     if turn.role == "assistant":
-        return [_assistant_message(turn.content, param)]
+        return [_assistant_message(turn.content, param, ignored)]
     if turn.role == "system" or isinstance(turn.content, str):
-        return [{"role": turn.role, "content": _text(turn.content, param)}]
+        return [{"role": turn.role, "content": _text(turn.content, param, ignored)}]
     messages: list[dict[str, Any]] = []
     for at, block in enumerate(turn.content):
         where = f"{param}[{at}]"
-        read = _read(_OF_USER, block, where)
-        match read:
-            case _ToolResultBlock():
-                text = "" if read.content is None else _text(read.content, f"{where}.content")
+        match variant(_OF_USER, block, where, ignored):
+            case _ToolResultBlock() as read:
+                text = "" if read.content is None else _text(read.content, f"{where}.content", ignored)
                 text = f"Error: {text}" if read.is_error else text
                 messages.append({"role": "tool", "tool_call_id": read.tool_use_id, "content": text})
             case _TextBlock(text=text):
@@ -402,18 +415,17 @@ def _chat_messages(turn: MessageTurn, param: str) -> list[dict[str, Any]]:
     return messages
 
 
-def _assistant_message(content: str | list[dict[str, Any]], param: str) -> dict[str, Any]:
+def _assistant_message(content: str | list[dict[str, Any]], param: str, ignored: set[str]) -> dict[str, Any]:
     if isinstance(content, str):
         return {"role": "assistant", "content": content}
     texts, thoughts, calls = [], [], []
     for at, block in enumerate(content):
-        read = _read(_OF_ASSISTANT, block, f"{param}[{at}]")
-        match read:
+        match variant(_OF_ASSISTANT, block, f"{param}[{at}]", ignored):
             case _TextBlock(text=text):
                 texts.append(text)
             case _ThinkingBlock(thinking=text):
                 thoughts.append(text)
-            case _ToolUseBlock():
+            case _ToolUseBlock() as read:
                 function = {"name": read.name, "arguments": read.input}
                 calls.append({"id": read.id, "type": "function", "function": function})
     message: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts) if texts or not calls else None}
@@ -422,17 +434,11 @@ def _assistant_message(content: str | list[dict[str, Any]], param: str) -> dict[
     return message | {"tool_calls": calls} if calls else message
 
 
-def _text(content: str | list[dict[str, Any]], param: str) -> str:
+def _text(content: str | list[dict[str, Any]], param: str, ignored: set[str]) -> str:
     if isinstance(content, str):
         return content
-    blocks = [_read(_TEXT, block, f"{param}[{at}]") for at, block in enumerate(content)]
-    return "\n".join(block.text for block in blocks if isinstance(block, _TextBlock))
-
-
-def _read(kinds: Mapping[str, type[LenientModel]], block: dict[str, Any], param: str) -> LenientModel:
-    read = variant(kinds, block, param)
-    reject_extra(read, {"type": ..., **_HARMLESS_IN_BLOCKS}, f"{param}.")
-    return read
+    kinds = {"text": _TextBlock}
+    return "\n".join(variant(kinds, block, f"{param}[{at}]", ignored).text for at, block in enumerate(content))
 
 
 def _chat_tool(tool: MessageTool, param: str) -> dict[str, Any]:
@@ -443,7 +449,6 @@ def _chat_tool(tool: MessageTool, param: str) -> dict[str, Any]:
         )
     if tool.input_schema is None:
         raise InvalidParameter(f"{param}.input_schema is missing", f"{param}.input_schema")
-    reject_extra(tool, _HARMLESS_IN_TOOLS, f"{param}.")
     function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
     if tool.description is not None:
         function["description"] = tool.description

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import Any
 
 from quire.server.config import ModelOptions
 from quire.server.parsers.reasoning import REASONING_FORMATS, ReasoningFormat, detect_reasoning
@@ -14,10 +16,14 @@ class ChatFormats:
     """A model's chat template, and the formats of its tool calls and reasoning, by name or `auto` or `none`."""
 
     chat_template: str | None = None
+    default_chat_template_kwargs: Mapping[str, Any] | None = None
+    """Default variables of the template; requests may set others."""
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     trust_request_chat_template: bool = False
     """Whether a request may bring its own chat template."""
+    strict_parameters: bool = False
+    """Whether to reject request fields that would be ignored."""
 
     @staticmethod
     def of(options: ModelOptions) -> ChatFormats:

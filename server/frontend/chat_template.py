@@ -27,7 +27,7 @@ from quire.server.frontend.tokenizer import Tokenizer
 class ChatTemplate:
     """A compiled template. `source` is its text."""
 
-    def __init__(self, source: str, variables: Mapping[str, str]) -> None:
+    def __init__(self, source: str, variables: Mapping[str, Any]) -> None:
         self.source = source
         self._variables = dict(variables)
         try:
@@ -39,6 +39,11 @@ class ChatTemplate:
     def reads(self) -> frozenset[str]:
         """The variables that the template uses."""
         return frozenset(jinja2.meta.find_undeclared_variables(_environment().parse(self.source)))
+
+    @cached_property
+    def thinking_switch(self) -> str | None:
+        """The variable that turns reasoning on and off."""
+        return next((name for name in ("enable_thinking", "thinking") if name in self.reads), None)
 
     def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
         """Render the prompt of a conversation. If the template raises an error, that is an `InvalidParameter` for
@@ -57,16 +62,26 @@ class ChatTemplates:
         self._default = default
         self._tool_use = tool_use
 
+    @property
+    def reads(self) -> frozenset[str]:
+        """The variables that any of the templates uses."""
+        return self._default.reads | (self._tool_use.reads if self._tool_use is not None else frozenset())
+
     def choose(self, has_tools: bool) -> ChatTemplate:
         """Return the template for a request."""
         return self._tool_use if has_tools and self._tool_use is not None else self._default
 
     @staticmethod
-    def load(folder: Path, tokenizer: Tokenizer, override: str | None) -> ChatTemplates | None:
-        """Load `override` (a file, or the template itself), or else the folder's templates; None if there are none."""
+    def load(
+        folder: Path, tokenizer: Tokenizer, override: str | None, variables: Mapping[str, Any] | None = None
+    ) -> ChatTemplates | None:
+        """Load `override` (a file, or the template itself), or else the folder's templates; None if there are none.
+        `variables` are those of the tokenizer unless given.
+        """
         sources = {"default": _read_override(override)} if override is not None else _find(folder, tokenizer.config)
+        variables = variables or tokenizer.special_tokens
         try:
-            compiled = {name: ChatTemplate(text, tokenizer.special_tokens) for name, text in sources.items()}
+            compiled = {name: ChatTemplate(text, variables) for name, text in sources.items()}
         except ConfigError as error:
             raise ConfigError(f"{folder if override is None else '--chat-template'}: {error}") from None
         if "default" not in compiled:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.engine.protocol.errors import InvalidParameter
+from quire.server.config import TEMPLATE_PARAMETERS
 from quire.server.frontend.chat_template import ChatTemplate
 from quire.server.parsers.reasoning import detect_reasoning
 
@@ -15,6 +16,8 @@ Message = Mapping[str, Any]
 
 _END_SIGN = "\ue000end of the final message\ue000 "
 """Occurs in no conversation. The space shows whether a template trims messages."""
+_OF_FUNCTION = ("name", "description", "parameters")
+"""What the prompt shows of a function, in this order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,32 +36,31 @@ class ChatTemplateOptions:
 
     def variables(self, template: ChatTemplate) -> dict[str, Any]:
         """Return the template variables that the user sets; raises `InvalidParameter` for unused ones."""
-        for name in ("messages", "tools", "documents", "add_generation_prompt"):
-            if name in self.chat_template_kwargs:
-                raise InvalidParameter(
-                    f"chat_template_kwargs cannot set {name}, which has a parameter of its own",
-                    "chat_template_kwargs",
-                )
+        if names := TEMPLATE_PARAMETERS.intersection(self.chat_template_kwargs):
+            raise InvalidParameter(
+                f"chat_template_kwargs cannot set {min(names)}, which has a parameter of its own",
+                "chat_template_kwargs",
+            )
         if self.documents and "documents" not in template.reads:
             raise InvalidParameter("this model's chat template does not support documents", "documents")
-        switch = next((name for name in ("enable_thinking", "thinking") if name in template.reads), None)
+        switch = template.thinking_switch
         found: dict[str, Any] = {}
-        if self.reasoning_effort is not None:
-            if "reasoning_effort" in template.reads:
-                found["reasoning_effort"] = self.reasoning_effort
-            elif self.reasoning_effort == "none" and switch is not None:
-                found[switch] = False
-            else:
-                remedy = f'; set {switch} with chat_template_kwargs, or send "none"' if switch is not None else ""
-                raise InvalidParameter(
-                    f"this model's chat template does not support reasoning_effort{remedy}", "reasoning_effort"
-                )
+        if self.reasoning_effort is not None and "reasoning_effort" in template.reads:
+            found["reasoning_effort"] = self.reasoning_effort
+        elif self.reasoning_effort == "none" and switch is not None:
+            found[switch] = False
         if self.thinking is not None:
             if switch is not None:
                 found[switch] = self.thinking
             elif not self.thinking and detect_reasoning(template.source) is not None:
                 raise InvalidParameter("thinking: this model's chat template cannot disable it", "thinking")
         return found | dict(self.chat_template_kwargs)
+
+    def ignores_effort(self, template: ChatTemplate) -> bool:
+        """Return whether `reasoning_effort`, which is set, has no effect."""
+        return "reasoning_effort" not in template.reads and (
+            self.reasoning_effort != "none" or template.thinking_switch is None
+        )
 
 
 def render(
@@ -81,7 +83,7 @@ def render(
             "tools",
         )
     variables = options.variables(template) | {
-        "tools": [_tool_without_strict(tool) for tool in tools] or None,
+        "tools": [_shown_tool(tool) for tool in tools] or None,
         "documents": list(options.documents) or None,
         "add_generation_prompt": options.add_generation_prompt and not options.continue_final_message,
     }
@@ -98,9 +100,11 @@ def render(
     return _cut(prompt) if options.continue_final_message else prompt
 
 
-def _tool_without_strict(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool as the prompt shows it: `strict` is an option for the server."""
-    return {**tool, "function": {key: value for key, value in tool["function"].items() if key != "strict"}}
+def _shown_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool as the prompt shows it: without null, options for the server such as `strict`, and hints."""
+    function = tool["function"]
+    shown = {name: function[name] for name in _OF_FUNCTION if function.get(name) is not None}
+    return {"type": "function", "function": shown}
 
 
 def _message(message: Message, template: str, at: int) -> dict[str, Any]:

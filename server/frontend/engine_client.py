@@ -8,13 +8,16 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
 import zmq
 
+from quire.engine import log
 from quire.engine.cluster.security import Dropped, Security, join, split
 from quire.engine.config.engine_config import CacheConfig
 from quire.engine.core.launch import Endpoints
@@ -29,6 +32,8 @@ from quire.engine.protocol.engine_core import (
     ToCore,
     ToServer,
 )
+from quire.engine.protocol.errors import InvalidParameter
+from quire.engine.protocol.profile import Clock, ClockPing, ProfileReply, StartProfile, StopProfile, TracePiece
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.protocol.stats import EngineStats
 from quire.engine.protocol.supervision import (
@@ -44,9 +49,12 @@ from quire.server.frontend.fair_share import SHARE, Share
 from quire.server.frontend.metrics import Metrics
 from quire.server.frontend.output_stream import DEADLINE, EngineUnavailable, OutputStream
 from quire.server.frontend.router import Router
+from quire.server.frontend.tracing import TRACE, RequestTimes, SequenceTrace
 
 PROBE_SECONDS = 30.0
 """Timeout of a probe. A step can take long, especially on a CPU."""
+_CLOCK_PINGS = 5
+"""Measurements of a replica's clock, of which the one with the shortest round trip counts."""
 MAX_DEATHS = 2
 """Deaths of its replicas after which a request is suspected to be their cause."""
 _SAME_MOMENT_SECONDS = 1.0
@@ -58,12 +66,27 @@ SHUTTING_DOWN = "the server is shutting down"
 _RECONNECT_MILLISECONDS = 10
 """Interval between attempts to connect to a core that is starting."""
 
+RANK_HEADER = "X-data-parallel-rank"
+DATA_PARALLEL_RANK: ContextVar[int | None] = ContextVar("data_parallel_rank", default=None)
+"""The replica that the current task's request has chosen for itself; None: the router chooses."""
+
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
 class QueueFull(RuntimeError):
     """Too many requests are waiting for the engine."""
+
+
+@dataclass(slots=True)
+class _Prompt:
+    """The unfinished requests of one prompt, for metrics."""
+
+    n: int
+    """How many it had."""
+    num_open: int
+    max_tokens: int = 0
+    """Tokens of the longest finished one."""
 
 
 @dataclass(slots=True)
@@ -74,8 +97,17 @@ class _RunningRequest:
     arrived: float
     submit: EngineCoreRequest
     """The original request; the other fields hold the state to resume from."""
+    prompt: _Prompt
     replica: int | None = None
     """None: it waits for a replica."""
+    last_replica: int | None = None
+    """The one that it is or was on."""
+    first_output: float | None = None
+    """When its first tokens, or its embedding, came."""
+    queue_seconds: float = 0.0
+    """Time until it was first scheduled."""
+    prefill_seconds: float = 0.0
+    """Time from when it was first scheduled to its first output."""
     last_output: float | None = None
     delivered: list[int] = field(default_factory=list)
     num_scored_tokens: int = 0
@@ -90,6 +122,7 @@ class _RunningRequest:
     """When the last of them died."""
     num_resumed: int = 0
     """Tokens delivered when it was last resumed."""
+    trace: SequenceTrace | None = None
 
     @property
     def resume_request(self) -> EngineCoreRequest:
@@ -184,10 +217,11 @@ class EngineClient:
         max_num_seqs: int = 1,
         max_queue: int | None = None,
         cache: CacheConfig | None = None,
+        is_pooling: bool = False,
         token: str = "",
     ) -> None:
         """`index` is the number of this API process, `token` the cluster's. Requests are accepted when the `awaited`
-        replicas (None: all) have been up.
+        replicas (None: all) have been up. `is_pooling`: they are answered with vectors.
         """
         self.loop = asyncio.get_running_loop()
         self.index = index
@@ -201,8 +235,11 @@ class EngineClient:
         """Requests without output, with fair sharing."""
         self._suspects: list[str] = []
         """Requests that may have caused deaths; they run one at a time, the first one now."""
-        self._probes: dict[tuple[int, int], asyncio.Future[None]] = {}
-        self._probe_ids = itertools.count()
+        self._calls: dict[tuple[int, int], asyncio.Future[Any]] = {}
+        """The calls that wait for a reply, by replica and number."""
+        self._call_ids = itertools.count()
+        self.traces: dict[int, asyncio.Queue[TracePiece | int]] = {}
+        """Where the traces of a `StopProfile` go, by its number; also the numbers of replicas that are lost."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._decoder: msgspec.msgpack.Decoder[ToServer] = msgspec.msgpack.Decoder(ToServer)
         self._ready: asyncio.Future[ReplicaUp] = self.loop.create_future()
@@ -215,7 +252,7 @@ class EngineClient:
         self._responses.setsockopt(zmq.LINGER, 0)
         self._responses.set_hwm(0)
         self._security.bind(self._responses, endpoints.responses[index])
-        self._cache = cache
+        self._cache, self._is_pooling = cache, is_pooling
         self._router: Router | None = None
         """None: there has been only one replica."""
         self._replicas: dict[int, _Replica] = {}
@@ -302,34 +339,91 @@ class EngineClient:
 
     async def _probe(self, replica: _Replica) -> bool:
         """Return whether the replica has answered in time; False also if it has died."""
-        key = replica.number, next(self._probe_ids)
-        answer = self._probes[key] = self.loop.create_future()
-        replica.send(Probe(self.index, key[1]))
-        try:
-            await asyncio.wait((answer,), timeout=PROBE_SECONDS)
-        finally:
-            del self._probes[key]
+        answer = await self._call(replica, Probe(self.index, self.next_call()))
         if not answer.done() and replica.state == "up":
             replica.is_unresponsive = True
             logger.warning("%s has not answered for %g seconds", self._subject(replica.number), PROBE_SECONDS)
         return answer.done() and not answer.cancelled()
+
+    async def _call(
+        self, replica: _Replica, message: Probe | StartProfile | StopProfile | ClockPing
+    ) -> asyncio.Future[Any]:
+        """Send a message and wait for its reply: the future is done, cancelled if the replica has died, or pending."""
+        key = replica.number, message.call_id
+        answer = self._calls[key] = self.loop.create_future()
+        replica.send(message)
+        try:
+            await asyncio.wait((answer,), timeout=PROBE_SECONDS)
+        finally:
+            del self._calls[key]
+        return answer
+
+    def next_call(self) -> int:
+        """Return a new number for a call."""
+        return next(self._call_ids)
+
+    @property
+    def up_replicas(self) -> list[int]:
+        """The replicas that are up."""
+        return [replica.number for replica in self._replicas.values() if replica.state == "up"]
+
+    async def ask(self, number: int, message: StartProfile | StopProfile) -> str:
+        """Return a replica's reply to a call: the error; empty if there is none. Raises `EngineUnavailable`."""
+        answer = await self._call(self._replica(number), message)
+        if not answer.done():
+            raise EngineUnavailable(f"{self._subject(number)} has not answered for {PROBE_SECONDS:g} seconds")
+        if answer.cancelled():
+            raise EngineUnavailable(self.lost_text(number))
+        reply: ProfileReply = answer.result()
+        return reply.error
+
+    async def measure_clock(self, number: int) -> Clock:
+        """Return the clock of a replica's host for this one's. Raises `EngineUnavailable`."""
+        best: Clock | None = None
+        for _ in range(_CLOCK_PINGS):
+            replica, sent = self._replica(number), time.time_ns()
+            answer = await self._call(replica, ClockPing(self.index, self.next_call(), replica.incarnation))
+            if not answer.done() or answer.cancelled():
+                raise EngineUnavailable(self.lost_text(number))
+            clock = Clock.measured(sent, answer.result().time, time.time_ns())
+            best = clock if best is None or clock.error < best.error else best
+        assert best is not None
+        return Clock(-best.offset, best.error)
+
+    def _replica(self, number: int) -> _Replica:
+        if (replica := self._replicas.get(number)) is None:
+            raise EngineUnavailable(f"replica {number} was removed")
+        return replica
+
+    def lost_text(self, number: int) -> str:
+        """Describe the death of a replica."""
+        replica = self._replicas.get(number)
+        reason = f": {replica.reason}" if replica is not None and replica.reason else ""
+        return f"{self._subject(number)} was lost{reason}"
 
     def submit(
         self,
         requests: Sequence[tuple[str, list[int], SamplingParams]],
         priority: int = 0,
         cache_salt: bytes = b"",
+        n: int = 1,
     ) -> OutputStream:
-        """Submit requests (id, prompt, params) with a common output stream. No id may be used twice.
+        """Submit requests (id, prompt, params) with a common output stream: `n` in a row for each prompt. No id may be
+        used twice.
 
-        Raises `EngineUnavailable` and `QueueFull`; then none was submitted.
+        `DATA_PARALLEL_RANK` chooses the replica that they start on. Raises `EngineUnavailable` and `QueueFull`, and
+        `InvalidParameter` if there is no such replica; then none was submitted.
         """
         self.admit()
+        if (rank := DATA_PARALLEL_RANK.get()) is not None:
+            self._check_rank(rank)
         stream = OutputStream(self.abort, [request_id for request_id, _, _ in requests])
-        now, share = time.monotonic(), SHARE.get()
+        now, share, trace = time.monotonic(), SHARE.get(), TRACE.get()
         if share.key:
             self._num_waiting[share] += len(requests)
-        for request_id, prompt_ids, params in requests:
+        for number, (request_id, prompt_ids, params) in enumerate(requests):
+            if number % n == 0:
+                prompt = _Prompt(n, num_open=n)
             submit = EngineCoreRequest(
                 self.index,
                 request_id,
@@ -340,18 +434,31 @@ class EngineClient:
                 share=share.key,
                 weight=share.weight,
             )
-            running = self._running[request_id] = _RunningRequest(stream, now, submit)
-            self._place(running, submit)
+            running = self._running[request_id] = _RunningRequest(stream, now, submit, prompt)
+            if trace is not None and (added := trace.add(number, len(prompt_ids), now)) is not None:
+                running.trace = stream.traces[request_id] = added
+            self._place(running, submit, rank)
         if (deadline := DEADLINE.get()) is not None:
             stream.end_at(deadline)
         return stream
 
-    def _place(self, running: _RunningRequest, request: EngineCoreRequest) -> None:
-        """Send a request to a replica; without one that is up, it waits (see `_on_up`)."""
-        if not (live := self._live_replicas()):
+    def _check_rank(self, rank: int) -> None:
+        """Raise an error if the chosen replica is not up."""
+        if rank not in self._replicas:
+            ranks = ", ".join(map(str, sorted(self._replicas)))
+            raise InvalidParameter(f"{RANK_HEADER}: there is no replica {rank}; choose one of: {ranks}", RANK_HEADER)
+        if (state := self._replicas[rank].state) != "up":
+            raise EngineUnavailable(f"{RANK_HEADER}: replica {rank} is {state}; omit it to use another replica")
+
+    def _place(self, running: _RunningRequest, request: EngineCoreRequest, rank: int | None = None) -> None:
+        """Send a request to this replica, or to the best one; without one that is up, it waits (see `_on_up`)."""
+        if not (live := self._live_replicas() if rank is None else [rank]):
             running.replica = None
             return
         running.replica = live[0] if self._router is None else self._router.place(request, self._stats(live))
+        running.last_replica = running.replica
+        if running.trace is not None:
+            running.trace.place(running.replica)
         self._send(request, running.replica)
 
     def abort(self, request_ids: set[str], reason: FinishReason) -> None:
@@ -372,11 +479,43 @@ class EngineClient:
         """Update router, queue and metrics for a request that has left `_running`."""
         if running.last_output is None:
             self._on_started(running)
-        self._metrics.finished(reason, time.monotonic() - running.arrived)
+        self._count_finished(running, reason)
         if self._router is not None:
             self._router.on_finished(request_id, running.delivered)
         if request_id in self._suspects:
             self._clear_suspect(request_id)
+
+    def _count_finished(self, running: _RunningRequest, reason: FinishReason) -> None:
+        """Add a finished request to the metrics of its last replica, or of the first one if it had none."""
+        replica = min(self._replicas, default=0) if running.last_replica is None else running.last_replica
+        observe, params, prompt = partial(self._metrics.observe, replica), running.submit.params, running.prompt
+        num_prompt_tokens, num_tokens = len(running.submit.prompt_token_ids), len(running.delivered)
+        times = RequestTimes(time.monotonic() - running.arrived, num_tokens=num_tokens)
+        self._metrics.finished(replica, reason, times.e2e)
+        observe("request_prompt_tokens", num_prompt_tokens)
+        decode_seconds = 0.0
+        if running.first_output is not None:
+            decode_seconds = (running.last_output or running.first_output) - running.first_output
+            times = RequestTimes(times.e2e, running.queue_seconds, running.prefill_seconds, decode_seconds, num_tokens)
+            observe("request_inference_time_seconds", running.prefill_seconds + decode_seconds)
+            observe("request_prefill_kv_computed_tokens", num_prompt_tokens - (running.num_cached_tokens or 0))
+        running.stream.times = times
+        if running.trace is not None:
+            running.trace.finish(reason, running.last_output, times)
+        if self._is_pooling:
+            return
+        observe("request_generation_tokens", num_tokens)
+        if params.max_tokens is not None:
+            observe("request_params_max_tokens", params.max_tokens)
+        if running.first_output is not None:
+            observe("request_decode_time_seconds", decode_seconds)
+        if num_tokens > 1:
+            observe("request_time_per_output_token_seconds", decode_seconds / (num_tokens - 1))
+        prompt.num_open -= 1
+        prompt.max_tokens = max(prompt.max_tokens, num_tokens)
+        if not prompt.num_open:
+            observe("request_params_n", prompt.n)
+            observe("request_max_num_generation_tokens", prompt.max_tokens)
 
     def _on_started(self, running: _RunningRequest) -> None:
         """Count a request as waiting no more."""
@@ -394,9 +533,10 @@ class EngineClient:
             self._send(AbortRequests([i for i, running in self._running.items() if running.replica == number]), number)
         failure = EngineUnavailable(reason)
         self._failed.set_result(failure)
-        now = time.monotonic()
         for running in self._running.values():
-            self._metrics.finished("error", now - running.arrived)
+            if running.trace is not None:
+                running.trace.error = reason
+            self._count_finished(running, "error")
             running.stream.fail(failure)
         self._running.clear()
         self._num_waiting.clear()
@@ -481,6 +621,8 @@ class EngineClient:
         if moved:
             self._send(AbortRequests(list(moved)), replica.number)
         for running in moved.values():
+            if running.trace is not None:
+                running.trace.leave("moved", f"{self._subject(replica.number)} is to be removed")
             self._resume(running)
         where = "go on elsewhere" if self._live_replicas() else "wait until another is up"
         logger.info("%s is to be removed; %d requests %s", self._subject(replica.number), len(moved), where)
@@ -506,9 +648,11 @@ class EngineClient:
     def _disconnect(self, replica: _Replica) -> None:
         """Close the connection to a replica, which will answer no more."""
         replica.close()
-        for (number, _), answer in self._probes.items():
+        for (number, _), answer in self._calls.items():
             if number == replica.number:
                 answer.cancel()
+        for pieces in self.traces.values():
+            pieces.put_nowait(replica.number)
 
     def _on_up(self, replica: _Replica, up: ReplicaUp) -> None:
         """Connect to a replica, and send it the requests that wait for one."""
@@ -551,6 +695,8 @@ class EngineClient:
         moved = {i: running for i, running in self._running.items() if running.replica == replica.number}
         for running in moved.values():
             running.replica = None
+            if running.trace is not None:
+                running.trace.leave("replica_lost", f"{self._subject(replica.number)} has died: {lost.reason}")
         if lost.may_be_caused_by_request:
             self._suspect(moved, lost.reason)
         for request_id, running in moved.items():
@@ -585,6 +731,8 @@ class EngineClient:
             error = f"the engine died {running.num_deaths} times while it ran this request, which is given up: {reason}"
             logger.error("request %s: %s", first, error)
             running.stream.put(EngineCoreOutput(first, [], finish_reason="error", error=error))
+            if running.trace is not None:
+                running.trace.error = error
             self._on_finished(first, running, "error")
 
     def _clear_deaths(self, request_id: str, running: _RunningRequest) -> None:
@@ -652,10 +800,11 @@ class EngineClient:
                 replica.is_unresponsive = False
                 if isinstance(message, EngineCoreOutputs):
                     self._deliver(message)
-                elif (
-                    answer := self._probes.get((message.replica, message.probe_id))
-                ) is not None and not answer.done():
-                    answer.set_result(None)
+                elif isinstance(message, TracePiece):
+                    if (pieces := self.traces.get(message.call_id)) is not None:
+                        pieces.put_nowait(message)
+                elif (answer := self._calls.get((message.replica, message.call_id))) is not None and not answer.done():
+                    answer.set_result(message)
         except zmq.Again:
             pass
         except Exception as error:  # a bug here must not leave requests waiting forever
@@ -670,8 +819,11 @@ class EngineClient:
             self._metrics.take(outputs.replica, outputs.stats)
         if outputs.expert_load is not None:
             self._metrics.expert_load = outputs.expert_load
-        if outputs.rank_times is not None:
-            self._metrics.rank_times[outputs.replica] = outputs.rank_times
+        if outputs.rank_stats is not None:
+            self._metrics.rank_stats[outputs.replica] = outputs.rank_stats
+        for record in outputs.warnings:
+            record.replica = outputs.replica
+            log.RECENT.records.append(record)
         earlier: list[float] = []
         for request_id, token_id in zip(outputs.request_ids, outputs.token_ids, strict=True):
             running = self._running.get(request_id)
@@ -684,18 +836,26 @@ class EngineClient:
                     self._clear_deaths(request_id, running)
                 running.stream.put_token(request_id, token_id)
         for last_output, count in Counter(earlier).items():  # most had their last output in the same step
-            self._metrics.inter_token_latency.observe(now - last_output, count)
+            self._metrics.observe(outputs.replica, "inter_token_latency_seconds", now - last_output, count)
         for output in outputs.outputs:
             running = self._running.get(output.request_id)
             if running is None or running.replica != outputs.replica:
                 continue
             self._record_progress(running, output)
+            if running.trace is not None:
+                running.trace.receive(output, now)
+            if running.first_output is None and (output.token_ids or output.vector is not None):
+                running.first_output, running.prefill_seconds = now, output.running_seconds
+                running.queue_seconds = max(0.0, now - running.arrived - output.running_seconds)
+                self._metrics.observe(outputs.replica, "request_queue_time_seconds", running.queue_seconds)
+                self._metrics.observe(outputs.replica, "request_prefill_time_seconds", output.running_seconds)
             if output.token_ids:
                 if running.last_output is None:
-                    self._metrics.time_to_first_token.observe(now - running.arrived)
+                    self._metrics.observe(outputs.replica, "time_to_first_token_seconds", now - running.arrived)
                     self._on_started(running)
                 else:
-                    self._metrics.inter_token_latency.observe(now - running.last_output)
+                    since = now - running.last_output
+                    self._metrics.observe(outputs.replica, "inter_token_latency_seconds", since)
                 running.last_output = now
             if output.finish_reason is not None:
                 del self._running[output.request_id]

@@ -221,7 +221,7 @@ class EngineManager:
                     known.discard(replica)
                 for table in (self.states, self._drained):
                     table.pop(replica, None)
-                self.metrics.state(replica, "absent")
+                self.metrics.state(replica, "removed")
             case EngineFailed():
                 if self.failure is not None:
                     return

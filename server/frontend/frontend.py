@@ -15,6 +15,7 @@ from quire.engine.config.engine_config import EngineConfig
 from quire.engine.protocol.errors import InvalidParameter
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.protocol.supervision import EngineState
+from quire.server.frontend.beam_search import BeamSearch
 from quire.server.frontend.chat_formats import ChatFormats
 from quire.server.frontend.dp_coordinator import DPCoordinator
 from quire.server.frontend.engine_client import SHUTTING_DOWN, EngineClient
@@ -25,6 +26,8 @@ from quire.server.frontend.inputs import GenerationInput
 from quire.server.frontend.metrics import Metrics
 from quire.server.frontend.output_processor import OutputProcessor
 from quire.server.frontend.output_stream import EngineUnavailable, OutputStream
+from quire.server.frontend.profiler import Profiler
+from quire.server.frontend.tracing import TRACE
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +49,7 @@ class Frontend:
     ) -> None:
         self.config = config
         self.client = client
+        self.profiler = Profiler(client, config.parallel.world_size)
         self.metrics = metrics
         self.process_info = process_info
         self.formats = formats
@@ -103,12 +107,21 @@ class Frontend:
         name: str,
         formats: ChatFormats,
         max_queue: int | None = None,
+        vllm_metrics: bool = True,
     ) -> Frontend:
-        """Create the text side for an engine that a manager has started; `max_queue` as in `start`.
+        """Create the text side for an engine that a manager has started; `max_queue` as in `start`, `vllm_metrics` as
+        in `Metrics`.
 
         The caller passes on the manager's states to `client.update`.
         """
-        metrics = Metrics(name, process_info.metrics, process_info.index, process_info.count)
+        metrics = Metrics(
+            name,
+            process_info.metrics,
+            process_info.index,
+            process_info.count,
+            config=config,
+            vllm_names=vllm_metrics,
+        )
         client = EngineClient(
             process_info.endpoints,
             metrics,
@@ -117,6 +130,7 @@ class Frontend:
             max_num_seqs=config.scheduler.max_num_seqs,
             max_queue=max_queue,
             cache=config.cache,
+            is_pooling=config.model.pooling is not None,
             token=config.parallel.cluster_token,
         )
         return Frontend(config, client, metrics, process_info, formats)
@@ -190,13 +204,18 @@ class Frontend:
 
         Raises `InvalidParameter`, `QueueFull` and `EngineUnavailable` before anything has run.
         """
+        if (trace := TRACE.get()) is not None:
+            trace.generate(request_id, "chat" if given.is_chat else "text_completion", given.params)
+        if given.length_penalty is not None:
+            tokenizer = self.input_processor.tokenizer
+            return BeamSearch(request_id, given, self.generate, tokenizer, self.config.model)
         sequences = [
             (prompt, given.params.for_engine(self._seed(given.params.seed, choice)))
             for prompt in given.prompts
             for choice in range(given.params.n)
         ]
         tokenizer = self.input_processor.tokenizer
-        stream, engine_ids = self._submit(request_id, sequences, given.priority, given.cache_salt)
+        stream, engine_ids = self._submit(request_id, sequences, given.priority, given.cache_salt, n=given.params.n)
         try:  # the engine works on the prompts meanwhile
             processors = {
                 engine_id: OutputProcessor(tokenizer, index, prompt, given.params, given.output_format)
@@ -212,6 +231,8 @@ class Frontend:
         self, request_id: str, prompts: Sequence[list[int]], priority: int = 0, cache_salt: str | None = None
     ) -> Embedding:
         """Compute a vector for each of the processed prompts; otherwise like `generate`."""
+        if (trace := TRACE.get()) is not None:
+            trace.generate(request_id, "embeddings", None)
         sequences = [(prompt, _NO_PARAMS) for prompt in prompts]
         embedding = self._open[request_id] = Embedding(*self._submit(request_id, sequences, priority, cache_salt))
         return embedding
@@ -222,8 +243,9 @@ class Frontend:
         sequences: Sequence[tuple[list[int], SamplingParams]],
         priority: int,
         cache_salt: str | None,
+        n: int = 1,
     ) -> tuple[OutputStream, list[str]]:
-        """Submit the sequences of a request; returns their outputs and their ids."""
+        """Submit the sequences of a request, `n` for each prompt; returns their outputs and their ids."""
         if priority and self.config.scheduler.policy != "priority":
             raise InvalidParameter("priority requires a server started with --scheduling-policy priority", "priority")
         if (earlier := self._open.get(request_id)) is not None and earlier.is_open:
@@ -235,7 +257,7 @@ class Frontend:
         # The engine sees no text: a salt has the length of a prefix cache hash.
         salt = blake2b(cache_salt.encode(errors="surrogatepass"), digest_size=16).digest() if cache_salt else b""
         requests = [(engine_id, *sequence) for engine_id, sequence in zip(engine_ids, sequences, strict=True)]
-        return self.client.submit(requests, priority, salt), engine_ids
+        return self.client.submit(requests, priority, salt, n), engine_ids
 
     async def close(self, *, together: bool = False) -> None:
         """Abort running requests, and stop the engine if `start` has started it.

@@ -9,6 +9,7 @@ from typing import Self
 from quire.engine.protocol.engine_core import EngineCoreOutput
 from quire.server.frontend.output_processor import OutputProcessor, TextDelta
 from quire.server.frontend.output_stream import OutputStream, RequestFailed
+from quire.server.frontend.tracing import RequestTimes
 
 
 class _EngineRequest:
@@ -20,6 +21,10 @@ class _EngineRequest:
     def close(self) -> None:
         """Abort what is still running in the engine."""
         self._stream.close()
+
+    def abort(self) -> None:
+        """Abort what is still running in the engine, while another task reads, which gets `RequestFailed`."""
+        self._stream.abort()
 
     @property
     def is_open(self) -> bool:
@@ -47,6 +52,11 @@ class Generation(_EngineRequest):
         super().__init__(stream)
         self._processors = dict(processors)
 
+    @property
+    def times(self) -> RequestTimes | None:
+        """The times of a single sequence that has finished."""
+        return self._stream.times
+
     def close(self) -> None:
         self._processors.clear()
         super().close()
@@ -62,6 +72,8 @@ class Generation(_EngineRequest):
                     del self._processors[output.request_id]
                     if output.finish_reason is None:
                         self._stream.stop(output.request_id)
+                    if (trace := self._stream.traces.get(output.request_id)) is not None:
+                        trace.finish_reasons = [delta.finish_reason]
                 if delta.token_ids or delta.finish_reason is not None:  # otherwise only part of the prompt was scored
                     deltas.append(delta)
             if deltas:

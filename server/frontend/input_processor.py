@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import logging
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Literal, TypeVar
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 
 from quire.engine.config.engine_config import ModelConfig
-from quire.engine.config.model_files import read_json
 from quire.engine.protocol.errors import ConfigError, InvalidParameter
 from quire.engine.protocol.sampling_params import SamplingParams, StructuredOutputs
 from quire.server.frontend import conversation
@@ -25,11 +25,13 @@ from quire.server.frontend.inputs import (
     ContextLengthExceeded,
     EmbeddingOptions,
     GenerationInput,
+    IgnoredParameter,
     Processed,
     Prompt,
     RequestOptions,
+    TruncationSide,
 )
-from quire.server.frontend.structured_outputs import SizeCheck, StructuredOutputCheck
+from quire.server.frontend.structured_outputs import SizeCheck, StructuredOutputCheck, about, checked_schema
 from quire.server.frontend.tokenizer import Tokenizer
 from quire.server.frontend.tools import ToolUse
 from quire.server.parsers.output_parser import OutputFormat
@@ -37,7 +39,8 @@ from quire.server.parsers.tool_grammar import tool_grammar
 
 T = TypeVar("T")
 
-_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+logger = logging.getLogger(__name__)
+
 _DEFAULT_OPTIONS = RequestOptions()
 _SHORT = 2048
 """Characters and token ids that are processed on the event loop. More are processed in a thread, so that other streams
@@ -45,6 +48,9 @@ do not wait.
 """
 MAX_PROMPT_TOKENS = 2**21
 """Tokens of all prompts or inputs of a request. A single prompt may have as many as the model allows."""
+_MAX_IGNORED = 256
+"""Ignored fields that are logged; clients choose their names."""
+_INDEX = re.compile(r"\[[0-9]+\]")
 _TAIL = 16
 """Tokens at a prompt's end that may contain a marker that opens or closes reasoning."""
 
@@ -52,8 +58,7 @@ _TAIL = 16
 class InputProcessor:
     """Converts requests to the engine's input. Raises `InvalidParameter` for anything that the model cannot do.
 
-    `sampling_defaults` are the sampling parameters that the model's generation_config.json sets. `structured` checks
-    structured outputs; default: by compiling them.
+    `structured` checks structured outputs; default: by compiling them.
     """
 
     def __init__(
@@ -65,14 +70,20 @@ class InputProcessor:
         structured: StructuredOutputCheck | SizeCheck | None = None,
     ) -> None:
         source = templates.choose(has_tools=True).source if templates else ""
+        self.chat_template = templates.choose(has_tools=False).source if templates else None
         self.tokenizer = tokenizer
         self.tool_format = formats.tool_format(source)
         self.reasoning_format = formats.reasoning_format(source)
         self.max_model_len = model.max_model_len
         self.pooling = model.pooling
-        self.sampling_defaults = _sampling_defaults(model.path)
+        self.sampling_defaults = model.sampling_defaults
+        self._max_output_tokens = model.max_output_tokens
         self._templates = templates
+        self._variables = _variables(tokenizer, formats)
         self._trusts_templates = formats.trust_request_chat_template
+        self._is_strict = formats.strict_parameters
+        self.ignored: set[str] = set()
+        """The fields of requests that had no effect so far, without indices."""
         self._structured = structured or StructuredOutputCheck(model)
         self._eos = model.eos_token_ids
         self._vocab_size = model.architecture.vocab_size
@@ -82,15 +93,34 @@ class InputProcessor:
     def load(model: ModelConfig, formats: ChatFormats, structured: SizeCheck | None = None) -> InputProcessor:
         """Load tokenizer and chat template; raises `ConfigError`."""
         tokenizer = Tokenizer.load(model.tokenizer, model.trust_remote_code)
-        templates = ChatTemplates.load(model.tokenizer, tokenizer, formats.chat_template)
+        variables = _variables(tokenizer, formats)
+        templates = ChatTemplates.load(model.tokenizer, tokenizer, formats.chat_template, variables)
+        unread = sorted({*(formats.default_chat_template_kwargs or ())} - (templates.reads if templates else set()))
+        if unread and not isinstance(structured, SizeCheck):  # otherwise the process that asks does so
+            logger.warning("--default-chat-template-kwargs: no chat template of the model reads %s", ", ".join(unread))
         return InputProcessor(tokenizer, templates, model, formats, structured)
 
     def close(self) -> None:
         """Stop the process that compiles grammars."""
         self._structured.close()
 
+    def ignore(self, params: Iterable[str]) -> None:
+        """Record fields of a request that have no effect, and log each once.
+
+        With `--strict-parameters`, raises `IgnoredParameter` for the first one.
+        """
+        for param in sorted(params):
+            if self._is_strict:
+                raise IgnoredParameter(f"{param} is not supported, and --strict-parameters is set", param)
+            name = _INDEX.sub("[]", param)[:100]
+            if name not in self.ignored and len(self.ignored) < _MAX_IGNORED:
+                self.ignored.add(name)
+                if not isinstance(self._structured, SizeCheck):  # otherwise the process that asks does so
+                    logger.info("request field %s has no effect (--strict-parameters rejects it)", ascii(name)[1:-1])
+
     async def resolve(self, processed: Processed) -> Any:
         """Return the value of a request that another process has processed, when its structured outputs are checked."""
+        self.ignore(processed.ignored)
         for outputs, param in processed.unresolved:
             resolved = await self._structured.resolve_in_thread(outputs, param)
             for name in outputs.__struct_fields__:
@@ -115,14 +145,14 @@ class InputProcessor:
     ) -> GenerationInput:
         """Process texts and token ids to continue. With `add_special_tokens`, texts get the tokenizer's."""
         params = await self._validate(params, options.param_names)
-        last = self._num_kept(options.truncate_prompt_tokens, params.max_tokens)
+        last, side = self._num_kept(options.truncate_prompt_tokens, params.max_tokens), options.truncation_side
         max_tokens = params.max_tokens if options.reject_long_output else None
 
         def tokenize() -> list[list[int]]:
             tokenized, total = [], 0
             for prompt in prompts:
-                ids = self._token_ids(prompt, "prompt", last, add_special_tokens)
-                tokenized.append(self._fit(ids, "prompt", last, max_tokens))
+                ids = self._token_ids(prompt, "prompt", last, add_special_tokens, side)
+                tokenized.append(self._fit(ids, "prompt", last, max_tokens, side))
                 total = self._add_tokens(total, tokenized[-1], "prompt")
             return tokenized
 
@@ -131,7 +161,11 @@ class InputProcessor:
             name = _name("structured_outputs", options.param_names)
             params.structured_outputs = await self._structured.resolve_in_thread(outputs, name)
         return GenerationInput(
-            prompts=tokenized, params=params, priority=options.priority, cache_salt=options.cache_salt
+            prompts=tokenized,
+            params=params,
+            priority=options.priority,
+            cache_salt=options.cache_salt,
+            length_penalty=options.length_penalty,
         )
 
     async def process_chat(
@@ -141,11 +175,11 @@ class InputProcessor:
         unknown.
         """
         params = await self._validate(params, options.param_names)
-        last = self._num_kept(options.truncate_prompt_tokens, params.max_tokens)
+        last, side = self._num_kept(options.truncate_prompt_tokens, params.max_tokens), options.truncation_side
         max_tokens = params.max_tokens if options.reject_long_output else None
         prompt = await run_in_thread(
             _length(chat.messages, chat.tools),
-            lambda: self._fit(self._render(chat, last), "messages", last, max_tokens),
+            lambda: self._fit(self._render(chat, last, side), "messages", last, max_tokens, side),
         )
         output_format = self._output_format(chat, prompt)
         if (answer := params.structured_outputs) is not None:
@@ -154,30 +188,58 @@ class InputProcessor:
         if chat.tool_use is not None and (chat.tool_use.needs_grammar or answer is not None):
             schema = None if answer is None or chat.tool_use.required else _schema_of(answer, name)
             grammar = self._tool_grammar(chat.tool_use, output_format, schema)
-            params.structured_outputs = await self._structured.resolve_in_thread(grammar, "tools")
+            params.structured_outputs = await self._resolve_tools(grammar, chat.tool_use)
         return GenerationInput(
             prompts=[prompt],
             params=params,
+            is_chat=True,
             output_format=output_format,
             priority=options.priority,
             cache_salt=options.cache_salt,
+            length_penalty=options.length_penalty,
         )
 
+    async def _resolve_tools(self, grammar: StructuredOutputs, use: ToolUse) -> StructuredOutputs:
+        """Resolve the grammar of these tools. An error about a keyword names the tool."""
+        try:
+            return await self._structured.resolve_in_thread(grammar, "tools")
+        except InvalidParameter:
+            for tool in use.tools:
+                if tool.strict or use.required:
+                    with about("tools", f"tools: {tool.name}"):
+                        checked_schema(tool.parameters)
+            raise
+
     async def _validate(self, params: SamplingParams, names: Mapping[str, str]) -> SamplingParams:
-        """Return a copy of `params` with the token ids of bad words.
+        """Return a copy of `params` with the token ids of bad words, and with numbers of log-probabilities.
 
         `SamplingParams` itself checks the ranges that do not depend on the model.
         """
+        counts: dict[str, int | None] = {}
         for field_name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
-            if count is not None and count > self._max_logprobs:
+            counts[field_name] = self._vocab_size if count == -1 else count
+            if (counts[field_name] or 0) > self._max_logprobs:
                 name = _name(field_name, names)
+                if count == -1:
+                    raise InvalidParameter(f"{name}: -1 requires a server started with --max-logprobs -1", name)
                 raise InvalidParameter(
                     f"{name} must be from 0 to {self._max_logprobs} (--max-logprobs), got {count}", name
                 )
+        if (scored := params.logprob_token_ids) is not None:
+            scored = [*dict.fromkeys(scored)]
+            if len(scored) > self._max_logprobs:
+                raise InvalidParameter(
+                    f"logprob_token_ids: at most {self._max_logprobs} are allowed (--max-logprobs), got {len(scored)}",
+                    "logprob_token_ids",
+                )
+            self._check_ids(scored, "logprob_token_ids")
+            counts["logprobs"] = len(scored)
         given = (params.stop_token_ids, params.logit_bias, params.allowed_token_ids or (), *params.bad_words)
-        params = msgspec.structs.replace(params, bad_word_ids=[])
+        params = msgspec.structs.replace(params, bad_word_ids=[], logprob_token_ids=scored, **counts)
         if any(given):
             params.bad_word_ids = await run_in_thread(sum(map(len, given)), lambda: self._bad_word_ids(params))
+        if (most := self._max_output_tokens) is not None:
+            params.max_tokens = most if params.max_tokens is None else min(params.max_tokens, most)
         return params
 
     def _num_kept(self, truncate: int | None, max_tokens: int | None) -> int | None:
@@ -191,15 +253,19 @@ class InputProcessor:
             )
         return truncate
 
-    def _render(self, chat: ChatInput, last: int | None, is_limited: bool = True) -> list[int]:
-        """Return a conversation's token ids, by default up to the start of the answer: at least the `last` ones."""
+    def _render(
+        self, chat: ChatInput, last: int | None, side: TruncationSide = "left", is_limited: bool = True
+    ) -> list[int]:
+        """Return a conversation's token ids, by default up to the start of the answer: at least the `last` ones, or the
+        first ones if the right side is truncated.
+        """
         if (own := chat.template.chat_template) is not None:
             if not self._trusts_templates:
                 raise InvalidParameter(
                     "chat_template requires a server started with --trust-request-chat-template", "chat_template"
                 )
             try:
-                template = ChatTemplate(own, self.tokenizer.special_tokens)
+                template = ChatTemplate(own, self._variables)
             except ConfigError as error:
                 raise InvalidParameter(str(error), "chat_template") from None
         elif self._templates is None:
@@ -209,12 +275,14 @@ class InputProcessor:
             )
         else:
             template = self._templates.choose(bool(chat.tools))
+        if chat.template.reasoning_effort is not None and chat.template.ignores_effort(template):
+            self.ignore(("reasoning_effort",))
         text = conversation.render(template, chat.messages, chat.tools, chat.template, chat.tool_use is not None)
         if is_limited:
-            text = self._cut(text, "messages", last)
+            text = self._cut(text, "messages", last, side)
         return self.tokenizer.encode(text, add_special_tokens=chat.template.add_special_tokens)
 
-    def _cut(self, text: str, param: str, last: int | None, side: Literal["left", "right"] = "left") -> str:
+    def _cut(self, text: str, param: str, last: int | None, side: TruncationSide = "left") -> str:
         """Return the part of a text that its `last` tokens may represent; rejects a text that is certainly too long."""
         longest = self.tokenizer.max_characters
         if longest is None:
@@ -237,10 +305,14 @@ class InputProcessor:
             raise InvalidParameter(f"{param}: more than {most} tokens in one request; send several requests", param)
         return total
 
-    def _fit(self, ids: list[int], param: str, last: int | None, max_tokens: int | None) -> list[int]:
-        """Return the `last` token ids; rejects a prompt that is empty, or too long together with its output."""
+    def _fit(
+        self, ids: list[int], param: str, last: int | None, max_tokens: int | None, side: TruncationSide
+    ) -> list[int]:
+        """Return the `last` token ids, or the first ones; rejects a prompt that is empty, or too long together with its
+        output.
+        """
         if last is not None:
-            ids = ids[-last:]
+            ids = ids[-last:] if side == "left" else ids[:last]
         if not ids:
             raise InvalidParameter(f"{param} must not be empty: there is no token to continue from", param)
         if len(ids) >= self.max_model_len:
@@ -284,7 +356,7 @@ class InputProcessor:
             shows_reasoning=chat.shows_reasoning,
             tools=None if use is None else self.tool_format,
             names=frozenset() if use is None else frozenset(tool.name for tool in use.tools),
-            limit=None if use is None or use.several else 1,
+            limit=None if use is None else use.max_calls,
         )
 
     def _tool_grammar(self, use: ToolUse, output_format: OutputFormat | None, answer: Any) -> StructuredOutputs:
@@ -296,7 +368,7 @@ class InputProcessor:
             use.tools,
             self.tokenizer.added_id,
             required=use.required,
-            several=use.several,
+            several=use.max_calls != 1,
             answer=answer,
             reasoning=output_format.reasoning,
             is_thinking=output_format.is_thinking,
@@ -340,9 +412,11 @@ class InputProcessor:
                 f"{param}: token id {bad} is not in the model's vocabulary (0 to {self._vocab_size - 1})", param
             )
 
-    def _token_ids(self, prompt: Prompt, param: str, last: int | None, add_special_tokens: bool) -> list[int]:
+    def _token_ids(
+        self, prompt: Prompt, param: str, last: int | None, add_special_tokens: bool, side: TruncationSide = "left"
+    ) -> list[int]:
         if isinstance(prompt, str):
-            return self.tokenizer.encode(self._cut(prompt, param, last), add_special_tokens=add_special_tokens)
+            return self.tokenizer.encode(self._cut(prompt, param, last, side), add_special_tokens=add_special_tokens)
         try:
             return [operator.index(token_id) for token_id in prompt]
         except TypeError:
@@ -350,13 +424,15 @@ class InputProcessor:
 
     # --- tokens -------------------------------------------------------------------------------------------------
 
-    async def tokenize_chat(self, chat: ChatInput, truncate: int | None, max_tokens: int | None) -> list[int]:
+    async def tokenize_chat(
+        self, chat: ChatInput, truncate: int | None, max_tokens: int | None, side: TruncationSide = "left"
+    ) -> list[int]:
         """Return a conversation's token ids as `process_chat` does, without a length limit."""
         last = self._num_kept(truncate, max_tokens)
         ids = await run_in_thread(
             _length(chat.messages, chat.tools), lambda: self._render(chat, last, is_limited=False)
         )
-        return ids if last is None else ids[-last:]
+        return ids if last is None else ids[-last:] if side == "left" else ids[:last]
 
     async def tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return a text's token ids, without a length limit."""
@@ -465,6 +541,12 @@ def _length(*values: Any) -> int:
     return count
 
 
+def _variables(tokenizer: Tokenizer, formats: ChatFormats) -> dict[str, Any]:
+    """The default variables of chat templates, which requests override. A value of None is not set."""
+    defaults = formats.default_chat_template_kwargs or {}
+    return {name: value for name, value in defaults.items() if value is not None} | tokenizer.special_tokens
+
+
 def _name(field_name: str, names: Mapping[str, str]) -> str:
     """The API's name of a sampling parameter."""
     return names.get(field_name, field_name)
@@ -481,16 +563,3 @@ def _schema_of(answer: StructuredOutputs, param: str) -> Any:
             param,
         )
     return json.loads(answer.json) if isinstance(answer.json, str) else answer.json
-
-
-def _sampling_defaults(folder: Path) -> dict[str, Any]:
-    """Return the sampling parameters in generation_config.json. A request's own take precedence."""
-    path = folder / "generation_config.json"
-    config = read_json(path) if path.exists() else {}
-    defaults = {name: config[name] for name in _DEFAULTS if config.get(name) is not None}
-    try:
-        msgspec.convert(defaults, SamplingParams)
-    except msgspec.ValidationError as error:  # also for the ranges that `SamplingParams` checks
-        text, _, name = str(error).removeprefix("Expected ").partition(" - at `$.")
-        raise ConfigError(f"{path}: {f'{name[:-1]} must be of type ' * bool(name)}{text}") from None
-    return defaults

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -14,10 +14,16 @@ from quire.server.parsers.output_parser import OutputFormat
 
 Prompt = str | list[int]
 """Text, or token ids that are used unchanged."""
+TruncationSide = Literal["left", "right"]
+"""The side that truncation removes."""
 
 
 class ContextLengthExceeded(InvalidParameter):
     """Prompt and output exceed the model's maximum length."""
+
+
+class IgnoredParameter(InvalidParameter):
+    """With `--strict-parameters`: a field that would be ignored, by the name that the client used."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +44,13 @@ class RequestOptions:
     """What a generation request sets besides its prompt and its sampling parameters."""
 
     truncate_prompt_tokens: int | None = None
-    """Number of tokens to keep at the end of the prompt; -1: as many as the model's length and the output allow."""
+    """Number of tokens to keep of the prompt; -1: as many as the model's length and the output allow."""
+    truncation_side: TruncationSide = "left"
     priority: int = 0
     cache_salt: str | None = None
     """Requests share cached prefixes only with requests that have the same salt."""
+    length_penalty: float | None = None
+    """That of beam search; None: sample."""
     reject_long_output: bool = True
     """Reject a request whose output may exceed the model's length. Otherwise the output ends there."""
     param_names: Mapping[str, str] = field(default_factory=dict)
@@ -55,8 +64,14 @@ class GenerationInput:
     prompts: Sequence[list[int]]
     """Token ids of each prompt."""
     params: SamplingParams
+    is_chat: bool = False
+    """Whether the prompt is a conversation."""
     output_format: OutputFormat | None = None
     """How to parse the generated text; None: it is plain text."""
+    echo: str = ""
+    """Text to put before a chat's answer."""
+    length_penalty: float | None = None
+    """Find the `n` sequences by beam search with this length penalty; None: by sampling."""
     priority: int = 0
     cache_salt: str | None = None
 
@@ -68,8 +83,7 @@ class EmbeddingOptions:
     add_special_tokens: bool = True
     truncate: int | None = None
     """Number of tokens to keep of a longer input; -1: the model's maximum length; None: longer inputs are rejected."""
-    truncation_side: Literal["left", "right"] = "right"
-    """The side that truncation removes."""
+    truncation_side: TruncationSide = "right"
     prompt_name: str | None = None
     """Which of the model's prompts to put before a text; None: its default."""
 
@@ -82,3 +96,5 @@ class Processed:
     """What processing the request returns."""
     unresolved: Sequence[tuple[StructuredOutputs, str]]
     """The structured outputs in `value`, not compiled yet, with the names of their parameters."""
+    ignored: Collection[str]
+    """The request's fields that have no effect."""

@@ -1,22 +1,26 @@
-"""All Prometheus metrics, in one table. Names and meanings are vLLM's, with the prefix `quire:`."""
+"""All Prometheus metrics, in one table. Names and meanings are vLLM's, with the prefix `quire:`.
+
+They are written as text here, from parts that are kept: a scrape runs on the event loop, which answers nobody
+meanwhile, and `prometheus_client.generate_latest` needs several ms for each replica.
+"""
 
 from __future__ import annotations
 
 import mmap
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from itertools import accumulate, islice
+from struct import Struct
 from typing import Literal, get_args
 
 from msgspec.structs import astuple
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.registry import Collector
 
+from quire.engine.config.engine_config import CacheConfig, EngineConfig
 from quire.engine.config.parallel_config import MAX_REPLICAS
 from quire.engine.protocol.engine_core import FinishReason
-from quire.engine.protocol.stats import EngineStats, ExpertLoad, RankTimes
+from quire.engine.protocol.stats import GROUPS, ITERATION_TOKENS, EngineStats, ExpertLoad, RankStats
 
 # Engine metrics: name, kind, help, value.
 ENGINE_METRICS: tuple[tuple[str, Literal["gauge", "counter"], str, Callable[[EngineStats], float]], ...] = (
@@ -43,6 +47,12 @@ ENGINE_METRICS: tuple[tuple[str, Literal["gauge", "counter"], str, Callable[[Eng
         lambda s: s.preemptions,
     ),
     ("prompt_tokens", "counter", "Prompt tokens of started requests.", lambda s: s.prompt_tokens),
+    (
+        "prompt_tokens_cached",
+        "counter",
+        "Prompt tokens of started requests that were not computed.",
+        lambda s: s.prefix_hit_tokens,
+    ),
     ("generation_tokens", "counter", "Generated tokens.", lambda s: s.generated_tokens),
     ("engine_steps", "counter", "Steps of the engine loop.", lambda s: s.steps),
     (
@@ -53,22 +63,154 @@ ENGINE_METRICS: tuple[tuple[str, Literal["gauge", "counter"], str, Callable[[Eng
     ),
 )
 
-# Server timings, in seconds: name, help, buckets.
-HISTOGRAMS = {
-    "time_to_first_token_seconds": (
-        "Time from a request's arrival to its first token, in seconds.",
-        (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160),
+# Metrics of a rank: name, kind, the name of another label, help, and the values by this label. Those that do not apply
+# to a rank are absent.
+RANK_METRICS: tuple[tuple[str, Literal["gauge", "counter"], str, str, Callable[[RankStats], dict[str, float]]], ...] = (
+    (
+        "rank_busy_seconds",
+        "counter",
+        "",
+        "Seconds for which a rank computed.",
+        lambda s: {"": s.busy} if s.steps else {},
     ),
-    "inter_token_latency_seconds": (
-        "Time between two consecutive outputs of a request, in seconds.",
-        (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10, 40, 80),
+    (
+        "rank_wait_seconds",
+        "counter",
+        "",
+        "Seconds for which a rank waited in a step for other ranks to compute.",
+        lambda s: {"": s.waited} if s.steps else {},
+    ),
+    (
+        "rank_communication_seconds",
+        "counter",
+        "group",
+        "Seconds of steps that a rank spent in communication with its group, including waiting.",
+        lambda s: dict(zip(GROUPS, s.communication, strict=True)) if s.steps else {},
+    ),
+    (
+        "straggler",
+        "gauge",
+        "",
+        "1 if a rank is persistently slower than the other ranks of its stage, which wait for it.",
+        lambda s: {"": s.is_straggler} if s.steps else {},
+    ),
+    (
+        "rank_cpu_seconds",
+        "counter",
+        "",
+        "Processor time of a rank's process.",
+        lambda s: {"": s.usage.cpu_seconds} if s.usage else {},
+    ),
+    (
+        "rank_resident_memory_bytes",
+        "gauge",
+        "",
+        "Resident memory of a rank's process, including shared memory.",
+        lambda s: {"": s.usage.resident_bytes} if s.usage else {},
+    ),
+    (
+        "rank_shared_memory_bytes",
+        "gauge",
+        "",
+        "Shared memory in a rank's resident memory.",
+        lambda s: {"": s.usage.shared_bytes} if s.usage else {},
+    ),
+    (
+        "gpu_utilization_ratio",
+        "gauge",
+        "",
+        "Fraction of the time in which the rank's GPU was in use, from 0 to 1.",
+        lambda s: _gpu(s, "utilization"),
+    ),
+    ("gpu_memory_used_bytes", "gauge", "", "Memory in use on the rank's GPU.", lambda s: _gpu(s, "memory_used")),
+    ("gpu_memory_total_bytes", "gauge", "", "Memory of the rank's GPU.", lambda s: _gpu(s, "memory_total")),
+    ("gpu_power_watts", "gauge", "", "Power draw of the rank's GPU.", lambda s: _gpu(s, "power")),
+    (
+        "gpu_pcie_bytes_per_second",
+        "gauge",
+        "direction",
+        "PCIe traffic of the rank's GPU.",
+        lambda s: _gpu(s, "pcie_received", "received") | _gpu(s, "pcie_sent", "sent"),
+    ),
+    (
+        "gpu_nvlink_bytes",
+        "counter",
+        "direction",
+        "NVLink traffic of the rank's GPU, over all links.",
+        lambda s: _gpu(s, "nvlink_received", "received") | _gpu(s, "nvlink_sent", "sent"),
+    ),
+)
+
+
+def _gpu(stats: RankStats, name: str, label: str = "") -> dict[str, float]:
+    """A value of the rank's GPU, if there is one that reports it."""
+    value = None if stats.usage is None or stats.usage.gpu is None else getattr(stats.usage.gpu, name)
+    return {} if value is None else {label: value}
+
+
+_SECONDS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+_FINE_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, *_SECONDS)
+_TTFT_SECONDS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560),
+)
+_ITL_SECONDS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1, 2.5, 5, 7.5, 10, 20, 40, 80),
+)
+_TOKENS = (*(digit * 10**power for power in range(6) for digit in (1, 2, 5)), 1_000_000)
+
+# Histograms of requests, which the API processes observe: name, help, buckets. These have all buckets of vLLM's.
+HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
+    "time_to_first_token_seconds": ("Time from a request's arrival to its first token, in seconds.", _TTFT_SECONDS),
+    "inter_token_latency_seconds": ("Time between two consecutive outputs of a request, in seconds.", _ITL_SECONDS),
+    "request_time_per_output_token_seconds": (
+        "Mean time between the tokens of a finished request, in seconds.",
+        _ITL_SECONDS,
     ),
     "e2e_request_latency_seconds": (
         "Time from a request's arrival to its last token, in seconds.",
-        (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920),
+        (0.1, *_SECONDS),
     ),
+    "request_queue_time_seconds": (
+        "Time from a request's arrival until it was first scheduled, in seconds.",
+        _FINE_SECONDS,
+    ),
+    "request_prefill_time_seconds": (
+        "Time from when a request was first scheduled to its first token, in seconds.",
+        _FINE_SECONDS,
+    ),
+    "request_decode_time_seconds": ("Time from a request's first to its last token, in seconds.", _FINE_SECONDS),
+    "request_inference_time_seconds": (
+        "Time from when a request was first scheduled to its last token, in seconds.",
+        _FINE_SECONDS,
+    ),
+    "request_prompt_tokens": ("Prompt tokens of a finished request.", _TOKENS),
+    "request_prefill_kv_computed_tokens": (
+        "Prompt tokens of a finished request that did not come from the prefix cache.",
+        _TOKENS,
+    ),
+    "request_generation_tokens": ("Generated tokens of a finished request.", _TOKENS),
+    "request_max_num_generation_tokens": ("Generated tokens of the longest of a prompt's `n` outputs.", _TOKENS),
+    "request_params_max_tokens": ("`max_tokens` of a finished request.", _TOKENS),
+    "request_params_n": ("`n`, the number of outputs of a prompt.", (1, 2, 5, 10, 20)),
 }
-
+VLLM_NAMES = frozenset(HISTOGRAMS) | {
+    "iteration_tokens_total",
+    "num_requests_running",
+    "num_requests_waiting",
+    "kv_cache_usage_perc",
+    "prefix_cache_queries",
+    "prefix_cache_hits",
+    "num_preemptions",
+    "prompt_tokens",
+    "prompt_tokens_cached",
+    "prompt_tokens_by_source",
+    "generation_tokens",
+    "request_success",
+    "cache_config_info",
+}
+"""The metrics that vLLM also has, with the same meaning and labels. They are also exported with the prefix `vllm:`."""
 
 _EXPERT_SERIES = 4096
 """Maximum number of experts (over all layers) with individual metrics; above it, there are only sums over ranks and
@@ -76,27 +218,10 @@ layers.
 """
 
 
-class Histogram:
-    """A histogram of seconds, stored in shared memory: the counts of its buckets and the sum.
-
-    The client library would cost several µs per token of each request.
-    """
-
-    def __init__(self, name: str, cells: memoryview[float]) -> None:
-        self._bounds = HISTOGRAMS[name][1]
-        self._cells = cells
-
-    def observe(self, seconds: float, count: int = 1) -> None:
-        at = bisect_left(self._bounds, seconds)
-        self._cells[at] = self._cells[at] + count
-        self._cells[-1] = self._cells[-1] + seconds * count
-
-
 def _layout() -> tuple[dict[str, slice], int]:
-    """Return where each group of a process's own values is in its row of the table, and their number.
+    """Return where each group of an API process's values for one replica is, and their number.
 
-    They are followed by the newest stats of each replica that there may be, its state and the number of its deaths; of
-    these two, only those in the first row are used.
+    They are followed by the newest stats that the replica has sent to this process.
     """
     sizes = {name: len(bounds) + 2 for name, (_, bounds) in HISTOGRAMS.items()}
     sizes |= {"finished": len(FINISH_REASONS)}
@@ -106,20 +231,27 @@ def _layout() -> tuple[dict[str, slice], int]:
 
 FINISH_REASONS: tuple[str, ...] = get_args(FinishReason)
 _AT, _CELLS = _layout()
-_STATS = len(EngineStats.__struct_fields__)
-_PER_REPLICA = _STATS + 2
-_WIDTH = _CELLS + MAX_REPLICAS * _PER_REPLICA
-"""Of a row; memory that is not used is not allocated."""
-ReplicaState = Literal["absent", "loading", "up", "draining", "dead"]
+_SCALARS = len(EngineStats.__struct_fields__) - 1
+"""The numbers in the stats before the histogram of iteration tokens."""
+assert EngineStats.__struct_fields__[_SCALARS] == "iteration_tokens"
+_STARTED, _STEPS = (EngineStats.__struct_fields__.index(name) for name in ("started", "steps"))
+_STATS = _SCALARS + len(EngineStats().iteration_tokens)
+_make_stats: Callable[..., EngineStats] = EngineStats
+_PACK = Struct(f"{_STATS}d").pack_into
+_PER_REPLICA = _CELLS + _STATS
+_PER_PROCESS = MAX_REPLICAS * _PER_REPLICA
+"""Memory that is not used is not allocated."""
+ReplicaState = Literal["removed", "loading", "up", "draining", "dead"]
 STATES: tuple[ReplicaState, ...] = get_args(ReplicaState)
+_LIVE = ("up", "draining")
 
 
-class Metrics(Collector):
-    """The metrics of one model, summed over its API processes. Each process has its own row in a table of float64.
+class Metrics:
+    """The metrics of one model, summed over its API processes, for each replica: its number is the label `engine`.
 
-    The table is the file at `path`, which all processes map. The process that is scraped adds up the rows. The counts
+    They are in a table of float64: the file at `path`, which all processes map. First come the state of each replica
+    and the number of its deaths, then the values of each process. The process that is scraped adds them up. The counts
     of a process survive its death, and its successor continues them. Without a path, this process is the only one.
-    Engine metrics are reported per replica, with its number in the label `engine`.
     """
 
     def __init__(
@@ -128,154 +260,268 @@ class Metrics(Collector):
         path: str | None = None,
         index: int = 0,
         count: int = 1,
+        *,
+        config: EngineConfig | None = None,
+        vllm_names: bool = True,
     ) -> None:
-        """`index` is the number of this process among `count`."""
-        size = _WIDTH * 8
+        """`index` is the number of this process among `count`. `config` is for labels; None: they are left out.
+
+        With `vllm_names`, the metrics that vLLM also has are also exported under its names.
+        """
+        size = (2 * MAX_REPLICAS + count * _PER_PROCESS) * 8
         if path is None:
-            table: mmap.mmap = mmap.mmap(-1, size * count)
+            table: mmap.mmap = mmap.mmap(-1, size)
         else:
             with open(path, "ab+") as file:
-                file.truncate(size * count)
-                table = mmap.mmap(file.fileno(), size * count)
-        cells = memoryview(table).cast("d")
-        self._rows = [cells[row * _WIDTH : (row + 1) * _WIDTH] for row in range(count)]
-        self._states = self._rows[0][_CELLS + _STATS :: _PER_REPLICA]
-        """By replica, as places in `STATES`."""
-        self._deaths = self._rows[0][_CELLS + _STATS + 1 :: _PER_REPLICA]
-        self._index = index
-        mine = self._rows[index]
-        self._model_name = model_name
-        self._registry = CollectorRegistry()
-        self._registry.register(self)
-        self.time_to_first_token, self.inter_token_latency, self.e2e_latency = (
-            Histogram(name, mine[_AT[name]]) for name in HISTOGRAMS
-        )
-        self._finished = mine[_AT["finished"]]
+                file.truncate(size)
+                table = mmap.mmap(file.fileno(), size)
+        self._table = table
+        self._cells = memoryview(table).cast("d")
+        self._states = self._cells[:MAX_REPLICAS]
+        """By replica, as places in `STATES` from 1 on; 0: there was never one with this number."""
+        self._deaths = self._cells[MAX_REPLICAS : 2 * MAX_REPLICAS]
+        self._starts = [2 * MAX_REPLICAS + process * _PER_PROCESS for process in range(count)]
+        """Where the values of each process start."""
+        self._own = self._starts[index]
+        self._model_name, self._config, self._vllm_names = model_name, config, vllm_names
         self.expert_load: ExpertLoad | None = None
         """The newest value; every process receives it."""
-        self.rank_times: dict[int, list[RankTimes]] = {}
+        self.rank_stats: dict[int, list[RankStats]] = {}
         """By replica, as above."""
 
-    def finished(self, reason: FinishReason, seconds: float) -> None:
+    def observe(self, replica: int, name: str, value: float, count: int = 1) -> None:
+        """Add a value to one of `HISTOGRAMS`, `count` times. The client library would cost several µs."""
+        bounds, cells = HISTOGRAMS[name][1], self._cells
+        start = self._own + replica * _PER_REPLICA + _AT[name].start
+        at = start + bisect_left(bounds, value)
+        cells[at] = cells[at] + count
+        total = start + len(bounds) + 1
+        cells[total] = cells[total] + value * count
+
+    def finished(self, replica: int, reason: FinishReason, seconds: float) -> None:
         """Count a finished request and its duration."""
-        self._finished[FINISH_REASONS.index(reason)] += 1
-        self.e2e_latency.observe(seconds)
+        self._cells[self._own + replica * _PER_REPLICA + _AT["finished"].start + FINISH_REASONS.index(reason)] += 1
+        self.observe(replica, "e2e_request_latency_seconds", seconds)
 
     def take(self, replica: int, stats: EngineStats) -> None:
         """Store the stats of a replica."""
-        start = _CELLS + replica * _PER_REPLICA
-        self._rows[self._index][start : start + _STATS] = memoryview(array("d", astuple(stats)))
+        start = self._own + replica * _PER_REPLICA + _CELLS
+        *scalars, iteration_tokens = astuple(stats)
+        _PACK(self._table, start * 8, *scalars, *iteration_tokens)
 
     def state(self, replica: int, state: ReplicaState) -> None:
         """Set the state of a replica; called by the process that supervises it."""
-        self._states[replica] = STATES.index(state)
+        self._states[replica] = 1 + STATES.index(state)
 
     def count_death(self, replica: int) -> None:
         """Count the death of a replica; called by the process that supervises it."""
         self._deaths[replica] += 1
 
     def of(self, replica: int) -> EngineStats:
-        """Return the newest stats that a replica has sent to any process; nothing runs on one that is not up."""
-        start = _CELLS + replica * _PER_REPLICA
-        rows = [EngineStats(*map(int, row[start : start + _STATS])) for row in self._rows]
-        stats = max(rows, key=lambda stats: (stats.started, stats.steps))
-        if STATES[int(self._states[replica])] not in ("up", "draining"):
-            stats.running = stats.waiting = stats.kv_blocks_used = 0
+        """Return the newest stats that a replica has sent to any process, without `iteration_tokens`. Nothing runs on
+        one that is not up.
+        """
+        start = self._newest(replica)
+        stats = _make_stats(*map(int, self._cells[start : start + _SCALARS]), [])
+        place = int(self._states[replica])
+        if not place or STATES[place - 1] not in _LIVE:
+            stats.running = stats.waiting = stats.prefilling = stats.kv_blocks_used = 0
         return stats
 
-    @property
-    def stats(self) -> EngineStats:
-        """Return the sum over the replicas."""
-        each = [astuple(self.of(replica)) for replica in self._replicas]
-        return EngineStats(*map(int, map(sum, zip(*each, strict=True))))
+    def histogram(self, replica: int, name: str) -> list[float]:
+        """Return one of `HISTOGRAMS`, summed over all processes: the number of values in each bucket, and their sum."""
+        return self._sums(replica)[_AT[name]]
 
-    def collect(self) -> Iterator[Metric]:
-        """Return all metrics when Prometheus scrapes."""
-        labels = [self._model_name]
-        stats = {str(replica): self.of(replica) for replica in self._replicas}
-        families = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
-        for name, kind, meaning, value in ENGINE_METRICS:
-            family = families[kind](f"quire:{name}", meaning, labels=["model_name", "engine"])
-            for replica, reported in stats.items():
-                family.add_metric([*labels, replica], value(reported))
-            yield family
-        replicas = GaugeMetricFamily("quire:replicas", "Replicas of the engine.", labels=["model_name", "state"])
-        states = [STATES[int(self._states[replica])] for replica in self._replicas]
-        for state in STATES[1:]:
-            replicas.add_metric([*labels, state], states.count(state))
-        yield replicas
-        meaning = "Deaths of a replica, each followed by a restart if that is possible."
-        deaths = CounterMetricFamily("quire:engine_deaths", meaning, labels=["model_name", "engine"])
-        for number in self._replicas:
-            deaths.add_metric([*labels, str(number)], self._deaths[number])
-        yield deaths
-        yield from self._ranks(labels)
-        yield from self._experts(labels)
-        for name, (meaning, bounds) in HISTOGRAMS.items():
-            *counts, seconds = self._sum(name)
-            times = HistogramMetricFamily(f"quire:{name}", meaning, labels=["model_name"])
-            edges = [*(str(float(bound)) for bound in bounds), "+Inf"]
-            times.add_metric(labels, list(zip(edges, accumulate(counts), strict=True)), seconds)
-            yield times
-        meaning = "Finished requests, by finish reason."
-        finished = CounterMetricFamily("quire:request_success", meaning, labels=["model_name", "finished_reason"])
-        for reason, count in zip(FINISH_REASONS, self._sum("finished"), strict=True):
-            finished.add_metric([*labels, reason], count)
-        yield finished
+    def _newest(self, replica: int) -> int:
+        """Where the newest stats of a replica start."""
+        at, cells = replica * _PER_REPLICA + _CELLS, self._cells
+        starts = [start + at for start in self._starts]
+        return max(starts, key=lambda start: (cells[start + _STARTED], cells[start + _STEPS]))
 
     def exposition(self) -> bytes:
         """Return all metrics in the Prometheus text format."""
-        return generate_latest(self._registry)
+        return ("".join(self._families()).removeprefix("\n") + "\n").encode()
 
-    def _ranks(self, labels: list[str]) -> Iterator[Metric]:
-        """Metrics of the ranks of replicas that are up, if they run on CPUs."""
-        names = ["model_name", "engine", "rank"]
-        meaning = "Seconds for which a rank computed."
-        busy = CounterMetricFamily("quire:rank_busy_seconds", meaning, labels=names)
-        meaning = "Seconds for which a rank waited in a step for other ranks to compute."
-        waited = CounterMetricFamily("quire:rank_wait_seconds", meaning, labels=names)
-        meaning = "1 if a rank is persistently slower than the other ranks of its stage, which wait for it."
-        stragglers = GaugeMetricFamily("quire:straggler", meaning, labels=names)
-        up = [number for number in self._replicas if STATES[int(self._states[number])] in ("up", "draining")]
-        for number in up:
-            for rank, times in enumerate(self.rank_times.get(number, [])):
-                rank_labels = [*labels, str(number), str(rank)]
-                busy.add_metric(rank_labels, times.busy)
-                waited.add_metric(rank_labels, times.waited)
-                stragglers.add_metric(rank_labels, times.is_straggler)
-        if busy.samples:
-            yield from (busy, waited, stragglers)
+    def _families(self) -> Iterator[str]:
+        """The text of each metric. Samples start with a line break.
 
-    @property
-    def _replicas(self) -> list[int]:
-        """The replicas that exist."""
-        return [number for number, state in enumerate(self._states) if state]
+        Replicas that have been removed keep their counters and histograms, so that sums over replicas do not fall.
+        """
+        states = {replica: STATES[int(place) - 1] for replica, place in enumerate(self._states.tolist()) if place}
+        known = {replica: self.of(replica) for replica in states}
+        present = {replica: stats for replica, stats in known.items() if states[replica] != "removed"}
+        for name, kind, meaning, value in ENGINE_METRICS:
+            yield self._family(
+                *(name, kind, meaning),
+                (
+                    self._sample(name, kind, value(stats), "engine", str(replica))
+                    for replica, stats in (present if kind == "gauge" else known).items()
+                ),
+            )
+        name = "prompt_tokens_by_source"
+        yield self._family(
+            *(name, "counter", "Prompt tokens of started requests, by where their KV came from."),
+            (
+                self._sample(name, "counter", value, "engine", str(replica), "source", source)
+                for replica, stats in known.items()
+                for source, value in (
+                    ("local_compute", stats.prompt_tokens - stats.prefix_hit_tokens),
+                    ("local_cache_hit", stats.prefix_hit_tokens),
+                )
+            ),
+        )
+        if self._config is not None:
+            yield self._cache_config(self._config.cache, present)
+        tokens = {replica: self._newest(replica) + _SCALARS for replica in known}
+        yield self._histogram(
+            *("iteration_tokens_total", "Tokens of a step of the engine loop.", ITERATION_TOKENS),
+            {replica: self._cells[start : start + _STATS - _SCALARS].tolist() for replica, start in tokens.items()},
+        )
+        yield self._family(
+            *("replicas", "gauge", "Replicas of the engine."),
+            (
+                self._sample("replicas", "gauge", [*states.values()].count(state), "state", state)
+                for state in STATES[1:]
+            ),
+        )
+        name = "engine_deaths"
+        yield self._family(
+            *(name, "counter", "Deaths of a replica, each followed by a restart if that is possible."),
+            (self._sample(name, "counter", self._deaths[replica], "engine", str(replica)) for replica in known),
+        )
+        sums = {replica: self._sums(replica) for replica in known}
+        for name, (meaning, bounds) in HISTOGRAMS.items():
+            yield self._histogram(name, meaning, bounds, {replica: each[_AT[name]] for replica, each in sums.items()})
+        name = "request_success"
+        yield self._family(
+            *(name, "counter", "Finished requests, by finish reason."),
+            (
+                self._sample(name, "counter", count, "engine", str(replica), "finished_reason", reason)
+                for replica, each in sums.items()
+                for reason, count in zip(FINISH_REASONS, each[_AT["finished"]], strict=True)
+            ),
+        )
+        yield from self._ranks([replica for replica in present if states[replica] in _LIVE])
+        yield from self._experts()
 
-    def _experts(self, labels: list[str]) -> Iterator[Metric]:
+    def _family(self, name: str, kind: str, meaning: str, samples: Iterable[str]) -> str:
+        """A metric with its samples. One that vLLM also has is followed by its alias."""
+        full, text = f"{name}_total" if kind == "counter" else name, "".join(samples)
+        own = f"\n# HELP quire:{full} {meaning}\n# TYPE quire:{full} {kind}{text}"
+        if not self._vllm_names or name not in VLLM_NAMES:
+            return own
+        alias = text.replace("\nquire:", "\nvllm:")
+        return f"{own}\n# HELP vllm:{full} {meaning}\n# TYPE vllm:{full} {kind}{alias}"
+
+    def _sample(self, name: str, kind: str, value: float, *labels: str) -> str:
+        return f"{_series(name, kind, 'model_name', self._model_name, *labels)} {float(value)!r}"
+
+    def _histogram(
+        self, name: str, meaning: str, bounds: Sequence[float], replicas: Mapping[int, Sequence[float]]
+    ) -> str:
+        """A histogram, given the counts of its buckets and the sum for each replica."""
+        samples = []
+        for replica, (*counts, total) in replicas.items():
+            buckets = [*accumulate(counts)]
+            template = _histogram_template(name, tuple(bounds), self._model_name, str(replica))
+            samples.append(template % (*buckets, buckets[-1], total))
+        return self._family(name, "histogram", meaning, samples)
+
+    def _cache_config(self, cache: CacheConfig, replicas: Mapping[int, EngineStats]) -> str:
+        name, labels = (
+            "cache_config_info",
+            {
+                "block_size": cache.block_size,
+                "cache_dtype": cache.dtype,
+                "enable_prefix_caching": cache.enable_prefix_caching,
+                "gpu_memory_utilization": cache.gpu_memory_utilization,
+            },
+        )
+        given = [str(each) for pair in labels.items() for each in pair]
+        return self._family(
+            *(name, "gauge", "The configuration of the KV cache in labels; always 1."),
+            (
+                self._sample(name, "gauge", 1, "engine", str(replica), *given, "num_gpu_blocks", str(stats.kv_blocks))
+                for replica, stats in replicas.items()
+            ),
+        )
+
+    def _ranks(self, replicas: Iterable[int]) -> Iterator[str]:
+        """Metrics of the ranks of these replicas; those without a sample do not apply here."""
+        stages = self._config.parallel.stage_of if self._config is not None else lambda rank: 0
+        ranks = [
+            (stats, ("engine", str(replica), "stage", str(stages(rank)), "rank", str(rank)))
+            for replica in replicas
+            for rank, stats in enumerate(self.rank_stats.get(replica, []))
+        ]
+        for name, kind, label, meaning, values in RANK_METRICS:
+            samples = [
+                self._sample(name, kind, value, *labels, *((label, of) if label else ()))
+                for stats, labels in ranks
+                for of, value in values(stats).items()
+            ]
+            if samples:
+                yield self._family(name, kind, meaning, samples)
+
+    def _experts(self) -> Iterator[str]:
         """Metrics of the load balance between experts, if whole experts are distributed over ranks."""
         load = self.expert_load
         if load is None:
             return
-        meaning = "Load of the busiest rank of each MoE layer, divided by the mean over ranks; 1 is balanced."
-        imbalance = GaugeMetricFamily("quire:expert_load_imbalance", meaning, labels=["model_name"])
-        imbalance.add_metric(labels, load.imbalance)
-        yield imbalance
-        moved = CounterMetricFamily("quire:experts_moved", "Experts moved to another place.", labels=["model_name"])
-        moved.add_metric(labels, load.moved)
-        yield moved
+        name, meaning = (
+            "expert_load_imbalance",
+            "Load of the busiest rank of each MoE layer, divided by the mean over ranks; 1 is balanced.",
+        )
+        yield self._family(name, "gauge", meaning, [self._sample(name, "gauge", load.imbalance)])
+        name, meaning = "experts_moved", "Experts moved to another place."
+        yield self._family(name, "counter", meaning, [self._sample(name, "counter", load.moved)])
         counts = iter(array("q", load.tokens))
-        by_layer = {layer: list(islice(counts, number)) for layer, number in load.layers.items()}
-        meaning = "Load of a layer's most used expert since the start, divided by the mean over its experts."
-        peak = GaugeMetricFamily("quire:expert_load_peak", meaning, labels=["model_name", "layer"])
-        meaning = "Tokens routed to an expert."
-        tokens = CounterMetricFamily("quire:expert_tokens", meaning, labels=["model_name", "layer", "expert"])
-        for layer, used in by_layer.items():
-            peak.add_metric([*labels, str(layer)], max(used) * len(used) / max(1, sum(used)))
-            for expert, count in enumerate(used):
-                tokens.add_metric([*labels, str(layer), str(expert)], count)
-        yield peak
-        if sum(load.layers.values()) <= _EXPERT_SERIES:
-            yield tokens
+        by_layer = {str(layer): list(islice(counts, number)) for layer, number in load.layers.items()}
+        name, meaning = (
+            "expert_load_peak",
+            "Load of a layer's most used expert since the start, divided by the mean over its experts.",
+        )
+        peaks = {layer: max(used) * len(used) / max(1, sum(used)) for layer, used in by_layer.items()}
+        yield self._family(
+            name, "gauge", meaning, (self._sample(name, "gauge", peak, "layer", layer) for layer, peak in peaks.items())
+        )
+        if sum(load.layers.values()) > _EXPERT_SERIES:
+            return
+        name, meaning = "expert_tokens", "Tokens routed to an expert."
+        yield self._family(
+            *(name, "counter", meaning),
+            (
+                self._sample(name, "counter", count, "layer", layer, "expert", str(expert))
+                for layer, used in by_layer.items()
+                for expert, count in enumerate(used)
+            ),
+        )
 
-    def _sum(self, name: str) -> list[float]:
-        return [sum(column) for column in zip(*(row[_AT[name]] for row in self._rows), strict=True)]
+    def _sums(self, replica: int) -> list[float]:
+        """The values of a replica, summed over the processes."""
+        starts = [start + replica * _PER_REPLICA for start in self._starts]
+        first, *others = (list(self._cells[start : start + _CELLS]) for start in starts)
+        return [sum(column, 0.0) for column in zip(first, *others, strict=True)] if others else first
+
+
+@cache
+def _series(name: str, kind: str, *labels: str) -> str:
+    """The name and the labels of a sample; `labels` are names and values in turn."""
+    pairs = ",".join(
+        f'{label}="{_escape(value)}"' for label, value in sorted(zip(labels[::2], labels[1::2], strict=True))
+    )
+    return f"\nquire:{name}{'_total' if kind == 'counter' else ''}{{{pairs}}}"
+
+
+@cache
+def _histogram_template(name: str, bounds: Sequence[float], model_name: str, replica: str) -> str:
+    """The samples of a histogram, to be formatted with the count in each bucket and below, the count, and the sum."""
+    labels = ("model_name", model_name, "engine", replica)
+    edges = [*(str(float(bound)) for bound in bounds), "+Inf"]
+    series = [*(_series(f"{name}_bucket", "histogram", *labels, "le", edge) for edge in edges)]
+    series += [_series(f"{name}_{end}", "histogram", *labels) for end in ("count", "sum")]
+    return "".join(f"{each.replace('%', '%%')} %r" for each in series)
+
+
+def _escape(value: str) -> str:
+    return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")

@@ -8,6 +8,7 @@ from contextvars import ContextVar
 from typing import NamedTuple
 
 from quire.engine.protocol.engine_core import EngineCoreOutput, FinishReason
+from quire.server.frontend.tracing import RequestTimes, SequenceTrace
 
 
 class EngineUnavailable(RuntimeError):
@@ -41,10 +42,14 @@ class OutputStream:
         self._abort_at_engine = abort
         self._open = set(request_ids)
         self._unread: dict[str, EngineCoreOutput] = {}
-        self._failure: EngineUnavailable | RequestTimedOut | None = None
+        self._failure: EngineUnavailable | RequestFailed | None = None
         self._reader: asyncio.Future[None] | None = None
         """The reader that waits in `get`."""
         self._timer: asyncio.TimerHandle | None = None
+        self.times: RequestTimes | None = None
+        """Of the request that has finished last."""
+        self.traces: dict[str, SequenceTrace] = {}
+        """Of the requests that are traced."""
 
     @property
     def is_open(self) -> bool:
@@ -54,7 +59,7 @@ class OutputStream:
     async def get(self) -> list[EngineCoreOutput]:
         """Return the outputs since the last call, at most one per request; wait for the first.
 
-        Raises `EngineUnavailable` and `RequestTimedOut` when there will be no more outputs.
+        Raises `EngineUnavailable` and `RequestFailed` when there will be no more outputs.
         """
         while not self._unread and self._failure is None:
             self._reader = asyncio.get_running_loop().create_future()
@@ -73,6 +78,12 @@ class OutputStream:
         self._abort(self._open.copy(), "abort")
         if self._timer is not None:
             self._timer.cancel()
+
+    def abort(self) -> None:
+        """Abort what is still running; the reader gets `RequestFailed`."""
+        if self._open:
+            self._abort(self._open.copy(), "abort")
+            self.fail(RequestFailed("the request was aborted"))
 
     def end_at(self, deadline: Deadline) -> None:
         """Abort what is still running at the deadline; the reader gets `RequestTimedOut`."""
@@ -119,7 +130,7 @@ class OutputStream:
             earlier.token_ids.append(token_id)
         self._wake()
 
-    def fail(self, failure: EngineUnavailable | RequestTimedOut) -> None:
+    def fail(self, failure: EngineUnavailable | RequestFailed) -> None:
         """End the stream with an error; called by the client when the engine is gone."""
         self._failure = failure
         self._open.clear()

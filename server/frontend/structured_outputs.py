@@ -1,9 +1,10 @@
 """Validates structured outputs before anything runs: size limits, keywords, and whether they compile.
 
-JSON Schema (draft 2020-12, and what earlier drafts name differently) is enforced as a grammar or rejected; nothing is
-silently ignored. llguidance itself rejects much. What it would ignore is rejected here: unknown keywords, references
-that could bypass this check, numbers that do not fit into a double, bounds that repeated keys would satisfy. Schemas
-are rewritten here: date formats are made exact.
+JSON Schema (draft 2020-12, and what earlier drafts name differently) is enforced as a grammar or rejected. llguidance
+itself rejects much. What it would ignore is rejected here: constraints that it does not know, references that could
+bypass this check, numbers that do not fit into a double, bounds that repeated keys would satisfy. As in JSON Schema,
+keywords and formats that constrain nothing, such as unknown ones, are ignored. Schemas are rewritten here: date formats
+are made exact.
 """
 
 from __future__ import annotations
@@ -55,11 +56,32 @@ _ENFORCED = {
     *(*_ONE, *_LISTS, *_MAPS, *_NUMBERS, "type", "$ref", "required", "pattern", "format"),
     *("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"),
 }
-_ANNOTATIONS = {
-    *("title", "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly", "$comment"),
-    *("$defs", "definitions", "$anchor", "contentMediaType", "contentEncoding", "nullable", "discriminator"),
+_REJECTED = {
+    *("not", "if", "then", "else", "contains", "minContains", "maxContains", "propertyNames", "uniqueItems"),
+    *("unevaluatedItems", "unevaluatedProperties", "dependentRequired", "dependentSchemas", "dependencies"),
+    *("$dynamicRef", "$recursiveRef", "$id", "divisibleBy", "disallow", "extends", "x-guidance"),
 }
-"""Keywords that promise nothing about the value, or (`nullable`) only less than others."""
+"""Constraints that cannot be enforced, what could change the meaning of a reference, and llguidance's own options.
+Other keywords constrain nothing.
+"""
+_VACUOUS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("unevaluatedItems", "unevaluatedProperties"), (True, {})),
+    **dict.fromkeys(("dependentRequired", "dependentSchemas", "dependencies"), ({},)),
+    "propertyNames": (True, {}, {"type": "string"}),
+    "uniqueItems": (False,),
+    "not": (False,),
+}
+"""Values with which constraints that cannot be enforced allow everything."""
+_COMPANIONS = {
+    **dict.fromkeys(("then", "else"), ("if",)),
+    **dict.fromkeys(("minContains", "maxContains"), ("contains",)),
+    "if": ("then", "else"),
+}
+"""Keywords that only have an effect together with one of these."""
+_REJECTED_FORMATS = {
+    *("idn-email", "idn-hostname", "iri", "iri-reference", "json-pointer", "regex", "relative-json-pointer"),
+    *("uri-reference", "uri-template"),
+}
 _AT_THE_ROOT = {"$schema", "$id", "id"}
 _COMMON_YEAR = (
     r"(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
@@ -84,6 +106,9 @@ _SET_OPERATION = re.compile(r"(?<!\\)(?:\\\\)*\[\^?\]?(?:\\.|[^\]\\])*?(?:\[|&&|
 """An operator in a character class of the regex engine; plain characters in JSON Schema's regular expressions
 (ECMA-262).
 """
+_EXCERPT = re.compile(r"(?:\n *[0-9]+ \| .*(?:\n *\^)?)+\s*\Z")
+"""The lines of the grammar that llguidance shows; they may be this server's own."""
+_PLACE = re.compile(r"^at [0-9]+\([0-9]+\): failed to compile JSON schema: ")
 _UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f\ud800-\udfff]")
 """Characters that JSON can only represent as numeric escapes."""
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
@@ -122,7 +147,7 @@ class StructuredOutputCheck:
         """Like `resolve`, without blocking other streams. Cached results return immediately. Concurrent requests for
         the same result compile it once; it is cancelled when nobody waits for it any more.
         """
-        with _about(param):
+        with about(param):
             encoded = _encoded(outputs)
             return _enforceable(self._cached(encoded) or await self._resolve_shared(encoded))
 
@@ -134,7 +159,7 @@ class StructuredOutputCheck:
         Raises `InvalidParameter` about `param`, which names the keyword, and `EngineUnavailable` if the compiling
         process cannot be started.
         """
-        with _about(param):
+        with about(param):
             encoded = _encoded(outputs)
             return _enforceable(self._cached(encoded) or self._resolved(encoded))
 
@@ -177,7 +202,7 @@ class StructuredOutputCheck:
         outputs = _decoded(encoded)
         _check_sizes(outputs)
         if outputs.json is not None:
-            outputs.json = _checked_schema(outputs.json)
+            outputs.json = checked_schema(outputs.json)
         if outputs.grammar is not None:
             outputs.grammar = _checked_grammar(outputs.grammar)
         try:
@@ -203,7 +228,7 @@ class SizeCheck:
         self, outputs: StructuredOutputs, param: str = "structured_outputs"
     ) -> StructuredOutputs:
         """Return the structured outputs as they are; raises `InvalidParameter` if they are too large."""
-        with _about(param):
+        with about(param):
             _check_sizes(outputs)
             if isinstance(outputs.json, dict):
                 _check_schema_size(outputs.json)
@@ -215,12 +240,12 @@ class SizeCheck:
 
 
 @contextlib.contextmanager
-def _about(param: str) -> Iterator[None]:
-    """Convert errors to `InvalidParameter` about this parameter."""
+def about(param: str, place: str = "") -> Iterator[None]:
+    """Convert errors to `InvalidParameter` about this parameter, with a message about `place` (default: it)."""
     try:
         yield
     except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidParameter(f"{param}: {error}", param) from None
+        raise InvalidParameter(f"{place or param}: {error}", param) from None
 
 
 def _enforceable(resolved: Resolved) -> StructuredOutputs:
@@ -252,6 +277,7 @@ def _compiler(model: ModelConfig) -> Callable[[bytes], bytes]:
             return b""
         keyword = None if outputs.json is None else _find_unsupported_keyword(outputs.json, grammars)
         at = f"the schema's {keyword}: " if keyword else ""
+        reason = _PLACE.sub("", _EXCERPT.sub("", reason))
         reason = at + reason.replace(_ONE_OF, "several alternatives may match at once; use anyOf")
         return reason.encode(errors="replace")
 
@@ -276,7 +302,7 @@ def _find_unsupported_keyword(schema: Any, grammars: GrammarCompiler) -> str | N
     return None
 
 
-def _checked_schema(schema: Any) -> dict[str, Any]:
+def checked_schema(schema: Any) -> dict[str, Any]:
     """Return a JSON schema (an object or text) as it is enforced; also used for `%json` in a grammar.
 
     Raises ValueError for a schema that is too large or cannot be enforced.
@@ -325,6 +351,7 @@ class _SchemaWalk:
             return schema
         if not isinstance(schema, dict):
             raise ValueError(f"the schema at {path or '/'} is not an object")
+        schema = {keyword: value for keyword, value in schema.items() if not _is_vacuous(keyword, value, schema)}
         result: dict[str, Any] = {}
         for keyword, value in schema.items():
             here = f"{path}/{keyword}"
@@ -344,18 +371,18 @@ class _SchemaWalk:
                 if keyword not in _NUMBERS and not all(map(_fits, _leaves(value))):
                     raise self._error(keyword, path, "has an integer of more than 64 bits")
                 result[keyword] = value
-            elif not (keyword in _ANNOTATIONS or _is_harmless(keyword, value)):
+            elif keyword in _REJECTED:
                 raise self._error(keyword, path, "is not supported")
             elif isinstance(value, str) and _SURROGATE.search(value):
                 raise self._error(keyword, path, "contains an unpaired surrogate")
         self._check(schema, path)
-        if "format" in result:
-            result["allOf"] = [*result.get("allOf", ()), _FORMATS[result.pop("format")]]
+        if (format := _FORMATS.get(result.pop("format", ""))) is not None:
+            result["allOf"] = [*result.get("allOf", ()), format]
         return result
 
     def _check(self, schema: dict[str, Any], path: str) -> None:
         """Reject what llguidance would enforce only partially."""
-        if "format" in schema and (not isinstance(schema["format"], str) or schema["format"] not in _FORMATS):
+        if "format" in schema and (not isinstance(schema["format"], str) or schema["format"] in _REJECTED_FORMATS):
             raise self._error("format", path, f"must be one of {', '.join(_FORMATS)}, not {schema['format']!r}")
         literals = {keyword: list(_leaves(schema[keyword])) for keyword in _NUMBERS if keyword in schema}
         for keyword, values in (*literals.items(), ("properties", schema.get("properties", ()))):
@@ -482,7 +509,7 @@ def _checked_grammar(grammar: str) -> str:
             schema, after = json.JSONDecoder().raw_decode(grammar, found.end())
         except (ValueError, RecursionError) as error:
             raise ValueError(f"the grammar's %json is not JSON: {error}") from None
-        parts += [grammar[end : found.end()], json.dumps(_checked_schema(schema), ensure_ascii=False)]
+        parts += [grammar[end : found.end()], json.dumps(checked_schema(schema), ensure_ascii=False)]
         end = after
     return "".join((*parts, grammar[end:]))
 
@@ -537,6 +564,15 @@ def _keywords(schema: Any, path: str) -> Iterator[tuple[str, dict[str, Any], str
             yield path, schema, keyword
 
 
+def _is_vacuous(keyword: str, value: Any, schema: dict[str, Any]) -> bool:
+    """Return whether a keyword of a schema constrains nothing, because of its value or without another keyword."""
+    if keyword in ("contains", "minContains") and schema.get("minContains") == 0 and schema.get("maxContains") is None:
+        return True
+    if keyword in _COMPANIONS and all(schema.get(name) is None for name in _COMPANIONS[keyword]):
+        return True
+    return value in _VACUOUS.get(keyword, ()) or (value is None and keyword != "const")
+
+
 def _leaves(value: Any) -> Iterator[Any]:
     """Yield the strings, property names, numbers and other leaves of a value."""
     match value:
@@ -564,8 +600,3 @@ def _is_exact(value: Any) -> bool:
         case float():
             return math.isfinite(value)
     return True
-
-
-def _is_harmless(keyword: str, value: Any) -> bool:
-    """Return whether this is a vendor's annotation, or a keyword with a value that demands nothing."""
-    return (keyword.startswith("x-") and keyword != "x-guidance") or (keyword == "uniqueItems" and value is False)

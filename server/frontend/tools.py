@@ -18,11 +18,12 @@ _CHOICES = '"none", "auto", "required", {"type": "function", "function": {"name"
 
 @dataclass(frozen=True, kw_only=True)
 class ToolUse:
-    """The model may call `tools`; `required`: it must call one; `several`: it may make more than one call."""
+    """The model may call `tools`; `required`: it must call one."""
 
     tools: tuple[GrammarTool, ...]
     required: bool = False
-    several: bool = True
+    max_calls: int | None = None
+    """Further calls are dropped."""
     is_subset: bool = False
     """The prompt shows tools that may not be called."""
 
@@ -32,8 +33,10 @@ class ToolUse:
         return self.required or self.is_subset or any(tool.strict for tool in self.tools)
 
 
-def read_tool_use(tools: Sequence[Any], choice: str | Mapping[str, Any] | None, several: bool = True) -> ToolUse | None:
-    """Parse a request's `tools` and `tool_choice`; returns None if no tool may be called.
+def read_tool_use(
+    tools: Sequence[Any], choice: str | Mapping[str, Any] | None, max_calls: int | None = None
+) -> ToolUse | None:
+    """Parse a request's `tools` and `tool_choice`; returns None if no tool may be called. `max_calls`: see `ToolUse`.
 
     Raises `InvalidParameter` that describes the error.
     """
@@ -47,16 +50,16 @@ def read_tool_use(tools: Sequence[Any], choice: str | Mapping[str, Any] | None, 
         raise InvalidParameter("tool_choice requires tools", "tool_choice")
     match choice:
         case None | "auto" | "required":
-            return ToolUse(tools=tuple(known), required=choice == "required", several=several) if tools else None
+            return ToolUse(tools=tuple(known), required=choice == "required", max_calls=max_calls) if tools else None
         case "none":
             return None
         case {"type": "function", "function": {"name": str(name)}}:
-            return ToolUse(tools=(_named(known, name),), required=True, several=False)
+            return ToolUse(tools=(_named(known, name),), required=True, max_calls=1)
         case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": [*allowed]}}:
             chosen = tuple(_allowed(known, one) for one in allowed)
             if not chosen:
                 raise InvalidParameter("tool_choice: allowed_tools names no tool", "tool_choice")
-            return ToolUse(tools=chosen, required=mode == "required", several=several, is_subset=True)
+            return ToolUse(tools=chosen, required=mode == "required", max_calls=max_calls, is_subset=True)
     raise InvalidParameter(f"tool_choice must be {_CHOICES}", "tool_choice")
 
 

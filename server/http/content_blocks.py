@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
+from quire.engine.protocol.logprobs import TokenLogprobs
 from quire.server.frontend.output_processor import AnswerEnd, TextDelta
 from quire.server.parsers.events import ToolCall
+
+ScoredToken = tuple[int, TokenLogprobs]
+"""A token id and its log-probabilities."""
 
 
 @dataclass
@@ -19,6 +23,8 @@ class ContentBlock:
     text: str = ""
     call_id: str = ""
     name: str = ""
+    logprobs: list[ScoredToken] = field(default_factory=list)
+    """Of text, if requested."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +40,7 @@ class BlockDelta:
 
     block: ContentBlock
     text: str
+    logprobs: Sequence[ScoredToken] = ()
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,8 @@ class ContentBlocks:
         """Cached tokens of the prompt."""
         self._num_before_words = 0
         self._open: ContentBlock | None = None
+        self._scored: list[ScoredToken] = []
+        """The tokens of text that is not complete yet."""
 
     @property
     def num_reasoning_tokens(self) -> int:
@@ -77,6 +86,8 @@ class ContentBlocks:
             yield from self._grow("text", delta.text)
             for call in calls:
                 yield from self._begin_call(call)
+            if calls:
+                self._scored = []
 
     def close(self) -> Iterator[BlockEvent]:
         """Yield the events at the end of the answer."""
@@ -88,9 +99,13 @@ class ContentBlocks:
         self.num_tokens += len(delta.token_ids)
         self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached_tokens)
         self._num_before_words += delta.num_tokens_before_words
+        if delta.logprobs is not None:
+            self._scored += [*zip(delta.token_ids, delta.logprobs, strict=True)][delta.num_tokens_before_words :]
         if delta.finish_reason is not None:
             self.finish_reason = delta.finish_reason
             self.stop_string = delta.stop_reason if isinstance(delta.stop_reason, str) else None
+            if delta.finish_reason in ("stop", "tool_calls") and self.stop_string is None:
+                self._scored = self._scored[:-1]  # the token that ended the answer has no text
 
     def _grow(self, kind: Literal["reasoning", "text", "call"], text: str) -> Iterator[BlockEvent]:
         if not text:
@@ -99,7 +114,11 @@ class ContentBlocks:
             yield from self._begin(ContentBlock(kind, len(self.blocks)))
         block = self.blocks[-1]
         block.text += text
-        yield BlockDelta(block, text)
+        scored: list[ScoredToken] = []
+        if kind == "text":
+            scored, self._scored = self._scored, []
+            block.logprobs += scored
+        yield BlockDelta(block, text, scored)
 
     def _begin_call(self, call: ToolCall) -> Iterator[BlockEvent]:
         yield from self._begin(ContentBlock("call", len(self.blocks), call_id=call.id or "", name=call.name or ""))

@@ -16,6 +16,7 @@ from quire.engine.protocol.errors import InvalidParameter
 from quire.server.frontend.engine_client import QueueFull
 from quire.server.frontend.inputs import ContextLengthExceeded
 from quire.server.frontend.output_stream import EngineUnavailable, RequestFailed, RequestTimedOut
+from quire.server.frontend.tracing import TRACE
 
 RETRY_AFTER_SECONDS = 2
 """Value of the Retry-After header when the queue is full."""
@@ -69,7 +70,14 @@ def _cut(text: str) -> str:
 
 
 def describe(error: Exception) -> tuple[int, dict[str, Any]]:
-    """Return status and body for an error."""
+    """Return status and body for an error, whose type is also the trace's."""
+    status, body = _describe(error)
+    if (trace := TRACE.get()) is not None:
+        trace.error_type = body["error"]["code"] or body["error"]["type"]
+    return status, body
+
+
+def _describe(error: Exception) -> tuple[int, dict[str, Any]]:
     match error:
         case ModelNotFound():
             return 404, error_object(str(error), "invalid_request_error", error.param, "model_not_found")
@@ -91,11 +99,16 @@ def describe(error: Exception) -> tuple[int, dict[str, Any]]:
         case RequestFailed():
             return 500, error_object(str(error), "server_error", code="request_failed")
         case ApiError():
-            return error.status_code, error_object(error.detail, "invalid_request_error", code=error.code)
+            return error.status_code, error_object(error.detail, _kind(error.status_code), code=error.code)
         case HTTPException(status_code=status):
-            return status, error_object(str(error.detail), "invalid_request_error")
+            return status, error_object(str(error.detail), _kind(status))
         case _:
             return 500, error_object("internal server error", "server_error")
+
+
+def _kind(status: int) -> str:
+    """OpenAI's type of an error that has only a status."""
+    return "rate_limit_error" if status == 429 else "server_error" if status >= 500 else "invalid_request_error"
 
 
 def install(app: FastAPI) -> None:

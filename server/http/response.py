@@ -10,6 +10,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from functools import partial
+from importlib.metadata import version
 from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
@@ -30,6 +31,8 @@ StreamUsage = Literal["none", "final", "continuous"]
 DIRECT_SEND = "quire.send"
 """Key in an ASGI scope: the server's `send`, without the wrappers of middleware, which have seen the response start."""
 
+_FINGERPRINT = f"quire-{version('quire')}"
+
 _encode = msgspec.json.Encoder().encode
 
 
@@ -42,6 +45,8 @@ class Formatter(Protocol):
     """The `object` field of a chunk."""
     returns_token_ids: bool
     """Whether to send tokens without text."""
+    null_usage: bytes
+    """The end of a chunk before the one with the usage."""
 
     def opening(self, index: int) -> dict[str, Any] | None:
         """The choice in the first chunk of a sequence, before there is text."""
@@ -94,22 +99,28 @@ class GenerationResponse:
         formatter: Formatter,
         usage: Usage,
         choose: Callable[[list[TextDelta]], list[TextDelta]] = lambda sequences: sequences,
+        *,
+        has_times: bool = False,
     ) -> None:
-        """`choose` selects the sequences that a full response shows; `usage` counts all of them."""
+        """`choose` selects the sequences that a full response shows; `usage` counts all of them. With `has_times`, the
+        response has `metrics`.
+        """
         self._choose = choose
         self._id = request_id
         self._model = model
         self._formatter = formatter
         self._usage = usage
+        self._has_times = has_times
 
     async def whole(self, generation: Generation, request: Request) -> Response:
         """Return the full response; raises `ClientDisconnect` if the client disconnects."""
         with generation:
             sequences = await while_connected(request.receive, self._collect(generation))
+        metrics = self._metrics(generation)
         if any(sequence.prompt_logprobs for sequence in sequences):
-            return StreamingResponse(self._parts(sequences), media_type="application/json")
+            return StreamingResponse(self._parts(sequences, metrics), media_type="application/json")
         sequences = self._choose(sequences)
-        return json_response(self._whole(sequences, list(map(self._formatter.whole_choice, sequences))))
+        return json_response(self._whole(sequences, list(map(self._formatter.whole_choice, sequences)), metrics))
 
     def stream(self, generation: Generation, usage: StreamUsage) -> Response:
         """Return the response as server-sent events, one write for each engine step."""
@@ -121,7 +132,7 @@ class GenerationResponse:
             "object": kind,
             "created": int(time.time()),
             "model": self._model,
-            "system_fingerprint": None,
+            "system_fingerprint": _FINGERPRINT,
         }
 
     async def _collect(self, generation: Generation) -> list[TextDelta]:
@@ -133,16 +144,36 @@ class GenerationResponse:
                 sequences[delta.index].extend(delta)
         return sequences
 
-    def _whole(self, sequences: list[TextDelta], choices: list[dict[str, Any]]) -> dict[str, Any]:
-        extra = self._formatter.top_level_fields(sequences)
+    def _metrics(self, generation: Generation) -> dict[str, Any]:
+        """The times of a request that has finished, as vLLM has them."""
+        if not self._has_times:
+            return {}
+        if self._usage.num_choices != 1 or (times := generation.times) is None:
+            return {"metrics": None}
+        prefill, decode, count = times.prefill, times.decode, times.num_tokens
+        seconds = None if prefill is None or decode is None else prefill + decode
+        return {
+            "metrics": {
+                "time_to_first_token_ms": None if prefill is None else prefill * 1000,
+                "generation_time_ms": None if decode is None else decode * 1000,
+                "queue_time_ms": None if times.queue is None else times.queue * 1000,
+                "mean_itl_ms": None if decode is None or count < 2 else decode / (count - 1) * 1000,
+                "tokens_per_second": count / seconds if seconds else None,
+            }
+        }
+
+    def _whole(
+        self, sequences: list[TextDelta], choices: list[dict[str, Any]], metrics: dict[str, Any]
+    ) -> dict[str, Any]:
+        extra = self._formatter.top_level_fields(sequences) | metrics
         return self._head(self._formatter.whole) | {"choices": choices, "usage": self._usage.object(), **extra}
 
-    async def _parts(self, sequences: list[TextDelta]) -> AsyncIterator[bytes]:
+    async def _parts(self, sequences: list[TextDelta], metrics: dict[str, Any]) -> AsyncIterator[bytes]:
         """Yield the full response, encoded choice by choice in a thread: prompt log-probabilities are so much data that
         they would block other streams, and take much memory as a whole.
         """
         sequences = self._choose(sequences)
-        whole = await asyncio.to_thread(lambda: encode_json(self._whole(sequences, [])))
+        whole = await asyncio.to_thread(lambda: encode_json(self._whole(sequences, [], metrics)))
         before, choices, after = whole.partition(b'"choices":[')
         yield before + choices
         for at, sequence in enumerate(sequences):
@@ -175,13 +206,14 @@ class GenerationResponse:
             if events:
                 await send(part(events))
         if usage != "none":
-            await send(part(head + b'],"usage":' + _encode(self._usage.object()) + b"}\n\n"))
+            last = {"usage": self._usage.object()} | self._metrics(generation)
+            await send(part(head + b"]," + _encode(last)[1:] + b"\n\n"))
 
     def _tail(self, usage: StreamUsage) -> bytes:
         """The end of a chunk with choices."""
         if usage == "continuous":
             return b'],"usage":' + _encode(self._usage.object()) + b"}\n\n"
-        return b'],"usage":null}\n\n' if usage == "final" else b"]}\n\n"
+        return b"]" + self._formatter.null_usage * (usage == "final") + b"}\n\n"
 
 
 def _frame(formatter: Formatter, index: int, head: bytes, tail: bytes) -> tuple[bytes, bytes] | None:

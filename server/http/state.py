@@ -8,9 +8,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated
 
-from fastapi import Depends, Request
+from fastapi import Depends, Header, Request
 
+from quire.engine.config.plan_text import plan_text
+from quire.engine.protocol.errors import InvalidParameter
+from quire.server.frontend.engine_client import DATA_PARALLEL_RANK, RANK_HEADER
 from quire.server.frontend.frontend import Frontend
+from quire.server.frontend.tracing import TRACE
 from quire.server.http.errors import ModelNotFound
 from quire.server.http.large_bodies import BodyRoute, LargeBodies
 from quire.server.http.response_store import ResponseStore
@@ -26,10 +30,19 @@ class ServedModel:
     created: int = field(default_factory=lambda: int(time.time()))
     has_api_keys: bool = False
     """Whether requests need an API key."""
+    has_request_times: bool = False
+    """Whether responses have `metrics` (`--enable-per-request-metrics`)."""
+    torch_profiler_dir: str | None = None
+    """Where traces are written; None: they are sent to the client."""
     drain_seconds: float = 0.0
     """Default time for requests to end on a replica that is removed."""
     routes: Sequence[BodyRoute] = ()
     """The routes with bodies; set by the application."""
+
+    @cached_property
+    def plan(self) -> str:
+        """The resolved plan, as `serve` prints it."""
+        return plan_text(self.frontend.config)
 
     @cached_property
     def bodies(self) -> LargeBodies:
@@ -42,7 +55,10 @@ class ServedModel:
             raise ModelNotFound(
                 f"the model {name!r} does not exist; available: {' or '.join(self.model_names)}", "model"
             )
-        return name or self.model_names[0]
+        name = name or self.model_names[0]
+        if (trace := TRACE.get()) is not None:
+            trace.model = name
+        return name
 
 
 async def _of(request: Request) -> ServedModel:
@@ -51,3 +67,21 @@ async def _of(request: Request) -> ServedModel:
 
 
 AppState = Annotated[ServedModel, Depends(_of)]
+
+
+async def _choose(
+    request: Request,
+    rank: Annotated[
+        str | None,
+        Header(alias=RANK_HEADER, description="vLLM extension: the replica to start on, see `/replicas`."),
+    ] = None,
+) -> None:
+    if rank is not None:
+        given = request.headers.getlist(RANK_HEADER)
+        if len(given) > 1 or not rank.isdecimal() or len(rank) > 9:
+            raise InvalidParameter(f"{RANK_HEADER}: {', '.join(given)}: expected the number of a replica", RANK_HEADER)
+    DATA_PARALLEL_RANK.set(None if rank is None else int(rank))
+
+
+MayChooseReplica = Depends(_choose)
+"""Dependency of routes whose requests may choose their replica."""

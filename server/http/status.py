@@ -77,5 +77,7 @@ def _model(state: ServedModel, name: str) -> dict[str, Any]:
         "object": "model",
         "created": state.created,
         "owned_by": "quire",
+        "root": state.model_names[0],
+        "parent": None,
         "max_model_len": state.frontend.config.model.max_model_len,
     }

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request, Response
@@ -18,22 +19,24 @@ from quire.server.frontend.tokenizer import Tokenizer
 from quire.server.frontend.tools import MAX_TOOLS, read_tool_use
 from quire.server.http.large_bodies import BodyRoute
 from quire.server.http.response import GenerationResponse, Usage
-from quire.server.http.state import AppState
-from quire.server.openai.logprobs import MIN_LOGPROB, TokenNames, prompt_logprobs_object
-from quire.server.openai.protocol import MAX_MESSAGES, GenerationRequest, Int64, LenientModel
+from quire.server.http.state import AppState, MayChooseReplica
+from quire.server.openai.logprobs import TokenNames, prompt_logprobs_object, token_logprobs
+from quire.server.openai.protocol import MAX_MESSAGES, GenerationRequest, Int64, MessagePart, variant
 from quire.server.parsers.events import ToolCall
 
 router = APIRouter(route_class=BodyRoute)
 
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
-class AssistantFunction(LenientModel):
+
+class AssistantFunction(MessagePart):
     """The called function. `arguments` is JSON text."""
 
     name: str
     arguments: str | dict[str, Any] | None = None
 
 
-class AssistantToolCall(LenientModel):
+class AssistantToolCall(MessagePart):
     """A tool call of an earlier answer."""
 
     type: Literal["function"] = "function"
@@ -41,19 +44,60 @@ class AssistantToolCall(LenientModel):
     function: AssistantFunction
 
 
-class ChatMessage(LenientModel):
+class _TextPart(MessagePart):
+    text: str
+
+
+class _Function(MessagePart):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class _Tool(MessagePart):
+    function: _Function
+
+
+class ChatMessage(MessagePart):
     """A message of the conversation."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: str
+    """Usually system, developer, user, assistant or tool (or function, its old name). The chat template decides what
+    else it may be.
+    """
     content: str | list[dict[str, Any]] | None = None
     """Text, or parts of type text. Other types (images, audio, files) are not supported."""
     name: str | None = None
     tool_calls: list[AssistantToolCall] | None = None
+    function_call: AssistantFunction | None = None
+    """The old form of `tool_calls`, with one call."""
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     """The reasoning of an earlier answer, for templates that show it."""
     reasoning: str | None = None
     """An alias of `reasoning_content`."""
+
+    @property
+    def text(self) -> str:
+        """The content as text."""
+        content = self.content or ""
+        return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+    def shown(self) -> dict[str, Any]:
+        """What the chat template gets: not the ignored fields."""
+        fields: dict[str, Any] = self.model_dump(exclude_none=True, include=_SHOWN)
+        if (call := fields.pop("function_call", None)) is not None:
+            fields.setdefault("tool_calls", [{"type": "function", "function": call}])
+        if self.role == "function":
+            fields["role"] = "tool"
+        return fields
+
+
+_SHOWN: Any = dict.fromkeys(ChatMessage.model_fields, True) | {
+    "tool_calls": {"__all__": {"type": True, "id": True, "function": {"name", "arguments"}}},
+    "function_call": {"name", "arguments"},
+}
 
 
 class ChatRequest(GenerationRequest):
@@ -65,17 +109,21 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     """Default: up to the model's maximum length. Takes precedence over `max_tokens`, which means the same."""
     logprobs: bool | None = False
-    top_logprobs: Annotated[Int64, Field(ge=0)] | None = None
-    """At most `--max-logprobs`."""
+    top_logprobs: Annotated[Int64, Field(ge=-1)] | None = None
+    """At most `--max-logprobs`; -1: all (vLLM)."""
+    echo: bool | None = None
+    """vLLM extension: start the answer with the last message, if that is the assistant's."""
     tools: list[dict[str, Any]] | None = None
     """Functions. The arguments follow the schema if the function is `strict`, required or named by `tool_choice`."""
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     """false: at most one call."""
+    max_tool_calls: Annotated[Int64, Field(ge=1)] | None = None
+    """As in Responses: further calls are dropped."""
     include_reasoning: bool | None = None
     """vLLM extension: false omits the model's reasoning from the response."""
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    """A variable of the model's chat template; rejected if the template does not use it."""
+    reasoning_effort: ReasoningEffort | None = None
+    """A variable of the model's chat template. A hint if the template does not use it."""
     chat_template: str | None = None
     """vLLM extension: a template for this request; the server needs `--trust-request-chat-template`."""
     chat_template_kwargs: dict[str, Any] | None = None
@@ -89,9 +137,9 @@ class ChatRequest(GenerationRequest):
     add_special_tokens: bool | None = None
     """vLLM extension: add the tokenizer's special tokens to the template's output. Default: false."""
 
-    def reject_unsupported(self) -> None:
-        """See `GenerationRequest`. Also checks the number of messages and their fields."""
-        super().reject_unsupported()
+    def reject_unsupported(self) -> set[str]:
+        """See `GenerationRequest`. Also checks the number of messages and their contents."""
+        ignored = super().reject_unsupported()
         if len(self.messages) > MAX_MESSAGES:
             raise InvalidParameter(
                 f"messages: at most {MAX_MESSAGES} are allowed, got {len(self.messages)}", "messages"
@@ -103,12 +151,16 @@ class ChatRequest(GenerationRequest):
             )
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidParameter("top_logprobs requires logprobs: true", "top_logprobs")
+        if self.logprob_token_ids is not None and not self.logprobs:
+            raise InvalidParameter("logprob_token_ids requires logprobs: true", "logprob_token_ids")
         for at, message in enumerate(self.messages):
             if message.content is None and message.role != "assistant":
                 raise InvalidParameter(f"messages[{at}].content is missing", f"messages[{at}].content")
-            for name, value in (message.model_extra or {}).items():
-                if value:
-                    raise InvalidParameter(f"messages[{at}].{name} is not supported", f"messages[{at}].{name}")
+            for index, part in enumerate(message.content if isinstance(message.content, list) else ()):
+                variant({"text": _TextPart}, part, f"messages[{at}].content[{index}]", ignored)
+        for at, tool in enumerate(self.tools or ()):
+            variant({"function": _Tool}, tool, f"tools[{at}]", ignored)
+        return ignored
 
     @property
     def longest(self) -> int | None:
@@ -127,38 +179,49 @@ class ChatRequest(GenerationRequest):
             continue_final_message=bool(self.continue_final_message),
             add_special_tokens=bool(self.add_special_tokens),
         )
+        max_calls = 1 if self.parallel_tool_calls is False else self.max_tool_calls
         return ChatInput(
-            messages=[message.model_dump(exclude_none=True) for message in self.messages],
+            messages=[message.shown() for message in self.messages],
             tools=self.tools or (),
-            tool_use=read_tool_use(self.tools or (), self.tool_choice, self.parallel_tool_calls is not False),
+            tool_use=read_tool_use(self.tools or (), self.tool_choice, max_calls),
             template=template,
             shows_reasoning=self.include_reasoning is not False,
         )
 
-    async def process_here(self, admit: Callable[[], InputProcessor], thinking: bool | None = None) -> GenerationInput:
+    async def process_here(
+        self,
+        admit: Callable[[], InputProcessor],
+        thinking: bool | None = None,
+        ignored: Collection[str] = (),
+    ) -> GenerationInput:
         """See `ProcessedBody`; `thinking` as in `chat_input`. All conversation APIs convert their requests to chat and
-        call this.
+        call this, with the fields that they ignore themselves.
         """
-        self.reject_unsupported()
+        ignored = self.reject_unsupported().union(ignored)
         processor = admit()
+        if ignored:
+            processor.ignore(ignored)
         params = self.sampling_params(
             processor.sampling_defaults,
-            max_tokens=self.longest,
+            max_tokens=self.longest or processor.sampling_defaults.get("max_tokens"),
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
         )
         options = self.request_options(logprobs="top_logprobs")
-        return await processor.process_chat(self.chat_input(thinking), params, options)
+        given = await processor.process_chat(self.chat_input(thinking), params, options)
+        last = self.messages[-1]
+        return replace(given, echo=last.text) if self.echo and last.role == "assistant" else given
 
 
-@router.post("/v1/chat/completions")
+@router.post("/v1/chat/completions", dependencies=[MayChooseReplica])
 async def chat_completions(body: ChatRequest, request: Request, state: AppState) -> Response:
     """Generate an answer to a conversation."""
     model = state.check_model(body.model)
     chat: GenerationInput = await body.process(state.frontend.admit)
     request_id = body.response_id("chatcmpl")
     generation = state.frontend.generate(request_id, chat)
-    formatter = _ChatFormatter(state.frontend.input_processor.tokenizer, body, chat.prompts[0])
-    response = GenerationResponse(request_id, model, formatter, Usage(chat.prompts, chat.params.n))
+    formatter = _ChatFormatter(state.frontend.input_processor.tokenizer, body, chat)
+    usage = Usage(chat.prompts, chat.params.n)
+    response = GenerationResponse(request_id, model, formatter, usage, has_times=state.has_request_times)
     if body.stream:
         return response.stream(generation, body.stream_usage)
     return await response.whole(generation, request)
@@ -169,17 +232,21 @@ class _ChatFormatter:
 
     whole = "chat.completion"
     chunk = "chat.completion.chunk"
+    null_usage = b',"usage":null'
 
-    def __init__(self, tokenizer: Tokenizer, body: ChatRequest, prompt: list[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, body: ChatRequest, given: GenerationInput) -> None:
         self._tokenizer = tokenizer
-        self._top = body.top_logprobs or 0
+        self._top = given.params.logprobs
+        self._echo = given.echo
         self._name = TokenNames(tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
-        self._prompt = prompt
-        self._prompt_top = body.prompt_logprobs
+        self._prompt = given.prompts[0]
+        self._prompt_top = given.params.prompt_logprobs
         self.returns_token_ids = bool(body.return_token_ids)
 
     def top_level_fields(self, sequences: Sequence[TextDelta]) -> dict[str, Any]:
-        found: dict[str, Any] = {"prompt_token_ids": self._prompt} if self.returns_token_ids else {}
+        found: dict[str, Any] = {"prompt_logprobs": None, "prompt_token_ids": None} if sequences else {}
+        if self.returns_token_ids:
+            found["prompt_token_ids"] = self._prompt
         if sequences and self._prompt_top is not None and (scores := sequences[0].prompt_logprobs) is not None:
             found["prompt_logprobs"] = prompt_logprobs_object(self._tokenizer, self._prompt, scores, self._prompt_top)
         return found
@@ -187,7 +254,7 @@ class _ChatFormatter:
     def opening(self, index: int) -> dict[str, Any]:
         return {
             "index": index,
-            "delta": {"role": "assistant", "content": ""},
+            "delta": {"role": "assistant", "content": self._echo},
             "logprobs": None,
             "finish_reason": None,
         }
@@ -197,9 +264,12 @@ class _ChatFormatter:
 
     def whole_choice(self, delta: TextDelta) -> dict[str, Any]:
         message = _message_fields(delta) or {"content": ""}  # null only if there are tool calls or reasoning
+        if self._echo:
+            message["content"] = self._echo + delta.text
         if delta.tool_calls:
             message["tool_calls"] = [_call(call) for call in delta.tool_calls]
-        return self._choice(delta, "message", {"role": "assistant", "content": None, "refusal": None} | message)
+        nothing = {"role": "assistant", "content": None, "refusal": None, "reasoning": None}
+        return {"token_ids": None} | self._choice(delta, "message", nothing | message)
 
     def _choice(self, delta: TextDelta, name: str, message: dict[str, Any]) -> dict[str, Any]:
         choice = {
@@ -212,19 +282,9 @@ class _ChatFormatter:
         return choice | {"token_ids": delta.token_ids} if self.returns_token_ids else choice
 
     def _logprobs(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        content = []
-        for token_id, at in zip(token_ids, logprobs, strict=True):
-            likeliest = list(zip(at.top_ids, at.top_logprobs, strict=True))[: self._top]
-            top = [self._token(*entry) for entry in likeliest]
-            content.append(self._token(token_id, at.logprob) | {"top_logprobs": top})
+        scored = zip(token_ids, logprobs, strict=True)
+        content = [token_logprobs(self._tokenizer, self._name, *each, self._top or 0) for each in scored]
         return {"content": content, "refusal": None}
-
-    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        return {
-            "token": self._name(token_id),
-            "logprob": max(logprob, MIN_LOGPROB),
-            "bytes": list(self._tokenizer.token_bytes(token_id)),
-        }
 
 
 def _message_fields(delta: TextDelta) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from quire.server.frontend.output_processor import Detokenizer, TextDelta
 from quire.server.frontend.tokenizer import Tokenizer
 from quire.server.http.large_bodies import BodyRoute
 from quire.server.http.response import GenerationResponse, Usage
-from quire.server.http.state import AppState
+from quire.server.http.state import AppState, MayChooseReplica
 from quire.server.openai.logprobs import MIN_LOGPROB, TokenNames, prompt_logprobs_object
 from quire.server.openai.protocol import MAX_SEQUENCES, GenerationRequest, Int64, ManyTokenIds, Texts, TokenIds
 
@@ -31,19 +31,24 @@ class CompletionRequest(GenerationRequest):
     prompt: str | Texts | TokenIds | ManyTokenIds
     """Text or token ids. Required, unlike in OpenAI's API."""
     logprobs: Int64 | None = None
-    """At most `--max-logprobs`."""
+    """At most `--max-logprobs`; -1: all (vLLM)."""
     best_of: Annotated[Int64 | None, Field(description=f"At most {MAX_N}. Streams require that it equals n.")] = None
     echo: bool | None = False
     add_special_tokens: bool | None = None
     """vLLM extension: add the tokenizer's special tokens to a text prompt. Default: true."""
 
-    def reject_unsupported(self) -> None:
-        """See `GenerationRequest`. Also checks `best_of`."""
-        super().reject_unsupported()
+    def reject_unsupported(self) -> set[str]:
+        """See `GenerationRequest`. Also checks `best_of` and `logprob_token_ids`."""
+        ignored = super().reject_unsupported()
         if self.best_of is not None and not self.shown <= self.best_of <= MAX_N:
             raise InvalidParameter(f"best_of must be from n to {MAX_N}, got {self.best_of}", "best_of")
+        if self.best_of is not None and self.use_beam_search:
+            raise InvalidParameter("best_of is not supported with use_beam_search; n is the number of beams", "best_of")
+        if self.logprob_token_ids is not None and self.logprobs is None:
+            raise InvalidParameter("logprob_token_ids requires logprobs", "logprob_token_ids")
         if self.candidates != self.shown and self.stream:
             raise InvalidParameter("best_of greater than n cannot be streamed; omit stream", "best_of")
+        return ignored
 
     @property
     def shown(self) -> int:
@@ -57,11 +62,13 @@ class CompletionRequest(GenerationRequest):
 
     def params(self, defaults: dict[str, Any]) -> SamplingParams:
         """The engine's parameters, including the log-probabilities that `echo` and `best_of` need."""
-        params = self.sampling_params(defaults, n=self.candidates)
+        longest = SamplingParams().max_tokens if self.max_tokens is None else self.max_tokens  # also in vLLM
+        params = self.sampling_params(defaults, n=self.candidates, max_tokens=longest)
         if self.candidates != self.shown:
             params.logprobs = self.logprobs or 0
         if self.echo and self.logprobs is not None:
-            params.prompt_logprobs = max(self.logprobs, self.prompt_logprobs or 0)
+            both = self.logprobs, self.prompt_logprobs or 0
+            params.prompt_logprobs = -1 if -1 in both else max(both)
         return params
 
     def prompts(self) -> list[Prompt]:
@@ -76,8 +83,9 @@ class CompletionRequest(GenerationRequest):
         return prompts
 
     async def process_here(self, admit: Callable[[], InputProcessor]) -> _ProcessedCompletion:
-        self.reject_unsupported()
+        ignored = self.reject_unsupported()
         processor = admit()
+        processor.ignore(ignored)
         given, special = self.prompts(), self.add_special_tokens is not False
         completion = await processor.process_prompts(
             given, self.params(processor.sampling_defaults), self.request_options(), add_special_tokens=special
@@ -101,7 +109,7 @@ class CompletionRequest(GenerationRequest):
                 return list(self.prompt)  # type: ignore[arg-type]
 
 
-@router.post("/v1/completions")
+@router.post("/v1/completions", dependencies=[MayChooseReplica])
 async def completions(body: CompletionRequest, request: Request, state: AppState) -> Response:
     """Complete one or more prompts."""
     model = state.check_model(body.model)
@@ -111,7 +119,10 @@ async def completions(body: CompletionRequest, request: Request, state: AppState
     request_id = body.response_id("cmpl")
     generation = state.frontend.generate(request_id, completion)
     formatter = _CompletionFormatter(tokenizer, body, prompts, echoes)
-    response = GenerationResponse(request_id, model, formatter, Usage(prompts, completion.params.n), formatter.best)
+    usage = Usage(prompts, completion.params.n)
+    response = GenerationResponse(
+        request_id, model, formatter, usage, formatter.best, has_times=state.has_request_times
+    )
     if body.stream:
         return response.stream(generation, body.stream_usage)
     return await response.whole(generation, request)
@@ -157,6 +168,7 @@ class _CompletionFormatter:
     """Formats completions."""
 
     whole = chunk = "text_completion"
+    null_usage = b""
 
     def __init__(
         self,
@@ -187,11 +199,14 @@ class _CompletionFormatter:
         return self._choice(delta, echo)
 
     def whole_choice(self, delta: TextDelta) -> dict[str, Any]:
-        choice = self._choice(delta, self._echo(delta.index)) | self._prompt_ids(delta.index)
+        nothing = {"prompt_logprobs": None, "prompt_token_ids": None, "token_ids": None}
+        choice = nothing | self._choice(delta, self._echo(delta.index)) | self._prompt_ids(delta.index)
         top = self._body.prompt_logprobs
         if top is not None and delta.prompt_logprobs is not None:
             prompt = self._prompts[delta.index // self._n]
-            choice["prompt_logprobs"] = prompt_logprobs_object(self._tokenizer, prompt, delta.prompt_logprobs, top)
+            choice["prompt_logprobs"] = prompt_logprobs_object(
+                self._tokenizer, prompt, delta.prompt_logprobs, None if top == -1 else top
+            )
         return choice
 
     def top_level_fields(self, sequences: Sequence[TextDelta]) -> dict[str, Any]:
@@ -262,10 +277,11 @@ class _CompletionFormatter:
         return len(echo.text) if echo else 0, Detokenizer(self._tokenizer, self._prompts[index // self._n], skip)
 
     def _top(self, token: str, at: TokenLogprobs) -> dict[str, float]:
-        """The most likely tokens, and the sampled token if it is not one of them. Of tokens with the same text, the
-        more likely one counts.
+        """The most likely tokens, or `logprob_token_ids`, and the sampled token if it is not one of them. Of tokens
+        with the same text, the first one counts: the more likely.
         """
-        count = self._body.logprobs
+        is_whole = self._body.logprobs == -1 or self._body.logprob_token_ids is not None
+        count = None if is_whole else self._body.logprobs
         top: dict[str, float] = {}
         for token_id, logprob in zip(at.top_ids[:count], at.top_logprobs, strict=False):
             top.setdefault(self._name(token_id), max(logprob, MIN_LOGPROB))

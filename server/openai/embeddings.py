@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request, Response
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from quire.engine.config.pooling import Pooling
 from quire.engine.protocol.engine_core import EngineCoreOutput
@@ -21,35 +21,36 @@ from quire.server.frontend.inputs import EmbeddingOptions, Prompt
 from quire.server.http.errors import json_response
 from quire.server.http.large_bodies import BodyRoute
 from quire.server.http.response import while_connected
-from quire.server.http.state import AppState
+from quire.server.http.state import AppState, MayChooseReplica
 from quire.server.openai.protocol import (
     MAX_PROMPTS,
+    ExtraField,
     Int64,
-    LenientModel,
     ManyTokenIds,
     ProcessedBody,
+    RequestModel,
     Texts,
     TokenIds,
-    schema_extra,
+    hint,
+    rejected,
 )
 
 router = APIRouter(route_class=BodyRoute)
 
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    # vLLM's, with the values that have no effect
-    "embed_dtype": ("float32",),
-    "endianness": ("native", "little"),
-    "messages": (),
-    "mm_processor_kwargs": ({},),
-    "padding": ("do_not_pad",),
-}
 
-
-class EmbeddingRequest(ProcessedBody, LenientModel):
+class EmbeddingRequest(ProcessedBody, RequestModel):
     """What to embed, and how."""
 
-    model_config = ConfigDict(json_schema_extra=schema_extra((), _UNSUPPORTED))
     embeds: ClassVar[bool | None] = True
+    extra_fields: ClassVar[Mapping[str, ExtraField]] = {
+        "metadata": hint(),
+        # vLLM's
+        "embed_dtype": rejected("float32"),
+        "endianness": rejected("native", "little"),
+        "messages": rejected(),
+        "mm_processor_kwargs": rejected({}),
+        "padding": rejected("do_not_pad"),
+    }
 
     input: Annotated[
         str | Texts | TokenIds | ManyTokenIds,
@@ -86,15 +87,12 @@ class EmbeddingRequest(ProcessedBody, LenientModel):
     request_id: Annotated[str, Field(pattern=r"^[!-~]{1,256}$")] | None = None
     """vLLM extension: the end of the response's id."""
 
-    def reject_unsupported(self) -> None:
-        """Raise `InvalidParameter` for the first field with an unsupported value."""
-        for name, value in (self.model_extra or {}).items():
-            if name in _UNSUPPORTED and (value is None or value in _UNSUPPORTED[name]):
-                continue
-            why = "is not supported" if name in _UNSUPPORTED else "is not a parameter of this API"
-            raise InvalidParameter(f"{name} {why}", name)
+    def reject_unsupported(self) -> set[str]:
+        """Return the ignored fields; raise `InvalidParameter` for the first field with an unsupported value."""
+        ignored = self.check_fields()
         if None not in (self.normalize, self.use_activation) and self.normalize != self.use_activation:
             raise InvalidParameter("normalize and use_activation mean the same; send only one of them", "normalize")
+        return ignored
 
     def inputs(self) -> dict[str, Prompt]:
         """The inputs, by their names for error messages; raises `InvalidParameter` if there are none."""
@@ -108,8 +106,10 @@ class EmbeddingRequest(ProcessedBody, LenientModel):
         return {f"input[{at}]": each for at, each in enumerate(self.input)}  # type: ignore[misc]  # not a list[int]
 
     async def process_here(self, admit: Callable[[], InputProcessor]) -> list[list[int]]:
-        self.reject_unsupported()
-        return await admit().process_embeddings(self.inputs(), self.rendering(), self.vectors())
+        ignored = self.reject_unsupported()
+        processor = admit()
+        processor.ignore(ignored)
+        return await processor.process_embeddings(self.inputs(), self.rendering(), self.vectors())
 
     def vectors(self) -> VectorOptions:
         """The output options of vectors."""
@@ -126,7 +126,7 @@ class EmbeddingRequest(ProcessedBody, LenientModel):
         )
 
 
-@router.post("/v1/embeddings")
+@router.post("/v1/embeddings", dependencies=[MayChooseReplica])
 async def embeddings(body: EmbeddingRequest, request: Request, state: AppState) -> Response:
     """Compute the embedding vectors of one or more texts, with an embedding model."""
     model = state.check_model(body.model)

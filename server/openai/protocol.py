@@ -1,61 +1,26 @@
-"""The common parameters of generation requests, and the parameters that are rejected."""
+"""The common parameters of generation requests, and what happens to fields that nothing reads.
+
+A field that may change the answer and is not supported is rejected by name. A hint, a label and an unknown field inside
+a message are accepted and ignored (`RequestModel`).
+"""
 
 from __future__ import annotations
 
 import contextlib
 import re
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeVar
 
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
 from quire.engine.protocol.errors import InvalidParameter
 from quire.engine.protocol.sampling_params import MAX_N, MAX_STOP_STRINGS, SamplingParams, StructuredOutputs
 from quire.server.frontend.fair_share import enter_user
 from quire.server.frontend.input_processor import InputProcessor
-from quire.server.frontend.inputs import Processed, RequestOptions
+from quire.server.frontend.inputs import IgnoredParameter, Processed, RequestOptions, TruncationSide
 from quire.server.http.response import StreamUsage
-
-_HARMLESS = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
-"""Accepted without effect on the answer: at OpenAI they identify users and guide caching."""
-
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    # OpenAI's, with the values that have no effect
-    "audio": (),
-    "echo": (False,),
-    "function_call": ("none",),
-    "functions": ([],),
-    "modalities": (["text"],),
-    "prediction": (),
-    "reasoning_effort": (),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
-    "suffix": ("",),
-    "verbosity": (),
-    "web_search_options": (),
-    # vLLM's
-    "add_generation_prompt": (True,),
-    "add_special_tokens": (False,),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "documents": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "include_reasoning": (True,),
-    "kv_transfer_params": (),
-    "length_penalty": (1.0,),
-    "logits_processors": ([],),
-    "mm_processor_kwargs": (),
-    "prompt_embeds": (),
-    "spaces_between_special_tokens": (True,),
-    "use_beam_search": (False,),
-    "vllm_xargs": (),
-}
 
 _SHORT = 1024
 """Characters of a string that a processed body keeps."""
@@ -67,20 +32,6 @@ MAX_SEQUENCES = 4096
 """Prompts × n of a completion."""
 
 
-def schema_extra(harmless: Iterable[str], refused: Mapping[str, Any]) -> Callable[[dict[str, Any]], None]:
-    """Make the `json_schema_extra` of a request, which lists the other accepted fields and the rejected ones.
-
-    `refused` maps a field to the values that have no effect and are accepted. docs/reference/api.md is generated from
-    this.
-    """
-
-    def add_extra(schema: dict[str, Any]) -> None:
-        schema["x-harmless"] = sorted(set(harmless) - schema["properties"].keys())
-        schema["x-refused"] = {name: list(refused[name]) for name in sorted(refused.keys() - schema["properties"])}
-
-    return add_extra
-
-
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 """An integer that fits into a message to the engine."""
 TokenIds = Annotated[list[Int64], Field(fail_fast=True)]
@@ -89,16 +40,90 @@ Texts = Annotated[list[str], Field(fail_fast=True, max_length=MAX_PROMPTS)]
 ManyTokenIds = Annotated[list[TokenIds], Field(fail_fast=True, max_length=MAX_PROMPTS)]
 
 
-class LenientModel(BaseModel):
-    """A body, or part of one. Unknown fields are kept in `model_extra`; the caller decides which ones to reject."""
+class ExtraField(NamedTuple):
+    """What happens to a field that nothing reads. Null is the same as no field."""
 
-    model_config = ConfigDict(extra="allow", strict=True, use_attribute_docstrings=True)
+    kind: Literal["label", "hint", "rejected"]
+    """A label never has an effect. Other values of a hint are ignored and logged, or rejected with
+    `--strict-parameters`.
+    """
+    neutral: tuple[Any, ...] = ()
+    """Values without effect, which are always accepted."""
 
 
-class StrictModel(BaseModel):
-    """A body, or part of one, without unknown fields."""
+LABEL = ExtraField("label")
 
-    model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
+
+def hint(*neutral: Any) -> ExtraField:
+    """A preference, such as a shorter answer, or a label that few servers know."""
+    return ExtraField("hint", neutral)
+
+
+def rejected(*neutral: Any) -> ExtraField:
+    """A field that would change the answer."""
+    return ExtraField("rejected", neutral)
+
+
+def _add_extra_fields(schema: dict[str, Any], model: type[RequestModel]) -> None:
+    """Add the fields that nothing reads to a JSON schema. docs/reference/api.md is generated from this."""
+    for kind in ("label", "hint", "rejected"):
+        extra = {name: each for name, each in model.extra_fields.items() if name not in model.model_fields}
+        found = {name: list(each.neutral) for name, each in sorted(extra.items()) if each.kind == kind}
+        if found:
+            schema[f"x-{kind}"] = found
+    if model.unknown_fields.kind == "hint":
+        schema["x-ignores-unknown"] = True
+
+
+class RequestModel(BaseModel):
+    """A body, or part of one. It may have fields that it does not declare: see `extra_fields`."""
+
+    model_config = ConfigDict(
+        extra="allow",
+        strict=True,
+        use_attribute_docstrings=True,
+        json_schema_extra=_add_extra_fields,
+    )
+    extra_fields: ClassVar[Mapping[str, ExtraField]] = {}
+    """The known fields that nothing reads."""
+    unknown_fields: ClassVar[ExtraField] = rejected()
+    """What happens to the others."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, value: Any) -> Any:
+        """Null is the same as no field."""
+        return {name: each for name, each in value.items() if each is not None} if isinstance(value, dict) else value
+
+    def check_fields(self, param: str = "") -> set[str]:
+        """Return the fields that are ignored, here and in parts, named after `param`; raise `InvalidParameter` for the
+        first one that is rejected.
+        """
+        ignored = set()
+        for name, value in (self.model_extra or {}).items():
+            extra = self.extra_fields.get(name, self.unknown_fields)
+            if extra.kind == "label" or value in extra.neutral:
+                continue
+            if extra.kind == "rejected":
+                why = "is not a parameter of this API"
+                if name in self.extra_fields:
+                    why = "is not supported" + " with this value" * bool(extra.neutral)
+                raise InvalidParameter(f"{param}{name} {why}", f"{param}{name}")
+            ignored.add(f"{param}{name}")
+        for name in type(self).model_fields:
+            match getattr(self, name):
+                case RequestModel() as part:
+                    ignored |= part.check_fields(f"{param}{name}.")
+                case [RequestModel(), *_] as parts:
+                    for at, part in enumerate(parts):
+                        ignored |= part.check_fields(f"{param}{name}[{at}].")
+        return ignored
+
+
+class MessagePart(RequestModel):
+    """A message, or part of one. Clients send back what they got from other servers, so unknown fields are ignored."""
+
+    unknown_fields: ClassVar[ExtraField] = hint()
 
 
 class ProcessedBody(BaseModel):
@@ -145,7 +170,8 @@ class ProcessedBody(BaseModel):
         if self.embeds is not None and self.embeds != (processor.pooling is not None):
             return self.reduced(None)
         value = await self.process_here(lambda: processor)
-        return self.reduced(Processed(value=value, unresolved=processor.take_unresolved()))
+        unresolved = processor.take_unresolved()
+        return self.reduced(Processed(value=value, unresolved=unresolved, ignored=processor.ignored))
 
     @classmethod
     def validated(cls, value: Any) -> Self:
@@ -175,15 +201,17 @@ def _is_small(value: Any) -> bool:
     )
 
 
-class StreamOptions(StrictModel):
+class StreamOptions(RequestModel):
     """Options of a stream."""
+
+    extra_fields: ClassVar[Mapping[str, ExtraField]] = {"include_obfuscation": LABEL}
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
     """vLLM extension: with `include_usage`, every chunk has the usage so far."""
 
 
-class JsonSchemaFormat(StrictModel):
+class JsonSchemaFormat(RequestModel):
     """A JSON schema for the response."""
 
     name: str
@@ -195,7 +223,7 @@ class JsonSchemaFormat(StrictModel):
     """No effect: the schema is always enforced."""
 
 
-class ResponseFormat(StrictModel):
+class ResponseFormat(RequestModel):
     """OpenAI's format of structured output."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -213,7 +241,7 @@ class ResponseFormat(StrictModel):
         return StructuredOutputs(json_object=True) if self.type == "json_object" else None
 
 
-class StructuredOutputsFormat(StrictModel):
+class StructuredOutputsFormat(RequestModel):
     """vLLM's format of structured output. Set exactly one field."""
 
     json_: str | dict[str, Any] | None = Field(None, alias="json")
@@ -227,14 +255,56 @@ class StructuredOutputsFormat(StrictModel):
 
     def structured(self) -> StructuredOutputs:
         """Convert to the engine's parameters."""
-        return StructuredOutputs(**self.model_dump(by_alias=True))
+        return StructuredOutputs(**self.model_dump(by_alias=True, include={*type(self).model_fields}))
 
 
-class GenerationRequest(ProcessedBody, LenientModel):
+class GenerationRequest(ProcessedBody, RequestModel):
     """The common parameters of chat and completions. None: the model's default, or else the API's."""
 
-    model_config = ConfigDict(json_schema_extra=schema_extra(_HARMLESS, _UNSUPPORTED))
     embeds: ClassVar[bool | None] = False
+    extra_fields: ClassVar[Mapping[str, ExtraField]] = {
+        # OpenAI's
+        "metadata": LABEL,
+        "prompt_cache_key": LABEL,
+        "safety_identifier": LABEL,
+        "user": LABEL,
+        "client_metadata": hint(),
+        "prediction": hint(),
+        "prompt_cache_retention": hint(),
+        "reasoning_effort": hint(),
+        "service_tier": hint("auto", "default"),
+        "store": hint(False),
+        "verbosity": hint("medium"),
+        "audio": rejected(),
+        "function_call": rejected("none"),
+        "functions": rejected([]),
+        "modalities": rejected(["text"]),
+        "suffix": rejected(""),
+        "web_search_options": rejected(),
+        # vLLM's
+        "add_generation_prompt": rejected(True),
+        "add_special_tokens": rejected(False),
+        "chat_template": rejected(),
+        "chat_template_kwargs": rejected({}),
+        "continue_final_message": rejected(False),
+        "documents": rejected([]),
+        "guided_choice": rejected(),
+        "guided_grammar": rejected(),
+        "guided_json": rejected(),
+        "guided_regex": rejected(),
+        "include_reasoning": rejected(True),
+        "kv_transfer_params": rejected(),
+        "logits_processors": rejected([]),
+        "mm_processor_kwargs": rejected({}),
+        "prompt_embeds": rejected(),
+        "spaces_between_special_tokens": rejected(True),
+        "vllm_xargs": rejected({}),
+        # Open WebUI's
+        "chat_id": hint(),
+        "session_id": hint(),
+        "keep_alive": hint(),
+        "options": hint({}),
+    }
 
     model: str | None = None
     """Optional, as the server has one model. Any of its names is accepted; the response repeats it."""
@@ -271,6 +341,8 @@ class GenerationRequest(ProcessedBody, LenientModel):
     """vLLM extension: the only tokens that may be sampled."""
     bad_words: list[str] | None = None
     """vLLM extension: texts that must not be generated."""
+    logprob_token_ids: TokenIds | None = None
+    """vLLM extension: with `logprobs`, return those of these tokens instead of those of the most likely ones."""
     response_format: ResponseFormat | None = None
     """Enforced token by token, whatever `strict` says. A schema that cannot be enforced is rejected."""
     structured_outputs: StructuredOutputsFormat | None = None
@@ -279,12 +351,22 @@ class GenerationRequest(ProcessedBody, LenientModel):
     """vLLM extension: omit special tokens from the text. Default: true."""
     priority: Int64 | None = None
     """vLLM extension: lower values run first; the server needs `--scheduling-policy priority`."""
+    use_beam_search: bool | None = None
+    """vLLM extension: find the `n` most likely sequences with as many beams, instead of sampling. Not supported with
+    stop strings, penalties, biases or structured outputs.
+    """
+    length_penalty: float | None = None
+    """vLLM extension: beams are compared by the sum of their log-probabilities over this power of the length. Default:
+    1.
+    """
     prompt_logprobs: Int64 | None = None
     """vLLM extension: return the log-probabilities of the prompt's tokens, with this number of most likely tokens at
-    each position. Not supported in streams.
+    each position; -1: all. Not supported in streams.
     """
     truncate_prompt_tokens: Int64 | None = None
-    """vLLM extension: keep only this number of the prompt's last tokens; -1: as many as fit."""
+    """vLLM extension: keep only this number of the prompt's tokens; -1: as many as fit."""
+    truncation_side: TruncationSide | None = None
+    """vLLM extension: the side that `truncate_prompt_tokens` removes. Default: left."""
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     """vLLM extension: requests share cached prefixes only with requests that have the same salt."""
     request_id: Annotated[str, Field(pattern=r"^[!-~]{1,256}$")] | None = None
@@ -292,15 +374,13 @@ class GenerationRequest(ProcessedBody, LenientModel):
     return_token_ids: bool | None = None
     """vLLM extension: return the token ids of prompt and output."""
     return_tokens_as_token_ids: bool | None = None
-    """vLLM extension: in log-probabilities, represent tokens as `token:123`."""
+    """vLLM extension: in log-probabilities, represent tokens as `token_id:123`."""
 
-    def reject_unsupported(self) -> None:
-        """Raise `InvalidParameter` for the first field with an unsupported value."""
-        for name, value in (self.model_extra or {}).items():
-            if name in _HARMLESS or (name in _UNSUPPORTED and (value is None or value in _UNSUPPORTED[name])):
-                continue
-            why = "is not supported" if name in _UNSUPPORTED else "is not a parameter of this API"
-            raise InvalidParameter(f"{name} {why}", name)
+    def reject_unsupported(self) -> set[str]:
+        """Return the ignored fields; raise `InvalidParameter` for the first field with an unsupported value."""
+        ignored = self.check_fields()
+        if self.length_penalty not in (None, 1.0) and not self.use_beam_search:
+            raise InvalidParameter("length_penalty requires use_beam_search: true", "length_penalty")
         if self.stream_options is not None and not self.stream:
             raise InvalidParameter("stream_options requires stream: true", "stream_options")
         if self.prompt_logprobs is not None and self.stream:
@@ -309,6 +389,7 @@ class GenerationRequest(ProcessedBody, LenientModel):
             raise InvalidParameter(
                 "max_tokens must be at least 1; 0 is only allowed in completions with echo: true", "max_tokens"
             )
+        return ignored
 
     @property
     def stream_usage(self) -> StreamUsage:
@@ -340,41 +421,38 @@ class GenerationRequest(ProcessedBody, LenientModel):
         """The options besides the prompt and the sampling parameters; `param_names` as in `RequestOptions`."""
         if self.structured_outputs is None:
             param_names["structured_outputs"] = "response_format"
+        penalty = 1.0 if self.length_penalty is None else self.length_penalty
         return RequestOptions(
             truncate_prompt_tokens=self.truncate_prompt_tokens,
+            truncation_side=self.truncation_side or "left",
             priority=self.priority or 0,
             cache_salt=self.cache_salt,
+            length_penalty=penalty if self.use_beam_search else None,
             param_names=param_names,
         )
 
 
-M = TypeVar("M", bound=LenientModel)
+M = TypeVar("M", bound=RequestModel)
 
 
-def variant(kinds: Mapping[str, type[M]], value: Mapping[str, Any], param: str, default: str | None = None) -> M:
-    """Parse `value` as the model for its `type` (or `default`); raises `InvalidParameter`."""
+def variant(
+    kinds: Mapping[str, type[M]], value: Mapping[str, Any], param: str, ignored: set[str], default: str | None = None
+) -> M:
+    """Parse `value` as the model for its `type` (or `default`), and add the fields that are ignored to `ignored`.
+
+    Raises `InvalidParameter`.
+    """
     kind = value.get("type", default)
     if not isinstance(kind, str) or kind not in kinds:
         raise InvalidParameter(f"{param}.type must be {' or '.join(kinds)}; {kind!r} is not supported", f"{param}.type")
     try:
-        return kinds[kind].model_validate(value)
+        read = kinds[kind].model_validate({name: each for name, each in value.items() if name != "type"})
     except ValidationError as error:
         problem = error.errors()[0]
         where = param + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"])
         raise InvalidParameter(f"{where}: {problem['msg']}", where) from None
-
-
-def reject_extra(model: LenientModel, harmless: Mapping[str, Any], param: str = "") -> None:
-    """Raise `InvalidParameter` for the first unknown field.
-
-    Null is always accepted. So are the fields in `harmless`: with `...` any value, with a tuple one of its values.
-    """
-    for name, value in (model.model_extra or {}).items():
-        accepted = harmless.get(name, ())
-        if value is not None and accepted is not ... and value not in accepted:
-            raise InvalidParameter(
-                f"{param}{name} is not supported" + (" with this value" if accepted else ""), f"{param}{name}"
-            )
+    ignored |= read.check_fields(f"{param}.")
+    return read
 
 
 _MESSAGE = re.compile(r"\bmessages\[([0-9]+)\]")
@@ -397,6 +475,8 @@ def renamed_params(names: Mapping[str, str], places: Sequence[str] = ()) -> Iter
         if error.param is None:
             raise
         text, param = str(error), error.param
+        if isinstance(error, IgnoredParameter):  # a message is named as the client has sent it
+            raise IgnoredParameter(text.replace(param, names.get(param, param), 1), names.get(param, param)) from None
         if placed := _MESSAGE.search(text):
             text = text[: placed.start()] + place(placed) + text[placed.end() :]
         if (reported := _MESSAGE.sub(place, param)) == param:

@@ -14,14 +14,14 @@ from quire.server.frontend.input_processor import InputProcessor
 from quire.server.http.errors import ApiError, json_response
 from quire.server.http.large_bodies import BodyRoute
 from quire.server.http.state import AppState, ServedModel
-from quire.server.openai.protocol import ProcessedBody, StrictModel
+from quire.server.openai.protocol import ProcessedBody, RequestModel
 
 MAX_DRAIN_SECONDS = 86_400
 
 router = APIRouter(route_class=BodyRoute)
 
 
-class ResizeRequest(ProcessedBody, StrictModel):
+class ResizeRequest(ProcessedBody, RequestModel):
     """The number of replicas."""
 
     data_parallel_size: Annotated[int, Field(ge=1, le=MAX_REPLICAS)]
@@ -54,6 +54,7 @@ async def resize(body: ResizeRequest, state: AppState) -> Response:
             "--api-key-file or QUIRE_API_KEY",
             "api_keys_required",
         )
+    body.check_fields()
     seconds = state.drain_seconds if body.drain_timeout_seconds is None else body.drain_timeout_seconds
     await state.frontend.resize(body.data_parallel_size, seconds)
     return _response(state, 202)

@@ -7,9 +7,10 @@ its items, so nothing is encrypted or summarized.
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
@@ -31,20 +32,25 @@ from quire.server.http.content_blocks import (
     BlockOpened,
     ContentBlock,
     ContentBlocks,
+    ScoredToken,
 )
 from quire.server.http.errors import ResponseNotFound, json_response
 from quire.server.http.large_bodies import BodyRoute, Continued
 from quire.server.http.response import EventStreamResponse, part, while_connected
 from quire.server.http.response_store import StoredResponse
-from quire.server.http.state import AppState, ServedModel
-from quire.server.openai.chat import ChatRequest
+from quire.server.http.state import AppState, MayChooseReplica, ServedModel
+from quire.server.openai.chat import ChatRequest, ReasoningEffort
+from quire.server.openai.logprobs import TokenNames, token_logprobs
 from quire.server.openai.protocol import (
+    LABEL,
     MAX_MESSAGES,
+    ExtraField,
     Int64,
-    LenientModel,
+    MessagePart,
     ProcessedBody,
-    StrictModel,
-    reject_extra,
+    RequestModel,
+    hint,
+    rejected,
     renamed_params,
     variant,
 )
@@ -52,18 +58,6 @@ from quire.server.openai.responses_input import InputTurns, is_json_object
 
 router = APIRouter(route_class=BodyRoute)
 
-_HARMLESS: Mapping[str, Any] = {
-    "background": (False,),
-    "user": ...,
-    "safety_identifier": ...,
-    "prompt_cache_key": ...,
-    "prompt_cache_retention": ...,
-    "prompt_cache_options": ...,
-    "service_tier": ("auto", "default"),
-    "stream_options": ({}, {"include_obfuscation": False}, {"include_obfuscation": True}),
-    "top_logprobs": (0,),
-    "truncation": ("disabled",),
-}
 _NAMES = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
@@ -72,10 +66,18 @@ _NAMES = {
     ".function": "",
 }
 """Responses API names of chat's parameters."""
-_INCLUDABLE = ("reasoning.encrypted_content",)
-"""Clients that store their conversations request this in order to send the reasoning back. It is returned as plain
-text.
-"""
+_LOGPROBS = "message.output_text.logprobs"
+_INCLUDABLE = (
+    _LOGPROBS,
+    "reasoning.encrypted_content",  # to send the reasoning back; it is returned as plain text
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+)
+"""What clients may request. Except for log-probabilities, nothing of it exists here."""
 
 _ECHOED = ("user", "safety_identifier", "prompt_cache_key")
 MAX_ECHOED = 1024
@@ -86,14 +88,25 @@ _Status = Literal["in_progress", "completed", "incomplete", "failed", "cancelled
 _encode = msgspec.json.Encoder().encode
 
 
-class _Tool(LenientModel):
+class _Tool(MessagePart):
+    extra_fields: ClassVar[Mapping[str, ExtraField]] = {
+        "defer_loading": rejected(False),
+        "allowed_callers": rejected(["direct"]),
+    }
+
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class ResponseTextFormat(StrictModel):
+_HOSTED_TOOLS = re.compile(
+    "(web_search|file_search|code_interpreter|computer|image_generation|mcp|tool_search)(_preview|_use)*(_[0-9_]+)?"
+)
+"""Types of tools that OpenAI runs. They are offers to the model, so it can do without them."""
+
+
+class ResponseTextFormat(RequestModel):
     """The format of the text."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -104,7 +117,7 @@ class ResponseTextFormat(StrictModel):
 
     def as_chat(self) -> dict[str, Any]:
         """Convert to the `response_format` of chat."""
-        given = self.model_dump(by_alias=True, exclude_none=True, exclude={"type"})
+        given = self.model_dump(by_alias=True, exclude_none=True, include={"name", "description", "schema_", "strict"})
         if self.type != "json_schema" and given:
             raise InvalidParameter(f"text.format: {next(iter(given))} requires type json_schema", "text.format")
         for name in ("name", "schema") if self.type == "json_schema" else ():
@@ -113,19 +126,20 @@ class ResponseTextFormat(StrictModel):
         return {"type": self.type, **({"json_schema": given} if given else {})}
 
 
-class ResponseText(StrictModel):
+class ResponseText(RequestModel):
     """Options of the text."""
 
+    extra_fields: ClassVar[Mapping[str, ExtraField]] = {"verbosity": hint("medium")}
+
     format: ResponseTextFormat | None = None
-    verbosity: Literal["medium"] | None = None
 
 
-class ResponseReasoning(StrictModel):
+class ResponseReasoning(RequestModel):
     """Options of the reasoning. Summaries are not generated; the reasoning itself is returned."""
 
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    summary: Literal["auto"] | None = None
-    generate_summary: None = None
+    extra_fields: ClassVar[Mapping[str, ExtraField]] = {"summary": hint("auto"), "generate_summary": hint("auto")}
+
+    effort: ReasoningEffort | None = None
 
 
 class _ProcessedResponse(NamedTuple):
@@ -137,11 +151,22 @@ class _ProcessedResponse(NamedTuple):
     """The chat messages up to the answer, without instructions, as JSON; None: not to be stored."""
 
 
-class ResponsesRequest(ProcessedBody, LenientModel):
+class ResponsesRequest(ProcessedBody, RequestModel):
     """The body of a request for a response."""
 
     names: ClassVar[Mapping[str, str]] = _NAMES
     embeds: ClassVar[bool | None] = False
+    extra_fields: ClassVar[Mapping[str, ExtraField]] = {
+        **dict.fromkeys(("prompt_cache_options", "prompt_cache_retention", *_ECHOED), LABEL),
+        "client_metadata": hint(),
+        "context_management": hint([]),
+        "service_tier": hint("auto", "default"),
+        "stream_options": hint({}, {"include_obfuscation": False}, {"include_obfuscation": True}),
+        "truncation": hint("disabled"),
+        "background": rejected(False),
+        "conversation": rejected(),
+        "prompt": rejected(),
+    }
     max_items: ClassVar[Mapping[str, int]] = {"input": 4 * MAX_MESSAGES, "tools": MAX_TOOLS}
     _earlier: list[dict[str, Any]] = PrivateAttr(default_factory=list)
     """The conversation that this request continues."""
@@ -152,9 +177,21 @@ class ResponsesRequest(ProcessedBody, LenientModel):
     max_output_tokens: Annotated[Int64, Field(ge=1)] | None = None
     temperature: float | None = None
     top_p: float | None = None
+    top_k: Int64 | None = None
+    """vLLM extension, as in chat."""
+    seed: Int64 | None = None
+    """vLLM extension, as in chat."""
+    stop: str | list[str] | None = None
+    """vLLM extension, as in chat."""
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    max_tool_calls: Annotated[Int64, Field(ge=1)] | None = None
+    """Of functions, as there are no built-in tools: further calls are dropped."""
+    top_logprobs: Annotated[Int64, Field(ge=-1)] | None = None
+    """At most `--max-logprobs`; -1: all (vLLM). Log-probabilities are returned if this is not 0, or `include` has
+    `message.output_text.logprobs`.
+    """
     text: ResponseText | None = None
     reasoning: ResponseReasoning | None = None
     previous_response_id: str | None = None
@@ -188,7 +225,7 @@ class ResponsesRequest(ProcessedBody, LenientModel):
     async def process_here(self, admit: Callable[[], InputProcessor]) -> _ProcessedResponse:
         turns = self.conversation()
         with renamed_params(_NAMES, self.places(turns)):
-            chat = await self.as_chat(turns.messages).process_here(admit)
+            chat = await self.as_chat(turns).process_here(admit, ignored=turns.ignored)
         echoed = self.echoed_fields()
         try:
             _encode(echoed)
@@ -199,13 +236,14 @@ class ResponsesRequest(ProcessedBody, LenientModel):
 
     def conversation(self) -> InputTurns:
         """The chat messages up to the answer, without instructions; raises `InvalidParameter`."""
-        reject_extra(self, _HARMLESS)
+        ignored = self.check_fields()
         for name in _ECHOED:
             if len(str((self.model_extra or {}).get(name))) > MAX_ECHOED:
                 raise InvalidParameter(f"{name}: at most {MAX_ECHOED} characters are allowed", name)
         if other := next((name for name in self.include or () if name not in _INCLUDABLE), None):
             raise InvalidParameter(f"include: {other} is not supported", "include")
         turns = InputTurns(self._earlier)
+        turns.ignored = ignored
         if isinstance(self.input, str):
             turns.add({"role": "user", "content": self.input}, "input")
         else:
@@ -217,23 +255,30 @@ class ResponsesRequest(ProcessedBody, LenientModel):
         """For each chat message, the parameter that it was made from."""
         return [*([] if self.instructions is None else ["instructions"]), *turns.places]
 
-    def as_chat(self, conversation: list[dict[str, Any]]) -> ChatRequest:
-        """Convert to a chat request; raises `InvalidParameter`."""
+    def as_chat(self, turns: InputTurns) -> ChatRequest:
+        """Convert to a chat request, and note the fields of tools that are ignored; raises `InvalidParameter`."""
         instructions = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         fields: dict[str, Any] = {}
         if self.tools:
-            fields["tools"] = [_chat_tool(tool, f"tools[{at}]") for at, tool in enumerate(self.tools)]
+            tools = [_chat_tool(tool, f"tools[{at}]", turns.ignored) for at, tool in enumerate(self.tools)]
+            fields["tools"] = [tool for tool in tools if tool is not None]
         if self.text is not None and self.text.format is not None:
             fields["response_format"] = self.text.format.as_chat()
         return ChatRequest.model_validate(
             {
                 "model": self.model,
-                "messages": [*instructions, *conversation],
+                "messages": [*instructions, *turns.messages],
                 "max_tokens": self.max_output_tokens,
+                "logprobs": bool(self.top_logprobs) or _LOGPROBS in (self.include or ()),
+                "top_logprobs": self.top_logprobs or None,
                 "temperature": self.temperature,
                 "top_p": self.top_p,
+                "top_k": self.top_k,
+                "seed": self.seed,
+                "stop": self.stop,
                 "tool_choice": _chat_choice(self.tool_choice),
                 "parallel_tool_calls": self.parallel_tool_calls,
+                "max_tool_calls": self.max_tool_calls,
                 "reasoning_effort": self.reasoning and self.reasoning.effort,
                 "chat_template_kwargs": self.chat_template_kwargs,
                 **fields,
@@ -248,7 +293,7 @@ class ResponsesRequest(ProcessedBody, LenientModel):
             "background": False,
             "instructions": self.instructions,
             "max_output_tokens": self.max_output_tokens,
-            "max_tool_calls": None,
+            "max_tool_calls": self.max_tool_calls,
             "metadata": self.metadata or {},
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "previous_response_id": self.previous_response_id,
@@ -259,14 +304,14 @@ class ResponsesRequest(ProcessedBody, LenientModel):
             "store": self.store is not False,
             "text": {"format": text.model_dump(by_alias=True, exclude_none=True) if text else {"type": "text"}},
             "tool_choice": "auto" if self.tool_choice is None else self.tool_choice,
-            "tools": [nothing | tool for tool in self.tools or ()],
-            "top_logprobs": 0,
+            "tools": [nothing | tool for tool in self.tools or () if tool["type"] == "function"],
+            "top_logprobs": self.top_logprobs or 0,
             "truncation": "disabled",
-            "user": extra.get("user"),
+            **({} if extra.get("user") is None else {"user": extra["user"]}),
         }
 
 
-@router.post("/v1/responses")
+@router.post("/v1/responses", dependencies=[MayChooseReplica])
 async def create_response(body: ResponsesRequest, request: Request, state: AppState) -> Response:
     """Generate an answer to a conversation, or continue an earlier response."""
     model = state.check_model(body.model)
@@ -323,6 +368,8 @@ class _ResponseFormatter:
         self.id = f"resp_{uuid.uuid4().hex}"
         self._store = state.responses
         self._prompt_tokens = len(chat.prompts[0])
+        self._tokenizer = state.frontend.input_processor.tokenizer
+        self._top = chat.params.logprobs or 0
         self._blocks = ContentBlocks()
         self._status: _Status = "in_progress"
         self._task: asyncio.Task[Any] | None = None
@@ -348,8 +395,8 @@ class _ResponseFormatter:
         statuses = {"in_progress": "in_progress", "completed": "completed"}
         output = [self._item(block, "completed") for block in blocks[:-1]]
         output += [self._item(block, statuses.get(self._status, "incomplete")) for block in blocks[-1:]]
-        usage = None if self._status == "in_progress" else self._usage()
-        return self._fields | {"status": self._status, "output": output, "usage": usage}
+        usage = {} if self._status == "in_progress" else {"usage": self._usage()}
+        return self._fields | {"status": self._status, "output": output, **usage}
 
     def cancel(self) -> None:
         """End the stream now."""
@@ -430,7 +477,7 @@ class _ResponseFormatter:
         }
 
     def _item(self, block: ContentBlock, status: str) -> dict[str, Any]:
-        content = [_part(block)] if block.text else []
+        content = [self._part(block)] if block.text else []
         item: dict[str, Any] = {"id": self._item_id(block), "status": status}
         match block.kind:
             case "reasoning":
@@ -450,26 +497,38 @@ class _ResponseFormatter:
         at: dict[str, Any] = {"item_id": self._item_id(block), "output_index": block.index}
         if block.kind != "call":
             at["content_index"] = 0
-        extra: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
         match event:
             case BlockOpened():
                 item = {"output_index": block.index, "item": self._item(block, "in_progress")}
                 added = self._sse("response.output_item.added", item)
                 if block.kind == "call":
                     return added
-                return added + self._sse("response.content_part.added", {**at, "part": _part(block)})
-            case BlockDelta(text=text):
+                return added + self._sse("response.content_part.added", {**at, "part": self._part(block)})
+            case BlockDelta(text=text, logprobs=scored):
+                extra = {"logprobs": self._scores(scored)} if block.kind == "text" else {}
                 return self._sse(f"{_GROWS[block.kind]}.delta", {**at, "delta": text, **extra})
             case BlockClosed():
-                whole = {"text": block.text}
+                whole: dict[str, Any] = {"text": block.text}
+                if block.kind == "text":
+                    whole["logprobs"] = self._scores(block.logprobs)
                 if block.kind == "call":
                     whole = {"name": block.name, "arguments": block.text}
-                done = self._sse(f"{_GROWS[block.kind]}.done", {**at, **whole, **extra})
+                done = self._sse(f"{_GROWS[block.kind]}.done", {**at, **whole})
                 if block.kind != "call":
-                    done += self._sse("response.content_part.done", {**at, "part": _part(block)})
+                    done += self._sse("response.content_part.done", {**at, "part": self._part(block)})
                 status = "completed" if self._status in ("in_progress", "completed") else "incomplete"
                 item = {"output_index": block.index, "item": self._item(block, status)}
                 return done + self._sse("response.output_item.done", item)
+
+    def _part(self, block: ContentBlock) -> dict[str, Any]:
+        if block.kind == "reasoning":
+            return {"type": "reasoning_text", "text": block.text}
+        scores = self._scores(block.logprobs)
+        return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": scores}
+
+    def _scores(self, scored: Sequence[ScoredToken]) -> list[Any]:
+        name = TokenNames(self._tokenizer, as_ids=False)
+        return [token_logprobs(self._tokenizer, name, *each, self._top) for each in scored]
 
     def _sse(self, name: str, fields: dict[str, Any]) -> bytes:
         number, self._number = self._number, self._number + 1
@@ -484,15 +543,12 @@ _GROWS = {
 }
 
 
-def _part(block: ContentBlock) -> dict[str, Any]:
-    if block.kind == "reasoning":
-        return {"type": "reasoning_text", "text": block.text}
-    return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
-
-
-def _chat_tool(tool: dict[str, Any], param: str) -> dict[str, Any]:
-    read = variant({"function": _Tool}, tool, param)
-    reject_extra(read, {"type": ..., "defer_loading": (False,), "allowed_callers": (["direct"],)}, f"{param}.")
+def _chat_tool(tool: dict[str, Any], param: str, ignored: set[str]) -> dict[str, Any] | None:
+    """Convert a function to a tool of chat. Other tools of OpenAI's are ignored (None)."""
+    if isinstance(kind := tool.get("type"), str) and _HOSTED_TOOLS.fullmatch(kind):
+        ignored.add(f"{param}.type={kind}")
+        return None
+    read = variant({"function": _Tool}, tool, param, ignored)
     function = read.model_dump(include={"name", "description", "parameters", "strict"}, exclude_none=True)
     return {"type": "function", "function": function}
 

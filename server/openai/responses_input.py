@@ -3,59 +3,68 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
 
 from quire.engine.protocol.errors import InvalidParameter
-from quire.server.openai.protocol import LenientModel, reject_extra, variant
-
-_HARMLESS_IN_ITEMS: Mapping[str, Any] = {
-    "type": ...,
-    "id": ...,
-    "status": ...,
-    "phase": ...,
-    "encrypted_content": ...,
-    "summary": ...,
-    "caller": ({"type": "direct"},),
-}
-_HARMLESS_IN_PARTS: Mapping[str, Any] = {"type": ..., "annotations": ..., "logprobs": ...}
+from quire.server.openai.protocol import LABEL, ExtraField, MessagePart, variant
 
 
-class _InputPart(LenientModel):
+class _InputPart(MessagePart):
+    extra_fields: ClassVar[Mapping[str, ExtraField]] = {"annotations": LABEL, "logprobs": LABEL}
+
     text: str
 
 
-class _RefusalPart(LenientModel):
+class _RefusalPart(MessagePart):
     refusal: str
 
 
-class _InputMessage(LenientModel):
+class _Item(MessagePart):
+    extra_fields: ClassVar[Mapping[str, ExtraField]] = dict.fromkeys(
+        ("id", "status", "phase", "encrypted_content", "summary", "caller"), LABEL
+    )
+
+
+class _InputMessage(_Item):
     role: Literal["user", "assistant", "system", "developer"]
     content: str | list[dict[str, Any]]
 
 
-class _ReasoningItem(LenientModel):
+class _ReasoningItem(_Item):
     content: list[dict[str, Any]] | None = None
 
 
-class _FunctionCallItem(LenientModel):
+class _FunctionCallItem(_Item):
     call_id: str
     name: str
     arguments: str
 
 
-class _FunctionCallOutputItem(LenientModel):
+class _FunctionCallOutputItem(_Item):
     call_id: str
     output: str | list[dict[str, Any]]
 
 
-_ITEMS: dict[str, type[LenientModel]] = {
+class _CustomToolCallItem(_Item):
+    call_id: str
+    name: str
+    input: str
+
+
+_ITEMS: dict[str, type[_Item]] = {
     "message": _InputMessage,
     "reasoning": _ReasoningItem,
     "function_call": _FunctionCallItem,
     "function_call_output": _FunctionCallOutputItem,
+    "custom_tool_call": _CustomToolCallItem,
+    "custom_tool_call_output": _FunctionCallOutputItem,
 }
-_PARTS: dict[str, type[LenientModel]] = {"input_text": _InputPart, "output_text": _InputPart, "refusal": _RefusalPart}
+_PARTS: dict[str, type[_InputPart | _RefusalPart]] = {
+    "input_text": _InputPart,
+    "output_text": _InputPart,
+    "refusal": _RefusalPart,
+}
 
 
 class InputTurns:
@@ -65,30 +74,32 @@ class InputTurns:
 
     def __init__(self, messages: list[dict[str, Any]]) -> None:
         self.messages = messages
+        self.ignored: set[str] = set()
+        """The fields of items that are ignored."""
         self.places = ["previous_response_id"] * len(messages)
         """For each message, the parameter of the first item that it was made from."""
 
     def add(self, item: dict[str, Any], param: str) -> None:
         """Add an item of the input; raises `InvalidParameter` for an invalid or unsupported item."""
-        read = variant(_ITEMS, item, param, default="message")
-        reject_extra(read, _HARMLESS_IN_ITEMS, f"{param}.")
-        self._add(read, param)
+        self._add(variant(_ITEMS, item, param, self.ignored, default="message"), param)
         self.places += [param] * (len(self.messages) - len(self.places))
 
-    def _add(self, item: LenientModel, param: str) -> None:
+    def _add(self, item: _Item, param: str) -> None:
         match item:
             case _InputMessage(role="assistant"):
-                self.add_text(_text(item.content, f"{param}.content"))
+                self.add_text(self._text(item.content, f"{param}.content"))
             case _InputMessage():
-                self.messages.append({"role": item.role, "content": _text(item.content, f"{param}.content")})
+                self.messages.append({"role": item.role, "content": self._text(item.content, f"{param}.content")})
             case _ReasoningItem():
-                self.add_reasoning(_thoughts(item.content or (), f"{param}.content"))
+                self.add_reasoning(self._thoughts(item.content or (), f"{param}.content"))
             case _FunctionCallItem():
                 if not is_json_object(item.arguments):
                     raise InvalidParameter(f"{param}.arguments must be a JSON object", f"{param}.arguments")
                 self.call(item.call_id, item.name, item.arguments)
+            case _CustomToolCallItem():
+                self.call(item.call_id, item.name, json.dumps({"input": item.input}))
             case _FunctionCallOutputItem():
-                text = _text(item.output, f"{param}.output")
+                text = self._text(item.output, f"{param}.output")
                 self.messages.append({"role": "tool", "tool_call_id": item.call_id, "content": text})
 
     def add_reasoning(self, text: str) -> None:
@@ -112,24 +123,16 @@ class InputTurns:
             self.messages.append({"role": "assistant"})
         return self.messages[-1]
 
+    def _text(self, content: str | list[dict[str, Any]], param: str) -> str:
+        if isinstance(content, str):
+            return content
+        parts = [variant(_PARTS, given, f"{param}[{at}]", self.ignored) for at, given in enumerate(content)]
+        return "\n".join(part.refusal if isinstance(part, _RefusalPart) else part.text for part in parts)
 
-def _text(content: str | list[dict[str, Any]], param: str) -> str:
-    if isinstance(content, str):
-        return content
-    texts = []
-    for at, given in enumerate(content):
-        where = f"{param}[{at}]"
-        read = variant(_PARTS, given, where)
-        reject_extra(read, _HARMLESS_IN_PARTS, f"{where}.")
-        texts.append(
-            read.refusal if isinstance(read, _RefusalPart) else read.text if isinstance(read, _InputPart) else ""
-        )
-    return "\n".join(texts)
-
-
-def _thoughts(content: list[dict[str, Any]] | tuple[()], param: str) -> str:
-    parts = [variant({"reasoning_text": _InputPart}, given, f"{param}[{at}]") for at, given in enumerate(content)]
-    return "\n".join(read.text for read in parts)
+    def _thoughts(self, content: Sequence[dict[str, Any]], param: str) -> str:
+        kinds = {"reasoning_text": _InputPart}
+        parts = [variant(kinds, given, f"{param}[{at}]", self.ignored) for at, given in enumerate(content)]
+        return "\n".join(part.text for part in parts)
 
 
 def is_json_object(text: str) -> bool:

@@ -11,15 +11,16 @@ from pydantic import Field
 
 from quire.engine.protocol.errors import InvalidParameter
 from quire.server.frontend.input_processor import InputProcessor
+from quire.server.http.errors import json_response
 from quire.server.http.large_bodies import BodyRoute
 from quire.server.http.state import AppState, ServedModel
 from quire.server.openai.chat import ChatRequest
-from quire.server.openai.protocol import LenientModel, ProcessedBody, StrictModel
+from quire.server.openai.protocol import ProcessedBody, RequestModel
 
 router = APIRouter(route_class=BodyRoute)
 
 
-class TokenizeRequest(ProcessedBody, LenientModel):
+class TokenizeRequest(ProcessedBody, RequestModel):
     """A `prompt`, or the `messages` (and `tools`) of a chat; then all other fields of a chat are accepted too."""
 
     model: str | None = None
@@ -41,25 +42,27 @@ class TokenizeRequest(ProcessedBody, LenientModel):
         if (self.prompt is None) == (self.messages is None):
             raise InvalidParameter("expected either prompt or messages", "prompt")
         if self.prompt is not None:
-            for name in self.model_extra or ():
-                raise InvalidParameter(f"{name} is not a parameter of /tokenize with a prompt", name)
+            self.check_fields()
             tokens = await processor.tokenize(self.prompt, add_special_tokens=self.add_special_tokens is not False)
         else:
             chat = self.chat()
-            chat.reject_unsupported()
-            tokens = await processor.tokenize_chat(chat.chat_input(), chat.truncate_prompt_tokens, chat.longest)
+            processor.ignore(chat.reject_unsupported())
+            tokens = await processor.tokenize_chat(
+                chat.chat_input(), chat.truncate_prompt_tokens, chat.longest, chat.truncation_side or "left"
+            )
         strings = await processor.names(tokens) if self.return_token_strs else None
         found = {"count": len(tokens), "max_model_len": processor.max_model_len, "tokens": tokens}
         return msgspec.json.encode(found | {"token_strs": strings})
 
 
-class DetokenizeRequest(ProcessedBody, StrictModel):
+class DetokenizeRequest(ProcessedBody, RequestModel):
     """Token ids."""
 
     model: str | None = None
     tokens: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
 
     async def process_here(self, admit: Callable[[], InputProcessor]) -> bytes:
+        self.check_fields()
         return msgspec.json.encode({"prompt": await admit().detokenize(self.tokens, "tokens")})
 
 
@@ -75,6 +78,14 @@ async def detokenize(body: DetokenizeRequest, state: AppState) -> Response:
     """Return the text of token ids, including special tokens."""
     state.check_model(body.model)
     return await _response(body, state)
+
+
+@router.get("/tokenizer_info")
+async def tokenizer_info(state: AppState) -> Response:
+    """What tokenizer_config.json says, and the chat template in use; as in vLLM."""
+    processor = state.frontend.input_processor
+    found = {"tokenizer_class": "TokenizersBackend", **processor.tokenizer.config}
+    return json_response(found | {"chat_template": processor.chat_template})
 
 
 async def _response(body: ProcessedBody, state: ServedModel) -> Response:

@@ -9,7 +9,7 @@ import ssl
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import httpx
 import openai
@@ -28,6 +28,9 @@ from quire.server.http.state import ServedModel
 from tests.fakes import fake_core
 from tests.fakes.configs import TINY, engine_config
 from tests.fakes.tokenizers import write_model
+
+if TYPE_CHECKING:
+    from quire.server.http.tracing import Tracing
 
 TLS = ssl.create_default_context()
 """One for all clients: reading the certificates takes longer than most tests."""
@@ -53,7 +56,7 @@ class Server:
 
     async def until_idle(self) -> None:
         """Return when the core has said that it runs nothing; a hanging test otherwise."""
-        while self.frontend.metrics.stats.running or not self.frontend.metrics.stats.steps:
+        while self.frontend.metrics.of(0).running or not self.frontend.metrics.of(0).steps:
             await asyncio.sleep(0.01)
 
 
@@ -101,6 +104,7 @@ async def run_server(
     api_key: str | None = None,
     wait: bool = True,
     names: tuple[str, ...] = ("echo", "alias"),
+    tracing: Tracing | None = None,
     **options: Any,
 ) -> AsyncIterator[Server]:
     """`options` are those of `quire serve`."""
@@ -112,7 +116,7 @@ async def run_server(
     # asyncio does so only for sockets that name their protocol; each answer would wait 40 ms for an acknowledgement.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    server = http_server(frontend, asked, names)
+    server = http_server(frontend, asked, names, tracing)
     over = asyncio.Event()
 
     async def shutdown(sockets: list[socket.socket] | None = None) -> None:

@@ -39,8 +39,8 @@ class CountingWire(EngineCoreIO):
 
     def send(self, client: int, message: ToServer) -> None:
         match message:
-            case ProbeReply(probe_id):  # the first may be the answer of a plan made before the last request ended
-                self.inbox.put(Shutdown() if probe_id else Probe(0, 1))
+            case ProbeReply(call_id):  # the first may be the answer of a plan made before the last request ended
+                self.inbox.put(Shutdown() if call_id else Probe(0, 1))
             case EngineCoreOutputs():
                 for output in each(message):
                     self.outputs[output.request_id].append(output)

@@ -40,8 +40,19 @@ from quire.engine.protocol.engine_core import (
     ToServer,
 )
 from quire.engine.protocol.logprobs import PromptLogprobs, TokenLogprobs
+from quire.engine.protocol.profile import (
+    CORE,
+    ClockPing,
+    ClockReply,
+    ProfileReply,
+    StartProfile,
+    StopProfile,
+    TracePiece,
+    TraceSummary,
+)
 from quire.engine.protocol.stats import EngineStats
 from quire.engine.protocol.supervision import Failed, FromProcess, Heartbeat, Ready
+from quire.engine.trace import Event, compress, process_id
 from tests.fakes.outputs import prompt_logprobs
 
 MAX_MODEL_LEN = 128
@@ -122,7 +133,7 @@ class FakeCore:
         self.reported: set[str] = set()
         """Requests whose first output, with the numbers that stand only there, has been sent."""
         self.stats = EngineStats(kv_blocks=100)
-        self.is_mute = False
+        self.is_mute = self.is_profiling = False
 
     def send(self, client: int, message: ToServer) -> None:
         self.responses[client].send(msgspec.msgpack.encode(message))
@@ -154,8 +165,28 @@ class FakeCore:
                 self.abort(request_ids)
             case Join(client):
                 self.abort([i for i in self.running if self.clients[i] == client])
-            case Probe(client, probe_id) if not self.is_mute:
-                self.send(client, ProbeReply(probe_id, self.replica, self.incarnation))
+            case Probe(client, call_id) if not self.is_mute:
+                self.send(client, ProbeReply(call_id, self.replica, self.incarnation))
+            case ClockPing(client, call_id, incarnation):
+                self.send(client, ClockReply(call_id, self.replica, incarnation, time.time_ns()))
+            case StartProfile() | StopProfile():
+                self.profile(message)
+
+    def profile(self, message: StartProfile | StopProfile) -> None:
+        """Record nothing, and tell so as the core and one rank."""
+        is_start = isinstance(message, StartProfile)
+        error = "" if is_start != self.is_profiling else "running already" if is_start else "no profile is running"
+        reply = ProfileReply(message.call_id, self.replica, self.incarnation, error)
+        self.send(message.client, reply)
+        self.is_profiling = is_start
+        if isinstance(message, StopProfile) and not error and not message.discard:
+            for rank in (CORE, 0):
+                pid = process_id(self.replica, rank)
+                piece = compress([Event("X", "work", pid, 1, 1.0, 1.0)])
+                summary = TraceSummary(f"replica {self.replica}, rank {rank}", pid, 1, message.clock)
+                for data, last in ((piece, None), (b"", summary)):
+                    place = self.replica, self.incarnation
+                    self.send(message.client, TracePiece(message.client, message.call_id, rank, data, last, *place))
 
     def abort(self, request_ids: list[str]) -> None:
         ended = [i for i in request_ids if self.running.pop(i, None) is not None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any
@@ -14,8 +15,9 @@ from quire.engine.config.engine_config import EngineConfig, ExpertParallelConfig
 from quire.engine.distributed.parallel_state import ParallelState
 from quire.engine.distributed.pipeline import Pipeline
 from quire.engine.executor.base import StepFuture
+from quire.engine.protocol.profile import TracePiece
 from quire.engine.protocol.scheduler_output import SchedulerOutput
-from quire.engine.protocol.stats import RankTimes
+from quire.engine.protocol.stats import RankStats
 from quire.engine.worker.model_runner import ModelRunner
 from tests.fakes.ranks import expert_groups
 
@@ -37,6 +39,8 @@ class QueuePipeline(Pipeline):
 
 class ThreadExecutor:
     """Loads as it is made, and runs each rank's plans in a thread."""
+
+    on_trace: Callable[[TracePiece], None]
 
     def __init__(self, config: EngineConfig) -> None:
         self.config, parallel = config, config.parallel
@@ -78,7 +82,7 @@ class ThreadExecutor:
     def check(self) -> None:
         """Threads do not die."""
 
-    def rank_times(self) -> list[RankTimes]:
+    def rank_stats(self) -> list[RankStats]:
         return []
 
     def close(self, reason: str = "") -> None:

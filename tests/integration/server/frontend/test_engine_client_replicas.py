@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gzip
+import io
+import json
 import os
 import signal
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -29,6 +33,15 @@ from quire.engine.protocol.engine_core import (
     ToCore,
     ToServer,
 )
+from quire.engine.protocol.profile import (
+    ClockPing,
+    ClockReply,
+    ProfileReply,
+    StartProfile,
+    StopProfile,
+    TracePiece,
+    TraceSummary,
+)
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.protocol.stats import EngineStats
 from quire.engine.protocol.supervision import (
@@ -40,10 +53,11 @@ from quire.engine.protocol.supervision import (
     ReplicaStarting,
     ReplicaUp,
 )
-from quire.server.frontend.engine_client import EngineClient, QueueFull
+from quire.server.frontend.engine_client import _CLOCK_PINGS, EngineClient, QueueFull
 from quire.server.frontend.engine_manager import EngineManager
 from quire.server.frontend.metrics import Metrics
 from quire.server.frontend.output_stream import EngineUnavailable, OutputStream
+from quire.server.frontend.profiler import ProfileConflict, Profiler
 from tests.fakes import fake_core
 from tests.fakes.outputs import prompt_logprobs
 
@@ -135,10 +149,10 @@ class Scripted:
 
     async def lost(self, core: Script, reason: str, *, returns: bool = False) -> None:
         """The supervisor's report of a death, after the client has read all that the core has sent."""
-        read = self.client._probes[core.replica, -1] = asyncio.get_running_loop().create_future()
+        read = self.client._calls[core.replica, -1] = asyncio.get_running_loop().create_future()
         core.say(ProbeReply(-1))
         await read
-        del self.client._probes[core.replica, -1]
+        del self.client._calls[core.replica, -1]
         self.client.update(ReplicaLost(core.replica, reason, returns))
 
     async def of(self, request_id: str) -> Script:
@@ -278,6 +292,18 @@ async def test_requests_wait_while_the_only_replica_restarts(tmp_path: Path) -> 
         assert [(await whole(each)).token_ids for each in (stream, late)] == [[7, 8], [8]]
 
 
+async def test_a_request_without_a_replica_counts_for_the_last_one(tmp_path: Path) -> None:
+    async with scripted(tmp_path) as engine:
+        await engine.lost(engine.cores[0], "rank 0 was killed", returns=True)
+        stream = engine.submit("a", [1])
+        await engine.lost(engine.cores[1], "rank 0 was killed", returns=True)
+        stream.close()
+        text = engine.metrics.exposition().decode()
+        for replica, count in ((0, 0.0), (1, 1.0)):
+            labels = f'engine="{replica}",finished_reason="abort",model_name="m"'
+            assert f"quire:request_success_total{{{labels}}} {count}" in text
+
+
 async def test_without_replicas_the_reason_is_reported(tmp_path: Path) -> None:
     async with scripted(tmp_path) as engine:
         stream = engine.submit("a", [1])
@@ -408,7 +434,7 @@ async def test_a_replica_that_answers_no_probe_is_avoided(tmp_path: Path, monkey
         silent, good = engine.cores
         await silent.hear(Probe)
         probe = await good.hear(Probe)
-        good.say(ProbeReply(probe.probe_id))
+        good.say(ProbeReply(probe.call_id))
         await health  # one lives
         await until(lambda: engine.client._live_replicas() == [1])
         for number in range(4):
@@ -428,7 +454,8 @@ async def test_the_queue_is_that_of_all_replicas(tmp_path: Path) -> None:
             engine.submit("x", [1])
         engine.cores[0].tell(stats=EngineStats(running=1, waiting=2, steps=1))
         await until(lambda: engine.metrics.of(0).waiting)
-        assert (engine.metrics.stats.running, engine.metrics.stats.waiting) == (1, 2)
+        each = [engine.metrics.of(number) for number in (0, 1)]
+        assert [sum(of.running for of in each), sum(of.waiting for of in each)] == [1, 2]
         with pytest.raises(QueueFull, match="2 requests are waiting"):
             engine.submit("x", [1])
 
@@ -731,3 +758,80 @@ async def test_replicas_come_and_go_under_open_streams(
             assert first[n] + output.token_ids == echoed(n)
             assert output.finish_reason == "length"
         await until(lambda: [core.poll() for core in cores] == [None, 0, 0])
+
+
+# --- profiles -------------------------------------------------------------------------------------------------
+
+
+async def answer_pings(core: Script, ahead: int = 0) -> Any:
+    """Answer those of a stop with a clock that is `ahead`, in nanoseconds; returns the stop."""
+    while isinstance(message := await core.hear(ClockPing | StopProfile), ClockPing):
+        core.say(ClockReply(message.call_id, 0, 0, time.time_ns() + ahead))
+    return message
+
+
+def piece(stop: StopProfile, rank: int) -> TracePiece:
+    return TracePiece(stop.client, stop.call_id, rank, b"", TraceSummary(f"rank {rank}", rank + 2, 0, stop.clock))
+
+
+async def test_a_profile_that_one_replica_refuses_is_started_on_none(tmp_path: Path) -> None:
+    async with scripted(tmp_path) as engine:
+        first, second = engine.cores
+        starting = asyncio.create_task(Profiler(engine.client, 1).start(1.0))
+        for core, error in ((first, ""), (second, "running already")):
+            core.say(ProfileReply((await core.hear(StartProfile)).call_id, 0, 0, error))
+        stop = await first.hear(StopProfile)
+        assert stop.discard
+        first.say(ProfileReply(stop.call_id, 0, 0))
+        with pytest.raises(ProfileConflict, match="running already"):
+            await starting
+        assert second.is_quiet
+
+
+async def test_a_replica_that_dies_while_its_trace_is_awaited_is_named(tmp_path: Path) -> None:
+    async with scripted(tmp_path) as engine:
+        first, second = engine.cores
+        stopping = asyncio.create_task(Profiler(engine.client, 1).stop(io.BytesIO()))
+        stops = await asyncio.gather(answer_pings(first), answer_pings(second))
+        for core, stop in zip((first, second), stops, strict=True):
+            core.say(ProfileReply(stop.call_id, 0, 0))
+            core.say(piece(stop, -1))
+        await engine.lost(second, "rank 1 was killed by SIGKILL")
+        with pytest.raises(EngineUnavailable, match=r"replica 1 was lost: rank 1 was killed.*profile is lost"):
+            await stopping
+        assert not engine.client.traces
+
+
+async def test_clocks_are_measured_and_a_restarted_replica_has_no_trace(tmp_path: Path) -> None:
+    async with scripted(tmp_path) as engine:
+        first, second = engine.cores
+        file = io.BytesIO()
+        stopping = asyncio.create_task(Profiler(engine.client, 1).stop(file))
+        stop, other = await asyncio.gather(answer_pings(first, ahead=3600 * 10**9), answer_pings(second))
+        assert abs(stop.clock.offset + 3600 * 10**9) <= stop.clock.error
+        assert other.clock.offset == 0
+        first.say(ProfileReply(stop.call_id, 0, 0))
+        second.say(ProfileReply(other.call_id, 0, 0, "no profile is running"))
+        first.say(piece(stop, -1))
+        second.say(piece(other, 0))  # of another profile
+        first.say(piece(stop, 0))
+        assert (await stopping).is_cut
+        data = json.loads(gzip.decompress(file.getvalue()))["otherData"]
+        assert [each["name"] for each in data["processes"]] == ["rank -1", "rank 0"]
+        assert data["processes"][0]["clock_offset_us"] == stop.clock.offset / 1000
+        assert data["replicas_without_trace"] == [1]
+
+
+async def test_a_replica_that_is_removed_while_a_profile_is_stopped_has_no_trace(tmp_path: Path) -> None:
+    async with scripted(tmp_path) as engine:
+        first, second = engine.cores
+        stopping = asyncio.create_task(Profiler(engine.client, 1).stop(io.BytesIO()))
+        for _ in range(_CLOCK_PINGS):
+            second.say(ClockReply((await second.hear(ClockPing)).call_id, 1, 0, time.time_ns()))
+        await until(lambda: not any(number == 1 for number, _ in engine.client._calls))
+        engine.client.update(ReplicaRemoved(1))
+        stop = await answer_pings(first)
+        for each in (-1, 0):
+            first.say(piece(stop, each))
+        first.say(ProfileReply(stop.call_id, 0, 0))
+        await stopping

@@ -59,34 +59,30 @@ UNSUPPORTED: list[tuple[Any, str]] = [
         ({keyword: value}, keyword)
         for keyword, value in {
             "not": {"type": "null"},
-            "if": {},
-            "then": {},
-            "else": {},
             "uniqueItems": True,
             "contains": {},
-            "minContains": 1,
-            "maxContains": 1,
             "unevaluatedItems": False,
             "unevaluatedProperties": False,
-            "propertyNames": {},
-            "dependentRequired": {},
-            "dependentSchemas": {},
-            "dependencies": {},
-            "contentSchema": {},
+            "propertyNames": {"pattern": "a"},
+            "dependentRequired": {"a": ["b"]},
+            "dependentSchemas": {"a": False},
+            "dependencies": {"a": ["b"]},
             "$dynamicRef": "#a",
-            "$dynamicAnchor": "a",
             "$recursiveRef": "#",
-            "$vocabulary": {},
             "divisibleBy": 3,
-            "minlength": 3,
+            "disallow": "null",
+            "extends": {},
             "x-guidance": {"lenient": True},
         }.items()
     ),
+    ({"if": {}, "then": {"type": "null"}}, "if"),
+    ({"else": {"type": "null"}, "if": {}, "then": None}, "else"),
+    ({"contains": {}, "minContains": 0, "maxContains": 1}, "contains"),
     ({"$schema": "http://json-schema.org/draft-04/schema#", "contains": {}}, "contains"),
     ({"$defs": {"A": {"not": {}}}, "items": {"$ref": "#/$defs/A"}}, "not (at /$defs/A)"),
     ({"properties": {"a/b": {"anyOf": [{}, {"uniqueItems": True}]}}}, "uniqueItems (at /properties/a/b/anyOf/1)"),
     ({"type": "string", "format": "regex"}, "format"),
-    ({"type": "integer", "format": "int32"}, "format"),
+    ({"type": "string", "format": "uri-reference"}, "format"),
     ({"format": ["date"]}, "format"),
     ({"$ref": "https://example.com/schema"}, "$ref"),
     ({"$ref": "#anchor"}, "$ref"),
@@ -204,8 +200,13 @@ def test_annotations_go_and_constraints_stay(checker: StructuredOutputCheck) -> 
         "title": "T",
         "description": "d",
         "x-order": 1,
+        "propertyOrdering": ["a"],
+        "strict": True,
+        "minlength": 3,
+        "$vocabulary": {},
+        "$dynamicAnchor": "a",
         **OBJECT,
-        "properties": {"b": {"$ref": "#/definitions/B~1~0%20"}, "a": {"const": 1, "default": 2**70}},
+        "properties": {"b": {"$ref": "#/definitions/B~1~0%20"}, "a": {"const": 1, "default": 2**70, "format": "int32"}},
         "required": ["a"],
         "uniqueItems": False,
         "definitions": {"B/~ ": {"type": "integer", "examples": [1]}, "unused": {"not": {}}},
@@ -217,6 +218,36 @@ def test_annotations_go_and_constraints_stay(checker: StructuredOutputCheck) -> 
     assert found == {**OBJECT, "properties": properties, "required": ["a"], "$defs": {name: target}}
     assert [*found["properties"]] == ["b", "a"]
     assert schema_of(checker, "true") == {}
+
+
+@pytest.mark.parametrize(
+    "vacuous",
+    [
+        {"propertyNames": {"type": "string"}},
+        {"propertyNames": True, "unevaluatedProperties": True, "unevaluatedItems": {}},
+        {"dependentRequired": {}, "dependentSchemas": {}, "dependencies": {}},
+        {"contains": {"type": "null"}, "minContains": 0},
+        {"minContains": 2, "maxContains": 3},
+        {"if": {"type": "null"}},
+        {"then": {"type": "null"}, "else": False},
+        {"not": False, "uniqueItems": False},
+        dict.fromkeys(("not", "contains", "format", "pattern", "required", "description", "$ref", "items", "$defs")),
+    ],
+)
+def test_constraints_that_allow_everything_are_ignored(checker: StructuredOutputCheck, vacuous: Any) -> None:
+    assert schema_of(checker, {"properties": {"a": {"const": None, **vacuous}}}) == {
+        "properties": {"a": {"const": None}}
+    }
+
+
+@pytest.mark.parametrize("schema", [{"type": "string", "pattern": "(?=a)b"}, {"type": "text"}, {"enum": []}])
+def test_errors_do_not_show_the_servers_own_grammar(checker: StructuredOutputCheck, schema: Any) -> None:
+    """That of tools contains their schemas."""
+    grammar = f'start: head args "done"\nhead: "x"\nargs: %json {json.dumps(schema)}\n'
+    with pytest.raises(InvalidParameter) as error:
+        checker.resolve(StructuredOutputs(grammar=grammar), "tools")
+    assert not any(part in str(error.value) for part in ("args", "start:", "%json", " | ", "x-guidance"))
+    assert len(str(error.value)) > len("tools: ")
 
 
 def test_recursion_that_ends_is_allowed(checker: StructuredOutputCheck) -> None:
@@ -261,7 +292,7 @@ def test_references_cost_no_more_each_where_there_are_many(kind: str) -> None:
         earlier = sys.getprofile()
         sys.setprofile(note)
         try:
-            checked = structured_outputs._checked_schema(schema)
+            checked = structured_outputs.checked_schema(schema)
         finally:
             sys.setprofile(earlier)
         assert len(json.dumps(checked)) < 3 * len(json.dumps(schema)) + 200
@@ -446,7 +477,7 @@ async def test_without_a_process_that_compiles_the_answer_is_503(
 def test_what_has_passed_is_not_compiled_again(checker: StructuredOutputCheck, monkeypatch: pytest.MonkeyPatch) -> None:
     outputs = StructuredOutputs(json={"type": "integer", "description": "once"})
     first = checker.resolve(outputs)
-    monkeypatch.setattr(structured_outputs, "_checked_schema", None)
+    monkeypatch.setattr(structured_outputs, "checked_schema", None)
     assert checker.resolve(outputs, "response_format") is first
 
 

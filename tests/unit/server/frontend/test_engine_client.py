@@ -146,6 +146,42 @@ async def test_a_core_that_will_not_stop_is_killed(
     assert [core.returncode for core in cores] == [-9]
 
 
+async def test_the_lengths_and_times_of_requests_are_in_the_metrics(server: Server) -> None:
+    await server.openai.completions.create(model="echo", prompt=[70, 71, 72], n=2, max_tokens=9)
+    await server.openai.completions.create(model="echo", prompt=[[73, 74]] * 2, max_tokens=1)
+    exposition = server.frontend.metrics.exposition().decode()
+    found = dict(line.rsplit(" ", 1) for line in exposition.splitlines() if line.startswith("quire:request_"))
+
+    def totals(name: str) -> tuple[float, float]:
+        labels = '{engine="0",model_name="echo"}'
+        return float(found[f"quire:request_{name}_count{labels}"]), float(found[f"quire:request_{name}_sum{labels}"])
+
+    assert totals("prompt_tokens") == (4, 3 + 3 + 2 + 2)
+    assert totals("prefill_kv_computed_tokens") == (4, 2 + 2 + 1 + 1)  # one is cached
+    assert totals("generation_tokens") == (4, 4 + 4 + 1 + 1)  # an echo, with the end of the sequence
+    assert totals("max_num_generation_tokens") == (3, 4 + 1 + 1)
+    assert totals("params_n") == (3, 2 + 1 + 1)
+    assert totals("params_max_tokens") == (4, 9 + 9 + 1 + 1)
+    assert totals("time_per_output_token_seconds")[0] == 2
+    for name in ("queue", "prefill", "decode", "inference"):
+        assert totals(f"{name}_time_seconds")[0] == 4
+    assert totals("inference_time_seconds")[1] == pytest.approx(totals("decode_time_seconds")[1])  # no prefill here
+
+
+async def test_the_time_in_the_queue_is_what_comes_before_the_prefill(server: Server) -> None:
+    client, metrics = server.frontend.client, server.frontend.metrics
+    with server.frontend.generate("r", GenerationInput(prompts=[[70]], params=SamplingParams(ignore_eos=True))):
+        ((request_id, running),) = client._running.items()
+        running.arrived -= 60.0
+        client._deliver(EngineCoreOutputs([EngineCoreOutput(request_id, [5], running_seconds=20.0)]))
+        client._deliver(EngineCoreOutputs([EngineCoreOutput(request_id, [6], running_seconds=25.0)]))  # not again
+    exposition = metrics.exposition().decode()
+    for line in ('queue_time_seconds_bucket{engine="0",le="30.0"', 'prefill_time_seconds_bucket{engine="0",le="15.0"'):
+        assert f'quire:request_{line},model_name="echo"}} 0.0' in exposition
+    for line in ('queue_time_seconds_bucket{engine="0",le="60.0"', 'prefill_time_seconds_bucket{engine="0",le="20.0"'):
+        assert f'quire:request_{line},model_name="echo"}} 1.0' in exposition
+
+
 async def test_expert_load_is_in_the_metrics(server: Server) -> None:
     server.frontend.client._deliver(
         EngineCoreOutputs(expert_load=ExpertLoad({0: 2}, array("q", [3, 1]).tobytes(), 1.5, 2))

@@ -303,8 +303,8 @@ def test_those_that_leave_drain_in_every_api_process(engine: Make) -> None:
     assert three.states[7] == ReplicaRemoved(1)
     assert three.manager.failure is None
     text = three.manager.metrics.exposition().decode()
-    deaths = [f'quire:engine_deaths_total{{engine="{n}",model_name="m"}} 0.0' for n in range(4)]
-    assert [line in text for line in deaths] == [True, False, False, True]
+    gauges = [f'quire:num_requests_running{{engine="{n}",model_name="m"}} 0.0' for n in range(4)]
+    assert [line in text for line in gauges] == [True, False, False, True]
 
 
 def test_those_that_are_not_up_are_removed_first(engine: Make) -> None:

@@ -30,9 +30,9 @@ def shares(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bytes, float]]:
     found: list[tuple[bytes, float]] = []
     place = EngineClient._place
 
-    def record(client: EngineClient, running: Any, request: Any) -> None:
+    def record(client: EngineClient, running: Any, request: Any, rank: int | None) -> None:
         found.append((request.share, request.weight))
-        place(client, running, request)
+        place(client, running, request, rank)
 
     monkeypatch.setattr(EngineClient, "_place", record)
     return found

@@ -16,16 +16,19 @@ import openai
 import pytest
 
 from quire.engine.config.engine_config import EngineConfig
+from quire.engine.protocol.engine_core import ToCore
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.stats import EngineStats
+from quire.engine.protocol.supervision import ReplicaDraining, ReplicaLost
 from quire.server.config import ServerOptions
-from quire.server.frontend.engine_client import QueueFull
+from quire.server.frontend.engine_client import RANK_HEADER, QueueFull
 from quire.server.frontend.output_stream import Deadline, OutputStream
 from quire.server.http import errors, middleware
 from quire.server.http.api_keys import ApiKeys
 from quire.server.http.middleware import MIB
 from quire.server.openai import protocol
 from tests.fakes.api_server import Server, run_server
+from tests.unit.server.openai.test_embeddings import POOLING
 
 HELLO = {"prompt": "hello", "max_tokens": 60}
 HANG = {"prompt": "a<hang>", "stream": True}
@@ -89,7 +92,9 @@ async def test_root_path(config: EngineConfig, core_mode: Callable[[str], None])
     async with run_server(config, api_key="k", root_path="/llm") as server:
         for path in ("/health", "/llm/health", "/ping", "/llm/ping"):
             assert (await server.http.get(path)).status_code == 200
-        for path in ("/llm/v1/models", "/v1/models", "/llm", "/llm/llm/health"):
+        page = await server.http.get("/llm", follow_redirects=True)
+        assert (page.status_code, page.url.path) == (200, "/llm/")
+        for path in ("/llm/v1/models", "/v1/models", "/llm/llm/health"):
             assert (await server.http.get(path)).status_code == 401
             response = await server.http.get(path, headers={"Authorization": "Bearer k"})
             assert response.status_code == (200 if path.endswith("models") else 404)
@@ -391,3 +396,66 @@ def test_options_that_make_sense() -> None:
         allow_credentials=True,
     ).check()
     assert ServerOptions(max_queue="unlimited").queue_limit is None
+
+
+# --- replicas -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pooling", [False, True])
+async def test_a_request_chooses_its_replica(
+    config: EngineConfig, core_mode: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, pooling: bool
+) -> None:
+    """Of an API that serves replicas 2 to 4."""
+    parallel = replace(config.parallel, replicas=5, local_replicas=range(2, 5), external_lb=True)
+    config = replace(config, parallel=parallel)
+    messages = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}
+    routes: dict[str, dict[str, Any]] = {
+        "/v1/completions": {"prompt": ["hello", "you"], "n": 2, "max_tokens": 3},
+        "/v1/chat/completions": messages,
+        "/v1/messages": {"model": "echo", **messages},
+        "/v1/responses": {"input": "hello", "max_output_tokens": 16},
+        "/invocations": {"prompt": "hello", "stream": True},
+    }
+    if pooling:
+        config = replace(config, model=replace(config.model, pooling=POOLING))
+        routes = {"/v1/embeddings": {"input": ["hello", "you"]}}
+    strange = [(wrong, "expected the number of a replica") for wrong in ("-1", "two", "3.0", "0_3", "3 4", "9" * 5000)]
+    async with run_server(config) as server:
+        client, used = server.frontend.client, set[int]()
+        send = client._send
+
+        def seen(message: ToCore, replica: int) -> None:
+            used.add(replica)
+            send(message, replica)
+
+        monkeypatch.setattr(client, "_send", seen)
+        for path, body in routes.items():
+            for rank in (4, 2, 3):
+                response = await server.http.post(path, json=body, headers={RANK_HEADER: str(rank)})
+                assert response.status_code == 200, response.text
+                assert used == {rank}
+                used.clear()
+            for wrong, message in (("1", "choose one of: 2, 3, 4"), *strange):
+                response = await server.http.post(path, json=body, headers=[(RANK_HEADER, x) for x in wrong.split()])
+                assert response.status_code == 400
+                assert RANK_HEADER in response.text
+                assert message in response.text
+        client.update(ReplicaDraining(3, 60.0))
+        response = await server.http.post(path, json=body, headers={RANK_HEADER: "3"})
+        assert response.status_code == 503
+        assert "replica 3 is draining" in response.text
+        assert not used
+        assert (await server.http.post(path, json=body)).status_code == 200
+
+
+async def test_a_request_that_has_chosen_a_replica_outlives_it(
+    config: EngineConfig, core_mode: Callable[[str], None]
+) -> None:
+    config = replace(config, parallel=replace(config.parallel, replicas=2, local_replicas=range(2)))
+    async with run_server(config) as server:
+        body = {"prompt": "hello", "max_tokens": 60, "ignore_eos": True, "stream": True}
+        async with server.http.stream("POST", "/v1/completions", json=body, headers={RANK_HEADER: "1"}) as stream:
+            lines = stream.aiter_lines()
+            await anext(lines)
+            server.frontend.client.update(ReplicaLost(1, "killed", returns=True))
+            assert [line async for line in lines][-2:] == ["data: [DONE]", ""]

@@ -1,19 +1,27 @@
-"""Chunks that bring text alone are put together from bytes; they are what the general way would have made."""
+"""Chunks that bring text alone are put together from bytes; they are what the general way would have made. And the
+times of requests in responses.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
 
+from quire.engine.config.engine_config import EngineConfig
 from quire.engine.protocol.logprobs import PromptLogprobs, TokenLogprobs
+from quire.engine.protocol.sampling_params import SamplingParams
+from quire.server.frontend.inputs import GenerationInput
 from quire.server.frontend.output_processor import TextDelta
 from quire.server.http.response import Formatter, _frame
 from quire.server.openai.chat import ChatRequest, _ChatFormatter
 from quire.server.openai.completions import CompletionRequest, _CompletionFormatter
 from quire.server.parsers.events import ToolCall
+from tests.fakes.api_server import Server, run_server
 from tests.fakes.tokenizers import byte_level, wrapped
 
 TOKENIZER = wrapped(byte_level())
@@ -21,7 +29,8 @@ HEAD, TAIL = b"data: {", b"}\n\n"
 
 
 def chat(**fields: Any) -> Formatter:
-    return _ChatFormatter(TOKENIZER, ChatRequest(messages=[], **fields), [1])
+    given = GenerationInput(prompts=[[1]], params=SamplingParams())
+    return _ChatFormatter(TOKENIZER, ChatRequest(messages=[], **fields), given)
 
 
 def completion(**fields: Any) -> Formatter:
@@ -68,3 +77,64 @@ def test_whatever_a_chunk_shows_beside_text_goes_the_general_way() -> None:
     assert not TextDelta(0).is_text
     for name, value in SHOWN.items():
         assert not dataclasses.replace(plain, **{name: value}).is_text
+
+
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 5}
+PROMPT: dict[str, Any] = {"prompt": "hello world", "max_tokens": 5}
+
+
+async def answer(server: Server, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """The response, or the last chunk of the stream, which alone may have metrics."""
+    response = await server.http.post(path, json=body)
+    if not body.get("stream"):
+        return dict(response.json())
+    *chunks, last, end = response.text.strip().split("\n\n")
+    assert end == "data: [DONE]"
+    assert not any('"metrics"' in chunk for chunk in chunks)
+    return dict(json.loads(last.removeprefix("data: ")))
+
+
+STREAM = {"stream": True, "stream_options": {"include_usage": True}}
+
+
+@pytest.mark.parametrize("more", [{}, STREAM], ids=["whole", "streamed"])
+@pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", CHAT), ("/v1/completions", PROMPT)])
+async def test_the_times_of_a_request_are_those_of_the_metrics(
+    config: EngineConfig, core_mode: Callable[[str], None], path: str, body: dict[str, Any], more: dict[str, Any]
+) -> None:
+    async with run_server(config, enable_per_request_metrics=True) as server:
+        found = await answer(server, path, body | more)
+        histogram = server.frontend.metrics.histogram
+        queue, prefill, decode, itl, inference = (
+            histogram(0, f"request_{name}")[-1]
+            for name in (
+                *("queue_time_seconds", "prefill_time_seconds", "decode_time_seconds"),
+                *("time_per_output_token_seconds", "inference_time_seconds"),
+            )
+        )
+    assert decode > 0
+    assert found["metrics"] == {
+        "time_to_first_token_ms": prefill * 1000,
+        "generation_time_ms": decode * 1000,
+        "queue_time_ms": queue * 1000,
+        "mean_itl_ms": pytest.approx(itl * 1000),
+        "tokens_per_second": pytest.approx(found["usage"]["completion_tokens"] / inference),
+    }
+
+
+@pytest.mark.parametrize("more", [{}, STREAM], ids=["whole", "streamed"])
+async def test_only_a_single_choice_has_times(
+    config: EngineConfig, core_mode: Callable[[str], None], more: dict[str, Any]
+) -> None:
+    async with run_server(config, enable_per_request_metrics=True) as server:
+        for body in ({**PROMPT, "n": 2}, {**PROMPT, "prompt": ["a", "b"]}):
+            assert (await answer(server, "/v1/completions", body | more))["metrics"] is None
+        beams = {**PROMPT, "use_beam_search": True, "max_tokens": 2}
+        assert (await answer(server, "/v1/completions", beams))["metrics"] is None
+        one = (await answer(server, "/v1/completions", {**PROMPT, "max_tokens": 1} | more))["metrics"]
+        assert one["mean_itl_ms"] is None
+        assert one["generation_time_ms"] == 0
+        stopped = (await answer(server, "/v1/completions", {**PROMPT, "stop": "w"} | more))["metrics"]
+        assert stopped["tokens_per_second"] > 0
+    async with run_server(config) as server:
+        assert "metrics" not in await answer(server, "/v1/completions", PROMPT | more)

@@ -9,6 +9,7 @@ from typing import Any
 
 import openai
 import pytest
+from starlette.exceptions import HTTPException
 
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.protocol.errors import ConfigError, InvalidParameter
@@ -16,6 +17,7 @@ from quire.engine.protocol.supervision import ReplicaStarting
 from quire.server.app import create_app
 from quire.server.config import ServerOptions
 from quire.server.http import sagemaker_vertex
+from quire.server.http.errors import ApiError, describe
 from quire.server.http.state import AppState
 from tests.fakes.api_server import Server, run_server
 
@@ -108,7 +110,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("/tokenize", {"messages": USER, "documents": [{"text": "a"}]}, "documents"),
     ("/tokenize", {"messages": USER, "tool_choice": "required"}, "tool_choice"),
     ("/tokenize", {"messages": []}, "messages"),
-    ("/tokenize", {"messages": [{"role": "robot", "content": ""}]}, "messages[0].role"),
+    ("/tokenize", {"messages": [{"role": 5, "content": ""}]}, "messages[0].role"),
     ("/tokenize", {"messages": [{"role": "user"}]}, "messages[0].content"),
     ("/tokenize", {"messages": USER, "no_such_parameter": 1}, "no_such_parameter"),
     ("/detokenize", {}, "tokens"),
@@ -123,6 +125,14 @@ async def test_what_cannot_be_tokenized(server: Server) -> None:
     for path, body, param in WRONG:
         error = (await post(server, path, body, 400))["error"]
         assert (error["type"], error["param"]) == ("invalid_request_error", param), error
+
+
+async def test_the_tokenizer_describes_itself(server: Server) -> None:
+    found = (await server.http.get("/tokenizer_info")).json()
+    template = found.pop("chat_template")
+    assert found.pop("tokenizer_class")
+    assert found == {name: value for name, value in server.tokenizer.config.items() if name in found}
+    assert template == server.frontend.input_processor.chat_template is not None
 
 
 async def test_a_model_by_its_name(config: EngineConfig, core_mode: Callable[[str], None]) -> None:
@@ -314,3 +324,15 @@ async def test_their_number_is_changed_with_an_api_key_only(
             assert refused["error"]["param"] == "drain_timeout_seconds"
         running.frontend.is_draining = True
         assert "shutting down" in (await post(running, "/replicas", body, 503))["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [(400, "invalid_request_error"), (401, "invalid_request_error"), (404, "invalid_request_error"),
+     (413, "invalid_request_error"), (429, "rate_limit_error"), (500, "server_error"), (503, "server_error")],
+)  # fmt: skip
+def test_the_type_of_an_error_follows_its_status(status: int, kind: str) -> None:
+    """OpenAI's types. A rejected key is an invalid request there, too."""
+    for error in (ApiError(status, "no", "some_code"), HTTPException(status, "no")):
+        found, body = describe(error)
+        assert (found, body["error"]["type"]) == (status, kind)

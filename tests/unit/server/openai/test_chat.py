@@ -13,6 +13,9 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 
 from quire.engine.config.engine_config import EngineConfig
+from quire.engine.protocol.errors import ConfigError
+from quire.server.cli.main import build_parser
+from quire.server.cli.serve_options import read_options
 from tests.fakes.api_server import Server, run_server
 from tests.fakes.tokenizers import write_model
 from tests.unit.server.openai.test_completions import refused
@@ -68,7 +71,7 @@ async def chat(server: Server, text: str, **body: Any) -> dict[str, Any]:
     choice: dict[str, Any] = response.json()["choices"][0]
     streamed = await server.http.post("/v1/chat/completions", json={**body, "stream": True})
     chunks = [json.loads(line[6:]) for line in streamed.text.splitlines() if line.startswith("data: {")]
-    message: dict[str, Any] = {"content": None, "refusal": None}
+    message: dict[str, Any] = {"content": None, "refusal": None, "reasoning": None}
     calls: list[Any] = []
     for chunk in (chunk["choices"][0] for chunk in chunks):
         delta = chunk["delta"]
@@ -138,7 +141,7 @@ async def test_thoughts(server: Server) -> None:
     message = (await chat(server, "hm</think>yes <think>"))["message"]  # the prompt's end opens thoughts
     assert (message["reasoning"], message["content"]) == ("hm", "yes <think>")
     message = (await chat(server, "<think>hm</think>yes", include_reasoning=False))["message"]
-    assert message == {"role": "assistant", "content": "yes", "refusal": None}
+    assert message == {"role": "assistant", "content": "yes", "refusal": None, "reasoning": None}
     message = (await chat(server, "<think>hm"))["message"]
     assert (message["reasoning"], message["content"]) == ("hm", None)
 
@@ -233,6 +236,14 @@ async def test_calls_or_an_answer_in_a_format(server: Server, monkeypatch: pytes
         assert error["param"] == param, error
 
 
+async def test_an_error_about_the_schema_of_a_tool_names_the_tool(server: Server) -> None:
+    bad = {"type": "object", "properties": {"a": {"uniqueItems": True}}}
+    tools = [tool("lax", parameters=bad), F, tool("bad", parameters=bad, strict=True)]
+    error = await refused(server, "chat/completions", {"messages": says("x"), "tools": tools})
+    assert error["param"] == "tools"
+    assert error["message"].startswith("tools: bad: the schema's uniqueItems (at /properties/a)")
+
+
 async def test_an_answer_in_a_format_is_no_call(server: Server) -> None:
     choice = await chat(server, '{"b": null}', tools=[F], response_format=in_format(ANSWER))
     assert (choice["message"]["content"], choice["finish_reason"]) == ('{"b": null}', "stop")
@@ -272,6 +283,9 @@ async def test_rendering(talking: EngineConfig) -> None:
         assert await shows(chat_template_kwargs={"enable_thinking": 5}) == "thinking 5 hi"
         assert await shows(chat_template_kwargs={"self": 1, "enable_thinking": 6}) == "thinking 6 hi"
         assert await shows(reasoning_effort="none") == "thinking False hi"
+        assert await shows(reasoning_effort="max") == "hi"
+        reads = "{{ reasoning_effort }} {{ messages[0].content }}"
+        assert await shows(reasoning_effort="max", chat_template=reads) == "max hi"
         assert await shows(documents=[{"text": "doc "}]) == "doc hi"
         assert await shows(chat_template="{{ messages[0].content | upper }}") == "HI"
         assert await shows(add_special_tokens=True) == "hi"
@@ -282,11 +296,42 @@ async def test_rendering(talking: EngineConfig) -> None:
         assert await shows("hi \n", chat_template=trims, continue_final_message=True) == "hi"
 
 
+async def test_the_servers_template_variables_are_those_of_requests_without(
+    talking: EngineConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    defaults = {"enable_thinking": 1, "reasoning_effort": "low", "enable_thinkin": 1, "documents_": None}
+    async with run_server(talking, default_chat_template_kwargs=defaults, trust_request_chat_template=True) as server:
+        for expected, body in (
+            ("thinking 1 hi", {}),
+            ("thinking 6 hi", {"chat_template_kwargs": {"enable_thinking": 6}}),
+            ("thinking False hi", {"reasoning_effort": "none"}),
+            ("low", {"chat_template": "{{ reasoning_effort }}"}),
+            ("max", {"chat_template": "{{ reasoning_effort }}", "reasoning_effort": "max"}),
+        ):
+            assert (await chat(server, "hi", **body))["message"]["content"] == expected
+    assert [record.getMessage() for record in caplog.records if "template" in record.getMessage()] == [
+        "--default-chat-template-kwargs: no chat template of the model reads documents_, enable_thinkin, "
+        "reasoning_effort"
+    ]
+    async with run_server(talking, default_chat_template_kwargs={"enable_thinking": None}) as server:
+        assert (await chat(server, "hi"))["message"]["content"] == "hi"
+
+
+def test_the_servers_template_variables_are_checked_before_the_model_is_loaded() -> None:
+    for name, message in (("tools", "requests set"), ("bos_token", "is the tokenizer's")):
+        command = ["no/model", "--default-chat-template-kwargs", json.dumps({name: []})]
+        _, server = read_options(build_parser().parse_args(["serve", *command]))
+        batch = build_parser().parse_args(["run-batch", *command])
+        for check in (server.check, lambda parsed=batch: parsed.run(parsed)):
+            with pytest.raises(ConfigError, match=f"--default-chat-template-kwargs cannot set {name}, which {message}"):
+                check()
+
+
 async def test_what_is_wrong_is_named(server: Server) -> None:
     past = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}
     for body, param in (
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"tools": [{}]}, "tools[0]"),
+        ({"tools": [{}]}, "tools[0].type"),
         ({"tools": [F, tool("a b")]}, "tools[1].function.name"),
         ({"tools": [F, F]}, "tools"),
         ({"tools": [tool(f"f{n}") for n in range(129)]}, "tools"),
@@ -302,16 +347,30 @@ async def test_what_is_wrong_is_named(server: Server) -> None:
          "tool_choice"),
         ({"chat_template": "x"}, "chat_template"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
-        ({"reasoning_effort": "low"}, "reasoning_effort"),
+        ({"reasoning_effort": "some"}, "reasoning_effort"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
         ({"messages": [*says("x"), past]}, "messages"),
-        ({"messages": says([{"type": "refusal", "refusal": "no"}])}, "messages"),  # type: ignore[arg-type]
+        ({"messages": says([{"type": "refusal", "refusal": "no"}])}, "messages[0].content[0].type"),  # type: ignore[arg-type]
         ({"messages": [{"role": "assistant", "tool_calls": [{"function": 5}]}]}, "messages[0].tool_calls[0].function"),
         ({"messages": [*says("x"), {"role": "assistant"}], "continue_final_message": True}, "continue_final_message"),
     ):  # fmt: skip
         error = await refused(server, "chat/completions", {"messages": says("x"), **body})
         assert error["param"] == param, error
         assert param.split(".")[-1].split("[")[0] in error["message"]
+
+
+async def test_echo_repeats_the_message_that_is_continued(server: Server) -> None:
+    begun = {"messages": [*says("x"), {"role": "assistant", "content": "so "}], "continue_final_message": True}
+    for echo, expected in ((True, "so so "), (False, "so ")):
+        assert (await chat(server, "", **begun, echo=echo))["message"]["content"] == expected
+        parts = [{"type": "text", "text": "so "}]
+        listed = {**begun, "messages": [*says("x"), {"role": "assistant", "content": parts}]}
+        assert (await chat(server, "", **listed, echo=echo))["message"]["content"] == expected
+    assert (await chat(server, "hi", echo=True))["message"]["content"] == "hi"
+    long = {"messages": [*says("y" * 2**17), {"role": "assistant", "content": "so "}]}
+    body = {**long, "truncate_prompt_tokens": 20, "echo": True}
+    response = await server.http.post("/v1/chat/completions", json=body)  # another process reads it
+    assert response.json()["choices"][0]["message"]["content"].startswith("so ")
 
 
 async def test_a_template_without_documents_refuses_them(
@@ -321,7 +380,6 @@ async def test_a_template_without_documents_refuses_them(
         for body, param in (
             ({"documents": [{"text": "x"}]}, "documents"),
             ({"tools": [F]}, "tools"),  # it shows no format
-            ({"reasoning_effort": "none"}, "reasoning_effort"),
             ({"chat_template": "{% if %}"}, "chat_template"),
             ({"chat_template": "x", "continue_final_message": True}, "continue_final_message"),
         ):

@@ -6,7 +6,6 @@ import asyncio
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import openai
@@ -14,10 +13,8 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from quire.engine.config.engine_config import EngineConfig
-from quire.engine.protocol.errors import ConfigError
 from quire.server.config import RestartPolicy
 from quire.server.frontend.engine_client import QueueFull
-from quire.server.frontend.frontend import Frontend
 from quire.server.openai.completions import CompletionRequest
 from quire.server.openai.embeddings import EmbeddingRequest
 from quire.server.openai.tokenize import DetokenizeRequest
@@ -185,10 +182,10 @@ async def test_parameters_reach_the_engine(server: Server, monkeypatch: pytest.M
 
 
 async def test_defaults_come_from_the_model(
-    config: EngineConfig, core_mode: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: EngineConfig, core_mode: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "generation_config.json").write_text('{"temperature": 0.25, "top_k": 5, "top_p": null}')
-    async with run_server(replace(config, model=replace(config.model, path=tmp_path))) as server:
+    defaults = {"temperature": 0.25, "top_k": 5}
+    async with run_server(replace(config, model=replace(config.model, sampling_defaults=defaults))) as server:
         sent: Any = []
         send = server.frontend.client._send
         monkeypatch.setattr(
@@ -201,18 +198,57 @@ async def test_defaults_come_from_the_model(
         assert found == [(0.25, 5, 1.0, None), (1.0, 5, 1.0, None)]
 
 
-async def test_defaults_that_are_not_valid_are_refused_at_the_start(
-    config: EngineConfig, core_mode: Callable[[str], None], tmp_path: Path
+@pytest.mark.parametrize(("limit", "expected"), [(None, [9, 12, 12]), (5, [5, 5, 5])])
+async def test_the_length_of_the_output_comes_from_the_model(
+    config: EngineConfig,
+    core_mode: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+    limit: int | None,
+    expected: list[int],
 ) -> None:
-    (tmp_path / "generation_config.json").write_text('{"temperature": "hot"}')
-    frontend = await Frontend.start(replace(config, model=replace(config.model, path=tmp_path)), name="x")
-    try:
-        with pytest.raises(
-            ConfigError, match=r"generation_config\.json: temperature must be of type `float`, got `str`"
+    model = replace(config.model, sampling_defaults={"max_tokens": 9}, max_output_tokens=limit)
+    async with run_server(replace(config, model=model)) as server:
+        sent: Any = []
+        send = server.frontend.client._send
+        monkeypatch.setattr(
+            server.frontend.client, "_send", lambda message, to: sent.append(message) or send(message, to)
+        )
+        for route, body in (
+            ("chat/completions", {"messages": USER}),
+            ("chat/completions", {"messages": USER, "max_tokens": 12}),
+            ("completions", {"prompt": "x", "max_tokens": 12}),
         ):
-            await frontend.ready()
-    finally:
-        await frontend.close()
+            response = await server.http.post(f"/v1/{route}", json=body)
+            assert response.status_code == 200, response.text
+        assert [message.params.max_tokens for message in sent] == expected
+
+
+async def test_logprobs_of_given_tokens(
+    config: EngineConfig, core_mode: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with run_server(config) as server:
+        sent: Any = []
+        send = server.frontend.client._send
+        monkeypatch.setattr(
+            server.frontend.client, "_send", lambda message, to: sent.append(message) or send(message, to)
+        )
+        for route, body in (
+            ("completions", {"prompt": "x", "logprobs": 0}),
+            ("chat/completions", {"messages": USER, "logprobs": True}),
+        ):
+            response = await server.http.post(f"/v1/{route}", json=body | {"logprob_token_ids": [70, 5, 70]})
+            assert response.status_code == 200, response.text
+        assert [(each.params.logprob_token_ids, each.params.logprobs) for each in sent] == [([70, 5], 2)] * 2
+        for route, body, message in (
+            ("completions", {"prompt": "x"}, "requires logprobs"),
+            ("chat/completions", {"messages": USER}, "requires logprobs: true"),
+            ("completions", {"prompt": "x", "logprobs": 1, "logprob_token_ids": []}, "a list with token ids in it"),
+            ("completions", {"prompt": "x", "logprobs": 1, "logprob_token_ids": [10**6]}, "vocabulary"),
+            ("completions", {"prompt": "x", "logprobs": 1, "logprob_token_ids": [*range(21)]}, "at most 20 are"),
+        ):
+            error = await refused(server, route, {"logprob_token_ids": [5], **body})
+            assert error["param"] == "logprob_token_ids"
+            assert message in error["message"]
 
 
 async def test_a_full_queue_comes_before_the_template_and_after_what_is_wrong(
@@ -258,7 +294,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("chat/completions", {"messages": USER, "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
     ("chat/completions", {"messages": USER, "tool_choice": "required"}, "tool_choice"),
     ("chat/completions", {"messages": USER, "guided_json": {}}, "guided_json"),
-    ("chat/completions", {"messages": USER, "reasoning_effort": "low"}, "reasoning_effort"),
     ("chat/completions", {"messages": USER, "top_logprobs": 2}, "top_logprobs"),
     ("chat/completions", {"messages": USER, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ("chat/completions", {"messages": USER, "n": 0}, "n"),
@@ -272,7 +307,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("chat/completions", {"messages": USER, "prompt_logprobs": -1}, "prompt_logprobs"),
     ("chat/completions", {"messages": USER, "prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
-    ("chat/completions", {"messages": USER, "echo": True}, "echo"),
+    ("chat/completions", {"messages": USER, "logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+    ("chat/completions", {"messages": USER, "logprobs": True, "top_logprobs": -2}, "top_logprobs"),
+    ("chat/completions", {"messages": USER, "truncation_side": "middle"}, "truncation_side"),
     ("chat/completions", {"messages": USER, "max_tokens": 0}, "max_tokens"),
     ("chat/completions", {"messages": USER, "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ("chat/completions", {"messages": USER, "cache_salt": ""}, "cache_salt"),
@@ -280,14 +317,13 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("chat/completions", {"messages": USER, "request_id": "a b"}, "request_id"),
     ("chat/completions", {"messages": []}, "messages"),
     ("chat/completions", {}, "messages"),
-    ("chat/completions", {"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
+    ("chat/completions", {"messages": [{"role": 5, "content": "x"}]}, "messages[0].role"),
     ("chat/completions", {"messages": [{"role": "user"}]}, "messages[0].content"),
     (
         "chat/completions",
-        {"messages": [*USER, {"role": "user", "content": "x", "mood": "bad"}]},
-        "messages[1].mood",
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "messages[0].content[0].type",
     ),
-    ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
     ("completions", {"prompt": "x", "no_such_thing": 1}, "no_such_thing"),
     ("completions", {"prompt": "x", "logprobs": 21}, "logprobs"),
     ("completions", {"prompt": "x", "logprobs": -1}, "logprobs"),
@@ -298,7 +334,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("completions", {"prompt": "x", "best_of": 2, "n": 3}, "best_of"),
     ("completions", {"prompt": "x", "best_of": 200}, "best_of"),
     ("completions", {"prompt": "x", "n": 0}, "n"),
-    ("completions", {"prompt": "x", "use_beam_search": True}, "use_beam_search"),
+    ("completions", {"prompt": "x", "use_beam_search": True, "stop": "a"}, "stop"),
+    ("completions", {"prompt": "x", "use_beam_search": True, "best_of": 2}, "best_of"),
     ("completions", {"prompt": "x", "length_penalty": 2.0}, "length_penalty"),
     ("completions", {"prompt": "x", "spaces_between_special_tokens": False}, "spaces_between_special_tokens"),
     ("completions", {"prompt": "x", "suffix": "y"}, "suffix"),
@@ -483,9 +520,9 @@ async def test_models_version_metrics(server: Server) -> None:
     for stop in ("zzz", "lo"):
         await server.openai.completions.create(model="echo", prompt="hello", stop=stop)
     text = (await server.http.get("/metrics")).text
-    assert 'quire:request_success_total{finished_reason="stop",model_name="echo"} 2.0' in text
-    for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds"):
-        assert f'quire:{name}_count{{model_name="echo"}} 2.0' in text
+    assert 'quire:request_success_total{engine="0",finished_reason="stop",model_name="echo"} 2.0' in text
+    for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds"):
+        assert f'quire:{name}_count{{engine="0",model_name="echo"}} 2.0' in text
     for name in (
         "num_requests_running",
         "num_requests_waiting",

@@ -25,6 +25,7 @@ from quire.server.frontend.output_stream import RequestFailed
 from tests.fakes import fake_core
 from tests.fakes.api_server import Server, run_server
 from tests.fakes.sentence import write_modules
+from tests.unit.server.openai.test_openai_document import check
 
 SIZE = 32
 POOLING = Pooling(
@@ -81,6 +82,7 @@ def close(found: list[float], right: list[float]) -> None:
 async def test_the_shape_of_an_answer(server: Server) -> None:
     ids = server.tokenizer.encode("hello world", add_special_tokens=True)
     answer = await post(server, input="hello world", model="alias", request_id="mine", user="u")
+    check("CreateEmbeddingResponse", answer)
     (entry,) = answer.pop("data")
     close(entry.pop("embedding"), expected(ids))
     assert entry == {"object": "embedding", "index": 0}
@@ -314,8 +316,20 @@ async def test_a_failing_input_fails_the_request(server: Server) -> None:
 async def test_metrics_and_the_other_routes(server: Server) -> None:
     await post(server, input=["a", "b"])
     text = (await server.http.get("/metrics")).text
-    assert 'quire:request_success_total{finished_reason="stop",model_name="echo"} 2.0' in text
-    assert "quire:prompt_tokens_total" in text
+    assert 'quire:request_success_total{engine="0",finished_reason="stop",model_name="echo"} 2.0' in text
+    counts = {
+        line.partition("_count{")[0].removeprefix("quire:"): float(line.rpartition(" ")[2])
+        for line in text.splitlines()
+        if line.startswith("quire:request_") and "_count{" in line
+    }
+    assert {name for name, count in counts.items() if count == 2} == {
+        f"request_{name}"
+        for name in (
+            *("queue_time_seconds", "prefill_time_seconds", "inference_time_seconds"),
+            *("prompt_tokens", "prefill_kv_computed_tokens"),
+        )
+    }
+    assert set(counts.values()) == {0.0, 2.0}, "of what is generated"
     models = (await server.http.get("/v1/models")).json()
     assert models["data"][0]["max_model_len"] == 128
     tokens = (await server.http.post("/tokenize", json={"prompt": "hello"})).json()

@@ -12,6 +12,7 @@ import pytest
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.protocol.engine_core import EngineCoreRequest
 from quire.engine.protocol.logprobs import TokenLogprobs
+from quire.engine.protocol.sampling_params import SamplingParams
 from quire.server.frontend.output_processor import TextDelta
 from quire.server.openai.completions import CompletionRequest, _CompletionFormatter
 from tests.fakes.api_server import Server, run_server
@@ -52,7 +53,8 @@ def submitted(server: Server, monkeypatch: pytest.MonkeyPatch) -> list[EngineCor
 def joined(chunks: list[dict[str, Any]], index: int = 0) -> dict[str, Any]:
     """A choice of completions from its chunks, as it would be whole."""
     mine = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
-    whole: dict[str, Any] = {"index": index, "text": "".join(choice["text"] for choice in mine), "logprobs": None}
+    whole: dict[str, Any] = {"index": index, "text": "".join(choice["text"] for choice in mine)}
+    whole |= dict.fromkeys(("logprobs", "prompt_logprobs", "prompt_token_ids", "token_ids"))
     if logprobs := [choice["logprobs"] for choice in mine if choice["logprobs"]]:
         whole["logprobs"] = {name: [entry for piece in logprobs for entry in piece[name]] for name in logprobs[0]}
     if "token_ids" in mine[0]:
@@ -82,7 +84,7 @@ async def test_prompt_logprobs_have_vllms_shape(server: Server) -> None:
     assert [list(at) for at in choice["prompt_logprobs"][1:]] == [[str(token)] for token in ids[1:]]
     (one,) = (await post(server, "completions", prompt=[70], prompt_logprobs=2))["choices"]
     assert one["prompt_logprobs"] == [None]
-    assert "prompt_logprobs" not in (await post(server, "completions", prompt=[70]))["choices"][0]
+    assert (await post(server, "completions", prompt=[70]))["choices"][0]["prompt_logprobs"] is None
     chat = await post(server, "chat/completions", messages=USER, prompt_logprobs=1, n=2)
     prompt = await server.chat_ids(USER)
     assert [sorted(at) for at in chat["prompt_logprobs"][1:]] == [sorted(map(str, (t - 1, t))) for t in prompt[1:]]
@@ -202,7 +204,7 @@ async def test_tokens_have_names_of_their_own(server: Server) -> None:
     ]
     (choice,) = (await post(server, "completions", **body, return_tokens_as_token_ids=True))["choices"]
     script = [token for token in ids if token > 7]
-    assert choice["logprobs"]["tokens"][: len(script)] == [f"token:{token}" for token in script]
+    assert choice["logprobs"]["tokens"][: len(script)] == [f"token_id:{token}" for token in script]
     message: Any = [{"role": "user", "content": "\U00010348"}]
     chat = {"messages": message, "logprobs": True, "top_logprobs": 1}
     content = (await post(server, "chat/completions", **chat))["choices"][0]["logprobs"]["content"]
@@ -211,7 +213,7 @@ async def test_tokens_have_names_of_their_own(server: Server) -> None:
     content = (await post(server, "chat/completions", **chat, return_tokens_as_token_ids=True))["choices"][0][
         "logprobs"
     ]
-    assert all(entry["token"].startswith("token:") for entry in content["content"])
+    assert all(entry["token"].startswith("token_id:") for entry in content["content"])
     assert [0xF0] in [entry["bytes"] for entry in content["content"]]
 
 
@@ -257,6 +259,34 @@ async def test_a_prompt_is_cut_from_the_left(server: Server, submitted: list[Eng
     assert choice["text"] == server.tokenizer.token_text(tail) * 2
     await post(server, "chat/completions", messages=USER * 30, truncate_prompt_tokens=-1)
     assert len(submitted[-1].prompt_token_ids) == 127
+
+
+async def test_a_prompt_is_cut_from_the_right(server: Server, submitted: list[EngineCoreRequest]) -> None:
+    long = [70 + index % 50 for index in range(200)]
+    cut: dict[str, Any] = {"truncate_prompt_tokens": 3, "truncation_side": "right"}
+    await post(server, "completions", prompt=long, **cut)
+    await post(server, "completions", prompt="hello " * 5000, **cut)
+    await post(server, "chat/completions", messages=USER, **cut)
+    hello = server.tokenizer.encode("hello ", add_special_tokens=True)
+    prompts = [message.prompt_token_ids for message in submitted]
+    assert prompts == [long[:3], hello[:3], (await server.chat_ids(USER))[:3]]
+    tokenized = await server.http.post("/tokenize", json={"messages": USER, **cut})
+    assert tokenized.json()["tokens"] == prompts[-1]
+
+
+async def test_minus_one_asks_for_the_logprobs_of_all_tokens(
+    config: EngineConfig, core_mode: Callable[[str], None]
+) -> None:
+    size = config.model.architecture.vocab_size
+    async with run_server(replace(config, model=replace(config.model, max_logprobs=-1))) as server:
+        asked = SamplingParams(logprobs=-1, prompt_logprobs=-1)
+        params = (await server.frontend.input_processor.process_prompts([[70]], asked)).params
+        assert (params.logprobs, params.prompt_logprobs) == (size, size)
+        (choice,) = (await post(server, "completions", prompt="hello", logprobs=-1))["choices"]
+        assert {len(top) for top in choice["logprobs"]["top_logprobs"]} == {3}  # the fake core has no more
+        messages = {"messages": USER, "logprobs": True, "top_logprobs": -1, "max_tokens": 1}
+        chat = await post(server, "chat/completions", **messages)
+        assert len(chat["choices"][0]["logprobs"]["content"][0]["top_logprobs"]) == 3
 
 
 async def test_ids_and_salts_reach_the_engine(server: Server, submitted: list[EngineCoreRequest]) -> None:
@@ -310,3 +340,6 @@ async def test_the_flag_bounds_every_kind_of_logprobs(
             response = await server.http.post(f"/v1/{route}", json={**body, param: allowed + 1})
             assert response.json()["error"]["param"] == param
             assert f"from 0 to {allowed}" in response.json()["error"]["message"]
+            if limit != -1 and param != "logprobs":
+                response = await server.http.post(f"/v1/{route}", json={**body, param: -1})
+                assert "--max-logprobs -1" in response.json()["error"]["message"]

@@ -18,6 +18,7 @@ from quire.engine.protocol.errors import InvalidParameter
 from quire.server.http.response_store import ResponseStore, StoredResponse
 from quire.server.openai.chat import ChatRequest
 from quire.server.openai.responses import ResponsesRequest
+from quire.server.openai.responses_input import InputTurns
 from tests.fakes.api_server import Server, run_server
 from tests.unit.server.openai.test_chat import CALL, CITY, TEMPLATE, talking  # noqa: F401
 from tests.unit.server.openai.test_completions import refused
@@ -180,8 +181,8 @@ async def test_items_become_messages(telling: Server) -> None:
 
 
 def messages_of(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    turns = ResponsesRequest(input=items).conversation()
-    chat = ResponsesRequest(input=items).as_chat(turns.messages)
+    request = ResponsesRequest(input=items)
+    chat = request.as_chat(request.conversation())
     return [message.model_dump(exclude_none=True) for message in chat.messages]
 
 
@@ -206,13 +207,13 @@ def test_tools_and_formats_become_those_of_chat() -> None:
         ({"type": "allowed_tools", "mode": "auto", "tools": [one]},
          {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [two]}}),
     ):  # fmt: skip
-        chat = ResponsesRequest(input="", tools=[F, G], tool_choice=choice).as_chat([])
+        chat = ResponsesRequest(input="", tools=[F, G], tool_choice=choice).as_chat(InputTurns([]))
         assert chat.tool_choice == expected
     function = {key: value for key, value in F.items() if key != "type"}
     assert chat.tools == [{"type": "function", "function": function}, {"type": "function", "function": {"name": "g"}}]
     given = {"type": "json_schema", "name": "city", "schema": CITY, "strict": True}
     request = ResponsesRequest.model_validate({"input": "", "text": {"format": given}, "reasoning": {"effort": "low"}})
-    chat = request.as_chat([])
+    chat = request.as_chat(InputTurns([]))
     assert chat.reasoning_effort == "low"
     format = chat.model_dump(by_alias=True, exclude_none=True)["response_format"]
     assert format == {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY, "strict": True}}
@@ -326,10 +327,9 @@ WRONG: list[tuple[dict[str, Any], str | None]] = [
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
     ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text"),
     ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
-    ({"input": [{"role": "user", "content": "x", "name": "n"}]}, "input[0].name"),
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
     ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}]}, "input[0].arguments"),
-    ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ({"tools": [{"type": "custom", "name": "f"}]}, "tools[0].type"),
     ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
     ({"tools": [{**F, "parameters": {"type": "string"}}]}, "tools[0].parameters"),
     ({"tools": [F], "tool_choice": {"type": "file_search"}}, "tool_choice"),
@@ -337,14 +337,12 @@ WRONG: list[tuple[dict[str, Any], str | None]] = [
     ({"text": {"format": {"type": "json_schema"}}}, "text.format.name"),
     ({"text": {"format": {"type": "text", "name": "x"}}}, "text.format"),
     ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": 5}}}}, "text.format"),
-    ({"text": {"verbosity": "low"}}, "text.verbosity"),
-    ({"reasoning": {"effort": "low"}}, "reasoning.effort"),
-    ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
+    ({"text": {"length": "low"}}, "text.length"),
+    ({"reasoning": {"effort": "some"}}, "reasoning.effort"),
     ({"background": True}, "background"),
     ({"conversation": "x"}, "conversation"),
-    ({"include": ["message.output_text.logprobs"]}, "include"),
-    ({"top_logprobs": 3}, "top_logprobs"),
-    ({"truncation": "auto"}, "truncation"),
+    ({"include": ["message.output_text.image"]}, "include"),
+    ({"top_logprobs": 21}, "top_logprobs"),
     ({"max_output_tokens": 0}, "max_output_tokens"),
     ({"max_output_tokens": 500}, "input"),
     ({"temperature": -1}, "temperature"),
@@ -404,6 +402,15 @@ async def test_an_error_may_contain_half_of_a_surrogate_pair(server: Server) -> 
     assert json.loads(response.content)["error"]["param"] == "tools[0].type"
 
 
+async def test_vllms_sampling_parameters(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: Any = []
+    submit = server.frontend.client._send
+    monkeypatch.setattr(server.frontend.client, "_send", lambda *args: sent.append(args[0]) or submit(*args))
+    response = await send(server, "hello STOP world", top_k=5, seed=7, stop=["STOP"])
+    assert response["output"][0]["content"][0]["text"] == "hello "
+    assert (sent[0].params.top_k, sent[0].params.seed) == (5, 7)
+
+
 async def test_what_asks_for_nothing_is_accepted(server: Server) -> None:
     await send(
         server,
@@ -435,3 +442,15 @@ def test_the_store_is_bounded() -> None:
     assert not store.delete("one")
     store.add("other", kept(100))
     assert store.get("other") is not None
+
+
+async def test_logprobs_are_those_of_the_text(server: Server) -> None:
+    for count, fields in ((2, {"top_logprobs": 2}), (0, {"include": ["message.output_text.logprobs"]})):
+        response = await send(server, "<think>hm</think>hello", **fields)
+        assert response["top_logprobs"] == count
+        (part,) = response["output"][-1]["content"]
+        tokens = part["logprobs"]
+        assert "".join(token["token"] for token in tokens) == part["text"] == "hello"
+        assert [len(token["top_logprobs"]) for token in tokens] == [count] * len(tokens)
+    (part,) = (await send(server, "hello"))["output"][-1]["content"]
+    assert part["logprobs"] == []

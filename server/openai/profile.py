@@ -1,0 +1,133 @@
+"""`/start_profile`, `/stop_profile`: traces of all ranks, with vLLM's routes."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import IO, Annotated, ClassVar
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import StreamingResponse
+from pydantic import Field
+
+from quire.server.frontend.profiler import MAX_PROFILE_SECONDS, ProfileConflict
+from quire.server.http.errors import ApiError, json_response
+from quire.server.http.state import AppState, ServedModel
+from quire.server.openai.protocol import ExtraField, RequestModel, hint
+
+_CHUNK_BYTES = 1 << 18
+
+router = APIRouter()
+
+
+class StartProfileRequest(RequestModel):
+    """What to record; everything has a default."""
+
+    seconds: Annotated[float, Field(gt=0, le=MAX_PROFILE_SECONDS)] = MAX_PROFILE_SECONDS
+    """After which the recording ends, even if it is not stopped. The trace is kept until `/stop_profile`."""
+    with_stack: bool = False
+    """Record Python calls, too, which makes steps much slower."""
+    record_shapes: bool = False
+    """Record the shapes of the operations' inputs, too."""
+    profile_memory: bool = False
+    """Record the memory that operations allocate and free, too."""
+    unknown_fields: ClassVar[ExtraField] = hint()
+    """Older releases of `vllm bench serve --profile` send their test request."""
+
+
+@router.post("/start_profile")
+async def start_profile(state: AppState, request: Request, body: StartProfileRequest | None = None) -> Response:
+    """Start recording what all ranks do, while they serve, with torch's profiler. The body may be empty.
+
+    Requires API keys or `--torch-profiler-dir`. Without keys, clients must be on the server's host, and no web pages.
+    """
+    _check(state, request)
+    body = body or StartProfileRequest()
+    state.frontend.input_processor.ignore(body.check_fields())
+    try:
+        await state.frontend.profiler.start(
+            body.seconds,
+            with_stack=body.with_stack,
+            record_shapes=body.record_shapes,
+            profile_memory=body.profile_memory,
+        )
+    except ProfileConflict as conflict:
+        raise ApiError(409, str(conflict), "profile_conflict") from None
+    return json_response({"seconds": body.seconds})
+
+
+@router.post("/stop_profile", response_class=Response)
+async def stop_profile(state: AppState, request: Request) -> Response:
+    """Stop recording. Responds with the trace of all ranks, in the format of Chrome and Perfetto, as `.json.gz`.
+
+    With `--torch-profiler-dir` the trace is written there instead, and the response is JSON with its `path`.
+    """
+    _check(state, request)
+    folder = state.torch_profiler_dir
+    name = time.strftime(f"quire-%Y%m%d-%H%M%S-{time.time_ns() % 1000:03}.json.gz")
+    path = os.path.join(folder or "", name)
+    try:
+        with contextlib.ExitStack() as opened:
+            if folder is None:  # the file has no name, so that nothing of it stays behind
+                file: IO[bytes] = opened.enter_context(tempfile.TemporaryFile())
+            else:
+                file = opened.enter_context(open(path, "xb"))
+                opened.callback(_remove, path)
+            report = await state.frontend.profiler.stop(file)
+            file.flush()
+            opened.pop_all()
+    except ProfileConflict as conflict:
+        raise ApiError(409, str(conflict), "profile_conflict") from None
+    except OSError as error:
+        text = f"the trace cannot be written to {folder or tempfile.gettempdir()}: {error.strerror}"
+        raise ApiError(500, text, "profile_not_written") from None
+    if folder is not None:
+        file.close()
+        return json_response({"path": path, "events": report.num_events, "cut_off": report.is_cut})
+    headers = {"Content-Disposition": f'attachment; filename="{name}"', "Content-Length": str(file.tell())}
+    file.seek(0)
+    return StreamingResponse(_chunks(file), media_type="application/gzip", headers=headers)
+
+
+def _remove(path: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+def _chunks(file: IO[bytes]) -> Iterator[bytes]:
+    with file:
+        while chunk := file.read(_CHUNK_BYTES):
+            yield chunk
+
+
+def _check(state: ServedModel, request: Request) -> None:
+    if state.has_api_keys:
+        return
+    if state.torch_profiler_dir is None:
+        raise ApiError(
+            403,
+            "the server can be profiled only with API keys, or if it has a folder for traces: start it with --api-key, "
+            "--api-key-file, QUIRE_API_KEY or --torch-profiler-dir",
+            "api_keys_required",
+        )
+    if not _is_local(request):
+        raise ApiError(
+            403,
+            "without API keys the server can be profiled only from its own host, not by web pages and not through a "
+            "proxy: start it with --api-key, --api-key-file or QUIRE_API_KEY",
+            "api_keys_required",
+        )
+
+
+def _is_local(request: Request) -> bool:
+    """Return whether a program on this host has sent it. Browsers add `Origin` to each POST."""
+    if any(name in request.headers for name in ("origin", "forwarded", "x-forwarded-for")):
+        return False
+    if request.client is None:  # a Unix socket
+        return True
+    address = ipaddress.ip_address(request.client.host)
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback

@@ -1,0 +1,115 @@
+"""The page at `/`, and the numbers that it draws."""
+
+from __future__ import annotations
+
+import logging
+import re
+from base64 import b64encode
+from collections.abc import Callable, Iterator
+from hashlib import sha256
+from typing import Any
+
+import pytest
+
+from quire.engine import log
+from quire.engine.config.engine_config import EngineConfig
+from quire.engine.protocol.engine_core import EngineCoreOutputs
+from quire.engine.protocol.stats import GpuUsage, LogRecord, RankStats, RankUsage
+from tests.fakes.api_server import Server, run_server
+
+
+async def state(server: Server) -> dict[str, Any]:
+    answer = await server.http.get("/ui/state")
+    assert answer.status_code == 200
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+async def test_the_page_needs_nothing_from_outside(server: Server) -> None:
+    for path in ("/", "/ui"):
+        page = await server.http.get(path)
+        assert page.headers["content-type"] == "text/html; charset=utf-8"
+        policy = page.headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "unsafe" not in policy
+        for tag in ("style", "script"):
+            (own,) = re.findall(f"<{tag}>(.*?)</{tag}>", page.text, re.DOTALL)
+            assert f"{tag}-src 'sha256-{b64encode(sha256(own.encode()).digest()).decode()}'" in policy
+        assert set(re.findall(r"\w+://[^'\" ]+", page.text)) == {"http://www.w3.org/2000/svg"}  # the name of a format
+    assert "/ui" not in (await server.http.get("/openapi.json")).json()["paths"]
+
+
+async def test_numbers_are_those_of_the_engine(server: Server) -> None:
+    before = await state(server)
+    assert (before["model"], before["status"], before["generates"]) == ("echo", "ready", True)
+    await server.openai.completions.create(model="echo", prompt="hello", max_tokens=4)
+    await server.until_idle()
+    gpu = RankUsage(1.0, 2, 1, GpuUsage(3, 4, utilization=0.5))
+    server.frontend.metrics.rank_stats[0] = [RankStats(10, 3.0, 1.0, True), RankStats(usage=gpu)]
+    after = await state(server)
+    (replica,) = after["replicas"]
+    assert replica["state"] == "up"
+    assert replica["generated_tokens"] == server.frontend.metrics.of(0).generated_tokens > 0
+    assert replica["ranks"] == [
+        {"busy": 2.0, "waited": 1.0, "steps": 10, "is_straggler": True, "gpu_utilization": None},
+        {"busy": 0.0, "waited": 0.0, "steps": 0, "is_straggler": False, "gpu_utilization": 0.5},
+    ]
+    assert set(replica["histograms"]) == set(after["bounds"])
+    for name, bounds in after["bounds"].items():
+        assert len(replica["histograms"][name]) == len(bounds) + 2
+    assert sum(replica["histograms"]["time_to_first_token_seconds"][:-1]) == 1
+    assert after["monotonic"] > before["monotonic"]
+    assert "tensor parallel" in after["plan"]
+
+
+@pytest.fixture
+def recent(monkeypatch: pytest.MonkeyPatch) -> Iterator[log.RecentWarnings]:
+    """As if this process had just started."""
+    monkeypatch.setattr(log, "RECENT", recent := log.RecentWarnings())
+    logger = logging.getLogger("quire")
+    logger.addHandler(recent)
+    yield recent
+    logger.removeHandler(recent)
+
+
+async def test_warnings_are_those_of_this_process_and_of_the_replicas(
+    server: Server, recent: log.RecentWarnings
+) -> None:
+    recent.source = "api"
+    logging.getLogger("quire.test").warning("the queue is full")
+    warnings = [LogRecord(1.0, "error", "lost a host", "rank 3")]
+    server.frontend.client._deliver(EngineCoreOutputs(warnings=warnings))
+    found = [(each["replica"], each["source"], each["text"]) for each in (await state(server))["warnings"]]
+    assert found == [(0, "rank 3", "lost a host"), (None, "api", "the queue is full")]
+
+
+async def test_the_numbers_need_the_key(config: EngineConfig, core_mode: Callable[[str], None]) -> None:
+    core_mode("plain")
+    async with run_server(config, "secret", root_path="/llm") as server:
+        for path in ("/", "/ui", "/llm/", "/llm/ui"):
+            assert (await server.http.get(path)).status_code == 200
+        assert (await server.http.get("/llm/ui/state")).status_code == 401
+        headers = {"Authorization": "Bearer secret"}
+        assert (await server.http.get("/llm/ui/state", headers=headers)).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/", "/ui", "/ui/state"])
+async def test_without_the_page(config: EngineConfig, core_mode: Callable[[str], None], path: str) -> None:
+    core_mode("plain")
+    async with run_server(config, ui=False) as server:
+        assert (await server.http.get(path)).status_code == 404
+
+
+async def test_a_health_check_at_the_root_stays_one(
+    config: EngineConfig, core_mode: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AIP_HEALTH_ROUTE", "/")
+    core_mode("plain")
+    async with run_server(config, "secret") as server:
+        health, page = await server.http.get("/"), await server.http.get("/ui")
+        assert health.status_code == page.status_code == 200
+        assert "text/html" not in health.headers.get("content-type", "")
+        assert page.headers["content-type"] == "text/html; charset=utf-8"
+        server.frontend.client.fail("the engine has failed")
+        assert (await server.http.get("/")).status_code == 503
+        assert (await server.http.get("/ui")).status_code == 200
