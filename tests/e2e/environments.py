@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import os
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +14,8 @@ import pytest
 
 OWN_ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
 """Environment variables that lead no Python to the checkout."""
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire" / "clients"
+"""Environments that tests share, one for each set of requirements."""
 
 
 def run(command: Sequence[str], failure: str, *, cwd: Path | None = None, **variables: str) -> str:
@@ -27,3 +32,26 @@ def run(command: Sequence[str], failure: str, *, cwd: Path | None = None, **vari
     if done.returncode:
         pytest.fail(f"{failure}:\n{done.stdout}", pytrace=False)
     return done.stdout
+
+
+def environment(terminal: pytest.CaptureFixture[str], *requirements: str) -> Path:
+    """The Python of an environment with what pip installs for these arguments, made if it is not there; fails where it
+    cannot be made.
+    """
+    wanted = " ".join(requirements)
+    key = hashlib.sha256(f"{wanted} {sys.version}".encode()).hexdigest()[:16]
+    folder = CACHE / key
+    python, stamp = folder / "bin" / "python", folder / "installed"
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with (CACHE / f"{key}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another test may be making it
+        if not stamp.exists():
+            with terminal.disabled():
+                print(f"\nmaking an environment for {wanted} in {folder} …", flush=True)
+            run([sys.executable, "-m", "venv", "--clear", str(folder)], f"no environment can be made for {wanted}")
+            run(
+                [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *requirements],
+                f"{wanted} cannot be installed; this test needs a package index (PIP_INDEX_URL names another one)",
+            )
+            stamp.touch()
+    return python

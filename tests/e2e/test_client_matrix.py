@@ -5,9 +5,6 @@ What they do is in tests/e2e/clients. Environments are kept in ~/.cache/quire/cl
 
 from __future__ import annotations
 
-import hashlib
-import os
-import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -16,12 +13,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.e2e.environments import run
+from tests.e2e.environments import environment, run
 from tests.e2e.serving import Server, serve
 from tests.fakes.sentence import minilm
 
 SCRIPTS = Path(__file__).parent / "clients"
-CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire" / "clients"
 KEY = "secret"
 CLIENTS = {
     "openai>=2,<3": "openai_sdk.py",
@@ -87,23 +83,6 @@ def busy_url(server: Server) -> Iterator[str]:
         thread.join()
 
 
-def environment(requirement: str, terminal: pytest.CaptureFixture[str]) -> Path:
-    """The Python of an environment with this requirement, made if it is not there; fails where it cannot be made."""
-    key = hashlib.sha256(f"{requirement} {sys.version}".encode()).hexdigest()[:16]
-    folder = CACHE / key
-    python, stamp = folder / "bin" / "python", folder / "installed"
-    if not stamp.exists():
-        with terminal.disabled():
-            print(f"\nmaking an environment for {requirement} in {folder} …", flush=True)
-        run([sys.executable, "-m", "venv", "--clear", str(folder)], f"no environment can be made for {requirement}")
-        run(
-            [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", requirement],
-            f"{requirement} cannot be installed; this test needs a package index (PIP_INDEX_URL names another one)",
-        )
-        stamp.touch()
-    return python
-
-
 @pytest.mark.parametrize(("requirement", "script"), CLIENTS.items(), ids=list(CLIENTS))
 def test_a_client_notices_nothing(
     server: Server,
@@ -113,7 +92,7 @@ def test_a_client_notices_nothing(
     script: str,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    python = environment(requirement, capfd)
+    python = environment(capfd, requirement)
     print(
         run(
             [str(python), "-P", "-W", "ignore", str(SCRIPTS / script)],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import json
 import shutil
 import signal
@@ -123,6 +124,30 @@ def test_tokens_are_those_of_one_process(
     assert nodes.api.wait(30) == 0
     assert nodes.other.wait(30) == 0
     assert not psutil.wait_procs(processes, timeout=5)[1]
+
+
+def test_a_trace_has_the_ranks_of_both_hosts_on_the_clock_of_the_first(
+    hosts: tuple[Host, Host], tmp_path: Path
+) -> None:
+    serving(hosts, "-pp", "2", "--torch-profiler-dir", str(tmp_path))
+    with hosts[0].inside(), httpx.Client(base_url=URL, timeout=120) as client:
+        client.post("/start_profile").raise_for_status()
+        client.post("/v1/completions", json=REQUESTS[0]).raise_for_status()
+        path = client.post("/stop_profile").raise_for_status().json()["path"]
+    document = json.loads(gzip.decompress(Path(path).read_bytes()))
+    core, first, second = document["otherData"]["processes"]
+    assert (first["name"], first["error"]) == ("replica 0 · stage 0 · tensor rank 0 (PP0 TP0)", "")
+    assert (second["name"], second["error"]) == ("replica 0 · stage 1 · tensor rank 0 (PP1 TP0)", "")
+    assert first["clock_error_us"] == core["clock_error_us"] < second["clock_error_us"], "measured between the hosts"
+    steps: dict[int, list[tuple[float, float]]] = {}
+    for event in sorted(document["traceEvents"], key=lambda event: int(event["pid"])):  # core, stage 0, stage 1
+        if event["name"] == "submit" or event["name"].startswith("step "):
+            steps.setdefault(event["args"]["step"], []).append((event["ts"], event["ts"] + event["dur"]))
+    whole = [spans for spans in steps.values() if len(spans) == 3]
+    assert len(whole) >= REQUESTS[0]["max_tokens"]  # type: ignore[operator]
+    for submit, first_stage, second_stage in whole:
+        assert submit[0] <= min(first_stage[0], second_stage[0]), "the ranks get the plan from the core"
+        assert first_stage[0] <= second_stage[1], "the second stage waits for the first"
 
 
 def kill_node(nodes: Nodes, other: Host) -> None:

@@ -39,6 +39,9 @@ def tame() -> Document:
         _tame(shape)
         if shape.get("type") == "object":
             shape |= {"additionalProperties": False, "maxProperties": len(shape.get("required", ())) + 3}
+    for methods in document["paths"].values():
+        for operation in methods.values():  # no choice of a replica that does not exist
+            operation["parameters"] = [each for each in operation.get("parameters", ()) if each["in"] != "header"]
     message = shapes["ChatMessage"]
     message["required"].append("content")
     message["properties"]["content"] = {"type": "string"}
