@@ -1,0 +1,247 @@
+"""The cost of metrics: CPU time with them divided by CPU time without them, in turns.
+
+.venv/bin/python benchmarks/metrics.py [--quick] [--json]
+
+`steps`: decode steps of the demo model in this process, with and without the times of each step and the samples of what
+the rank uses; and the microseconds of each, because the ratios differ among themselves by more. `requests`: the API
+process's work for requests between the engine's messages and the output streams, with and without its counts. `scrape`:
+milliseconds for the text of /metrics with this number of replicas, and what the client library needs for the same text;
+divide by the scrape interval for the cost. Ratios are medians over the rounds, in which both ways take turns; --quick
+only shows that it works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from prometheus_client import generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+from tensor_parallel import CONTEXT, requests
+
+from quire.engine.config.options import DEMO_MODEL, EngineOptions
+from quire.engine.config.resolve import resolve
+from quire.engine.core.launch import Endpoints
+from quire.engine.executor.uni import UniExecutor
+from quire.engine.executor.usage import UsageSampler, read_usage
+from quire.engine.protocol.engine_core import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from quire.engine.protocol.rank_state import RankState
+from quire.engine.protocol.sampling_params import SamplingParams
+from quire.engine.protocol.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
+from quire.engine.protocol.stats import EngineStats, GpuUsage, RankStats, RankUsage
+from quire.engine.protocol.supervision import ReplicaUp
+from quire.server.frontend.engine_client import EngineClient
+from quire.server.frontend.metrics import HISTOGRAMS, Metrics
+
+REPLICAS = (1, 8, 64)
+
+
+def cpu_seconds(work: Callable[[], object]) -> float:
+    """CPU time of all threads of this process."""
+    begun = time.process_time()
+    work()
+    return time.process_time() - begun
+
+
+def paired(rounds: int, with_metrics: Callable[[], float], without: Callable[[], float]) -> tuple[float, float]:
+    """The median ratio and difference of what the two return, in turns, the first time left out."""
+    pairs = []
+    for turn in range(rounds + 1):
+        if turn % 2:
+            pairs.append((with_metrics(), without()))
+        else:
+            second = without()
+            pairs.append((with_metrics(), second))
+    return statistics.median(a / b for a, b in pairs[1:]), statistics.median(a - b for a, b in pairs[1:])
+
+
+# --- the engine's side ------------------------------------------------------------------------------------------
+
+
+class Steps:
+    """Decode steps in which some requests of the demo model get one token each."""
+
+    def __init__(self, rows: int, steps: int) -> None:
+        options = EngineOptions(
+            model=str(DEMO_MODEL), device="cpu", max_num_seqs=rows, block_size=16, kv_cache_memory_bytes=1 << 28
+        )
+        config = resolve(options)
+        assert rows * (CONTEXT // 16 + steps // 16 + 2) <= config.cache.num_blocks, "fewer --rows or --steps"
+        self.executor, self._rows, self._steps, self._step = UniExecutor(config), rows, steps, 0
+        self.executor._usage.close()
+
+    def run(self) -> float:
+        new, ids = requests(self._rows, CONTEXT, CONTEXT + self._steps), range(self._rows)
+        self._submit(new=new, cached=[CachedRequestData(row, CONTEXT, [], []) for row in ids])
+        decoding = [CachedRequestData(row, 1, [9], []) for row in ids]
+        spent = cpu_seconds(lambda: self._decode(decoding))
+        self._submit(freed=list(ids))
+        return spent
+
+    def _decode(self, rows: list[CachedRequestData]) -> None:
+        for _ in range(self._steps):
+            self._submit(cached=rows)
+
+    def _submit(
+        self, new: Sequence[NewRequestData] = (), cached: Sequence[CachedRequestData] = (), freed: Sequence[int] = ()
+    ) -> None:
+        plan = SchedulerOutput(self._step, list(freed), list(new), list(cached))
+        self._step += 1
+        self.executor.submit(plan, 60.0).result()
+
+    def without_times(self) -> float:
+        """As `run`, without the times of each step."""
+
+        @contextlib.contextmanager
+        def nothing(state: RankState) -> Iterator[None]:
+            yield
+
+        self.executor._worker.count_step = nothing  # type: ignore[method-assign]
+        try:
+            return self.run()
+        finally:
+            del self.executor._worker.count_step
+
+    def microseconds(self) -> dict[str, float]:
+        """CPU time of a step, of its times, and of a sample of what the rank uses."""
+        worker, state, count = self.executor._worker, self.executor._state, 10_000
+
+        def times() -> None:
+            for _ in range(count):
+                with worker.count_step(state):
+                    pass
+
+        def samples() -> None:
+            for _ in range(count):
+                read_usage(os.getpid(), None)
+
+        return {
+            "µs of a step": self.run() / self._steps * 1e6,
+            "µs of its times": cpu_seconds(times) / count * 1e6,
+            "µs of a sample": cpu_seconds(samples) / count * 1e6,
+        }
+
+    def with_sampler(self) -> float:
+        """As `run`, with samples of what the rank uses."""
+        sampler = UsageSampler([os.getpid()], None)
+        try:
+            return self.run()
+        finally:
+            sampler.close()
+
+
+# --- the API process's side -------------------------------------------------------------------------------------
+
+
+class NoMetrics(Metrics):
+    """Counts nothing of requests and of the engine."""
+
+    def observe(self, replica: int, name: str, value: float, count: int = 1) -> None:
+        pass
+
+    def finished(self, replica: int, reason: FinishReason, seconds: float) -> None:
+        pass
+
+    def take(self, replica: int, stats: EngineStats) -> None:
+        pass
+
+
+async def request_cost(rounds: int, num_requests: int, tokens: int) -> tuple[float, float]:
+    """The API process's ratio, for requests at a time with this number of tokens each; and the microseconds that a
+    token takes longer with the counts.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        clients = []
+        for name, metrics in (("with", Metrics("m")), ("without", NoMetrics("m"))):
+            ends = Endpoints({0: f"ipc://{folder}/{name}-requests"}, (f"ipc://{folder}/{name}-responses",))
+            clients.append(EngineClient(ends, metrics))
+            clients[-1].update(ReplicaUp(0, 1))
+
+        def run(client: EngineClient) -> None:
+            ids = [f"{number}" for number in range(num_requests)]
+            for request_id in ids:
+                client.submit([(request_id, [1] * 16, SamplingParams(max_tokens=tokens))])
+            client._deliver(EngineCoreOutputs([EngineCoreOutput(i, [5], num_cached_tokens=0) for i in ids]))
+            for step in range(tokens - 2):
+                stats = EngineStats(running=num_requests, steps=step)
+                client._deliver(EngineCoreOutputs(request_ids=ids, token_ids=[5] * num_requests, stats=stats))
+            client._deliver(EngineCoreOutputs([EngineCoreOutput(i, [5], finish_reason="length") for i in ids]))
+            assert not client.num_open
+
+        counted, uncounted = clients
+        found, more = paired(
+            rounds, lambda: cpu_seconds(lambda: run(counted)), lambda: cpu_seconds(lambda: run(uncounted))
+        )
+        for client in clients:
+            await client.close()
+        return found, more / num_requests / tokens * 1e6
+
+
+def scrape(replicas: int, rounds: int) -> tuple[float, float]:
+    """Milliseconds for the text of /metrics, and for the client library."""
+    metrics = Metrics("m", config=resolve(EngineOptions(device="cpu")))
+    for replica in range(replicas):
+        metrics.state(replica, "up")
+        metrics.take(replica, EngineStats(running=2, kv_blocks=9, steps=3, started=1))
+        for name in HISTOGRAMS:
+            metrics.observe(replica, name, 0.3, 4)
+        usage = RankUsage(1.0, 2, 3, GpuUsage(1, 2, 0.5, 300.0, 1, 1, 1, 1))
+        metrics.rank_stats[replica] = [RankStats(4, 9.0, 1.0, usage=usage)]
+    families = list(text_string_to_metric_families(metrics.exposition().decode()))
+
+    class Same(Collector):
+        def collect(self) -> Iterator[Metric]:
+            return iter(families)
+
+    ours = [cpu_seconds(metrics.exposition) for _ in range(rounds)]
+    theirs = [cpu_seconds(lambda: generate_latest(Same())) for _ in range(rounds)]
+    return statistics.median(ours) * 1e3, statistics.median(theirs) * 1e3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 32], help="requests that decode at the same time")
+    parser.add_argument(
+        "--steps", type=int, default=500, help="decode steps per round; several seconds for the samples"
+    )
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=64, help="tokens of each request")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--quick", action="store_true", help="few steps, two rounds: a smoke test")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    if options.quick:
+        options.rows, options.steps, options.requests, options.rounds = [2], 8, 4, 2
+    results: dict[str, float] = {}
+    for rows in options.rows:
+        steps = Steps(rows, options.steps)
+        results[f"steps of {rows}, times"], _ = paired(options.rounds, steps.run, steps.without_times)
+        results[f"steps of {rows}, samples"], _ = paired(options.rounds, steps.with_sampler, steps.run)
+        results |= {f"steps of {rows}, {name}": value for name, value in steps.microseconds().items()}
+        steps.executor.close()
+    results["requests"], results["requests, µs of a token more"] = asyncio.run(
+        request_cost(options.rounds, options.requests, options.tokens)
+    )
+    for replicas in REPLICAS:
+        ours, theirs = scrape(replicas, options.rounds)
+        results |= {f"scrape of {replicas}, ms": ours, f"scrape of {replicas}, client library ms": theirs}
+    if options.json:
+        json.dump(results, sys.stdout, indent=1)
+        print()
+        return
+    for name, value in results.items():
+        print(f"{name:36} {value:8.3f}")
+
+
+if __name__ == "__main__":
+    main()
