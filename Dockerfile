@@ -35,7 +35,7 @@ ARG VARIANT
 # The version that the tests run with, as in scripts/setup.
 ARG TORCH=torch==2.13.0
 ARG TORCH_INDEX=https://download.pytorch.org/whl/${VARIANT}
-# Extras of Quire, with commas between them: ray.
+# Extras of Quire, with commas between them: ray, otlp.
 ARG EXTRAS=""
 COPY pyproject.toml /src/
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \

@@ -22,9 +22,13 @@ This page lists every route and every parameter. `scripts/docs` generates it fro
 out of date.
 
 A parameter without a remark has the same meaning as in the API that defines the route (OpenAI's, Anthropic's). A remark
-says what Quire adds or does differently. The server rejects any other parameter with an error that names it. It also
-rejects values of the wrong type: it does not convert numbers to strings or strings to numbers. A `null` in a body is
-the same as leaving the parameter out.
+says what Quire adds or does differently.
+
+A parameter that would change the answer and is not supported is rejected with an error that names it, and so is an
+unknown parameter. What cannot change the answer is accepted and ignored: hints such as `service_tier`, labels such as
+`metadata`, and unknown fields inside messages, their parts and tools. The log names each ignored field once. With
+`--strict-parameters` the server rejects hints and unknown fields in messages, too. A `null` is the same as leaving the
+parameter out. Values of the wrong type are rejected: numbers are not converted to strings, nor strings to numbers.
 """
 _LIMITS = {
     "minimum": "≥ {}",
@@ -37,6 +41,12 @@ _LIMITS = {
     "maxItems": "at most {} items",
     "pattern": "like {}",
 }
+_EXTRA_FIELDS = {
+    "label": "Accepted, without effect on the answer",
+    "hint": "Accepted and ignored",
+    "rejected": "Not supported. Rejected by name, except with a value shown in parentheses, which has no effect",
+}
+"""What is said of the fields that nothing reads, by their kind (`quire.server.openai.protocol.ExtraField`)."""
 _LIMITS_OF_64_BITS = (-(2**63), 2**63)
 """Omitted from remarks, because every integer has them."""
 
@@ -90,17 +100,15 @@ def _object(schema: Schema, shown: list[str]) -> Iterator[str]:
     properties = sorted(schema.get("properties", {}).items(), key=lambda named: named[0] not in required)
     rows = (_row(name, field, name in required, shown) for name, field in properties)
     yield table(("parameter", "type", "default", ""), rows)
-    if harmless := schema.get("x-harmless"):
-        yield f"Accepted, without effect on the answer: {', '.join(map(code, harmless))}.\n"
-    if refused := schema.get("x-refused"):
-        yield (
-            "Not supported. Rejected by name, except with a value shown in parentheses, which has no effect: "
-            + ", ".join(
+    for kind, remark in _EXTRA_FIELDS.items():
+        if fields := schema.get(f"x-{kind}"):
+            named = (
                 code(name) + (f" ({' or '.join(code(json.dumps(value)) for value in values)})" if values else "")
-                for name, values in refused.items()
+                for name, values in fields.items()
             )
-            + ".\n"
-        )
+            yield f"{remark}: {', '.join(named)}.\n"
+    if schema.get("x-ignores-unknown"):
+        yield "Other fields are ignored, too.\n"
 
 
 def _row(name: str, field: Schema, required: bool, shown: list[str], place: str = "body") -> tuple[str, ...]:

@@ -65,6 +65,9 @@ def _command(name: str, parser: argparse.ArgumentParser, engine: set[str]) -> It
         if name != "quire serve" and set(_flags(group)) == engine:
             yield f"The command also takes all [engine flags of quire serve](#{ENGINE}).\n"
             continue
+        if all(action.help == argparse.SUPPRESS for action in actions):
+            yield f"{_sentence(group.description or '')}\n"
+            continue
         title = (group.title or "").capitalize()
         if title and title not in ("Positional arguments", "Options"):
             yield f"### {title}\n" if name == "quire serve" else f"{title}:\n"

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from markdown_table import code, table
 
+from quire.server.cli import vllm_flags
+
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("server", "engine", "kernels", "quire")
 INTRODUCTION = """# Environment variables
@@ -24,7 +26,8 @@ SECTIONS: dict[str, tuple[str, dict[str, str]]] = {
         "",
         {
             "QUIRE_API_KEY": "Keys that clients of `quire serve` must send, separated by spaces or commas, if "
-            "`--api-key` is not given. `quire chat`, `quire complete` and `quire run-batch --url` send the first one.",
+            "`--api-key` is not given. `quire chat`, `quire complete`, `quire profile` and `quire run-batch --url` "
+            "send the first one.",
             "QUIRE_CLUSTER_TOKEN": "Secret that the hosts of a server share, if neither `--cluster-token` nor "
             "`--cluster-token-file` is given.",
             "QUIRE_CPU_ISA": "The instruction set that CPU kernels are compiled for and chosen by: `avx512_bf16`, "
@@ -42,11 +45,41 @@ SECTIONS: dict[str, tuple[str, dict[str, str]]] = {
             "QUIRE_SHARE_GPU": "`1` lets several ranks share one GPU, to try out a layout. Slow; not for production.",
         },
     ),
+    "Traces": (
+        "With `--otlp-traces-endpoint`, the OpenTelemetry SDK also reads its own variables, such as "
+        "`OTEL_SERVICE_NAME` and `OTEL_TRACES_SAMPLER`; see [Monitoring](../guides/monitoring.md#traces).\n",
+        {
+            "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "`grpc` or `http/protobuf`. Default: `OTEL_EXPORTER_OTLP_PROTOCOL`.",
+            "OTEL_EXPORTER_OTLP_PROTOCOL": "The same for all signals. Default: `grpc`.",
+        },
+    ),
+    "Profiles": (
+        "",
+        {
+            "KINETO_LOG_LEVEL": "Lowest level of the messages of the profiler of torch. While it records, Quire sets "
+            "it to `99` (none) if it is not set.",
+            "DISABLE_CUPTI_LAZY_REINIT": "Quire sets it to `1` on GPUs if it is not set: the profiler could not be "
+            "started twice beside CUDA graphs.",
+            "TEARDOWN_CUPTI": "Quire sets it to `0`, for the same reason.",
+        },
+    ),
+    "vLLM": (
+        "`quire serve` reads these for command lines that were written for vLLM; see "
+        "[Flags of vLLM](vllm.md#environment-variables).\n",
+        {
+            **{name: f"The same as `{own}`, which takes precedence." for name, own in vllm_flags.VARIABLES.items()},
+            **{
+                name: f"The same as `{flag}`, which takes precedence{', in GiB' * name.endswith('_SPACE')}."
+                for name, (flag, _) in vllm_flags.VARIABLES_OF_FLAGS.items()
+            },
+            **{spec.partition("=")[0]: f"An error: {remedy}." for spec, remedy in vllm_flags.VARIABLES_REFUSED.items()},
+        },
+    ),
     "Clients and terminals": (
         "",
         {
-            "OPENAI_API_KEY": "The key that `quire bench serve` sends, and that `quire chat`, `quire complete` and "
-            "`quire run-batch --url` send if `QUIRE_API_KEY` is not set.",
+            "OPENAI_API_KEY": "The key that `quire bench serve` sends, and that `quire chat`, `quire complete`, "
+            "`quire profile` and `quire run-batch --url` send if `QUIRE_API_KEY` is not set.",
             "NO_COLOR": "If set, `quire chat` and `quire complete` print no dimmed text.",
         },
     ),
@@ -87,8 +120,13 @@ SECTIONS: dict[str, tuple[str, dict[str, str]]] = {
             "GLOO_SOCKET_IFNAME": "Network interface of gloo. Quire sets it if it is not set: the loopback interface "
             "on one host, otherwise the interface of `QUIRE_HOST_IP`.",
             "NCCL_SOCKET_IFNAME": "Network interface of NCCL. Quire sets it between hosts, as for gloo.",
+            "NCCL_IB_HCA": "InfiniBand devices of NCCL; `quire doctor` compares them with those of the host.",
+            "NCCL_IB_DISABLE": "`1`: NCCL does not use InfiniBand. `quire doctor` warns of it, and of the next two.",
+            "NCCL_P2P_DISABLE": "`1`: GPUs do not read each other's memory.",
+            "NCCL_SHM_DISABLE": "`1`: NCCL does not use shared memory.",
             "TORCH_FR_BUFFER_SIZE": "Size of torch's flight recorder, which names the collective that timed out. "
             "Quire sets it to `2000` if it is not set.",
+            "KUBERNETES_SERVICE_HOST": "Kubernetes sets it in containers, by which `quire doctor` recognizes them.",
             "RAY_ADDRESS": "HOST:PORT of the head of a Ray cluster. Default: the cluster of this host.",
             "RAY_DEDUP_LOGS": "Quire sets it to `0` if it is not set, so that each log line names its node.",
             "HF_TOKEN": "Token for Hugging Face. With Ray, all nodes get it, unless they have their own. The same "
@@ -145,13 +183,14 @@ def used() -> dict[str, str]:
 def _names(source: str) -> Iterator[str]:
     """Names of environment variables in a file: all that look so where it uses the environment, else only our own.
 
-    Names are often constants that stand elsewhere in the file, so that it is not enough to read the calls.
+    Names are often constants defined elsewhere in the file, so reading the calls is not enough. Text after `=` is a
+    value.
     """
     is_reader = "os.environ" in source or "getenv" in source
     for node in ast.walk(ast.parse(source)):
         match node:
-            case ast.Constant(value=str(text)) if (_NAME if is_reader else _OURS).fullmatch(text):
-                yield text
+            case ast.Constant(value=str(text)) if (_NAME if is_reader else _OURS).fullmatch(text.partition("=")[0]):
+                yield text.partition("=")[0]
             case ast.Call(func=ast.Attribute(value=ast.Attribute(attr="environ")), args=[ast.Constant(str(text)), *_]):
                 yield text
             case ast.Call(func=ast.Attribute(attr="getenv"), args=[ast.Constant(str(text)), *_]):

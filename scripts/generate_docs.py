@@ -1,4 +1,4 @@
-"""Write the generated files of docs: the pages of docs/reference that the code decides, and the pictures.
+"""Write the generated files: the pages of docs/reference that the code decides, the pictures, and the dashboards.
 
 `scripts/docs` runs this; with `--check` it writes nothing and names the files that are out of date.
 """
@@ -11,9 +11,11 @@ from pathlib import Path
 
 import api_docs
 import cli_docs
+import dashboards
 import draw_docs
 import environment_docs
 import metrics_docs
+import vllm_docs
 
 ROOT = Path(__file__).parent.parent
 FILES: dict[str, Callable[[], str]] = {
@@ -21,7 +23,9 @@ FILES: dict[str, Callable[[], str]] = {
     "docs/reference/cli.md": cli_docs.render,
     "docs/reference/metrics.md": metrics_docs.render,
     "docs/reference/environment.md": environment_docs.render,
+    "docs/reference/vllm.md": vllm_docs.render,
     **{f"docs/pictures/{name}.svg": draw for name, draw in draw_docs.PICTURES.items()},
+    **{f"deploy/grafana/dashboards/{name}.json": render for name, render in dashboards.DASHBOARDS.items()},
 }
 """What each generated file is made by."""
 

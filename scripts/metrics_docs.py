@@ -6,75 +6,101 @@ from array import array
 
 from markdown_table import code, table
 from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
 
-from quire.engine.protocol.stats import ExpertLoad, RankTimes
-from quire.server.frontend.metrics import FINISH_REASONS, STATES, Metrics
+from quire.engine.config.options import EngineOptions
+from quire.engine.config.resolve import resolve
+from quire.engine.protocol.stats import GROUPS, ExpertLoad, GpuUsage, RankStats, RankUsage
+from quire.server.frontend.metrics import FINISH_REASONS, STATES, VLLM_NAMES, Metrics
 
 INTRODUCTION = """# Metrics
 
 `GET /metrics` returns these metrics in Prometheus text format. `scripts/docs` generates this page from the code, and a
 test fails if it is out of date. [Monitoring](../guides/monitoring.md) says which ones to watch.
 
-Names follow vLLM's, with the prefix `quire:` instead of `vllm:`. With `--api-server-count` above 1, every process
-returns the sum over all of them.
+Metrics that vLLM also has use vLLM's names and labels. They are exported with the prefix `quire:`, and again with the
+prefix `vllm:`, so that dashboards and rules made for vLLM find them; both are the same values. `--no-vllm-metrics`
+leaves these aliases out. Histograms have all buckets of vLLM's, and more.
+
+With `--api-server-count` above 1, every process returns the sum over all of them. A replica that has been removed keeps
+its counters and histograms, so that sums over replicas do not fall; its gauges end.
+
+| label | |
+|---|---|
+| `engine` | number of the replica |
+| `rank`, `stage` | number of the rank in its replica, and of its pipeline stage |
+| `state` | {states} |
+| `finished_reason` | {reasons} |
+| `source` | `local_compute`, or `local_cache_hit`: the prefix cache |
+| `group` | {groups}: tensor parallelism, pipeline parallelism, expert parallelism |
+| `direction` | `received`, `sent` |
+
+Some metrics exist only where they apply, as their condition says:
+
+- *CPU*: ranks on CPUs. On GPUs the host does not wait for steps, so it cannot tell what they spend their time with.
+  [Reliability](../design/reliability.md#stragglers) says how stragglers are found.
+- *GPU*: ranks on NVIDIA GPUs. A GPU or driver may not report all of them, such as power in some virtual machines.
+  Values are sampled every 2 seconds.
+- *experts*: `--enable-expert-parallel`. Models with very many experts have no `quire:expert_tokens_total`.
 """
 
 
 def render() -> str:
     """The page as Markdown."""
-    metrics = Metrics("MODEL")
-    metrics.state(0, "up")
-    plain = list(metrics.collect())
-    metrics.expert_load = ExpertLoad(layers={0: 1}, tokens=array("q", [1]).tobytes(), imbalance=1.0, moved=0)
-    known = {metric.name for metric in plain}
-    experts = [metric for metric in metrics.collect() if metric.name not in known]
-    metrics.expert_load, metrics.rank_times = None, {0: [RankTimes()]}
-    metrics.state(0, "up")
-    ranks = [metric for metric in metrics.collect() if metric.name not in known]
-    histograms = [metric for metric in plain if metric.type == "histogram"]
+    servers = {
+        "": _collect(),
+        "CPU": _collect(on_cpu=True),
+        "GPU": _collect(on_gpu=True),
+        "experts": _collect(has_experts=True),
+    }
+    rows: dict[str, tuple[str, ...]] = {}
+    for condition, metrics in servers.items():
+        for metric in metrics:
+            rows.setdefault(metric.name, _row(metric, condition))
+    histograms = [metric for metric in servers[""] if metric.type == "histogram"]
+    introduction = INTRODUCTION.format(
+        states=_values(STATES[1:]), reasons=_values(FINISH_REASONS), groups=_values(GROUPS)
+    )
     return "\n".join(
         [
-            INTRODUCTION,
-            "## All models\n",
-            _table(plain),
-            f"`finished_reason` is one of {_values(FINISH_REASONS)}. `state` is one of {_values(STATES[1:])}. "
-            "`engine` is the number of the replica.\n",
-            "## Several ranks\n",
-            "On CPUs only. `rank` is the number of the rank in its replica. [Reliability](../design/reliability.md#"
-            "stragglers) says how stragglers are found.\n",
-            _table(ranks),
-            "## Mixtures of experts\n",
-            "With `--enable-expert-parallel` only. Models with very many experts have no `quire:expert_tokens`.\n",
-            _table(experts),
+            introduction,
+            "## All metrics\n",
+            table(("metric", "vLLM's", "type", "labels", "where", ""), rows.values()),
             "## Buckets\n",
-            "Upper bounds of the histograms' buckets, in seconds:\n",
+            "Upper bounds of the histograms' buckets:\n",
             table(("histogram", "buckets"), [(code(metric.name), _buckets(metric)) for metric in histograms]),
         ]
     )
 
 
-def _table(metrics: list[Metric]) -> str:
-    rows = (
-        (
-            code(metric.name + ("_total" if metric.type == "counter" else "")),
-            metric.type,
-            _labels(metric),
-            metric.documentation,
-        )
-        for metric in metrics
+def _collect(*, on_cpu: bool = False, on_gpu: bool = False, has_experts: bool = False) -> list[Metric]:
+    """The metrics of a server like this, without aliases."""
+    metrics = Metrics("MODEL", config=resolve(EngineOptions(device="cpu")), vllm_names=False)
+    metrics.state(0, "up")
+    gpu = GpuUsage(0, 0, 0.0, 0.0, 0, 0, 0, 0) if on_gpu else None
+    metrics.rank_stats = {0: [RankStats(steps=int(on_cpu), usage=RankUsage(0.0, 0, 0, gpu))]}
+    if has_experts:
+        metrics.expert_load = ExpertLoad(layers={0: 1}, tokens=array("q", [1]).tobytes(), imbalance=1.0, moved=0)
+    return list(text_string_to_metric_families(metrics.exposition().decode()))
+
+
+def _row(metric: Metric, condition: str) -> tuple[str, ...]:
+    suffix = "_total" if metric.type == "counter" else ""
+    name = metric.name.removeprefix("quire:")
+    labels = dict.fromkeys(label for sample in metric.samples for label in sample.labels if label != "le")
+    return (
+        code(metric.name + suffix),
+        code(f"vllm:{name}{suffix}") if name in VLLM_NAMES else "",
+        metric.type,
+        ", ".join(map(code, labels)),
+        condition,
+        metric.documentation,
     )
-    return table(("metric", "type", "labels", ""), rows)
-
-
-def _labels(metric: Metric) -> str:
-    names = dict.fromkeys(name for sample in metric.samples for name in sample.labels if name != "le")
-    return ", ".join(map(code, names))
 
 
 def _buckets(metric: Metric) -> str:
-    return ", ".join(
-        f"{float(sample.labels['le']):g}".replace("inf", "+Inf") for sample in metric.samples if "le" in sample.labels
-    )
+    bounds = [sample.labels["le"] for sample in metric.samples if "le" in sample.labels]
+    return ", ".join(f"{float(bound):.15g}".replace("inf", "+Inf") for bound in bounds)
 
 
 def _values(names: tuple[str, ...]) -> str:

@@ -73,21 +73,12 @@ OF_OTHER_PROGRAMS = {"--gpus", "--budget", "--only"} | OF_DOCKER
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
 def test_flags_that_a_guide_names_exist(page: Path) -> None:
     text = page.read_text()
-    if page.name == "coming-from-vllm.md":  # where vLLM's flags stand, too, in the first column and below a heading
-        text = re.sub(r"^### Not .*?(?=^##)", "", text, flags=re.S | re.M)
-        text = re.sub(r"^\|[^|]*\|", "|", text, flags=re.M)
     known = known_flags() | OF_OTHER_PROGRAMS
+    if page.name == "coming-from-vllm.md":
+        known |= set(re.findall(r"`(--[a-z][\w-]*)`", (ROOT / "docs" / "reference" / "vllm.md").read_text()))
     for command in commands(text):
         for flag in re.findall(r"(?<![\w-])--[a-z][\w-]+", command):
             assert flag in known, f"{flag} is no flag of quire"
-
-
-def test_flags_that_are_not_supported_do_not_exist() -> None:
-    page = (ROOT / "docs" / "guides" / "coming-from-vllm.md").read_text()
-    section = page.partition("### Not supported yet")[2].partition("\n#")[0]
-    flags = set(re.findall(r"`(--[a-z][\w-]+)`", section))
-    assert flags
-    assert not flags & known_flags(), "the page says that these are not supported"
 
 
 def test_metrics_that_a_guide_names_exist() -> None:

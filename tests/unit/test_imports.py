@@ -20,19 +20,24 @@ FOLDERS = ("quire", "server", "engine", "kernels")
 SPEC = ("engine.models.families", "engine.models.model_spec", "engine.models.encoder_spec")
 """What models are, in numbers: the part of `engine.models` without torch."""
 BASE = (
-    *("engine.protocol", "engine.log", "engine.process", "engine.runtime_folder"),
+    *("engine.protocol", "engine.log", "engine.process", "engine.runtime_folder", "engine.trace"),
     *("engine.supervisor", "engine.supervised"),
 )
 CONFIG = ("engine.config", "engine.cluster", *SPEC, *BASE)
 """The floor: every room may import it, and nothing in it imports torch."""
+FLAGS = ("server.cli.flags", "server.cli.lazy", "server.cli.vllm", "server.cli.vllm_flags")
+"""What reads options from arguments, for `EngineArgs`, too."""
 BELOW: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(BASE, BASE),
     **dict.fromkeys(SPEC, (*SPEC, *BASE)),
     "engine.config": (*SPEC, *BASE),
     "engine.cluster": ("engine.config", *SPEC, *BASE),
     "engine.config.resolve": CONFIG,
+    "engine.config.layouts": ("engine.config.resolve", *CONFIG),
     "kernels": (),
     "engine.distributed": ("kernels", *CONFIG),
+    "engine.doctor": CONFIG,
+    "engine.doctor.device_checks": ("engine.doctor", "engine.distributed", "kernels", *CONFIG),
     "engine.layers": ("engine.distributed", "kernels", *CONFIG),
     "engine.models": ("engine.layers", "engine.distributed", "kernels", *CONFIG),
     "engine.worker": ("engine.models", "engine.layers", "engine.distributed", "kernels", *CONFIG),
@@ -44,13 +49,18 @@ BELOW: dict[str, tuple[str, ...]] = {
     "engine": (),
     "server.parsers": CONFIG,
     "server.config": CONFIG,
+    **dict.fromkeys(FLAGS, (*FLAGS, "server.config", *CONFIG)),
+    "server.cli.engine_args": (*FLAGS, *CONFIG),
     "server.frontend": ("server.config", "server.parsers", "engine.core.launch", "engine.scheduler.grammar", *CONFIG),
     "server.http": ("server.frontend", "server.config", "server.parsers", "server.llm_outputs", *CONFIG),
     "server.openai": ("server.http", "server.frontend", "server.parsers", "server.llm_outputs", *CONFIG),
     "server.anthropic": ("server.openai", "server.http", "server.frontend", *CONFIG),
     "server.app": ("server.anthropic", "server.openai", "server.http", "server.config", *CONFIG),
     "server.llm_outputs": ("server.frontend", "server.parsers", *CONFIG),
-    "server.llm": ("server.llm_outputs", "server.frontend", "server.parsers", "engine.config.resolve", *CONFIG),
+    "server.llm": (
+        *("server.llm_outputs", "server.frontend", "server.parsers", "server.cli.engine_args"),
+        *("engine.config.resolve", *CONFIG),
+    ),
     "server.cli": (
         *(
             "server.app",
@@ -58,22 +68,35 @@ BELOW: dict[str, tuple[str, ...]] = {
             "server.http",
             "server.frontend",
             "server.config",
+            *FLAGS,
             "engine.core.launch",
+            "engine.doctor",
+            "engine.config.layouts",
             "engine.config.resolve",
             "",
             *CONFIG,
         ),
     ),
     "server": (),
-    "": ("server.llm", "server.llm_outputs", *CONFIG),
+    "": ("server.llm", "server.llm_outputs", "server.cli.engine_args", *CONFIG),
 }
 OPTIONS_ROOMS = (
-    *("engine.config", "engine.config.resolve", "server.cli", "server.llm"),
+    *(
+        "engine.config",
+        "engine.config.resolve",
+        "engine.config.layouts",
+        "server.cli",
+        "server.cli.engine_args",
+        "server.llm",
+    ),
     *("engine.cluster.cluster_token", "engine.cluster.ray_cluster", "engine.core.launch", "engine.executor.nodes"),
 )
 """Where the user's options may be read: where flags are parsed and resolved, and where a process on another host gets
 the options that it resolves itself."""
-TORCH_ROOMS = ("kernels", "engine.distributed", "engine.layers", "engine.models", "engine.worker")
+TORCH_ROOMS = (
+    *("kernels", "engine.distributed", "engine.doctor.device_checks", "engine.layers", "engine.models"),
+    "engine.worker",
+)
 
 WEB_ROOMS = ("server.http", "server.openai", "server.anthropic", "server.app", "server.cli")
 
@@ -134,6 +157,10 @@ def test_heavy_libraries_stay_in_their_rooms(module: str, path: Path) -> None:
         library = name.split(".")[0]
         if library == "torch":
             assert room in TORCH_ROOMS, f"{module} imports torch"
+        if library in ("opentelemetry", "grpc"):
+            assert module == "server.http.tracing", f"{module} imports {library}"
+        if name.startswith("quire.server.http.tracing"):
+            assert module in ("server.app", "server.cli.api_process"), f"{module} imports {name}"
         if library in ("pydantic", "fastapi", "starlette"):
             assert room in WEB_ROOMS, f"{module} imports {library}"
         if library == "ray":
