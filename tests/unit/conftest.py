@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing.util
 import os
 import platform
@@ -14,6 +15,7 @@ import pytest
 from quire.kernels import cpu, dispatch
 
 platform.platform()  # runs `uname` once; clients ask for it
+importlib.import_module("matplotlib.font_manager")  # runs `fc-list` once
 
 
 def refuse(what: str) -> Callable[..., NoReturn]:
