@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.kernels import backends, packed, reference
+from quire.kernels import backends, packed, quantized, reference
 from quire.kernels.attention_config import AttentionConfig, AttentionLayer
 from quire.kernels.flashinfer import FlashInfer
+from quire.kernels.quantized import VALUES, QuantizedWeight
 
 logger = logging.getLogger(__name__)
 
@@ -52,8 +53,9 @@ def differences(
     def problem(each: tuple[str, Call]) -> str:
         """What is wrong with the kernel; "" if it agrees with the reference."""
         name, call = each
+        oracle = next(each for each in (reference, packed, quantized) if hasattr(each, name))
         try:
-            return _difference(call(module), call(reference if hasattr(reference, name) else packed), dtype)
+            return _difference(call(module), call(oracle), dtype)
         except Exception as error:  # from a compiler or a driver
             return f"{type(error).__name__}: {error}".partition("\n")[0]
 
@@ -194,10 +196,52 @@ def _calls_of_packed(device: torch.device, dtype: torch.dtype) -> Iterator[tuple
     yield "int8_linear", lambda module: module.int8_linear(x, *int8, bias, 70)
     yield "int4_linear", lambda module: module.int4_linear(x, int4(weight, 32), bias, 70)
     gate_up, down = random(3, 96, 96) / 10, random(3, 96, 48) / 7
+    ids, shares = torch.randint(3, (5, 2), generator=noise).to(device), torch.rand(5, 2, generator=noise).to(device)
+    for values, groups in (("int4", 3), ("nf4", 3), ("fp8", 3), ("int8", 1), ("uint8", 3)):
+        yield "coded_linear", functools.partial(_multiply_coded, x, bias, _random_codes(noise, values, groups, 70, 96))
+        first, second = (_random_codes(noise, values, groups, 3, *part.shape[1:]) for part in (gate_up, down))
+        yield "coded_experts", functools.partial(_mix_coded, x, shares, ids, first, second)
+    codes, factors = torch.randint(16, weight.shape, generator=noise).to(device, torch.uint8), random(2, 70, 3).float()
+    yield (
+        "pack_coded_tiles",
+        lambda module: (
+            module.pack_coded_tiles(codes, None, None, 8, 8, False, True),
+            module.pack_coded_tiles(codes, *factors, 32, 8, True),
+            module.pack_coded_tiles(codes, *factors, 32, 4, False),
+        ),
+    )
     stacked = torch.stack([packed.pack_tiles(expert, per_word, True) for expert in gate_up])
     downs = torch.stack([packed.pack_tiles(expert, per_word) for expert in down])
-    ids, shares = torch.randint(3, (5, 2), generator=noise).to(device), torch.rand(5, 2, generator=noise).to(device)
     yield (
         "packed_experts",
         lambda module: module.packed_experts(x, shares, ids, stacked, None, None, downs, None, None, "silu"),
+    )
+
+
+def _random_codes(noise: torch.Generator, values: str, groups: int, *shape: int) -> QuantizedWeight:
+    """A weight of few bits, with scales and offsets if it has several groups."""
+    codes = torch.randint(min(120, len(VALUES[values])), shape, generator=noise).to(torch.uint8)
+    scales = torch.rand(*shape[:-1], groups, generator=noise) / VALUES[values][:120].abs().max() / 10
+    offsets = torch.randint(-8, 8, scales.shape, generator=noise).float() if groups > 1 else None
+    return QuantizedWeight(values, torch.float32, codes, scales, offsets)
+
+
+def _multiply_coded(x: Tensor, bias: Tensor, weight: QuantizedWeight, module: Any) -> tuple[Any, Any]:
+    def product(gated: bool) -> Any:
+        tiles = quantized.pack_coded(weight, gated)
+        form = weight.values, tiles.group, tiles.factors
+        if gated:
+            return module.coded_linear(x, tiles.tiles, tiles.scales, None, len(bias) // 2, *form, "silu")
+        return module.coded_linear(x, tiles.tiles, tiles.scales, bias, len(bias), *form)
+
+    return product(False), product(True)
+
+
+def _mix_coded(
+    x: Tensor, shares: Tensor, ids: Tensor, gate_up: QuantizedWeight, down: QuantizedWeight, module: Any
+) -> Any:
+    first, second = quantized.stack_coded(gate_up, True), quantized.stack_coded(down)
+    return module.coded_experts(
+        *(x, shares, ids, first.tiles, first.scales, None, second.tiles, second.scales, None, "silu"),
+        *(gate_up.values, first.group, first.factors, second.group, second.factors),
     )

@@ -9,18 +9,23 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels import linear, packed, reference
+from quire.kernels import linear, packed, quantized, reference
 from quire.kernels.dispatch import by_device
+from quire.kernels.quantized import QuantizedWeight
 
 fused_experts = by_device(reference.fused_experts)
 _act_mul = by_device(reference.act_mul)
 _packed_experts = by_device(packed.packed_experts)
+_pack_tiles = by_device(packed.pack_tiles)
+_pack_coded_tiles = by_device(quantized.pack_coded_tiles)
+_coded_experts = by_device(quantized.coded_experts)
 
 
 class PackedExperts(ABC):
@@ -49,8 +54,8 @@ class PackedExperts(ABC):
 
 
 def pack_experts(
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: Tensor | QuantizedWeight,
+    down: Tensor | QuantizedWeight,
     activation: str,
     *,
     gate_up_bias: Tensor | None = None,
@@ -63,6 +68,8 @@ def pack_experts(
     and quantization are selected as in `pack_linear`.
     """
     biases = (gate_up_bias, down_bias)
+    if isinstance(gate_up, QuantizedWeight) or isinstance(down, QuantizedWeight):
+        return _pack_quantized(gate_up, down, activation, *biases)
     packing = linear.packing(gate_up[0], quantization)
     if packing is linear.PlainLinear:
         return PlainExperts(gate_up, down, activation, *biases)
@@ -70,6 +77,38 @@ def pack_experts(
         return TiledExperts(gate_up, down, activation, *biases, quantization)
     products = [[linear.pack_linear(weight, quantization) for weight in weights] for weights in (gate_up, down)]
     return ExpertByExpert(products[0], products[1], activation, *biases)
+
+
+def _pack_quantized(
+    gate_up: Tensor | QuantizedWeight,
+    down: Tensor | QuantizedWeight,
+    activation: str,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+) -> PackedExperts:
+    biases = (gate_up_bias, down_bias)
+    if isinstance(gate_up, QuantizedWeight) and isinstance(down, QuantizedWeight):
+        both = gate_up, down
+        is_in_order = all(each.columns is None for each in both)
+        if is_in_order and gate_up.codes.device.type != "cpu":
+            return PlainExperts(gate_up.dequantize(), down.dequantize(), activation, *biases)
+        if all(linear.rounds_inputs(each) for each in both):
+            if linear.packing(gate_up.codes, "int8") is linear.Int8Linear:
+                return TiledExperts(gate_up, down, activation, *biases)
+        elif is_in_order and gate_up.values == down.values and _fits_tiles(down):
+            return CodedExperts(gate_up, down, activation, *biases)
+    products = [
+        [linear.pack_linear(weights.at(expert)) for expert in range(len(weights.codes))]
+        if isinstance(weights, QuantizedWeight)
+        else [linear.pack_linear(weight) for weight in weights]
+        for weights in (gate_up, down)
+    ]
+    return ExpertByExpert(products[0], products[1], activation, *biases)
+
+
+def _fits_tiles(down: QuantizedWeight) -> bool:
+    """Whether the inputs can be those of whole tiles of gates: groups cannot be padded."""
+    return down.scales.shape[-1] == 1 or down.codes.shape[-1] % (packed.TILE // 2) == 0
 
 
 class PlainExperts(PackedExperts):
@@ -93,23 +132,25 @@ class TiledExperts(PackedExperts):
 
     def __init__(
         self,
-        gate_up: Tensor,
-        down: Tensor,
+        gate_up: Tensor | QuantizedWeight,
+        down: Tensor | QuantizedWeight,
         activation: str,
         gate_up_bias: Tensor | None,
         down_bias: Tensor | None,
         quantization: linear.Quantization | None = None,
     ) -> None:
-        stacked = {"int8": _int8_stack, "int4": _int4_stack, None: _stack}[quantization]
-        first = stacked(gate_up.detach(), gated=True)
-        second = stacked(down.detach(), padding=-down.shape[2] % (packed.TILE // 2))
-        biases = [
-            gate_up_bias
-            if gate_up_bias is None
-            else torch.stack([packed.interleave_gated(bias) for bias in gate_up_bias]),
-            down_bias if down_bias is None else F.pad(down_bias, (0, -down_bias.shape[1] % packed.TILE)),
-        ]
-        first_bias, second_bias = (bias if bias is None else bias.detach().float() for bias in biases)
+        """Quantized weights, which `linear.rounds_inputs`, keep their integers."""
+        first: tuple[Tensor, Tensor | None]
+        second: tuple[Tensor, Tensor | None]
+        if isinstance(gate_up, QuantizedWeight) and isinstance(down, QuantizedWeight):
+            first, second = _int8_stack(gate_up, gated=True), _int8_stack(down, padding=_padding(down.codes))
+        else:
+            assert isinstance(gate_up, Tensor)
+            assert isinstance(down, Tensor)
+            stacked = {"int8": _int8_stack, "int4": _int4_stack, None: _stack}[quantization]
+            first = stacked(gate_up.detach(), gated=True)
+            second = stacked(down.detach(), padding=_padding(down))
+        first_bias, second_bias = _tiled_biases(gate_up_bias, down_bias)
         self._weights = *first, first_bias, *second, second_bias, activation
 
     def __call__(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
@@ -117,6 +158,49 @@ class TiledExperts(PackedExperts):
 
     def state(self, index: int) -> list[Tensor]:
         return _tensors_at(self._weights, index)
+
+
+class CodedExperts(PackedExperts):
+    """The `CodedTiles` of all experts in one tensor: weights in few bits as they are published."""
+
+    def __init__(
+        self,
+        gate_up: QuantizedWeight,
+        down: QuantizedWeight,
+        activation: str,
+        gate_up_bias: Tensor | None,
+        down_bias: Tensor | None,
+    ) -> None:
+        down = replace(down, codes=_pad_columns(down.codes, _padding(down.codes)))
+        first = quantized.stack_coded(gate_up, True, _pack_coded_tiles)
+        second = quantized.stack_coded(down, False, _pack_coded_tiles)
+        first_bias, second_bias = _tiled_biases(gate_up_bias, down_bias)
+        self._weights = first.tiles, first.scales, first_bias, second.tiles, second.scales, second_bias, activation
+        self._form = first.values, first.group, first.factors, second.group, second.factors
+
+    def __call__(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        return _coded_experts(x, weights, ids, *self._weights, *self._form)
+
+    @property
+    def layout(self) -> str:
+        return f"{super().layout} of {self._form}"
+
+    def state(self, index: int) -> list[Tensor]:
+        return _tensors_at(self._weights, index)
+
+
+def _tiled_biases(gate_up_bias: Tensor | None, down_bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Biases `[experts, features]` in the order of tiles, in float32."""
+    if gate_up_bias is not None:
+        gate_up_bias = torch.stack([packed.interleave_gated(bias) for bias in gate_up_bias.detach().float()])
+    if down_bias is not None:
+        down_bias = F.pad(down_bias.detach().float(), (0, -down_bias.shape[1] % packed.TILE))
+    return gate_up_bias, down_bias
+
+
+def _padding(down: Tensor) -> int:
+    """Columns that `down` lacks: it has one for each pair of gate and up in a tile."""
+    return -down.shape[-1] % (packed.TILE // 2)
 
 
 def _tensors_at(weights: Sequence[Tensor | str | None], index: int) -> list[Tensor]:
@@ -135,10 +219,17 @@ def _stack(weights: Tensor, *, gated: bool = False, padding: int = 0) -> tuple[T
     return stack, None
 
 
-def _int8_stack(weights: Tensor, *, gated: bool = False, padding: int = 0) -> tuple[Tensor, Tensor]:
-    tiles = (linear.pack_int8_tiles(_pad_columns(weight, padding), gated) for weight in weights)
+def _int8_stack(weights: Tensor | QuantizedWeight, *, gated: bool = False, padding: int = 0) -> tuple[Tensor, Tensor]:
+    if isinstance(weights, QuantizedWeight):
+        weights = replace(weights, codes=_pad_columns(weights.codes, padding))
+        experts = (weights.at(expert) for expert in range(len(weights.codes)))
+        tiles = (quantized.pack_int8_codes(expert, gated, _pack_tiles) for expert in experts)
+        count = len(weights.codes)
+    else:
+        tiles = (linear.pack_int8_tiles(_pad_columns(weight, padding), gated) for weight in weights)
+        count = len(weights)
     first = next(tiles)
-    stack, scales = (x.new_empty((len(weights), *x.shape)) for x in first)
+    stack, scales = (x.new_empty((count, *x.shape)) for x in first)
     for expert, packed_weight in enumerate(chain((first,), tiles)):
         stack[expert], scales[expert] = packed_weight
     return stack, scales

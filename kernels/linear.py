@@ -12,14 +12,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels import dispatch, isa, packed, reference
+from quire.kernels import dispatch, isa, packed, quantized, reference
 from quire.kernels.dispatch import by_device
+from quire.kernels.quantized import QuantizedWeight
 
 Quantization = Literal["int8", "int4"]
 
@@ -33,6 +35,8 @@ _pack_int4_tiles = by_device(packed.pack_int4_tiles)
 _tiled_linear = by_device(packed.tiled_linear)
 _int8_linear = by_device(packed.int8_linear)
 _int4_linear = by_device(packed.int4_linear)
+_pack_coded_tiles = by_device(quantized.pack_coded_tiles)
+_coded_linear = by_device(quantized.coded_linear)
 
 _ROWS_HINT = 256
 """The number of rows that oneDNN packs for. A weight packed for few rows is slow for many; the reverse is not true."""
@@ -57,21 +61,49 @@ class PackedLinear(ABC):
             target.copy_(source)
 
 
-def pack_linear(weight: Tensor, quantization: Quantization | None = None) -> PackedLinear:
-    """Pack `weight` `[out, in]` for a matmul; the caller may free it. Quantization is for CPUs only.
+def pack_linear(weight: Tensor | QuantizedWeight, quantization: Quantization | None = None) -> PackedLinear:
+    """Pack `weight` `[out, in]` for a matmul; the caller may free it. Quantization is for tensors on CPUs only.
 
     int8: one scale per output feature and one per row of `x`, computed at run time (W8A8, dynamic).
     int4: a scale and a zero per group of up to 128 weights of an output feature; `in` must be a multiple of 32.
+    A quantized weight keeps its codes on a CPU; elsewhere it is dequantized.
     """
+    if isinstance(weight, QuantizedWeight):
+        return _pack_quantized(weight)
     return packing(weight, quantization)(weight)
 
 
-def pack_gated(weight: Tensor, activation: str, quantization: Quantization | None = None) -> PackedLinear:
+def pack_gated(
+    weight: Tensor | QuantizedWeight, activation: str, quantization: Quantization | None = None
+) -> PackedLinear:
     """Pack `weight` `[2 * size, in]`, gates before ups, for a matmul and `act_mul`; calls return `[rows, size]`."""
+    if isinstance(weight, QuantizedWeight):
+        return _pack_quantized(weight, activation)
     pack = packing(weight, quantization)
     if pack is TiledLinear or pack is Int8Linear or pack is Int4Linear:
         return pack(weight, activation)
     return PackedGatedLinear(pack(weight), activation)
+
+
+def _pack_quantized(weight: QuantizedWeight, activation: str = "") -> PackedLinear:
+    if weight.columns is not None:
+        return GatheredLinear(_pack_quantized(replace(weight, columns=None), activation), weight.columns)
+    if weight.codes.device.type != "cpu":
+        product: PackedLinear = PlainLinear(weight.dequantize())
+    elif not rounds_inputs(weight):
+        return CodedLinear(weight, activation)
+    elif packing(weight.codes, "int8") is Int8Linear:
+        return Int8Linear(weight, activation)
+    else:
+        product = Int8OneDNNLinear(weight)
+    return PackedGatedLinear(product, activation) if activation else product
+
+
+def rounds_inputs(weight: QuantizedWeight) -> bool:
+    """Whether `int8_linear` can multiply by it: its inputs may be rounded, and its factors are one scale per output
+    feature."""
+    is_plain = weight.scales.shape[-1] == 1 and weight.offsets is None and weight.columns is None
+    return weight.values == weight.activations == "int8" and is_plain
 
 
 def packing(weight: Tensor, quantization: Quantization | None) -> Callable[[Tensor], PackedLinear]:
@@ -189,9 +221,14 @@ class Int8Linear(PackedLinear):
     Applies a gated activation in registers.
     """
 
-    def __init__(self, weight: Tensor, activation: str = "") -> None:
-        self._features, self._activation = len(weight) // (2 if activation else 1), activation
-        self._weight, self._scales = pack_int8_tiles(weight.detach(), bool(activation))
+    def __init__(self, weight: Tensor | QuantizedWeight, activation: str = "") -> None:
+        """A quantized weight, which `rounds_inputs`, keeps its integers."""
+        if isinstance(weight, QuantizedWeight):
+            tiles = quantized.pack_int8_codes(weight, bool(activation), _pack_tiles)
+            outs, (self._weight, self._scales) = len(weight.codes), tiles
+        else:
+            outs, (self._weight, self._scales) = len(weight), pack_int8_tiles(weight.detach(), bool(activation))
+        self._features, self._activation = outs // (2 if activation else 1), activation
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         bias = _interleave_bias(bias, self._activation)
@@ -204,15 +241,18 @@ class Int8Linear(PackedLinear):
 class Int8OneDNNLinear(PackedLinear):
     """oneDNN's matmul of 8-bit integers. Without VNNI, it would sum two products in 16 bits, which may overflow."""
 
-    def __init__(self, weight: Tensor) -> None:
-        quantized, self._scales = _quantize_weight(weight.detach())
-        self._zeros = torch.zeros(len(weight), dtype=torch.int32)
-        self._weight = torch.ops.onednn.qlinear_prepack(quantized, None)
+    def __init__(self, weight: Tensor | QuantizedWeight) -> None:
+        if isinstance(weight, QuantizedWeight):
+            integers, self._scales = weight.codes.view(torch.int8), weight.scales[:, 0].contiguous()
+        else:
+            integers, self._scales = _quantize_weight(weight.detach())
+        self._zeros = torch.zeros(len(integers), dtype=torch.int32)
+        self._weight = torch.ops.onednn.qlinear_prepack(integers, None)
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        quantized, scales = _quantize_rows(x)
+        integers, scales = _quantize_rows(x)
         out = torch.ops.onednn.qlinear_pointwise(
-            *(_padded(quantized), 1.0, packed.INT8_ZERO, self._weight, self._scales, self._zeros),
+            *(_padded(integers), 1.0, packed.INT8_ZERO, self._weight, self._scales, self._zeros),
             *(None, 1.0, 0, torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32, "none", [], ""),
         )
         return _scale_rows(out[: len(x)], scales, bias, x.dtype)
@@ -221,8 +261,8 @@ class Int8OneDNNLinear(PackedLinear):
         return [self._weight.to_dense().T.contiguous(), self._scales]
 
     def restore(self, state: Sequence[Tensor]) -> None:
-        quantized, scales = state
-        self._weight = torch.ops.onednn.qlinear_prepack(quantized, None)
+        integers, scales = state
+        self._weight = torch.ops.onednn.qlinear_prepack(integers, None)
         self._scales.copy_(scales)
 
 
@@ -242,3 +282,45 @@ class Int4Linear(PackedLinear):
 
     def state(self) -> list[Tensor]:
         return [self._weight]
+
+
+class CodedLinear(PackedLinear):
+    """A weight in few bits as it is published, with float32 sums. `x` is not rounded.
+
+    Applies a gated activation in registers.
+    """
+
+    def __init__(self, weight: QuantizedWeight, activation: str = "") -> None:
+        self._features, self._activation = len(weight.codes) // (2 if activation else 1), activation
+        tiles = quantized.pack_coded(weight, bool(activation), _pack_coded_tiles)
+        self._weight, self._scales = tiles.tiles, tiles.scales
+        self._values, self._group, self._factors = tiles.values, tiles.group, tiles.factors
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        bias = _interleave_bias(bias, self._activation)
+        form = self._values, self._group, self._factors
+        return _coded_linear(x, self._weight, self._scales, bias, self._features, *form, self._activation)
+
+    def state(self) -> list[Tensor]:
+        return [self._weight, self._scales]
+
+
+class GatheredLinear(PackedLinear):
+    """A matmul whose columns are in another order than the inputs."""
+
+    def __init__(self, product: PackedLinear, columns: Tensor) -> None:
+        """`columns` is as in `QuantizedWeight`."""
+        self._product, self._columns, self._last = product, columns, int(columns.max())
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        x = F.pad(x, (0, 1)) if x.shape[1] == self._last else x
+        return self._product(x.index_select(1, self._columns), bias)
+
+    def state(self) -> list[Tensor]:
+        return [self._columns, *self._product.state()]
+
+    def restore(self, state: Sequence[Tensor]) -> None:
+        columns, *product = state
+        self._columns.copy_(columns)
+        self._last = int(columns.max())
+        self._product.restore(product)

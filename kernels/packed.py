@@ -6,6 +6,8 @@ A weight is laid out in tiles of output features, with elements of 32, 16, 8 or 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -187,7 +189,6 @@ def packed_experts(
     `gate_up` holds TILE / 2 gates, then their ups; `down` has one input for each pair. Scales and biases are float32
     `[experts, tiles * TILE]`.
     """
-    hidden = x.shape[1]
 
     def product(rows: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None, expert: int) -> Tensor:
         features = weight.shape[1] * TILE
@@ -199,10 +200,28 @@ def packed_experts(
             out = tiled_linear(rows, weight[expert], None, features)
         return out if bias is None else (out + bias[expert]).to(x.dtype)
 
-    def feed_forward(expert: int, rows: Tensor) -> Tensor:
-        both = product(rows, gate_up, gate_up_scales, gate_up_bias, expert)
-        halves = both.view(len(rows), -1, 2, TILE // 2).transpose(1, 2)  # gates, ups
-        inner = act_mul(halves.reshape(len(rows), -1), activation)
-        return product(inner, down, down_scales, down_bias, expert)[:, :hidden]
+    def gates_and_ups(expert: int, rows: Tensor) -> Tensor:
+        return product(rows, gate_up, gate_up_scales, gate_up_bias, expert)
 
-    return by_expert(x, weights, ids, len(gate_up), feed_forward)
+    def downs(expert: int, rows: Tensor) -> Tensor:
+        return product(rows, down, down_scales, down_bias, expert)
+
+    return feed_forward_by_tiles(x, weights, ids, len(gate_up), gates_and_ups, downs, activation)
+
+
+def feed_forward_by_tiles(
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    num_experts: int,
+    gate_up: Callable[[int, Tensor], Tensor],
+    down: Callable[[int, Tensor], Tensor],
+    activation: str,
+) -> Tensor:
+    """`by_expert` with products of an expert and its rows, whose results are those of whole tiles."""
+
+    def feed_forward(expert: int, rows: Tensor) -> Tensor:
+        halves = gate_up(expert, rows).view(len(rows), -1, 2, TILE // 2).transpose(1, 2)  # gates, ups
+        return down(expert, act_mul(halves.reshape(len(rows), -1), activation))[:, : x.shape[1]]
+
+    return by_expert(x, weights, ids, num_experts, feed_forward)

@@ -6,15 +6,19 @@ import torch
 from torch import Tensor
 
 from quire.kernels.cpu.build import CannotBuild, load
+from quire.kernels.quantized import VALUES
 
 __all__ = [
     "CannotBuild",
     "act_mul",
     "add_rms_norm",
     "apply_bitmask",
+    "coded_experts",
+    "coded_linear",
     "int4_linear",
     "int8_linear",
     "load",
+    "pack_coded_tiles",
     "pack_int4_tiles",
     "pack_int8_tiles",
     "pack_tiles",
@@ -101,6 +105,30 @@ def int4_linear(x: Tensor, weight: Tensor, bias: Tensor | None, features: int, a
     return out
 
 
+def pack_coded_tiles(
+    codes: Tensor, scales: Tensor | None, offsets: Tensor | None, group: int, bits: int, wide: bool, gated: bool = False
+) -> Tensor:
+    out: Tensor = torch.ops.quire.pack_coded_tiles(codes, scales, offsets, group, bits, wide, gated)
+    return out
+
+
+def coded_linear(
+    x: Tensor,
+    tiles: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    features: int,
+    values: str,
+    group: int,
+    factors: int,
+    activation: str = "",
+) -> Tensor:
+    out: Tensor = torch.ops.quire.coded_linear(
+        *(x, tiles, scales, bias, features, values, VALUES[values], group, factors, activation)
+    )
+    return out
+
+
 def route(
     logits: Tensor,
     top_k: int,
@@ -133,6 +161,30 @@ def packed_experts(
 ) -> Tensor:
     out: Tensor = torch.ops.quire.packed_experts(
         *(x, weights, ids, gate_up, gate_up_scales, gate_up_bias, down, down_scales, down_bias, activation)
+    )
+    return out
+
+
+def coded_experts(
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    gate_up: Tensor,
+    gate_up_scales: Tensor,
+    gate_up_bias: Tensor | None,
+    down: Tensor,
+    down_scales: Tensor,
+    down_bias: Tensor | None,
+    activation: str,
+    values: str,
+    gate_up_group: int,
+    gate_up_factors: int,
+    down_group: int,
+    down_factors: int,
+) -> Tensor:
+    out: Tensor = torch.ops.quire.coded_experts(
+        *(x, weights, ids, gate_up, gate_up_scales, gate_up_bias, down, down_scales, down_bias, activation),
+        *(values, VALUES[values], gate_up_group, gate_up_factors, down_group, down_factors),
     )
     return out
 

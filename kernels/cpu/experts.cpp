@@ -7,7 +7,7 @@
 // token, in the order of experts. So a token's result depends neither on other tokens nor on the number of threads.
 
 #include "activation.h"
-#include "packed_tiles.h"
+#include "coded.h"
 
 namespace quire {
 namespace {
@@ -265,26 +265,22 @@ struct Mixture {
 };
 
 // x: [tokens, hidden]; weights float32 and ids int64, [tokens, top_k]: ids of experts on other ranks add nothing.
-// The experts' weights are tiles as for `tiled_linear`, as for `int8_linear` if they have scales, or as for `int4_linear`.
-// gate_up: 16 gates then 16 ups per tile; down: of `inner` inputs, 16 for each tile of gate_up. Scales and biases: float32
-// [experts, tiles * 32].
-Tensor packed_experts(const Tensor& x, const Tensor& weights, const Tensor& ids, const Tensor& gate_up,
-                      const std::optional<Tensor>& gate_up_scales, const std::optional<Tensor>& gate_up_bias,
-                      const Tensor& down, const std::optional<Tensor>& down_scales,
-                      const std::optional<Tensor>& down_bias, std::string_view activation) {
-  const int64_t tokens = x.size(0), hidden = x.size(1);
+// gate_up: 16 gates then 16 ups per tile; down: of `inner` inputs, 16 for each tile of gate_up. Calls `body(run)`, where
+// `run<Form, T>(form, down_form)` computes the result with tiles of these forms.
+template <typename Body>
+Tensor mix_experts(const Tensor& x, const Tensor& weights, const Tensor& ids, const Matrices& first,
+                   const Matrices& second, std::string_view activation, Body&& body) {
+  const int64_t tokens = x.size(0), hidden = x.size(1), inner = first.tiles * kHalf;
   STD_TORCH_CHECK(ids.sizes() == weights.sizes() && ids.size(0) == tokens && ids.scalar_type() == ScalarType::Long &&
                       weights.scalar_type() == ScalarType::Float,
                   "weights must be float32 and ids int64, both [tokens, top_k]");
-  const Matrices first(gate_up, gate_up_scales, gate_up_bias), second(down, down_scales, down_bias);
-  const int64_t inner = first.tiles * kHalf;
   const Tensor from = as_contiguous(x);
   const auto [assignments, expert_ranges] = sort_by_expert(as_contiguous(weights), as_contiguous(ids), first.experts);
   Tensor out = empty(x.sizes(), from.scalar_type());
   Tensor between = empty({int64_t(assignments.size()), inner}, from.scalar_type());
   Tensor total = x.scalar_type() == ScalarType::Float ? out : empty(x.sizes(), ScalarType::Float);
   const Gated gated = find_gated(activation);
-  const auto run = [&]<typename Form, typename T>(Form form, Form down_form) {
+  body([&]<typename Form, typename T>(Form form, Form down_form) {
     STD_TORCH_CHECK(first.match(form, hidden) && second.match(down_form, inner) && first.experts == second.experts &&
                         (hidden + kTile - 1) / kTile == second.tiles,
                     "the shapes of x, gate_up and down do not match");
@@ -293,21 +289,48 @@ Tensor packed_experts(const Tensor& x, const Tensor& weights, const Tensor& ids,
     mixture.gate_up(Rows<Form>(form, from.const_data_ptr<T>(), tokens, hidden), first, gated, middle);
     mixture.down(Rows<Form>(down_form, middle, assignments.size(), inner), second, tokens, hidden,
                  total.mutable_data_ptr<float>(), out.mutable_data_ptr<T>());
-  };
-  STD_TORCH_CHECK(gate_up.scalar_type() == down.scalar_type());
-  for_type(x.scalar_type(), [&]<typename T>() {
-    if (first.scales && second.scales) {
-      STD_TORCH_CHECK(std::max(hidden, inner) <= kMostBytes,
-                      "more than 65,536 inputs are not supported: sums may overflow 32 bits");
-      run.template operator()<Byte, T>({}, {});
-    } else if (gate_up.scalar_type() == ScalarType::Byte) {
-      run.template operator()<Int4, T>(Int4::of_step(gate_up.size(3)), Int4::of_step(down.size(3)));
-    } else {
-      STD_TORCH_CHECK(x.scalar_type() == gate_up.scalar_type());
-      run.template operator()<Tiled<T>, T>({}, {});
-    }
   });
   return out;
+}
+
+// The experts' weights are tiles as for `tiled_linear`, as for `int8_linear` if they have scales, or as for `int4_linear`.
+// Scales and biases: float32 [experts, tiles * 32].
+Tensor packed_experts(const Tensor& x, const Tensor& weights, const Tensor& ids, const Tensor& gate_up,
+                      const std::optional<Tensor>& gate_up_scales, const std::optional<Tensor>& gate_up_bias,
+                      const Tensor& down, const std::optional<Tensor>& down_scales,
+                      const std::optional<Tensor>& down_bias, std::string_view activation) {
+  const Matrices first(gate_up, gate_up_scales, gate_up_bias), second(down, down_scales, down_bias);
+  STD_TORCH_CHECK(gate_up.scalar_type() == down.scalar_type());
+  return mix_experts(x, weights, ids, first, second, activation, [&](auto run) {
+    for_type(x.scalar_type(), [&]<typename T>() {
+      if (first.scales && second.scales) {
+        STD_TORCH_CHECK(std::max(x.size(1), first.tiles * kHalf) <= kMostBytes,
+                        "more than 65,536 inputs are not supported: sums may overflow 32 bits");
+        run.template operator()<Byte, T>({}, {});
+      } else if (gate_up.scalar_type() == ScalarType::Byte) {
+        run.template operator()<Int4, T>(Int4::of_step(gate_up.size(3)), Int4::of_step(down.size(3)));
+      } else {
+        STD_TORCH_CHECK(x.scalar_type() == gate_up.scalar_type());
+        run.template operator()<Tiled<T>, T>({}, {});
+      }
+    });
+  });
+}
+
+// The experts' weights are tiles as for `coded_linear`; scales and biases as for `packed_experts`.
+Tensor coded_experts(const Tensor& x, const Tensor& weights, const Tensor& ids, const Tensor& gate_up,
+                     const Tensor& gate_up_scales, const std::optional<Tensor>& gate_up_bias, const Tensor& down,
+                     const Tensor& down_scales, const std::optional<Tensor>& down_bias, std::string_view activation,
+                     std::string_view values, const Tensor& table, int64_t gate_up_group, int64_t gate_up_factors,
+                     int64_t down_group, int64_t down_factors) {
+  const Matrices first(gate_up, gate_up_scales, gate_up_bias), second(down, down_scales, down_bias);
+  return mix_experts(x, weights, ids, first, second, activation, [&](auto run) {
+    with_values(values, table, [&]<typename Values>(Values each) {
+      const Coded<Values> form(each, gate_up_group, gate_up_factors, gate_up.size(3)),
+          down_form(each, down_group, down_factors, down.size(3));
+      for_type(x.scalar_type(), [&]<typename T>() { run.template operator()<Coded<Values>, T>(form, down_form); });
+    });
+  });
 }
 
 }  // namespace
@@ -318,5 +341,9 @@ QUIRE_OPERATION(route,
 QUIRE_OPERATION(packed_experts,
                 "(Tensor x, Tensor weights, Tensor ids, Tensor gate_up, Tensor? gate_up_scales, Tensor? "
                 "gate_up_bias, Tensor down, Tensor? down_scales, Tensor? down_bias, str activation) -> Tensor")
+QUIRE_OPERATION(coded_experts,
+                "(Tensor x, Tensor weights, Tensor ids, Tensor gate_up, Tensor gate_up_scales, Tensor? gate_up_bias, "
+                "Tensor down, Tensor down_scales, Tensor? down_bias, str activation, str values, Tensor table, "
+                "int gate_up_group, int gate_up_factors, int down_group, int down_factors) -> Tensor")
 
 }  // namespace quire

@@ -2,7 +2,7 @@
 // and the quantization and packing of weights into tiles, done once.
 
 #include "activation.h"
-#include "packed_tiles.h"
+#include "coded.h"
 
 namespace quire {
 namespace {
@@ -111,18 +111,34 @@ Tensor int4_linear(const Tensor& x, const Tensor& weight, const std::optional<Te
   return out;
 }
 
+// weight: bytes [tiles, steps, bytes of a step], as `Coded` describes them; scales: float32 [tiles * 32].
+Tensor coded_linear(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias,
+                    int64_t features, std::string_view values, const Tensor& table, int64_t group, int64_t factors,
+                    std::string_view activation) {
+  STD_TORCH_CHECK(scales.is_contiguous() && scales.scalar_type() == ScalarType::Float &&
+                  scales.numel() == weight.size(0) * kTile);
+  Tensor out;
+  with_values(values, table, [&]<typename Values>(Values each) {
+    const Coded<Values> form(each, group, factors, weight.size(2));
+    for_type(x.scalar_type(), [&]<typename T>() {
+      out = linear<Coded<Values>, T>(form, x, weight, scales.const_data_ptr<float>(), bias, features, activation);
+    });
+  });
+  return out;
+}
+
 // The rows of a contiguous weight `[out, in]` in the order of tiles: 32 consecutive rows or, if the weight is gates
 // followed by ups, 16 of each.
 class WeightRows {
  public:
   WeightRows(const Tensor& weight, bool gated)
-      : ins(weight.size(1)), data_(static_cast<const char*>(weight.const_data_ptr())),
-        stride_(ins * weight.element_size()), features_(weight.size(0) / (gated ? 2 : 1)), gated_(gated) {
+      : ins(weight.size(1)), row_bytes(ins * weight.element_size()),
+        data_(static_cast<const uint8_t*>(weight.const_data_ptr())), features_(weight.size(0) / (gated ? 2 : 1)), gated_(gated) {
     STD_TORCH_CHECK(!gated || weight.size(0) % 2 == 0, "the numbers of gates and ups must be equal, got ",
                     weight.size(0), " in total");
   }
 
-  const int64_t ins;
+  const int64_t ins, row_bytes;
 
   int64_t tiles() const { return gated_ ? (features_ + kHalf - 1) / kHalf : (features_ + kTile - 1) / kTile; }
 
@@ -131,43 +147,78 @@ class WeightRows {
   const T* row(int64_t tile, int64_t place) const {
     const int64_t feature = gated_ ? tile * kHalf + place % kHalf : tile * kTile + place;
     const int64_t first = gated_ && place >= kHalf ? features_ : 0;
-    return feature < features_ ? reinterpret_cast<const T*>(data_ + (first + feature) * stride_) : nullptr;
+    return feature < features_ ? reinterpret_cast<const T*>(data_ + (first + feature) * row_bytes) : nullptr;
+  }
+
+  // All of a tile.
+  template <typename T = uint8_t>
+  std::array<const T*, kTile> rows(int64_t tile) const {
+    std::array<const T*, kTile> rows;
+    for (int place = 0; place < kTile; ++place) rows[place] = row<T>(tile, place);
+    return rows;
   }
 
  private:
-  const char* data_;
-  int64_t stride_, features_;
+  const uint8_t* data_;
+  int64_t features_;
   bool gated_;
 };
 
-// Writes a tile [words, 32, per_word] of 32 rows of `ins` numbers, a cache line at a time, padded with zeros.
-template <int kPerWord, typename Unit>
-void fill_tile(const std::array<const Unit*, kTile>& rows, int64_t ins, int64_t words, Unit* tile) {
-  constexpr int64_t kLine = 64 / sizeof(Unit) / kPerWord;  // words
-  const int64_t whole = ins / kPerWord;
-  const bool is_full = std::all_of(rows.begin(), rows.end(), [](const Unit* row) { return row != nullptr; });
-  if (!is_full || whole < words) std::fill_n(tile, words * kTile * kPerWord, Unit{});
-  for (int64_t first = 0; first < words; first += kLine) {
-    for (int64_t row = 0; row < kTile; ++row) {
-      const Unit* x = rows[row];
-      if (x == nullptr) continue;
-      for (int64_t word = first; word < std::min(first + kLine, whole); ++word) {
-        std::memcpy(tile + (word * kTile + row) * kPerWord, x + word * kPerWord, sizeof(Unit) * kPerWord);
+// The word that the bytes at `from` make up: they are its own or, of four bits each, fill half of it, the first lowest.
+template <typename Word, int kBits>
+Word word_of(const uint8_t* from) {
+  if constexpr (kBits == 8) {
+    return read<Word>(from);
+  } else {
+    uint64_t word = read<uint64_t>(from);
+    word = (word | word >> 4) & 0x00FF00FF00FF00FF;
+    word = (word | word >> 8) & 0x0000FFFF0000FFFF;
+    return static_cast<Word>(word | word >> 16);
+  }
+}
+
+// Writes the words of a tile, a cache line of each of its 32 rows of `bytes` bytes at a time, padded with zeros. Word
+// `first + i` of all rows stands at `addresses(first)(i)`.
+template <typename Word, int kBits = 8, typename Addresses>
+void fill_tile(const std::array<const uint8_t*, kTile>& rows, int64_t bytes, int64_t words, Addresses addresses) {
+  constexpr int64_t kLine = 64, kFrom = sizeof(Word) * 8 / kBits, kWords = kLine / kFrom;
+  for (int64_t first = 0; first < words; first += kWords) {
+    const int64_t count = std::min(kWords, words - first), rest = bytes - first * kFrom;
+    const auto address = addresses(first);
+    for (int64_t place = 0; place < kTile; ++place) {
+      const auto write = [&](const uint8_t* from, int64_t number) __attribute__((always_inline)) {
+        for (int64_t i = 0; i < number; ++i) {
+          const Word word = word_of<Word, kBits>(from + i * kFrom);
+          std::memcpy(address(i) + place * sizeof(Word), &word, sizeof(Word));
+        }
+      };
+      const uint8_t* const row = rows[place];
+      if (row != nullptr && rest >= kLine) {
+        write(row + first * kFrom, kWords);
+      } else {
+        uint8_t padded[kLine] = {};
+        if (row != nullptr && rest > 0) std::copy_n(row + first * kFrom, std::min(rest, kLine), padded);
+        write(padded, count);
       }
-      if (first + kLine >= words) std::copy(x + whole * kPerWord, x + ins, tile + (whole * kTile + row) * kPerWord);
     }
   }
 }
 
-template <int kPerWord, typename Unit>
+// The addresses of a tile's words if nothing else stands between them.
+template <typename Word>
+auto one_by_one(void* tile) {
+  return [at = static_cast<char*>(tile)](int64_t first) {
+    return [=](int64_t i) { return at + (first + i) * kTile * sizeof(Word); };
+  };
+}
+
+template <typename Word>
 void pack(const WeightRows& weight, Tensor& out) {
   const int64_t words = out.size(1);
-  Unit* to = static_cast<Unit*>(out.mutable_data_ptr());
+  auto* const to = static_cast<Word*>(out.mutable_data_ptr());
   parallel_for(0, out.size(0), grain(words * kTile), [&](int64_t begin, int64_t end) {
     for (int64_t tile = begin; tile < end; ++tile) {
-      std::array<const Unit*, kTile> rows;
-      for (int place = 0; place < kTile; ++place) rows[place] = weight.row<Unit>(tile, place);
-      fill_tile<kPerWord>(rows, weight.ins, words, to + tile * words * kTile * kPerWord);
+      fill_tile<Word>(weight.rows(tile), weight.row_bytes, words, one_by_one<Word>(to + tile * words * kTile));
     }
   });
 }
@@ -177,17 +228,18 @@ Tensor pack_tiles(const Tensor& weight, int64_t per_word, bool gated) {
   const Tensor from = as_contiguous(weight);
   const WeightRows rows(from, gated);
   const int64_t size = weight.element_size();
-  STD_TORCH_CHECK(size <= 4 && (per_word == 1 || (per_word == 2 && size == 2)), "tiles of ", weight.scalar_type(),
-                  " with ", per_word, " per word are not supported");
+  STD_TORCH_CHECK(size <= 4 && (per_word == 1 || (per_word > 1 && per_word * size == 4)), "tiles of ",
+                  weight.scalar_type(), " with ", per_word, " per word are not supported");
   Tensor out = empty({rows.tiles(), (rows.ins + per_word - 1) / per_word, kTile, per_word}, weight.scalar_type());
-  if (per_word == 2) {
-    pack<2, uint16_t>(rows, out);
-  } else if (size == 1) {
-    pack<1, uint8_t>(rows, out);
-  } else if (size == 2) {
-    pack<1, uint16_t>(rows, out);
-  } else {
-    pack<1, uint32_t>(rows, out);
+  switch (per_word * size) {
+    case 1:
+      pack<uint8_t>(rows, out);
+      break;
+    case 2:
+      pack<uint16_t>(rows, out);
+      break;
+    default:
+      pack<uint32_t>(rows, out);
   }
   return out;
 }
@@ -223,23 +275,23 @@ std::tuple<Tensor, Tensor> pack_int8_tiles(const Tensor& weight, bool gated) {
   const int64_t ins = source.ins, words = (ins + 3) / 4, count = source.tiles();
   Tensor out = empty({count, words, kTile, 4}, ScalarType::Byte);
   Tensor scales = empty({count * kTile}, ScalarType::Float);
-  auto* to = reinterpret_cast<int8_t*>(out.mutable_data_ptr<uint8_t>());
+  auto* to = out.mutable_data_ptr<uint8_t>();
   auto* row_scales = scales.mutable_data_ptr<float>();
   for_type(weight.scalar_type(), [&]<typename T>() {
     parallel_for(0, count, grain(words * kTile), [&](int64_t begin, int64_t end) {
-      std::vector<int8_t> bytes(kTile * ins);
+      std::vector<uint8_t> bytes(kTile * ins);
       for (int64_t tile = begin; tile < end; ++tile) {
-        std::array<const int8_t*, kTile> rows;
+        std::array<const uint8_t*, kTile> rows;
         for (int place = 0; place < kTile; ++place) {
           const T* x = source.row<T>(tile, place);
-          int8_t* row = bytes.data() + place * ins;
+          uint8_t* const row = bytes.data() + place * ins;
           rows[place] = x == nullptr ? nullptr : row;
-          row_scales[tile * kTile + place] = x == nullptr ? 0.0f : quantize_row(x, ins, row);
+          row_scales[tile * kTile + place] = x == nullptr ? 0.0f : quantize_row(x, ins, reinterpret_cast<int8_t*>(row));
         }
-        int8_t* const tile_bytes = to + tile * words * kTile * 4;
-        fill_tile<4>(rows, ins, words, tile_bytes);
+        uint8_t* const tile_bytes = to + tile * words * kTile * 4;
+        fill_tile<uint32_t>(rows, ins, words, one_by_one<uint32_t>(tile_bytes));
         // Adds kOffset.
-        for (int64_t i = 0; i < words * kTile * 4; ++i) tile_bytes[i] ^= static_cast<int8_t>(kOffset);
+        for (int64_t i = 0; i < words * kTile * 4; ++i) tile_bytes[i] ^= kOffset;
       }
     });
   });
@@ -281,6 +333,63 @@ Tensor pack_int4_tiles(const Tensor& weight, int64_t group, bool gated) {
   return out;
 }
 
+// Writes the factors of 32 rows for a step, zeros where there is no row.
+template <typename T>
+void fill_factors(const std::array<const float*, kTile>& rows, int64_t step, T* to) {
+  float factors[kTile];
+  for (int place = 0; place < kTile; ++place) factors[place] = rows[place] == nullptr ? 0.0f : rows[place][step];
+  for (int i = 0; i < kTile; i += kLanes) store(to + i, load(factors + i));
+}
+
+// Packs codes `[out, in]` and their factors `[out, steps]`, as `Coded` describes them: bytes [tiles, steps, bytes of a
+// step]. Factors are float32 if `wide`, else float16.
+Tensor pack_coded_tiles(const Tensor& codes, const std::optional<Tensor>& scales, const std::optional<Tensor>& offsets,
+                        int64_t group, int64_t bits, bool wide, bool gated) {
+  STD_TORCH_CHECK((bits == 4 || bits == 8) && group > 0 && group % 8 == 0, "groups of ", group, " codes of ", bits,
+                  " bits are not supported");
+  STD_TORCH_CHECK(codes.scalar_type() == ScalarType::Byte && codes.dim() == 2, "codes are bytes [out, in]");
+  const Tensor from = as_contiguous(codes);
+  const WeightRows source(from, gated);
+  const int64_t tiles = source.tiles(), steps = (source.ins + group - 1) / group;
+  std::vector<Tensor> factors;
+  for (const std::optional<Tensor>& each : {scales, offsets}) {
+    if (!each) continue;
+    STD_TORCH_CHECK(each->scalar_type() == ScalarType::Float && each->dim() == 2 && each->size(0) == codes.size(0) &&
+                        each->size(1) == steps,
+                    "the factors do not match the codes");
+    factors.push_back(as_contiguous(*each));
+  }
+  const auto step_words = static_cast<uint32_t>(group * bits / 32);
+  const int64_t factor_bytes = wide ? 4 : 2, head = std::ssize(factors) * kTile * factor_bytes;
+  const int64_t step_bytes = head + step_words * kTile * 4;
+  Tensor out = empty({tiles, steps, step_bytes}, ScalarType::Byte);
+  auto* const to = reinterpret_cast<char*>(out.mutable_data_ptr<uint8_t>());
+  parallel_for(0, tiles, grain(source.ins * kTile), [&](int64_t begin, int64_t end) {
+    for (int64_t tile = begin; tile < end; ++tile) {
+      char* const at = to + tile * steps * step_bytes;
+      for (int64_t number = 0; number < std::ssize(factors); ++number) {
+        const auto rows = WeightRows(factors[number], gated).rows<float>(tile);
+        for (int64_t step = 0; step < steps; ++step) {
+          char* const here = at + step * step_bytes + number * kTile * factor_bytes;
+          if (wide) fill_factors(rows, step, reinterpret_cast<float*>(here));
+          else fill_factors(rows, step, reinterpret_cast<Half*>(here));
+        }
+      }
+      const auto addresses = [&](uint32_t first) {
+        std::array<char*, 16> line;  // divisions are slow
+        for (uint32_t i = 0, word = first; i < line.size(); ++i, ++word) {
+          line[i] = at + (word / step_words + 1) * head + word * int64_t{kTile * 4};
+        }
+        return [line](int64_t i) { return line[i]; };
+      };
+      const auto rows = source.rows(tile);
+      if (bits == 4) fill_tile<uint32_t, 4>(rows, source.ins, steps * step_words, addresses);
+      else fill_tile<uint32_t>(rows, source.ins, steps * step_words, addresses);
+    }
+  });
+  return out;
+}
+
 // Quantizes `[out, in]` to int8 from -127 to 127, with a scale per output feature.
 std::tuple<Tensor, Tensor> quantize_weight(const Tensor& weight) {
   const Tensor from = as_contiguous(weight);
@@ -304,9 +413,14 @@ std::tuple<Tensor, Tensor> quantize_weight(const Tensor& weight) {
 QUIRE_OPERATION(pack_tiles, "(Tensor weight, int per_word, bool gated) -> Tensor")
 QUIRE_OPERATION(pack_int8_tiles, "(Tensor weight, bool gated) -> (Tensor, Tensor)")
 QUIRE_OPERATION(pack_int4_tiles, "(Tensor weight, int group, bool gated) -> Tensor")
+QUIRE_OPERATION(pack_coded_tiles,
+                "(Tensor codes, Tensor? scales, Tensor? offsets, int group, int bits, bool wide, bool gated) -> Tensor")
 QUIRE_OPERATION(quantize_weight, "(Tensor weight) -> (Tensor, Tensor)")
 QUIRE_OPERATION(tiled_linear, "(Tensor x, Tensor weight, Tensor? bias, int features, str activation) -> Tensor")
 QUIRE_OPERATION(int4_linear, "(Tensor x, Tensor weight, Tensor? bias, int features, str activation) -> Tensor")
+QUIRE_OPERATION(coded_linear,
+                "(Tensor x, Tensor weight, Tensor scales, Tensor? bias, int features, str values, Tensor table, "
+                "int group, int factors, str activation) -> Tensor")
 QUIRE_OPERATION(int8_linear,
                 "(Tensor x, Tensor weight, Tensor scales, Tensor? bias, int features, str activation) -> Tensor")
 

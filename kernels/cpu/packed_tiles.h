@@ -71,14 +71,16 @@ struct Steps {
   static constexpr int kRows = kLanes == 16 ? 12 : kFewVectors == 4 ? 5 : 6;
   static constexpr int64_t kTail = 0;  // bytes of a row after its steps
 
+  static constexpr int64_t inputs() { return Inputs; }
   static constexpr int64_t steps(int64_t inputs) { return (inputs + Inputs - 1) / Inputs; }
   static constexpr int64_t step_bytes() { return kTile * Bytes; }
   static constexpr int64_t x_bytes() { return XBytes; }
   static constexpr int64_t vector_bytes() { return kLanes * Bytes; }
 
-  // Adds the products of R rows, `stride` bytes apart, and of V vectors of a step.
+  // Adds the products of R rows, `stride` bytes apart, and of V vectors of a step, from `first` on.
   template <int R, int V>
-  static void add_all(Sum (&sums)[R][V], const char* weights, const char* x, int64_t stride) {
+  static void add_all(Sum (&sums)[R][V], const char* step, int first, const char* x, int64_t stride) {
+    const char* const weights = step + first * vector_bytes();
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 8
@@ -289,7 +291,8 @@ struct Int4 : Steps<Int4, Floats, 1, 4, 1> {
   static Words high(Words bytes) { return low(bytes >> 4); }
 
   template <int R, int V>
-  void add_all(Floats (&sums)[R][V], const char* weights, const char* x, int64_t stride) const {
+  void add_all(Floats (&sums)[R][V], const char* step, int first, const char* x, int64_t stride) const {
+    const char* const weights = step + first * vector_bytes();
     Ints totals[R][V] = {};
     for (int64_t i = 0; i < group; i += 32) {
       add_part(totals, weights + kScales + i * kHalf, x + kRowScales + i, stride);
@@ -391,10 +394,10 @@ void multiply(Form form, const char* x, int64_t stride, const char* piece, int64
 #pragma GCC unroll 8
       for (int v = 0; v < V; ++v) acc[r][v] = is_first ? typename Form::Sum{} : sums[r][first + v];
     }
-    const char *weights = piece + first * form.vector_bytes(), *row = x;
-    for (int64_t k = 0; k < steps; ++k, weights += form.step_bytes(), row += form.x_bytes()) {
+    const char *step = piece, *row = x;
+    for (int64_t k = 0; k < steps; ++k, step += form.step_bytes(), row += form.x_bytes()) {
       for (int line = 0; line < lines; ++line, next += 64) __builtin_prefetch(next, 0, 2);
-      form.add_all(acc, weights, row, stride);
+      form.add_all(acc, step, first, row, stride);
     }
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
@@ -438,12 +441,15 @@ void multiply_tiles(Form form, int64_t rows, int64_t stride, int64_t steps, int6
                     GetRows get_rows, GetPiece get_piece, Finish finish) {
   using Wide = typename Form::Wide;
   constexpr bool kWidens = !std::is_same_v<Form, Wide>;
-  constexpr int kWideSteps = Form::kInputs / Wide::kInputs;  // of a step
   const int64_t most = std::max(kMinBlockRows, kBlockBytes / std::max<int64_t>(1, stride));
   const int64_t blocks = std::max<int64_t>(1, (rows + most - 1) / most), block = (rows + blocks - 1) / blocks;
   const int64_t step_bytes = form.step_bytes();
-  int64_t depth = kPieceBytes / step_bytes;
-  if constexpr (kWidens) depth = kPieceBytes / (Wide::step_bytes() * kWideSteps);
+  const bool widens = kWidens && block > Form::kRows;
+  int64_t depth = std::max<int64_t>(1, kPieceBytes / step_bytes), wide_steps = 1;
+  if constexpr (kWidens) {
+    wide_steps = form.inputs() / Wide::inputs();  // of a step
+    if (widens) depth = kPieceBytes / (Wide::step_bytes() * wide_steps);
+  }
   const int64_t pieces = (steps + depth - 1) / depth, most_steps = (steps + pieces - 1) / pieces;  // equal
   alignas(64) char buffer[kWidens ? kPieceBytes : 1];
   static thread_local std::vector<Floats> memory;
@@ -457,10 +463,10 @@ void multiply_tiles(Form form, int64_t rows, int64_t stride, int64_t steps, int6
         const int64_t some = std::min(most_steps, steps - k), bytes = some * step_bytes;
         const Piece piece = get_piece(tile, k * step_bytes, bytes);
         const char* const part = x + k * form.x_bytes();
-        if (kWidens && count > Form::kRows) {
+        if (widens) {
           if constexpr (kWidens) {
-            Form::widen(piece.at, some, buffer);
-            multiply_block(Wide{}, part, count, stride, {buffer, piece.next}, bytes, some * kWideSteps, sums, k == 0);
+            form.widen(piece.at, some, buffer);
+            multiply_block(Wide{}, part, count, stride, {buffer, piece.next}, bytes, some * wide_steps, sums, k == 0);
           }
         } else {
           multiply_block(form, part, count, stride, piece, bytes, some, sums, k == 0);
@@ -481,7 +487,7 @@ struct Rows {
   template <typename T>
   Rows(Form form, const T* x, int64_t rows, int64_t inputs)
       : form(form), stride(form.steps(inputs) * form.x_bytes() + Form::kTail), data(reinterpret_cast<const char*>(x)) {
-    if (Form::template is_ready<T>(inputs)) return;
+    if (form.template is_ready<T>(inputs)) return;
     memory_ = std::make_unique_for_overwrite<char[]>(rows * stride);
     data = memory_.get();
     parallel_for(0, rows, grain(inputs), [&](int64_t begin, int64_t end) {

@@ -1,0 +1,282 @@
+"""Weights in few bits: what they stand for, and their packed form, in plain torch: the oracle of the kernels.
+
+A quantized weight is a matrix of codes, each an index into a table of values, and factors for groups of inputs:
+`weight[o, i] = (values[codes[o, i]] + offsets[o, group of i]) * scales[o, group of i]`. Every published format that
+Quire reads is this with other values, groups and factors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.kernels.packed import (
+    INT8_OFFSET,
+    TILE,
+    _gated,
+    _pack_tiles,
+    feed_forward_by_tiles,
+    interleave_gated,
+    pack_tiles,
+)
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+    *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
+    *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+_FP4 = (0.0, 0.0052083333, 0.66666667, 1.0, 0.33333333, 0.5, 0.16666667, 0.25)
+
+VALUES: dict[str, Tensor] = {
+    "uint4": torch.arange(16.0),
+    "int4": torch.arange(-8.0, 8.0),  # the code is the number + 8
+    "e2m1": torch.tensor([*_E2M1, *(-each for each in _E2M1)]),  # OCP Microscaling Formats 1.0
+    "nf4": torch.tensor(_NF4),  # Dettmers et al. 2023, "QLoRA"
+    "fp4": torch.tensor([*_FP4, *(-each for each in _FP4)]),  # that of bitsandbytes
+    "iq4_nl": torch.tensor([-127.0, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]),  # ggml's
+    "int8": torch.arange(256, dtype=torch.uint8).view(torch.int8).float(),  # the code is the byte
+    "uint8": torch.arange(256.0),
+    "fp8": torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float(),
+}
+"""What a code of each kind stands for: 16 or 256 values."""
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """A weight `[out, in]`, or a stack of them `[experts, out, in]`, which stands for numbers of `dtype`."""
+
+    values: str
+    """A key of VALUES."""
+    dtype: torch.dtype
+    """Type of the inputs and results of a product."""
+    codes: Tensor
+    """uint8 `[…, out, in]`"""
+    scales: Tensor
+    """float32 `[…, out, groups]`, for equal groups of consecutive columns."""
+    offsets: Tensor | None = None
+    """The same, in units of the values."""
+    columns: Tensor | None = None
+    """The input of each column, int64 `[columns]`, if they are not in order; the number of inputs for a column that
+    has none."""
+    activations: str | None = None
+    """int8: inputs may be rounded to 8 bits, with a scale for each row."""
+    wide: bool = False
+    """Scales need the precision of float32."""
+
+    def at(self, expert: int) -> QuantizedWeight:
+        """One weight of a stack."""
+        offsets = None if self.offsets is None else self.offsets[expert]
+        return replace(self, codes=self.codes[expert], scales=self.scales[expert], offsets=offsets)
+
+    def dequantize(self) -> Tensor:
+        """The weight in `dtype`, its columns as they are stored."""
+        values = VALUES[self.values].to(self.codes.device)[self.codes.int()]
+        grouped = values.view(*self.scales.shape, -1)
+        if self.offsets is not None:
+            grouped = grouped + self.offsets[..., None]
+        dequantized: Tensor = grouped * self.scales[..., None]
+        return dequantized.flatten(-2).to(self.dtype)
+
+
+@dataclass(frozen=True)
+class CodedTiles:
+    """A weight packed for `coded_linear`. A step of a tile is a group of inputs: factors, then words of codes.
+
+    Codes of 4 bits have float16 factors unless scales are wide, those of 8 bits float32. A word has 32 bits of each of
+    TILE features, the code of the first input lowest.
+    """
+
+    values: str
+    group: int
+    """Inputs of a step, a multiple of 8."""
+    factors: int
+    """Factors of a group: 0 none, 1 scales, 2 scales and offsets; `[factors, TILE]`."""
+    tiles: Tensor
+    """uint8 `[…, tiles, steps, bytes of a step]`"""
+    scales: Tensor
+    """float32 `[…, tiles * TILE]`: of each feature, in addition."""
+
+    @property
+    def bits(self) -> int:
+        return 4 if len(VALUES[self.values]) == 16 else 8
+
+
+def pack_coded_tiles(
+    codes: Tensor, scales: Tensor | None, offsets: Tensor | None, group: int, bits: int, wide: bool, gated: bool = False
+) -> Tensor:
+    """Pack codes `[out, in]` and their factors, float32 `[out, steps]`, as the tiles of `CodedTiles`.
+
+    The inputs are padded to whole groups. `wide`: factors stay float32. `gated` is as for `pack_tiles`.
+    """
+    parts = [F.pad(codes, (0, -codes.shape[1] % group)), *(each for each in (scales, offsets) if each is not None)]
+    codes, *factors = [interleave_gated(each) if gated else each for each in parts]
+    words = _pack_tiles(codes, 32 // bits)  # [tiles, words, TILE, codes]
+    if bits == 4:
+        words = words[..., ::2] | words[..., 1::2] << 4
+    kind = torch.float32 if wide else torch.float16
+    heads = [_pack_tiles(factor.to(kind), 1).contiguous().view(torch.uint8).flatten(2) for factor in factors]
+    return torch.cat((*heads, words.reshape(len(words), codes.shape[1] // group, -1)), dim=2)
+
+
+def pack_coded(
+    weight: QuantizedWeight, gated: bool = False, pack: Callable[..., Tensor] = pack_coded_tiles
+) -> CodedTiles:
+    """Pack `[out, in]` with `pack_coded_tiles`, or a platform's."""
+    bits = 4 if len(VALUES[weight.values]) == 16 else 8
+    wide = bits == 8 or weight.wide
+    groups, columns = weight.scales.shape[-1], weight.codes.shape[-1]
+    scales, offsets = weight.scales.float(), weight.offsets
+    factors: tuple[Tensor | None, Tensor | None] = None, None
+    assert columns % groups == 0
+    if groups == 1 and offsets is None:
+        group, of_rows = 8, scales[:, 0]
+    else:
+        group = columns // groups
+        if groups == 1:
+            group += -group % 8
+        assert group % 8 == 0, "groups are whole words"
+        of_rows = _common_factor(scales, wide)
+        scales = scales / of_rows[:, None]
+        if group > MAX_GROUP:
+            size = next(size for size in (128, 64, 32, 16, 8) if group % size == 0)
+            scales = scales.repeat_interleave(group // size, dim=1)
+            offsets = None if offsets is None else offsets.repeat_interleave(group // size, dim=1)
+            group = size
+        factors = scales, offsets
+    tiles = pack(weight.codes, *factors, group, bits, wide, gated)
+    of_rows = interleave_gated(of_rows) if gated else of_rows
+    count = sum(each is not None for each in factors)
+    return CodedTiles(weight.values, group, count, tiles, F.pad(of_rows, (0, -len(of_rows) % TILE)))
+
+
+def _common_factor(scales: Tensor, wide: bool) -> Tensor:
+    """What to divide the scales `[out, groups]` of each feature by, so that they fit float32 if `wide`, else float16:
+    the largest becomes a half or a little more, or about 2 ** 14 in float16, which then loses least.
+
+    If all are 8-bit floats times one number, as in NVFP4, float16 loses nothing.
+    """
+    mantissas, exponents = torch.frexp(scales.abs().amax(dim=1))
+    if wide:
+        return torch.ldexp(torch.ones(len(scales)), exponents)
+
+    def losses(scales: Tensor, factors: Tensor) -> Tensor:
+        exact = scales / factors[:, None]
+        return exact.half().float().sub_(exact).abs_().sum(dim=1)
+
+    best = torch.ldexp(torch.ones(len(scales)), exponents - 15)
+    lost = losses(scales, best)
+    for eighth in range(9, 16):
+        (rows,) = torch.where(lost > 0)
+        if len(rows) == 0:
+            break
+        factors = torch.ldexp(mantissas[rows] * 8 / eighth, exponents[rows] - 14)
+        found = losses(scales[rows], factors)
+        best[rows] = torch.where(found < lost[rows], factors, best[rows])
+        lost[rows] = torch.minimum(found, lost[rows])
+    return best
+
+
+MAX_GROUP = 256
+"""Larger groups are divided, so that a step fits the caches."""
+
+
+def unpack_coded(packed: CodedTiles) -> Tensor:
+    """The weights `[tiles * TILE, in]` that one weight's tiles stand for, in float32; inputs are padded."""
+    tiles, steps, _ = packed.tiles.shape
+    head = packed.tiles.shape[2] - packed.group * packed.bits // 8 * TILE
+    kind = torch.float16 if head == 2 * packed.factors * TILE else torch.float32
+    factors = packed.tiles[:, :, :head].contiguous().view(kind).view(tiles, steps, packed.factors, TILE).float()
+    words = packed.tiles[:, :, head:].view(tiles, steps, -1, TILE, 4)
+    codes = torch.stack((words & 15, words >> 4), dim=-1).flatten(-2) if packed.bits == 4 else words
+    codes = codes.permute(0, 3, 1, 2, 4).flatten(3)  # [tiles, TILE, steps, group]
+    values = VALUES[packed.values][codes.int()]
+    if packed.factors == 2:
+        values = values + factors[:, :, 1].transpose(1, 2)[..., None]
+    if packed.factors:
+        values = values * factors[:, :, 0].transpose(1, 2)[..., None]
+    return values.flatten(2).flatten(0, 1)
+
+
+def coded_linear(
+    x: Tensor,
+    tiles: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    features: int,
+    values: str,
+    group: int,
+    factors: int,
+    activation: str = "",
+) -> Tensor:
+    """Multiply `x` `[rows, in]` by `CodedTiles`, with sums in float32; `[rows, features]` of the type of `x`.
+
+    With an activation, weight and bias are in the order of `interleave_gated`, and the result is gated.
+    """
+    weight = unpack_coded(CodedTiles(values, group, factors, tiles, scales)) * scales[:, None]
+    out = F.linear(x.float(), weight[:, : x.shape[1]])
+    if activation:
+        out = out if bias is None else out + bias
+        return _gated(out, activation, features).to(x.dtype)
+    out = out[:, :features]
+    return (out if bias is None else out + bias).to(x.dtype)
+
+
+def coded_experts(
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    gate_up: Tensor,
+    gate_up_scales: Tensor,
+    gate_up_bias: Tensor | None,
+    down: Tensor,
+    down_scales: Tensor,
+    down_bias: Tensor | None,
+    activation: str,
+    values: str,
+    gate_up_group: int,
+    gate_up_factors: int,
+    down_group: int,
+    down_factors: int,
+) -> Tensor:
+    """`packed_experts` with the `CodedTiles` of each expert: tiles `[experts, tiles, steps, bytes]`, and float32 scales
+    and biases `[experts, tiles * TILE]`."""
+
+    def gates_and_ups(expert: int, rows: Tensor) -> Tensor:
+        tiles, scales = gate_up[expert], gate_up_scales[expert]
+        bias = None if gate_up_bias is None else gate_up_bias[expert]
+        return coded_linear(rows, tiles, scales, bias, len(scales), values, gate_up_group, gate_up_factors)
+
+    def downs(expert: int, rows: Tensor) -> Tensor:
+        tiles, scales = down[expert], down_scales[expert]
+        bias = None if down_bias is None else down_bias[expert]
+        return coded_linear(rows, tiles, scales, bias, len(scales), values, down_group, down_factors)
+
+    return feed_forward_by_tiles(x, weights, ids, len(gate_up), gates_and_ups, downs, activation)
+
+
+def pack_int8_codes(
+    weight: QuantizedWeight, gated: bool = False, pack: Callable[..., Tensor] = pack_tiles
+) -> tuple[Tensor, Tensor]:
+    """Pack `[out, in]` of int8 with one scale per output feature as `pack_int8_tiles` does, without rounding, with
+    `pack_tiles`, or a platform's."""
+    scales = interleave_gated(weight.scales) if gated else weight.scales
+    tiles = pack(weight.codes, 4, gated).bitwise_xor_(INT8_OFFSET)
+    return tiles, F.pad(scales[:, 0], (0, -len(scales) % TILE))
+
+
+def stack_coded(
+    weights: QuantizedWeight, gated: bool = False, pack: Callable[..., Tensor] = pack_coded_tiles
+) -> CodedTiles:
+    """`pack_coded` of each expert, `[experts, …]`."""
+    first = pack_coded(weights.at(0), gated, pack)
+    tiles, scales = (each.new_empty((len(weights.codes), *each.shape)) for each in (first.tiles, first.scales))
+    tiles[0], scales[0] = first.tiles, first.scales
+    for expert in range(1, len(weights.codes)):
+        each = pack_coded(weights.at(expert), gated, pack)
+        tiles[expert], scales[expert] = each.tiles, each.scales
+    return replace(first, tiles=tiles, scales=scales)

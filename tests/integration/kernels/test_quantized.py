@@ -1,0 +1,289 @@
+"""Products by weights in few bits, against those by the weights that they stand for."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from quire import kernels
+from quire.kernels import experts, isa, linear, packed, packed_state, quantized, reference
+from quire.kernels.quantized import VALUES, QuantizedWeight
+
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+LAYOUTS = [(1, 0, 7), (1, 0, 333), (1, 2, 40), (3, 1, 96), (4, 2, 512), (1, 1, 1024), (5, 2, 40)]
+"""Groups; factors, of which scales of features are none; and inputs."""
+SIZES = [(1, 7), (2, 64), (5, 31), (14, 70)]
+"""Rows and output features."""
+
+
+def random_weight(
+    values: str, *shape: int, groups: int = 1, factors: int = 1, dtype: torch.dtype = torch.float32
+) -> QuantizedWeight:
+    """Factors are numbers that float16 represents, as in checkpoints."""
+    codes = torch.randint(0, len(VALUES[values]), shape, dtype=torch.uint8)
+    codes = torch.where(VALUES[values].isnan()[codes.int()], 1, codes)
+    scales = (torch.rand(*shape[:-1], groups) * torch.logspace(-3, 0, shape[-2])[:, None]).half().float()
+    offsets = torch.randint(-16, 1, scales.shape).float() if factors == 2 else None
+    return QuantizedWeight(values, dtype, codes, scales, offsets)
+
+
+def close(out: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    assert out.dtype == dtype
+    assert out.shape == expected.shape
+    assert (out.double() - expected.double()).norm() <= TOLERANCES[dtype] * (1 + expected.double().norm())
+
+
+@pytest.mark.parametrize("values", VALUES)
+@pytest.mark.parametrize(("groups", "factors", "ins"), LAYOUTS)
+def test_a_product_is_that_by_the_weight(values: str, groups: int, factors: int, ins: int) -> None:
+    for (rows, outs), dtype in itertools.product(SIZES, TOLERANCES):
+        weight = random_weight(values, outs, ins, groups=groups, factors=factors)
+        x, bias = torch.randn(rows, ins).to(dtype), torch.randn(outs).to(dtype)
+        expected = F.linear(x.double(), weight.dequantize().double())
+        product = kernels.pack_linear(replace(weight, dtype=dtype))
+        assert type(product) is linear.CodedLinear
+        close(product(x, None), expected, dtype)
+        close(product(x, bias), expected + bias, dtype)
+
+
+@pytest.mark.parametrize("values", VALUES)
+@pytest.mark.parametrize(("groups", "factors"), [(1, 0), (3, 1), (3, 2)])
+def test_a_gated_product_is_the_activation_of_the_product(values: str, groups: int, factors: int) -> None:
+    for (rows, size), dtype in itertools.product([(1, 5), (3, 24), (14, 40)], TOLERANCES):
+        weight = random_weight(values, 2 * size, 96, groups=groups, factors=factors)
+        weight = replace(weight, scales=(weight.scales / VALUES[values].nan_to_num().abs().max()).half().float())
+        x, bias = torch.randn(rows, 96).to(dtype), torch.randn(2 * size).to(dtype)
+        both = F.linear(x.float(), weight.dequantize(), bias.float())
+        close(kernels.pack_gated(weight, "silu")(x, bias), reference.act_mul(both, "silu"), dtype)
+
+
+@pytest.mark.parametrize("values", VALUES)
+@pytest.mark.parametrize(("groups", "factors"), [(1, 0), (6, 1), (6, 2), (2, 1)])
+def test_a_row_is_independent_of_batch_and_threads(values: str, groups: int, factors: int, implementation: str) -> None:
+    if implementation == "reference":
+        pytest.skip("a property of the compiled kernels")
+    product = kernels.pack_linear(random_weight(values, 80, 768, groups=groups, factors=factors))
+    x = torch.randn(110, 768) * torch.logspace(-3, 3, 110)[:, None]
+    assert product(x[:0], None).shape == (0, 80)
+    together = product(x, None)
+    for first, count in itertools.product((0, 17, 90), (1, 2, 3, 4, 5, 9, 20)):
+        assert torch.equal(product(x[first : first + count], None), together[first : first + count])
+    threads = torch.get_num_threads()
+    try:
+        for number in (1, 2, 3):
+            torch.set_num_threads(number)
+            assert torch.equal(product(x, None), together)
+            assert torch.equal(product(x[:1], None), together[:1])
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("is_padded", [False, True])
+@pytest.mark.parametrize("values", ["int4", "int8"])
+def test_columns_in_another_order_take_their_inputs(values: str, is_padded: bool) -> None:
+    weight = random_weight(values, 40, 64, groups=4)
+    inputs = 61 if is_padded else 64
+    columns = torch.randperm(64).clamp(max=inputs)
+    x, bias = torch.randn(5, inputs), torch.randn(40)
+    plain = torch.zeros(40, 65).index_add(1, columns, weight.dequantize())[:, :inputs]
+    product = kernels.pack_linear(replace(weight, columns=columns))
+    close(product(x, bias), F.linear(x, plain, bias), torch.float32)
+    gated = kernels.pack_gated(replace(weight, columns=columns), "silu")
+    close(gated(x, None), reference.act_mul(F.linear(x, plain), "silu"), torch.float32)
+    other = kernels.pack_linear(replace(random_weight(values, 40, 64, groups=4), columns=columns.flip(0)))
+    other.restore(product.state())
+    assert torch.equal(other(x, bias), product(x, bias))
+
+
+@pytest.mark.parametrize("outs", [6, 70])
+def test_integers_whose_inputs_may_be_rounded_are_not_rounded_again(outs: int) -> None:
+    weight = replace(random_weight("int8", outs, 45), activations="int8")
+    integers = weight.codes.view(torch.int8).double()
+    x = torch.randn(5, 45)
+    x_bytes, x_scales = packed.quantize_rows(x)
+    sums = (x_bytes.double() - packed.INT8_ZERO) @ integers.T
+    expected = sums * x_scales[:, None] * weight.scales[:, 0]
+    products = [kernels.pack_linear(weight), linear.Int8Linear(weight)]
+    if isa.has("avx512_vnni"):
+        products.append(linear.Int8OneDNNLinear(weight))
+    for product in products:
+        assert not isinstance(product, linear.CodedLinear)
+        close(product(x, None), expected, torch.float32)
+    gated = kernels.pack_gated(weight, "silu")(x, None)
+    assert (gated - reference.act_mul(expected.float(), "silu")).norm() <= 1e-5 * (1 + gated.norm())
+    for other in (
+        replace(weight, activations=None),
+        replace(weight, offsets=weight.scales),
+        random_weight("fp8", 6, 45),
+    ):
+        assert not linear.rounds_inputs(other)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("values", ["int4", "nf4", "fp8", "int8"])
+def test_scales_of_any_size(values: str, gated: bool) -> None:
+    """float16 factors have the power of two that a feature's need."""
+    weight = random_weight(values, 64, 96, groups=3, factors=2)
+    scales = torch.logspace(-18, 8, 64).log2().floor().exp2()[:, None] * torch.tensor([1.0, 0.375, 0.0])
+    weight = replace(weight, scales=scales)
+    x = torch.randn(3, 96)
+    expected = F.linear(x, weight.dequantize())
+    out = linear.pack_linear(weight)(x, None)
+    close(out / scales[:, 0], expected / scales[:, 0], torch.float32)
+    if gated:
+        assert kernels.pack_gated(weight, "silu")(x, None).shape == (3, 32)
+
+
+def random_experts(
+    values: str, size: int, hidden: int, groups: tuple[int, int], factors: int
+) -> tuple[QuantizedWeight, QuantizedWeight]:
+    """Of six experts; their weights are about as large as a model's."""
+    made = []
+    for outs, ins, count in ((2 * size, hidden, groups[0]), (hidden, size, groups[1])):
+        weight = random_weight(values, 6, outs, ins, groups=count, factors=factors)
+        scales = weight.scales / VALUES[values].nan_to_num().abs().max() / ins**0.5
+        made.append(replace(weight, scales=scales.half().float()))
+    return made[0], made[1]
+
+
+@pytest.mark.parametrize("values", VALUES)
+@pytest.mark.parametrize(
+    ("size", "hidden", "groups", "factors", "kind"),
+    [
+        (48, 96, (3, 3), 1, experts.CodedExperts),
+        (48, 96, (3, 1), 2, experts.CodedExperts),
+        (21, 70, (1, 1), 0, experts.CodedExperts),
+        (24, 64, (2, 3), 1, experts.ExpertByExpert),
+    ],
+)
+def test_experts_are_those_of_the_weights(
+    values: str, size: int, hidden: int, groups: tuple[int, int], factors: int, kind: type[kernels.PackedExperts]
+) -> None:
+    weights, ids = kernels.route(torch.randn(17, 6) * 2, 2, "softmax")
+    gate_up, down = random_experts(values, size, hidden, groups, factors)
+    biases = torch.randn(6, 2 * size), torch.randn(6, hidden)
+    plain = gate_up.dequantize(), down.dequantize(), "silu"
+    for dtype in TOLERANCES:
+        x, first, second = torch.randn(17, hidden).to(dtype), biases[0].to(dtype), biases[1].to(dtype)
+        product = kernels.pack_experts(gate_up, down, "silu", gate_up_bias=first, down_bias=second)
+        assert type(product) is kind
+        expected = reference.fused_experts(x.float(), weights, ids, *plain, first.float(), second.float())
+        close(product(x, weights, ids), expected, dtype)
+    without = kernels.pack_experts(gate_up, down, "silu")
+    x = torch.randn(3, hidden)
+    close(without(x, weights[:3], ids[:3]), reference.fused_experts(x, weights[:3], ids[:3], *plain), torch.float32)
+
+
+@pytest.mark.parametrize("values", ["int4", "nf4", "fp8"])
+def test_an_expert_moves_and_a_token_stands_alone(values: str, implementation: str) -> None:
+    here, there = (kernels.pack_experts(*random_experts(values, 32, 64, (2, 1), 1), "silu") for _ in range(2))
+    assert here.layout == there.layout
+    x, (weights, ids) = torch.randn(20, 64), kernels.route(torch.randn(20, 6), 3, "softmax")
+    for index in range(6):
+        here.restore(index, [part.clone() for part in there.state(index)])
+    together = here(x, weights, ids)
+    assert torch.equal(together, there(x, weights, ids))
+    if implementation == "cpu":
+        for row in range(20):
+            one = slice(row, row + 1)
+            assert torch.equal(here(x[one], weights[one], ids[one]), together[one])
+
+
+def test_integer_experts_whose_inputs_may_be_rounded() -> None:
+    gate_up, down = (replace(each, activations="int8") for each in random_experts("int8", 21, 70, (1, 1), 0))
+    x, (weights, ids) = torch.randn(9, 70), kernels.route(torch.randn(9, 6), 2, "softmax")
+    product = kernels.pack_experts(gate_up, down, "silu")
+    assert not isinstance(product, experts.CodedExperts)
+    expected = reference.fused_experts(x, weights, ids, gate_up.dequantize(), down.dequantize(), "silu")
+    assert (product(x, weights, ids) - expected).norm() <= 0.03 * expected.norm()
+
+
+def test_one_kind_of_weight_may_be_quantized_and_not_the_other() -> None:
+    gate_up, down = random_experts("int4", 32, 64, (2, 1), 1)
+    x, (weights, ids) = torch.randn(9, 64), kernels.route(torch.randn(9, 6), 2, "softmax")
+    product = kernels.pack_experts(gate_up, down.dequantize(), "silu")
+    expected = reference.fused_experts(x, weights, ids, gate_up.dequantize(), down.dequantize(), "silu")
+    close(product(x, weights, ids), expected, torch.float32)
+
+
+def test_they_are_kept_in_files() -> None:
+    """As plain data and tensors."""
+    gate_up, down = random_experts("nf4", 32, 64, (2, 1), 1)
+    weight = replace(random_weight("uint4", 40, 64, groups=2, factors=2), columns=torch.randperm(64))
+    tensors: list[Tensor] = []
+    x, (weights, ids) = torch.randn(9, 64), kernels.route(torch.randn(9, 6), 2, "softmax")
+    product, mixture = kernels.pack_linear(weight), kernels.pack_experts(gate_up, down, "silu")
+    plain = [packed_state.to_plain(each, tensors) for each in (product, mixture)]
+    again, mixed = (packed_state.from_plain(each, tensors) for each in plain)
+    assert torch.equal(again(x, None), product(x, None))
+    assert torch.equal(mixed(x, weights, ids), mixture(x, weights, ids))
+
+
+@pytest.mark.parametrize("values", VALUES)
+@pytest.mark.parametrize("gated", [False, True])
+def test_packing_keeps_the_weight(values: str, gated: bool) -> None:
+    weight = random_weight(values, 70, 96, groups=3, factors=2)
+    tiles = quantized.pack_coded(weight, gated)
+    expected = packed.interleave_gated(weight.dequantize()) if gated else weight.dequantize()
+    out = quantized.unpack_coded(tiles) * tiles.scales[:, None]
+    torch.testing.assert_close(out[: len(expected)], expected)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    outs=st.integers(1, 70),
+    ins=st.integers(1, 300),
+    group=st.sampled_from([8, 16, 24, 32, 128, 256]),
+    bits=st.sampled_from([4, 8]),
+    factors=st.integers(0, 2),
+    wide=st.booleans(),
+    gated=st.booleans(),
+)
+def test_compiled_tiles_are_the_references(
+    outs: int, ins: int, group: int, bits: int, factors: int, wide: bool, gated: bool
+) -> None:
+    noise = torch.Generator().manual_seed(outs * ins)
+    codes = torch.randint(1 << bits, (outs * (1 + gated), ins), generator=noise).to(torch.uint8)
+    shape = factors, len(codes), -(-ins // group)
+    scales, offsets = (*(torch.randn(shape, generator=noise) * 1000), None, None)[:2]
+    form = group, bits, wide, gated
+    mine, expected = (
+        pack(codes, scales, offsets, *form) for pack in (linear._pack_coded_tiles, quantized.pack_coded_tiles)
+    )
+    assert torch.equal(mine, expected)
+
+
+def test_compiled_packing_refuses_what_it_cannot_lay_out(implementation: str) -> None:
+    if implementation == "reference":
+        pytest.skip("a property of the compiled kernels")
+    codes, scales = torch.zeros(5, 64, dtype=torch.uint8), torch.ones(5, 2)
+    for group, bits in ((12, 4), (0, 8), (32, 5)):
+        with pytest.raises(RuntimeError, match=f"groups of {group} codes of {bits} bits are not supported"):
+            linear._pack_coded_tiles(codes, None, None, group, bits, False)
+    for wrong in (scales[:4], scales[:, :1], scales.half(), scales[0]):
+        for first, second in ((wrong, None), (scales, wrong)):
+            with pytest.raises(RuntimeError, match="the factors do not match the codes"):
+                linear._pack_coded_tiles(codes, first, second, 32, 4, False)
+    with pytest.raises(RuntimeError, match="the numbers of gates and ups must be equal, got 5"):
+        linear._pack_coded_tiles(codes, scales, None, 32, 4, False, True)
+    with pytest.raises(RuntimeError, match="codes are bytes"):
+        linear._pack_coded_tiles(codes.char(), scales, None, 32, 4, False)
+
+
+def test_float16_scales_lose_what_is_least() -> None:
+    """Nothing, if they are 8-bit floats times one number for each feature."""
+    number = torch.rand(40, 1) * torch.logspace(-9, 9, 40)[:, None]
+    exact = torch.rand(40, 6).clamp(min=0.02).to(torch.float8_e4m3fn).float() * number
+    any_scales = torch.randn(40, 6)
+    any_scales[3] = 0
+    for scales in (exact, any_scales):
+        factors = quantized._common_factor(scales, wide=False)[:, None]
+        kept = (scales / factors).half().float() * factors
+        torch.testing.assert_close(kept, scales, rtol=1e-6 if scales is exact else 2**-11, atol=0)
