@@ -1,6 +1,7 @@
 """Compile every Triton kernel for a GPU that need not be there.
 
-Run as `python -m tests.integration.kernels.compile_ahead [90]`, or 89.
+Run as `python -m tests.integration.kernels.compile_ahead [90]`, or 89; with `coded` after it for the matmuls of weights
+in few bits.
 
 The operations are called as ever, on tensors of the CPU, and what they would launch is compiled instead, for the
 compute capability given. Prints a line for each kernel and variant.
@@ -12,6 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +27,8 @@ from triton.runtime.jit import JITFunction
 from quire.kernels import reference
 from quire.kernels import triton as platform
 from quire.kernels.cache import LARGEST, allocate_kv_cache
-from quire.kernels.triton import attention
+from quire.kernels.quantized import VALUES, QuantizedWeight
+from quire.kernels.triton import attention, coded, rounded
 
 SHARED_KIB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
 """That a block of threads may have (CUDA programming guide, table of compute capabilities)."""
@@ -162,6 +165,39 @@ def run_all() -> None:
             platform.sample(torch.zeros(3, vocab), ones, whole * top_k, 0.9 * ones, ones, whole, whole)
 
 
+def run_coded(capability: int) -> None:
+    """Matmuls of weights in few bits: every kind of values, and every tile and type for one of 4 bits and one of 8."""
+
+    def packed(values: str, group: int, dtype: torch.dtype, *stack: int) -> coded.CodedWords:
+        codes = torch.zeros(*stack, 2048, 2048, dtype=torch.uint8)
+        scales = torch.ones(*stack, 2048, 2048 // (group or 2048))
+        return coded.pack_words(QuantizedWeight(values, dtype, codes, scales, scales if values == "uint4" else None))
+
+    x = {dtype: torch.zeros(2048, 2048, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+    for values in VALUES:
+        weight = packed(values, 16 if values == "e2m1" else 64, torch.bfloat16)
+        coded.coded_matmul(x[torch.bfloat16][:4], weight, x[torch.bfloat16][0])
+    for dtype, rows in x.items():
+        for values, group in (("uint4", 128), ("fp8", 0)):
+            weight = packed(values, group, dtype)
+            for count in (4, 40, 400):
+                coded.coded_matmul(rows[:count], weight)
+        gate_up, down = (packed("e2m1", 32, dtype, 2) for _ in range(2))
+        assert down.scales is not None
+        down = replace(down, inputs=1024, words=down.words[:, :8].contiguous(), scales=down.scales[:, :32].contiguous())
+        for kind in (torch.int8, torch.float8_e4m3fn):
+            if kind == torch.int8 or capability >= 89:
+                matrix = torch.zeros(2048, 2048, dtype=kind)
+                for count, groups in ((4, 1), (400, 1), *(((400, 16),) if kind != torch.int8 else ())):
+                    rounded.rounded_matmul(rows[:count], matrix, torch.ones(2048, groups))
+                    ids, stack = torch.zeros(count, 2, dtype=torch.int64), (matrix[None], torch.ones(1, 2048, groups))
+                    half = matrix[None, :, :1024].contiguous(), torch.ones(1, 2048, max(1, groups // 2))
+                    rounded.rounded_fused_experts(rows[:count], torch.ones(count, 2), ids, *stack, *half, "silu")
+        for count in (4, 1024):
+            ids = torch.zeros(count, 2, dtype=torch.int64)
+            coded.coded_fused_experts(rows[:count], torch.ones(count, 2), ids, gate_up, down, "silu")
+
+
 def main() -> None:
     capability = int(sys.argv[1]) if len(sys.argv) > 1 else 90
 
@@ -170,7 +206,7 @@ def main() -> None:
 
     JITFunction.run = run
     setattr(attention, "_is_narrow", lambda _: SHARED_KIB[capability] < 160)  # noqa: B010
-    run_all()
+    run_coded(capability) if sys.argv[2:] == ["coded"] else run_all()
     print(f"{len(compiled)} kernels compiled for sm_{capability}")
 
 

@@ -1,0 +1,518 @@
+"""Matmuls by weights in few bits, which are dequantized in registers, and experts of such weights.
+
+A weight is the first operand of the tensor cores, and a tile of the result is `[features, rows]`: the operand that is
+computed in registers is the one that may come from there, and few rows fill an instruction.
+
+Each row has its own sums in a fixed order, without atomics. So a row's result depends on the shape of the weight and on
+the class of the number of rows (`_linear_shape`), not on the other rows: numbers of rows of one class give the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.quantized import VALUES, QuantizedWeight
+from quire.kernels.triton.elementwise import KINDS, act_mul
+from quire.kernels.triton.experts import (
+    _PROCESSORS,
+    _SORTED_AT_ONCE,
+    _SUMMED_AT_ONCE,
+    _block_rows,
+    _sort_kernel,
+    _sum_kernel,
+)
+
+_WORDS = 16
+"""Words of a feature in a block, and inputs of a step of the tensor cores."""
+
+
+class _Decoding(NamedTuple):
+    """How the kernels compute a number: a float32 from the bits of its code, times a factor, plus a term."""
+
+    kind: str
+    """integer: the code is the fraction of 1.…; float: its bits are those of a float32; table: a value is loaded."""
+    factor: float = 1.0
+    term: float = 0.0
+    fraction: int = 0
+    """Bits of the fraction of a float."""
+
+
+_DECODINGS = {
+    "uint4": _Decoding("integer", 16.0, -16.0),
+    "int4": _Decoding("integer", 16.0, -24.0),
+    "uint8": _Decoding("integer", 256.0, -256.0),
+    "int8": _Decoding("integer", 256.0, -384.0),  # the sign bit is stored inverted
+    "e2m1": _Decoding("float", 2.0**126, fraction=1),  # exponents are biased by 1, those of float32 by 127
+    "fp8": _Decoding("float", 2.0**120, fraction=3),
+    "nf4": _Decoding("table"),
+    "fp4": _Decoding("table"),
+}
+
+
+@dataclass(frozen=True)
+class CodedWords:
+    """A weight `[out, in]`, or a stack of them, packed for `coded_matmul` or `coded_experts`.
+
+    A block is 16 words of each feature: 128 inputs of 4 bits, or 64 of 8. Word `w` has inputs `w`, `w + 16`, …, the
+    first one lowest. Codes of 4 bits have float16 factors, those of 8 bits float32.
+    """
+
+    values: str
+    inputs: int
+    group: int
+    """Inputs that share factors: a power of two, or whole blocks; 0 if there are no factors."""
+    words: Tensor
+    """int32 `[…, blocks, out, 16]`"""
+    scales: Tensor | None
+    """`[…, groups, out]`, at most 1; groups are padded to whole blocks."""
+    offsets: Tensor | None
+    """The same, in units of the values."""
+    of_rows: Tensor
+    """float32 `[…, out]`: scales of features, in addition. NaN if a code of the feature is."""
+
+    @property
+    def bits(self) -> int:
+        return 4 if len(VALUES[self.values]) == 16 else 8
+
+    @property
+    def features(self) -> int:
+        return self.words.shape[-2]
+
+
+def pack_words(weight: QuantizedWeight) -> CodedWords:
+    """Pack a weight, or a stack; on any device. Columns are packed as they are stored."""
+    bits = 4 if len(VALUES[weight.values]) == 16 else 8
+    of_block, per_word = _WORDS * 32 // bits, 32 // bits
+    inputs, groups = weight.codes.shape[-1], weight.scales.shape[-1]
+    assert inputs % groups == 0
+    codes = weight.codes ^ 0x80 if weight.values == "int8" else weight.codes
+    codes = F.pad(codes, (0, -inputs % of_block)).unflatten(-1, (-1, per_word, _WORDS))
+    words = codes[..., 0, :].int()
+    for place in range(1, per_word):
+        words |= codes[..., place, :].int() << bits * place
+    factors: tuple[Tensor | None, Tensor | None]
+    group, scales, offsets = inputs // groups, weight.scales.float(), weight.offsets
+    if groups == 1 and offsets is None:
+        of_rows, group, factors = scales[..., 0], 0, (None, None)
+    else:
+        of_rows = torch.ldexp(torch.ones_like(scales[..., 0]), torch.frexp(scales.abs().amax(dim=-1))[1])
+        size = group if group % of_block == 0 else gcd(group, of_block)
+        padding = -inputs % max(size, of_block) // size
+
+        def of_groups(factor: Tensor) -> Tensor:
+            """`[…, out, groups]` as `[…, groups of the packed weight, out]`."""
+            spread = F.pad(factor.repeat_interleave(group // size, dim=-1), (0, padding)).movedim(-1, -2)
+            return spread.to(torch.float16 if bits == 4 else torch.float32).contiguous()
+
+        factors = of_groups(scales / of_rows[..., None]), None if offsets is None else of_groups(offsets)
+        group = size
+    if weight.values == "fp8":
+        of_rows = of_rows.masked_fill(((weight.codes & 0x7F) == 0x7F).any(dim=-1), torch.nan)
+    words = words.movedim(-2, -3).contiguous()
+    return CodedWords(weight.values, inputs, group, words, factors[0], factors[1], of_rows.contiguous())
+
+
+def unpack_words(packed: CodedWords) -> Tensor:
+    """The weight `[…, out, in]` in float32."""
+    places = torch.arange(0, 32, packed.bits, device=packed.words.device)[:, None]
+    codes = packed.words.movedim(-3, -2)[..., None, :] >> places & (1 << packed.bits) - 1
+    codes = codes.flatten(-3)[..., : packed.inputs]  # of [blocks, codes of a word, words]
+    values = VALUES[packed.values].to(codes.device)[codes ^ 0x80 if packed.values == "int8" else codes]
+    for factors, combine in ((packed.offsets, torch.add), (packed.scales, torch.mul)):
+        if factors is not None:
+            wide = factors.float().movedim(-1, -2).repeat_interleave(packed.group, dim=-1)
+            values = combine(values, wide[..., : packed.inputs])
+    unpacked: Tensor = values * packed.of_rows[..., None]
+    return unpacked
+
+
+@triton.jit
+def _bits_at(word, by: tl.constexpr, MASK: tl.constexpr):
+    """The word shifted left by `by`, or right, and masked."""
+    return (word << by if by >= 0 else word >> -by) & MASK
+
+
+@triton.jit
+def _decoded(word, table, PLACE: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, FRACTION: tl.constexpr):
+    """The code at a place of each word as a float32, before its factor and term: see `_Decoding`."""
+    if KIND == "integer":
+        fraction = _bits_at(word, 23 - BITS - PLACE * BITS, ((1 << BITS) - 1) << (23 - BITS))
+        return (fraction | 0x3F800000).to(tl.float32, bitcast=True)
+    elif KIND == "float":
+        plain = _bits_at(word, 23 - FRACTION - PLACE * BITS, ((1 << (BITS - 1)) - 1) << (23 - FRACTION))
+        sign = _bits_at(word, 32 - BITS - PLACE * BITS, -(1 << 31))
+        return (plain | sign).to(tl.float32, bitcast=True)
+    else:
+        return tl.load(table + _bits_at(word, -PLACE * BITS, (1 << BITS) - 1))
+
+
+@triton.jit
+def _factors(scales, offsets, at, inside, FACTOR: tl.constexpr, TERM: tl.constexpr, OFFSETS: tl.constexpr):
+    """The factor and the term of a group's numbers."""
+    scale = tl.load(scales + at, mask=inside, other=0.0).to(tl.float32)
+    if OFFSETS:
+        return scale * FACTOR, scale * (tl.load(offsets + at, mask=inside, other=0.0).to(tl.float32) + TERM)
+    else:
+        return scale * FACTOR, scale * TERM
+
+
+@triton.jit
+def _product(
+    source,
+    is_row,
+    words,
+    scales,
+    offsets,
+    table,
+    feature,
+    features,
+    inputs,
+    first,
+    last,
+    ROWS: tl.constexpr,
+    FEATURES: tl.constexpr,
+    BITS: tl.constexpr,
+    KIND: tl.constexpr,
+    FACTOR: tl.constexpr,
+    TERM: tl.constexpr,
+    FRACTION: tl.constexpr,
+    GROUP: tl.constexpr,
+    OFFSETS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The sums `[FEATURES, ROWS]` over the blocks from `first` to `last`, without the scales of the features.
+
+    `source` has pointers to the rows of the inputs; `feature` is int64.
+    """
+    PLACES: tl.constexpr = 32 // BITS
+    lane = tl.arange(0, 16)
+    is_feature = feature < features
+    product = tl.zeros([FEATURES, ROWS], tl.float32)
+    for block in range(first, last):
+        at = (block * features + feature)[:, None] * 16 + lane
+        word = tl.load(words + at, mask=is_feature[:, None], other=0)
+        for place in tl.static_range(PLACES):
+            start = (block * PLACES + place) * 16
+            if GROUP == 0:
+                factor, term = FACTOR, TERM
+            elif GROUP < 16:
+                of_group = (start + lane) // GROUP
+                wide = of_group[None, :] * features + feature[:, None]
+                factor, term = _factors(scales, offsets, wide, is_feature[:, None], FACTOR, TERM, OFFSETS)
+            elif place * 16 % GROUP == 0:
+                of_group = start // GROUP * features + feature
+                factor, term = _factors(scales, offsets, of_group, is_feature, FACTOR, TERM, OFFSETS)
+                factor, term = factor[:, None], term[:, None]
+            number = _decoded(word, table, place, BITS, KIND, FRACTION) * factor
+            if KIND == "integer" or OFFSETS:
+                number += term
+            x = tl.load(
+                source[None, :] + (start + lane)[:, None],
+                mask=is_row[None, :] & (start + lane < inputs)[:, None],
+                other=0.0,
+            )
+            product = tl.dot(number.to(x.dtype), x, product, input_precision=PRECISION)
+    return product
+
+
+@triton.jit
+def _finished(product, of_rows, bias, feature, is_feature, BIAS: tl.constexpr):
+    """The sums with the features' scales and biases."""
+    product *= tl.load(of_rows + feature, mask=is_feature, other=0.0)[:, None]
+    if BIAS:
+        product += tl.load(bias + feature, mask=is_feature, other=0.0).to(tl.float32)[:, None]
+    return product
+
+
+@triton.jit(do_not_specialize=["count", "steps"])
+def _coded_kernel(
+    x,
+    words,
+    scales,
+    offsets,
+    of_rows,
+    table,
+    bias,
+    out,
+    count,
+    features,
+    inputs,
+    x_row,
+    blocks,
+    steps,
+    SPLIT: tl.constexpr,
+    BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    FEATURES: tl.constexpr,
+    BITS: tl.constexpr,
+    KIND: tl.constexpr,
+    FACTOR: tl.constexpr,
+    TERM: tl.constexpr,
+    FRACTION: tl.constexpr,
+    GROUP: tl.constexpr,
+    OFFSETS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Multiply a tile of rows by a tile of features; if SPLIT, store the sums of some blocks `[splits, rows, out]`."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    feature = tl.program_id(1).to(tl.int64) * FEATURES + tl.arange(0, FEATURES)
+    is_row, is_feature, split = row < count, feature < features, tl.program_id(2)
+    product = _product(
+        *(x + row.to(tl.int64) * x_row, is_row, words, scales, offsets, table, feature, features, inputs),
+        *(split * steps, tl.minimum(blocks, (split + 1) * steps), ROWS, FEATURES, BITS, KIND, FACTOR, TERM, FRACTION),
+        *(GROUP, OFFSETS, PRECISION),
+    )
+    if SPLIT:
+        row += split * count
+    else:
+        product = _finished(product, of_rows, bias, feature, is_feature, BIAS)
+    to = out + row.to(tl.int64)[None, :] * features + feature[:, None]
+    tl.store(to, product.to(out.dtype.element_ty), mask=is_row[None, :] & is_feature[:, None])
+
+
+@triton.jit(do_not_specialize=["count"])
+def _join_splits_kernel(
+    parts, of_rows, bias, out, count, features, SPLITS: tl.constexpr, BIAS: tl.constexpr, FEATURES: tl.constexpr
+):
+    """Add a row's sums in order."""
+    row = tl.program_id(0).to(tl.int64)
+    feature = tl.program_id(1).to(tl.int64) * FEATURES + tl.arange(0, FEATURES)
+    is_feature = feature < features
+    product = tl.zeros([FEATURES], tl.float32)
+    for split in tl.static_range(SPLITS):
+        product += tl.load(parts + (split * count + row) * features + feature, mask=is_feature, other=0.0)
+    product = _finished(product[:, None], of_rows, bias, feature, is_feature, BIAS)
+    to = out + row * features + feature[:, None]
+    tl.store(to, product.to(out.dtype.element_ty), mask=is_feature[:, None])
+
+
+@triton.jit
+def _coded_grouped_kernel(
+    x,
+    words,
+    scales,
+    offsets,
+    of_rows,
+    table,
+    bias,
+    out,
+    pairs,
+    blocks_of_rows,
+    features,
+    inputs,
+    x_row,
+    blocks,
+    groups,
+    per_row,
+    BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    FEATURES: tl.constexpr,
+    BITS: tl.constexpr,
+    KIND: tl.constexpr,
+    FACTOR: tl.constexpr,
+    TERM: tl.constexpr,
+    FRACTION: tl.constexpr,
+    GROUP: tl.constexpr,
+    OFFSETS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Multiply a block of an expert's rows, of `_sort_kernel`, by a tile of its features into the pairs' rows.
+
+    Rows of `x` have `per_row` pairs each.
+    """
+    at = blocks_of_rows + 3 * tl.program_id(0)
+    begin, end = tl.load(at + 1), tl.load(at + 2)
+    if begin < end:
+        expert = tl.load(at).to(tl.int64)
+        row = begin + tl.arange(0, ROWS)
+        is_row = row < end
+        pair = tl.load(pairs + row, mask=is_row, other=0).to(tl.int64)
+        feature = tl.program_id(1).to(tl.int64) * FEATURES + tl.arange(0, FEATURES)
+        is_feature = feature < features
+        of_expert = expert * groups * features
+        product = _product(
+            *(x + pair // per_row * x_row, is_row, words + expert * blocks * features * 16, scales + of_expert),
+            *(offsets + of_expert, table, feature, features, inputs, 0, blocks, ROWS, FEATURES, BITS, KIND, FACTOR),
+            *(TERM, FRACTION, GROUP, OFFSETS, PRECISION),
+        )
+        own = expert * features
+        product = _finished(product, of_rows + own, bias + own, feature, is_feature, BIAS)
+        to = out + pair[None, :] * features + feature[:, None]
+        tl.store(to, product.to(out.dtype.element_ty), mask=is_row[None, :] & is_feature[:, None])
+
+
+class _Shape(NamedTuple):
+    """The launch parameters of a matmul: tile, parts that the blocks of inputs are divided into, warps and stages."""
+
+    rows: int
+    features: int
+    splits: int
+    warps: int
+    stages: int
+
+
+_CLASSES = (16, 64)
+"""Numbers of rows up to which a matmul has its own tile; a third one is for more."""
+
+
+def _linear_shape(rows: int, features: int, blocks: int, dtype: torch.dtype) -> _Shape:
+    """Up to 16 rows, loads in flight count: the inputs are divided until processors have about four tiles."""
+    if rows <= _CLASSES[0]:
+        tiles = triton.cdiv(features, 64)
+        splits = max(1, min(8, 4 * _PROCESSORS // tiles, blocks // 4))
+        return _Shape(16, 64, splits, 4, 4)
+    if dtype == torch.float32:
+        return _Shape(32, 64, 1, 4, 2)
+    if rows <= _CLASSES[1]:
+        return _Shape(64, 64, 1, 4, 3)
+    return _Shape(128, 128, 1, 8, 2)
+
+
+def _launch(weight: CodedWords, bias: Tensor | None, dtype: torch.dtype) -> tuple[list[Tensor], dict[str, object]]:
+    """The tensors and the constants of a weight."""
+    decoding = _DECODINGS[weight.values]
+    table = weight.of_rows  # read by nobody
+    if decoding.kind == "table":
+        table = _table(weight.values, weight.words.device)
+    scales = weight.of_rows if weight.scales is None else weight.scales
+    offsets = scales if weight.offsets is None else weight.offsets
+    constants = {
+        "BIAS": bias is not None,
+        "BITS": weight.bits,
+        "KIND": decoding.kind,
+        "FACTOR": decoding.factor,
+        "TERM": decoding.term,
+        "FRACTION": decoding.fraction,
+        "GROUP": weight.group,
+        "OFFSETS": weight.offsets is not None,
+        "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
+    }
+    return [weight.words, scales, offsets, weight.of_rows, table, weight.of_rows if bias is None else bias], constants
+
+
+_tables: dict[tuple[str, torch.device], Tensor] = {}
+
+
+def _table(values: str, device: torch.device) -> Tensor:
+    """The table of VALUES on a device, copied there once."""
+    if (values, device) not in _tables:
+        _tables[values, device] = VALUES[values].to(device)
+    return _tables[values, device]
+
+
+def coded_matmul(x: Tensor, weight: CodedWords, bias: Tensor | None = None) -> Tensor:
+    """Multiply `x` `[rows, in]`, of any type of floats, by a packed weight: `[rows, out]` of the type of `x`.
+
+    Sums are float32. Rows give the same result with any others up to 16 rows, up to 64, and beyond.
+    """
+    rows, inputs = x.shape
+    assert inputs == weight.inputs
+    features, blocks = weight.features, weight.words.shape[0]
+    out = x.new_empty(rows, features)
+    if not rows or not features:
+        return out
+    x = x if x.stride(1) == 1 else x.contiguous()
+    shape = _linear_shape(rows, features, blocks, x.dtype)
+    is_split = shape.splits > 1
+    parts = x.new_empty((shape.splits, rows, features), dtype=torch.float32) if is_split else out
+    tensors, constants = _launch(weight, bias, x.dtype)
+    grid = triton.cdiv(rows, shape.rows), triton.cdiv(features, shape.features), shape.splits
+    _coded_kernel[grid](
+        *(x, *tensors, parts, rows, features, inputs, x.stride(0), blocks, triton.cdiv(blocks, shape.splits)),
+        **constants,
+        SPLIT=is_split,
+        ROWS=shape.rows,
+        FEATURES=shape.features,
+        num_warps=shape.warps,
+        num_stages=shape.stages,
+    )
+    if is_split:
+        _join_splits_kernel[rows, triton.cdiv(features, _JOINED_AT_ONCE)](
+            *(parts, weight.of_rows, tensors[-1], out, rows, features),
+            SPLITS=shape.splits,
+            BIAS=bias is not None,
+            FEATURES=_JOINED_AT_ONCE,
+            num_warps=4,
+        )
+    return out
+
+
+_JOINED_AT_ONCE = 512
+
+
+def coded_fused_experts(
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    gate_up: CodedWords,
+    down: CodedWords,
+    activation: str,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+) -> Tensor:
+    """`reference.fused_experts` with stacks of packed weights. Does not wait for the device."""
+    if activation not in KINDS:
+        raise KeyError(activation)
+    experts, count, top_k = len(down.words), ids.numel(), ids.shape[1]
+    if not count or not experts:
+        return torch.zeros_like(x)
+    x, weights, ids = x.contiguous(), weights.contiguous(), ids.contiguous()
+    rows = min(_block_rows(count, experts), 32 if x.dtype == torch.float32 else 128)
+    pairs, blocks = sort_pairs(ids, experts, rows)
+    both = _grouped(x, gate_up, gate_up_bias, pairs, blocks, rows, top_k)
+    outer = _grouped(act_mul(both, activation), down, down_bias, pairs, blocks, rows, 1)
+    return sum_pairs(outer, weights, ids, experts)
+
+
+def sort_pairs(ids: Tensor, experts: int, rows: int) -> tuple[Tensor, Tensor]:
+    """The pairs of `ids` by expert, and blocks of up to `rows` of them: see `_sort_kernel`."""
+    count = ids.numel()
+    most = min(count, triton.cdiv(count, rows) + experts)
+    pairs = torch.empty(count, dtype=torch.int32, device=ids.device)
+    blocks = torch.empty((most, 3), dtype=torch.int32, device=ids.device)
+    _sort_kernel[(experts,)](
+        *(ids, pairs, blocks, count, experts, most),
+        ROWS=rows,
+        EXPERTS=max(32, triton.next_power_of_2(experts)),
+        CHUNK=min(_SORTED_AT_ONCE, max(32, triton.next_power_of_2(count))),
+        num_warps=4,
+    )
+    return pairs, blocks
+
+
+def sum_pairs(rows: Tensor, weights: Tensor, ids: Tensor, experts: int) -> Tensor:
+    """The weighted sums `[tokens, hidden]` of the rows `[pairs, hidden]` of each token."""
+    (tokens, top_k), hidden = ids.shape, rows.shape[1]
+    out = rows.new_empty(tokens, hidden)
+    _sum_kernel[tokens, triton.cdiv(hidden, _SUMMED_AT_ONCE)](
+        *(rows, weights, ids, out, experts, hidden), TOP_K=top_k, BLOCK=_SUMMED_AT_ONCE, num_warps=4
+    )
+    return out
+
+
+def _grouped(
+    x: Tensor, weight: CodedWords, bias: Tensor | None, pairs: Tensor, blocks: Tensor, rows: int, per_row: int
+) -> Tensor:
+    """Each pair's row of `x`, which has `per_row` pairs a row, by its expert: `[pairs, out]`."""
+    features, many = weight.features, rows >= 64 and x.dtype != torch.float32
+    out = x.new_empty(len(pairs), features)
+    tensors, constants = _launch(weight, bias, x.dtype)
+    size = 128 if many else 64
+    _coded_grouped_kernel[len(blocks), triton.cdiv(features, size)](
+        *(x, *tensors, out, pairs, blocks, features, x.shape[1], x.stride(0), weight.words.shape[-3]),
+        *(0 if weight.scales is None else weight.scales.shape[-2], per_row),
+        **constants,
+        ROWS=rows,
+        FEATURES=size,
+        num_warps=rows // 16 if many else 4,
+        num_stages=4 if rows == 16 else 2,
+    )
+    return out

@@ -1,0 +1,243 @@
+"""Matmuls of 8-bit floats and of 8-bit integers on tensor cores: inputs are rounded to the weight's type (W8A8).
+
+The inputs of a row that share a scale are rounded at run time, all of the row's or 128 at a time, as DeepSeek-V3 does
+with weights in blocks of 128 by 128 (DeepSeek-AI 2024, section 3.3.2). A row's result depends neither on the other rows
+nor on their number, except for the order in which the tensor cores add within 128 inputs.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.triton.coded import sort_pairs, sum_pairs
+from quire.kernels.triton.elementwise import KINDS, _e4m3, act_mul
+from quire.kernels.triton.experts import _block_rows
+
+DEPTH = 128
+"""Inputs of a step, and of a group."""
+_LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
+
+
+@triton.jit
+def _round_kernel(x, out, scales, x_row, columns, groups, GROUP: tl.constexpr, LARGEST: tl.constexpr):
+    """Round the inputs of a group."""
+    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = group * GROUP + tl.arange(0, GROUP)
+    inside = column < columns
+    wide = tl.load(x + row * x_row + column, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.div_rn(tl.max(tl.abs(wide), axis=0), LARGEST)
+    values = tl.clamp(tl.div_rn(wide, tl.where(scale > 0.0, scale, 1.0)), -LARGEST, LARGEST)
+    # The alternative rounds to an integer, ties to even.
+    values = _e4m3(values) if LARGEST == 448.0 else values + 12582912.0 - 12582912.0
+    tl.store(out + row * columns + column, values.to(out.dtype.element_ty), mask=inside)
+    tl.store(scales + row * groups + group, scale)
+
+
+@triton.jit
+def _product(
+    source,
+    row,
+    is_row,
+    x_scales,
+    weight,
+    scales,
+    feature,
+    is_feature,
+    inputs,
+    groups,
+    GROUPED: tl.constexpr,
+    ROWS: tl.constexpr,
+    FEATURES: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """The sums `[FEATURES, ROWS]` with all scales: floats in float32 after each step, integers exactly.
+
+    `row` and `feature` are int64.
+    """
+    IS_EXACT: tl.constexpr = weight.dtype.element_ty == tl.int8 and not GROUPED
+    product = tl.zeros([FEATURES, ROWS], tl.int32 if IS_EXACT else tl.float32)
+    for step in range(tl.cdiv(inputs, DEPTH)):
+        inner = step * DEPTH + tl.arange(0, DEPTH)
+        is_inner = inner < inputs
+        at = weight + feature[:, None] * inputs + inner[None, :]
+        codes = tl.load(at, mask=is_feature[:, None] & is_inner[None, :], other=0.0)
+        at = source + row[None, :] * inputs + inner[:, None]
+        rounded = tl.load(at, mask=is_row[None, :] & is_inner[:, None], other=0.0)
+        if IS_EXACT:
+            product = tl.dot(codes, rounded, product)
+        else:
+            part = tl.dot(codes, rounded).to(tl.float32)
+            if GROUPED:
+                part *= tl.load(x_scales + row * groups + step, mask=is_row, other=0.0)[None, :]
+                part *= tl.load(scales + feature * groups + step, mask=is_feature, other=0.0)[:, None]
+            product += part
+    product = product.to(tl.float32)
+    if not GROUPED:
+        product *= tl.load(x_scales + row, mask=is_row, other=0.0)[None, :]
+        product *= tl.load(scales + feature, mask=is_feature, other=0.0)[:, None]
+    return product
+
+
+@triton.jit(do_not_specialize=["count"])
+def _rounded_kernel(
+    x,
+    x_scales,
+    weight,
+    scales,
+    bias,
+    out,
+    count,
+    features,
+    inputs,
+    groups,
+    GROUPED: tl.constexpr,
+    BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    FEATURES: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """Multiply a tile of rows by a tile of features."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    feature = tl.program_id(1).to(tl.int64) * FEATURES + tl.arange(0, FEATURES)
+    is_row, is_feature = row < count, feature < features
+    product = _product(
+        *(x, row, is_row, x_scales, weight, scales, feature, is_feature, inputs, groups),
+        *(GROUPED, ROWS, FEATURES, DEPTH),
+    )
+    if BIAS:
+        product += tl.load(bias + feature, mask=is_feature, other=0.0).to(tl.float32)[:, None]
+    to = out + row[None, :] * features + feature[:, None]
+    tl.store(to, product.to(out.dtype.element_ty), mask=is_row[None, :] & is_feature[:, None])
+
+
+@triton.jit
+def _rounded_grouped_kernel(
+    x,
+    x_scales,
+    weight,
+    scales,
+    bias,
+    out,
+    pairs,
+    blocks,
+    features,
+    inputs,
+    groups,
+    per_row,
+    GROUPED: tl.constexpr,
+    BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    FEATURES: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """Multiply a block of an expert's rows, as `coded._coded_grouped_kernel` does."""
+    block = blocks + 3 * tl.program_id(0)
+    begin, end = tl.load(block + 1), tl.load(block + 2)
+    if begin < end:
+        expert = tl.load(block).to(tl.int64)
+        place = begin + tl.arange(0, ROWS)
+        is_row = place < end
+        pair = tl.load(pairs + place, mask=is_row, other=0).to(tl.int64)
+        feature = tl.program_id(1).to(tl.int64) * FEATURES + tl.arange(0, FEATURES)
+        is_feature = feature < features
+        own = expert * features
+        product = _product(
+            *(x, pair // per_row, is_row, x_scales, weight + own * inputs, scales + own * groups, feature, is_feature),
+            *(inputs, groups, GROUPED, ROWS, FEATURES, DEPTH),
+        )
+        if BIAS:
+            product += tl.load(bias + own + feature, mask=is_feature, other=0.0).to(tl.float32)[:, None]
+        to = out + pair[None, :] * features + feature[:, None]
+        tl.store(to, product.to(out.dtype.element_ty), mask=is_row[None, :] & is_feature[:, None])
+
+
+def round_rows(x: Tensor, dtype: torch.dtype, groups: int = 1) -> tuple[Tensor, Tensor]:
+    """Round `x` `[rows, in]` to float8_e4m3fn or int8, and return float32 scales `[rows, groups]`: the largest number
+    of a group becomes 448 or 127. More than one group are of 128 inputs; the last one may have fewer."""
+    rows, inputs = x.shape
+    assert groups in (1, triton.cdiv(inputs, DEPTH))
+    x = x if x.stride(1) == 1 else x.contiguous()
+    out = torch.empty((rows, inputs), dtype=torch.int8 if dtype == torch.int8 else torch.uint8, device=x.device)
+    scales = torch.empty((rows, groups), dtype=torch.float32, device=x.device)
+    size = DEPTH if groups > 1 else triton.next_power_of_2(inputs)
+    if rows:
+        _round_kernel[rows, groups](
+            *(x, out, scales, x.stride(0), inputs, groups),
+            GROUP=size,
+            LARGEST=_LARGEST[dtype],
+            num_warps=min(16, max(1, size // 256)),
+        )
+    return out.view(dtype), scales
+
+
+def rounded_matmul(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Multiply `x` `[rows, in]`, rounded by `round_rows`, by a weight `[out, in]`: `[rows, out]` of the type of `x`.
+
+    `codes` is float8_e4m3fn, which needs compute capability 8.9, or int8; `scales` is float32 `[out, groups]`, for all
+    inputs or for each 128.
+    """
+    (rows, inputs), (features, groups) = x.shape, scales.shape
+    rounded, x_scales = round_rows(x, codes.dtype, groups)
+    out = x.new_empty(rows, features)
+    if not rows or not features:
+        return out
+    tile_rows, tile = (16, 64) if rows <= 16 else (64, 64) if rows <= 64 else (128, 128)
+    _rounded_kernel[triton.cdiv(rows, tile_rows), triton.cdiv(features, tile)](
+        *(rounded, x_scales, codes, scales, codes if bias is None else bias, out, rows, features, inputs, groups),
+        GROUPED=groups > 1,
+        BIAS=bias is not None,
+        ROWS=tile_rows,
+        FEATURES=tile,
+        DEPTH=DEPTH,
+        num_warps=8 if tile == 128 else 4,
+        num_stages=3 if tile == 128 else 4,
+    )
+    return out
+
+
+def rounded_fused_experts(
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    gate_up: Tensor,
+    gate_up_scales: Tensor,
+    down: Tensor,
+    down_scales: Tensor,
+    activation: str,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+) -> Tensor:
+    """`reference.fused_experts` with weights and scales as those of `rounded_matmul`, `[experts, …]`."""
+    if activation not in KINDS:
+        raise KeyError(activation)
+    experts, count, top_k = len(down), ids.numel(), ids.shape[1]
+    if not count or not experts:
+        return torch.zeros_like(x)
+    weights, ids = weights.contiguous(), ids.contiguous()
+    rows = _block_rows(count, experts)
+    pairs, blocks = sort_pairs(ids, experts, rows)
+
+    def grouped(source: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, per_row: int) -> Tensor:
+        features, groups = scales.shape[1:]
+        rounded, x_scales = round_rows(source, codes.dtype, groups)
+        out = source.new_empty(count, features)
+        tile = 128 if rows == 128 else 64
+        _rounded_grouped_kernel[len(blocks), triton.cdiv(features, tile)](
+            *(rounded, x_scales, codes, scales, codes if bias is None else bias, out, pairs, blocks),
+            *(features, source.shape[1], groups, per_row),
+            GROUPED=groups > 1,
+            BIAS=bias is not None,
+            ROWS=rows,
+            FEATURES=tile,
+            DEPTH=DEPTH,
+            num_warps=8 if tile == 128 else 4,
+            num_stages=3 if tile == 128 else 4,
+        )
+        return out
+
+    both = grouped(x, gate_up, gate_up_scales, gate_up_bias, top_k)
+    outer = grouped(act_mul(both, activation), down, down_scales, down_bias, 1)
+    return sum_pairs(outer, weights, ids, experts)
