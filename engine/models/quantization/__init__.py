@@ -1,0 +1,59 @@
+"""How checkpoints are quantized, from their configs. No torch here: sizes are known before weights are read.
+
+A format is a file here, which reads the format's settings and says what it stores for a weight (`Method`, `Scheme`),
+and a reader in `quire.engine.models.quantized_tensors`, which gives codes and factors of slices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from quire.engine.models.quantization import (
+    awq,
+    bitsandbytes,
+    compressed_tensors,
+    fp8,
+    gguf,
+    gptq,
+    modelopt,
+    mxfp4,
+    quark,
+    torchao,
+)
+from quire.engine.models.quantization.method import Method
+from quire.engine.models.quantization.settings import WHERE
+from quire.engine.protocol.errors import ConfigError
+
+METHODS: dict[str, Callable[[Mapping[str, Any]], Method | None]] = {
+    "awq": awq.read,
+    "bitsandbytes": bitsandbytes.read,
+    "compressed-tensors": compressed_tensors.read,
+    "fbgemm_fp8": fp8.read_fbgemm,
+    "fp8": fp8.read,
+    "gguf": gguf.read,
+    "gptq": gptq.read,
+    "modelopt": modelopt.read,
+    "mxfp4": mxfp4.read,
+    "quark": quark.read,
+    "torchao": torchao.read,
+}
+"""By `quant_method`: reads the settings; None if they say that nothing is quantized. Raises `ConfigError`."""
+
+
+def read(settings: object) -> Method | None:
+    """Read the settings of a quantized checkpoint, as in config.json's `quantization_config`; None if there are none.
+
+    Raises `ConfigError` if the format, or a detail of it that would change an answer, is not supported.
+    """
+    if not settings:
+        return None
+    if not isinstance(settings, Mapping):
+        raise ConfigError(f"{WHERE} must be an object, got {settings!r}")
+    name = settings.get("quant_method")
+    if not isinstance(name, str) or name not in METHODS:
+        raise ConfigError(
+            f"{WHERE}: quant_method {name!r} is not supported (supported: {', '.join(METHODS)}); "
+            "use another checkpoint of this model, such as the full-precision one"
+        )
+    return METHODS[name](settings)

@@ -1,0 +1,66 @@
+"""How a rank keeps a quantized weight in memory: the checkpoint's codes, with factors for the rank's own groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import gcd
+
+from quire.engine.models.quantization.method import Scheme
+
+_WORD, _MAX_GROUP = 8, 256
+"""Inputs of a word of codes, and the most of a group with one pair of factors in memory."""
+ORDERED_GROUP = 32
+"""Inputs that share factors on a rank that has only a part of each group, as its columns are ordered."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """See `quire.kernels.quantized.QuantizedWeight` for the fields, and `CodedTiles` for the bytes."""
+
+    values: str
+    bits: int
+    group: int
+    """Inputs that share factors; those of the whole rank if all do."""
+    has_offsets: bool
+    wide: bool
+    """Factors of 4-bit codes are float32 as well."""
+    has_order: bool
+    activations: str | None
+
+    def packed_bytes(self, rows: int, columns: int) -> int:
+        """Bytes of a weight `[rows, columns]` of the rank."""
+        factors, group = 1 + self.has_offsets, min(self.group, _MAX_GROUP)
+        if self.group == columns and not self.has_offsets:
+            factors = 0
+        if self.has_order and columns % self.group:
+            group = ORDERED_GROUP
+        size = 2 if self.bits == 4 and not self.wide else 4
+        return rows * columns * self.bits // 8 + factors * size * rows * -(-columns // group) + 4 * rows
+
+
+def form_of(schemes: Sequence[Scheme | None], start: int, length: int) -> Form | None:
+    """The form of a rank's `length` columns, from `start` on, of weights that are concatenated; None: they have no
+    common one, and are dequantized while they are loaded."""
+    first, *others = {scheme and _kind(scheme) for scheme in schemes}
+    scheme = schemes[0]
+    if first is None or others or scheme is None:
+        return None
+    group = scheme.group
+    if group and not scheme.has_order:
+        group = gcd(group, start, length)
+        if group % _WORD:
+            return None
+    return Form(
+        values=scheme.values,
+        bits=scheme.bits,
+        group=group or length,
+        has_offsets=scheme.has_offsets,
+        wide=scheme.wide,
+        has_order=scheme.has_order,
+        activations=scheme.activations,
+    )
+
+
+def _kind(scheme: Scheme) -> tuple[object, ...]:
+    return scheme.values, scheme.group, scheme.has_offsets, scheme.wide, scheme.has_order, scheme.activations
