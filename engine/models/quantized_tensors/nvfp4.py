@@ -1,0 +1,21 @@
+"""Reads NVFP4."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from quire.engine.models.quantization.nvfp4 import NvFp4
+from quire.engine.models.quantized_tensors.nibbles import unpack_nibbles
+from quire.engine.models.quantized_tensors.reader import Cut, Reader
+
+
+class NvFp4Reader(Reader[NvFp4]):
+    def codes(self, cut: Cut) -> Tensor:
+        return unpack_nibbles(self._tensors[self.scheme.packed], cut)
+
+    def scales(self, cut: Cut) -> Tensor:
+        scales = self._tensors[self.scheme.scale][cut].float()
+        of_weight = self._tensors[self.scheme.global_scale].reshape(*self.shape[:-2], 1, 1)
+        if of_weight.dim() == 3:
+            of_weight = of_weight[cut[0]]
+        return scales / of_weight if self.scheme.divides else scales * of_weight
