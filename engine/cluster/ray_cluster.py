@@ -30,7 +30,7 @@ import msgspec
 from quire.engine.cluster import handshake, network
 from quire.engine.cluster.handshake import Hello
 from quire.engine.cluster.placement import ClusterNode, NodeShare, place, split_stages
-from quire.engine.config import devices, model_files
+from quire.engine.config import devices, model_folder
 from quire.engine.config.devices import Devices
 from quire.engine.config.engine_config import EngineConfig, RayPlacement
 from quire.engine.config.options import EngineOptions
@@ -404,7 +404,7 @@ def _check_nodes(
         return {**own, **ray_cluster.describe(model, revision, download_dir, kind, ranks)}
 
     remote = ray.remote(num_cpus=0, max_retries=0)(describe)
-    model = handshake.fingerprint(model_files.locate(options.model, options.revision, options.download_dir))
+    model = handshake.fingerprint(model_folder.locate(options.model, options.revision, options.download_dir))
     local = Hello(name="this host", number=0, versions=handshake.versions(), model=model)
     used = {share.node.id: share.node for share in shares}
     ranks = {name: sum(len(share.ranks) for share in shares if share.node.id == name) for name in used}
@@ -444,7 +444,7 @@ def describe(model: str, revision: str | None, download_dir: str | None, kind: K
     found: dict[str, Any] = {"versions": handshake.versions()}
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray hides the GPUs from tasks that request none
     try:
-        found["model"] = handshake.fingerprint(model_files.locate(model, revision, download_dir))
+        found["model"] = handshake.fingerprint(model_folder.locate(model, revision, download_dir))
         found["memory"] = devices.find(kind, (1,) * ranks).memory
     except ConfigError as error:
         found["error"] = str(error)

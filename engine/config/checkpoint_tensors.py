@@ -2,47 +2,93 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Mapping
+from typing import NamedTuple
 
 from quire.engine.config.engine_config import ModelConfig
 from quire.engine.config.model_files import TensorInfo
 from quire.engine.models.families import FAMILIES
-from quire.engine.models.families.quantized import QuantizedCheckpoint
-from quire.engine.models.families.tensors import checkpoint_tensors
+from quire.engine.models.families.tensors import NeededTensor, checkpoint_tensors
+from quire.engine.models.quantization.method import FLOATS, Method, Scheme
 from quire.engine.protocol.errors import ConfigError
 
-FP8_SCALES, MXFP4_BLOCKS, MXFP4_SCALES = "_scale_inv", "_blocks", "_scales"
-"""Suffixes of quantized tensors' names."""
-MXFP4_GROUP = 32
-"""Values that share a scale."""
-_DTYPES = ("F32", "BF16", "F16", "FP8", "MXFP4")
 _NAMED_PROBLEMS = 8
+
+
+class StoredWeight(NamedTuple):
+    """A quantized weight of a checkpoint."""
+
+    scheme: Scheme
+    module: str
+    tensors: dict[str, TensorInfo]
+    """Those that the checkpoint has, by the scheme's names."""
 
 
 def check_model(model: ModelConfig, headers: Mapping[str, TensorInfo]) -> None:
     """Raise `ConfigError` naming the tensors of one of Quire's own models that are missing or do not fit."""
     needed = checkpoint_tensors(model.architecture, has_head=model.pooling is None)
-    stored = by_needed_name(headers, FAMILIES[model.architecture.name].prefix, needed)
-    check_tensors(model, needed, dequantized(stored, model.quantized))
+    check_tensors(model, needed, by_needed_name(headers, FAMILIES[model.architecture.name].prefix, needed))
 
 
-def check_tensors(model: ModelConfig, needed: Mapping[str, tuple[int, ...]], headers: Mapping[str, TensorInfo]) -> None:
-    """Raise `ConfigError` unless the (dequantized) headers have all needed tensors, in these shapes."""
-    problems = []
-    for name, expected in needed.items():
-        if name not in headers:
-            problems.append(f"{name} is missing")
-        elif headers[name].shape != expected:
-            problems.append(f"{name} has the shape {list(headers[name].shape)}, expected {list(expected)}")
-        elif headers[name].dtype not in _DTYPES:
-            without = f" without a matching {name}{FP8_SCALES}" * (model.quantized is not None)
-            problems.append(f"{name} is of type {headers[name].dtype}{without}, which is not supported")
+def check_tensors(
+    model: ModelConfig, needed: Mapping[str, NeededTensor], headers: Mapping[str, TensorInfo]
+) -> dict[str, StoredWeight]:
+    """Return the needed tensors that are stored quantized. Raises `ConfigError` unless the headers have all tensors."""
+    problems: list[str] = []
+    quantized: dict[str, StoredWeight] = {}
+    for name, tensor in needed.items():
+        if (weight := _quantized_weight(model.quantized, name, tensor, headers)) is None:
+            problems += _plain_problems(name, tensor, headers)
+        else:
+            quantized[name] = weight
+            problems += _quantized_problems(name, tensor, weight.scheme, headers)
     if problems:
         more = f"; and {len(problems) - _NAMED_PROBLEMS} more" if len(problems) > _NAMED_PROBLEMS else ""
         raise ConfigError(
             f"{model.path}: the weights do not match config.json: {'; '.join(problems[:_NAMED_PROBLEMS])}{more}"
         )
+    return quantized
+
+
+def _quantized_weight(
+    method: Method | None, name: str, tensor: NeededTensor, headers: Mapping[str, TensorInfo]
+) -> StoredWeight | None:
+    """The weight as the settings say that it is stored; None if it is not quantized."""
+    module = name.removesuffix(".weight")
+    if method is None or len(tensor.shape) == 1 or (scheme := method.scheme(module)) is None:
+        return None
+    is_possible = scheme.problem(tensor.weight_shape) is None
+    stored = scheme.tensors(module, tensor.weight_shape) if is_possible else {}
+    names = {each: found for each, info in stored.items() if (found := info.name_in(headers, each))}
+    if name in headers and headers[name].dtype in FLOATS and not set(names.values()) - {name}:
+        return None
+    return StoredWeight(scheme, module, {each: headers[found] for each, found in names.items()})
+
+
+def _plain_problems(name: str, tensor: NeededTensor, headers: Mapping[str, TensorInfo]) -> Iterator[str]:
+    if name not in headers:
+        yield f"{name} is missing"
+    elif headers[name].shape != tensor.shape:
+        yield f"{name} has the shape {list(headers[name].shape)}, expected {list(tensor.shape)}"
+    elif headers[name].dtype not in FLOATS:
+        yield f"{name} is of type {headers[name].dtype}, which is not supported without a quantization_config"
+
+
+def _quantized_problems(
+    name: str, tensor: NeededTensor, scheme: Scheme, headers: Mapping[str, TensorInfo]
+) -> Iterator[str]:
+    if (problem := scheme.problem(tensor.weight_shape)) is not None:
+        yield f"{name}: {problem}"
+        return
+    for each, expected in scheme.tensors(name.removesuffix(".weight"), tensor.weight_shape).items():
+        if (found := expected.name_in(headers, each)) is None:
+            if not expected.is_optional:
+                yield f"{' or '.join((each, *expected.other_names))} is missing"
+        elif expected.shapes and headers[found].shape not in expected.shapes:
+            shapes = " or ".join(str(list(shape)) for shape in expected.shapes)
+            yield f"{found} has the shape {list(headers[found].shape)}, expected {shapes}"
+        elif headers[found].dtype not in expected.dtypes:
+            yield f"{found} is of type {headers[found].dtype}, expected {' or '.join(expected.dtypes)}"
 
 
 def by_needed_name(headers: Mapping[str, TensorInfo], prefix: str, needed: Collection[str]) -> dict[str, TensorInfo]:
@@ -57,21 +103,21 @@ def by_needed_name(headers: Mapping[str, TensorInfo], prefix: str, needed: Colle
     return {needed_name(name): info for name, info in headers.items()}
 
 
-def dequantized(headers: Mapping[str, TensorInfo], quantized: QuantizedCheckpoint | None) -> dict[str, TensorInfo]:
-    """The headers with quantized tensors, if their scales match, replaced by the tensors that they represent."""
-    found = dict(headers)
-    for name, info in headers.items() if quantized else ():
-        assert quantized is not None
-        if quantized.method == "fp8" and info.dtype == "F8_E4M3" and len(info.shape) == 2:
-            blocks = tuple(-(-size // block) for size, block in zip(info.shape, quantized.block, strict=True))
-            if name + FP8_SCALES in headers and headers[name + FP8_SCALES].shape == blocks:
-                del found[name + FP8_SCALES]
-                found[name] = replace(info, dtype="FP8")
-        if quantized.method == "mxfp4" and name.endswith(MXFP4_BLOCKS) and len(info.shape) == 4:
-            whole = name.removesuffix(MXFP4_BLOCKS)
-            experts, rows, groups, size = info.shape
-            scales = headers.get(whole + MXFP4_SCALES)
-            if scales is not None and scales.shape == info.shape[:-1] and 2 * size == MXFP4_GROUP:
-                del found[name], found[whole + MXFP4_SCALES]
-                found[whole] = replace(info, dtype="MXFP4", shape=(experts, groups * MXFP4_GROUP, rows))
+def logical_names(names: Collection[str], method: Method | None) -> set[str]:
+    """The names of a checkpoint's tensors, with those of a quantized weight replaced by the weight's."""
+    if method is None:
+        return set(names)
+    found = set(names)
+    for module in {part for name in names for part in (name, *(name.rpartition(each)[0] for each in "._"))}:
+        if (scheme := method.scheme(module)) is not None:
+            shape = _ANY_STACK if scheme.problem(_ANY_STACK) is None else _ANY_STACK[1:]
+            stored = {each: (info.name_in(found, each), info) for each, info in scheme.tensors(module, shape).items()}
+            if all(name is not None or info.is_optional for name, info in stored.values()):
+                own = {name for name, _ in stored.values() if name is not None}
+                found -= own
+                found.add(f"{module}.weight" if any(name.startswith(f"{module}.") for name in own) else module)
     return found
+
+
+_ANY_STACK = (2, 1024, 2048)
+"""Names of tensors do not depend on sizes, and a stack has all names that a matrix has."""

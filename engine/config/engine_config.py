@@ -16,8 +16,8 @@ from typing import Any, Literal
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.pooling import Pooling
 from quire.engine.config.topology import SlowestLinks
-from quire.engine.models.families.quantized import QuantizedCheckpoint
 from quire.engine.models.model_spec import ModelSpec
+from quire.engine.models.quantization.method import Method
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 INT4_GROUPS = (128, 64, 32)
@@ -34,7 +34,7 @@ class ModelConfig:
     dtype: str
     quantization: Literal["int8", "int4"] | None
     max_model_len: int
-    load_format: Literal["safetensors", "pt", "dummy"]
+    load_format: Literal["safetensors", "pt", "gguf", "dummy"]
     hf_overrides: Mapping[str, Any] = field(default_factory=dict)
     """Values in place of those in config.json; `architecture` includes them."""
     sampling_defaults: dict[str, Any] = field(default_factory=dict)
@@ -52,8 +52,13 @@ class ModelConfig:
     """auto: each rank chooses the fastest correct one on its device."""
     pooling: Pooling | None = None
     """The pooling of an embedding model; None: the model generates text."""
-    quantized: QuantizedCheckpoint | None = None
-    """How the checkpoint is quantized. The weights are dequantized to `dtype`, or requantized to `quantization`."""
+    quantized: Method | None = None
+    """How the checkpoint is quantized."""
+
+    def keeps_quantized(self, device: str) -> bool:
+        """Whether weights are kept as a quantized checkpoint stores them. Otherwise they are dequantized to `dtype`, or
+        requantized to `quantization`."""
+        return self.quantized is not None and self.quantization is None and device == "cpu"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -148,11 +148,11 @@ class _Floors:
         new = requests * tokens
         tp, hidden = self.config.parallel.tensor_parallel_size, self._arch.hidden_size
         attention, mixture = layer.attention, layer.feed_forward
-        parameters = sum(math.prod(each) for each in layer.matrices(hidden, tp))
+        parameters = sum(each.elements for each in layer.matrices(hidden, tp))
         experts = 0.0
         if isinstance(mixture, MoESpec):
             matrices = list(replace(mixture, shared=None).matrices(hidden, tp))
-            parameters -= sum(math.prod(each) for each in matrices)
+            parameters -= sum(each.elements for each in matrices)
             ranks = 1 if self.config.parallel.experts is None else self.config.parallel.expert_ranks
             experts = coupled * mixture.top_k / ranks * sum(each.rows * each.columns for each in matrices)
         features = attention.head_dim + (attention.v_head_dim if isinstance(attention, MLASpec) else attention.head_dim)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -18,7 +17,15 @@ from quire.engine.config.engine_config import (
     ParallelConfig,
 )
 from quire.engine.config.kv_cache_groups import KVCacheShape, cache_specs, count_planes
-from quire.engine.models.model_spec import ExpertParallelMoESpec, MatrixShape, ModelSpec, MoESpec
+from quire.engine.models.families.tensors import weight_names
+from quire.engine.models.model_spec import (
+    ExpertParallelMoESpec,
+    MatrixShape,
+    ModelSpec,
+    MoESpec,
+    TransformersModelSpec,
+)
+from quire.engine.models.quantization.form import Form, form_of
 from quire.engine.protocol.errors import ConfigError
 
 _CPU_KV_CACHE_BYTES = 4 << 30
@@ -82,14 +89,14 @@ def _eplb_buffer_bytes(config: EngineConfig, arch: ModelSpec) -> int:
     if config.parallel.experts is None or not config.parallel.experts.enable_eplb:
         return 0
     layouts = {
-        replace(each.feed_forward, shared=None, num_local_experts=1)
-        for each in arch.layers
+        replace(each.feed_forward, shared=None, num_local_experts=1): number
+        for number, each in enumerate(arch.layers)
         if isinstance(each.feed_forward, ExpertParallelMoESpec)
     }
-    width, quantization = DTYPE_BYTES[config.model.dtype], config.model.quantization
+    model, device = config.model, config.parallel.device
     return 3 * max(
-        sum(packed_bytes(*each[:2], quantization, width) for each in one.matrices(arch.hidden_size, 1))
-        for one in layouts
+        sum(matrix_bytes(model, device, number, each) for each in one.matrices(arch.hidden_size, 1))
+        for one, number in layouts.items()
     )
 
 
@@ -109,15 +116,15 @@ def _weight_bytes(model: ModelConfig, parallel: ParallelConfig, stage: int) -> i
         parallel.tensor_parallel_size,
     )
     width, last = DTYPE_BYTES[model.dtype], stage == len(stages) - 1
-    matrices = [each for number in stages[stage] for each in arch.layers[number].matrices(arch.hidden_size, tp)]
+    layers = [(number, each) for number in stages[stage] for each in arch.layers[number].matrices(arch.hidden_size, tp)]
     head = MatrixShape(arch.vocab_per_rank(tp), arch.hidden_size)
     embedded = stage == 0 and arch.tie_embeddings
-    unpacked = arch.stage_parameters(stages, stage, tp) - sum(math.prod(each) for each in matrices)
-    unpacked -= math.prod(head) * (last and not embedded)
-    packed = sum(each.number * packed_bytes(*each[:2], model.quantization, width) for each in matrices)
+    unpacked = arch.stage_parameters(stages, stage, tp) - sum(each.elements for _, each in layers)
+    unpacked -= head.elements * (last and not embedded)
+    packed = sum(matrix_bytes(model, parallel.device, number, each) for number, each in layers)
     # Embedding models have no head; on CUDA a tied head needs no copy.
     if last and model.pooling is None and not (embedded and parallel.device == "cuda"):
-        packed += packed_bytes(*head[:2], model.quantization and "int8", width)
+        packed += packed_bytes(head.rows, head.columns, model.quantization and "int8", width)
     mixtures = [arch.layers[n].feed_forward for n in stages[stage]]
     wide = sum(mixture.num_float32_parameters(arch.hidden_size) for mixture in mixtures if isinstance(mixture, MoESpec))
     return unpacked * width + wide * (4 - width) + packed
@@ -134,13 +141,31 @@ def read_bytes(config: EngineConfig, arch: ModelSpec, stage: int, weights: int, 
     is_head = arch.tie_embeddings and len(parallel.stages) == 1 and parallel.device == "cuda"
     if stage == 0 and not is_head:
         read -= arch.vocab_per_rank(tp) * arch.hidden_size * width
-    mixtures = Counter(arch.layers[number].feed_forward for number in parallel.stages[stage])
-    for mixture, count in mixtures.items():
+    for number in parallel.stages[stage]:
+        mixture = arch.layers[number].feed_forward
         if isinstance(mixture, MoESpec):
             matrices = replace(mixture, shared=None).matrices(arch.hidden_size, tp)
-            experts = sum(each.number * packed_bytes(*each[:2], model.quantization, width) for each in matrices)
-            read -= count * experts * (1 - mixture.top_k / mixture.num_experts) ** num_tokens
+            experts = sum(matrix_bytes(model, parallel.device, number, each) for each in matrices)
+            read -= experts * (1 - mixture.top_k / mixture.num_experts) ** num_tokens
     return read
+
+
+def matrix_bytes(model: ModelConfig, device: str, number: int, matrix: MatrixShape) -> int:
+    """Bytes of weights of layer `number` as a rank has them in memory."""
+    form = form_of_matrix(model, device, number, matrix)
+    if form is not None:
+        return matrix.number * form.packed_bytes(matrix.rows, matrix.columns)
+    width = DTYPE_BYTES[model.dtype]
+    return matrix.number * packed_bytes(matrix.rows, matrix.columns, model.quantization, width)
+
+
+def form_of_matrix(model: ModelConfig, device: str, number: int, matrix: MatrixShape) -> Form | None:
+    """How weights of layer `number` are kept as the checkpoint stores them; None: in the model's type."""
+    arch = model.architecture
+    if model.quantized is None or not model.keeps_quantized(device) or not matrix.module:
+        return None
+    names = [matrix.module] if isinstance(arch, TransformersModelSpec) else weight_names(arch, number, matrix.module)
+    return form_of([model.quantized.scheme(name) for name in names], 0, matrix.columns)
 
 
 def packed_bytes(rows: int, columns: int, quantization: str | None, width: int) -> int:
@@ -152,16 +177,6 @@ def packed_bytes(rows: int, columns: int, quantization: str | None, width: int) 
             group = next(size for size in INT4_GROUPS if columns % size == 0)
             return rows * columns // 2 + 8 * rows * columns // group
     return rows * columns * width
-
-
-def checkpoint_format(model: ModelConfig, parallel: ParallelConfig) -> str:
-    """Return the checkpoint's quantization method; for fp8 also the size of its weights on a rank."""
-    assert model.quantized is not None
-    if model.quantized.method != "fp8":
-        return model.quantized.method
-    unpacked = replace(model, quantization="int8")
-    max_bytes = max(_weight_bytes(unpacked, parallel, stage) for stage in range(len(parallel.stages)))
-    return f"fp8 (which would be {format_bytes(max_bytes)} per rank; running fp8 weights directly is not supported)"
 
 
 def count_blocks(config: EngineConfig, available: Devices) -> int:
@@ -181,7 +196,7 @@ def count_blocks(config: EngineConfig, available: Devices) -> int:
     fixed = [weights + sizes.workspace + sizes.graphs for weights in sizes.weights]
     if max(fixed) > budget_bytes:
         quantize = " or --quantization" * (available.kind == "cpu" and model.quantization is None)
-        stored = f" ({model.dtype}, dequantized from {checkpoint_format(model, parallel)})" if model.quantized else ""
+        stored = f" ({quantized_text(config)})" if model.quantized else ""
         more = "more ranks (-tp, -pp)"
         if here > parallel.ranks_per_node and available.kind == "cpu":
             more = "fewer replicas on this host (--data-parallel-size, --data-parallel-size-local)"
@@ -244,6 +259,30 @@ def tokens_in_cache(config: EngineConfig) -> int:
     one = cache.max_blocks(max_len, 1)
     chunk = cache.max_blocks(max_len, row) - one
     return (cache.num_blocks - chunk) * -(-max_len // cache.block_size) * cache.block_size // one
+
+
+def quantized_text(config: EngineConfig) -> str:
+    """Say how the weights of a quantized checkpoint are kept."""
+    model, parallel = config.model, config.parallel
+    assert model.quantized is not None
+    name, arch = model.quantized.name, parallel_config.rank_spec(model.architecture, parallel)
+    if not model.keeps_quantized(parallel.device):
+        return f"dequantized from {name} while loading" if model.quantization is None else f"requantized from {name}"
+    matrices = Counter[str]()
+    for number, layer in enumerate(arch.layers):
+        for each in layer.matrices(arch.hidden_size, parallel.tensor_parallel_size):
+            form = form_of_matrix(model, parallel.device, number, each)
+            matrices[_form_text(form, model.dtype)] += each.elements
+    kept = [text for text, _ in matrices.most_common()]
+    return f"{name}: {', '.join(kept)}"
+
+
+def _form_text(form: Form | None, dtype: str) -> str:
+    if form is None:
+        return f"some layers in {dtype}"
+    if form.activations == "int8" and form.values == "int8":
+        return "int8 weights, multiplied as int8"
+    return f"{form.values} weights, widened in registers"
 
 
 def format_bytes(count: int) -> str:

@@ -10,16 +10,17 @@ from typing import Any, Literal
 
 import msgspec
 
-from quire.engine.config import devices, model_files, pooling
+from quire.engine.config import devices, model_files, model_folder, pooling
 from quire.engine.config.devices import Devices
 from quire.engine.config.engine_config import DTYPE_BYTES, INT4_GROUPS, ModelConfig, ParallelConfig
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.pooling import Pooling
+from quire.engine.models import quantization
 from quire.engine.models.encoder_spec import EncoderSpec
 from quire.engine.models.families import FAMILIES, from_hf_config, transformers_backend
-from quire.engine.models.families.quantized import quantized
 from quire.engine.models.families.values import check_values
 from quire.engine.models.model_spec import ModelSpec
+from quire.engine.models.quantization.method import Method
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.sampling_params import SamplingParams
 
@@ -38,27 +39,34 @@ _FEW_LAYERS = 1 << 14
 
 def resolve(options: EngineOptions, available: Devices) -> ModelConfig:
     """Read config.json and resolve the model. Raises `ConfigError` if it is not supported."""
-    path = model_files.locate(options.model, options.revision, options.download_dir)
+    path = model_folder.locate(
+        options.model, options.revision, options.download_dir, has_tokenizer=options.tokenizer is None
+    )
     hf_config = model_files.with_overrides(model_files.read_json(path / "config.json"), options.hf_overrides or {})
     generation, generation_config = _generation_config(options, path)
+    settings = _quantization_settings(path, hf_config)
+    try:
+        quantized = quantization.read(settings)
+    except ConfigError as error:
+        raise ConfigError(f"{path / 'config.json'}: {error}") from None
     arch, pooler = _architecture(options, path, hf_config)
     tokenizer = path
     if options.tokenizer is not None:
-        tokenizer = model_files.locate(options.tokenizer, None, options.download_dir)
+        tokenizer = model_folder.locate(options.tokenizer, None, options.download_dir)
     _check_attention_backend(options, arch, available)
     return ModelConfig(
         path=path,
         tokenizer=tokenizer,
         architecture=arch,
         dtype=_choose_dtype(options, available, hf_config),
-        quantization=_choose_quantization(options, hf_config),
+        quantization=_choose_quantization(options, quantized),
         max_model_len=_choose_max_model_len(options, arch, pooler),
         load_format=_choose_load_format(options, path),
         hf_overrides=options.hf_overrides or {},
         sampling_defaults=_sampling_defaults(generation, generation_config),
         max_output_tokens=_max_output_tokens(options, generation_config),
         packed_cache=0.0 if options.packed_cache == "off" else options.packed_cache,
-        quantized=None if options.load_format == "dummy" else quantized(hf_config),
+        quantized=None if options.load_format == "dummy" else quantized,
         eos_token_ids=_eos_token_ids(
             {generation: generation_config, str(path / "config.json"): hf_config}, arch.vocab_size
         ),
@@ -114,7 +122,6 @@ def _model_spec(options: EngineOptions, path: Path, hf_config: dict[str, Any]) -
             if options.model_impl == "quire":
                 raise
             native_error = error
-    quantized(hf_config)
     request = transformers_backend.DescribeRequest(
         path=path,
         tensor_parallel_size=options.tensor_parallel_size,
@@ -143,9 +150,11 @@ def _architecture_names(path: Path, hf_config: dict[str, Any]) -> list[str]:
     return names
 
 
-def _choose_load_format(options: EngineOptions, path: Path) -> Literal["safetensors", "pt", "dummy"]:
+def _choose_load_format(options: EngineOptions, path: Path) -> Literal["safetensors", "pt", "gguf", "dummy"]:
     if options.load_format != "auto":
         return options.load_format
+    if model_folder.is_gguf(options.model):
+        return "gguf"
     found = model_files.find_load_format(options.model, options.revision, path)
     if found == "pt":
         logger.warning(
@@ -164,15 +173,27 @@ def _choose_dtype(options: EngineOptions, available: Devices, hf_config: dict[st
     return checkpoint_dtype if checkpoint_dtype in DTYPE_BYTES else "bfloat16"
 
 
-def _choose_quantization(options: EngineOptions, hf_config: dict[str, Any]) -> Literal["int8", "int4"] | None:
+def _quantization_settings(path: Path, hf_config: dict[str, Any]) -> Any:
+    """Return the settings of a quantized checkpoint, from config.json or from the file that older tools write."""
+    settings = hf_config.get("quantization_config") or hf_config.get("compression_config")
+    if settings:
+        return settings
+    files = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
+    for name, method in files.items():
+        if (path / name).exists():
+            return {"quant_method": method, **model_files.read_json(path / name)}
+    return None
+
+
+def _choose_quantization(options: EngineOptions, quantized: Method | None) -> Literal["int8", "int4"] | None:
     """Return how to quantize while loading; checks the name of the checkpoint's own method."""
     requested = options.quantization
     if requested is None or requested == "int8" or requested == "int4":
         return requested
-    settings = hf_config.get("quantization_config") or {}
-    if (method := settings.get("quant_method")) != requested:
+    if quantized is None or quantized.name != requested:
+        found = "not quantized" if quantized is None else f"quantized with {quantized.name}"
         raise ConfigError(
-            f"--quantization {requested}: the checkpoint is {f'quantized with {method}' if method else 'not quantized'}"
+            f"--quantization {requested}: the checkpoint is {found}"
             "; omit the flag, or use int8 or int4, which quantize while loading"
         )
     logger.warning("--quantization %s has no effect: the checkpoint is quantized with it", requested)
@@ -270,7 +291,7 @@ def check_rank(model: ModelConfig, arch: ModelSpec, parallel: ParallelConfig) ->
         return
     if parallel.device != "cpu":
         raise ConfigError(f"--quantization {model.quantization} is only supported on CPU; omit it")
-    for _, columns, _ in {each for layer in set(arch.layers) for each in layer.matrices(arch.hidden_size, tp)}:
+    for columns in {each.columns for layer in set(arch.layers) for each in layer.matrices(arch.hidden_size, tp)}:
         if model.quantization == "int4" and columns % INT4_GROUPS[-1]:
             raise ConfigError(
                 f"--quantization int4 needs linear layers whose input size is a multiple of {INT4_GROUPS[-1]}; with "

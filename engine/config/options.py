@@ -136,10 +136,27 @@ class EngineOptions:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = flag(
         "auto", "precision of weights and activations (auto: the checkpoint's on CUDA, float32 on CPU)"
     )
-    quantization: Literal["int8", "int4", "fp8", "mxfp4"] | None = flag(
+    quantization: (
+        Literal[
+            "int8",
+            "int4",
+            "awq",
+            "bitsandbytes",
+            "compressed-tensors",
+            "fbgemm_fp8",
+            "fp8",
+            "gguf",
+            "gptq",
+            "modelopt",
+            "mxfp4",
+            "quark",
+            "torchao",
+        ]
+        | None
+    ) = flag(
         None,
-        "quantize the weights while loading: int8 (with activations per token) or int4 (in groups); CPU only. fp8 and "
-        "mxfp4: the method of the checkpoint, which is recognized without the flag",
+        "quantize the weights while loading: int8 (with activations per token) or int4 (in groups); CPU only. Others "
+        "are methods of checkpoints, which are recognized without the flag",
         short="-q",
     )
     model_impl: Literal["auto", "quire", "transformers"] = flag(

@@ -7,7 +7,7 @@ from collections import Counter
 from quire.engine.config import topology
 from quire.engine.config.devices import SHARE
 from quire.engine.config.engine_config import EngineConfig, ParallelConfig
-from quire.engine.config.memory_plan import MemoryPlan, checkpoint_format, format_bytes, tokens_in_cache
+from quire.engine.config.memory_plan import MemoryPlan, format_bytes, quantized_text, tokens_in_cache
 from quire.engine.models.model_spec import ModelSpec, MoESpec, TransformersModelSpec
 
 
@@ -17,7 +17,7 @@ def plan_text(config: EngineConfig) -> str:
     arch, sizes = model.architecture, MemoryPlan.of(config)
     tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     kv_type = "" if cache.dtype == model.dtype else f" in {cache.dtype}"
-    stored = f", dequantized from {checkpoint_format(model, parallel)} while loading," if model.quantized else ""
+    stored = f", {quantized_text(config)}," if model.quantized else ""
     weights = f" with {model.quantization} weights" if model.quantization else ""
     limits = (
         f"at most {config.scheduler.max_num_seqs} run at once, "

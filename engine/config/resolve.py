@@ -19,6 +19,7 @@ from quire.engine.config import (
     checkpoint_tensors,
     cuda_graph_sizes,
     devices,
+    gguf_folder,
     memory_plan,
     model_config,
     model_files,
@@ -94,6 +95,8 @@ def fetch_weights(options: EngineOptions, config: EngineConfig) -> None:
     which shows a progress bar.
     """
     if (load_format := config.model.load_format) != "dummy":
+        if load_format == "gguf":
+            return checkpoint_tensors.check_model(config.model, gguf_folder.headers(config.model.path))
         pooler = config.model.pooling
         inner = [dense.folder for dense in pooler.dense] if pooler is not None else []
         model_files.fetch_weights(

@@ -48,6 +48,10 @@ class ParallelLMHead(Linear):
         self.weight = vocab_weight(vocab_size, parallel, hidden_size) if tied is None else tied
         self.bias = vocab_weight(vocab_size, parallel) if bias else None
 
+    @property
+    def may_be_quantized(self) -> bool:
+        return not self._tied
+
     def pack(self, quantization: kernels.Quantization | None) -> None:
         """Pack as every linear layer does; a tied weight is kept for the embedding. Weights of 4 bits become int8, as
         logits need the precision."""

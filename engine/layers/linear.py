@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from quire import kernels
 from quire.engine.distributed.communicator import Parallel
+from quire.engine.layers.quantized import QuantizedParameters, loaded_weight
 from quire.engine.layers.weight import Shard, Weight, whole
+from quire.kernels.quantized import QuantizedWeight
 
 
 @dataclass(frozen=True)
@@ -46,15 +48,27 @@ class Linear(nn.Module):
     """`x @ weight.T + bias`. Once its weight is loaded, it is packed into the device's fastest format."""
 
     weight: Weight
-    _product: kernels.PackedLinear | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.quantized: QuantizedParameters | None = None
+        """In place of the weight, if it is kept as the checkpoint stores it."""
+        self._product: kernels.PackedLinear | None = None
+
+    @property
+    def may_be_quantized(self) -> bool:
+        """Whether `quantized` may replace the weight: only a product reads it."""
+        return True
 
     def pack(self, quantization: kernels.Quantization | None) -> None:
-        """Replace the weight by its packed form; the parameter becomes empty."""
-        self._product = self._packed(quantization)
+        """Replace the weight by its packed form; the parameters become empty."""
+        self._product = self._packed(loaded_weight(self), quantization)
         self.weight.data = self.weight.data.new_empty(0)
 
-    def _packed(self, quantization: kernels.Quantization | None) -> kernels.PackedLinear:
-        return kernels.pack_linear(self.weight, quantization)
+    def _packed(
+        self, weight: Tensor | QuantizedWeight, quantization: kernels.Quantization | None
+    ) -> kernels.PackedLinear:
+        return kernels.pack_linear(weight, quantization)
 
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """`[rows, in]` → `[rows, out]`"""
@@ -82,8 +96,10 @@ class GatedLinear(ColumnParallelLinear):
         super().__init__(in_features, (gate, up), bias=bias)
         self._activation = activation
 
-    def _packed(self, quantization: kernels.Quantization | None) -> kernels.PackedLinear:
-        return kernels.pack_gated(self.weight, self._activation, quantization)
+    def _packed(
+        self, weight: Tensor | QuantizedWeight, quantization: kernels.Quantization | None
+    ) -> kernels.PackedLinear:
+        return kernels.pack_gated(weight, self._activation, quantization)
 
     def forward(self, x: Tensor) -> Tensor:
         """`[tokens, in_features]` → `[tokens, gates of this rank]`."""

@@ -30,6 +30,10 @@ Ints = npt.NDArray[np.int64]
 class PerHeadUp(ColumnParallelLinear):
     """Projects the latent to each head's plain key and value; never packed, as it is applied from both sides."""
 
+    @property
+    def may_be_quantized(self) -> bool:
+        return False
+
     def pack(self, quantization: kernels.Quantization | None) -> None:
         """Do nothing: see above."""
 

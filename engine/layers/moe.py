@@ -24,6 +24,7 @@ from quire.engine.layers.all_to_all import (
 from quire.engine.layers.attention import Batch
 from quire.engine.layers.linear import Linear
 from quire.engine.layers.mlp import MLP
+from quire.engine.layers.quantized import QuantizedParameters, loaded_weight
 from quire.engine.layers.weight import Shard, Weight, whole
 from quire.engine.models import model_spec
 
@@ -161,6 +162,10 @@ class ReplicatedLinear(Linear):
         self.weight = Weight((out_features, in_features), whole(out_features, in_features))
         self.bias = Weight((out_features,), whole(out_features)) if bias else None
 
+    @property
+    def may_be_quantized(self) -> bool:
+        return False
+
     def pack(self, quantization: kernels.Quantization | None) -> None:
         self._product = kernels.pack_linear(self.weight.float())
         self.weight.data = self.weight.data.new_empty(0)
@@ -218,6 +223,8 @@ class ExpertMatrices(nn.Module):
     def __init__(self, shape: tuple[int, ...], shards: list[Shard], bias_shards: list[Shard] | None) -> None:
         super().__init__()
         self.weight = Weight(shape, *shards)
+        self.quantized: QuantizedParameters | None = None
+        """As in `Linear`."""
         self.bias = None if bias_shards is None else Weight(shape[:2], *bias_shards)
 
 
@@ -264,8 +271,8 @@ class Experts(nn.Module):
     def pack(self, quantization: kernels.Quantization | None) -> None:
         """Replace the weights by their packed form, in the same memory if it fits; the parameters become empty."""
         self._product = kernels.pack_experts(
-            self.gate_up.weight,
-            self.down.weight,
+            loaded_weight(self.gate_up),
+            loaded_weight(self.down),
             self._spec.activation,
             gate_up_bias=self.gate_up.bias,
             down_bias=self._down_bias,

@@ -50,17 +50,18 @@ def whole(*shape: int) -> Shard:
 
 
 class Weight(nn.Parameter):
-    """A parameter on one rank, uninitialized, with torch's default type and device; `shards` specify its content.
+    """A parameter on one rank, uninitialized, with torch's default device, and its default type unless `dtype` is
+    given; `shards` specify its content.
 
     Elements that no shard covers (padding) must be zero.
     """
 
     shards: tuple[Shard, ...]
 
-    def __new__(cls, shape: tuple[int, ...], *shards: Shard) -> Weight:
-        weight = super().__new__(cls, torch.empty(shape), requires_grad=False)
+    def __new__(cls, shape: tuple[int, ...], *shards: Shard, dtype: torch.dtype | None = None) -> Weight:
+        weight = super().__new__(cls, torch.empty(shape, dtype=dtype), requires_grad=False)
         weight.shards = shards
         return weight
 
-    def __init__(self, shape: tuple[int, ...], *shards: Shard) -> None:
+    def __init__(self, shape: tuple[int, ...], *shards: Shard, dtype: torch.dtype | None = None) -> None:
         """`__new__` does everything, as for every tensor subclass."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +35,16 @@ class StoredSlice:
     """Its index in a stack of experts."""
     is_grid: bool = False
     """A small tensor with a dimension for heads, which ours does not have; it is read completely."""
+    part: Literal["codes", "scales", "offsets"] | None = None
+    """What is read of a quantized tensor; None: the numbers that it stands for."""
+    group: int = 0
+    """Columns that share a factor."""
+
+    def quantized(self, part: Literal["codes", "scales", "offsets"] | None = None, group: int = 0) -> StoredSlice:
+        """The same of a quantized tensor, whose reader gives output features before inputs."""
+        *lead, rows, columns = self.shape
+        shape = (*lead, columns, rows) if self.is_transposed else self.shape
+        return replace(self, shape=shape, is_transposed=False, part=part, group=group)
 
     def slice(self, shard: Shard) -> tuple[slice, ...]:
         """The slice to read: the shard, including rows in between if its rows are scattered."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,16 +13,15 @@ from safetensors import safe_open
 from torch import Tensor
 
 from quire.engine.config import model_files
-from quire.engine.config.checkpoint_tensors import (
-    FP8_SCALES,
-    MXFP4_BLOCKS,
-    MXFP4_SCALES,
-    by_needed_name,
-    dequantized,
-)
+from quire.engine.config.checkpoint_tensors import by_needed_name, check_tensors, logical_names
 from quire.engine.config.engine_config import ModelConfig
 from quire.engine.config.model_files import TensorInfo
-from quire.engine.models.dequantize import Fp8Slices, Mxfp4Slices, Sliceable
+from quire.engine.models.checkpoint import StoredSlice
+from quire.engine.models.families.tensors import NeededTensor
+from quire.engine.models.gguf_files import GgufFiles
+from quire.engine.models.quantization.method import Scheme, Shape
+from quire.engine.models.quantized_tensors import READERS
+from quire.engine.models.quantized_tensors.reader import Reader, Sliceable
 from quire.engine.protocol.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -94,28 +93,43 @@ def _unpickled(file: Path) -> dict[str, Tensor]:
 
 def open_files(folder: Path, load_format: str) -> CheckpointFiles:
     """The weights in a folder."""
+    if load_format == "gguf":
+        return GgufFiles(folder)
     return TorchFiles(folder) if load_format == "pt" else SafetensorsFiles(folder)
 
 
 class Checkpoint:
-    """The checkpoint in dequantized form, with the names of a model with a head."""
+    """The tensors that a model needs, by the names of a model with a head; quantized ones as what they stand for."""
 
-    def __init__(self, model: ModelConfig, prefix: str, needed: Iterable[str]) -> None:
-        self._files = open_files(model.path, model.load_format)
-        self._quantized, self._dtype = model.quantized, getattr(torch, model.dtype)
-        self._stored = by_needed_name(self._files.headers, prefix, set(needed))
-        self.headers = dequantized(self._stored, model.quantized)
+    def __init__(self, model: ModelConfig, prefix: str, needed: Mapping[str, NeededTensor]) -> None:
+        """Raises `ConfigError` naming the tensors that are missing or have another shape."""
+        self._files, self._model = open_files(model.path, model.load_format), model
+        self.headers = by_needed_name(self._files.headers, prefix, needed)
+        self._quantized = check_tensors(model, needed, self.headers)
 
-    def __getitem__(self, name: str) -> Sliceable:
-        """The tensor; its slices have the stored type, or the model's type if it was quantized."""
-        match self.headers[name].dtype:
-            case "FP8":
-                assert self._quantized is not None
-                scales = self._view(name + FP8_SCALES)
-                return Fp8Slices(self._view(name), scales, self._quantized.block, self._dtype)
-            case "MXFP4":
-                return Mxfp4Slices(self._view(name + MXFP4_BLOCKS), self._view(name + MXFP4_SCALES), self._dtype)
-        return self._view(name)
+    @property
+    def names(self) -> set[str]:
+        """The names of all tensors, those of a quantized weight replaced by the weight's."""
+        return logical_names(self.headers, self._model.quantized)
 
-    def _view(self, name: str) -> Tensor:
-        return self._files.view(self._stored[name])
+    def scheme(self, name: str) -> Scheme | None:
+        """How a needed tensor is quantized; None: it is not."""
+        return self._quantized[name].scheme if name in self._quantized else None
+
+    def file(self, name: str) -> Path:
+        """The file that a needed tensor, or its codes, are in."""
+        info = self.headers[name] if name not in self._quantized else next(iter(self._quantized[name].tensors.values()))
+        return info.file
+
+    def reader(self, name: str, shape: Shape) -> Reader[Scheme]:
+        """A quantized tensor; `shape` is that of the weight."""
+        scheme, module, tensors = self._quantized[name]
+        views = {each: self._files.view(info) for each, info in tensors.items()}
+        return READERS[type(scheme)](scheme, module, shape, views)
+
+    def __getitem__(self, stored: StoredSlice) -> Sliceable:
+        """The tensor, or the codes or factors of a quantized one; other slices have the stored type, or float32."""
+        if stored.name not in self._quantized:
+            return self._files.view(self.headers[stored.name])
+        reader = self.reader(stored.name, stored.shape)
+        return reader if stored.part is None else reader.part(stored.part, stored.group)

@@ -21,14 +21,13 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from quire import kernels
-from quire.engine.config.checkpoint_tensors import check_tensors
 from quire.engine.config.engine_config import EngineConfig, ModelConfig
-from quire.engine.config.model_files import TensorInfo
 from quire.engine.config.pooling import Dense
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.distributed.expert_group import ExpertGroup
 from quire.engine.layers.linear import Linear
 from quire.engine.layers.moe import Experts
+from quire.engine.layers.quantized import Quantizable, keep_quantized
 from quire.engine.layers.weight import Shard, Weight
 from quire.engine.models import encoder_spec
 from quire.engine.models.checkpoint import StoredSlice, find
@@ -36,9 +35,10 @@ from quire.engine.models.checkpoint_files import Checkpoint, open_files
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.encoder import Encoder
 from quire.engine.models.families import FAMILIES
-from quire.engine.models.families.tensors import checkpoint_tensors
+from quire.engine.models.families.tensors import NeededTensor, checkpoint_tensors
 from quire.engine.models.model_spec import TransformersModelSpec
 from quire.engine.models.packed_cache import PackedCache
+from quire.engine.models.quantization.form import Form, form_of
 from quire.engine.models.staging import PinnedStaging
 from quire.engine.protocol.errors import ConfigError
 
@@ -52,6 +52,8 @@ _DUMMY_DEVIATION = 0.02
 _DUMMY_ELEMENTS = 1 << 20
 _CACHE_SCALES = (".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".k_zero_point", ".v_zero_point")
 """Suffixes of KV cache scales in checkpoints of compressed-tensors, ModelOpt and others."""
+_INPUT_FACTORS = (".input_scale", ".input_scale_ub", ".input_scale_2", ".input_global_scale", ".input_zero_point")
+"""Suffixes of what publishers round inputs with; here inputs are rounded with scales of their own, or not at all."""
 _READERS, _GPU_READERS = 4, 8
 _AHEAD_SHARE, _AHEAD_BYTES = 32, 1 << 30
 """Parameters that are loaded but not yet packed take at most this fraction of the rank's weights, and at most this
@@ -100,18 +102,22 @@ def load_model(
         decoder = build(model, stage, parallel, experts)
     is_dummy, is_built = model.load_format == "dummy", isinstance(model.architecture, TransformersModelSpec)
     if not isinstance(decoder, Decoder | Encoder):
-        decoder.find(None if is_dummy else Checkpoint(model, "", ()).headers.keys())
+        decoder.find(None if is_dummy else Checkpoint(model, "", {}).names)
     needed = needed_tensors(decoder, model)
-    units = _units(decoder, needed, model.quantization if pack else "as it is")
+    quantization = model.quantization if pack else "as it is"
     if is_dummy:
+        units = _units(decoder, needed, quantization)
         _fill(units, partial(_fill_randomly, model.seed), readers=1, bar=False)
         return decoder
-    checkpoint = Checkpoint(model, "" if is_built else FAMILIES[model.architecture.name].prefix, needed)
-    check_tensors(model, {name: places[0][2].shape for name, places in needed.items()}, checkpoint.headers)
+    prefix = "" if is_built else FAMILIES[model.architecture.name].prefix
+    shapes = {name: NeededTensor(places[0][2].shape, places[0][2].is_transposed) for name, places in needed.items()}
+    checkpoint = Checkpoint(model, prefix, shapes)
+    needed = _quantized_places(decoder, needed, checkpoint, keep=pack and model.keeps_quantized(device.type))
+    units = _units(decoder, needed, quantization)
     if rank == 0 and not isinstance(decoder, Decoder | Encoder):
         _warn_of_surplus(decoder.surplus, model)
     elif rank == 0:
-        _report_surplus(checkpoint.headers, model)
+        _report_surplus(checkpoint.names, model)
     bar = rank == 0 and config.parallel.is_first_local_replica
     if device.type == "cpu":
         cache = PackedCache.of(config, rank) if pack and isinstance(decoder, Decoder | Encoder) else None
@@ -176,6 +182,60 @@ def needed_tensors(decoder: Model, model: ModelConfig) -> Needed:
     return needed
 
 
+def _quantized_places(decoder: Model, needed: Needed, checkpoint: Checkpoint, *, keep: bool) -> Needed:
+    """The places with those of quantized tensors as their readers give them. With `keep`, layers that can be computed
+    from them have codes and factors in place of a weight."""
+    places: dict[int, list[Place]] = defaultdict(list)
+    for place in chain(*needed.values()):
+        is_quantized = checkpoint.scheme(place[2].name) is not None
+        places[id(place[0])].append((*place[:2], place[2].quantized()) if is_quantized else place)
+    for layer in decoder.modules() if keep else ():
+        matrices: list[Quantizable] = []
+        if isinstance(layer, Experts):
+            matrices = [layer.gate_up, layer.down]
+        elif isinstance(layer, Linear) and layer.may_be_quantized:
+            matrices = [layer]
+        forms = {id(each): _form(places[id(each.weight)], checkpoint) for each in matrices}
+        if None in forms.values():
+            continue  # the experts' matrices are packed together
+        for matrix in matrices:
+            own, form = places.pop(id(matrix.weight)), forms[id(matrix)]
+            assert form is not None
+            order = _order(own, checkpoint) if form.has_order else None
+            parameters = keep_quantized(matrix, form, order)
+            for part, weight in parameters.parts():
+                places[id(weight)] = [
+                    (weight, shard, stored.quantized(part, form.group))
+                    for shard, (_, _, stored) in zip(weight.shards, own, strict=True)
+                ]
+    found: Needed = defaultdict(list)
+    for place in chain(*places.values()):
+        found[place[2].name].append(place)
+    return found
+
+
+def _form(places: list[Place], checkpoint: Checkpoint) -> Form | None:
+    """How a rank keeps a weight; None: dequantized."""
+    if not places:
+        return None
+    cuts = {(shard.start, shard.length) if shard.dim == 1 else (0, shard.shape[-1]) for _, shard, _ in places}
+    (start, length), *others = cuts
+    names = {stored.name: stored for _, _, stored in places}
+    form = None if others else form_of([checkpoint.scheme(name) for name in names], start, length)
+    if form is not None and form.has_order:
+        orders = [checkpoint.reader(name, stored.shape).order() for name, stored in names.items()]
+        if any(each is None or orders[0] is None or not each.equal(orders[0]) for each in orders):
+            return None
+    return form
+
+
+def _order(places: list[Place], checkpoint: Checkpoint) -> Tensor | None:
+    """The group of each of the rank's columns."""
+    _, shard, stored = places[0]
+    order = checkpoint.reader(stored.name, stored.shape).order()
+    return order if order is None or shard.dim == 0 else order[shard.start : shard.start + shard.length]
+
+
 @dataclass
 class _Unit:
     """Parameters that are loaded together: those of a layer that is then packed, or a single one that is not."""
@@ -217,14 +277,14 @@ def _defaults(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _report_surplus(headers: dict[str, TensorInfo], model: ModelConfig) -> None:
+def _report_surplus(names: set[str], model: ModelConfig) -> None:
     """Log the tensors that no stage uses, such as biases that config.json does not mention."""
     arch, family = model.architecture, FAMILIES[model.architecture.name]
     known = set(checkpoint_tensors(arch, has_head=model.pooling is None))
     known.update({"lm_head.weight"} if arch.tie_embeddings or model.pooling is not None else ())
     surplus = sorted(
         name
-        for name in headers.keys() - known
+        for name in names - known
         if not re.search(family.ignored_pattern, name) and not name.startswith(family.ignored_prefixes)
     )
     behind = [name for name in surplus if family.after_layers and _layer_of(name) >= arch.num_layers]
@@ -234,7 +294,8 @@ def _report_surplus(headers: dict[str, TensorInfo], model: ModelConfig) -> None:
     if scales:
         why = "are not used, since a quantized KV cache has a scale for each token and head"
         logger.info("%s: the checkpoint's scales of keys and values %s %s", model.path, why, _listed(scales))
-    _warn_of_surplus([name for name in surplus if name not in {*behind, *scales}], model)
+    inputs = [name for name in surplus if model.quantized is not None and name.endswith(_INPUT_FACTORS)]
+    _warn_of_surplus([name for name in surplus if name not in {*behind, *scales, *inputs}], model)
 
 
 def _warn_of_surplus(surplus: list[str], model: ModelConfig) -> None:
@@ -286,13 +347,17 @@ def _size(place: Place) -> int:
 
 def _read(checkpoint: Checkpoint, place: Place, staging: PinnedStaging | None = None) -> None:
     weight, shard, stored = place
-    _put(weight, shard, stored.arranged(shard, checkpoint[stored.name][stored.slice(shard)]), staging)
+    _put(weight, shard, stored.arranged(shard, checkpoint[stored][stored.slice(shard)]), staging)
     loaded = weight.data[shard.target]
-    # The sum is a fraction of the cost of reading; in float16 it may overflow, which needs a second look.
-    if not math.isfinite(loaded.sum()) and not loaded.isfinite().all():
+    if stored.part == "codes":
+        scheme = checkpoint.scheme(stored.name)
+        is_finite = scheme is None or scheme.values != "fp8" or not (loaded & 0x7F == 0x7F).any()
+    else:  # The sum is a fraction of the cost of reading; in float16 it may overflow, which needs a second look.
+        is_finite = math.isfinite(loaded.sum()) or bool(loaded.isfinite().all())
+    if not is_finite:
         remedy = "use --dtype bfloat16, or " * (loaded.dtype == torch.float16)
         raise ConfigError(
-            f"{checkpoint.headers[stored.name].file}: {stored.name} has values that are NaN or infinite in "
+            f"{checkpoint.file(stored.name)}: {stored.name} has values that are NaN or infinite in "
             f"{str(loaded.dtype).removeprefix('torch.')}; {remedy}download it again"
         )
 

@@ -26,6 +26,12 @@ class MatrixShape(NamedTuple):
     rows: int
     columns: int
     number: int = 1
+    module: str = ""
+    """The layer's module that has them, such as attention.qkv."""
+
+    @property
+    def elements(self) -> int:
+        return self.rows * self.columns * self.number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,8 +107,8 @@ class AttentionSpec:
 
     def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
         heads = self.num_heads // tp
-        yield MatrixShape((heads + 2 * self.kv_heads_per_rank(tp)) * self.head_dim, hidden)
-        yield MatrixShape(hidden, heads * self.head_dim)
+        yield MatrixShape((heads + 2 * self.kv_heads_per_rank(tp)) * self.head_dim, hidden, 1, "attention.qkv")
+        yield MatrixShape(hidden, heads * self.head_dim, 1, "attention.output")
 
     def num_other_parameters(self, hidden: int, tp: int) -> int:
         """Parameters other than the matrices."""
@@ -156,9 +162,9 @@ class MLASpec:
 
     def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
         heads = self.num_heads // tp
-        yield MatrixShape((self.q_lora_rank or 0) + self.kv_lora_rank + self.rope.dim, hidden)
-        yield MatrixShape(heads * self.head_dim, self.q_lora_rank or hidden)
-        yield MatrixShape(hidden, heads * self.v_head_dim)
+        yield MatrixShape((self.q_lora_rank or 0) + self.kv_lora_rank + self.rope.dim, hidden, 1, "attention.down")
+        yield MatrixShape(heads * self.head_dim, self.q_lora_rank or hidden, 1, "attention.query")
+        yield MatrixShape(hidden, heads * self.v_head_dim, 1, "attention.output")
 
     def num_other_parameters(self, hidden: int, tp: int) -> int:
         """Parameters other than the matrices; the up-projection to keys and values is included, as it is never
@@ -197,8 +203,8 @@ class MLPSpec:
         return self.intermediate_size // tp
 
     def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
-        yield MatrixShape((1 + self.is_gated) * self.intermediate_size // tp, hidden)
-        yield MatrixShape(hidden, self.intermediate_size // tp)
+        yield MatrixShape((1 + self.is_gated) * self.intermediate_size // tp, hidden, 1, "feed_forward.gate_up")
+        yield MatrixShape(hidden, self.intermediate_size // tp, 1, "feed_forward.down")
 
     def num_other_parameters(self, hidden: int, tp: int) -> int:
         """Parameters other than the matrices."""
@@ -259,10 +265,10 @@ class MoESpec:
 
     def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
         number, size = self.experts_per_rank(tp)
-        yield MatrixShape(2 * size, hidden, number)
-        yield MatrixShape(hidden, size, number)
-        if self.shared is not None:
-            yield from self.shared.matrices(hidden, tp)
+        yield MatrixShape(2 * size, hidden, number, "feed_forward.experts.gate_up")
+        yield MatrixShape(hidden, size, number, "feed_forward.experts.down")
+        for each in () if self.shared is None else self.shared.matrices(hidden, tp):
+            yield each._replace(module=each.module.replace("feed_forward.", "feed_forward.shared."))
 
     def num_other_parameters(self, hidden: int, tp: int) -> int:
         """Parameters other than the matrices; the router is included, as it is never sharded or quantized."""
@@ -327,7 +333,7 @@ class LayerSpec:
 
     def num_parameters(self, hidden: int, tp: int) -> int:
         """Parameters on one rank."""
-        count = sum(rows * columns * number for rows, columns, number in self.matrices(hidden, tp))
+        count = sum(each.elements for each in self.matrices(hidden, tp))
         count += self.attention.num_other_parameters(hidden, tp) + self.feed_forward.num_other_parameters(hidden, tp)
         return count + sum(norm.num_parameters(hidden) for norm in self.norms)
 
@@ -423,7 +429,7 @@ class TransformersLayerSpec(LayerSpec):
         yield from self.linears
 
     def num_parameters(self, hidden: int, tp: int) -> int:
-        return sum(rows * columns * number for rows, columns, number in self.linears) + self.others
+        return sum(each.elements for each in self.linears) + self.others
 
 
 @dataclass(frozen=True, kw_only=True)

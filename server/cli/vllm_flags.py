@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable
 from typing import Any, get_args, get_type_hints
 
+from quire.engine.models.quantization import METHODS
 from quire.engine.protocol.errors import ConfigError
 from quire.server.config import ModelOptions
 
@@ -35,13 +36,26 @@ def _length(text: str) -> str:
 
 
 def _quantization(text: str) -> str:
-    method = {"gpt_oss_mxfp4": "mxfp4", "deepseek_v4_fp8": "fp8"}.get(text, text)
-    if method not in ("int8", "int4", "fp8", "mxfp4"):
+    method = _METHODS.get(text, text)
+    if method not in ("int8", "int4", *METHODS):
         raise ConfigError(
-            f"argument --quantization: {text} is not supported; omit it for fp8 and mxfp4 checkpoints, which are "
-            "recognized, or use int8 or int4, which quantize while loading"
+            f"argument --quantization: {text} is not supported; omit it, as the method of a checkpoint is recognized, "
+            "or use int8 or int4, which quantize while loading"
         )
     return method
+
+
+_METHODS = {
+    "gpt_oss_mxfp4": "mxfp4",
+    "deepseek_v4_fp8": "fp8",
+    "awq_marlin": "awq",
+    "auto_awq": "awq",
+    "gptq_marlin": "gptq",
+    "auto_gptq": "gptq",
+    "modelopt_fp4": "modelopt",
+    "modelopt_mixed": "modelopt",
+}
+"""vLLM's names of kernels for a method, and the method."""
 
 
 def _level(text: str) -> str:
@@ -123,8 +137,8 @@ SAME: dict[str, tuple[str, Callable[[str], str]]] = {
     "--max-model-len": ("also as `16k` or `16K`; `auto` and `-1` are not supported", _length),
     "--max-num-batched-tokens": ("also as `16k` or `16K`", _number),
     "--quantization": (
-        "`fp8` and `mxfp4` (or `deepseek_v4_fp8` and `gpt_oss_mxfp4`) for a checkpoint with this method; other methods "
-        "are not supported",
+        f"a checkpoint's method ({', '.join(f'`{name}`' for name in METHODS)}), or a name of vLLM's for one of its "
+        f"kernels ({', '.join(f'`{name}`' for name in _METHODS)}); other methods are not supported",
         _quantization,
     ),
     "-q": ("as `--quantization`", _quantization),

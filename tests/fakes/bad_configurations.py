@@ -318,7 +318,8 @@ CASES = [
     config("rope_parameters", rope_parameters=[1]),
     config("the activation 'wiggle' is not supported", hidden_act="wiggle"),
     config(r'hidden_act must be a name, got \["silu"\]', hidden_act=["silu"]),
-    config(r"quantized \(gptq\), which is not supported", quantization_config={"quant_method": "gptq", "bits": 4}),
+    config("quant_method 'hqq' is not supported", quantization_config={"quant_method": "hqq", "nbits": 4}),
+    config("group_size is missing", quantization_config={"quant_method": "gptq", "bits": 4}),
     config("quantization_config", quantization_config="gptq"),
     BadConfiguration(
         "config.json: eos_token_id 'x'",

@@ -17,7 +17,10 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = ("quire", "server", "engine", "kernels")
 
 # Each room, and the rooms below it that it may import. A module belongs to the longest room that fits its name.
-SPEC = ("engine.models.families", "engine.models.model_spec", "engine.models.encoder_spec")
+SPEC = (
+    *("engine.models.families", "engine.models.model_spec", "engine.models.encoder_spec"),
+    "engine.models.quantization",
+)
 """What models are, in numbers: the part of `engine.models` without torch."""
 BASE = (
     *("engine.protocol", "engine.log", "engine.process", "engine.runtime_folder", "engine.trace"),

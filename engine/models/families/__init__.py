@@ -11,7 +11,6 @@ from typing import Any
 
 from quire.engine.models.families import bert, cohere, deepseek, gemma, gpt, llama, moe, olmo
 from quire.engine.models.families.family import Family
-from quire.engine.models.families.quantized import quantized
 from quire.engine.models.model_spec import ModelSpec
 from quire.engine.protocol.errors import ConfigError
 
@@ -37,7 +36,6 @@ def from_hf_config(config: Mapping[str, Any]) -> ModelSpec:
             f"architecture {', '.join(names) or '(none in config.json)'} is not supported; "
             f"supported: {', '.join(FAMILIES)}"
         )
-    quantized(config)
     try:
         return FAMILIES[name].architecture(name, {**FAMILIES[name].defaults, **config})
     except KeyError as missing:

@@ -56,7 +56,8 @@ def sequential(
 
 
 def _llama(name: str, config: Config) -> ModelSpec:
-    norm, rope_spec = rms_norm(config), rope(config, head_dim(config))
+    norm = rms_norm(config)
+    rope_spec = rope(config, head_dim(config), is_interleaved=bool(config.get("rope_interleave")))  # of GGUF
     layer = sequential(config, norm, rope_spec, None)
     return architecture(name, config, [layer] * int(config["num_hidden_layers"]), norm)
 

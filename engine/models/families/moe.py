@@ -37,7 +37,8 @@ _MIXTRAL_NAMES = NAMES | {
 
 
 def _mixtral(name: str, config: Config) -> ModelSpec:
-    norm, rope_spec = rms_norm(config), rope(config, head_dim(config))
+    norm = rms_norm(config)
+    rope_spec = rope(config, head_dim(config), is_interleaved=bool(config.get("rope_interleave")))  # of GGUF
     experts = MoESpec(
         num_experts=int(config["num_local_experts"]),
         top_k=int(config["num_experts_per_tok"]),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from quire.engine.models.encoder_spec import EncoderAttentionSpec, EncoderSpec
 from quire.engine.models.families import FAMILIES
@@ -84,9 +85,22 @@ def _name(names: Mapping[str, str], module: str, part: str, kind: str) -> tuple[
     return name, "{part}" not in name
 
 
-def checkpoint_tensors(arch: ModelSpec, *, has_head: bool) -> dict[str, Shape]:
-    """Return the shape of each tensor that the model needs, by its name in the checkpoint."""
-    family, found = FAMILIES[arch.name], dict[str, Shape]()
+class NeededTensor(NamedTuple):
+    """A tensor that a model needs, as an unquantized checkpoint stores it."""
+
+    shape: Shape
+    is_transposed: bool = False
+
+    @property
+    def weight_shape(self) -> Shape:
+        """`[out, in]` or `[experts, out, in]`."""
+        *lead, rows, columns = self.shape
+        return (*lead, columns, rows) if self.is_transposed else self.shape
+
+
+def checkpoint_tensors(arch: ModelSpec, *, has_head: bool) -> dict[str, NeededTensor]:
+    """Return the tensors that the model needs by their names in the checkpoint."""
+    family, found = FAMILIES[arch.name], dict[str, NeededTensor]()
     layers: list[tuple[int | None, LayerSpec | None, _Parameters]] = [(None, None, _outer(arch, has_head))]
     layers += [(number, layer, _inner(layer, arch.hidden_size)) for number, layer in enumerate(arch.layers)]
     for number, layer, parameters in layers:
@@ -97,8 +111,23 @@ def checkpoint_tensors(arch: ModelSpec, *, has_head: bool) -> dict[str, Shape]:
                 if layer is not None and isinstance(layer.feed_forward, MoESpec) and "{expert}" in stored.name:
                     experts = range(layer.feed_forward.num_experts)
                 for expert in experts:
-                    found[stored.name.format(layer=number, part=part, expert=expert)] = stored.shape
+                    name = stored.name.format(layer=number, part=part, expert=expert)
+                    found[name] = NeededTensor(stored.shape, stored.is_transposed)
     return found
+
+
+def weight_names(arch: ModelSpec, number: int, module: str) -> list[str]:
+    """The checkpoint's names, without `.weight`, of what a module of layer `number` combines, such as q, k and v; for
+    experts those of the first one."""
+    layer, path = arch.layers[number], f"layers.{module}"
+    for each, kind, parts in _inner(layer, arch.hidden_size):
+        if (each, kind) == (path, "weight"):
+            tensors = [stored_tensor(FAMILIES[arch.name], arch, layer, path, kind, part, parts) for part in parts]
+            names = [
+                one.name.format(layer=number, part=part, expert=0) for one, part in zip(tensors, parts, strict=True)
+            ]
+            return [name.removesuffix(".weight") for name in dict.fromkeys(names)]
+    raise KeyError(module)
 
 
 _Parameters = Iterator[tuple[str, str, Mapping[str, Shape]]]

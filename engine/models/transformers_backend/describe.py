@@ -250,7 +250,7 @@ def _sizes(decoder: TransformersDecoder, direct: frozenset[str]) -> _MeasuredSiz
                 and not module.is_router
                 and without_numbers(path) not in direct
             ):
-                sizes.linears[numbers[0]].append(MatrixShape(*weight.shape))
+                sizes.linears[numbers[0]].append(MatrixShape(len(weight), weight.shape[1], module=path))
                 sizes.widest = max(sizes.widest, len(weight))
             else:
                 sizes.others[numbers[0]] += count

@@ -10,7 +10,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -60,16 +59,6 @@ def cut(name: str, total: int, parallel: Parallel) -> tuple[int, int]:
     return parallel.rank * length, length
 
 
-def typed_weight(dtype: torch.dtype, shape: tuple[int, ...], *shards: Shard) -> Weight:
-    """A `Weight` of another type than torch's default."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        return Weight(shape, *shards)
-    finally:
-        torch.set_default_dtype(before)
-
-
 class PlannedLinear(Linear):
     """Replaces transformers' `nn.Linear`: `[..., in]` → `[..., out]`."""
 
@@ -93,17 +82,21 @@ class PlannedLinear(Linear):
                 share = -(-rows // parallel.size)
                 start = min(parallel.rank * share, rows)
                 length = min(share, rows - start)
-            self.weight = typed_weight(dtype, (share, columns), Shard((rows, columns), start, length))
+            self.weight = Weight((share, columns), Shard((rows, columns), start, length), dtype=dtype)
             bias = (share,), Shard((rows,), start, length)
         elif style in ("rowwise", *_SPLIT):
             start, length = cut(name, columns, parallel)
-            self.weight = typed_weight(dtype, (rows, length), Shard((rows, columns), start, length, dim=1))
+            self.weight = Weight((rows, length), Shard((rows, columns), start, length, dim=1), dtype=dtype)
         elif style in ("", *_WHOLE):
-            self.weight = typed_weight(dtype, (rows, columns), whole(rows, columns))
+            self.weight = Weight((rows, columns), whole(rows, columns), dtype=dtype)
         else:
             raise ConfigError(f"--tensor-parallel-size: the style {style} of {name}, a linear layer, is not supported")
         self._inputs = slice(start, start + length) if style in _SPLIT else None
-        self.bias = typed_weight(dtype, bias[0], bias[1]) if like.bias is not None else None
+        self.bias = Weight(bias[0], bias[1], dtype=dtype) if like.bias is not None else None
+
+    @property
+    def may_be_quantized(self) -> bool:
+        return not (self.is_router or self.shares_weight or self.is_read_directly)
 
     def pack(self, quantization: kernels.Quantization | None) -> None:
         """Pack as every linear layer does, except that routers are not quantized and a weight shared with an
@@ -166,7 +159,7 @@ def planned_parameter(name: str, like: Tensor, style: str, parallel: Parallel) -
                 raise ConfigError(f"--tensor-parallel-size: the style rowwise of {name}, a vector, is not supported")
             start, length = cut(name, shape[dim], parallel)
             local = (*shape[:dim], length, *shape[dim + 1 :])
-            return typed_weight(like.dtype, local, Shard(shape, start, length, dim=dim))
+            return Weight(local, Shard(shape, start, length, dim=dim), dtype=like.dtype)
         case "packed_colwise" | "packed_rowwise":
             dim = rows if style == "packed_colwise" else last
             half = shape[dim] // 2
@@ -175,10 +168,10 @@ def planned_parameter(name: str, like: Tensor, style: str, parallel: Parallel) -
                 Shard(shape, start, length, dim=dim),
                 Shard(shape, half + start, length, dim=dim, offset=length),
             )
-            return typed_weight(like.dtype, (*shape[:dim], 2 * length, *shape[dim + 1 :]), *shards)
+            return Weight((*shape[:dim], 2 * length, *shape[dim + 1 :]), *shards, dtype=like.dtype)
     if style not in ("", *_WHOLE):
         raise ConfigError(f"--tensor-parallel-size: the style {style} of {name}, a parameter, is not supported")
-    return typed_weight(like.dtype, shape, whole(*shape))
+    return Weight(shape, whole(*shape), dtype=like.dtype)
 
 
 def hook(path: str, module: nn.Module, style: str, parallel: Parallel) -> None:

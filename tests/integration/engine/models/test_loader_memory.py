@@ -126,3 +126,48 @@ def test_only_the_experts_of_a_rank_are_loaded(mixture: Path, dtype: str, quanti
     assert held < 0.55 * MemoryPlan.of(one).weights[0]
     unpacked = EXPERTS // 2 * EXPERT_NUMBERS * 4 + (8 << 20) if quantization else 0  # a layer that is being quantized
     assert 0.9 * held < peak <= 1.1 * held + unpacked
+
+
+_GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
+_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
+@pytest.fixture(scope="module", params=["gptq", "fp8"])
+def quantized(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """130 MB of 4-bit weights, or twice as much of FP8."""
+    path, hidden, inner, layers = tmp_path_factory.mktemp("quantized"), 1024, 2048, 24
+    config = {"hidden_size": hidden, "intermediate_size": inner, "vocab_size": 512, "num_hidden_layers": layers} | {
+        "architectures": ["LlamaForCausalLM"],
+        "num_attention_heads": 8,
+        "max_position_embeddings": 2048,
+        "quantization_config": _GPTQ if request.param == "gptq" else _FP8,
+    }
+    (path / "config.json").write_text(json.dumps(config))
+    whole = {"model.embed_tokens": (512, hidden), "lm_head": (512, hidden), "model.norm": (hidden,)}
+    tensors: dict[str, torch.Tensor] = {}
+    for layer in range(layers):
+        block = f"model.layers.{layer}"
+        whole |= {f"{block}.{name}_layernorm": (hidden,) for name in ("input", "post_attention")}
+        linears = {f"{block}.self_attn.{name}_proj": (hidden, hidden) for name in "qkvo"}
+        linears |= {f"{block}.mlp.{name}_proj": (inner, hidden) for name in ("gate", "up")}
+        linears[f"{block}.mlp.down_proj"] = (hidden, inner)
+        for name, (rows, columns) in linears.items():
+            if request.param == "gptq":
+                tensors[f"{name}.qweight"] = torch.randint(-(2**31), 2**31 - 1, (columns // 8, rows), dtype=torch.int32)
+                tensors[f"{name}.scales"] = torch.rand(columns // 128, rows).half()
+            else:
+                codes = torch.randint(0, 100, (rows, columns), dtype=torch.uint8)
+                tensors[f"{name}.weight"] = codes.view(torch.float8_e4m3fn)
+                tensors[f"{name}.weight_scale_inv"] = torch.rand(rows // 128, columns // 128)
+    tensors |= {f"{name}.weight": torch.randn(shape).bfloat16() for name, shape in whole.items()}
+    save_file(tensors, path / "model.safetensors")
+    return path
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_loading_quantized_weights_takes_little_more_than_their_bytes(quantized: Path, tp: int) -> None:
+    peak, held = measure(quantized, "bfloat16", tp, "sliced", None)
+    stored = sum(file.stat().st_size for file in quantized.glob("*.safetensors"))
+    assert held <= 1.05 * stored / tp + (2 << 20)  # embedding and head
+    heaps = 16 << 20  # where four readers unpack codes
+    assert 0.9 * held < peak <= 1.1 * held + heaps

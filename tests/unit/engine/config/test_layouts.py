@@ -201,7 +201,7 @@ def test_a_floor_is_what_its_formula_says(tmp_path: Path) -> None:
     read = sizes.weights[0] + math.ceil((found.input_len + 1) / 16) * sizes.kv_block[0]  # the embedding is the head
     assert found.decode_one.seconds == pytest.approx(read / device.bandwidth)
     assert found.decode_one.limit == "bandwidth"
-    parameters = sum(math.prod(each) for layer in arch.layers for each in layer.matrices(arch.hidden_size, 1))
+    parameters = sum(each.elements for layer in arch.layers for each in layer.matrices(arch.hidden_size, 1))
     pairs = found.input_len * (found.input_len + 1) / 2
     operations = 2 * (parameters * found.input_len + 28 * pairs * 16 * 2 * 128 + arch.vocab_size * arch.hidden_size)
     assert found.ttft.seconds == pytest.approx(operations / device.flops[16])

@@ -258,6 +258,8 @@ def test_missing_weights_of_a_dense_module_are_named_at_once(tmp_path: Path) -> 
     options = EngineOptions(model=str(tmp_path), device="cpu")
     config = resolve(options)
     tensors = checkpoint_tensors(config.model.architecture, has_head=False)
-    save_file({name: np.zeros(shape, np.float32) for name, shape in tensors.items()}, tmp_path / "model.safetensors")
+    save_file(
+        {name: np.zeros(each.shape, np.float32) for name, each in tensors.items()}, tmp_path / "model.safetensors"
+    )
     with pytest.raises(ConfigError, match=r"2_Dense: no \*.safetensors found"):
         fetch_weights(options, config)

@@ -213,8 +213,8 @@ def test_values_that_cannot_be_converted_are_one_line(capsys: pytest.CaptureFixt
     assert "--max-model-len: auto: give a number" in refusal(capsys, "--max-model-len", "auto")
     assert refusal(capsys, "--convert", "classify") == "--convert classify is not supported; use embed"
     assert refusal(capsys, "--task", "score") == "--task score is not supported; use generate or embed"
-    for flag in ("-qawq", "--quantization=awq"):
-        assert "--quantization: awq is not supported; omit it for fp8 and mxfp4" in refusal(capsys, flag)
+    for flag in ("-qmoe_wna16", "--quantization=moe_wna16"):
+        assert "--quantization: moe_wna16 is not supported; omit it, as the method" in refusal(capsys, flag)
     assert "invalid choice: 'FLASH_ATN'" in refusal(capsys, "--attention-backend", "FLASH_ATN")
     assert "invalid choice: 'deep_ep'" in refusal(capsys, "--all2all-backend", "deep_ep")
     assert "invalid int value: 'infG'" in refusal(capsys, "--kv-cache-memory-bytes", "infG")

@@ -1,0 +1,114 @@
+"""The parameters of a quantized weight: codes and factors in place of the weight itself, sharded as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from quire.engine.layers.weight import Shard, Weight
+from quire.engine.models.quantization.form import ORDERED_GROUP, Form
+from quire.kernels.quantized import QuantizedWeight
+
+Part = Literal["codes", "scales", "offsets"]
+
+
+class QuantizedParameters(nn.Module):
+    """What a rank keeps of the quantized weight `like`. Once it is packed, the parameters are empty."""
+
+    def __init__(self, like: Weight, form: Form, order: Tensor | None) -> None:
+        """`order` is the group of each of the rank's columns."""
+        super().__init__()
+        self._form, self._dtype, self._order = form, like.dtype, order
+        self.codes = Weight(tuple(like.shape), *like.shards, dtype=torch.uint8)
+        shards = [self._factors_of(shard) for shard in like.shards]
+        columns = shards[0].length if shards[0].dim == 1 else shards[0].shape[1]
+        self.scales = Weight((*like.shape[:-1], columns), *shards, dtype=torch.float32)
+        self.offsets = None
+        if form.has_offsets:
+            self.offsets = Weight((*like.shape[:-1], columns), *shards, dtype=torch.float32)
+
+    @property
+    def group(self) -> int:
+        """Columns that share factors, as they are read."""
+        return self._form.group
+
+    def parts(self) -> Iterator[tuple[Part, Weight]]:
+        """The parameters to be loaded."""
+        yield "codes", self.codes
+        yield "scales", self.scales
+        if self.offsets is not None:
+            yield "offsets", self.offsets
+
+    def _factors_of(self, shard: Shard) -> Shard:
+        """The shard of the factors that belong to a shard of the weight."""
+        rows, columns = shard.shape
+        if shard.dim == 0:
+            return replace(shard, shape=(rows, -(-columns // self.group)))
+        if self._form.has_order:  # any rank may have columns of any group
+            groups = -(-columns // self.group)
+            return replace(shard, shape=(rows, groups), start=0, length=groups, offset=0)
+        start, length, offset = (each // self.group for each in (shard.start, shard.length, shard.offset))
+        return replace(shard, shape=(rows, columns // self.group), start=start, length=length, offset=offset)
+
+    def weight(self) -> QuantizedWeight:
+        """The loaded weight; the parameters become empty."""
+        codes, scales = self.codes.data, self.scales.data
+        offsets = None if self.offsets is None else self.offsets.data
+        for parameter in self.parameters():
+            parameter.data = parameter.data.new_empty(0)
+        weight = QuantizedWeight(
+            self._form.values,
+            self._dtype,
+            codes,
+            scales,
+            offsets,
+            activations=self._form.activations,
+            wide=self._form.wide,
+        )
+        return weight if self._order is None else _ordered(weight, self._order, self._form.group)
+
+
+class Quantizable(Protocol):
+    """A layer with a weight that may be quantized."""
+
+    weight: Weight
+    quantized: QuantizedParameters | None
+
+
+def loaded_weight(layer: Quantizable) -> Tensor | QuantizedWeight:
+    """The weight to be packed."""
+    return layer.weight if layer.quantized is None else layer.quantized.weight()
+
+
+def keep_quantized(layer: Quantizable, form: Form, order: Tensor | None) -> QuantizedParameters:
+    """Let a layer load its weight in this form; `order` is the group of each of the rank's columns."""
+    with layer.weight.device:
+        layer.quantized = QuantizedParameters(layer.weight, form, order)
+    layer.weight.data = layer.weight.data.new_empty(0)
+    return layer.quantized
+
+
+def _ordered(weight: QuantizedWeight, order: Tensor, group: int) -> QuantizedWeight:
+    """The weight with its columns in the order of their groups. Groups of which the rank does not have all columns are
+    divided, and padded with columns that no input belongs to."""
+    inputs = len(order)
+    columns = order.argsort(stable=True)
+    counts = torch.bincount(order, minlength=weight.scales.shape[-1])
+    if (counts == group).all():
+        groups = torch.arange(len(counts))
+    else:
+        pieces = -(-counts // ORDERED_GROUP)
+        groups = torch.arange(len(counts)).repeat_interleave(pieces)
+        padded = torch.full((int(pieces.sum()) * ORDERED_GROUP,), inputs)
+        starts = (pieces.cumsum(0) - pieces) * ORDERED_GROUP - (counts.cumsum(0) - counts)
+        padded[torch.arange(inputs) + starts[order[columns]]] = columns
+        columns = padded
+    codes = F.pad(weight.codes, (0, 1)) if len(columns) > inputs else weight.codes
+    codes = codes.gather(-1, columns.expand(*codes.shape[:-1], -1))
+    offsets = None if weight.offsets is None else weight.offsets[..., groups]
+    return replace(weight, codes=codes, scales=weight.scales[..., groups], offsets=offsets, columns=columns)

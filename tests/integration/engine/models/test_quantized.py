@@ -1,0 +1,175 @@
+"""Quantized checkpoints against transformers with the numbers that they stand for: logits, tokens, memory, refusals."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from quire.engine.config.engine_config import EngineConfig
+from quire.engine.config.memory_plan import MemoryPlan
+from quire.engine.distributed.communicator import Parallel
+from quire.engine.layers.linear import Linear
+from quire.engine.models.loader import load
+from quire.engine.protocol.sampling_params import SamplingParams
+from tests.fakes.checkpoints import generate
+from tests.fakes.core_with_ranks import Ranks
+from tests.fakes.families import SIZES, write_model
+from tests.fakes.model_logits import CPU, configure, logits
+from tests.fakes.quantized_checkpoints import FORMATS, quantize
+from tests.fakes.ranks import on_ranks
+from tests.fakes.threads import ThreadExecutor
+
+_SIZES = SIZES | {
+    "vocab_size": 192,  # whole tiles on two ranks
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "moe_intermediate_size": 64,
+    "num_experts_per_tok": 2,
+}
+_LATENT = {
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 32,
+}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense": ("LlamaForCausalLM", {}),
+    "experts": ("Qwen3MoeForCausalLM", {"num_experts": 4, "head_dim": 32}),
+    "latent": ("DeepseekV3ForCausalLM", _LATENT),
+    "gpt": ("GPTNeoXForCausalLM", {}),
+    "transposed": ("GPT2LMHeadModel", {}),
+}
+KINDS_OF_MXFP4 = {"stacked": ("GptOssForCausalLM", {"num_local_experts": 4, "head_dim": 32})}
+
+
+LAYOUTS = ((1, 1, False), (2, 1, False), (1, 2, False), (2, 1, True))
+"""Tensor parallel, pipeline parallel, and whether experts are spread."""
+WITH_EXPERTS = ("experts", "latent", "stacked")
+
+
+def configured(folder: Path, tp: int, pp: int, ep: bool) -> EngineConfig:
+    parallel = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "enable_expert_parallel": ep}
+    return configure(folder, max_model_len=64, **parallel)
+
+
+def write(folder: Path, name: str, kind: str) -> Any:
+    """A checkpoint in a format, and transformers' model of the numbers that it stands for."""
+    architecture, changes = (KINDS | KINDS_OF_MXFP4)[kind]
+    write_model(architecture, _SIZES | changes, folder)
+    quantize(folder, name, transposed=kind == "transposed")
+    model = getattr(transformers, architecture)
+    return model.from_pretrained(folder / "whole", dtype=torch.float32).train(False)
+
+
+def cases() -> list[Any]:
+    return [
+        pytest.param(name, kind, id=f"{name}-{kind}")
+        for name in FORMATS
+        for kind in (KINDS_OF_MXFP4 if name == "mxfp4" else KINDS)
+    ]
+
+
+@pytest.mark.parametrize(("name", "kind"), cases())
+def test_logits_are_those_of_the_numbers(name: str, kind: str, tmp_path: Path) -> None:
+    model = write(tmp_path, name, kind)
+    tokens = torch.randint(0, 131, (40,), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        expected = model(tokens[None]).logits[0]
+    for tp, pp, ep in LAYOUTS if kind in WITH_EXPERTS else LAYOUTS[:3]:
+        config = configured(tmp_path, tp, pp, ep)
+        for result in on_ranks(tp, partial(logits, config, tokens)):
+            assert (result - expected).norm() <= FORMATS[name].tolerance * expected.norm(), (tp, pp, ep)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("gptq, act order", "dense"),
+        ("awq", "experts"),
+        ("fp8 of blocks", "latent"),
+        ("bitsandbytes, nested", "gpt"),
+        ("mxfp4", "stacked"),
+    ],
+)
+def test_greedy_tokens_are_those_of_the_numbers(name: str, kind: str, tmp_path: Path) -> None:
+    write(tmp_path, name, kind)
+    rng = random.Random(0)
+    prompts = [[rng.randrange(3, 130) for _ in range(length)] for length in (1, 9, 33)]
+    expected = generate(tmp_path / "whole", prompts, 16)
+    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    for tp, pp, ep in LAYOUTS if kind in WITH_EXPERTS else LAYOUTS[:3]:
+        config = configured(tmp_path, tp, pp, ep)
+        with Ranks(config, ThreadExecutor(config)) as ranks:
+            assert ranks.tokens([(prompt, params) for prompt in prompts], max_num_batched_tokens=16) == expected
+
+
+def rounded(module: torch.nn.Module, inputs: tuple[Tensor]) -> Tensor:
+    """Inputs as W8A8 rounds them: to 8 bits, with a scale for each row."""
+    scales = inputs[0].abs().amax(-1, keepdim=True) / 127
+    return (inputs[0] / scales).round() * scales
+
+
+def test_inputs_are_rounded_as_the_publisher_does(tmp_path: Path) -> None:
+    model = write(tmp_path, "compressed-tensors, int8", "dense")
+    for path, layer in model.named_modules():
+        if isinstance(layer, torch.nn.Linear) and path != "lm_head":
+            layer.register_forward_pre_hook(rounded)
+    tokens = torch.randint(0, 131, (8,), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = model(tokens[None]).logits[0]
+        result = logits(configure(tmp_path, max_model_len=64), tokens, Parallel())
+    assert (result - expected).norm() <= 0.01 * expected.norm()  # a number in the middle may be rounded either way
+
+
+def packed_bytes(folder: Path, **options: Any) -> tuple[int, int, int]:
+    """Bytes of the first rank's weights: as loaded, as planned, and of its layers that are not as stored."""
+    config = configure(folder, max_model_len=64, **options)
+    tp = config.parallel.tensor_parallel_size
+    parallel = Parallel()
+    parallel.size = tp
+    decoder = load(config, 0, parallel, CPU)
+    total = sum(weight.nbytes for weight in decoder.parameters())
+    whole = 0
+    for layer in decoder.modules():
+        if isinstance(layer, Linear) and layer._product is not None:
+            total += sum(each.nbytes for each in layer._product.state())
+            whole += layer.quantized is None
+    return total, MemoryPlan.of(config).weights[0], whole
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != "mxfp4"])
+def test_weights_take_the_bytes_that_are_planned(name: str, tmp_path: Path) -> None:
+    write(tmp_path, name, "dense")
+    for tp in (1, 2):
+        loaded, planned, whole = packed_bytes(tmp_path, tensor_parallel_size=tp)
+        assert whole == 1, "only the head is not quantized"
+        shares = "order" in name and tp > 1  # a rank pads its part of each group
+        assert abs(loaded - planned) <= (0.25 if shares else 0.03) * planned
+
+
+def test_scales_of_inputs_are_known(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(tmp_path, "fp8", "dense")
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.input_scale"] = torch.ones(1)
+    tensors["model.layers.0.mlp.up_proj.odd_scale"] = torch.ones(1)
+    save_file(tensors, tmp_path / "model.safetensors")
+    load(configure(tmp_path, max_model_len=64), 0, Parallel(), CPU)
+    (warning,) = [record.getMessage() for record in caplog.records if "does not use" in record.getMessage()]
+    assert "up_proj.odd_scale" in warning
+    assert "input_scale" not in warning

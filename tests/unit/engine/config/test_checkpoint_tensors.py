@@ -1,0 +1,84 @@
+"""Headers of quantized checkpoints: what is found under other names, and what is missing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.engine.config.checkpoint_tensors import StoredWeight, check_tensors, logical_names
+from quire.engine.config.model_files import TensorInfo
+from quire.engine.models.families.tensors import NeededTensor
+from quire.engine.models.quantization import read
+from quire.engine.protocol.errors import ConfigError
+from tests.fakes.configs import engine_config
+
+Q, STACK = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.experts.down_proj"
+FP8: dict[str, Any] = {"quant_method": "fp8"}
+OF_BLOCKS = {**FP8, "weight_block_size": [128, 128]}
+OF_ROWS = {"quant_method": "fbgemm_fp8"}
+MXFP4 = {"quant_method": "mxfp4"}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128}
+WEIGHTS = {"num_bits": 4, "strategy": "channel", "symmetric": False}
+PACKED = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": WEIGHTS}},
+}
+
+
+def checked(settings: dict[str, Any], needed: dict[str, tuple[int, ...]], **stored: Any) -> dict[str, StoredWeight]:
+    model = engine_config(quantized=read(settings)).model
+    headers = {name: TensorInfo(Path("file"), dtype, shape, name) for name, (dtype, shape) in stored.items()}
+    return check_tensors(model, {name: NeededTensor(shape) for name, shape in needed.items()}, headers)
+
+
+@pytest.mark.parametrize("name", ["weight_scale", "weight_scale_inv"])
+def test_one_scale_has_one_of_two_names(name: str) -> None:
+    stored: dict[str, Any] = {f"{Q}.weight": ("F8_E4M3", (8, 16)), f"{Q}.{name}": ("F32", ())}
+    (found,) = checked(FP8, {f"{Q}.weight": (8, 16)}, **stored).values()
+    assert {each: info.name for each, info in found.tensors.items()} == {
+        f"{Q}.weight": f"{Q}.weight",
+        f"{Q}.weight_scale": f"{Q}.{name}",
+    }
+
+
+def test_a_weight_without_scales_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"q_proj\.weight_scale or .*q_proj\.weight_scale_inv is missing"):
+        checked(FP8, {f"{Q}.weight": (8, 16)}, **{f"{Q}.weight": ("F8_E4M3", (8, 16))})
+    assert not checked(FP8, {f"{Q}.weight": (8, 16)}, **{f"{Q}.weight": ("BF16", (8, 16))}), "it is not quantized"
+
+
+@pytest.mark.parametrize("suffix", ["", ".weight"])
+def test_names_of_stacks_may_have_no_weight_in_them(suffix: str) -> None:
+    name = STACK + suffix
+    stored: dict[str, Any] = {name: ("F8_E4M3", (3, 8, 16)), f"{name}_scale": ("F32", (3, 8, 1))}
+    (found,) = checked(OF_ROWS, {name: (3, 8, 16)}, **stored).values()
+    assert [info.name for info in found.tensors.values()] == list(stored)
+    with pytest.raises(ConfigError, match=r"_scale has the shape \[3, 8, 2\], expected \[3, 8, 1\] or"):
+        checked(OF_ROWS, {name: (3, 8, 16)}, **{**stored, f"{name}_scale": ("F32", (3, 8, 2))})
+
+
+@pytest.mark.parametrize(
+    ("settings", "names", "logical"),
+    [
+        (FP8, [f"{Q}.weight", f"{Q}.weight_scale_inv"], f"{Q}.weight"),
+        (FP8, [STACK, f"{STACK}_scale"], STACK),
+        (OF_BLOCKS, [STACK, f"{STACK}_scale_inv"], STACK),
+        (OF_ROWS, [f"{STACK}.weight", f"{STACK}.weight_scale"], f"{STACK}.weight"),
+        (MXFP4, [f"{STACK}_blocks", f"{STACK}_scales"], STACK),
+        (PACKED, [f"{Q}.weight_packed", f"{Q}.weight_scale", f"{Q}.weight_zero_point"], f"{Q}.weight"),
+        (PACKED, [f"{STACK}_packed", f"{STACK}_scale", f"{STACK}_zero_point"], STACK),
+        (
+            {"quant_method": "awq", "bits": 4, "group_size": 128},
+            [f"{Q}.{x}" for x in ("qweight", "qzeros", "scales")],
+            f"{Q}.weight",
+        ),
+    ],
+)
+def test_names_of_a_quantized_weight_are_those_of_the_weight(
+    settings: dict[str, Any], names: list[str], logical: str
+) -> None:
+    others = {"model.norm.weight", "model.layers.0.self_attn.k_proj.bias", "model.layers.1.mlp.up_proj.weight"}
+    assert logical_names({*names, *others}, read(settings)) == {logical, *others}
