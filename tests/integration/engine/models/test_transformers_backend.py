@@ -154,7 +154,7 @@ def test_code_in_the_folder_runs_where_it_is_trusted(tmp_path: Path, monkeypatch
             {"model_type": "nobodys"},
             "is not supported.*: this version of transformers does not know it",
         ),
-        ("OlmoForCausalLM", {"quantization_config": {"quant_method": "awq"}}, r"quantized \(awq\)"),
+        ("OlmoForCausalLM", {"quantization_config": {"quant_method": "hqq"}}, "quant_method 'hqq' is not supported"),
         ("OlmoModel", {"model_type": "olmo"}, "not a causal language model"),
     ],
 )
