@@ -287,9 +287,9 @@ class ExpertByExpert(PackedExperts):
         ]
 
     def restore(self, index: int, state: Sequence[Tensor]) -> None:
-        half = len(self._gate_up[index].state())
-        self._gate_up[index].restore(state[:half])
-        self._down[index].restore(state[half : 2 * half])
+        first, second = (len(each[index].state()) for each in (self._gate_up, self._down))
+        self._gate_up[index].restore(state[:first])
+        self._down[index].restore(state[first : first + second])
         biases = [each[index] for each in (self._gate_up_biases, self._down_biases)]
-        for target, source in zip((bias for bias in biases if bias is not None), state[2 * half :], strict=True):
+        for target, source in zip((bias for bias in biases if bias is not None), state[first + second :], strict=True):
             target.copy_(source)

@@ -11,7 +11,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Literal, TypeAlias
@@ -202,11 +202,11 @@ def _quantized_places(decoder: Model, needed: Needed, checkpoint: Checkpoint, *,
             own, form = places.pop(id(matrix.weight)), forms[id(matrix)]
             assert form is not None
             order = _order(own, checkpoint) if form.has_order else None
-            parameters = keep_quantized(matrix, form, order)
-            for part, weight in parameters.parts():
+            stored_of = {id(shard): stored for _, shard, stored in own}
+            for part, weight in keep_quantized(matrix, form, order).parts():
                 places[id(weight)] = [
-                    (weight, shard, stored.quantized(part, form.group))
-                    for shard, (_, _, stored) in zip(weight.shards, own, strict=True)
+                    (weight, shard, stored_of[id(whole)].quantized(part, form.group))
+                    for shard, whole in zip(weight.shards, matrix.weight.shards, strict=True)
                 ]
     found: Needed = defaultdict(list)
     for place in chain(*places.values()):
@@ -224,6 +224,8 @@ def _form(places: list[Place], checkpoint: Checkpoint) -> Form | None:
     form = None if others else form_of([checkpoint.scheme(name) for name in names], start, length)
     if form is not None and form.has_order:
         orders = [checkpoint.reader(name, stored.shape).order() for name, stored in names.items()]
+        if all(each is None for each in orders):
+            return replace(form, has_order=False)
         if any(each is None or orders[0] is None or not each.equal(orders[0]) for each in orders):
             return None
     return form
@@ -347,6 +349,8 @@ def _size(place: Place) -> int:
 
 def _read(checkpoint: Checkpoint, place: Place, staging: PinnedStaging | None = None) -> None:
     weight, shard, stored = place
+    if not shard.length:  # there is only padding
+        return _put(weight, shard, weight.data[shard.target], staging)
     _put(weight, shard, stored.arranged(shard, checkpoint[stored][stored.slice(shard)]), staging)
     loaded = weight.data[shard.target]
     if stored.part == "codes":

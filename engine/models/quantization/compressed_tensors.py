@@ -81,7 +81,7 @@ class Sparse24Scheme(Unpacked):
 class Targets:
     """Modules by exact names, by regular expressions that match from the start, or all linear layers."""
 
-    names: frozenset[str]
+    names: tuple[str, ...]
     expressions: tuple[str, ...]
     has_linear: bool
 
@@ -89,10 +89,8 @@ class Targets:
     def read(cls, settings: Mapping[str, Any], key: str, where: str = WHERE) -> Targets:
         """Raises `ConfigError` if the value is no list of names and expressions."""
         patterns = names(settings, key, where)
-        exact = frozenset(each for each in patterns if not each.startswith("re:"))
-        return cls(
-            names=exact - {"Linear"}, expressions=tuple(sorted(expressions(patterns))), has_linear="Linear" in exact
-        )
+        exact = tuple(each for each in patterns if not each.startswith("re:") and each != "Linear")
+        return cls(names=exact, expressions=tuple(sorted(expressions(patterns))), has_linear="Linear" in patterns)
 
     def match(self, module: str) -> tuple[int, str] | None:
         """The precedence of the target that matches, lowest first: that of `match_targets` in compressed-tensors."""

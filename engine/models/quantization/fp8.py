@@ -18,7 +18,7 @@ class Fp8(Method):
     """All linear layers alike."""
 
     layout: Scheme
-    skipped: frozenset[str] = frozenset()
+    skipped: tuple[str, ...] = ()
     """Modules that are not quantized, by name, or by the start or end of it."""
     expressions: tuple[str, ...] = ()
     """Regular expressions for such names, matched from the start."""
@@ -59,6 +59,6 @@ def _method(settings: Mapping[str, Any], layout: Scheme) -> Fp8:
     return Fp8(
         name=settings["quant_method"],
         layout=layout,
-        skipped=frozenset(name for name in skipped if not name.startswith("re:")),
+        skipped=tuple(name for name in skipped if not name.startswith("re:")),
         expressions=expressions(skipped),
     )

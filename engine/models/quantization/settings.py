@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from fnmatch import fnmatchcase
+from fnmatch import translate
+from functools import cache
 from typing import Any
 
 from quire.engine.protocol.errors import ConfigError
@@ -88,8 +89,13 @@ def is_skipped(module: str, patterns: Iterable[str]) -> bool:
 def is_excluded(module: str, wildcards: Iterable[str]) -> bool:
     """Whether a shell-style wildcard matches the module or one that contains it. A star at the end of a name stands for
     what the module contains: model.layers.1* is not model.layers.10."""
+    return bool(wildcards) and _excluded(tuple(wildcards)).match(module) is not None
+
+
+@cache
+def _excluded(wildcards: tuple[str, ...]) -> re.Pattern[str]:
     paths = [wildcard.rstrip("*") if re.search(r"[^.*]\*$", wildcard) else wildcard for wildcard in wildcards]
-    return any(fnmatchcase(module, path) or fnmatchcase(module, f"{path}.*") for path in paths)
+    return re.compile("|".join(translate(each) for path in paths for each in (path, f"{path}.*")))
 
 
 def matches(module: str, patterns: Iterable[str]) -> bool:

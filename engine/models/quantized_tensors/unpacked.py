@@ -44,22 +44,25 @@ class UnpackedReader(BlockReader[U]):
 
     def octets(self, cut: Cut) -> Tensor:
         """The bytes, uint8 `[…, rows, columns]`."""
-        return self._in_order(self._tensors[self.scheme.weight].view(torch.uint8))[cut]
+        return _in_order(self._tensors[self.scheme.weight].view(torch.uint8), self.shape)[cut]
 
     def codes(self, cut: Cut) -> Tensor:
         octets = self.octets(cut)
         return octets + 8 & 15 if self.scheme.values == "int4" else octets
 
     def scales(self, cut: Cut) -> Tensor:
-        scales = self.factors(self._in_order(self._tensors[self.scheme.scale]), cut)
+        blocks = self.scheme.blocks(self.shape)
+        scales = self.factors(_in_order(self._tensors[self.scheme.scale], blocks), cut)
         return scales if self.scheme.divisor == 1 else scales / self.scheme.divisor
 
     def offsets(self, cut: Cut) -> Tensor | None:
         if not self.scheme.has_offsets:
             return None
-        return -self.factors(self._in_order(self._tensors[self.scheme.zero_point]), cut)
+        blocks = self.scheme.blocks(self.shape)
+        return -self.factors(_in_order(self._tensors[self.scheme.zero_point], blocks), cut)
 
-    def _in_order(self, stored: Tensor) -> Tensor:
-        """A stack that is stored as `[experts, in, out]`, and its factors, as `[experts, out, in]`."""
-        is_transposed = len(self.shape) == 3 and self._tensors[self.scheme.weight].shape != self.shape
-        return stored.transpose(1, 2) if is_transposed and stored.ndim == 3 and 1 not in stored.shape[1:] else stored
+
+
+def _in_order(stored: Tensor, shape: Shape) -> Tensor:
+    """A stack of this shape, which may be stored as `[experts, in, out]`."""
+    return stored.transpose(1, 2) if stored.ndim == len(shape) == 3 and stored.shape != shape else stored
