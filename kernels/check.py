@@ -8,13 +8,16 @@ import os
 import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from quire.kernels import backends, packed, quantized, reference
+from quire.kernels import backends, coded_words, packed, quantized, reference
 from quire.kernels.attention_config import AttentionConfig, AttentionLayer
+from quire.kernels.cache import FP8_CAPABILITY
+from quire.kernels.coded_words import CodedWords, pack_words
 from quire.kernels.flashinfer import FlashInfer
 from quire.kernels.quantized import VALUES, QuantizedWeight
 
@@ -53,7 +56,7 @@ def differences(
     def problem(each: tuple[str, Call]) -> str:
         """What is wrong with the kernel; "" if it agrees with the reference."""
         name, call = each
-        oracle = next(each for each in (reference, packed, quantized) if hasattr(each, name))
+        oracle = next(each for each in (reference, packed, quantized, coded_words) if hasattr(each, name))
         try:
             return _difference(call(module), call(oracle), dtype)
         except Exception as error:  # from a compiler or a driver
@@ -174,6 +177,51 @@ def _calls(device: torch.device, dtype: torch.dtype, config: AttentionConfig) ->
         return masked
 
     yield "apply_bitmask", mask
+    yield from _calls_of_quantized(device, dtype)
+
+
+def _calls_of_quantized(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
+    """Yield the operations of `coded_words` in the same way."""
+    noise = torch.Generator().manual_seed(0)
+    x, bias = (torch.randn(shape, generator=noise).to(device, dtype) for shape in ((3, 256), (70,)))
+    ids, shares = torch.tensor([[0], [1], [-1]], device=device), torch.rand(3, 1, generator=noise).to(device)
+
+    def weight(values: str, groups: int, *shape: int, has_offsets: bool = False) -> QuantizedWeight:
+        random = _random_codes(noise, values, groups, *shape)
+        offsets = random.offsets.to(device) if random.offsets is not None and has_offsets else None
+        return replace(random, codes=random.codes.to(device), scales=random.scales.to(device), offsets=offsets)
+
+    for values, groups in (("uint4", 2), ("e2m1", 8), ("nf4", 4), ("fp8", 2), ("int8", 1)):
+        has_offsets = values == "uint4"
+        words = pack_words(weight(values, groups, 70, 256, has_offsets=has_offsets))
+        yield "coded_matmul", functools.partial(_multiply_words, x, words, bias)
+        shapes = ((2, 128, 256), (2, 256, 64))
+        experts = [pack_words(weight(values, groups, *shape, has_offsets=has_offsets)) for shape in shapes]
+        yield "coded_fused_experts", functools.partial(_mix_words, x, shares, ids, *experts)
+    has_fp8 = device.type != "cuda" or torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
+    for values, groups in (("int8", 1), *((("fp8", 1), ("fp8", 2)) if has_fp8 else ())):
+        kind, inner = torch.int8 if values == "int8" else torch.float8_e4m3fn, 128 * groups
+        random = [weight(values, groups, *shape) for shape in ((70, 256), (2, 2 * inner, 256), (2, 256, inner))]
+        one, gate_up, down = ((each.codes.view(kind), each.scales) for each in random)
+        yield "rounded_matmul", functools.partial(_multiply_rounded, x, *one, bias)
+        yield "rounded_fused_experts", functools.partial(_mix_rounded, x, shares, ids, *gate_up, *down)
+
+
+def _multiply_words(x: Tensor, weight: CodedWords, bias: Tensor, module: Any) -> Any:
+    return module.coded_matmul(x, weight, bias)
+
+
+def _mix_words(x: Tensor, shares: Tensor, ids: Tensor, gate_up: CodedWords, down: CodedWords, module: Any) -> Any:
+    return module.coded_fused_experts(x, shares, ids, gate_up, down, "silu")
+
+
+def _multiply_rounded(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor, module: Any) -> Any:
+    return module.rounded_matmul(x, codes, scales, bias)
+
+
+def _mix_rounded(x: Tensor, shares: Tensor, ids: Tensor, *parts: Any) -> Any:
+    *weights, module = parts
+    return module.rounded_fused_experts(x, shares, ids, *weights, "silu")
 
 
 def _calls_of_packed(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:

@@ -1,4 +1,5 @@
-"""Triton kernels for GPUs, with the names and meaning of the operations in `quire.kernels.reference`.
+"""Triton kernels for GPUs, with the names and meaning of the operations in `quire.kernels.reference` and
+`quire.kernels.coded_words`.
 
 Triton specializes a kernel, and recompiles it for a second or more, when an integer becomes 1 or a multiple of 16 or an
 address a multiple of 16. Arguments that change like this from step to step, such as the number of requests and the
@@ -18,20 +19,26 @@ from quire.kernels import reference
 from quire.kernels.cache import FP8_CAPABILITY, LARGEST, SCALE_BYTES
 from quire.kernels.triton import attention as _attention
 from quire.kernels.triton import elementwise as _elementwise
+from quire.kernels.triton.coded import coded_fused_experts, coded_matmul
 from quire.kernels.triton.elementwise import act_mul, add_rms_norm, rms_norm
 from quire.kernels.triton.experts import fused_experts
 from quire.kernels.triton.logits import penalize, score_tokens
+from quire.kernels.triton.rounded import rounded_fused_experts, rounded_matmul
 from quire.kernels.triton.routing import route
 from quire.kernels.triton.sampling import sample
 
 __all__ = [
     "act_mul",
     "add_rms_norm",
+    "coded_fused_experts",
+    "coded_matmul",
     "fused_experts",
     "paged_attention",
     "penalize",
     "rms_norm",
     "rotary_write_kv",
+    "rounded_fused_experts",
+    "rounded_matmul",
     "route",
     "sample",
     "score_tokens",

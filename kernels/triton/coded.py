@@ -9,17 +9,15 @@ the class of the number of rows (`_linear_shape`), not on the other rows: number
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from math import gcd
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.quantized import VALUES, QuantizedWeight
+from quire.kernels.coded_words import CodedWords
+from quire.kernels.quantized import VALUES
 from quire.kernels.triton.elementwise import KINDS, act_mul
 from quire.kernels.triton.experts import (
     _PROCESSORS,
@@ -29,9 +27,6 @@ from quire.kernels.triton.experts import (
     _sort_kernel,
     _sum_kernel,
 )
-
-_WORDS = 16
-"""Words of a feature in a block, and inputs of a step of the tensor cores."""
 
 
 class _Decoding(NamedTuple):
@@ -54,84 +49,8 @@ _DECODINGS = {
     "fp8": _Decoding("float", 2.0**120, fraction=3),
     "nf4": _Decoding("table"),
     "fp4": _Decoding("table"),
+    "iq4_nl": _Decoding("table"),
 }
-
-
-@dataclass(frozen=True)
-class CodedWords:
-    """A weight `[out, in]`, or a stack of them, packed for `coded_matmul` or `coded_experts`.
-
-    A block is 16 words of each feature: 128 inputs of 4 bits, or 64 of 8. Word `w` has inputs `w`, `w + 16`, …, the
-    first one lowest. Codes of 4 bits have float16 factors, those of 8 bits float32.
-    """
-
-    values: str
-    inputs: int
-    group: int
-    """Inputs that share factors: a power of two, or whole blocks; 0 if there are no factors."""
-    words: Tensor
-    """int32 `[…, blocks, out, 16]`"""
-    scales: Tensor | None
-    """`[…, groups, out]`, at most 1; groups are padded to whole blocks."""
-    offsets: Tensor | None
-    """The same, in units of the values."""
-    of_rows: Tensor
-    """float32 `[…, out]`: scales of features, in addition. NaN if a code of the feature is."""
-
-    @property
-    def bits(self) -> int:
-        return 4 if len(VALUES[self.values]) == 16 else 8
-
-    @property
-    def features(self) -> int:
-        return self.words.shape[-2]
-
-
-def pack_words(weight: QuantizedWeight) -> CodedWords:
-    """Pack a weight, or a stack; on any device. Columns are packed as they are stored."""
-    bits = 4 if len(VALUES[weight.values]) == 16 else 8
-    of_block, per_word = _WORDS * 32 // bits, 32 // bits
-    inputs, groups = weight.codes.shape[-1], weight.scales.shape[-1]
-    assert inputs % groups == 0
-    codes = weight.codes ^ 0x80 if weight.values == "int8" else weight.codes
-    codes = F.pad(codes, (0, -inputs % of_block)).unflatten(-1, (-1, per_word, _WORDS))
-    words = codes[..., 0, :].int()
-    for place in range(1, per_word):
-        words |= codes[..., place, :].int() << bits * place
-    factors: tuple[Tensor | None, Tensor | None]
-    group, scales, offsets = inputs // groups, weight.scales.float(), weight.offsets
-    if groups == 1 and offsets is None:
-        of_rows, group, factors = scales[..., 0], 0, (None, None)
-    else:
-        of_rows = torch.ldexp(torch.ones_like(scales[..., 0]), torch.frexp(scales.abs().amax(dim=-1))[1])
-        size = group if group % of_block == 0 else gcd(group, of_block)
-        padding = -inputs % max(size, of_block) // size
-
-        def of_groups(factor: Tensor) -> Tensor:
-            """`[…, out, groups]` as `[…, groups of the packed weight, out]`."""
-            spread = F.pad(factor.repeat_interleave(group // size, dim=-1), (0, padding)).movedim(-1, -2)
-            return spread.to(torch.float16 if bits == 4 else torch.float32).contiguous()
-
-        factors = of_groups(scales / of_rows[..., None]), None if offsets is None else of_groups(offsets)
-        group = size
-    if weight.values == "fp8":
-        of_rows = of_rows.masked_fill(((weight.codes & 0x7F) == 0x7F).any(dim=-1), torch.nan)
-    words = words.movedim(-2, -3).contiguous()
-    return CodedWords(weight.values, inputs, group, words, factors[0], factors[1], of_rows.contiguous())
-
-
-def unpack_words(packed: CodedWords) -> Tensor:
-    """The weight `[…, out, in]` in float32."""
-    places = torch.arange(0, 32, packed.bits, device=packed.words.device)[:, None]
-    codes = packed.words.movedim(-3, -2)[..., None, :] >> places & (1 << packed.bits) - 1
-    codes = codes.flatten(-3)[..., : packed.inputs]  # of [blocks, codes of a word, words]
-    values = VALUES[packed.values].to(codes.device)[codes ^ 0x80 if packed.values == "int8" else codes]
-    for factors, combine in ((packed.offsets, torch.add), (packed.scales, torch.mul)):
-        if factors is not None:
-            wide = factors.float().movedim(-1, -2).repeat_interleave(packed.group, dim=-1)
-            values = combine(values, wide[..., : packed.inputs])
-    unpacked: Tensor = values * packed.of_rows[..., None]
-    return unpacked
 
 
 @triton.jit
@@ -409,10 +328,7 @@ def _table(values: str, device: torch.device) -> Tensor:
 
 
 def coded_matmul(x: Tensor, weight: CodedWords, bias: Tensor | None = None) -> Tensor:
-    """Multiply `x` `[rows, in]`, of any type of floats, by a packed weight: `[rows, out]` of the type of `x`.
-
-    Sums are float32. Rows give the same result with any others up to 16 rows, up to 64, and beyond.
-    """
+    """See `coded_words`. Rows give the same result with any others up to 16 rows, up to 64, and beyond."""
     rows, inputs = x.shape
     assert inputs == weight.inputs
     features, blocks = weight.features, weight.words.shape[0]
@@ -458,7 +374,7 @@ def coded_fused_experts(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
 ) -> Tensor:
-    """`reference.fused_experts` with stacks of packed weights. Does not wait for the device."""
+    """See `coded_words`. Does not wait for the device."""
     if activation not in KINDS:
         raise KeyError(activation)
     experts, count, top_k = len(down.words), ids.numel(), ids.shape[1]

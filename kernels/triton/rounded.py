@@ -12,13 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.cache import LARGEST
+from quire.kernels.coded_words import ROUNDED_GROUP
 from quire.kernels.triton.coded import sort_pairs, sum_pairs
 from quire.kernels.triton.elementwise import KINDS, _e4m3, act_mul
 from quire.kernels.triton.experts import _block_rows
 
-DEPTH = 128
-"""Inputs of a step, and of a group."""
-_LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
+DEPTH = ROUNDED_GROUP
+"""Inputs of a step."""
 
 
 @triton.jit
@@ -155,8 +156,6 @@ def _rounded_grouped_kernel(
 
 
 def round_rows(x: Tensor, dtype: torch.dtype, groups: int = 1) -> tuple[Tensor, Tensor]:
-    """Round `x` `[rows, in]` to float8_e4m3fn or int8, and return float32 scales `[rows, groups]`: the largest number
-    of a group becomes 448 or 127. More than one group are of 128 inputs; the last one may have fewer."""
     rows, inputs = x.shape
     assert groups in (1, triton.cdiv(inputs, DEPTH))
     x = x if x.stride(1) == 1 else x.contiguous()
@@ -167,18 +166,14 @@ def round_rows(x: Tensor, dtype: torch.dtype, groups: int = 1) -> tuple[Tensor, 
         _round_kernel[rows, groups](
             *(x, out, scales, x.stride(0), inputs, groups),
             GROUP=size,
-            LARGEST=_LARGEST[dtype],
+            LARGEST=LARGEST[dtype],
             num_warps=min(16, max(1, size // 256)),
         )
     return out.view(dtype), scales
 
 
 def rounded_matmul(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Multiply `x` `[rows, in]`, rounded by `round_rows`, by a weight `[out, in]`: `[rows, out]` of the type of `x`.
-
-    `codes` is float8_e4m3fn, which needs compute capability 8.9, or int8; `scales` is float32 `[out, groups]`, for all
-    inputs or for each 128.
-    """
+    """See `coded_words`. Products of float8_e4m3fn need compute capability 8.9."""
     (rows, inputs), (features, groups) = x.shape, scales.shape
     rounded, x_scales = round_rows(x, codes.dtype, groups)
     out = x.new_empty(rows, features)
@@ -210,7 +205,7 @@ def rounded_fused_experts(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
 ) -> Tensor:
-    """`reference.fused_experts` with weights and scales as those of `rounded_matmul`, `[experts, …]`."""
+    """See `coded_words`. Does not wait for the device."""
     if activation not in KINDS:
         raise KeyError(activation)
     experts, count, top_k = len(down), ids.numel(), ids.shape[1]

@@ -27,6 +27,7 @@ from triton.runtime.jit import JITFunction
 from quire.kernels import reference
 from quire.kernels import triton as platform
 from quire.kernels.cache import LARGEST, allocate_kv_cache
+from quire.kernels.coded_words import CodedWords, pack_words
 from quire.kernels.quantized import VALUES, QuantizedWeight
 from quire.kernels.triton import attention, coded, rounded
 
@@ -168,10 +169,10 @@ def run_all() -> None:
 def run_coded(capability: int) -> None:
     """Matmuls of weights in few bits: every kind of values, and every tile and type for one of 4 bits and one of 8."""
 
-    def packed(values: str, group: int, dtype: torch.dtype, *stack: int) -> coded.CodedWords:
+    def packed(values: str, group: int, dtype: torch.dtype, *stack: int) -> CodedWords:
         codes = torch.zeros(*stack, 2048, 2048, dtype=torch.uint8)
         scales = torch.ones(*stack, 2048, 2048 // (group or 2048))
-        return coded.pack_words(QuantizedWeight(values, dtype, codes, scales, scales if values == "uint4" else None))
+        return pack_words(QuantizedWeight(values, dtype, codes, scales, scales if values == "uint4" else None))
 
     x = {dtype: torch.zeros(2048, 2048, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)}
     for values in VALUES:

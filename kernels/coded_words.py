@@ -1,0 +1,212 @@
+"""Weights of 4 or 8 bits in the layout that GPUs multiply by, and the products, in plain torch: the oracle of the
+Triton kernels.
+
+`QuantizedWeight` says what the numbers are. They are multiplied in one of two ways: as `CodedWords`, whose codes become
+numbers of the type of the inputs in registers, or as 8-bit floats or integers by inputs that are rounded to the same
+(W8A8).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import gcd
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.kernels.cache import LARGEST
+from quire.kernels.quantized import VALUES, QuantizedWeight
+from quire.kernels.reference import act_mul, by_expert
+
+WORDS = 16
+"""Words of a feature in a block, and inputs of a step of the tensor cores."""
+ROUNDED_GROUP = 128
+"""Inputs of a row that share a scale, if not all do."""
+
+
+@dataclass(frozen=True)
+class CodedWords:
+    """A weight `[out, in]`, or a stack of them, packed for `coded_matmul` or `coded_fused_experts`.
+
+    A block is 16 words of each feature: 128 inputs of 4 bits, or 64 of 8. Word `w` has inputs `w`, `w + 16`, …, the
+    first one lowest. Codes of 4 bits have float16 factors unless scales are wide, those of 8 bits float32.
+    """
+
+    values: str
+    inputs: int
+    group: int
+    """Inputs that share factors: a power of two, or whole blocks; 0 if there are no factors."""
+    words: Tensor
+    """int32 `[…, blocks, out, 16]`"""
+    scales: Tensor | None
+    """`[…, groups, out]`, at most 1; groups are padded to whole blocks."""
+    offsets: Tensor | None
+    """The same, in units of the values."""
+    of_rows: Tensor
+    """float32 `[…, out]`: scales of features, in addition. NaN if a code of the feature is."""
+
+    @property
+    def bits(self) -> int:
+        return 4 if len(VALUES[self.values]) == 16 else 8
+
+    @property
+    def features(self) -> int:
+        return self.words.shape[-2]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [each for each in (self.words, self.scales, self.offsets, self.of_rows) if each is not None]
+
+    def at(self, expert: int) -> CodedWords:
+        """One weight of a stack."""
+        scales, offsets = (None if each is None else each[expert] for each in (self.scales, self.offsets))
+        return replace(self, words=self.words[expert], scales=scales, offsets=offsets, of_rows=self.of_rows[expert])
+
+
+def pack_words(weight: QuantizedWeight) -> CodedWords:
+    """Pack a weight, or a stack, on any device. Columns are packed as they are stored."""
+    if weight.codes.dim() == 3:
+        return _pack_stack(weight)
+    bits = 4 if len(VALUES[weight.values]) == 16 else 8
+    of_block, per_word = WORDS * 32 // bits, 32 // bits
+    inputs, groups = weight.codes.shape[-1], weight.scales.shape[-1]
+    kind = torch.float32 if bits == 8 or weight.wide else torch.float16
+    assert inputs % groups == 0
+    codes = weight.codes ^ 0x80 if weight.values == "int8" else weight.codes
+    codes = F.pad(codes, (0, -inputs % of_block)).unflatten(-1, (-1, per_word, WORDS))
+    words = codes[..., 0, :].int()
+    for place in range(1, per_word):
+        words |= codes[..., place, :].int() << bits * place
+    factors: tuple[Tensor | None, Tensor | None]
+    group, scales, offsets = inputs // groups, weight.scales.float(), weight.offsets
+    if groups == 1 and offsets is None:
+        of_rows, group, factors = scales[..., 0], 0, (None, None)
+    else:
+        of_rows = torch.ldexp(torch.ones_like(scales[..., 0]), torch.frexp(scales.abs().amax(dim=-1))[1])
+        size = group if group % of_block == 0 else gcd(group, of_block)
+        padding = -inputs % max(size, of_block) // size
+
+        def of_groups(factor: Tensor) -> Tensor:
+            """`[…, out, groups]` as `[…, groups of the packed weight, out]`."""
+            spread = F.pad(factor.repeat_interleave(group // size, dim=-1), (0, padding)).movedim(-1, -2)
+            return spread.to(kind).contiguous()
+
+        factors = of_groups(scales / of_rows[..., None]), None if offsets is None else of_groups(offsets)
+        group = size
+    if weight.values == "fp8":
+        of_rows = of_rows.masked_fill(((weight.codes & 0x7F) == 0x7F).any(dim=-1), torch.nan)
+    words = words.movedim(-2, -3).contiguous()
+    return CodedWords(weight.values, inputs, group, words, factors[0], factors[1], of_rows.contiguous())
+
+
+def _pack_stack(weights: QuantizedWeight) -> CodedWords:
+    """`pack_words` of each expert, one at a time: temporary tensors are those of one."""
+    first = pack_words(weights.at(0))
+
+    def of_all(each: Tensor) -> Tensor:
+        return each.new_empty((len(weights.codes), *each.shape))
+
+    scales, offsets = (None if each is None else of_all(each) for each in (first.scales, first.offsets))
+    stack = replace(first, words=of_all(first.words), scales=scales, offsets=offsets, of_rows=of_all(first.of_rows))
+    for expert in range(len(weights.codes)):
+        packed = pack_words(weights.at(expert)) if expert else first
+        for target, source in zip(stack.at(expert).tensors, packed.tensors, strict=True):
+            target.copy_(source)
+    return stack
+
+
+def unpack_words(packed: CodedWords) -> Tensor:
+    """The weight `[…, out, in]` in float32."""
+    places = torch.arange(0, 32, packed.bits, device=packed.words.device)[:, None]
+    codes = packed.words.movedim(-3, -2)[..., None, :] >> places & (1 << packed.bits) - 1
+    codes = codes.flatten(-3)[..., : packed.inputs]  # of [blocks, codes of a word, words]
+    values = VALUES[packed.values].to(codes.device)[codes ^ 0x80 if packed.values == "int8" else codes]
+    for factors, combine in ((packed.offsets, torch.add), (packed.scales, torch.mul)):
+        if factors is not None:
+            wide = factors.float().movedim(-1, -2).repeat_interleave(packed.group, dim=-1)
+            values = combine(values, wide[..., : packed.inputs])
+    unpacked: Tensor = values * packed.of_rows[..., None]
+    return unpacked
+
+
+def coded_matmul(x: Tensor, weight: CodedWords, bias: Tensor | None = None) -> Tensor:
+    """Multiply `x` `[rows, in]`, of any type of floats, by a packed weight: `[rows, out]` of the type of `x`.
+
+    Sums are float32.
+    """
+    return F.linear(x.float(), unpack_words(weight), None if bias is None else bias.float()).to(x.dtype)
+
+
+def coded_fused_experts(
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    gate_up: CodedWords,
+    down: CodedWords,
+    activation: str,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+) -> Tensor:
+    """`reference.fused_experts` with stacks of packed weights."""
+
+    def feed_forward(expert: int, rows: Tensor) -> Tensor:
+        both = coded_matmul(rows, gate_up.at(expert), _bias_at(gate_up_bias, expert))
+        return coded_matmul(act_mul(both, activation), down.at(expert), _bias_at(down_bias, expert))
+
+    return by_expert(x, weights, ids, len(down.words), feed_forward)
+
+
+def _bias_at(bias: Tensor | None, expert: int) -> Tensor | None:
+    return None if bias is None else bias[expert]
+
+
+def round_rows(x: Tensor, dtype: torch.dtype, groups: int = 1) -> tuple[Tensor, Tensor]:
+    """Round `x` `[rows, in]` to float8_e4m3fn or int8, and return float32 scales `[rows, groups]`: the largest number
+    of a group becomes 448 or 127. More than one group are of ROUNDED_GROUP inputs; the last one may have fewer."""
+    rows, inputs = x.shape
+    size = ROUNDED_GROUP if groups > 1 else inputs
+    assert groups == -(-inputs // size)
+    grouped, largest = F.pad(x.float(), (0, groups * size - inputs)).view(rows, groups, size), LARGEST[dtype]
+    scales = grouped.abs().amax(dim=2) / largest
+    codes = (grouped / torch.where(scales > 0, scales, 1.0)[..., None]).clamp(-largest, largest)
+    codes = codes.flatten(1)[:, :inputs]
+    return (codes.round() if dtype == torch.int8 else codes).to(dtype), scales
+
+
+def rounded_matmul(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Multiply `x` `[rows, in]`, rounded by `round_rows`, by a weight `[out, in]`: `[rows, out]` of the type of `x`.
+
+    `codes` is float8_e4m3fn or int8; `scales` is float32 `[out, groups]`, for all inputs or for each ROUNDED_GROUP.
+    """
+    groups = scales.shape[1]
+    size = ROUNDED_GROUP if groups > 1 else x.shape[1]
+    rounded, x_scales = round_rows(x, codes.dtype, groups)
+
+    def numbers(each: Tensor, factors: Tensor) -> Tensor:
+        return each.float() * factors.repeat_interleave(size, dim=1)[:, : each.shape[1]]
+
+    product = F.linear(numbers(rounded, x_scales), numbers(codes, scales), None if bias is None else bias.float())
+    return product.to(x.dtype)
+
+
+def rounded_fused_experts(
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    gate_up: Tensor,
+    gate_up_scales: Tensor,
+    down: Tensor,
+    down_scales: Tensor,
+    activation: str,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+) -> Tensor:
+    """`reference.fused_experts` with weights and scales as those of `rounded_matmul`, `[experts, …]`."""
+
+    def feed_forward(expert: int, rows: Tensor) -> Tensor:
+        both = rounded_matmul(rows, gate_up[expert], gate_up_scales[expert], _bias_at(gate_up_bias, expert))
+        inner = act_mul(both, activation)
+        return rounded_matmul(inner, down[expert], down_scales[expert], _bias_at(down_bias, expert))
+
+    return by_expert(x, weights, ids, len(down), feed_forward)
