@@ -74,7 +74,7 @@ def pack_words(weight: QuantizedWeight) -> CodedWords:
     kind = torch.float32 if bits == 8 or weight.wide else torch.float16
     assert inputs % groups == 0
     codes = weight.codes ^ 0x80 if weight.values == "int8" else weight.codes
-    codes = F.pad(codes, (0, -inputs % of_block)).unflatten(-1, (-1, per_word, WORDS))
+    codes = F.pad(codes, (0, -inputs % of_block)).reshape(*codes.shape[:-1], -1, per_word, WORDS)
     words = codes[..., 0, :].int()
     for place in range(1, per_word):
         words |= codes[..., place, :].int() << bits * place
