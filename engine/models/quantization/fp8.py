@@ -26,7 +26,7 @@ class Fp8(Method):
     def scheme(self, module: str) -> Scheme | None:
         parts = module.split(".")
         names = {".".join(parts[slice(*ends)]) for at in range(len(parts)) for ends in ((0, at + 1), (at, None))}
-        if not self.skipped.isdisjoint(names) or any(re.match(each, module) for each in self.expressions):
+        if not names.isdisjoint(self.skipped) or any(re.match(each, module) for each in self.expressions):
             return None
         return self.layout
 

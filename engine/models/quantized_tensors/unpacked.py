@@ -51,16 +51,15 @@ class UnpackedReader(BlockReader[U]):
         return octets + 8 & 15 if self.scheme.values == "int4" else octets
 
     def scales(self, cut: Cut) -> Tensor:
-        blocks = self.scheme.blocks(self.shape)
+        blocks = self.scheme.factors(self.shape)
         scales = self.factors(_in_order(self._tensors[self.scheme.scale], blocks), cut)
         return scales if self.scheme.divisor == 1 else scales / self.scheme.divisor
 
     def offsets(self, cut: Cut) -> Tensor | None:
         if not self.scheme.has_offsets:
             return None
-        blocks = self.scheme.blocks(self.shape)
+        blocks = self.scheme.factors(self.shape)
         return -self.factors(_in_order(self._tensors[self.scheme.zero_point], blocks), cut)
-
 
 
 def _in_order(stored: Tensor, shape: Shape) -> Tensor:

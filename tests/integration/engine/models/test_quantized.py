@@ -173,3 +173,22 @@ def test_scales_of_inputs_are_known(tmp_path: Path, caplog: pytest.LogCaptureFix
     (warning,) = [record.getMessage() for record in caplog.records if "does not use" in record.getMessage()]
     assert "up_proj.odd_scale" in warning
     assert "input_scale" not in warning
+
+
+def test_a_rank_may_have_an_expert_twice(tmp_path: Path) -> None:
+    """Its tensors are then read for both, though other experts' lie between them."""
+    model = write(tmp_path, "awq", "experts")
+    tokens = torch.randint(0, 131, (20,), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        expected = model(tokens[None]).logits[0]
+    config = configure(
+        tmp_path,
+        max_model_len=64,
+        tensor_parallel_size=2,
+        enable_expert_parallel=True,
+        enable_eplb=True,
+        num_redundant_experts=2,
+        expert_placement_strategy="round_robin",
+    )
+    for result in on_ranks(2, partial(logits, config, tokens)):
+        assert (result - expected).norm() <= 1e-3 * expected.norm()
