@@ -13,6 +13,9 @@ from torch import Tensor
 from quire import kernels
 from quire.engine.config.options import EngineOptions
 from quire.kernels import reference
+from quire.kernels.cache import FP8_CAPABILITY
+from quire.kernels.coded_words import pack_words
+from quire.kernels.quantized import VALUES, QuantizedWeight
 
 BLOCK = 16
 MAIN = torch.bfloat16
@@ -99,6 +102,7 @@ def calls(device: torch.device, dtype: torch.dtype, *, tiny: bool) -> Iterator[N
     yield from _elementwise(device, dtype, 3, (200, 72), 80)
     yield from _attention(device, dtype, [(37, 1), (0, 20), (583, 17), (18, 1)], [(6, 2, 80)], (8, 1, 96))
     yield from _experts(device, dtype, 5, (5, 2, 200, 48))
+    yield from _quantized(device, dtype, 5, (5, 2, 256, 128))
     if dtype == torch.float32:
         yield from _sampling(device, 5, 999)
     if tiny:
@@ -112,6 +116,8 @@ def calls(device: torch.device, dtype: torch.dtype, *, tiny: bool) -> Iterator[N
         yield from _attention(device, dtype, requests, heads, (32, 1, 576))
     yield from _experts(device, dtype, 64, (8, 2, 4096, 1792))
     yield from _experts(device, dtype, 2048, (64, 6, 2048, 1408))
+    for tokens in (1, 64, 2048):
+        yield from _quantized(device, dtype, tokens, (8, 2, 4096, 1792))
     if dtype == torch.float32:
         yield from _sampling(device, 64, 128_256)
 
@@ -211,6 +217,52 @@ def _experts(
     yield "route", of, lambda module: module.route(scores, top_k, "softmax", renormalize=True)
     bias = torch.randn(experts, device=device) / 10
     yield "route", f"{of}, biased", lambda module: module.route(scores, top_k, "sigmoid", correction_bias=bias)
+
+
+def _quantized(
+    device: torch.device, dtype: torch.dtype, tokens: int, sizes: tuple[int, int, int, int]
+) -> Iterator[Named]:
+    """Matmuls and experts of weights in few bits: of one kind of 4 bits and one of 8, or all in the main type."""
+    experts, top_k, hidden, inner = sizes
+    x = torch.randn(tokens, hidden, device=device, dtype=dtype)
+    chosen = torch.rand(tokens, top_k, device=device), torch.rand(tokens, experts, device=device).topk(top_k).indices
+    of = f"{tokens} tokens, {hidden} × {inner}"
+    for values in VALUES if dtype == MAIN else ("uint4", "fp8"):
+        stacks = [
+            _random_stack(values, size, device, dtype)
+            for size in ((experts, 2 * inner, hidden), (experts, hidden, inner))
+        ]
+        packed = [pack_words(stack) for stack in stacks]
+        yield "coded_matmul", f"{of}, {values}", _multiplies("coded_matmul", x, packed[0].at(0))
+        yield "coded_fused_experts", f"{of}, {values}", _multiplies("coded_fused_experts", x, *chosen, *packed, "silu")
+    has_fp8 = device.type != "cuda" or torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
+    for kind, groups in ((torch.int8, 1), (torch.float8_e4m3fn, 1), (torch.float8_e4m3fn, 128))[: 3 if has_fp8 else 1]:
+        rounded: list[Tensor] = []
+        for out, inputs in ((2 * inner, hidden), (hidden, inner)):
+            codes = (torch.randn(experts, out, inputs, device=device) * 32).clamp(-127, 127).to(kind)
+            count = 1 if groups == 1 else -(-inputs // groups)
+            rounded += [codes, (torch.rand(experts, out, count, device=device) + 0.1) / 32 / inputs**0.5]
+        named = f"{of}, {str(kind)[6:]}, groups of {groups if groups > 1 else 'all'} inputs"
+        yield "rounded_matmul", named, _multiplies("rounded_matmul", x, rounded[0][0], rounded[1][0])
+        yield "rounded_fused_experts", named, _multiplies("rounded_fused_experts", x, *chosen, *rounded, "silu")
+
+
+def _random_stack(
+    values: str, shape: tuple[int, int, int], device: torch.device, dtype: torch.dtype
+) -> QuantizedWeight:
+    """Weights `[experts, out, in]` of about 1 / sqrt(in), in groups of 128 if their codes have 4 bits."""
+    table = VALUES[values].nan_to_num()
+    codes = torch.randint(len(table), shape, dtype=torch.uint8, device=device)
+    if values == "fp8":
+        codes.masked_fill_((codes & 0x7F) == 0x7F, 0)  # NaN
+    groups = shape[2] // 128 if len(table) == 16 else 1
+    scales = (torch.rand(*shape[:2], groups, device=device) + 0.5) / table.abs().max() / shape[2] ** 0.5
+    offsets = torch.full_like(scales, -float(table.mean())) if values.startswith("uint") else None
+    return QuantizedWeight(values, dtype, codes, scales, offsets)
+
+
+def _multiplies(operation: str, *arguments: Any) -> Call:
+    return lambda module: getattr(module, operation)(*arguments)
 
 
 def _sampling(device: torch.device, rows: int, vocabulary: int) -> Iterator[Named]:

@@ -42,7 +42,7 @@ PARTS = (
     Part("device", "device:identify", 6, 30),
     Part("ceilings", "device:ceilings", 10, 45),
     Part("tokens", "tokens:check", 55, 90),
-    Part("kernels", "kernel_checks:check", 60, 150),
+    Part("kernels", "kernel_checks:check", 80, 180),
     Part("attention", "kernel_rows:attention", 10, 40),
     Part("sampler", "kernel_rows:sampler", 10, 40),
     Part("model", "model:measure", 45, 110),
@@ -52,7 +52,7 @@ PARTS = (
     Part("transformers", "offline:transformers", 120, 180),
     Part("memory", "memory:check", 150, 900, by_default=False),
 )
-"""About 516 s of 560. A slower machine, or one without compiled kernels, skips the last parts."""
+"""About 536 s of 560. A slower machine, or one without compiled kernels, skips the last parts."""
 
 
 @dataclass

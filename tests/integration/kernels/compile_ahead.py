@@ -1,7 +1,7 @@
 """Compile every Triton kernel for a GPU that need not be there.
 
-Run as `python -m tests.integration.kernels.compile_ahead [90]`, or 89; with `coded` after it for the matmuls of weights
-in few bits.
+Run as `python -m tests.integration.kernels.compile_ahead [90]`, or 89; with `--coded` for the matmuls of weights in few
+bits, and with `--types bf16` for activations of these types only.
 
 The operations are called as ever, on tensors of the CPU, and what they would launch is compiled instead, for the
 compute capability given. Prints a line for each kernel and variant.
@@ -9,9 +9,9 @@ compute capability given. Prints a line for each kernel and variant.
 
 from __future__ import annotations
 
+import argparse
 import re
 import subprocess
-import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -109,9 +109,9 @@ def resources(cubin: bytes) -> list[str]:
     return re.findall(r"REG:\d+|STACK:\d+", said)
 
 
-def run_all() -> None:
-    """Every operation in the types and shapes that models of the field bring."""
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+def run_all(types: list[torch.dtype]) -> None:
+    """Every operation in the shapes that models of the field bring."""
+    for dtype in types:
         x, weight = torch.zeros(4, 4096, dtype=dtype), torch.zeros(4096, dtype=dtype)
         platform.rms_norm(x, weight, 1e-6)
         platform.add_rms_norm(x, x, weight, 1e-6, 1.0)
@@ -166,7 +166,7 @@ def run_all() -> None:
             platform.sample(torch.zeros(3, vocab), ones, whole * top_k, 0.9 * ones, ones, whole, whole)
 
 
-def run_coded(capability: int) -> None:
+def run_coded(capability: int, types: list[torch.dtype]) -> None:
     """Matmuls of weights in few bits: every kind of values, and every tile and type for one of 4 bits and one of 8."""
 
     def packed(values: str, group: int, dtype: torch.dtype, *stack: int) -> CodedWords:
@@ -174,11 +174,11 @@ def run_coded(capability: int) -> None:
         scales = torch.ones(*stack, 2048, 2048 // (group or 2048))
         return pack_words(QuantizedWeight(values, dtype, codes, scales, scales if values == "uint4" else None))
 
-    x = {dtype: torch.zeros(2048, 2048, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+    x = torch.zeros(2048, 2048, dtype=torch.bfloat16)
     for values in VALUES:
-        weight = packed(values, 16 if values == "e2m1" else 64, torch.bfloat16)
-        coded.coded_matmul(x[torch.bfloat16][:4], weight, x[torch.bfloat16][0])
-    for dtype, rows in x.items():
+        coded.coded_matmul(x[:4], packed(values, 16 if values == "e2m1" else 64, x.dtype), x[0])
+    for dtype in types:
+        rows = x.to(dtype)
         for values, group in (("uint4", 128), ("fp8", 0)):
             weight = packed(values, group, dtype)
             for count in (4, 40, 400):
@@ -200,15 +200,20 @@ def run_coded(capability: int) -> None:
 
 
 def main() -> None:
-    capability = int(sys.argv[1]) if len(sys.argv) > 1 else 90
+    parser = argparse.ArgumentParser()
+    parser.add_argument("capability", nargs="?", type=int, default=90)
+    parser.add_argument("--coded", action="store_true")
+    parser.add_argument("--types", nargs="+", default=["fp32", "bf16", "fp16"])
+    args = parser.parse_args()
+    types = [dtype for dtype, name in _TYPES.items() if name in args.types]
 
-    def run(self: JITFunction[Any], *args: Any, grid: object, warmup: bool, **options: Any) -> None:
-        compile_launch(self, capability, args, options)
+    def run(self: JITFunction[Any], *launched: Any, grid: object, warmup: bool, **options: Any) -> None:
+        compile_launch(self, args.capability, launched, options)
 
     JITFunction.run = run
-    setattr(attention, "_is_narrow", lambda _: SHARED_KIB[capability] < 160)  # noqa: B010
-    run_coded(capability) if sys.argv[2:] == ["coded"] else run_all()
-    print(f"{len(compiled)} kernels compiled for sm_{capability}")
+    setattr(attention, "_is_narrow", lambda _: SHARED_KIB[args.capability] < 160)  # noqa: B010
+    run_coded(args.capability, types) if args.coded else run_all(types)
+    print(f"{len(compiled)} kernels compiled for sm_{args.capability}")
 
 
 if __name__ == "__main__":

@@ -367,11 +367,16 @@ def test_the_check_passes_what_is_right_and_names_what_is_not(
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("capability", [89, 90])  # 99 and 227 KiB of shared memory
-def test_every_kernel_compiles_ahead(capability: int) -> None:
+@pytest.mark.parametrize(
+    ("capability", "types"), [(89, ["fp32"]), (90, ["bf16", "fp16", "fp32"])]
+)  # 99 and 227 KiB of shared memory, of which float32 takes the most
+def test_every_kernel_compiles_ahead(capability: int, types: list[str]) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.integration.kernels.compile_ahead", str(capability)],
+        [
+            *(sys.executable, "-W", "ignore", "-m", "tests.integration.kernels.compile_ahead", str(capability)),
+            *("--types", *types),
+        ],
         capture_output=True,
         text=True,
         cwd=Path(__file__).parents[3],
@@ -391,8 +396,8 @@ def test_every_kernel_compiles_ahead(capability: int) -> None:
         "_rotary_write",
         "_sum",
     ):  # by the model's
-        types = {line.split()[1] for line in variants if line.startswith(f"{name}_kernel")}
-        assert types == {"fp32", "bf16", "fp16"}, name
+        found = {line.split()[1] for line in variants if line.startswith(f"{name}_kernel")}
+        assert found == set(types), name
 
 
 _STEPS = """
