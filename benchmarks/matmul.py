@@ -126,7 +126,7 @@ def main() -> None:
     kernels.prepare("cpu")()
     torch.set_num_threads(arguments.threads)
     if not arguments.json:
-        print(f"QUIRE_CPU_ISA {isa.chosen()}, {arguments.threads} threads", flush=True)
+        print(f"QUIRE_CPU_ISA {isa.chosen().name}, {arguments.threads} threads", flush=True)
     results = []
     for kind in arguments.only:
         shapes, copies = (HEAD, 1) if arguments.head else (SQUARE, COPIES) if arguments.square else (LAYERS, COPIES)
@@ -138,7 +138,7 @@ def main() -> None:
                 other = f"{result['other']} {result['other_ms']:8.3f} ms, {result['time_ratio']:.2f} of its time"
                 print(f"{kind:11}{result['rows']:4} rows: {figures}, {read}; {other}", flush=True)
     if arguments.json:
-        print(json.dumps({"isa": isa.chosen(), "results": results}, indent=2))
+        print(json.dumps({"isa": isa.chosen().name, "results": results}, indent=2))
 
 
 if __name__ == "__main__":

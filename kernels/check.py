@@ -58,7 +58,7 @@ def differences(
         name, call = each
         oracle = next(each for each in (reference, packed, quantized, coded_words) if hasattr(each, name))
         try:
-            return _difference(call(module), call(oracle), dtype)
+            return _difference(name, call(module), call(oracle), dtype)
         except Exception as error:  # from a compiler or a driver
             return f"{type(error).__name__}: {error}".partition("\n")[0]
 
@@ -86,9 +86,10 @@ def _attend(case: Callable[..., Tensor], module: Any) -> Tensor:
     return case(module.paged_attention)
 
 
-def _difference(actual: Any, expected: Any, dtype: torch.dtype) -> str:
+def _difference(name: str, actual: Any, expected: Any, dtype: torch.dtype) -> str:
     """How `actual` differs from `expected` beyond the precision of the type, or ""."""
-    step = max(8 * torch.finfo(dtype).eps, 2e-5)
+    rounds = name in ("coded_linear", "coded_experts")  # inputs, to 16 bits
+    step = max(8 * torch.finfo(dtype).eps, 2e-4 if rounds else 2e-5)
     try:
         torch.testing.assert_close(actual, expected, rtol=step, atol=step)
     except AssertionError as error:

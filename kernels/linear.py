@@ -285,7 +285,7 @@ class Int4Linear(PackedLinear):
 
 
 class CodedLinear(PackedLinear):
-    """A weight in few bits as it is published, with float32 sums. `x` is not rounded.
+    """A weight in few bits as it is published, with float32 sums: see `quantized.coded_linear`.
 
     Applies a gated activation in registers.
     """

@@ -133,25 +133,24 @@ def pack_coded(
     scales, offsets = weight.scales.float(), weight.offsets
     factors: tuple[Tensor | None, Tensor | None] = None, None
     assert columns % groups == 0
+    group = columns // groups
+    if groups == 1:
+        group += -group % 8
+    assert group % 8 == 0, "groups are whole words"
+    size = group if group <= MAX_GROUP else next(size for size in (128, 64, 32, 16, 8) if group % size == 0)
     if groups == 1 and offsets is None:
-        group, of_rows = 8, scales[:, 0]
+        of_rows = scales[:, 0]
     else:
-        group = columns // groups
-        if groups == 1:
-            group += -group % 8
-        assert group % 8 == 0, "groups are whole words"
         of_rows = _common_factor(scales, wide)
-        scales = scales / of_rows[:, None]
-        if group > MAX_GROUP:
-            size = next(size for size in (128, 64, 32, 16, 8) if group % size == 0)
-            scales = scales.repeat_interleave(group // size, dim=1)
-            offsets = None if offsets is None else offsets.repeat_interleave(group // size, dim=1)
-            group = size
-        factors = scales, offsets
-    tiles = pack(weight.codes, *factors, group, bits, wide, gated)
+        parts = group // size
+        factors = (
+            (scales / of_rows[:, None]).repeat_interleave(parts, dim=1),
+            None if offsets is None else offsets.repeat_interleave(parts, dim=1),
+        )
+    tiles = pack(weight.codes, *factors, size, bits, wide, gated)
     of_rows = interleave_gated(of_rows) if gated else of_rows
     count = sum(each is not None for each in factors)
-    return CodedTiles(weight.values, group, count, tiles, F.pad(of_rows, (0, -len(of_rows) % TILE)))
+    return CodedTiles(weight.values, size, count, tiles, F.pad(of_rows, (0, -len(of_rows) % TILE)))
 
 
 def _common_factor(scales: Tensor, wide: bool) -> Tensor:
@@ -215,6 +214,7 @@ def coded_linear(
 ) -> Tensor:
     """Multiply `x` `[rows, in]` by `CodedTiles`, with sums in float32; `[rows, features]` of the type of `x`.
 
+    A kernel may round `x` to 16 bits in each group, if the values are multiples of one number.
     With an activation, weight and bias are in the order of `interleave_gated`, and the result is gated.
     """
     weight = unpack_coded(CodedTiles(values, group, factors, tiles, scales)) * scales[:, None]

@@ -5,7 +5,25 @@
 namespace quire {
 
 template <typename Values>
-void Coded<Values>::widen(const char* step, int64_t steps, char* to) const {
+void CodedIntegers<Values>::widen(const char* step, int64_t steps, char* to) const {
+  for (const char* const end = step + steps * step_bytes(); step < end; step += step_bytes()) {
+    std::memcpy(to, step, head_bytes());
+    to += head_bytes();
+    for (const char* words = step + head_bytes(); words < step + step_bytes(); words += kTile * 4) {
+      for (int v = 0; v < kVectors; ++v) {
+        const auto unpacked = values.unpack(read<Words>(words + v * kLanes * 4));
+#pragma GCC unroll 4
+        for (int k = 0; k < kPairs; ++k) {
+          store(to + (k * kTile + v * kLanes) * 4, std::bit_cast<Words>(values.pair(unpacked, k)));
+        }
+      }
+      to += kPairs * kTile * 4;
+    }
+  }
+}
+
+template <typename Values>
+void CodedFloats<Values>::widen(const char* step, int64_t steps, char* to) const {
   with_factors([&](auto f) {
     constexpr int F = decltype(f)::value;
     auto* wide = reinterpret_cast<float*>(to);
@@ -25,12 +43,6 @@ void Coded<Values>::widen(const char* step, int64_t steps, char* to) const {
   });
 }
 
-QUIRE_CODED(, SignedBytes)
-QUIRE_CODED(, UnsignedBytes)
-QUIRE_CODED(, Float8)
-QUIRE_CODED(, Table)
-#if !defined(__AVX512F__)
-QUIRE_CODED(, ByteTable)
-#endif
+QUIRE_ALL_CODED()
 
 }  // namespace quire

@@ -43,9 +43,9 @@ float largest(const T* x, int64_t count) {
   return max(top);
 }
 
-// Quantizes a row to bytes, in steps of `scale`. Returns their sum: exact, as it has less than 24 bits, or NaN.
-template <typename T>
-float quantize(const T* x, int64_t count, float scale, int8_t* to) {
+// Quantizes a row to integers, in steps of `scale`. Returns their sum: exact, as it has less than 24 bits, or NaN.
+template <typename T, typename Integer>
+float quantize(const T* x, int64_t count, float scale, Integer* to) {
   const float inverse = scale >= std::numeric_limits<float>::min() ? 1.0f / scale : 0.0f;
   Floats total = {};
   for_vectors(count, [&](int64_t i, auto n) {
@@ -61,7 +61,7 @@ float quantize(const T* x, int64_t count, float scale, int8_t* to) {
 //   add(sum, weights, x): adds the products of a vector of features,
 //   is_ready<T>(inputs): whether rows of T need no conversion,
 //   fill(x, inputs, to, stride): converts a row,
-//   widen(from, steps, to): converts a piece to the form `Wide`, if that is another one, of the same rows and sums.
+//   wide(), widen(from, steps, to): the form `Wide` and a piece of it, if that is another one, of the same rows and sums.
 template <typename Form, typename S, int Inputs, int Bytes, int XBytes>
 struct Steps {
   using Sum = S;
@@ -118,6 +118,7 @@ struct Float : FloatSteps<Float, 1, 4> {
 // Weights of float16.
 struct Float16 : FloatSteps<Float16, 1, 2> {
   using Wide = Float;
+  static Wide wide() { return {}; }
 
   static Floats add(Floats sum, const char* weights, const char* x) {
     return sum + load(reinterpret_cast<const Half*>(weights)) * read<float>(x);
@@ -153,6 +154,7 @@ struct BFloat16Pairs : Steps<BFloat16Pairs, Floats, 2, 4, 4> {
 // Weights of bfloat16, two inputs per word.
 struct BFloat16Pairs : FloatSteps<BFloat16Pairs, 2, 4> {
   using Wide = Float;
+  static Wide wide() { return {}; }
 
   static Floats first(Words pairs) { return std::bit_cast<Floats>(pairs << 16); }
   static Floats second(Words pairs) { return std::bit_cast<Floats>(pairs & 0xFFFF0000); }
@@ -230,6 +232,7 @@ struct WideByte : Steps<WideByte, Ints, 2, 4, 4> {
 // each word, then the others. The bytes of rows are widened in advance.
 struct Byte : ByteSteps<Byte, 8> {
   using Wide = WideByte;
+  static Wide wide() { return {}; }
 
   static Words even(Words bytes) { return bytes & 0x00FF00FF; }
   static Words odd(Words bytes) { return even(bytes >> 8); }
@@ -447,8 +450,8 @@ void multiply_tiles(Form form, int64_t rows, int64_t stride, int64_t steps, int6
   const bool widens = kWidens && block > Form::kRows;
   int64_t depth = std::max<int64_t>(1, kPieceBytes / step_bytes), wide_steps = 1;
   if constexpr (kWidens) {
-    wide_steps = form.inputs() / Wide::inputs();  // of a step
-    if (widens) depth = kPieceBytes / (Wide::step_bytes() * wide_steps);
+    wide_steps = form.inputs() / form.wide().inputs();  // of a step
+    if (widens) depth = kPieceBytes / (form.wide().step_bytes() * wide_steps);
   }
   const int64_t pieces = (steps + depth - 1) / depth, most_steps = (steps + pieces - 1) / pieces;  // equal
   alignas(64) char buffer[kWidens ? kPieceBytes : 1];
@@ -466,7 +469,7 @@ void multiply_tiles(Form form, int64_t rows, int64_t stride, int64_t steps, int6
         if (widens) {
           if constexpr (kWidens) {
             form.widen(piece.at, some, buffer);
-            multiply_block(Wide{}, part, count, stride, {buffer, piece.next}, bytes, some * wide_steps, sums, k == 0);
+            multiply_block(form.wide(), part, count, stride, {buffer, piece.next}, bytes, some * wide_steps, sums, k == 0);
           }
         } else {
           multiply_block(form, part, count, stride, piece, bytes, some, sums, k == 0);

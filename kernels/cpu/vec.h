@@ -154,6 +154,13 @@ inline void store(int8_t* to, Floats x) {
   std::memcpy(to, &bytes, sizeof(bytes));
 }
 
+// Integers from -32768 to 32767.
+inline void store(int16_t* to, Floats x) {
+  using Narrow = int16_t __attribute__((vector_size(2 * kLanes)));
+  const Narrow narrow = __builtin_convertvector(__builtin_convertvector(x, Ints), Narrow);
+  std::memcpy(to, &narrow, sizeof(narrow));
+}
+
 // With two 16-bit numbers per lane, the sum of their products.
 inline Ints sum_of_pairs(Shorts a, Shorts b) {
 #if defined(__AVX512BW__)
@@ -163,6 +170,19 @@ inline Ints sum_of_pairs(Shorts a, Shorts b) {
 #else
   const Ints first = std::bit_cast<Ints>(a), second = std::bit_cast<Ints>(b);
   return (first << 16 >> 16) * (second << 16 >> 16) + (first >> 16) * (second >> 16);
+#endif
+}
+
+// Adds it.
+inline Ints add_pairs(Ints sum, Shorts a, Shorts b) {
+#if defined(__AVX512VNNI__)
+  return std::bit_cast<Ints>(
+      _mm512_dpwssd_epi32(std::bit_cast<__m512i>(sum), std::bit_cast<__m512i>(a), std::bit_cast<__m512i>(b)));
+#elif defined(__AVXVNNI__) && !defined(__AVX512F__)
+  return std::bit_cast<Ints>(
+      _mm256_dpwssd_avx_epi32(std::bit_cast<__m256i>(sum), std::bit_cast<__m256i>(a), std::bit_cast<__m256i>(b)));
+#else
+  return sum + sum_of_pairs(a, b);
 #endif
 }
 
