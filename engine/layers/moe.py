@@ -218,17 +218,27 @@ class ExpertRouter(ReplicatedLinear):
 
 
 class ExpertMatrices(nn.Module):
-    """One linear layer of all the experts on a rank, `[experts, rows, columns]`, and its biases."""
+    """One linear layer of all the experts on a rank, `[experts, rows, columns]`, and its biases `[experts, rows]`."""
 
-    def __init__(self, shape: tuple[int, ...], shards: list[Shard], bias_shards: list[Shard] | None) -> None:
+    def __init__(self, weight: Weight, bias: Weight | None) -> None:
         super().__init__()
-        self.weight = Weight(shape, *shards)
+        self.weight, self.bias = weight, bias
         self.quantized: QuantizedParameters | None = None
         """As in `Linear`."""
-        self.bias = None if bias_shards is None else Weight(shape[:2], *bias_shards)
 
 
-class Experts(nn.Module):
+class ExpertStack(nn.Module):
+    """The matrices of a layer's experts, which are packed together."""
+
+    gate_up: ExpertMatrices
+    down: ExpertMatrices
+
+    def pack(self, quantization: kernels.Quantization | None) -> None:
+        """Replace the loaded weights by their packed form; the parameters become empty."""
+        raise NotImplementedError
+
+
+class Experts(ExpertStack):
     """The experts on a rank. Once all weights are loaded, they are packed into the device's format."""
 
     def __init__(self, spec: model_spec.MoESpec, hidden_size: int, local: LocalExperts) -> None:
@@ -261,12 +271,15 @@ class Experts(nn.Module):
         down_biases = [
             Shard((hidden_size,), 0, hidden_size, expert=expert, local_expert=index) for index, expert in numbers
         ]
+        count = len(numbers)
         self.gate_up = ExpertMatrices(
-            (len(numbers), 2 * size, hidden_size),
-            gate_up_weights(hidden_size),
-            gate_up_weights() if spec.bias else None,
+            Weight((count, 2 * size, hidden_size), *gate_up_weights(hidden_size)),
+            Weight((count, 2 * size), *gate_up_weights()) if spec.bias else None,
         )
-        self.down = ExpertMatrices((len(numbers), hidden_size, size), downs, down_biases if spec.bias else None)
+        self.down = ExpertMatrices(
+            Weight((count, hidden_size, size), *downs),
+            Weight((count, hidden_size), *down_biases) if spec.bias else None,
+        )
 
     def pack(self, quantization: kernels.Quantization | None) -> None:
         """Replace the weights by their packed form, in the same memory if it fits; the parameters become empty."""

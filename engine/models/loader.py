@@ -26,7 +26,7 @@ from quire.engine.config.pooling import Dense
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.distributed.expert_group import ExpertGroup
 from quire.engine.layers.linear import Linear
-from quire.engine.layers.moe import Experts
+from quire.engine.layers.moe import ExpertStack
 from quire.engine.layers.quantized import Quantizable, keep_quantized
 from quire.engine.layers.weight import Shard, Weight
 from quire.engine.models import encoder_spec
@@ -191,7 +191,7 @@ def _quantized_places(decoder: Model, needed: Needed, checkpoint: Checkpoint, *,
         places[id(place[0])].append((*place[:2], place[2].quantized()) if is_quantized else place)
     for layer in decoder.modules() if keep else ():
         matrices: list[Quantizable] = []
-        if isinstance(layer, Experts):
+        if isinstance(layer, ExpertStack):
             matrices = [layer.gate_up, layer.down]
         elif isinstance(layer, Linear) and layer.may_be_quantized:
             matrices = [layer]
@@ -263,7 +263,7 @@ def _units(
 
     packed = []
     if quantization != "as it is":
-        layers = [layer for layer in decoder.modules() if isinstance(layer, Linear | Experts)]
+        layers = [layer for layer in decoder.modules() if isinstance(layer, Linear | ExpertStack)]
         packed = [unit(layer.parameters(), partial(layer.pack, quantization)) for layer in layers]
     return sorted(packed, key=lambda unit: -unit.size) + [unit([weight]) for weight in decoder.parameters()]
 

@@ -12,10 +12,12 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
 
 from quire.engine.config.model_files import read_json, with_overrides
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.weight import Weight
+from quire.engine.models.transformers_backend.experts import PlannedExperts, can_replace
 from quire.engine.models.transformers_backend.sharding import (
     PlannedEmbedding,
     PlannedLinear,
@@ -117,7 +119,7 @@ def base_of(model: Any) -> nn.Module:
 
 
 def replace_layers(model: Any, parallel: Parallel, device: torch.device) -> dict[str, str]:
-    """Replace linear layers, embedding and parameters by ours, uninitialized on `device` and sharded by the plan.
+    """Replace linear layers, experts, embedding and parameters by ours, uninitialized on `device` and sharded.
 
     Returns the parameters that take another's values: head → embedding, if they are tied but not shared in memory.
     """
@@ -128,8 +130,12 @@ def replace_layers(model: Any, parallel: Parallel, device: torch.device) -> dict
             style = plan[path]
             if isinstance(module, MissingLayer):
                 continue
-            if type(module) is nn.Linear:
+            if type(module) in (nn.Linear, Conv1D):
                 model.set_submodule(path, PlannedLinear(path, module, style, parallel))
+            elif can_replace(module):
+                experts = PlannedExperts(path, module, plan, parallel)
+                model.set_submodule(path, experts)
+                hook(path, experts, style, parallel)
             elif module is embedding and type(module) is nn.Embedding and style in ("", "embedding_rowwise"):
                 model.set_submodule(path, PlannedEmbedding(module, parallel if style else Parallel()))
             else:

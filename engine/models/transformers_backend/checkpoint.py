@@ -17,6 +17,8 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from quire.engine.layers.weight import Shard, Weight
 from quire.engine.models.checkpoint import StoredSlice
+from quire.engine.models.transformers_backend.experts import PlannedExperts
+from quire.engine.models.transformers_backend.sharding import PlannedLinear
 from quire.engine.protocol.errors import ConfigError
 
 
@@ -75,72 +77,113 @@ def _in_order(name: str) -> list[tuple[int, str]]:
 def needed(
     model: nn.Module, tied: dict[str, str], names: CheckpointNames | None
 ) -> Iterator[tuple[Weight, Shard, StoredSlice]]:
-    """The checkpoint slices of `model`'s parameters; without a checkpoint, each tensor has its parameter's name and
-    shape."""
+    """The checkpoint slices of `model`'s parameters; without a checkpoint, each tensor has the name and shape of
+    transformers' parameter."""
+    renamed, transposed = differences(model)
     for path, weight in model.named_parameters():
         assert isinstance(weight, Weight)
-        name = tied.get(path, path)
-        sources = [] if names is None else names.sources.get(name) or names.sources.get(path, [])
+        own = renamed.get(path, path)
+        name = tied.get(own, own)
+        sources = [] if names is None else names.sources.get(name) or names.sources.get(own, [])
         if not sources or sources[0].converter is None:
             stored = sources[0].name if sources else name
-            yield from ((weight, shard, StoredSlice(stored, shard.shape)) for shard in weight.shards)
+            for shard in weight.shards:
+                yield weight, shard, _slice_of(stored, weight, shard, path in transposed)
         else:
-            converted = list(_converted(name, weight, sources))
+            converted = list(_converted(name, weight, sources, path in transposed))
             weight.shards = tuple(shard for shard, _ in converted)
             yield from ((weight, shard, stored) for shard, stored in converted)
 
 
-def _converted(name: str, weight: Weight, sources: list[TensorSource]) -> Iterator[tuple[Shard, StoredSlice]]:
+def differences(model: nn.Module) -> tuple[dict[str, str], set[str]]:
+    """transformers' names of parameters that have another one in our layers, and the parameters that are transposed."""
+    renamed, transposed = dict[str, str](), set[str]()
+    for path, module in model.named_modules():
+        if isinstance(module, PlannedExperts):
+            renamed |= {f"{path}.{ours}": f"{path}.{name}" for ours, name in module.names.items()}
+            if module.is_transposed:
+                transposed |= {f"{path}.gate_up.weight", f"{path}.down.weight"}
+        elif isinstance(module, PlannedLinear) and module.is_transposed:
+            transposed.add(f"{path}.weight")
+    return renamed, transposed
+
+
+def _slice_of(name: str, weight: Weight, shard: Shard, is_transposed: bool) -> StoredSlice:
+    """A shard's slice of a tensor that has all experts, if it is one of an expert's matrix."""
+    shape = shard.shape[::-1] if is_transposed else shard.shape
+    if shard.expert is not None:
+        shape = (len(weight), *shape)
+    return StoredSlice(name, shape, is_transposed=is_transposed, expert=shard.expert)
+
+
+def _converted(
+    name: str, weight: Weight, sources: list[TensorSource], is_transposed: bool
+) -> Iterator[tuple[Shard, StoredSlice]]:
     """The shards of a parameter that transformers makes from `sources`, as slices of these."""
     converter = sources[0].converter
     kinds = [type(operation).__name__ for operation in converter.operations]
-    dims = [getattr(operation, "dim", 0) for operation in converter.operations]
     unsupported = ConfigError(
         f"{name} is converted from {sources[0].name} by {', then '.join(kinds)}, which is not supported"
     )
-    shape = weight.shards[0].shape
+    is_stack = weight.shards[0].expert is not None
+    of_matrix = 1 if is_stack else 0
+    """The number of dimensions before those of a shard."""
+    dims = [getattr(operation, "dim", 0) - of_matrix for operation in converter.operations]
+    dim = 1 - dims[-1] if is_transposed else dims[-1]
     groups = [[each for each in sources if each.part == part] for part in range(len(converter.source_patterns))]
     groups = [group for group in groups if group]
     parts = len(groups)
     match kinds:
-        case ["MergeModulelist"] | ["MergeModulelist", "Concatenate"] if dims[0] == 0 and len(shape) > 1:
-            joined = dims[1] if len(kinds) == 2 else 0
-            experts = len(groups[0])
-            if experts != shape[0] or any(len(group) != experts for group in groups) or (parts > 1) != (joined > 0):
+        case ["MergeModulelist"] | ["MergeModulelist", "Concatenate"] if is_stack and dims[0] == -1:
+            has_all = all(len(group) == len(weight) for group in groups)
+            if not has_all or (parts > 1) != (len(kinds) == 2 and dims[1] >= 0):
                 raise unsupported
             for shard in weight.shards:
+                if parts > 1 and shard.dim != dim:
+                    raise unsupported
                 for number, group in enumerate(groups):
-                    for place, source in enumerate(group):
-                        yield from _of_expert(shard, source, place, number, parts, joined, unsupported)
-        case ["Concatenate"] if len(sources) == parts:
-            for shard in weight.shards:
-                if shard.dim != dims[0]:
-                    if shard.length != shard.shape[shard.dim]:
-                        raise unsupported
-                    shard = replace(shard, dim=dims[0], start=0, length=shape[dims[0]])
-                for number, (source,) in enumerate(groups):
                     if (cut := _within(shard, number, parts)) is not None:
-                        yield cut, StoredSlice(source.name, cut.shape)
-        case ["Chunk"] if len(sources) == 1:
+                        assert shard.expert is not None
+                        stored = cut.shape[::-1] if is_transposed else cut.shape
+                        yield cut, StoredSlice(group[shard.expert].name, stored, is_transposed=is_transposed)
+        case ["Concatenate"] if len(sources) == parts and dims[0] >= 0:
+            for shard in weight.shards:
+                whole = _along(shard, dim, unsupported)
+                for number, (source,) in enumerate(groups):
+                    if (cut := _within(whole, number, parts)) is not None:
+                        yield cut, _slice_of(source.name, weight, cut, is_transposed)
+        case ["Chunk"] if len(sources) == 1 and dims[0] >= 0:
             count = len(converter.target_patterns)
             number = next(i for i, pattern in enumerate(converter.target_patterns) if pattern in name)
             for shard in weight.shards:
-                if shard.dim != dims[0] and shard.length != shard.shape[shard.dim]:
-                    raise unsupported
-                size = shape[dims[0]]
-                start, length = (shard.start, shard.length) if shard.dim == dims[0] else (0, size)
-                whole = (*shape[: dims[0]], size * count, *shape[dims[0] + 1 :])
-                cut = replace(shard, shape=whole, dim=dims[0], start=number * size + start, length=length)
-                yield cut, StoredSlice(sources[0].name, whole)
-        case ["Transpose"] if len(shape) == 2 and len(sources) == 1:
+                part = _along(shard, dim, unsupported)
+                size = part.shape[dim]
+                shape = (*part.shape[:dim], size * count, *part.shape[dim + 1 :])
+                cut = replace(part, shape=shape, start=number * size + part.start)
+                yield cut, _slice_of(sources[0].name, weight, cut, is_transposed)
+        case ["Transpose"] if len(weight.shape) - of_matrix == 2 and len(sources) == 1:
+            (operation,) = converter.operations
+            if operation.check_dims or {operation.dim0 - of_matrix, operation.dim1 - of_matrix} != {0, 1}:
+                raise unsupported
             for shard in weight.shards:
-                yield shard, StoredSlice(sources[0].name, shape[::-1], is_transposed=True)
+                yield shard, _slice_of(sources[0].name, weight, shard, not is_transposed)
         case _:
             raise unsupported
 
 
+def _along(shard: Shard, dim: int, unsupported: ConfigError) -> Shard:
+    """The same shard, as one along a dimension."""
+    if shard.dim == dim:
+        return shard
+    if shard.length != shard.shape[shard.dim]:
+        raise unsupported
+    return replace(shard, dim=dim, start=0, length=shard.shape[dim])
+
+
 def _within(shard: Shard, number: int, parts: int) -> Shard | None:
     """The overlap of a shard with part `number` of `parts` equal parts along its dimension, as a shard of that part."""
+    if parts == 1:
+        return shard
     size = shard.shape[shard.dim] // parts
     low, high = max(shard.start, number * size), min(shard.start + shard.length, (number + 1) * size)
     if low >= high:
@@ -148,20 +191,3 @@ def _within(shard: Shard, number: int, parts: int) -> Shard | None:
     shape = (*shard.shape[: shard.dim], size, *shard.shape[shard.dim + 1 :])
     offset = shard.offset + low - shard.start
     return replace(shard, shape=shape, start=low - number * size, length=high - low, offset=offset, part=str(number))
-
-
-def _of_expert(
-    shard: Shard, source: TensorSource, place: int, number: int, parts: int, joined: int, unsupported: ConfigError
-) -> Iterator[tuple[Shard, StoredSlice]]:
-    """The slice of one expert's tensor for a shard of the stack."""
-    if shard.dim == 0:  # whole experts
-        if shard.length != shard.shape[0]:
-            raise unsupported
-        dim = joined or 1
-        shard = replace(shard, dim=dim, start=0, length=shard.shape[dim], offset=0)
-    if parts > 1 and shard.dim != joined:
-        raise unsupported
-    cut = _within(shard, number, parts) if parts > 1 else shard
-    if cut is not None:
-        cut = replace(cut, shape=cut.shape[1:], dim=cut.dim - 1, expert=place, local_expert=place)
-        yield cut, StoredSlice(source.name, cut.shape)

@@ -28,7 +28,7 @@ from quire.engine.distributed.communicator import Parallel
 from quire.engine.distributed.threads import ThreadParallel
 from quire.engine.layers.attention import Batch, LayerCache
 from quire.engine.layers.linear import Linear
-from quire.engine.layers.weight import Weight
+from quire.engine.layers.moe import ExpertMatrices, ExpertStack
 from quire.engine.models.families.transformers_backend import DescribeRequest
 from quire.engine.models.model_spec import (
     AttentionSpec,
@@ -38,7 +38,9 @@ from quire.engine.models.model_spec import (
     TransformersModelSpec,
 )
 from quire.engine.models.transformers_backend import attention, build
+from quire.engine.models.transformers_backend.checkpoint import differences
 from quire.engine.models.transformers_backend.decoder import TransformersDecoder
+from quire.engine.models.transformers_backend.experts import PlannedExperts, is_experts
 from quire.engine.models.transformers_backend.sharding import PlannedLinear, without_numbers
 from quire.engine.models.transformers_backend.shrink import LENGTH, shrink
 from quire.engine.protocol.errors import ConfigError
@@ -230,6 +232,7 @@ def _sizes(decoder: TransformersDecoder, direct: frozenset[str]) -> _MeasuredSiz
     base, head = build.base_of(model), model.get_output_embeddings()
     text = model.config.get_text_config(decoder=True)
     sizes.layers = int(text.num_hidden_layers)
+    renamed, _ = differences(model)
     for path, module in model.named_modules():
         numbers = [int(part) for part in path.split(".") if part.isdigit()]
         within = bool(numbers) and numbers[0] < sizes.layers
@@ -244,6 +247,10 @@ def _sizes(decoder: TransformersDecoder, direct: frozenset[str]) -> _MeasuredSiz
                 is_after = module is head or path.endswith("norm") or not _is_inside(module, base)
                 sizes.after += count * is_after
                 sizes.before += count * (not is_after)
+            elif isinstance(module, ExpertMatrices) and name == "weight":
+                number, rows, columns = weight.shape
+                sizes.linears[numbers[0]].append(MatrixShape(rows, columns, number, renamed[f"{path}.weight"]))
+                sizes.widest = max(sizes.widest, rows)
             elif (
                 isinstance(module, PlannedLinear)
                 and name == "weight"
@@ -296,7 +303,7 @@ def _replace_by_zeros(decoder: TransformersDecoder) -> None:
                 module._parameters[name] = nn.Parameter(
                     torch.zeros((), dtype=weight.dtype).expand(weight.shape), requires_grad=False
                 )
-        if hasattr(module, "_apply_gate"):  # transformers' mark of experts
+        if isinstance(module, PlannedExperts) or is_experts(module):
             module.forward = lambda x, *others, **more: torch.zeros_like(x)
 
 
@@ -382,14 +389,14 @@ def _build_with_weights(
     state: dict[str, Tensor],
 ) -> TransformersDecoder:
     decoder = _build(small, request, torch.float32, _CPU, parallel, layers, count, LENGTH)
-    for name, weight in decoder.hf_model.named_parameters():
-        assert isinstance(weight, Weight)
+    for weight in decoder.hf_model.parameters():
         weight.data.zero_()
-        for shard in weight.shards:
-            weight.data[shard.target].copy_(state[decoder.tied.get(name, name)][shard.source])
+    decoder.find(None)
+    for weight, shard, stored in decoder.places:
+        weight.data[shard.target].copy_(stored.arranged(shard, state[stored.name][stored.slice(shard)]))
     decoder.keep_unpacked(direct)
     for module in decoder.hf_model.modules():
-        if isinstance(module, Linear):
+        if isinstance(module, Linear | ExpertStack):
             module.pack(None)
     return decoder
 

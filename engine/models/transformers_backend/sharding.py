@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from quire import kernels
 from quire.engine.distributed.communicator import Parallel
@@ -60,12 +62,15 @@ def cut(name: str, total: int, parallel: Parallel) -> tuple[int, int]:
 
 
 class PlannedLinear(Linear):
-    """Replaces transformers' `nn.Linear`: `[..., in]` → `[..., out]`."""
+    """Replaces transformers' `nn.Linear` or `Conv1D`: `[..., in]` → `[..., out]`."""
 
-    def __init__(self, name: str, like: nn.Linear, style: str, parallel: Parallel) -> None:
+    def __init__(self, name: str, like: nn.Linear | Conv1D, style: str, parallel: Parallel) -> None:
         super().__init__()
         self._parallel, self._style = parallel, style
-        self.in_features, self.out_features = columns, rows = like.in_features, like.out_features
+        self.is_transposed = isinstance(like, Conv1D)
+        """Whether transformers' weight is `[in, out]`; this one is not."""
+        shape = like.weight.shape[::-1] if self.is_transposed else like.weight.shape
+        self.out_features, self.in_features = rows, columns = shape
         self.is_router = bool(re.search(r"(^|[._])(gate|router)$|router", name))
         """Routers are not quantized: rounding costs more accuracy than it saves."""
         self.shares_weight = False
@@ -148,6 +153,8 @@ class PlannedEmbedding(nn.Module):
 
 def planned_parameter(name: str, like: Tensor, style: str, parallel: Parallel) -> Weight:
     """A parameter outside linear layers: a norm's, or a stack of experts' matrices."""
+    if like.ndim == 3:
+        return planned_stack(name, like, style, parallel)
     shape, last = tuple(like.shape), like.ndim - 1
     if not shape:
         raise ConfigError(f"{name} is a parameter without dimensions, which is not supported")
@@ -172,6 +179,18 @@ def planned_parameter(name: str, like: Tensor, style: str, parallel: Parallel) -
     if style not in ("", *_WHOLE):
         raise ConfigError(f"--tensor-parallel-size: the style {style} of {name}, a parameter, is not supported")
     return Weight(shape, whole(*shape), dtype=like.dtype)
+
+
+def planned_stack(name: str, like: Tensor, style: str, parallel: Parallel, *, is_transposed: bool = False) -> Weight:
+    """A parameter of all experts, `[experts, rows, columns]` or `[experts, rows]`, each sharded as a parameter of its
+    own. `is_transposed`: transformers' has columns before rows."""
+    one, experts = planned_parameter(name, like[0], style, parallel), range(len(like))
+    shards = [
+        replace(shard, shape=shard.shape[::-1], dim=1 - shard.dim) if is_transposed else shard for shard in one.shards
+    ]
+    shape = one.shape[::-1] if is_transposed else one.shape
+    each = [replace(shard, expert=expert, local_expert=expert) for expert in experts for shard in shards]
+    return Weight((len(like), *shape), *each, dtype=like.dtype)
 
 
 def hook(path: str, module: nn.Module, style: str, parallel: Parallel) -> None:

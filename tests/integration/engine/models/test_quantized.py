@@ -17,7 +17,10 @@ from quire.engine.config.engine_config import EngineConfig
 from quire.engine.config.memory_plan import MemoryPlan
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.linear import Linear
-from quire.engine.models.loader import load
+from quire.engine.models.families import transformers_backend
+from quire.engine.models.loader import load, load_model
+from quire.engine.models.transformers_backend import describe
+from quire.engine.models.transformers_backend.experts import PlannedExperts
 from quire.engine.protocol.sampling_params import SamplingParams
 from tests.fakes.checkpoints import generate
 from tests.fakes.core_with_ranks import Ranks
@@ -119,6 +122,36 @@ def test_greedy_tokens_are_those_of_the_numbers(name: str, kind: str, tmp_path: 
             assert ranks.tokens([(prompt, params) for prompt in prompts], max_num_batched_tokens=16) == expected
 
 
+_LARGE = {"initializer_range": 0.1}
+"""Experts that show in the logits."""
+OF_TRANSFORMERS: dict[str, tuple[str, str, dict[str, Any], tuple[int, ...]]] = {
+    "matrices of experts": ("awq", "OlmoeForCausalLM", _LARGE | {"num_experts": 4}, (1, 2)),
+    "act order": ("gptq, act order", "OlmoeForCausalLM", _LARGE | {"num_experts": 4}, (1, 2)),
+    "transposed stacks, another gate": ("mxfp4", "GptOssForCausalLM", _LARGE | KINDS_OF_MXFP4["stacked"][1], (1, 2)),
+    "Conv1D": ("gptq", "GPT2LMHeadModel", _LARGE, (1,)),
+}
+"""Format, architecture, changes and numbers of ranks."""
+
+
+@pytest.mark.parametrize("case", OF_TRANSFORMERS)
+def test_transformers_implementation_keeps_codes(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers_backend, "describe", describe.describe)
+    name, architecture, changes, ranks = OF_TRANSFORMERS[case]
+    write_model(architecture, _SIZES | changes, tmp_path)
+    quantize(tmp_path, name, transposed=case == "Conv1D")
+    model: Any = getattr(transformers, architecture)
+    model = model.from_pretrained(tmp_path / "whole", dtype=torch.float32).train(False)
+    tokens = torch.randint(0, 131, (40,), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        expected = model(tokens[None]).logits[0]
+    for tp in ranks:
+        config = configure(tmp_path, max_model_len=64, model_impl="transformers", tensor_parallel_size=tp)
+        for result in on_ranks(tp, partial(logits, config, tokens)):
+            assert (result - expected).norm() <= 1e-3 * expected.norm(), tp
+    loaded, planned, _ = packed_bytes(tmp_path, model_impl="transformers")
+    assert abs(loaded - planned) <= 0.05 * planned
+
+
 def rounded(module: torch.nn.Module, inputs: tuple[Tensor]) -> Tensor:
     """Inputs as W8A8 rounds them: to 8 bits, with a scale for each row."""
     scales = inputs[0].abs().amax(-1, keepdim=True) / 127
@@ -143,13 +176,19 @@ def packed_bytes(folder: Path, **options: Any) -> tuple[int, int, int]:
     tp = config.parallel.tensor_parallel_size
     parallel = Parallel()
     parallel.size = tp
-    decoder = load(config, 0, parallel, CPU)
+    decoder = load_model(config, 0, parallel, CPU)
     total = sum(weight.nbytes for weight in decoder.parameters())
     whole = 0
     for layer in decoder.modules():
         if isinstance(layer, Linear) and layer._product is not None:
             total += sum(each.nbytes for each in layer._product.state())
             whole += layer.quantized is None
+        elif isinstance(layer, PlannedExperts):
+            products = [each for products in layer._products for each in products]
+            states = [each.state() for each in products]
+            if layer._product is not None:
+                states = [layer._product.state(expert) for expert in range(layer._num_experts)]
+            total += sum(each.nbytes for state in states for each in state)
     return total, MemoryPlan.of(config).weights[0], whole
 
 
