@@ -61,8 +61,8 @@ class QuantizedWeight:
     offsets: Tensor | None = None
     """The same, in units of the values."""
     columns: Tensor | None = None
-    """The input of each column, int64 `[columns]`, if they are not in order; the number of inputs for a column that
-    has none."""
+    """The input of each column, int64 `[columns]` or `[experts, columns]`, if they are not in order; the number of
+    inputs for a column that has none."""
     activations: str | None = None
     """int8: inputs may be rounded to 8 bits, with a scale for each row."""
     wide: bool = False
@@ -70,8 +70,8 @@ class QuantizedWeight:
 
     def at(self, expert: int) -> QuantizedWeight:
         """One weight of a stack."""
-        offsets = None if self.offsets is None else self.offsets[expert]
-        return replace(self, codes=self.codes[expert], scales=self.scales[expert], offsets=offsets)
+        offsets, columns = (None if each is None else each[expert] for each in (self.offsets, self.columns))
+        return replace(self, codes=self.codes[expert], scales=self.scales[expert], offsets=offsets, columns=columns)
 
     def dequantize(self) -> Tensor:
         """The weight in `dtype`, its columns as they are stored."""

@@ -165,9 +165,7 @@ def form_of_matrix(model: ModelConfig, device: str, number: int, matrix: MatrixS
     if model.quantized is None or not model.keeps_quantized(device) or not matrix.module:
         return None
     names = [matrix.module] if isinstance(arch, TransformersModelSpec) else weight_names(arch, number, matrix.module)
-    form = form_of([model.quantized.scheme(name) for name in names], 0, matrix.columns)
-    # Each expert has an order of its own, which one product of all of them does not support.
-    return None if form is not None and form.has_order and matrix.number > 1 else form
+    return form_of([model.quantized.scheme(name) for name in names], 0, matrix.columns, matrix.inputs or matrix.columns)
 
 
 def packed_bytes(rows: int, columns: int, quantization: str | None, width: int) -> int:

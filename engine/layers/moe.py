@@ -223,6 +223,8 @@ class ExpertMatrices(nn.Module):
     def __init__(self, weight: Weight, bias: Weight | None) -> None:
         super().__init__()
         self.weight, self.bias = weight, bias
+        self.in_features = weight.shards[0].shape[1]
+        """Of all ranks."""
         self.quantized: QuantizedParameters | None = None
         """As in `Linear`."""
 

@@ -21,7 +21,7 @@ class QuantizedParameters(nn.Module):
     """What a rank keeps of the quantized weight `like`. Once it is packed, the parameters are empty."""
 
     def __init__(self, like: Weight, form: Form, order: Tensor | None) -> None:
-        """`order` is the group of each of the rank's columns."""
+        """`order` is the group of each of the rank's columns, `[columns]` or `[experts, columns]`."""
         super().__init__()
         self._form, self._dtype, self._order = form, like.dtype, order
         self.codes = Weight(tuple(like.shape), *like.shards, dtype=torch.uint8)
@@ -86,7 +86,8 @@ def loaded_weight(layer: Quantizable) -> Tensor | QuantizedWeight:
 
 
 def keep_quantized(layer: Quantizable, form: Form, order: Tensor | None) -> QuantizedParameters:
-    """Let a layer load its weight in this form; `order` is the group of each of the rank's columns."""
+    """Let a layer load its weight in this form; `order` is as in
+    `QuantizedParameters`."""
     with layer.weight.device:
         layer.quantized = QuantizedParameters(layer.weight, form, order)
     layer.weight.data = layer.weight.data.new_empty(0)
@@ -94,21 +95,28 @@ def keep_quantized(layer: Quantizable, form: Form, order: Tensor | None) -> Quan
 
 
 def _ordered(weight: QuantizedWeight, order: Tensor, group: int) -> QuantizedWeight:
-    """The weight with its columns in the order of their groups. Groups of which the rank does not have all columns are
-    divided, and padded with columns that no input belongs to."""
-    inputs = len(order)
-    columns = order.argsort(stable=True)
-    counts = torch.bincount(order, minlength=weight.scales.shape[-1])
-    if (counts == group).all():
-        groups = torch.arange(len(counts))
-    else:
-        pieces = -(-counts // ORDERED_GROUP)
-        groups = torch.arange(len(counts)).repeat_interleave(pieces)
-        padded = torch.full((int(pieces.sum()) * ORDERED_GROUP,), inputs)
-        starts = (pieces.cumsum(0) - pieces) * ORDERED_GROUP - (counts.cumsum(0) - counts)
-        padded[torch.arange(inputs) + starts[order[columns]]] = columns
-        columns = padded
-    codes = F.pad(weight.codes, (0, 1)) if len(columns) > inputs else weight.codes
-    codes = codes.gather(-1, columns.expand(*codes.shape[:-1], -1))
-    offsets = None if weight.offsets is None else weight.offsets[..., groups]
-    return replace(weight, codes=codes, scales=weight.scales[..., groups], offsets=offsets, columns=columns)
+    """The weight with its columns in the order of their groups, of each expert if `order` is `[experts, columns]`.
+    Groups of which the rank does not have all columns are divided, and padded with columns that no input belongs to."""
+    orders = order.view(-1, order.shape[-1])
+    counts = torch.stack([torch.bincount(each, minlength=weight.scales.shape[-1]) for each in orders])
+    size = group if (counts == group).all() else ORDERED_GROUP
+    pieces = -(-counts // size)
+    most, inputs = int(pieces.sum(1).max()), order.shape[-1]
+    groups = torch.zeros(len(orders), most, dtype=torch.int64)
+    columns = torch.full((len(orders), most * size), inputs)
+    for expert, (own, count, number) in enumerate(zip(orders, counts, pieces, strict=True)):
+        groups[expert, : int(number.sum())] = torch.arange(len(number)).repeat_interleave(number)
+        starts = (number.cumsum(0) - number) * size - (count.cumsum(0) - count)
+        by_group = own.argsort(stable=True)
+        columns[expert, torch.arange(inputs) + starts[own[by_group]]] = by_group
+    if order.ndim == 1:
+        groups, columns = groups[0], columns[0]
+
+    def gathered(tensor: Tensor, places: Tensor) -> Tensor:
+        return tensor.gather(-1, places.unsqueeze(-2).expand(*tensor.shape[:-1], -1))
+
+    codes = F.pad(weight.codes, (0, 1)) if columns.shape[-1] > inputs else weight.codes
+    offsets = None if weight.offsets is None else gathered(weight.offsets, groups)
+    return replace(
+        weight, codes=gathered(codes, columns), scales=gathered(weight.scales, groups), offsets=offsets, columns=columns
+    )

@@ -221,21 +221,33 @@ def _form(places: list[Place], checkpoint: Checkpoint) -> Form | None:
     cuts = {(shard.start, shard.length) if shard.dim == 1 else (0, shard.shape[-1]) for _, shard, _ in places}
     (start, length), *others = cuts
     names = {stored.name: stored for _, _, stored in places}
-    form = None if others else form_of([checkpoint.scheme(name) for name in names], start, length)
-    if form is not None and form.has_order:
-        orders = [checkpoint.reader(name, stored.shape).order() for name, stored in names.items()]
-        if all(each is None for each in orders):
-            return replace(form, has_order=False)
-        if any(each is None or orders[0] is None or not each.equal(orders[0]) for each in orders):
-            return None
-    return form
+    _, first, _ = places[0]
+    form = None if others else form_of([checkpoint.scheme(name) for name in names], start, length, first.shape[-1])
+    if form is None or not form.has_order:
+        return form
+    orders: dict[int | None, list[Tensor | None]] = defaultdict(list)
+    for expert, name, shape in {(shard.expert, stored.name, stored.shape) for _, shard, stored in places}:
+        orders[expert].append(checkpoint.reader(name, shape).order())
+    if all(each is None for each in chain(*orders.values())):
+        return replace(form, has_order=False)
+    return form if all(map(_are_equal, orders.values())) else None
 
 
-def _order(places: list[Place], checkpoint: Checkpoint) -> Tensor | None:
-    """The group of each of the rank's columns."""
-    _, shard, stored = places[0]
-    order = checkpoint.reader(stored.name, stored.shape).order()
-    return order if order is None or shard.dim == 0 else order[shard.start : shard.start + shard.length]
+def _are_equal(orders: list[Tensor | None]) -> bool:
+    first, *others = orders
+    return first is not None and all(each is not None and each.equal(first) for each in others)
+
+
+def _order(places: list[Place], checkpoint: Checkpoint) -> Tensor:
+    """The group of each of the rank's columns, `[columns]` or `[experts, columns]`."""
+    found: dict[int, Tensor] = {}
+    for _, shard, stored in places:
+        if shard.local_expert not in found:
+            order = checkpoint.reader(stored.name, stored.shape).order()
+            assert order is not None
+            found[shard.local_expert] = order if shard.dim == 0 else order[shard.start : shard.start + shard.length]
+    orders = torch.stack([found[expert] for expert in sorted(found)])
+    return orders[0] if places[0][1].expert is None else orders
 
 
 @dataclass

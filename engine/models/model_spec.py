@@ -28,6 +28,8 @@ class MatrixShape(NamedTuple):
     number: int = 1
     module: str = ""
     """The layer's module that has them, such as attention.qkv."""
+    inputs: int = 0
+    """Columns of the whole weight, of which the rank has some; 0: it has all."""
 
     @property
     def elements(self) -> int:
@@ -108,7 +110,7 @@ class AttentionSpec:
     def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
         heads = self.num_heads // tp
         yield MatrixShape((heads + 2 * self.kv_heads_per_rank(tp)) * self.head_dim, hidden, 1, "attention.qkv")
-        yield MatrixShape(hidden, heads * self.head_dim, 1, "attention.output")
+        yield MatrixShape(hidden, heads * self.head_dim, 1, "attention.output", self.num_heads * self.head_dim)
 
     def num_other_parameters(self, hidden: int, tp: int) -> int:
         """Parameters other than the matrices."""
@@ -164,7 +166,7 @@ class MLASpec:
         heads = self.num_heads // tp
         yield MatrixShape((self.q_lora_rank or 0) + self.kv_lora_rank + self.rope.dim, hidden, 1, "attention.down")
         yield MatrixShape(heads * self.head_dim, self.q_lora_rank or hidden, 1, "attention.query")
-        yield MatrixShape(hidden, heads * self.v_head_dim, 1, "attention.output")
+        yield MatrixShape(hidden, heads * self.v_head_dim, 1, "attention.output", self.num_heads * self.v_head_dim)
 
     def num_other_parameters(self, hidden: int, tp: int) -> int:
         """Parameters other than the matrices; the up-projection to keys and values is included, as it is never
@@ -204,7 +206,7 @@ class MLPSpec:
 
     def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
         yield MatrixShape((1 + self.is_gated) * self.intermediate_size // tp, hidden, 1, "feed_forward.gate_up")
-        yield MatrixShape(hidden, self.intermediate_size // tp, 1, "feed_forward.down")
+        yield MatrixShape(hidden, self.intermediate_size // tp, 1, "feed_forward.down", self.intermediate_size)
 
     def num_other_parameters(self, hidden: int, tp: int) -> int:
         """Parameters other than the matrices."""
@@ -266,7 +268,7 @@ class MoESpec:
     def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
         number, size = self.experts_per_rank(tp)
         yield MatrixShape(2 * size, hidden, number, "feed_forward.experts.gate_up")
-        yield MatrixShape(hidden, size, number, "feed_forward.experts.down")
+        yield MatrixShape(hidden, size, number, "feed_forward.experts.down", self.intermediate_size)
         for each in () if self.shared is None else self.shared.matrices(hidden, tp):
             yield each._replace(module=each.module.replace("feed_forward.", "feed_forward.shared."))
 

@@ -26,6 +26,8 @@ class Form:
     wide: bool
     """Factors of 4-bit codes are float32 as well."""
     has_order: bool
+    inputs: int
+    """Columns of the whole weight: with an order, a rank's columns are of any group."""
     activations: str | None
 
     def packed_bytes(self, rows: int, columns: int) -> int:
@@ -33,15 +35,18 @@ class Form:
         factors, group = 1 + self.has_offsets, min(self.group, _MAX_GROUP)
         if self.group == columns and not self.has_offsets:
             factors = 0
-        if self.has_order and columns % self.group:
+        if self.has_order and columns < self.inputs:
+            stored = self.inputs // self.group
+            columns = ORDERED_GROUP * max(stored, columns // ORDERED_GROUP + stored // 2)  # each is half empty or more
             group = ORDERED_GROUP
         size = 2 if self.bits == 4 and not self.wide else 4
-        return rows * columns * self.bits // 8 + factors * size * rows * -(-columns // group) + 4 * rows
+        order = 8 * columns * self.has_order
+        return order + rows * columns * self.bits // 8 + factors * size * rows * -(-columns // group) + 4 * rows
 
 
-def form_of(schemes: Sequence[Scheme | None], start: int, length: int) -> Form | None:
-    """The form of a rank's `length` columns, from `start` on, of weights that are concatenated; None: they have no
-    common one, and are dequantized while they are loaded."""
+def form_of(schemes: Sequence[Scheme | None], start: int, length: int, inputs: int) -> Form | None:
+    """The form of a rank's `length` columns of `inputs`, from `start` on, of weights that are concatenated; None: they
+    have no common one, and are dequantized while they are loaded."""
     first, *others = {scheme and _kind(scheme) for scheme in schemes}
     scheme = schemes[0]
     if first is None or others or scheme is None:
@@ -58,6 +63,7 @@ def form_of(schemes: Sequence[Scheme | None], start: int, length: int) -> Form |
         has_offsets=scheme.has_offsets,
         wide=scheme.wide,
         has_order=scheme.has_order,
+        inputs=inputs,
         activations=scheme.activations,
     )
 

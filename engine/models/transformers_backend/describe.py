@@ -249,7 +249,8 @@ def _sizes(decoder: TransformersDecoder, direct: frozenset[str]) -> _MeasuredSiz
                 sizes.before += count * (not is_after)
             elif isinstance(module, ExpertMatrices) and name == "weight":
                 number, rows, columns = weight.shape
-                sizes.linears[numbers[0]].append(MatrixShape(rows, columns, number, renamed[f"{path}.weight"]))
+                name, inputs = renamed[f"{path}.weight"], module.in_features
+                sizes.linears[numbers[0]].append(MatrixShape(rows, columns, number, name, inputs))
                 sizes.widest = max(sizes.widest, rows)
             elif (
                 isinstance(module, PlannedLinear)
@@ -257,7 +258,7 @@ def _sizes(decoder: TransformersDecoder, direct: frozenset[str]) -> _MeasuredSiz
                 and not module.is_router
                 and without_numbers(path) not in direct
             ):
-                sizes.linears[numbers[0]].append(MatrixShape(len(weight), weight.shape[1], module=path))
+                sizes.linears[numbers[0]].append(MatrixShape(*weight.shape, module=path, inputs=module.in_features))
                 sizes.widest = max(sizes.widest, len(weight))
             else:
                 sizes.others[numbers[0]] += count
