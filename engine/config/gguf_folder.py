@@ -41,7 +41,7 @@ def folder_of(file: Path, cache: Path, *, has_tokenizer: bool = True) -> Path:
         status = file.stat()
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
-    key = f"{_VERSION} {file.resolve()} {status.st_size} {status.st_mtime_ns} {has_tokenizer}"
+    key = f"{_VERSION} {file.absolute()} {status.st_size} {status.st_mtime_ns} {has_tokenizer}"
     folder = cache / f"{file.stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     if not folder.exists():
         try:
@@ -62,7 +62,7 @@ def write(file: Path, folder: Path, *, has_tokenizer: bool = True) -> None:
     """
     model = gguf.read(file)
     config = hf_config(model)
-    config["quantization_config"]["file"] = str(file.resolve())
+    config["quantization_config"]["file"] = str(file.absolute())  # a link's own name tells the files of a split model
     content = {"config.json": config, "generation_config.json": _generation_config(model.metadata)}
     if has_tokenizer:
         try:

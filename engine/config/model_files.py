@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from quire.engine.protocol.errors import ConfigError
 
-_PATTERNS = ["*.json", "*.jinja", "*.model", "*.txt", "tokenizer*", "*.py"]
+_PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt", "tokenizer*", "*.py")
 _INDICES = {"safetensors": "model.safetensors.index.json", "pt": "pytorch_model.bin.index.json"}
 _WEIGHTS = {"safetensors": "model*.safetensors", "pt": "pytorch_model*.bin"}
 """The files to download by default; a repository may contain the weights in both formats."""
@@ -30,8 +30,9 @@ _LEGACY_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9"
 """Start of files saved by torch before 1.6: a pickle of torch's magic number."""
 
 
-def locate(model: str, revision: str | None, download_dir: str | None) -> Path:
-    """Return the folder of a model: `model` itself, or the snapshot of a Hugging Face repository, without its weights.
+def locate(model: str, revision: str | None, download_dir: str | None, patterns: Sequence[str] = _PATTERNS) -> Path:
+    """Return the folder of a model: `model` itself, or the snapshot of a Hugging Face repository, with the files that
+    match, by default all but its weights.
 
     Repositories are downloaded to `download_dir`, by default Hugging Face's cache. Raises `ConfigError` if the folder
     or the repository cannot be read.
@@ -48,7 +49,7 @@ def locate(model: str, revision: str | None, download_dir: str | None) -> Path:
         raise ConfigError(
             f"{model}: no such model folder (the name of a Hugging Face repository has the form owner/name, or name)"
         )
-    return _download(model, revision, download_dir, _PATTERNS)
+    return download(model, revision, download_dir, patterns)
 
 
 def find_load_format(model: str, revision: str | None, folder: Path) -> Literal["safetensors", "pt"]:
@@ -58,14 +59,18 @@ def find_load_format(model: str, revision: str | None, folder: Path) -> Literal[
     names = [path.name for path in folder.iterdir()]
     if (found := _weights_among(names)) is not None or Path(model).expanduser().is_dir():
         return found or "safetensors"
+    return _weights_among(list_repository(model, revision) or names) or "safetensors"
+
+
+def list_repository(repository: str, revision: str | None) -> list[str]:
+    """The files of a Hugging Face repository; empty if it cannot be asked: offline its snapshot has to do."""
     import httpx
     from huggingface_hub import list_repo_files
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
-    # Offline the snapshot has to do.
     with contextlib.suppress(HfHubHTTPError, OfflineModeIsEnabled, httpx.HTTPError, OSError):
-        names = list_repo_files(model, revision=revision)
-    return _weights_among(names) or "safetensors"
+        return list_repo_files(repository, revision=revision)
+    return []
 
 
 def _weights_among(names: Sequence[str]) -> Literal["safetensors", "pt"] | None:
@@ -89,7 +94,7 @@ def fetch_weights(
     if not Path(model).expanduser().is_dir():
         names = _files_in_index(folder, load_format) or [_WEIGHTS[load_format]]
         names += [f"{each}/*{Path(_WEIGHTS[load_format]).suffix}" for each in subfolders]
-        _download(model, revision, download_dir, names)
+        download(model, revision, download_dir, names)
 
 
 def _files_in_index(folder: Path, load_format: str) -> list[str]:
@@ -131,7 +136,8 @@ def torch_files(folder: Path) -> list[Path]:
     return files
 
 
-def _download(repository: str, revision: str | None, folder: str | None, patterns: list[str]) -> Path:
+def download(repository: str, revision: str | None, folder: str | None, patterns: Sequence[str]) -> Path:
+    """Download the files that match into the repository's snapshot, and return it. Raises `ConfigError`."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -144,7 +150,7 @@ def _download(repository: str, revision: str | None, folder: str | None, pattern
     )
 
     try:
-        return Path(snapshot_download(repository, revision=revision, cache_dir=folder, allow_patterns=patterns))
+        return Path(snapshot_download(repository, revision=revision, cache_dir=folder, allow_patterns=list(patterns)))
     except GatedRepoError:
         raise ConfigError(
             f"{repository} is gated: request access on its page at huggingface.co, "
