@@ -140,6 +140,7 @@ class EngineOptions:
         Literal[
             "int8",
             "int4",
+            "auto-round",
             "awq",
             "bitsandbytes",
             "compressed-tensors",

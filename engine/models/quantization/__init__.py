@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from quire.engine.models.quantization import (
+    auto_round,
     awq,
     bitsandbytes,
     compressed_tensors,
@@ -26,6 +27,7 @@ from quire.engine.models.quantization.settings import WHERE
 from quire.engine.protocol.errors import ConfigError
 
 METHODS: dict[str, Callable[[Mapping[str, Any]], Method | None]] = {
+    "auto-round": auto_round.read,
     "awq": awq.read,
     "bitsandbytes": bitsandbytes.read,
     "compressed-tensors": compressed_tensors.read,
@@ -51,6 +53,7 @@ def read(settings: object) -> Method | None:
     if not isinstance(settings, Mapping):
         raise ConfigError(f"{WHERE} must be an object, got {settings!r}")
     name = settings.get("quant_method")
+    name = name.removeprefix("intel/") if isinstance(name, str) else name  # of AutoRound's first releases
     if not isinstance(name, str) or name not in METHODS:
         raise ConfigError(
             f"{WHERE}: quant_method {name!r} is not supported (supported: {', '.join(METHODS)}); "

@@ -52,13 +52,14 @@ class Awq(Method):
 def read(settings: Mapping[str, Any]) -> Awq:
     """Read `quantization_config`, or AutoAWQ's quant_config.json. Raises `ConfigError` for what is not supported."""
     return Awq(
-        default=_scheme(settings, WHERE),
-        rules=read_rules(settings, _scheme),
+        default=read_scheme(settings, WHERE),
+        rules=read_rules(settings, read_scheme),
         skipped=names(settings, "modules_to_not_convert"),
     )
 
 
-def _scheme(settings: Mapping[str, Any], where: str) -> AwqScheme:
+def read_scheme(settings: Mapping[str, Any], where: str) -> AwqScheme:
+    """As that of GPTQ."""
     check_neutral(settings, NEUTRAL, where)
     layout = settings.get("version") or settings.get("checkpoint_format") or settings.get("format") or "gemm"
     choose({"version": str(layout).lower()}, "version", ("gemm",), where)

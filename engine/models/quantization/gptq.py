@@ -80,14 +80,15 @@ def read(settings: Mapping[str, Any]) -> Gptq:
     names = settings.get("modules_in_block_to_quantize") or ()
     flat = [name for each in names for name in ([each] if isinstance(each, str) else each)]
     return Gptq(
-        default=_scheme(settings, WHERE),
-        rules=read_rules(settings, _scheme),
+        default=read_scheme(settings, WHERE),
+        rules=read_rules(settings, read_scheme),
         of_blocks=tuple(dict.fromkeys(flat)),
         lm_head=bool(settings.get("lm_head")),
     )
 
 
-def _scheme(settings: Mapping[str, Any], where: str) -> GptqScheme:
+def read_scheme(settings: Mapping[str, Any], where: str) -> GptqScheme:
+    """Raises `ConfigError`, which begins with `where`."""
     check_neutral(settings, NEUTRAL, where)
     layout = settings.get("checkpoint_format") or settings.get("format") or "gptq"
     choose({"checkpoint_format": layout}, "checkpoint_format", ("gptq", "gptq_v2"), where)

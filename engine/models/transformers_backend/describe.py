@@ -258,7 +258,7 @@ def _sizes(decoder: TransformersDecoder, direct: frozenset[str]) -> _MeasuredSiz
                 and not module.is_router
                 and without_numbers(path) not in direct
             ):
-                sizes.linears[numbers[0]].append(MatrixShape(*weight.shape, module=path, inputs=module.in_features))
+                sizes.linears[numbers[0]].append(MatrixShape(len(weight), weight.shape[1], 1, path, module.in_features))
                 sizes.widest = max(sizes.widest, len(weight))
             else:
                 sizes.others[numbers[0]] += count
