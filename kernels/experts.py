@@ -89,13 +89,13 @@ def _pack_quantized(
     biases = (gate_up_bias, down_bias)
     if isinstance(gate_up, QuantizedWeight) and isinstance(down, QuantizedWeight):
         both = gate_up, down
-        is_in_order = all(each.columns is None for each in both)
-        if is_in_order and gate_up.codes.device.type != "cpu":
+        is_plain = all(each.columns is None and each.rounding is None for each in both)
+        if is_plain and gate_up.codes.device.type != "cpu":
             return PlainExperts(gate_up.dequantize(), down.dequantize(), activation, *biases)
         if all(linear.rounds_inputs(each) for each in both):
             if linear.packing(gate_up.codes, "int8") is linear.Int8Linear:
                 return TiledExperts(gate_up, down, activation, *biases)
-        elif is_in_order and gate_up.values == down.values and _fits_tiles(down):
+        elif is_plain and gate_up.values == down.values and _fits_tiles(down):
             return CodedExperts(gate_up, down, activation, *biases)
     products = [
         [linear.pack_linear(weights.at(expert)) for expert in range(len(weights.codes))]

@@ -86,6 +86,9 @@ def pack_gated(
 
 
 def _pack_quantized(weight: QuantizedWeight, activation: str = "") -> PackedLinear:
+    if weight.rounding is not None:
+        scaled = replace(weight, scales=weight.scales * weight.rounding[0], rounding=None, activations=None)
+        return RoundedLinear(_pack_quantized(scaled, activation), weight.rounding)
     if weight.columns is not None:
         return GatheredLinear(_pack_quantized(replace(weight, columns=None), activation), weight.columns)
     if weight.codes.device.type != "cpu":
@@ -102,7 +105,9 @@ def _pack_quantized(weight: QuantizedWeight, activation: str = "") -> PackedLine
 def rounds_inputs(weight: QuantizedWeight) -> bool:
     """Whether `int8_linear` can multiply by it: its inputs may be rounded, and its factors are one scale per output
     feature."""
-    is_plain = weight.scales.shape[-1] == 1 and weight.offsets is None and weight.columns is None
+    is_plain = weight.scales.shape[-1] == 1 and all(
+        each is None for each in (weight.offsets, weight.columns, weight.rounding)
+    )
     return weight.values == weight.activations == "int8" and is_plain
 
 
@@ -323,4 +328,25 @@ class GatheredLinear(PackedLinear):
         columns, *product = state
         self._columns.copy_(columns)
         self._last = int(columns.max())
+        self._product.restore(product)
+
+
+class RoundedLinear(PackedLinear):
+    """A matmul of inputs that are rounded to integers of 8 bits in steps of constant size."""
+
+    def __init__(self, product: PackedLinear, rounding: Tensor) -> None:
+        """`rounding` is as in `QuantizedWeight`; the product's scales include that of the inputs."""
+        self._product, self._rounding = product, rounding
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        scale, zero = self._rounding
+        integers = (x.float() / scale + zero).round_().clamp_(-128, 127).sub_(zero)
+        return self._product(integers.to(x.dtype), bias)  # bfloat16 has all integers of 8 bits
+
+    def state(self) -> list[Tensor]:
+        return [self._rounding, *self._product.state()]
+
+    def restore(self, state: Sequence[Tensor]) -> None:
+        rounding, *product = state
+        self._rounding.copy_(rounding)
         self._product.restore(product)

@@ -67,11 +67,15 @@ class QuantizedWeight:
     """int8: inputs may be rounded to 8 bits, with a scale for each row."""
     wide: bool = False
     """Scales need the precision of float32."""
+    rounding: Tensor | None = None
+    """The scale and the zero point with which inputs are rounded to 8 bits, float32 `[2]` or `[experts, 2]`; None: each
+    row has its own."""
 
     def at(self, expert: int) -> QuantizedWeight:
         """One weight of a stack."""
-        offsets, columns = (None if each is None else each[expert] for each in (self.offsets, self.columns))
-        return replace(self, codes=self.codes[expert], scales=self.scales[expert], offsets=offsets, columns=columns)
+        parts = {"offsets": self.offsets, "columns": self.columns, "rounding": self.rounding}
+        own = {name: None if part is None else part[expert] for name, part in parts.items()}
+        return replace(self, codes=self.codes[expert], scales=self.scales[expert], **own)
 
     def dequantize(self) -> Tensor:
         """The weight in `dtype`, its columns as they are stored."""

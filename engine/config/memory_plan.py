@@ -280,6 +280,8 @@ def quantized_text(config: EngineConfig) -> str:
 def _form_text(form: Form | None, dtype: str) -> str:
     if form is None:
         return f"some layers in {dtype}"
+    if form.has_rounding:
+        return "int8 weights, widened in registers, by inputs rounded to int8"
     if form.activations == "int8" and form.values == "int8":
         return "int8 weights, multiplied as int8"
     return f"{form.values} weights, widened in registers"

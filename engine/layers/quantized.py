@@ -20,10 +20,11 @@ Part = Literal["codes", "scales", "offsets"]
 class QuantizedParameters(nn.Module):
     """What a rank keeps of the quantized weight `like`. Once it is packed, the parameters are empty."""
 
-    def __init__(self, like: Weight, form: Form, order: Tensor | None) -> None:
-        """`order` is the group of each of the rank's columns, `[columns]` or `[experts, columns]`."""
+    def __init__(self, like: Weight, form: Form, order: Tensor | None, rounding: Tensor | None) -> None:
+        """`order` is the group of each of the rank's columns, `[columns]` or `[experts, columns]`; `rounding` is as in
+        `QuantizedWeight`."""
         super().__init__()
-        self._form, self._dtype, self._order = form, like.dtype, order
+        self._form, self._dtype, self._order, self._rounding = form, like.dtype, order, rounding
         self.codes = Weight(tuple(like.shape), *like.shards, dtype=torch.uint8)
         shards = [self._factors_of(shard) for shard in like.shards]
         columns = shards[0].length if shards[0].dim == 1 else shards[0].shape[1]
@@ -69,6 +70,7 @@ class QuantizedParameters(nn.Module):
             offsets,
             activations=self._form.activations,
             wide=self._form.wide,
+            rounding=self._rounding,
         )
         return weight if self._order is None else _ordered(weight, self._order, self._form.group)
 
@@ -85,11 +87,12 @@ def loaded_weight(layer: Quantizable) -> Tensor | QuantizedWeight:
     return layer.weight if layer.quantized is None else layer.quantized.weight()
 
 
-def keep_quantized(layer: Quantizable, form: Form, order: Tensor | None) -> QuantizedParameters:
-    """Let a layer load its weight in this form; `order` is as in
-    `QuantizedParameters`."""
+def keep_quantized(
+    layer: Quantizable, form: Form, order: Tensor | None, rounding: Tensor | None
+) -> QuantizedParameters:
+    """Let a layer load its weight in this form; the others are as in `QuantizedParameters`."""
     with layer.weight.device:
-        layer.quantized = QuantizedParameters(layer.weight, form, order)
+        layer.quantized = QuantizedParameters(layer.weight, form, order, rounding)
     layer.weight.data = layer.weight.data.new_empty(0)
     return layer.quantized
 

@@ -202,8 +202,9 @@ def _quantized_places(decoder: Model, needed: Needed, checkpoint: Checkpoint, *,
             own, form = places.pop(id(matrix.weight)), forms[id(matrix)]
             assert form is not None
             order = _order(own, checkpoint) if form.has_order else None
+            rounding = _rounding(own, checkpoint) if form.has_rounding else None
             stored_of = {id(shard): stored for _, shard, stored in own}
-            for part, weight in keep_quantized(matrix, form, order).parts():
+            for part, weight in keep_quantized(matrix, form, order, rounding).parts():
                 places[id(weight)] = [
                     (weight, shard, stored_of[id(whole)].quantized(part, form.group))
                     for shard, whole in zip(weight.shards, matrix.weight.shards, strict=True)
@@ -248,6 +249,22 @@ def _order(places: list[Place], checkpoint: Checkpoint) -> Tensor:
             found[shard.local_expert] = order if shard.dim == 0 else order[shard.start : shard.start + shard.length]
     orders = torch.stack([found[expert] for expert in sorted(found)])
     return orders[0] if places[0][1].expert is None else orders
+
+
+def _rounding(places: list[Place], checkpoint: Checkpoint) -> Tensor:
+    """How inputs are rounded, `[2]` or `[experts, 2]`. Raises `ConfigError` if it is not the same for weights that are
+    multiplied together."""
+    found: dict[int, Tensor] = {}
+    for _, shard, stored in places:
+        own = checkpoint.reader(stored.name, stored.shape).rounding()
+        assert own is not None
+        if not (first := found.setdefault(shard.local_expert, own)).equal(own):
+            raise ConfigError(
+                f"{stored.name}: input_scale and input_zero_point {own.tolist()} differ from those of weights with the "
+                f"same inputs, {first.tolist()}, which is not supported; use --quantization int8"
+            )
+    roundings = torch.stack([found[expert] for expert in sorted(found)])
+    return roundings[0] if places[0][1].expert is None else roundings
 
 
 @dataclass

@@ -194,9 +194,19 @@ def _scheme(group: Mapping[str, Any], layout: str | None, where: str) -> Scheme 
     if has_order:
         raise ConfigError(f"{where}: actorder group is not supported in {layout}; supported: weight, static, null")
     values = "fp8" if kind == "float" else "int4" if bits <= 4 else "int8"
+    activations = _activations(inputs)
     return Unpacked(
-        values=values, group=columns, rows=rows, has_offsets=not symmetric, activations=_activations(inputs)
+        values=values,
+        group=columns,
+        rows=rows,
+        has_offsets=not symmetric,
+        activations=activations,
+        has_rounding=activations == "int8" and inputs is not None and _is_static(inputs),
     )
+
+
+def _is_static(inputs: Mapping[str, Any]) -> bool:
+    return not inputs.get("dynamic") and inputs.get("strategy") in (None, "tensor")
 
 
 def _block(weights: Mapping[str, Any], where: str) -> tuple[int, int]:

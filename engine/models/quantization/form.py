@@ -29,6 +29,7 @@ class Form:
     inputs: int
     """Columns of the whole weight: with an order, a rank's columns are of any group."""
     activations: str | None
+    has_rounding: bool
 
     def packed_bytes(self, rows: int, columns: int) -> int:
         """Bytes of a weight `[rows, columns]` of the rank."""
@@ -65,8 +66,10 @@ def form_of(schemes: Sequence[Scheme | None], start: int, length: int, inputs: i
         has_order=scheme.has_order,
         inputs=inputs,
         activations=scheme.activations,
+        has_rounding=scheme.has_rounding,
     )
 
 
 def _kind(scheme: Scheme) -> tuple[object, ...]:
-    return scheme.values, scheme.group, scheme.has_offsets, scheme.wide, scheme.has_order, scheme.activations
+    inputs = scheme.has_order, scheme.activations, scheme.has_rounding
+    return scheme.values, scheme.group, scheme.has_offsets, scheme.wide, *inputs

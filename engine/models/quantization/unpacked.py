@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 
 from quire.engine.models.quantization.method import FLOATS, Scheme, Shape, Stored, with_names_of_stacks
 
+INPUT_SCALE, INPUT_ZERO_POINT = ".input_scale", ".input_zero_point"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Blocks(Scheme):
@@ -62,6 +64,9 @@ class Unpacked(Blocks):
         if self.values != "fp8":
             zeros = self.stored_factors(("I8", "I32", *FLOATS), shape, is_optional=not self.has_offsets)
             found[module + self.zero_point] = zeros
+        if self.has_rounding:
+            found[module + INPUT_SCALE] = Stored(FLOATS, ((1,), ()))
+            found[module + INPUT_ZERO_POINT] = Stored(("I8", "I32", *FLOATS), ((1,), ()), is_optional=True)
         return with_names_of_stacks(module, found) if experts else found
 
     def problem(self, shape: Shape) -> str | None:

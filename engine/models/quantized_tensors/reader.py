@@ -57,6 +57,10 @@ class Reader(ABC, Generic[S]):
         """The group of each column, int64 `[in]`; None: groups are consecutive columns."""
         return None
 
+    def rounding(self) -> Tensor | None:
+        """The scale and the zero point of inputs, float32 `[2]`, if they are constant."""
+        return None
+
     def part(self, part: Part, group: int) -> Sliceable:
         """The codes or factors, as a tensor with a factor for each `group` columns, which divide a stored group."""
         if part == "codes":

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.engine.models.quantization.method import Shape
-from quire.engine.models.quantization.unpacked import Blocks, Unpacked
+from quire.engine.models.quantization.unpacked import INPUT_SCALE, INPUT_ZERO_POINT, Blocks, Unpacked
 from quire.engine.models.quantized_tensors.nibbles import powers_of_two
 from quire.engine.models.quantized_tensors.reader import Cut, Reader
 from quire.engine.protocol.errors import ConfigError
@@ -54,6 +54,12 @@ class UnpackedReader(BlockReader[U]):
         blocks = self.scheme.factors(self.shape)
         scales = self.factors(_in_order(self._tensors[self.scheme.scale], blocks), cut)
         return scales if self.scheme.divisor == 1 else scales / self.scheme.divisor
+
+    def rounding(self) -> Tensor | None:
+        if not self.scheme.has_rounding:
+            return None
+        scale, zero = self._tensors[INPUT_SCALE], self._tensors.get(INPUT_ZERO_POINT)
+        return torch.tensor([float(scale), 0.0 if zero is None else float(zero)])
 
     def offsets(self, cut: Cut) -> Tensor | None:
         if not self.scheme.has_offsets:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from functools import partial
 from pathlib import Path
@@ -168,6 +169,40 @@ def test_inputs_are_rounded_as_the_publisher_does(tmp_path: Path) -> None:
         expected = model(tokens[None]).logits[0]
         result = logits(configure(tmp_path, max_model_len=64), tokens, Parallel())
     assert (result - expected).norm() <= 0.01 * expected.norm()  # a number in the middle may be rounded either way
+
+
+@pytest.mark.parametrize(("kind", "zero"), [("dense", 0), ("dense", -100), ("experts", 0)])
+def test_inputs_are_rounded_with_the_publishers_scales(kind: str, zero: int, tmp_path: Path) -> None:
+    """Scales that are so small that inputs are cut off, which scales of rows would not do."""
+    model = write(tmp_path, "compressed-tensors, int8", kind)
+    model.set_experts_implementation("eager")
+    config = json.loads((tmp_path / "config.json").read_text())
+    inputs = {"num_bits": 8, "type": "int", "symmetric": not zero, "strategy": "tensor", "dynamic": False}
+    config["quantization_config"]["config_groups"]["group_0"]["input_activations"] = inputs
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors = load_file(tmp_path / "model.safetensors")
+    for module in [name.removesuffix("_scale") for name in tensors if name.endswith(".weight_scale")]:
+        tensors[f"{module.removesuffix('.weight')}.input_scale"] = torch.tensor([1 / 128])
+        if zero:
+            tensors[f"{module.removesuffix('.weight')}.input_zero_point"] = torch.tensor([zero], dtype=torch.int8)
+    save_file(tensors, tmp_path / "model.safetensors")
+
+    plain = torch.nn.functional.linear
+
+    def cut_off(x: Tensor) -> Tensor:
+        return ((x * 128 + zero).round().clamp(-128, 127) - zero) / 128
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        is_quantized = len(weight) not in (192, 4)  # the head and the router
+        return plain(cut_off(x) if is_quantized else x, weight, bias)
+
+    tokens = torch.randint(0, 131, (8,), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.functional, "linear", linear)
+        expected = model(tokens[None]).logits[0]
+    for tp in (1, 2):
+        for result in on_ranks(tp, partial(logits, configured(tmp_path, tp, 1, False), tokens)):
+            assert (result - expected).norm() <= 0.01 * expected.norm()
 
 
 def packed_bytes(folder: Path, **options: Any) -> tuple[int, int, int]:
