@@ -73,9 +73,10 @@ class QuantizedWeight:
 
     def at(self, expert: int) -> QuantizedWeight:
         """One weight of a stack."""
-        parts = {"offsets": self.offsets, "columns": self.columns, "rounding": self.rounding}
-        own = {name: None if part is None else part[expert] for name, part in parts.items()}
-        return replace(self, codes=self.codes[expert], scales=self.scales[expert], **own)
+        factors = self.offsets, self.columns, self.rounding
+        offsets, columns, rounding = (None if each is None else each[expert] for each in factors)
+        codes, scales = self.codes[expert], self.scales[expert]
+        return replace(self, codes=codes, scales=scales, offsets=offsets, columns=columns, rounding=rounding)
 
     def dequantize(self) -> Tensor:
         """The weight in `dtype`, its columns as they are stored."""

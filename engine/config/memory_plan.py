@@ -117,17 +117,29 @@ def _weight_bytes(model: ModelConfig, parallel: ParallelConfig, stage: int) -> i
     )
     width, last = DTYPE_BYTES[model.dtype], stage == len(stages) - 1
     layers = [(number, each) for number in stages[stage] for each in arch.layers[number].matrices(arch.hidden_size, tp)]
-    head = MatrixShape(arch.vocab_per_rank(tp), arch.hidden_size)
+    head = MatrixShape(arch.vocab_per_rank(tp), arch.hidden_size, module=_head_module(model, arch))
     embedded = stage == 0 and arch.tie_embeddings
     unpacked = arch.stage_parameters(stages, stage, tp) - sum(each.elements for _, each in layers)
     unpacked -= head.elements * (last and not embedded)
     packed = sum(matrix_bytes(model, parallel.device, number, each) for number, each in layers)
     # Embedding models have no head; on CUDA a tied head needs no copy.
     if last and model.pooling is None and not (embedded and parallel.device == "cuda"):
-        packed += packed_bytes(head.rows, head.columns, model.quantization and "int8", width)
+        form = form_of_matrix(model, parallel.device, None, head)
+        packed += (
+            packed_bytes(head.rows, head.columns, model.quantization and "int8", width)
+            if form is None
+            else form.packed_bytes(head.rows, head.columns)
+        )
     mixtures = [arch.layers[n].feed_forward for n in stages[stage]]
     wide = sum(mixture.num_float32_parameters(arch.hidden_size) for mixture in mixtures if isinstance(mixture, MoESpec))
     return unpacked * width + wide * (4 - width) + packed
+
+
+def _head_module(model: ModelConfig, arch: ModelSpec) -> str:
+    """The module of a head that the settings say is quantized; empty if they do not, or if it is the embedding."""
+    if arch.tie_embeddings or model.quantized is None or not model.quantized.names_heads:
+        return ""
+    return "lm_head" if isinstance(arch, TransformersModelSpec) else "head"
 
 
 def read_bytes(config: EngineConfig, arch: ModelSpec, stage: int, weights: int, num_tokens: int) -> float:
@@ -159,8 +171,8 @@ def matrix_bytes(model: ModelConfig, device: str, number: int, matrix: MatrixSha
     return matrix.number * packed_bytes(matrix.rows, matrix.columns, model.quantization, width)
 
 
-def form_of_matrix(model: ModelConfig, device: str, number: int, matrix: MatrixShape) -> Form | None:
-    """How weights of layer `number` are kept as the checkpoint stores them; None: in the model's type."""
+def form_of_matrix(model: ModelConfig, device: str, number: int | None, matrix: MatrixShape) -> Form | None:
+    """How weights of layer `number`, or outside the layers, are kept as the checkpoint stores them; None: plain."""
     arch = model.architecture
     if model.quantized is None or not model.keeps_quantized(device) or not matrix.module:
         return None

@@ -14,6 +14,7 @@ from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.attention import Batch
 from quire.engine.layers.embedding import VocabParallelEmbedding
 from quire.engine.layers.linear import ColumnParallelLinear, RowParallelLinear, divided
+from quire.engine.layers.mlp import MLP
 from quire.engine.layers.norm import make_norm
 from quire.engine.layers.weight import Shard, Weight, whole
 from quire.engine.models import encoder_spec, model_spec
@@ -76,21 +77,6 @@ class EncoderAttention(nn.Module):
         return out
 
 
-class EncoderMLP(nn.Module):
-    """`down(activation(up(x)))`, with the inner features sharded over the ranks."""
-
-    def __init__(self, spec: model_spec.MLPSpec, hidden_size: int, parallel: Parallel) -> None:
-        super().__init__()
-        self._activation = spec.activation
-        self.up = ColumnParallelLinear(hidden_size, [divided("", spec.intermediate_size, parallel)], bias=spec.bias)
-        self.down = RowParallelLinear(spec.intermediate_size, hidden_size, parallel, bias=spec.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """`[tokens, hidden_size]` → the same."""
-        out: Tensor = self.down(kernels.activate(self.up(x), self._activation))
-        return out
-
-
 class EncoderLayer(nn.Module):
     """Attention and feed-forward, each added to the residual stream and followed by a norm."""
 
@@ -102,7 +88,7 @@ class EncoderLayer(nn.Module):
         assert spec.feed_forward_post_norm is not None
         self.attention = EncoderAttention(spec.attention, hidden_size, parallel)
         self.attention_post_norm = make_norm(spec.attention_post_norm, hidden_size)
-        self.feed_forward = EncoderMLP(spec.feed_forward, hidden_size, parallel)
+        self.feed_forward = MLP(spec.feed_forward, hidden_size, parallel)
         self.feed_forward_post_norm = make_norm(spec.feed_forward_post_norm, hidden_size)
 
     def forward(self, x: Tensor, starts: Tensor, biases: Tensor | None) -> Tensor:

@@ -282,7 +282,9 @@ FORMATS = {
     "mxfp4": Format({"quant_method": "mxfp4"}, mxfp4, 4.25),
 }
 
-_LINEAR = re.compile(r"\.(\w*proj|w[123]|c_attn|c_fc|query_key_value|\w*dense\w*|kv_a_proj_with_mqa)\.weight$")
+_LINEAR = re.compile(
+    r"\.(\w*proj|w[123]|c_attn|c_fc|query_key_value|\w*dense\w*|query|key|value|kv_a_proj_with_mqa)\.weight$"
+)
 _EXPERTS = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
 
 

@@ -94,7 +94,7 @@ _BERT = {
     "layers.attention.qkv.v": "encoder.layer.{layer}.attention.self.value",
     "layers.attention.output": "encoder.layer.{layer}.attention.output.dense",
     "layers.attention_post_norm": "encoder.layer.{layer}.attention.output.LayerNorm",
-    "layers.feed_forward.up": "encoder.layer.{layer}.intermediate.dense",
+    "layers.feed_forward.gate_up": "encoder.layer.{layer}.intermediate.dense",
     "layers.feed_forward.down": "encoder.layer.{layer}.output.dense",
     "layers.feed_forward_post_norm": "encoder.layer.{layer}.output.LayerNorm",
 }
@@ -108,7 +108,7 @@ _DISTILBERT = _BERT | {
     **{f"layers.attention.qkv.{part}": f"transformer.layer.{{layer}}.attention.{part}_lin" for part in "qkv"},
     "layers.attention.output": "transformer.layer.{layer}.attention.out_lin",
     "layers.attention_post_norm": "transformer.layer.{layer}.sa_layer_norm",
-    "layers.feed_forward.up": "transformer.layer.{layer}.ffn.lin1",
+    "layers.feed_forward.gate_up": "transformer.layer.{layer}.ffn.lin1",
     "layers.feed_forward.down": "transformer.layer.{layer}.ffn.lin2",
     "layers.feed_forward_post_norm": "transformer.layer.{layer}.output_layer_norm",
 }

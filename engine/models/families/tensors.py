@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from quire.engine.models.encoder_spec import EncoderAttentionSpec, EncoderSpec
+from quire.engine.models.encoder_spec import EncoderSpec
 from quire.engine.models.families import FAMILIES
 from quire.engine.models.families.family import Family
 from quire.engine.models.model_spec import (
@@ -116,11 +116,15 @@ def checkpoint_tensors(arch: ModelSpec, *, has_head: bool) -> dict[str, NeededTe
     return found
 
 
-def weight_names(arch: ModelSpec, number: int, module: str) -> list[str]:
-    """The checkpoint's names, without `.weight`, of what a module of layer `number` combines, such as q, k and v; for
-    experts those of the first one."""
-    layer, path = arch.layers[number], f"layers.{module}"
-    for each, kind, parts in _inner(layer, arch.hidden_size):
+def weight_names(arch: ModelSpec, number: int | None, module: str) -> list[str]:
+    """The checkpoint's names, without `.weight`, of what a module combines, such as q, k and v; for experts those of
+    the first one. It is one of layer `number`, or without a number one outside the layers, such as the head."""
+    if number is None:
+        layer, path, parameters = None, module, _outer(arch, has_head=True)
+    else:
+        layer, path = arch.layers[number], f"layers.{module}"
+        parameters = _inner(layer, arch.hidden_size)
+    for each, kind, parts in parameters:
         if (each, kind) == (path, "weight"):
             tensors = [stored_tensor(FAMILIES[arch.name], arch, layer, path, kind, part, parts) for part in parts]
             names = [
@@ -161,8 +165,7 @@ def _inner(layer: LayerSpec, width: int) -> _Parameters:
     if isinstance(layer.feed_forward, MoESpec):
         yield from _mixture(layer.feed_forward, width)
     else:
-        is_encoder = isinstance(layer.attention, EncoderAttentionSpec)
-        yield from _mlp("layers.feed_forward", layer.feed_forward, width, is_encoder)
+        yield from _mlp("layers.feed_forward", layer.feed_forward, width)
 
 
 def _attention(spec: AttentionSpec, width: int) -> _Parameters:
@@ -191,13 +194,10 @@ def _mla(spec: MLASpec, width: int) -> _Parameters:
     yield from _linear(f"{module}.output", {"": width}, spec.num_heads * spec.v_head_dim, bias=spec.bias)
 
 
-def _mlp(module: str, spec: MLPSpec, width: int, is_encoder: bool = False) -> _Parameters:
+def _mlp(module: str, spec: MLPSpec, width: int) -> _Parameters:
     size = spec.intermediate_size
-    if is_encoder:
-        yield from _linear(f"{module}.up", {"": size}, width, bias=spec.bias)
-    else:
-        gate_up = {"gate": size, "up": size} if spec.is_gated else {"up": size}
-        yield from _linear(f"{module}.gate_up", gate_up, width, bias=spec.bias)
+    gate_up = {"gate": size, "up": size} if spec.is_gated else {"up": size}
+    yield from _linear(f"{module}.gate_up", gate_up, width, bias=spec.bias)
     yield from _linear(f"{module}.down", {"": width}, size, bias=spec.bias)
 
 

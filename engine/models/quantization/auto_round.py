@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from quire.engine.models.quantization import awq, gptq
 from quire.engine.models.quantization.method import Method, Scheme
@@ -21,6 +21,7 @@ _PATTERN = re.compile(r"[*+?^$()\[\]{}|\\]")
 @dataclass(frozen=True, kw_only=True)
 class AutoRound(Method):
     name: str = "auto-round"
+    names_heads: ClassVar[bool] = True
     default: Scheme
     modules: Mapping[str, Scheme | None]
     """Modules that are quantized in another way than the others."""

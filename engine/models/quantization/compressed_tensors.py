@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from quire.engine.models.quantization.method import FLOATS, Method, Scheme, Shape, Stored, with_names_of_stacks
 from quire.engine.models.quantization.mxfp4 import MxFp4
@@ -105,6 +105,7 @@ class Targets:
 @dataclass(frozen=True, kw_only=True)
 class CompressedTensors(Method):
     name: str = "compressed-tensors"
+    names_heads: ClassVar[bool] = True
     groups: tuple[tuple[Targets, Scheme | None], ...]
     ignored: Targets
     sparse: Targets | None = None

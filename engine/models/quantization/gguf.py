@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from quire.engine.models.quantization.method import Method, Scheme, Shape, Stored
 from quire.engine.models.quantization.settings import WHERE
@@ -58,6 +58,7 @@ SCHEMES = {
 @dataclass(frozen=True, kw_only=True)
 class GgufMethod(Method):
     name: str = "gguf"
+    names_heads: ClassVar[bool] = True
     types: Mapping[str, str]
     """The type of each module's weight, for modules that are quantized. The experts of a layer share an entry: that of
     model.layers.0.mlp.experts.7.up_proj is model.layers.0.mlp.experts.up_proj."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from quire.engine.models.quantization.method import FLOATS, Method, Scheme, Shape, Stored
 from quire.engine.models.quantization.settings import WHERE, check_expression, check_neutral, choose
@@ -60,6 +60,7 @@ class GptqScheme(Scheme):
 @dataclass(frozen=True, kw_only=True)
 class Gptq(Method):
     name: str = "gptq"
+    names_heads: ClassVar[bool] = True
     default: GptqScheme
     rules: tuple[tuple[str, GptqScheme | None], ...] = ()
     """Expressions for modules' names, in the order of precedence, and their schemes (`dynamic`)."""

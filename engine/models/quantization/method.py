@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 Shape = tuple[int, ...]
 FLOATS = ("F32", "BF16", "F16")
@@ -72,6 +72,8 @@ class Method(ABC):
 
     name: str
     """As `quant_method` in config.json."""
+    names_heads: ClassVar[bool] = False
+    """Whether the settings tell quantized heads from plain ones, without a look at headers."""
 
     @abstractmethod
     def scheme(self, module: str) -> Scheme | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from quire.engine.models.quantization.method import Method, Scheme
 from quire.engine.models.quantization.nvfp4 import MODELOPT
@@ -35,6 +35,7 @@ _KNOWN = (
 @dataclass(frozen=True, kw_only=True)
 class ModelOpt(Method):
     name: str = "modelopt"
+    names_heads: ClassVar[bool] = True
     layers: Mapping[str, Scheme | None] = field(default_factory=dict)
     """By the name of a module that contains what is quantized so; the empty name is the whole model."""
     excluded: tuple[str, ...] = ()

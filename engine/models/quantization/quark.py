@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from quire.engine.models.quantization.method import Method, Scheme
 from quire.engine.models.quantization.mxfp4 import MxFp4
@@ -35,6 +35,7 @@ _ROTATIONS = ("rotation", "quarot")
 @dataclass(frozen=True, kw_only=True)
 class Quark(Method):
     name: str = "quark"
+    names_heads: ClassVar[bool] = True
     of_layers: tuple[tuple[str, Scheme | None], ...] = ()
     """By wildcards, the first that matches."""
     of_others: Scheme | None

@@ -32,8 +32,10 @@ from transformers import (
 )
 
 from quire.engine.config.engine_config import EngineConfig
+from quire.engine.config.memory_plan import MemoryPlan
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.attention import Batch
+from quire.engine.layers.linear import Linear
 from quire.engine.models.encoder import Encoder
 from quire.engine.models.encoder_spec import EncoderSpec as Description
 from quire.engine.models.families import transformers_backend
@@ -42,6 +44,7 @@ from quire.engine.models.families.tensors import checkpoint_tensors
 from quire.engine.models.loader import build, load_model, needed_tensors
 from quire.engine.protocol.errors import ConfigError
 from tests.fakes.model_logits import CPU, configure
+from tests.fakes.quantized_checkpoints import quantize
 from tests.fakes.ranks import on_ranks
 from tests.fakes.sentence import hidden_states
 
@@ -133,6 +136,28 @@ def test_the_first_berts_name_their_norms_otherwise(tmp_path: Path) -> None:
     save_file(renamed, path)
     (found,) = on_ranks(1, partial(states, configure(tmp_path), prompts()))
     torch.testing.assert_close(found[2], expected[2], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["gptq, act order", "fp8"])
+def test_quantized_weights_are_kept_and_planned(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    BertModel(BertConfig(**SIZES | {"hidden_size": 64, "intermediate_size": 128})).save_pretrained(tmp_path)
+    quantize(tmp_path, name)
+    expected = hidden_states(tmp_path / "whole", prompts())
+    for tp in (1, 2):
+        config = configure(tmp_path, tensor_parallel_size=tp)
+        for result in on_ranks(tp, partial(states, config, prompts())):
+            for found, right in zip(result, expected, strict=True):
+                torch.testing.assert_close(found, right, rtol=1e-3, atol=1e-3)
+    encoder = load_model(configure(tmp_path), 0, Parallel(), CPU)
+    tensors = [*encoder.parameters()]
+    for layer in encoder.modules():
+        if isinstance(layer, Linear):
+            assert layer.quantized is not None
+            assert layer._product is not None
+            tensors += layer._product.state()
+    planned = MemoryPlan.of(configure(tmp_path)).weights[0]
+    assert sum(tensor.nbytes for tensor in tensors) == pytest.approx(planned, rel=0.03)
 
 
 def test_int8_weights_stay_close(tmp_path: Path) -> None:

@@ -98,3 +98,15 @@ def test_weights_are_planned_as_stored(name: str, tp: int, pp: int, tmp_path: Pa
 def test_what_does_not_fit_is_refused_with_the_bytes_as_stored(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"weights 42\.5 GiB \(fp8: fp8 weights, widened in registers"):
         plan(tmp_path, "DeepSeek R1", 8, 2, memory=300 * GB)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_quantized_head_is_planned_in_its_bits(tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    for has_head in (False, True):
+        settings = {"quant_method": "gptq", "bits": 4, "group_size": 128, "lm_head": has_head}
+        config = MODEL_CONFIGS["Llama 3 70B"] | {"quantization_config": settings, "tie_word_embeddings": tied}
+        monkeypatch.setitem(CONFIGS, "Llama 3 70B", config)
+        sizes.append(plan(tmp_path, "Llama 3 70B", 1, 1)[0])
+    head = config["vocab_size"] * config["hidden_size"]
+    assert sizes[0] - sizes[1] == pytest.approx(0 if tied else head * (2 - 0.5 - 2 / 128), rel=0.01)
