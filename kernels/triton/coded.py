@@ -19,14 +19,7 @@ from torch import Tensor
 from quire.kernels.coded_words import CodedWords
 from quire.kernels.quantized import VALUES
 from quire.kernels.triton.elementwise import KINDS, act_mul
-from quire.kernels.triton.experts import (
-    _PROCESSORS,
-    _SORTED_AT_ONCE,
-    _SUMMED_AT_ONCE,
-    _block_rows,
-    _sort_kernel,
-    _sum_kernel,
-)
+from quire.kernels.triton.experts import _PROCESSORS, _block_rows, sort_pairs, sum_pairs
 
 
 class _Decoding(NamedTuple):
@@ -386,32 +379,6 @@ def coded_fused_experts(
     both = _grouped(x, gate_up, gate_up_bias, pairs, blocks, rows, top_k)
     outer = _grouped(act_mul(both, activation), down, down_bias, pairs, blocks, rows, 1)
     return sum_pairs(outer, weights, ids, experts)
-
-
-def sort_pairs(ids: Tensor, experts: int, rows: int) -> tuple[Tensor, Tensor]:
-    """The pairs of `ids` by expert, and blocks of up to `rows` of them: see `_sort_kernel`."""
-    count = ids.numel()
-    most = min(count, triton.cdiv(count, rows) + experts)
-    pairs = torch.empty(count, dtype=torch.int32, device=ids.device)
-    blocks = torch.empty((most, 3), dtype=torch.int32, device=ids.device)
-    _sort_kernel[(experts,)](
-        *(ids, pairs, blocks, count, experts, most),
-        ROWS=rows,
-        EXPERTS=max(32, triton.next_power_of_2(experts)),
-        CHUNK=min(_SORTED_AT_ONCE, max(32, triton.next_power_of_2(count))),
-        num_warps=4,
-    )
-    return pairs, blocks
-
-
-def sum_pairs(rows: Tensor, weights: Tensor, ids: Tensor, experts: int) -> Tensor:
-    """The weighted sums `[tokens, hidden]` of the rows `[pairs, hidden]` of each token."""
-    (tokens, top_k), hidden = ids.shape, rows.shape[1]
-    out = rows.new_empty(tokens, hidden)
-    _sum_kernel[tokens, triton.cdiv(hidden, _SUMMED_AT_ONCE)](
-        *(rows, weights, ids, out, experts, hidden), TOP_K=top_k, BLOCK=_SUMMED_AT_ONCE, num_warps=4
-    )
-    return out
 
 
 def _grouped(

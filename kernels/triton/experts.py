@@ -166,6 +166,32 @@ def _sum_kernel(rows, weights, ids, out, experts, columns, TOP_K: tl.constexpr, 
     tl.store(out + token * columns + column, total.to(out.dtype.element_ty), mask=column < columns)
 
 
+def sort_pairs(ids: Tensor, experts: int, rows: int) -> tuple[Tensor, Tensor]:
+    """The pairs of `ids` by expert, and blocks of up to `rows` of them: see `_sort_kernel`."""
+    count = ids.numel()
+    most = min(count, triton.cdiv(count, rows) + experts)
+    pairs = torch.empty(count, dtype=torch.int32, device=ids.device)
+    blocks = torch.empty((most, 3), dtype=torch.int32, device=ids.device)
+    _sort_kernel[(experts,)](
+        *(ids, pairs, blocks, count, experts, most),
+        ROWS=rows,
+        EXPERTS=max(32, triton.next_power_of_2(experts)),
+        CHUNK=min(_SORTED_AT_ONCE, max(32, triton.next_power_of_2(count))),
+        num_warps=4,
+    )
+    return pairs, blocks
+
+
+def sum_pairs(rows: Tensor, weights: Tensor, ids: Tensor, experts: int) -> Tensor:
+    """The weighted sums `[tokens, hidden]` of the rows `[pairs, hidden]` of each token."""
+    (tokens, top_k), hidden = ids.shape, rows.shape[1]
+    out = rows.new_empty(tokens, hidden)
+    _sum_kernel[tokens, triton.cdiv(hidden, _SUMMED_AT_ONCE)](
+        *(rows, weights, ids, out, experts, hidden), TOP_K=top_k, BLOCK=_SUMMED_AT_ONCE, num_warps=4
+    )
+    return out
+
+
 def fused_experts(
     x: Tensor,
     weights: Tensor,
@@ -179,30 +205,20 @@ def fused_experts(
     """See `quire.kernels.reference`. Does not wait for the device; all shapes depend on those of the arguments."""
     if activation not in KINDS:
         raise KeyError(activation)
-    (tokens, hidden), (experts, _, size), top_k = x.shape, down.shape, ids.shape[1]
-    count = tokens * top_k
+    (experts, hidden, size), count, top_k = down.shape, ids.numel(), ids.shape[1]
     if not count or not experts:
         return torch.zeros_like(x)
     x, weights, ids = x.contiguous(), weights.contiguous(), ids.contiguous()
     rows = _block_rows(count, experts)
-    most = min(count, triton.cdiv(count, rows) + experts)
-    pairs = torch.empty(count, dtype=torch.int32, device=x.device)
-    blocks = torch.empty((most, 3), dtype=torch.int32, device=x.device)
-    _sort_kernel[(experts,)](
-        *(ids, pairs, blocks, count, experts, most),
-        ROWS=rows,
-        EXPERTS=max(32, triton.next_power_of_2(experts)),
-        CHUNK=min(_SORTED_AT_ONCE, max(32, triton.next_power_of_2(count))),
-        num_warps=4,
-    )
+    pairs, blocks = sort_pairs(ids, experts, rows)
     inner, outer = x.new_empty(count, size), x.new_empty(count, hidden)
     for source, matrices, bias, result, per_row in (
         (x, gate_up, gate_up_bias, inner, top_k),
         (inner, down, down_bias, outer, 1),
     ):
         columns = result.shape[1]
-        shape = _shape(rows, most, columns, x.dtype)
-        _grouped_kernel[(most, triton.cdiv(columns, shape.columns))](
+        shape = _shape(rows, len(blocks), columns, x.dtype)
+        _grouped_kernel[len(blocks), triton.cdiv(columns, shape.columns)](
             *(source, matrices, matrices if bias is None else bias, result, pairs, blocks),
             *(columns, source.shape[1], source.stride(0), matrices.stride(0), matrices.stride(1), per_row),
             GATED=result is inner,
@@ -215,8 +231,4 @@ def fused_experts(
             num_warps=shape.warps,
             num_stages=shape.stages,
         )
-    out = torch.empty_like(x)
-    _sum_kernel[(tokens, triton.cdiv(hidden, _SUMMED_AT_ONCE))](
-        *(outer, weights, ids, out, experts, hidden), TOP_K=top_k, BLOCK=_SUMMED_AT_ONCE, num_warps=4
-    )
-    return out
+    return sum_pairs(outer, weights, ids, experts)

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from quire.kernels.cache import LARGEST
 from quire.kernels.coded_words import ROUNDED_GROUP
-from quire.kernels.triton.coded import sort_pairs, sum_pairs
 from quire.kernels.triton.elementwise import KINDS, _e4m3, act_mul
-from quire.kernels.triton.experts import _block_rows
+from quire.kernels.triton.experts import _block_rows, sort_pairs, sum_pairs
 
 DEPTH = ROUNDED_GROUP
 """Inputs of a step."""
