@@ -174,6 +174,11 @@ def round_rows(x: Tensor, dtype: torch.dtype, groups: int = 1) -> tuple[Tensor, 
     return (codes.round() if dtype == torch.int8 else codes).to(dtype), scales
 
 
+def typed_codes(weight: QuantizedWeight) -> Tensor:
+    """The codes of int8 or fp8 as numbers of their type, in the same memory."""
+    return weight.codes.view(torch.int8 if weight.values == "int8" else torch.float8_e4m3fn)
+
+
 def rounded_matmul(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
     """Multiply `x` `[rows, in]`, rounded by `round_rows`, by a weight `[out, in]`: `[rows, out]` of the type of `x`.
 

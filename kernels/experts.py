@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels import linear, packed, quantized, reference
+from quire.kernels import coded_words, linear, packed, quantized, reference
 from quire.kernels.dispatch import by_device
 from quire.kernels.quantized import QuantizedWeight
 
@@ -26,6 +26,8 @@ _packed_experts = by_device(packed.packed_experts)
 _pack_tiles = by_device(packed.pack_tiles)
 _pack_coded_tiles = by_device(quantized.pack_coded_tiles)
 _coded_experts = by_device(quantized.coded_experts)
+_coded_fused_experts = by_device(coded_words.coded_fused_experts)
+_rounded_fused_experts = by_device(coded_words.rounded_fused_experts)
 
 
 class PackedExperts(ABC):
@@ -90,9 +92,11 @@ def _pack_quantized(
     if isinstance(gate_up, QuantizedWeight) and isinstance(down, QuantizedWeight):
         both = gate_up, down
         is_plain = all(each.columns is None and each.rounding is None for each in both)
-        if is_plain and gate_up.codes.device.type != "cpu":
-            return PlainExperts(gate_up.dequantize(), down.dequantize(), activation, *biases)
-        if all(linear.rounds_inputs(each) for each in both):
+        rounds = all(linear.rounds_inputs(each) for each in both)
+        if is_plain and linear.gpu_capability(gate_up.codes.device) is not None:
+            pack = RoundedExperts if rounds else CodedWordsExperts
+            return pack(gate_up, down, activation, *biases)
+        if rounds:
             if linear.packing(gate_up.codes, "int8") is linear.Int8Linear:
                 return TiledExperts(gate_up, down, activation, *biases)
         elif is_plain and gate_up.values == down.values and _fits_tiles(down):
@@ -117,8 +121,7 @@ class PlainExperts(PackedExperts):
     def __init__(
         self, gate_up: Tensor, down: Tensor, activation: str, gate_up_bias: Tensor | None, down_bias: Tensor | None
     ) -> None:
-        first_bias, second_bias = (bias if bias is None else bias.detach() for bias in (gate_up_bias, down_bias))
-        self._weights = gate_up.detach(), down.detach(), activation, first_bias, second_bias
+        self._weights = gate_up.detach(), down.detach(), activation, *_detached(gate_up_bias, down_bias)
 
     def __call__(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         return fused_experts(x, weights, ids, *self._weights)
@@ -187,6 +190,58 @@ class CodedExperts(PackedExperts):
 
     def state(self, index: int) -> list[Tensor]:
         return _tensors_at(self._weights, index)
+
+
+class CodedWordsExperts(PackedExperts):
+    """Weights in few bits as they are published, on a GPU, as those of `linear.CodedWordsLinear`."""
+
+    def __init__(
+        self,
+        gate_up: QuantizedWeight,
+        down: QuantizedWeight,
+        activation: str,
+        gate_up_bias: Tensor | None,
+        down_bias: Tensor | None,
+    ) -> None:
+        self._weights = coded_words.pack_words(gate_up), coded_words.pack_words(down)
+        self._activation, self._biases = activation, _detached(gate_up_bias, down_bias)
+
+    def __call__(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        return _coded_fused_experts(x, weights, ids, *self._weights, self._activation, *self._biases)
+
+    @property
+    def layout(self) -> str:
+        return f"{super().layout} of {[(each.values, each.inputs, each.group) for each in self._weights]}"
+
+    def state(self, index: int) -> list[Tensor]:
+        weights = [each for weight in self._weights for each in weight.at(index).tensors]
+        return weights + _tensors_at(self._biases, index)
+
+
+class RoundedExperts(PackedExperts):
+    """Weights of 8 bits as they are published, on a GPU, as those of `linear.RoundedLinear`."""
+
+    def __init__(
+        self,
+        gate_up: QuantizedWeight,
+        down: QuantizedWeight,
+        activation: str,
+        gate_up_bias: Tensor | None,
+        down_bias: Tensor | None,
+    ) -> None:
+        first, second = ((coded_words.typed_codes(each), each.scales) for each in (gate_up, down))
+        self._weights = *first, *second, activation, *_detached(gate_up_bias, down_bias)
+
+    def __call__(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        return _rounded_fused_experts(x, weights, ids, *self._weights)
+
+    def state(self, index: int) -> list[Tensor]:
+        return _tensors_at(self._weights, index)
+
+
+def _detached(gate_up_bias: Tensor | None, down_bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    first, second = (bias if bias is None else bias.detach() for bias in (gate_up_bias, down_bias))
+    return first, second
 
 
 def _tiled_biases(gate_up_bias: Tensor | None, down_bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:

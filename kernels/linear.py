@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels import dispatch, isa, packed, quantized, reference
+from quire.kernels import coded_words, dispatch, isa, packed, quantized, reference
+from quire.kernels.cache import FP8_CAPABILITY
 from quire.kernels.dispatch import by_device
 from quire.kernels.quantized import QuantizedWeight
 
@@ -37,6 +38,8 @@ _int8_linear = by_device(packed.int8_linear)
 _int4_linear = by_device(packed.int4_linear)
 _pack_coded_tiles = by_device(quantized.pack_coded_tiles)
 _coded_linear = by_device(quantized.coded_linear)
+_coded_matmul = by_device(coded_words.coded_matmul)
+_rounded_matmul = by_device(coded_words.rounded_matmul)
 
 _ROWS_HINT = 256
 """The number of rows that oneDNN packs for. A weight packed for few rows is slow for many; the reverse is not true."""
@@ -66,7 +69,7 @@ def pack_linear(weight: Tensor | QuantizedWeight, quantization: Quantization | N
 
     int8: one scale per output feature and one per row of `x`, computed at run time (W8A8, dynamic).
     int4: a scale and a zero per group of up to 128 weights of an output feature; `in` must be a multiple of 32.
-    A quantized weight keeps its codes on a CPU; elsewhere it is dequantized.
+    A quantized weight keeps its codes.
     """
     if isinstance(weight, QuantizedWeight):
         return _pack_quantized(weight)
@@ -88,12 +91,13 @@ def pack_gated(
 def _pack_quantized(weight: QuantizedWeight, activation: str = "") -> PackedLinear:
     if weight.rounding is not None:
         scaled = replace(weight, scales=weight.scales * weight.rounding[0], rounding=None, activations=None)
-        return RoundedLinear(_pack_quantized(scaled, activation), weight.rounding)
+        return StaticScaleLinear(_pack_quantized(scaled, activation), weight.rounding)
     if weight.columns is not None:
         return GatheredLinear(_pack_quantized(replace(weight, columns=None), activation), weight.columns)
-    if weight.codes.device.type != "cpu":
-        product: PackedLinear = PlainLinear(weight.dequantize())
-    elif not rounds_inputs(weight):
+    rounds = rounds_inputs(weight)
+    if gpu_capability(weight.codes.device) is not None:
+        product: PackedLinear = RoundedLinear(weight) if rounds else CodedWordsLinear(weight)
+    elif not rounds:
         return CodedLinear(weight, activation)
     elif packing(weight.codes, "int8") is Int8Linear:
         return Int8Linear(weight, activation)
@@ -102,13 +106,22 @@ def _pack_quantized(weight: QuantizedWeight, activation: str = "") -> PackedLine
     return PackedGatedLinear(product, activation) if activation else product
 
 
+def gpu_capability(device: torch.device) -> tuple[int, int] | None:
+    """The compute capability of a GPU; None: the device is a CPU."""
+    return None if device.type == "cpu" else torch.cuda.get_device_capability(device)
+
+
 def rounds_inputs(weight: QuantizedWeight) -> bool:
-    """Whether `int8_linear` can multiply by it: its inputs may be rounded, and its factors are one scale per output
-    feature."""
-    is_plain = weight.scales.shape[-1] == 1 and all(
-        each is None for each in (weight.offsets, weight.columns, weight.rounding)
-    )
-    return weight.values == weight.activations == "int8" and is_plain
+    """Whether products round their inputs to the type of the weight (W8A8): they may, and the device has an operation
+    for the type and for the groups."""
+    is_plain = all(each is None for each in (weight.offsets, weight.columns, weight.rounding))
+    if weight.values != weight.activations or not is_plain:
+        return False
+    of_rows = weight.scales.shape[-1] == 1
+    if weight.values == "int8":
+        return of_rows
+    of_groups = weight.codes.shape[-1] == coded_words.ROUNDED_GROUP * weight.scales.shape[-1]
+    return (gpu_capability(weight.codes.device) or (0, 0)) >= FP8_CAPABILITY and (of_rows or of_groups)
 
 
 def packing(weight: Tensor, quantization: Quantization | None) -> Callable[[Tensor], PackedLinear]:
@@ -310,6 +323,32 @@ class CodedLinear(PackedLinear):
         return [self._weight, self._scales]
 
 
+class CodedWordsLinear(PackedLinear):
+    """A weight in few bits as it is published, on a GPU: `x` is not rounded, and codes are widened in registers."""
+
+    def __init__(self, weight: QuantizedWeight) -> None:
+        self._weight = coded_words.pack_words(weight)
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return _coded_matmul(x, self._weight, bias)
+
+    def state(self) -> list[Tensor]:
+        return self._weight.tensors
+
+
+class RoundedLinear(PackedLinear):
+    """A weight of 8 bits as it is published, on a GPU: `x` is rounded to its type, which tensor cores multiply."""
+
+    def __init__(self, weight: QuantizedWeight) -> None:
+        self._weight = coded_words.typed_codes(weight), weight.scales
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return _rounded_matmul(x, *self._weight, bias)
+
+    def state(self) -> list[Tensor]:
+        return [*self._weight]
+
+
 class GatheredLinear(PackedLinear):
     """A matmul whose columns are in another order than the inputs."""
 
@@ -331,7 +370,7 @@ class GatheredLinear(PackedLinear):
         self._product.restore(product)
 
 
-class RoundedLinear(PackedLinear):
+class StaticScaleLinear(PackedLinear):
     """A matmul of inputs that are rounded to integers of 8 bits in steps of constant size."""
 
     def __init__(self, product: PackedLinear, rounding: Tensor) -> None:

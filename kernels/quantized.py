@@ -64,7 +64,7 @@ class QuantizedWeight:
     """The input of each column, int64 `[columns]` or `[experts, columns]`, if they are not in order; the number of
     inputs for a column that has none."""
     activations: str | None = None
-    """int8: inputs may be rounded to 8 bits, with a scale for each row."""
+    """int8 or fp8: inputs may be rounded to this, with a scale for each row, or for the inputs of each group in it."""
     wide: bool = False
     """Scales need the precision of float32."""
     rounding: Tensor | None = None

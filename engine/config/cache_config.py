@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from quire.engine.config import devices
-from quire.engine.config.devices import Devices
+from quire.engine.config.devices import FP8_CAPABILITY, Devices
 from quire.engine.config.engine_config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from quire.engine.config.kv_cache_groups import cache_specs, group_layers
 from quire.engine.config.options import EngineOptions
 from quire.engine.models.encoder_spec import EncoderSpec
 from quire.engine.protocol.errors import ConfigError
-
-_FP8_CAPABILITY = (8, 9)
-"""First compute capability of NVIDIA GPUs with instructions to read 8-bit floats."""
 
 
 def resolve(
@@ -42,10 +38,9 @@ def check_gpus(options: EngineOptions, cache: CacheConfig, available: Devices) -
     """
     if cache.dtype != "fp8" or options.attention_backend == "reference":
         return
-    found = devices.gpu_capabilities() if available.capability is None else [*filter(None, [available.capability])]
-    for number, (major, minor) in enumerate(found):
-        if (major, minor) < _FP8_CAPABILITY and (not available.order or number in available.order):
-            minimum = "{}.{}".format(*_FP8_CAPABILITY)
+    for number, (major, minor) in available.capabilities().items():
+        if (major, minor) < FP8_CAPABILITY:
+            minimum = "{}.{}".format(*FP8_CAPABILITY)
             raise ConfigError(
                 f"--kv-cache-dtype {options.kv_cache_dtype} needs GPUs of compute capability {minimum} or higher, but "
                 f"GPU {number} has {major}.{minor}; use --kv-cache-dtype int8 or auto"

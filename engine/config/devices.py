@@ -12,6 +12,8 @@ from typing import Any, Literal
 from quire.engine.config import topology
 from quire.engine.protocol.errors import ConfigError
 
+FP8_CAPABILITY = (8, 9)
+"""First compute capability of NVIDIA GPUs with instructions for 8-bit floats."""
 SHARE = "QUIRE_SHARE_GPU"
 """Environment variable: 1 lets several ranks share a GPU, to test a layout."""
 
@@ -29,6 +31,11 @@ class Devices:
     """Links between all `count` devices; empty on CPU."""
     capability: tuple[int, ...] | None = None
     """Compute capability of GPUs that are described, empty if it is not known; None: NVML reports it."""
+
+    def capabilities(self) -> dict[int, tuple[int, ...]]:
+        """The compute capabilities of the GPUs in use, by number, as far as they are known."""
+        found = gpu_capabilities() if self.capability is None else [*filter(None, [self.capability])]
+        return {number: each for number, each in enumerate(found) if not self.order or number in self.order}
 
 
 def find(kind: Literal["auto", "cpu", "cuda"], groups: Sequence[int]) -> Devices:

@@ -54,11 +54,14 @@ class ModelConfig:
     """The pooling of an embedding model; None: the model generates text."""
     quantized: Method | None = None
     """How the checkpoint is quantized."""
+    w8a8: tuple[Literal["int8", "fp8"], ...] = ("int8",)
+    """Types in which the device multiplies quantized weights by inputs that are rounded to the same."""
 
-    def keeps_quantized(self, device: str) -> bool:
-        """Whether weights are kept as a quantized checkpoint stores them. Otherwise they are dequantized to `dtype`, or
-        requantized to `quantization`."""
-        return self.quantized is not None and self.quantization is None and device == "cpu"
+    @property
+    def keeps_quantized(self) -> bool:
+        """Whether weights are kept as a quantized checkpoint stores them. Otherwise they are requantized to
+        `quantization`."""
+        return self.quantized is not None and self.quantization is None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 
 from quire.engine.config import cuda_graph_sizes, parallel_config
@@ -164,20 +164,23 @@ def read_bytes(config: EngineConfig, arch: ModelSpec, stage: int, weights: int, 
 
 def matrix_bytes(model: ModelConfig, device: str, number: int, matrix: MatrixShape) -> int:
     """Bytes of weights of layer `number` as a rank has them in memory."""
-    form = form_of_matrix(model, device, number, matrix)
+    form = form_of_matrix(model, number, matrix)
     if form is not None:
-        return matrix.number * form.packed_bytes(matrix.rows, matrix.columns)
+        return matrix.number * form.packed_bytes(matrix.rows, matrix.columns, device)
     width = DTYPE_BYTES[model.dtype]
     return matrix.number * packed_bytes(matrix.rows, matrix.columns, model.quantization, width)
 
 
-def form_of_matrix(model: ModelConfig, device: str, number: int | None, matrix: MatrixShape) -> Form | None:
-    """How weights of layer `number`, or outside the layers, are kept as the checkpoint stores them; None: plain."""
+def form_of_matrix(model: ModelConfig, number: int | None, matrix: MatrixShape) -> Form | None:
+    """How weights of layer `number`, or outside the layers, are kept as the checkpoint stores them; None: in the
+    model's type. `activations` is a type that the device can round them to."""
     arch = model.architecture
-    if model.quantized is None or not model.keeps_quantized(device) or not matrix.module:
+    if model.quantized is None or not model.keeps_quantized or not matrix.module:
         return None
     names = [matrix.module] if isinstance(arch, TransformersModelSpec) else weight_names(arch, number, matrix.module)
-    return form_of([model.quantized.scheme(name) for name in names], 0, matrix.columns, matrix.inputs or matrix.columns)
+    schemes = [model.quantized.scheme(name) for name in names]
+    form = form_of(schemes, 0, matrix.columns, matrix.inputs or matrix.columns)
+    return form if form is None or form.activations in model.w8a8 else replace(form, activations=None)
 
 
 def packed_bytes(rows: int, columns: int, quantization: str | None, width: int) -> int:
@@ -274,29 +277,36 @@ def tokens_in_cache(config: EngineConfig) -> int:
 
 
 def quantized_text(config: EngineConfig) -> str:
-    """Say how the weights of a quantized checkpoint are kept."""
-    model, parallel = config.model, config.parallel
+    """Say how the weights of a quantized checkpoint are kept and multiplied, and in which layers, if they differ."""
+    model, tp = config.model, config.parallel.tensor_parallel_size
     assert model.quantized is not None
-    name, arch = model.quantized.name, parallel_config.rank_spec(model.architecture, parallel)
-    if not model.keeps_quantized(parallel.device):
-        return f"dequantized from {name} while loading" if model.quantization is None else f"requantized from {name}"
-    matrices = Counter[str]()
+    name, arch = model.quantized.name, parallel_config.rank_spec(model.architecture, config.parallel)
+    if not model.keeps_quantized:
+        return f"requantized from {name}"
+    sizes, layers = Counter[str](), defaultdict[tuple[str, str], set[int]](set)
     for number, layer in enumerate(arch.layers):
-        for each in layer.matrices(arch.hidden_size, parallel.tensor_parallel_size):
-            form = form_of_matrix(model, parallel.device, number, each)
-            matrices[_form_text(form, model.dtype)] += each.elements
-    kept = [text for text, _ in matrices.most_common()]
-    return f"{name}: {', '.join(kept)}"
+        for each in layer.matrices(arch.hidden_size, tp):
+            text = _form_text(form_of_matrix(model, number, each), each.columns, model.dtype)
+            part = each.module.rpartition(".")[0].rpartition(".")[2].replace("_", " ")
+            sizes[text] += each.elements
+            layers[text, part].add(number)
+            layers["", part].add(number)
+
+    def parts(text: str) -> str:
+        found = {part: own for (of, part), own in layers.items() if of == text}
+        whole = (part if own == layers["", part] else f"{part} of {len(own)} layers" for part, own in found.items())
+        return f" ({', '.join(whole)})" if len(sizes) > 1 else ""
+
+    return f"{name}: {'; '.join(text + parts(text) for text, _ in sizes.most_common())}"
 
 
-def _form_text(form: Form | None, dtype: str) -> str:
+def _form_text(form: Form | None, columns: int, dtype: str) -> str:
     if form is None:
-        return f"some layers in {dtype}"
+        return f"{dtype} weights"
     if form.has_rounding:
-        return "int8 weights, widened in registers, by inputs rounded to int8"
-    if form.activations == "int8" and form.values == "int8":
-        return "int8 weights, multiplied as int8"
-    return f"{form.values} weights, widened in registers"
+        return f"{form.values} weights, widened in registers, by inputs rounded to int8"
+    how = f"multiplied as {form.values}" if form.rounds_inputs(columns) else "widened in registers"
+    return f"{form.values} weights, {how}"
 
 
 def format_bytes(count: int) -> str:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from quire.engine.config import devices, model_files, model_folder, pooling
-from quire.engine.config.devices import Devices
+from quire.engine.config.devices import FP8_CAPABILITY, Devices
 from quire.engine.config.engine_config import DTYPE_BYTES, INT4_GROUPS, ModelConfig, ParallelConfig
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.pooling import Pooling
@@ -67,6 +67,7 @@ def resolve(options: EngineOptions, available: Devices) -> ModelConfig:
         max_output_tokens=_max_output_tokens(options, generation_config),
         packed_cache=0.0 if options.packed_cache == "off" else options.packed_cache,
         quantized=None if options.load_format == "dummy" else quantized,
+        w8a8=_w8a8(available) if quantized is not None else ("int8",),
         eos_token_ids=_eos_token_ids(
             {generation: generation_config, str(path / "config.json"): hf_config}, arch.vocab_size
         ),
@@ -198,6 +199,12 @@ def _choose_quantization(options: EngineOptions, quantized: Method | None) -> Li
         )
     logger.warning("--quantization %s has no effect: the checkpoint is quantized with it", requested)
     return None
+
+
+def _w8a8(available: Devices) -> tuple[Literal["int8", "fp8"], ...]:
+    """Return the types in which the device multiplies rounded inputs. GPUs of unknown compute capability have all."""
+    has_fp8 = available.kind == "cuda" and all(each >= FP8_CAPABILITY for each in available.capabilities().values())
+    return ("int8", "fp8") if has_fp8 else ("int8",)
 
 
 def _choose_max_model_len(options: EngineOptions, arch: ModelSpec, pooler: Pooling | None) -> int:

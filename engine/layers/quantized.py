@@ -70,7 +70,7 @@ class QuantizedParameters(nn.Module):
             offsets,
             activations=self._form.activations,
             wide=self._form.wide,
-            rounding=self._rounding,
+            rounding=None if self._rounding is None else self._rounding.to(codes.device),
         )
         return weight if self._order is None else _ordered(weight, self._order, self._form.group)
 
@@ -114,6 +114,7 @@ def _ordered(weight: QuantizedWeight, order: Tensor, group: int) -> QuantizedWei
         columns[expert, torch.arange(inputs) + starts[own[by_group]]] = by_group
     if order.ndim == 1:
         groups, columns = groups[0], columns[0]
+    groups, columns = (each.to(weight.codes.device) for each in (groups, columns))
 
     def gathered(tensor: Tensor, places: Tensor) -> Tensor:
         return tensor.gather(-1, places.unsqueeze(-2).expand(*tensor.shape[:-1], -1))

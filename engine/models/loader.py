@@ -112,7 +112,7 @@ def load_model(
     prefix = "" if is_built else FAMILIES[model.architecture.name].prefix
     shapes = {name: NeededTensor(places[0][2].shape, places[0][2].is_transposed) for name, places in needed.items()}
     checkpoint = Checkpoint(model, prefix, shapes)
-    needed = _quantized_places(decoder, needed, checkpoint, keep=pack and model.keeps_quantized(device.type))
+    needed = _quantized_places(decoder, needed, checkpoint, keep=pack and model.keeps_quantized)
     units = _units(decoder, needed, quantization)
     if rank == 0 and not isinstance(decoder, Decoder | Encoder):
         _warn_of_surplus(decoder.surplus, model)

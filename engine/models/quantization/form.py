@@ -10,13 +10,16 @@ from quire.engine.models.quantization.method import Scheme
 
 _WORD, _MAX_GROUP = 8, 256
 """Inputs of a word of codes, and the most of a group with one pair of factors in memory."""
+_BLOCK_BYTES, _ROUNDED_GROUP = 64, 128
+"""Of a GPU: bytes of a feature in a block of codes, and the inputs of a row that are rounded with one scale."""
 ORDERED_GROUP = 32
 """Inputs that share factors on a rank that has only a part of each group, as its columns are ordered."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """See `quire.kernels.quantized.QuantizedWeight` for the fields, and `CodedTiles` for the bytes."""
+    """See `quire.kernels.quantized.QuantizedWeight` for the fields; for the bytes `CodedTiles`, and `CodedWords` of
+    GPUs."""
 
     values: str
     bits: int
@@ -31,9 +34,9 @@ class Form:
     activations: str | None
     has_rounding: bool
 
-    def packed_bytes(self, rows: int, columns: int) -> int:
+    def packed_bytes(self, rows: int, columns: int, device: str) -> int:
         """Bytes of a weight `[rows, columns]` of the rank."""
-        factors, group = 1 + self.has_offsets, min(self.group, _MAX_GROUP)
+        factors, group = 1 + self.has_offsets, self.group
         if self.group == columns and not self.has_offsets:
             factors = 0
         if self.has_order and columns < self.inputs:
@@ -42,7 +45,23 @@ class Form:
             group = ORDERED_GROUP
         size = 2 if self.bits == 4 and not self.wide else 4
         order = 8 * columns * self.has_order
-        return order + rows * columns * self.bits // 8 + factors * size * rows * -(-columns // group) + 4 * rows
+        if device == "cpu":
+            groups = -(-columns // min(group, _MAX_GROUP))
+            return order + rows * columns * self.bits // 8 + factors * size * rows * groups + 4 * rows
+        if self.rounds_inputs(columns):
+            return rows * columns + 4 * rows * columns // group
+        block = _BLOCK_BYTES * 8 // self.bits
+        if group % block:
+            group = gcd(group, block)
+        groups = -(-columns // max(group, block)) * max(group, block) // group
+        return order + rows * -(-columns // block) * _BLOCK_BYTES + factors * size * rows * groups + 4 * rows
+
+    def rounds_inputs(self, columns: int) -> bool:
+        """Whether products with `columns` inputs round them to the type of the weights (W8A8): see
+        `quire.kernels.linear.rounds_inputs`."""
+        groups = (columns, _ROUNDED_GROUP) if self.values == "fp8" else (columns,)
+        is_plain = not (self.has_offsets or self.has_order or self.has_rounding)
+        return is_plain and self.values == self.activations and self.group in groups
 
 
 def form_of(schemes: Sequence[Scheme | None], start: int, length: int, inputs: int) -> Form | None:

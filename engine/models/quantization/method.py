@@ -46,7 +46,8 @@ class Scheme(ABC):
     has_order: bool = False
     """Columns are assigned to groups by a table (GPTQ's act order)."""
     activations: Literal["int8", "fp8"] | None = None
-    """Type that the publisher rounds inputs to: a kernel may do so as well, with a scale for each row."""
+    """Type that the publisher rounds inputs to: a kernel may do so as well, with a scale for each row, or for the
+    inputs of each group in it."""
     has_rounding: bool = False
     """The publisher rounds inputs to int8 with a constant scale, and perhaps a zero point, which are stored."""
 

@@ -6,7 +6,7 @@ Source: quark/torch/export and quark/torch/quantization/config of AMD Quark.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from quire.engine.models.quantization.method import Method, Scheme
@@ -73,6 +73,11 @@ def _scheme(settings: Any, name: str) -> Scheme | None:
     weight = settings.get("weight")
     if weight is None:
         return None
+    scheme = _of_weight(weight, where)
+    return scheme if settings.get("input_tensors") else replace(scheme, activations=None)
+
+
+def _of_weight(weight: Any, where: str) -> Scheme:
     parts = weight if isinstance(weight, list) else [weight]
     of_rows = parts[0].get("ch_axis") in (None, 0)
     has_exponents = parts[0].get("scale_format") == "e8m0"

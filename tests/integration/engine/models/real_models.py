@@ -16,8 +16,8 @@ class Real:
     """Of some parameters on a rank of TP 8, worked out by hand."""
     kv_numbers: int = 0
     """In a token's KV cache on a rank of the one of two stages that has more weights; 0: not checked."""
-    fits: bool = True
-    """Whether 16 devices of 80 GiB hold it in 16 bits."""
+    stored: float = 0.0
+    """Bytes of its weights as they are published, if they are quantized."""
     copies: dict[str, int] = field(default_factory=dict)
     """Tensors, by a part of their names, that several ranks of 8 have the same slice of."""
 
@@ -153,7 +153,7 @@ REAL = {
             "layers.60.feed_forward.shared.down.weight": (7168, 256),
         },
         kv_numbers=30 * 576,
-        fits=False,
+        stored=675e9,
     ),
     "Qwen1.5-72B": Real(
         72_287_920_128,
@@ -246,6 +246,7 @@ REAL = {
             "layers.35.feed_forward.experts.down.weight": (128, 2880, 360),
             "layers.35.feed_forward.experts.down.bias": (128, 2880),
         },
+        stored=65.3e9,
     ),
     "OPT-66B": Real(
         65_719_701_504,  # published as 66B

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,20 +116,16 @@ def test_the_ranks_hold_every_element_of_the_checkpoint(name: str, memory: list[
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_the_plan_says_whether_16_devices_hold_it(name: str, memory: list[int], tmp_path: Path) -> None:
+def test_16_devices_hold_it(name: str, memory: list[int], tmp_path: Path) -> None:
     real = REAL[name]
-    if not real.fits:
-        with pytest.raises(
-            ConfigError,
-            match=r"Not enough memory: needs .* \(weights .* GiB \(dequantized from fp8 while loading\)",
-        ):
-            configure(real, tmp_path)
-        memory[:] = [141 * GIB] * TP * PP
     config = configure(real, tmp_path)
     text = plan_text(config)
     weights = [float(size) * GIB for size in re.findall(r"per rank weights ([\d.]+) GiB", text)]
-    assert sum(weights) * TP == pytest.approx(2 * real.parameters, rel=0.03)  # norms, routers and KV heads repeat
-    assert ("dequantized from" in text) == ("quantization_config" in real.config)
+    size = sum(weights) * TP
+    if real.stored:  # gpt-oss on 8 ranks has factors for groups of 8
+        assert real.stored <= size <= 1.25 * real.stored
+    else:
+        assert size == pytest.approx(2 * real.parameters, rel=0.03)  # norms, routers and KV heads repeat
     held = int(re.search(r"KV cache holds ([\d,]+) tokens", text)[1].replace(",", ""))  # type: ignore[index]
     if real.kv_numbers:
         left = (0.9 * memory[0] - max(weights)) / (2 * real.kv_numbers)
@@ -141,7 +138,8 @@ def test_the_plan_says_whether_16_devices_hold_it(name: str, memory: list[int], 
 @pytest.mark.parametrize("name", REAL)
 def test_whole_experts_take_as_much_as_slices_of_them(name: str, memory: list[int], tmp_path: Path) -> None:
     memory[:] = [160 * GIB] * TP * PP
-    real = REAL[name]
+    config = {key: value for key, value in REAL[name].config.items() if key != "quantization_config"}
+    real = replace(REAL[name], config=config)  # slices of quantized experts have more scales
     mixtures = [layer.feed_forward for layer in from_hf_config(real.config).layers]
     if not any(isinstance(mixture, MoESpec) for mixture in mixtures):
         with pytest.raises(ConfigError, match="has no experts; omit the flag"):

@@ -668,7 +668,7 @@ def test_a_cache_that_the_gpus_cannot_read_is_refused(tmp_path: Path, monkeypatc
     assert asked("fp8", *old, attention_backend="reference") == "fp8"
     found = devices.Devices("cpu", 3, 24 << 30)
     assert asked("fp8", *old, device="cpu") == "fp8"
-    assert importlib.import_module("quire.engine.config.cache_config")._FP8_CAPABILITY == FP8_CAPABILITY
+    assert devices.FP8_CAPABILITY == FP8_CAPABILITY
 
 
 def test_decodes_are_captured_for_sizes_that_pad_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
