@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels.cache import LARGEST
-from quire.kernels.quantized import VALUES, QuantizedWeight
+from quire.kernels.quantized import VALUES, QuantizedWeight, common_factor
 from quire.kernels.reference import act_mul, by_expert
 
 WORDS = 16
@@ -83,7 +83,9 @@ def pack_words(weight: QuantizedWeight) -> CodedWords:
     if groups == 1 and offsets is None:
         of_rows, group, factors = scales[..., 0], 0, (None, None)
     else:
-        of_rows = torch.ldexp(torch.ones_like(scales[..., 0]), torch.frexp(scales.abs().amax(dim=-1))[1])
+        # The largest becomes a half or a little more: kernels multiply by up to 2 ** 126.
+        of_rows = common_factor(scales, kind == torch.float32)
+        of_rows = of_rows if kind == torch.float32 else of_rows * 2**15
         size = group if group % of_block == 0 else gcd(group, of_block)
         padding = -inputs % max(size, of_block) // size
 

@@ -146,7 +146,7 @@ def pack_coded(
     if groups == 1 and offsets is None:
         of_rows = scales[:, 0]
     else:
-        of_rows = _common_factor(scales, wide)
+        of_rows = common_factor(scales, wide)
         parts = group // size
         factors = (
             (scales / of_rows[:, None]).repeat_interleave(parts, dim=1),
@@ -158,7 +158,7 @@ def pack_coded(
     return CodedTiles(weight.values, size, count, tiles, F.pad(of_rows, (0, -len(of_rows) % TILE)))
 
 
-def _common_factor(scales: Tensor, wide: bool) -> Tensor:
+def common_factor(scales: Tensor, wide: bool) -> Tensor:
     """What to divide the scales `[out, groups]` of each feature by, so that they fit float32 if `wide`, else float16:
     the largest becomes a half or a little more, or about 2 ** 14 in float16, which then loses least.
 
@@ -166,13 +166,13 @@ def _common_factor(scales: Tensor, wide: bool) -> Tensor:
     """
     mantissas, exponents = torch.frexp(scales.abs().amax(dim=1))
     if wide:
-        return torch.ldexp(torch.ones(len(scales)), exponents)
+        return torch.ldexp(torch.ones_like(mantissas), exponents)
 
     def losses(scales: Tensor, factors: Tensor) -> Tensor:
         exact = scales / factors[:, None]
         return exact.half().float().sub_(exact).abs_().sum(dim=1)
 
-    best = torch.ldexp(torch.ones(len(scales)), exponents - 15)
+    best = torch.ldexp(torch.ones_like(mantissas), exponents - 15)
     lost = losses(scales, best)
     for eighth in range(9, 16):
         (rows,) = torch.where(lost > 0)

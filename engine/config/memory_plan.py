@@ -173,7 +173,18 @@ def matrix_bytes(model: ModelConfig, device: str, number: int, matrix: MatrixSha
 
 def form_of_matrix(model: ModelConfig, number: int | None, matrix: MatrixShape) -> Form | None:
     """How weights of layer `number`, or outside the layers, are kept as the checkpoint stores them; None: in the
-    model's type. `activations` is a type that the device can round them to."""
+    model's type. `activations` is a type that the device rounds them to."""
+    form, (path, _, name) = _stored_form(model, number, matrix), matrix.module.rpartition(".")
+    if form is None or not path.endswith("experts"):
+        return form
+    # Both matrices of experts are kept, and their inputs rounded, or neither.
+    columns = matrix.rows // 2 if name == "gate_up" else matrix.rows
+    other_name = f"{path}.{'down' if name == 'gate_up' else 'gate_up'}"
+    other = _stored_form(model, number, matrix._replace(columns=columns, module=other_name))
+    return other and (form if other.rounds_inputs(columns) else replace(form, activations=None))
+
+
+def _stored_form(model: ModelConfig, number: int | None, matrix: MatrixShape) -> Form | None:
     arch = model.architecture
     if model.quantized is None or not model.keeps_quantized or not matrix.module:
         return None

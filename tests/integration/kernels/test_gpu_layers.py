@@ -146,7 +146,7 @@ def test_layouts_of_other_formats_differ() -> None:
 def test_everything_is_on_the_device(kind: str) -> None:
     """By tensors without content, which do not mix with others."""
     gate_up, down = (
-        replace(each, codes=each.codes.to("meta"), scales=each.scales.to("meta"), offsets=None)
+        replace(each, codes=each.codes.to("meta"), scales=each.scales.to("meta"), offsets=None, wide=True)
         for each in mixture(kind)
     )
     product = kernels.pack_experts(gate_up, down, "silu")

@@ -313,6 +313,6 @@ def test_float16_scales_lose_what_is_least() -> None:
     any_scales = torch.randn(40, 6)
     any_scales[3] = 0
     for scales in (exact, any_scales):
-        factors = quantized._common_factor(scales, wide=False)[:, None]
+        factors = quantized.common_factor(scales, wide=False)[:, None]
         kept = (scales / factors).half().float() * factors
         torch.testing.assert_close(kept, scales, rtol=1e-6 if scales is exact else 2**-11, atol=0)

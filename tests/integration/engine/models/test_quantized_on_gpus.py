@@ -1,0 +1,141 @@
+"""Quantized checkpoints with their layers packed as for GPUs, on tensors of the CPU: logits, and the planned bytes."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.engine.config.devices import Devices
+from quire.engine.config.engine_config import EngineConfig
+from quire.engine.config.memory_plan import MemoryPlan
+from quire.engine.config.options import EngineOptions
+from quire.engine.config.plan_text import plan_text
+from quire.engine.config.resolve import resolve
+from quire.engine.config.topology import LinkType
+from quire.engine.distributed.communicator import Parallel
+from quire.engine.distributed.expert_group import ExpertCommunicator, ExpertGroup
+from quire.engine.layers.linear import Linear
+from quire.engine.layers.moe import Experts
+from quire.engine.layers.quantized import _ordered
+from quire.engine.models.loader import load
+from quire.kernels import coded_words, linear
+from quire.kernels.quantized import QuantizedWeight
+from tests.fakes.model_logits import CPU, logits
+from tests.fakes.quantized_checkpoints import FORMATS, Format, fp8
+from tests.fakes.ranks import on_ranks
+from tests.integration.engine.models.test_quantized import write
+
+_BLOCKS_OF_128 = Format(
+    FORMATS["fp8 of blocks"].settings | {"weight_block_size": [128, 128]},
+    lambda weight: fp8(weight, (128, 128), ".weight_scale_inv"),
+    8.25,
+)
+NAMES = [*(name for name in FORMATS if name != "mxfp4"), "fp8 of 128"]
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "gpu_capability", lambda device: (9, 0))
+    monkeypatch.setattr(linear, "packing", lambda weight, quantization: linear.PlainLinear)
+    monkeypatch.setitem(FORMATS, "fp8 of 128", _BLOCKS_OF_128)
+
+
+def configure(folder: Path, capability: tuple[int, int] = (9, 0), **options: Any) -> EngineConfig:
+    described = Devices("cuda", 2, 1 << 34, (0, 1), ((LinkType.UNKNOWN,) * 2,) * 2, capability)
+    options = {"dtype": "float32", "max_model_len": 64, "kv_cache_memory_bytes": 1 << 22, **options}
+    given = EngineOptions(model=str(folder), device="cuda", packed_cache="off", **options)
+    return resolve(given, described=described)
+
+
+def packed_bytes(config: EngineConfig) -> int:
+    """Bytes of the first rank's weights as loaded."""
+    parallel, spread = Parallel(), config.parallel.experts
+    parallel.size = config.parallel.tensor_parallel_size
+    group = None if spread is None else ExpertGroup(spread, parallel, ExpertCommunicator(), ExpertCommunicator())
+    decoder, experts = load(config, 0, parallel, CPU, experts=group), 4 // (parallel.size if spread else 1)
+    total = sum(weight.nbytes for weight in decoder.parameters())
+    for layer in decoder.modules():
+        if isinstance(layer, Linear) and layer._product is not None:
+            total += sum(each.nbytes for each in layer._product.state())
+        if isinstance(layer, Experts):
+            total += sum(each.nbytes for place in range(experts) for each in layer.state(place))
+    return total
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *((name, "dense") for name in NAMES),
+        *((name, "experts") for name in ("awq", "bitsandbytes, nf4", "nvfp4", "fp8", "compressed-tensors, int8")),
+        ("fp8 of blocks", "latent"),
+        ("fp8 of 128", "latent"),
+        ("mxfp4", "stacked"),
+    ],
+)
+def test_logits_and_bytes(name: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits are those of the numbers, but for the rounding of inputs, and the bytes are those of the plan."""
+    monkeypatch.setattr(coded_words, "round_rows", lambda x, dtype, groups: (x.float(), torch.ones(len(x), groups)))
+    model = write(tmp_path, name, kind)
+    tokens = torch.randint(0, 131, (20,), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        expected = model(tokens[None]).logits[0]
+    for tp, ep in ((1, False), (2, False), (2, True))[: 2 if kind == "dense" else 3]:
+        config = configure(tmp_path, tensor_parallel_size=tp, enable_expert_parallel=ep)
+        for result in on_ranks(tp, partial(logits, config, tokens)):
+            assert (result - expected).norm() <= 1e-5 * expected.norm(), (tp, ep)
+        loaded, planned = packed_bytes(config), MemoryPlan.of(config).weights[0]
+        if "order" in name:  # a rank pads its part of each group, and knows the order of its columns
+            assert planned <= loaded <= (1.35 if tp > 1 else 1.03) * planned
+        else:
+            assert loaded == planned
+
+
+def rounded(dtype: torch.dtype, module: torch.nn.Linear, inputs: tuple[Tensor]) -> Tensor:
+    (x,) = inputs
+    groups = 2 if module.in_features == 256 and dtype == torch.float8_e4m3fn else 1
+    codes, scales = coded_words.round_rows(x.flatten(0, -2), dtype, groups)
+    return (codes.float().view(*scales.shape, -1) * scales[..., None]).view(x.shape)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("compressed-tensors, int8", torch.int8), ("fp8 of 128", torch.float8_e4m3fn)]
+)
+def test_inputs_are_rounded_as_the_publisher_does(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    model = write(tmp_path, name, "dense")
+    for path, layer in model.named_modules():
+        if isinstance(layer, torch.nn.Linear) and path != "lm_head":
+            layer.register_forward_pre_hook(partial(rounded, dtype))
+    tokens = torch.randint(0, 131, (8,), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = model(tokens[None]).logits[0]
+        result = logits(configure(tmp_path), tokens, Parallel())
+    assert (result - expected).norm() <= 0.02 * expected.norm()  # a number in the middle may be rounded either way
+
+
+def test_the_plan_says_how_weights_are_multiplied(tmp_path: Path) -> None:
+    for name, kind, new, old in (
+        ("fp8 of 128", "dense", "fp8: fp8 weights, multiplied as fp8,", "fp8: fp8 weights, widened in registers,"),
+        ("compressed-tensors, int8", "dense", *["compressed-tensors: int8 weights, multiplied as int8,"] * 2),
+        (
+            *("mxfp4", "stacked"),
+            *["mxfp4: e2m1 weights, widened in registers (experts); float32 weights (attention),"] * 2,
+        ),
+    ):
+        folder = tmp_path / name
+        folder.mkdir()
+        write(folder, name, kind)
+        assert new in plan_text(configure(folder))
+        assert old in plan_text(configure(folder, (8, 6)))
+
+
+def test_columns_in_another_order_are_on_the_device_of_the_codes() -> None:
+    for inputs in (64, 32):
+        codes, scales = torch.zeros(4, inputs, dtype=torch.uint8, device="meta"), torch.zeros(4, 4, device="meta")
+        weight = _ordered(QuantizedWeight("int4", torch.float32, codes, scales), torch.arange(64)[:inputs] % 4, 16)
+        assert weight.columns is not None
+        assert {each.device.type for each in (weight.columns, weight.codes, weight.scales)} == {"meta"}
