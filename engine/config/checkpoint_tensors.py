@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from functools import cache
 from typing import NamedTuple
 
 from quire.engine.config.engine_config import ModelConfig
@@ -105,18 +106,38 @@ def by_needed_name(headers: Mapping[str, TensorInfo], prefix: str, needed: Colle
 
 def logical_names(names: Collection[str], method: Method | None) -> set[str]:
     """The names of a checkpoint's tensors, with those of a quantized weight replaced by the weight's."""
-    if method is None:
-        return set(names)
     found = set(names)
-    for module in {part for name in names for part in (name, *(name.rpartition(each)[0] for each in "._"))}:
-        if (scheme := method.scheme(module)) is not None:
-            shape = _ANY_STACK if scheme.problem(_ANY_STACK) is None else _ANY_STACK[1:]
-            stored = {each: (info.name_in(found, each), info) for each, info in scheme.tensors(module, shape).items()}
-            if all(name is not None or info.is_optional for name, info in stored.values()):
-                own = {name for name, _ in stored.values() if name is not None}
-                found -= own
-                found.add(f"{module}.weight" if any(name.startswith(f"{module}.") for name in own) else module)
+    if method is None:
+        return found
+    for module in {name.rpartition(".")[0] for name in names}:
+        _replace_stored(found, module, method)
+    stacks = [name for name in found if not name.rpartition(".")[2].startswith(("weight", "_weight", "bias"))]
+    for module in {part for name in stacks for part in (name, name.rpartition("_")[0])}:
+        _replace_stored(found, module, method)
     return found
+
+
+def _replace_stored(found: set[str], module: str, method: Method) -> None:
+    """Replace a module's tensors by its weight, if it is quantized."""
+    if (scheme := method.scheme(module)) is None:
+        return
+    own = set()
+    for endings, is_optional in _endings(scheme):
+        name = next((name for ending in endings if (name := module + ending) in found), None)
+        if name is not None:
+            own.add(name)
+        elif not is_optional:
+            return
+    found -= own
+    found.add(f"{module}.weight" if any(name.startswith(f"{module}.") for name in own) else module)
+
+
+@cache
+def _endings(scheme: Scheme) -> list[tuple[tuple[str, ...], bool]]:
+    """What names of stored tensors have after that of the module, and whether a tensor is optional."""
+    shape = _ANY_STACK if scheme.problem(_ANY_STACK) is None else _ANY_STACK[1:]
+    stored = scheme.tensors("", shape)
+    return [((name, *info.other_names), info.is_optional) for name, info in stored.items()]
 
 
 _ANY_STACK = (2, 1024, 2048)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 from quire.engine.models.quantization.method import FLOATS, Method, Scheme, Shape, Stored, with_names_of_stacks
 from quire.engine.models.quantization.mxfp4 import MxFp4
 from quire.engine.models.quantization.nvfp4 import NvFp4
-from quire.engine.models.quantization.settings import WHERE, choose, expressions, names, refuse_unknown
+from quire.engine.models.quantization.settings import WHERE, choose, expressions, match_any, names, refuse_unknown
 from quire.engine.models.quantization.unpacked import Blocks, Unpacked
 from quire.engine.protocol.errors import ConfigError
 
@@ -96,9 +96,8 @@ class Targets:
         """The precedence of the target that matches, lowest first: that of `match_targets` in compressed-tensors."""
         if module in self.names:
             return 0, module
-        for expression in self.expressions:
-            if re.match(expression, module):
-                return 1, expression
+        if match_any(self.expressions, module):
+            return 1, next(each for each in self.expressions if re.match(each, module))
         return (2, "") if self.has_linear else None
 
 

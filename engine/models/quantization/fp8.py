@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from quire.engine.models.quantization.method import Method, Scheme
-from quire.engine.models.quantization.settings import WHERE, check_neutral, choose, expressions, names
+from quire.engine.models.quantization.settings import WHERE, check_neutral, choose, expressions, match_any, names
 from quire.engine.models.quantization.unpacked import FP8, FP8_OF_ROWS
 from quire.engine.protocol.errors import ConfigError
 
@@ -26,7 +25,7 @@ class Fp8(Method):
     def scheme(self, module: str) -> Scheme | None:
         parts = module.split(".")
         names = {".".join(parts[slice(*ends)]) for at in range(len(parts)) for ends in ((0, at + 1), (at, None))}
-        if not names.isdisjoint(self.skipped) or any(re.match(each, module) for each in self.expressions):
+        if not names.isdisjoint(self.skipped) or match_any(self.expressions, module):
             return None
         return self.layout
 

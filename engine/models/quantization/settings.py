@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import translate
 from functools import cache
 from typing import Any
@@ -73,35 +74,72 @@ def check_expression(expression: str, where: str) -> None:
         raise ConfigError(f"{where} has an invalid expression, {expression}: {error}") from None
 
 
+def match_any(expressions: tuple[str, ...], text: str) -> bool:
+    """Whether one of the regular expressions matches the start of a text."""
+    return any(each.match(text) for each in _joined(expressions))
+
+
+@cache
+def _joined(expressions: tuple[str, ...]) -> list[re.Pattern[str]]:
+    """One expression for all, if they can be joined: lists have hundreds, and models tens of thousands of modules."""
+    if not expressions:
+        return []
+    if not any(re.search(r"\\\d|\(\?P|\(\?\(", each) for each in expressions):  # which refer to groups
+        with contextlib.suppress(re.error):
+            return [re.compile("|".join(f"(?:{each})" for each in expressions))]
+    return [re.compile(each) for each in expressions]
+
+
 def is_skipped(module: str, patterns: Iterable[str]) -> bool:
     """Whether a pattern of `modules_to_not_convert` matches, by transformers' rules: it names the module, one that
     contains it, or the end of its name; or it is a regular expression that matches one of the first two."""
+    patterns = tuple(patterns)
+    return module.endswith(patterns) or match_any(_of_paths(patterns), module)
+
+
+@cache
+def _of_paths(patterns: tuple[str, ...]) -> tuple[str, ...]:
+    """Expressions for the modules that patterns match, and what they contain."""
+    found = []
     for pattern in patterns:
+        expression = rf"(?:{pattern})(?:(?<=\.)|(?=\.|$))"
         try:
-            expression = re.compile(rf"(?:{pattern})(?:(?<=\.)|(?=\.|$))")
+            re.compile(expression)
         except re.error:
-            expression = re.compile(rf"{re.escape(pattern)}(?=\.|$)")
-        if expression.match(module) or module.endswith(pattern):
-            return True
-    return False
+            expression = rf"{re.escape(pattern)}(?=\.|$)"
+        found.append(expression)
+    return tuple(found)
 
 
 def is_excluded(module: str, wildcards: Iterable[str]) -> bool:
     """Whether a shell-style wildcard matches the module or one that contains it. A star at the end of a name stands for
     what the module contains: model.layers.1* is not model.layers.10."""
-    return bool(wildcards) and _excluded(tuple(wildcards)).match(module) is not None
+    exact, others = _excluded(tuple(wildcards))
+    return any(path in exact for path in containing(module)) or match_any(others, module)
+
+
+def containing(module: str) -> Iterator[str]:
+    """The module, and those that contain it."""
+    while module:
+        yield module
+        module = module.rpartition(".")[0]
 
 
 @cache
-def _excluded(wildcards: tuple[str, ...]) -> re.Pattern[str]:
+def _excluded(wildcards: tuple[str, ...]) -> tuple[frozenset[str], tuple[str, ...]]:
+    """Names, and expressions for the other wildcards."""
     paths = [wildcard.rstrip("*") if re.search(r"[^.*]\*$", wildcard) else wildcard for wildcard in wildcards]
-    return re.compile("|".join(translate(each) for path in paths for each in (path, f"{path}.*")))
+    exact = frozenset(path for path in paths if not re.search(r"[*?\[]", path))
+    return exact, tuple(translate(each) for path in paths if path not in exact for each in (path, f"{path}.*"))
 
 
 def matches(module: str, patterns: Iterable[str]) -> bool:
     """Whether a pattern names the module, or one that contains it; `re:…` is a regular expression, matched from the
     start as compressed-tensors does."""
-    return any(
-        re.match(each[3:], module) if each.startswith("re:") else f"{module}.".startswith(f"{each}.")
-        for each in patterns
-    )
+    names, own = _names_and_expressions(tuple(patterns))
+    return any(path in names for path in containing(module)) or match_any(own, module)
+
+
+@cache
+def _names_and_expressions(patterns: tuple[str, ...]) -> tuple[frozenset[str], tuple[str, ...]]:
+    return frozenset(each for each in patterns if not each.startswith("re:")), expressions(patterns)
