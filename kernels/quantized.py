@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -86,6 +88,87 @@ class QuantizedWeight:
             grouped = grouped + self.offsets[..., None]
         dequantized: Tensor = grouped * self.scales[..., None]
         return dequantized.flatten(-2).to(self.dtype)
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """What `quantize` rounds to."""
+
+    values: Literal["int4", "int8", "fp8", "e2m1"]
+    group: int = 0
+    """Inputs that share factors; 0: all."""
+    rows: int = 1
+    """Output features that share factors."""
+    has_offsets: bool = False
+    """Integers are those between the least and the largest weight of a group, not around 0."""
+    scales: Literal["float", "e8m0", "e4m3"] = "float"
+    """Numbers that scales may be: those of the weight's type, powers of two (MXFP4), or 8-bit floats times one number
+    for the whole weight (NVFP4)."""
+
+
+_LARGEST = {"int4": 7.5, "int8": 127.5, "fp8": 448.0, "e2m1": 6.0}
+"""What the largest weight of a group becomes: of integers it is rounded down, which costs less than a coarser scale."""
+_BETWEEN_E2M1 = torch.tensor([(low + high) / 2 for low, high in pairwise(_E2M1)])
+_BETWEEN_E2M1[1::2] = _BETWEEN_E2M1[1::2].nextafter(torch.zeros(()))  # a number in the middle takes the even code
+
+
+def quantize(weight: Tensor, rounding: Rounding, largest: Tensor | None = None) -> QuantizedWeight:
+    """Round a weight `[out, in]`, or a stack of them, to the nearest codes; `largest` is as for `choose_factors`."""
+    scales, offsets = choose_factors(weight, rounding, largest)
+    codes = nearest_codes(weight, rounding, scales, offsets)
+    return QuantizedWeight(rounding.values, weight.dtype, codes, scales, offsets)
+
+
+def choose_factors(weight: Tensor, rounding: Rounding, largest: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """Scales and offsets, `[…, out, groups]` in float32, with which codes cover the weights of each group.
+
+    `largest`: the largest magnitude of the whole weight, `[…, 1, 1]`, if it is not this one's. Those of 8-bit floats
+    are multiples of `unit_of(largest)`.
+    """
+    grouped = weight.float().unflatten(-1, (-1, rounding.group or weight.shape[-1]))  # type: ignore[no-untyped-call]
+    low, high = grouped.aminmax(dim=-1)
+    if rounding.has_offsets:
+        low, high = low.clamp(max=0), high.clamp(min=0)
+        scales = ((high - low) / (2 * _LARGEST[rounding.values])).to(weight.dtype).float()
+        scales = torch.where(scales == 0, 1.0, scales)
+        lowest = VALUES[rounding.values].min()
+        return scales, (low / scales).round().clamp(-2 * _LARGEST[rounding.values], 0) - lowest
+    sizes = torch.maximum(-low, high)
+    if rounding.rows > 1:
+        blocks = F.pad(sizes, (0, 0, 0, -sizes.shape[-2] % rounding.rows)).unflatten(-2, (-1, rounding.rows))  # type: ignore[no-untyped-call]
+        sizes = blocks.amax(dim=-2).repeat_interleave(rounding.rows, dim=-2)[..., : sizes.shape[-2], :]
+    if rounding.scales == "e8m0":  # The largest becomes at least 3.5 and less than 7, and is rounded to 4 or 6.
+        mantissas, exponents = torch.frexp(sizes)
+        powers = torch.ldexp(torch.ones_like(sizes), (exponents - 3 + (mantissas >= 0.875)).clamp(min=-126))
+        return torch.where(sizes.isfinite(), powers, sizes), None
+    if rounding.scales == "e4m3":
+        unit = unit_of(sizes.amax(dim=(-2, -1), keepdim=True) if largest is None else largest)
+        eighths = (sizes / (_LARGEST[rounding.values] * unit)).clamp(2**-9, 448).to(torch.float8_e4m3fn)
+        return eighths.float() * unit, None
+    scales = (sizes / _LARGEST[rounding.values]).to(weight.dtype).float()
+    return torch.where(scales == 0, 1.0, scales), None
+
+
+def unit_of(largest: Tensor) -> Tensor:
+    """What scales that are 8-bit floats are multiples of, for a weight with this largest magnitude."""
+    return torch.where(largest == 0, 1.0, largest.float() / (448 * _LARGEST["e2m1"]))
+
+
+def nearest_codes(weight: Tensor, rounding: Rounding, scales: Tensor, offsets: Tensor | None) -> Tensor:
+    """The codes, uint8 `[…, out, in]`, whose numbers with these factors, `[…, out, groups]`, are the nearest."""
+    numbers = weight.float().unflatten(-1, (scales.shape[-1], -1)) / scales[..., None]  # type: ignore[no-untyped-call]
+    if offsets is not None:
+        numbers = numbers.round_().sub_(offsets[..., None])
+    numbers = numbers.flatten(-2)
+    match rounding.values:
+        case "fp8":
+            return numbers.clamp_(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+        case "e2m1":
+            codes = torch.bucketize(numbers.abs().contiguous(), _BETWEEN_E2M1.to(numbers.device), out_int32=True)
+            return codes.to(torch.uint8) | numbers.signbit().to(torch.uint8) << 3
+        case "int4":
+            return numbers.round_().clamp_(-8, 7).add_(8).to(torch.uint8)
+    return numbers.round_().clamp_(-128, 127).to(torch.int8).view(torch.uint8)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ def resolve(
     dtype: str = options.kv_cache_dtype
     if dtype == "auto":
         # The rounding is negligible compared with that of the quantized weights, and decodes read half as much.
-        dtype = "bfloat16" if model.quantization and model.dtype == "float32" else model.dtype
+        dtype = "bfloat16" if model.is_quantized_online and model.dtype == "float32" else model.dtype
     specs = cache_specs(model.architecture, parallel.tensor_parallel_size, model.max_model_len)
     max_len, row, size = model.max_model_len, scheduler.max_num_batched_tokens, options.block_size
     return CacheConfig(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ from quire.engine.config.model_files import TensorInfo
 from quire.engine.models.families import FAMILIES
 from quire.engine.models.families.tensors import NeededTensor, checkpoint_tensors
 from quire.engine.models.quantization.method import FLOATS, Method, Scheme
+from quire.engine.models.quantization.online import OnlineScheme
 from quire.engine.protocol.errors import ConfigError
 
 _NAMED_PROBLEMS = 8
@@ -58,10 +60,13 @@ def _quantized_weight(
     module = name.removesuffix(".weight")
     if method is None or len(tensor.shape) == 1 or (scheme := method.scheme(module)) is None:
         return None
+    if isinstance(scheme, OnlineScheme):
+        scheme = replace(scheme, is_transposed=tensor.is_transposed)
     is_possible = scheme.problem(tensor.weight_shape) is None
     stored = scheme.tensors(module, tensor.weight_shape) if is_possible else {}
     names = {each: found for each, info in stored.items() if (found := info.name_in(headers, each))}
-    if name in headers and headers[name].dtype in FLOATS and not set(names.values()) - {name}:
+    is_plain = name in headers and headers[name].dtype in FLOATS and not isinstance(scheme, OnlineScheme)
+    if is_plain and not set(names.values()) - {name}:
         return None
     return StoredWeight(scheme, module, {each: headers[found] for each, found in names.items()})
 

@@ -18,6 +18,7 @@ from quire.engine.config.pooling import Pooling
 from quire.engine.config.topology import SlowestLinks
 from quire.engine.models.model_spec import ModelSpec
 from quire.engine.models.quantization.method import Method
+from quire.engine.models.quantization.online import Online
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 INT4_GROUPS = (128, 64, 32)
@@ -53,9 +54,14 @@ class ModelConfig:
     pooling: Pooling | None = None
     """The pooling of an embedding model; None: the model generates text."""
     quantized: Method | None = None
-    """How the checkpoint is quantized."""
+    """How the checkpoint is quantized, or while it is loaded."""
     w8a8: tuple[Literal["int8", "fp8"], ...] = ("int8",)
     """Types in which the device multiplies quantized weights by inputs that are rounded to the same."""
+
+    @property
+    def is_quantized_online(self) -> bool:
+        """Whether --quantization quantizes weights while they are loaded."""
+        return self.quantization is not None or isinstance(self.quantized, Online)
 
     @property
     def keeps_quantized(self) -> bool:

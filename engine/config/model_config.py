@@ -20,6 +20,7 @@ from quire.engine.models.encoder_spec import EncoderSpec
 from quire.engine.models.families import FAMILIES, from_hf_config, transformers_backend
 from quire.engine.models.families.values import check_values
 from quire.engine.models.model_spec import ModelSpec
+from quire.engine.models.quantization import online
 from quire.engine.models.quantization.method import Method
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.sampling_params import SamplingParams
@@ -50,6 +51,9 @@ def resolve(options: EngineOptions, available: Devices) -> ModelConfig:
     except ConfigError as error:
         raise ConfigError(f"{path / 'config.json'}: {error}") from None
     arch, pooler = _architecture(options, path, hf_config)
+    requested = _choose_quantization(options, quantized)
+    if requested in online.SCHEMES:
+        quantized = online.of(requested, arch)
     tokenizer = path
     if options.tokenizer is not None:
         tokenizer = model_folder.locate(options.tokenizer, None, options.download_dir)
@@ -59,7 +63,7 @@ def resolve(options: EngineOptions, available: Devices) -> ModelConfig:
         tokenizer=tokenizer,
         architecture=arch,
         dtype=_choose_dtype(options, available, hf_config),
-        quantization=_choose_quantization(options, quantized),
+        quantization=requested if requested == "int8" or requested == "int4" else None,
         max_model_len=_choose_max_model_len(options, arch, pooler),
         load_format=_choose_load_format(options, path),
         hf_overrides=options.hf_overrides or {},
@@ -186,16 +190,22 @@ def _quantization_settings(path: Path, hf_config: dict[str, Any]) -> Any:
     return None
 
 
-def _choose_quantization(options: EngineOptions, quantized: Method | None) -> Literal["int8", "int4"] | None:
+def _choose_quantization(options: EngineOptions, quantized: Method | None) -> str | None:
     """Return how to quantize while loading; checks the name of the checkpoint's own method."""
     requested = options.quantization
     if requested is None or requested == "int8" or requested == "int4":
+        return requested
+    if quantized is None and requested in online.SCHEMES:
+        if options.load_format == "dummy":
+            raise ConfigError(
+                f"--quantization {requested} is not supported with --load-format dummy; omit it, or use int8 or int4"
+            )
         return requested
     if quantized is None or quantized.name != requested:
         found = "not quantized" if quantized is None else f"quantized with {quantized.name}"
         raise ConfigError(
             f"--quantization {requested}: the checkpoint is {found}"
-            "; omit the flag, or use int8 or int4, which quantize while loading"
+            "; omit the flag, or use int8 or int4, which quantize while loading (16-bit weights also fp8 and mxfp4)"
         )
     logger.warning("--quantization %s has no effect: the checkpoint is quantized with it", requested)
     return None

@@ -40,7 +40,7 @@ def _quantization(text: str) -> str:
     if method not in ("int8", "int4", *METHODS):
         raise ConfigError(
             f"argument --quantization: {text} is not supported; omit it, as the method of a checkpoint is recognized, "
-            "or use int8 or int4, which quantize while loading"
+            "or use int8, int4, fp8 or mxfp4, which quantize while loading"
         )
     return method
 

@@ -12,6 +12,7 @@ from quire.engine.models.quantization.gptq import GptqScheme
 from quire.engine.models.quantization.method import Scheme
 from quire.engine.models.quantization.mxfp4 import MxFp4
 from quire.engine.models.quantization.nvfp4 import NvFp4
+from quire.engine.models.quantization.online import OnlineScheme
 from quire.engine.models.quantization.torchao import TorchAoInt4
 from quire.engine.models.quantization.unpacked import Unpacked
 from quire.engine.models.quantized_tensors.awq import AwqReader
@@ -21,6 +22,7 @@ from quire.engine.models.quantized_tensors.gguf import GgufReader
 from quire.engine.models.quantized_tensors.gptq import GptqReader
 from quire.engine.models.quantized_tensors.mxfp4 import MxFp4Reader
 from quire.engine.models.quantized_tensors.nvfp4 import NvFp4Reader
+from quire.engine.models.quantized_tensors.online import OnlineReader
 from quire.engine.models.quantized_tensors.reader import Reader
 from quire.engine.models.quantized_tensors.torchao import TorchAoInt4Reader
 from quire.engine.models.quantized_tensors.unpacked import UnpackedReader
@@ -33,6 +35,7 @@ READERS: dict[type[Scheme], type[Reader[Any]]] = {
     GptqScheme: GptqReader,
     MxFp4: MxFp4Reader,
     NvFp4: NvFp4Reader,
+    OnlineScheme: OnlineReader,
     TorchAoInt4: TorchAoInt4Reader,
     PackedScheme: PackedReader,
     Sparse24Scheme: Sparse24Reader,

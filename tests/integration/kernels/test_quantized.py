@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quire import kernels
 from quire.kernels import experts, isa, linear, packed, packed_state, quantized, reference
-from quire.kernels.quantized import VALUES, QuantizedWeight
+from quire.kernels.quantized import VALUES, QuantizedWeight, Rounding
 
 TOLERANCES = {torch.float32: 2e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 """That of float32 includes rounding inputs to 16 bits."""
@@ -316,3 +316,62 @@ def test_float16_scales_lose_what_is_least() -> None:
         factors = quantized.common_factor(scales, wide=False)[:, None]
         kept = (scales / factors).half().float() * factors
         torch.testing.assert_close(kept, scales, rtol=1e-6 if scales is exact else 2**-11, atol=0)
+
+
+ROUNDINGS = {
+    "int4": Rounding("int4", 32),
+    "int4 with offsets": Rounding("int4", 32, has_offsets=True),
+    "int8": Rounding("int8"),
+    "fp8": Rounding("fp8"),
+    "fp8 of blocks": Rounding("fp8", 32, rows=16),
+    "mxfp4": Rounding("e2m1", 32, scales="e8m0"),
+    "nvfp4": Rounding("e2m1", 16, scales="e4m3"),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ROUNDINGS)
+def test_weights_are_rounded_to_the_nearest_number(name: str, dtype: torch.dtype) -> None:
+    rounding = ROUNDINGS[name]
+    weight = (torch.randn(2, 40, 64) * torch.logspace(-3, 0, 40)[:, None]).to(dtype)
+    weight[1, 3:5] = 0
+    rounded = quantized.quantize(weight, rounding)
+    assert rounded.dequantize().dtype == dtype
+    grouped = weight.unflatten(-1, (rounded.scales.shape[-1], -1)).float()  # type: ignore[no-untyped-call]
+    numbers = VALUES[rounding.values].nan_to_num().expand(*rounded.scales.shape, -1)
+    if rounded.offsets is not None:
+        numbers = numbers + rounded.offsets[..., None]
+    numbers = numbers * rounded.scales[..., None]
+    errors = (replace(rounded, dtype=torch.float32).dequantize() - weight.float()).abs()
+    least = (grouped[..., None] - numbers[..., None, :]).abs().amin(-1).flatten(-2)
+    assert (errors <= least + 2e-7 * weight.float().abs()).all()
+    # Scales are as large as they must be, and no larger: the largest weight is cut by about half of a step.
+    limit = {"int4": 0.6, "int8": 0.8, "fp8": 17, "e2m1": 1.4}[rounding.values]
+    assert (errors <= (limit * rounded.scales).repeat_interleave(64 // rounded.scales.shape[-1], -1)).all()
+    largest = numbers.abs().amax(-1)
+    assert (largest <= 2.3 * grouped.abs().amax(-1))[grouped.abs().amax(-1) > 0].all() or rounding.rows > 1
+
+
+def test_scales_are_of_their_types() -> None:
+    weight = torch.randn(48, 64)
+    powers = quantized.quantize(weight, ROUNDINGS["mxfp4"]).scales
+    assert (powers.log2() % 1 == 0).all()
+    unit = quantized.unit_of(weight.abs().max())
+    eighths = quantized.quantize(weight, ROUNDINGS["nvfp4"]).scales / unit
+    torch.testing.assert_close(eighths, eighths.to(torch.float8_e4m3fn).float(), rtol=1e-6, atol=0)
+    assert 447 < eighths.max() < 449
+    blocks = quantized.quantize(weight, ROUNDINGS["fp8 of blocks"]).scales
+    assert (blocks.view(3, 16, 2) == blocks.view(3, 16, 2)[:, :1]).all()
+    assert torch.equal(blocks[16], weight[16:32].view(16, 2, 32).abs().amax((0, 2)) / 448)
+    halves = quantized.quantize(weight.bfloat16(), ROUNDINGS["int4"]).scales
+    assert torch.equal(halves, halves.bfloat16().float())
+    offsets = quantized.quantize(weight, ROUNDINGS["int4 with offsets"]).offsets
+    assert offsets is not None
+    assert torch.equal(offsets, offsets.round())
+
+
+def test_a_number_in_the_middle_of_two_takes_the_even_code() -> None:
+    weight = torch.tensor([[6.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -0.25, -0.75, -5.0] + [0.0] * 21])
+    rounded = quantized.quantize(weight, ROUNDINGS["mxfp4"])
+    assert rounded.scales.tolist() == [[1.0]]
+    assert rounded.dequantize()[0, :11].tolist() == [6, 0, 1, 1, 2, 2, 4, 4, 0, -1, -4]

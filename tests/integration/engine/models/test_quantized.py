@@ -67,9 +67,9 @@ LAYOUTS = ((1, 1, False), (2, 1, False), (1, 2, False), (2, 1, True))
 WITH_EXPERTS = ("experts", "latent", "stacked")
 
 
-def configured(folder: Path, tp: int, pp: int, ep: bool) -> EngineConfig:
+def configured(folder: Path, tp: int, pp: int, ep: bool, **options: Any) -> EngineConfig:
     parallel = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "enable_expert_parallel": ep}
-    return configure(folder, max_model_len=64, **parallel)
+    return configure(folder, max_model_len=64, **parallel, **options)
 
 
 def write(folder: Path, name: str, kind: str) -> Any:

@@ -366,8 +366,8 @@ def test_the_method_of_a_quantized_checkpoint_may_be_named(tmp_path: Path, caplo
     assert "--quantization fp8 has no effect: the checkpoint is quantized with it" in caplog.messages
     with pytest.raises(ConfigError, match="--quantization mxfp4: the checkpoint is quantized with fp8; omit the flag"):
         resolve(options(str(tmp_path), quantization="mxfp4"))
-    with pytest.raises(ConfigError, match="--quantization fp8: the checkpoint is not quantized; omit the flag"):
-        resolve(options(folder(tmp_path), quantization="fp8"))
+    with pytest.raises(ConfigError, match="--quantization gptq: the checkpoint is not quantized; omit the flag"):
+        resolve(options(folder(tmp_path), quantization="gptq"))
 
 
 def test_default_sampling_parameters_come_from_where_the_user_says(tmp_path: Path) -> None:
