@@ -156,7 +156,7 @@ def unit_of(largest: Tensor) -> Tensor:
 
 def nearest_codes(weight: Tensor, rounding: Rounding, scales: Tensor, offsets: Tensor | None) -> Tensor:
     """The codes, uint8 `[…, out, in]`, whose numbers with these factors, `[…, out, groups]`, are the nearest."""
-    numbers = weight.float().unflatten(-1, (scales.shape[-1], -1)) / scales[..., None]  # type: ignore[no-untyped-call]
+    numbers: Tensor = weight.float().unflatten(-1, (scales.shape[-1], -1)) / scales[..., None]  # type: ignore[no-untyped-call]
     if offsets is not None:
         numbers = numbers.round_().sub_(offsets[..., None])
     numbers = numbers.flatten(-2)

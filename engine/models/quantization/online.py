@@ -41,28 +41,39 @@ class Online(Method):
     """The names of the modules that are quantized, with a star for each number."""
 
     def scheme(self, module: str) -> Scheme | None:
-        return SCHEMES[self.requested] if _with_stars(module) in self.modules else None
+        return SCHEMES[self.requested] if with_stars(module) in self.modules else None
 
 
 def of(requested: str, arch: ModelSpec) -> Online:
     """Quantize the layers of this model: those that published checkpoints quantize, too. Heads, embeddings and routers
     are none of them. Raises `ConfigError` if there is nothing to quantize, or inputs are not whole groups.
     """
-    modules, scheme = set[str](), SCHEMES[requested]
-    for number, layer in enumerate(arch.layers):
-        for each in layer.matrices(arch.hidden_size, 1):
-            if not each.module or (requested == "mxfp4" and ".experts." not in each.module):
-                continue
-            if (problem := scheme.problem((each.rows, each.columns))) is not None:
-                raise ConfigError(f"--quantization {requested}: in {each.module} {problem}; use fp8, int8 or int4")
-            is_path = isinstance(arch, TransformersModelSpec)
-            modules.update(map(_with_stars, [each.module] if is_path else weight_names(arch, number, each.module)))
+    is_part, scheme = "experts." if requested == "mxfp4" else "", SCHEMES[requested]
+    modules = linear_modules(arch, is_part)
     if not modules:
         raise ConfigError(
             f"--quantization {requested} quantizes experts, and {arch.name} has none; use fp8, int8 or int4"
         )
-    return Online(name=f"online {requested}", requested=requested, modules=frozenset(modules))
+    for layer in set(arch.layers):
+        for each in layer.matrices(arch.hidden_size, 1):
+            if is_part in each.module and (problem := scheme.problem((each.rows, each.columns))) is not None:
+                raise ConfigError(f"--quantization {requested}: in {each.module} {problem}; use fp8, int8 or int4")
+    return Online(name=f"online {requested}", requested=requested, modules=modules)
 
 
-def _with_stars(module: str) -> str:
+def linear_modules(arch: ModelSpec, part: str = "") -> frozenset[str]:
+    """The linear layers and experts of a model by their names in the checkpoint, with a star for each number; with
+    `part`, those whose path in a layer of ours has it. They do not include MLA's projection of the latent."""
+    modules = set[str]()
+    for number, layer in enumerate(arch.layers):
+        for each in layer.matrices(arch.hidden_size, 1):
+            if each.module and part in each.module:
+                is_path = isinstance(arch, TransformersModelSpec)
+                names = [each.module] if is_path else weight_names(arch, number, each.module)
+                modules.update(map(with_stars, names))
+    return frozenset(modules)
+
+
+def with_stars(module: str) -> str:
+    """The name of a module with a star for each number."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", module)

@@ -1,0 +1,127 @@
+"""GPTQ (Frantar et al. 2022, https://arxiv.org/abs/2210.17323): rounds the columns of a weight one after the other, and
+corrects the columns that follow for the error that each makes in the layer's outputs on given texts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire import kernels
+from quire.engine.config.engine_config import EngineConfig
+from quire.engine.distributed.communicator import Parallel
+from quire.engine.layers.attention import Batch, LayerCache
+from quire.engine.layers.linear import GatedLinear, Linear
+from quire.engine.models.checkpoint_files import Checkpoint
+from quire.engine.models.decoder import Decoder
+from quire.engine.models.families import FAMILIES
+from quire.engine.models.families.tensors import NeededTensor
+from quire.engine.models.loader import load, needed_tensors
+from quire.engine.models.quantization.method import Scheme
+from quire.engine.models.quantized_tensors.writers import rounding_of
+from quire.kernels.linear import PackedGatedLinear, PackedLinear
+from quire.kernels.quantized import QuantizedWeight, Rounding, choose_factors, nearest_codes
+
+_DAMPING = 0.01
+"""Of the mean of the diagonal, added to it."""
+_BLOCK_SIZE = 16
+
+
+def quantize(weight: Tensor, rounding: Rounding, moments: Tensor) -> QuantizedWeight:
+    """Round a weight `[out, in]`, given the sums of products of its inputs, float32 `[in, in]`. Factors are chosen when
+    the first column of their group is reached."""
+    rest, group = weight.float().clone(), rounding.group or weight.shape[1]
+    moments = moments.clone()
+    diagonal = moments.diagonal()
+    diagonal += _DAMPING * diagonal.mean() + (diagonal == 0)
+    inverse = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(moments)), upper=True)
+    codes, factors = torch.empty_like(weight, dtype=torch.uint8), list[tuple[Tensor, Tensor | None]]()
+    for start in range(0, weight.shape[1], group):
+        end = start + group
+        chosen = choose_factors(rest[:, start:end].to(weight.dtype), rounding)
+        factors.append(chosen)
+        errors = torch.empty(len(weight), group)
+        for column in range(start, end):
+            own = rest[:, column : column + 1]
+            codes[:, column : column + 1] = nearest_codes(own, rounding, *chosen)
+            one = QuantizedWeight(rounding.values, torch.float32, codes[:, column : column + 1], *chosen)
+            error = (own - one.dequantize()) / inverse[column, column]
+            rest[:, column:end] -= error * inverse[column, column:end]
+            errors[:, column - start] = error[:, 0]
+        rest[:, end:] -= errors @ inverse[start:end, end:]
+    scales = torch.cat([scales for scales, _ in factors], dim=1)
+    offsets = [each for _, each in factors if each is not None]
+    return QuantizedWeight(rounding.values, weight.dtype, codes, scales, torch.cat(offsets, dim=1) if offsets else None)
+
+
+class _Observed(PackedLinear):
+    """A plain matmul that sums the products of its inputs."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._weight, self.moments = weight, torch.zeros(weight.shape[1], weight.shape[1])
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        self.moments.addmm_(x.T, x)
+        return F.linear(x, self._weight, bias)
+
+    def state(self) -> list[Tensor]:
+        return [self._weight]
+
+
+def layers(
+    config: EngineConfig, schemes: Mapping[str, Scheme], texts: Sequence[Sequence[int]]
+) -> Iterator[dict[str, QuantizedWeight]]:
+    """The quantized weights of each layer, by the names of their tensors. A layer sees what the quantized ones before
+    it compute of the texts. `config` is in float32, with a stage for each layer."""
+    hidden: list[Tensor | None] = [None] * len(texts)
+    for stage in range(len(config.parallel.stages)):
+        decoder = load(config, stage, Parallel(), torch.device("cpu"), pack=False)
+        observed: dict[int, _Observed] = {}
+        for layer in decoder.modules():
+            if isinstance(layer, Linear) and layer.may_be_quantized:
+                observed[id(layer.weight)] = product = _Observed(layer.weight.data)
+                is_gated = isinstance(layer, GatedLinear)
+                layer._product = PackedGatedLinear(product, layer._activation) if is_gated else product
+        for text, state in zip(texts, hidden, strict=True):
+            _forward(config, decoder, stage, text, state)
+        needed = needed_tensors(decoder, config.model)
+        shapes = {name: NeededTensor(places[0][2].shape) for name, places in needed.items()}
+        checkpoint = Checkpoint(config.model, FAMILIES[config.model.architecture.name].prefix, shapes)
+        found: dict[str, QuantizedWeight] = {}
+        for name, places in needed.items():
+            file_name = checkpoint.headers[name].name
+            if file_name not in schemes:
+                continue
+            weight, _, whole = places[0]
+            stored: Tensor = checkpoint[whole][:]
+            found[file_name] = quantize(stored, rounding_of(schemes[file_name]), observed[id(weight)].moments)
+            rounded = found[file_name].dequantize().float()
+            for target, shard, place in places:
+                target.data[shard.target] = place.arranged(shard, rounded[place.slice(shard)])
+        yield found
+        hidden = [_forward(config, decoder, stage, *each) for each in zip(texts, hidden, strict=True)]
+
+
+def _forward(config: EngineConfig, decoder: Decoder, stage: int, text: Sequence[int], hidden: Tensor | None) -> Tensor:
+    """The hidden states `[tokens, hidden_size]` after a stage."""
+    count = len(text)
+    positions, blocks = torch.arange(count), -(-count // _BLOCK_SIZE)
+    batch = Batch(
+        token_ids=torch.tensor(text),
+        positions=positions,
+        slot_mapping=positions,
+        block_tables=torch.arange(blocks)[None],
+        sequence_lengths=torch.tensor([count]),
+        query_starts=torch.tensor([0, count]),
+        logits_indices=positions,
+    )
+    caches = []
+    for number in config.parallel.stages[stage]:
+        num_tensors, kv_heads, head_dim = config.model.architecture.layers[number].attention.kv_shape(1)
+        shape = (1, blocks, kv_heads, _BLOCK_SIZE, head_dim, torch.float32, torch.device("cpu"), num_tensors)
+        caches.append(LayerCache(kernels.allocate_kv_cache(*shape)[0]))
+    with torch.inference_mode():
+        out: Tensor = decoder(hidden, batch, caches)
+    return out

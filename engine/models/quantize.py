@@ -1,0 +1,211 @@
+"""Quantizes a checkpoint to a folder, as `quire quantize` asks. Reads a request from standard input."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from tqdm import tqdm
+
+from quire.engine.config.checkpoint_tensors import by_needed_name
+from quire.engine.config.model_files import TensorInfo, read_json
+from quire.engine.config.quantize_request import QuantizeRequest
+from quire.engine.models import gptq, quantization
+from quire.engine.models.checkpoint_files import open_files
+from quire.engine.models.families import FAMILIES
+from quire.engine.models.families.tensors import checkpoint_tensors, weight_names
+from quire.engine.models.model_spec import ModelSpec
+from quire.engine.models.quantization.method import FLOATS, Scheme
+from quire.engine.models.quantization.nvfp4 import NvFp4
+from quire.engine.models.quantization.online import with_stars
+from quire.engine.models.quantized_tensors.writers import rounding_of, stored_tensors
+from quire.engine.protocol.errors import ConfigError
+from quire.kernels.quantized import QuantizedWeight, quantize
+
+_WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|gguf|onnx|h5|msgpack)$|.*\.index\.json$|\..*")
+_AT_ONCE = 1 << 24
+"""Weights that are widened to float32 at once."""
+
+
+class Source:
+    """The tensors of the checkpoint, and the schemes of those that are quantized."""
+
+    def __init__(self, request: QuantizeRequest) -> None:
+        """Raises `ConfigError` naming what cannot be quantized."""
+        model, self.settings = request.config.model, dict(request.settings)
+        arch, method = model.architecture, quantization.read(request.settings)
+        assert method is not None
+        self._files = open_files(model.path, model.load_format)
+        needed = checkpoint_tensors(arch, has_head=model.pooling is None)
+        named = by_needed_name(self._files.headers, FAMILIES[arch.name].prefix, needed)
+        self.headers = {info.name: info for info in named.values()}
+        self.schemes: dict[str, Scheme] = {}
+        """By the name of the tensor."""
+        surplus = [name for name, info in named.items() if name not in needed and len(info.shape) > 1]
+        self.settings["ignore"] += [name.removesuffix(".weight") for name in surplus]
+        for name, tensor in needed.items():
+            if name not in named or len(tensor.shape) == 1:
+                continue
+            if (scheme := method.scheme(name.removesuffix(".weight"))) is None:
+                continue
+            self.schemes[named[name].name] = scheme
+            group, columns, problem = rounding_of(scheme).group, tensor.shape[-1], ""
+            if len(tensor.shape) > 2:
+                problem = "is a stack of experts"
+            elif tensor.is_transposed:
+                problem = "is stored with inputs before outputs"
+            elif group and columns % group:
+                problem = f"has {columns} inputs, which are not whole groups of {group}"
+            elif named[name].dtype not in FLOATS:
+                problem = f"is of type {named[name].dtype}"
+            if problem:
+                more = ", another --group-size" * ("groups" in problem)
+                raise ConfigError(f"{name} {problem}: not supported; use another --scheme{more}, or --ignore")
+        if not self.schemes:
+            raise ConfigError("--ignore names all of the model's linear layers: nothing is left to quantize")
+        self._fused = _fused_modules(arch)
+        self._largest: dict[tuple[str, ...], Tensor] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._files.view(self.headers[name])
+
+    def largest(self, name: str) -> Tensor:
+        """The largest magnitude in the layers that are multiplied together with this one: they share a scale."""
+        starred, numbers = with_stars(name), re.findall(r"(?<=\.)\d+(?=\.)", name)
+        pieces = [f"{each}.weight".split("*") for each in self._fused[starred.removesuffix(".weight")]]
+        names = tuple("".join(chain(*zip(each, [*numbers, ""], strict=True))) for each in pieces)
+        if names not in self._largest:
+            self._largest[names] = torch.stack([self[each].abs().max().float() for each in names]).max().view(1, 1)
+        return self._largest[names]
+
+    def stored(self, name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
+        """A quantized weight's tensors by name."""
+        scheme, module = self.schemes[name], name.removesuffix(".weight")
+        largest = self.largest(name) if isinstance(scheme, NvFp4) else torch.zeros(1, 1)
+        return {module + suffix: each for suffix, each in stored_tensors(scheme, weight, largest).items()}
+
+    def rounded(self, name: str) -> QuantizedWeight:
+        """The weight, rounded to the nearest numbers, some rows after the others."""
+        scheme, weight = self.schemes[name], self[name]
+        rounding = rounding_of(scheme)
+        step = -(-_AT_ONCE // (weight.shape[1] * rounding.rows)) * rounding.rows
+        largest = self.largest(name) if isinstance(scheme, NvFp4) else None
+        parts = [quantize(rows, rounding, largest) for rows in weight.split(step)]
+        offsets = [part.offsets for part in parts if part.offsets is not None]
+        return QuantizedWeight(
+            rounding.values,
+            weight.dtype,
+            torch.cat([part.codes for part in parts]),
+            torch.cat([part.scales for part in parts]),
+            torch.cat(offsets) if offsets else None,
+        )
+
+
+def _fused_modules(arch: ModelSpec) -> dict[str, list[str]]:
+    """The names of what is multiplied together, with stars for numbers, by the name of each."""
+    fused = {}
+    for number, layer in enumerate(arch.layers):
+        for each in layer.matrices(arch.hidden_size, 1):
+            if each.module:
+                names = [with_stars(name) for name in weight_names(arch, number, each.module)]
+                fused.update(dict.fromkeys(names, names))
+    return fused
+
+
+def run(request: QuantizeRequest) -> None:
+    """Write the folder. It has its name, and config.json, only when it is complete.
+
+    Raises `ConfigError` if something cannot be quantized, or is not a number.
+    """
+    source, path, out = Source(request), request.config.model.path, request.out
+    part = out.with_name(f"{out.name}.part")
+    try:
+        shutil.copytree(path, part, ignore=lambda folder, names: _left_out(Path(folder) == path, names))
+    except FileExistsError:
+        raise ConfigError(f"{part} exists: another `quire quantize` writes it, or was killed; delete it then") from None
+    try:
+        _write_weights(source, part, request)
+        config = read_json(path / "config.json") | {"quantization_config": source.settings}
+        (part / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        part.rename(out)
+    except OSError as error:
+        raise ConfigError(f"{out}: cannot be written: {error.strerror}") from None
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _left_out(is_top: bool, names: list[str]) -> list[str]:
+    return [name for name in names if _WEIGHTS.match(name) or name == "config.json"] if is_top else []
+
+
+def _write_weights(source: Source, folder: Path, request: QuantizeRequest) -> None:
+    shards: list[list[str]] = []
+    size = 0
+    for number, shard in enumerate(_shards(source, request)):
+        save_file(shard, folder / f"{number}.safetensors", {"format": "pt"})
+        shards.append(list(shard))
+        size += sum(tensor.nbytes for tensor in shard.values())
+    weight_map = {}
+    for number, names in enumerate(shards):
+        file = f"model-{number + 1:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else "model.safetensors"
+        (folder / f"{number}.safetensors").rename(folder / file)
+        weight_map.update(dict.fromkeys(names, file))
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _shards(source: Source, request: QuantizeRequest) -> Iterator[dict[str, Tensor]]:
+    """The tensors to write: those of a layer that GPTQ has quantized, then those of each file."""
+    files: dict[Path, list[TensorInfo]] = {}
+    for info in source.headers.values():
+        files.setdefault(info.file, []).append(info)
+    with tqdm(total=len(source.headers), desc="quantize", unit=" tensors") as bar:
+        done = set[str]()
+        for layer in gptq.layers(request.config, source.schemes, request.texts) if request.texts else ():
+            yield dict(chain(*(source.stored(name, weight).items() for name, weight in layer.items())))
+            done.update(layer)
+            bar.update(len(layer))
+        for infos in files.values():
+            shard: dict[str, Tensor] = {}
+            for name in (info.name for info in infos if info.name not in done):
+                shard |= source.stored(name, _finite(name, source)) if name in source.schemes else {name: source[name]}
+                bar.update()
+            if shard:
+                yield {name: tensor.contiguous() for name, tensor in shard.items()}
+
+
+def _finite(name: str, source: Source) -> QuantizedWeight:
+    weight = source.rounded(name)
+    if not weight.scales.isfinite().all():
+        raise ConfigError(f"{source.headers[name].file}: {name} has values that are NaN or infinite; download it again")
+    return weight
+
+
+def main() -> None:
+    """Run a request; an error of the user's is printed."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leave no folder behind
+    output = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    request: QuantizeRequest = pickle.load(sys.stdin.buffer)
+    try:
+        run(request)
+    except ConfigError as error:
+        print(error, end="", file=output, flush=True)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

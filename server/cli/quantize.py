@@ -1,0 +1,136 @@
+"""`quire quantize`: write a checkpoint of 16-bit weights as a quantized one."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from quire.engine.config.devices import Devices
+from quire.engine.config.engine_config import EngineConfig
+from quire.engine.config.model_folder import is_gguf
+from quire.engine.config.options import EngineOptions, flag
+from quire.engine.config.quantize_request import QuantizeRequest
+from quire.engine.config.resolve import fetch_weights, resolve
+from quire.engine.models.encoder_spec import EncoderSpec
+from quire.engine.models.model_spec import MoESpec
+from quire.engine.models.quantization import recipes
+from quire.engine.models.quantization.recipes import SchemeName
+from quire.engine.protocol.errors import ConfigError
+from quire.server.cli import flags
+from quire.server.frontend.tokenizer import Tokenizer
+
+_LENGTH = 2048
+"""Most tokens of a text; longer ones are divided."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizeOptions:
+    """Options of `quire quantize`."""
+
+    scheme: SchemeName = flag(
+        "w4a16",
+        "what weights are rounded to, by the names of compressed-tensors: w4a16, w4a16_asym and w8a16 are integers in "
+        "groups; w8a8 and fp8_dynamic have 8 bits, with a scale for each output feature, and activations may be "
+        "rounded, too; fp8_block has blocks of 128 x 128; mxfp4a16 and nvfp4a16 are 4-bit floats",
+    )
+    group_size: int | None = flag(
+        None, "weights that share a scale, for the integers in groups: 32, 64, 128, 256, or -1 for one (default: 128)"
+    )
+    ignore: tuple[str, ...] = flag(
+        (),
+        "modules that are not quantized, besides heads, embeddings and routers: names, or re: and an expression that "
+        "matches from the start (default: none)",
+        metavar="MODULE",
+    )
+    method: Literal["rtn", "gptq"] = flag(
+        "rtn",
+        "how weights are rounded: each to the nearest number (rtn), or so that the layers' outputs on the texts of "
+        "--calibration change least (gptq)",
+    )
+    calibration: str | None = flag(
+        None,
+        'texts for --method gptq: a text file, or a .jsonl file whose lines are strings or have a "text"',
+        metavar="FILE",
+    )
+    revision: str | None = flag(None, "branch, tag or commit of a Hugging Face repository")
+    download_dir: str | None = flag(
+        None, "folder that Hugging Face repositories are downloaded to (default: Hugging Face's cache)", metavar="DIR"
+    )
+
+
+def fill(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the subcommand."""
+    parser.add_argument("model", metavar="MODEL", help="model folder or Hugging Face repository, with 16-bit weights")
+    parser.add_argument("out", metavar="OUT", help="folder to write, which must be new or empty")
+    flags.add_flags(parser.add_argument_group("quantize"), QuantizeOptions)
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Quantize, and say what to do with it. Returns 0."""
+    options, out = flags.collect(parsed, QuantizeOptions), Path(parsed.out).expanduser().resolve()
+    if (options.method == "gptq") != (options.calibration is not None):
+        raise ConfigError("--method gptq and --calibration FILE need each other; use both, or neither")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{parsed.out}: exists, and is not an empty folder; use another folder")
+    if not out.parent.is_dir():
+        raise ConfigError(f"{parsed.out}: {out.parent} is no folder; create it")
+    if is_gguf(parsed.model):
+        raise ConfigError(f"{parsed.model}: GGUF files are not supported; use the original model with 16-bit weights")
+    engine = EngineOptions(
+        model=parsed.model,
+        revision=options.revision,
+        download_dir=options.download_dir,
+        device="cpu",
+        dtype="float32",
+        model_impl="quire",
+        distributed_executor_backend="mp",
+    )
+    everything = Devices("cpu", 1, 1 << 60)  # the model need not fit
+    config = resolve(engine, described=everything)
+    if config.model.quantized is not None:
+        raise ConfigError(
+            f"{parsed.model} is quantized already, with {config.model.quantized.name}; use the one with 16-bit weights"
+        )
+    arch, texts = config.model.architecture, ()
+    settings = recipes.settings(options.scheme, arch, options.group_size, options.ignore)
+    if options.calibration is not None:
+        _check_gptq(options, config)
+        texts = _texts(options.calibration, Tokenizer.load(config.model.tokenizer), config.model.max_model_len)
+        engine = replace(engine, pipeline_parallel_size=arch.num_layers)
+        config = resolve(engine, described=everything)
+    fetch_weights(engine, config)
+    QuantizeRequest(config, out, settings, texts).run()
+    size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
+    print(f"{parsed.out}: {size:,} bytes of weights; try it with: quire serve {parsed.out}")
+    return 0
+
+
+def _check_gptq(options: QuantizeOptions, config: EngineConfig) -> None:
+    arch = config.model.architecture
+    if isinstance(arch, EncoderSpec) or any(isinstance(layer.feed_forward, MoESpec) for layer in arch.layers):
+        raise ConfigError(f"--method gptq: {arch.name} is an encoder or has experts: not supported; use --method rtn")
+    if options.scheme in ("fp8_block", "nvfp4a16"):
+        raise ConfigError(f"--method gptq: scheme {options.scheme} is not supported; use w4a16, or --method rtn")
+
+
+def _texts(path: str, tokenizer: Tokenizer, max_model_len: int) -> tuple[tuple[int, ...], ...]:
+    """The token ids of a file's texts."""
+    try:
+        content = Path(path).expanduser().read_text(encoding="utf-8")
+        lines = [json.loads(line) for line in content.splitlines() if line.strip()] if path.endswith("l") else [content]
+        texts = [line["text"] if isinstance(line, dict) else line for line in lines]
+    except (OSError, UnicodeDecodeError, ValueError, KeyError) as error:
+        raise ConfigError(f"--calibration {path}: cannot be read: {error}") from None
+    if not all(isinstance(text, str) for text in texts):
+        raise ConfigError(f'--calibration {path}: each line must be a JSON string, or an object with a "text"')
+    length, found = min(_LENGTH, max_model_len), list[tuple[int, ...]]()
+    for text in texts:
+        ids = tokenizer.encode(text, add_special_tokens=True)
+        found += [tuple(ids[start : start + length]) for start in range(0, len(ids), length)]
+    if not found:
+        raise ConfigError(f"--calibration {path}: there is no text in it")
+    return tuple(found)
