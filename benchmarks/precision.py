@@ -1,6 +1,8 @@
 """The accuracy of each precision on the bundled demo model and its held-out questions.
 
-    .venv/bin/python benchmarks/precision.py [--json FILE]
+    .venv/bin/python benchmarks/precision.py [--json FILE] [--written]
+
+With --written, also of what `quire quantize` writes; GPTQ gets chats like those of the training.
 
 For each precision: the share of held-out chats answered correctly (greedy, equal to the expected reply character for
 character, as scripts/train_demo_model.py scores), the number of replies identical to float32, and the perplexity of the
@@ -13,6 +15,7 @@ import argparse
 import json
 import math
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,9 +29,10 @@ from quire.engine.config.resolve import resolve
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.attention import Batch, LayerCache
 from quire.engine.models.loader import load
+from quire.server.cli.main import main as quire
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "scripts"))
-from demo_chats import NEW_CITIES, held_out
+from demo_chats import NEW_CITIES, Chats, held_out
 
 PRECISIONS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
@@ -40,7 +44,10 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "int8 KV": {"kv_cache_dtype": "int8"},
     "int8, bfloat16": {"quantization": "int8", "dtype": "bfloat16"},
     "int4": {"quantization": "int4"},
+    "fp8": {"quantization": "fp8"},
 }
+WRITTEN = ("w8a8", "fp8_dynamic", "w4a16", "w4a16_asym", "mxfp4a16", "nvfp4a16", "w4a16, gptq", "w4a16_asym, gptq")
+"""Schemes of `quire quantize`."""
 _CPU = torch.device("cpu")
 _BLOCK = 16
 
@@ -97,24 +104,45 @@ def perplexity(prompts: Sequence[list[int]], replies: Sequence[list[int]], optio
     return math.exp(loss / count)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    arguments = parser.parse_args()
-    kernels.prepare("cpu")()
+def written(folder: Path) -> dict[str, dict[str, Any]]:
+    """The models that `quire quantize` writes to a folder."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    chats = Chats(seed=1)
+    texts = [tokenizer.apply_chat_template(chats.sample().messages, tokenize=False) for _ in range(256)]
+    (folder / "texts.jsonl").write_text("\n".join(map(json.dumps, texts)))
+    for name in WRITTEN:
+        scheme, _, method = name.partition(", ")
+        gptq = ["--method", "gptq", "--calibration", str(folder / "texts.jsonl")] if method else []
+        assert quire(["quantize", str(DEMO_MODEL), str(folder / name), "--scheme", scheme, *gptq]) == 0
+    return {name: {"model": str(folder / name)} for name in WRITTEN}
+
+
+def measure(precisions: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Print a line for each precision."""
     prompts, replies = questions()
     figures: dict[str, dict[str, float]] = {}
     exact: list[list[int]] = []
     print(f"{len(prompts)} held-out chats, {sum(map(len, replies))} reply tokens\n")
-    print(f"{'precision':<16}{'right':>8}{'as float32':>12}{'perplexity':>12}")
-    for name, options in PRECISIONS.items():
+    print(f"{'precision':<18}{'right':>8}{'as float32':>12}{'perplexity':>12}")
+    for name, options in precisions.items():
         found = answers(prompts, options)
         exact = exact or found
         right = sum(one == other for one, other in zip(found, replies, strict=True)) / len(replies)
         same = sum(one == other for one, other in zip(found, exact, strict=True)) / len(replies)
         measured = perplexity(prompts, replies, options)
         figures[name] = {"right": right, "same_as_float32": same, "perplexity": measured}
-        print(f"{name:<16}{right:>8.1%}{same:>12.1%}{measured:>12.4f}", flush=True)
+        print(f"{name:<18}{right:>8.1%}{same:>12.1%}{measured:>12.4f}", flush=True)
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--written", action="store_true")
+    arguments = parser.parse_args()
+    kernels.prepare("cpu")()
+    with tempfile.TemporaryDirectory() as folder:
+        figures = measure(PRECISIONS | (written(Path(folder)) if arguments.written else {}))
     if arguments.json:
         arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
 

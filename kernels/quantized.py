@@ -94,7 +94,8 @@ class QuantizedWeight:
 class Rounding:
     """What `quantize` rounds to."""
 
-    values: Literal["int4", "int8", "fp8", "e2m1"]
+    values: str
+    """int4, int8, fp8 or e2m1."""
     group: int = 0
     """Inputs that share factors; 0: all."""
     rows: int = 1

@@ -52,7 +52,7 @@ def resolve(options: EngineOptions, available: Devices) -> ModelConfig:
         raise ConfigError(f"{path / 'config.json'}: {error}") from None
     arch, pooler = _architecture(options, path, hf_config)
     requested = _choose_quantization(options, quantized)
-    if requested in online.SCHEMES:
+    if requested == "fp8" or requested == "mxfp4":
         quantized = online.of(requested, arch)
     tokenizer = path
     if options.tokenizer is not None:
@@ -190,12 +190,14 @@ def _quantization_settings(path: Path, hf_config: dict[str, Any]) -> Any:
     return None
 
 
-def _choose_quantization(options: EngineOptions, quantized: Method | None) -> str | None:
+def _choose_quantization(
+    options: EngineOptions, quantized: Method | None
+) -> Literal["int8", "int4", "fp8", "mxfp4"] | None:
     """Return how to quantize while loading; checks the name of the checkpoint's own method."""
     requested = options.quantization
     if requested is None or requested == "int8" or requested == "int4":
         return requested
-    if quantized is None and requested in online.SCHEMES:
+    if quantized is None and (requested == "fp8" or requested == "mxfp4"):
         if options.load_format == "dummy":
             raise ConfigError(
                 f"--quantization {requested} is not supported with --load-format dummy; omit it, or use int8 or int4"

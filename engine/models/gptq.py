@@ -4,6 +4,7 @@ corrects the columns that follow for the error that each makes in the layer's ou
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +27,7 @@ from quire.kernels.quantized import QuantizedWeight, Rounding, choose_factors, n
 
 _DAMPING = 0.01
 """Of the mean of the diagonal, added to it."""
-_BLOCK_SIZE = 16
+_BLOCK_SIZE, _BATCH_TOKENS = 16, 4096
 
 
 def quantize(weight: Tensor, rounding: Rounding, moments: Tensor) -> QuantizedWeight:
@@ -75,17 +76,20 @@ def layers(
 ) -> Iterator[dict[str, QuantizedWeight]]:
     """The quantized weights of each layer, by the names of their tensors. A layer sees what the quantized ones before
     it compute of the texts. `config` is in float32, with a stage for each layer."""
-    hidden: list[Tensor | None] = [None] * len(texts)
+    kernels.prepare("cpu")()
+    batches = list(_batches(texts))
+    hidden: list[Tensor | None] = [None] * len(batches)
     for stage in range(len(config.parallel.stages)):
         decoder = load(config, stage, Parallel(), torch.device("cpu"), pack=False)
         observed: dict[int, _Observed] = {}
         for layer in decoder.modules():
             if isinstance(layer, Linear) and layer.may_be_quantized:
                 observed[id(layer.weight)] = product = _Observed(layer.weight.data)
-                is_gated = isinstance(layer, GatedLinear)
-                layer._product = PackedGatedLinear(product, layer._activation) if is_gated else product
-        for text, state in zip(texts, hidden, strict=True):
-            _forward(config, decoder, stage, text, state)
+                layer._product = product
+                if isinstance(layer, GatedLinear):
+                    layer._product = PackedGatedLinear(product, layer._activation)
+        for batch, state in zip(batches, hidden, strict=True):
+            _forward(config, decoder, stage, batch, state)
         needed = needed_tensors(decoder, config.model)
         shapes = {name: NeededTensor(places[0][2].shape) for name, places in needed.items()}
         checkpoint = Checkpoint(config.model, FAMILIES[config.model.architecture.name].prefix, shapes)
@@ -95,31 +99,44 @@ def layers(
             if file_name not in schemes:
                 continue
             weight, _, whole = places[0]
-            stored: Tensor = checkpoint[whole][:]
+            stored = checkpoint[whole][tuple(slice(0, size) for size in whole.shape)]
             found[file_name] = quantize(stored, rounding_of(schemes[file_name]), observed[id(weight)].moments)
             rounded = found[file_name].dequantize().float()
             for target, shard, place in places:
                 target.data[shard.target] = place.arranged(shard, rounded[place.slice(shard)])
         yield found
-        hidden = [_forward(config, decoder, stage, *each) for each in zip(texts, hidden, strict=True)]
+        hidden = [_forward(config, decoder, stage, *each) for each in zip(batches, hidden, strict=True)]
 
 
-def _forward(config: EngineConfig, decoder: Decoder, stage: int, text: Sequence[int], hidden: Tensor | None) -> Tensor:
+def _batches(texts: Sequence[Sequence[int]]) -> Iterator[Batch]:
+    """The texts, as many at once as have _BATCH_TOKENS."""
+    together: list[Sequence[int]] = []
+    for text in (*texts, ()):
+        if together and (not text or sum(map(len, together)) + len(text) > _BATCH_TOKENS):
+            lengths = torch.tensor([len(each) for each in together])
+            blocks = -(-int(lengths.max()) // _BLOCK_SIZE)
+            tables = torch.arange(len(together) * blocks).view(-1, blocks)
+            positions = torch.cat([torch.arange(len(each)) for each in together])
+            firsts = tables[:, 0].repeat_interleave(lengths) * _BLOCK_SIZE
+            yield Batch(
+                token_ids=torch.tensor(list(chain(*together))),
+                positions=positions,
+                slot_mapping=firsts + positions,
+                block_tables=tables,
+                sequence_lengths=lengths,
+                query_starts=F.pad(lengths.cumsum(0), (1, 0)),
+                logits_indices=torch.zeros(1, dtype=torch.int64),
+            )
+            together = []
+        together.append(text)
+
+
+def _forward(config: EngineConfig, decoder: Decoder, stage: int, batch: Batch, hidden: Tensor | None) -> Tensor:
     """The hidden states `[tokens, hidden_size]` after a stage."""
-    count = len(text)
-    positions, blocks = torch.arange(count), -(-count // _BLOCK_SIZE)
-    batch = Batch(
-        token_ids=torch.tensor(text),
-        positions=positions,
-        slot_mapping=positions,
-        block_tables=torch.arange(blocks)[None],
-        sequence_lengths=torch.tensor([count]),
-        query_starts=torch.tensor([0, count]),
-        logits_indices=positions,
-    )
     caches = []
     for number in config.parallel.stages[stage]:
         num_tensors, kv_heads, head_dim = config.model.architecture.layers[number].attention.kv_shape(1)
+        blocks = batch.block_tables.numel()
         shape = (1, blocks, kv_heads, _BLOCK_SIZE, head_dim, torch.float32, torch.device("cpu"), num_tensors)
         caches.append(LayerCache(kernels.allocate_kv_cache(*shape)[0]))
     with torch.inference_mode():

@@ -101,7 +101,7 @@ class Source:
         rounding = rounding_of(scheme)
         step = -(-_AT_ONCE // (weight.shape[1] * rounding.rows)) * rounding.rows
         largest = self.largest(name) if isinstance(scheme, NvFp4) else None
-        parts = [quantize(rows, rounding, largest) for rows in weight.split(step)]
+        parts = [quantize(rows, rounding, largest) for rows in torch.split(weight, step)]
         offsets = [part.offsets for part in parts if part.offsets is not None]
         return QuantizedWeight(
             rounding.values,

@@ -17,7 +17,6 @@ from quire.engine.config.resolve import fetch_weights, resolve
 from quire.engine.models.encoder_spec import EncoderSpec
 from quire.engine.models.model_spec import MoESpec
 from quire.engine.models.quantization import recipes
-from quire.engine.models.quantization.recipes import SchemeName
 from quire.engine.protocol.errors import ConfigError
 from quire.server.cli import flags
 from quire.server.frontend.tokenizer import Tokenizer
@@ -30,7 +29,7 @@ _LENGTH = 2048
 class QuantizeOptions:
     """Options of `quire quantize`."""
 
-    scheme: SchemeName = flag(
+    scheme: Literal["w4a16", "w4a16_asym", "w8a16", "w8a8", "fp8_dynamic", "fp8_block", "mxfp4a16", "nvfp4a16"] = flag(
         "w4a16",
         "what weights are rounded to, by the names of compressed-tensors: w4a16, w4a16_asym and w8a16 are integers in "
         "groups; w8a8 and fp8_dynamic have 8 bits, with a scale for each output feature, and activations may be "
@@ -95,7 +94,7 @@ def run(parsed: argparse.Namespace) -> int:
         raise ConfigError(
             f"{parsed.model} is quantized already, with {config.model.quantized.name}; use the one with 16-bit weights"
         )
-    arch, texts = config.model.architecture, ()
+    arch, texts = config.model.architecture, tuple[tuple[int, ...], ...]()
     settings = recipes.settings(options.scheme, arch, options.group_size, options.ignore)
     if options.calibration is not None:
         _check_gptq(options, config)

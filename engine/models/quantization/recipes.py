@@ -5,14 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from quire.engine.models.families.tensors import checkpoint_tensors
 from quire.engine.models.model_spec import ModelSpec
 from quire.engine.models.quantization.online import linear_modules, with_stars
 from quire.engine.protocol.errors import ConfigError
-
-SchemeName = Literal["w4a16", "w4a16_asym", "w8a16", "w8a8", "fp8_dynamic", "fp8_block", "mxfp4a16", "nvfp4a16"]
 
 
 @dataclass(frozen=True)
@@ -30,7 +28,7 @@ _EXPONENTS, _EIGHTHS = (
     dict.fromkeys(("scale_dtype", "zp_dtype"), dtype) for dtype in ("torch.uint8", "torch.float8_e4m3fn")
 )
 _TOKENS = {"num_bits": 8, "strategy": "token", "symmetric": True, "dynamic": True}
-RECIPES: dict[SchemeName, Recipe] = {
+RECIPES: dict[str, Recipe] = {
     "w4a16": Recipe("pack-quantized", {"num_bits": 4, **_INTS}),
     "w4a16_asym": Recipe("pack-quantized", {"num_bits": 4, **_INTS, "symmetric": False}),
     "w8a16": Recipe("pack-quantized", {"num_bits": 8, **_INTS}),
@@ -56,9 +54,7 @@ RECIPES: dict[SchemeName, Recipe] = {
 }
 
 
-def settings(
-    name: SchemeName, arch: ModelSpec, group_size: int | None = None, ignored: Sequence[str] = ()
-) -> dict[str, Any]:
+def settings(name: str, arch: ModelSpec, group_size: int | None = None, ignored: Sequence[str] = ()) -> dict[str, Any]:
     """The `quantization_config` of a model with this scheme: its linear layers and experts are quantized, and whatever
     else is a matrix is ignored, as are the modules that `ignored` names (`re:…`: an expression that matches from the
     start).

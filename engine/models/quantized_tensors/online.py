@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -30,10 +32,10 @@ class OnlineReader(Reader[OnlineScheme]):
         rounding = _ROUNDINGS[self.scheme.values]
         return torch.cat([choose_factors(part, rounding)[0] for part in self._parts(cut)], dim=-2)
 
-    def _parts(self, cut: Cut) -> tuple[Tensor, ...]:
+    def _parts(self, cut: Cut) -> Sequence[Tensor]:
         """The weights of whole groups, a few rows at a time."""
         *rows, groups = cut
         weight = self._tensors[".weight"]
         weight = weight.mT if self.scheme.is_transposed else weight
         weight = weight[(*rows, slice(groups.start * self.group, groups.stop * self.group))]
-        return weight.split(max(1, _AT_ONCE // weight.shape[-1]), dim=-2)
+        return torch.split(weight, max(1, _AT_ONCE // weight.shape[-1]), dim=-2)

@@ -21,9 +21,7 @@ def rounding_of(scheme: Scheme) -> Rounding:
     if isinstance(scheme, NvFp4):
         return Rounding("e2m1", scheme.group, scales="e4m3")
     assert isinstance(scheme, PackedScheme | Unpacked)
-    values = scheme.values
-    assert values == "int4" or values == "int8" or values == "fp8"
-    return Rounding(values, scheme.group, scheme.rows, scheme.has_offsets)
+    return Rounding(scheme.values, scheme.group, scheme.rows, scheme.has_offsets)
 
 
 def stored_tensors(scheme: Scheme, weight: QuantizedWeight, largest: Tensor) -> dict[str, Tensor]:

@@ -45,7 +45,8 @@ def mxfp4(weight: Tensor) -> Tensor:
     powers = largest.log2().floor()
     powers += largest >= 1.75 * powers.exp2()
     scales = (powers - 2).exp2()
-    return (E2M1[((grouped / scales)[..., None] - E2M1).abs().argmin(-1)] * scales).flatten(-2)
+    nearest = E2M1[((grouped / scales)[..., None] - E2M1).abs().argmin(-1)]
+    return torch.flatten(nearest * scales, -2)
 
 
 ROUNDED = {"fp8": fp8, "mxfp4": mxfp4}
