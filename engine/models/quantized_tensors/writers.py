@@ -62,4 +62,5 @@ def _packed_nibbles(codes: Tensor) -> Tensor:
 def _words(codes: Tensor, bits: int) -> Tensor:
     """Codes of a row in words of 32 bits, the first one lowest."""
     codes = F.pad(codes, (0, -codes.shape[-1] % (32 // bits)))
-    return (_packed_nibbles(codes) if bits == 4 else codes).contiguous().view(torch.int32)
+    octets = _packed_nibbles(codes) if bits == 4 else codes
+    return octets.flatten().view(torch.int32).view(len(codes), -1)

@@ -1,0 +1,223 @@
+"""`quire quantize`: what it writes loads as the numbers that weights are rounded to, and nothing half-written stays."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from quire.engine.config.quantize_request import QuantizeRequest
+from quire.engine.distributed.communicator import Parallel
+from quire.engine.models import gptq, quantize
+from quire.engine.models.quantization.recipes import RECIPES
+from quire.kernels import quantized
+from quire.kernels.quantized import Rounding
+from quire.server.cli.main import main
+from tests.fakes.families import write_model
+from tests.fakes.model_logits import configure, logits
+from tests.fakes.quantized_checkpoints import _LINEAR
+from tests.integration.engine.models.test_quantized import _SIZES, KINDS
+
+_EXPERTS = KINDS["experts"][1] | {"moe_intermediate_size": 128, "hidden_size": 256}
+_ROUNDINGS = {
+    "w4a16": Rounding("int4", 128),
+    "w4a16_asym": Rounding("int4", 128, has_offsets=True),
+    "w8a16": Rounding("int8", 128),
+    "w8a8": Rounding("int8"),
+    "fp8_dynamic": Rounding("fp8"),
+    "fp8_block": Rounding("fp8", 128, rows=128),
+    "mxfp4a16": Rounding("e2m1", 32, scales="e8m0"),
+    "nvfp4a16": Rounding("e2m1", 16, scales="e4m3"),
+}
+_FUSED = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"})
+
+
+@pytest.fixture(autouse=True)
+def _in_this_process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "killed" not in request.node.name:
+        monkeypatch.setattr(QuantizeRequest, "run", quantize.run)
+
+
+def write(folder: Path, architecture: str = "LlamaForCausalLM", **changes: object) -> Path:
+    """A model of bfloat16 in two files, with a tensor that no model uses."""
+    folder.mkdir()
+    write_model(architecture, _SIZES | {"dtype": "bfloat16"} | changes, folder)
+    tensors = {name: tensor.bfloat16() for name, tensor in load_file(folder / "model.safetensors").items()}
+    tensors["model.layers.70.mlp.up_proj.weight"] = torch.ones(3, 5)
+    files = {name: f"model-{number % 2}.safetensors" for number, name in enumerate(tensors)}
+    for file in set(files.values()):
+        save_file({name: tensors[name] for name in tensors if files[name] == file}, folder / file)
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def plain(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: each for file in sorted(folder.glob("*.safetensors")) for name, each in load_file(file).items()}
+
+
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+@pytest.mark.parametrize("scheme", RECIPES)
+def test_what_is_written_stands_for_the_rounded_weights(scheme: str, kind: str, tmp_path: Path) -> None:
+    changes = _EXPERTS if kind == "experts" else {}
+    folder = write(tmp_path / "plain", KINDS[kind][0], **changes)
+    out, numbers = tmp_path / "out", plain(folder)
+    assert main(["quantize", str(folder), str(out), "--scheme", scheme]) == 0
+    for name, weight in list(numbers.items()):
+        if not _LINEAR.search(name) or ".layers.70." in name:
+            continue
+        module = name.split(".")[-2]
+        fused = next((each for each in _FUSED if module in each), {module})
+        siblings = [numbers[name.replace(module, each)] for each in fused] if scheme == "nvfp4a16" else [weight]
+        largest = torch.stack([each.abs().max() for each in siblings]).max().float().view(1, 1)
+        rounded = quantized.quantize(weight, _ROUNDINGS[scheme], largest)
+        numbers[f"rounded {name}"] = replace(rounded, dtype=torch.float32).dequantize()
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    (whole / "config.json").write_text((folder / "config.json").read_text())
+    names = [name for name in numbers if not name.startswith("rounded ")]
+    save_file({name: numbers.get(f"rounded {name}", numbers[name]) for name in names}, whole / "model.safetensors")
+    tokens = torch.randint(0, 131, (20,), generator=torch.Generator().manual_seed(1))
+    expected, found = (logits(configure(each, max_model_len=64), tokens, Parallel()) for each in (whole, out))
+    tolerance = 0.1 if scheme == "w8a8" else 1e-3  # its inputs are rounded, too
+    assert (found - expected).norm() <= tolerance * expected.norm()
+    with safe_open(next(out.glob("*.safetensors")), "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+    assert (out / "tokenizer.json").read_text() == "{}"
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert sorted(index["weight_map"]) == sorted(plain(out))
+    settings = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert {"lm_head", "model.layers.70.mlp.up_proj"} <= set(settings["ignore"])
+    if kind == "experts":
+        assert r"re:model\.layers\.[0-9]+\.mlp\.gate$" in settings["ignore"]
+
+
+def test_modules_may_be_ignored_and_groups_chosen(tmp_path: Path) -> None:
+    folder, out = write(tmp_path / "plain"), tmp_path / "out"
+    out.mkdir()
+    assert main(["quantize", str(folder), str(out), "--group-size", "32", "--ignore", r"re:.*\.down_proj$"]) == 0
+    tensors = plain(out)
+    assert "model.layers.0.mlp.down_proj.weight" in tensors
+    assert tensors["model.layers.0.mlp.up_proj.weight_scale"].shape == (256, 4)
+    logits(configure(out, max_model_len=64), torch.arange(4), Parallel())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--scheme", "fp8_dynamic", "--group-size", "64"], "scheme fp8_dynamic has no groups of other sizes"),
+        (["--group-size", "100"], "--group-size 100 is not supported; use 32"),
+        (["--method", "gptq"], "--method gptq and --calibration FILE need each other"),
+        (["--group-size", "256"], "has 128 inputs, which are not whole groups of 256"),
+        (["--ignore", r"re:.*"], "nothing is left to quantize"),
+        (["--ignore", r"re:("], "ignore has an invalid expression"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    arguments: list[str], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, out = write(tmp_path / "plain"), tmp_path / "out"
+    assert main(["quantize", str(folder), str(out), *arguments]) == 2
+    assert reason in capsys.readouterr().err
+    assert [each.name for each in tmp_path.iterdir()] == ["plain"]
+
+
+def test_folders_and_models_that_do_not_fit_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, out = write(tmp_path / "plain"), tmp_path / "out"
+    assert main(["quantize", str(folder), str(folder)]) == 2
+    assert "exists, and is not an empty folder" in capsys.readouterr().err
+    assert main(["quantize", str(folder), str(out)]) == 0
+    assert main(["quantize", str(out), str(tmp_path / "again")]) == 2
+    assert "is quantized already, with compressed-tensors" in capsys.readouterr().err
+    (tmp_path / "third.part").mkdir()
+    assert main(["quantize", str(folder), str(tmp_path / "third")]) == 2
+    assert "third.part exists: another `quire quantize` writes it, or was killed" in capsys.readouterr().err
+    for architecture, reason in (
+        ("GPT2LMHeadModel", "inputs before outputs"),
+        ("GptOssForCausalLM", "stack of experts"),
+    ):
+        other = write(tmp_path / architecture, architecture, num_local_experts=4, head_dim=32)
+        assert main(["quantize", str(other), str(tmp_path / "none")]) == 2
+        assert reason in capsys.readouterr().err
+    tensors = plain(folder)
+    tensors["model.layers.0.mlp.up_proj.weight"][3, 4] = torch.nan
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    save_file(tensors, folder / "model.safetensors")
+    assert main(["quantize", str(folder), str(tmp_path / "none")]) == 2
+    assert "up_proj.weight has values that are NaN" in capsys.readouterr().err
+    assert not list(tmp_path.glob("none*"))
+
+
+def test_a_run_that_is_killed_leaves_no_folder_that_looks_whole(tmp_path: Path) -> None:
+    folder, out = write(tmp_path / "plain", num_hidden_layers=40), tmp_path / "out"
+    command = [
+        sys.executable,
+        "-c",
+        "from quire.server.cli.main import main; main()",
+        "quantize",
+        str(folder),
+        str(out),
+    ]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "out.part" / "0.safetensors").exists():
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.001)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not out.exists()
+    assert not (tmp_path / "out.part" / "config.json").exists()
+
+
+def test_gptq_makes_smaller_errors_of_outputs_than_rounding() -> None:
+    generator = torch.Generator().manual_seed(0)
+    mixed = torch.randn(64, 64, generator=generator)
+    x = torch.randn(500, 64, generator=generator) @ mixed + torch.randn(64, generator=generator)
+    weight = torch.randn(48, 64, generator=generator)
+    for rounding in (Rounding("int4", 32), Rounding("int4", 32, has_offsets=True), Rounding("int8"), Rounding("fp8")):
+        ours = gptq.quantize(weight, rounding, x.T @ x)
+        nearest = quantized.quantize(weight, rounding)
+        errors = [(x @ (weight - each.dequantize()).T).norm() for each in (ours, nearest)]
+        assert errors[0] < 0.8 * errors[1]
+
+
+def test_gptq_of_inputs_that_do_not_depend_on_each_other_is_rounding() -> None:
+    weight = torch.randn(24, 64)
+    ours, nearest = gptq.quantize(weight, Rounding("int8"), torch.eye(64)), quantized.quantize(weight, Rounding("int8"))
+    assert torch.equal(ours.codes, nearest.codes)
+    assert torch.equal(ours.scales, nearest.scales)
+
+
+def test_gptq_takes_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    demo = configure(Path("engine/models/demo").resolve(), max_model_len=64).model.path
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text('"How do I serve a model with quire?"\n{"text": "What is a KV cache? It is memory of keys."}\n')
+    arguments = [str(demo), str(tmp_path / "out"), "--method", "gptq", "--calibration", str(texts)]
+    assert main(["quantize", *arguments]) == 0
+    assert main(["quantize", str(demo), str(tmp_path / "nearest")]) == 0
+    tokens = torch.randint(3, 3000, (20,), generator=torch.Generator().manual_seed(1))
+    expected, found, nearest = (
+        logits(configure(each, max_model_len=64), tokens, Parallel())
+        for each in (demo, tmp_path / "out", tmp_path / "nearest")
+    )
+    assert (found - expected).norm() <= 0.5 * expected.norm()
+    assert not torch.equal(found, nearest)
+    texts.write_text("[1]\n")
+    assert main(["quantize", str(demo), str(tmp_path / "none"), *arguments[2:]]) == 2
+    assert "each line must be a JSON string" in capsys.readouterr().err
+    experts = write(tmp_path / "experts", KINDS["experts"][0], **_EXPERTS)
+    assert main(["quantize", str(experts), str(tmp_path / "none"), *arguments[2:]]) == 2
+    assert "Qwen3MoeForCausalLM is an encoder or has experts" in capsys.readouterr().err
