@@ -331,7 +331,7 @@ class ExpertByExpert(PackedExperts):
 
     @property
     def layout(self) -> str:
-        return f"{super().layout} of {type(self._down[0]).__name__}"
+        return f"{super().layout} of {self._gate_up[0].layout} and {self._down[0].layout}"
 
     def state(self, index: int) -> list[Tensor]:
         biases = [each[index] for each in (self._gate_up_biases, self._down_biases)]

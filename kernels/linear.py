@@ -56,7 +56,12 @@ class PackedLinear(ABC):
 
     @abstractmethod
     def state(self) -> list[Tensor]:
-        """The packed tensors: `restore` copies them into another layer of the same shape and class."""
+        """The packed tensors: `restore` copies them into another layer of the same shape and `layout`."""
+
+    @property
+    def layout(self) -> str:
+        """A description of what the packed tensors stand for."""
+        return type(self).__name__
 
     def restore(self, state: Sequence[Tensor]) -> None:
         """Overwrite this layer's packed tensors with the `state` of another one."""
@@ -177,6 +182,10 @@ class PackedGatedLinear(PackedLinear):
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return _act_mul(self._product(x, bias), self._activation)
+
+    @property
+    def layout(self) -> str:
+        return f"{super().layout} of {self._product.layout}"
 
     def state(self) -> list[Tensor]:
         return self._product.state()
@@ -319,6 +328,10 @@ class CodedLinear(PackedLinear):
         form = self._values, self._group, self._factors
         return _coded_linear(x, self._weight, self._scales, bias, self._features, *form, self._activation)
 
+    @property
+    def layout(self) -> str:
+        return f"{super().layout} of {(self._values, self._group, self._factors)}"
+
     def state(self) -> list[Tensor]:
         return [self._weight, self._scales]
 
@@ -360,6 +373,10 @@ class GatheredLinear(PackedLinear):
         x = F.pad(x, (0, 1)) if x.shape[1] == self._last else x
         return self._product(x.index_select(1, self._columns), bias)
 
+    @property
+    def layout(self) -> str:
+        return f"{super().layout} of {self._product.layout}"
+
     def state(self) -> list[Tensor]:
         return [self._columns, *self._product.state()]
 
@@ -381,6 +398,10 @@ class StaticScaleLinear(PackedLinear):
         scale, zero = self._rounding
         integers = (x.float() / scale + zero).round_().clamp_(-128, 127).sub_(zero)
         return self._product(integers.to(x.dtype), bias)  # bfloat16 has all integers of 8 bits
+
+    @property
+    def layout(self) -> str:
+        return f"{super().layout} of {self._product.layout}"
 
     def state(self) -> list[Tensor]:
         return [self._rounding, *self._product.state()]

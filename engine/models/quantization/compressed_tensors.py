@@ -46,6 +46,7 @@ class PackedScheme(Blocks):
         found = {
             f"{weight}_packed": Stored(("I32",), ((*experts, out, self._words(columns)),)),
             f"{weight}_scale": self.stored_factors(FLOATS, shape),
+            f"{weight}_shape": Stored(("I64", "I32"), (), is_optional=True),
         }
         if self.has_offsets:
             groups = self.factors(shape)[-1]

@@ -13,36 +13,32 @@ import torch
 from torch import Tensor
 
 from quire.engine.models.quantization.gguf import Gguf
+from quire.engine.models.quantized_tensors.constants import is_flat, offsets_of, scales_of
 from quire.engine.models.quantized_tensors.reader import Cut, Reader
-
-_MAX_OFFSET = 2.0**15
-"""With a larger offset, a group's codes change less than float16 can show, if its offset fits float16 at all."""
 
 
 class GgufReader(Reader[Gguf]):
     """`weight` is uint8 `[…, out, bytes]`, rows of blocks.
 
-    A block's minimum becomes an offset, in units of its scale. Where the scale is 0 or tiny, the group is its minimum:
-    the scale is the minimum, the offset is 1, and the codes are 0.
+    A block's minimum is the constant of `quire.engine.models.quantized_tensors.constants`.
     """
 
     def codes(self, cut: Cut) -> Tensor:
         blocks, first = self._blocks(cut[:-1], cut[-1], self.scheme.block)
         codes = _LAYOUTS[self.scheme.type].codes(blocks)
         if self.scheme.has_offsets:
-            is_flat = _is_flat(*self._factors(blocks))
-            codes = codes.reshape(*is_flat.shape, -1).masked_fill(is_flat[..., None], 0)
+            scales, minima = self._factors(blocks)
+            assert minima is not None
+            codes = codes.reshape(*scales.shape, -1).masked_fill(is_flat(scales, minima)[..., None], 0)
         return codes.flatten(len(cut) - 1)[..., cut[-1].start - first : cut[-1].stop - first]
 
     def scales(self, cut: Cut) -> Tensor:
         scales, minima, own = self._of_groups(cut)
-        return (scales if minima is None else torch.where(_is_flat(scales, minima), minima, scales))[own]
+        return (scales if minima is None else scales_of(scales, minima))[own]
 
     def offsets(self, cut: Cut) -> Tensor | None:
         scales, minima, own = self._of_groups(cut)
-        if minima is None:
-            return None
-        return torch.where(_is_flat(scales, minima), 1.0, (minima / scales).nan_to_num(0.0))[own]
+        return None if minima is None else offsets_of(scales, minima)[own]
 
     def _of_groups(self, cut: Cut) -> tuple[Tensor, Tensor | None, tuple[EllipsisType, slice]]:
         """Factors of the blocks that a cut of groups touches, `[…, rows, groups]`, and the cut's place in them."""
@@ -61,11 +57,6 @@ class GgufReader(Reader[Gguf]):
         weight = self._tensors[".weight"]
         blocks = weight.view(*weight.shape[:-1], -1, self.scheme.size)
         return blocks[(*rows, slice(first, last))], first * size
-
-
-def _is_flat(scales: Tensor, minima: Tensor | None) -> Tensor:
-    assert minima is not None
-    return minima.abs() > scales.abs() * _MAX_OFFSET
 
 
 Factors = tuple[Tensor, Tensor | None]

@@ -150,7 +150,7 @@ def test_quantized_weights_are_kept_and_planned(name: str, tmp_path: Path) -> No
             for found, right in zip(result, expected, strict=True):
                 torch.testing.assert_close(found, right, rtol=1e-3, atol=1e-3)
     encoder = load_model(configure(tmp_path), 0, Parallel(), CPU)
-    tensors = [*encoder.parameters()]
+    tensors: list[Tensor] = [*encoder.parameters()]
     for layer in encoder.modules():
         if isinstance(layer, Linear):
             assert layer.quantized is not None

@@ -68,7 +68,7 @@ def test_names_of_stacks_may_have_no_weight_in_them(suffix: str) -> None:
         (OF_BLOCKS, [STACK, f"{STACK}_scale_inv"], STACK),
         (OF_ROWS, [f"{STACK}.weight", f"{STACK}.weight_scale"], f"{STACK}.weight"),
         (MXFP4, [f"{STACK}_blocks", f"{STACK}_scales"], STACK),
-        (PACKED, [f"{Q}.weight_packed", f"{Q}.weight_scale", f"{Q}.weight_zero_point"], f"{Q}.weight"),
+        (PACKED, [f"{Q}.weight_{x}" for x in ("packed", "scale", "zero_point", "shape")], f"{Q}.weight"),
         (PACKED, [f"{STACK}_packed", f"{STACK}_scale", f"{STACK}_zero_point"], STACK),
         (
             {"quant_method": "awq", "bits": 4, "group_size": 128},

@@ -15,6 +15,8 @@ def test_int4_with_a_scale_and_a_zero_for_each_group() -> None:
         factors = (*shape[:-2], 4, 10)
         scales = (torch.rand(factors, generator=generator) + 0.1).bfloat16()
         zeros = torch.randn(factors, generator=generator).bfloat16()
+        scales[..., 1, :3] = torch.tensor([1e-6, 0.0, 0.0])  # groups of equal weights
+        zeros[..., 1, 2] = 0.0
         scale, zero = (each.double().transpose(-1, -2).repeat_interleave(32, -1) for each in (scales, zeros))
         tensors = {
             "._weight_qdata": in_bytes(numbers & 15),

@@ -71,11 +71,21 @@ def scheme(weights: dict[str, Any], inputs: dict[str, Any] | None = None, **othe
     return found
 
 
+def test_static_inputs_of_int8_are_rounded_as_stored() -> None:
+    static = {**TOKENS, "strategy": "tensor", "dynamic": False}
+    tensors = scheme(INT8, static, format="int-quantized").tensors(Q, (300, 256))
+    assert not tensors[f"{Q}.input_scale"].is_optional
+    assert tensors[f"{Q}.input_zero_point"].is_optional
+    for inputs in (TOKENS, {**static, "dynamic": True}):
+        assert f"{Q}.input_scale" not in scheme(INT8, inputs, format="int-quantized").tensors(Q, (300, 256))
+    assert not scheme(FP8, {**static, "type": "float"}, format="float-quantized").has_rounding
+
+
 def test_int4_in_words() -> None:
     found = scheme(INT4)
     assert found == PackedScheme(values="int4", rows=1, group=128)
     tensors = found.tensors(Q, (300, 256))
-    assert tensors.keys() == {f"{Q}.weight_packed", f"{Q}.weight_scale"}
+    assert tensors.keys() == {f"{Q}.weight_packed", f"{Q}.weight_scale", f"{Q}.weight_shape"}
     assert tensors[f"{Q}.weight_packed"].shapes == ((300, 32),)
     assert tensors[f"{Q}.weight_packed"].dtypes == ("I32",)
     assert tensors[f"{Q}.weight_scale"].shapes == ((300, 2),)
