@@ -124,11 +124,11 @@ def _weight_bytes(model: ModelConfig, parallel: ParallelConfig, stage: int) -> i
     packed = sum(matrix_bytes(model, parallel.device, number, each) for number, each in layers)
     # Embedding models have no head; on CUDA a tied head needs no copy.
     if last and model.pooling is None and not (embedded and parallel.device == "cuda"):
-        form = form_of_matrix(model, parallel.device, None, head)
+        form = form_of_matrix(model, None, head)
         packed += (
             packed_bytes(head.rows, head.columns, model.quantization and "int8", width)
             if form is None
-            else form.packed_bytes(head.rows, head.columns)
+            else form.packed_bytes(head.rows, head.columns, parallel.device)
         )
     mixtures = [arch.layers[n].feed_forward for n in stages[stage]]
     wide = sum(mixture.num_float32_parameters(arch.hidden_size) for mixture in mixtures if isinstance(mixture, MoESpec))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -115,15 +116,15 @@ def mixture(kind: str) -> tuple[QuantizedWeight, QuantizedWeight]:
 )
 def test_experts(kind: str, packed: type[kernels.PackedExperts], has_bias: bool) -> None:
     gate_up, down = mixture(kind)
-    biases = {"gate_up_bias": torch.randn(3, 256), "down_bias": torch.randn(3, 256)} if has_bias else {}
+    biases: Any = {"gate_up_bias": torch.randn(3, 256), "down_bias": torch.randn(3, 256)} if has_bias else {}
     x, ids, weights = torch.randn(7, 256), torch.randint(-1, 4, (7, 2)), torch.rand(7, 2)
     product = kernels.pack_experts(gate_up, down, "silu", **biases)
     assert type(product) is packed
     found = product(x, weights, ids)
     expected = reference.fused_experts(x, weights, ids, gate_up.dequantize(), down.dequantize(), "silu", **biases)
     assert (found - expected).norm() <= (1e-5 if kind == "uint4" else 0.05) * expected.norm()
-    others = [replace(each, codes=each.codes.flip(0), scales=each.scales.flip(0)) for each in (gate_up, down)]
-    moved = kernels.pack_experts(*others, "silu", **{name: bias.flip(0) for name, bias in biases.items()})
+    first, second = (replace(each, codes=each.codes.flip(0), scales=each.scales.flip(0)) for each in (gate_up, down))
+    moved = kernels.pack_experts(first, second, "silu", **{name: bias.flip(0) for name, bias in biases.items()})
     assert moved.layout == product.layout
     for place in (0, 2):
         moved.restore(place, [each.clone() for each in product.state(place)])
