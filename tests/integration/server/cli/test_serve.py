@@ -156,7 +156,7 @@ def test_the_users_mistakes_are_one_line(
     assert serve(capsys, str(tmp_path / "none")).startswith(f"quire: error: {tmp_path}/none: no such model folder")
     assert "no config.json" in serve(capsys, str(tmp_path))
     assert "sizes that do: 1, 2, 4" in serve(capsys, *model, "-tp", "3")
-    assert "or use int8 or int4" in serve(capsys, *model, "-q", "int3")
+    assert "or use int8, int4, fp8 or mxfp4" in serve(capsys, *model, "-q", "int3")
     assert "invalid choice: 'float8'" in serve(capsys, *model, "--dtype", "float8")
     assert "--api-key is empty" in serve(capsys, *model, "--api-key", "")
     assert "--ssl-certfile requires --ssl-keyfile" in serve(capsys, *model, "--ssl-certfile", "cert.pem")
