@@ -33,7 +33,7 @@ def is_experts(module: nn.Module) -> bool:
 
 def can_replace(module: Any) -> bool:
     """Whether experts are nothing but their matrices and a gate."""
-    if not is_experts(module) or getattr(module, "has_post_expert_norm", False):
+    if not is_experts(module) or not hasattr(module, "is_transposed") or getattr(module, "has_post_expert_norm", False):
         return False
     tensors = {*dict(module.named_parameters()), *dict(module.named_buffers())}
     return tensors == set(_names(module).values())
@@ -57,7 +57,7 @@ class PlannedExperts(ExpertStack):
         """transformers' names of the parameters, by ours."""
         self.is_transposed = bool(like.is_transposed)
         """Whether transformers' weights are `[experts, in, out]`; these are not."""
-        has_known_gate = like.has_gate and type(like)._apply_gate is _default_apply_gate
+        has_known_gate = like.has_gate and like.is_concatenated and type(like)._apply_gate is _default_apply_gate
         self._activation = _ACTIVATIONS.get(type(like.act_fn)) if has_known_gate else None
         self._product: kernels.PackedExperts | None = None
         self._products: tuple[list[kernels.PackedLinear], ...] = ()
