@@ -62,14 +62,17 @@ class QuantizeOptions:
 
 def fill(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the subcommand."""
-    parser.add_argument("model", metavar="MODEL", help="model folder or Hugging Face repository, with 16-bit weights")
-    parser.add_argument("out", metavar="OUT", help="folder to write, which must be new or empty")
+    source = "model folder or Hugging Face repository, with 16-bit weights"
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=source)
+    parser.add_argument("out", nargs="?", metavar="OUT", help="folder to write, which must be new or empty")
     flags.add_flags(parser.add_argument_group("quantize"), QuantizeOptions)
     parser.set_defaults(run=run, parser=parser)
 
 
 def run(parsed: argparse.Namespace) -> int:
     """Quantize, and say what to do with it. Returns 0."""
+    if parsed.out is None:
+        raise ConfigError("quire quantize needs MODEL and OUT: what to read, and the folder to write")
     options, out = flags.collect(parsed, QuantizeOptions), Path(parsed.out).expanduser().resolve()
     if (options.method == "gptq") != (options.calibration is not None):
         raise ConfigError("--method gptq and --calibration FILE need each other; use both, or neither")

@@ -67,8 +67,10 @@ def plain(folder: Path) -> dict[str, torch.Tensor]:
     return {name: each for file in sorted(folder.glob("*.safetensors")) for name, each in load_file(file).items()}
 
 
-@pytest.mark.parametrize("kind", ["dense", "experts"])
-@pytest.mark.parametrize("scheme", RECIPES)
+@pytest.mark.parametrize(
+    ("scheme", "kind"),
+    [*((scheme, "dense") for scheme in RECIPES), ("w4a16_asym", "experts"), ("nvfp4a16", "experts")],
+)
 def test_what_is_written_stands_for_the_rounded_weights(scheme: str, kind: str, tmp_path: Path) -> None:
     changes = _EXPERTS if kind == "experts" else {}
     folder = write(tmp_path / "plain", KINDS[kind][0], **changes)

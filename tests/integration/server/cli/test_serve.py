@@ -99,6 +99,9 @@ CLIENT_FLAGS = {
 --api-key --help --no-profile-memory --no-record-shapes --no-with-stack --output --profile-memory --record-shapes
 --seconds --url --with-stack -h -o
 """,
+    "quantize": """
+--calibration --download-dir --group-size --help --ignore --method --revision --scheme -h
+""",
     "run-batch": """
 --api-key --chat-template --default-chat-template-kwargs --disable-tqdm --input-file --log-level --max-concurrency
 --model --no-disable-tqdm --no-strict-parameters --no-trust-request-chat-template --output-file --reasoning-parser
