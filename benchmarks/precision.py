@@ -1,8 +1,8 @@
 """The accuracy of each precision on the bundled demo model and its held-out questions.
 
-    .venv/bin/python benchmarks/precision.py [--json FILE] [--written]
+    .venv/bin/python benchmarks/precision.py [--json FILE]
 
-With --written, also of what `quire quantize` writes; GPTQ gets chats like those of the training.
+Also of what `quire quantize` writes; GPTQ gets chats like those of the training.
 
 For each precision: the share of held-out chats answered correctly (greedy, equal to the expected reply character for
 character, as scripts/train_demo_model.py scores), the number of replies identical to float32, and the perplexity of the
@@ -46,7 +46,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "int4": {"quantization": "int4"},
     "fp8": {"quantization": "fp8"},
 }
-WRITTEN = ("w8a8", "fp8_dynamic", "w4a16", "w4a16_asym", "mxfp4a16", "nvfp4a16", "w4a16, gptq", "w4a16_asym, gptq")
+WRITTEN = ("w8a8", "fp8_dynamic", "w4a16", "w4a16, gptq", "mxfp4a16", "nvfp4a16")
 """Schemes of `quire quantize`."""
 _CPU = torch.device("cpu")
 _BLOCK = 16
@@ -138,11 +138,10 @@ def measure(precisions: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--written", action="store_true")
     arguments = parser.parse_args()
     kernels.prepare("cpu")()
     with tempfile.TemporaryDirectory() as folder:
-        figures = measure(PRECISIONS | (written(Path(folder)) if arguments.written else {}))
+        figures = measure(PRECISIONS | written(Path(folder)))
     if arguments.json:
         arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
 

@@ -27,23 +27,27 @@ from quire.kernels.quantized import QuantizedWeight, Rounding, choose_factors, n
 
 _DAMPING = 0.01
 """Of the mean of the diagonal, added to it."""
+_COLUMNS = 128
+"""Columns whose errors correct those after them at once."""
 _BLOCK_SIZE, _BATCH_TOKENS = 16, 4096
 
 
 def quantize(weight: Tensor, rounding: Rounding, moments: Tensor) -> QuantizedWeight:
     """Round a weight `[out, in]`, given the sums of products of its inputs, float32 `[in, in]`. Factors are chosen when
     the first column of their group is reached."""
-    rest, group = weight.float().clone(), rounding.group or weight.shape[1]
-    moments = moments.clone()
+    rest, columns = weight.float().clone(), weight.shape[1]
+    group, moments = rounding.group or columns, moments.clone()
     diagonal = moments.diagonal()
     diagonal += _DAMPING * diagonal.mean() + (diagonal == 0)
     inverse = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(moments)), upper=True)
     codes, factors = torch.empty_like(weight, dtype=torch.uint8), list[tuple[Tensor, Tensor | None]]()
-    for start in range(0, weight.shape[1], group):
-        end = start + group
-        chosen = choose_factors(rest[:, start:end].to(weight.dtype), rounding)
-        factors.append(chosen)
-        errors = torch.empty(len(weight), group)
+    step = min(group, _COLUMNS)
+    for start in range(0, columns, step):
+        end = min(start + step, columns)
+        if start % group == 0:
+            chosen = choose_factors(rest[:, start : start + group].to(weight.dtype), rounding)
+            factors.append(chosen)
+        errors = torch.empty(len(weight), end - start)
         for column in range(start, end):
             own = rest[:, column : column + 1]
             codes[:, column : column + 1] = nearest_codes(own, rounding, *chosen)
