@@ -120,18 +120,18 @@ class Group:
         self.servers: list[Server] = []
         logs = options.cache / "logs"
         logs.mkdir(parents=True, exist_ok=True)
-        for peer in found:
-            if precision not in peer.precisions:
-                continue
-            result = self.results[peer.name] = Measured(peer.name, peer.version(), peer.precisions[precision], "")
+        taking_part = [peer for peer in found if precision in peer.precisions]
+        for peer in taking_part:
+            self.results[peer.name] = Measured(peer.name, peer.version(), peer.precisions[precision], "")
+        for peer in sorted(taking_part, key=lambda peer: peer.writes != precision):
             try:
                 model = peer.prepare(shape, precision, options.cache)
-                log = logs / f"{shape.name}-{precision}-{peer.name}.log"
-                server = Server(peer, precision, model, options.threads, log)
             except (RuntimeError, OSError) as failure:
                 self._fail(peer.name, failure)
                 continue
-            result.command = server.command
+            log = logs / f"{shape.name}-{precision}-{peer.name}.log"
+            server = Server(peer, precision, model, options.threads, log)
+            self.results[peer.name].command = server.command
             self.servers.append(server)
 
     async def run(self) -> dict[str, Any]:

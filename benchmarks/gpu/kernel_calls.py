@@ -229,7 +229,7 @@ def _quantized(
     of = f"{tokens} tokens, {hidden} × {inner}"
     for values in VALUES if dtype == MAIN else ("uint4", "fp8"):
         stacks = [
-            _random_stack(values, size, device, dtype)
+            random_stack(values, size, device, dtype)
             for size in ((experts, 2 * inner, hidden), (experts, hidden, inner))
         ]
         packed = [pack_words(stack) for stack in stacks]
@@ -247,15 +247,13 @@ def _quantized(
         yield "rounded_fused_experts", named, _multiplies("rounded_fused_experts", x, *chosen, *rounded, "silu")
 
 
-def _random_stack(
-    values: str, shape: tuple[int, int, int], device: torch.device, dtype: torch.dtype
-) -> QuantizedWeight:
+def random_stack(values: str, shape: tuple[int, int, int], device: torch.device, dtype: torch.dtype) -> QuantizedWeight:
     """Weights `[experts, out, in]` of about 1 / sqrt(in), in groups of 128 if their codes have 4 bits."""
     table = VALUES[values].nan_to_num()
     codes = torch.randint(len(table), shape, dtype=torch.uint8, device=device)
     if values == "fp8":
         codes.masked_fill_((codes & 0x7F) == 0x7F, 0)  # NaN
-    groups = shape[2] // 128 if len(table) == 16 else 1
+    groups = max(1, shape[2] // 128) if len(table) == 16 else 1
     scales = (torch.rand(*shape[:2], groups, device=device) + 0.5) / table.abs().max() / shape[2] ** 0.5
     offsets = torch.full_like(scales, -float(table.mean())) if values.startswith("uint") else None
     return QuantizedWeight(values, dtype, codes, scales, offsets)

@@ -1,14 +1,15 @@
-"""The speed of the two kernels that have their own targets."""
+"""The speed of the kernels that have their own targets."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from machine import fastest
 
-from gpu.kernel_calls import attention_case, sampler_arguments
+from gpu.kernel_calls import attention_case, random_stack, sampler_arguments
 from gpu.lab import Lab
 from gpu.records import Note, Record, Row
 from quire import kernels
@@ -38,6 +39,27 @@ def sampler(lab: Lab) -> Iterator[Record]:
     seconds = fastest(lambda: kernels.sample(*arguments), lab.sizes.seconds, lab.device)
     floor = lab.limit(lambda machine: arguments[0].nbytes / machine.bandwidth * 1e6)
     yield Row("sampler", seconds * 1e6, floor, f"logits {arguments[0].nbytes / 1e6:,.1f} MB / bandwidth")
+
+
+def quantized(lab: Lab) -> Iterator[Record]:
+    """The gates and ups of a layer: few rows by 4-bit weights, which are read once, and many rows by 8-bit floats."""
+    device, _ = _prepare(lab)
+    dtype, shape = getattr(torch, lab.dtype), lab.shape
+    size = 1, 2 * shape.intermediate, shape.hidden
+    rows = 16
+    product = kernels.pack_linear(random_stack("int4", size, device, dtype).at(0))
+    x = torch.randn(rows, shape.hidden, device=device, dtype=dtype)
+    seconds = fastest(lambda: product(x, None), lab.sizes.seconds, lab.device)
+    moved = sum(tensor.nbytes for tensor in product.state())
+    formula = f"{rows} rows, codes and scales {moved / 1e6:,.1f} MB in {seconds * 1e6:,.1f} µs; floor: reading"
+    yield Row("4 bits", moved / seconds / 1e9, lab.limit(lambda machine: machine.bandwidth / 1e9), formula)
+    rows = lab.sizes.prefill
+    product = kernels.pack_linear(replace(random_stack("fp8", size, device, dtype).at(0), activations="fp8"))
+    x = torch.randn(rows, shape.hidden, device=device, dtype=dtype)
+    seconds = fastest(lambda: product(x, None), lab.sizes.seconds, lab.device)
+    operations = 2 * rows * size[1] * size[2]
+    formula = f"{rows} rows, {operations / 1e12:,.3g} T operations in {seconds * 1e3:,.2f} ms; floor: {lab.precision}"
+    yield Row("fp8", operations / seconds / 1e12, lab.limit(lambda m: m.rate(lab.precision) / 1e12), formula)
 
 
 def _prepare(lab: Lab, needs: kernels.AttentionConfig | None = None) -> tuple[torch.device, list[str]]:

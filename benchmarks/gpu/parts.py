@@ -45,6 +45,7 @@ PARTS = (
     Part("kernels", "kernel_checks:check", 80, 180),
     Part("attention", "kernel_rows:attention", 10, 40),
     Part("sampler", "kernel_rows:sampler", 10, 40),
+    Part("quantized", "kernel_rows:quantized", 12, 40),
     Part("model", "model:measure", 45, 110),
     Part("offline", "offline:measure", 60, 120),
     Part("server", "serving:measure", 100, 150),
@@ -52,7 +53,7 @@ PARTS = (
     Part("transformers", "offline:transformers", 120, 180),
     Part("memory", "memory:check", 150, 900, by_default=False),
 )
-"""About 536 s of 560. A slower machine, or one without compiled kernels, skips the last parts."""
+"""About 548 s of 560. A slower machine, or one without compiled kernels, skips the last parts."""
 
 
 @dataclass

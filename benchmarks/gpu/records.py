@@ -58,6 +58,15 @@ AIMS = {
         higher_is_better=True,
     ),
     "sampler": Aim("sampler, 256 × 128k vocabulary, top-p", "µs", "≤ 300 µs", "value", most=300),
+    "4 bits": Aim(
+        "gates and ups of 4 bits, 16 rows", "GB/s", "≥ 60 % of bandwidth", "share", least=0.6, higher_is_better=True
+    ),
+    "fp8": Aim(
+        "gates and ups of 8-bit floats, 8k rows",
+        *("TFLOP/s", "≥ 100 % of the matmul rate in 16 bits", "share"),
+        least=1.0,
+        higher_is_better=True,
+    ),
     "cold start": Aim(
         "8B from local disk to the first token, not in the page cache", "s", "< 20 s", "value", most=20.0
     ),
