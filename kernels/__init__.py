@@ -14,7 +14,7 @@ from quire.kernels.cache import allocate_kv_cache, kv_cache_dtype
 from quire.kernels.dispatch import by_device, paged_attention, prepare
 from quire.kernels.experts import PackedExperts, fused_experts, pack_experts
 from quire.kernels.linear import PackedLinear, Quantization, pack_gated, pack_linear
-from quire.kernels.quantized import QuantizedWeight
+from quire.kernels.quantized import QuantizedFormat, QuantizedWeight
 
 __all__ = [
     "AttentionConfig",
@@ -24,6 +24,7 @@ __all__ = [
     "PackedExperts",
     "PackedLinear",
     "Quantization",
+    "QuantizedFormat",
     "QuantizedWeight",
     "act_mul",
     "activate",

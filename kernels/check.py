@@ -6,9 +6,10 @@ import functools
 import logging
 import os
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,9 +18,9 @@ from torch import Tensor
 from quire.kernels import backends, coded_words, packed, quantized, reference
 from quire.kernels.attention_config import AttentionConfig, AttentionLayer
 from quire.kernels.cache import FP8_CAPABILITY
-from quire.kernels.coded_words import CodedWords, pack_words
+from quire.kernels.coded_words import CodedWords, pack_words, typed_codes
 from quire.kernels.flashinfer import FlashInfer
-from quire.kernels.quantized import VALUES, QuantizedWeight
+from quire.kernels.quantized import VALUES, QuantizedFormat, QuantizedWeight
 
 logger = logging.getLogger(__name__)
 
@@ -27,13 +28,30 @@ Call = Callable[[Any], Any]
 """Calls an operation of the given module on fixed inputs; returns the result to compare."""
 
 
+FORMATS = (
+    QuantizedFormat("uint4", 128, has_offsets=True),
+    QuantizedFormat("e2m1", 32),
+    QuantizedFormat("nf4", 64, wide=True),
+    QuantizedFormat("fp8", 128),
+    QuantizedFormat("int8"),
+    QuantizedFormat("int8", rounds_inputs=True),
+    QuantizedFormat("fp8", rounds_inputs=True),
+    QuantizedFormat("fp8", 128, rounds_inputs=True),
+)
+"""One of each kind."""
+
+
 def passing(
-    module: types.ModuleType, device: torch.device, dtype: torch.dtype, config: AttentionConfig
+    module: types.ModuleType,
+    device: torch.device,
+    dtype: torch.dtype,
+    config: AttentionConfig,
+    formats: Collection[QuantizedFormat] = FORMATS,
 ) -> tuple[types.SimpleNamespace, dict[str, str]]:
     """Return the kernels of a platform's module that agree with the reference, and what is wrong with each of the
     others, by name. Logs a warning for each of the others; the reference is used for them.
     """
-    found = differences(module, device, dtype, config)
+    found = differences(module, device, dtype, config, formats)
     problems = {name: problem for name, problem in found.items() if problem}
     for name, problem in problems.items():
         logger.warning("the kernel %s is not used on %s, the slower reference is: %s", name, device, problem)
@@ -43,13 +61,19 @@ def passing(
 
 
 def differences(
-    module: types.ModuleType, device: torch.device, dtype: torch.dtype, config: AttentionConfig
+    module: types.ModuleType,
+    device: torch.device,
+    dtype: torch.dtype,
+    config: AttentionConfig,
+    formats: Collection[QuantizedFormat] = FORMATS,
 ) -> dict[str, str]:
-    """Call every operation of a platform's module, and return how each differs from the reference; "" if it agrees.
+    """Call every operation of a platform's module that a model with such attention and weights needs, and return how
+    each differs from the reference; "" if it agrees.
 
     On a GPU the kernels are compiled in parallel: one takes about a second the first time on a host.
     """
-    calls = [each for each in _calls(device, dtype, config) if each[0] in module.__all__]
+    every = chain(_calls(device, dtype, config), _calls_of_quantized(device, dtype, formats))
+    calls = [each for each in every if each[0] in module.__all__]
     if "tiled_linear" in module.__all__:
         calls += _calls_of_packed(device, dtype)
 
@@ -178,34 +202,36 @@ def _calls(device: torch.device, dtype: torch.dtype, config: AttentionConfig) ->
         return masked
 
     yield "apply_bitmask", mask
-    yield from _calls_of_quantized(device, dtype)
 
 
-def _calls_of_quantized(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
+def _calls_of_quantized(
+    device: torch.device, dtype: torch.dtype, formats: Collection[QuantizedFormat]
+) -> Iterator[tuple[str, Call]]:
     """Yield the operations of `coded_words` in the same way."""
     noise = torch.Generator().manual_seed(0)
-    x, bias = (torch.randn(shape, generator=noise).to(device, dtype) for shape in ((3, 256), (70,)))
     ids, shares = torch.tensor([[0], [1], [-1]], device=device), torch.rand(3, 1, generator=noise).to(device)
-
-    def weight(values: str, groups: int, *shape: int, has_offsets: bool = False) -> QuantizedWeight:
-        random = _random_codes(noise, values, groups, *shape)
-        offsets = random.offsets.to(device) if random.offsets is not None and has_offsets else None
-        return replace(random, codes=random.codes.to(device), scales=random.scales.to(device), offsets=offsets)
-
-    for values, groups in (("uint4", 2), ("e2m1", 8), ("nf4", 4), ("fp8", 2), ("int8", 1)):
-        has_offsets = values == "uint4"
-        words = pack_words(weight(values, groups, 70, 256, has_offsets=has_offsets))
-        yield "coded_matmul", functools.partial(_multiply_words, x, words, bias)
-        shapes = ((2, 128, 256), (2, 256, 64))
-        experts = [pack_words(weight(values, groups, *shape, has_offsets=has_offsets)) for shape in shapes]
-        yield "coded_fused_experts", functools.partial(_mix_words, x, shares, ids, *experts)
     has_fp8 = device.type != "cuda" or torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
-    for values, groups in (("int8", 1), *((("fp8", 1), ("fp8", 2)) if has_fp8 else ())):
-        kind, inner = torch.int8 if values == "int8" else torch.float8_e4m3fn, 128 * groups
-        random = [weight(values, groups, *shape) for shape in ((70, 256), (2, 2 * inner, 256), (2, 256, inner))]
-        one, gate_up, down = ((each.codes.view(kind), each.scales) for each in random)
-        yield "rounded_matmul", functools.partial(_multiply_rounded, x, *one, bias)
-        yield "rounded_fused_experts", functools.partial(_mix_rounded, x, shares, ids, *gate_up, *down)
+
+    def weight(form: QuantizedFormat, *shape: int) -> QuantizedWeight:
+        random = _random_codes(noise, form.values, shape[-1] // (form.group or shape[-1]), *shape)
+        codes, scales = random.codes.to(device), random.scales.to(device)
+        offsets = torch.randint(-8, 8, scales.shape, generator=noise).to(scales) if form.has_offsets else None
+        return replace(random, codes=codes, scales=scales, offsets=offsets, wide=form.wide)
+
+    for form in formats:
+        group = form.group or 32
+        inputs = -(-256 // group) * group
+        size = inputs if form.rounds_inputs else -(-64 // group) * group
+        x, bias = (torch.randn(shape, generator=noise).to(device, dtype) for shape in ((3, inputs), (70,)))
+        weights = [weight(form, *shape) for shape in ((70, inputs), (2, 2 * size, inputs), (2, inputs, size))]
+        if not form.rounds_inputs or (form.values == "fp8" and not has_fp8):
+            one, *both = map(pack_words, weights)
+            yield "coded_matmul", functools.partial(_multiply_words, x, one, bias)
+            yield "coded_fused_experts", functools.partial(_mix_words, x, shares, ids, *both)
+        else:
+            one, gate_up, down = ((typed_codes(each), each.scales) for each in weights)
+            yield "rounded_matmul", functools.partial(_multiply_rounded, x, *one, bias)
+            yield "rounded_fused_experts", functools.partial(_mix_rounded, x, shares, ids, *gate_up, *down)
 
 
 def _multiply_words(x: Tensor, weight: CodedWords, bias: Tensor, module: Any) -> Any:

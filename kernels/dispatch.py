@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from quire.kernels import backends, check, cpu, reference
 from quire.kernels.attention_config import AttentionConfig, HostMetadata
+from quire.kernels.quantized import QuantizedFormat
 
 logger = logging.getLogger(__name__)
 
@@ -36,18 +37,21 @@ def by_device(operation: Callable[Concatenate[Tensor, P], R]) -> Callable[Concat
 
 
 def prepare(
-    device: torch.device | str, dtype: torch.dtype = torch.float32, config: AttentionConfig | None = None
+    device: torch.device | str,
+    dtype: torch.dtype = torch.float32,
+    config: AttentionConfig | None = None,
+    formats: Collection[QuantizedFormat] = check.FORMATS,
 ) -> Callable[[], None]:
     """Load the device's kernels in the background; call the returned function to wait for them.
 
-    If a kernel cannot be compiled, or a GPU kernel disagrees with the reference for `dtype` and the model's `config`, a
-    warning is logged and the reference is used instead. The returned function raises `backends.BackendUnavailable` if
-    the backend that `config` requests cannot be used, and re-raises any other error.
+    If a kernel cannot be compiled, or a GPU kernel disagrees with the reference for `dtype`, the model's `config` or
+    the `formats` of its weights, a warning is logged and the reference is used instead. The returned function raises
+    `backends.BackendUnavailable` if the backend that `config` requests cannot be used, and re-raises any other error.
     """
     device, config = torch.device(device), config or AttentionConfig()
     if device.type == "cuda":
         device = torch.empty(0, device=device).device  # with its index
-    load = _load_cpu if device.type == "cpu" else functools.partial(_load_triton, dtype=dtype)
+    load = _load_cpu if device.type == "cpu" else functools.partial(_load_triton, dtype=dtype, formats=formats)
     failures: list[Exception] = []
 
     def run() -> None:
@@ -81,7 +85,9 @@ def _load_cpu(device: torch.device, config: AttentionConfig) -> None:
         PLATFORMS["cpu"] = cpu
 
 
-def _load_triton(device: torch.device, config: AttentionConfig, dtype: torch.dtype) -> None:
+def _load_triton(
+    device: torch.device, config: AttentionConfig, dtype: torch.dtype, formats: Collection[QuantizedFormat]
+) -> None:
     problem = ""
     try:
         from quire.kernels import triton
@@ -89,7 +95,7 @@ def _load_triton(device: torch.device, config: AttentionConfig, dtype: torch.dty
         problem = f"Triton cannot be imported: {error}"
         logger.warning("the GPU kernels need Triton; using the slower reference: %s", error)
     else:
-        PLATFORMS[device.type], problems = check.passing(triton, device, dtype, config)
+        PLATFORMS[device.type], problems = check.passing(triton, device, dtype, config, formats)
         problem = problems.get("paged_attention", "")
     _choose(device, dtype, config, problem)
 

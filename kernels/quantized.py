@@ -91,6 +91,19 @@ class QuantizedWeight:
 
 
 @dataclass(frozen=True)
+class QuantizedFormat:
+    """What weights of one kind have in common, and kernels have variants for."""
+
+    values: str
+    group: int = 0
+    """Inputs that share factors; 0: all."""
+    has_offsets: bool = False
+    wide: bool = False
+    rounds_inputs: bool = False
+    """Inputs are rounded to the type of the weights (W8A8)."""
+
+
+@dataclass(frozen=True)
 class Rounding:
     """What `quantize` rounds to."""
 

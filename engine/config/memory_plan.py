@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from quire.engine.config import cuda_graph_sizes, parallel_config
@@ -184,6 +185,14 @@ def form_of_matrix(model: ModelConfig, number: int | None, matrix: MatrixShape) 
     return other and (form if other.rounds_inputs(columns) else replace(form, activations=None))
 
 
+def matrix_forms(config: EngineConfig) -> Iterator[tuple[int, MatrixShape, Form | None]]:
+    """The layer, the matrix on a rank, and `form_of_matrix`, of all linear layers."""
+    arch = parallel_config.rank_spec(config.model.architecture, config.parallel)
+    for number, layer in enumerate(arch.layers):
+        for each in layer.matrices(arch.hidden_size, config.parallel.tensor_parallel_size):
+            yield number, each, form_of_matrix(config.model, number, each)
+
+
 def _stored_form(model: ModelConfig, number: int | None, matrix: MatrixShape) -> Form | None:
     arch = model.architecture
     if model.quantized is None or not model.keeps_quantized or not matrix.module:
@@ -289,19 +298,17 @@ def tokens_in_cache(config: EngineConfig) -> int:
 
 def quantized_text(config: EngineConfig) -> str:
     """Say how the weights of a quantized checkpoint are kept and multiplied, and in which layers, if they differ."""
-    model, tp = config.model, config.parallel.tensor_parallel_size
-    assert model.quantized is not None
-    name, arch = model.quantized.name, parallel_config.rank_spec(model.architecture, config.parallel)
-    if not model.keeps_quantized:
+    assert config.model.quantized is not None
+    name = config.model.quantized.name
+    if not config.model.keeps_quantized:
         return f"requantized from {name}"
     sizes, layers = Counter[str](), defaultdict[tuple[str, str], set[int]](set)
-    for number, layer in enumerate(arch.layers):
-        for each in layer.matrices(arch.hidden_size, tp):
-            text = _form_text(form_of_matrix(model, number, each), each.columns, model.dtype)
-            part = each.module.rpartition(".")[0].rpartition(".")[2].replace("_", " ")
-            sizes[text] += each.elements
-            layers[text, part].add(number)
-            layers["", part].add(number)
+    for number, each, form in matrix_forms(config):
+        text = _form_text(form, each.columns, config.model.dtype)
+        part = each.module.rpartition(".")[0].rpartition(".")[2].replace("_", " ")
+        sizes[text] += each.elements
+        layers[text, part].add(number)
+        layers["", part].add(number)
 
     def parts(text: str) -> str:
         found = {part: own for (of, part), own in layers.items() if of == text}

@@ -10,9 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from quire.engine.config.engine_config import EngineConfig
+from quire.engine.config.memory_plan import matrix_forms
 from quire.engine.layers.weight import Shard, Weight
 from quire.engine.models.quantization.form import ORDERED_GROUP, Form
-from quire.kernels.quantized import QuantizedWeight
+from quire.kernels.quantized import QuantizedFormat, QuantizedWeight
 
 Part = Literal["codes", "scales", "offsets"]
 
@@ -73,6 +75,17 @@ class QuantizedParameters(nn.Module):
             rounding=None if self._rounding is None else self._rounding.to(codes.device),
         )
         return weight if self._order is None else _ordered(weight, self._order, self._form.group)
+
+
+def quantized_formats(config: EngineConfig) -> tuple[QuantizedFormat, ...]:
+    """What a rank requires of products by quantized weights."""
+    found = {}
+    for _, matrix, form in matrix_forms(config):
+        if form is not None:
+            group = 0 if form.group == matrix.columns and not form.has_offsets else form.group
+            rounds = form.rounds_inputs(matrix.columns)
+            found[QuantizedFormat(form.values, group, form.has_offsets, form.wide, rounds)] = None
+    return tuple(found)
 
 
 class Quantizable(Protocol):

@@ -33,6 +33,7 @@ from quire.engine.distributed.parallel_state import ParallelState, connect
 from quire.engine.distributed.shm_broadcast import ShmBroadcast
 from quire.engine.distributed.watchdog import CollectiveError
 from quire.engine.layers.attention import attention_config
+from quire.engine.layers.quantized import quantized_formats
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.profile import RankTrace, StartProfile, StopProfile
 from quire.engine.protocol.rank_state import RankState
@@ -68,7 +69,8 @@ class Worker:
             device = torch.device("cuda", parallel.device_of(rank))
             meter = CudaMemoryMeter(device.index)
             torch.cuda.set_device(device)
-        wait_for_kernels = kernels.prepare(device, getattr(torch, config.model.dtype), attention_config(config))
+        dtype = getattr(torch, config.model.dtype)
+        wait_for_kernels = kernels.prepare(device, dtype, attention_config(config), quantized_formats(config))
         self._parallel_state = connect(parallel, rank, init_method, device, timedelta(seconds=parallel.timeout))
         connected, waited = time.perf_counter(), 0.0
 

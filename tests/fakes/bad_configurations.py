@@ -194,7 +194,7 @@ CASES = [
     flags("--seed", "--seed", str(1 << 70)),
     flags("--cuda-graph-sizes must be", "--cuda-graph-sizes", "a"),
     flags("invalid choice: 'float8'", "--dtype", "float8"),
-    flags("int3 .* use int8 or int4", "--quantization", "int3"),
+    flags("int3 .* use int8, int4, fp8 or mxfp4", "--quantization", "int3"),
     flags("invalid int value: 'many'", "--max-num-seqs", "many"),
     flags("--device cuda: no NVIDIA GPU is visible", "--device", "cuda", environment={"CUDA_VISIBLE_DEVICES": ""}),
     flags("needs a GPU", "--attention-backend", "triton", "--device", "cpu"),

@@ -8,14 +8,16 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels import coded_words, reference
-from quire.kernels.quantized import VALUES, QuantizedWeight
+from quire.kernels import check, coded_words, reference
+from quire.kernels.attention_config import AttentionConfig
+from quire.kernels.quantized import VALUES, QuantizedFormat, QuantizedWeight
 
 if sys.platform != "linux":
     pytest.skip("Triton has no wheel for this platform", allow_module_level=True)
@@ -242,6 +244,28 @@ def test_experts_of_rounded_rows(values: str, groups: int, tokens: int, dtype: t
         error = (found.float() - expected.float()).norm() / expected.float().norm()
         assert error < (0.01 if values == "int8" else 0.04)
         assert found.dtype == dtype
+
+
+def test_the_check_of_a_rank_is_of_its_formats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And of nothing for a model without quantized weights; a wrong kernel is left out."""
+    names = "coded_matmul", "coded_fused_experts", "rounded_matmul", "rounded_fused_experts"
+    module = ModuleType("module")
+    vars(module).update({name: getattr(coded if "coded" in name else rounded, name) for name in names}, __all__=names)
+
+    def passing(*formats: QuantizedFormat) -> tuple[set[str], set[str]]:
+        passed, problems = check.passing(module, torch.device("cpu"), torch.float32, AttentionConfig(), formats)
+        return set(vars(passed)), set(problems)
+
+    assert passing() == (set(), set())
+    assert passing(QuantizedFormat("int8", rounds_inputs=True)) == (
+        {"rounded_matmul", "rounded_fused_experts"},
+        set(),
+    )
+    tables = coded._DECODINGS | {"fp4": coded._DECODINGS["e2m1"]}
+    monkeypatch.setattr(coded, "_DECODINGS", tables)
+    widened = {"coded_matmul", "coded_fused_experts"}
+    assert passing(QuantizedFormat("uint8", 96, has_offsets=True)) == (widened, set())
+    assert passing(QuantizedFormat("fp4", 64, wide=True)) == (set(), widened)
 
 
 @pytest.mark.slow

@@ -98,7 +98,8 @@ def test_weights_take_the_bytes_that_are_planned(tmp_path: Path) -> None:
 def test_the_plan_says_how_weights_are_multiplied(tmp_path: Path) -> None:
     write_model("Qwen3MoeForCausalLM", _SIZES | {"num_experts": 4, "head_dim": 32}, tmp_path)
     config = configure(tmp_path, max_model_len=64, quantization="mxfp4")
-    assert "online mxfp4: e2m1 weights, widened in registers, some layers in float32" in plan_text(config)
+    expected = "online mxfp4: e2m1 weights, widened in registers (experts); float32 weights (attention), on cpu"
+    assert expected in plan_text(config)
     assert config.cache.dtype == "bfloat16"
     plain, mixed = (MemoryPlan.of(configure(tmp_path, max_model_len=64, quantization=q)) for q in (None, "mxfp4"))
     assert mixed.weights[0] < plain.weights[0]

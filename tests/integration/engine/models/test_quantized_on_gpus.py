@@ -21,10 +21,10 @@ from quire.engine.distributed.communicator import Parallel
 from quire.engine.distributed.expert_group import ExpertCommunicator, ExpertGroup
 from quire.engine.layers.linear import Linear
 from quire.engine.layers.moe import Experts
-from quire.engine.layers.quantized import _ordered
+from quire.engine.layers.quantized import _ordered, quantized_formats
 from quire.engine.models.loader import load
 from quire.kernels import coded_words, linear
-from quire.kernels.quantized import QuantizedWeight
+from quire.kernels.quantized import QuantizedFormat, QuantizedWeight
 from tests.fakes.model_logits import CPU, logits
 from tests.fakes.quantized_checkpoints import FORMATS, Format, fp8
 from tests.fakes.ranks import on_ranks
@@ -131,6 +131,20 @@ def test_the_plan_says_how_weights_are_multiplied(tmp_path: Path) -> None:
         write(folder, name, kind)
         assert new in plan_text(configure(folder))
         assert old in plan_text(configure(folder, (8, 6)))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "formats"),
+    [
+        ("fp8 of 128", "dense", {QuantizedFormat("fp8", 0, rounds_inputs=True)}),
+        ("awq", "dense", {QuantizedFormat("uint4", 32, has_offsets=True)}),
+        ("bitsandbytes, nf4", "experts", {QuantizedFormat("nf4", group, wide=True) for group in (64, 0)}),
+    ],
+)
+def test_a_rank_checks_its_formats(name: str, kind: str, formats: set[QuantizedFormat], tmp_path: Path) -> None:
+    write(tmp_path, name, kind)
+    assert set(quantized_formats(configure(tmp_path, tensor_parallel_size=2))) == formats
+    assert not quantized_formats(configure(tmp_path / "whole"))
 
 
 def test_columns_in_another_order_are_on_the_device_of_the_codes() -> None:
