@@ -225,9 +225,9 @@ def _calls_of_quantized(
         x, bias = (torch.randn(shape, generator=noise).to(device, dtype) for shape in ((3, inputs), (70,)))
         weights = [weight(form, *shape) for shape in ((70, inputs), (2, 2 * size, inputs), (2, inputs, size))]
         if not form.rounds_inputs or (form.values == "fp8" and not has_fp8):
-            one, *both = map(pack_words, weights)
-            yield "coded_matmul", functools.partial(_multiply_words, x, one, bias)
-            yield "coded_fused_experts", functools.partial(_mix_words, x, shares, ids, *both)
+            packed_one, *packed_both = map(pack_words, weights)
+            yield "coded_matmul", functools.partial(_multiply_words, x, packed_one, bias)
+            yield "coded_fused_experts", functools.partial(_mix_words, x, shares, ids, *packed_both)
         else:
             one, gate_up, down = ((typed_codes(each), each.scales) for each in weights)
             yield "rounded_matmul", functools.partial(_multiply_rounded, x, *one, bias)

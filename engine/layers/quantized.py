@@ -79,7 +79,7 @@ class QuantizedParameters(nn.Module):
 
 def quantized_formats(config: EngineConfig) -> tuple[QuantizedFormat, ...]:
     """What a rank requires of products by quantized weights."""
-    found = {}
+    found: dict[QuantizedFormat, None] = {}
     for _, matrix, form in matrix_forms(config):
         if form is not None:
             group = 0 if form.group == matrix.columns and not form.has_offsets else form.group
