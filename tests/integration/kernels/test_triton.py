@@ -20,6 +20,7 @@ from torch import Tensor
 from quire import kernels
 from quire.kernels import check, dispatch, reference
 from quire.kernels.cache import LARGEST, allocate_kv_cache
+from quire.kernels.quantized import QuantizedFormat
 from tests.integration.kernels import test_attention, test_experts, test_sampling
 
 if sys.platform != "linux":
@@ -346,7 +347,8 @@ def test_the_check_passes_what_is_right_and_names_what_is_not(
 ) -> None:
     names = set(platform.__all__)
     config = kernels.AttentionConfig((kernels.AttentionLayer(6, 2, 24, 0.2, window=9, softcap=5.0, has_sinks=True),))
-    whole, problems = check.passing(platform, torch.device("cpu"), torch.float32, config)
+    formats = QuantizedFormat("int8"), QuantizedFormat("int8", rounds_inputs=True)
+    whole, problems = check.passing(platform, torch.device("cpu"), torch.float32, config, formats)
     assert set(vars(whole)) == names
     assert not problems
 
@@ -358,7 +360,7 @@ def test_the_check_passes_what_is_right_and_names_what_is_not(
 
     monkeypatch.setattr(platform, "act_mul", wrong)
     monkeypatch.setattr(platform, "rms_norm", broken)
-    passing, problems = check.passing(platform, torch.device("cpu"), torch.float32, config)
+    passing, problems = check.passing(platform, torch.device("cpu"), torch.float32, config, formats)
     assert set(vars(passing)) == names - {"act_mul", "rms_norm"}
     assert set(problems) == {"act_mul", "rms_norm"}
     assert "act_mul is not used on cpu" in caplog.text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -14,6 +14,7 @@ from quire.engine.config.memory_plan import MemoryPlan
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.plan_text import plan_text
 from quire.engine.config.resolve import resolve
+from quire.engine.config.topology import LinkType
 from quire.engine.protocol.errors import ConfigError
 from tests.fakes.model_configs import MODEL_CONFIGS
 
@@ -71,18 +72,23 @@ def _no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_cluster, "find", lambda options: None)
 
 
-def plan(folder: Path, name: str, tp: int, pp: int, memory: float = 10_000 * GB) -> tuple[float, str]:
+def plan(
+    folder: Path, name: str, tp: int, pp: int, memory: float = 10_000 * GB, device: Literal["cpu", "cuda"] = "cpu"
+) -> tuple[float, str]:
     """The bytes of all ranks' weights, and what the plan says."""
     (folder / "config.json").write_text(json.dumps(CONFIGS[name]))
     options = EngineOptions(
         model=str(folder),
-        device="cpu",
+        device=device,
         dtype="bfloat16",
         max_model_len=4096,
         tensor_parallel_size=tp,
         pipeline_parallel_size=pp,
     )
-    config = resolve(options, described=Devices("cpu", 1, int(memory)))
+    ranks = tuple(range(tp * pp))
+    links = ((LinkType.UNKNOWN,) * len(ranks),) * len(ranks)
+    gpus = Devices("cuda", len(ranks), int(memory), ranks, links, capability=(9, 0))
+    config = resolve(options, described=gpus if device == "cuda" else Devices("cpu", 1, int(memory)))
     return tp * sum(MemoryPlan.of(config).weights), plan_text(config)
 
 
@@ -93,6 +99,14 @@ def test_weights_are_planned_as_stored(name: str, tp: int, pp: int, tmp_path: Pa
     assert size <= (1.2 if name == "gpt-oss-120b" and tp == 8 else 1.1) * STORED[name]  # 8 ranks share groups of 32
     assert size >= 0.95 * STORED[name]
     assert "widened in registers" in text
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_gpus_keep_weights_as_stored(name: str, tmp_path: Path) -> None:
+    size, text = plan(tmp_path, name, 8, 2, device="cuda")
+    assert 0.95 * STORED[name] <= size <= (1.25 if name == "gpt-oss-120b" else 1.1) * STORED[name]
+    assert ("fp8 weights, multiplied as fp8, on cuda" in text) == (name == "DeepSeek R1")
+    assert ("widened in registers" in text) == (name != "DeepSeek R1")
 
 
 def test_what_does_not_fit_is_refused_with_the_bytes_as_stored(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -62,6 +63,12 @@ def test_layouts(weight: Any, scheme: Scheme) -> None:
     assert method.scheme(Q_PROJ) == scheme
     assert method.scheme("lm_head") is None
     assert pickle.loads(pickle.dumps(method)) == method
+
+
+def test_activations_are_rounded_only_if_the_publisher_does() -> None:
+    weight_only = {**layer(tensor("int8", "per_tensor")), "input_tensors": None}
+    scheme = read(settings(None, global_quant_config=weight_only)).scheme(Q_PROJ)
+    assert scheme == replace(INT8, activations=None)
 
 
 def test_layers_of_their_own() -> None:
