@@ -229,7 +229,10 @@ def test_fp8_is_dequantized_while_it_is_read(
         expected = read(folders[1], tp, rank, dtype=dtype)
         assert_equal(read(folders[0], tp, rank, dtype=dtype), expected)
     assert not said(caplog)
-    assert f"{dtype}, fp8: fp8 weights, widened in registers" in plan_text(configure(folders[0], dtype=dtype))
+    kept = "fp8 weights, widened in registers (attention, feed forward, shared)"
+    assert f"{dtype}, fp8: {dtype} weights (attention, experts); {kept}," in plan_text(
+        configure(folders[0], dtype=dtype)
+    )
 
 
 def test_fp8_without_scales_that_fit_is_named(folders: tuple[Path, Path]) -> None:
