@@ -218,7 +218,8 @@ def _calls_of_quantized(
         offsets = torch.randint(-8, 8, scales.shape, generator=noise).to(scales) if form.has_offsets else None
         return replace(random, codes=codes, scales=scales, offsets=offsets, wide=form.wide)
 
-    for form in formats:
+    for each in formats:
+        form = replace(each, group=min(each.group, 256))  # larger ones are more blocks
         group = form.group or 32
         inputs = -(-256 // group) * group
         size = inputs if form.rounds_inputs else -(-64 // group) * group
@@ -295,7 +296,7 @@ def _calls_of_packed(device: torch.device, dtype: torch.dtype) -> Iterator[tuple
 
 def _random_codes(noise: torch.Generator, values: str, groups: int, *shape: int) -> QuantizedWeight:
     """A weight of few bits, with scales and offsets if it has several groups."""
-    codes = torch.randint(min(120, len(VALUES[values])), shape, generator=noise).to(torch.uint8)
+    codes = torch.randint(min(120, len(VALUES[values])), shape, generator=noise, dtype=torch.uint8)
     scales = torch.rand(*shape[:-1], groups, generator=noise) / VALUES[values][:120].abs().max() / 10
     offsets = torch.randint(-8, 8, scales.shape, generator=noise).float() if groups > 1 else None
     return QuantizedWeight(values, torch.float32, codes, scales, offsets)

@@ -179,9 +179,10 @@ def form_of_matrix(model: ModelConfig, number: int | None, matrix: MatrixShape) 
     if form is None or not path.endswith("experts"):
         return form
     # Both matrices of experts are kept, and their inputs rounded, or neither.
-    columns = matrix.rows // 2 if name == "gate_up" else matrix.rows
-    other_name = f"{path}.{'down' if name == 'gate_up' else 'gate_up'}"
-    other = _stored_form(model, number, matrix._replace(columns=columns, module=other_name))
+    is_first = name.startswith("gate_up")
+    columns = matrix.rows // 2 if is_first else matrix.rows
+    other_name = name.replace("gate_up", "down") if is_first else name.replace("down", "gate_up")
+    other = _stored_form(model, number, matrix._replace(columns=columns, module=f"{path}.{other_name}"))
     return other and (form if other.rounds_inputs(columns) else replace(form, activations=None))
 
 

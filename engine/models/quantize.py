@@ -75,6 +75,8 @@ class Source:
         if not self.schemes:
             raise ConfigError("--ignore names all of the model's linear layers: nothing is left to quantize")
         self._fused = _fused_modules(arch)
+        self._file_names = {name: info.name for name, info in named.items()}
+        self._needed_names = {file_name: name for name, file_name in self._file_names.items()}
         self._largest: dict[tuple[str, ...], Tensor] = {}
 
     def __getitem__(self, name: str) -> Tensor:
@@ -82,11 +84,14 @@ class Source:
 
     def largest(self, name: str) -> Tensor:
         """The largest magnitude in the layers that are multiplied together with this one: they share a scale."""
+        name = self._needed_names[name]
         starred, numbers = with_stars(name), re.findall(r"(?<=\.)\d+(?=\.)", name)
         pieces = [f"{each}.weight".split("*") for each in self._fused[starred.removesuffix(".weight")]]
         names = tuple("".join(chain(*zip(each, [*numbers, ""], strict=True))) for each in pieces)
         if names not in self._largest:
-            self._largest[names] = torch.stack([self[each].abs().max().float() for each in names]).max().view(1, 1)
+            self._largest[names] = (
+                torch.stack([self[self._file_names[each]].abs().max().float() for each in names]).max().view(1, 1)
+            )
         return self._largest[names]
 
     def stored(self, name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
@@ -131,16 +136,19 @@ def run(request: QuantizeRequest) -> None:
     source, path, out = Source(request), request.config.model.path, request.out
     part = out.with_name(f"{out.name}.part")
     try:
-        shutil.copytree(path, part, ignore=lambda folder, names: _left_out(Path(folder) == path, names))
+        part.mkdir()
     except FileExistsError:
         raise ConfigError(f"{part} exists: another `quire quantize` writes it, or was killed; delete it then") from None
     try:
+        shutil.copytree(
+            path, part, ignore=lambda folder, names: _left_out(Path(folder) == path, names), dirs_exist_ok=True
+        )
         _write_weights(source, part, request)
         config = read_json(path / "config.json") | {"quantization_config": source.settings}
         (part / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         part.rename(out)
     except OSError as error:
-        raise ConfigError(f"{out}: cannot be written: {error.strerror}") from None
+        raise ConfigError(f"{out}: cannot be written: {error.strerror or error}") from None
     finally:
         shutil.rmtree(part, ignore_errors=True)
 
@@ -183,7 +191,16 @@ def _shards(source: Source, request: QuantizeRequest) -> Iterator[dict[str, Tens
                 shard |= source.stored(name, _finite(name, source)) if name in source.schemes else {name: source[name]}
                 bar.update()
             if shard:
-                yield {name: tensor.contiguous() for name, tensor in shard.items()}
+                yield dict(_separate(shard))
+
+
+def _separate(shard: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors, contiguous and each with memory of its own, as a file has them: tied ones may be the same."""
+    seen = set[int]()
+    for name, tensor in shard.items():
+        own = tensor.contiguous()
+        yield name, own.clone() if own.data_ptr() in seen else own
+        seen.add(own.data_ptr())
 
 
 def _finite(name: str, source: Source) -> QuantizedWeight:

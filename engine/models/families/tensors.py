@@ -125,7 +125,7 @@ def weight_names(arch: ModelSpec, number: int | None, module: str) -> list[str]:
         layer, path = arch.layers[number], f"layers.{module}"
         parameters = _inner(layer, arch.hidden_size)
     for each, kind, parts in parameters:
-        if kind == "weight" and each in (path, path.replace("gate_up", "up")):  # encoders have no gates
+        if (each, kind) == (path, "weight"):
             tensors = [stored_tensor(FAMILIES[arch.name], arch, layer, each, kind, part, parts) for part in parts]
             names = [
                 one.name.format(layer=number, part=part, expert=0) for one, part in zip(tensors, parts, strict=True)

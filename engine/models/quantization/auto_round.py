@@ -13,7 +13,11 @@ from quire.engine.models.quantization.settings import WHERE, check_expression, c
 from quire.engine.protocol.errors import ConfigError
 
 PACKINGS = ("auto_round:auto_gptq", "auto_round:auto_awq")
-_NEUTRAL: dict[str, tuple[object, ...]] = {"act_bits": (16, 32), "super_bits": (), "act_data_type": ("float", "fp")}
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "act_bits": (16, 32),
+    "super_bits": (),
+    "act_data_type": ("float", "fp", "int"),
+}
 _PATTERN = re.compile(r"[*+?^$()\[\]{}|\\]")
 """A name of a module has none of these characters."""
 

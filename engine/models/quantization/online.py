@@ -37,8 +37,8 @@ SCHEMES = {
 class Online(Method):
     requested: str
     """A key of SCHEMES."""
-    modules: frozenset[str]
-    """The names of the modules that are quantized, with a star for each number."""
+    modules: tuple[str, ...]
+    """The names of the modules that are quantized, with a star for each number, sorted."""
 
     def scheme(self, module: str) -> Scheme | None:
         return SCHEMES[self.requested] if with_stars(module) in self.modules else None
@@ -50,6 +50,10 @@ def of(requested: str, arch: ModelSpec) -> Online:
     """
     is_part, scheme = "experts." if requested == "mxfp4" else "", SCHEMES[requested]
     modules = linear_modules(arch, is_part)
+    if isinstance(arch, TransformersModelSpec) and any("experts." in each for each in modules):
+        raise ConfigError(
+            f"--quantization {requested} does not support experts with transformers' implementation; use int8 or int4"
+        )
     if not modules:
         raise ConfigError(
             f"--quantization {requested} quantizes experts, and {arch.name} has none; use fp8, int8 or int4"
@@ -58,7 +62,7 @@ def of(requested: str, arch: ModelSpec) -> Online:
         for each in layer.matrices(arch.hidden_size, 1):
             if is_part in each.module and (problem := scheme.problem((each.rows, each.columns))) is not None:
                 raise ConfigError(f"--quantization {requested}: in {each.module} {problem}; use fp8, int8 or int4")
-    return Online(name=f"online {requested}", requested=requested, modules=modules)
+    return Online(name=f"online {requested}", requested=requested, modules=tuple(sorted(modules)))
 
 
 def linear_modules(arch: ModelSpec, part: str = "") -> frozenset[str]:

@@ -333,7 +333,7 @@ def test_kernels_are_prepared_on_the_device_by_its_number(monkeypatch: pytest.Mo
     monkeypatch.setattr(
         torch.cuda, "set_device", lambda device: chosen.append((threading.current_thread().name, device))
     )
-    monkeypatch.setattr(dispatch, "_load_triton", lambda device, config, dtype: chosen.append(("load", device)))
+    monkeypatch.setattr(dispatch, "_load_triton", lambda device, config, **_: chosen.append(("load", device)))
     kernels.prepare("cuda")()
     assert chosen == [("prepare-kernels", torch.device("cuda", 1)), ("load", torch.device("cuda", 1))]
 

@@ -265,6 +265,7 @@ def test_the_check_of_a_rank_is_of_its_formats(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(coded, "_DECODINGS", tables)
     widened = {"coded_matmul", "coded_fused_experts"}
     assert passing(QuantizedFormat("uint8", 96, has_offsets=True)) == (widened, set())
+    assert passing(QuantizedFormat("uint4", 1 << 14, has_offsets=True)) == (widened, set())  # as a smaller group
     assert passing(QuantizedFormat("fp4", 64, wide=True)) == (set(), widened)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from quire.engine.config.memory_plan import MemoryPlan
 from quire.engine.config.plan_text import plan_text
 from quire.engine.distributed.communicator import Parallel
+from quire.engine.models.quantization.online import Online
 from quire.engine.protocol.errors import ConfigError
 from tests.fakes.families import write_model
 from tests.fakes.model_logits import configure, logits
@@ -109,6 +110,8 @@ def test_what_cannot_be_quantized_is_refused(tmp_path: Path) -> None:
     write_model("LlamaForCausalLM", _SIZES, tmp_path)
     with pytest.raises(ConfigError, match="mxfp4 quantizes experts, and LlamaForCausalLM has none; use fp8"):
         configure(tmp_path, quantization="mxfp4")
+    assert isinstance(method := configure(tmp_path, quantization="fp8").model.quantized, Online)
+    assert list(method.modules) == sorted(method.modules), "packed weights are known by it in all processes"
     with pytest.raises(ConfigError, match="--quantization fp8 is not supported with --load-format dummy"):
         configure(tmp_path, quantization="fp8", load_format="dummy")
     config = json.loads((tmp_path / "config.json").read_text())
@@ -116,6 +119,10 @@ def test_what_cannot_be_quantized_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config | odd))
     with pytest.raises(ConfigError, match=r"feed_forward.experts.down 48 inputs are not whole groups of 32; use fp8"):
         configure(tmp_path, quantization="mxfp4")
+    write_model("Qwen3MoeForCausalLM", _SIZES | {"num_experts": 4, "head_dim": 32}, mixture := tmp_path / "mixture")
+    for quantization in ("fp8", "mxfp4"):
+        with pytest.raises(ConfigError, match="does not support experts with transformers' implementation; use int8"):
+            configure(mixture, quantization=quantization, model_impl="transformers")
 
 
 def test_numbers_that_are_not_finite_are_refused(tmp_path: Path) -> None:

@@ -105,6 +105,21 @@ def test_what_is_written_stands_for_the_rounded_weights(scheme: str, kind: str, 
         assert r"re:model\.layers\.[0-9]+\.mlp\.gate$" in settings["ignore"]
 
 
+def test_names_without_prefix_and_weights_that_are_stored_twice(tmp_path: Path) -> None:
+    """As in checkpoints of embedding models, and in those of torch with tied heads."""
+    folder, out = write(tmp_path / "plain", tie_word_embeddings=True), tmp_path / "out"
+    tensors = {name.removeprefix("model."): each for name, each in plain(folder).items()}
+    for file in folder.glob("model*"):
+        file.unlink()
+    tensors["lm_head.weight"] = tensors["embed_tokens.weight"]
+    torch.save(tensors, folder / "pytorch_model.bin")
+    assert main(["quantize", str(folder), str(out), "--scheme", "nvfp4a16"]) == 0
+    found = plain(out)
+    assert "layers.0.mlp.down_proj.weight_packed" in found
+    q, k = (found[f"layers.0.self_attn.{each}_proj.weight_global_scale"] for each in "qk")
+    assert torch.equal(q, k)
+
+
 def test_modules_may_be_ignored_and_groups_chosen(tmp_path: Path) -> None:
     folder, out = write(tmp_path / "plain"), tmp_path / "out"
     out.mkdir()

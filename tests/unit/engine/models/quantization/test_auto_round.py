@@ -41,6 +41,7 @@ def test_layouts_are_those_of_gptq_and_awq() -> None:
         awq = scheme(packing_format="auto_round:auto_awq", sym=sym)
         assert isinstance(awq, AwqScheme)
         assert (awq.values, awq.has_offsets) == (("int4", False) if sym else ("uint4", True))
+    assert scheme(act_bits=16, act_data_type="int") == scheme()
     assert scheme(quant_method="intel/auto-round") == scheme(packing_format=None)
 
 
