@@ -345,6 +345,10 @@ class CodedWordsLinear(PackedLinear):
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return _coded_matmul(x, self._weight, bias)
 
+    @property
+    def layout(self) -> str:
+        return f"{super().layout} of {(self._weight.values, self._weight.inputs, self._weight.group)}"
+
     def state(self) -> list[Tensor]:
         return self._weight.tensors
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -176,7 +177,7 @@ def form_of_matrix(model: ModelConfig, number: int | None, matrix: MatrixShape) 
     """How weights of layer `number`, or outside the layers, are kept as the checkpoint stores them; None: in the
     model's type. `activations` is a type that the device rounds them to."""
     form, (path, _, name) = _stored_form(model, number, matrix), matrix.module.rpartition(".")
-    if form is None or not path.endswith("experts"):
+    if form is None or not path.endswith("experts") or not re.fullmatch(r"(gate_up|down)(_proj)?", name):
         return form
     # Both matrices of experts are kept, and their inputs rounded, or neither.
     is_first = name.startswith("gate_up")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -32,10 +34,22 @@ class QuantizeRequest:
         """Run it in a process of its own, which shows a progress bar. Raises `ConfigError` if it fails."""
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         command = [sys.executable, "-P", "-m", _MODULE]  # -P: import nothing from the current folder
-        process = subprocess.run(
-            command, input=pickle.dumps(self), env=environment, stdout=subprocess.PIPE, check=False
-        )
-        if process.stdout:
-            raise ConfigError(process.stdout.decode())
+        process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            with contextlib.suppress(BrokenPipeError), process.stdin as stdin:
+                pickle.dump(self, stdin)
+            output = process.stdout.read()
+            process.wait()
+        except BaseException:
+            process.terminate()  # and let it remove what it has written
+            process.wait()
+            raise
+        finally:
+            signal.signal(signal.SIGTERM, previous)
+        if output:
+            raise ConfigError(output.decode())
         if process.returncode:
             raise ConfigError(f"{self.out}: not written, as the process that quantizes died ({process.returncode})")

@@ -22,6 +22,7 @@ from quire.engine.models.families.tensors import NeededTensor
 from quire.engine.models.loader import load, needed_tensors
 from quire.engine.models.quantization.method import Scheme
 from quire.engine.models.quantized_tensors.writers import rounding_of
+from quire.engine.protocol.errors import ConfigError
 from quire.kernels.linear import PackedGatedLinear, PackedLinear
 from quire.kernels.quantized import QuantizedWeight, Rounding, choose_factors, nearest_codes
 
@@ -39,7 +40,10 @@ def quantize(weight: Tensor, rounding: Rounding, moments: Tensor) -> QuantizedWe
     group, moments = rounding.group or columns, moments.clone()
     diagonal = moments.diagonal()
     diagonal += _DAMPING * diagonal.mean() + (diagonal == 0)
-    inverse = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(moments)), upper=True)
+    try:
+        inverse = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(moments)), upper=True)
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+        raise ConfigError("GPTQ: the inputs of a layer are too much alike; use more and longer texts") from None
     codes, factors = torch.empty_like(weight, dtype=torch.uint8), list[tuple[Tensor, Tensor | None]]()
     step = min(group, _COLUMNS)
     for start in range(0, columns, step):
@@ -109,7 +113,8 @@ def layers(
             for target, shard, place in places:
                 target.data[shard.target] = place.arranged(shard, rounded[place.slice(shard)])
         yield found
-        hidden = [_forward(config, decoder, stage, *each) for each in zip(batches, hidden, strict=True)]
+        if stage + 1 < len(config.parallel.stages):
+            hidden = [_forward(config, decoder, stage, *each) for each in zip(batches, hidden, strict=True)]
 
 
 def _batches(texts: Sequence[Sequence[int]]) -> Iterator[Batch]:

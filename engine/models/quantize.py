@@ -154,7 +154,9 @@ def run(request: QuantizeRequest) -> None:
 
 
 def _left_out(is_top: bool, names: list[str]) -> list[str]:
-    return [name for name in names if _WEIGHTS.match(name) or name == "config.json"] if is_top else []
+    if not is_top and "config.json" in names:
+        return []  # a module of its own, such as a projection after pooling
+    return [name for name in names if _WEIGHTS.match(name) or name == "config.json"]
 
 
 def _write_weights(source: Source, folder: Path, request: QuantizeRequest) -> None:
@@ -210,9 +212,16 @@ def _finite(name: str, source: Source) -> QuantizedWeight:
     return weight
 
 
+def _end(*_: object) -> None:
+    """Leave no folder behind."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(143)
+
+
 def main() -> None:
     """Run a request; an error of the user's is printed."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leave no folder behind
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which then terminates this process
+    signal.signal(signal.SIGTERM, _end)
     output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     request: QuantizeRequest = pickle.load(sys.stdin.buffer)
@@ -220,8 +229,6 @@ def main() -> None:
         run(request)
     except ConfigError as error:
         print(error, end="", file=output, flush=True)
-    except KeyboardInterrupt:
-        sys.exit(130)
 
 
 if __name__ == "__main__":

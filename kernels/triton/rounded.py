@@ -33,7 +33,8 @@ def _round_kernel(x, out, scales, x_row, columns, groups, GROUP: tl.constexpr, L
     # The alternative rounds to an integer, ties to even.
     values = _e4m3(values) if LARGEST == 448.0 else values + 12582912.0 - 12582912.0
     tl.store(out + row * columns + column, values.to(out.dtype.element_ty), mask=inside)
-    tl.store(scales + row * groups + group, scale)
+    has_nan = tl.max((wide != wide).to(tl.int32), axis=0) > 0
+    tl.store(scales + row * groups + group, tl.where(has_nan, float("nan"), scale))
 
 
 @triton.jit

@@ -93,6 +93,8 @@ def run(parsed: argparse.Namespace) -> int:
     )
     everything = Devices("cpu", 1, 1 << 60)  # the model need not fit
     config = resolve(engine, described=everything)
+    if out.is_relative_to(config.model.path.resolve()):
+        raise ConfigError(f"{parsed.out}: is inside of the model's folder; use another folder")
     if config.model.quantized is not None:
         raise ConfigError(
             f"{parsed.model} is quantized already, with {config.model.quantized.name}; use the one with 16-bit weights"
@@ -123,7 +125,11 @@ def _texts(path: str, tokenizer: Tokenizer, max_model_len: int) -> tuple[tuple[i
     """The token ids of a file's texts."""
     try:
         content = Path(path).expanduser().read_text(encoding="utf-8")
-        lines = [json.loads(line) for line in content.splitlines() if line.strip()] if path.endswith("l") else [content]
+        lines = (
+            [json.loads(line) for line in content.splitlines() if line.strip()]
+            if path.endswith(".jsonl")
+            else [content]
+        )
         texts = [line["text"] if isinstance(line, dict) else line for line in lines]
     except (OSError, UnicodeDecodeError, ValueError, KeyError) as error:
         raise ConfigError(f"--calibration {path}: cannot be read: {error}") from None

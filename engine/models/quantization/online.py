@@ -52,7 +52,8 @@ def of(requested: str, arch: ModelSpec) -> Online:
     modules = linear_modules(arch, is_part)
     if isinstance(arch, TransformersModelSpec) and any("experts." in each for each in modules):
         raise ConfigError(
-            f"--quantization {requested} does not support experts with transformers' implementation; use int8 or int4"
+            f"--quantization {requested} does not support experts with transformers' implementation; "
+            "use a quantized checkpoint"
         )
     if not modules:
         raise ConfigError(

@@ -71,6 +71,9 @@ def settings(name: str, arch: ModelSpec, group_size: int | None = None, ignored:
         weights |= {"group_size": group_size} if group_size > 0 else {"strategy": "channel", "group_size": None}
     needed = checkpoint_tensors(arch, has_head=True)
     matrices = {each.removesuffix(".weight") for each, tensor in needed.items() if len(tensor.shape) > 1}
+    for each in ignored:
+        if not any(_names(each, module) for module in matrices):
+            raise ConfigError(f"--ignore {each}: no module has this name; modules are such as {min(matrices)}")
     others = {with_stars(each) for each in matrices} - linear_modules(arch) | {"lm_head"}
     group = {"targets": ["Linear"], "weights": weights, "input_activations": recipe.inputs, "output_activations": None}
     return {
@@ -81,6 +84,14 @@ def settings(name: str, arch: ModelSpec, group_size: int | None = None, ignored:
         "ignore": [*sorted(map(_pattern, others)), *ignored],
         "kv_cache_scheme": None,
     }
+
+
+def _names(target: str, module: str) -> bool:
+    """Whether a target of compressed-tensors names a module. Invalid expressions are refused elsewhere."""
+    try:
+        return bool(re.match(target[3:], module)) if target.startswith("re:") else target == module
+    except re.error:
+        return True
 
 
 def _pattern(module: str) -> str:

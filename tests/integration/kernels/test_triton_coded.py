@@ -246,6 +246,15 @@ def test_experts_of_rounded_rows(values: str, groups: int, tokens: int, dtype: t
         assert found.dtype == dtype
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_rows_that_are_no_numbers_stay_so(dtype: torch.dtype) -> None:
+    x, codes = torch.randn(3, 128), torch.ones(16, 128).to(dtype)
+    x[1, 5] = torch.nan
+    found = rounded.rounded_matmul(x, codes, torch.ones(16, 1))
+    assert found[1].isnan().all()
+    assert found[[0, 2]].isfinite().all()
+
+
 def test_the_check_of_a_rank_is_of_its_formats(monkeypatch: pytest.MonkeyPatch) -> None:
     """And of nothing for a model without quantized weights; a wrong kernel is left out."""
     names = "coded_matmul", "coded_fused_experts", "rounded_matmul", "rounded_fused_experts"

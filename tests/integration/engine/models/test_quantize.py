@@ -138,6 +138,10 @@ def test_modules_may_be_ignored_and_groups_chosen(tmp_path: Path) -> None:
         (["--method", "gptq"], "--method gptq and --calibration FILE need each other"),
         (["--group-size", "256"], "has 128 inputs, which are not whole groups of 256"),
         (["--ignore", r"re:.*"], "nothing is left to quantize"),
+        (
+            ["--ignore", "model.layers.0.mlp"],
+            "--ignore model.layers.0.mlp: no module has this name; modules are such as",
+        ),
         (["--ignore", r"re:("], "ignore has an invalid expression"),
     ],
 )
@@ -177,7 +181,9 @@ def test_folders_and_models_that_do_not_fit_are_refused(tmp_path: Path, capsys: 
     assert not list(tmp_path.glob("none*"))
 
 
-def test_a_run_that_is_killed_leaves_no_folder_that_looks_whole(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_a_run_that_is_killed_leaves_no_folder_that_looks_whole(number: signal.Signals, tmp_path: Path) -> None:
+    """All of its processes by SIGKILL; otherwise the one that the user has started, as a supervisor would."""
     folder, out = write(tmp_path / "plain", num_hidden_layers=40), tmp_path / "out"
     command = [
         sys.executable,
@@ -193,10 +199,11 @@ def test_a_run_that_is_killed_leaves_no_folder_that_looks_whole(tmp_path: Path) 
         assert time.monotonic() < deadline
         assert process.poll() is None
         time.sleep(0.001)
-    os.killpg(process.pid, signal.SIGKILL)
+    os.killpg(process.pid, number) if number == signal.SIGKILL else process.send_signal(number)
     process.wait()
     assert not out.exists()
-    assert not (tmp_path / "out.part" / "config.json").exists()
+    left = tmp_path / "out.part"
+    assert not (left / "config.json").exists() if number == signal.SIGKILL else not left.exists()
 
 
 def test_gptq_makes_smaller_errors_of_outputs_than_rounding() -> None:
