@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -235,9 +236,9 @@ class ExpertStack(nn.Module):
     gate_up: ExpertMatrices
     down: ExpertMatrices
 
+    @abstractmethod
     def pack(self, quantization: kernels.Quantization | None) -> None:
         """Replace the loaded weights by their packed form; the parameters become empty."""
-        raise NotImplementedError
 
 
 class Experts(ExpertStack):
