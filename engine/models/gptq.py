@@ -3,7 +3,8 @@ corrects the columns that follow for the error that each makes in the layer's ou
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 
 import torch
@@ -15,6 +16,7 @@ from quire.engine.config.engine_config import EngineConfig
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.attention import Batch, LayerCache
 from quire.engine.layers.linear import GatedLinear, Linear
+from quire.engine.layers.moe import Experts
 from quire.engine.models.checkpoint_files import Checkpoint
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.families import FAMILIES
@@ -23,8 +25,11 @@ from quire.engine.models.loader import load, needed_tensors
 from quire.engine.models.quantization.method import Scheme
 from quire.engine.models.quantized_tensors.writers import rounding_of
 from quire.engine.protocol.errors import ConfigError
+from quire.kernels import quantized
 from quire.kernels.linear import PackedGatedLinear, PackedLinear
 from quire.kernels.quantized import QuantizedWeight, Rounding, choose_factors, nearest_codes
+
+logger = logging.getLogger(__name__)
 
 _DAMPING = 0.01
 """Of the mean of the diagonal, added to it."""
@@ -65,56 +70,117 @@ def quantize(weight: Tensor, rounding: Rounding, moments: Tensor) -> QuantizedWe
     return QuantizedWeight(rounding.values, weight.dtype, codes, scales, torch.cat(offsets, dim=1) if offsets else None)
 
 
+Moments = Callable[[int | None], Tensor | None]
+"""The sums of products of a weight's inputs, of an expert's if it is in a stack; None: there are too few of them."""
+
+
 class _Observed(PackedLinear):
     """A plain matmul that sums the products of its inputs."""
 
     def __init__(self, weight: Tensor) -> None:
-        self._weight, self.moments = weight, torch.zeros(weight.shape[1], weight.shape[1])
+        self._weight, self._moments = weight, torch.zeros(weight.shape[1], weight.shape[1])
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        self.moments.addmm_(x.T, x)
+        self._moments.addmm_(x.T, x)
         return F.linear(x, self._weight, bias)
 
     def state(self) -> list[Tensor]:
         return [self._weight]
+
+    def moments(self, _: int | None) -> Tensor:
+        return self._moments
+
+
+def _observed(decoder: Decoder) -> dict[int, Moments]:
+    """Let the layers observe what they multiply: the moments of each weight, by its id."""
+    found: dict[int, Moments] = {}
+    for layer in decoder.modules():
+        if isinstance(layer, Experts):
+            found |= _observed_experts(layer)
+        elif isinstance(layer, Linear) and layer.may_be_quantized:
+            layer._product = product = _Observed(layer.weight.data)
+            found[id(layer.weight)] = product.moments
+            if isinstance(layer, GatedLinear):
+                layer._product = PackedGatedLinear(product, layer._activation)
+    return found
+
+
+def _observed_experts(experts: Experts) -> dict[int, Moments]:
+    """What is routed to the experts is kept, as the moments of all of them take more memory."""
+    routed: list[tuple[Tensor, Tensor]] = []
+    hook = experts.register_forward_pre_hook(lambda _, inputs: routed.append((inputs[0], inputs[2])))
+
+    def inputs(expert: int | None) -> Tensor:
+        hook.remove()  # the layer runs once more when it is rounded
+        return torch.cat([x[(ids == expert).any(1)] for x, ids in routed])
+
+    def of_gate_up(expert: int | None) -> Tensor | None:
+        return _enough(inputs(expert))
+
+    def of_down(expert: int | None) -> Tensor | None:  # gate and up may be rounded by now
+        weight, bias = experts.gate_up.weight.data[expert], experts.gate_up.bias
+        inner = F.linear(inputs(expert), weight, None if bias is None else bias.data[expert])
+        return _enough(kernels.act_mul(inner, experts._spec.activation))
+
+    return {id(experts.gate_up.weight): of_gate_up, id(experts.down.weight): of_down}
+
+
+def _enough(x: Tensor) -> Tensor | None:
+    return x.T @ x if len(x) >= x.shape[1] else None
 
 
 def layers(
     config: EngineConfig, schemes: Mapping[str, Scheme], texts: Sequence[Sequence[int]]
 ) -> Iterator[dict[str, QuantizedWeight]]:
     """The quantized weights of each layer, by the names of their tensors. A layer sees what the quantized ones before
-    it compute of the texts. `config` is in float32, with a stage for each layer."""
+    it compute of the texts, and an expert the tokens that are routed to it; its weights that have more inputs than
+    tokens are rounded to the nearest. `config` is in float32, with a stage for each layer."""
     kernels.prepare("cpu")()
     batches = list(_batches(texts))
     hidden: list[Tensor | None] = [None] * len(batches)
+    total = num_nearest = 0
     for stage in range(len(config.parallel.stages)):
         decoder = load(config, stage, Parallel(), torch.device("cpu"), pack=False)
-        observed: dict[int, _Observed] = {}
-        for layer in decoder.modules():
-            if isinstance(layer, Linear) and layer.may_be_quantized:
-                observed[id(layer.weight)] = product = _Observed(layer.weight.data)
-                layer._product = product
-                if isinstance(layer, GatedLinear):
-                    layer._product = PackedGatedLinear(product, layer._activation)
+        moments = _observed(decoder)
         for batch, state in zip(batches, hidden, strict=True):
             _forward(config, decoder, stage, batch, state)
-        needed = needed_tensors(decoder, config.model)
-        shapes = {name: NeededTensor(places[0][2].shape) for name, places in needed.items()}
-        checkpoint = Checkpoint(config.model, FAMILIES[config.model.architecture.name].prefix, shapes)
-        found: dict[str, QuantizedWeight] = {}
-        for name, places in needed.items():
-            file_name = checkpoint.headers[name].name
-            if file_name not in schemes:
-                continue
-            weight, _, whole = places[0]
-            stored = checkpoint[whole][tuple(slice(0, size) for size in whole.shape)]
-            found[file_name] = quantize(stored, rounding_of(schemes[file_name]), observed[id(weight)].moments)
-            rounded = found[file_name].dequantize().float()
-            for target, shard, place in places:
-                target.data[shard.target] = place.arranged(shard, rounded[place.slice(shard)])
-        yield found
+        found, nearest = _rounded(config, schemes, decoder, moments)
+        total, num_nearest = total + len(found), num_nearest + nearest
         if stage + 1 < len(config.parallel.stages):
             hidden = [_forward(config, decoder, stage, *each) for each in zip(batches, hidden, strict=True)]
+        del decoder, moments  # before the next ones are loaded
+        yield found
+    if num_nearest:
+        logger.warning(
+            "%d of %d matrices are rounded to the nearest: fewer tokens of the texts were routed to these experts than "
+            "they have inputs; use more texts",
+            num_nearest,
+            total,
+        )
+
+
+def _rounded(
+    config: EngineConfig, schemes: Mapping[str, Scheme], decoder: Decoder, moments: Mapping[int, Moments]
+) -> tuple[dict[str, QuantizedWeight], int]:
+    """The weights of a stage by the names of their tensors, and how many of them are rounded to the nearest; the
+    decoder has the rounded ones from then on."""
+    needed = needed_tensors(decoder, config.model)
+    shapes = {name: NeededTensor(places[0][2].shape) for name, places in needed.items()}
+    checkpoint = Checkpoint(config.model, FAMILIES[config.model.architecture.name].prefix, shapes)
+    found, nearest = dict[str, QuantizedWeight](), 0
+    for name, places in needed.items():
+        file_name = checkpoint.headers[name].name
+        if file_name not in schemes:
+            continue
+        weight, first, whole = places[0]
+        stored = checkpoint[whole][tuple(slice(0, size) for size in whole.shape)]
+        rounding, own = rounding_of(schemes[file_name]), moments[id(weight)](first.expert)
+        nearest += own is None
+        found[file_name] = quantized.quantize(stored, rounding) if own is None else quantize(stored, rounding, own)
+        rounded = found[file_name].dequantize().float()
+        for target, shard, place in places:
+            target.data[shard.target] = place.arranged(shard, rounded[place.slice(shard)])
+    return found, nearest
 
 
 def _batches(texts: Sequence[Sequence[int]]) -> Iterator[Batch]:

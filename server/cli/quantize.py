@@ -15,7 +15,6 @@ from quire.engine.config.options import EngineOptions, flag
 from quire.engine.config.quantize_request import QuantizeRequest
 from quire.engine.config.resolve import fetch_weights, resolve
 from quire.engine.models.encoder_spec import EncoderSpec
-from quire.engine.models.model_spec import MoESpec
 from quire.engine.models.quantization import recipes
 from quire.engine.protocol.errors import ConfigError
 from quire.server.cli import flags
@@ -115,8 +114,8 @@ def run(parsed: argparse.Namespace) -> int:
 
 def _check_gptq(options: QuantizeOptions, config: EngineConfig) -> None:
     arch = config.model.architecture
-    if isinstance(arch, EncoderSpec) or any(isinstance(layer.feed_forward, MoESpec) for layer in arch.layers):
-        raise ConfigError(f"--method gptq: {arch.name} is an encoder or has experts: not supported; use --method rtn")
+    if isinstance(arch, EncoderSpec):
+        raise ConfigError(f"--method gptq: encoders such as {arch.name} are not supported; use --method rtn")
     if options.scheme in ("fp8_block", "nvfp4a16"):
         raise ConfigError(f"--method gptq: scheme {options.scheme} is not supported; use w4a16, or --method rtn")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,12 +14,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from quire.engine.config.quantize_request import QuantizeRequest
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.models import gptq, quantize
+from quire.engine.models.quantization import recipes
 from quire.engine.models.quantization.recipes import RECIPES
 from quire.kernels import quantized
 from quire.kernels.quantized import Rounding
@@ -29,6 +32,7 @@ from tests.fakes.quantized_checkpoints import _LINEAR
 from tests.integration.engine.models.test_quantized import _SIZES, KINDS
 
 _EXPERTS = KINDS["experts"][1] | {"moe_intermediate_size": 128, "hidden_size": 256}
+_OF_GPTQ = {"num_experts": 4, "head_dim": 32, "moe_intermediate_size": 64, "num_hidden_layers": 2}
 _ROUNDINGS = {
     "w4a16": Rounding("int4", 128),
     "w4a16_asym": Rounding("int4", 128, has_offsets=True),
@@ -58,7 +62,7 @@ def write(folder: Path, architecture: str = "LlamaForCausalLM", **changes: objec
     for file in set(files.values()):
         save_file({name: tensors[name] for name in tensors if files[name] == file}, folder / file)
     (folder / "model.safetensors").unlink()
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
     (folder / "tokenizer.json").write_text("{}")
     return folder
 
@@ -242,6 +246,48 @@ def test_gptq_takes_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     texts.write_text("[1]\n")
     assert main(["quantize", str(demo), str(tmp_path / "none"), *arguments[2:]]) == 2
     assert "each line must be a JSON string" in capsys.readouterr().err
-    experts = write(tmp_path / "experts", KINDS["experts"][0], **_EXPERTS)
-    assert main(["quantize", str(experts), str(tmp_path / "none"), *arguments[2:]]) == 2
-    assert "Qwen3MoeForCausalLM is an encoder or has experts" in capsys.readouterr().err
+    encoder = write(tmp_path / "encoder", "BertModel")
+    assert main(["quantize", str(encoder), str(tmp_path / "none"), *arguments[2:]]) == 2
+    assert "encoders such as BertModel are not supported" in capsys.readouterr().err
+
+
+def test_gptq_rounds_experts_by_the_tokens_that_are_routed_to_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write(tmp_path / "plain", KINDS["experts"][0], **_OF_GPTQ)
+    config = configure(folder, max_model_len=64, dtype="float32", pipeline_parallel_size=2)
+    tokens = torch.randint(0, 131, (4, 60), generator=torch.Generator().manual_seed(1))
+    settings = recipes.settings("w4a16", config.model.architecture, group_size=-1)
+    schemes = quantize.Source(QuantizeRequest(config, tmp_path / "out", settings)).schemes
+    first, second = gptq.layers(config, schemes, tokens.tolist())
+    model = transformers.Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32).train(False)
+    routed: list[tuple[torch.Tensor, torch.Tensor]] = []
+    model.model.layers[0].mlp.experts.register_forward_pre_hook(lambda _, inputs: routed.append(inputs[:2]))
+    with torch.inference_mode():
+        model(tokens)
+    (x, ids), numbers = routed[0], plain(folder)
+
+    def is_nearest(name: str, inputs: torch.Tensor) -> bool:
+        """Whether it is as if rounded to the nearest; if not, what it computes of the inputs must be nearer."""
+        weight, rounded = numbers[name].float(), first[name].dequantize().float()
+        nearest = quantized.quantize(numbers[name], Rounding("int4", weight.shape[1])).dequantize().float()
+        if rounded.equal(nearest):
+            return True
+        errors = [(inputs @ (weight - each).T).norm() for each in (rounded, nearest)]
+        assert errors[0] < 0.9 * errors[1]
+        return False
+
+    outcomes = []
+    for expert in range(4):
+        own, name = x[(ids == expert).any(1)], f"model.layers.0.mlp.experts.{expert}"
+        gate, up = (own @ numbers[f"{name}.{part}_proj.weight"].float().T for part in ("gate", "up"))
+        inner = torch.nn.functional.silu(gate) * up
+        for part, inputs in (("gate", own), ("up", own), ("down", inner)):
+            has_few = len(own) < inputs.shape[1]
+            assert is_nearest(f"{name}.{part}_proj.weight", inputs) == has_few
+            outcomes.append(has_few)
+    assert set(outcomes) == {True, False}
+    num_nearest = re.search(r"(\d+) of (\d+) matrices are rounded to the nearest", caplog.text)
+    assert num_nearest is not None
+    assert sum(outcomes) <= int(num_nearest[1]) <= sum(outcomes) + 12
+    assert int(num_nearest[2]) == len(first) + len(second) == 32
