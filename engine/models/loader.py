@@ -39,6 +39,7 @@ from quire.engine.models.families.tensors import NeededTensor, checkpoint_tensor
 from quire.engine.models.model_spec import TransformersModelSpec
 from quire.engine.models.packed_cache import PackedCache
 from quire.engine.models.quantization.form import Form, form_of
+from quire.engine.models.quantization.online import Online
 from quire.engine.models.staging import PinnedStaging
 from quire.engine.protocol.errors import ConfigError
 
@@ -103,6 +104,8 @@ def load_model(
     is_dummy, is_built = model.load_format == "dummy", isinstance(model.architecture, TransformersModelSpec)
     if not isinstance(decoder, Decoder | Encoder):
         decoder.find(None if is_dummy else Checkpoint(model, "", {}).names)
+        if isinstance(model.quantized, Online):
+            model = replace(model, quantized=decoder.quantized_online(model.quantized))
     needed = needed_tensors(decoder, model)
     quantization = model.quantization if pack else "as it is"
     if is_dummy:

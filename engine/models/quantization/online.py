@@ -38,7 +38,8 @@ class Online(Method):
     requested: str
     """A key of SCHEMES."""
     modules: tuple[str, ...]
-    """The names of the modules that are quantized, with a star for each number, sorted."""
+    """The names of the modules that are quantized, with a star for each number, sorted: the checkpoint's, or those of
+    transformers' implementation until it knows the checkpoint."""
 
     def scheme(self, module: str) -> Scheme | None:
         return SCHEMES[self.requested] if with_stars(module) in self.modules else None
@@ -48,20 +49,16 @@ def of(requested: str, arch: ModelSpec) -> Online:
     """Quantize the layers of this model: those that published checkpoints quantize, too. Heads, embeddings and routers
     are none of them. Raises `ConfigError` if there is nothing to quantize, or inputs are not whole groups.
     """
-    is_part, scheme = "experts." if requested == "mxfp4" else "", SCHEMES[requested]
-    modules = linear_modules(arch, is_part)
-    if isinstance(arch, TransformersModelSpec) and any("experts." in each for each in modules):
-        raise ConfigError(
-            f"--quantization {requested} does not support experts with transformers' implementation; "
-            "use a quantized checkpoint"
-        )
+    part, scheme = ".experts." if requested == "mxfp4" else "", SCHEMES[requested]
+    modules = linear_modules(arch, part)
     if not modules:
         raise ConfigError(
             f"--quantization {requested} quantizes experts, and {arch.name} has none; use fp8, int8 or int4"
         )
     for layer in set(arch.layers):
         for each in layer.matrices(arch.hidden_size, 1):
-            if is_part in each.module and (problem := scheme.problem((each.rows, each.columns))) is not None:
+            columns = each.inputs or each.columns
+            if part in each.module and (problem := scheme.problem((each.rows, columns))) is not None:
                 raise ConfigError(f"--quantization {requested}: in {each.module} {problem}; use fp8, int8 or int4")
     return Online(name=f"online {requested}", requested=requested, modules=tuple(sorted(modules)))
 

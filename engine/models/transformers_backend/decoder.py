@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,8 +16,9 @@ from quire.engine.layers.attention import Batch, LayerCache
 from quire.engine.layers.weight import Shard, Weight
 from quire.engine.models.checkpoint import StoredSlice
 from quire.engine.models.model_spec import TransformersModelSpec
+from quire.engine.models.quantization.online import Online, with_stars
 from quire.engine.models.transformers_backend import attention, build
-from quire.engine.models.transformers_backend.checkpoint import CheckpointNames, needed
+from quire.engine.models.transformers_backend.checkpoint import CheckpointNames, differences, needed
 from quire.engine.models.transformers_backend.sharding import PlannedLinear, without_numbers
 
 
@@ -106,6 +108,16 @@ class TransformersDecoder(nn.Module):
         names = None if stored is None else CheckpointNames(self.hf_model, self.names, stored, self._conversions)
         self.places = list(needed(self.hf_model, self.tied, names))
         self.surplus = [] if names is None else names.surplus
+
+    def quantized_online(self, method: Online) -> Online:
+        """The same method with the checkpoint's names in place of the parameters'; `find` knows them."""
+        renamed, _ = differences(self.hf_model)
+        modules = {
+            id(weight): renamed.get(path, path).removesuffix(".weight")
+            for path, weight in self.hf_model.named_parameters()
+        }
+        names = {stored.name for weight, _, stored in self.places if method.scheme(modules[id(weight)]) is not None}
+        return replace(method, modules=tuple(sorted({with_stars(name.removesuffix(".weight")) for name in names})))
 
     def keep_unpacked(self, direct: frozenset[str]) -> None:
         """Do not pack these linear layers (with `*` for layer numbers): the model reads their weights directly."""

@@ -16,7 +16,9 @@ from torch import Tensor
 from quire.engine.config.memory_plan import MemoryPlan
 from quire.engine.config.plan_text import plan_text
 from quire.engine.distributed.communicator import Parallel
+from quire.engine.models.families import transformers_backend
 from quire.engine.models.quantization.online import Online
+from quire.engine.models.transformers_backend import describe
 from quire.engine.protocol.errors import ConfigError
 from tests.fakes.families import write_model
 from tests.fakes.model_logits import configure, logits
@@ -86,6 +88,27 @@ def test_logits_are_those_of_the_rounded_numbers(quantization: str, kind: str, t
             assert (result - expected).norm() <= 1e-3 * expected.norm(), (tp, pp, ep)
 
 
+@pytest.mark.parametrize(("quantization", "kind"), [("fp8", "experts"), ("mxfp4", "latent"), ("mxfp4", "stacked")])
+def test_transformers_implementation_rounds_the_checkpoints_tensors(
+    quantization: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its experts are stacks, for which the checkpoint has matrices, or transposed stacks."""
+    monkeypatch.setattr(transformers_backend, "describe", describe.describe)
+    write(tmp_path, kind, quantization)
+    architecture, _ = (KINDS | KINDS_OF_MXFP4)[kind]
+    model = getattr(transformers, architecture).from_pretrained(tmp_path / "whole", dtype=torch.float32).train(False)
+    tokens = torch.randint(0, 131, (40,), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        expected = model(tokens[None]).logits[0]
+    options = {"model_impl": "transformers", "quantization": quantization}
+    for tp in (1, 2):
+        config = configure(tmp_path, max_model_len=64, tensor_parallel_size=tp, **options)
+        for result in on_ranks(tp, partial(logits, config, tokens)):
+            assert (result - expected).norm() <= 1e-3 * expected.norm(), tp
+    loaded, planned, _ = packed_bytes(tmp_path, **options)
+    assert abs(loaded - planned) <= 0.05 * planned
+
+
 def test_weights_take_the_bytes_that_are_planned(tmp_path: Path) -> None:
     write_model("LlamaForCausalLM", _SIZES, tmp_path)
     plain, _, _ = packed_bytes(tmp_path)
@@ -119,12 +142,6 @@ def test_what_cannot_be_quantized_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config | odd))
     with pytest.raises(ConfigError, match=r"feed_forward.experts.down 48 inputs are not whole groups of 32; use fp8"):
         configure(tmp_path, quantization="mxfp4")
-    write_model("Qwen3MoeForCausalLM", _SIZES | {"num_experts": 4, "head_dim": 32}, mixture := tmp_path / "mixture")
-    for quantization in ("fp8", "mxfp4"):
-        with pytest.raises(
-            ConfigError, match="does not support experts with transformers' implementation; use a quantized"
-        ):
-            configure(mixture, quantization=quantization, model_impl="transformers")
 
 
 def test_numbers_that_are_not_finite_are_refused(tmp_path: Path) -> None:
