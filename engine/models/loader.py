@@ -51,8 +51,8 @@ logger = logging.getLogger(__name__)
 _NAMED_PROBLEMS = 8
 _DUMMY_DEVIATION = 0.02
 _DUMMY_ELEMENTS = 1 << 20
-_CACHE_SCALES = (".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".k_zero_point", ".v_zero_point")
-"""Suffixes of KV cache scales in checkpoints of compressed-tensors, ModelOpt and others."""
+_CACHE_FACTORS = re.compile(r"\.([kqv]|kv)_(scale|zero_point)$|\.([kqv]|qkv)_proj\.output_(scale|zero_point)$")
+"""Ends of names of KV cache scales in checkpoints of compressed-tensors, ModelOpt, Quark and others."""
 _INPUT_FACTORS = (".input_scale", ".input_scale_ub", ".input_scale_2", ".input_global_scale", ".input_zero_point")
 """Suffixes of what publishers round inputs with; here inputs are rounded with scales of their own, or not at all."""
 _READERS, _GPU_READERS = 4, 8
@@ -117,10 +117,9 @@ def load_model(
     checkpoint = Checkpoint(model, prefix, shapes)
     needed = _quantized_places(decoder, needed, checkpoint, keep=pack and model.keeps_quantized)
     units = _units(decoder, needed, quantization)
-    if rank == 0 and not isinstance(decoder, Decoder | Encoder):
-        _warn_of_surplus(decoder.surplus, model)
-    elif rank == 0:
-        _report_surplus(checkpoint.names, model)
+    if rank == 0:
+        surplus = _surplus(checkpoint.names, model) if isinstance(decoder, Decoder | Encoder) else decoder.surplus
+        _report_surplus(surplus, model)
     bar = rank == 0 and config.parallel.is_first_local_replica
     if device.type == "cpu":
         cache = PackedCache.of(config, rank) if pack and isinstance(decoder, Decoder | Encoder) else None
@@ -311,30 +310,33 @@ def _defaults(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _report_surplus(names: set[str], model: ModelConfig) -> None:
-    """Log the tensors that no stage uses, such as biases that config.json does not mention."""
+def _surplus(names: set[str], model: ModelConfig) -> list[str]:
+    """The tensors that no stage uses, such as biases that config.json does not mention."""
     arch, family = model.architecture, FAMILIES[model.architecture.name]
     known = set(checkpoint_tensors(arch, has_head=model.pooling is None))
     known.update({"lm_head.weight"} if arch.tie_embeddings or model.pooling is not None else ())
-    surplus = sorted(
+    return sorted(
         name
         for name in names - known
         if not re.search(family.ignored_pattern, name) and not name.startswith(family.ignored_prefixes)
     )
-    behind = [name for name in surplus if family.after_layers and _layer_of(name) >= arch.num_layers]
+
+
+def _report_surplus(surplus: list[str], model: ModelConfig) -> None:
+    """Log the tensors that no stage uses."""
+    arch = model.architecture
+    after = FAMILIES[arch.name].after_layers if arch.name in FAMILIES else ""
+    behind = [name for name in surplus if after and _layer_of(name) >= arch.num_layers]
     if behind:
-        logger.info("%s: the checkpoint's %s is not used %s", model.path, family.after_layers, _listed(behind))
-    scales = [name for name in surplus if name not in behind and name.endswith(_CACHE_SCALES)]
+        logger.info("%s: the checkpoint's %s is not used %s", model.path, after, _listed(behind))
+    scales = [name for name in surplus if name not in behind and _CACHE_FACTORS.search(name)]
     if scales:
         why = "are not used, since a quantized KV cache has a scale for each token and head"
         logger.info("%s: the checkpoint's scales of keys and values %s %s", model.path, why, _listed(scales))
     inputs = [name for name in surplus if model.quantized is not None and name.endswith(_INPUT_FACTORS)]
-    _warn_of_surplus([name for name in surplus if name not in {*behind, *scales, *inputs}], model)
-
-
-def _warn_of_surplus(surplus: list[str], model: ModelConfig) -> None:
-    if surplus:
-        logger.warning("%s: tensors that %s does not use %s", model.path, model.architecture.name, _listed(surplus))
+    others = [name for name in surplus if name not in {*behind, *scales, *inputs}]
+    if others:
+        logger.warning("%s: tensors that %s does not use %s", model.path, arch.name, _listed(others))
 
 
 def _layer_of(name: str) -> int:

@@ -49,8 +49,8 @@ class ModelOpt(Method):
         return self.layers.get(path)
 
 
-def read(settings: Mapping[str, Any]) -> ModelOpt:
-    """Raises `ConfigError` for what is not supported."""
+def read(settings: Mapping[str, Any]) -> ModelOpt | None:
+    """None if only the cache is quantized. Raises `ConfigError` for what is not supported."""
     where, inner = WHERE, settings.get("quantization")
     if inner is not None:
         if not isinstance(inner, Mapping):
@@ -58,6 +58,8 @@ def read(settings: Mapping[str, Any]) -> ModelOpt:
         refuse_unknown(settings, ("quantization", "producer"), "hf_quant_config.json")
         where, settings = "hf_quant_config.json", inner
     refuse_unknown(settings, _KNOWN, where)
+    if settings.get("quant_algo") is None and settings.get("kv_cache_quant_algo"):
+        return None
     excluded = (*names(settings, "exclude_modules", where), *names(settings, "ignore", where))
     if str(settings.get("quant_algo")).upper() != _MIXED:
         return ModelOpt(layers={"": _scheme(settings, where)}, excluded=excluded)

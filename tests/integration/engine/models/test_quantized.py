@@ -19,7 +19,7 @@ from quire.engine.config.memory_plan import MemoryPlan
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.linear import Linear
 from quire.engine.models.families import transformers_backend
-from quire.engine.models.loader import load, load_model
+from quire.engine.models.loader import load_model
 from quire.engine.models.transformers_backend import describe
 from quire.engine.models.transformers_backend.experts import PlannedExperts
 from quire.engine.protocol.sampling_params import SamplingParams
@@ -236,16 +236,33 @@ def test_weights_take_the_bytes_that_are_planned(name: str, tmp_path: Path) -> N
         assert abs(loaded - planned) <= 0.03 * planned
 
 
-def test_scales_of_inputs_are_known(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    write(tmp_path, "fp8", "dense")
+CACHE_SCALES = (
+    *("self_attn.k_scale", "self_attn.attn.v_scale", "self_attn.kv_scale", "self_attn.q_scale"),
+    *("self_attn.k_proj.k_scale", "self_attn.v_proj.output_scale", "self_attn.k_proj.output_zero_point"),
+)
+
+
+@pytest.mark.parametrize("model_impl", ["quire", "transformers"])
+def test_scales_of_inputs_and_of_a_kv_cache_are_known(
+    model_impl: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(transformers_backend, "describe", describe.describe)
+    write(tmp_path, "compressed-tensors, fp8", "dense")
+    config = json.loads((tmp_path / "config.json").read_text())
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    config["quantization_config"]["kv_cache_scheme"] = scheme
+    (tmp_path / "config.json").write_text(json.dumps(config))
     tensors = load_file(tmp_path / "model.safetensors")
-    tensors["model.layers.0.mlp.up_proj.input_scale"] = torch.ones(1)
-    tensors["model.layers.0.mlp.up_proj.odd_scale"] = torch.ones(1)
+    for name in (*CACHE_SCALES, "mlp.up_proj.input_scale", "mlp.up_proj.odd_scale"):
+        tensors[f"model.layers.0.{name}"] = torch.ones(1)
     save_file(tensors, tmp_path / "model.safetensors")
-    load(configure(tmp_path, max_model_len=64), 0, Parallel(), CPU)
+    with caplog.at_level("INFO"):
+        config = configure(tmp_path, max_model_len=64, kv_cache_dtype="fp8", model_impl=model_impl)
+        load_model(config, 0, Parallel(), CPU)
     (warning,) = [record.getMessage() for record in caplog.records if "does not use" in record.getMessage()]
-    assert "up_proj.odd_scale" in warning
-    assert "input_scale" not in warning
+    assert warning.endswith("does not use (1): model.layers.0.mlp.up_proj.odd_scale")
+    (known,) = [record.getMessage() for record in caplog.records if "scales of keys and values" in record.getMessage()]
+    assert all(f"model.layers.0.{name}" in known for name in CACHE_SCALES)
 
 
 def test_a_rank_may_have_an_expert_twice(tmp_path: Path) -> None:

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from quire.engine.models.quantization import modelopt
 from quire.engine.models.quantization.method import Scheme
-from quire.engine.models.quantization.modelopt import read
+from quire.engine.models.quantization.modelopt import ModelOpt
 from quire.engine.models.quantization.nvfp4 import MODELOPT
 from quire.engine.models.quantization.unpacked import FP8, FP8_OF_BLOCKS, FP8_OF_ROWS, MXFP8
 from quire.engine.protocol.errors import ConfigError
@@ -18,6 +19,12 @@ Q_PROJ, UP_PROJ = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.experts
 
 def file(**quantization: Any) -> dict[str, Any]:
     return {"producer": {"name": "modelopt", "version": "0.33.0"}, "quantization": quantization}
+
+
+def read(settings: dict[str, Any]) -> ModelOpt:
+    method = modelopt.read(settings)
+    assert method is not None
+    return method
 
 
 def test_hf_quant_config() -> None:
@@ -49,6 +56,10 @@ def test_config_json() -> None:
     )
     assert method.scheme(Q_PROJ) == MODELOPT
     assert method.scheme("lm_head") is None
+
+
+def test_only_the_cache_may_be_quantized() -> None:
+    assert modelopt.read(file(quant_algo=None, kv_cache_quant_algo="FP8", exclude_modules=["lm_head"])) is None
 
 
 @pytest.mark.parametrize(
