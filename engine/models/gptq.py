@@ -70,8 +70,8 @@ def quantize(weight: Tensor, rounding: Rounding, moments: Tensor) -> QuantizedWe
     return QuantizedWeight(rounding.values, weight.dtype, codes, scales, torch.cat(offsets, dim=1) if offsets else None)
 
 
-Moments = Callable[[int | None], Tensor | None]
-"""The sums of products of a weight's inputs, of an expert's if it is in a stack; None: there are too few of them."""
+Moments = Callable[[int], Tensor | None]
+"""The sums of products of the inputs of a weight, or of an expert of a stack; None: there are too few inputs."""
 
 
 class _Observed(PackedLinear):
@@ -87,7 +87,7 @@ class _Observed(PackedLinear):
     def state(self) -> list[Tensor]:
         return [self._weight]
 
-    def moments(self, _: int | None) -> Tensor:
+    def moments(self, _: int) -> Tensor:
         return self._moments
 
 
@@ -110,14 +110,14 @@ def _observed_experts(experts: Experts) -> dict[int, Moments]:
     routed: list[tuple[Tensor, Tensor]] = []
     hook = experts.register_forward_pre_hook(lambda _, inputs: routed.append((inputs[0], inputs[2])))
 
-    def inputs(expert: int | None) -> Tensor:
+    def inputs(expert: int) -> Tensor:
         hook.remove()  # the layer runs once more when it is rounded
         return torch.cat([x[(ids == expert).any(1)] for x, ids in routed])
 
-    def of_gate_up(expert: int | None) -> Tensor | None:
+    def of_gate_up(expert: int) -> Tensor | None:
         return _enough(inputs(expert))
 
-    def of_down(expert: int | None) -> Tensor | None:  # gate and up may be rounded by now
+    def of_down(expert: int) -> Tensor | None:  # gate and up may be rounded by now
         weight, bias = experts.gate_up.weight.data[expert], experts.gate_up.bias
         inner = F.linear(inputs(expert), weight, None if bias is None else bias.data[expert])
         return _enough(kernels.act_mul(inner, experts._spec.activation))
@@ -174,7 +174,7 @@ def _rounded(
             continue
         weight, first, whole = places[0]
         stored = checkpoint[whole][tuple(slice(0, size) for size in whole.shape)]
-        rounding, own = rounding_of(schemes[file_name]), moments[id(weight)](first.expert)
+        rounding, own = rounding_of(schemes[file_name]), moments[id(weight)](first.local_expert)
         nearest += own is None
         found[file_name] = quantized.quantize(stored, rounding) if own is None else quantize(stored, rounding, own)
         rounded = found[file_name].dequantize().float()
