@@ -26,6 +26,7 @@ from quire.engine.models.checkpoint_files import open_files
 from quire.engine.models.families import FAMILIES
 from quire.engine.models.families.tensors import checkpoint_tensors, weight_names
 from quire.engine.models.model_spec import ModelSpec
+from quire.engine.models.quantization import recipes
 from quire.engine.models.quantization.method import FLOATS, Scheme
 from quire.engine.models.quantization.nvfp4 import NvFp4
 from quire.engine.models.quantization.online import with_stars
@@ -48,12 +49,15 @@ class Source:
         assert method is not None
         self._files = open_files(model.path, model.load_format)
         needed = checkpoint_tensors(arch, has_head=model.pooling is None)
-        named = by_needed_name(self._files.headers, FAMILIES[arch.name].prefix, needed)
+        prefix = FAMILIES[arch.name].prefix
+        named = by_needed_name(self._files.headers, prefix, needed)
         self.headers = {info.name: info for info in named.values()}
         self.schemes: dict[str, Scheme] = {}
         """By the name of the tensor."""
         surplus = [name for name, info in named.items() if name not in needed and len(info.shape) > 1]
         self.settings["ignore"] += [name.removesuffix(".weight") for name in surplus]
+        if any(name == prefix + info.name for name, info in named.items()):
+            self.settings["ignore"] = recipes.without_prefix(self.settings["ignore"], prefix)
         for name, tensor in needed.items():
             if name not in named or len(tensor.shape) == 1:
                 continue
@@ -61,17 +65,17 @@ class Source:
                 continue
             self.schemes[named[name].name] = scheme
             group, columns, problem = rounding_of(scheme).group, tensor.shape[-1], ""
-            if len(tensor.shape) > 2:
-                problem = "is a stack of experts"
-            elif tensor.is_transposed:
-                problem = "is stored with inputs before outputs"
+            if len(tensor.shape) > 2 or tensor.is_transposed:
+                layout = "a stack of experts" if len(tensor.shape) > 2 else "stored with inputs before outputs"
+                problem = f"is {layout}, which transformers does not read quantized; use quire serve -q fp8"
             elif group and columns % group:
-                problem = f"has {columns} inputs, which are not whole groups of {group}"
+                problem = (
+                    f"has {columns} inputs, which are not whole groups of {group}; use another --scheme or --group-size"
+                )
             elif named[name].dtype not in FLOATS:
-                problem = f"is of type {named[name].dtype}"
+                problem = f"is of type {named[name].dtype}, which is not supported; use 16-bit weights"
             if problem:
-                more = ", another --group-size" * ("groups" in problem)
-                raise ConfigError(f"{name} {problem}: not supported; use another --scheme{more}, or --ignore")
+                raise ConfigError(f"{name} {problem}, or --ignore")
         if not self.schemes:
             raise ConfigError("--ignore names all of the model's linear layers: nothing is left to quantize")
         self._fused = _fused_modules(arch)

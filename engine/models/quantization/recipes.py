@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from quire.engine.models.families import FAMILIES
 from quire.engine.models.families.tensors import checkpoint_tensors
 from quire.engine.models.model_spec import ModelSpec
 from quire.engine.models.quantization.online import linear_modules, with_stars
@@ -71,9 +72,7 @@ def settings(name: str, arch: ModelSpec, group_size: int | None = None, ignored:
         weights |= {"group_size": group_size} if group_size > 0 else {"strategy": "channel", "group_size": None}
     needed = checkpoint_tensors(arch, has_head=True)
     matrices = {each.removesuffix(".weight") for each, tensor in needed.items() if len(tensor.shape) > 1}
-    for each in ignored:
-        if not any(_names(each, module) for module in matrices):
-            raise ConfigError(f"--ignore {each}: no module has this name; modules are such as {min(matrices)}")
+    names = [_known(each, matrices, FAMILIES[arch.name].prefix) for each in ignored]
     others = {with_stars(each) for each in matrices} - linear_modules(arch) | {"lm_head"}
     group = {"targets": ["Linear"], "weights": weights, "input_activations": recipe.inputs, "output_activations": None}
     return {
@@ -81,9 +80,24 @@ def settings(name: str, arch: ModelSpec, group_size: int | None = None, ignored:
         "format": recipe.layout,
         "quantization_status": "compressed",
         "config_groups": {"group_0": {**group, "format": recipe.layout}},
-        "ignore": [*sorted(map(_pattern, others)), *ignored],
+        "ignore": [*sorted(map(_pattern, others)), *names],
         "kv_cache_scheme": None,
     }
+
+
+def without_prefix(ignored: Sequence[str], prefix: str) -> list[str]:
+    """The modules that are ignored, and the same in a model whose modules lack the prefix."""
+    start = re.compile(rf"^(re:)?{re.escape(prefix.removesuffix('.'))}\\?\.")
+    return list(dict.fromkeys([*ignored, *(start.sub(r"\1", each) for each in ignored)]))
+
+
+def _known(ignored: str, modules: Collection[str], prefix: str) -> str:
+    """What is ignored, with the prefix that files may lack. Raises `ConfigError` if it names no module."""
+    start, name = ("re:", ignored[3:]) if ignored.startswith("re:") else ("", ignored)
+    for each in (ignored, start + (re.escape(prefix) if start else prefix) + name):
+        if any(_names(each, module) for module in modules):
+            return each
+    raise ConfigError(f"--ignore {ignored}: no module has this name; modules are such as {min(modules)}")
 
 
 def _names(target: str, module: str) -> bool:

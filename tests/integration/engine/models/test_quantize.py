@@ -117,9 +117,17 @@ def test_names_without_prefix_and_weights_that_are_stored_twice(tmp_path: Path) 
         file.unlink()
     tensors["lm_head.weight"] = tensors["embed_tokens.weight"]
     torch.save(tensors, folder / "pytorch_model.bin")
-    assert main(["quantize", str(folder), str(out), "--scheme", "nvfp4a16"]) == 0
+    ignored = ["--ignore", "layers.1.mlp.down_proj", r"re:layers\.1\.mlp\.(gate|up)_proj"]
+    assert main(["quantize", str(folder), str(out), "--scheme", "nvfp4a16", *ignored]) == 0
     found = plain(out)
     assert "layers.0.mlp.down_proj.weight_packed" in found
+    assert "layers.1.mlp.down_proj.weight" in found
+    assert "layers.1.mlp.up_proj.weight" in found
+    written = json.loads((out / "config.json").read_text())["quantization_config"]["ignore"]
+    assert len(set(written)) == len(written)
+    for each in ("layers.1.mlp.down_proj", "model.layers.1.mlp.down_proj", r"re:layers\.1\.mlp\.(gate|up)_proj"):
+        assert each in written
+    logits(configure(out, max_model_len=64), torch.arange(4), Parallel())
     q, k = (found[f"layers.0.self_attn.{each}_proj.weight_global_scale"] for each in "qk")
     assert torch.equal(q, k)
 
@@ -169,8 +177,11 @@ def test_folders_and_models_that_do_not_fit_are_refused(tmp_path: Path, capsys: 
     assert main(["quantize", str(folder), str(tmp_path / "third")]) == 2
     assert "third.part exists: another `quire quantize` writes it, or was killed" in capsys.readouterr().err
     for architecture, reason in (
-        ("GPT2LMHeadModel", "inputs before outputs"),
-        ("GptOssForCausalLM", "stack of experts"),
+        (
+            "GPT2LMHeadModel",
+            "inputs before outputs, which transformers does not read quantized; use quire serve -q fp8",
+        ),
+        ("GptOssForCausalLM", "stack of experts, which transformers does not read quantized; use quire serve -q fp8"),
     ):
         other = write(tmp_path / architecture, architecture, num_local_experts=4, head_dim=32)
         assert main(["quantize", str(other), str(tmp_path / "none")]) == 2
