@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
-from typing import NamedTuple
+from pathlib import Path
+from typing import NamedTuple, TypeVar
 
+from quire.engine.config import model_files
 from quire.engine.config.engine_config import ModelConfig
 from quire.engine.config.model_files import TensorInfo
 from quire.engine.models.families import FAMILIES
-from quire.engine.models.families.tensors import NeededTensor, checkpoint_tensors
+from quire.engine.models.families.tensors import NeededTensor, checkpoint_tensors, weight_names
+from quire.engine.models.model_spec import ModelSpec
 from quire.engine.models.quantization.method import FLOATS, Method, Scheme
 from quire.engine.models.quantization.online import OnlineScheme
 from quire.engine.protocol.errors import ConfigError
 
 _NAMED_PROBLEMS = 8
+T = TypeVar("T")
 
 
 class StoredWeight(NamedTuple):
@@ -97,9 +101,9 @@ def _quantized_problems(
             yield f"{found} is of type {headers[found].dtype}, expected {' or '.join(expected.dtypes)}"
 
 
-def by_needed_name(headers: Mapping[str, TensorInfo], prefix: str, needed: Collection[str]) -> dict[str, TensorInfo]:
-    """The headers under the names that are needed: a checkpoint of the model without its head lacks their prefix, and
-    in the first ones of BERT, converted from TensorFlow, norms have a gamma and a beta."""
+def by_needed_name(headers: Mapping[str, T], prefix: str, needed: Collection[str]) -> dict[str, T]:
+    """The headers, by names of tensors, under the names that are needed: a checkpoint of the model without its head
+    lacks their prefix, and in the first ones of BERT, converted from TensorFlow, norms have a gamma and a beta."""
     is_bare = not any(name.startswith(prefix) for name in headers)
 
     def needed_name(name: str) -> str:
@@ -107,6 +111,24 @@ def by_needed_name(headers: Mapping[str, TensorInfo], prefix: str, needed: Colle
         return next((each for each in (name, new, prefix + new) if each in needed), prefix + name if is_bare else name)
 
     return {needed_name(name): info for name, info in headers.items()}
+
+
+def quantized_outer(folder: Path, load_format: str, arch: ModelSpec, method: Method | None) -> frozenset[str]:
+    """Which of embedding and head (`ModelSpec.outer_matrices`) are stored quantized, by the names of the checkpoint's
+    tensors. As long as these are not known, it is what the settings tell."""
+    if method is None:
+        return frozenset()
+    names: Collection[str] | None = model_files.tensor_names(folder, load_format)
+    embedding, head = arch.outer_matrices(1)
+    of_modules, found = weight_names(arch), set[str]()
+    if names is not None and arch.name in FAMILIES:
+        names = by_needed_name(dict.fromkeys(names), FAMILIES[arch.name].prefix, ()).keys()
+    for module, is_told in {head.module: method.names_heads, embedding.module: method.names_embeddings}.items():
+        for name in of_modules.get((None, module), ()):
+            scheme = method.scheme(name)
+            if scheme is not None and (is_told if names is None else _stored_names(scheme, name, names)):
+                found.add(module)
+    return frozenset(found)
 
 
 def logical_names(names: Collection[str], method: Method | None) -> set[str]:
@@ -124,17 +146,21 @@ def logical_names(names: Collection[str], method: Method | None) -> set[str]:
 
 def _replace_stored(found: set[str], module: str, method: Method) -> None:
     """Replace a module's tensors by its weight, if it is quantized."""
-    if (scheme := method.scheme(module)) is None:
-        return
+    if (scheme := method.scheme(module)) is not None and (own := _stored_names(scheme, module, found)):
+        found -= own
+        found.add(f"{module}.weight" if any(name.startswith(f"{module}.") for name in own) else module)
+
+
+def _stored_names(scheme: Scheme, module: str, names: Collection[str]) -> set[str]:
+    """The names of the tensors that a checkpoint has of a quantized weight; empty if one of them is missing."""
     own = set()
     for endings, is_optional in _endings(scheme):
-        name = next((name for ending in endings if (name := module + ending) in found), None)
+        name = next((name for ending in endings if (name := module + ending) in names), None)
         if name is not None:
             own.add(name)
         elif not is_optional:
-            return
-    found -= own
-    found.add(f"{module}.weight" if any(name.startswith(f"{module}.") for name in own) else module)
+            return set()
+    return own
 
 
 @cache

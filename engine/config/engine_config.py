@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.pooling import Pooling
 from quire.engine.config.topology import SlowestLinks
+from quire.engine.models.families.tensors import weight_names
 from quire.engine.models.model_spec import ModelSpec
-from quire.engine.models.quantization.method import Method
+from quire.engine.models.quantization.method import Method, Scheme
 from quire.engine.models.quantization.online import Online
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -55,6 +57,8 @@ class ModelConfig:
     """The pooling of an embedding model; None: the model generates text."""
     quantized: Method | None = None
     """How the checkpoint is quantized, or while it is loaded."""
+    quantized_outer: frozenset[str] = frozenset()
+    """Which of embedding and head (`ModelSpec.outer_matrices`) the checkpoint stores quantized."""
     w8a8: tuple[Literal["int8", "fp8"], ...] = ("int8",)
     """Types in which the device multiplies quantized weights by inputs that are rounded to the same."""
 
@@ -68,6 +72,33 @@ class ModelConfig:
         """Whether weights are kept as a quantized checkpoint stores them. Otherwise they are requantized to
         `quantization`."""
         return self.quantized is not None and self.quantization is None
+
+    @cached_property
+    def weight_names(self) -> Mapping[tuple[int | None, str], Sequence[str]]:
+        """See `tensors.weight_names`."""
+        return weight_names(self.architecture)
+
+    @property
+    def embedding_name(self) -> str:
+        """The embedding's name in the checkpoint, without `.weight`."""
+        embedding, _ = self.architecture.outer_matrices(1)
+        return self.weight_names[None, embedding.module][0]
+
+    @cached_property
+    def schemes(self) -> Mapping[tuple[int | None, str], Sequence[Scheme | None]]:
+        """How the checkpoint stores what each module combines; None: not quantized. Modules are as in `weight_names`,
+        those outside the layers only if they are in `quantized_outer`."""
+        if self.quantized is None:
+            return {}
+        found = {
+            (number, module): [self.quantized.scheme(name) for name in names]
+            for (number, module), names in self.weight_names.items()
+            if number is not None or module in self.quantized_outer
+        }
+        embedding, _ = self.architecture.outer_matrices(1)
+        if schemes := found.get((None, embedding.module)):
+            found[None, embedding.module] = [scheme and scheme.of_embedding() for scheme in schemes]
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)

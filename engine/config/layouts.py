@@ -16,7 +16,7 @@ from quire.engine.config.floors import Estimate, estimate
 from quire.engine.config.machine import Machine
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import resolve
-from quire.engine.models.model_spec import MoESpec
+from quire.engine.models.model_spec import MoESpec, TransformersModelSpec
 from quire.engine.protocol.errors import ConfigError
 
 Goal = Literal["throughput", "latency"]
@@ -98,13 +98,15 @@ def layouts(
         )
     has_experts = any(isinstance(layer.feed_forward, MoESpec) for layer in model.architecture.layers)
     local = replace(options, model=str(model.path))
+    # What transformers builds is measured in each layout.
+    shared = None if isinstance(model.architecture, TransformersModelSpec) else model
     fits, refused = [], []
     logging.disable(logging.WARNING)  # each layout would repeat the warnings about the model
     try:
         for sizes in candidates(options, machine.count * machine.nodes, given, has_experts=has_experts):
             candidate = replace(local, **sizes)
             try:
-                config = resolve(candidate, described=machine.devices(candidate))
+                config = resolve(candidate, described=machine.devices(candidate), model=shared)
             except ConfigError as error:
                 refused.append(RefusedLayout(sizes, error))
             else:

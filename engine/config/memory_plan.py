@@ -19,13 +19,11 @@ from quire.engine.config.engine_config import (
     ParallelConfig,
 )
 from quire.engine.config.kv_cache_groups import KVCacheShape, cache_specs, count_planes
-from quire.engine.models.families.tensors import weight_names
 from quire.engine.models.model_spec import (
     ExpertParallelMoESpec,
     MatrixShape,
     ModelSpec,
     MoESpec,
-    TransformersModelSpec,
 )
 from quire.engine.models.quantization.form import Form, form_of
 from quire.engine.protocol.errors import ConfigError
@@ -117,31 +115,32 @@ def _weight_bytes(model: ModelConfig, parallel: ParallelConfig, stage: int) -> i
         parallel.stages,
         parallel.tensor_parallel_size,
     )
-    width, last = DTYPE_BYTES[model.dtype], stage == len(stages) - 1
+    width, first, last = DTYPE_BYTES[model.dtype], stage == 0, stage == len(stages) - 1
     layers = [(number, each) for number in stages[stage] for each in arch.layers[number].matrices(arch.hidden_size, tp)]
-    head = MatrixShape(arch.vocab_per_rank(tp), arch.hidden_size, module=_head_module(model, arch))
-    embedded = stage == 0 and arch.tie_embeddings
+    embedding, head = arch.outer_matrices(tp)
+    is_shared = first and arch.tie_embeddings
     unpacked = arch.stage_parameters(stages, stage, tp) - sum(each.elements for _, each in layers)
-    unpacked -= head.elements * (last and not embedded)
+    unpacked -= embedding.elements * first + head.elements * (last and not is_shared)
     packed = sum(matrix_bytes(model, parallel.device, number, each) for number, each in layers)
-    # Embedding models have no head; on CUDA a tied head needs no copy.
-    if last and model.pooling is None and not (embedded and parallel.device == "cuda"):
-        form = form_of_matrix(model, None, head)
-        packed += (
-            packed_bytes(head.rows, head.columns, model.quantization and "int8", width)
-            if form is None
-            else form.packed_bytes(head.rows, head.columns, parallel.device)
-        )
+    packed += embedding_bytes(model, parallel.device, embedding) * first
+    # Embedding models have no head; on CUDA, or quantized in the checkpoint, a tied head needs no copy.
+    if last and model.pooling is None:
+        if form_of_matrix(model, None, head) is None:
+            packed += packed_bytes(head.rows, head.columns, model.quantization and "int8", width) * (
+                not is_shared or parallel.device == "cpu"
+            )
+        elif not is_shared:
+            packed += matrix_bytes(model, parallel.device, None, head)
     mixtures = [arch.layers[n].feed_forward for n in stages[stage]]
     wide = sum(mixture.num_float32_parameters(arch.hidden_size) for mixture in mixtures if isinstance(mixture, MoESpec))
     return unpacked * width + wide * (4 - width) + packed
 
 
-def _head_module(model: ModelConfig, arch: ModelSpec) -> str:
-    """The module of a head that the settings say is quantized; empty if they do not, or if it is the embedding."""
-    if arch.tie_embeddings or model.quantized is None or not model.quantized.names_heads:
-        return ""
-    return "lm_head" if isinstance(arch, TransformersModelSpec) else "head"
+def embedding_bytes(model: ModelConfig, device: str, embedding: MatrixShape) -> int:
+    """Bytes of an embedding's weight on a rank: in the model's data type, unless the checkpoint stores it quantized."""
+    if form_of_matrix(model, None, embedding) is None:
+        return embedding.elements * DTYPE_BYTES[model.dtype]
+    return matrix_bytes(model, device, None, embedding)
 
 
 def read_bytes(config: EngineConfig, arch: ModelSpec, stage: int, weights: int, num_tokens: int) -> float:
@@ -151,10 +150,12 @@ def read_bytes(config: EngineConfig, arch: ModelSpec, stage: int, weights: int, 
     sizes of a rank.
     """
     model, parallel = config.model, config.parallel
-    width, tp, read = DTYPE_BYTES[model.dtype], parallel.tensor_parallel_size, float(weights)
-    is_head = arch.tie_embeddings and len(parallel.stages) == 1 and parallel.device == "cuda"
+    tp, read = parallel.tensor_parallel_size, float(weights)
+    embedding, _ = arch.outer_matrices(tp)
+    has_copy = parallel.device == "cpu" and form_of_matrix(model, None, embedding) is None
+    is_head = arch.tie_embeddings and len(parallel.stages) == 1 and not has_copy
     if stage == 0 and not is_head:
-        read -= arch.vocab_per_rank(tp) * arch.hidden_size * width
+        read -= embedding_bytes(model, parallel.device, embedding)
     for number in parallel.stages[stage]:
         mixture = arch.layers[number].feed_forward
         if isinstance(mixture, MoESpec):
@@ -164,8 +165,8 @@ def read_bytes(config: EngineConfig, arch: ModelSpec, stage: int, weights: int, 
     return read
 
 
-def matrix_bytes(model: ModelConfig, device: str, number: int, matrix: MatrixShape) -> int:
-    """Bytes of weights of layer `number` as a rank has them in memory."""
+def matrix_bytes(model: ModelConfig, device: str, number: int | None, matrix: MatrixShape) -> int:
+    """Bytes of weights of layer `number`, or outside the layers, as a rank has them in memory."""
     form = form_of_matrix(model, number, matrix)
     if form is not None:
         return matrix.number * form.packed_bytes(matrix.rows, matrix.columns, device)
@@ -187,20 +188,21 @@ def form_of_matrix(model: ModelConfig, number: int | None, matrix: MatrixShape) 
     return other and (form if other.rounds_inputs(columns) else replace(form, activations=None))
 
 
-def matrix_forms(config: EngineConfig) -> Iterator[tuple[int, MatrixShape, Form | None]]:
-    """The layer, the matrix on a rank, and `form_of_matrix`, of all linear layers."""
+def matrix_forms(config: EngineConfig) -> Iterator[tuple[int | None, MatrixShape, Form | None]]:
+    """The layer, the matrix on a rank, and `form_of_matrix`, of all linear layers, and of embedding and head if they
+    are kept as the checkpoint stores them."""
     arch = parallel_config.rank_spec(config.model.architecture, config.parallel)
+    for each in dict.fromkeys(arch.outer_matrices(config.parallel.tensor_parallel_size)):
+        if (form := form_of_matrix(config.model, None, each)) is not None:
+            yield None, each, form
     for number, layer in enumerate(arch.layers):
         for each in layer.matrices(arch.hidden_size, config.parallel.tensor_parallel_size):
             yield number, each, form_of_matrix(config.model, number, each)
 
 
 def _stored_form(model: ModelConfig, number: int | None, matrix: MatrixShape) -> Form | None:
-    arch = model.architecture
-    if model.quantized is None or not model.keeps_quantized or not matrix.module:
+    if not model.keeps_quantized or not (schemes := model.schemes.get((number, matrix.module))):
         return None
-    names = [matrix.module] if isinstance(arch, TransformersModelSpec) else weight_names(arch, number, matrix.module)
-    schemes = [model.quantized.scheme(name) for name in names]
     form = form_of(schemes, 0, matrix.columns, matrix.inputs or matrix.columns)
     return form if form is None or form.activations in model.w8a8 else replace(form, activations=None)
 
@@ -304,10 +306,11 @@ def quantized_text(config: EngineConfig) -> str:
     name = config.model.quantized.name
     if not config.model.keeps_quantized:
         return f"requantized from {name}"
-    sizes, layers = Counter[str](), defaultdict[tuple[str, str], set[int]](set)
+    sizes, layers = Counter[str](), defaultdict[tuple[str, str], set[int | None]](set)
     for number, each, form in matrix_forms(config):
         text = _form_text(form, each.columns, config.model.dtype)
-        part = each.module.rpartition(".")[0].rpartition(".")[2].replace("_", " ")
+        path = each.module.rpartition(".")[0] if number is not None else each.module
+        part = path.rpartition(".")[2].replace("_", " ")
         sizes[text] += each.elements
         layers[text, part].add(number)
         layers["", part].add(number)

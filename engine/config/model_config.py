@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from quire.engine.config import devices, model_files, model_folder, pooling
+from quire.engine.config import checkpoint_tensors, devices, model_files, model_folder, pooling
 from quire.engine.config.devices import FP8_CAPABILITY, Devices
 from quire.engine.config.engine_config import DTYPE_BYTES, INT4_GROUPS, ModelConfig, ParallelConfig
 from quire.engine.config.options import EngineOptions
@@ -54,6 +54,9 @@ def resolve(options: EngineOptions, available: Devices) -> ModelConfig:
     requested = _choose_quantization(options, quantized)
     if requested == "fp8" or requested == "mxfp4":
         quantized = online.of(requested, arch)
+    load_format = _choose_load_format(options, path)
+    if load_format == "dummy":
+        quantized = None
     tokenizer = path
     if options.tokenizer is not None:
         tokenizer = model_folder.locate(options.tokenizer, None, options.download_dir)
@@ -65,12 +68,13 @@ def resolve(options: EngineOptions, available: Devices) -> ModelConfig:
         dtype=_choose_dtype(options, available, hf_config),
         quantization=requested if requested == "int8" or requested == "int4" else None,
         max_model_len=_choose_max_model_len(options, arch, pooler),
-        load_format=_choose_load_format(options, path),
+        load_format=load_format,
         hf_overrides=options.hf_overrides or {},
         sampling_defaults=_sampling_defaults(generation, generation_config),
         max_output_tokens=_max_output_tokens(options, generation_config),
         packed_cache=0.0 if options.packed_cache == "off" else options.packed_cache,
-        quantized=None if options.load_format == "dummy" else quantized,
+        quantized=quantized,
+        quantized_outer=checkpoint_tensors.quantized_outer(path, load_format, arch, quantized),
         w8a8=_w8a8(available) if quantized is not None else ("int8",),
         eos_token_ids=_eos_token_ids(
             {generation: generation_config, str(path / "config.json"): hf_config}, arch.vocab_size

@@ -264,6 +264,17 @@ def read_headers(folder: Path) -> dict[str, TensorInfo]:
     return tensors
 
 
+def tensor_names(folder: Path, load_format: str) -> set[str] | None:
+    """Return the names of the tensors in the folder's weights; None if they cannot be known without the weights, which
+    are not here or not in order: `check_weights` says why."""
+    with contextlib.suppress(ConfigError):
+        if load_format in _INDICES and (index := folder / _INDICES[load_format]).exists():
+            files = read_json(index).get("weight_map")
+            return set(files) if isinstance(files, dict) else None
+        return set(read_headers(folder)) if load_format == "safetensors" else None
+    return None
+
+
 def read_header(file: Path) -> dict[str, Any]:
     """Return the header of a file of safetensors. Raises `ConfigError` if it does not fit the file's size."""
     try:

@@ -27,7 +27,7 @@ from quire.engine.config import (
     scheduler_config,
 )
 from quire.engine.config.devices import Devices
-from quire.engine.config.engine_config import EngineConfig, RayPlacement
+from quire.engine.config.engine_config import EngineConfig, ModelConfig, RayPlacement
 from quire.engine.config.options import EngineOptions
 from quire.engine.models.model_spec import TransformersModelSpec
 from quire.engine.protocol.errors import ConfigError
@@ -55,12 +55,16 @@ MAX_TIMEOUT_SECONDS = 1e9
 
 
 def resolve(
-    options: EngineOptions, placement: RayPlacement | None = None, described: Devices | None = None
+    options: EngineOptions,
+    placement: RayPlacement | None = None,
+    described: Devices | None = None,
+    model: ModelConfig | None = None,
 ) -> EngineConfig:
     """Resolve all options. Raises `ConfigError` with numbers and a remedy if the configuration is not supported.
 
     `placement` is given on nodes of a Ray cluster: another node has already determined where the ranks are.
-    `described` are a host's devices for a plan only, instead of this host's or a Ray cluster's.
+    `described` are a host's devices for a plan only, instead of this host's or a Ray cluster's; `model` is what other
+    options with the same model have been resolved to.
     """
     _check_ranges(options)
     _check_environment()
@@ -74,7 +78,7 @@ def resolve(
         or remote_devices
         or devices.find(options.device, parallel_config.local_group_sizes(options, placement))
     )
-    model = model_config.resolve(options, available)
+    model = model or model_config.resolve(options, available)
     parallel = parallel_config.resolve(options, model.architecture, available, placements)
     model_config.check_rank(model, parallel_config.rank_spec(model.architecture, parallel), parallel)
     scheduler = scheduler_config.resolve(options, model, available)

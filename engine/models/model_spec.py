@@ -386,6 +386,11 @@ class ModelSpec:
         """Rows of the embedding and the head on each rank; those of the last rank are padded."""
         return -(-self.vocab_size // tp)
 
+    def outer_matrices(self, tp: int) -> tuple[MatrixShape, MatrixShape]:
+        """The weights of the embedding and of the head on one rank; the module of a tied head is the embedding."""
+        embedding = MatrixShape(self.vocab_per_rank(tp), self.hidden_size, module="embedding")
+        return embedding, embedding if self.tie_embeddings else embedding._replace(module="head")
+
     def stage_parameters(self, stages: Sequence[range], stage: int, tp: int) -> int:
         """Parameters on one rank of a stage; a tied head is stored again if the first and last stage differ."""
         embedding = self.vocab_per_rank(tp) * self.hidden_size
@@ -439,24 +444,28 @@ class TransformersModelSpec(ModelSpec):
     """A model as transformers builds it, measured in one tensor-parallel layout. Sizes are those of one rank."""
 
     layers: tuple[TransformersLayerSpec, ...]
-    head_rows: int
-    """Rows of the head on a rank."""
+    embedding: MatrixShape
+    """The embedding's weight, if its vocabulary is sharded as Quire does; else empty."""
+    head: MatrixShape
     before: int
-    """Parameters before the layers on a rank, including a tied head's."""
+    """Parameters before the layers on a rank, including the embedding's."""
     after: int
     """Parameters after the layers."""
     read_directly: frozenset[str] = frozenset()
     """Linear layers whose weights the model reads directly, with `*` for layer numbers: they are not packed."""
 
     def vocab_per_rank(self, tp: int) -> int:
-        return self.head_rows
+        return self.head.rows
+
+    def outer_matrices(self, tp: int) -> tuple[MatrixShape, MatrixShape]:
+        return self.embedding, self.head
 
     def stage_parameters(self, stages: Sequence[range], stage: int, tp: int) -> int:
         count = sum(self.layers[number].num_parameters(self.hidden_size, tp) for number in stages[stage])
         if stage == 0:
             count += self.before
         if stage == len(stages) - 1:
-            count += self.after + (self.tie_embeddings and stage > 0) * self.head_rows * self.hidden_size
+            count += self.after + (self.tie_embeddings and stage > 0) * self.head.elements
         return count
 
     def layout_errors(self, tp: int) -> list[str]:

@@ -123,11 +123,11 @@ class Source:
 
 def _fused_modules(arch: ModelSpec) -> dict[str, list[str]]:
     """The names of what is multiplied together, with stars for numbers, by the name of each."""
-    fused = {}
+    fused, found = dict[str, list[str]](), weight_names(arch)
     for number, layer in enumerate(arch.layers):
         for each in layer.matrices(arch.hidden_size, 1):
             if each.module:
-                names = [with_stars(name) for name in weight_names(arch, number, each.module)]
+                names = [with_stars(name) for name in found[number, each.module]]
                 fused.update(dict.fromkeys(names, names))
     return fused
 

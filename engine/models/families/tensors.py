@@ -21,6 +21,7 @@ from quire.engine.models.model_spec import (
     ModelSpec,
     MoESpec,
     NormSpec,
+    TransformersModelSpec,
 )
 
 Shape = tuple[int, ...]
@@ -101,41 +102,49 @@ class NeededTensor(NamedTuple):
 def checkpoint_tensors(arch: ModelSpec, *, has_head: bool) -> dict[str, NeededTensor]:
     """Return the tensors that the model needs by their names in the checkpoint."""
     family, found = FAMILIES[arch.name], dict[str, NeededTensor]()
-    layers: list[tuple[int | None, LayerSpec | None, _Parameters]] = [(None, None, _outer(arch, has_head))]
-    layers += [(number, layer, _inner(layer, arch.hidden_size)) for number, layer in enumerate(arch.layers)]
-    for number, layer, parameters in layers:
-        for module, kind, parts in parameters:
-            for part in parts:
-                stored = stored_tensor(family, arch, layer, module, kind, part, parts)
-                experts = range(1)
-                if layer is not None and isinstance(layer.feed_forward, MoESpec) and "{expert}" in stored.name:
-                    experts = range(layer.feed_forward.num_experts)
-                for expert in experts:
-                    name = stored.name.format(layer=number, part=part, expert=expert)
-                    found[name] = NeededTensor(stored.shape, stored.is_transposed)
+    for number, layer, module, kind, parts in _parameters(arch, has_head):
+        for part in parts:
+            stored = stored_tensor(family, arch, layer, module, kind, part, parts)
+            experts = range(1)
+            if layer is not None and isinstance(layer.feed_forward, MoESpec) and "{expert}" in stored.name:
+                experts = range(layer.feed_forward.num_experts)
+            for expert in experts:
+                name = stored.name.format(layer=number, part=part, expert=expert)
+                found[name] = NeededTensor(stored.shape, stored.is_transposed)
     return found
 
 
-def weight_names(arch: ModelSpec, number: int | None, module: str) -> list[str]:
-    """The checkpoint's names, without `.weight`, of what a module combines, such as q, k and v; for experts those of
-    the first one. It is one of layer `number`, or without a number one outside the layers, such as the head."""
-    if number is None:
-        layer, path, parameters = None, module, _outer(arch, has_head=True)
-    else:
-        layer, path = arch.layers[number], f"layers.{module}"
-        parameters = _inner(layer, arch.hidden_size)
-    for each, kind, parts in parameters:
-        if (each, kind) == (path, "weight"):
-            tensors = [stored_tensor(FAMILIES[arch.name], arch, layer, each, kind, part, parts) for part in parts]
-            names = [
-                one.name.format(layer=number, part=part, expert=0) for one, part in zip(tensors, parts, strict=True)
-            ]
-            return [name.removesuffix(".weight") for name in dict.fromkeys(names)]
-    raise KeyError(module)
+def weight_names(arch: ModelSpec) -> dict[tuple[int | None, str], list[str]]:
+    """The checkpoint's names, without `.weight`, of what each module with a matrix combines, such as q, k and v; of
+    experts those of the first one. Modules are given by the number of their layer, None outside the layers, and their
+    path."""
+    if isinstance(arch, TransformersModelSpec):  # whose paths are transformers' own
+        outer = [(None, each.module) for each in arch.outer_matrices(1)]
+        inner = [(number, each.module) for number, layer in enumerate(arch.layers) for each in layer.linears]
+        return {(number, module): [module] for number, module in (*outer, *inner)}
+    family, found = FAMILIES[arch.name], dict[tuple[int | None, str], list[str]]()
+    for number, layer, module, kind, parts in _parameters(arch, has_head=True):
+        if kind == "weight" and all(len(shape) == 2 for shape in parts.values()):
+            tensors = {part: stored_tensor(family, arch, layer, module, kind, part, parts) for part in parts}
+            names = [one.name.format(layer=number, part=part, expert=0) for part, one in tensors.items()]
+            path = module.removeprefix("layers.")
+            found[number, path] = [name.removesuffix(".weight") for name in dict.fromkeys(names)]
+    return found
 
 
 _Parameters = Iterator[tuple[str, str, Mapping[str, Shape]]]
 """A module, the parameter's name in it, and the shapes of the parameter's parts."""
+
+
+def _parameters(
+    arch: ModelSpec, has_head: bool
+) -> Iterator[tuple[int | None, LayerSpec | None, str, str, Mapping[str, Shape]]]:
+    """All parameters, with the number and the description of their layer."""
+    for parameter in _outer(arch, has_head):
+        yield None, None, *parameter
+    for number, layer in enumerate(arch.layers):
+        for parameter in _inner(layer, arch.hidden_size):
+            yield number, layer, *parameter
 
 
 def _outer(arch: ModelSpec, has_head: bool) -> _Parameters:

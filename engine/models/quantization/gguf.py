@@ -59,6 +59,7 @@ SCHEMES = {
 class GgufMethod(Method):
     name: str = "gguf"
     names_heads: ClassVar[bool] = True
+    names_embeddings: ClassVar[bool] = True
     types: Mapping[str, str]
     """The type of each module's weight, for modules that are quantized. The experts of a layer share an entry: that of
     model.layers.0.mlp.experts.7.up_proj is model.layers.0.mlp.experts.up_proj."""

@@ -56,6 +56,11 @@ class Scheme(ABC):
         """Bits of a code in memory."""
         return 8 if self.values in ("int8", "uint8", "fp8") else 4
 
+    def of_embedding(self) -> Scheme:
+        """The same for an embedding: its rows are looked up, with the factors as they are stored. What multiplies by
+        them, a tied head, does not round its inputs."""
+        return replace(self, wide=self.wide or self.bits == 4, activations=None, has_rounding=False)
+
     @abstractmethod
     def tensors(self, module: str, shape: Shape) -> dict[str, Stored]:
         """The tensors that are read for a module's weight of this `shape`, `[out, in]` or `[experts, out, in]`, by
@@ -74,7 +79,9 @@ class Method(ABC):
     name: str
     """As `quant_method` in config.json."""
     names_heads: ClassVar[bool] = False
-    """Whether the settings tell quantized heads from plain ones, without a look at headers."""
+    """Whether the settings tell quantized heads from plain ones, without a look at the checkpoint's tensors."""
+    names_embeddings: ClassVar[bool] = False
+    """The same of embeddings."""
 
     @abstractmethod
     def scheme(self, module: str) -> Scheme | None:

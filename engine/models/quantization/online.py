@@ -66,13 +66,11 @@ def of(requested: str, arch: ModelSpec) -> Online:
 def linear_modules(arch: ModelSpec, part: str = "") -> frozenset[str]:
     """The linear layers and experts of a model by their names in the checkpoint, with a star for each number; with
     `part`, those whose path in a layer of ours has it. They do not include MLA's projection of the latent."""
-    modules = set[str]()
+    modules, names = set[str](), weight_names(arch)
     for number, layer in enumerate(arch.layers):
         for each in layer.matrices(arch.hidden_size, 1):
             if each.module and part in each.module:
-                is_path = isinstance(arch, TransformersModelSpec)
-                names = [each.module] if is_path else weight_names(arch, number, each.module)
-                modules.update(map(with_stars, names))
+                modules.update(map(with_stars, names[number, each.module]))
     return frozenset(modules)
 
 

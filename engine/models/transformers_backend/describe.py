@@ -41,7 +41,7 @@ from quire.engine.models.transformers_backend import attention, build
 from quire.engine.models.transformers_backend.checkpoint import differences
 from quire.engine.models.transformers_backend.decoder import TransformersDecoder
 from quire.engine.models.transformers_backend.experts import PlannedExperts, is_experts
-from quire.engine.models.transformers_backend.sharding import PlannedLinear, without_numbers
+from quire.engine.models.transformers_backend.sharding import PlannedEmbedding, PlannedLinear, without_numbers
 from quire.engine.models.transformers_backend.shrink import LENGTH, shrink
 from quire.engine.protocol.errors import ConfigError
 
@@ -194,7 +194,8 @@ def _measure(name: str, config: Any, request: DescribeRequest) -> TransformersMo
         layers=tuple(layers),
         norm=None,
         tie_embeddings=sizes.is_tied,
-        head_rows=sizes.head_rows,
+        embedding=sizes.embedding,
+        head=sizes.head,
         before=sizes.before,
         after=sizes.after,
         read_directly=direct,
@@ -223,7 +224,8 @@ class _MeasuredSizes:
     def __init__(self) -> None:
         self.linears: dict[int, list[MatrixShape]] = defaultdict(list)
         self.others: dict[int, int] = defaultdict(int)
-        self.layers = self.before = self.after = self.head_rows = self.widest = 0
+        self.embedding = self.head = MatrixShape(0, 0)
+        self.layers = self.before = self.after = self.widest = 0
         self.is_tied = False
 
 
@@ -241,12 +243,17 @@ def _sizes(decoder: TransformersDecoder, direct: frozenset[str]) -> _MeasuredSiz
                 continue
             count = weight.numel()
             if module is head and name == "weight":
-                sizes.head_rows, sizes.is_tied = len(weight), bool(getattr(module, "shares_weight", False))
+                sizes.is_tied = bool(getattr(module, "shares_weight", False))
+                stored = decoder.tied.get(f"{path}.weight", f"{path}.weight").removesuffix(".weight")
+                stored = sizes.embedding.module if sizes.is_tied else stored
+                sizes.head = MatrixShape(*weight.shape, module=stored)
                 sizes.after += 0 if sizes.is_tied else count
             elif not within:
                 is_after = module is head or path.endswith("norm") or not _is_inside(module, base)
                 sizes.after += count * is_after
                 sizes.before += count * (not is_after)
+                if isinstance(module, PlannedEmbedding):
+                    sizes.embedding = MatrixShape(*weight.shape, module=path)
             elif isinstance(module, ExpertMatrices) and name == "weight":
                 number, rows, columns = weight.shape
                 name, inputs = renamed[f"{path}.weight"], module.in_features

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from quire.engine.cluster import ray_cluster
-from quire.engine.config import devices, floors
+from quire.engine.config import devices, engine_config, floors
 from quire.engine.config.devices import Devices
 from quire.engine.config.floors import estimate
 from quire.engine.config.layouts import Layout, RefusedLayout, best_layout, layouts
@@ -20,6 +20,7 @@ from quire.engine.config.memory_plan import MemoryPlan, read_bytes, tokens_in_ca
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import resolve
 from quire.engine.config.topology import LinkType
+from quire.engine.models.families.tensors import weight_names
 from quire.engine.models.model_spec import AttentionSpec
 from quire.engine.protocol.errors import ConfigError
 from tests.fakes.model_configs import MODEL_CONFIGS, write_config
@@ -328,3 +329,11 @@ def test_tokens_within_a_window_have_fewer_keys(tmp_path: Path) -> None:
         fewer = operations(None, tokens, context) - operations(window, tokens, context)
         missing = sum(max(0, keys - window) for keys in range(context - tokens + 1, context + 1))
         assert fewer == pytest.approx(2 * missing * 2 * 128 * 16)
+
+
+def test_names_of_weights_are_made_once_for_all_layouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(engine_config, "weight_names", lambda arch: calls.append(arch) or weight_names(arch))
+    _, _, fits, _ = find(tmp_path, "DeepSeek R1")
+    assert len(fits) > 1
+    assert len(calls) == 1

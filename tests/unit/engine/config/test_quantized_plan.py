@@ -124,3 +124,45 @@ def test_a_quantized_head_is_planned_in_its_bits(tied: bool, tmp_path: Path, mon
         sizes.append(plan(tmp_path, "Llama 3 70B", 1, 1)[0])
     head = config["vocab_size"] * config["hidden_size"]
     assert sizes[0] - sizes[1] == pytest.approx(0 if tied else head * (2 - 0.5 - 2 / 128), rel=0.01)
+
+
+OUTER: dict[str, tuple[dict[str, Any], tuple[str, ...], float]] = {
+    "awq": ({"bits": 4, "group_size": 128}, ("qweight", "qzeros", "scales"), 0.5 + 4 / 128),
+    "gptq": ({"bits": 4, "group_size": 128, "lm_head": True}, ("qweight", "qzeros", "scales"), 0.5 + 2 / 128),
+    "fp8": ({}, ("weight", "weight_scale"), 1),
+    "bitsandbytes": ({"load_in_8bit": True}, ("weight", "SCB"), 1),
+    "torchao": (
+        {"quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_version": 2, "_data": {}}}},
+        ("_weight_qdata", "_weight_scale"),
+        1,
+    ),
+}
+"""Settings, the names of a quantized weight's tensors, and its bytes for a weight, without those for each row."""
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("method", OUTER)
+def test_embeddings_and_heads_are_planned_as_their_tensors_say(
+    method: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, tensors, width = OUTER[method]
+    config = MODEL_CONFIGS["Llama 3 70B"] | {"quantization_config": {"quant_method": method, **settings}}
+    monkeypatch.setitem(CONFIGS, "Llama 3 70B", config | {"tie_word_embeddings": tied})
+
+    def size(*quantized: str) -> float:
+        names = [
+            f"{module}.{each}"
+            for module in ("model.embed_tokens", "lm_head")
+            for each in (tensors if module in quantized else ("weight",))
+        ]
+        index = {"weight_map": dict.fromkeys(names, "model-00001-of-00001.safetensors")}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+        return plan(tmp_path, "Llama 3 70B", 1, 1)[0] / (config["vocab_size"] * config["hidden_size"])
+
+    plain, embedding, both = size(), size("model.embed_tokens"), size("model.embed_tokens", "lm_head")
+    if tied:  # a head that is not quantized is packed, in addition to the embedding
+        assert plain - embedding == pytest.approx(2 + 2 - width, abs=0.05)
+        assert both == embedding
+    else:
+        assert plain - embedding == pytest.approx(2 - width, abs=0.05)
+        assert embedding - both == pytest.approx(2 - width, abs=0.05)
