@@ -13,7 +13,7 @@ from quire.kernels.backends import BackendUnavailable
 from quire.kernels.cache import allocate_kv_cache, kv_cache_dtype
 from quire.kernels.dispatch import by_device, paged_attention, prepare
 from quire.kernels.experts import PackedExperts, fused_experts, pack_experts
-from quire.kernels.linear import PackedLinear, Quantization, pack_gated, pack_linear
+from quire.kernels.linear import PackedEmbedding, PackedLinear, Quantization, pack_embedding, pack_gated, pack_linear
 from quire.kernels.quantized import QuantizedFormat, QuantizedWeight
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "AttentionLayer",
     "BackendUnavailable",
     "HostMetadata",
+    "PackedEmbedding",
     "PackedExperts",
     "PackedLinear",
     "Quantization",
@@ -35,6 +36,7 @@ __all__ = [
     "fused_experts",
     "gumbel_noise",
     "kv_cache_dtype",
+    "pack_embedding",
     "pack_experts",
     "pack_gated",
     "pack_linear",

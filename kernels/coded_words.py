@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels.cache import LARGEST
-from quire.kernels.quantized import VALUES, QuantizedWeight, common_factor
+from quire.kernels.quantized import VALUES, QuantizedWeight, common_factor, values_on
 from quire.kernels.reference import act_mul, by_expert
 
 WORDS = 16
@@ -62,6 +62,11 @@ class CodedWords:
         """One weight of a stack."""
         scales, offsets = (None if each is None else each[expert] for each in (self.scales, self.offsets))
         return replace(self, words=self.words[expert], scales=scales, offsets=offsets, of_rows=self.of_rows[expert])
+
+    def rows(self, rows: Tensor) -> CodedWords:
+        """Some rows of one weight."""
+        scales, offsets = (None if each is None else each[:, rows] for each in (self.scales, self.offsets))
+        return replace(self, words=self.words[:, rows], scales=scales, offsets=offsets, of_rows=self.of_rows[rows])
 
 
 def pack_words(weight: QuantizedWeight) -> CodedWords:
@@ -123,7 +128,7 @@ def unpack_words(packed: CodedWords) -> Tensor:
     places = torch.arange(0, 32, packed.bits, device=packed.words.device)[:, None]
     codes = packed.words.movedim(-3, -2)[..., None, :] >> places & (1 << packed.bits) - 1
     codes = codes.flatten(-3)[..., : packed.inputs]  # of [blocks, codes of a word, words]
-    values = VALUES[packed.values].to(codes.device)[codes ^ 0x80 if packed.values == "int8" else codes]
+    values = values_on(codes.device, packed.values)[codes ^ 0x80 if packed.values == "int8" else codes]
     for factors, combine in ((packed.offsets, torch.add), (packed.scales, torch.mul)):
         if factors is not None:
             wide = factors.float().movedim(-1, -2).repeat_interleave(packed.group, dim=-1)

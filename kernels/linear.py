@@ -69,6 +69,14 @@ class PackedLinear(ABC):
             target.copy_(source)
 
 
+class PackedEmbedding(PackedLinear):
+    """A weight whose rows are also looked up: that of an embedding, and of a head that is tied to it."""
+
+    @abstractmethod
+    def rows(self, rows: Tensor) -> Tensor:
+        """Rows of the weight, `[rows, in]` in float32; inputs are padded."""
+
+
 def pack_linear(weight: Tensor | QuantizedWeight, quantization: Quantization | None = None) -> PackedLinear:
     """Pack `weight` `[out, in]` for a matmul; the caller may free it. Quantization is for tensors on CPUs only.
 
@@ -79,6 +87,14 @@ def pack_linear(weight: Tensor | QuantizedWeight, quantization: Quantization | N
     if isinstance(weight, QuantizedWeight):
         return _pack_quantized(weight)
     return packing(weight, quantization)(weight)
+
+
+def pack_embedding(weight: QuantizedWeight) -> PackedEmbedding:
+    """Pack `weight` `[out, in]` for lookups of rows, which stay as they are to the last bit, and for a matmul, which
+    does not round `x` to 8 bits."""
+    packed = _pack_quantized(replace(weight, wide=True, activations=None, rounding=None))
+    assert isinstance(packed, PackedEmbedding)
+    return packed
 
 
 def pack_gated(
@@ -311,7 +327,7 @@ class Int4Linear(PackedLinear):
         return [self._weight]
 
 
-class CodedLinear(PackedLinear):
+class CodedLinear(PackedEmbedding):
     """A weight in few bits as it is published, with float32 sums: see `quantized.coded_linear`.
 
     Applies a gated activation in registers.
@@ -328,6 +344,10 @@ class CodedLinear(PackedLinear):
         form = self._values, self._group, self._factors
         return _coded_linear(x, self._weight, self._scales, bias, self._features, *form, self._activation)
 
+    def rows(self, rows: Tensor) -> Tensor:
+        tiles = quantized.CodedTiles(self._values, self._group, self._factors, self._weight, self._scales)
+        return quantized.unpack_coded(tiles, rows) * self._scales[rows, None]
+
     @property
     def layout(self) -> str:
         return f"{super().layout} of {(self._values, self._group, self._factors)}"
@@ -336,7 +356,7 @@ class CodedLinear(PackedLinear):
         return [self._weight, self._scales]
 
 
-class CodedWordsLinear(PackedLinear):
+class CodedWordsLinear(PackedEmbedding):
     """A weight in few bits as it is published, on a GPU: `x` is not rounded, and codes are widened in registers."""
 
     def __init__(self, weight: QuantizedWeight) -> None:
@@ -344,6 +364,9 @@ class CodedWordsLinear(PackedLinear):
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return _coded_matmul(x, self._weight, bias)
+
+    def rows(self, rows: Tensor) -> Tensor:
+        return coded_words.unpack_words(self._weight.rows(rows))
 
     @property
     def layout(self) -> str:
@@ -366,7 +389,7 @@ class RoundedLinear(PackedLinear):
         return [*self._weight]
 
 
-class GatheredLinear(PackedLinear):
+class GatheredLinear(PackedEmbedding):
     """A matmul whose columns are in another order than the inputs."""
 
     def __init__(self, product: PackedLinear, columns: Tensor) -> None:
@@ -376,6 +399,11 @@ class GatheredLinear(PackedLinear):
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         x = F.pad(x, (0, 1)) if x.shape[1] == self._last else x
         return self._product(x.index_select(1, self._columns), bias)
+
+    def rows(self, rows: Tensor) -> Tensor:
+        assert isinstance(self._product, PackedEmbedding)
+        columns = self._product.rows(rows)[:, : len(self._columns)]
+        return columns.new_zeros(len(rows), self._last + 1).index_copy_(1, self._columns, columns)
 
     @property
     def layout(self) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 from typing import Literal
 
@@ -48,6 +49,12 @@ VALUES: dict[str, Tensor] = {
 """What a code of each kind stands for: 16 or 256 values."""
 
 
+@cache
+def values_on(device: torch.device, name: str) -> Tensor:
+    """A table of VALUES on a device. It stays there, as CUDA graphs must not copy from the host."""
+    return VALUES[name].to(device)
+
+
 @dataclass(frozen=True)
 class QuantizedWeight:
     """A weight `[out, in]`, or a stack of them `[experts, out, in]`, which stands for numbers of `dtype`."""
@@ -82,7 +89,7 @@ class QuantizedWeight:
 
     def dequantize(self) -> Tensor:
         """The weight in `dtype`, its columns as they are stored."""
-        values = VALUES[self.values].to(self.codes.device)[self.codes.int()]
+        values = values_on(self.codes.device, self.values)[self.codes.int()]
         grouped = values.view(*self.scales.shape, -1)
         if self.offsets is not None:
             grouped = grouped + self.offsets[..., None]
@@ -286,21 +293,25 @@ MAX_GROUP = 256
 """Larger groups are divided, so that a step fits the caches."""
 
 
-def unpack_coded(packed: CodedTiles) -> Tensor:
-    """The weights `[tiles * TILE, in]` that one weight's tiles stand for, in float32; inputs are padded."""
-    tiles, steps, _ = packed.tiles.shape
-    head = packed.tiles.shape[2] - packed.group * packed.bits // 8 * TILE
+def unpack_coded(packed: CodedTiles, rows: Tensor | None = None) -> Tensor:
+    """The weights `[tiles * TILE, in]` that one weight's tiles stand for, or some rows of them, in float32; inputs are
+    padded."""
+    if rows is None:
+        rows = torch.arange(len(packed.tiles) * TILE, device=packed.tiles.device)
+    tiles, steps, size = packed.tiles.shape
+    tile, feature = rows // TILE, rows % TILE
+    head = size - packed.group * packed.bits // 8 * TILE
     kind = torch.float16 if head == 2 * packed.factors * TILE else torch.float32
-    factors = packed.tiles[:, :, :head].contiguous().view(kind).view(tiles, steps, packed.factors, TILE).float()
-    words = packed.tiles[:, :, head:].view(tiles, steps, -1, TILE, 4)
-    codes = torch.stack((words & 15, words >> 4), dim=-1).flatten(-2) if packed.bits == 4 else words
-    codes = codes.permute(0, 3, 1, 2, 4).flatten(3)  # [tiles, TILE, steps, group]
-    values = VALUES[packed.values][codes.int()]
+    words = packed.tiles[:, :, head:].view(tiles, steps, -1, TILE, 4)[tile, :, :, feature]  # [rows, steps, words, 4]
+    codes = torch.stack((words & 15, words >> 4), dim=-1) if packed.bits == 4 else words
+    values = values_on(codes.device, packed.values)[codes.flatten(2).int()]  # [rows, steps, group]
+    factors = packed.tiles.view(kind)[:, :, : packed.factors * TILE].view(tiles, steps, packed.factors, TILE)
+    own = factors[tile, :, :, feature].float()  # [rows, steps, factors]
     if packed.factors == 2:
-        values = values + factors[:, :, 1].transpose(1, 2)[..., None]
+        values = values + own[..., 1:]
     if packed.factors:
-        values = values * factors[:, :, 0].transpose(1, 2)[..., None]
-    return values.flatten(2).flatten(0, 1)
+        values = values * own[..., :1]
+    return values.flatten(1)
 
 
 def coded_linear(

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from quire import kernels
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.linear import Linear
+from quire.engine.layers.quantized import QuantizedParameters
 from quire.engine.layers.weight import Shard, Weight
 
 
@@ -25,40 +26,89 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         self._parallel = parallel
         self.weight = vocab_weight(vocab_size, parallel, hidden_size)
+        self._rows, self._width = self.weight.shape
+        self.quantized: QuantizedParameters | None = None
+        """In place of the weight, if it is kept as the checkpoint stores it."""
+        self.packed: kernels.PackedEmbedding | None = None
+        """That weight, once it is loaded."""
+
+    def pack(self, quantization: kernels.Quantization | None) -> None:
+        """Pack a weight that is kept as the checkpoint stores it; another one stays as it is."""
+        if self.quantized is not None:
+            self.packed = kernels.pack_embedding(self.quantized.weight())
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        """`[tokens]` → `[tokens, hidden_size]`, the same on every rank."""
+        """`[…, tokens]` → `[…, tokens, hidden_size]`, the same on every rank."""
         if self._parallel.size == 1:
-            return F.embedding(token_ids, self.weight)
-        rows = len(self.weight)
-        local = token_ids - self._parallel.rank * rows
-        foreign = (local < 0) | (local >= rows)
-        vectors = F.embedding(local.masked_fill(foreign, 0), self.weight)
-        return self._parallel.all_reduce(vectors.masked_fill_(foreign[:, None], 0.0))
+            return self._vectors(token_ids)
+        local = token_ids - self._parallel.rank * self._rows
+        foreign = (local < 0) | (local >= self._rows)
+        vectors = self._vectors(local.masked_fill(foreign, 0))
+        return self._parallel.all_reduce(vectors.masked_fill_(foreign[..., None], 0.0))
+
+    def _vectors(self, rows: Tensor) -> Tensor:
+        if self.packed is None:
+            return F.embedding(rows, self.weight)
+        vectors = self.packed.rows(rows.flatten())[:, : self._width]
+        return vectors.to(self.weight.dtype).view(*rows.shape, self._width)
 
 
-class ParallelLMHead(Linear):
-    """Vectors to logits. A tied head shares the embedding's weight."""
+class TiedLinear(Linear):
+    """A linear layer that may have the weight of an embedding."""
 
-    def __init__(
-        self, vocab_size: int, hidden_size: int, parallel: Parallel, tied: Weight | None = None, *, bias: bool = False
-    ) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._parallel, self._vocab_size, self._tied = parallel, vocab_size, tied is not None
-        self.weight = vocab_weight(vocab_size, parallel, hidden_size) if tied is None else tied
-        self.bias = vocab_weight(vocab_size, parallel) if bias else None
+        self.shares_weight = False
+        """Whether an embedding has the same weight."""
+        self._embeddings: list[VocabParallelEmbedding] = []  # it is a child of the model already
+
+    def share(self, weight: Weight, embedding: VocabParallelEmbedding | None) -> None:
+        """Multiply by the weight of an embedding, which may have it quantized if it is one of ours."""
+        self.weight, self.shares_weight = weight, True
+        self._embeddings = [] if embedding is None else [embedding]
 
     @property
     def may_be_quantized(self) -> bool:
-        return not self._tied
+        return not self.shares_weight
 
     def pack(self, quantization: kernels.Quantization | None) -> None:
-        """Pack as every linear layer does; a tied weight is kept for the embedding. Weights of 4 bits become int8, as
-        logits need the precision."""
+        """Pack as every linear layer does; a shared weight is kept for the embedding, and one that the embedding packs
+        is multiplied as it is. Weights of 4 bits become int8 if they are shared."""
+        if any(each.quantized is not None for each in self._embeddings):
+            return
         weight = self.weight.data
-        super().pack("int8" if quantization else None)
-        if self._tied:
+        super().pack(quantization and "int8" if self.shares_weight else quantization)
+        if self.shares_weight:
             self.weight.data = weight
+
+    def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        packed = next((each.packed for each in self._embeddings), None)
+        return super().product(x, bias) if packed is None else packed(x, bias)
+
+
+class ParallelLMHead(TiedLinear):
+    """Vectors to logits. A tied head shares the embedding's weight."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        parallel: Parallel,
+        tied: VocabParallelEmbedding | None = None,
+        *,
+        bias: bool = False,
+    ) -> None:
+        super().__init__()
+        self._parallel, self._vocab_size = parallel, vocab_size
+        if tied is None:
+            self.weight = vocab_weight(vocab_size, parallel, hidden_size)
+        else:
+            self.share(tied.weight, tied)
+        self.bias = vocab_weight(vocab_size, parallel) if bias else None
+
+    def pack(self, quantization: kernels.Quantization | None) -> None:
+        """Weights of 4 bits become int8, as logits need the precision."""
+        super().pack(quantization and "int8")
 
     def forward(self, x: Tensor) -> Tensor:
         """`[rows, hidden_size]` → float32 logits `[rows, vocab_size]`, the same on every rank."""

@@ -80,8 +80,10 @@ class QuantizedParameters(nn.Module):
 def quantized_formats(config: EngineConfig) -> tuple[QuantizedFormat, ...]:
     """What a rank requires of products by quantized weights."""
     found: dict[QuantizedFormat, None] = {}
-    for _, matrix, form in matrix_forms(config):
-        if form is not None:
+    arch = config.model.architecture
+    for number, matrix, form in matrix_forms(config):
+        is_product = number is not None or matrix.module == arch.outer_matrices(1)[1].module
+        if form is not None and is_product:
             group = 0 if form.group == matrix.columns and not form.has_offsets else form.group
             if form.has_order and matrix.columns < form.inputs:
                 group = ORDERED_GROUP

@@ -114,7 +114,10 @@ class Checkpoint:
 
     def scheme(self, name: str) -> Scheme | None:
         """How a needed tensor is quantized; None: it is not."""
-        return self._quantized[name].scheme if name in self._quantized else None
+        if name not in self._quantized:
+            return None
+        scheme, module, _ = self._quantized[name]
+        return scheme.of_embedding() if module == self._model.embedding_name else scheme
 
     def file(self, name: str) -> Path:
         """The file that a needed tensor, or its codes, are in."""

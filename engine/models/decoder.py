@@ -192,7 +192,7 @@ class Decoder(nn.Module):
         )
         """Whether batches may set `logits_indices_only`."""
         if last:
-            tied = self.embedding.weight if self.embedding is not None and arch.tie_embeddings else None
+            tied = self.embedding if arch.tie_embeddings else None
             self.norm = _norm(arch.norm, width)
             self.head = ParallelLMHead(*vocabulary, tied, bias=arch.head_bias)
 

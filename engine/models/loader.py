@@ -25,6 +25,7 @@ from quire.engine.config.engine_config import EngineConfig, ModelConfig
 from quire.engine.config.pooling import Dense
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.distributed.expert_group import ExpertGroup
+from quire.engine.layers.embedding import VocabParallelEmbedding
 from quire.engine.layers.linear import Linear
 from quire.engine.layers.moe import ExpertStack
 from quire.engine.layers.quantized import Quantizable, keep_quantized
@@ -195,7 +196,7 @@ def _quantized_places(decoder: Model, needed: Needed, checkpoint: Checkpoint, *,
         matrices: list[Quantizable] = []
         if isinstance(layer, ExpertStack):
             matrices = [layer.gate_up, layer.down]
-        elif isinstance(layer, Linear) and layer.may_be_quantized:
+        elif isinstance(layer, VocabParallelEmbedding) or (isinstance(layer, Linear) and layer.may_be_quantized):
             matrices = [layer]
         forms = {id(each): _form(places[id(each.weight)], checkpoint) for each in matrices}
         if None in forms.values():
@@ -294,8 +295,12 @@ def _units(
 
     packed = []
     if quantization != "as it is":
-        layers = [layer for layer in decoder.modules() if isinstance(layer, Linear | ExpertStack)]
-        packed = [unit(layer.parameters(), partial(layer.pack, quantization)) for layer in layers]
+        packed = [
+            unit(layer.parameters(), partial(layer.pack, quantization))
+            for layer in decoder.modules()
+            if isinstance(layer, Linear | ExpertStack)
+            or (isinstance(layer, VocabParallelEmbedding) and layer.quantized is not None)
+        ]
     return sorted(packed, key=lambda unit: -unit.size) + [unit([weight]) for weight in decoder.parameters()]
 
 

@@ -288,15 +288,21 @@ _LINEAR = re.compile(
 _EXPERTS = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
 
 
-def quantize(folder: Path, name: str, transposed: bool = False) -> None:
+def quantize(folder: Path, name: str, transposed: bool = False, outer: bool = False) -> None:
     """Quantize a checkpoint: the numbers that it stands for are written to `folder / "whole"`.
 
-    `transposed`: its weights are `[in, out]`, which quantized ones never are.
+    `transposed`: its weights are `[in, out]`, which quantized ones never are. `outer`: embedding and head, too.
     """
     form, tensors, numbers = FORMATS[name], {}, {}
+    settings = form.settings
+    if outer and settings["quant_method"] == "gptq":
+        settings = settings | {"lm_head": True}
+    elif outer:
+        lists = {key: each for key, each in settings.items() if isinstance(each, list) and "lm_head" in each}
+        settings = settings | {key: [one for one in each if one != "lm_head"] for key, each in lists.items()}
     for key, tensor in load_file(folder / "model.safetensors").items():
         pattern = _EXPERTS if name == "mxfp4" else _LINEAR
-        if not pattern.search(key):
+        if not pattern.search(key) and not (outer and re.search(r"(lm_head|embed_tokens)\.weight$", key)):
             tensors[key] = numbers[key] = tensor
             continue
         own, dequantized = form.pack((tensor.T.contiguous() if transposed else tensor).float())
@@ -308,5 +314,5 @@ def quantize(folder: Path, name: str, transposed: bool = False) -> None:
     whole.mkdir()
     (whole / "config.json").write_text(json.dumps(config))
     save_file(numbers, whole / "model.safetensors", {"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": form.settings}))
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
     save_file(tensors, folder / "model.safetensors")

@@ -176,7 +176,8 @@ def _tie(model: Any) -> dict[str, str]:
             and target.endswith(".weight")
             and (ours.shards, ours.shape, ours.dtype) == (theirs.shards, theirs.shape, theirs.dtype)
         ):
-            module.weight, module.shares_weight = theirs, True
+            embedding = model.get_submodule(source.rpartition(".")[0])
+            module.share(theirs, embedding if isinstance(embedding, PlannedEmbedding) else None)
         else:
             read[target] = source
     return read

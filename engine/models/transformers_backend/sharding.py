@@ -11,14 +11,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from quire import kernels
 from quire.engine.distributed.communicator import Parallel
-from quire.engine.layers.embedding import vocab_weight
-from quire.engine.layers.linear import Linear
+from quire.engine.layers.embedding import TiedLinear, VocabParallelEmbedding
 from quire.engine.layers.weight import Shard, Weight, whole
 from quire.engine.protocol.errors import ConfigError
 
@@ -61,7 +59,7 @@ def cut(name: str, total: int, parallel: Parallel) -> tuple[int, int]:
     return parallel.rank * length, length
 
 
-class PlannedLinear(Linear):
+class PlannedLinear(TiedLinear):
     """Replaces transformers' `nn.Linear` or `Conv1D`: `[..., in]` → `[..., out]`."""
 
     def __init__(self, name: str, like: nn.Linear | Conv1D, style: str, parallel: Parallel) -> None:
@@ -73,8 +71,6 @@ class PlannedLinear(Linear):
         self.out_features, self.in_features = rows, columns = shape
         self.is_router = bool(re.search(r"(^|[._])(gate|router)$|router", name))
         """Routers are not quantized: rounding costs more accuracy than it saves."""
-        self.shares_weight = False
-        """Whether an embedding has the same weight."""
         self.is_read_directly = False
         """Whether the model reads the weight directly, so that it must not be packed."""
         dtype, (start, length) = like.weight.dtype, (0, columns)
@@ -101,17 +97,12 @@ class PlannedLinear(Linear):
 
     @property
     def may_be_quantized(self) -> bool:
-        return not (self.is_router or self.shares_weight or self.is_read_directly)
+        return super().may_be_quantized and not (self.is_router or self.is_read_directly)
 
     def pack(self, quantization: kernels.Quantization | None) -> None:
-        """Pack as every linear layer does, except that routers are not quantized and a weight shared with an
-        embedding is kept."""
-        if self.is_read_directly:
-            return
-        weight = self.weight.data
-        super().pack(None if self.is_router else quantization and "int8" if self.shares_weight else quantization)
-        if self.shares_weight:
-            self.weight.data = weight
+        """Pack as every linear layer does, except that routers are not quantized."""
+        if not self.is_read_directly:
+            super().pack(None if self.is_router else quantization)
 
     def forward(self, x: Tensor) -> Tensor:
         lead, x = x.shape[:-1], x.reshape(-1, x.shape[-1])
@@ -127,28 +118,16 @@ class PlannedLinear(Linear):
         return out.view(*lead, out.shape[-1])
 
 
-class PlannedEmbedding(nn.Module):
+class PlannedEmbedding(VocabParallelEmbedding):
     """Replaces transformers' `nn.Embedding` of tokens, with the vocabulary sharded over the ranks."""
 
     def __init__(self, like: nn.Embedding, parallel: Parallel) -> None:
-        super().__init__()
-        self._parallel = parallel
+        super().__init__(like.num_embeddings, like.embedding_dim, parallel)
         self.num_embeddings, self.embedding_dim, self.padding_idx = (
             like.num_embeddings,
             like.embedding_dim,
             like.padding_idx,
         )
-        self.weight = vocab_weight(like.num_embeddings, parallel, like.embedding_dim)
-
-    def forward(self, token_ids: Tensor) -> Tensor:
-        """`[1, tokens]` → `[1, tokens, hidden_size]`, the same on every rank."""
-        if self._parallel.size == 1:
-            return F.embedding(token_ids, self.weight)
-        rows = len(self.weight)
-        local = token_ids - self._parallel.rank * rows
-        foreign = (local < 0) | (local >= rows)
-        vectors = F.embedding(local.masked_fill(foreign, 0), self.weight)
-        return self._parallel.all_reduce(vectors.masked_fill_(foreign[..., None], 0.0))
 
 
 def planned_parameter(name: str, like: Tensor, style: str, parallel: Parallel) -> Weight:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quire import kernels
-from quire.kernels import experts, isa, linear, packed, packed_state, quantized, reference
+from quire.kernels import coded_words, experts, isa, linear, packed, packed_state, quantized, reference
 from quire.kernels.quantized import VALUES, QuantizedWeight, Rounding
 
 TOLERANCES = {torch.float32: 2e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -58,6 +58,20 @@ def test_a_product_is_that_by_the_weight(values: str, groups: int, factors: int,
         assert type(product) is linear.CodedLinear
         close(product(x, None), expected, dtype)
         close(product(x, bias), expected + bias, dtype)
+
+
+@pytest.mark.parametrize("values", VALUES)
+@pytest.mark.parametrize(("groups", "factors", "ins"), LAYOUTS)
+def test_rows_are_those_of_the_weight(values: str, groups: int, factors: int, ins: int) -> None:
+    """To the last bit, also with factors that float16 does not represent."""
+    weight = random_weight(values, 70, ins, groups=groups, factors=factors)
+    weight = replace(weight, scales=weight.scales * torch.rand(70, groups), activations="int8")
+    columns = torch.randperm(ins + 3)[:ins]
+    rows, expected = torch.tensor([69, 0, 33, 33]), weight.dequantize()
+    assert kernels.pack_embedding(weight).rows(rows)[:, :ins].equal(expected[rows])
+    assert coded_words.unpack_words(coded_words.pack_words(replace(weight, wide=True)).rows(rows)).equal(expected[rows])
+    found = kernels.pack_embedding(replace(weight, columns=columns)).rows(rows)
+    assert found[:, columns].equal(expected[rows])
 
 
 @pytest.mark.parametrize("values", VALUES)

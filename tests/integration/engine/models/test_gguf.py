@@ -18,10 +18,13 @@ from gguf import GGMLQuantizationType as Type
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.plan_text import plan_text
 from quire.engine.config.resolve import fetch_weights, resolve
+from quire.engine.distributed.communicator import Parallel
+from quire.engine.models.loader import load
 from tests.fakes.gguf_models import add_byte_level, close, config_of, names_of, tensors_of, writer
 from tests.fakes.model_logits import configure, logits
 from tests.fakes.ranks import on_ranks
 from tests.fakes.tokenizers import byte_level
+from tests.integration.engine.models.test_quantized import packed_bytes
 
 Numbers = npt.NDArray[np.float32]
 _SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "moe_intermediate_size": 256}
@@ -46,9 +49,9 @@ def permuted(rows: Numbers, heads: int, *, back: bool = False) -> Numbers:
     return rows.reshape(*first, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
 
 
-def write(file: Path, architecture: str, kind: Type) -> Any:
+def write(file: Path, architecture: str, kind: Type, **changes: Any) -> Any:
     """A file, and transformers' model with the numbers in it."""
-    config, generator = config_of(architecture) | _SIZES, np.random.default_rng(0)
+    config, generator = config_of(architecture) | _SIZES | changes, np.random.default_rng(0)
     tensors = {
         name: generator.normal(1.0 if "norm" in name else 0.0, 0.05, shape).astype(np.float32)
         for name, shape in tensors_of(config).items()
@@ -111,3 +114,24 @@ def test_logits_are_those_of_the_numbers(
         assert "gguf: " in plan_text(config)
         for result in on_ranks(tp, partial(logits, config, tokens)):
             assert (result - expected).norm() <= 1e-3 * expected.norm(), (tp, pp)
+
+
+@pytest.mark.parametrize("kind", [Type.Q4_K, Type.Q6_K], ids=lambda kind: kind.name)
+def test_a_tied_embedding_is_in_memory_once(kind: Type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file = tmp_path / "model.gguf"
+    model = write(file, "Qwen3ForCausalLM", kind, tie_word_embeddings=True)
+    tokens = torch.arange(320)
+    with torch.inference_mode():
+        expected = model(tokens[None]).logits[0]
+    for tp, pp in ((1, 1), (2, 1), (1, 2)):
+        config = configure(file, tensor_parallel_size=tp, pipeline_parallel_size=pp, max_model_len=320)
+        for result in on_ranks(tp, partial(logits, config, tokens)):
+            assert (result - expected).norm() <= 1e-3 * expected.norm(), (tp, pp)
+    decoder = load(configure(file, max_model_len=320), 0, Parallel(), torch.device("cpu"))
+    assert decoder.embedding is not None
+    assert decoder.embedding(tokens).equal(model.model.embed_tokens.weight)
+    for tp in (1, 2):
+        loaded, planned, whole = packed_bytes(file, tensor_parallel_size=tp)
+        assert whole == 0, "the head has no copy"
+        assert abs(loaded - planned) <= 0.03 * planned

@@ -17,9 +17,10 @@ from torch import Tensor
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.config.memory_plan import MemoryPlan
 from quire.engine.distributed.communicator import Parallel
+from quire.engine.layers.embedding import VocabParallelEmbedding
 from quire.engine.layers.linear import Linear
 from quire.engine.models.families import transformers_backend
-from quire.engine.models.loader import load_model
+from quire.engine.models.loader import load, load_model
 from quire.engine.models.transformers_backend import describe
 from quire.engine.models.transformers_backend.experts import PlannedExperts
 from quire.engine.protocol.sampling_params import SamplingParams
@@ -72,11 +73,12 @@ def configured(folder: Path, tp: int, pp: int, ep: bool, **options: Any) -> Engi
     return configure(folder, max_model_len=64, **parallel, **options)
 
 
-def write(folder: Path, name: str, kind: str) -> Any:
-    """A checkpoint in a format, and transformers' model of the numbers that it stands for."""
+def write(folder: Path, name: str, kind: str, *, outer: bool = False, **more: Any) -> Any:
+    """A checkpoint in a format, and transformers' model of the numbers that it stands for. `outer`: embedding and head
+    are quantized, too."""
     architecture, changes = (KINDS | KINDS_OF_MXFP4)[kind]
-    write_model(architecture, _SIZES | changes, folder)
-    quantize(folder, name, transposed=kind == "transposed")
+    write_model(architecture, _SIZES | changes | more, folder)
+    quantize(folder, name, transposed=kind == "transposed", outer=outer)
     model = getattr(transformers, architecture)
     return model.from_pretrained(folder / "whole", dtype=torch.float32).train(False)
 
@@ -130,6 +132,8 @@ OF_TRANSFORMERS: dict[str, tuple[str, str, dict[str, Any], tuple[int, ...]]] = {
     "act order": ("gptq, act order", "OlmoeForCausalLM", _LARGE | {"num_experts": 4}, (1, 2)),
     "transposed stacks, another gate": ("mxfp4", "GptOssForCausalLM", _LARGE | KINDS_OF_MXFP4["stacked"][1], (1, 2)),
     "Conv1D": ("gptq", "GPT2LMHeadModel", _LARGE, (1,)),
+    "embedding and head": ("awq", "LlamaForCausalLM", {}, (1, 2)),
+    "tied embedding": ("fp8 of blocks", "LlamaForCausalLM", {"tie_word_embeddings": True}, (1, 2)),
 }
 """Format, architecture, changes and numbers of ranks."""
 
@@ -139,7 +143,7 @@ def test_transformers_implementation_keeps_codes(case: str, tmp_path: Path, monk
     monkeypatch.setattr(transformers_backend, "describe", describe.describe)
     name, architecture, changes, ranks = OF_TRANSFORMERS[case]
     write_model(architecture, _SIZES | changes, tmp_path)
-    quantize(tmp_path, name, transposed=case == "Conv1D")
+    quantize(tmp_path, name, transposed=case == "Conv1D", outer=architecture == "LlamaForCausalLM")
     model: Any = getattr(transformers, architecture)
     model = model.from_pretrained(tmp_path / "whole", dtype=torch.float32).train(False)
     tokens = torch.randint(0, 131, (40,), generator=torch.Generator().manual_seed(1))
@@ -218,6 +222,8 @@ def packed_bytes(folder: Path, **options: Any) -> tuple[int, int, int]:
         if isinstance(layer, Linear) and layer._product is not None:
             total += sum(each.nbytes for each in layer._product.state())
             whole += layer.quantized is None
+        elif isinstance(layer, VocabParallelEmbedding):
+            total += sum(each.nbytes for each in layer.packed.state()) if layer.packed is not None else 0
         elif isinstance(layer, PlannedExperts):
             products = [each for products in layer._products for each in products]
             states = [each.state() for each in products]
@@ -234,6 +240,48 @@ def test_weights_take_the_bytes_that_are_planned(name: str, tmp_path: Path) -> N
         loaded, planned, whole = packed_bytes(tmp_path, tensor_parallel_size=tp)
         assert whole == 1, "only the head is not quantized"
         assert abs(loaded - planned) <= 0.03 * planned
+
+
+OUTER = (
+    *("gptq, act order", "awq", "compressed-tensors, zero points", "compressed-tensors, int8", "fp8 of blocks"),
+    *("nvfp4", "bitsandbytes, nested", "bitsandbytes, int8"),
+)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", OUTER)
+def test_embeddings_and_heads_stay_quantized(name: str, tied: bool, tmp_path: Path) -> None:
+    model = write(tmp_path, name, "dense", outer=True, tie_word_embeddings=tied)
+    tokens = torch.randint(0, 192, (40,), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        expected = model(tokens[None]).logits[0]
+    for tp, pp, ep in LAYOUTS[:3]:
+        config = configured(tmp_path, tp, pp, ep)
+        for result in on_ranks(tp, partial(logits, config, tokens)):
+            assert (result - expected).norm() <= FORMATS[name].tolerance * expected.norm(), (tp, pp)
+    for tp in (1, 2):
+        loaded, planned, whole = packed_bytes(tmp_path, tensor_parallel_size=tp)
+        assert whole == 0
+        assert abs(loaded - planned) <= 0.03 * planned
+
+
+@pytest.mark.parametrize("name", OUTER)
+def test_vectors_of_tokens_are_those_of_the_numbers(name: str, tmp_path: Path) -> None:
+    """To the last bit: those of weights that are dequantized while they are loaded."""
+    write(tmp_path, name, "dense", outer=True)
+    config, tokens = configured(tmp_path, 2, 1, False), torch.arange(192)
+    embedding = load(configured(tmp_path, 1, 1, False), 0, Parallel(), CPU, pack=False).embedding
+    assert embedding is not None
+    for result in on_ranks(2, lambda parallel: vectors(config, tokens, parallel)):
+        assert result.equal(embedding(tokens))
+
+
+def vectors(config: EngineConfig, tokens: Tensor, parallel: Parallel) -> Tensor:
+    embedding = load(config, parallel.rank, parallel, CPU).embedding
+    assert embedding is not None
+    assert embedding.packed is not None
+    out: Tensor = embedding(tokens)
+    return out
 
 
 CACHE_SCALES = (

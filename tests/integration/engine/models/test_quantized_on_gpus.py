@@ -19,6 +19,7 @@ from quire.engine.config.resolve import resolve
 from quire.engine.config.topology import LinkType
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.distributed.expert_group import ExpertCommunicator, ExpertGroup
+from quire.engine.layers.embedding import VocabParallelEmbedding
 from quire.engine.layers.linear import Linear
 from quire.engine.layers.moe import Experts
 from quire.engine.layers.quantized import _ordered, quantized_formats
@@ -62,6 +63,8 @@ def packed_bytes(config: EngineConfig) -> int:
     for layer in decoder.modules():
         if isinstance(layer, Linear) and layer._product is not None:
             total += sum(each.nbytes for each in layer._product.state())
+        if isinstance(layer, VocabParallelEmbedding) and layer.packed is not None:
+            total += sum(each.nbytes for each in layer.packed.state())
         if isinstance(layer, Experts):
             total += sum(each.nbytes for place in range(experts) for each in layer.state(place))
     return total
@@ -93,6 +96,21 @@ def test_logits_and_bytes(name: str, kind: str, tmp_path: Path, monkeypatch: pyt
             assert planned <= loaded <= (1.35 if tp > 1 else 1.03) * planned
         else:
             assert loaded == planned
+
+
+@pytest.mark.parametrize(("name", "tied"), [("awq", False), ("nvfp4", True), ("bitsandbytes, int8", True)])
+def test_embeddings_and_heads_stay_quantized(name: str, tied: bool, tmp_path: Path) -> None:
+    model = write(tmp_path, name, "dense", outer=True, tie_word_embeddings=tied)
+    tokens = torch.randint(0, 192, (20,), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        expected = model(tokens[None]).logits[0]
+    for tp in (1, 2):
+        config = configure(tmp_path, tensor_parallel_size=tp)
+        for result in on_ranks(tp, partial(logits, config, tokens)):
+            assert (result - expected).norm() <= 1e-5 * expected.norm(), tp
+        assert packed_bytes(config) == MemoryPlan.of(config).weights[0]
+    own = {QuantizedFormat(each.values, each.group, each.has_offsets, wide=True) for each in quantized_formats(config)}
+    assert bool(own & set(quantized_formats(config))) == (name == "nvfp4"), "that of the tied head"
 
 
 def rounded(dtype: torch.dtype, module: torch.nn.Linear, inputs: tuple[Tensor]) -> Tensor:
