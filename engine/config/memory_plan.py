@@ -123,14 +123,14 @@ def _weight_bytes(model: ModelConfig, parallel: ParallelConfig, stage: int) -> i
     unpacked -= embedding.elements * first + head.elements * (last and not is_shared)
     packed = sum(matrix_bytes(model, parallel.device, number, each) for number, each in layers)
     packed += embedding_bytes(model, parallel.device, embedding) * first
-    # Embedding models have no head; on CUDA, or quantized in the checkpoint, a tied head needs no copy.
-    if last and model.pooling is None:
-        if form_of_matrix(model, None, head) is None:
-            packed += packed_bytes(head.rows, head.columns, model.quantization and "int8", width) * (
-                not is_shared or parallel.device == "cpu"
-            )
-        elif not is_shared:
-            packed += matrix_bytes(model, parallel.device, None, head)
+    is_stored = form_of_matrix(model, None, head) is not None
+    # Embedding models have no head; on CUDA, or kept as the checkpoint stores it, a tied head needs no copy.
+    if last and model.pooling is None and not (is_shared and (is_stored or parallel.device == "cuda")):
+        packed += (
+            matrix_bytes(model, parallel.device, None, head)
+            if is_stored
+            else packed_bytes(head.rows, head.columns, model.quantization and "int8", width)
+        )
     mixtures = [arch.layers[n].feed_forward for n in stages[stage]]
     wide = sum(mixture.num_float32_parameters(arch.hidden_size) for mixture in mixtures if isinstance(mixture, MoESpec))
     return unpacked * width + wide * (4 - width) + packed

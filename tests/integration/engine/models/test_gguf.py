@@ -21,7 +21,7 @@ from quire.engine.config.resolve import fetch_weights, resolve
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.models.loader import load
 from tests.fakes.gguf_models import add_byte_level, close, config_of, names_of, tensors_of, writer
-from tests.fakes.model_logits import configure, logits
+from tests.fakes.model_logits import CPU, configure, logits
 from tests.fakes.ranks import on_ranks
 from tests.fakes.tokenizers import byte_level
 from tests.integration.engine.models.test_quantized import packed_bytes
@@ -128,9 +128,11 @@ def test_a_tied_embedding_is_in_memory_once(kind: Type, tmp_path: Path, monkeypa
         config = configure(file, tensor_parallel_size=tp, pipeline_parallel_size=pp, max_model_len=320)
         for result in on_ranks(tp, partial(logits, config, tokens)):
             assert (result - expected).norm() <= 1e-3 * expected.norm(), (tp, pp)
-    decoder = load(configure(file, max_model_len=320), 0, Parallel(), torch.device("cpu"))
-    assert decoder.embedding is not None
-    assert decoder.embedding(tokens).equal(model.model.embed_tokens.weight)
+    config = configure(file, max_model_len=320)
+    packed, dequantized = (load(config, 0, Parallel(), CPU, pack=pack).embedding for pack in (True, False))
+    assert packed is not None
+    assert dequantized is not None
+    assert packed(tokens).equal(dequantized.weight)
     for tp in (1, 2):
         loaded, planned, whole = packed_bytes(file, tensor_parallel_size=tp)
         assert whole == 0, "the head has no copy"

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from quire.engine.config.checkpoint_tensors import StoredWeight, check_tensors, logical_names
+from quire.engine.config.checkpoint_tensors import StoredWeight, check_tensors, logical_names, quantized_outer
 from quire.engine.config.model_files import TensorInfo
 from quire.engine.models.families.tensors import NeededTensor
 from quire.engine.models.quantization import read
 from quire.engine.protocol.errors import ConfigError
-from tests.fakes.configs import engine_config
+from tests.fakes.configs import TINY, engine_config
 
 Q, STACK = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.experts.down_proj"
 FP8: dict[str, Any] = {"quant_method": "fp8"}
@@ -82,3 +83,24 @@ def test_names_of_a_quantized_weight_are_those_of_the_weight(
 ) -> None:
     others = {"model.norm.weight", "model.layers.0.self_attn.k_proj.bias", "model.layers.1.mlp.up_proj.weight"}
     assert logical_names({*names, *others}, read(settings)) == {logical, *others}
+
+
+@pytest.mark.parametrize(
+    ("names", "with_awq", "with_gptq"),
+    [
+        (None, set(), {"head"}),
+        (["lm_head.qweight", "lm_head.scales", "model.norm.weight"], {"head"}, {"head"}),
+        (["lm_head.weight", "model.embed_tokens.weight"], set(), set()),
+        (["lm_head.qweight", "model.embed_tokens.qweight", "model.embed_tokens.scales"], {"embedding"}, {"embedding"}),
+        (["embed_tokens.qweight", "embed_tokens.scales"], {"embedding"}, {"embedding"}),
+    ],
+    ids=["not known", "head", "neither", "incomplete", "without a prefix"],
+)
+def test_embedding_and_head_are_quantized_as_their_tensors_say(
+    names: list[str] | None, with_awq: set[str], with_gptq: set[str], tmp_path: Path
+) -> None:
+    index = {} if names is None else {"weight_map": dict.fromkeys(names, "model.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    gptq = {"quant_method": "gptq", "bits": 4, "group_size": 128, "lm_head": True}
+    for settings, expected in ((AWQ | {"zero_point": False}, with_awq), (gptq, with_gptq)):
+        assert quantized_outer(tmp_path, "safetensors", TINY, read(settings)) == expected
