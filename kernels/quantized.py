@@ -302,9 +302,12 @@ def unpack_coded(packed: CodedTiles, rows: Tensor | None = None) -> Tensor:
     tile, feature = rows // TILE, rows % TILE
     head = size - packed.group * packed.bits // 8 * TILE
     kind = torch.float16 if head == 2 * packed.factors * TILE else torch.float32
-    words = packed.tiles[:, :, head:].view(tiles, steps, -1, TILE, 4)[tile, :, :, feature]  # [rows, steps, words, 4]
-    codes = torch.stack((words & 15, words >> 4), dim=-1) if packed.bits == 4 else words
-    values = values_on(codes.device, packed.values)[codes.flatten(2).int()]  # [rows, steps, group]
+    words = packed.tiles.view(torch.int32)[:, :, head // 4 :].view(tiles, steps, -1, TILE)
+    codes = words[tile, :, :, feature].view(torch.uint8)  # [rows, steps, bytes]
+    if packed.bits == 4:
+        codes = torch.stack((codes & 15, codes >> 4), dim=-1)
+    table = values_on(codes.device, packed.values)
+    values = table.index_select(0, codes.flatten().int()).view(len(rows), steps, packed.group)
     factors = packed.tiles.view(kind)[:, :, : packed.factors * TILE].view(tiles, steps, packed.factors, TILE)
     own = factors[tile, :, :, feature].float()  # [rows, steps, factors]
     if packed.factors == 2:

@@ -246,14 +246,14 @@ def _sizes(decoder: TransformersDecoder, direct: frozenset[str]) -> _MeasuredSiz
                 sizes.is_tied = bool(getattr(module, "shares_weight", False))
                 stored = decoder.tied.get(f"{path}.weight", f"{path}.weight").removesuffix(".weight")
                 stored = sizes.embedding.module if sizes.is_tied else stored
-                sizes.head = MatrixShape(*weight.shape, module=stored)
+                sizes.head = MatrixShape(len(weight), weight.shape[1], module=stored)
                 sizes.after += 0 if sizes.is_tied else count
             elif not within:
                 is_after = module is head or path.endswith("norm") or not _is_inside(module, base)
                 sizes.after += count * is_after
                 sizes.before += count * (not is_after)
                 if isinstance(module, PlannedEmbedding):
-                    sizes.embedding = MatrixShape(*weight.shape, module=path)
+                    sizes.embedding = MatrixShape(len(weight), weight.shape[1], module=path)
             elif isinstance(module, ExpertMatrices) and name == "weight":
                 number, rows, columns = weight.shape
                 name, inputs = renamed[f"{path}.weight"], module.in_features

@@ -148,6 +148,7 @@ def test_embeddings_and_heads_are_planned_as_their_tensors_say(
     settings, tensors, width = OUTER[method]
     config = MODEL_CONFIGS["Llama 3 70B"] | {"quantization_config": {"quant_method": method, **settings}}
     monkeypatch.setitem(CONFIGS, "Llama 3 70B", config | {"tie_word_embeddings": tied})
+    elements: int = config["vocab_size"] * config["hidden_size"]
 
     def size(*quantized: str) -> float:
         names = [
@@ -157,7 +158,7 @@ def test_embeddings_and_heads_are_planned_as_their_tensors_say(
         ]
         index = {"weight_map": dict.fromkeys(names, "model-00001-of-00001.safetensors")}
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-        return plan(tmp_path, "Llama 3 70B", 1, 1)[0] / (config["vocab_size"] * config["hidden_size"])
+        return plan(tmp_path, "Llama 3 70B", 1, 1)[0] / elements
 
     plain, embedding, both = size(), size("model.embed_tokens"), size("model.embed_tokens", "lm_head")
     if tied:  # a head that is not quantized is packed, in addition to the embedding
