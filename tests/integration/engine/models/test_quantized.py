@@ -242,10 +242,7 @@ def test_weights_take_the_bytes_that_are_planned(name: str, tmp_path: Path) -> N
         assert abs(loaded - planned) <= 0.03 * planned
 
 
-OUTER = (
-    *("gptq, act order", "awq", "compressed-tensors, zero points", "compressed-tensors, int8", "fp8 of blocks"),
-    *("nvfp4", "bitsandbytes, nested", "bitsandbytes, int8"),
-)
+OUTER = ("gptq, act order", "awq", "compressed-tensors, int8", "fp8 of blocks", "bitsandbytes, nested")
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -335,6 +335,6 @@ def test_tokens_within_a_window_have_fewer_keys(tmp_path: Path) -> None:
 def test_names_of_weights_are_made_once_for_all_layouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = Mock(wraps=weight_names)
     monkeypatch.setattr(engine_config, "weight_names", names)
-    _, _, fits, _ = find(tmp_path, "DeepSeek R1")
+    _, _, fits, _ = find(tmp_path, "DeepSeek R1", "8xH200")
     assert len(fits) > 1
     names.assert_called_once()
