@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib.util
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-from quire.engine.config import checkpoint_tensors, devices, model_files, model_folder, pooling
+from quire.engine.config import checkpoint_tensors, devices, model_files, model_folder, pooling, tokenizer_files
 from quire.engine.config.devices import FP8_CAPABILITY, Devices
 from quire.engine.config.engine_config import DTYPE_BYTES, INT4_GROUPS, ModelConfig, ParallelConfig
 from quire.engine.config.options import EngineOptions
@@ -44,6 +45,7 @@ def resolve(options: EngineOptions, available: Devices) -> ModelConfig:
         options.model, options.revision, options.download_dir, has_tokenizer=options.tokenizer is None
     )
     hf_config = model_files.with_overrides(model_files.read_json(path / "config.json"), options.hf_overrides or {})
+    hf_config["architectures"] = _architecture_names(path, hf_config, options.trust_remote_code)
     generation, generation_config = _generation_config(options, path)
     settings = _quantization_settings(path, hf_config)
     try:
@@ -51,6 +53,7 @@ def resolve(options: EngineOptions, available: Devices) -> ModelConfig:
     except ConfigError as error:
         raise ConfigError(f"{path / 'config.json'}: {error}") from None
     arch, pooler = _architecture(options, path, hf_config)
+    arch = _without_dual_chunks(arch, hf_config, options)
     requested = _choose_quantization(options, quantized)
     if requested == "fp8" or requested == "mxfp4":
         quantized = online.of(requested, arch)
@@ -77,7 +80,7 @@ def resolve(options: EngineOptions, available: Devices) -> ModelConfig:
         quantized_outer=checkpoint_tensors.quantized_outer(path, load_format, arch, quantized),
         w8a8=_w8a8(available) if quantized is not None else ("int8",),
         eos_token_ids=_eos_token_ids(
-            {generation: generation_config, str(path / "config.json"): hf_config}, arch.vocab_size
+            {generation: generation_config, str(path / "config.json"): hf_config}, tokenizer, arch.vocab_size
         ),
         trust_remote_code=options.trust_remote_code,
         seed=options.seed,
@@ -89,7 +92,7 @@ def resolve(options: EngineOptions, available: Devices) -> ModelConfig:
 
 def _architecture(options: EngineOptions, path: Path, hf_config: dict[str, Any]) -> tuple[ModelSpec, Pooling | None]:
     """Return the model's architecture, and its pooling if it is an embedding model."""
-    names = _architecture_names(path, hf_config)
+    names: list[str] = hf_config["architectures"]
     # AutoModel saves a decoder without its head under a name such as Qwen3Model.
     full_names = [f"{name.removesuffix('Model')}ForCausalLM" for name in names if name.endswith("Model")]
     is_headless = not any(name in FAMILIES for name in names) and any(name in FAMILIES for name in full_names)
@@ -117,7 +120,8 @@ def _architecture(options: EngineOptions, path: Path, hf_config: dict[str, Any])
 def _model_spec(options: EngineOptions, path: Path, hf_config: dict[str, Any]) -> ModelSpec:
     """Return the model's spec for Quire's own implementation, or else for transformers'."""
     native_error = None
-    names = _architecture_names(path, hf_config)
+    names: list[str] = hf_config["architectures"]
+    name = ", ".join(names) or "it"
     if family := next((FAMILIES[name] for name in names if name in FAMILIES), None):
         fitting = devices.free_host_memory() // _MIN_LAYER_BYTES * options.pipeline_parallel_size
         try:
@@ -129,10 +133,12 @@ def _model_spec(options: EngineOptions, path: Path, hf_config: dict[str, Any]) -
             return from_hf_config(hf_config)
         except ConfigError as error:
             if options.model_impl == "quire":
-                raise
+                remedy = "; omit --model-impl quire" * (family is None)
+                raise ConfigError(f"{path / 'config.json'}: {error}{remedy}") from None
             native_error = error
     request = transformers_backend.DescribeRequest(
         path=path,
+        architecture=names[0] if names else None,
         tensor_parallel_size=options.tensor_parallel_size,
         pipeline_parallel_size=options.pipeline_parallel_size,
         length=options.max_model_len,
@@ -143,8 +149,14 @@ def _model_spec(options: EngineOptions, path: Path, hf_config: dict[str, Any]) -
         transformers_backend.check_known(names, hf_config, options.trust_remote_code)
         arch = transformers_backend.describe(request)
     except ConfigError as error:
-        reason = f"{', '.join(names) or 'it'} is not supported by transformers' implementation: {error}"
-        reason = reason if native_error is None else f"{native_error}; and {reason}"
+        reason = f"{name} is not supported by transformers' implementation: {error}"
+        if family is not None and native_error is not None:
+            reason = f"{native_error}; and {reason}"
+        elif native_error is not None:
+            reason = (
+                f"{name} is not supported: it has no implementation of Quire's own, and transformers' cannot be used: "
+                f"{error}; docs/reference/models.md lists the models that are supported"
+            )
         raise ConfigError(f"{path / 'config.json'}: {reason}") from None
     if native_error is not None:
         reason = f"{native_error}" if arch.name in FAMILIES else f"{arch.name} has no implementation of Quire's own"
@@ -152,11 +164,34 @@ def _model_spec(options: EngineOptions, path: Path, hf_config: dict[str, Any]) -
     return arch
 
 
-def _architecture_names(path: Path, hf_config: dict[str, Any]) -> list[str]:
-    names = hf_config.get("architectures") or []
+def _architecture_names(path: Path, hf_config: dict[str, Any], trust_remote_code: bool) -> list[str]:
+    """Return the names in config.json, or, if nobody knows them, the class that transformers builds for `model_type`.
+
+    Publishers spell names in their own way (LLaMAForCausalLM), name a class of their own code, or omit them.
+    """
+    file = path / "config.json"
+    names, kind = hf_config.get("architectures") or [], hf_config.get("model_type")
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ConfigError(f"{path / 'config.json'}: architectures must be a list of names, got {names!r}")
-    return names
+        raise ConfigError(f"{file}: architectures must be a list of names, got {names!r}")
+    if (
+        any(name in FAMILIES for name in names)
+        or (trust_remote_code and hf_config.get("auto_map"))
+        or (names and transformers_backend.knows(names))
+        or (names and not any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names))
+    ):
+        return names
+    built = transformers_backend.architectures(kind, with_headless=not names) if isinstance(kind, str) else []
+    if not built and not names:
+        raise ConfigError(
+            f"{file}: no architectures, and no model_type that transformers knows; set one of them, for example with "
+            """--hf-overrides '{"architectures": ["LlamaForCausalLM"]}'"""
+        )
+    if not built:
+        return names
+    name = next((each for each in built if each in FAMILIES), built[0])
+    reason = f"transformers has no {', '.join(names)}" if names else "no architectures"
+    logger.warning("%s: %s; using %s, which transformers builds for model_type %s", file, reason, name, kind)
+    return [name]
 
 
 def _choose_load_format(options: EngineOptions, path: Path) -> Literal["safetensors", "pt", "gguf", "dummy"]:
@@ -227,12 +262,41 @@ def _choose_max_model_len(options: EngineOptions, arch: ModelSpec, pooler: Pooli
     """Return --max-model-len, or else the model's length; for embedding models, the length they were trained for."""
     requested = options.max_model_len
     if requested is not None and requested > arch.max_position:
-        raise ConfigError(f"--max-model-len {requested} is more than the model's {arch.max_position} positions")
+        raise ConfigError(
+            f"--max-model-len {requested} is more than the model's {arch.max_position} positions; where its publisher "
+            f"says how to extend them, set --hf-overrides.max_position_embeddings {requested} and --rope-scaling"
+        )
     trained_length = pooler.max_length if pooler is not None else None
     length = requested or min(arch.max_position, trained_length or arch.max_position)
     if pooler is None and length < 2:
         raise ConfigError(f"--max-model-len {length} has no room for a prompt and an output token; use 2 or more")
     return length
+
+
+def _without_dual_chunks(arch: ModelSpec, hf_config: Mapping[str, Any], options: EngineOptions) -> ModelSpec:
+    """Limit the length to one at which dual chunk attention (Qwen2.5-1M) is the same as ordinary attention: positions
+    of queries and keys differ from it only between chunks (https://arxiv.org/abs/2402.17463).
+    """
+    name = "dual_chunk_attention_config"
+    dual = hf_config.get(name)
+    if not dual:
+        return arch
+    parts = ("chunk_size", "original_max_position_embeddings")
+    lengths = [dual.get(part) for part in parts] if isinstance(dual, dict) else [None]
+    if not all(type(length) is int and length > 0 for length in lengths):
+        raise ConfigError(f"config.json: {name} must have {' and '.join(parts)}, got {dual!r}")
+    limit, requested = min(arch.max_position, *lengths), options.max_model_len
+    if requested is not None and limit < requested <= arch.max_position:
+        raise ConfigError(
+            f"--max-model-len {requested}: dual chunk attention ({name}), which the model needs beyond {limit} tokens, "
+            f"is not supported; use --max-model-len {limit} or less"
+        )
+    if requested is None and limit < arch.max_position:
+        logger.warning(
+            "%s is not supported: the length is limited to %s of the model's %s tokens, where it has no effect",
+            *(name, f"{limit:,}", f"{arch.max_position:,}"),
+        )
+    return replace(arch, max_position=limit)
 
 
 def _generation_config(options: EngineOptions, path: Path) -> tuple[str, dict[str, Any]]:
@@ -274,20 +338,22 @@ def _max_output_tokens(options: EngineOptions, generation_config: Mapping[str, A
     return generation_config.get("max_new_tokens") if is_set else None
 
 
-def _eos_token_ids(configs: Mapping[str, Mapping[str, Any]], vocab_size: int) -> tuple[int, ...]:
-    """Return the end-of-sequence ids of the first configuration, by its file, that has any."""
+def _eos_token_ids(configs: Mapping[str, Mapping[str, Any]], tokenizer: Path, vocab_size: int) -> tuple[int, ...]:
+    """Return the end-of-sequence ids of the first configuration, by its file, that has any, and the tokenizer's.
+
+    Fine-tunes for chats often name the end of a turn only in their tokenizer.
+    """
     found = (
         (source, config["eos_token_id"]) for source, config in configs.items() if config.get("eos_token_id") is not None
     )
-    source, eos = next(found, ("", None))
-    if eos is None:
-        return ()
-    ids = tuple(eos) if isinstance(eos, list) else (eos,)
+    source, eos = next(found, ("", []))
+    ids = eos if isinstance(eos, list) else [eos]
     if not all(type(token_id) is int and 0 <= token_id < vocab_size for token_id in ids):
         raise ConfigError(
             f"{source}: eos_token_id must be a token id, from 0 to {vocab_size - 1}, or a list of them, got {eos!r}"
         )
-    return ids
+    own = tokenizer_files.eos_token_id(tokenizer)
+    return tuple(dict.fromkeys([*ids, own] if own is not None and own < vocab_size else ids))
 
 
 def _check_attention_backend(options: EngineOptions, arch: ModelSpec, available: Devices) -> None:

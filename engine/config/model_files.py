@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from quire.engine.protocol.errors import ConfigError
 
-_PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt", "tokenizer*", "*.py")
+_PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "tokenizer*", "*.py")
 _INDICES = {"safetensors": "model.safetensors.index.json", "pt": "pytorch_model.bin.index.json"}
 _WEIGHTS = {"safetensors": "model*.safetensors", "pt": "pytorch_model*.bin"}
 """The files to download by default; a repository may contain the weights in both formats."""

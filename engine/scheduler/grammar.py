@@ -19,8 +19,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from quire.engine.config import tokenizer_files
 from quire.engine.config.engine_config import ModelConfig
-from quire.engine.config.model_files import read_json
 from quire.engine.protocol.sampling_params import SamplingParams, StructuredOutputs
 
 if TYPE_CHECKING:
@@ -270,8 +270,7 @@ def _load_tokenizer(folder: Path, vocab_size: int, eos_token_ids: Iterable[int])
     ids = {*vocabulary.values()} if isinstance(vocabulary, dict) else {*range(len(vocabulary))}
     added = tokenizer.setdefault("added_tokens", [])
     ids.update(token["id"] for token in added)
-    settings = folder / "tokenizer_config.json"
-    for token_id, token in (read_json(settings) if settings.exists() else {}).get("added_tokens_decoder", {}).items():
+    for token_id, token in tokenizer_files.read_settings(folder).get("added_tokens_decoder", {}).items():
         if int(token_id) not in ids:
             ids.add(int(token_id))
             added.append({"id": int(token_id), **token})

@@ -20,6 +20,7 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
+from quire.engine.config.model_files import read_json
 from quire.engine.protocol.errors import ConfigError, InvalidParameter
 from quire.server.frontend.tokenizer import Tokenizer
 
@@ -86,7 +87,10 @@ class ChatTemplates:
             raise ConfigError(f"{folder if override is None else '--chat-template'}: {error}") from None
         if "default" not in compiled:
             if compiled:
-                raise ConfigError(f"{folder}: none of the chat templates ({', '.join(compiled)}) is named default")
+                names = ", ".join(compiled)
+                raise ConfigError(
+                    f"{folder}: none of the chat templates ({names}) is named default; set --chat-template"
+                )
             return None
         return ChatTemplates(compiled["default"], compiled.get("tool_use"))
 
@@ -101,17 +105,21 @@ def _read_override(value: str) -> str:
 
 
 def _find(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return templates by name: *.jinja files take precedence over tokenizer_config.json."""
+    """Return templates by name: *.jinja files take precedence over tokenizer_config.json, and this over
+    chat_template.json, which belongs to the processor of models that take more than text.
+    """
     named = {path.stem: _read(path) for path in (folder / "additional_chat_templates").glob("*.jinja")}
     if (path := folder / "chat_template.jinja").exists():
         return named | {"default": _read(path)}
-    inline = config.get("chat_template") or []
+    path, inline = folder / "tokenizer_config.json", config.get("chat_template")
+    if not inline and (folder / "chat_template.json").exists():
+        path = folder / "chat_template.json"
+        inline = read_json(path).get("chat_template")
     if isinstance(inline, str):
         return named | {"default": inline}
     try:
-        return named | {str(entry["name"]): str(entry["template"]) for entry in inline}
+        return named | {str(entry["name"]): str(entry["template"]) for entry in inline or []}
     except (TypeError, LookupError):
-        path = folder / "tokenizer_config.json"
         raise ConfigError(
             f"{path}: chat_template must be a text, or a list of objects with name and template"
         ) from None

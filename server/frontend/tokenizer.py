@@ -18,7 +18,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import ByteLevel
 from tokenizers.models import BPE
 
-from quire.engine.config.model_files import read_json
+from quire.engine.config import tokenizer_files
+from quire.engine.config.tokenizer_files import content
 from quire.engine.protocol.errors import ConfigError, InvalidParameter
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -46,7 +47,7 @@ class Tokenizer:
     def load(folder: Path, trust_remote_code: bool = False) -> Tokenizer:
         """Load a tokenizer folder; raises `ConfigError` if it contains no usable tokenizer."""
         path = folder / "tokenizer_config.json"
-        config = read_json(path) if path.exists() else {}
+        config = tokenizer_files.read_settings(folder)
         if (folder / "tokenizer.json").exists() and not (trust_remote_code and "auto_map" in config):
             try:
                 return _from_tokenizer_json(folder, config)
@@ -217,7 +218,7 @@ def _from_tokenizer_json(folder: Path, config: dict[str, Any]) -> Tokenizer:
         backend = Backend.from_file(str(path))
     except Exception as error:  # tokenizers raises nothing narrower
         raise ConfigError(f"{path}: not a valid tokenizer: {error}") from None
-    special = {name: _content(config[name]) for name in _NAMED if config.get(name) is not None}
+    special = {name: content(config[name]) for name in _NAMED if config.get(name) is not None}
     for token_id, entry in sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])):
         if backend.token_to_id(entry["content"]) is None:
             backend.add_tokens([AddedToken(**{**entry, "special": entry.get("special", False)})])
@@ -227,14 +228,10 @@ def _from_tokenizer_json(folder: Path, config: dict[str, Any]) -> Tokenizer:
                     "conflicts with tokenizer.json"
                 )
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-    named = [*special.values(), *map(_content, extra.values() if isinstance(extra, dict) else extra)]
+    named = [*special.values(), *map(content, extra.values() if isinstance(extra, dict) else extra)]
     known = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
     backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in named if t not in known])
     return Tokenizer(backend, special, config)
-
-
-def _content(token: Any) -> str:
-    return str(token["content"]) if isinstance(token, dict) else str(token)
 
 
 def _from_transformers(folder: Path, config: dict[str, Any], trust_remote_code: bool) -> Tokenizer:

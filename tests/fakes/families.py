@@ -207,7 +207,7 @@ LENGTHS = {"Llama, dynamic rope": 150, "Phi-3, long factors": 150}
 """Cases whose positions depend on the length of the request in transformers, and of the longest request here: they are
 the same at this length, and only there."""
 MODELS = {
-    "LlamaForCausalLM": "Llama 2, 3, 3.1 (8B, 70B, 405B), 3.2, 3.3; Yi; DeepSeek-R1-Distill-Llama",
+    "LlamaForCausalLM": "Llama 2, 3, 3.1 (8B, 70B, 405B), 3.2, 3.3; Yi; InternLM3; DeepSeek-R1-Distill-Llama",
     "MistralForCausalLM": "Mistral 7B, Nemo, Small",
     "Qwen2ForCausalLM": "Qwen1.5 and Qwen2.5, QwQ; DeepSeek-R1-Distill-Qwen",
     "Qwen3ForCausalLM": "Qwen3, dense",

@@ -32,10 +32,7 @@ def from_hf_config(config: Mapping[str, Any]) -> ModelSpec:
     names = config.get("architectures") or []
     name = next((n for n in names if n in FAMILIES), None)
     if name is None:
-        raise ConfigError(
-            f"architecture {', '.join(names) or '(none in config.json)'} is not supported; "
-            f"supported: {', '.join(FAMILIES)}"
-        )
+        raise ConfigError(f"{', '.join(names) or 'the model'} has no implementation of Quire's own")
     try:
         return FAMILIES[name].architecture(name, {**FAMILIES[name].defaults, **config})
     except KeyError as missing:

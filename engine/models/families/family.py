@@ -80,7 +80,7 @@ def architecture(
             "name": name,
             "hidden_size": int(config["hidden_size"]),
             "vocab_size": int(config["vocab_size"]),
-            "max_position": max((_reach(layer, int(config["max_position_embeddings"])) for layer in layers), default=1),
+            "max_position": max((_reach(layer, config) for layer in layers), default=1),
             "layers": tuple(layers),
             "norm": norm,
             "tie_embeddings": bool(config.get("tie_word_embeddings", False)),
@@ -89,12 +89,27 @@ def architecture(
     )
 
 
-def _reach(layer: LayerSpec, length: int) -> int:
-    """The model's length, or the length that RoPE scaling extends it to: hand-edited configs do not always state it."""
-    rope = layer.attention.rope
-    if rope is None or rope.kind not in ("dynamic", "yarn") or length < rope.original_max_position:
+def stated_length(config: Config) -> int:
+    """The longest length in config.json: Command R and Vicuna leave max_position_embeddings at that of a part of the
+    training.
+    """
+    named = (config.get(name) for name in ("max_position_embeddings", "model_max_length", "max_sequence_length"))
+    return max((int(length) for length in named if length), default=1)
+
+
+def extended_length(length: int, kind: str, factor: float, original: int) -> int:
+    """Return `length`, or the one to which scaling of kind `kind` extends `original` rotary positions: hand-edited
+    configs do not always state it.
+    """
+    if kind not in ("linear", "dynamic", "yarn") or length < original:
         return length
-    return max(length, int(rope.original_max_position * rope.factor))
+    return max(length, int(original * factor))
+
+
+def _reach(layer: LayerSpec, config: Config) -> int:
+    if (rope := layer.attention.rope) is None:
+        return int(config["max_position_embeddings"])
+    return extended_length(stated_length(config), rope.kind, rope.factor, rope.original_max_position)
 
 
 def attention(config: Config, rope: RopeSpec | None, **changes: Any) -> AttentionSpec:
@@ -164,7 +179,7 @@ def rope(config: Config, dim: int, kind: str | None = None, *, is_interleaved: b
         case "default":
             return RopeSpec(**common)
         case "linear":
-            return RopeSpec(**common, kind="linear", factor=float(settings["factor"]))
+            return RopeSpec(**common, kind="linear", factor=float(settings["factor"]), original_max_position=most)
         case "dynamic":
             return RopeSpec(**common, kind="dynamic", factor=float(settings["factor"]), original_max_position=most)
         case "llama3":

@@ -74,6 +74,7 @@ def _gemma2(name: str, config: Config) -> ModelSpec:
         config,
         [layers[window] for window in windows(config)],
         norm,
+        max_position=int(config["max_position_embeddings"]),  # includes the factor of Gemma 3's linear scaling
         embedding_multiplier=float(config["hidden_size"]) ** 0.5,
         logit_softcap=float(config.get("final_logit_softcapping") or 0.0),
     )

@@ -14,6 +14,7 @@ from quire.engine.models.families.family import (
     attention,
     feed_forward,
     head_dim,
+    require,
     rms_norm,
     rope,
     windows,
@@ -56,6 +57,11 @@ def sequential(
 
 
 def _llama(name: str, config: Config) -> ModelSpec:
+    """Also InternLM3, which has other names for its biases."""
+    if config.get("model_type") == "internlm3":
+        bias = bool(config.get("bias", False))
+        require(config, "qkv_bias", bias)
+        config = {**config, "attention_bias": bias, "mlp_bias": bias}
     norm = rms_norm(config)
     rope_spec = rope(config, head_dim(config), is_interleaved=bool(config.get("rope_interleave")))  # of GGUF
     layer = sequential(config, norm, rope_spec, None)

@@ -20,6 +20,8 @@ from quire.engine.protocol.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _MODULE = "quire.engine.models.transformers_backend.describe"
+_AUTO = "models/auto/modeling_auto.py"
+"""Where transformers maps model types to architectures."""
 _SECONDS = 300
 
 
@@ -28,6 +30,8 @@ class DescribeRequest:
     """A model folder, and the parallel layout to measure."""
 
     path: Path
+    architecture: str | None = None
+    """The class that transformers is to build; None: as in config.json."""
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     length: int | None = None
@@ -44,6 +48,21 @@ class DescribeRequest:
         return self.tensor_parallel_size == self.pipeline_parallel_size == 1
 
 
+def knows(names: Sequence[str]) -> bool:
+    """Whether transformers has one of these architectures, for whatever task."""
+    return _has(_source(_AUTO), *names)
+
+
+def architectures(model_type: str, *, with_headless: bool) -> list[str]:
+    """Return the class that transformers builds for a `model_type` to generate text, if it has one; and, with
+    `with_headless`, the one without a head.
+    """
+    source = _source(_AUTO)
+    tables = ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", *["MODEL_MAPPING_NAMES"] * with_headless)
+    entries = (re.search(rf'"{re.escape(model_type)}", "(\w+)"', _table(source, name) or "") for name in tables)
+    return [entry[1] for entry in entries if entry is not None]
+
+
 def check_known(names: Sequence[str], hf_config: Mapping[str, Any], trust_remote_code: bool) -> None:
     """Raise `ConfigError` if transformers lacks the model's architecture or activation.
 
@@ -51,7 +70,7 @@ def check_known(names: Sequence[str], hf_config: Mapping[str, Any], trust_remote
     """
     if hf_config.get("auto_map") and trust_remote_code:
         return
-    source = _source("models/auto/modeling_auto.py")
+    source = _source(_AUTO)
     if not _has(_table(source, "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"), *names):
         if hf_config.get("auto_map"):
             raise ConfigError("it requires its own Python code, which needs --trust-remote-code")

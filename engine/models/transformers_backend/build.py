@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from quire.engine.config.model_files import read_json, with_overrides
@@ -47,11 +47,13 @@ from_config: Callable[..., Any] = AutoModelForCausalLM.from_config
 
 def read_config(path: Path, trust_remote_code: bool, overrides: Mapping[str, Any]) -> Any:
     """The config as transformers reads it, with --hf-overrides; transformers' errors are passed on."""
+    values = with_overrides(read_json(path / "config.json"), overrides)
+    is_remote = trust_remote_code and bool(values.get("auto_map"))
     try:
+        if "model_type" in overrides and not is_remote and values["model_type"] in CONFIG_MAPPING:
+            return CONFIG_MAPPING[values["model_type"]].from_dict(values)
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
-        if not overrides:
-            return config
-        return type(config).from_dict(with_overrides(read_json(path / "config.json"), overrides))
+        return type(config).from_dict(values) if overrides else config
     except ValueError as error:
         if trust_remote_code or "trust_remote_code" not in str(error):
             raise

@@ -29,6 +29,7 @@ from quire.engine.distributed.threads import ThreadParallel
 from quire.engine.layers.attention import Batch, LayerCache
 from quire.engine.layers.linear import Linear
 from quire.engine.layers.moe import ExpertMatrices, ExpertStack
+from quire.engine.models.families.family import extended_length, stated_length
 from quire.engine.models.families.transformers_backend import DescribeRequest
 from quire.engine.models.model_spec import (
     AttentionSpec,
@@ -76,7 +77,7 @@ def _describe(request: DescribeRequest) -> TransformersModelSpec:
     config = build.read_config(request.path, request.trust_remote_code, request.hf_overrides)
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config  # tensors are dequantized while they are read
-    name = _check_kind(config)
+    name = _check_kind(config, request.architecture)
     torch.set_num_threads(1)
     described = _measure(name, config, request)
     if request.is_checked:
@@ -84,7 +85,7 @@ def _describe(request: DescribeRequest) -> TransformersModelSpec:
     return described
 
 
-def _check_kind(config: Any) -> str:
+def _check_kind(config: Any, architecture: str | None) -> str:
     """Check that the model generates text from text alone; returns the architecture's name."""
     text = config.get_text_config(decoder=True)
     if getattr(config, "is_encoder_decoder", False):
@@ -96,7 +97,7 @@ def _check_kind(config: Any) -> str:
         raise ConfigError(f"it keeps a recurrent state (layers of {', '.join(stateful)}), which is not supported")
     if kinds:
         raise ConfigError(f"its layers of {', '.join(sorted(kinds))} are not supported")
-    return str((config.architectures or [type(config).__name__])[0])
+    return architecture or str((config.architectures or [type(config).__name__])[0])
 
 
 def _build(
@@ -182,15 +183,11 @@ def _measure(name: str, config: Any, request: DescribeRequest) -> TransformersMo
         if count != 1:
             raise ConfigError("--pipeline-parallel-size: its layers call attention more than once")
         build.keep_stage(decoder.hf_model, range(1), sizes.layers)
-    text = config.get_text_config(decoder=True)
-    length = next(
-        (int(v) for each in _LENGTHS if isinstance(v := getattr(text, each, None), int) and v > 0), _UNLIMITED
-    )
     return TransformersModelSpec(
         name=name,
         hidden_size=hidden.shape[-1],
         vocab_size=logits.shape[-1],
-        max_position=length,
+        max_position=_length(config.get_text_config(decoder=True).to_dict()),
         layers=tuple(layers),
         norm=None,
         tie_embeddings=sizes.is_tied,
@@ -200,6 +197,16 @@ def _measure(name: str, config: Any, request: DescribeRequest) -> TransformersMo
         after=sizes.after,
         read_directly=direct,
     )
+
+
+def _length(text: dict[str, Any]) -> int:
+    """The model's length, with the scaling of its rotary positions; those by layer type are scaled in it already."""
+    length = next((int(v) for name in _LENGTHS if isinstance(v := text.get(name), int) and v > 0), _UNLIMITED)
+    rope = text.get("rope_parameters") or {}
+    if "rope_type" not in rope:
+        return length
+    factor, original = rope.get("factor") or 1.0, rope.get("original_max_position_embeddings") or length
+    return extended_length(max(length, stated_length(text)), rope["rope_type"], factor, original)
 
 
 def _check_class(model: Any, name: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -79,6 +80,8 @@ def shrink(values: Mapping[str, Any], ranks: int = 1) -> dict[str, Any]:
     was_heads = next((values[name] for name in _HEADS if isinstance(values.get(name), int)), 0)
     kept = _kept_layers(values)
     count = _layer_count(values)
+    length = next((values[name] for name in _LENGTHS if isinstance(values.get(name), int)), 0) or math.inf
+    """A window that is not below it is none."""
     for name, value in small.items():
         if isinstance(value, list) and count and len(value) == count:
             small[name] = value = [value[number] for number in kept]
@@ -105,7 +108,7 @@ def shrink(values: Mapping[str, Any], ranks: int = 1) -> dict[str, Any]:
         elif name in _LENGTHS:
             small[name] = min(value, LENGTH)
         elif name in _WINDOWS:
-            small[name] = min(value, WINDOW) if value > 0 else value
+            small[name] = (LENGTH if value >= length else min(value, WINDOW)) if value > 0 else value
         elif name == "head_dim" and value == values.get("qk_rope_head_dim"):
             small[name] = _SMALL["qk_rope_head_dim"]
         elif name in _SMALL:

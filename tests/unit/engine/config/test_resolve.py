@@ -171,8 +171,11 @@ def describe(request: transformers_backend.DescribeRequest) -> NoReturn:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not supported; supported: Llama"),
-        ({"architectures": None}, r"none in config.json"),
+        (
+            {"architectures": ["MambaForCausalLM"]},
+            r"json: MambaForCausalLM is not supported: it has no .*; docs/reference/models\.md lists the models",
+        ),
+        ({"architectures": None}, r"json: no architectures, and no model_type that .*--hf-overrides"),
         ({"hidden_act": "mish"}, "'mish' is not supported"),
         ({"rope_scaling": {"rope_type": "axial", "factor": 4.0}}, "'axial' is not supported"),
         (
@@ -260,7 +263,7 @@ def test_a_window_that_no_request_outgrows_is_none(tmp_path: Path) -> None:
         (4096, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}, 8192),
         (40960, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, 131072),
         (1024, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}, 1024),
-        (4096, {"rope_type": "linear", "factor": 4.0}, 4096),
+        (4096, {"rope_type": "linear", "factor": 4.0}, 16384),
     ],
 )
 def test_scaled_positions_reach_as_far_as_they_are_stretched(
@@ -325,7 +328,7 @@ def test_values_of_config_json_can_be_overridden(tmp_path: Path) -> None:
     scaling = {"rope_type": "linear", "factor": 4.0}
     changes = {"max_position_embeddings": 512, "rope_scaling": scaling, "architectures": ["MistralForCausalLM"]}
     model = resolve(options(folder(tmp_path), hf_overrides=changes)).model
-    assert (model.max_model_len, model.architecture.name) == (512, "MistralForCausalLM")
+    assert (model.max_model_len, model.architecture.name) == (2048, "MistralForCausalLM")
     assert model.architecture != resolve(options(folder(tmp_path, max_position_embeddings=512))).model.architecture
     assert model.architecture == resolve(options(folder(tmp_path, **changes))).model.architecture
     config = {"a_config": {"b": 1, "c": 2}, "scaling": {"b": 1}}

@@ -1,0 +1,56 @@
+"""Reads a tokenizer folder's settings and special tokens, as transformers does, without loading the tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from quire.engine.config.model_files import read_json
+from quire.engine.protocol.errors import ConfigError
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """Return tokenizer_config.json; empty if there is none.
+
+    In older folders, whose tokenizer_config.json has no `added_tokens_decoder`, special_tokens_map.json takes
+    precedence over it. Raises `ConfigError` for files that are not JSON objects.
+    """
+    settings = _read(folder / "tokenizer_config.json")
+    return settings if "added_tokens_decoder" in settings else settings | _read(folder / "special_tokens_map.json")
+
+
+def content(token: Any) -> str:
+    """The text of a token, which may be given with its properties."""
+    return str(token["content"]) if isinstance(token, dict) and "content" in token else str(token)
+
+
+def eos_token_id(folder: Path) -> int | None:
+    """Return the id of the tokenizer's `eos_token`; None if it has none, or if only its vocabulary in a format other
+    than JSON has the id. Raises `ConfigError` for files that cannot be read.
+    """
+    settings = read_settings(folder)
+    if settings.get("eos_token") is None:
+        return None
+    try:
+        return next(map(int, _ids(folder, settings, content(settings["eos_token"]))), None)
+    except (TypeError, AttributeError, LookupError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{folder}: the tokenizer has a token with an entry of an unknown form: {error}") from None
+
+
+def _ids(folder: Path, settings: dict[str, Any], text: str) -> Iterator[Any]:
+    """The ids of a token, from the smallest file that has it."""
+    yield from (number for number, token in settings.get("added_tokens_decoder", {}).items() if content(token) == text)
+    for name in ("added_tokens.json", "vocab.json"):
+        yield from (number for number in [_read(folder / name).get(text)] if number is not None)
+    tokenizer = _read(folder / "tokenizer.json")
+    yield from (token["id"] for token in tokenizer.get("added_tokens", []) if content(token) == text)
+    vocabulary = tokenizer.get("model", {}).get("vocab")
+    if isinstance(vocabulary, dict) and text in vocabulary:
+        yield vocabulary[text]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.exists() else {}

@@ -1,0 +1,277 @@
+"""config.json and the files beside it as publishers write them, in short: their names, lengths and ends of answers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.engine.config import devices
+from quire.engine.config.engine_config import ModelConfig
+from quire.engine.config.options import EngineOptions
+from quire.engine.config.resolve import resolve
+from quire.engine.models.families import transformers_backend
+from quire.engine.models.families.transformers_backend import DescribeRequest
+from quire.engine.models.model_spec import TransformersModelSpec
+from quire.engine.models.transformers_backend.shrink import LENGTH, WINDOW, shrink
+from quire.engine.protocol.errors import ConfigError
+
+LLAMA_7B: dict[str, Any] = {
+    "architectures": ["LLaMAForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "max_sequence_length": 2048,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "pad_token_id": -1,
+    "vocab_size": 32000,
+}
+VICUNA_16K = LLAMA_7B | {
+    "architectures": ["LlamaForCausalLM"],
+    "max_position_embeddings": 4096,
+    "max_sequence_length": 16384,
+    "rope_scaling": {"factor": 4.0, "type": "linear"},
+}
+INTERNLM3_8B: dict[str, Any] = {
+    "architectures": ["InternLM3ForCausalLM"],
+    "auto_map": {"AutoModelForCausalLM": "modeling_internlm3.InternLM3ForCausalLM"},
+    "model_type": "internlm3",
+    "bias": False,
+    "head_dim": 128,
+    "hidden_size": 4096,
+    "intermediate_size": 10240,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 2,
+    "qkv_bias": False,
+    "rope_scaling": {"factor": 6.0, "rope_type": "dynamic"},
+    "rope_theta": 50000000,
+    "vocab_size": 128512,
+}
+ERNIE_03B: dict[str, Any] = {
+    "architectures": ["Ernie4_5_ForCausalLM"],
+    "auto_map": {"AutoModelForCausalLM": "modeling_ernie4_5.Ernie4_5_ForCausalLM"},
+    "model_type": "ernie4_5",
+    "vocab_size": 103424,
+}
+COMMAND_R: dict[str, Any] = {
+    "architectures": ["CohereForCausalLM"],
+    "model_type": "cohere",
+    "hidden_size": 8192,
+    "intermediate_size": 22528,
+    "max_position_embeddings": 8192,
+    "model_max_length": 131072,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 40,
+    "rope_theta": 8000000.0,
+    "vocab_size": 256000,
+}
+GEMMA3_TEXT: dict[str, Any] = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "hidden_size": 2560,
+    "intermediate_size": 10240,
+    "num_attention_heads": 8,
+    "num_hidden_layers": 34,
+    "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+    "sliding_window": 1024,
+    "vocab_size": 262208,
+}
+QWEN3_8B: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "head_dim": 128,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 40960,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "vocab_size": 151936,
+}
+QWEN25_1M: dict[str, Any] = QWEN3_8B | {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "dual_chunk_attention_config": {
+        "chunk_size": 262144,
+        "local_size": 8192,
+        "original_max_position_embeddings": 262144,
+    },
+    "max_position_embeddings": 1010000,
+}
+
+
+@pytest.fixture(autouse=True)
+def _large_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "free_host_memory", lambda: 1 << 40)
+
+
+def model_of(folder: Path, config: dict[str, Any], **changes: Any) -> ModelConfig:
+    (folder / "config.json").write_text(json.dumps(config))
+    return resolve(EngineOptions(model=str(folder), load_format="dummy", device="cpu", **changes)).model
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        (LLAMA_7B, "LlamaForCausalLM"),
+        ({**LLAMA_7B, "architectures": None}, "LlamaForCausalLM"),
+        (INTERNLM3_8B, "LlamaForCausalLM"),
+        ({**QWEN3_8B, "architectures": []}, "Qwen3ForCausalLM"),
+    ],
+)
+def test_a_model_type_that_transformers_knows_stands_for_the_architecture(
+    tmp_path: Path, config: dict[str, Any], name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = model_of(tmp_path, config).architecture
+    assert found == model_of(tmp_path, {**config, "architectures": [name]}).architecture
+    (line,) = caplog.messages
+    assert line.endswith(f"using {name}, which transformers builds for model_type {config['model_type']}")
+
+
+def test_what_transformers_alone_builds_is_described_by_its_own_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str | None] = []
+
+    def describe(request: DescribeRequest) -> TransformersModelSpec:
+        asked.append(request.architecture)
+        raise ConfigError("no matter")
+
+    monkeypatch.setattr(transformers_backend, "describe", describe)
+    for config, trust in ((ERNIE_03B, False), (ERNIE_03B, True), ({**ERNIE_03B, "auto_map": None}, True)):
+        with pytest.raises(ConfigError, match=r"config\.json: Ernie4_5_?ForCausalLM is not supported: it has no"):
+            model_of(tmp_path, config, trust_remote_code=trust)
+    assert asked == ["Ernie4_5ForCausalLM", "Ernie4_5_ForCausalLM", "Ernie4_5ForCausalLM"]
+    with pytest.raises(ConfigError, match=r"FooForClassification is not supported.*does not know it"):
+        model_of(tmp_path, {**LLAMA_7B, "architectures": ["FooForClassification"]})
+    with pytest.raises(ConfigError, match=r"BazForCausalLM is not supported: .* needs --trust-remote-code; docs/ref"):
+        model_of(tmp_path, {**ERNIE_03B, "architectures": ["BazForCausalLM"], "model_type": "baz"})
+
+
+def test_biases_under_the_names_of_internlm(tmp_path: Path) -> None:
+    biased = model_of(tmp_path, {**INTERNLM3_8B, "bias": True, "qkv_bias": True}).architecture
+    of_llama = {"attention_bias": True, "mlp_bias": True, "model_type": "llama"}
+    assert biased == model_of(tmp_path, {**INTERNLM3_8B, **of_llama}).architecture
+    with pytest.raises(ConfigError, match="qkv_bias True is not supported"):
+        model_of(tmp_path, {**INTERNLM3_8B, "qkv_bias": True}, model_impl="quire")
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (LLAMA_7B, 2048),
+        (VICUNA_16K, 16384),
+        ({**VICUNA_16K, "max_sequence_length": None}, 16384),
+        (COMMAND_R, 131072),
+        (GEMMA3_TEXT, 131072),
+        (INTERNLM3_8B, 196608),
+        (QWEN3_8B, 40960),
+        (QWEN25_1M, 262144),
+    ],
+)
+def test_the_length_is_what_the_publisher_says(tmp_path: Path, config: dict[str, Any], expected: int) -> None:
+    assert model_of(tmp_path, config).max_model_len == expected
+    with pytest.raises(ConfigError, match=f"--max-model-len {expected + 1}"):
+        model_of(tmp_path, config, max_model_len=expected + 1)
+
+
+def test_yarn_that_the_user_gives_extends_the_length(tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    overridden = model_of(tmp_path, QWEN3_8B, hf_overrides={"rope_scaling": yarn})
+    assert overridden.max_model_len == 131072
+    assert overridden.architecture == model_of(tmp_path, {**QWEN3_8B, "rope_scaling": yarn}).architecture
+    assert model_of(tmp_path, QWEN3_8B, hf_overrides={"max_position_embeddings": 50000}).max_model_len == 50000
+
+
+def test_dual_chunk_attention_is_refused_where_it_has_an_effect(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = {name: value for name, value in QWEN25_1M.items() if name != "dual_chunk_attention_config"}
+    assert model_of(tmp_path, QWEN25_1M, max_model_len=262144).max_model_len == 262144
+    assert not caplog.messages
+    model_of(tmp_path, QWEN25_1M)
+    assert caplog.messages == [
+        "dual_chunk_attention_config is not supported: the length is limited to 262,144 of the model's 1,010,000 "
+        "tokens, where it has no effect"
+    ]
+    with pytest.raises(ConfigError, match=r"dual chunk attention .*use --max-model-len 262144 or less"):
+        model_of(tmp_path, QWEN25_1M, max_model_len=300000)
+    with pytest.raises(ConfigError, match="must have chunk_size and original_max_position_embeddings"):
+        model_of(tmp_path, {**QWEN25_1M, "dual_chunk_attention_config": {"chunk_size": 5}})
+    assert model_of(tmp_path, QWEN25_1M, hf_overrides={"dual_chunk_attention_config": None}, max_model_len=300000)
+    assert model_of(tmp_path, plain, max_model_len=300000)
+
+
+def test_a_window_that_is_not_below_the_length_stays_none_in_a_small_model() -> None:
+    """Phi-3.5-MoE; transformers masks by it, and does not tell its attention function."""
+    phi = {"max_position_embeddings": 131072, "sliding_window": 131072, "num_hidden_layers": 32}
+    assert shrink(phi)["sliding_window"] == LENGTH
+    assert shrink({**phi, "sliding_window": 2047})["sliding_window"] == WINDOW
+
+
+def write(folder: Path, **files: Any) -> None:
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+
+
+IM_END = {"content": "<|im_end|>", "lstrip": False, "normalized": False, "special": True}
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"tokenizer_config": {"eos_token": "<|im_end|>", "added_tokens_decoder": {"32000": IM_END}}},
+        {"tokenizer_config": {"eos_token": {**IM_END, "__type": "AddedToken"}}, "added_tokens": {"<|im_end|>": 32000}},
+        {
+            "tokenizer_config": {"eos_token": "</s>"},
+            "special_tokens_map": {"eos_token": "<|im_end|>"},
+            "tokenizer": {"added_tokens": [{"id": 32000, **IM_END}], "model": {"vocab": {"</s>": 2}}},
+        },
+        {"tokenizer_config": {"eos_token": "<|im_end|>"}, "tokenizer": {"model": {"vocab": {"<|im_end|>": 32000}}}},
+        {"tokenizer_config": {"eos_token": "<|im_end|>"}, "vocab": {"<|im_end|>": 32000}},
+    ],
+)
+def test_the_end_of_a_turn_that_only_the_tokenizer_names_ends_answers(tmp_path: Path, files: dict[str, Any]) -> None:
+    """Fine-tunes of Mistral and Llama for ChatML, whose config.json is still that of the base model."""
+    write(tmp_path, **files)
+    config = {**LLAMA_7B, "eos_token_id": 2, "vocab_size": 32002}
+    assert model_of(tmp_path, config).eos_token_ids == (2, 32000)
+    write(tmp_path, generation_config={"eos_token_id": [32000, 2, 5]})
+    assert model_of(tmp_path, config).eos_token_ids == (32000, 2, 5)
+    assert model_of(
+        tmp_path,
+        {**LLAMA_7B, "vocab_size": 32000},
+        generation_config="vllm",
+        override_generation_config={"eos_token_id": 7},
+    ).eos_token_ids == (7,)
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {},
+        {"tokenizer_config": {"eos_token": None}, "special_tokens_map": {}},
+        {
+            "tokenizer_config": {"eos_token": "</s>", "added_tokens_decoder": {"2": {"content": "</s>"}}},
+            "special_tokens_map": {"eos_token": "<|im_end|>"},
+            "added_tokens": {"<|im_end|>": 32000},
+        },
+    ],
+)
+def test_tokenizers_that_name_no_other_end(tmp_path: Path, files: dict[str, Any]) -> None:
+    """transformers reads special_tokens_map.json only where tokenizer_config.json has no `added_tokens_decoder`."""
+    write(tmp_path, **files)
+    assert model_of(tmp_path, {**LLAMA_7B, "eos_token_id": 2}).eos_token_ids == (2,)
+
+
+def test_a_token_without_an_id_is_one_clear_error(tmp_path: Path) -> None:
+    write(tmp_path, tokenizer_config={"eos_token": "</s>", "added_tokens_decoder": {"two": {"content": "</s>"}}})
+    with pytest.raises(ConfigError, match="a token with an entry of an unknown form"):
+        model_of(tmp_path, LLAMA_7B)
