@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -237,15 +238,40 @@ def _from_tokenizer_json(folder: Path, config: dict[str, Any]) -> Tokenizer:
 def _from_transformers(folder: Path, config: dict[str, Any], trust_remote_code: bool) -> Tokenizer:
     if not any(path.name != "tokenizer_config.json" for pattern in _VOCABULARIES for path in folder.glob(pattern)):
         raise ConfigError(f"{folder}: no usable tokenizer: no tokenizer.json and no other vocabulary; set --tokenizer")
+    if "auto_map" in config and not trust_remote_code:  # transformers may find a class that splits texts otherwise
+        raise ConfigError(
+            f"{folder}: no usable tokenizer: it has no tokenizer.json, and requires its own Python code, which needs "
+            "--trust-remote-code"
+        )
+    if missing := [name for name in _libraries(folder) if importlib.util.find_spec(name.partition(".")[0]) is None]:
+        raise ConfigError(
+            f"{folder}: no tokenizer.json, and reading its vocabulary needs {', '.join(missing)}; run "
+            "pip install 'quire[tokenizers]'"
+        )
     from transformers import AutoTokenizer
 
     try:
         loaded = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, AttributeError) as error:  # AttributeError: of code for transformers 4
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(f"{folder}: no usable tokenizer: {reason}; set --tokenizer") from None
     backend = getattr(loaded, "backend_tokenizer", None)
     if not isinstance(backend, Backend):
-        raise ConfigError(f"{folder}: {type(loaded).__name__} is not supported, because it does not use `tokenizers`")
+        from quire.server.frontend.tiktoken_conversion import converted
+
+        try:
+            backend = converted(loaded)
+        except ConfigError as error:
+            raise ConfigError(f"{folder}: {error}; set --tokenizer to a folder with tokenizer.json") from None
     special = {name: str(token) for name in _NAMED if (token := getattr(loaded, name, None)) is not None}
     return Tokenizer(backend, special, config)
+
+
+def _libraries(folder: Path) -> list[str]:
+    """What reading the vocabulary needs: sentencepiece's are protobuf messages, tiktoken's lines of text."""
+    files = [path for pattern in ("*.model", "*.tiktoken") for path in sorted(folder.glob(pattern))]
+    if not files:
+        return []
+    with files[0].open("rb") as stream:
+        is_message = stream.read(1) == b"\n"  # the first field
+    return ["sentencepiece", "google.protobuf"] if is_message else ["tiktoken"]

@@ -15,7 +15,7 @@ from quire.engine.config.options import DEMO_MODEL
 from quire.engine.protocol.errors import ConfigError, InvalidParameter
 from quire.server.frontend.chat_template import ChatTemplate, ChatTemplates
 from quire.server.frontend.tokenizer import Tokenizer
-from tests.fakes.tokenizers import CHATML, byte_fallback, byte_level, wrapped, write_slow_files
+from tests.fakes.tokenizers import CHATML, SPECIAL, byte_fallback, byte_level, wrapped, write_slow_files
 
 TEXTS = ["hello world", " two  spaces", "中文 😀 é", "<|im_start|>user<|im_end|><s></s><|extra|>", "", "a\nb"]
 MESSAGES: list[dict[str, Any]] = [
@@ -121,6 +121,102 @@ def test_a_folder_without_tokenizer_json_is_left_to_transformers(tmp_path: Path)
     backend = write_slow_files(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     assert Tokenizer.load(tmp_path).encode("hello 😀", add_special_tokens=False) == backend.encode("hello 😀").ids
+
+
+def test_special_tokens_map_of_older_folders(tmp_path: Path) -> None:
+    """It takes precedence where tokenizer_config.json has no `added_tokens_decoder`."""
+    decoder = {"0": {"content": "<|endoftext|>", "special": True}}
+    for config, end in (({}, "<|im_end|>"), ({"added_tokens_decoder": decoder}, "<|endoftext|>")):
+        named = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>", **config}
+        write(tmp_path, byte_level(), named)
+        (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": "<|im_end|>"}}))
+        assert Tokenizer.load(tmp_path).special_tokens == {"eos_token": end}
+        assert auto_tokenizer(tmp_path).eos_token == end
+
+
+@pytest.mark.parametrize(("start", "missing"), [(b"\n\x05", "sentencepiece, google.protobuf"), (b"IQ== 0", "tiktoken")])
+def test_what_reading_a_vocabulary_needs_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: bytes, missing: str
+) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(start)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=rf"its vocabulary needs {missing}; run pip install 'quire\[tokenizers\]'"):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["code.Slow", null]}}')
+    with pytest.raises(ConfigError, match="requires its own Python code, which needs --trust-remote-code"):
+        Tokenizer.load(tmp_path)
+
+
+class Encoding:
+    """tiktoken's, as far as it is read."""
+
+    __module__ = "tiktoken.core"
+
+    def __init__(self, ranks: dict[bytes, int], special_tokens: dict[str, int]) -> None:
+        self._pat_str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+        self._mergeable_ranks, self._special_tokens = ranks, special_tokens
+
+
+class SlowTokenizer:
+    """A Python class over tiktoken, as in Kimi K2's folder; GPT-2's `tokenizers` stand for tiktoken."""
+
+    def __init__(self, drop: str = "", gap: int = 0) -> None:
+        trained = json.loads(byte_level().to_str())["model"]
+        pieces = {piece: number for piece, number in trained["vocab"].items() if piece not in SPECIAL}
+        count, self._drop = len(pieces), drop
+        vocabulary = {piece: number for number, piece in enumerate(sorted(pieces, key=pieces.__getitem__))}
+        self._backend = Backend(models.BPE(vocabulary, [tuple(merge) for merge in trained["merges"]]))
+        self._backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        self._backend.add_tokens(["[EOS]", "<|call|>", "<|reserved|>"])
+        bytes_of = wrapped(byte_level()).token_bytes
+        ranks = {bytes_of(pieces[piece]): number for piece, number in vocabulary.items()}
+        self.model = Encoding(ranks, {"[EOS]": count, "<|call|>": count + 1, "<|reserved|>": count + 2 + gap})
+        self.added_tokens_decoder = {count: AddedToken("[EOS]", special=True), count + 1: AddedToken("<|call|>")}
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        ids: list[int] = self._backend.encode(text.replace(self._drop, "") if self._drop else text).ids
+        return ids
+
+
+def test_a_python_class_over_tiktoken_is_converted() -> None:
+    from quire.server.frontend.tiktoken_conversion import converted  # imports transformers, which takes long
+
+    slow = SlowTokenizer()
+    ours = wrapped(converted(slow))
+    for text in ("the fox [EOS] hello  wor'll<|call|> 中 😀\n\n x", "<|reserved|>", ""):
+        assert ours.encode(text, add_special_tokens=True) == slow.encode(text, add_special_tokens=True)
+    ids = ours.encode("hello [EOS]<|call|>", add_special_tokens=True)
+    assert ours.decode(ids, skip_special_tokens=True) == "hello <|call|>"
+    with pytest.raises(ConfigError, match=r"SlowTokenizer is not supported: .* other tokens than it for .*2024"):
+        converted(SlowTokenizer(drop="2024"))
+    with pytest.raises(ConfigError, match=r"the ids of its special tokens have gaps before <\|reserved\|>"):
+        converted(SlowTokenizer(gap=1))
+    with pytest.raises(ConfigError, match="str is not supported, because it uses neither `tokenizers` nor tiktoken"):
+        converted(type("str", (), {})())
+
+
+def test_the_template_of_a_processor_is_read_where_the_tokenizer_has_none(tmp_path: Path) -> None:
+    tokenizer = wrapped(byte_level())
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "processor"}))
+    assert rendered(tmp_path, tokenizer) == "processor"
+    tokenizer.config["chat_template"] = "tokenizer"
+    assert rendered(tmp_path, tokenizer) == "tokenizer"
+    tokenizer.config["chat_template"] = [{"name": "rag", "template": "rag"}]
+    with pytest.raises(ConfigError, match=r"none of the chat templates \(rag\) is named default; set --chat-template"):
+        rendered(tmp_path, tokenizer)
+    (tmp_path / "chat_template.jinja").write_text("file")
+    assert rendered(tmp_path, tokenizer) == "file"
+    (tmp_path / "chat_template.jinja").unlink()
+    tokenizer.config.clear()
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": 5}))
+    with pytest.raises(ConfigError, match=r"chat_template\.json: chat_template must be a text, or a list"):
+        rendered(tmp_path, tokenizer)
+
+
+def rendered(folder: Path, tokenizer: Tokenizer) -> str:
+    templates = ChatTemplates.load(folder, tokenizer, None)
+    assert templates is not None
+    return templates.choose(has_tools=False).render(MESSAGES[:1], {})
 
 
 def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
