@@ -34,19 +34,19 @@ def plan_text(config: EngineConfig) -> str:
     if model.pooling is not None:
         length = f"{model.max_model_len:,} tokens"
         lines.append(f"embeds prompts of up to {length} (--runner pooling): {model.pooling.text()}")
-    if not cache.num_blocks:
-        lines.append(
-            f"  layers 0-{arch.num_layers - 1}, per rank weights {format_bytes(sizes.weights[0])}, no KV cache"
-        )
-        return "\n".join([*lines, limits])
     for stage, layers in enumerate(parallel.stages):
         first = stage * tp
         ranks = f"rank {first}" if tp == 1 else f"ranks {first}-{first + tp - 1}"
+        size = format_bytes(sizes.kv_block[stage] * cache.num_blocks)
+        cached = f"KV cache {size} in {cache.num_blocks:,} blocks of {cache.block_size} tokens{kv_type}"
+        if not cache.num_blocks:
+            cached = "no room for a KV cache" if sizes.kv_block[stage] else "no KV cache"
         lines.append(
             f"  stage {stage} ({ranks}): layers {layers.start}-{layers.stop - 1}, per rank weights "
-            f"{format_bytes(sizes.weights[stage])}, KV cache {format_bytes(sizes.kv_block[stage] * cache.num_blocks)} "
-            f"in {cache.num_blocks:,} blocks of {cache.block_size} tokens{kv_type}"
+            f"{format_bytes(sizes.weights[stage])}, {cached}"
         )
+    if not cache.num_blocks:
+        return "\n".join([*lines, limits])
     if graphs := _graphs_text(config, format_bytes(sizes.graphs)):
         lines.append(f"  {graphs}")
     windows = Counter(group.window for group in cache.groups)

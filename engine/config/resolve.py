@@ -29,6 +29,7 @@ from quire.engine.config import (
 from quire.engine.config.devices import Devices
 from quire.engine.config.engine_config import EngineConfig, ModelConfig, RayPlacement
 from quire.engine.config.options import EngineOptions
+from quire.engine.config.plan_text import plan_text
 from quire.engine.models.model_spec import TransformersModelSpec
 from quire.engine.protocol.errors import ConfigError
 
@@ -60,7 +61,8 @@ def resolve(
     described: Devices | None = None,
     model: ModelConfig | None = None,
 ) -> EngineConfig:
-    """Resolve all options. Raises `ConfigError` with numbers and a remedy if the configuration is not supported.
+    """Resolve all options. Raises `ConfigError` with numbers and a remedy if the configuration is not supported; if a
+    model of random weights does not fit, with its plan as a note.
 
     `placement` is given on nodes of a Ray cluster: another node has already determined where the ranks are.
     `described` are a host's devices for a plan only, instead of this host's or a Ray cluster's; `model` is what other
@@ -87,7 +89,12 @@ def resolve(
         cache_config.check_gpus(options, cache, available)
     graphs = cuda_graph_sizes.resolve(options, model, parallel, scheduler)
     config = EngineConfig(model=model, parallel=parallel, cache=cache, scheduler=scheduler, graphs=graphs)
-    cache = replace(cache, num_blocks=memory_plan.count_blocks(config, available))
+    try:
+        cache = replace(cache, num_blocks=memory_plan.count_blocks(config, available))
+    except ConfigError as error:
+        if model.load_format == "dummy":
+            error.add_note(plan_text(config))
+        raise
     _check_num_seqs(options, replace(config, cache=cache))
     return replace(config, cache=cache, shared_settings=shared_settings(options, config))
 

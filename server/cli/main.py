@@ -18,6 +18,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code: int = parsed.run(parsed)
     except ConfigError as error:
+        for note in getattr(error, "__notes__", ()):
+            print(note, flush=True)
         print(f"quire: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

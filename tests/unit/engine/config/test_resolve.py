@@ -6,6 +6,7 @@ import importlib
 import json
 import math
 import os
+import re
 import struct
 import sys
 from dataclasses import replace
@@ -214,6 +215,17 @@ def test_a_model_that_does_not_fit_is_refused_with_its_size(tmp_path: Path) -> N
         ConfigError, match=r"needs \S+ GiB per rank \(weights 263 GiB .*, 7\.2 GiB available \(0.9 of 8 GiB free\)"
     ):
         resolve(options(str(tmp_path)))
+
+
+def test_dummy_weights_that_do_not_fit_have_a_plan_all_the_same(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
+    for load_format, stages in (("dummy", ["layers 0-39", "layers 40-79"]), ("safetensors", [])):
+        with pytest.raises(ConfigError, match="Not enough memory") as error:
+            resolve(options(str(tmp_path), load_format=load_format, pipeline_parallel_size=2))
+        plan = "\n".join(getattr(error.value, "__notes__", ()))
+        assert (
+            re.findall(r"stage \d \(rank \d\): (layers \S+), per rank weights 131 GiB, no room for a", plan) == stages
+        )
 
 
 def test_parameters_add_up_to_the_published_count() -> None:
