@@ -170,12 +170,12 @@ def test_unsupported_models_are_rejected_by_name(
 
 
 def test_values_of_config_json_can_be_overridden(tmp_path: Path) -> None:
-    """In the description, and on the ranks."""
+    """In the description, and on the ranks; also the type, by which transformers chooses what to build."""
     model = write_model("LlamaForCausalLM", families.SIZES | {"num_hidden_layers": 2}, tmp_path)
     file, tokens = tmp_path / "config.json", torch.arange(3, 40)
     config = json.loads(file.read_text())
-    file.write_text(json.dumps(config | {"num_hidden_layers": 4, "rms_norm_eps": 0.5}))
-    overrides = {"num_hidden_layers": 2, "rms_norm_eps": config["rms_norm_eps"]}
+    file.write_text(json.dumps(config | {"num_hidden_layers": 4, "rms_norm_eps": 0.5, "model_type": None}))
+    overrides = {"num_hidden_layers": 2, "rms_norm_eps": config["rms_norm_eps"], "model_type": "llama"}
     with torch.inference_mode():
         expected = model(tokens[None]).logits[0]
     resolved = configure(tmp_path, model_impl="transformers", hf_overrides=overrides, max_model_len=64)
