@@ -10,7 +10,7 @@ from __future__ import annotations
 from quire.kernels import reference
 from quire.kernels.attention_config import AttentionConfig, AttentionLayer, HostMetadata
 from quire.kernels.backends import BackendUnavailable
-from quire.kernels.cache import allocate_kv_cache, kv_cache_dtype
+from quire.kernels.cache import RecurrentState, StateSegments, allocate_kv_cache, kv_cache_dtype, recurrent_states
 from quire.kernels.dispatch import by_device, paged_attention, prepare
 from quire.kernels.experts import PackedExperts, fused_experts, pack_experts
 from quire.kernels.linear import PackedEmbedding, PackedLinear, Quantization, pack_embedding, pack_gated, pack_linear
@@ -27,15 +27,19 @@ __all__ = [
     "Quantization",
     "QuantizedFormat",
     "QuantizedWeight",
+    "RecurrentState",
+    "StateSegments",
     "act_mul",
     "activate",
     "add_rms_norm",
     "allocate_kv_cache",
     "apply_bitmask",
     "attention",
+    "causal_conv",
     "fused_experts",
     "gumbel_noise",
     "kv_cache_dtype",
+    "linear_attention",
     "pack_embedding",
     "pack_experts",
     "pack_gated",
@@ -44,6 +48,7 @@ __all__ = [
     "penalize",
     "prepare",
     "read_kv",
+    "recurrent_states",
     "rms_norm",
     "rotary_write_kv",
     "route",
@@ -60,6 +65,8 @@ read_kv = by_device(reference.read_kv)
 act_mul = by_device(reference.act_mul)
 activate = by_device(reference.activate)
 attention = by_device(reference.attention)
+causal_conv = by_device(reference.causal_conv)
+linear_attention = by_device(reference.linear_attention)
 apply_bitmask = by_device(reference.apply_bitmask)
 score_tokens = by_device(reference.score_tokens)
 penalize = by_device(reference.penalize)

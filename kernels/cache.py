@@ -8,6 +8,7 @@ follow all of its numbers, so that the rows of numbers and the scales are each a
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -78,12 +79,56 @@ def allocate_kv_cache(
 ) -> Tensor:
     """Allocate the KV cache of a rank, `[layers, num_tensors, blocks, kv_heads, block_size, row]`, filled with zeros.
 
-    There are two tensors, keys and values, or a single one if these are the same. The cache must not contain NaN,
-    because attention reads whole blocks and multiplies masked values by 0. On CPU the pages are the operating system's
-    zero pages: memory is committed when a block is first written.
+    There are two tensors, keys and values, or a single one if these are the same. In memory those of a block follow
+    each other, so that consecutive blocks of a layer can hold something else (`recurrent_states`). The cache must not
+    contain NaN, because attention reads whole blocks and multiplies masked values by 0. On CPU the pages are the
+    operating system's zero pages: memory is committed when a block is first written.
     """
-    shape = (layers, num_tensors, num_blocks, kv_heads, block_size, row_size(head_dim, dtype))
+    shape = (layers, num_blocks, num_tensors, kv_heads, block_size, row_size(head_dim, dtype))
     if device.type != "cpu":
-        return torch.zeros(shape, dtype=torch.uint8 if dtype in LARGEST else dtype, device=device).view(dtype)
-    pages = np.zeros(int(np.prod(shape)) * dtype.itemsize, dtype=np.uint8)
-    return torch.from_numpy(pages).view(dtype).view(shape)
+        memory = torch.zeros(shape, dtype=torch.uint8 if dtype in LARGEST else dtype, device=device).view(dtype)
+    else:
+        pages = np.zeros(int(np.prod(shape)) * dtype.itemsize, dtype=np.uint8)
+        memory = torch.from_numpy(pages).view(dtype).view(shape)
+    return memory.transpose(1, 2)
+
+
+class RecurrentState(NamedTuple):
+    """The recurrent states of a layer: a page holds that of a request after some token."""
+
+    matrices: Tensor
+    """Float32 `[pages, heads, key_head_dim, value_head_dim]`."""
+    inputs: Tensor
+    """The last inputs of the causal convolution, `[pages, conv_size - 1, channels]`."""
+
+
+def recurrent_states(
+    cache: Tensor, blocks_per_page: int, matrices: tuple[int, int, int], inputs: tuple[int, int], dtype: torch.dtype
+) -> RecurrentState:
+    """View the memory of a layer's `cache` `[num_tensors, blocks, …]` as pages of states.
+
+    `matrices` are the heads and the sizes of each one's matrix; `inputs`, of type `dtype`, the tokens and channels.
+    """
+    memory = cache.transpose(0, 1).view(torch.uint8).flatten(1)
+    pages = len(memory) // blocks_per_page
+    rows = memory[: pages * blocks_per_page].view(pages, -1)
+    first = 4 * math.prod(matrices)
+    last = first + math.prod(inputs) * dtype.itemsize
+    return RecurrentState(
+        torch.unflatten(rows[:, :first].view(torch.float32), 1, matrices),
+        torch.unflatten(rows[:, first:last].view(dtype), 1, inputs),
+    )
+
+
+class StateSegments(NamedTuple):
+    """A step as layers with recurrent states see it: rows of one or several segments, at whose ends the state is
+    stored. All tensors are int64."""
+
+    starts: Tensor
+    """`[segments + 1]`, the first token of each segment."""
+    rows: Tensor
+    """`[rows + 1]`, the first segment of each row; those of a row follow each other."""
+    read: Tensor
+    """`[segments]`, the page with the state before each segment; -1: there is none, and the state is zero."""
+    write: Tensor
+    """`[segments]`, the page for the state after each segment; -1: it is not stored."""

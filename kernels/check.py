@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quire.kernels import backends, coded_words, packed, quantized, reference
 from quire.kernels.attention_config import AttentionConfig, AttentionLayer
-from quire.kernels.cache import FP8_CAPABILITY
+from quire.kernels.cache import FP8_CAPABILITY, StateSegments
 from quire.kernels.coded_words import CodedWords, pack_words, typed_codes
 from quire.kernels.flashinfer import FlashInfer
 from quire.kernels.quantized import VALUES, QuantizedFormat, QuantizedWeight
@@ -157,6 +157,20 @@ def _calls(device: torch.device, dtype: torch.dtype, config: AttentionConfig) ->
     )
     for case in backends.check_cases(device, dtype, config):
         yield "paged_attention", functools.partial(_attend, case)
+    segments = StateSegments(integers(0, 12, 19, 20), integers(0, 2, 3), integers(-1, 1, 2), integers(1, 0, 2))
+    pages = torch.randn(3, 6, 80, 80, generator=noise).to(device), random(3, 3, 800)
+    gates, tail = torch.rand(20, 6, generator=noise).to(device), random(800, 4)
+
+    def convolve(module: Any) -> tuple[Tensor, Tensor]:
+        kept = pages[1].clone()
+        return module.causal_conv(query.flatten(1)[:, :400].repeat(1, 2), tail, kept, segments), kept
+
+    def attend(module: Any) -> tuple[Tensor, Tensor]:
+        kept = pages[0].clone()
+        return module.linear_attention(key, value, query, -gates, gates, kept, segments, 0.1, 1e-6), kept
+
+    yield "causal_conv", convolve
+    yield "linear_attention", attend
     ids = torch.randint(-1, 6, (3, 2), generator=noise).to(device)
     experts = random(5, 96, 200) / 14, random(5, 200, 48) / 7
     shares = torch.rand(3, 2, generator=noise).to(device)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels.cache import LARGEST, QuantizedRows, dequantize, quantize
+from quire.kernels.cache import LARGEST, QuantizedRows, StateSegments, dequantize, quantize
 from quire.kernels.noise import gumbel_noise, uniform_noise
 
 __all__ = [
@@ -498,3 +498,62 @@ def _keep_top(x: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 def _column(host: Tensor, other: Tensor) -> Tensor:
     return host.to(other.device)[:, None]
+
+
+def causal_conv(x: Tensor, weight: Tensor, inputs: Tensor, segments: StateSegments) -> Tensor:
+    """Convolve each channel over its last tokens, then apply silu: `[tokens, channels]` → the same.
+
+    `weight` is `[channels, conv_size]`, with the weight of the newest token last. `inputs` is that of `RecurrentState`,
+    and is updated.
+    """
+    out, size = torch.empty_like(x, memory_format=torch.contiguous_format), weight.shape[1]
+    starts, read, write = (each.tolist() for each in (segments.starts, segments.read, segments.write))
+    for segment, (start, end) in enumerate(pairwise(starts)):
+        before = x.new_zeros(size - 1, x.shape[1]) if read[segment] < 0 else inputs[read[segment]]
+        seen = torch.cat((before, x[start:end]))
+        windows = seen.float().unfold(0, size, 1)  # [tokens, channels, conv_size]
+        out[start:end] = F.silu((windows * weight.float()).sum(dim=-1)).to(x.dtype)
+        if write[segment] >= 0:
+            inputs[write[segment]] = seen[len(seen) - size + 1 :]
+    return out
+
+
+def linear_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    beta: Tensor | None,
+    matrices: Tensor,
+    segments: StateSegments,
+    scale: float,
+    eps: float = 0.0,
+) -> Tensor:
+    """Linear attention with a decaying state: `[tokens, heads, value_dim]` like `value`.
+
+    For each token, the state S of a head becomes `exp(decay) * S + key ⊗ update`, and its output is
+    `scale * S.T @ query`. `update` is the value; with `beta` it is the gated delta rule's (Yang et al. 2024),
+    `beta * (value - key @ (exp(decay) * S))`. `query` and `key` are `[tokens, key_heads, key_dim]`; a key head belongs
+    to consecutive heads, and with `eps` is divided by its length. `decay` is float32 `[tokens, heads]`, or for each
+    key feature `[tokens, heads, key_dim]`; `beta` is float32 `[tokens, heads]`. `matrices` is that of
+    `RecurrentState`, and is updated.
+    """
+    repeats, out = value.shape[1] // key.shape[1], torch.empty_like(value, memory_format=torch.contiguous_format)
+    query, key = query.float(), key.float()
+    if eps:
+        query, key = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps) for x in (query, key))
+    query, key = ((x * by).repeat_interleave(repeats, dim=1) for x, by in ((query, scale), (key, 1.0)))
+    factors = (decay if decay.dim() == 3 else decay[..., None]).exp()[..., None]
+    starts, read, write = (each.tolist() for each in (segments.starts, segments.read, segments.write))
+    for segment, (start, end) in enumerate(pairwise(starts)):
+        state = torch.zeros_like(matrices[0]) if read[segment] < 0 else matrices[read[segment]].clone()
+        for token in range(start, end):
+            state *= factors[token]
+            update, row = value[token].float(), key[token].unsqueeze(-1)
+            if beta is not None:
+                update = beta[token, :, None] * (update - (row * state).sum(1))
+            state += row * update.unsqueeze(1)
+            out[token] = (query[token].unsqueeze(-1) * state).sum(1).to(value.dtype)
+        if write[segment] >= 0:
+            matrices[write[segment]] = state
+    return out

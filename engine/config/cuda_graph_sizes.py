@@ -98,7 +98,7 @@ def estimate(config: EngineConfig, arch: ModelSpec) -> int:
     if config.parallel.device == "cpu":
         return max_size * tables + layers * _REPLAY_LAYER_BYTES
     heads = max(layer.attention.num_heads for layer in arch.layers) // tp
-    row = max(spec.shape.head_dim for spec in cache_specs(arch, tp, model.max_model_len))
+    row = max(spec.shape.head_dim for spec in cache_specs(arch, tp, model.max_model_len, model.dtype))
     inner = max(layer.feed_forward.width(tp) for layer in arch.layers)
     activations = (8 * arch.hidden_size + 3 * inner) * DTYPE_BYTES[model.dtype]
     return max_size * (tables + activations + heads * _MAX_SPLITS * row * 4) + layers * _LAYER_BYTES

@@ -281,6 +281,8 @@ class KVCacheGroup:
     """Number of keys that a query sees, including its own; blocks outside the window are freed. None: all keys."""
     layers: tuple[tuple[int, ...], ...] = ()
     """Layer numbers, by stage."""
+    is_state: bool = False
+    """The layers keep a recurrent state instead of keys and values: a page holds the state after some token."""
 
     def max_blocks(self, num_tokens: int, row_tokens: int, block_size: int) -> int:
         """Maximum number of blocks in use at once by a request of `num_tokens`, in rows of at most `row_tokens`."""
@@ -291,6 +293,16 @@ class KVCacheGroup:
             self.window - 1 + min(row_tokens, num_tokens)
         )  # from the first key that the first query of the row sees
         return min(blocks, 1 + -(-(touched - 1) // block_size))
+
+    def max_pages(self, num_tokens: int, row_tokens: int, block_size: int, blocks_per_page: int) -> int:
+        """Maximum number of pages in use at once; the first and the last may have blocks that the request does not use.
+
+        A row reads a state, writes one, and may write one at a boundary in between.
+        """
+        if self.is_state:
+            return 3
+        blocks = self.max_blocks(num_tokens, row_tokens, block_size)
+        return blocks if blocks_per_page == 1 else min(blocks, 1 + -(-blocks // blocks_per_page))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,6 +317,8 @@ class CacheConfig:
     enable_prefix_caching: bool
     groups: tuple[KVCacheGroup, ...] = (KVCacheGroup(),)
     """Each request has a block table in each group; all blocks come from one pool."""
+    blocks_per_page: int = 1
+    """Blocks that are allocated together: as many as the memory of a recurrent state. `num_blocks` is a multiple."""
     gpu_memory_utilization: float = 0.9
     """Fraction of the memory free at start-up that a rank may use, for weights, activations and cache."""
     kv_cache_memory_bytes: int | None = None
@@ -312,7 +326,15 @@ class CacheConfig:
 
     def max_blocks(self, num_tokens: int, row_tokens: int) -> int:
         """Maximum number of blocks in use at once by a request, in all groups."""
-        return sum(group.max_blocks(num_tokens, row_tokens, self.block_size) for group in self.groups)
+        size, page = self.block_size, self.blocks_per_page
+        return page * sum(group.max_pages(num_tokens, row_tokens, size, page) for group in self.groups)
+
+    def blocks_moved(self, num_tokens: int, row_tokens: int) -> int:
+        """Blocks of a request that a row reads, and states that it reads and writes."""
+        return sum(
+            2 * self.blocks_per_page if group.is_state else group.max_blocks(num_tokens, row_tokens, self.block_size)
+            for group in self.groups
+        )
 
 
 _MIN_SHARE = 256

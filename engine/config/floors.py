@@ -34,7 +34,7 @@ from quire.engine.config import parallel_config
 from quire.engine.config.engine_config import DTYPE_BYTES, EngineConfig
 from quire.engine.config.machine import Machine
 from quire.engine.config.memory_plan import MemoryPlan, read_bytes
-from quire.engine.models.model_spec import LayerSpec, MLASpec, MoESpec
+from quire.engine.models.model_spec import LayerSpec, MLASpec, MoESpec, RecurrentSpec
 
 Limit = Literal["bandwidth", "compute", "communication"]
 
@@ -132,7 +132,7 @@ class _Floors:
         new = requests * tokens
         coupled = new * busy if parallel.is_coupled else new
         read = read_bytes(config, self._arch, stage, self._sizes.weights[stage], coupled)
-        read += requests * config.cache.max_blocks(context, tokens) * self._sizes.kv_block[stage]
+        read += requests * config.cache.blocks_moved(context, tokens) * self._sizes.kv_block[stage]
         bandwidth = device.cache_bandwidth if read <= device.cache * self._share else device.bandwidth
         bits = 8 if config.model.quantization else 8 * DTYPE_BYTES[config.model.dtype]
         layers = self._layers[stage].items()
@@ -155,6 +155,9 @@ class _Floors:
             parameters -= sum(each.elements for each in matrices)
             ranks = 1 if self.config.parallel.experts is None else self.config.parallel.expert_ranks
             experts = coupled * mixture.top_k / ranks * sum(each.rows * each.columns for each in matrices)
+        if isinstance(attention, RecurrentSpec):
+            states = attention.num_heads * attention.key_head_dim * attention.value_head_dim / tp
+            return 2 * (new * parameters + experts + 3 * new * states)
         features = attention.head_dim + (attention.v_head_dim if isinstance(attention, MLASpec) else attention.head_dim)
         # The tokens have context - tokens + 1, …, context keys: `rising` of them at most the window, the others more.
         window = min(context, attention.window or context)

@@ -4,6 +4,9 @@ Layers with full attention keep other blocks than layers with a sliding window. 
 groups, and each request has one block table per group. All groups use one pool of equal blocks: a block holds
 `block_size` tokens for the layers of *one* group. In memory each layer of a group uses a plane; the groups share the
 planes, because no two groups have a block in common.
+
+A layer with a recurrent state keeps one state for each request, in the memory of several blocks. Where a model has such
+layers, blocks are allocated in pages that hold a state each.
 """
 
 from __future__ import annotations
@@ -13,9 +16,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from quire.engine.config.engine_config import KVCacheGroup
-from quire.engine.models.model_spec import ModelSpec
+from quire.engine.config.engine_config import DTYPE_BYTES, KVCacheGroup
+from quire.engine.models.model_spec import ModelSpec, RecurrentSpec
 
+SCALE_BYTES = 4
+"""Of a row of a quantized cache."""
 _MAX_OVERHEAD = 1.1
 """Factor by which memory may exceed the minimum to have fewer groups, because each group needs a block table."""
 
@@ -34,8 +39,16 @@ class KVCacheSpec(NamedTuple):
     """Cache shape and window of a layer."""
 
     shape: KVCacheShape
+    """For a recurrent state, that of the memory which it shares."""
     window: int | None
     """Number of keys that a query sees, including its own; None: all."""
+    state_bytes: int = 0
+    """Size of a recurrent state; 0: the layer keeps keys and values."""
+
+    @property
+    def kind(self) -> tuple[bool, int]:
+        """What the layers of a group have in common."""
+        return self.state_bytes > 0, self.window or 0
 
 
 class LayerPlacement(NamedTuple):
@@ -45,10 +58,35 @@ class LayerPlacement(NamedTuple):
     plane: int
 
 
-def cache_specs(arch: ModelSpec, tp: int, max_model_len: int) -> list[KVCacheSpec]:
-    """Return the spec of each layer on one of `tp` ranks. A window of at least `max_model_len` becomes None."""
-    layers = [(KVCacheShape(*layer.attention.kv_shape(tp)), layer.attention.window) for layer in arch.layers]
-    return [KVCacheSpec(shape, window if window and window < max_model_len else None) for shape, window in layers]
+def cache_specs(arch: ModelSpec, tp: int, max_model_len: int, dtype: str) -> list[KVCacheSpec]:
+    """Return the spec of each layer on one of `tp` ranks, for a model of type `dtype`. A window of at least
+    `max_model_len` becomes None."""
+    attentions = [layer.attention for layer in arch.layers]
+    shapes = [KVCacheShape(*each.kv_shape(tp)) for each in attentions]
+    shared = Counter(
+        shape for each, shape in zip(attentions, shapes, strict=True) if not isinstance(each, RecurrentSpec)
+    ).most_common(1)
+    specs = []
+    for each, shape in zip(attentions, shapes, strict=True):
+        if isinstance(each, RecurrentSpec):
+            size = each.state_bytes(tp, DTYPE_BYTES[dtype])
+            # Without attention layers, a block has the size of a state.
+            specs.append(KVCacheSpec(shared[0][0] if shared else KVCacheShape(1, 1, size), None, size))
+        else:
+            specs.append(KVCacheSpec(shape, each.window if each.window and each.window < max_model_len else None))
+    return specs
+
+
+def count_blocks_per_page(specs: Iterable[KVCacheSpec], block_size: int, dtype: str) -> int:
+    """Return the blocks of a cache of type `dtype` that take as much memory as the largest state; 1 without states."""
+    states = (spec for spec in specs if spec.state_bytes)
+    return max((-(-spec.state_bytes // block_bytes(spec.shape, block_size, dtype)) for spec in states), default=1)
+
+
+def block_bytes(shape: KVCacheShape, block_size: int, dtype: str) -> int:
+    """Return the bytes of a block in a plane. Quantized rows have a scale each."""
+    row = shape.head_dim * DTYPE_BYTES[dtype] if dtype in DTYPE_BYTES else shape.head_dim + SCALE_BYTES
+    return shape.num_tensors * shape.num_heads * block_size * row
 
 
 def group_layers(
@@ -59,17 +97,19 @@ def group_layers(
     `max_blocks` returns the number of blocks of a request in a group. Of the divisions with nearly minimal memory per
     request, the one with the fewest groups is chosen.
     """
-    windows = sorted({spec.window for spec in specs}, key=lambda window: window or 0)
-    counts = [sum(spec.window == window for spec in specs) for window in windows]
+    kinds = sorted({spec.kind for spec in specs})
+    counts = [sum(spec.kind == kind for spec in specs) for kind in kinds]
     candidates, costs = [], []
-    least = 1 if len(windows) > 1 else max(counts)  # layers of one kind need no more than one group
+    least = 1 if len(kinds) > 1 else max(counts)  # layers of one kind need no more than one group
     for size in range(max(counts), least - 1, -1):
         numbers = [-(-count // size) for count in counts]
         groups = tuple(
             KVCacheGroup(
-                window=window, layers=tuple(_group_slice(specs, stage, window, index, number) for stage in stages)
+                window=kind[1] or None,
+                is_state=kind[0],
+                layers=tuple(_group_slice(specs, stage, kind, index, number) for stage in stages),
             )
-            for window, number in zip(windows, numbers, strict=True)
+            for kind, number in zip(kinds, numbers, strict=True)
             for index in range(number)
         )
         candidates.append(groups)
@@ -82,10 +122,10 @@ def group_layers(
 
 
 def _group_slice(
-    specs: Sequence[KVCacheSpec], stage: range, window: int | None, index: int, number: int
+    specs: Sequence[KVCacheSpec], stage: range, kind: tuple[bool, int], index: int, number: int
 ) -> tuple[int, ...]:
-    """Return the layers of group `index` of the `number` groups of the stage's layers with this window."""
-    layers = [layer for layer in stage if specs[layer].window == window]
+    """Return the layers of group `index` of the `number` groups of the stage's layers of this kind."""
+    layers = [layer for layer in stage if specs[layer].kind == kind]
     return tuple(layers[len(layers) * index // number : len(layers) * (index + 1) // number])
 
 

@@ -18,7 +18,7 @@ from quire.engine.config.engine_config import (
     ModelConfig,
     ParallelConfig,
 )
-from quire.engine.config.kv_cache_groups import KVCacheShape, cache_specs, count_planes
+from quire.engine.config.kv_cache_groups import KVCacheShape, block_bytes, cache_specs, count_planes
 from quire.engine.models.model_spec import (
     ExpertParallelMoESpec,
     MatrixShape,
@@ -48,7 +48,7 @@ class MemoryPlan:
         model, scheduler, cache, tp = config.model, config.scheduler, config.cache, config.parallel.tensor_parallel_size
         arch = parallel_config.rank_spec(model.architecture, config.parallel)
         stages = range(config.parallel.pipeline_parallel_size)
-        specs = cache_specs(arch, tp, model.max_model_len)
+        specs = cache_specs(arch, tp, model.max_model_len, model.dtype)
         attention = max(layer.attention.workspace(model.max_model_len, tp) for layer in arch.layers)
         logits = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens) * arch.vocab_size * 4 * 4
         logits *= model.pooling is None
@@ -102,10 +102,7 @@ def _eplb_buffer_bytes(config: EngineConfig, arch: ModelSpec) -> int:
 
 def _kv_block_bytes(cache: CacheConfig, planes: Counter[KVCacheShape]) -> int:
     """Bytes of a block, which has room for the layers of any group."""
-    width = DTYPE_BYTES.get(cache.dtype, 1)
-    scale = 0 if cache.dtype in DTYPE_BYTES else 4
-    rows = {shape: shape.num_tensors * shape.num_heads * cache.block_size for shape in planes}
-    return sum(count * rows[shape] * (shape.head_dim * width + scale) for shape, count in planes.items())
+    return sum(count * block_bytes(shape, cache.block_size, cache.dtype) for shape, count in planes.items())
 
 
 def _weight_bytes(model: ModelConfig, parallel: ParallelConfig, stage: int) -> int:
@@ -286,7 +283,9 @@ def limit_blocks(config: EngineConfig, blocks: int, block_bytes: int, where: str
             f"less, {f'--max-num-batched-tokens below {row}, ' * chunked}more memory (--kv-cache-memory-bytes, "
             "--gpu-memory-utilization), or more ranks (-tp, -pp)"
         )
-    return blocks if requested is not None else min(blocks, scheduler.max_num_seqs * blocks_per_request)
+    if requested is None:
+        blocks = min(blocks, scheduler.max_num_seqs * blocks_per_request)
+    return blocks // cache.blocks_per_page * cache.blocks_per_page
 
 
 def tokens_in_cache(config: EngineConfig) -> int:

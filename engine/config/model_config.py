@@ -18,7 +18,7 @@ from quire.engine.config.options import EngineOptions
 from quire.engine.config.pooling import Pooling
 from quire.engine.models import quantization
 from quire.engine.models.encoder_spec import EncoderSpec
-from quire.engine.models.families import FAMILIES, from_hf_config, transformers_backend
+from quire.engine.models.families import FAMILIES, from_hf_config, of_text, transformers_backend
 from quire.engine.models.families.values import check_values
 from quire.engine.models.model_spec import ModelSpec
 from quire.engine.models.quantization import online
@@ -46,6 +46,7 @@ def resolve(options: EngineOptions, available: Devices) -> ModelConfig:
     )
     hf_config = model_files.with_overrides(model_files.read_json(path / "config.json"), options.hf_overrides or {})
     hf_config["architectures"] = _architecture_names(path, hf_config, options.trust_remote_code)
+    hf_config = of_text(hf_config)
     generation, generation_config = _generation_config(options, path)
     settings = _quantization_settings(path, hf_config)
     try:

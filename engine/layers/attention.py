@@ -44,6 +44,9 @@ class Batch:
     (`engine.config.kv_cache_groups`)."""
     replica_tokens: tuple[int, ...] = ()
     """Tokens of each replica in this step, if replicas share experts."""
+    segments: kernels.StateSegments | None = None
+    """In a KV cache group with recurrent states: what is read and written. Its slot mapping and block tables have no
+    meaning."""
     host: HostMetadata | None = None
     """Counts and lengths on the host; None: they are read from the tensors."""
     micro_batches: tuple[Batch, ...] = ()
@@ -76,6 +79,8 @@ class LayerCache(NamedTuple):
     """`[num_tensors, blocks, kv_heads, block_size, row]`, as in `quire.kernels.cache`."""
     group: int = 0
     """The KV cache group whose slot mapping and block tables the layer uses."""
+    state: kernels.RecurrentState | None = None
+    """What a layer with a recurrent state sees in that memory."""
 
 
 class Attention(nn.Module):
@@ -84,11 +89,13 @@ class Attention(nn.Module):
     def __init__(self, spec: model_spec.AttentionSpec, hidden_size: int, parallel: Parallel) -> None:
         super().__init__()
         self._spec = spec
-        parts = (
+        parts = [
             divided("q", spec.num_heads * spec.head_dim, parallel),
             kv_heads("k", spec.num_kv_heads, spec.head_dim, parallel),
             kv_heads("v", spec.num_kv_heads, spec.head_dim, parallel),
-        )
+        ]
+        if spec.output_gate:
+            parts.append(replace(parts[0], name="gate"))
         heads = divided("", spec.num_heads, parallel)
         self._heads = [part.length // spec.head_dim for part in parts]
         self.qkv = ColumnParallelLinear(hidden_size, parts, bias=spec.qkv_bias)
@@ -107,13 +114,14 @@ class Attention(nn.Module):
         Writes the keys and values of all tokens to this layer's `cache`.
         """
         spec = self._spec
-        heads = self.qkv(x).unflatten(-1, (-1, spec.head_dim))  # [tokens, heads + 2 kv_heads, head_dim]
-        query, key, value = heads.split(self._heads, dim=1)
+        heads = self.qkv(x).unflatten(-1, (-1, spec.head_dim))  # [tokens, heads + 2 kv_heads (+ heads), head_dim]
+        query, key, value, *gates = heads.split(self._heads, dim=1)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         query = kernels.rotary_write_kv(query, key, value, cos_sin, cache, batch.slot_mapping)
         if last_tokens is not None:
             query, batch = query[last_tokens], batch.with_last_tokens_only()
+            gates = [gate[last_tokens] for gate in gates]
         mixed = kernels.paged_attention(
             query,
             cache,
@@ -127,6 +135,8 @@ class Attention(nn.Module):
             slopes=self._slopes,
             host=batch.host,
         )
+        for gate in gates:
+            mixed = mixed * gate.sigmoid()
         out: Tensor = self.output(mixed.flatten(1))
         return out
 
@@ -135,8 +145,9 @@ def attention_config(config: EngineConfig) -> kernels.AttentionConfig:
     """What a rank requires of `kernels.paged_attention`: the kinds of the model's layers, with the rank's sizes."""
     arch, tp = config.model.architecture, config.parallel.tensor_parallel_size
     specs = {layer.attention: None for layer in arch.layers} if config.cache.num_blocks else {}
+    kinds = (_kernel_layer(spec, tp) for spec in specs if not isinstance(spec, model_spec.RecurrentSpec))
     return kernels.AttentionConfig(
-        tuple(dict.fromkeys(_kernel_layer(spec, tp) for spec in specs)),
+        tuple(dict.fromkeys(kinds)),
         config.cache.block_size,
         kernels.kv_cache_dtype(config.cache.dtype),
         config.model.attention_backend,

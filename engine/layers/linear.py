@@ -81,8 +81,8 @@ class ColumnParallelLinear(Linear):
     def __init__(self, in_features: int, parts: Sequence[Partition], *, bias: bool) -> None:
         super().__init__()
         rows = sum(part.length for part in parts)
-        self.weight = Weight((rows, in_features), *_stacked(parts, (in_features,)))
-        self.bias = Weight((rows,), *_stacked(parts, ())) if bias else None
+        self.weight = Weight((rows, in_features), *stacked(parts, (in_features,)))
+        self.bias = Weight((rows,), *stacked(parts, ())) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """`[tokens, in_features]` → `[tokens, rows of this rank]`."""
@@ -107,7 +107,8 @@ class GatedLinear(ColumnParallelLinear):
         return out if self._product is not None else kernels.act_mul(out, self._activation)
 
 
-def _stacked(parts: Sequence[Partition], columns: tuple[int, ...]) -> list[Shard]:
+def stacked(parts: Sequence[Partition], columns: tuple[int, ...]) -> list[Shard]:
+    """The shards of a parameter whose rows are those of `parts`, one after another."""
     shards, offset = [], 0
     for part in parts:
         shards.append(part.shard(*columns, offset=offset))

@@ -95,13 +95,13 @@ def find(path: str, weight: Weight, arch: ModelSpec) -> Iterator[tuple[Shard, St
     for shard in weight.shards:
         if shard.part not in parts:
             stored = stored_tensor(family, arch, layer, module, kind, shard.part, shapes)
-            joint = {part: shape[0] for part, shape in shapes.items()} if stored.is_joint else None
+            joint = {part: shapes[part][0] for part in stored.joint}
             parts[shard.part] = stored, _rows(family, layer, module, shard, joint)
         stored, rows = parts[shard.part]
         yield (
             shard,
             StoredSlice(
-                name=stored.name.format(layer=number and number[0], part=shard.part, expert=shard.expert),
+                name=stored.name.format(layer=number and number[0], expert=shard.expert),
                 shape=stored.shape,
                 rows=rows,
                 is_transposed=stored.is_transposed,
@@ -111,9 +111,7 @@ def find(path: str, weight: Weight, arch: ModelSpec) -> Iterator[tuple[Shard, St
         )
 
 
-def _rows(
-    family: Family, layer: LayerSpec | None, module: str, shard: Shard, joint: dict[str, int] | None
-) -> Rows | None:
+def _rows(family: Family, layer: LayerSpec | None, module: str, shard: Shard, joint: dict[str, int]) -> Rows | None:
     """The checkpoint's rows of a module's part, which may follow other parts in one tensor."""
     rows = None
     if layer is not None:
@@ -121,7 +119,7 @@ def _rows(
         if runs is not None:
             return np.concatenate([np.arange(run.start, run.stop, run.step) for run in runs])
         rows = _rotary_first(layer, module, shard)
-    if joint is None:
+    if len(joint) == 1:
         return rows
     before = sum(size for part, size in list(joint.items())[: list(joint).index(shard.part)])
     return before + (np.arange(shard.shape[0]) if rows is None else rows)

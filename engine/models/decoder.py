@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from quire import kernels
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.distributed.expert_group import ExpertGroup
 from quire.engine.layers.attention import Attention, Batch, LayerCache
@@ -16,6 +17,7 @@ from quire.engine.layers.mla import MLA
 from quire.engine.layers.mlp import MLP
 from quire.engine.layers.moe import MixtureOfExperts
 from quire.engine.layers.norm import LayerNorm, RMSNorm, make_norm
+from quire.engine.layers.recurrent import GatedDeltaNet
 from quire.engine.layers.rotary import Rotary
 from quire.engine.layers.weight import Weight, whole
 from quire.engine.models import model_spec
@@ -43,7 +45,7 @@ class DecoderLayer(nn.Module):
         residual: Tensor | None,
         batch: Batch,
         cos_sin: Tensor,
-        cache: Tensor,
+        cache: Tensor | kernels.RecurrentState,
         last_tokens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Run the layer. `x` is not yet added to `residual`, in the arguments as in the result.
@@ -57,7 +59,7 @@ class DecoderLayer(nn.Module):
         return self._finish_feed_forward(x, mixed), residual
 
     def in_phases(
-        self, x: Tensor, residual: Tensor | None, batch: Batch, cos_sin: Tensor, cache: Tensor
+        self, x: Tensor, residual: Tensor | None, batch: Batch, cos_sin: Tensor, cache: Tensor | kernels.RecurrentState
     ) -> Generator[None, None, tuple[Tensor, Tensor]]:
         """Like `forward`, but yield whenever tokens are in transit to or from experts."""
         normed, mixed, residual = self._attend(x, residual, batch, cos_sin, cache)
@@ -77,7 +79,7 @@ class DecoderLayer(nn.Module):
         residual: Tensor | None,
         batch: Batch,
         cos_sin: Tensor,
-        cache: Tensor,
+        cache: Tensor | kernels.RecurrentState,
         last_tokens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The input of the feed-forward layer, the output of attention, and the residual stream."""
@@ -122,12 +124,16 @@ def _apply(norm: RMSNorm | LayerNorm | None, x: Tensor) -> Tensor:
     return out
 
 
-def _attention(spec: model_spec.AttentionSpec | model_spec.MLASpec, hidden_size: int, parallel: Parallel) -> nn.Module:
+def _attention(
+    spec: model_spec.AttentionSpec | model_spec.MLASpec | model_spec.RecurrentSpec, hidden_size: int, parallel: Parallel
+) -> nn.Module:
     match spec:
         case model_spec.AttentionSpec():
             return Attention(spec, hidden_size, parallel)
         case model_spec.MLASpec():
             return MLA(spec, hidden_size, parallel)
+        case model_spec.RecurrentSpec():
+            return GatedDeltaNet(spec, hidden_size, parallel)
 
 
 def _feed_forward(
@@ -213,7 +219,7 @@ class Decoder(nn.Module):
         last_tokens, last = batch.query_starts[1:] - 1 if batch.logits_indices_only else None, len(self.layers) - 1
         for number, (layer, cache) in enumerate(zip(self.layers.values(), caches, strict=True)):
             assert isinstance(layer, DecoderLayer)
-            place = batch.for_group(cache.group), cos_sin[layer.spec.attention.rope], cache.memory
+            place = batch.for_group(cache.group), cos_sin[layer.spec.attention.rope], cache.state or cache.memory
             x, residual = layer(x, residual, *place, last_tokens if number == last else None)
         assert x is not None
         return x if residual is None else residual + x
@@ -224,7 +230,7 @@ class Decoder(nn.Module):
         cos_sin = self._cos_sin(batch)
         for layer, cache in zip(self.layers.values(), caches, strict=True):
             assert isinstance(layer, DecoderLayer)
-            place = batch.for_group(cache.group), cos_sin[layer.spec.attention.rope], cache.memory
+            place = batch.for_group(cache.group), cos_sin[layer.spec.attention.rope], cache.state or cache.memory
             x, residual = yield from layer.in_phases(x, residual, *place)
         return x if residual is None else residual + x
 

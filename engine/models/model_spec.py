@@ -99,6 +99,8 @@ class AttentionSpec:
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: NormSpec | None = None
+    output_gate: bool = False
+    """The output is multiplied by the sigmoid of a gate, which is computed like the queries."""
     qk_norm_over: Literal["head", "each head", "all heads"] = "head"
     """"head": each head's features, with the same weight for all heads; "each head": with a weight for each head;
     "all heads": the features of all heads together."""
@@ -109,13 +111,15 @@ class AttentionSpec:
 
     def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
         heads = self.num_heads // tp
-        yield MatrixShape((heads + 2 * self.kv_heads_per_rank(tp)) * self.head_dim, hidden, 1, "attention.qkv")
+        heads_of_all = heads * (1 + self.output_gate) + 2 * self.kv_heads_per_rank(tp)
+        yield MatrixShape(heads_of_all * self.head_dim, hidden, 1, "attention.qkv")
         yield MatrixShape(hidden, heads * self.head_dim, 1, "attention.output", self.num_heads * self.head_dim)
 
     def num_other_parameters(self, hidden: int, tp: int) -> int:
         """Parameters other than the matrices."""
         heads, kv_heads = self.num_heads // tp, self.kv_heads_per_rank(tp)
-        count = self.qkv_bias * (heads + 2 * kv_heads) * self.head_dim + self.output_bias * hidden
+        biases = (heads * (1 + self.output_gate) + 2 * kv_heads) * self.head_dim
+        count = self.qkv_bias * biases + self.output_bias * hidden
         if self.qk_norm is not None:
             normed = 2 if self.qk_norm_over == "head" else heads + kv_heads
             count += self.qk_norm.num_parameters(normed * self.head_dim)
@@ -189,6 +193,61 @@ class MLASpec:
         """What `tp` ranks cannot divide."""
         if self.num_heads % tp:
             yield f"{self.num_heads} attention heads"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecurrentSpec:
+    """Linear attention by the gated delta rule (Yang et al. 2024), after a causal convolution.
+
+    Each request has a state of fixed size: a float32 matrix `[key_head_dim, value_head_dim]` for each value head, and
+    the last inputs of the convolution.
+    """
+
+    num_heads: int
+    """Value heads; each key head belongs to several, one after another."""
+    num_key_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    conv_size: int
+    """Tokens that the convolution sees, including its own."""
+    norm: NormSpec
+    """Of each head's output, before its gate."""
+    rope: None = None
+    window: int | None = None
+
+    def kv_shape(self, tp: int) -> tuple[int, int, int]:
+        """See `AttentionSpec`: there are no keys and values."""
+        return 0, 0, 0
+
+    def channels(self, tp: int) -> int:
+        """Features on a rank that the convolution applies to: queries, keys and values."""
+        return (2 * self.num_key_heads * self.key_head_dim + self.num_heads * self.value_head_dim) // tp
+
+    def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
+        inner = self.num_heads * self.value_head_dim
+        yield MatrixShape(self.channels(tp) + inner // tp, hidden, 1, "attention.qkvz")
+        yield MatrixShape(2 * self.num_heads // tp, hidden, 1, "attention.gates")
+        yield MatrixShape(hidden, inner // tp, 1, "attention.state_output", inner)
+
+    def num_other_parameters(self, hidden: int, tp: int) -> int:
+        """Parameters other than the matrices."""
+        return self.channels(tp) * self.conv_size + 2 * self.num_heads // tp + self.value_head_dim
+
+    def workspace(self, length: int, tp: int) -> int:
+        """See `AttentionSpec`."""
+        return 0
+
+    def state_bytes(self, tp: int, width: int) -> int:
+        """Size of a request's state on a rank, for activations of `width` bytes."""
+        matrices = self.num_heads // tp * self.key_head_dim * self.value_head_dim
+        return 4 * matrices + (self.conv_size - 1) * self.channels(tp) * width
+
+    def layout_errors(self, tp: int) -> Iterator[str]:
+        """What `tp` ranks cannot divide."""
+        if self.num_heads % tp:
+            yield f"{self.num_heads} value heads"
+        if self.num_key_heads % tp:
+            yield f"{self.num_key_heads} key heads"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -312,7 +371,7 @@ class LayerSpec:
     """Attention and a feed-forward layer, each with norms before and after (None: none), added to the residual
     stream."""
 
-    attention: AttentionSpec | MLASpec
+    attention: AttentionSpec | MLASpec | RecurrentSpec
     feed_forward: MLPSpec | MoESpec
     attention_norm: NormSpec | None
     attention_post_norm: NormSpec | None = None

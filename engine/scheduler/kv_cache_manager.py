@@ -12,6 +12,15 @@ Invariants (`check_integrity`):
 - the free blocks are exactly those with count 0, in the order in which they will be allocated;
 - a published hash maps to one block, which keeps its content until it is allocated again.
 
+Blocks are allocated in pages, which are the unit of reference counts and eviction: the blocks of a page follow each
+other, and belong to one request until another finds them in the prefix cache. Without recurrent states a page is a
+block.
+
+A recurrent state takes a page, whose first block stands for it in the list: at the place of the last block that the
+state includes. A row reads the state at its start, and writes the state at its end and at each place in between that
+has a page. States stay in the prefix cache at multiples of `STATE_INTERVAL` tokens, at the last boundary of a prompt,
+and at the last boundary of the tokens sampled so far; at other places the page is used for the next state.
+
 A block outside a window is freed before the row that no longer sees it is scheduled, while rows in flight may still
 read it. Workers run plans in order, so these rows run before the block is written again.
 
@@ -27,10 +36,14 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
+from itertools import takewhile
 
 from quire.engine.config.engine_config import KVCacheGroup
 
 FREED = -1
+STATE_INTERVAL = 1024
+"""Tokens between the recurrent states of a long text that stay in the prefix cache; a multiple of every block size up
+to this."""
 
 
 def extend_hashes(
@@ -59,25 +72,38 @@ class KVCacheManager:
         block_size: int,
         enable_prefix_caching: bool,
         groups: Sequence[KVCacheGroup] = (KVCacheGroup(),),
+        blocks_per_page: int = 1,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.num_groups = len(groups)
-        self.windows = {number: group.window for number, group in enumerate(groups) if group.window is not None}
+        self.states = frozenset(number for number, group in enumerate(groups) if group.is_state)
+        """Groups with recurrent states."""
+        # A token sees the state after the token before it.
+        windows = {number: 2 if group.is_state else group.window for number, group in enumerate(groups)}
+        self.windows = {number: window for number, window in windows.items() if window is not None}
         """Window of each group that has one, by group number."""
         assert self.windows or self.num_groups == 1, "layers that keep all tokens need one group"
         self._groups = groups
-        self._references = [0] * num_blocks
-        self._hash_of: list[bytes | None] = [None] * num_blocks
+        self._blocks_per_page, num_pages = blocks_per_page, num_blocks // blocks_per_page
+        self._num_used = [0] * num_pages
+        """Blocks of each page that have been given to a request."""
+        self._references = [0] * num_pages
+        self._hash_of: list[bytes | None] = [None] * (num_pages * blocks_per_page)
         self._block_of: dict[bytes, int] = {}
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_pages))
         self._unwritten: dict[int, list[int]] = {}
         """By step: published blocks whose content is written when the step has run."""
 
     @property
     def num_free(self) -> int:
+        """Free pages."""
         return len(self._free)
+
+    @property
+    def num_free_blocks(self) -> int:
+        return len(self._free) * self._blocks_per_page
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks of all groups for this many tokens, if none is freed; 0 if the model keeps no KV."""
@@ -91,15 +117,35 @@ class KVCacheManager:
         """Tokens in this many blocks of all groups."""
         return num_blocks // self.num_groups * self.block_size
 
-    def max_blocks_needed(self, num_tokens: int, row_tokens: int, cached: list[int]) -> int:
-        """Maximum new blocks in use at once by a request of `num_tokens`, in rows of `row_tokens`, after its prefix."""
+    def pages_needed(self, blocks: list[int], num_tokens: int) -> int:
+        """Pages that `extend` must allocate for a request of `num_tokens`, given its `blocks`."""
+        missing = self.num_blocks_for(num_tokens) - len(blocks)
+        if self._blocks_per_page == 1 and not self.states:
+            return missing
+        missing //= self.num_groups
+        if missing <= 0:
+            return 0
+        count = 0
+        for group in range(self.num_groups):
+            last = blocks[group - self.num_groups] if blocks else FREED
+            if group in self.states:
+                count += not self._is_own(last)
+            else:
+                count += -(-max(0, missing - self._room_after(last)) // self._blocks_per_page)
+        return count
+
+    def max_pages_needed(self, num_tokens: int, row_tokens: int, cached: list[int]) -> int:
+        """Maximum new pages in use at once by a request of `num_tokens`, in rows of `row_tokens`, after its prefix."""
         if not self.windows:
             return self.num_blocks_for(num_tokens) - len(cached)
-        computed, size, count = self.num_tokens_in(len(cached)), self.block_size, 0
+        computed, size, page, count = self.num_tokens_in(len(cached)), self.block_size, self._blocks_per_page, 0
         for number, group in enumerate(self._groups):
+            if group.is_state:
+                count += 1
+                continue
             behind = self._first_visible_block(number, computed)
             max_blocks = group.max_blocks(num_tokens - behind * size, min(row_tokens, num_tokens - computed), size)
-            count += max(0, max_blocks - (computed // size - behind))
+            count += -(-max(0, max_blocks - (computed // size - behind)) // page)
         return count
 
     def match(self, hashes: list[bytes]) -> list[int]:
@@ -145,45 +191,162 @@ class KVCacheManager:
         window = self.windows.get(group)
         return 0 if window is None else max(0, position + 1 - window) // self.block_size
 
-    def free_out_of_window(self, blocks: list[int], position: int) -> None:
-        """Free the blocks of a request that no query from `position` on sees, and replace them by `FREED`."""
+    def free_out_of_window(self, blocks: list[int], position: int, num_published: int = 0) -> None:
+        """Free the blocks of a request that no query from `position` on sees, and replace them by `FREED`.
+
+        States before the first `num_published` blocks but the last of them have been freed before.
+        """
         for group in self.windows:
-            place = (self._first_visible_block(group, position) - 1) * self.num_groups + group
-            while place >= 0 and blocks[place] >= 0:
+            end = self._first_visible_block(group, position) * self.num_groups + group
+            if group in self.states:
+                places = range(max(0, num_published - self.num_groups) + group, end, self.num_groups)
+                visible = [place for place in places if blocks[place] >= 0]
+            else:
+                places = range(end - self.num_groups, -1, -self.num_groups)
+                visible = list(takewhile(lambda place: blocks[place] >= 0, places))
+            for place in visible:
                 self.free(blocks[place : place + 1])
                 blocks[place] = FREED
-                place -= self.num_groups
 
     def can_allocate(self, count: int, *, cached_blocks: Iterable[int] = ()) -> bool:
-        """Whether `count` blocks are free in addition to `cached_blocks`, of which some may be free."""
-        return count + sum(not self._references[block] for block in cached_blocks) <= len(self._free)
+        """Whether `count` pages are free in addition to those of `cached_blocks`, of which some may be free."""
+        pages = {block // self._blocks_per_page for block in cached_blocks}
+        return count + sum(not self._references[page] for page in pages) <= len(self._free)
 
     def without_freed(self, blocks: list[int]) -> list[int]:
         """Return a request's blocks without those that were freed."""
         return [block for block in blocks if block >= 0] if self.windows else blocks
 
     def block_table(self, blocks: list[int]) -> list[int]:
-        """Return a request's block table for the workers. Freed blocks, which are never read, become block 0."""
-        return [max(block, 0) for block in blocks] if self.windows else list(blocks)
+        """Return a request's block table for the workers. Freed blocks, which are never read, become block 0; where
+        there is no recurrent state, there is none for the workers."""
+        if not self.states:
+            return [max(block, 0) for block in blocks] if self.windows else list(blocks)
+        groups = self.num_groups
+        return [block if at % groups in self.states else max(block, 0) for at, block in enumerate(blocks)]
 
     def touch(self, blocks: Iterable[int]) -> None:
         """Take a reference to each of these cached blocks."""
         for block in blocks:
-            if not self._references[block]:
-                del self._free[block]
-            self._references[block] += 1
+            page = block // self._blocks_per_page
+            if not self._references[page]:
+                del self._free[page]
+            self._references[page] += 1
+
+    def extend(
+        self, blocks: list[int], hashes: list[bytes], start: int, end: int, num_known: int, num_prompt: int
+    ) -> list[int]:
+        """Append the blocks that a row from token `start` to `end` needs to those of a request; returns them.
+
+        `num_known` tokens of the request are known, of which `num_prompt` are its prompt. `pages_needed` are free.
+        """
+        new = self._blocks_missing(blocks, end)
+        if new and self.states:
+            self._extend_states(blocks, new, hashes, start, end, num_known, num_prompt)
+        blocks += new
+        return new
+
+    def is_kept(self, group: int, boundary: int, num_known: int) -> bool:
+        """Whether the block before `boundary` belongs in the prefix cache of a request with `num_known` tokens."""
+        if group not in self.states:
+            return True
+        newest = (num_known - 1) // self.block_size * self.block_size
+        return self.enable_prefix_caching and (boundary == newest or boundary % STATE_INTERVAL == 0)
+
+    def _blocks_missing(self, blocks: list[int], end: int) -> list[int]:
+        """Allocate the blocks of keys and values that a request lacks for `end` tokens; states are `FREED`."""
+        count = self.num_blocks_for(end) - len(blocks)
+        if self._blocks_per_page == 1 and not self.states:
+            return self.allocate(count)
+        groups, size = self.num_groups, self._blocks_per_page
+        new = [FREED] * count
+        for group in set(range(groups)) - self.states:
+            last = blocks[group - groups] if blocks else FREED
+            for place in range(group, count, groups):
+                if self._room_after(last):
+                    last += 1
+                    self._references[last // size] += 1
+                else:
+                    last = self.allocate(1)[0] * size
+                self._num_used[last // size] = last % size + 1
+                new[place] = last
+        return new
+
+    def _room_after(self, block: int) -> int:
+        """Unused blocks of the page after this block, if it is the last used one."""
+        page, offset = divmod(block, self._blocks_per_page)
+        return self._blocks_per_page - 1 - offset if block >= 0 and self._num_used[page] == offset + 1 else 0
+
+    def _extend_states(
+        self,
+        blocks: list[int],
+        new: list[int],
+        hashes: list[bytes],
+        start: int,
+        end: int,
+        num_known: int,
+        num_prompt: int,
+    ) -> None:
+        """Choose the pages for the states that a row writes."""
+        size, groups, first = self.block_size, self.num_groups, len(blocks) // self.num_groups
+        known = max(num_known, end)
+        current = {group: blocks[(first - 1) * groups + group] if first else FREED for group in self.states}
+        shared = [group for group, state in current.items() if not self._is_own(state)]
+        for group in shared:
+            new[group - groups] = self._allocate_state()
+        # The state of sampled tokens that the one at `start` replaces in the prefix cache.
+        before = start - size
+        is_replaced = before >= num_prompt and before % STATE_INTERVAL > 0 and end - start == 1
+        for group in self.states.difference(shared):
+            state, page = current[group], FREED
+            will_stay = start % size > 0 and self.is_kept(group, first * size, known)
+            if self._hash_of[state] is not None or will_stay:
+                if is_replaced:
+                    page = self._take_back(hashes[(before // size - 1) * groups + group])
+                if page == FREED and self._free:
+                    page = self._allocate_state()
+            if page == FREED:  # write over the state that the row reads
+                self._unpublish(state)
+                page, blocks[(first - 1) * groups + group] = state, FREED
+            new[group - groups] = page
+        for boundary in range((first + 1) * size, end, size):
+            for group in self.states:
+                if self._free and self.is_kept(group, boundary, known):
+                    new[(boundary // size - 1 - first) * groups + group] = self._allocate_state()
+
+    def _is_own(self, state: int) -> bool:
+        """Whether a request has this state, and no other request uses it."""
+        return state != FREED and self._references[state // self._blocks_per_page] == 1
+
+    def _take_back(self, digest: bytes) -> int:
+        """Allocate the page of a cached state, if no request uses it."""
+        block = self._block_of.get(digest, FREED)
+        page = block // self._blocks_per_page
+        if block < 0 or self._references[page]:
+            return FREED
+        self._unpublish(block)
+        del self._free[page]
+        self._references[page] = 1
+        return block
+
+    def _allocate_state(self) -> int:
+        page = self.allocate(1)[0]
+        self._num_used[page] = self._blocks_per_page
+        return page * self._blocks_per_page
 
     def allocate(self, count: int) -> list[int]:
-        """Allocate `count` blocks; evicts the least recently used cached blocks."""
+        """Allocate `count` pages; evicts the least recently used cached ones."""
         allocated: list[int] = []
+        size = self._blocks_per_page
         for _ in range(count):
-            block, _ = self._free.popitem(last=False)
-            digest = self._hash_of[block]
-            if digest is not None:
-                self._hash_of[block] = None
-                del self._block_of[digest]
-            self._references[block] = 1
-            allocated.append(block)
+            page, _ = self._free.popitem(last=False)
+            for block in range(page * size, page * size + size):
+                digest = self._hash_of[block]
+                if digest is not None:
+                    self._hash_of[block] = None
+                    del self._block_of[digest]
+            self._references[page] = 1
+            allocated.append(page)
         return allocated
 
     def publish(self, block: int, digest: bytes, step: int | None = None) -> None:
@@ -209,21 +372,30 @@ class KVCacheManager:
         self._unwritten.clear()
 
     def _unpublish(self, block: int) -> None:
-        digest = self._hash_of[block]
+        digest, page = self._hash_of[block], block // self._blocks_per_page
         if digest is not None:
             self._hash_of[block] = None
             del self._block_of[digest]
-            if block in self._free:
-                self._free.move_to_end(block, last=False)
+            if page in self._free and not self._is_cached(page):
+                self._free.move_to_end(page, last=False)
+
+    def _is_cached(self, page: int) -> bool:
+        """Whether a block of the page is in the prefix cache."""
+        size = self._blocks_per_page
+        return any(digest is not None for digest in self._hash_of[page * size : page * size + size])
 
     def free(self, blocks: list[int]) -> None:
         """Drop a request's references. Its blocks stay cached; the last of the chain is evicted first."""
+        size = self._blocks_per_page
         for block in reversed(blocks):
-            self._references[block] -= 1
-            if not self._references[block]:
-                self._free[block] = None
-                if self._hash_of[block] is None:
-                    self._free.move_to_end(block, last=False)
+            page, offset = divmod(block, size)
+            self._references[page] -= 1
+            if self._hash_of[block] is None and self._num_used[page] == offset + 1:
+                self._num_used[page] = offset  # the next request of the chain continues here
+            if not self._references[page]:
+                self._free[page] = None
+                if self._hash_of[block] is None and not self._is_cached(page):
+                    self._free.move_to_end(page, last=False)
 
     def check_windows(self, blocks: list[int], position: int, row_tokens: int) -> None:
         """Assert that a request has the blocks that its queries from `position` on see, and no more than the limit."""
@@ -231,6 +403,10 @@ class KVCacheManager:
         for number, group in enumerate(self._groups):
             group_blocks = blocks[number :: self.num_groups]
             without_freed = [block for block in group_blocks if block != FREED]
+            if group.is_state:
+                assert not blocks or group_blocks[-1] != FREED, "the state is missing"
+                assert all(block % self._blocks_per_page == 0 for block in without_freed), "a state is not a page"
+                continue
             assert group_blocks == [FREED] * (len(group_blocks) - len(without_freed)) + without_freed, (
                 "freed blocks are not a prefix"
             )
@@ -242,13 +418,18 @@ class KVCacheManager:
 
     def check_integrity(self, block_lists: Iterable[list[int]]) -> None:
         """Assert the invariants, given the block lists of all requests."""
-        counts = [0] * self.num_blocks
+        size = self._blocks_per_page
+        counts = [0] * len(self._references)
+        used = [0] * len(self._references)
         for blocks in block_lists:
             for block in blocks:
-                counts[block] += 1
+                counts[block // size] += 1
+                used[block // size] = max(used[block // size], block % size + 1)
         assert self._references == counts, "reference counts are off"
-        unreferenced = {block for block, count in enumerate(counts) if not count}
-        assert self._free.keys() == unreferenced, "free blocks are not those without references"
+        unreferenced = {page for page, count in enumerate(counts) if not count}
+        assert self._free.keys() == unreferenced, "free pages are not those without references"
         published = {digest: block for block, digest in enumerate(self._hash_of) if digest is not None}
         assert published == self._block_of, "hashes are off"
-        assert len(published) == self.num_blocks - self._hash_of.count(None), "two blocks have one hash"
+        assert len(published) == len(self._hash_of) - self._hash_of.count(None), "two blocks have one hash"
+        if size > 1:
+            assert all(map(int.__ge__, self._num_used, used)), "a block in use counts as unused"

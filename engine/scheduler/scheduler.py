@@ -51,7 +51,9 @@ class Scheduler:
         self.max_model_len = config.model.max_model_len + self.is_pooling
         """Limit of prompt and output tokens together. A prompt for an embedding model may use the full length."""
         self.eos_token_ids = frozenset(config.model.eos_token_ids)
-        self.kv = KVCacheManager(cache.num_blocks, cache.block_size, cache.enable_prefix_caching, cache.groups)
+        self.kv = KVCacheManager(
+            cache.num_blocks, cache.block_size, cache.enable_prefix_caching, cache.groups, cache.blocks_per_page
+        )
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []
         """Admitted requests, sorted by `Request.order`."""
@@ -294,10 +296,11 @@ class Scheduler:
         if request.num_computed_tokens >= request.max_tokens - 1:
             self._end_decode(request)
             return None
-        needed = self._make_room(request, 1)
-        if needed is None:
+        if not self._make_room(request, 1):
             return None
-        new_blocks = self._advance(request, 1, needed)
+        new_blocks = self._advance(request, 1)
+        if self.kv.states:
+            self._window_moved.append(request)
         self._decode_context += 1
         request.decode_until = self._decode_until(request)
         return CachedRequestData(
@@ -315,17 +318,16 @@ class Scheduler:
             # A request without a slot was preempted by an earlier row.
             if not count or request.slot is None or request is self._next_victim:
                 continue
-            needed = self._make_room(request, count)
-            if needed is not None:
-                self._schedule_chunk(plan, request, count, needed)
+            if self._make_room(request, count):
+                self._schedule_chunk(plan, request, count)
                 rows.append(request)
                 tokens_left -= count
         return tokens_left
 
-    def _schedule_chunk(self, plan: SchedulerOutput, request: Request, count: int, needed: int) -> None:
+    def _schedule_chunk(self, plan: SchedulerOutput, request: Request, count: int) -> None:
         """Add a row of pending tokens. After its last chunk a request becomes a decode, or sends its grammar mask."""
         assert request.slot is not None
-        new_blocks = self._advance(request, count, needed)
+        new_blocks = self._advance(request, count)
         self.waiting.serve(request, count)
         plan.scheduled.append(CachedRequestData(request.slot, count, request.unsent_to_workers, new_blocks))
         if self.kv.windows:
@@ -357,38 +359,34 @@ class Scheduler:
             return min(pending, tokens_left, self._max_chunk)
         return pending if pending <= tokens_left else 0
 
-    def _blocks_needed(self, request: Request, count: int) -> int:
-        """Number of additional blocks needed for `count` more tokens."""
-        return self.kv.num_blocks_for(request.num_computed_tokens + count) - len(request.block_ids)
-
-    def _make_room(self, request: Request, count: int) -> int | None:
-        """Preempt until `count` more tokens fit. Returns the number of blocks needed, which are then free.
-
-        Returns None if preempting all requests of lower priority is not enough.
-        """
+    def _make_room(self, request: Request, count: int) -> bool:
+        """Preempt until `count` more tokens fit; returns False if preempting all requests of lower priority is not
+        enough."""
         if self.kv.windows:
             self._free_out_of_window(request)
-        needed = self._blocks_needed(request, count)
+        needed = self.kv.pages_needed(request.block_ids, request.num_computed_tokens + count)
         while needed > self.kv.num_free:
             if not self._preempt_lower_priority(request):
-                return None
-        return needed
+                return False
+        return True
 
     def _free_out_of_window(self, request: Request) -> None:
         """Free the blocks outside the request's windows. The request must not have a row in the current plan.
 
         All rows of a step write KV before any row attends, so a later row could overwrite what this one still reads.
         """
+        num_published = request.num_published
         self._publish(request)
-        self.kv.free_out_of_window(request.block_ids, request.num_computed_tokens)
+        self.kv.free_out_of_window(request.block_ids, request.num_computed_tokens, num_published)
 
-    def _advance(self, request: Request, count: int, needed: int) -> list[int]:
-        """Move a request forward by `count` tokens; returns the `needed` blocks allocated for them."""
-        new_blocks = self.kv.allocate(needed)
-        request.block_ids += new_blocks
-        request.num_computed_tokens += count
+    def _advance(self, request: Request, count: int) -> list[int]:
+        """Move a request forward by `count` tokens; returns the blocks allocated for them, which must be free."""
+        start, known = request.num_computed_tokens, len(request.token_ids)
+        end = request.num_computed_tokens = start + count
+        new_blocks = self.kv.extend(request.block_ids, request.hashes, start, end, known, request.num_prompt_tokens)
         request.last_step = self._step
-        self._publish(request)
+        if not self.kv.states:  # in a step, rows read states before others are written
+            self._publish(request)
         return new_blocks
 
     def _publish(self, request: Request) -> None:
@@ -402,8 +400,10 @@ class Scheduler:
                 request.hashes, request.token_ids, kv.block_size, request.core_request.cache_salt, kv.num_groups
             )
             step = request.last_step if request.last_step > self._last_finished_step else None
+            known = max(len(request.token_ids), request.num_computed_tokens)
             for index in range(request.num_published, full):
-                if (block := request.block_ids[index]) >= 0:
+                block, boundary = request.block_ids[index], kv.num_tokens_in(index) + kv.block_size
+                if block >= 0 and (not kv.states or kv.is_kept(index % kv.num_groups, boundary, known)):
                     kv.publish(block, request.hashes[index], step)
             request.num_published = full
 
@@ -436,7 +436,7 @@ class Scheduler:
                 break
             count = self._chunk(request, tokens_left)
             plan.new.append(self._new_request_data(request))
-            self._schedule_chunk(plan, request, count, self._blocks_needed(request, count))
+            self._schedule_chunk(plan, request, count)
             rows.append(request)
             tokens_left -= count
         return tokens_left
@@ -453,9 +453,12 @@ class Scheduler:
             )
         # At least one token is computed, because the logits of the last token are not cached.
         cached = kv.match(request.hashes[: kv.num_full_blocks(request.num_reusable_tokens)])
-        needed = kv.max_blocks_needed(len(request.token_ids), self.config.max_num_batched_tokens, cached)
-        self._is_blocked = not kv.can_allocate(needed, cached_blocks=kv.without_freed(cached))
-        return None if self._is_blocked else cached
+        for prefix in (cached, []) if kv.states else (cached,):  # pages that are not full may hold a prefix
+            needed = kv.max_pages_needed(len(request.token_ids), self.config.max_num_batched_tokens, prefix)
+            self._is_blocked = not kv.can_allocate(needed, cached_blocks=kv.without_freed(prefix))
+            if not self._is_blocked:
+                return prefix
+        return None
 
     def _start(self, request: Request, tokens_left: int) -> bool:
         """Give a waiting request a slot and its cached prefix; returns False if it cannot be admitted now."""
@@ -679,7 +682,7 @@ class Scheduler:
         self.stats.running = len(self.running)
         self.stats.waiting = len(self.waiting)
         self.stats.prefilling = len(self.prefilling)
-        self.stats.kv_blocks_used = self.kv.num_blocks - self.kv.num_free
+        self.stats.kv_blocks_used = self.kv.num_blocks - self.kv.num_free_blocks
         return self.stats
 
     def check_integrity(self) -> None:

@@ -29,6 +29,7 @@ from quire.engine.layers.attention import Batch, HostMetadata, LayerCache
 from quire.engine.models.decoder import Decoder
 from quire.engine.worker import graph_recorders
 from quire.engine.worker.graph_recorders import GraphRecorder, NotReplayable, Replay
+from quire.kernels import StateSegments
 
 logger = logging.getLogger(__name__)
 
@@ -168,6 +169,8 @@ class _Inputs:
         self._token_ids, self._positions, self._lengths = full(0, most), full(0, most), full(1, most)
         self._slot_mappings = [full(-1, most) for _ in groups]
         self._tables = [full(0, most, -(-longest // cache.block_size)) for _ in groups]
+        self._states = {number: (full(-1, most), full(-1, most)) for number in groups if cache.groups[number].is_state}
+        """For each group with recurrent states: the pages that are read and written."""
         self._starts = torch.arange(most + 1, device=device)
         self._no_slot, self._zero, self._one = full(-1, most), full(0, most), full(1, most)
         self._hidden: Tensor | None = None
@@ -192,10 +195,18 @@ class _Inputs:
                 query_starts=self._starts[: size + 1],
                 logits_indices=self._starts[:size],
                 other_groups=others,
+                segments=self._segments(group, size),
                 host=host,
             )
 
         return of(0, tuple(of(group) for group in range(1, len(self._slot_mappings))))
+
+    def _segments(self, group: int, size: int) -> StateSegments | None:
+        """One segment for each of the first `size` rows."""
+        if group not in self._states:
+            return None
+        read, write = self._states[group]
+        return StateSegments(self._starts[: size + 1], self._starts[: size + 1], read[:size], write[:size])
 
     def fill(self, received: Tensor | None, batch: Batch, size: int) -> None:
         """Copy a batch in. The rows after it become padding, whose token and blocks may be any earlier values."""
@@ -207,6 +218,12 @@ class _Inputs:
             *(
                 (place, group.slot_mapping, self._no_slot)
                 for place, group in zip(self._slot_mappings, groups, strict=True)
+            ),
+            *(
+                (place, page, self._no_slot)
+                for number, places in self._states.items()
+                if (segments := groups[number].segments) is not None
+                for place, page in zip(places, segments[2:], strict=True)
             ),
         ):
             to.append(place[:rows])

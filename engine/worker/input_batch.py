@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, islice
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,6 +16,7 @@ from quire.engine.layers.attention import Batch, HostMetadata
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.protocol.scheduler_output import NewRequestData, SchedulerOutput
 from quire.engine.worker.async_copies import send
+from quire.kernels import StateSegments
 
 Ints = npt.NDArray[np.int64]
 Numbers = TypeVar("Numbers", Ints, Tensor)
@@ -67,9 +69,13 @@ class InputBatch:
         groups: int = 1,
         device: torch.device | str = "cpu",
         *,
+        states: Collection[int] = (),
+        blocks_per_page: int = 1,
         is_shared: bool | None = None,
     ) -> None:
-        """`is_shared`: whether device and host share their memory; None: they do on a CPU."""
+        """`states` are the groups with recurrent states, in pages of `blocks_per_page` blocks. `is_shared`: whether
+        device and host share their memory; None: they do on a CPU."""
+        self._states, self._blocks_per_page = states, blocks_per_page
         self._block_size, self._groups, self._device = block_size, groups, torch.device(device)
         self._slots, self._max_length, self._width = slots, max_length, -(-max_length // block_size)
         self._tables_start = slots * max_length
@@ -217,6 +223,7 @@ class InputBatch:
         width = -(-int(lengths.max(initial=1)) // self._block_size)
         tokens = self.token_indices(owners, positions)
         last = starts[1:][rows.sampling] - 1  # the last known token; the sampled one follows it
+        segments = {group: self._segments(rows, starts, self._tables[group]) for group in self._states}
         token_ids, tables, sent = self._gather(
             tokens,
             rows.slots,
@@ -227,21 +234,45 @@ class InputBatch:
             rows.sampling if logits_indices_only else last,
             tokens[last] + 1,
             *[table[owners, blocks] * self._block_size + offsets for table in self._tables],
+            *chain.from_iterable(segments.values()),
         )
         places, ends, query_starts, sampled, kept, *slots = sent
+        slots, of_states = slots[: self._groups], iter(slots[self._groups :])
+        found = {group: StateSegments(*islice(of_states, 4)) for group in segments}
         batch = Batch(
             *(token_ids, places, slots[0], tables[0], ends, query_starts, sampled),
             replica_tokens=replica_tokens,
             host=HostMetadata(rows.counts, lengths, {}),
             logits_indices_only=logits_indices_only,
+            segments=found.get(0),
         )
         if self._groups == 1:
             return batch, kept
-        others = zip(slots[1:], tables[1:], strict=True)
-        batch = replace(
-            batch, other_groups=tuple(replace(batch, slot_mapping=slots, block_tables=table) for slots, table in others)
+        others = tuple(
+            replace(batch, slot_mapping=slots[group], block_tables=tables[group], segments=found.get(group))
+            for group in range(1, self._groups)
         )
-        return batch, kept
+        return replace(batch, other_groups=others), kept
+
+    def _segments(self, rows: StepRows, starts: Ints, table: npt.NDArray[np.int32]) -> tuple[Ints, Ints, Ints, Ints]:
+        """The fields of `StateSegments`: a row ends a segment at each block boundary for which `table` has a page."""
+        size, first = self._block_size, self.num_computed_tokens[rows.slots]
+        ends = first + rows.counts
+        read = np.where(first > 0, table[rows.slots, (first - 1) // size], -1).astype(np.int64)
+        write = table[rows.slots, (ends - 1) // size].astype(np.int64)
+        inner = {
+            row: found
+            for row in np.flatnonzero(rows.counts > 1).tolist()
+            if len(found := np.flatnonzero(table[rows.slots[row], first[row] // size : (ends[row] - 1) // size] >= 0))
+        }
+        numbers = np.arange(len(first) + 1)
+        for row, found in reversed(inner.items()):
+            boundaries = (first[row] // size + found + 1) * size
+            pages = table[rows.slots[row], boundaries // size - 1].astype(np.int64)
+            starts = np.insert(starts, row + 1, starts[row] + boundaries - first[row])
+            read, write = np.insert(read, row + 1, pages), np.insert(write, row, pages)
+            numbers[row + 1 :] += len(found)
+        return starts, numbers, read // self._blocks_per_page, write // self._blocks_per_page
 
     def _gather(
         self, tokens: Ints, slots: Ints, width: int, *numbers: npt.NDArray[np.integer[Any]]

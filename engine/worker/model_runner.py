@@ -22,6 +22,7 @@ from quire.engine.layers.attention import Batch, LayerCache
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.encoder import Encoder
 from quire.engine.models.loader import load_dense, load_model
+from quire.engine.models.model_spec import RecurrentSpec
 from quire.engine.protocol.logprobs import PromptLogprobs
 from quire.engine.protocol.runner_output import LOST_REPLICAS, ModelRunnerOutput
 from quire.engine.protocol.scheduler_output import SchedulerOutput
@@ -46,8 +47,9 @@ bring no gain."""
 def allocate_caches(config: EngineConfig, stage: int, device: torch.device) -> list[LayerCache]:
     """Allocate the KV caches of a stage's layers on one rank: planes of blocks, each shared by layers of different
     groups."""
-    cache, groups = config.cache, config.cache.groups
-    specs = cache_specs(config.model.architecture, config.parallel.tensor_parallel_size, config.model.max_model_len)
+    cache, groups, arch = config.cache, config.cache.groups, config.model.architecture
+    tp, dtype = config.parallel.tensor_parallel_size, getattr(torch, config.model.dtype)
+    specs = cache_specs(arch, tp, config.model.max_model_len, config.model.dtype)
     planes = {
         shape: kernels.allocate_kv_cache(
             layers=count,
@@ -62,8 +64,15 @@ def allocate_caches(config: EngineConfig, stage: int, device: torch.device) -> l
         for shape, count in count_planes(specs, groups, stage).items()
     }
     places = place_layers(specs, groups, stage)
-    layers = config.parallel.stages[stage]
-    return [LayerCache(planes[specs[layer].shape][places[layer].plane], places[layer].group) for layer in layers]
+    caches = []
+    for layer in config.parallel.stages[stage]:
+        memory, spec, state = planes[specs[layer].shape][places[layer].plane], arch.layers[layer].attention, None
+        if isinstance(spec, RecurrentSpec):
+            sizes = spec.num_heads // tp, spec.key_head_dim, spec.value_head_dim
+            inputs = spec.conv_size - 1, spec.channels(tp)
+            state = kernels.recurrent_states(memory, cache.blocks_per_page, sizes, inputs, dtype)
+        caches.append(LayerCache(memory, places[layer].group, state))
+    return caches
 
 
 class ModelRunner:
@@ -117,13 +126,21 @@ class ModelRunner:
         is_single_rank = parallel_state.tp.size == parallel_state.pipeline.size == 1 and self._replicas is None
         self._oom_handler = OOMHandler(device) if is_single_rank else None
         slots, groups = config.scheduler.max_num_seqs, len(cache.groups)
-        self._input_batch = InputBatch(slots, model.max_model_len, cache.block_size, groups, device)
+        self._groups = cache.groups
+        self._has_states = any(group.is_state for group in cache.groups)
+        self._input_batch = InputBatch(
+            *(slots, model.max_model_len, cache.block_size, groups, device),
+            states=[number for number, group in enumerate(cache.groups) if group.is_state],
+            blocks_per_page=cache.blocks_per_page,
+        )
         self._sampler = Sampler(arch.vocab_size, model.eos_token_ids, device)
         self._graphs: DecodeGraphs | None = None
         self.num_blocks = cache.num_blocks
         """Blocks in the KV cache, the same on every rank of the replica."""
         if meter is not None and cache.num_blocks:
-            self._caches = allocate_caches(config.with_blocks(1), parallel_state.pipeline.stage, device)
+            self._caches = allocate_caches(
+                config.with_blocks(cache.blocks_per_page), parallel_state.pipeline.stage, device
+            )
             self.num_blocks = memory.determine_num_blocks(config, rank, meter, lambda plan: self._launch(plan).result())
         config = config.with_blocks(self.num_blocks)
         self._caches = allocate_caches(config, parallel_state.pipeline.stage, device) if cache.num_blocks else []
@@ -220,6 +237,8 @@ class ModelRunner:
             result.expert_load = expert_load
         self._tp.begin_step()
         rows = self._input_batch.apply(plan)
+        if self._has_states:
+            self._clear_new_blocks(plan)
         if not plan.num_rows and not any(replica_tokens):
             return self._run_without_rows()
         has_prompts = plan.num_tokens > plan.num_rows
@@ -245,6 +264,18 @@ class ModelRunner:
         if self._pipeline.is_first:
             self._append_sampled(rows, places, tokens)
         return readings
+
+    def _clear_new_blocks(self, plan: SchedulerOutput) -> None:
+        """Set the blocks to zero that the rows will fill in part: attention reads whole blocks, and they may contain
+        what was a state."""
+        groups = self._groups
+        new = (row.new_block_ids[-len(groups) :] for row in plan.scheduled)
+        blocks = {block for ids in new for block, group in zip(ids, groups, strict=False) if not group.is_state}
+        if blocks:
+            places = send(np.array(sorted(blocks), np.int64), self._device)
+            for cache in self._caches:
+                if cache.state is None:
+                    cache.memory.view(torch.uint8).index_fill_(1, places, 0)
 
     def _forward(self, received: Tensor | None, batch: Batch) -> Tensor:
         """The hidden states after this stage, `[tokens, hidden_size]`, or `[requests, hidden_size]` with

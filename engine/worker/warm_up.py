@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, repeat
 from typing import Any
 
-from quire.engine.config.engine_config import EngineConfig
+from quire.engine.config.engine_config import CacheConfig, EngineConfig
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.protocol.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 
@@ -104,8 +104,16 @@ def _plan(
     tokens = [0] * max(map(sum, rows), default=0)
     for slot, ((computed, count), row_params) in enumerate(zip(rows, params, strict=True)):
         known = computed + count
-        blocks = [0] * (-(-known // config.cache.block_size) * len(config.cache.groups))
+        blocks = _block_ids(config.cache, computed, known)
         plan.new.append(NewRequestData(slot, tokens[:known], known, computed, blocks, row_params))
         plan.scheduled.append(CachedRequestData(slot, count, [], []))
     plan.has_work = True if config.parallel.is_coupled else None
     return plan
+
+
+def _block_ids(cache: CacheConfig, computed: int, known: int) -> list[int]:
+    """Block 0 everywhere, except where a row neither reads nor writes a recurrent state."""
+    size = cache.block_size
+    last = {max(0, computed - 1) // size, (known - 1) // size}
+    places = range(-(-known // size))
+    return [-1 if group.is_state and place not in last else 0 for place in places for group in cache.groups]

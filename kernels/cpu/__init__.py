@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quire.kernels.cache import StateSegments
 from quire.kernels.cpu.build import CannotBuild, load
 from quire.kernels.quantized import VALUES
 
@@ -13,10 +14,12 @@ __all__ = [
     "act_mul",
     "add_rms_norm",
     "apply_bitmask",
+    "causal_conv",
     "coded_experts",
     "coded_linear",
     "int4_linear",
     "int8_linear",
+    "linear_attention",
     "load",
     "pack_coded_tiles",
     "pack_int4_tiles",
@@ -50,6 +53,26 @@ def rotary_write_kv(
     query: Tensor, key: Tensor, value: Tensor | None, cos_sin: Tensor, cache: Tensor, slots: Tensor
 ) -> Tensor:
     out: Tensor = torch.ops.quire.rotary_write_kv(query, key, value, cos_sin, cache, slots)
+    return out
+
+
+def causal_conv(x: Tensor, weight: Tensor, inputs: Tensor, segments: StateSegments) -> Tensor:
+    out: Tensor = torch.ops.quire.causal_conv(x, weight, inputs, *segments)
+    return out
+
+
+def linear_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    beta: Tensor | None,
+    matrices: Tensor,
+    segments: StateSegments,
+    scale: float,
+    eps: float = 0.0,
+) -> Tensor:
+    out: Tensor = torch.ops.quire.linear_attention(*(query, key, value, decay, beta, matrices, *segments, scale, eps))
     return out
 
 

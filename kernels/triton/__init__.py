@@ -23,6 +23,7 @@ from quire.kernels.triton.coded import coded_fused_experts, coded_matmul
 from quire.kernels.triton.elementwise import act_mul, add_rms_norm, rms_norm
 from quire.kernels.triton.experts import fused_experts
 from quire.kernels.triton.logits import penalize, score_tokens
+from quire.kernels.triton.recurrent import causal_conv, linear_attention
 from quire.kernels.triton.rounded import rounded_fused_experts, rounded_matmul
 from quire.kernels.triton.routing import route
 from quire.kernels.triton.sampling import sample
@@ -30,9 +31,11 @@ from quire.kernels.triton.sampling import sample
 __all__ = [
     "act_mul",
     "add_rms_norm",
+    "causal_conv",
     "coded_fused_experts",
     "coded_matmul",
     "fused_experts",
+    "linear_attention",
     "paged_attention",
     "penalize",
     "rms_norm",

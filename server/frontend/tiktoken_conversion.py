@@ -30,7 +30,7 @@ def converted(slow: Any) -> Backend:
     if len(encodings) != 1:
         raise ConfigError(f"{name} is not supported, because it uses neither `tokenizers` nor tiktoken")
     encoding: Any = encodings[0]
-    converter: Any = TikTokenConverter(pattern=encoding._pat_str)
+    converter: Any = TikTokenConverter(pattern=encoding._pat_str)  # type: ignore[no-untyped-call]
     converter.load_tiktoken_bpe = lambda file: encoding._mergeable_ranks
     backend: Backend = converter.converted()
     added = {number: AddedToken(text, special=True) for text, number in encoding._special_tokens.items()}

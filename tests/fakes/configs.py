@@ -15,6 +15,9 @@ from quire.engine.config.engine_config import (
 )
 from quire.engine.models.model_spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, NormSpec, RopeSpec
 
+Windows = tuple[int | Literal["state"] | None, ...]
+"""Of the groups of layers: how many of the last tokens a token sees (None: all), or that they have recurrent states."""
+
 NORM = NormSpec(eps=1e-6)
 TINY_ATTENTION = AttentionSpec(num_heads=8, num_kv_heads=4, head_dim=4, scale=0.5, rope=RopeSpec(theta=10000.0, dim=4))
 TINY_FEED_FORWARD = MLPSpec(intermediate_size=64)
@@ -45,7 +48,7 @@ def engine_config(
     max_num_batched_tokens: int = 64,
     chunked: bool = True,
     prefix: bool = True,
-    windows: tuple[int | None, ...] = (None,),
+    windows: Windows = (None,),
     policy: Literal["fcfs", "priority"] = "fcfs",
     max_model_len: int = 128,
     eos: tuple[int, ...] = (),
@@ -53,7 +56,7 @@ def engine_config(
 ) -> EngineConfig:
     """A small configuration; `stages` of one rank each, by default one plan in flight for each.
 
-    `windows` are those of the cache groups.
+    `windows` are those of the cache groups; with states, a page has three blocks.
     """
     layers = TINY.num_layers // stages
     of_stages = tuple(tuple(range(s * layers, (s + 1) * layers)) for s in range(stages))
@@ -85,7 +88,13 @@ def engine_config(
             num_blocks=num_blocks,
             dtype="float32",
             enable_prefix_caching=prefix,
-            groups=tuple(KVCacheGroup(window=window, layers=of_stages) for window in windows),
+            groups=tuple(
+                KVCacheGroup(is_state=True, layers=of_stages)
+                if window == "state"
+                else KVCacheGroup(window=window, layers=of_stages)
+                for window in windows
+            ),
+            blocks_per_page=3 if "state" in windows else 1,
         ),
         scheduler=SchedulerConfig(
             max_num_seqs=max_num_seqs,

@@ -106,7 +106,9 @@ class Ranks:
         core.run()
         self.stats = core.scheduler.snapshot()
         assert not core.scheduler.requests
-        assert core.scheduler.kv.num_free == blocks
+        assert (
+            core.scheduler.kv.num_free_blocks == blocks // config.cache.blocks_per_page * config.cache.blocks_per_page
+        )
         for outputs in wire.outputs.values():
             assert [o.finish_reason is not None for o in outputs] == [False] * (len(outputs) - 1) + [True]
         return list(wire.outputs.values())

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 SIZES: dict[str, Any] = {
     "vocab_size": 131,  # no multiple of 2 or 4: the last rank's rows are padded
@@ -54,6 +57,24 @@ _LATENT = {
     "qk_nope_head_dim": 12,
     "qk_rope_head_dim": 8,
     "v_head_dim": 10,
+}
+_HYBRID = {
+    "head_dim": 16,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+}
+_VISION = {
+    "vision_config": {
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_heads": 2,
+        "out_hidden_size": 48,
+        "num_position_embeddings": 16,
+    }
 }
 _DEEPSEEK_YARN = {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1}
 
@@ -200,6 +221,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         _LATENT | {"rope_parameters": {**_DEEPSEEK_YARN, "mscale": 0.707, "mscale_all_dim": 0.707}},
     ),
     "DeepSeek V3": ("DeepseekV3ForCausalLM", _LATENT | {"routed_scaling_factor": 1.5}),
+    "Qwen3-Next": (
+        "Qwen3NextForCausalLM",
+        _HYBRID | _EXPERTS | {"num_experts": 6, "shared_expert_intermediate_size": 24, "decoder_sparse_step": 2},
+    ),
+    "Qwen3.5": ("Qwen3_5ForCausalLM", _HYBRID | {"tie_word_embeddings": True}),
+    "Qwen3.5 MoE": (
+        "Qwen3_5MoeForCausalLM",
+        _HYBRID | _EXPERTS | {"num_experts": 6, "shared_expert_intermediate_size": 24},
+    ),
+    "Qwen3.5 with a vision part": ("Qwen3_5ForConditionalGeneration", _VISION | {"text_config": SIZES | _HYBRID}),
+    "Qwen3.5 MoE with a vision part, stacked experts": (
+        "Qwen3_5MoeForConditionalGeneration",
+        _VISION
+        | {"text_config": SIZES | _HYBRID | _EXPERTS | {"num_experts": 6, "shared_expert_intermediate_size": 24}},
+    ),
     "DeepSeek V3, yarn rope": ("DeepseekV3ForCausalLM", _LATENT | {"rope_parameters": _DEEPSEEK_YARN}),
 }
 
@@ -233,6 +269,11 @@ MODELS = {
     "GraniteMoeForCausalLM": "PowerMoE, Granite 3 MoE",
     "Glm4MoeForCausalLM": "GLM-4.5, 4.6, 4.7",
     "GptOssForCausalLM": "gpt-oss 20B, 120B",
+    "Qwen3NextForCausalLM": "Qwen3-Next-80B-A3B, Qwen3-Coder-Next",
+    "Qwen3_5ForCausalLM": "Qwen3.5, dense, without its vision part",
+    "Qwen3_5ForConditionalGeneration": "Qwen3.5, dense, for text",
+    "Qwen3_5MoeForCausalLM": "Qwen3.5 MoE, without its vision part",
+    "Qwen3_5MoeForConditionalGeneration": "Qwen3.5 MoE, for text",
     "DeepseekV2ForCausalLM": "DeepSeek V2, V2-Lite, Coder-V2",
     "DeepseekV3ForCausalLM": "DeepSeek V3, V3.1, R1; Kimi K2",
 }
@@ -251,7 +292,27 @@ def table() -> str:
 def write(case: str, folder: Path) -> Any:
     """The case's model in `folder`, and as transformers has it, in float32 and ready to be asked."""
     architecture, changes = CASES[case]
-    return write_model(architecture, SIZES | changes, folder)
+    model = write_model(architecture, SIZES | changes, folder)
+    if "stacked experts" in case:
+        _stack_experts(folder)
+    return model
+
+
+def _stack_experts(folder: Path) -> None:
+    """Write the experts of a layer as two tensors, as the model's publisher does and transformers does not."""
+    path = folder / "model.safetensors"
+    tensors, stacks = load_file(path), defaultdict[str, dict[str, Tensor]](dict)
+    for name in [name for name in tensors if ".experts." in name]:
+        module, _, rest = name.partition(".experts.")
+        stacks[module][rest] = tensors.pop(name)
+    for module, parts in stacks.items():
+        gate, up, down = (
+            torch.stack([parts[f"{expert}.{part}_proj.weight"] for expert in range(len(parts) // 3)])
+            for part in ("gate", "up", "down")
+        )
+        tensors[f"{module}.experts.gate_up_proj"] = torch.cat((gate, up), dim=1)
+        tensors[f"{module}.experts.down_proj"] = down
+    save_file(tensors, path, {"format": "pt"})
 
 
 def write_model(architecture: str, settings: dict[str, Any], folder: Path) -> Any:

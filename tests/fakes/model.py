@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
+from quire.engine.config.engine_config import KVCacheGroup
 from quire.engine.protocol.logprobs import PromptLogprobs
 from quire.engine.protocol.runner_output import ModelRunnerOutput
 from quire.engine.protocol.scheduler_output import CachedRequestData, SchedulerOutput
@@ -54,13 +55,15 @@ class FakeModel:
     """Whether it keeps what it samples, as a single stage does."""
     pools: bool = False
     """It embeds: the vector of a prompt is its tokens."""
-    windows: tuple[int | None, ...] = (None,)
-    """Of the groups of layers: how many of the last tokens a token sees."""
+    groups: Sequence[KVCacheGroup] = (KVCacheGroup(),)
+    blocks_per_page: int = 1
     rows: dict[int, Row] = field(default_factory=dict)
     numbers: dict[tuple[int, int], int] = field(default_factory=dict)
     """(number of the token before, or of the group for the first; token) → number: it stands for all tokens so far."""
     kv: list[list[int | None]] = field(init=False)
     """By block and offset: the number of the token whose KV lies there."""
+    states: dict[int, int] = field(default_factory=dict)
+    """By page: the number of the last token that the state in it includes."""
     plans: list[SchedulerOutput] = field(default_factory=list)
     fails: Callable[[SchedulerOutput], bool] = lambda plan: False
     """Whether there is no memory for a step; those behind it are skipped until a plan says that the core knows."""
@@ -92,10 +95,14 @@ class FakeModel:
 
     def _run(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         assert len(plan.token_ids) == (0 if self.keeps else len(plan.decodes))
-        for slot, token_id in zip_longest(plan.decodes, plan.token_ids):
-            self._write(CachedRequestData(slot, 1, [] if token_id is None else [token_id], []))
-        for scheduled in plan.scheduled:  # all KV of a step is written before any row attends
-            self._write(scheduled)
+        scheduled = [
+            CachedRequestData(slot, 1, [] if token_id is None else [token_id], [])
+            for slot, token_id in zip_longest(plan.decodes, plan.token_ids)
+        ]
+        scheduled += plan.scheduled
+        for row in scheduled:  # all KV of a step is written before any row attends
+            self._write(row)
+        self._update_states(scheduled)
         slots = plan.decodes + [scheduled.slot for scheduled in plan.scheduled]
         assert len(set(slots)) == len(slots)
         assert plan.masks.keys() <= {scheduled.slot for scheduled in plan.scheduled}
@@ -128,24 +135,58 @@ class FakeModel:
             assert row.computed == 0
             assert end == len(row.tokens), "without KV a prompt is one row"
             assert not row.blocks
-        for group in range(len(self.windows)) if self.num_blocks else ():
+        for group, kind in enumerate(self.groups if self.num_blocks else ()):
             history = row.histories[group]
             for token in row.tokens[len(history) : end]:
                 before = history[-1] if history else -1 - group
                 history.append(self.numbers.setdefault((before, token), len(self.numbers)))
-            for position in range(row.computed, end):
-                self._block(row, position // self.block_size, group)[position % self.block_size] = history[position]
+            for position in range(row.computed, end) if not kind.is_state else ():
+                block = self._block(row, position // self.block_size, group)
+                self.states.pop(block // self.blocks_per_page, None)
+                self.kv[block][position % self.block_size] = history[position]
         row.computed = end
+
+    def _update_states(self, scheduled: list[CachedRequestData]) -> None:
+        """Check the states that the rows read, and write others. Rows run in any order, groups one after another."""
+        for group, kind in enumerate(self.groups if self.num_blocks else ()):
+            if not kind.is_state:
+                continue
+            read, written = dict[int, int](), dict[int, int]()
+            for each in scheduled:
+                row = self.rows[each.slot]
+                start, history, size = row.computed - each.num_tokens, row.histories[group], self.block_size
+                if start:
+                    page = self._page(row, (start - 1) // size, group)
+                    assert self.states[page] == history[start - 1], "another state"
+                    read[page] = each.slot
+                for index in range(start // size, -(-row.computed // size)):
+                    if index == (row.computed - 1) // size or row.blocks[index * len(self.groups) + group] >= 0:
+                        page = self._page(row, index, group)
+                        assert written.setdefault(page, each.slot) == each.slot, "two rows write a page"
+                        self.states[page] = history[min(row.computed, (index + 1) * size) - 1]
+            others = (page for page, slot in written.items() if read.get(page, slot) != slot)
+            assert not [*others], "a row writes what another reads"
+            for page in written:
+                for block in range(page * self.blocks_per_page, (page + 1) * self.blocks_per_page):
+                    self.kv[block] = [None] * self.block_size
+
+    def _page(self, row: Row, index: int, group: int) -> int:
+        block = self._block(row, index, group)
+        assert block % self.blocks_per_page == 0
+        return block // self.blocks_per_page
 
     def _read(self, row: Row, count: int) -> None:
         """Every token that the last `count` see must be theirs."""
-        for group, window in enumerate(self.windows) if self.num_blocks else ():
+        for group, kind in enumerate(self.groups if self.num_blocks else ()):
+            if kind.is_state:
+                continue
+            window = kind.window
             first = 0 if window is None else max(0, row.computed - count + 1 - window)
             for index in range(first // self.block_size, -(-row.computed // self.block_size)):
                 start = index * self.block_size
                 begin, end = max(first, start), min(row.computed, start + self.block_size)
                 expected = row.histories[group][begin:end]
-                assert self._block(row, index, group)[begin - start : end - start] == expected
+                assert self.kv[self._block(row, index, group)][begin - start : end - start] == expected
 
     def _score(self, row: Row, count: int) -> PromptLogprobs:
         """The token that is scored stands in the place of its log-probability, and its position in the rank's."""
@@ -164,7 +205,7 @@ class FakeModel:
             row.tokens.append(token)
         return token
 
-    def _block(self, row: Row, index: int, group: int) -> list[int | None]:
-        block = row.blocks[index * len(self.windows) + group]
+    def _block(self, row: Row, index: int, group: int) -> int:
+        block = row.blocks[index * len(self.groups) + group]
         assert 0 <= block < self.num_blocks
-        return self.kv[block]
+        return block

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from quire.engine.models.families import bert, cohere, deepseek, gemma, gpt, llama, moe, olmo
+from quire.engine.models.families import bert, cohere, deepseek, gemma, gpt, llama, moe, olmo, qwen_next
 from quire.engine.models.families.family import Family
 from quire.engine.models.model_spec import ModelSpec
 from quire.engine.protocol.errors import ConfigError
@@ -22,9 +22,18 @@ FAMILIES: dict[str, Family] = {
     **gpt.FAMILIES,
     **moe.FAMILIES,
     **deepseek.FAMILIES,
+    **qwen_next.FAMILIES,
     **bert.FAMILIES,
 }
 """By the architecture's name in config.json."""
+
+
+def of_text(config: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json with the settings of the text part on top, if we know the text part of a model that takes more."""
+    names, part = config.get("architectures") or [], config.get("text_config")
+    if not isinstance(part, Mapping) or not any(name in FAMILIES for name in names):
+        return dict(config)
+    return {**config, **part, "architectures": names}
 
 
 def from_hf_config(config: Mapping[str, Any]) -> ModelSpec:

@@ -21,6 +21,7 @@ from quire.engine.models.model_spec import (
     ModelSpec,
     MoESpec,
     NormSpec,
+    RecurrentSpec,
     TransformersModelSpec,
 )
 
@@ -32,10 +33,10 @@ class StoredTensor:
     """How the checkpoint stores a parameter, or a part of it."""
 
     name: str
-    """May contain `{layer}`, `{part}` and `{expert}`, still to be formatted."""
+    """May contain `{layer}` and `{expert}`, still to be formatted."""
     shape: Shape
-    is_joint: bool
-    """All parts are concatenated in this tensor."""
+    joint: tuple[str, ...]
+    """The parts that this tensor has."""
     is_transposed: bool
     is_stacked: bool
     """All experts are stacked in this tensor."""
@@ -58,10 +59,10 @@ def stored_tensor(
     """
     if module == "head" and kind == "weight" and arch.tie_embeddings:
         module = "embedding"
-    name, is_joint = _name(family.names_of(arch), module, part, kind)
-    is_joint = is_joint and len(parts) > 1
-    first, *rest = parts[part]
-    shape: Shape = (sum(each[0] for each in parts.values()) if is_joint else first, *rest)
+    names = family.names_of(arch)
+    name = _name(names, module, part, kind)
+    joint = tuple(each for each in parts if each == part or _name(names, module, each, kind) == name)
+    shape: Shape = (sum(parts[each][0] for each in joint), *parts[part][1:])
     if is_transposed := len(shape) == 2 and family.is_transposed(module):
         shape = shape[::-1]
     is_stacked = False
@@ -73,17 +74,17 @@ def stored_tensor(
     if layer is not None and isinstance(layer.attention, AttentionSpec) and layer.attention.qk_norm_over == "each head":
         is_grid = module in ("layers.attention.query_norm", "layers.attention.key_norm")
         shape = (shape[0] // layer.attention.head_dim, layer.attention.head_dim) if is_grid else shape
-    return StoredTensor(name, shape, is_joint, is_transposed, is_stacked, is_grid)
+    return StoredTensor(name, shape, joint, is_transposed, is_stacked, is_grid)
 
 
-def _name(names: Mapping[str, str], module: str, part: str, kind: str) -> tuple[str, bool]:
-    """The name, still to be formatted, and whether that tensor has all parts of the module."""
+def _name(names: Mapping[str, str], module: str, part: str, kind: str) -> str:
+    """The name of the tensor with a part, still to be formatted with the numbers of layer and expert."""
     for key, rest in ((f"{module}.{part}.{kind}", ""), (f"{module}.{part}", f".{kind}")):
         if part and key in names:
-            return names[key] + rest, False
+            return names[key] + rest
     whole = f"{module}.{kind}"
     name = names[whole] if whole in names else f"{names[module]}.{kind}"
-    return name, "{part}" not in name
+    return name.replace("{part}", part)
 
 
 class NeededTensor(NamedTuple):
@@ -109,7 +110,7 @@ def checkpoint_tensors(arch: ModelSpec, *, has_head: bool) -> dict[str, NeededTe
             if layer is not None and isinstance(layer.feed_forward, MoESpec) and "{expert}" in stored.name:
                 experts = range(layer.feed_forward.num_experts)
             for expert in experts:
-                name = stored.name.format(layer=number, part=part, expert=expert)
+                name = stored.name.format(layer=number, expert=expert)
                 found[name] = NeededTensor(stored.shape, stored.is_transposed)
     return found
 
@@ -126,7 +127,7 @@ def weight_names(arch: ModelSpec) -> dict[tuple[int | None, str], list[str]]:
     for number, layer, module, kind, parts in _parameters(arch, has_head=True):
         if kind == "weight" and all(len(shape) == 2 for shape in parts.values()):
             tensors = {part: stored_tensor(family, arch, layer, module, kind, part, parts) for part in parts}
-            names = [one.name.format(layer=number, part=part, expert=0) for part, one in tensors.items()]
+            names = [one.name.format(layer=number, expert=0) for part, one in tensors.items()]
             path = module.removeprefix("layers.")
             found[number, path] = [name.removesuffix(".weight") for name in dict.fromkeys(names)]
     return found
@@ -169,6 +170,8 @@ def _inner(layer: LayerSpec, width: int) -> _Parameters:
         yield from _norm(f"layers.{name}", getattr(layer, name), width)
     if isinstance(layer.attention, MLASpec):
         yield from _mla(layer.attention, width)
+    elif isinstance(layer.attention, RecurrentSpec):
+        yield from _recurrent(layer.attention, width)
     else:
         yield from _attention(layer.attention, width)
     if isinstance(layer.feed_forward, MoESpec):
@@ -179,7 +182,8 @@ def _inner(layer: LayerSpec, width: int) -> _Parameters:
 
 def _attention(spec: AttentionSpec, width: int) -> _Parameters:
     module, queries, keys = "layers.attention", spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    yield from _linear(f"{module}.qkv", {"q": queries, "k": keys, "v": keys}, width, bias=spec.qkv_bias)
+    gate = {"gate": queries} if spec.output_gate else {}
+    yield from _linear(f"{module}.qkv", {"q": queries, "k": keys, "v": keys, **gate}, width, bias=spec.qkv_bias)
     yield from _linear(f"{module}.output", {"": width}, queries, bias=spec.output_bias)
     if spec.has_sinks:
         yield module, "sinks", {"": (spec.num_heads,)}
@@ -201,6 +205,19 @@ def _mla(spec: MLASpec, width: int) -> _Parameters:
     up = spec.num_heads * (spec.qk_nope_head_dim + spec.v_head_dim)
     yield from _linear(f"{module}.up", {"": up}, spec.kv_lora_rank)
     yield from _linear(f"{module}.output", {"": width}, spec.num_heads * spec.v_head_dim, bias=spec.bias)
+
+
+def _recurrent(spec: RecurrentSpec, width: int) -> _Parameters:
+    module, heads = "layers.attention", {"": (spec.num_heads,)}
+    keys, values = spec.num_key_heads * spec.key_head_dim, spec.num_heads * spec.value_head_dim
+    convolved = {"q": keys, "k": keys, "v": values}
+    yield from _linear(f"{module}.qkvz", {**convolved, "z": values}, width)
+    yield from _linear(f"{module}.gates", {"b": spec.num_heads, "a": spec.num_heads}, width)
+    yield f"{module}.conv", "weight", {part: (size, 1, spec.conv_size) for part, size in convolved.items()}
+    yield module, "decay", heads
+    yield module, "step_bias", heads
+    yield from _norm(f"{module}.norm", spec.norm, spec.value_head_dim)
+    yield from _linear(f"{module}.state_output", {"": width}, values)
 
 
 def _mlp(module: str, spec: MLPSpec, width: int) -> _Parameters:

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from quire.engine.models.families.tensors import weight_names
-from quire.engine.models.model_spec import ModelSpec, TransformersModelSpec
+from quire.engine.models.model_spec import ModelSpec
 from quire.engine.models.quantization.method import FLOATS, Method, Scheme, Shape, Stored, with_names_of_stacks
 from quire.engine.protocol.errors import ConfigError
 

@@ -121,7 +121,7 @@ class PagedAttention:
     ) -> Tensor:
         """Run call `number` of the step."""
         assert self._batch is not None
-        cache, group = self._caches[number]
+        cache, group, _ = self._caches[number]
         batch = self._batch.for_group(group)
         value_dim, size = value.shape[-1], max(query.shape[-1], value.shape[-1])
         if query.shape[-1] != value_dim:  # the cache's keys and values have the same size

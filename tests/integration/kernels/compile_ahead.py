@@ -26,7 +26,7 @@ from triton.runtime.jit import JITFunction
 
 from quire.kernels import reference
 from quire.kernels import triton as platform
-from quire.kernels.cache import LARGEST, allocate_kv_cache
+from quire.kernels.cache import LARGEST, StateSegments, allocate_kv_cache
 from quire.kernels.coded_words import CodedWords, pack_words
 from quire.kernels.quantized import VALUES, QuantizedWeight
 from quire.kernels.triton import attention, coded, rounded
@@ -139,6 +139,14 @@ def run_all(types: list[torch.dtype]) -> None:
         for of_cache in (dtype, *LARGEST):
             side = allocate_kv_cache(1, 64, 1, 16, 576, of_cache, query.device, num_tensors=1)[0]
             platform.paged_attention(query, side.expand(2, -1, -1, -1, -1), table, lengths, starts, 0.1)
+        pages = torch.zeros(3, 32, 128, 128), torch.zeros(3, 3, 8192, dtype=dtype)
+        mixed, gates = torch.zeros(9, 12288, dtype=dtype), torch.zeros(9, 32)
+        segments = StateSegments(starts, torch.tensor([0, 2]), starts[:2], starts[:2])
+        platform.causal_conv(mixed[:, :8192], torch.zeros(8192, 4, dtype=dtype), pages[1], segments)
+        parts = torch.unflatten(mixed[:, :8192], 1, (64, 128))
+        platform.linear_attention(
+            *(parts[:, :16], parts[:, 16:32], parts[:, 32:], gates, gates, pages[0], segments, 0.1, 1e-6)
+        )
         weights, ids = torch.ones(4, 2), torch.zeros(4, 2, dtype=torch.int64)
         matrices = torch.zeros(8, 256, 4096, dtype=dtype), torch.zeros(8, 4096, 128, dtype=dtype)
         biases = torch.zeros(8, 256, dtype=dtype), torch.zeros(8, 4096, dtype=dtype)

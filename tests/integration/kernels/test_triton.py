@@ -21,7 +21,7 @@ from quire import kernels
 from quire.kernels import check, dispatch, reference
 from quire.kernels.cache import LARGEST, allocate_kv_cache
 from quire.kernels.quantized import QuantizedFormat
-from tests.integration.kernels import test_attention, test_experts, test_sampling
+from tests.integration.kernels import test_attention, test_experts, test_recurrent, test_sampling
 
 if sys.platform != "linux":
     pytest.skip("Triton has no wheel for this platform", allow_module_level=True)
@@ -317,6 +317,18 @@ def test_rows_may_be_a_part_of_wider_ones() -> None:
     assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("step", ["decodes", "short"])
+def test_causal_conv(step: str, dtype: torch.dtype) -> None:
+    test_recurrent.test_causal_conv_is_that_of_the_reference(step, dtype)
+
+
+@pytest.mark.parametrize(("per_feature", "is_delta"), [(False, True), (True, False)])
+@pytest.mark.parametrize("step", ["decodes", "short"])
+def test_linear_attention(step: str, per_feature: bool, is_delta: bool) -> None:
+    test_recurrent.test_linear_attention_is_that_of_the_reference(step, per_feature, is_delta, torch.float32)
+
+
 @pytest.mark.parametrize("width", [1, 50, 5000])
 def test_scores_of_tokens(width: int) -> None:
     logits, tokens = torch.randn(6, width) * 4, torch.randint(width, (6,))
@@ -388,7 +400,7 @@ def test_every_kernel_compiles_ahead(capability: int, types: list[str]) -> None:
     *variants, last = done.stdout.splitlines()
     assert last == f"{len(variants)} kernels compiled for sm_{capability}"
     names = {line.split()[0] for line in variants}
-    assert len(names) == 20, names
+    assert len(names) == 22, names
     for name in (
         "_act_mul",
         "_decodes",

@@ -8,11 +8,10 @@ from collections import Counter
 import pytest
 
 from quire.engine.protocol.scheduler_output import SchedulerOutput
-from tests.fakes.configs import engine_config
+from tests.fakes.configs import Windows, engine_config
 from tests.unit.engine.scheduler.test_scheduler import (
     AHEAD,
     Engine,
-    Windows,
     continuation,
     tightened,
 )

@@ -144,7 +144,7 @@ def test_blocks_are_given_back_as_soon_as_nothing_sees_them(
             kv.publish(block, digest)
         blocks = kv.match(hashes)
     computed, before, largest = kv.num_tokens_in(len(blocks)), len(kv.without_freed(blocks)), max(rows, default=0)
-    counted = kv.max_blocks_needed(computed + sum(rows), largest, blocks)
+    counted = kv.max_pages_needed(computed + sum(rows), largest, blocks)
     for row in rows:
         kv.free_out_of_window(blocks, computed)
         blocks += kv.allocate(kv.num_blocks_for(computed + row) - len(blocks))

@@ -16,25 +16,32 @@ from quire.engine.protocol.engine_core import EngineCoreOutput, EngineCoreOutput
 from quire.engine.protocol.runner_output import ModelRunnerOutput
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.protocol.scheduler_output import SchedulerOutput
+from quire.engine.scheduler import kv_cache_manager
 from quire.engine.scheduler.grammar import GrammarError
 from quire.engine.scheduler.scheduler import Scheduler
-from tests.fakes.configs import engine_config
+from tests.fakes.configs import Windows, engine_config
 from tests.fakes.model import FAILURE, FakeModel, next_token
 from tests.fakes.outputs import each
+
+
+@pytest.fixture(autouse=True)
+def _states_are_kept_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_cache_manager, "STATE_INTERVAL", 8)
 
 
 class Engine:
     """The core's loop with a fake model in a pipeline: a plan's result is taken when `depth` are in flight."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self.scheduler = Scheduler(config)
+        self.scheduler, self.blocks_per_page = Scheduler(config), config.cache.blocks_per_page
         self.model = FakeModel(
             config.cache.block_size,
             config.cache.num_blocks,
             config.scheduler.max_num_batched_tokens,
             keeps=config.parallel.pipeline_parallel_size == 1,
             pools=config.model.pooling is not None,
-            windows=tuple(group.window for group in config.cache.groups),
+            groups=config.cache.groups,
+            blocks_per_page=config.cache.blocks_per_page,
         )
         self.depth, self.stages = config.scheduler.depth, config.parallel.pipeline_parallel_size
         self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
@@ -98,7 +105,8 @@ class Engine:
                 break
         assert self.scheduler.stats.idle_stage_steps == self.idle_stage_steps
         assert not self.scheduler.has_requests
-        assert self.scheduler.kv.num_free == self.scheduler.kv.num_blocks
+        page = self.blocks_per_page
+        assert self.scheduler.kv.num_free == self.scheduler.kv.num_blocks // page
 
     def tokens(self, request_id: str) -> list[int]:
         return [token for output in self.outputs[request_id] for token in output.token_ids]
@@ -122,8 +130,7 @@ def continuation(prompt: list[int], count: int) -> list[int]:
 AHEAD = [(1, 1), (1, 2), (1, 3), (2, 2), (3, 3)]
 """Stages, and plans in flight: one for each stage, or more than one on a single stage, which then runs ahead."""
 ONE_STAGE = [(stages, depth) for stages, depth in AHEAD if stages == 1]
-Windows = tuple[int | None, ...]
-WINDOWS: list[Windows] = [(None,), (None, 9, 9), (1, None), (6,), (None, 4, 30, 2)]
+WINDOWS: list[Windows] = [(None,), (None, 9, 9), (1, None), (6,), (None, 4, 30, 2), (None, "state", "state")]
 """Of the groups of layers; the first has none."""
 AHEAD_AND_WINDOWS = pytest.mark.parametrize(
     ("stages", "depth", "windows"), [(*ahead, windows) for ahead in AHEAD for windows in WINDOWS]
@@ -149,7 +156,7 @@ def crossed(ahead: list[tuple[int, int]]) -> list[tuple[int, int, int, bool, Win
 def tightened(config: EngineConfig) -> EngineConfig:
     """With hardly more blocks than the longest request needs, so that others are preempted."""
     least = config.cache.max_blocks(config.model.max_model_len, config.scheduler.max_num_batched_tokens)
-    return replace(config, cache=replace(config.cache, num_blocks=least + 8))
+    return replace(config, cache=replace(config.cache, num_blocks=least + 8 * config.cache.blocks_per_page))
 
 
 @pytest.mark.parametrize(("stages", "depth", "budget", "tight", "windows", "prefix"), crossed(AHEAD))
@@ -883,3 +890,46 @@ def test_a_decode_that_fails_with_the_next_in_flight_fails_once() -> None:
     engine.add("second", [5, 6, 7], max_tokens=20)
     engine.run()
     assert engine.tokens("second") == continuation([5, 6, 7], 20)
+
+
+def test_a_conversation_continues_from_its_last_states() -> None:
+    """The prompt of each turn is the conversation so far; what is computed again is less than two blocks."""
+    engine = Engine(
+        engine_config(windows=(None, "state", "state"), max_model_len=1024, num_blocks=3000, max_num_batched_tokens=16)
+    )
+    rng, conversation = random.Random(0), list[int]()
+    for turn in range(8):
+        known = len(conversation)
+        conversation += [rng.randrange(97) for _ in range(20 + 7 * turn)]
+        engine.add(str(turn), conversation, max_tokens=30 + turn)
+        engine.run()
+        conversation += engine.tokens(str(turn))
+        cached = engine.outputs[str(turn)][-1].num_cached_tokens
+        assert known - 2 * 4 < cached <= known or not turn
+    stats = engine.scheduler.snapshot()
+    assert stats.kv_blocks_used == 0
+    assert stats.preemptions == 0
+
+
+def test_states_of_one_prompt_serve_others_while_there_is_room() -> None:
+    """A shared prefix is found at a multiple of the interval, by requests that come together as well."""
+    engine = Engine(engine_config(windows=(None, "state"), max_model_len=256, num_blocks=1200))
+    shared = list(range(60))
+    engine.add("first", [*shared, 1], max_tokens=1)
+    engine.run()
+    for name in ("a", "b", "c"):
+        engine.add(name, [*shared, 90, ord(name) % 97, 3], max_tokens=20)
+    engine.run()
+    assert [engine.outputs[name][-1].num_cached_tokens for name in ("a", "b", "c")] == [60, 60, 60]
+
+
+def test_requests_with_states_alone_are_not_preempted() -> None:
+    """A state has one size: two requests fit into two pages each, and snapshots give way."""
+    config = engine_config(windows=("state",), max_num_seqs=4, num_blocks=3 * 5)
+    engine = Engine(config)
+    for index in range(8):
+        engine.add(str(index), [index] * 30, max_tokens=50)
+    engine.run()
+    assert engine.scheduler.stats.preemptions == 0
+    for index in range(8):
+        assert engine.tokens(str(index)) == continuation([index] * 30, 50)

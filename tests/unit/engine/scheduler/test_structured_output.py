@@ -17,9 +17,9 @@ from quire.engine.protocol.sampling_params import SamplingParams, StructuredOutp
 from quire.engine.scheduler import structured_output
 from quire.engine.scheduler.grammar import GrammarError
 from quire.engine.scheduler.request import Request, Share
-from tests.fakes.configs import TINY, engine_config
+from tests.fakes.configs import TINY, Windows, engine_config
 from tests.fakes.tokenizers import byte_level, write_model
-from tests.unit.engine.scheduler.test_scheduler import AHEAD, Engine, Windows, continuation, tightened
+from tests.unit.engine.scheduler.test_scheduler import AHEAD, Engine, continuation, tightened
 
 EOS = 2
 TOKENIZER = byte_level()

@@ -1,0 +1,203 @@
+"""Qwen3-Next and Qwen3.5: three layers with the gated delta rule for each one with attention, whose output is gated."""
+
+from __future__ import annotations
+
+from quire.engine.models.families.family import (
+    Config,
+    Family,
+    Runs,
+    activation,
+    architecture,
+    attention,
+    feed_forward,
+    head_dim,
+    require,
+    rms_norm,
+    rope,
+)
+from quire.engine.models.families.moe import NAMES_BY_EXPERT
+from quire.engine.models.model_spec import (
+    AttentionSpec,
+    LayerSpec,
+    MLPSpec,
+    ModelSpec,
+    MoESpec,
+    RecurrentSpec,
+)
+from quire.engine.protocol.errors import ConfigError
+
+_NAMES = NAMES_BY_EXPERT | {
+    "layers.attention.qkv.gate": "model.layers.{layer}.self_attn.q_proj",
+    "layers.attention.conv": "model.layers.{layer}.linear_attn.conv1d",
+    "layers.attention.decay": "model.layers.{layer}.linear_attn.A_log",
+    "layers.attention.step_bias": "model.layers.{layer}.linear_attn.dt_bias",
+    "layers.attention.norm": "model.layers.{layer}.linear_attn.norm",
+    "layers.attention.state_output": "model.layers.{layer}.linear_attn.out_proj",
+    "layers.feed_forward.shared.gate_up": "model.layers.{layer}.mlp.shared_expert.{part}_proj",
+    "layers.feed_forward.shared.down": "model.layers.{layer}.mlp.shared_expert.down_proj",
+    "layers.feed_forward.shared_gate": "model.layers.{layer}.mlp.shared_expert_gate",
+}
+_NEXT_NAMES = _NAMES | {
+    "layers.attention.qkvz": "model.layers.{layer}.linear_attn.in_proj_qkvz",
+    "layers.attention.gates": "model.layers.{layer}.linear_attn.in_proj_ba",
+}
+_QWEN35_NAMES = _NAMES | {
+    "layers.attention.qkvz": "model.layers.{layer}.linear_attn.in_proj_qkv",
+    "layers.attention.qkvz.z": "model.layers.{layer}.linear_attn.in_proj_z",
+    "layers.attention.gates": "model.layers.{layer}.linear_attn.in_proj_{part}",
+}
+_STACKED_EXPERTS = {
+    "layers.feed_forward.experts.gate_up.weight": "model.layers.{layer}.mlp.experts.gate_up_proj",
+    "layers.feed_forward.experts.down.weight": "model.layers.{layer}.mlp.experts.down_proj",
+}
+
+
+def _hybrid(name: str, config: Config, feed_forwards: list[MLPSpec | MoESpec]) -> ModelSpec:
+    """The model with these feed-forwards in its layers."""
+    require(config, "hidden_act", "silu")
+    norm = rms_norm(config, offset=1.0)
+    mixers: dict[str, AttentionSpec | RecurrentSpec] = {
+        "linear_attention": RecurrentSpec(
+            num_heads=int(config["linear_num_value_heads"]),
+            num_key_heads=int(config["linear_num_key_heads"]),
+            key_head_dim=int(config["linear_key_head_dim"]),
+            value_head_dim=int(config["linear_value_head_dim"]),
+            conv_size=int(config["linear_conv_kernel_dim"]),
+            norm=rms_norm(config),
+        ),
+        "full_attention": attention(config, rope(config, head_dim(config)), qk_norm=norm, output_gate=True),
+    }
+    every, count = int(config["full_attention_interval"]), len(feed_forwards)
+    kinds = config.get("layer_types") or [
+        "linear_attention" if number % every else "full_attention" for number in range(1, count + 1)
+    ]
+    if len(kinds) != count or not mixers.keys() >= set(kinds):
+        raise ConfigError(f"layer_types must be {count} times one of {', '.join(mixers)}, got {kinds}")
+    layers = [
+        LayerSpec(attention=mixers[kind], attention_norm=norm, feed_forward=each, feed_forward_norm=norm)
+        for kind, each in zip(kinds, feed_forwards, strict=True)
+    ]
+    return architecture(name, config, layers, norm)
+
+
+def _experts(config: Config, *, renormalize: bool) -> MoESpec:
+    return MoESpec(
+        num_experts=int(config["num_experts"]),
+        top_k=int(config["num_experts_per_tok"]),
+        intermediate_size=int(config["moe_intermediate_size"]),
+        activation=activation(config.get("hidden_act", "silu")),
+        renormalize=renormalize,
+        shared=feed_forward(config, intermediate_size=int(config["shared_expert_intermediate_size"])),
+        shared_gate=True,
+    )
+
+
+def _qwen3_next(name: str, config: Config) -> ModelSpec:
+    experts, dense = _experts(config, renormalize=bool(config["norm_topk_prob"])), feed_forward(config)
+    step, without = int(config["decoder_sparse_step"]), set(config.get("mlp_only_layers") or ())
+    return _hybrid(
+        name,
+        config,
+        [
+            experts if number not in without and (number + 1) % step == 0 else dense
+            for number in range(int(config["num_hidden_layers"]))
+        ],
+    )
+
+
+def _qwen35(name: str, config: Config) -> ModelSpec:
+    return _hybrid(name, config, [feed_forward(config)] * int(config["num_hidden_layers"]))
+
+
+def _qwen35_moe(name: str, config: Config) -> ModelSpec:
+    return _hybrid(name, config, [_experts(config, renormalize=True)] * int(config["num_hidden_layers"]))
+
+
+def _next_rows(layer: LayerSpec, module: str, part: str) -> Runs | None:
+    """Each key head has all parts together."""
+    spec = layer.attention
+    if not isinstance(spec, RecurrentSpec):
+        return _gate_rows(layer, module, part)
+    repeats = spec.num_heads // spec.num_key_heads
+    if module == "layers.attention.gates":
+        return _interleaved({"b": repeats, "a": repeats}, part, spec.num_key_heads)
+    if module == "layers.attention.qkvz":
+        keys, values = spec.key_head_dim, repeats * spec.value_head_dim
+        return _interleaved({"q": keys, "k": keys, "v": values, "z": values}, part, spec.num_key_heads)
+    return None
+
+
+def _gate_rows(layer: LayerSpec, module: str, part: str) -> Runs | None:
+    """Each head has its query and its gate together."""
+    spec = layer.attention
+    if isinstance(spec, AttentionSpec) and module == "layers.attention.qkv" and part in ("q", "gate"):
+        return _interleaved({"q": spec.head_dim, "gate": spec.head_dim}, part, spec.num_heads)
+    return None
+
+
+def _interleaved(sizes: dict[str, int], part: str, heads: int) -> Runs:
+    """The rows of a part, where each head has all parts one after another."""
+    names, width = list(sizes), sum(sizes.values())
+    first = sum(sizes[name] for name in names[: names.index(part)])
+    return [range(start + first, start + first + sizes[part]) for start in range(0, heads * width, width)]
+
+
+def _of_text(names: dict[str, str]) -> dict[str, str]:
+    """The names in the checkpoint of a model that takes images, too."""
+    return {module: name.replace("model.", "model.language_model.", 1) for module, name in names.items()}
+
+
+_DEFAULTS = {
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "full_attention_interval": 4,
+    "partial_rotary_factor": 0.25,
+    "head_dim": 256,
+    "max_position_embeddings": 32768,
+}
+
+_QWEN35_DEFAULTS = _DEFAULTS | {"num_key_value_heads": 4}
+_QWEN35_MOE_DEFAULTS = _DEFAULTS | {
+    "num_key_value_heads": 2,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "num_experts_per_tok": 8,
+    "num_experts": 256,
+}
+_NOT_TEXT = ("mtp.", "model.visual.")
+
+FAMILIES = {
+    "Qwen3NextForCausalLM": Family(
+        _qwen3_next,
+        _NEXT_NAMES,
+        _DEFAULTS
+        | {
+            "num_key_value_heads": 2,
+            "decoder_sparse_step": 1,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "num_experts_per_tok": 10,
+            "num_experts": 512,
+            "norm_topk_prob": True,
+        },
+        rows=_next_rows,
+        ignored_prefixes=_NOT_TEXT,
+    ),
+    "Qwen3_5ForCausalLM": Family(_qwen35, _QWEN35_NAMES, _QWEN35_DEFAULTS, rows=_gate_rows, ignored_prefixes=_NOT_TEXT),
+    "Qwen3_5ForConditionalGeneration": Family(
+        _qwen35, _of_text(_QWEN35_NAMES), _QWEN35_DEFAULTS, rows=_gate_rows, ignored_prefixes=_NOT_TEXT
+    ),
+    "Qwen3_5MoeForCausalLM": Family(
+        _qwen35_moe, _QWEN35_NAMES, _QWEN35_MOE_DEFAULTS, rows=_gate_rows, ignored_prefixes=_NOT_TEXT
+    ),
+    "Qwen3_5MoeForConditionalGeneration": Family(
+        _qwen35_moe,
+        _of_text(_QWEN35_NAMES | _STACKED_EXPERTS),
+        _QWEN35_MOE_DEFAULTS,
+        rows=_gate_rows,
+        ignored_prefixes=_NOT_TEXT,
+    ),
+}

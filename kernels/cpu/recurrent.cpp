@@ -1,0 +1,258 @@
+// Layers with a recurrent state: the causal convolution and linear attention (see `reference.causal_conv` and
+// `reference.linear_attention`).
+
+#include "activation.h"
+#include "vec.h"
+
+namespace quire {
+namespace {
+
+// The segments of a step (`cache.StateSegments`).
+struct Segments {
+  Segments(const Tensor& starts, const Tensor& rows, const Tensor& read, const Tensor& write)
+      : starts(as_contiguous(starts)), rows(as_contiguous(rows)), read(as_contiguous(read)),
+        write(as_contiguous(write)) {}
+
+  int64_t num_rows() const { return rows.size(0) - 1; }
+  const int64_t* start() const { return starts.const_data_ptr<int64_t>(); }
+  const int64_t* first() const { return rows.const_data_ptr<int64_t>(); }
+
+  Tensor starts, rows, read, write;
+};
+
+// Convolves the channels from `begin` to `end` of one row. `seen` is a ring of the last inputs, in float32.
+template <typename T>
+void convolve(const T* x, int64_t x_stride, const float* weight, int64_t size, T* inputs, int64_t page, T* out,
+              int64_t channels, int64_t begin, int64_t end, const Segments& segments, int64_t row) {
+  const int64_t* const starts = segments.start();
+  const int64_t* const read = segments.read.const_data_ptr<int64_t>();
+  const int64_t* const write = segments.write.const_data_ptr<int64_t>();
+  const int64_t first = segments.first()[row], last = segments.first()[row + 1], before = size - 1;
+  for_vectors(end - begin, [&](int64_t at, auto n) {
+    const int64_t channel = begin + at;
+    std::vector<Floats> seen(size);
+    for (int64_t i = 0; i < before; ++i)
+      seen[i] = read[first] < 0 ? Floats{} : load(inputs + read[first] * page + i * channels + channel, n);
+    int64_t newest = before;
+    for (int64_t segment = first; segment < last; ++segment) {
+      for (int64_t token = starts[segment]; token < starts[segment + 1]; ++token) {
+        seen[newest] = load(x + token * x_stride + channel, n);
+        Floats sum{};
+        for (int64_t i = 0; i < size; ++i)
+          sum += seen[(newest + 1 + i) % size] * load(weight + i * channels + channel, n);
+        store(out + token * channels + channel, silu(sum), n);
+        newest = (newest + 1) % size;
+      }
+      for (int64_t i = 0; write[segment] >= 0 && i < before; ++i)
+        store(inputs + write[segment] * page + i * channels + channel, seen[(newest + 1 + i) % size], n);
+    }
+  });
+}
+
+Tensor causal_conv(const Tensor& x, const Tensor& weight, Tensor inputs, const Tensor& starts, const Tensor& rows,
+                   const Tensor& read, const Tensor& write) {
+  const int64_t tokens = x.size(0), channels = x.size(1), size = weight.size(1);
+  STD_TORCH_CHECK(inputs.size(1) == size - 1 && inputs.size(2) == channels && inputs.stride(1) == channels &&
+                      inputs.stride(2) == 1 && x.stride(1) == 1,
+                  "the inputs of a convolution have another shape");
+  STD_TORCH_CHECK(inputs.scalar_type() == x.scalar_type());
+  const Segments segments(starts, rows, read, write);
+  Tensor out = empty({tokens, channels}, x.scalar_type());
+  std::vector<float> by_place(size * channels);
+  const View weights(weight);
+  for_type(weight.scalar_type(), [&]<typename W>() {
+    for (int64_t channel = 0; channel < channels; ++channel)
+      for (int64_t i = 0; i < size; ++i)
+        by_place[i * channels + channel] =
+            static_cast<float>(weights.data<W>()[channel * weights.stride(0) + i * weights.stride(1)]);
+  });
+  for_type(x.scalar_type(), [&]<typename T>() {
+    const T* from = x.const_data_ptr<T>();
+    T* memory = static_cast<T*>(inputs.mutable_data_ptr());
+    T* to = out.mutable_data_ptr<T>();
+    const int64_t page = inputs.stride(0), parts = vectors(channels);
+    const int64_t work = parts * segments.num_rows(), each = std::max<int64_t>(1, tokens / segments.num_rows());
+    parallel_for(0, work, grain(each * size * kLanes), [&](int64_t begin, int64_t end) {
+      while (begin < end) {
+        const int64_t row = begin / parts, part = begin % parts, count = std::min(parts - part, end - begin);
+        convolve(from, x.stride(0), by_place.data(), size, memory, page, to, channels, part * kLanes,
+                 std::min(channels, (part + count) * kLanes), segments, row);
+        begin += count;
+      }
+    });
+  });
+  return out;
+}
+
+constexpr int kVectors = 2;                       // of a tile's row
+constexpr int64_t kTile = kVectors * kLanes;      // columns of a state that are processed together
+constexpr int64_t kChunk = 64;                    // tokens whose queries and keys are prepared together
+
+// The state of one head `[key_dim, value_dim]`, in tiles `[key_dim, kTile]` that fit into the first-level cache.
+class HeadState {
+ public:
+  HeadState(int64_t key_dim, int64_t value_dim)
+      : key_dim_(key_dim), value_dim_(value_dim), memory_(key_dim * tiles() * kTile) {}
+
+  int64_t tiles() const { return (value_dim_ + kTile - 1) / kTile; }
+  float* tile(int64_t number) { return memory_.data() + number * key_dim_ * kTile; }
+
+  void clear() { std::fill(memory_.begin(), memory_.end(), 0.0f); }
+
+  void read(const float* from) {
+    each([&](float* mine, int64_t place, int64_t count) { std::copy_n(from + place, count, mine); });
+  }
+
+  void write(float* to) {
+    each([&](const float* mine, int64_t place, int64_t count) { std::copy_n(mine, count, to + place); });
+  }
+
+ private:
+  template <typename Body>
+  void each(const Body& body) {
+    for (int64_t number = 0; number < tiles(); ++number)
+      for (int64_t i = 0; i < key_dim_; ++i)
+        body(tile(number) + i * kTile, i * value_dim_ + number * kTile, std::min(kTile, value_dim_ - number * kTile));
+  }
+
+  int64_t key_dim_, value_dim_;
+  std::vector<float> memory_;
+};
+
+// Queries, keys and decays of a chunk's tokens, for one head.
+struct Chunk {
+  explicit Chunk(int64_t key_dim)
+      : key_dim(key_dim), query(kChunk * key_dim), key(kChunk * key_dim), decay(kChunk * key_dim), dot(kChunk),
+        beta(kChunk) {}
+
+  template <typename T>
+  void prepare(int64_t token, const T* query_row, const T* key_row, const float* decays, bool per_feature, float scale,
+               float eps) {
+    float *q = query.data() + token * key_dim, *k = key.data() + token * key_dim, *d = decay.data() + token * key_dim;
+    Floats q_length{}, k_length{}, both{};
+    for_vectors(key_dim, [&](int64_t i, auto n) {
+      const Floats a = load(query_row + i, n), b = load(key_row + i, n);
+      q_length += a * a, k_length += b * b, both += a * b;
+      store(q + i, a, n), store(k + i, b, n);
+    });
+    const float by_q = scale * (eps > 0 ? 1 / std::sqrt(sum(q_length) + eps) : 1.0f);
+    const float by_k = eps > 0 ? 1 / std::sqrt(sum(k_length) + eps) : 1.0f;
+    for (int64_t i = 0; i < key_dim; ++i) q[i] *= by_q, k[i] *= by_k;
+    dot[token] = sum(both) * by_q * by_k;
+    if (per_feature)
+      for (int64_t i = 0; i < key_dim; ++i) d[i] = std::exp(decays[i]);
+    else
+      std::fill_n(d, key_dim, std::exp(decays[0]));
+  }
+
+  int64_t key_dim;
+  std::vector<float> query, key, decay, dot, beta;
+};
+
+// Runs a tile through the tokens of a chunk. A token's update is added to the state when the next token reads it, so
+// that the state is read and written once for each token.
+template <typename T>
+void run_tile(float* state, const Chunk& chunk, int64_t tokens, bool is_delta, const T* value, int64_t value_stride,
+              T* out, int64_t out_stride, int64_t width) {
+  using Row = Floats[kVectors];
+  const int64_t key_dim = chunk.key_dim;
+  Row update{};
+  const float* before = chunk.key.data();  // the key of `update`
+  for (int64_t token = 0; token < tokens; ++token) {
+    const float *q = chunk.query.data() + token * key_dim, *k = chunk.key.data() + token * key_dim;
+    const float* d = chunk.decay.data() + token * key_dim;
+    Row seen{}, answer{};
+    for (int64_t i = 0; i < key_dim; ++i) {
+      for (int v = 0; v < kVectors; ++v) {
+        float* const place = state + i * kTile + v * kLanes;
+        const Floats now = (read<Floats>(place) + before[i] * update[v]) * d[i];
+        std::memcpy(place, &now, sizeof(now));
+        seen[v] += k[i] * now;
+        answer[v] += q[i] * now;
+      }
+    }
+    for_vectors(width, [&](int64_t at, auto n) {
+      Floats& mine = update[at / kLanes];
+      mine = load(value + token * value_stride + at, n);
+      if (is_delta) mine = chunk.beta[token] * (mine - seen[at / kLanes]);
+      store(out + token * out_stride + at, answer[at / kLanes] + chunk.dot[token] * mine, n);
+    });
+    before = k;
+  }
+  for (int64_t i = 0; i < key_dim; ++i)
+    for (int v = 0; v < kVectors; ++v) {
+      float* const place = state + i * kTile + v * kLanes;
+      const Floats now = read<Floats>(place) + before[i] * update[v];
+      std::memcpy(place, &now, sizeof(now));
+    }
+}
+
+Tensor linear_attention(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& decays,
+                        const std::optional<Tensor>& betas, Tensor matrices, const Tensor& starts, const Tensor& rows,
+                        const Tensor& read_pages, const Tensor& write_pages, double scale, double eps) {
+  const int64_t heads = value.size(1), value_dim = value.size(2);
+  const int64_t key_heads = key.size(1), key_dim = key.size(2);
+  STD_TORCH_CHECK(matrices.size(1) == heads && matrices.size(2) == key_dim && matrices.size(3) == value_dim &&
+                      matrices.stride(3) == 1 && matrices.stride(2) == value_dim,
+                  "the states have another shape");
+  STD_TORCH_CHECK(query.stride(2) == 1 && key.stride(2) == 1 && value.stride(2) == 1 && heads % key_heads == 0);
+  STD_TORCH_CHECK(query.scalar_type() == value.scalar_type() && key.scalar_type() == value.scalar_type());
+  const Segments segments(starts, rows, read_pages, write_pages);
+  const bool per_feature = decays.dim() == 3;
+  const Tensor decay = as_contiguous(decays), beta = as_contiguous(betas ? *betas : decays);
+  Tensor out = empty(value.sizes(), value.scalar_type());
+  const View states(matrices), queries(query), keys(key), values(value);
+  const int64_t* const read = segments.read.const_data_ptr<int64_t>();
+  const int64_t* const write = segments.write.const_data_ptr<int64_t>();
+  for_type(value.scalar_type(), [&]<typename T>() {
+    const int64_t work = segments.num_rows() * heads;
+    T* const results = out.mutable_data_ptr<T>();
+    parallel_for(0, work, 1, [&](int64_t begin, int64_t end) {
+      HeadState state(key_dim, value_dim);
+      Chunk chunk(key_dim);
+      for (int64_t item = begin; item < end; ++item) {
+        const int64_t row = item / heads, head = item % heads, key_head = head / (heads / key_heads);
+        const int64_t first = segments.first()[row], last = segments.first()[row + 1];
+        if (first == last) continue;
+        const auto page = [&](int64_t number) {
+          return states.data<float>() + number * states.stride(0) + head * states.stride(1);
+        };
+        if (read[first] < 0) state.clear();
+        else state.read(page(read[first]));
+        for (int64_t segment = first; segment < last; ++segment) {
+          const int64_t stop = segments.start()[segment + 1];
+          for (int64_t from = segments.start()[segment]; from < stop; from += kChunk) {
+            const int64_t count = std::min(kChunk, stop - from);
+            for (int64_t token = 0; token < count; ++token) {
+              const int64_t at = (from + token) * heads + head;
+              chunk.prepare(token,
+                            queries.data<const T>() + (from + token) * queries.stride(0) + key_head * queries.stride(1),
+                            keys.data<const T>() + (from + token) * keys.stride(0) + key_head * keys.stride(1),
+                            decay.const_data_ptr<float>() + (per_feature ? at * key_dim : at), per_feature,
+                            static_cast<float>(scale), static_cast<float>(eps));
+              if (betas) chunk.beta[token] = beta.const_data_ptr<float>()[at];
+            }
+            for (int64_t tile = 0; tile < state.tiles(); ++tile)
+              run_tile(state.tile(tile), chunk, count, betas.has_value(),
+                       values.data<const T>() + from * values.stride(0) + head * values.stride(1) + tile * kTile,
+                       values.stride(0), results + (from * heads + head) * value_dim + tile * kTile, heads * value_dim,
+                       std::min(kTile, value_dim - tile * kTile));
+          }
+          if (write[segment] >= 0) state.write(page(write[segment]));
+        }
+      }
+    });
+  });
+  return out;
+}
+
+}  // namespace
+
+QUIRE_OPERATION(causal_conv,
+                "(Tensor x, Tensor weight, Tensor(a!) inputs, Tensor starts, Tensor rows, Tensor read, Tensor write) "
+                "-> Tensor")
+QUIRE_OPERATION(linear_attention,
+                "(Tensor query, Tensor key, Tensor value, Tensor decay, Tensor? beta, Tensor(a!) matrices, Tensor "
+                "starts, Tensor rows, Tensor read, Tensor write, float scale, float eps) -> Tensor")
+
+}  // namespace quire

@@ -1,0 +1,120 @@
+"""Operations with recurrent states: the compiled ones against the reference, and the reference against itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire import kernels
+from quire.kernels import RecurrentState, StateSegments, allocate_kv_cache, recurrent_states, reference
+
+SIZES = {"heads": 4, "key_heads": 2, "key_dim": 24, "value_dim": 40}
+CHANNELS, CONV = 2 * 2 * 24 + 4 * 40, 4
+
+
+def segments(lengths: list[list[int]], read: list[int], write: list[int]) -> StateSegments:
+    """`lengths` are those of the segments of each row."""
+    flat = [length for row in lengths for length in row]
+    starts = torch.tensor([0, *flat]).cumsum(0)
+    rows = torch.tensor([0, *map(len, lengths)]).cumsum(0)
+    return StateSegments(starts, rows, torch.tensor(read), torch.tensor(write))
+
+
+STEPS = {
+    "decodes": segments([[1]] * 5, [3, 1, -1, 0, 6], [3, 2, 0, 5, -1]),
+    "a prompt": segments([[150]], [-1], [2]),
+    "short": segments([[5, 16, 2], [1], [6]], [-1, 4, 5, 2, 1], [4, 5, 0, 2, 3]),
+    "mixed": segments([[70, 16, 3], [1], [64], [5, 1]], [-1, 4, 5, 1, 2, 6, 3], [4, 5, 0, 1, 2, 3, 6]),
+}
+
+
+def state(dtype: torch.dtype, seed: int = 0) -> RecurrentState:
+    """Random states in the memory of a KV cache, with a page more than the tests use."""
+    sizes = SIZES["heads"], SIZES["key_dim"], SIZES["value_dim"]
+    cache = allocate_kv_cache(2, 8 * 10, 2, 16, 32, dtype, torch.device("cpu"))
+    found = recurrent_states(cache[1], 10, sizes, (CONV - 1, CHANNELS), dtype)
+    generator = torch.Generator().manual_seed(seed)
+    found.matrices.copy_(torch.randn(found.matrices.shape, generator=generator))
+    found.inputs.copy_(torch.randn(found.inputs.shape, generator=generator))
+    return found
+
+
+def attention_inputs(tokens: int, dtype: torch.dtype, *, per_feature: bool, is_delta: bool) -> list[Tensor | None]:
+    generator = torch.Generator().manual_seed(1)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    heads, key_heads, key_dim, value_dim = SIZES.values()
+    mixed = randn(tokens, 2 * key_heads * key_dim + heads * value_dim).to(dtype)
+    query, key, value = mixed.split_with_sizes((key_heads * key_dim, key_heads * key_dim, heads * value_dim), dim=-1)
+    decay = -randn(tokens, heads, key_dim).exp() if per_feature else -randn(tokens, heads).exp()
+    return [
+        torch.unflatten(query, -1, (key_heads, key_dim)),
+        torch.unflatten(key, -1, (key_heads, key_dim)),
+        torch.unflatten(value, -1, (heads, value_dim)),
+        decay,
+        randn(tokens, heads).sigmoid() if is_delta else None,
+    ]
+
+
+def assert_alike(run: Callable[[Any, RecurrentState], Tensor], dtype: torch.dtype) -> None:
+    """The compiled operation gives the outputs and states of the reference, and writes to no other page."""
+    out_state, expected_state = state(dtype), state(dtype)
+    out, expected = run(kernels, out_state), run(reference, expected_state)
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}[dtype]
+    torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(out_state.matrices, expected_state.matrices, rtol=1e-4, atol=1e-5)
+    assert torch.equal(out_state.inputs, expected_state.inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("step", STEPS)
+def test_causal_conv_is_that_of_the_reference(step: str, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(int(STEPS[step].starts[-1]), CHANNELS + 8, generator=generator).to(dtype)[:, :CHANNELS]
+    weight = torch.randn(CHANNELS, 1, CONV, generator=generator).to(dtype)[:, 0]
+    assert_alike(lambda ops, kept: ops.causal_conv(x, weight, kept.inputs, STEPS[step]), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("per_feature", "is_delta"), [(False, True), (True, True), (False, False)])
+@pytest.mark.parametrize("step", STEPS)
+def test_linear_attention_is_that_of_the_reference(
+    step: str, per_feature: bool, is_delta: bool, dtype: torch.dtype
+) -> None:
+    given = attention_inputs(int(STEPS[step].starts[-1]), dtype, per_feature=per_feature, is_delta=is_delta)
+    eps = 1e-6 if is_delta else 0.0
+    scale = SIZES["key_dim"] ** -0.5
+    assert_alike(lambda ops, kept: ops.linear_attention(*given, kept.matrices, STEPS[step], scale, eps), dtype)
+
+
+@pytest.mark.parametrize("ops", [reference, kernels])
+def test_a_row_gives_the_same_in_pieces(ops: Any) -> None:
+    """In one step, in segments of one step, and in several steps: bit by bit."""
+    given = attention_inputs(90, torch.float32, per_feature=False, is_delta=True)
+    x = torch.randn(90, CHANNELS, generator=torch.Generator().manual_seed(3))
+    weight = torch.randn(CHANNELS, CONV, generator=torch.Generator().manual_seed(4))
+
+    def run(kept: RecurrentState, first: int, last: int, step: StateSegments) -> tuple[Tensor, Tensor]:
+        part = [None if each is None else each[first:last] for each in given]
+        out = ops.linear_attention(*part, kept.matrices, step, 0.5, 1e-6)
+        return out, ops.causal_conv(x[first:last], weight, kept.inputs, step)
+
+    def prepared() -> RecurrentState:
+        return state(torch.float32)
+
+    whole, pieces, steps = prepared(), prepared(), prepared()
+    expected = run(whole, 0, 90, segments([[90]], [-1], [1]))
+    for out, wanted in zip(run(pieces, 0, 90, segments([[1, 16, 73]], [-1, 2, 3], [2, 3, 1])), expected, strict=True):
+        assert torch.equal(out, wanted)
+    outputs = [run(steps, 0, 2, segments([[2]], [-1], [4])), run(steps, 2, 90, segments([[88]], [4], [1]))]
+    for parts, wanted in zip(zip(*outputs, strict=True), expected, strict=True):
+        assert torch.equal(torch.cat(parts), wanted)
+    for kept in (pieces, steps):
+        assert torch.equal(kept.matrices[1], whole.matrices[1])
+        assert torch.equal(kept.inputs[1], whole.inputs[1])
