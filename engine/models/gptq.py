@@ -22,6 +22,7 @@ from quire.engine.models.decoder import Decoder
 from quire.engine.models.families import FAMILIES
 from quire.engine.models.families.tensors import NeededTensor
 from quire.engine.models.loader import load, needed_tensors
+from quire.engine.models.model_spec import RecurrentSpec
 from quire.engine.models.quantization.method import Scheme
 from quire.engine.models.quantized_tensors.writers import rounding_of
 from quire.engine.protocol.errors import ConfigError
@@ -192,6 +193,7 @@ def _batches(texts: Sequence[Sequence[int]]) -> Iterator[Batch]:
             blocks = -(-int(lengths.max()) // _BLOCK_SIZE)
             tables = torch.arange(len(together) * blocks).view(-1, blocks)
             positions = torch.cat([torch.arange(len(each)) for each in together])
+            starts, none = F.pad(lengths.cumsum(0), (1, 0)), torch.full((len(together),), -1)
             firsts = tables[:, 0].repeat_interleave(lengths) * _BLOCK_SIZE
             yield Batch(
                 token_ids=torch.tensor(list(chain(*together))),
@@ -199,8 +201,9 @@ def _batches(texts: Sequence[Sequence[int]]) -> Iterator[Batch]:
                 slot_mapping=firsts + positions,
                 block_tables=tables,
                 sequence_lengths=lengths,
-                query_starts=F.pad(lengths.cumsum(0), (1, 0)),
+                query_starts=starts,
                 logits_indices=torch.zeros(1, dtype=torch.int64),
+                segments=kernels.StateSegments(starts, torch.arange(len(starts)), none, none),
             )
             together = []
         together.append(text)
@@ -210,7 +213,13 @@ def _forward(config: EngineConfig, decoder: Decoder, stage: int, batch: Batch, h
     """The hidden states `[tokens, hidden_size]` after a stage."""
     caches = []
     for number in config.parallel.stages[stage]:
-        num_tensors, kv_heads, head_dim = config.model.architecture.layers[number].attention.kv_shape(1)
+        spec = config.model.architecture.layers[number].attention
+        if isinstance(spec, RecurrentSpec):  # no state is kept
+            matrices = torch.zeros(1, spec.num_heads, spec.key_head_dim, spec.value_head_dim)
+            inputs = torch.zeros(1, spec.conv_size - 1, spec.channels(1))
+            caches.append(LayerCache(matrices, state=kernels.RecurrentState(matrices, inputs)))
+            continue
+        num_tensors, kv_heads, head_dim = spec.kv_shape(1)
         blocks = batch.block_tables.numel()
         shape = (1, blocks, kv_heads, _BLOCK_SIZE, head_dim, torch.float32, torch.device("cpu"), num_tensors)
         caches.append(LayerCache(kernels.allocate_kv_cache(*shape)[0]))
