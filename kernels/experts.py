@@ -8,7 +8,7 @@ the experts that have rows are called one by one.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -92,12 +92,12 @@ def _pack_quantized(
     if isinstance(gate_up, QuantizedWeight) and isinstance(down, QuantizedWeight):
         both = gate_up, down
         is_plain = all(each.columns is None and each.rounding is None for each in both)
-        rounds = all(linear.rounds_inputs(each) for each in both)
+        rounds = is_plain and all(linear.rounds_inputs(each) for each in both)
         if is_plain and linear.gpu_capability(gate_up.codes.device) is not None:
             pack = RoundedExperts if rounds else CodedWordsExperts
             return pack(gate_up, down, activation, *biases)
-        if rounds:
-            if linear.packing(gate_up.codes, "int8") is linear.Int8Linear:
+        if rounds and gate_up.values == down.values:
+            if gate_up.values == "int4" or linear.packing(gate_up.codes, "int8") is linear.Int8Linear:
                 return TiledExperts(gate_up, down, activation, *biases)
         elif is_plain and gate_up.values == down.values and _fits_tiles(down):
             return CodedExperts(gate_up, down, activation, *biases)
@@ -146,7 +146,8 @@ class TiledExperts(PackedExperts):
         first: tuple[Tensor, Tensor | None]
         second: tuple[Tensor, Tensor | None]
         if isinstance(gate_up, QuantizedWeight) and isinstance(down, QuantizedWeight):
-            first, second = _int8_stack(gate_up, gated=True), _int8_stack(down, padding=_padding(down.codes))
+            of_codes = _int4_stack if gate_up.values == "int4" else _int8_stack
+            first, second = of_codes(gate_up, gated=True), of_codes(down, padding=_padding(down.codes))
         else:
             assert isinstance(gate_up, Tensor)
             assert isinstance(down, Tensor)
@@ -275,28 +276,41 @@ def _stack(weights: Tensor, *, gated: bool = False, padding: int = 0) -> tuple[T
 
 
 def _int8_stack(weights: Tensor | QuantizedWeight, *, gated: bool = False, padding: int = 0) -> tuple[Tensor, Tensor]:
-    if isinstance(weights, QuantizedWeight):
-        weights = replace(weights, codes=_pad_columns(weights.codes, padding))
-        experts = (weights.at(expert) for expert in range(len(weights.codes)))
-        tiles = (quantized.pack_int8_codes(expert, gated, _pack_tiles) for expert in experts)
-        count = len(weights.codes)
-    else:
-        tiles = (linear.pack_int8_tiles(_pad_columns(weight, padding), gated) for weight in weights)
-        count = len(weights)
+    tiles = (
+        quantized.pack_int8_codes(weight, gated, _pack_tiles)
+        if isinstance(weight, QuantizedWeight)
+        else linear.pack_int8_tiles(weight, gated)
+        for weight in _padded_experts(weights, padding)
+    )
     first = next(tiles)
-    stack, scales = (x.new_empty((count, *x.shape)) for x in first)
+    stack, scales = (x.new_empty((_number(weights), *x.shape)) for x in first)
     for expert, packed_weight in enumerate(chain((first,), tiles)):
         stack[expert], scales[expert] = packed_weight
     return stack, scales
 
 
-def _int4_stack(weights: Tensor, *, gated: bool = False, padding: int = 0) -> tuple[Tensor, None]:
-    tiles = (linear.pack_int4_tiles(_pad_columns(weight, padding), gated) for weight in weights)
+def _int4_stack(weights: Tensor | QuantizedWeight, *, gated: bool = False, padding: int = 0) -> tuple[Tensor, None]:
+    tiles = (linear.pack_int4_tiles(weight, gated) for weight in _padded_experts(weights, padding))
     first = next(tiles)
-    stack = first.new_empty((len(weights), *first.shape))
+    stack = first.new_empty((_number(weights), *first.shape))
     for expert, packed_weight in enumerate(chain((first,), tiles)):
         stack[expert] = packed_weight
     return stack, None
+
+
+def _number(weights: Tensor | QuantizedWeight) -> int:
+    """Of experts."""
+    return len(weights.codes if isinstance(weights, QuantizedWeight) else weights)
+
+
+def _padded_experts(weights: Tensor | QuantizedWeight, padding: int) -> Iterator[Tensor | QuantizedWeight]:
+    """Each expert's weight, padded by `padding` columns."""
+    for expert in range(_number(weights)):
+        if isinstance(weights, QuantizedWeight):
+            weight = weights.at(expert)
+            yield replace(weight, codes=_pad_columns(weight.codes, padding))
+        else:
+            yield _pad_columns(weights[expert], padding)
 
 
 def _pad_columns(weight: Tensor, padding: int) -> Tensor:

@@ -110,17 +110,20 @@ def pack_gated(
 
 
 def _pack_quantized(weight: QuantizedWeight, activation: str = "") -> PackedLinear:
-    if weight.rounding is not None:
+    rounds = rounds_inputs(weight)
+    if weight.rounding is not None and not rounds:
         scaled = replace(weight, scales=weight.scales * weight.rounding[0], rounding=None, activations=None)
         return StaticScaleLinear(_pack_quantized(scaled, activation), weight.rounding)
     if weight.columns is not None:
-        return GatheredLinear(_pack_quantized(replace(weight, columns=None), activation), weight.columns)
-    rounds = rounds_inputs(weight)
+        in_order = replace(weight, columns=None, activations=None)
+        return GatheredLinear(_pack_quantized(in_order, activation), weight.columns)
     if gpu_capability(weight.codes.device) is not None:
         product: PackedLinear = RoundedLinear(weight) if rounds else CodedWordsLinear(weight)
     elif not rounds:
         return CodedLinear(weight, activation)
-    elif packing(weight.codes, "int8") is Int8Linear:
+    elif weight.values != "int8":
+        return Int4Linear(weight, activation)
+    elif weight.rounding is not None or packing(weight.codes, "int8") is Int8Linear:
         return Int8Linear(weight, activation)
     else:
         product = Int8OneDNNLinear(weight)
@@ -133,16 +136,22 @@ def gpu_capability(device: torch.device) -> tuple[int, int] | None:
 
 
 def rounds_inputs(weight: QuantizedWeight) -> bool:
-    """Whether products round their inputs to the type of the weight (W8A8): they may, and the device has an operation
-    for the type and for the groups."""
-    is_plain = all(each is None for each in (weight.offsets, weight.columns, weight.rounding))
-    if weight.values != weight.activations or not is_plain:
-        return False
-    of_rows = weight.scales.shape[-1] == 1
-    if weight.values == "int8":
-        return of_rows
-    of_groups = weight.codes.shape[-1] == coded_words.ROUNDED_GROUP * weight.scales.shape[-1]
-    return (gpu_capability(weight.codes.device) or (0, 0)) >= FP8_CAPABILITY and (of_rows or of_groups)
+    """Whether products round their inputs to 8 bits (W8A8, or W4A8 on CPUs): they may, and the device has an operation
+    for the types, the groups, and a static scale if there is one."""
+    capability, group = gpu_capability(weight.codes.device), weight.codes.shape[-1] // weight.scales.shape[-1]
+    of_rows, is_static = weight.scales.shape[-1] == 1, weight.rounding is not None
+    match weight.values, weight.activations:
+        case _ if weight.columns is not None:
+            return False
+        case "int4", "int8":
+            return capability is None and not is_static and group % INT4_GROUPS[-1] == 0
+        case "int8", "int8":
+            return of_rows and weight.offsets is None and not (capability and is_static)
+        case "fp8", "fp8":
+            has_groups = of_rows or group == coded_words.ROUNDED_GROUP
+            is_plain = weight.offsets is None and not is_static
+            return capability is not None and capability >= FP8_CAPABILITY and has_groups and is_plain
+    return False
 
 
 def packing(weight: Tensor, quantization: Quantization | None) -> Callable[[Tensor], PackedLinear]:
@@ -252,8 +261,13 @@ def pack_float_tiles(weight: Tensor, gated: bool = False) -> Tensor:
     return _pack_tiles(weight.detach(), 2 if weight.dtype == torch.bfloat16 else 1, gated)
 
 
-def pack_int4_tiles(weight: Tensor, gated: bool = False) -> Tensor:
-    """Pack `weight` `[out, in]` as 4-bit weights in the largest groups of INT4_GROUPS that divide its inputs."""
+def pack_int4_tiles(weight: Tensor | QuantizedWeight, gated: bool = False) -> Tensor:
+    """Pack `weight` `[out, in]` as 4-bit weights in the largest groups of INT4_GROUPS that divide its inputs, or the
+    groups of a quantized weight, which `rounds_inputs`."""
+    if isinstance(weight, QuantizedWeight):
+        stored = weight.codes.shape[1] // weight.scales.shape[1]
+        group = next(size for size in INT4_GROUPS if stored % size == 0)
+        return quantized.pack_int4_codes(weight, group, gated, _pack_coded_tiles)
     group = next(size for size in INT4_GROUPS if weight.shape[1] % size == 0)
     return _pack_int4_tiles(weight.detach(), group, gated)
 
@@ -266,19 +280,23 @@ class Int8Linear(PackedLinear):
 
     def __init__(self, weight: Tensor | QuantizedWeight, activation: str = "") -> None:
         """A quantized weight, which `rounds_inputs`, keeps its integers."""
+        self._rounding: list[Tensor] = []
         if isinstance(weight, QuantizedWeight):
             tiles = quantized.pack_int8_codes(weight, bool(activation), _pack_tiles)
             outs, (self._weight, self._scales) = len(weight.codes), tiles
+            if weight.rounding is not None:
+                excess = quantized.pack_int8_excess(weight, weight.rounding, bool(activation))
+                self._rounding = [weight.rounding, excess]
         else:
             outs, (self._weight, self._scales) = len(weight), pack_int8_tiles(weight.detach(), bool(activation))
         self._features, self._activation = outs // (2 if activation else 1), activation
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         bias = _interleave_bias(bias, self._activation)
-        return _int8_linear(x, self._weight, self._scales, bias, self._features, self._activation)
+        return _int8_linear(x, self._weight, self._scales, bias, self._features, self._activation, *self._rounding)
 
     def state(self) -> list[Tensor]:
-        return [self._weight, self._scales]
+        return [self._weight, self._scales, *self._rounding]
 
 
 class Int8OneDNNLinear(PackedLinear):
@@ -315,8 +333,10 @@ class Int4Linear(PackedLinear):
     Applies a gated activation in registers.
     """
 
-    def __init__(self, weight: Tensor, activation: str = "") -> None:
-        self._features, self._activation = len(weight) // (2 if activation else 1), activation
+    def __init__(self, weight: Tensor | QuantizedWeight, activation: str = "") -> None:
+        """A quantized weight, which `rounds_inputs`, keeps its integers."""
+        outs = len(weight.codes if isinstance(weight, QuantizedWeight) else weight)
+        self._features, self._activation = outs // (2 if activation else 1), activation
         self._weight = pack_int4_tiles(weight, bool(activation))
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:

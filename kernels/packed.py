@@ -138,21 +138,35 @@ def tiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, features: int, 
 
 
 def int8_linear(
-    x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, features: int, activation: str = ""
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    features: int,
+    activation: str = "",
+    rounding: Tensor | None = None,
+    excess: Tensor | None = None,
 ) -> Tensor:
     """Multiply `x` `[rows, in]`, quantized as by `quantize_rows`, by the tiles of `pack_int8_tiles`.
 
     `scales` are float32 `[tiles * TILE]`. Sums are exact; the result has the type of `x`. `activation` is as for
-    `tiled_linear`.
+    `tiled_linear`. With `rounding`, float32 `[2]`, all rows are quantized with this scale and zero point instead, and
+    cut off; `excess` is then the zero point times the sum of each feature's weights, int32 `[tiles * TILE]`.
     """
     if activation:
-        both = int8_linear(x.float(), weight, scales, None, len(weight) * TILE)
+        both = int8_linear(x.float(), weight, scales, None, len(weight) * TILE, "", rounding, excess)
         both = both if bias is None else both + bias
         return _gated(both, activation, features).to(x.dtype)
-    quantized, row_scales = quantize_rows(x)
     unpacked = _unpack_tiles(weight, features, x.shape[1]).double() - INT8_OFFSET
-    sums = F.linear(quantized.double() - INT8_ZERO, unpacked).float()
-    return scale_rows(sums * scales[:features], row_scales, bias, x.dtype)
+    if rounding is None or excess is None:
+        quantized, row_scales = quantize_rows(x)
+        sums = F.linear(quantized.double() - INT8_ZERO, unpacked)
+    else:
+        scale, zero = rounding
+        row_scales = scale.expand(len(x))
+        integers = (x.float() / scale + zero).round_().clamp_(-128, 127)
+        sums = F.linear(integers.double(), unpacked) - excess[:features]
+    return scale_rows(sums.float() * scales[:features], row_scales, bias, x.dtype)
 
 
 def int4_linear(x: Tensor, weight: Tensor, bias: Tensor | None, features: int, activation: str = "") -> Tensor:

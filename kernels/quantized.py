@@ -385,6 +385,30 @@ def pack_int8_codes(
     return tiles, F.pad(scales[:, 0], (0, -len(scales) % TILE))
 
 
+def pack_int8_excess(weight: QuantizedWeight, rounding: Tensor, gated: bool = False) -> Tensor:
+    """`excess` of `int8_linear` for the tiles of `pack_int8_codes`."""
+    sums = weight.codes.view(torch.int8).sum(dim=1, dtype=torch.int32) * rounding[1].int()
+    sums = interleave_gated(sums) if gated else sums
+    return F.pad(sums, (0, -len(sums) % TILE))
+
+
+def pack_int4_codes(
+    weight: QuantizedWeight, group: int, gated: bool = False, pack: Callable[..., Tensor] = pack_coded_tiles
+) -> Tensor:
+    """Pack `[out, in]` of 16 consecutive integers as `pack_int4_tiles` does, without rounding, in groups of this size,
+    which divides the weight's. `pack` is as for `pack_coded`."""
+    steps = weight.codes.shape[-1] // group
+    scales, offsets = (
+        None if each is None else each.repeat_interleave(steps // each.shape[-1], dim=1)
+        for each in (weight.scales, weight.offsets)
+    )
+    assert scales is not None
+    least = VALUES[weight.values][0]
+    zeros = scales * (least if offsets is None else offsets + least)
+    halves = weight.codes.view(len(weight.codes), -1, 2, 4)  # of words
+    return pack(halves.transpose(2, 3).flatten(1), scales, zeros, group, 4, True, gated)
+
+
 def stack_coded(
     weights: QuantizedWeight, gated: bool = False, pack: Callable[..., Tensor] = pack_coded_tiles
 ) -> CodedTiles:

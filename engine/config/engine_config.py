@@ -23,8 +23,6 @@ from quire.engine.models.quantization.method import Method, Scheme
 from quire.engine.models.quantization.online import Online
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-INT4_GROUPS = (128, 64, 32)
-"""Group sizes of int4 weights (the largest one that divides the input features); a group shares a scale."""
 
 
 @dataclass(frozen=True, kw_only=True)

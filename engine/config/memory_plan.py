@@ -12,7 +12,6 @@ from quire.engine.config import cuda_graph_sizes, parallel_config
 from quire.engine.config.devices import Devices
 from quire.engine.config.engine_config import (
     DTYPE_BYTES,
-    INT4_GROUPS,
     CacheConfig,
     EngineConfig,
     ModelConfig,
@@ -25,7 +24,7 @@ from quire.engine.models.model_spec import (
     ModelSpec,
     MoESpec,
 )
-from quire.engine.models.quantization.form import Form, form_of
+from quire.engine.models.quantization.form import INT4_GROUPS, Form, form_of
 from quire.engine.protocol.errors import ConfigError
 
 _CPU_KV_CACHE_BYTES = 4 << 30
@@ -120,7 +119,7 @@ def _weight_bytes(model: ModelConfig, parallel: ParallelConfig, stage: int) -> i
     unpacked -= embedding.elements * first + head.elements * (last and not is_shared)
     packed = sum(matrix_bytes(model, parallel.device, number, each) for number, each in layers)
     packed += embedding_bytes(model, parallel.device, embedding) * first
-    is_stored = form_of_matrix(model, None, head) is not None
+    is_stored = form_of_matrix(model, parallel.device, None, head) is not None
     # Embedding models have no head; on CUDA, or kept as the checkpoint stores it, a tied head needs no copy.
     if last and model.pooling is None and not (is_shared and (is_stored or parallel.device == "cuda")):
         packed += (
@@ -135,7 +134,7 @@ def _weight_bytes(model: ModelConfig, parallel: ParallelConfig, stage: int) -> i
 
 def embedding_bytes(model: ModelConfig, device: str, embedding: MatrixShape) -> int:
     """Bytes of an embedding's weight on a rank: in the model's data type, unless the checkpoint stores it quantized."""
-    if form_of_matrix(model, None, embedding) is None:
+    if form_of_matrix(model, device, None, embedding) is None:
         return embedding.elements * DTYPE_BYTES[model.dtype]
     return matrix_bytes(model, device, None, embedding)
 
@@ -149,7 +148,7 @@ def read_bytes(config: EngineConfig, arch: ModelSpec, stage: int, weights: int, 
     model, parallel = config.model, config.parallel
     tp, read = parallel.tensor_parallel_size, float(weights)
     embedding, _ = arch.outer_matrices(tp)
-    has_copy = parallel.device == "cpu" and form_of_matrix(model, None, embedding) is None
+    has_copy = parallel.device == "cpu" and form_of_matrix(model, parallel.device, None, embedding) is None
     is_head = arch.tie_embeddings and len(parallel.stages) == 1 and not has_copy
     if stage == 0 and not is_head:
         read -= embedding_bytes(model, parallel.device, embedding)
@@ -164,14 +163,14 @@ def read_bytes(config: EngineConfig, arch: ModelSpec, stage: int, weights: int, 
 
 def matrix_bytes(model: ModelConfig, device: str, number: int | None, matrix: MatrixShape) -> int:
     """Bytes of weights of layer `number`, or outside the layers, as a rank has them in memory."""
-    form = form_of_matrix(model, number, matrix)
+    form = form_of_matrix(model, device, number, matrix)
     if form is not None:
         return matrix.number * form.packed_bytes(matrix.rows, matrix.columns, device)
     width = DTYPE_BYTES[model.dtype]
     return matrix.number * packed_bytes(matrix.rows, matrix.columns, model.quantization, width)
 
 
-def form_of_matrix(model: ModelConfig, number: int | None, matrix: MatrixShape) -> Form | None:
+def form_of_matrix(model: ModelConfig, device: str, number: int | None, matrix: MatrixShape) -> Form | None:
     """How weights of layer `number`, or outside the layers, are kept as the checkpoint stores them; None: in the
     model's type. `activations` is a type that the device rounds them to."""
     form, (path, _, name) = _stored_form(model, number, matrix), matrix.module.rpartition(".")
@@ -182,7 +181,7 @@ def form_of_matrix(model: ModelConfig, number: int | None, matrix: MatrixShape) 
     columns = matrix.rows // 2 if is_first else matrix.rows
     other_name = name.replace("gate_up", "down") if is_first else name.replace("down", "gate_up")
     other = _stored_form(model, number, matrix._replace(columns=columns, module=f"{path}.{other_name}"))
-    return other and (form if other.rounds_inputs(columns) else replace(form, activations=None))
+    return other and (form if other.rounds_inputs(columns, device) else replace(form, activations=None))
 
 
 def matrix_forms(config: EngineConfig) -> Iterator[tuple[int | None, MatrixShape, Form | None]]:
@@ -190,11 +189,11 @@ def matrix_forms(config: EngineConfig) -> Iterator[tuple[int | None, MatrixShape
     are kept as the checkpoint stores them."""
     arch = parallel_config.rank_spec(config.model.architecture, config.parallel)
     for each in dict.fromkeys(arch.outer_matrices(config.parallel.tensor_parallel_size)):
-        if (form := form_of_matrix(config.model, None, each)) is not None:
+        if (form := form_of_matrix(config.model, config.parallel.device, None, each)) is not None:
             yield None, each, form
     for number, layer in enumerate(arch.layers):
         for each in layer.matrices(arch.hidden_size, config.parallel.tensor_parallel_size):
-            yield number, each, form_of_matrix(config.model, number, each)
+            yield number, each, form_of_matrix(config.model, config.parallel.device, number, each)
 
 
 def _stored_form(model: ModelConfig, number: int | None, matrix: MatrixShape) -> Form | None:
@@ -307,7 +306,7 @@ def quantized_text(config: EngineConfig) -> str:
         return f"requantized from {name}"
     sizes, layers = Counter[str](), defaultdict[tuple[str, str], set[int | None]](set)
     for number, each, form in matrix_forms(config):
-        text = _form_text(form, each.columns, config.model.dtype)
+        text = _form_text(form, each.columns, config.model.dtype, config.parallel.device)
         path = each.module.rpartition(".")[0] if number is not None else each.module
         part = path.rpartition(".")[2].replace("_", " ")
         sizes[text] += each.elements
@@ -322,13 +321,13 @@ def quantized_text(config: EngineConfig) -> str:
     return f"{name}: {'; '.join(text + parts(text) for text, _ in sizes.most_common())}"
 
 
-def _form_text(form: Form | None, columns: int, dtype: str) -> str:
+def _form_text(form: Form | None, columns: int, dtype: str, device: str) -> str:
     if form is None:
         return f"{dtype} weights"
-    if form.has_rounding:
-        return f"{form.values} weights, widened in registers, by inputs rounded to int8"
-    how = f"multiplied as {form.values}" if form.rounds_inputs(columns) else "widened in registers"
-    return f"{form.values} weights, {how}"
+    is_multiplied = form.rounds_inputs(columns, device)
+    how = f"multiplied as {form.values}" if is_multiplied else "widened in registers"
+    by = ", by inputs rounded to int8" if form.has_rounding or (is_multiplied and form.bits == 4) else ""
+    return f"{form.values} weights, {how}{by}"
 
 
 def format_bytes(count: int) -> str:

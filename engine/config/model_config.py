@@ -13,7 +13,7 @@ import msgspec
 
 from quire.engine.config import checkpoint_tensors, devices, model_files, model_folder, pooling, tokenizer_files
 from quire.engine.config.devices import FP8_CAPABILITY, Devices
-from quire.engine.config.engine_config import DTYPE_BYTES, INT4_GROUPS, ModelConfig, ParallelConfig
+from quire.engine.config.engine_config import DTYPE_BYTES, ModelConfig, ParallelConfig
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.pooling import Pooling
 from quire.engine.models import quantization
@@ -22,6 +22,7 @@ from quire.engine.models.families import FAMILIES, from_hf_config, of_text, tran
 from quire.engine.models.families.values import check_values
 from quire.engine.models.model_spec import ModelSpec
 from quire.engine.models.quantization import online
+from quire.engine.models.quantization.form import INT4_GROUPS
 from quire.engine.models.quantization.method import Method
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.sampling_params import SamplingParams

@@ -87,7 +87,7 @@ def quantized_formats(config: EngineConfig) -> tuple[QuantizedFormat, ...]:
             group = 0 if form.group == matrix.columns and not form.has_offsets else form.group
             if form.has_order and matrix.columns < form.inputs:
                 group = ORDERED_GROUP
-            rounds = form.rounds_inputs(matrix.columns)
+            rounds = form.rounds_inputs(matrix.columns, config.parallel.device)
             found[QuantizedFormat(form.values, group, form.has_offsets, form.wide, rounds)] = None
     return tuple(found)
 

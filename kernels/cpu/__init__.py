@@ -112,9 +112,16 @@ def tiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, features: int, 
 
 
 def int8_linear(
-    x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, features: int, activation: str = ""
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    features: int,
+    activation: str = "",
+    rounding: Tensor | None = None,
+    excess: Tensor | None = None,
 ) -> Tensor:
-    out: Tensor = torch.ops.quire.int8_linear(x, weight, scales, bias, features, activation)
+    out: Tensor = torch.ops.quire.int8_linear(x, weight, scales, bias, features, activation, rounding, excess)
     return out
 
 

@@ -88,15 +88,26 @@ Tensor tiled_linear(const Tensor& x, const Tensor& weight, const std::optional<T
   return out;
 }
 
-// weight: bytes [tiles, in / 4, 32, 4] with 128 added; scales: float32 [tiles * 32].
+// weight: bytes [tiles, in / 4, 32, 4] with 128 added; scales: float32 [tiles * 32]. If all rows are rounded with one
+// scale and zero point, `rounding` is these, float32 [2], and `excess` int32 [tiles * 32].
 Tensor int8_linear(const Tensor& x, const Tensor& weight, const Tensor& scales, const std::optional<Tensor>& bias,
-                   int64_t features, std::string_view activation) {
+                   int64_t features, std::string_view activation, const std::optional<Tensor>& rounding,
+                   const std::optional<Tensor>& excess) {
   STD_TORCH_CHECK(scales.is_contiguous() && scales.scalar_type() == ScalarType::Float &&
                   scales.numel() == weight.size(0) * kTile);
   STD_TORCH_CHECK(x.size(1) <= kMostBytes, "more than 65,536 inputs are not supported: sums may overflow 32 bits");
+  Byte form;
+  if (rounding) {
+    STD_TORCH_CHECK(rounding->scalar_type() == ScalarType::Float && rounding->is_contiguous() && rounding->numel() == 2 &&
+                        excess && excess->scalar_type() == ScalarType::Int && excess->is_contiguous() &&
+                        excess->numel() == scales.numel(),
+                    "the rounding of rows needs float32 [2], and int32 [tiles * 32]");
+    const float* const both = rounding->const_data_ptr<float>();
+    form.rounding = {both[0], both[1], excess->const_data_ptr<int32_t>()};
+  }
   Tensor out;
   for_type(x.scalar_type(), [&]<typename T>() {
-    out = linear<Byte, T>({}, x, weight, scales.const_data_ptr<float>(), bias, features, activation);
+    out = linear<Byte, T>(form, x, weight, scales.const_data_ptr<float>(), bias, features, activation);
   });
   return out;
 }
@@ -422,6 +433,7 @@ QUIRE_OPERATION(coded_linear,
                 "(Tensor x, Tensor weight, Tensor scales, Tensor? bias, int features, str values, Tensor table, "
                 "int group, int factors, str activation) -> Tensor")
 QUIRE_OPERATION(int8_linear,
-                "(Tensor x, Tensor weight, Tensor scales, Tensor? bias, int features, str activation) -> Tensor")
+                "(Tensor x, Tensor weight, Tensor scales, Tensor? bias, int features, str activation, "
+                "Tensor? rounding, Tensor? excess) -> Tensor")
 
 }  // namespace quire

@@ -13,6 +13,7 @@
 #include <array>
 #include <limits>
 #include <memory>
+#include <optional>
 #include <utility>
 
 #include "vec.h"
@@ -54,6 +55,20 @@ float quantize(const T* x, int64_t count, float scale, Integer* to) {
     store(to + i, steps, n);
   });
   return sum(total);
+}
+
+// Rounds a row to integers from -128 to 127, in steps of `scale` from `zero`, as its publisher does. Returns their sum, as
+// `quantize` does.
+template <typename T>
+float quantize_from(const T* x, int64_t count, float scale, float zero, int8_t* to) {
+  const Floats low = broadcast(-128.0f), high = broadcast(127.0f);
+  Floats total = {};
+  for_vectors(count, [&](int64_t i, auto n) {
+    const Floats steps = round(max(low, min(high, load(x + i, n) / scale + zero)));  // NaN stays
+    total += steps - zero;  // lanes beyond the row add 0
+    store(to + i, steps, n);
+  });
+  return sum(total) + zero * static_cast<float>(count);
 }
 
 // A form of weights, and of the rows that they are multiplied by. A step has `Inputs` inputs, `Bytes` for each feature,
@@ -178,10 +193,17 @@ struct BFloat16Pairs : FloatSteps<BFloat16Pairs, 2, 4> {
 };
 #endif
 
-// Weights of bytes with kOffset added, four inputs per word, and rows of bytes of magnitude at most 127, whose scale
-// follows. Sums are exact.
+// How all rows are rounded to bytes, if each does not have its own scale.
+struct StaticRounding {
+  float scale, zero;
+  const int32_t* excess;  // what sums of each feature include because of `zero`
+};
+
+// Weights of bytes with kOffset added, four inputs per word, and rows of bytes, whose scale follows. Sums are exact.
 template <typename Form, int XBytes>
 struct ByteSteps : Steps<Form, Ints, 4, 4, XBytes> {
+  std::optional<StaticRounding> rounding;  // without it, magnitudes are at most 127
+
   struct Tail {
     float scale;
     int32_t excess;  // what the row's sums include because of kOffset
@@ -194,9 +216,10 @@ struct ByteSteps : Steps<Form, Ints, 4, 4, XBytes> {
   }
 
   template <typename T>
-  static void fill(const T* x, int64_t inputs, char* to, int64_t stride) {
+  void fill(const T* x, int64_t inputs, char* to, int64_t stride) const {
     auto* bytes = reinterpret_cast<int8_t*>(to);
-    const float scale = largest(x, inputs) / kSteps, total = quantize(x, inputs, scale, bytes);
+    const float scale = rounding ? rounding->scale : largest(x, inputs) / kSteps;
+    const float total = rounding ? quantize_from(x, inputs, scale, rounding->zero, bytes) : quantize(x, inputs, scale, bytes);
     const int64_t words = Form::steps(inputs);
     std::fill(bytes + inputs, bytes + words * 4, 0);
     Form::spread(to, words);
@@ -206,9 +229,11 @@ struct ByteSteps : Steps<Form, Ints, 4, 4, XBytes> {
     std::memcpy(to + stride - kTail, &tail, kTail);
   }
 
-  static Floats value(Ints sum, const float* scales, int64_t feature, const char* tail) {
+  Floats value(Ints sum, const float* scales, int64_t feature, const char* tail) const {
     const auto [scale, excess] = read<Tail>(tail);
-    return __builtin_convertvector(sum - excess, Floats) * load(scales + feature) * scale;
+    sum -= excess;
+    if (rounding) sum -= read<Ints>(rounding->excess + feature);
+    return __builtin_convertvector(sum, Floats) * load(scales + feature) * scale;
   }
 };
 
@@ -502,7 +527,7 @@ struct Rows {
 
   // The value of a row's sums from `feature` on; `scales` of all features are null if the form has none.
   Floats value(int64_t row, typename Form::Sum sum, const float* scales, int64_t feature) const {
-    return Form::value(sum, scales, feature, data + (row + 1) * stride - Form::kTail);
+    return form.value(sum, scales, feature, data + (row + 1) * stride - Form::kTail);
   }
 
  private:

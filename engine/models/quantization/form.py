@@ -8,6 +8,9 @@ from math import gcd
 
 from quire.engine.models.quantization.method import Scheme
 
+INT4_GROUPS = (128, 64, 32)
+"""Of a CPU: sizes of groups of 4-bit weights that are multiplied by inputs of 8 bits; the largest one that divides the
+inputs, or the stored group, is used."""
 _WORD, _MAX_GROUP = 8, 256
 """Inputs of a word of codes, and the most of a group with one pair of factors in memory."""
 _BLOCK_BYTES, _ROUNDED_GROUP = 64, 128
@@ -45,10 +48,15 @@ class Form:
             group = ORDERED_GROUP
         size = 2 if self.bits == 4 and not self.wide else 4
         order = 8 * columns * self.has_order
+        rounds = self.rounds_inputs(columns, device)
         if device == "cpu":
+            if rounds and self.bits == 4:
+                group = next(each for each in INT4_GROUPS if group % each == 0)
+                return rows * columns // 2 + 8 * rows * columns // group
             groups = -(-columns // min(group, _MAX_GROUP))
-            return order + rows * columns * self.bits // 8 + factors * size * rows * groups + 4 * rows
-        if self.rounds_inputs(columns):
+            excess = 4 * rows * (rounds and self.has_rounding)
+            return order + rows * columns * self.bits // 8 + factors * size * rows * groups + 4 * rows + excess
+        if rounds:
             return rows * columns + 4 * rows * columns // group
         block = _BLOCK_BYTES * 8 // self.bits
         if group % block:
@@ -56,12 +64,19 @@ class Form:
         groups = -(-columns // max(group, block)) * max(group, block) // group
         return order + rows * -(-columns // block) * _BLOCK_BYTES + factors * size * rows * groups + 4 * rows
 
-    def rounds_inputs(self, columns: int) -> bool:
-        """Whether products with `columns` inputs round them to the type of the weights (W8A8): see
-        `quire.kernels.linear.rounds_inputs`."""
-        groups = (columns, _ROUNDED_GROUP) if self.values == "fp8" else (columns,)
-        is_plain = not (self.has_offsets or self.has_order or self.has_rounding)
-        return is_plain and self.values == self.activations and self.group in groups
+    def rounds_inputs(self, columns: int, device: str) -> bool:
+        """Whether products with `columns` inputs round them to 8 bits: see `quire.kernels.linear.rounds_inputs`."""
+        match self.values, self.activations:
+            case _ if self.has_order:
+                return False
+            case "int4", "int8":
+                return device == "cpu" and not self.has_rounding and self.group % INT4_GROUPS[-1] == 0
+            case "int8", "int8":
+                return self.group == columns and not self.has_offsets and (device == "cpu" or not self.has_rounding)
+            case "fp8", "fp8":
+                is_plain = not (self.has_offsets or self.has_rounding)
+                return device != "cpu" and is_plain and self.group in (columns, _ROUNDED_GROUP)
+        return False
 
 
 def form_of(schemes: Sequence[Scheme | None], start: int, length: int, inputs: int) -> Form | None:

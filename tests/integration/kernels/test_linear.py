@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quire import kernels
-from quire.engine.config.engine_config import INT4_GROUPS
+from quire.engine.models.quantization.form import INT4_GROUPS
 from quire.kernels import isa, linear, packed, reference
 
 SHAPES = [(1, 1, 32), (3, 5, 32), (7, 33, 64), (13, 96, 96), (33, 64, 256), (50, 40, 288), (2, 200, 640)]

@@ -169,6 +169,62 @@ def test_integers_whose_inputs_may_be_rounded_are_not_rounded_again(outs: int) -
         assert not linear.rounds_inputs(other)
 
 
+@pytest.mark.parametrize("zero", [0.0, -100.0])
+def test_inputs_are_rounded_with_a_static_scale_and_zero_point(zero: float) -> None:
+    rounding = torch.tensor([1 / 64, zero])
+    weight = replace(random_weight("int8", 70, 333), activations="int8", rounding=rounding)
+    integers, bias = weight.codes.view(torch.int8).double(), torch.randn(70)
+    product = kernels.pack_linear(weight)
+    assert type(product) is linear.Int8Linear
+    for rows, dtype in itertools.product((1, 9), TOLERANCES):
+        x = (torch.randn(rows, 333) * 2).to(dtype)  # some are cut off
+        x[0, :2] = torch.tensor([torch.inf, -torch.inf])
+        steps = (x.double() * 64 + zero).round().clamp(-128, 127) - zero
+        expected = steps @ integers.T / 64 * weight.scales[:, 0]
+        out = product(x, None)
+        if dtype == torch.float32:  # sums are exact
+            torch.testing.assert_close(out.double(), expected, rtol=3e-7, atol=0)
+        close(out, expected, dtype)
+        close(product(x, bias.to(dtype)), expected + bias, dtype)
+        gated = kernels.pack_gated(replace(weight, scales=weight.scales / 128), "silu")(x, None)
+        close(gated, reference.act_mul(expected.float() / 128, "silu"), dtype)
+    x[0, 0] = torch.nan
+    assert product(x, None)[0].isnan().all()
+    other = kernels.pack_linear(replace(weight, codes=weight.codes.flip(0), rounding=torch.tensor([1.0, 3.0])))
+    other.restore(product.state())
+    assert torch.equal(other(x[1:], bias.to(dtype)), product(x[1:], bias.to(dtype)))
+
+
+def test_static_scales_of_weights_in_groups() -> None:
+    weight = random_weight("int8", 40, 64, groups=2, factors=2)
+    x = torch.randint(-300, 300, (5, 64)) / 64
+    expected = F.linear((x * 64 + 3).clamp(-128, 127) / 64 - 3 / 64, weight.dequantize())
+    product = kernels.pack_linear(replace(weight, activations="int8", rounding=torch.tensor([1 / 64, 3.0])))
+    close(product(x, None), expected, torch.float32)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("groups", "factors", "ins", "size"), [(1, 1, 384, 128), (3, 1, 96, 32), (2, 2, 128, 64)])
+def test_4_bit_integers_whose_inputs_may_be_rounded(
+    groups: int, factors: int, ins: int, size: int, gated: bool
+) -> None:
+    weight = replace(random_weight("int4", 70, ins, groups=groups, factors=factors), activations="int8")
+    for rows, dtype in itertools.product((1, 9), TOLERANCES):
+        x = torch.randn(rows, ins).to(dtype)
+        x_bytes, x_scales = packed.quantize_rows(x.view(-1, size))
+        rounded = ((x_bytes.float() - packed.INT8_ZERO) * x_scales[:, None]).view(x.shape)
+        expected = F.linear(rounded.double(), weight.dequantize().double())
+        if gated:
+            out = kernels.pack_gated(replace(weight, scales=weight.scales / 8), "silu")(x, None)
+            close(out, reference.act_mul(expected.float() / 8, "silu"), dtype)
+        else:
+            product = kernels.pack_linear(weight)
+            assert type(product) is linear.Int4Linear
+            close(product(x, None), expected, dtype)
+    for other in (replace(weight, columns=torch.arange(ins)), random_weight("int4", 6, 96, groups=4)):
+        assert not linear.rounds_inputs(replace(other, activations="int8"))
+
+
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("values", ["int4", "nf4", "fp8", "int8"])
 def test_scales_of_any_size(values: str, gated: bool) -> None:
@@ -239,9 +295,12 @@ def test_an_expert_moves_and_a_token_stands_alone(values: str, implementation: s
             assert torch.equal(here(x[one], weights[one], ids[one]), together[one])
 
 
-def test_integer_experts_whose_inputs_may_be_rounded() -> None:
-    gate_up, down = (replace(each, activations="int8") for each in random_experts("int8", 21, 70, (1, 1), 0))
-    x, (weights, ids) = torch.randn(9, 70), kernels.route(torch.randn(9, 6), 2, "softmax")
+@pytest.mark.parametrize(("values", "size", "hidden", "groups"), [("int8", 21, 70, (1, 1)), ("int4", 64, 96, (3, 1))])
+def test_integer_experts_whose_inputs_may_be_rounded(
+    values: str, size: int, hidden: int, groups: tuple[int, int]
+) -> None:
+    gate_up, down = (replace(each, activations="int8") for each in random_experts(values, size, hidden, groups, 1))
+    x, (weights, ids) = torch.randn(9, hidden), kernels.route(torch.randn(9, 6), 2, "softmax")
     product = kernels.pack_experts(gate_up, down, "silu")
     assert not isinstance(product, experts.CodedExperts)
     expected = reference.fused_experts(x, weights, ids, gate_up.dequantize(), down.dequantize(), "silu")

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quire.engine.config.engine_config import EngineConfig
-from quire.engine.config.memory_plan import MemoryPlan
+from quire.engine.config.memory_plan import MemoryPlan, quantized_text
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.embedding import VocabParallelEmbedding
 from quire.engine.layers.linear import Linear
@@ -240,6 +240,25 @@ def test_weights_take_the_bytes_that_are_planned(name: str, tmp_path: Path) -> N
         loaded, planned, whole = packed_bytes(tmp_path, tensor_parallel_size=tp)
         assert whole == 1, "only the head is not quantized"
         assert abs(loaded - planned) <= 0.03 * planned
+
+
+def test_4_bit_weights_are_multiplied_by_rounded_inputs(tmp_path: Path) -> None:
+    """W4A8: as the publisher does or finer, in the bytes that are planned."""
+    model = write(tmp_path, "compressed-tensors, zero points", "dense")
+    config = json.loads((tmp_path / "config.json").read_text())
+    inputs = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+    config["quantization_config"]["config_groups"]["group_0"]["input_activations"] = inputs
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tokens = torch.randint(0, 131, (8,), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        expected = model(tokens[None]).logits[0]
+    for tp in (1, 2):
+        for result in on_ranks(tp, partial(logits, configured(tmp_path, tp, 1, False), tokens)):
+            assert 1e-4 * expected.norm() <= (result - expected).norm() <= 0.02 * expected.norm()
+        loaded, planned, _ = packed_bytes(tmp_path, tensor_parallel_size=tp)
+        assert abs(loaded - planned) <= 0.03 * planned
+    text = quantized_text(configure(tmp_path, max_model_len=64))
+    assert "int4 weights, multiplied as int4, by inputs rounded to int8" in text
 
 
 OUTER = ("gptq, act order", "awq", "compressed-tensors, int8", "fp8 of blocks", "bitsandbytes, nested")
