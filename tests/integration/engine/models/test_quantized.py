@@ -254,7 +254,7 @@ def test_4_bit_weights_are_multiplied_by_rounded_inputs(tmp_path: Path) -> None:
         expected = model(tokens[None]).logits[0]
     for tp in (1, 2):
         for result in on_ranks(tp, partial(logits, configured(tmp_path, tp, 1, False), tokens)):
-            assert 1e-4 * expected.norm() <= (result - expected).norm() <= 0.02 * expected.norm()
+            assert 1e-3 * expected.norm() <= (result - expected).norm() <= 0.05 * expected.norm()
         loaded, planned, _ = packed_bytes(tmp_path, tensor_parallel_size=tp)
         assert abs(loaded - planned) <= 0.03 * planned
     text = quantized_text(configure(tmp_path, max_model_len=64))
