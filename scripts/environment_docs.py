@@ -150,7 +150,10 @@ OTHERS = {
 }
 """Variables that only other programs and the scripts read."""
 
-NOT_VARIABLES = {"SC_CLK_TCK", "PCI_BUS_ID", "PATH", "PYTHONPATH", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"}
+NOT_VARIABLES = {
+    *("SC_CLK_TCK", "PCI_BUS_ID", "PATH", "PYTHONPATH"),
+    *("MODEL_MAPPING_NAMES", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"),
+}
 """Other names that stand in files which use the environment."""
 _NAME = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+")
 _OURS = re.compile(r"(QUIRE|AIP|VLLM)_[A-Z0-9_]+")

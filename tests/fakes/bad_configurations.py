@@ -348,7 +348,7 @@ CASES = [
         edit=all_of(without("tokenizer.json"), without("tokenizer_config.json")),
     ),
     file("tokenizer.json: not a valid tokenizer", "tokenizer.json", "{}"),
-    file("tokenizer.json: not a valid tokenizer", "tokenizer.json", "{" * 100),
+    file("tokenizer.json: not valid JSON", "tokenizer.json", "{" * 100),
     file("tokenizer_config.json: not valid JSON", "tokenizer_config.json", "{"),
     file("tokenizer_config.json", "tokenizer_config.json", '{"added_tokens_decoder": {"x": 5}}'),
     file("tokenizer_config.json", "tokenizer_config.json", '{"added_tokens_decoder": [1]}'),

@@ -289,10 +289,10 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def write(case: str, folder: Path) -> Any:
-    """The case's model in `folder`, and as transformers has it, in float32 and ready to be asked."""
+def write(case: str, folder: Path, **settings: Any) -> Any:
+    """The case's model in `folder`, with other settings if given; and as transformers has it, in float32."""
     architecture, changes = CASES[case]
-    model = write_model(architecture, SIZES | changes, folder)
+    model = write_model(architecture, SIZES | changes | settings, folder)
     if "stacked experts" in case:
         _stack_experts(folder)
     return model

@@ -14,13 +14,12 @@ import pytest
 import torch
 import transformers
 
-from quire import kernels
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.distributed.expert_group import ExpertCommunicator, ExpertGroup
-from quire.engine.layers.attention import LayerCache
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.loader import load
 from quire.engine.worker import cuda_graphs
+from quire.engine.worker.model_runner import allocate_caches
 from tests.fakes.families import CASES, SIZES
 from tests.fakes.model_logits import CPU, configure
 from tests.fakes.recorder import NoWaiting
@@ -66,12 +65,7 @@ def decode(folder: Path, case: str, **options: Any) -> None:
     group = None if spread is None else ExpertGroup(spread, Parallel(), ExpertCommunicator(), ExpertCommunicator())
     model = load(config, 0, Parallel(), CPU, experts=group, pack=False)  # as they are on CUDA
     assert isinstance(model, Decoder)
-    caches = []
-    for layer in config.model.architecture.layers:
-        num_tensors, heads, head_dim = layer.attention.kv_shape(1)
-        caches.append(
-            LayerCache(kernels.allocate_kv_cache(1, 8, heads, 16, head_dim, torch.float32, CPU, num_tensors)[0])
-        )
+    caches = allocate_caches(config, 0, CPU)
     batch = cuda_graphs._Inputs(config, CPU, receives=False).batch(ROWS)
     with torch.inference_mode(), NoWaiting():
         hidden = model(None, batch, caches)

@@ -35,7 +35,7 @@ from quire.engine.worker.worker import Worker
 from quire.kernels import isa
 from tests.fakes.core_with_ranks import Ranks
 from tests.fakes.experts import EVERYTHING, HIDDEN, batch, build, packed
-from tests.fakes.families import CASES, SIZES, write_model
+from tests.fakes.families import CASES, write
 from tests.fakes.model_logits import CPU, configure
 from tests.fakes.plans import Driver, Request, executing
 from tests.fakes.processes import CONTEXT
@@ -53,10 +53,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
     def folder(family: str) -> Path:
         if family not in made:
-            architecture, changes = CASES[family]
             made[family] = tmp_path_factory.mktemp("model")
-            spread = {"num_local_experts": 8} if family == "Mixtral" else {}
-            write_model(architecture, SIZES | changes | spread, made[family])
+            write(family, made[family], **({"num_local_experts": 8} if family == "Mixtral" else {}))
         return made[family]
 
     return folder
