@@ -7,6 +7,7 @@ import hashlib
 import os
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -34,12 +35,13 @@ def run(command: Sequence[str], failure: str, *, cwd: Path | None = None, **vari
     return done.stdout
 
 
-def environment(terminal: pytest.CaptureFixture[str], *requirements: str) -> Path:
+def environment(terminal: pytest.CaptureFixture[str], *requirements: str, beside_tests: bool = False) -> Path:
     """The Python of an environment with what pip installs for these arguments, made if it is not there; fails where it
-    cannot be made.
+    cannot be made. `beside_tests`: it has the packages of the tests' environment, too.
     """
     wanted = " ".join(requirements)
-    key = hashlib.sha256(f"{wanted} {sys.version}".encode()).hexdigest()[:16]
+    packages = sysconfig.get_path("purelib") if beside_tests else ""
+    key = hashlib.sha256(f"{wanted} {sys.version}{packages}".encode()).hexdigest()[:16]
     folder = CACHE / key
     python, stamp = folder / "bin" / "python", folder / "installed"
     CACHE.mkdir(parents=True, exist_ok=True)
@@ -49,6 +51,9 @@ def environment(terminal: pytest.CaptureFixture[str], *requirements: str) -> Pat
             with terminal.disabled():
                 print(f"\nmaking an environment for {wanted} in {folder} …", flush=True)
             run([sys.executable, "-m", "venv", "--clear", str(folder)], f"no environment can be made for {wanted}")
+            if packages:
+                (own,) = (folder / "lib").glob("python*/site-packages")
+                (own / "tests.pth").write_text(packages)
             run(
                 [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *requirements],
                 f"{wanted} cannot be installed; this test needs a package index (PIP_INDEX_URL names another one)",

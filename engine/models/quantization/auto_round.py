@@ -12,7 +12,8 @@ from quire.engine.models.quantization.method import Method, Scheme
 from quire.engine.models.quantization.settings import WHERE, check_expression, check_neutral, choose
 from quire.engine.protocol.errors import ConfigError
 
-PACKINGS = ("auto_round:auto_gptq", "auto_round:auto_awq")
+PACKINGS = ("auto_round:auto_gptq", "auto_round:auto_awq", "auto_round")
+"""The last is that of GPTQ v2, whose zero points are stored as they are."""
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "act_bits": (16, 32),
     "super_bits": (),
@@ -71,6 +72,7 @@ def _scheme(settings: Mapping[str, Any], packing: str, where: str) -> Scheme:
     check_neutral(settings, _NEUTRAL, where)
     common = {key: settings.get(key) for key in ("bits", "group_size")}
     symmetric = choose(settings, "sym", (True, False), where, default=True)
-    if packing == PACKINGS[0]:
-        return gptq.read_scheme({**common, "sym": symmetric}, where)
-    return awq.read_scheme({**common, "zero_point": not symmetric}, where)
+    if packing == "auto_round:auto_awq":
+        return awq.read_scheme({**common, "zero_point": not symmetric}, where)
+    layout = "gptq_v2" if packing == "auto_round" else "gptq"
+    return gptq.read_scheme({**common, "sym": symmetric, "checkpoint_format": layout}, where)

@@ -37,6 +37,7 @@ def test_layouts_are_those_of_gptq_and_awq() -> None:
     assert (found.width, found.group, found.has_offsets) == (2, 128, True)
     assert found.minus_one
     assert not found.has_order
+    assert not scheme(packing_format="auto_round", sym=False).minus_one
     for sym in (True, False):
         awq = scheme(packing_format="auto_round:auto_awq", sym=sym)
         assert isinstance(awq, AwqScheme)
