@@ -30,7 +30,6 @@ MODEL = """
 import torch
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
-from transformers.cache_utils import DynamicCache
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -49,13 +48,13 @@ class PebbleAttention(nn.Module):
             nn.Linear(config.hidden_size, config.hidden_size, bias=False) for _ in range(4)
         )
 
-    def forward(self, x, attention_mask, past_key_values=None, **kwargs):
+    def forward(self, x, attention_mask, cache=None, **kwargs):
         shape = (*x.shape[:-1], -1, self.head_dim)
         query, key, value = (
             side(x).view(shape).transpose(1, 2) for side in (self.queries, self.keys, self.values)
         )
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         mixed, _ = attend(self, query, key, value, attention_mask, scaling=self.scaling, **kwargs)
         return self.output(mixed.reshape(*x.shape[:-1], -1))
@@ -89,23 +88,19 @@ class PebbleModel(PebblePreTrainedModel):
         self.post_init()
 
     def forward(
-        self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, inputs_embeds=None,
-        use_cache=None, **kwargs,
+        self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, cache=None,
+        inputs_embeds=None, **kwargs,
     ):
+        cache = past_key_values if cache is None else cache  # the name until transformers 5.23, and since
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
         if position_ids is None:
-            seen = past_key_values.get_seq_length() if past_key_values is not None else 0
+            seen = cache.get_seq_length() if cache is not None else 0
             position_ids = (torch.arange(x.shape[1], device=x.device) + seen)[None]
-        mask = create_causal_mask(
-            config=self.config, inputs_embeds=x, attention_mask=attention_mask, past_key_values=past_key_values,
-            position_ids=position_ids,
-        )
+        mask = create_causal_mask(self.config, x, attention_mask, cache, position_ids=position_ids)
         x = x + self.places(position_ids)
         for layer in self.layers:
-            x = layer(x, mask, past_key_values=past_key_values)
-        return BaseModelOutputWithPast(last_hidden_state=x, past_key_values=past_key_values)
+            x = layer(x, mask, cache=cache)
+        return BaseModelOutputWithPast(last_hidden_state=x)
 
 
 class PebbleForCausalLM(PebblePreTrainedModel, GenerationMixin):
@@ -120,9 +115,7 @@ class PebbleForCausalLM(PebblePreTrainedModel, GenerationMixin):
 
     def forward(self, input_ids=None, **kwargs):
         output = self.model(input_ids=input_ids, **kwargs)
-        return CausalLMOutputWithPast(
-            logits=self.head(output.last_hidden_state), past_key_values=output.past_key_values
-        )
+        return CausalLMOutputWithPast(logits=self.head(output.last_hidden_state))
 """
 
 
