@@ -199,8 +199,8 @@ class ExpertRouter(ReplicatedLinear):
         self._spec = spec
         self.correction_bias = None
         if spec.correction_bias:
-            self.correction_bias = Weight((spec.num_experts,), whole(spec.num_experts))
-            self.correction_bias.data = self.correction_bias.data.float()  # it encodes fine differences
+            count = spec.num_experts
+            self.correction_bias = Weight((count,), whole(count), dtype=torch.float32)  # it encodes fine differences
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """`[tokens, hidden_size]` → weights (float32) and expert numbers (int64), `[tokens, top_k]` each."""

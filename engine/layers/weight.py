@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
 from torch import nn
+
+_HAS_MEMORY = ContextVar("has_memory", default=True)
+
+
+@contextmanager
+def without_memory() -> Iterator[None]:
+    """Create weights without memory until they `allocate` it: on a GPU a model that is quantized while it is loaded
+    has no room for its weights in the model's type."""
+    token = _HAS_MEMORY.set(False)
+    try:
+        yield
+    finally:
+        _HAS_MEMORY.reset(token)
 
 
 @dataclass(frozen=True)
@@ -61,7 +77,15 @@ class Weight(nn.Parameter):
     def __new__(cls, shape: tuple[int, ...], *shards: Shard, dtype: torch.dtype | None = None) -> Weight:
         weight = super().__new__(cls, torch.empty(shape, dtype=dtype), requires_grad=False)
         weight.shards = shards
+        if not _HAS_MEMORY.get():
+            weight.untyped_storage().resize_(0)
         return weight
 
     def __init__(self, shape: tuple[int, ...], *shards: Shard, dtype: torch.dtype | None = None) -> None:
         """`__new__` does everything, as for every tensor subclass."""
+
+    def allocate(self) -> None:
+        """Give the weight its memory, uninitialized, if it has none."""
+        storage = self.untyped_storage()
+        if not storage.size():
+            storage.resize_(self.nbytes)

@@ -29,7 +29,7 @@ from quire.engine.layers.embedding import VocabParallelEmbedding
 from quire.engine.layers.linear import Linear
 from quire.engine.layers.moe import ExpertStack
 from quire.engine.layers.quantized import Quantizable, keep_quantized
-from quire.engine.layers.weight import Shard, Weight
+from quire.engine.layers.weight import Shard, Weight, without_memory
 from quire.engine.models import encoder_spec
 from quire.engine.models.checkpoint import StoredSlice, find
 from quire.engine.models.checkpoint_files import Checkpoint, open_files
@@ -95,12 +95,12 @@ def load_model(
     """The model of this rank's stage on `device`, with its weights.
 
     `rank` is its number in the replica. Only the rank's own slices are read, directly into the parameters, several at a
-    time. A linear layer is packed (and quantized) as soon as it is complete, so that only a few layers are in memory in
-    both forms; `pack=False` skips this. Rank 0 warns of tensors that no rank uses; rank 0 of the host's first replica
+    time. A parameter gets its memory when it is read, and a linear layer is packed (and quantized) as soon as it is
+    complete, so that only a few layers are in memory in both forms; `pack=False` skips this. Rank 0 warns of tensors that no rank uses; rank 0 of the host's first replica
     shows a progress bar. Raises `ConfigError` naming the tensors that are missing or have another shape.
     """
     model, stage = config.model, config.parallel.stages[config.parallel.stage_of(rank)]
-    with _defaults(device, getattr(torch, model.dtype)):
+    with _defaults(device, getattr(torch, model.dtype)), without_memory():
         decoder = build(model, stage, parallel, experts)
     is_dummy, is_built = model.load_format == "dummy", isinstance(model.architecture, TransformersModelSpec)
     if not isinstance(decoder, Decoder | Encoder):
@@ -207,7 +207,9 @@ def _quantized_places(decoder: Model, needed: Needed, checkpoint: Checkpoint, *,
             order = _order(own, checkpoint) if form.has_order else None
             rounding = _rounding(own, checkpoint) if form.has_rounding else None
             stored_of = {id(shard): stored for _, shard, stored in own}
-            for part, weight in keep_quantized(matrix, form, order, rounding).parts():
+            with without_memory():
+                kept = keep_quantized(matrix, form, order, rounding)
+            for part, weight in kept.parts():
                 places[id(weight)] = [
                     (weight, shard, stored_of[id(whole)].quantized(part, form.group))
                     for shard, whole in zip(weight.shards, matrix.weight.shards, strict=True)
@@ -375,6 +377,8 @@ def _fill(units: list[_Unit], fill: Callable[[Place], None], *, readers: int, ba
         for unit in units:
             while ahead and sum(other.size for other, _ in ahead) + unit.size > most:
                 finish()
+            for weight in {id(place[0]): place[0] for place in unit.places}.values():
+                weight.allocate()
             ahead.append((unit, [pool.submit(fill, place) for place in unit.places]))
         while ahead:
             finish()
