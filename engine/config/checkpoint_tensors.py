@@ -15,7 +15,7 @@ from quire.engine.models.families import FAMILIES
 from quire.engine.models.families.tensors import NeededTensor, checkpoint_tensors, weight_names
 from quire.engine.models.model_spec import ModelSpec
 from quire.engine.models.quantization.method import FLOATS, Method, Scheme
-from quire.engine.models.quantization.online import OnlineScheme
+from quire.engine.models.quantization.online import Online, OnlineScheme
 from quire.engine.protocol.errors import ConfigError
 
 _NAMED_PROBLEMS = 8
@@ -62,9 +62,16 @@ def _quantized_weight(
 ) -> StoredWeight | None:
     """The weight as the settings say that it is stored; None if it is not quantized."""
     module = name.removesuffix(".weight")
+    stored = None
+    if isinstance(method, Online):
+        stored = _quantized_weight(method.stored, name, tensor, headers)
+        if not method.is_rounded(module):
+            return stored
     if method is None or len(tensor.shape) == 1 or (scheme := method.scheme(module)) is None:
         return None
     if isinstance(scheme, OnlineScheme):
+        if stored is not None:
+            return stored._replace(scheme=replace(scheme, stored=stored.scheme))
         scheme = replace(scheme, is_transposed=tensor.is_transposed)
     is_possible = scheme.problem(tensor.weight_shape) is None
     stored = scheme.tensors(module, tensor.weight_shape) if is_possible else {}
@@ -118,8 +125,10 @@ def quantized_outer(folder: Path, load_format: str, arch: ModelSpec, method: Met
     tensors. As long as these are not known, it is what the settings tell."""
     if method is None:
         return frozenset()
-    names: Collection[str] | None = model_files.tensor_names(folder, load_format)
     embedding, head = arch.outer_matrices(1)
+    if isinstance(method, Online):
+        return quantized_outer(folder, load_format, arch, method.stored) | {head.module for _ in method.heads}
+    names: Collection[str] | None = model_files.tensor_names(folder, load_format)
     of_modules, found = weight_names(arch), set[str]()
     if names is not None and arch.name in FAMILIES:
         names = by_needed_name(dict.fromkeys(names), FAMILIES[arch.name].prefix, ()).keys()
@@ -134,6 +143,8 @@ def quantized_outer(folder: Path, load_format: str, arch: ModelSpec, method: Met
 def logical_names(names: Collection[str], method: Method | None) -> set[str]:
     """The names of a checkpoint's tensors, with those of a quantized weight replaced by the weight's."""
     found = set(names)
+    if isinstance(method, Online) and method.stored is not None:
+        return logical_names(names, method.stored)
     if method is None:
         return found
     for module in {name.rpartition(".")[0] for name in names}:

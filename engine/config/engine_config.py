@@ -34,6 +34,7 @@ class ModelConfig:
     architecture: ModelSpec
     dtype: str
     quantization: Literal["int8", "int4"] | None
+    """How weights are quantized when they are packed, on CPUs; on GPUs, `quantized` says it."""
     max_model_len: int
     load_format: Literal["safetensors", "pt", "gguf", "dummy"]
     hf_overrides: Mapping[str, Any] = field(default_factory=dict)
@@ -63,7 +64,12 @@ class ModelConfig:
     @property
     def is_quantized_online(self) -> bool:
         """Whether --quantization quantizes weights while they are loaded."""
-        return self.quantization is not None or isinstance(self.quantized, Online)
+        return self.requested_quantization is not None
+
+    @property
+    def requested_quantization(self) -> str | None:
+        """How --quantization quantizes weights while they are loaded."""
+        return self.quantized.requested if isinstance(self.quantized, Online) else self.quantization
 
     @property
     def keeps_quantized(self) -> bool:

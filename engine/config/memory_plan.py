@@ -230,7 +230,7 @@ def count_blocks(config: EngineConfig, available: Devices) -> int:
     budget_bytes = int(per_rank * cache.gpu_memory_utilization)
     fixed = [weights + sizes.workspace + sizes.graphs for weights in sizes.weights]
     if max(fixed) > budget_bytes:
-        quantize = " or --quantization" * (available.kind == "cpu" and model.quantization is None)
+        quantize = " or --quantization" * (not model.is_quantized_online)
         stored = f" ({quantized_text(config)})" if model.quantized else ""
         more = "more ranks (-tp, -pp)"
         if here > parallel.ranks_per_node and available.kind == "cpu":

@@ -56,9 +56,10 @@ def resolve(options: EngineOptions, available: Devices) -> ModelConfig:
         raise ConfigError(f"{path / 'config.json'}: {error}") from None
     arch, pooler = _architecture(options, path, hf_config)
     arch = _without_dual_chunks(arch, hf_config, options)
-    requested = _choose_quantization(options, quantized)
-    if requested == "fp8" or requested == "mxfp4":
-        quantized = online.of(requested, arch)
+    requested = _choose_quantization(options, quantized, available.kind)
+    packed = requested if available.kind == "cpu" and (requested == "int8" or requested == "int4") else None
+    if requested is not None and packed is None:
+        quantized = online.of(requested, arch, quantized)
     load_format = _choose_load_format(options, path)
     if load_format == "dummy":
         quantized = None
@@ -71,7 +72,7 @@ def resolve(options: EngineOptions, available: Devices) -> ModelConfig:
         tokenizer=tokenizer,
         architecture=arch,
         dtype=_choose_dtype(options, available, hf_config),
-        quantization=requested if requested == "int8" or requested == "int4" else None,
+        quantization=packed,
         max_model_len=_choose_max_model_len(options, arch, pooler),
         load_format=load_format,
         hf_overrides=options.hf_overrides or {},
@@ -232,16 +233,18 @@ def _quantization_settings(path: Path, hf_config: dict[str, Any]) -> Any:
 
 
 def _choose_quantization(
-    options: EngineOptions, quantized: Method | None
+    options: EngineOptions, quantized: Method | None, device: str
 ) -> Literal["int8", "int4", "fp8", "mxfp4"] | None:
     """Return how to quantize while loading; checks the name of the checkpoint's own method."""
     requested = options.quantization
-    if requested is None or requested == "int8" or requested == "int4":
+    if requested is None or (device == "cpu" and (requested == "int8" or requested == "int4")):
         return requested
-    if quantized is None and (requested == "fp8" or requested == "mxfp4"):
+    is_float = requested == "fp8" or requested == "mxfp4"
+    if requested == "int8" or requested == "int4" or (quantized is None and is_float):
         if options.load_format == "dummy":
+            others = ", or use int8 or int4" * (device == "cpu")
             raise ConfigError(
-                f"--quantization {requested} is not supported with --load-format dummy; omit it, or use int8 or int4"
+                f"--quantization {requested} is not supported with --load-format dummy on {device}; omit it{others}"
             )
         return requested
     if quantized is None or quantized.name != requested:
@@ -380,8 +383,6 @@ def check_rank(model: ModelConfig, arch: ModelSpec, parallel: ParallelConfig) ->
     arch.check_divides(tp)
     if model.quantization is None:
         return
-    if parallel.device != "cpu":
-        raise ConfigError(f"--quantization {model.quantization} is only supported on CPU; omit it")
     for columns in {each.columns for layer in set(arch.layers) for each in layer.matrices(arch.hidden_size, tp)}:
         if model.quantization == "int4" and columns % INT4_GROUPS[-1]:
             raise ConfigError(

@@ -156,7 +156,7 @@ class EngineOptions:
         | None
     ) = flag(
         None,
-        "quantize the weights while loading: int8 (with activations per token) or int4 (in groups), CPU only; fp8, or "
+        "quantize the weights while loading: int8 (with activations per token), int4 (in groups); fp8, or "
         "mxfp4 (experts only), unless the checkpoint is quantized. Others are methods of checkpoints, which are "
         "recognized without the flag",
         short="-q",

@@ -128,7 +128,7 @@ def shared_settings(options: EngineOptions, config: EngineConfig) -> dict[str, s
     resolved = {
         "runner": "generate" if model.pooling is None else "pooling",
         "pipeline_layer_partition": ",".join(str(len(layers)) for layers in parallel.stages),
-        "quantization": model.quantization or (model.quantized and model.quantized.name),
+        "quantization": model.requested_quantization or (model.quantized and model.quantized.name),
         "max_model_len": model.max_model_len,
         "load_format": model.load_format,
     }

@@ -20,7 +20,9 @@ from quire.engine.models.checkpoint import StoredSlice
 from quire.engine.models.families.tensors import NeededTensor
 from quire.engine.models.gguf_files import GgufFiles
 from quire.engine.models.quantization.method import Scheme, Shape
+from quire.engine.models.quantization.online import OnlineScheme
 from quire.engine.models.quantized_tensors import READERS
+from quire.engine.models.quantized_tensors.online import OnlineReader
 from quire.engine.models.quantized_tensors.reader import Reader, Sliceable
 from quire.engine.protocol.errors import ConfigError
 
@@ -128,6 +130,9 @@ class Checkpoint:
         """A quantized tensor; `shape` is that of the weight."""
         scheme, module, tensors = self._quantized[name]
         views = {each: self._files.view(info) for each, info in tensors.items()}
+        if isinstance(scheme, OnlineScheme) and scheme.stored is not None:
+            stored = READERS[type(scheme.stored)](scheme.stored, module, shape, views)
+            return OnlineReader(scheme, module, shape, views, stored)
         return READERS[type(scheme)](scheme, module, shape, views)
 
     def __getitem__(self, stored: StoredSlice) -> Sliceable:

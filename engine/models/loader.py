@@ -96,8 +96,9 @@ def load_model(
 
     `rank` is its number in the replica. Only the rank's own slices are read, directly into the parameters, several at a
     time. A parameter gets its memory when it is read, and a linear layer is packed (and quantized) as soon as it is
-    complete, so that only a few layers are in memory in both forms; `pack=False` skips this. Rank 0 warns of tensors that no rank uses; rank 0 of the host's first replica
-    shows a progress bar. Raises `ConfigError` naming the tensors that are missing or have another shape.
+    complete, so that only a few layers are in memory in both forms; `pack=False` skips this. Rank 0 warns of tensors
+    that no rank uses; rank 0 of the host's first replica shows a progress bar. Raises `ConfigError` naming the tensors
+    that are missing or have another shape.
     """
     model, stage = config.model, config.parallel.stages[config.parallel.stage_of(rank)]
     with _defaults(device, getattr(torch, model.dtype)), without_memory():

@@ -188,7 +188,8 @@ def _text(
 
 def _precision(config: EngineConfig) -> str:
     model, kv = config.model, config.cache.dtype
-    weights = f" with {model.quantization} weights" if model.quantization else ""
+    requested = model.requested_quantization
+    weights = f" with {requested} weights" if requested else ""
     return f"{model.dtype}{weights}{f' and a KV cache in {kv}' * (kv != model.dtype)}"
 
 

@@ -9,8 +9,8 @@ from math import gcd
 from quire.engine.models.quantization.method import Scheme
 
 INT4_GROUPS = (128, 64, 32)
-"""Of a CPU: sizes of groups of 4-bit weights that are multiplied by inputs of 8 bits; the largest one that divides the
-inputs, or the stored group, is used."""
+"""Sizes of groups of `--quantization int4`, and of 4-bit weights that a CPU multiplies by inputs of 8 bits; the largest
+one that divides the inputs, or the stored group, is used."""
 _WORD, _MAX_GROUP = 8, 256
 """Inputs of a word of codes, and the most of a group with one pair of factors in memory."""
 _BLOCK_BYTES, _ROUNDED_GROUP = 64, 128

@@ -116,8 +116,14 @@ class TransformersDecoder(nn.Module):
             id(weight): renamed.get(path, path).removesuffix(".weight")
             for path, weight in self.hf_model.named_parameters()
         }
-        names = {stored.name for weight, _, stored in self.places if method.scheme(modules[id(weight)]) is not None}
-        return replace(method, modules=tuple(sorted({with_stars(name.removesuffix(".weight")) for name in names})))
+        names, heads = set[str](), set[str]()
+        for weight, _, stored in self.places:
+            module, name = modules[id(weight)], stored.name.removesuffix(".weight")
+            if module in method.heads:
+                heads.add(name)
+            elif method.is_rounded(module):
+                names.add(with_stars(name))
+        return replace(method, modules=tuple(sorted(names)), heads=tuple(sorted(heads)))
 
     def keep_unpacked(self, direct: frozenset[str]) -> None:
         """Do not pack these linear layers (with `*` for layer numbers): the model reads their weights directly."""

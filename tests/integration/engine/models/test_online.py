@@ -52,20 +52,39 @@ def mxfp4(weight: Tensor) -> Tensor:
     return torch.flatten(nearest * scales, -2)
 
 
-ROUNDED = {"fp8": fp8, "mxfp4": mxfp4}
+def int8(weight: Tensor) -> Tensor:
+    scales = weight.abs().amax(-1, keepdim=True) / 127.5
+    return (weight / scales).round().clamp(-128, 127) * scales
+
+
+def int4(weight: Tensor, group: int) -> Tensor:
+    grouped = weight.unflatten(-1, (-1, group))  # type: ignore[no-untyped-call]
+    low, high = grouped.amin(-1, keepdim=True).clamp(max=0), grouped.amax(-1, keepdim=True).clamp(min=0)
+    scales = (high - low) / 15
+    zeros = (-low / scales).round()
+    return torch.flatten(((grouped / scales).round() + zeros).clamp(0, 15).sub(zeros) * scales, -2)
+
+
+ROUNDED = {"fp8": fp8, "mxfp4": mxfp4, "int8": int8, "int4": partial(int4, group=128)}
 
 
 def write(folder: Path, kind: str, quantization: str) -> None:
-    """A checkpoint, and the one of the rounded numbers in `folder / "whole"`."""
+    """A checkpoint, and the one of the rounded numbers in `folder / "whole"`; those of int4 with experts in groups of
+    64. With int8 and int4, the head is int8."""
     architecture, changes = (KINDS | KINDS_OF_MXFP4)[kind]
     write_model(architecture, _SIZES | changes, folder)
-    numbers, count = load_file(folder / "model.safetensors"), 0
+    numbers, count, function = load_file(folder / "model.safetensors"), 0, ROUNDED[quantization]
+    if quantization == "int4" and kind in ("experts", "latent"):
+        function = partial(int4, group=64)
     for name, tensor in numbers.items():
         if _LINEAR.search(name) and "kv_b_proj" not in name and (quantization != "mxfp4" or ".experts." in name):
             is_transposed = kind == "transposed" or (kind == "stacked" and ".experts." in name)
-            rounded = ROUNDED[quantization]((tensor.mT if is_transposed else tensor).float())
+            rounded = function((tensor.mT if is_transposed else tensor).float())
             numbers[name], count = (rounded.mT if is_transposed else rounded).contiguous(), count + 1
     assert count
+    if quantization in ("int8", "int4"):
+        head = next(name for name in numbers if name in ("lm_head.weight", "embed_out.weight"))
+        numbers[head] = int8(numbers[head].float())
     (folder / "whole").mkdir()
     (folder / "whole" / "config.json").write_text((folder / "config.json").read_text())
     save_file(numbers, folder / "whole" / "model.safetensors", {"format": "pt"})

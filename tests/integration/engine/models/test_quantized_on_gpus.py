@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 from quire.engine.config.devices import Devices
@@ -23,13 +24,19 @@ from quire.engine.layers.embedding import VocabParallelEmbedding
 from quire.engine.layers.linear import Linear
 from quire.engine.layers.moe import Experts
 from quire.engine.layers.quantized import _ordered, quantized_formats
+from quire.engine.models import loader
+from quire.engine.models.families import transformers_backend
 from quire.engine.models.loader import load
+from quire.engine.models.transformers_backend import describe
+from quire.engine.protocol.errors import ConfigError
 from quire.kernels import coded_words, linear
 from quire.kernels.quantized import QuantizedFormat, QuantizedWeight
+from tests.fakes.families import write_model
 from tests.fakes.model_logits import CPU, logits
 from tests.fakes.quantized_checkpoints import FORMATS, Format, fp8
 from tests.fakes.ranks import on_ranks
-from tests.integration.engine.models.test_quantized import write
+from tests.integration.engine.models import test_online
+from tests.integration.engine.models.test_quantized import _SIZES, KINDS, KINDS_OF_MXFP4, write
 
 _BLOCKS_OF_128 = Format(
     FORMATS["fp8 of blocks"].settings | {"weight_block_size": [128, 128]},
@@ -98,6 +105,90 @@ def test_logits_and_bytes(name: str, kind: str, tmp_path: Path, monkeypatch: pyt
             assert loaded == planned
 
 
+@pytest.mark.parametrize(
+    ("quantization", "kind"),
+    [(each, kind) for each in ("int8", "int4") for kind in ("dense", "experts", "latent", "stacked")],
+)
+def test_quantized_while_loading(quantization: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits are those of numbers that are rounded as a whole, in every layout, and the bytes are those of the plan."""
+    monkeypatch.setattr(coded_words, "round_rows", lambda x, dtype, groups: (x.float(), torch.ones(len(x), groups)))
+    test_online.write(tmp_path, kind, quantization)
+    architecture, _ = (KINDS | KINDS_OF_MXFP4)[kind]
+    model = getattr(transformers, architecture).from_pretrained(tmp_path / "whole", dtype=torch.float32).train(False)
+    tokens = torch.randint(0, 131, (20,), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        expected = model(tokens[None]).logits[0]
+    for tp, pp, ep in ((1, 1, False), (2, 1, False), (1, 2, False), (2, 1, True))[: 3 if kind == "dense" else 4]:
+        parallel: dict[str, Any] = {
+            "tensor_parallel_size": tp,
+            "pipeline_parallel_size": pp,
+            "enable_expert_parallel": ep,
+        }
+        config = configure(tmp_path, quantization=quantization, **parallel)
+        for result in on_ranks(tp, partial(logits, config, tokens)):
+            assert (result - expected).norm() <= 1e-3 * expected.norm(), (tp, pp, ep)
+        if pp == 1:
+            assert packed_bytes(config) == MemoryPlan.of(config).weights[0]
+
+
+@pytest.mark.parametrize("name", ["gptq, act order", "compressed-tensors, zero points"])
+def test_quantized_checkpoints_are_quantized_again(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coded_words, "round_rows", lambda x, dtype, groups: (x.float(), torch.ones(len(x), groups)))
+    model = write(tmp_path, name, "dense")
+    tokens = torch.randint(0, 131, (20,), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        for layer in model.modules():
+            if isinstance(layer, torch.nn.Linear):
+                layer.weight.copy_(test_online.int8(layer.weight))
+        expected = model(tokens[None]).logits[0]
+    for tp in (1, 2):
+        config = configure(tmp_path, tensor_parallel_size=tp, quantization="int8")
+        for result in on_ranks(tp, partial(logits, config, tokens)):
+            assert (result - expected).norm() <= 1e-3 * expected.norm(), tp
+        assert packed_bytes(config) == MemoryPlan.of(config).weights[0]
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_memory_while_loading(quantization: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters have no memory before they are read, as all of them would be larger than the packed weights."""
+    sizes = {"num_hidden_layers": 24, "hidden_size": 256, "intermediate_size": 512}
+    write_model("LlamaForCausalLM", _SIZES | sizes, tmp_path)
+    config, decoders, seen = configure(tmp_path, quantization=quantization), list[Any](), list[int]()
+    build, put = loader.build, loader._put
+
+    def built(*args: Any) -> Any:
+        decoders.append(build(*args))
+        return decoders[0]
+
+    def counted(*args: Any) -> None:
+        tensors = list(decoders[0].parameters())
+        for layer in decoders[0].modules():
+            if isinstance(layer, Linear) and layer._product is not None:
+                tensors += layer._product.state()
+        seen.append(sum({each.data_ptr(): each.untyped_storage().size() for each in tensors}.values()))
+        put(*args)
+
+    monkeypatch.setattr(loader, "build", built)
+    monkeypatch.setattr(loader, "_put", counted)
+    load(config, 0, Parallel(), CPU)
+    assert max(seen) <= 1.1 * MemoryPlan.of(config).weights[0]
+
+
+def test_transformers_implementation_is_quantized_while_loading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transformers_backend, "describe", describe.describe)
+    monkeypatch.setattr(coded_words, "round_rows", lambda x, dtype, groups: (x.float(), torch.ones(len(x), groups)))
+    test_online.write(tmp_path, "experts", "int4")
+    model: Any = transformers.Qwen3MoeForCausalLM.from_pretrained(tmp_path / "whole", dtype=torch.float32)
+    tokens = torch.randint(0, 131, (20,), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        expected = model.train(False)(tokens[None]).logits[0]
+    config = configure(tmp_path, quantization="int4", model_impl="transformers")
+    result = logits(config, tokens, Parallel())
+    assert (result - expected).norm() <= 1e-3 * expected.norm()
+
+
 @pytest.mark.parametrize(("name", "tied"), [("awq", False), ("nvfp4", True), ("bitsandbytes, int8", True)])
 def test_embeddings_and_heads_stay_quantized(name: str, tied: bool, tmp_path: Path) -> None:
     model = write(tmp_path, name, "dense", outer=True, tie_word_embeddings=tied)
@@ -149,6 +240,21 @@ def test_the_plan_says_how_weights_are_multiplied(tmp_path: Path) -> None:
         write(folder, name, kind)
         assert new in plan_text(configure(folder))
         assert old in plan_text(configure(folder, (8, 6)))
+    write_model("LlamaForCausalLM", _SIZES, tmp_path)
+    text = plan_text(configure(tmp_path, quantization="int8"))
+    assert "online int8: int8 weights, multiplied as int8, on cuda" in text
+    text = plan_text(configure(tmp_path, quantization="int4"))
+    assert (
+        "online int4: int4 weights, widened in registers (attention, feed forward); int8 weights, multiplied as" in text
+    )
+
+
+def test_what_cannot_be_quantized_is_refused(tmp_path: Path) -> None:
+    write_model("LlamaForCausalLM", _SIZES | {"intermediate_size": 240}, tmp_path)
+    with pytest.raises(ConfigError, match=r"int4: in feed_forward.down 240 inputs are not whole groups of 32; use fp8"):
+        configure(tmp_path, quantization="int4")
+    with pytest.raises(ConfigError, match=r"int8 is not supported with --load-format dummy on cuda; omit it$"):
+        configure(tmp_path, quantization="int8", load_format="dummy")
 
 
 @pytest.mark.parametrize(
