@@ -33,7 +33,8 @@ FORMATS = (
     QuantizedFormat("e2m1", 32),
     QuantizedFormat("nf4", 64, wide=True),
     QuantizedFormat("fp8", 128),
-    QuantizedFormat("int8"),
+    QuantizedFormat("int4", 32, has_order=True),
+    QuantizedFormat("int8", has_rounding=True),
     QuantizedFormat("int8", rounds_inputs=True),
     QuantizedFormat("fp8", rounds_inputs=True),
     QuantizedFormat("fp8", 128, rounds_inputs=True),
@@ -230,7 +231,15 @@ def _calls_of_quantized(
         random = _random_codes(noise, form.values, shape[-1] // (form.group or shape[-1]), *shape)
         codes, scales = random.codes.to(device), random.scales.to(device)
         offsets = torch.randint(-8, 8, scales.shape, generator=noise).to(scales) if form.has_offsets else None
-        return replace(random, codes=codes, scales=scales, offsets=offsets, wide=form.wide)
+        changed = replace(random, codes=codes, scales=scales, offsets=offsets, wide=form.wide)
+        (*stack, _, inputs), rounding = shape, torch.tensor([1 / 32, 3.0], device=device)
+        if form.has_rounding:
+            changed = replace(changed, rounding=rounding.expand(*stack, 2))
+        if form.has_order:
+            columns = torch.rand(*stack, inputs, generator=noise).argsort()
+            columns[..., 5] = inputs  # a column without an input
+            changed = replace(changed, columns=columns.to(device))
+        return changed
 
     for each in formats:
         form = replace(each, group=min(each.group, 256))  # larger ones are more blocks

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels.cache import LARGEST
-from quire.kernels.quantized import VALUES, QuantizedWeight, common_factor, values_on
+from quire.kernels.quantized import VALUES, QuantizedWeight, common_factor, round_static, values_on
 from quire.kernels.reference import act_mul, by_expert
 
 WORDS = 16
@@ -35,6 +35,7 @@ class CodedWords:
 
     values: str
     inputs: int
+    """Columns as stored."""
     group: int
     """Inputs that share factors: a power of two, or whole blocks; 0 if there are no factors."""
     words: Tensor
@@ -45,6 +46,10 @@ class CodedWords:
     """The same, in units of the values."""
     of_rows: Tensor
     """float32 `[…, out]`: scales of features, in addition. NaN if a code of the feature is."""
+    columns: Tensor | None = None
+    """int64 `[…, columns]`: as in `QuantizedWeight`."""
+    rounding: Tensor | None = None
+    """float32 `[…, 2]`: as in `QuantizedWeight`. The weight's scales include that of the inputs."""
 
     @property
     def bits(self) -> int:
@@ -56,12 +61,15 @@ class CodedWords:
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [each for each in (self.words, self.scales, self.offsets, self.of_rows) if each is not None]
+        every = self.words, self.scales, self.offsets, self.of_rows, self.columns, self.rounding
+        return [each for each in every if each is not None]
 
     def at(self, expert: int) -> CodedWords:
         """One weight of a stack."""
-        scales, offsets = (None if each is None else each[expert] for each in (self.scales, self.offsets))
-        return replace(self, words=self.words[expert], scales=scales, offsets=offsets, of_rows=self.of_rows[expert])
+        optional = self.scales, self.offsets, self.columns, self.rounding
+        scales, offsets, columns, rounding = (None if each is None else each[expert] for each in optional)
+        words, of_rows = self.words[expert], self.of_rows[expert]
+        return CodedWords(self.values, self.inputs, self.group, words, scales, offsets, of_rows, columns, rounding)
 
     def rows(self, rows: Tensor) -> CodedWords:
         """Some rows of one weight."""
@@ -70,7 +78,7 @@ class CodedWords:
 
 
 def pack_words(weight: QuantizedWeight) -> CodedWords:
-    """Pack a weight, or a stack, on any device. Columns are packed as they are stored."""
+    """Pack a weight, or a stack, on any device."""
     if weight.codes.dim() == 3:
         return _pack_stack(weight)
     bits = 4 if len(VALUES[weight.values]) == 16 else 8
@@ -85,6 +93,7 @@ def pack_words(weight: QuantizedWeight) -> CodedWords:
         words |= codes[..., place, :].int() << bits * place
     factors: tuple[Tensor | None, Tensor | None]
     group, scales, offsets = inputs // groups, weight.scales.float(), weight.offsets
+    scales = scales if weight.rounding is None else scales * weight.rounding[0]
     if groups == 1 and offsets is None:
         of_rows, group, factors = scales[..., 0], 0, (None, None)
     else:
@@ -104,7 +113,11 @@ def pack_words(weight: QuantizedWeight) -> CodedWords:
     if weight.values == "fp8":
         of_rows = of_rows.masked_fill(((weight.codes & 0x7F) == 0x7F).any(dim=-1), torch.nan)
     words = words.movedim(-2, -3).contiguous()
-    return CodedWords(weight.values, inputs, group, words, factors[0], factors[1], of_rows.contiguous())
+    return CodedWords(
+        *(weight.values, inputs, group, words, factors[0], factors[1], of_rows.contiguous()),
+        columns=weight.columns,
+        rounding=weight.rounding,
+    )
 
 
 def _pack_stack(weights: QuantizedWeight) -> CodedWords:
@@ -114,8 +127,10 @@ def _pack_stack(weights: QuantizedWeight) -> CodedWords:
     def of_all(each: Tensor) -> Tensor:
         return each.new_empty((len(weights.codes), *each.shape))
 
-    scales, offsets = (None if each is None else of_all(each) for each in (first.scales, first.offsets))
-    stack = replace(first, words=of_all(first.words), scales=scales, offsets=offsets, of_rows=of_all(first.of_rows))
+    optional = first.scales, first.offsets, first.columns, first.rounding
+    scales, offsets, columns, rounding = (None if each is None else of_all(each) for each in optional)
+    words, of_rows = of_all(first.words), of_all(first.of_rows)
+    stack = CodedWords(first.values, first.inputs, first.group, words, scales, offsets, of_rows, columns, rounding)
     for expert in range(len(weights.codes)):
         packed = pack_words(weights.at(expert)) if expert else first
         for target, source in zip(stack.at(expert).tensors, packed.tensors, strict=True):
@@ -124,7 +139,7 @@ def _pack_stack(weights: QuantizedWeight) -> CodedWords:
 
 
 def unpack_words(packed: CodedWords) -> Tensor:
-    """The weight `[…, out, in]` in float32."""
+    """The weight `[…, out, in]` in float32, its columns as they are stored."""
     places = torch.arange(0, 32, packed.bits, device=packed.words.device)[:, None]
     codes = packed.words.movedim(-3, -2)[..., None, :] >> places & (1 << packed.bits) - 1
     codes = codes.flatten(-3)[..., : packed.inputs]  # of [blocks, codes of a word, words]
@@ -142,6 +157,10 @@ def coded_matmul(x: Tensor, weight: CodedWords, bias: Tensor | None = None) -> T
 
     Sums are float32.
     """
+    if weight.columns is not None:
+        x = F.pad(x, (0, 1)).index_select(1, weight.columns)
+    if weight.rounding is not None:
+        x = round_static(x, weight.rounding)
     return F.linear(x.float(), unpack_words(weight), None if bias is None else bias.float()).to(x.dtype)
 
 

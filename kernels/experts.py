@@ -93,7 +93,7 @@ def _pack_quantized(
         both = gate_up, down
         is_plain = all(each.columns is None and each.rounding is None for each in both)
         rounds = is_plain and all(linear.rounds_inputs(each) for each in both)
-        if is_plain and linear.gpu_capability(gate_up.codes.device) is not None:
+        if linear.gpu_capability(gate_up.codes.device) is not None:
             pack = RoundedExperts if rounds else CodedWordsExperts
             return pack(gate_up, down, activation, *biases)
         if rounds and gate_up.values == down.values:
@@ -318,7 +318,7 @@ def _pad_columns(weight: Tensor, padding: int) -> Tensor:
 
 
 class ExpertByExpert(PackedExperts):
-    """Two packed linear layers per expert, called for every expert that has rows.
+    """On CPUs, two packed linear layers per expert, called for every expert that has rows.
 
     Python reads which experts these are, so steps cannot be replayed: decodes run without CUDA graphs or op replay.
     """

@@ -111,13 +111,14 @@ def pack_gated(
 
 def _pack_quantized(weight: QuantizedWeight, activation: str = "") -> PackedLinear:
     rounds = rounds_inputs(weight)
-    if weight.rounding is not None and not rounds:
+    is_on_gpu = gpu_capability(weight.codes.device) is not None
+    if weight.rounding is not None and not rounds and not is_on_gpu:
         scaled = replace(weight, scales=weight.scales * weight.rounding[0], rounding=None, activations=None)
         return StaticScaleLinear(_pack_quantized(scaled, activation), weight.rounding)
     if weight.columns is not None:
         in_order = replace(weight, columns=None, activations=None)
         return GatheredLinear(_pack_quantized(in_order, activation), weight.columns)
-    if gpu_capability(weight.codes.device) is not None:
+    if is_on_gpu:
         product: PackedLinear = RoundedLinear(weight) if rounds else CodedWordsLinear(weight)
     elif not rounds:
         return CodedLinear(weight, activation)
@@ -377,7 +378,8 @@ class CodedLinear(PackedEmbedding):
 
 
 class CodedWordsLinear(PackedEmbedding):
-    """A weight in few bits as it is published, on a GPU: `x` is not rounded, and codes are widened in registers."""
+    """A weight in few bits as it is published, on a GPU: codes are widened in registers, and `x` is rounded only if its
+    scale is static."""
 
     def __init__(self, weight: QuantizedWeight) -> None:
         self._weight = coded_words.pack_words(weight)
@@ -440,16 +442,14 @@ class GatheredLinear(PackedEmbedding):
 
 
 class StaticScaleLinear(PackedLinear):
-    """A matmul of inputs that are rounded to integers of 8 bits in steps of constant size."""
+    """On CPUs, a matmul of inputs that are rounded to integers of 8 bits in steps of constant size."""
 
     def __init__(self, product: PackedLinear, rounding: Tensor) -> None:
         """`rounding` is as in `QuantizedWeight`; the product's scales include that of the inputs."""
         self._product, self._rounding = product, rounding
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        scale, zero = self._rounding
-        integers = (x.float() / scale + zero).round_().clamp_(-128, 127).sub_(zero)
-        return self._product(integers.to(x.dtype), bias)  # bfloat16 has all integers of 8 bits
+        return self._product(quantized.round_static(x, self._rounding), bias)
 
     @property
     def layout(self) -> str:

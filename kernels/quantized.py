@@ -108,6 +108,10 @@ class QuantizedFormat:
     wide: bool = False
     rounds_inputs: bool = False
     """Inputs are rounded to the type of the weights (W8A8)."""
+    has_order: bool = False
+    """Columns have an order (`QuantizedWeight.columns`)."""
+    has_rounding: bool = False
+    """Inputs are rounded with a static scale."""
 
 
 @dataclass(frozen=True)
@@ -190,6 +194,14 @@ def nearest_codes(weight: Tensor, rounding: Rounding, scales: Tensor, offsets: T
         case "int4":
             return numbers.round_().clamp_(-8, 7).add_(8).to(torch.uint8)
     return numbers.round_().clamp_(-128, 127).to(torch.int8).view(torch.uint8)
+
+
+def round_static(x: Tensor, rounding: Tensor) -> Tensor:
+    """Round `x` to integers of 8 bits with the scale and the zero point of `QuantizedWeight.rounding`, and return them
+    without the zero point."""
+    scale, zero = rounding
+    integers: Tensor = (x.float() / scale + zero).round_().clamp_(-128, 127).sub_(zero)
+    return integers.to(x.dtype)  # bfloat16 has all integers of 8 bits
 
 
 @dataclass(frozen=True)

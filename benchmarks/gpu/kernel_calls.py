@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args, get_type_hints
 
 import numpy as np
@@ -233,6 +233,11 @@ def _quantized(
             for size in ((experts, 2 * inner, hidden), (experts, hidden, inner))
         ]
         packed = [pack_words(stack) for stack in stacks]
+        if values in ("uint4", "int8"):
+            changed = [pack_words(_ordered(stack) if values == "uint4" else _static(stack)) for stack in stacks]
+            named = f"{of}, {values}, {'act order' if values == 'uint4' else 'static scales'}"
+            yield "coded_matmul", named, _multiplies("coded_matmul", x, changed[0].at(0))
+            yield "coded_fused_experts", named, _multiplies("coded_fused_experts", x, *chosen, *changed, "silu")
         yield "coded_matmul", f"{of}, {values}", _multiplies("coded_matmul", x, packed[0].at(0))
         yield "coded_fused_experts", f"{of}, {values}", _multiplies("coded_fused_experts", x, *chosen, *packed, "silu")
     has_fp8 = device.type != "cuda" or torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
@@ -245,6 +250,18 @@ def _quantized(
         named = f"{of}, {str(kind)[6:]}, groups of {groups if groups > 1 else 'all'} inputs"
         yield "rounded_matmul", named, _multiplies("rounded_matmul", x, rounded[0][0], rounded[1][0])
         yield "rounded_fused_experts", named, _multiplies("rounded_fused_experts", x, *chosen, *rounded, "silu")
+
+
+def _ordered(stack: QuantizedWeight) -> QuantizedWeight:
+    """With each expert's columns in an order of their own."""
+    experts, _, inputs = stack.codes.shape
+    return replace(stack, columns=torch.rand(experts, inputs, device=stack.codes.device).argsort())
+
+
+def _static(stack: QuantizedWeight) -> QuantizedWeight:
+    """With a static scale of the inputs."""
+    rounding = torch.tensor([1 / 32, 3.0], device=stack.codes.device)
+    return replace(stack, rounding=rounding.expand(len(stack.codes), 2))
 
 
 def random_stack(values: str, shape: tuple[int, int, int], device: torch.device, dtype: torch.dtype) -> QuantizedWeight:

@@ -62,16 +62,16 @@ def _quantized_weight(
 ) -> StoredWeight | None:
     """The weight as the settings say that it is stored; None if it is not quantized."""
     module = name.removesuffix(".weight")
-    stored = None
+    before = None
     if isinstance(method, Online):
-        stored = _quantized_weight(method.stored, name, tensor, headers)
+        before = _quantized_weight(method.stored, name, tensor, headers)
         if not method.is_rounded(module):
-            return stored
+            return before
     if method is None or len(tensor.shape) == 1 or (scheme := method.scheme(module)) is None:
         return None
     if isinstance(scheme, OnlineScheme):
-        if stored is not None:
-            return stored._replace(scheme=replace(scheme, stored=stored.scheme))
+        if before is not None:
+            return before._replace(scheme=replace(scheme, stored=before.scheme))
         scheme = replace(scheme, is_transposed=tensor.is_transposed)
     is_possible = scheme.problem(tensor.weight_shape) is None
     stored = scheme.tensors(module, tensor.weight_shape) if is_possible else {}

@@ -239,8 +239,7 @@ def _choose_quantization(
     requested = options.quantization
     if requested is None or (device == "cpu" and (requested == "int8" or requested == "int4")):
         return requested
-    is_float = requested == "fp8" or requested == "mxfp4"
-    if requested == "int8" or requested == "int4" or (quantized is None and is_float):
+    if requested in ("int8", "int4") or (quantized is None and requested in ("fp8", "mxfp4")):
         if options.load_format == "dummy":
             others = ", or use int8 or int4" * (device == "cpu")
             raise ConfigError(

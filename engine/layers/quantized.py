@@ -88,7 +88,8 @@ def quantized_formats(config: EngineConfig) -> tuple[QuantizedFormat, ...]:
             if form.has_order and matrix.columns < form.inputs:
                 group = ORDERED_GROUP
             rounds = form.rounds_inputs(matrix.columns, config.parallel.device)
-            found[QuantizedFormat(form.values, group, form.has_offsets, form.wide, rounds)] = None
+            kind = form.values, group, form.has_offsets, form.wide, rounds
+            found[QuantizedFormat(*kind, has_order=form.has_order, has_rounding=form.has_rounding)] = None
     return tuple(found)
 
 

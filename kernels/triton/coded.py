@@ -84,9 +84,12 @@ def _product(
     scales,
     offsets,
     table,
+    columns,
+    rounding,
     feature,
     features,
     inputs,
+    stored,
     first,
     last,
     ROWS: tl.constexpr,
@@ -98,16 +101,21 @@ def _product(
     FRACTION: tl.constexpr,
     GROUP: tl.constexpr,
     OFFSETS: tl.constexpr,
+    ORDERED: tl.constexpr,
+    STATIC: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """The sums `[FEATURES, ROWS]` over the blocks from `first` to `last`, without the scales of the features.
 
-    `source` has pointers to the rows of the inputs; `feature` is int64.
+    `source` has pointers to the rows of the inputs; `feature` is int64. If ORDERED, `columns` has the input of each of
+    the `stored` columns. If STATIC, inputs are rounded with the scale and the zero point in `rounding`.
     """
     PLACES: tl.constexpr = 32 // BITS
     lane = tl.arange(0, 16)
     is_feature = feature < features
     product = tl.zeros([FEATURES, ROWS], tl.float32)
+    if STATIC:
+        scale_of_inputs, zero = tl.load(rounding), tl.load(rounding + 1)
     for block in range(first, last):
         at = (block * features + feature)[:, None] * 16 + lane
         word = tl.load(words + at, mask=is_feature[:, None], other=0)
@@ -126,11 +134,16 @@ def _product(
             number = _decoded(word, table, place, BITS, KIND, FRACTION) * factor
             if KIND == "integer" or OFFSETS:
                 number += term
-            x = tl.load(
-                source[None, :] + (start + lane)[:, None],
-                mask=is_row[None, :] & (start + lane < inputs)[:, None],
-                other=0.0,
-            )
+            column = start + lane
+            if ORDERED:
+                column = tl.load(columns + column, mask=column < stored, other=inputs)
+            is_inside = is_row[None, :] & (column < inputs)[:, None]
+            x = tl.load(source[None, :] + column[:, None], mask=is_inside, other=0.0)
+            if STATIC:
+                wide = tl.div_rn(x.to(tl.float32), scale_of_inputs) + zero
+                # Adding and subtracting rounds to an integer, ties to even.
+                rounded = tl.clamp(wide, -128.0, 127.0) + 12582912.0 - 12582912.0 - zero
+                x = tl.where(wide == wide, tl.where(is_inside, rounded, 0.0), wide).to(x.dtype)
             product = tl.dot(number.to(x.dtype), x, product, input_precision=PRECISION)
     return product
 
@@ -152,11 +165,14 @@ def _coded_kernel(
     offsets,
     of_rows,
     table,
+    columns,
+    rounding,
     bias,
     out,
     count,
     features,
     inputs,
+    stored,
     x_row,
     blocks,
     steps,
@@ -171,6 +187,8 @@ def _coded_kernel(
     FRACTION: tl.constexpr,
     GROUP: tl.constexpr,
     OFFSETS: tl.constexpr,
+    ORDERED: tl.constexpr,
+    STATIC: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Multiply a tile of rows by a tile of features; if SPLIT, store the sums of some blocks `[splits, rows, out]`."""
@@ -178,9 +196,9 @@ def _coded_kernel(
     feature = tl.program_id(1).to(tl.int64) * FEATURES + tl.arange(0, FEATURES)
     is_row, is_feature, split = row < count, feature < features, tl.program_id(2)
     product = _product(
-        *(x + row.to(tl.int64) * x_row, is_row, words, scales, offsets, table, feature, features, inputs),
-        *(split * steps, tl.minimum(blocks, (split + 1) * steps), ROWS, FEATURES, BITS, KIND, FACTOR, TERM, FRACTION),
-        *(GROUP, OFFSETS, PRECISION),
+        *(x + row.to(tl.int64) * x_row, is_row, words, scales, offsets, table, columns, rounding),
+        *(feature, features, inputs, stored, split * steps, tl.minimum(blocks, (split + 1) * steps)),
+        *(ROWS, FEATURES, BITS, KIND, FACTOR, TERM, FRACTION, GROUP, OFFSETS, ORDERED, STATIC, PRECISION),
     )
     if SPLIT:
         row += split * count
@@ -214,12 +232,15 @@ def _coded_grouped_kernel(
     offsets,
     of_rows,
     table,
+    columns,
+    rounding,
     bias,
     out,
     pairs,
     blocks_of_rows,
     features,
     inputs,
+    stored,
     x_row,
     blocks,
     groups,
@@ -234,6 +255,8 @@ def _coded_grouped_kernel(
     FRACTION: tl.constexpr,
     GROUP: tl.constexpr,
     OFFSETS: tl.constexpr,
+    ORDERED: tl.constexpr,
+    STATIC: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Multiply a block of an expert's rows, of `_sort_kernel`, by a tile of its features into the pairs' rows.
@@ -252,8 +275,9 @@ def _coded_grouped_kernel(
         of_expert = expert * groups * features
         product = _product(
             *(x + pair // per_row * x_row, is_row, words + expert * blocks * features * 16, scales + of_expert),
-            *(offsets + of_expert, table, feature, features, inputs, 0, blocks, ROWS, FEATURES, BITS, KIND, FACTOR),
-            *(TERM, FRACTION, GROUP, OFFSETS, PRECISION),
+            *(offsets + of_expert, table, columns + expert * stored, rounding + expert * 2),
+            *(feature, features, inputs, stored, 0, blocks, ROWS, FEATURES, BITS, KIND, FACTOR),
+            *(TERM, FRACTION, GROUP, OFFSETS, ORDERED, STATIC, PRECISION),
         )
         own = expert * features
         product = _finished(product, of_rows + own, bias + own, feature, is_feature, BIAS)
@@ -296,6 +320,8 @@ def _launch(weight: CodedWords, bias: Tensor | None, dtype: torch.dtype) -> tupl
         table = _table(weight.values, weight.words.device)
     scales = weight.of_rows if weight.scales is None else weight.scales
     offsets = scales if weight.offsets is None else weight.offsets
+    columns = weight.of_rows if weight.columns is None else weight.columns
+    rounding = weight.of_rows if weight.rounding is None else weight.rounding
     constants = {
         "BIAS": bias is not None,
         "BITS": weight.bits,
@@ -305,9 +331,12 @@ def _launch(weight: CodedWords, bias: Tensor | None, dtype: torch.dtype) -> tupl
         "FRACTION": decoding.fraction,
         "GROUP": weight.group,
         "OFFSETS": weight.offsets is not None,
+        "ORDERED": weight.columns is not None,
+        "STATIC": weight.rounding is not None,
         "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
     }
-    return [weight.words, scales, offsets, weight.of_rows, table, weight.of_rows if bias is None else bias], constants
+    factors = [weight.words, scales, offsets, weight.of_rows, table, columns, rounding]
+    return [*factors, weight.of_rows if bias is None else bias], constants
 
 
 _tables: dict[tuple[str, torch.device], Tensor] = {}
@@ -323,7 +352,7 @@ def _table(values: str, device: torch.device) -> Tensor:
 def coded_matmul(x: Tensor, weight: CodedWords, bias: Tensor | None = None) -> Tensor:
     """See `coded_words`. Rows give the same result with any others up to 16 rows, up to 64, and beyond."""
     rows, inputs = x.shape
-    assert inputs == weight.inputs
+    assert inputs == weight.inputs or weight.columns is not None
     features, blocks = weight.features, weight.words.shape[0]
     out = x.new_empty(rows, features)
     if not rows or not features:
@@ -335,7 +364,8 @@ def coded_matmul(x: Tensor, weight: CodedWords, bias: Tensor | None = None) -> T
     tensors, constants = _launch(weight, bias, x.dtype)
     grid = triton.cdiv(rows, shape.rows), triton.cdiv(features, shape.features), shape.splits
     _coded_kernel[grid](
-        *(x, *tensors, parts, rows, features, inputs, x.stride(0), blocks, triton.cdiv(blocks, shape.splits)),
+        *(x, *tensors, parts, rows, features, inputs, weight.inputs, x.stride(0), blocks),
+        triton.cdiv(blocks, shape.splits),
         **constants,
         SPLIT=is_split,
         ROWS=shape.rows,
@@ -390,7 +420,7 @@ def _grouped(
     tensors, constants = _launch(weight, bias, x.dtype)
     size = 128 if many else 64
     _coded_grouped_kernel[len(blocks), triton.cdiv(features, size)](
-        *(x, *tensors, out, pairs, blocks, features, x.shape[1], x.stride(0), weight.words.shape[-3]),
+        *(x, *tensors, out, pairs, blocks, features, x.shape[1], weight.inputs, x.stride(0), weight.words.shape[-3]),
         *(0 if weight.scales is None else weight.scales.shape[-2], per_row),
         **constants,
         ROWS=rows,

@@ -194,6 +194,8 @@ def run_coded(capability: int, types: list[torch.dtype]) -> None:
         gate_up, down = (packed("e2m1", 32, dtype, 2) for _ in range(2))
         assert down.scales is not None
         down = replace(down, inputs=1024, words=down.words[:, :8].contiguous(), scales=down.scales[:, :32].contiguous())
+        columns, rounding = torch.zeros(2, 2048, dtype=torch.int64), torch.ones(2, 2)
+        ordered, static = replace(gate_up, columns=columns), replace(packed("int8", 0, dtype, 2), rounding=rounding)
         for kind in (torch.int8, torch.float8_e4m3fn):
             if kind == torch.int8 or capability >= 89:
                 matrix = torch.zeros(2048, 2048, dtype=kind)
@@ -204,7 +206,9 @@ def run_coded(capability: int, types: list[torch.dtype]) -> None:
                     rounded.rounded_fused_experts(rows[:count], torch.ones(count, 2), ids, *stack, *half, "silu")
         for count in (4, 1024):
             ids = torch.zeros(count, 2, dtype=torch.int64)
-            coded.coded_fused_experts(rows[:count], torch.ones(count, 2), ids, gate_up, down, "silu")
+            for first in (gate_up, ordered, static):
+                coded.coded_fused_experts(rows[:count], torch.ones(count, 2), ids, first, down, "silu")
+        coded.coded_matmul(rows[:4], static.at(0))
 
 
 def main() -> None:

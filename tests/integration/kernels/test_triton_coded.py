@@ -173,6 +173,52 @@ def test_experts(values: str, group: int, dtype: torch.dtype, has_bias: bool) ->
         close(module.coded_fused_experts(x, weights, ids, *packed, activation, *biases), expected)
 
 
+@pytest.mark.parametrize(("group", "dtype"), [(0, torch.float32), (16, torch.float32), (32, torch.float16)])
+def test_experts_with_columns_in_another_order(group: int, dtype: torch.dtype) -> None:
+    """An order of each expert's, with columns that no input belongs to."""
+    gate_up, down = experts_of("uint4", group, dtype)
+    ordered, plain = [], []
+    for weight, inputs in ((gate_up, 60), (down, 48)):
+        columns = torch.rand(4, weight.codes.shape[2]).argsort().clamp(max=inputs)
+        whole = torch.zeros(4, weight.codes.shape[1], inputs + 1)
+        whole.scatter_add_(2, columns[:, None].expand(weight.codes.shape), weight.dequantize().float())
+        ordered.append(replace(weight, columns=columns))
+        plain.append(whole[..., :inputs].to(dtype))
+    x, ids, weights = torch.randn(7, 60).to(dtype), torch.randint(-1, 5, (7, 2)), torch.rand(7, 2)
+    plain[1] = F.pad(plain[1], (0, 0, 0, -4))  # as many outputs as inputs
+    ordered[1] = replace(ordered[1], codes=ordered[1].codes[:, :60], scales=ordered[1].scales[:, :60])
+    assert ordered[1].offsets is not None
+    ordered[1] = replace(ordered[1], offsets=ordered[1].offsets[:, :60])
+    expected = reference.fused_experts(x, weights, ids, *plain, "silu")
+    for module in (coded, coded_words):
+        packed = [coded_words.pack_words(each) for each in ordered]
+        close(module.coded_fused_experts(x, weights, ids, *packed, "silu"), expected)
+
+
+@pytest.mark.parametrize(("zero", "group", "dtype"), [(0.0, 0, torch.float32), (-9.0, 32, torch.float16)])
+def test_static_scales_of_inputs(zero: float, group: int, dtype: torch.dtype) -> None:
+    """Of one weight, and of experts with different ones. Some inputs are cut off."""
+    weight = random_weight("int8", 33, 200, group and 8, dtype=dtype)
+    rounding = torch.tensor([1 / 64, zero])
+    x = torch.randn(5, 200).to(dtype) * 2
+    x[0, 3:5] = torch.tensor([torch.inf, -torch.inf])
+    steps = ((x.double() * 64 + zero).round().clamp(-128, 127) - zero) / 64
+    packed = coded_words.pack_words(replace(weight, rounding=rounding))
+    for module in (coded, coded_words):
+        close(module.coded_matmul(x, packed), expected_of(steps, replace(weight, dtype=torch.float32)).to(dtype))
+    x[1, 7] = torch.nan
+    assert coded.coded_matmul(x, packed)[1].isnan().all()
+    stacks = [
+        replace(each, rounding=torch.tensor([[1 / 32, zero], [1 / 64, zero], [1.0, zero], [1 / 16, zero]]))
+        for each in experts_of("int8", group, dtype)
+    ]
+    both = [coded_words.pack_words(each) for each in stacks]
+    rows, ids, shares = torch.randn(9, 64).to(dtype), torch.randint(-1, 5, (9, 2)), torch.rand(9, 2)
+    found = coded.coded_fused_experts(rows, shares, ids, *both, "silu")
+    expected = coded_words.coded_fused_experts(rows, shares, ids, *both, "silu")
+    assert (found - expected).float().norm() <= (1e-5 if dtype == torch.float32 else 0.02) * expected.float().norm()
+
+
 def test_many_rows_of_one_expert() -> None:
     gate_up, down = experts_of("int4", 32, torch.float16)
     x, ids, weights = torch.randn(80, 64).half(), torch.ones(80, 1, dtype=torch.int64), torch.rand(80, 1)

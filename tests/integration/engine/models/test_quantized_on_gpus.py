@@ -29,13 +29,13 @@ from quire.engine.models.families import transformers_backend
 from quire.engine.models.loader import load
 from quire.engine.models.transformers_backend import describe
 from quire.engine.protocol.errors import ConfigError
-from quire.kernels import coded_words, linear
+from quire.kernels import coded_words, experts, linear
 from quire.kernels.quantized import QuantizedFormat, QuantizedWeight
 from tests.fakes.families import write_model
 from tests.fakes.model_logits import CPU, logits
 from tests.fakes.quantized_checkpoints import FORMATS, Format, fp8
 from tests.fakes.ranks import on_ranks
-from tests.integration.engine.models import test_online
+from tests.integration.engine.models import test_online, test_quantized
 from tests.integration.engine.models.test_quantized import _SIZES, KINDS, KINDS_OF_MXFP4, write
 
 _BLOCKS_OF_128 = Format(
@@ -49,6 +49,7 @@ NAMES = [*(name for name in FORMATS if name != "mxfp4"), "fp8 of 128"]
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "gpu_capability", lambda device: (9, 0))
+    monkeypatch.setattr(experts, "ExpertByExpert", None)  # the experts of a layer run in one call
     monkeypatch.setattr(linear, "packing", lambda weight, quantization: linear.PlainLinear)
     monkeypatch.setitem(FORMATS, "fp8 of 128", _BLOCKS_OF_128)
 
@@ -65,7 +66,7 @@ def packed_bytes(config: EngineConfig) -> int:
     parallel, spread = Parallel(), config.parallel.experts
     parallel.size = config.parallel.tensor_parallel_size
     group = None if spread is None else ExpertGroup(spread, parallel, ExpertCommunicator(), ExpertCommunicator())
-    decoder, experts = load(config, 0, parallel, CPU, experts=group), 4 // (parallel.size if spread else 1)
+    decoder, count = load(config, 0, parallel, CPU, experts=group), 4 // (parallel.size if spread else 1)
     total = sum(weight.nbytes for weight in decoder.parameters())
     for layer in decoder.modules():
         if isinstance(layer, Linear) and layer._product is not None:
@@ -73,7 +74,7 @@ def packed_bytes(config: EngineConfig) -> int:
         if isinstance(layer, VocabParallelEmbedding) and layer.packed is not None:
             total += sum(each.nbytes for each in layer.packed.state())
         if isinstance(layer, Experts):
-            total += sum(each.nbytes for place in range(experts) for each in layer.state(place))
+            total += sum(each.nbytes for place in range(count) for each in layer.state(place))
     return total
 
 
@@ -81,7 +82,10 @@ def packed_bytes(config: EngineConfig) -> int:
     ("name", "kind"),
     [
         *((name, "dense") for name in NAMES),
-        *((name, "experts") for name in ("awq", "bitsandbytes, nf4", "nvfp4", "fp8", "compressed-tensors, int8")),
+        *(
+            (name, "experts")
+            for name in ("gptq, act order", "awq", "bitsandbytes, nf4", "nvfp4", "fp8", "compressed-tensors, int8")
+        ),
         ("fp8 of blocks", "latent"),
         ("fp8 of 128", "latent"),
         ("mxfp4", "stacked"),
@@ -224,6 +228,11 @@ def test_inputs_are_rounded_as_the_publisher_does(name: str, dtype: torch.dtype,
         expected = model(tokens[None]).logits[0]
         result = logits(configure(tmp_path), tokens, Parallel())
     assert (result - expected).norm() <= 0.02 * expected.norm()  # a number in the middle may be rounded either way
+
+
+@pytest.mark.parametrize(("kind", "zero"), [("dense", -100), ("experts", 0)])
+def test_inputs_are_rounded_with_the_publishers_scales(kind: str, zero: int, tmp_path: Path) -> None:
+    test_quantized.test_inputs_are_rounded_with_the_publishers_scales(kind, zero, tmp_path)
 
 
 def test_the_plan_says_how_weights_are_multiplied(tmp_path: Path) -> None:
