@@ -7,13 +7,22 @@ back to the reference. This package imports nothing else from Quire.
 
 from __future__ import annotations
 
-from quire.kernels import reference
+from quire.kernels import coded_words, reference
 from quire.kernels.attention_config import AttentionConfig, AttentionLayer, HostMetadata
 from quire.kernels.backends import BackendUnavailable
 from quire.kernels.cache import RecurrentState, StateSegments, allocate_kv_cache, kv_cache_dtype, recurrent_states
+from quire.kernels.coded_words import RoundedRows, RowRounding
 from quire.kernels.dispatch import by_device, paged_attention, prepare
 from quire.kernels.experts import PackedExperts, fused_experts, pack_experts
-from quire.kernels.linear import PackedEmbedding, PackedLinear, Quantization, pack_embedding, pack_gated, pack_linear
+from quire.kernels.linear import (
+    PackedEmbedding,
+    PackedGatedLinear,
+    PackedLinear,
+    Quantization,
+    pack_embedding,
+    pack_gated,
+    pack_linear,
+)
 from quire.kernels.quantized import QuantizedFormat, QuantizedWeight
 
 __all__ = [
@@ -23,15 +32,19 @@ __all__ = [
     "HostMetadata",
     "PackedEmbedding",
     "PackedExperts",
+    "PackedGatedLinear",
     "PackedLinear",
     "Quantization",
     "QuantizedFormat",
     "QuantizedWeight",
     "RecurrentState",
+    "RoundedRows",
+    "RowRounding",
     "StateSegments",
     "act_mul",
     "activate",
     "add_rms_norm",
+    "add_rms_norm_rounded",
     "allocate_kv_cache",
     "apply_bitmask",
     "attention",
@@ -50,6 +63,7 @@ __all__ = [
     "read_kv",
     "recurrent_states",
     "rms_norm",
+    "rms_norm_rounded",
     "rotary_write_kv",
     "route",
     "sample",
@@ -59,6 +73,8 @@ __all__ = [
 
 rms_norm = by_device(reference.rms_norm)
 add_rms_norm = by_device(reference.add_rms_norm)
+rms_norm_rounded = by_device(coded_words.rms_norm_rounded)
+add_rms_norm_rounded = by_device(coded_words.add_rms_norm_rounded)
 rotary_write_kv = by_device(reference.rotary_write_kv)
 route = by_device(reference.route)
 read_kv = by_device(reference.read_kv)

@@ -18,7 +18,7 @@ from torch import Tensor
 from quire.kernels import backends, coded_words, packed, quantized, reference
 from quire.kernels.attention_config import AttentionConfig, AttentionLayer
 from quire.kernels.cache import FP8_CAPABILITY, StateSegments
-from quire.kernels.coded_words import CodedWords, pack_words, typed_codes
+from quire.kernels.coded_words import CodedWords, RowRounding, pack_words, typed_codes
 from quire.kernels.flashinfer import FlashInfer
 from quire.kernels.quantized import VALUES, QuantizedFormat, QuantizedWeight
 
@@ -254,6 +254,9 @@ def _calls_of_quantized(
             yield "coded_fused_experts", functools.partial(_mix_words, x, shares, ids, *packed_both)
         else:
             one, gate_up, down = ((typed_codes(each), each.scales) for each in weights)
+            rounding = RowRounding(one[0].dtype, one[1].shape[1])
+            for name in ("rms_norm_rounded", "add_rms_norm_rounded", "act_mul_rounded"):
+                yield name, functools.partial(rounds, name, x, rounding)
             yield "rounded_matmul", functools.partial(_multiply_rounded, x, *one, bias)
             yield "rounded_fused_experts", functools.partial(_mix_rounded, x, shares, ids, *gate_up, *down)
 
@@ -264,6 +267,30 @@ def _multiply_words(x: Tensor, weight: CodedWords, bias: Tensor, module: Any) ->
 
 def _mix_words(x: Tensor, shares: Tensor, ids: Tensor, gate_up: CodedWords, down: CodedWords, module: Any) -> Any:
     return module.coded_fused_experts(x, shares, ids, gate_up, down, "silu")
+
+
+def rounds(name: str, x: Tensor, rounding: RowRounding, module: Any) -> Any:
+    """Call an operation that rounds its result."""
+    if name == "act_mul_rounded":
+        both = torch.cat((x, x.flip(0)), dim=1)
+        return rounded_as(reference.act_mul(both, "silu"), *module.act_mul_rounded(both, "silu", *rounding))
+    weight = x[0].abs() + 0.5
+    if name == "rms_norm_rounded":
+        plain = reference.rms_norm(x, weight, 1e-6, 1.0)
+        return rounded_as(plain, *module.rms_norm_rounded(x, weight, 1e-6, 1.0, *rounding))
+    plain, _ = reference.add_rms_norm(x, x.flip(0), weight, 1e-6)
+    codes, scales, total = module.add_rms_norm_rounded(x, x.flip(0), weight, 1e-6, 0.0, *rounding)
+    return *rounded_as(plain, codes, scales), total
+
+
+def rounded_as(plain: Tensor, codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """The scales of rounded rows, and whether each row is `plain` but for the rounding. Numbers near the middle between
+    two codes may become either."""
+    size = coded_words.ROUNDED_GROUP if scales.shape[1] > 1 else plain.shape[1]
+    wide, exact = scales.repeat_interleave(size, dim=1)[:, : plain.shape[1]], plain.float()
+    half = wide / 2 if codes.dtype == torch.int8 else torch.maximum(exact.abs() / 16, wide * 2**-10)
+    allowed = 1.01 * half + 8 * torch.finfo(plain.dtype).eps * exact.abs()
+    return scales, ((codes.float() * wide - exact).abs() <= allowed).all(dim=1)
 
 
 def _multiply_rounded(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor, module: Any) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import gcd
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from quire.kernels.cache import LARGEST
 from quire.kernels.quantized import VALUES, QuantizedWeight, common_factor, round_static, values_on
-from quire.kernels.reference import act_mul, by_expert
+from quire.kernels.reference import act_mul, add_rms_norm, by_expert, rms_norm
 
 WORDS = 16
 """Words of a feature in a block, and inputs of a step of the tensor cores."""
@@ -200,25 +201,77 @@ def round_rows(x: Tensor, dtype: torch.dtype, groups: int = 1) -> tuple[Tensor, 
     return (codes.round() if dtype == torch.int8 else codes).to(dtype), scales
 
 
+class RowRounding(NamedTuple):
+    """What the inputs of a product are rounded to: the arguments of `round_rows`."""
+
+    dtype: torch.dtype
+    groups: int
+
+
+@dataclass(frozen=True)
+class RoundedRows:
+    """Rows that `round_rows` has rounded, for a product that rounds its inputs so."""
+
+    codes: Tensor
+    scales: Tensor
+    dtype: torch.dtype
+    """The type that they had."""
+
+    def __getitem__(self, rows: Tensor) -> RoundedRows:
+        """Some of the rows."""
+        codes = self.codes.view(torch.uint8)[rows].view(self.codes.dtype)
+        return RoundedRows(codes, self.scales[rows], self.dtype)
+
+
+def rms_norm_rounded(
+    x: Tensor, weight: Tensor, eps: float, offset: float, dtype: torch.dtype, groups: int
+) -> tuple[Tensor, Tensor]:
+    """`round_rows` of `reference.rms_norm` of rows `[rows, columns]`."""
+    return round_rows(rms_norm(x, weight, eps, offset), dtype, groups)
+
+
+def add_rms_norm_rounded(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float, dtype: torch.dtype, groups: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`round_rows` of `reference.add_rms_norm`: codes, scales, and the sum."""
+    normed, total = add_rms_norm(x, residual, weight, eps, offset)
+    return *round_rows(normed, dtype, groups), total
+
+
+def act_mul_rounded(x: Tensor, activation: str, dtype: torch.dtype, groups: int) -> tuple[Tensor, Tensor]:
+    """`round_rows` of `reference.act_mul` of rows `[rows, 2 * columns]`."""
+    return round_rows(act_mul(x, activation), dtype, groups)
+
+
 def typed_codes(weight: QuantizedWeight) -> Tensor:
     """The codes of int8 or fp8 as numbers of their type, in the same memory."""
     return weight.codes.view(torch.int8 if weight.values == "int8" else torch.float8_e4m3fn)
 
 
-def rounded_matmul(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
+def rounded_matmul(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    bias: Tensor | None = None,
+    x_scales: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     """Multiply `x` `[rows, in]`, rounded by `round_rows`, by a weight `[out, in]`: `[rows, out]` of the type of `x`.
 
     `codes` is float8_e4m3fn or int8; `scales` is float32 `[out, groups]`, for all inputs or for each ROUNDED_GROUP.
+    With `x_scales`, `x` has been rounded, and `dtype` is that of the result.
     """
     groups = scales.shape[1]
     size = ROUNDED_GROUP if groups > 1 else x.shape[1]
-    rounded, x_scales = round_rows(x, codes.dtype, groups)
+    rounded = x
+    if x_scales is None:
+        rounded, x_scales = round_rows(x, codes.dtype, groups)
 
     def numbers(each: Tensor, factors: Tensor) -> Tensor:
         return each.float() * factors.repeat_interleave(size, dim=1)[:, : each.shape[1]]
 
     product = F.linear(numbers(rounded, x_scales), numbers(codes, scales), None if bias is None else bias.float())
-    return product.to(x.dtype)
+    return product.to(dtype or x.dtype)
 
 
 def rounded_fused_experts(

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from quire.kernels import coded_words, dispatch, isa, packed, quantized, reference
 from quire.kernels.cache import FP8_CAPABILITY
+from quire.kernels.coded_words import RoundedRows, RowRounding
 from quire.kernels.dispatch import by_device
 from quire.kernels.quantized import QuantizedWeight
 
@@ -40,6 +41,7 @@ _pack_coded_tiles = by_device(quantized.pack_coded_tiles)
 _coded_linear = by_device(quantized.coded_linear)
 _coded_matmul = by_device(coded_words.coded_matmul)
 _rounded_matmul = by_device(coded_words.rounded_matmul)
+_act_mul_rounded = by_device(coded_words.act_mul_rounded)
 
 _ROWS_HINT = 256
 """The number of rows that oneDNN packs for. A weight packed for few rows is slow for many; the reverse is not true."""
@@ -57,6 +59,15 @@ class PackedLinear(ABC):
     @abstractmethod
     def state(self) -> list[Tensor]:
         """The packed tensors: `restore` copies them into another layer of the same shape and `layout`."""
+
+    @property
+    def row_rounding(self) -> RowRounding | None:
+        """What the product rounds its inputs to, if they may be so before (`of_rounded`)."""
+        return None
+
+    def of_rounded(self, x: RoundedRows, bias: Tensor | None) -> Tensor:
+        """Like a call, with inputs that are rounded as `row_rounding` says."""
+        raise NotImplementedError(type(self).__name__)
 
     @property
     def layout(self) -> str:
@@ -208,6 +219,18 @@ class PackedGatedLinear(PackedLinear):
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return _act_mul(self._product(x, bias), self._activation)
+
+    @property
+    def row_rounding(self) -> RowRounding | None:
+        return self._product.row_rounding
+
+    def of_rounded(self, x: RoundedRows, bias: Tensor | None) -> Tensor:
+        return _act_mul(self._product.of_rounded(x, bias), self._activation)
+
+    def rounded(self, x: Tensor | RoundedRows, bias: Tensor | None, rounding: RowRounding) -> RoundedRows:
+        """The result, rounded for the product that multiplies it."""
+        both = self._product.of_rounded(x, bias) if isinstance(x, RoundedRows) else self._product(x, bias)
+        return RoundedRows(*_act_mul_rounded(both, self._activation, *rounding), both.dtype)
 
     @property
     def layout(self) -> str:
@@ -406,6 +429,14 @@ class RoundedLinear(PackedLinear):
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return _rounded_matmul(x, *self._weight, bias)
+
+    @property
+    def row_rounding(self) -> RowRounding | None:
+        codes, scales = self._weight
+        return RowRounding(codes.dtype, scales.shape[1])
+
+    def of_rounded(self, x: RoundedRows, bias: Tensor | None) -> Tensor:
+        return _rounded_matmul(x.codes, *self._weight, bias, x.scales, x.dtype)
 
     def state(self) -> list[Tensor]:
         return [*self._weight]

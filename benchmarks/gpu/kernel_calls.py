@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, get_args, get_type_hints
@@ -14,7 +15,8 @@ from quire import kernels
 from quire.engine.config.options import EngineOptions
 from quire.kernels import reference
 from quire.kernels.cache import FP8_CAPABILITY
-from quire.kernels.coded_words import pack_words
+from quire.kernels.check import rounds
+from quire.kernels.coded_words import RowRounding, pack_words
 from quire.kernels.quantized import VALUES, QuantizedWeight
 
 BLOCK = 16
@@ -248,6 +250,9 @@ def _quantized(
             count = 1 if groups == 1 else -(-inputs // groups)
             rounded += [codes, (torch.rand(experts, out, count, device=device) + 0.1) / 32 / inputs**0.5]
         named = f"{of}, {str(kind)[6:]}, groups of {groups if groups > 1 else 'all'} inputs"
+        for operation in ("rms_norm_rounded", "add_rms_norm_rounded", "act_mul_rounded"):
+            rounding = RowRounding(kind, rounded[1].shape[2])
+            yield operation, named, functools.partial(rounds, operation, x, rounding)
         yield "rounded_matmul", named, _multiplies("rounded_matmul", x, rounded[0][0], rounded[1][0])
         yield "rounded_fused_experts", named, _multiplies("rounded_fused_experts", x, *chosen, *rounded, "silu")
 

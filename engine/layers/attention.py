@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from quire import kernels
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.distributed.communicator import Parallel
-from quire.engine.layers.linear import ColumnParallelLinear, Partition, RowParallelLinear, divided, kv_heads
+from quire.engine.layers.linear import ColumnParallelLinear, Linear, Partition, RowParallelLinear, divided, kv_heads
 from quire.engine.layers.norm import AcrossHeadsNorm, PerHeadNorm, make_norm
 from quire.engine.layers.weight import Weight
 from quire.engine.models import model_spec
@@ -106,8 +106,18 @@ class Attention(nn.Module):
         if spec.alibi:
             self._slopes = spec.alibi * alibi_slopes(spec.num_heads)[heads.start : heads.start + heads.length]
 
+    @property
+    def reads_input(self) -> Linear:
+        """The layer that alone multiplies the input."""
+        return self.qkv
+
     def forward(
-        self, x: Tensor, batch: Batch, cos_sin: Tensor, cache: Tensor, last_tokens: Tensor | None = None
+        self,
+        x: Tensor | kernels.RoundedRows,
+        batch: Batch,
+        cos_sin: Tensor,
+        cache: Tensor,
+        last_tokens: Tensor | None = None,
     ) -> Tensor:
         """`[tokens, hidden_size]` → the same, or only the rows `last_tokens`, the last ones of the requests.
 

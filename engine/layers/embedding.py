@@ -81,9 +81,12 @@ class TiedLinear(Linear):
         if self.shares_weight:
             self.weight.data = weight
 
-    def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def product(self, x: Tensor | kernels.RoundedRows, bias: Tensor | None = None) -> Tensor:
         packed = next((each.packed for each in self._embeddings), None)
-        return super().product(x, bias) if packed is None else packed(x, bias)
+        if packed is None:
+            return super().product(x, bias)
+        assert isinstance(x, Tensor)
+        return packed(x, bias)
 
 
 class ParallelLMHead(TiedLinear):

@@ -70,8 +70,16 @@ class Linear(nn.Module):
     ) -> kernels.PackedLinear:
         return kernels.pack_linear(weight, quantization)
 
-    def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    @property
+    def row_rounding(self) -> kernels.RowRounding | None:
+        """What inputs may be rounded to before; None: they may not."""
+        return None if self._product is None else self._product.row_rounding
+
+    def product(self, x: Tensor | kernels.RoundedRows, bias: Tensor | None = None) -> Tensor:
         """`[rows, in]` → `[rows, out]`"""
+        if isinstance(x, kernels.RoundedRows):
+            assert self._product is not None
+            return self._product.of_rounded(x, bias)
         return F.linear(x, self.weight, bias) if self._product is None else self._product(x, bias)
 
 
@@ -84,7 +92,7 @@ class ColumnParallelLinear(Linear):
         self.weight = Weight((rows, in_features), *stacked(parts, (in_features,)))
         self.bias = Weight((rows,), *stacked(parts, ())) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor | kernels.RoundedRows) -> Tensor:
         """`[tokens, in_features]` → `[tokens, rows of this rank]`."""
         return self.product(x, self.bias)
 
@@ -101,10 +109,17 @@ class GatedLinear(ColumnParallelLinear):
     ) -> kernels.PackedLinear:
         return kernels.pack_gated(weight, self._activation, quantization)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor | kernels.RoundedRows) -> Tensor:
         """`[tokens, in_features]` → `[tokens, gates of this rank]`."""
         out = super().forward(x)
         return out if self._product is not None else kernels.act_mul(out, self._activation)
+
+    def forward_to(self, layer: Linear, x: Tensor | kernels.RoundedRows) -> Tensor | kernels.RoundedRows:
+        """The same for a layer that multiplies it, rounded if that layer rounds its inputs."""
+        rounding = layer.row_rounding
+        if rounding is None or not isinstance(self._product, kernels.PackedGatedLinear):
+            return self(x)  # type: ignore[no-any-return]
+        return self._product.rounded(x, self.bias, rounding)
 
 
 def stacked(parts: Sequence[Partition], columns: tuple[int, ...]) -> list[Shard]:
@@ -128,10 +143,10 @@ class RowParallelLinear(Linear):
         self.weight = Weight((out_features, columns), shard)
         self.bias = Weight((out_features,), whole(out_features)) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor | kernels.RoundedRows) -> Tensor:
         """`[tokens, in_features / ranks]` → `[tokens, out_features]`, the same on every rank."""
         return self._parallel.all_reduce(self.partial(x))
 
-    def partial(self, x: Tensor) -> Tensor:
+    def partial(self, x: Tensor | kernels.RoundedRows) -> Tensor:
         """This rank's part of that sum."""
         return self.product(x, self.bias if self._parallel.rank == 0 else None)  # only one rank adds the bias

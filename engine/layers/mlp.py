@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from quire import kernels
 from quire.engine.distributed.communicator import Parallel
-from quire.engine.layers.linear import ColumnParallelLinear, GatedLinear, RowParallelLinear, divided
+from quire.engine.layers.linear import ColumnParallelLinear, GatedLinear, Linear, RowParallelLinear, divided
 from quire.engine.models import model_spec
 
 
@@ -24,15 +24,22 @@ class MLP(nn.Module):
             self.gate_up = ColumnParallelLinear(hidden_size, [up], bias=spec.bias)
         self.down = RowParallelLinear(spec.intermediate_size, hidden_size, parallel, bias=spec.bias)
 
-    def forward(self, x: Tensor) -> Tensor:
+    @property
+    def reads_input(self) -> Linear:
+        """The layer that alone multiplies the input."""
+        return self.gate_up
+
+    def forward(self, x: Tensor | kernels.RoundedRows) -> Tensor:
         """`[tokens, hidden_size]` → the same."""
         out: Tensor = self.down(self._inner(x))
         return out
 
-    def partial(self, x: Tensor) -> Tensor:
+    def partial(self, x: Tensor | kernels.RoundedRows) -> Tensor:
         """This rank's part of the output; the output is the sum over all ranks."""
         return self.down.partial(self._inner(x))
 
-    def _inner(self, x: Tensor) -> Tensor:
+    def _inner(self, x: Tensor | kernels.RoundedRows) -> Tensor | kernels.RoundedRows:
+        if isinstance(self.gate_up, GatedLinear):
+            return self.gate_up.forward_to(self.down, x)
         inner: Tensor = self.gate_up(x)
         return inner if self._activation is None else kernels.activate(inner, self._activation)

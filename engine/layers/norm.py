@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from quire import kernels
 from quire.engine.distributed.communicator import Parallel
+from quire.engine.layers.linear import Linear
 from quire.engine.layers.weight import Shard, Weight, whole
 from quire.engine.models.model_spec import NormSpec
 
@@ -19,13 +20,29 @@ class RMSNorm(nn.Module):
         super().__init__()
         self._norm = norm
         self.weight = Weight((size,), whole(size))
+        self._next: list[Linear] = []  # it is a child of the model elsewhere
 
-    def forward(self, x: Tensor) -> Tensor:
-        return kernels.rms_norm(x, self.weight, self._norm.eps, self._norm.offset)
+    def feed(self, layer: Linear) -> None:
+        """Round results as `layer` rounds its inputs: nothing else reads them."""
+        self._next = [layer]
 
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    @property
+    def _rounding(self) -> kernels.RowRounding | None:
+        return self._next[0].row_rounding if self._next else None
+
+    def forward(self, x: Tensor) -> Tensor | kernels.RoundedRows:
+        parameters = self.weight, self._norm.eps, self._norm.offset
+        if (rounding := self._rounding) is None:
+            return kernels.rms_norm(x, *parameters)
+        return kernels.RoundedRows(*kernels.rms_norm_rounded(x, *parameters, *rounding), x.dtype)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor | kernels.RoundedRows, Tensor]:
         """`residual + x`, normalized and as it is."""
-        return kernels.add_rms_norm(x, residual, self.weight, self._norm.eps, self._norm.offset)
+        parameters = self.weight, self._norm.eps, self._norm.offset
+        if (rounding := self._rounding) is None:
+            return kernels.add_rms_norm(x, residual, *parameters)
+        codes, scales, total = kernels.add_rms_norm_rounded(x, residual, *parameters, *rounding)
+        return kernels.RoundedRows(codes, scales, x.dtype), total
 
 
 class LayerNorm(nn.Module):

@@ -126,7 +126,7 @@ class Checkpoint:
         info = self.headers[name] if name not in self._quantized else next(iter(self._quantized[name].tensors.values()))
         return info.file
 
-    def reader(self, name: str, shape: Shape) -> Reader[Scheme]:
+    def reader(self, name: str, shape: Shape) -> Reader[Any]:
         """A quantized tensor; `shape` is that of the weight."""
         scheme, module, tensors = self._quantized[name]
         views = {each: self._files.view(info) for each, info in tensors.items()}

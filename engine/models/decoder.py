@@ -38,6 +38,9 @@ class DecoderLayer(nn.Module):
         self.feed_forward_norm = _norm(spec.feed_forward_norm, hidden_size)
         self.feed_forward = _feed_forward(spec.feed_forward, hidden_size, parallel, experts)
         self.feed_forward_post_norm = _norm(spec.feed_forward_post_norm, hidden_size)
+        if not spec.is_parallel or self.feed_forward_norm is not None:  # each norm has one reader
+            _feed(self.attention_norm, self.attention)
+            _feed(self.feed_forward_norm, self.feed_forward)
 
     def forward(
         self,
@@ -64,6 +67,7 @@ class DecoderLayer(nn.Module):
         """Like `forward`, but yield whenever tokens are in transit to or from experts."""
         normed, mixed, residual = self._attend(x, residual, batch, cos_sin, cache)
         if isinstance(self.feed_forward, MixtureOfExperts):
+            assert isinstance(normed, Tensor)
             in_flight = self.feed_forward.dispatch(normed, batch)
             yield
             in_flight = self.feed_forward.compute(in_flight)
@@ -81,7 +85,7 @@ class DecoderLayer(nn.Module):
         cos_sin: Tensor,
         cache: Tensor | kernels.RecurrentState,
         last_tokens: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor | kernels.RoundedRows, Tensor, Tensor]:
         """The input of the feed-forward layer, the output of attention, and the residual stream."""
         normed, residual = _add(self.attention_norm, x, residual)
         if last_tokens is None:
@@ -109,7 +113,15 @@ def _norm(spec: model_spec.NormSpec | None, hidden_size: int) -> RMSNorm | Layer
     return None if spec is None else make_norm(spec, hidden_size)
 
 
-def _add(norm: RMSNorm | LayerNorm | None, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+def _feed(norm: RMSNorm | LayerNorm | None, layer: nn.Module) -> None:
+    """Let a norm round for a layer that does nothing but multiply its input."""
+    if isinstance(norm, RMSNorm) and isinstance(layer, Attention | MLP):
+        norm.feed(layer.reads_input)
+
+
+def _add(
+    norm: RMSNorm | LayerNorm | None, x: Tensor, residual: Tensor | None
+) -> tuple[Tensor | kernels.RoundedRows, Tensor]:
     """`residual + x`, normalized and as it is."""
     if norm is not None and residual is not None:
         return norm.add(x, residual)

@@ -20,7 +20,14 @@ from quire.kernels.cache import FP8_CAPABILITY, LARGEST, SCALE_BYTES
 from quire.kernels.triton import attention as _attention
 from quire.kernels.triton import elementwise as _elementwise
 from quire.kernels.triton.coded import coded_fused_experts, coded_matmul
-from quire.kernels.triton.elementwise import act_mul, add_rms_norm, rms_norm
+from quire.kernels.triton.elementwise import (
+    act_mul,
+    act_mul_rounded,
+    add_rms_norm,
+    add_rms_norm_rounded,
+    rms_norm,
+    rms_norm_rounded,
+)
 from quire.kernels.triton.experts import fused_experts
 from quire.kernels.triton.logits import penalize, score_tokens
 from quire.kernels.triton.recurrent import causal_conv, linear_attention
@@ -30,7 +37,9 @@ from quire.kernels.triton.sampling import sample
 
 __all__ = [
     "act_mul",
+    "act_mul_rounded",
     "add_rms_norm",
+    "add_rms_norm_rounded",
     "causal_conv",
     "coded_fused_experts",
     "coded_matmul",
@@ -39,6 +48,7 @@ __all__ = [
     "paged_attention",
     "penalize",
     "rms_norm",
+    "rms_norm_rounded",
     "rotary_write_kv",
     "rounded_fused_experts",
     "rounded_matmul",

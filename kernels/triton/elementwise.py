@@ -8,9 +8,53 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.cache import LARGEST
+from quire.kernels.coded_words import ROUNDED_GROUP
 
 _ELEMENTS = 1024
 """Output elements per program of `act_mul`."""
+
+
+@triton.jit
+def _e4m3(x):
+    """The bits of |x| ≤ 448 as an 8-bit float, ties to even. Uses arithmetic, as only the newest GPUs convert them.
+
+    Below 2⁻⁶ the bits count steps of 2⁻⁹. Above, they are those of the float32, whose exponent bias is 127, not 7.
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    plain = bits & 0x7FFFFFFF
+    rounded = ((plain + 0x7FFFF + ((plain >> 20) & 1)) >> 20) - 960
+    steps = (tl.abs(x) * 512.0 + 12582912.0 - 12582912.0).to(tl.int32)
+    return tl.where(plain < 0x3C800000, steps, rounded) | ((bits >> 24) & 0x80)
+
+
+@triton.jit
+def codes_of(values, scale, LARGEST: tl.constexpr):
+    """Float32 `values` in units of `scale`, as 8-bit floats or integers."""
+    values = tl.clamp(tl.div_rn(values, tl.where(scale > 0.0, scale, 1.0)), -LARGEST, LARGEST)
+    # The alternative rounds to an integer, ties to even.
+    return _e4m3(values) if LARGEST == 448.0 else values + 12582912.0 - 12582912.0
+
+
+@triton.jit
+def largest_of(values):
+    """The largest magnitudes along the last axis; NaN if there is one."""
+    axis: tl.constexpr = len(values.shape) - 1
+    has_nan = tl.max((values != values).to(tl.int32), axis=axis) > 0
+    return tl.where(has_nan, float("nan"), tl.max(tl.abs(values), axis=axis))
+
+
+@triton.jit
+def store_rounded(codes, scales, values, first, columns, groups, GROUP: tl.constexpr, LARGEST: tl.constexpr):
+    """Round float32 `values` of a row, `[GROUP or more]` from column `first` on, in groups, and store them; those
+    outside must be 0."""
+    GROUPS: tl.constexpr = values.shape[0] // GROUP
+    grouped = tl.reshape(values, [GROUPS, GROUP])
+    scale = tl.div_rn(largest_of(grouped), LARGEST)
+    column = first + tl.arange(0, GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    rounded = codes_of(grouped, scale[:, None], LARGEST)
+    tl.store(codes + column, rounded.to(codes.dtype.element_ty), mask=column < columns)
+    group = first // GROUP + tl.arange(0, GROUPS)
+    tl.store(scales + group, scale, mask=group < groups)
 
 
 @triton.jit
@@ -19,7 +63,9 @@ def _rms_norm_kernel(
     residual,
     weight,
     normed,
+    scales,
     total,
+    groups,
     inner,
     columns,
     x_outer,
@@ -27,9 +73,14 @@ def _rms_norm_kernel(
     eps,
     offset,
     ADDS: tl.constexpr,
+    GROUP: tl.constexpr,
+    LARGEST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row: at `row // inner * x_outer + row % inner * x_inner` in `x`; the other tensors are contiguous."""
+    """One row, which is rounded in groups unless LARGEST is 0.
+
+    It is at `row // inner * x_outer + row % inner * x_inner` in `x`; the other tensors are contiguous.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < columns
@@ -40,7 +91,12 @@ def _rms_norm_kernel(
     wide = values.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / columns + eps)
     factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32) + offset
-    tl.store(normed + row * columns + column, (wide * scale * factor).to(normed.dtype.element_ty), mask=inside)
+    result = (wide * scale * factor).to(values.dtype)
+    if LARGEST > 0.0:
+        wide = tl.where(inside, result.to(tl.float32), 0.0)
+        store_rounded(normed + row * columns, scales + row * groups, wide, 0, columns, groups, GROUP, LARGEST)
+    else:
+        tl.store(normed + row * columns + column, result, mask=inside)
 
 
 def _rows(x: Tensor) -> tuple[Tensor, int, int, int]:
@@ -54,43 +110,72 @@ def _rows(x: Tensor) -> tuple[Tensor, int, int, int]:
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     """See `quire.kernels.reference`."""
     normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    rows, *strides = _rows(x)
-    if count := x.numel() // x.shape[-1]:
-        _launch_norm(count, rows, rows, weight, normed, normed, strides, eps, offset, adds=False)
+    _launch_norm(x, None, weight, normed, None, None, eps, offset)
     return normed
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
     """See `quire.kernels.reference`."""
     normed, total = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
-    rows, *strides = _rows(x)
-    if count := x.numel() // x.shape[-1]:
-        _launch_norm(count, rows, residual.contiguous(), weight, normed, total, strides, eps, offset, adds=True)
+    _launch_norm(x, residual, weight, normed, total, None, eps, offset)
     return normed, total
 
 
+def rms_norm_rounded(
+    x: Tensor, weight: Tensor, eps: float, offset: float, dtype: torch.dtype, groups: int
+) -> tuple[Tensor, Tensor]:
+    """See `quire.kernels.coded_words`."""
+    codes, scales = rounded_rows(x, x.shape[1], dtype, groups)
+    _launch_norm(x, None, weight, codes, None, scales, eps, offset)
+    return codes.view(dtype), scales
+
+
+def add_rms_norm_rounded(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float, dtype: torch.dtype, groups: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `quire.kernels.coded_words`."""
+    (codes, scales), total = rounded_rows(x, x.shape[1], dtype, groups), torch.empty_like(x)
+    _launch_norm(x, residual, weight, codes, total, scales, eps, offset)
+    return codes.view(dtype), scales, total
+
+
+def rounded_rows(x: Tensor, columns: int, dtype: torch.dtype, groups: int) -> tuple[Tensor, Tensor]:
+    """Memory for the rounded rows of `x`: codes, which are bytes if they are floats, and scales."""
+    assert groups in (1, triton.cdiv(columns, ROUNDED_GROUP))
+    codes = torch.empty((len(x), columns), dtype=torch.int8 if dtype == torch.int8 else torch.uint8, device=x.device)
+    return codes, torch.empty((len(x), groups), dtype=torch.float32, device=x.device)
+
+
 def _launch_norm(
-    count: int,
     x: Tensor,
-    residual: Tensor,
+    residual: Tensor | None,
     weight: Tensor,
     normed: Tensor,
-    total: Tensor,
-    strides: list[int],
+    total: Tensor | None,
+    scales: Tensor | None,
     eps: float,
     offset: float,
-    *,
-    adds: bool,
 ) -> None:
-    inner, x_outer, x_inner = strides
-    columns = x.shape[-1]
+    """With `scales`, the result is rounded to the type of `normed`; bytes are 8-bit floats."""
+    rows, inner, x_outer, x_inner = _rows(x)
+    count, columns, groups = x.numel() // x.shape[-1], x.shape[-1], 1 if scales is None else scales.shape[1]
+    if not count:
+        return
     block = triton.next_power_of_2(columns)
     _rms_norm_kernel[(count,)](
-        *(x, residual, weight, normed, total, inner, columns, x_outer, x_inner, eps, offset),
-        ADDS=adds,
+        *(rows, rows if residual is None else residual.contiguous(), weight, normed),
+        *(weight if scales is None else scales, normed if total is None else total, groups),
+        *(inner, columns, x_outer, x_inner, eps, offset),
+        ADDS=residual is not None,
+        GROUP=ROUNDED_GROUP if groups > 1 else block,
+        LARGEST=0.0 if scales is None else _largest(normed),
         BLOCK=block,
         num_warps=min(16, max(1, block // 256)),
     )
+
+
+def _largest(codes: Tensor) -> float:
+    return LARGEST[torch.int8 if codes.dtype == torch.int8 else torch.float8_e4m3fn]
 
 
 @triton.jit
@@ -110,27 +195,12 @@ def _rotated(row, column, cos_sin, half, width):
 
 
 @triton.jit
-def _e4m3(x):
-    """The bits of |x| ≤ 448 as an 8-bit float, ties to even. Uses arithmetic, as only the newest GPUs convert them.
-
-    Below 2⁻⁶ the bits count steps of 2⁻⁹. Above, they are those of the float32, whose exponent bias is 127, not 7.
-    """
-    bits = x.to(tl.int32, bitcast=True)
-    plain = bits & 0x7FFFFFFF
-    rounded = ((plain + 0x7FFFF + ((plain >> 20) & 1)) >> 20) - 960
-    steps = (tl.abs(x) * 512.0 + 12582912.0 - 12582912.0).to(tl.int32)
-    return tl.where(plain < 0x3C800000, steps, rounded) | ((bits >> 24) & 0x80)
-
-
-@triton.jit
 def _write_row(row, scale_at, values, column, width, LARGEST: tl.constexpr):
     """Write a row of the KV cache, quantized if LARGEST is not 0 (see `quire.kernels.cache`)."""
     if LARGEST > 0.0:
         wide = values.to(tl.float32)
         scale = tl.div_rn(tl.max(tl.abs(tl.where(column < width, wide, 0.0)), axis=0), LARGEST)
-        values = tl.clamp(tl.div_rn(wide, tl.where(scale > 0.0, scale, 1.0)), -LARGEST, LARGEST)
-        # The alternative rounds to an integer, ties to even.
-        values = _e4m3(values) if LARGEST == 448.0 else values + 12582912.0 - 12582912.0
+        values = codes_of(wide, scale, LARGEST)
         tl.store(scale_at, scale, mask=width > 0)
     tl.store(row + column, values.to(row.dtype.element_ty), mask=column < width)
 
@@ -261,6 +331,70 @@ def act_mul(x: Tensor, activation: str) -> Tensor:
             x, out, size, KIND=activation, BLOCK=_ELEMENTS
         )
     return out
+
+
+@triton.jit
+def _gated_part(row, column, size, KIND: tl.constexpr, DTYPE: tl.constexpr):
+    """Gated numbers of a row, rounded to its type, as float32; 0 outside."""
+    inside = column < size
+    gate = tl.load(row + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(row + size + column, mask=inside, other=0.0).to(tl.float32)
+    return tl.where(inside, gated(gate, up, KIND).to(DTYPE).to(tl.float32), 0.0)
+
+
+@triton.jit
+def _act_mul_rounded_kernel(
+    x,
+    codes,
+    scales,
+    size,
+    groups,
+    KIND: tl.constexpr,
+    GROUPED: tl.constexpr,
+    GROUP: tl.constexpr,
+    LARGEST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Some groups of a row; or a whole row, computed twice: for its largest number, and to be rounded."""
+    row = tl.program_id(0).to(tl.int64)
+    source, to = x + row * 2 * size, codes + row * size
+    lane = tl.arange(0, BLOCK)
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    if GROUPED:
+        first = tl.program_id(1) * BLOCK
+        values = _gated_part(source, first + lane, size, KIND, DTYPE)
+        store_rounded(to, scales + row * groups, values, first, size, groups, GROUP, LARGEST)
+    else:
+        largest = tl.zeros([BLOCK], tl.float32)
+        for first in range(0, size, BLOCK):
+            values = tl.abs(_gated_part(source, first + lane, size, KIND, DTYPE))
+            largest = tl.maximum(largest, values, propagate_nan=tl.PropagateNan.ALL)
+        scale = tl.div_rn(largest_of(largest), LARGEST)
+        tl.store(scales + row, scale)
+        for first in range(0, size, BLOCK):
+            rounded = codes_of(_gated_part(source, first + lane, size, KIND, DTYPE), scale, LARGEST)
+            tl.store(to + first + lane, rounded.to(codes.dtype.element_ty), mask=first + lane < size)
+
+
+def act_mul_rounded(x: Tensor, activation: str, dtype: torch.dtype, groups: int) -> tuple[Tensor, Tensor]:
+    """See `quire.kernels.coded_words`."""
+    if activation not in KINDS:
+        raise KeyError(activation)
+    x = x.contiguous()
+    size = x.shape[1] // 2
+    codes, scales = rounded_rows(x, size, dtype, groups)
+    block = _ELEMENTS if groups > 1 else min(4 * _ELEMENTS, triton.next_power_of_2(size))
+    if len(x):
+        _act_mul_rounded_kernel[len(x), triton.cdiv(size, block) if groups > 1 else 1](
+            *(x, codes, scales, size, groups),
+            KIND=activation,
+            GROUPED=groups > 1,
+            GROUP=ROUNDED_GROUP,
+            LARGEST=_largest(codes),
+            BLOCK=block,
+            num_warps=min(8, max(1, block // 256)),
+        )
+    return codes.view(dtype), scales
 
 
 KINDS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_oai")

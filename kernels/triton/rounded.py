@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quire.kernels.cache import LARGEST
 from quire.kernels.coded_words import ROUNDED_GROUP
-from quire.kernels.triton.elementwise import KINDS, _e4m3, act_mul
+from quire.kernels.triton.elementwise import KINDS, act_mul_rounded, rounded_rows, store_rounded
 from quire.kernels.triton.experts import _block_rows, sort_pairs, sum_pairs
 
 DEPTH = ROUNDED_GROUP
@@ -24,17 +24,10 @@ DEPTH = ROUNDED_GROUP
 @triton.jit
 def _round_kernel(x, out, scales, x_row, columns, groups, GROUP: tl.constexpr, LARGEST: tl.constexpr):
     """Round the inputs of a group."""
-    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    column = group * GROUP + tl.arange(0, GROUP)
-    inside = column < columns
-    wide = tl.load(x + row * x_row + column, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.div_rn(tl.max(tl.abs(wide), axis=0), LARGEST)
-    values = tl.clamp(tl.div_rn(wide, tl.where(scale > 0.0, scale, 1.0)), -LARGEST, LARGEST)
-    # The alternative rounds to an integer, ties to even.
-    values = _e4m3(values) if LARGEST == 448.0 else values + 12582912.0 - 12582912.0
-    tl.store(out + row * columns + column, values.to(out.dtype.element_ty), mask=inside)
-    has_nan = tl.max((wide != wide).to(tl.int32), axis=0) > 0
-    tl.store(scales + row * groups + group, tl.where(has_nan, float("nan"), scale))
+    row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * GROUP
+    column = first + tl.arange(0, GROUP)
+    wide = tl.load(x + row * x_row + column, mask=column < columns, other=0.0).to(tl.float32)
+    store_rounded(out + row * columns, scales + row * groups, wide, first, columns, groups, GROUP, LARGEST)
 
 
 @triton.jit
@@ -156,11 +149,10 @@ def _rounded_grouped_kernel(
 
 
 def round_rows(x: Tensor, dtype: torch.dtype, groups: int = 1) -> tuple[Tensor, Tensor]:
+    """See `coded_words`."""
     rows, inputs = x.shape
-    assert groups in (1, triton.cdiv(inputs, DEPTH))
     x = x if x.stride(1) == 1 else x.contiguous()
-    out = torch.empty((rows, inputs), dtype=torch.int8 if dtype == torch.int8 else torch.uint8, device=x.device)
-    scales = torch.empty((rows, groups), dtype=torch.float32, device=x.device)
+    out, scales = rounded_rows(x, inputs, dtype, groups)
     size = DEPTH if groups > 1 else triton.next_power_of_2(inputs)
     if rows:
         _round_kernel[rows, groups](
@@ -172,11 +164,20 @@ def round_rows(x: Tensor, dtype: torch.dtype, groups: int = 1) -> tuple[Tensor, 
     return out.view(dtype), scales
 
 
-def rounded_matmul(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
+def rounded_matmul(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    bias: Tensor | None = None,
+    x_scales: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     """See `coded_words`. Products of float8_e4m3fn need compute capability 8.9."""
     (rows, inputs), (features, groups) = x.shape, scales.shape
-    rounded, x_scales = round_rows(x, codes.dtype, groups)
-    out = x.new_empty(rows, features)
+    out = torch.empty((rows, features), dtype=dtype or x.dtype, device=x.device)
+    rounded = x
+    if x_scales is None:
+        rounded, x_scales = round_rows(x, codes.dtype, groups)
     if not rows or not features:
         return out
     tile_rows, tile = (16, 64) if rows <= 16 else (64, 64) if rows <= 64 else (128, 128)
@@ -215,14 +216,15 @@ def rounded_fused_experts(
     rows = _block_rows(count, experts)
     pairs, blocks = sort_pairs(ids, experts, rows)
 
-    def grouped(source: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, per_row: int) -> Tensor:
+    def grouped(
+        rounded: Tensor, x_scales: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, per_row: int
+    ) -> Tensor:
         features, groups = scales.shape[1:]
-        rounded, x_scales = round_rows(source, codes.dtype, groups)
-        out = source.new_empty(count, features)
+        out = x.new_empty(count, features)
         tile = 128 if rows == 128 else 64
         _rounded_grouped_kernel[len(blocks), triton.cdiv(features, tile)](
             *(rounded, x_scales, codes, scales, codes if bias is None else bias, out, pairs, blocks),
-            *(features, source.shape[1], groups, per_row),
+            *(features, rounded.shape[1], groups, per_row),
             GROUPED=groups > 1,
             BIAS=bias is not None,
             ROWS=rows,
@@ -233,6 +235,8 @@ def rounded_fused_experts(
         )
         return out
 
-    both = grouped(x, gate_up, gate_up_scales, gate_up_bias, top_k)
-    outer = grouped(act_mul(both, activation), down, down_scales, down_bias, 1)
+    rounded = round_rows(x, gate_up.dtype, gate_up_scales.shape[2])
+    both = grouped(*rounded, gate_up, gate_up_scales, gate_up_bias, top_k)
+    inner = act_mul_rounded(both, activation, down.dtype, down_scales.shape[2])
+    outer = grouped(*inner, down, down_scales, down_bias, 1)
     return sum_pairs(outer, weights, ids, experts)

@@ -29,7 +29,7 @@ from quire.kernels import triton as platform
 from quire.kernels.cache import LARGEST, StateSegments, allocate_kv_cache
 from quire.kernels.coded_words import CodedWords, pack_words
 from quire.kernels.quantized import VALUES, QuantizedWeight
-from quire.kernels.triton import attention, coded, rounded
+from quire.kernels.triton import attention, coded, elementwise, rounded
 
 SHARED_KIB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
 """That a block of threads may have (CUDA programming guide, table of compute capabilities)."""
@@ -199,6 +199,10 @@ def run_coded(capability: int, types: list[torch.dtype]) -> None:
         for kind in (torch.int8, torch.float8_e4m3fn):
             if kind == torch.int8 or capability >= 89:
                 matrix = torch.zeros(2048, 2048, dtype=kind)
+                for groups in (1, 16):
+                    elementwise.rms_norm_rounded(rows[:4], rows[0], 1e-6, 0.0, kind, groups)
+                    elementwise.add_rms_norm_rounded(rows[:4], rows[:4], rows[0], 1e-6, 0.0, kind, groups)
+                    elementwise.act_mul_rounded(torch.cat((rows[:4], rows[:4]), 1), "silu", kind, groups)
                 for count, groups in ((4, 1), (400, 1), *(((400, 16),) if kind != torch.int8 else ())):
                     rounded.rounded_matmul(rows[:count], matrix, torch.ones(2048, groups))
                     ids, stack = torch.zeros(count, 2, dtype=torch.int64), (matrix[None], torch.ones(1, 2048, groups))

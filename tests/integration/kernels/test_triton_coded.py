@@ -23,6 +23,7 @@ if sys.platform != "linux":
     pytest.skip("Triton has no wheel for this platform", allow_module_level=True)
 coded = importlib.import_module("quire.kernels.triton.coded")
 rounded = importlib.import_module("quire.kernels.triton.rounded")
+elementwise = importlib.import_module("quire.kernels.triton.elementwise")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of rows that no expert of this rank has
 
 
@@ -189,7 +190,7 @@ def test_experts_with_columns_in_another_order(group: int, dtype: torch.dtype) -
     ordered[1] = replace(ordered[1], codes=ordered[1].codes[:, :60], scales=ordered[1].scales[:, :60])
     assert ordered[1].offsets is not None
     ordered[1] = replace(ordered[1], offsets=ordered[1].offsets[:, :60])
-    expected = reference.fused_experts(x, weights, ids, *plain, "silu")
+    expected = reference.fused_experts(x, weights, ids, plain[0], plain[1], "silu")
     for module in (coded, coded_words):
         packed = [coded_words.pack_words(each) for each in ordered]
         close(module.coded_fused_experts(x, weights, ids, *packed, "silu"), expected)
@@ -212,10 +213,10 @@ def test_static_scales_of_inputs(zero: float, group: int, dtype: torch.dtype) ->
         replace(each, rounding=torch.tensor([[1 / 32, zero], [1 / 64, zero], [1.0, zero], [1 / 16, zero]]))
         for each in experts_of("int8", group, dtype)
     ]
-    both = [coded_words.pack_words(each) for each in stacks]
+    first, second = (coded_words.pack_words(each) for each in stacks)
     rows, ids, shares = torch.randn(9, 64).to(dtype), torch.randint(-1, 5, (9, 2)), torch.rand(9, 2)
-    found = coded.coded_fused_experts(rows, shares, ids, *both, "silu")
-    expected = coded_words.coded_fused_experts(rows, shares, ids, *both, "silu")
+    found = coded.coded_fused_experts(rows, shares, ids, first, second, "silu")
+    expected = coded_words.coded_fused_experts(rows, shares, ids, first, second, "silu")
     assert (found - expected).float().norm() <= (1e-5 if dtype == torch.float32 else 0.02) * expected.float().norm()
 
 
@@ -253,6 +254,45 @@ def test_rows_are_rounded_to_8_bits(dtype: torch.dtype, groups: int) -> None:
     expected, expected_scales = coded_words.round_rows(x, dtype, groups)
     assert torch.equal(codes.float(), expected.float())
     assert torch.equal(scales, expected_scales)
+
+
+@pytest.mark.parametrize(("columns", "groups"), [(300, 3), (4100, 1), (1030, 9)])
+@pytest.mark.parametrize(("kind", "dtype"), [(torch.int8, torch.float16), (torch.float8_e4m3fn, torch.float32)])
+def test_norms_and_activations_are_rounded_in_the_same_kernel(
+    columns: int, groups: int, kind: torch.dtype, dtype: torch.dtype
+) -> None:
+    """As by a pass of their own, but for numbers in the middle; and what is no number makes its row none."""
+    x, residual, both = (
+        torch.randn(3, columns).to(dtype),
+        torch.randn(3, columns).to(dtype),
+        torch.randn(3, 2 * columns),
+    )
+    both, weight = both.to(dtype), torch.rand(columns).to(dtype) + 0.5
+    x[1] = 0.0
+    both[1] = 0.0
+    both[2, 7] = x[2, 7] = torch.nan
+    codes, scales = elementwise.rms_norm_rounded(x, weight, 1e-6, 1.0, kind, groups)
+    added_codes, added_scales, total = elementwise.add_rms_norm_rounded(x, residual, weight, 1e-6, 0.0, kind, groups)
+    gated_codes, gated_scales = elementwise.act_mul_rounded(both, "silu", kind, groups)
+    for name, found, plain in (
+        ("norm", (codes, scales), elementwise.rms_norm(x, weight, 1e-6, 1.0)),
+        ("sum", (added_codes, added_scales), elementwise.add_rms_norm(x, residual, weight, 1e-6)[0]),
+        ("gated", (gated_codes, gated_scales), elementwise.act_mul(both, "silu")),
+    ):
+        expected_codes, expected_scales = rounded.round_rows(plain, kind, groups)
+        assert torch.equal(found[0][:2].float(), expected_codes[:2].float()), name
+        assert torch.equal(found[1][:2], expected_scales[:2]), name
+        assert found[1][2].isnan().any(), name
+    assert torch.equal(total[:2], (residual + x)[:2])
+
+
+def test_a_product_takes_rows_that_are_rounded_already() -> None:
+    weight = replace(random_weight("fp8", 70, 256, 128), activations="fp8")
+    codes, x = weight.codes.view(torch.float8_e4m3fn), torch.randn(5, 256).half()
+    rows = rounded.round_rows(x, codes.dtype, 2)
+    for module in (rounded, coded_words):
+        found = module.rounded_matmul(rows[0], codes, weight.scales, None, rows[1], torch.float16)
+        close(found, module.rounded_matmul(x, codes, weight.scales))
 
 
 @pytest.mark.parametrize(("rows", "dtype"), [(0, torch.float32), (3, torch.float32), (20, torch.float16)])
@@ -303,9 +343,11 @@ def test_rows_that_are_no_numbers_stay_so(dtype: torch.dtype) -> None:
 
 def test_the_check_of_a_rank_is_of_its_formats(monkeypatch: pytest.MonkeyPatch) -> None:
     """And of nothing for a model without quantized weights; a wrong kernel is left out."""
-    names = "coded_matmul", "coded_fused_experts", "rounded_matmul", "rounded_fused_experts"
+    before = {"rms_norm_rounded", "add_rms_norm_rounded", "act_mul_rounded"}
+    names = "coded_matmul", "coded_fused_experts", "rounded_matmul", "rounded_fused_experts", *before
     module = ModuleType("module")
-    vars(module).update({name: getattr(coded if "coded" in name else rounded, name) for name in names}, __all__=names)
+    own = {name: elementwise if name in before else coded if "coded" in name else rounded for name in names}
+    vars(module).update({name: getattr(own[name], name) for name in names}, __all__=names)
 
     def passing(*formats: QuantizedFormat) -> tuple[set[str], set[str]]:
         passed, problems = check.passing(module, torch.device("cpu"), torch.float32, AttentionConfig(), formats)
@@ -313,9 +355,12 @@ def test_the_check_of_a_rank_is_of_its_formats(monkeypatch: pytest.MonkeyPatch) 
 
     assert passing() == (set(), set())
     assert passing(QuantizedFormat("int8", rounds_inputs=True)) == (
-        {"rounded_matmul", "rounded_fused_experts"},
+        before | {"rounded_matmul", "rounded_fused_experts"},
         set(),
     )
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "act_mul_rounded", lambda *args: coded_words.act_mul_rounded(2 * args[0], *args[1:]))
+        assert passing(QuantizedFormat("fp8", 128, rounds_inputs=True))[1] == {"act_mul_rounded"}
     tables = coded._DECODINGS | {"fp4": coded._DECODINGS["e2m1"]}
     monkeypatch.setattr(coded, "_DECODINGS", tables)
     widened = {"coded_matmul", "coded_fused_experts"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -65,7 +66,12 @@ def int4(weight: Tensor, group: int) -> Tensor:
     return torch.flatten(((grouped / scales).round() + zeros).clamp(0, 15).sub(zeros) * scales, -2)
 
 
-ROUNDED = {"fp8": fp8, "mxfp4": mxfp4, "int8": int8, "int4": partial(int4, group=128)}
+ROUNDED: dict[str, Callable[[Tensor], Tensor]] = {
+    "fp8": fp8,
+    "mxfp4": mxfp4,
+    "int8": int8,
+    "int4": partial(int4, group=128),
+}
 
 
 def write(folder: Path, kind: str, quantization: str) -> None:

@@ -230,6 +230,20 @@ def test_inputs_are_rounded_as_the_publisher_does(name: str, dtype: torch.dtype,
     assert (result - expected).norm() <= 0.02 * expected.norm()  # a number in the middle may be rounded either way
 
 
+def test_norms_and_activations_round_for_the_next_product(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only attention's output, of each layer, is rounded in a pass of its own."""
+    write(tmp_path, "compressed-tensors, int8", "dense")
+    multiply, seen = linear._rounded_matmul, list[bool]()
+
+    def watched(x: Tensor, *args: Any) -> Tensor:
+        seen.append(x.dtype == torch.int8)
+        return multiply(x, *args)
+
+    monkeypatch.setattr(linear, "_rounded_matmul", watched)
+    logits(configure(tmp_path), torch.arange(5), Parallel())
+    assert seen == [True, False, True, True] * 2  # qkv, output, gate and up, down
+
+
 @pytest.mark.parametrize(("kind", "zero"), [("dense", -100), ("experts", 0)])
 def test_inputs_are_rounded_with_the_publishers_scales(kind: str, zero: int, tmp_path: Path) -> None:
     test_quantized.test_inputs_are_rounded_with_the_publishers_scales(kind, zero, tmp_path)
