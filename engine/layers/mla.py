@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from quire import kernels
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.attention import Batch, HostMetadata
-from quire.engine.layers.linear import ColumnParallelLinear, Partition, RowParallelLinear, divided
-from quire.engine.layers.norm import make_norm
+from quire.engine.layers.linear import ColumnParallelLinear, Linear, Partition, RowParallelLinear, divided
+from quire.engine.layers.norm import RMSNorm, make_norm
 from quire.engine.models import model_spec
 
 Ints = npt.NDArray[np.int64]
@@ -55,6 +55,8 @@ class MLA(nn.Module):
             self.query_norm = make_norm(spec.norm, spec.q_lora_rank)
         self.down = ColumnParallelLinear(hidden_size, parts, bias=spec.bias)
         self.query = ColumnParallelLinear(spec.q_lora_rank or hidden_size, [queries], bias=False)
+        if isinstance(self.query_norm, RMSNorm):
+            self.query_norm.feed(self.query)
         self.latent_norm = make_norm(spec.norm, spec.kv_lora_rank)
         self.up = PerHeadUp(spec.kv_lora_rank, [keys_and_values], bias=False)
         self.output = RowParallelLinear(spec.num_heads * spec.v_head_dim, hidden_size, parallel, bias=spec.bias)
@@ -62,7 +64,12 @@ class MLA(nn.Module):
         cheaper = 2 * row - 2 * spec.head_dim
         self._plain_from = spec.kv_lora_rank * (spec.qk_nope_head_dim + spec.v_head_dim) // max(cheaper, 1)
 
-    def forward(self, x: Tensor, batch: Batch, cos_sin: Tensor, cache: Tensor) -> Tensor:
+    @property
+    def reads_input(self) -> Linear | None:
+        """The layer that alone multiplies the input, if there is one."""
+        return None if self.query_norm is None else self.down
+
+    def forward(self, x: Tensor | kernels.RoundedRows, batch: Batch, cos_sin: Tensor, cache: Tensor) -> Tensor:
         """`[tokens, hidden_size]` → the same; writes the tokens' rows to this layer's `cache`.
 
         `cache` is `[1, blocks, 1, block_size, row]`.

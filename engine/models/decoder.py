@@ -115,8 +115,9 @@ def _norm(spec: model_spec.NormSpec | None, hidden_size: int) -> RMSNorm | Layer
 
 def _feed(norm: RMSNorm | LayerNorm | None, layer: nn.Module) -> None:
     """Let a norm round for a layer that does nothing but multiply its input."""
-    if isinstance(norm, RMSNorm) and isinstance(layer, Attention | MLP):
-        norm.feed(layer.reads_input)
+    reader = layer.reads_input if isinstance(layer, Attention | MLA | MLP) else None
+    if isinstance(norm, RMSNorm) and reader is not None:
+        norm.feed(reader)
 
 
 def _add(

@@ -230,18 +230,24 @@ def test_inputs_are_rounded_as_the_publisher_does(name: str, dtype: torch.dtype,
     assert (result - expected).norm() <= 0.02 * expected.norm()  # a number in the middle may be rounded either way
 
 
-def test_norms_and_activations_round_for_the_next_product(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only attention's output, of each layer, is rounded in a pass of its own."""
-    write(tmp_path, "compressed-tensors, int8", "dense")
+@pytest.mark.parametrize(("name", "kind"), [("compressed-tensors, int8", "dense"), ("fp8 of 128", "latent")])
+def test_norms_and_activations_round_for_the_next_product(
+    name: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only attention's output, of each layer, is rounded in a pass of its own, and what experts share."""
+    write(tmp_path, name, kind)
     multiply, seen = linear._rounded_matmul, list[bool]()
 
     def watched(x: Tensor, *args: Any) -> Tensor:
-        seen.append(x.dtype == torch.int8)
+        seen.append(x.dtype in (torch.int8, torch.float8_e4m3fn))
         return multiply(x, *args)
 
     monkeypatch.setattr(linear, "_rounded_matmul", watched)
     logits(configure(tmp_path), torch.arange(5), Parallel())
-    assert seen == [True, False, True, True] * 2  # qkv, output, gate and up, down
+    if kind == "dense":
+        assert seen == [True, False, True, True] * 2  # qkv, output, gate and up, down
+    else:  # down, query, output, gate and up, down
+        assert seen == [True, True, False, True, True, True, True, False, False, True]
 
 
 @pytest.mark.parametrize(("kind", "zero"), [("dense", -100), ("experts", 0)])
