@@ -105,6 +105,7 @@ def calls(device: torch.device, dtype: torch.dtype, *, tiny: bool) -> Iterator[N
     yield from _attention(device, dtype, [(37, 1), (0, 20), (583, 17), (18, 1)], [(6, 2, 80)], (8, 1, 96))
     yield from _experts(device, dtype, 5, (5, 2, 200, 48))
     yield from _quantized(device, dtype, 5, (5, 2, 256, 128))
+    yield from _recurrent(device, dtype, 5, (2, 6, 80))
     if dtype == torch.float32:
         yield from _sampling(device, 5, 999)
     if tiny:
@@ -120,6 +121,7 @@ def calls(device: torch.device, dtype: torch.dtype, *, tiny: bool) -> Iterator[N
     yield from _experts(device, dtype, 2048, (64, 6, 2048, 1408))
     for tokens in (1, 64, 2048):
         yield from _quantized(device, dtype, tokens, (8, 2, 4096, 1792))
+        yield from _recurrent(device, dtype, tokens, (16, 32, 128))
     if dtype == torch.float32:
         yield from _sampling(device, 64, 128_256)
 
@@ -219,6 +221,33 @@ def _experts(
     yield "route", of, lambda module: module.route(scores, top_k, "softmax", renormalize=True)
     bias = torch.randn(experts, device=device) / 10
     yield "route", f"{of}, biased", lambda module: module.route(scores, top_k, "sigmoid", correction_bias=bias)
+
+
+def _recurrent(device: torch.device, dtype: torch.dtype, tokens: int, heads: tuple[int, int, int]) -> Iterator[Named]:
+    """Two requests with `tokens` tokens each, one that begins and one that goes on; heads of keys and of values, and
+    their size."""
+    key_heads, value_heads, size = heads
+    numbers = (0, tokens, 2 * tokens), (0, 1, 2), (-1, 1), (1, 0)
+    segments, count = kernels.StateSegments(*(torch.tensor(each, device=device) for each in numbers)), 2 * tokens
+    widths = [part * size for part in (key_heads, key_heads, value_heads)]
+    mixed = torch.randn(count, sum(widths), device=device, dtype=dtype)
+    weight = torch.randn(sum(widths), 4, device=device, dtype=dtype)
+    inputs = torch.randn(2, 3, sum(widths), device=device, dtype=dtype)
+    matrices = torch.randn(2, value_heads, size, size, device=device)
+    query, key, value = (torch.unflatten(each, 1, (-1, size)) for each in mixed.split(widths, 1))
+    decay, beta = -torch.rand(count, value_heads, device=device), torch.rand(count, value_heads, device=device)
+
+    def convolve(module: Any) -> tuple[Tensor, Tensor]:
+        kept = inputs.clone()
+        return module.causal_conv(mixed, weight, kept, segments), kept
+
+    def attend(module: Any) -> tuple[Tensor, Tensor]:
+        kept = matrices.clone()
+        return module.linear_attention(query, key, value, decay, beta, kept, segments, size**-0.5, 1e-6), kept
+
+    named = f"2 × {tokens} tokens, {key_heads} and {value_heads} heads of {size}"
+    yield "causal_conv", named, convolve
+    yield "linear_attention", named, attend
 
 
 def _quantized(
