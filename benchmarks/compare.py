@@ -142,7 +142,7 @@ class Group:
             for server in list(self.servers):
                 await self._start(server)
             for round_number in range(self.options.rounds):
-                for workload in WORKLOADS:
+                for workload in self.options.workload:
                     await self._round(round_number, workload)
                 limits.append(self._measure())
             for server in self.servers:
@@ -189,7 +189,8 @@ class Group:
             finally:
                 for other in self.servers:
                     other.resume()
-        await self._each(server, "warm-up", self.sizes.batch)
+        warm_up = "batch" if "batch" in self.options.workload else self.options.workload[0]
+        await self._each(server, "warm-up", getattr(self.sizes, warm_up))
         if server not in self.servers:
             return
         await asyncio.sleep(1)  # let the server finish work after an answer
@@ -332,12 +333,17 @@ def main() -> None:
         "--start-limit", type=float, default=420, metavar="SECONDS", help="limit for a server to start and answer"
     )
     parser.add_argument("--limit", type=float, default=1800, metavar="SECONDS", help="limit for a workload")
+    parser.add_argument(
+        "--workload", nargs="+", choices=WORKLOADS, default=WORKLOADS, help="workloads of a round, in this order"
+    )
     parser.add_argument("--rate", type=float, help="requests per second of `online`, instead of the measured rate")
     parser.add_argument("--quick", action="store_true", help="small workloads, one round: a smoke test")
     parser.add_argument("--no-logprobs", dest="logprobs", action="store_false", help="skip the comparison with float32")
     parser.add_argument("--cache", type=Path, help="folder of the checkpoints (default: ~/.cache/quire-compare)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file")
     parser.add_argument("--write", type=Path, metavar="FILE.md", help="write the document to this file")
+    parser.add_argument("--title", default="Other servers", help="of the document")
+    parser.add_argument("--note", default="", help="a paragraph for the document, about the circumstances")
     parser.add_argument(
         "--load", type=Path, nargs="+", metavar="FILE", help="load earlier figures instead of measuring"
     )
@@ -355,7 +361,7 @@ def main() -> None:
     if options.json:
         options.json.write_text(json.dumps(results, indent=1) + "\n")
     if options.write:
-        options.write.write_text(report.document(results))
+        options.write.write_text(report.document(results, options.title, options.note))
 
 
 async def _run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> dict[str, Any]:

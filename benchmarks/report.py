@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -109,18 +110,20 @@ def _group(group: dict[str, Any], measured: str) -> str:
     rows.append(["floor", *(f"{least[c.title]:.{c.digits}f}" if c.title in least else "" for c in COLUMNS)])
     parts.append(_table(["server", *(column.title for column in COLUMNS)], rows))
 
-    ours = next((server for server in running if server["peer"] == "quire"), None)
-    others = [server for server in running if server is not ours]
-    if ours is not None:
-        share = statistics.median(values(ours, COLUMNS[0]) or [0.0]) / least[COLUMNS[0].title]
-        parts.append(f"Quire's batch runs at {share:.0%} of the floor.\n")
-    if ours is not None and others:
-        parts.append("Quire / peer, round by round (throughput: above 1 Quire is ahead; times: below 1):\n")
-        rows = [
-            [_label(other), *(spread(ratios(values(ours, c), values(other, c)), 2) for c in COLUMNS)]
-            for other in others
-        ]
-        parts.append(_table(["peer", *(column.title for column in COLUMNS)], rows))
+    ours = [server for server in running if server["peer"].startswith("quire")]
+    others = [server for server in running if server not in ours]
+    for each in ours:
+        name = "Quire" if len(ours) == 1 else each["peer"]
+        if found := values(each, COLUMNS[0]):
+            share = statistics.median(found) / least[COLUMNS[0].title]
+            parts.append(f"{name}'s batch runs at {share:.0%} of the floor.\n")
+        if others:
+            parts.append(f"{name} / peer, round by round (throughput: above 1 {name} is ahead; times: below 1):\n")
+            rows = [
+                [_label(other), *(spread(ratios(values(each, c), values(other, c)), 2) for c in COLUMNS)]
+                for other in others
+            ]
+            parts.append(_table(["peer", *(column.title for column in COLUMNS)], rows))
 
     rows = [
         [
@@ -135,9 +138,15 @@ def _group(group: dict[str, Any], measured: str) -> str:
     heads = ["server", "start to first token s", "memory GiB", "cores busy when idle"]
     parts.append(_table([*heads, "prompt logprobs against f32: correlation, largest difference"], rows))
     failed = [server for server in group["servers"] if server["failure"]]
-    parts += [f"{server['peer']} failed: {server['failure'].strip().splitlines()[0]}\n" for server in failed]
+    parts += [f"{server['peer']} failed: {_shortened(server['failure'])}\n" for server in failed]
     parts.append("Measured in the same run: " + "; ".join(describe(machine)) + ".\n")
     return "\n".join(parts)
+
+
+def _shortened(failure: str) -> str:
+    """The first line and the last, which is that of the server's log."""
+    lines = failure.strip().splitlines()
+    return " ".join(dict.fromkeys([lines[0], lines[-1]]))
 
 
 def _likeness(found: dict[str, float] | None) -> str:
@@ -155,8 +164,8 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([line(heads), "|" + "---|" * len(heads), *map(line, rows)]) + "\n"
 
 
-def document(results: dict[str, Any]) -> str:
-    """docs/benchmarks/servers.md."""
+def document(results: dict[str, Any], title: str = "Other servers", note: str = "") -> str:
+    """docs/benchmarks/servers.md and the pages like it; `note` is a paragraph."""
     groups = results["groups"]
     servers = [server for group in groups for server in group["servers"]]
     versions = ", ".join(dict.fromkeys(f"{server['peer']} {server['version']}" for server in servers))
@@ -164,15 +173,15 @@ def document(results: dict[str, Any]) -> str:
     command = "".join(f"    {line}\n" for line in results["command"].split("\n"))
     missing = "".join(f"- {entry['peer']}: {entry['why']}\n" for entry in results["missing"])
     without = f"\nNot measured:\n\n{missing}" if missing else ""
-    limit = ", AVX2 only" * ("--avx2" in results["command"])
-    return f"""# Other servers{limit}
+    paragraph = f"\n{textwrap.fill(note, 120)}\n" if note else ""
+    return f"""# {title}
 
 `benchmarks/compare.py` writes this page: change the program, not the page.
 
 {command}
 Python {results["python"]}, torch {results["torch"]}.
 Servers: {versions}. {cpus}; {results["threads"]} threads for every server.
-{without}
+{paragraph}{without}
 {_method(groups[0]["sizes"])}
 {tables(results)}
 ## Commands

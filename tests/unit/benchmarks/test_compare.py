@@ -170,6 +170,20 @@ def test_a_document_has_figures_floors_and_what_is_missing() -> None:
     assert "Quire e, rounds: 2." in report.document(merged | {"groups": merged["groups"][:1]})
 
 
+def test_each_quire_of_a_group_is_compared_with_the_others_alone() -> None:
+    compare, report = module("compare"), module("report")
+    rounds = [{"throughput": 50.0, "ttft": 0.1, "ttft_p99": 0.2, "itl": 0.05, "itl_p99": 0.3}]
+    names = ("quire", "quire-int4", "other")
+    servers = [vars(compare.Measured(name, "1", "4", "", figures={"stream": rounds})) for name in names]
+    servers.append(vars(compare.Measured("gone", "1", "4", "", failure="gone did not start\nfirst\nOSError: last")))
+    group = {"shape": "tiny", "precision": "4-bit", "rate": None, "sizes": vars(compare.Sizes()), "servers": servers}
+    shown = report.tables({"groups": [group | {"machine": vars(machine()), "measured": "today"}]})
+    assert "quire / peer, round by round" in shown
+    assert "quire-int4 / peer, round by round" in shown
+    assert shown.count("| other, 4 | – | – | 1.00 | 1.00 | – |") == 2
+    assert "gone failed: gone did not start OSError: last" in shown
+
+
 def test_words_survive_text(tmp_path: Path) -> None:
     shapes = module("shapes")
     tokenizers = importlib.import_module("tokenizers")
