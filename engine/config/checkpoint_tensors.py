@@ -34,7 +34,14 @@ class StoredWeight(NamedTuple):
 def check_model(model: ModelConfig, headers: Mapping[str, TensorInfo]) -> None:
     """Raise `ConfigError` naming the tensors of one of Quire's own models that are missing or do not fit."""
     needed = checkpoint_tensors(model.architecture, has_head=model.pooling is None)
+    needed |= {name: NeededTensor(shape) for name, shape in classifier_tensors(model).items()}
     check_tensors(model, needed, by_needed_name(headers, FAMILIES[model.architecture.name].prefix, needed))
+
+
+def classifier_tensors(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The shapes of the tensors of the model's checkpoint that belong to a classifier's head, by name."""
+    layers = [] if model.pooling is None else [dense for dense in model.pooling.dense if not dense.folder]
+    return {name: shape for layer in layers for name, shape in layer.tensors.items()}
 
 
 def check_tensors(

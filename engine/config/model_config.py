@@ -11,7 +11,15 @@ from typing import Any, Literal
 
 import msgspec
 
-from quire.engine.config import checkpoint_tensors, devices, model_files, model_folder, pooling, tokenizer_files
+from quire.engine.config import (
+    checkpoint_tensors,
+    classifier,
+    devices,
+    model_files,
+    model_folder,
+    pooling,
+    tokenizer_files,
+)
 from quire.engine.config.devices import FP8_CAPABILITY, Devices
 from quire.engine.config.engine_config import DTYPE_BYTES, ModelConfig, ParallelConfig
 from quire.engine.config.options import EngineOptions
@@ -54,7 +62,10 @@ def resolve(options: EngineOptions, available: Devices) -> ModelConfig:
         quantized = quantization.read(settings)
     except ConfigError as error:
         raise ConfigError(f"{path / 'config.json'}: {error}") from None
-    arch, pooler = _architecture(options, path, hf_config)
+    tokenizer = path
+    if options.tokenizer is not None:
+        tokenizer = model_folder.locate(options.tokenizer, None, options.download_dir)
+    arch, pooler = _architecture(options, path, hf_config, tokenizer)
     arch = _without_dual_chunks(arch, hf_config, options)
     requested = _choose_quantization(options, quantized, available.kind)
     packed = requested if available.kind == "cpu" and (requested == "int8" or requested == "int4") else None
@@ -63,9 +74,6 @@ def resolve(options: EngineOptions, available: Devices) -> ModelConfig:
     load_format = _choose_load_format(options, path)
     if load_format == "dummy":
         quantized = None
-    tokenizer = path
-    if options.tokenizer is not None:
-        tokenizer = model_folder.locate(options.tokenizer, None, options.download_dir)
     _check_attention_backend(options, arch, available)
     return ModelConfig(
         path=path,
@@ -93,11 +101,23 @@ def resolve(options: EngineOptions, available: Devices) -> ModelConfig:
     )
 
 
-def _architecture(options: EngineOptions, path: Path, hf_config: dict[str, Any]) -> tuple[ModelSpec, Pooling | None]:
-    """Return the model's architecture, and its pooling if it is an embedding model."""
+def _architecture(
+    options: EngineOptions, path: Path, hf_config: dict[str, Any], tokenizer: Path
+) -> tuple[ModelSpec, Pooling | None]:
+    """Return the model's architecture, and its pooling if it is an embedding model or a classifier."""
     names: list[str] = hf_config["architectures"]
+    classifies = next((name for name in names if classifier.base_names(name)), None)
     # AutoModel saves a decoder without its head under a name such as Qwen3Model.
     full_names = [f"{name.removesuffix('Model')}ForCausalLM" for name in names if name.endswith("Model")]
+    if classifies is not None:
+        full_names = [name for name in classifier.base_names(classifies) if name in FAMILIES][:1]
+        if not full_names or options.model_impl == "transformers":
+            raise ConfigError(
+                f"{path / 'config.json'}: {classifies} is not supported: classifiers need a model that Quire has an "
+                "implementation of its own of (docs/reference/models.md), and cannot use --model-impl transformers"
+            )
+        if options.runner == "generate":
+            raise ConfigError(f"{classifies} is a classifier and cannot generate text; omit --runner generate")
     is_headless = not any(name in FAMILIES for name in names) and any(name in FAMILIES for name in full_names)
     arch = _model_spec(options, path, {**hf_config, "architectures": full_names} if is_headless else hf_config)
     if isinstance(arch, EncoderSpec):
@@ -108,6 +128,8 @@ def _architecture(options: EngineOptions, path: Path, hf_config: dict[str, Any])
                 f"--pipeline-parallel-size {options.pipeline_parallel_size}: pipeline parallelism is not supported for "
                 f"encoders such as {arch.name}; use --tensor-parallel-size"
             )
+        if classifies is not None:
+            return arch, classifier.read(classifies, hf_config, arch, tokenizer)
         return arch, pooling.read(path, hf_config, arch.hidden_size, default="mean")
     if options.runner == "generate" and is_headless:
         raise ConfigError(f"{', '.join(names)} has no head to generate text; use it with --runner pooling")
@@ -117,6 +139,8 @@ def _architecture(options: EngineOptions, path: Path, hf_config: dict[str, Any])
         return arch, None
     if hf_config.get("is_causal") is False or hf_config.get("use_bidirectional_attention"):
         raise ConfigError(f"{arch.name}: bidirectional attention in decoders (is_causal false) is not supported")
+    if classifies is not None:
+        return arch, classifier.read(classifies, hf_config, arch, tokenizer)
     return arch, pooling.read(path, hf_config, arch.hidden_size, default="lasttoken")
 
 

@@ -33,7 +33,8 @@ def plan_text(config: EngineConfig) -> str:
         return f"{lines[0]}\n  {parallel.replicas} replicas, none of them on this host"
     if model.pooling is not None:
         length = f"{model.max_model_len:,} tokens"
-        lines.append(f"embeds prompts of up to {length} (--runner pooling): {model.pooling.text()}")
+        verb = "embeds" if model.pooling.classes is None else "classifies"
+        lines.append(f"{verb} prompts of up to {length} (--runner pooling): {model.pooling.text()}")
     for stage, layers in enumerate(parallel.stages):
         first = stage * tp
         ranks = f"rank {first}" if tp == 1 else f"ranks {first}-{first + tp - 1}"

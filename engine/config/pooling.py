@@ -1,7 +1,8 @@
 """Pooling: how a prompt's hidden states become one vector, as configured in a sentence-transformers folder. No torch.
 
 The format is that of `SentenceTransformer.save` (https://sbert.net): modules.json lists the modules and the folders of
-their configurations; sentence_bert_config.json and config_sentence_transformers.json configure the input text.
+their configurations; sentence_bert_config.json and config_sentence_transformers.json configure the input text. The
+vector of a classifier (`quire.engine.config.classifier`) has a logit for each label.
 """
 
 from __future__ import annotations
@@ -36,12 +37,47 @@ DenseActivation = Literal["Identity", "Tanh", "ReLU", "GELU", "Sigmoid"]
 class Dense:
     """A linear layer and an activation after the pooling."""
 
-    folder: str
-    """Folder of its weights."""
+    folder: str = ""
+    """Folder of its weights; empty: the model's own checkpoint."""
+    name: str = "linear"
+    """The name of its tensors, without `.weight` and `.bias`."""
     in_features: int
     out_features: int
     bias: bool
-    activation: DenseActivation
+    activation: DenseActivation = "Identity"
+    rows: tuple[int, ...] = ()
+    """The rows of a larger matrix, such as an output head, that are the weight; empty: all of the tensor."""
+    is_difference: bool = False
+    """The weight is the second one of two `rows`, minus the first."""
+    total_rows: int = 0
+    """Rows of that larger matrix."""
+
+    @property
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of its tensors in the checkpoint, by name."""
+        shapes: dict[str, tuple[int, ...]] = {
+            f"{self.name}.weight": (self.total_rows or self.out_features, self.in_features)
+        }
+        return shapes | ({f"{self.name}.bias": (self.out_features,)} if self.bias else {})
+
+
+Activation = Literal["identity", "sigmoid", "softmax"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Classes:
+    """What a classifier's logits mean."""
+
+    labels: tuple[str, ...]
+    activation: Activation
+    """From logits to probabilities or scores, unless a request asks for logits."""
+    joins_texts: bool = False
+    """A pair of texts is one text: the second is appended to the first. Otherwise the tokenizer joins their tokens."""
+
+    def text(self) -> str:
+        """Return the description in the printed plan."""
+        count = len(self.labels)
+        return f"{count:,} label{'s' * (count > 1)}, {self.activation}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +105,8 @@ class Pooling:
     """Whether the tokens of the prepended text are pooled too."""
     similarity: str = "cosine"
     """The similarity function for comparing vectors."""
+    classes: Classes | None = None
+    """What the numbers of a classifier's vector mean; None: the vector is an embedding."""
 
     @property
     def dense(self) -> list[Dense]:
@@ -88,6 +126,8 @@ class Pooling:
         """Return the description in the printed plan."""
         modules = [module if isinstance(module, str) else f"dense to {module.out_features}" for module in self.modules]
         steps = [f"{' and '.join(self.modes)} pooling", *modules]
+        if self.classes is not None:
+            return f"{', '.join(steps)}: {self.classes.text()}"
         shorter = ""
         if self.is_matryoshka:
             shorter = f", or the first {' or '.join(map(str, self.dimensions)) or 'of them'}"

@@ -109,7 +109,7 @@ def fetch_weights(options: EngineOptions, config: EngineConfig) -> None:
         if load_format == "gguf":
             return checkpoint_tensors.check_model(config.model, gguf_folder.headers(config.model.path))
         pooler = config.model.pooling
-        inner = [dense.folder for dense in pooler.dense] if pooler is not None else []
+        inner = [dense.folder for dense in pooler.dense if dense.folder] if pooler is not None else []
         model_files.fetch_weights(
             options.model, options.revision, options.download_dir, config.model.path, load_format, inner
         )

@@ -30,10 +30,13 @@ def eos_token_id(folder: Path) -> int | None:
     than JSON has the id. Raises `ConfigError` for files that cannot be read.
     """
     settings = read_settings(folder)
-    if settings.get("eos_token") is None:
-        return None
+    return None if settings.get("eos_token") is None else token_id(folder, content(settings["eos_token"]))
+
+
+def token_id(folder: Path, text: str) -> int | None:
+    """Return the id of a token as the vocabulary spells it; None and errors as in `eos_token_id`."""
     try:
-        return next(map(int, _ids(folder, settings, content(settings["eos_token"]))), None)
+        return next(map(int, _ids(folder, read_settings(folder), text)), None)
     except (TypeError, AttributeError, LookupError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise

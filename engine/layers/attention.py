@@ -54,6 +54,8 @@ class Batch:
     else empty."""
     logits_indices_only: bool = False
     """The last stage's output has only each request's last token: it is `[requests, hidden_size]`."""
+    token_types: Tensor | None = None
+    """`[tokens]`, for encoders with token types: 1 in the second text of a pair; None: all are 0."""
 
     def for_group(self, group: int) -> Batch:
         """The batch as the layers of this KV cache group see it."""

@@ -120,7 +120,8 @@ class Encoder(nn.Module):
         assert x is None
         x = self.embedding(batch.token_ids) + F.embedding(self._positions(batch), self.positions.weight)
         if self.token_types is not None:
-            x = x + self.token_types.weight[0]
+            types = batch.token_types
+            x = x + (self.token_types.weight[0] if types is None else F.embedding(types, self.token_types.weight))
         x = self.norm(x)
         biases = self.distance_bias() if self.distance_bias is not None else None
         for layer in self.layers.values():

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from quire import kernels
+from quire.engine.config.checkpoint_tensors import by_needed_name, classifier_tensors
 from quire.engine.config.engine_config import EngineConfig, ModelConfig
 from quire.engine.config.pooling import Dense
 from quire.engine.distributed.communicator import Parallel
@@ -40,6 +41,7 @@ from quire.engine.models.families.tensors import NeededTensor, checkpoint_tensor
 from quire.engine.models.model_spec import TransformersModelSpec
 from quire.engine.models.packed_cache import PackedCache
 from quire.engine.models.quantization.form import Form, form_of
+from quire.engine.models.quantization.method import FLOATS
 from quire.engine.models.quantization.online import Online
 from quire.engine.models.staging import PinnedStaging
 from quire.engine.protocol.errors import ConfigError
@@ -154,22 +156,28 @@ def build(model: ModelConfig, layers: range, parallel: Parallel, experts: Expert
 
 def load_dense(model: ModelConfig, dense: Dense, device: torch.device) -> tuple[Tensor, Tensor | None]:
     """Weight `[out, in]` and bias of a dense module after the pooling, in float32."""
-    shapes: dict[str, tuple[int, ...]] = {"linear.weight": (dense.out_features, dense.in_features)}
-    if dense.bias:
-        shapes["linear.bias"] = (dense.out_features,)
+    shapes = dense.tensors
     if model.load_format == "dummy":
         generator = torch.Generator().manual_seed(model.seed)
-        weight = torch.randn(shapes["linear.weight"], generator=generator) * _DUMMY_DEVIATION
+        shape = dense.out_features, dense.in_features
+        weight = torch.randn(shape, generator=generator) * _DUMMY_DEVIATION
         return weight.to(device), torch.zeros(dense.out_features, device=device) if dense.bias else None
     folder = model.path / dense.folder
     files = open_files(folder, model.load_format)
     headers = files.headers
+    if not dense.folder:
+        headers = by_needed_name(headers, FAMILIES[model.architecture.name].prefix, shapes)
     for name, shape in shapes.items():
         if name not in headers or headers[name].shape != shape:
             problem = f"has the shape {list(headers[name].shape)}" if name in headers else "is missing"
             raise ConfigError(f"{folder}: {name} {problem}, expected {list(shape)}")
-    tensors = [files.view(headers[name]).to(device, torch.float32, copy=True) for name in shapes]
-    return tensors[0], tensors[1] if dense.bias else None
+        if headers[name].dtype not in FLOATS:
+            raise ConfigError(f"{folder}: {name} is quantized, which is not supported for what follows the pooling")
+    weight, *bias = [files.view(headers[name]) for name in shapes]
+    if dense.rows:
+        weight = weight[list(dense.rows)].float()
+        weight = weight[1:] - weight[:1] if dense.is_difference else weight
+    return weight.to(device, torch.float32, copy=True), bias[0].to(device, torch.float32, copy=True) if bias else None
 
 
 def needed_tensors(decoder: Model, model: ModelConfig) -> Needed:
@@ -323,6 +331,7 @@ def _surplus(names: set[str], model: ModelConfig) -> list[str]:
     arch, family = model.architecture, FAMILIES[model.architecture.name]
     known = set(checkpoint_tensors(arch, has_head=model.pooling is None))
     known.update({"lm_head.weight"} if arch.tie_embeddings or model.pooling is not None else ())
+    known.update(classifier_tensors(model))
     return sorted(
         name
         for name in names - known

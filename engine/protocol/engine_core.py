@@ -41,6 +41,8 @@ class EngineCoreRequest(msgspec.Struct, tag=True, array_like=True):
     """Requests of different shares are scheduled fairly. Without fair sharing, all are of one share."""
     weight: float = 1.0
     """Of the share; the newest request's counts."""
+    second_segment: int = 0
+    """Encoders with token types: index of the first token of a pair's second text; 0: there is one text."""
 
 
 class AbortRequests(msgspec.Struct, tag=True, array_like=True):

@@ -24,6 +24,8 @@ class NewRequestData(msgspec.Struct, array_like=True):
     params: SamplingParams
     num_scored_tokens: int = 0
     """With `params.prompt_logprobs`: prompt tokens after the first that were already scored before a preemption."""
+    second_segment: int = 0
+    """See `EngineCoreRequest`."""
 
 
 class CachedRequestData(msgspec.Struct, array_like=True):

@@ -496,6 +496,7 @@ class Scheduler:
             block_ids=self.kv.block_table(request.block_ids),
             params=request.core_request.params,
             num_scored_tokens=request.num_scored_tokens,
+            second_segment=request.core_request.second_segment,
         )
 
     def _preempt_lower_priority(self, request: Request) -> bool:

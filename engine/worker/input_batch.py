@@ -100,6 +100,8 @@ class InputBatch:
         self.score_until = np.zeros(slots, np.int64)
         """Positions from `score_from` up to `score_until` have logits that score the next token of the prompt; 0: none.
         """
+        self.second_segment = np.zeros(slots, np.int64)
+        """The first token of a pair's second text; 0: there is one text."""
         self.controls = np.zeros(slots, [(name, dtype) for name, (dtype, _) in _CONTROLS.items()])
         """The numeric fields of `params`, as arrays."""
         self.params: list[SamplingParams | None] = [None] * slots
@@ -158,6 +160,15 @@ class InputBatch:
             counts.append(int(end - start))
         return np.concatenate(places), np.concatenate(following), counts
 
+    def token_types(self, rows: StepRows) -> Tensor | None:
+        """`Batch.token_types` of whole prompts."""
+        seconds = self.second_segment[rows.slots]
+        if not seconds.any():
+            return None
+        lengths = np.where(seconds > 0, seconds, rows.counts)
+        types = np.repeat(np.tile([0, 1], len(seconds)), np.column_stack((lengths, rows.counts - lengths)).ravel())
+        return send(types, self._device)
+
     def token_indices(self, slots: Numbers, positions: Numbers) -> Numbers:
         """Indices in `memory` of the tokens at these positions."""
         return slots * self._max_length + positions
@@ -182,6 +193,7 @@ class InputBatch:
         is_scored = params.prompt_logprobs is not None
         self.score_from[slot] = request.num_scored_tokens
         self.score_until[slot] = request.num_prompt_tokens - 1 if is_scored else 0
+        self.second_segment[slot] = request.second_segment
         self.controls[slot] = tuple(value(params) for _, value in _CONTROLS.values())
 
     def _extend_tokens(self, slot: int, token_ids: list[int]) -> None:

@@ -248,6 +248,8 @@ class ModelRunner:
             batch = replace(batch, micro_batches=split_micro_batches(batch, rows.counts))
         if not plan.num_rows:
             return self._run_without_rows(batch)
+        if isinstance(self._model, Encoder) and (types := self._input_batch.token_types(rows)) is not None:
+            batch = replace(batch, token_types=types)
         hidden = self._forward(self._receive(plan.num_tokens), batch)
         if self._pooler is not None and self._pipeline.is_last:
             return self._pool(rows, hidden, batch.logits_indices, self._pooler, result)

@@ -78,12 +78,14 @@ class Ranks:
         requests: list[tuple[list[int], SamplingParams]],
         *,
         reported: list[list[int]] | None = None,
+        second_segments: list[int] | None = None,
         num_blocks: int | None = None,
         **settings: Any,
     ) -> list[list[EngineCoreOutput]]:
         """Serve the requests all at once; `settings` are of `SchedulerConfig` and `CacheConfig`.
 
-        `reported` is output of each that another replica has given before.
+        `reported` is output of each that another replica has given before; `second_segments` is where the second text
+        of each pair starts.
         """
         scheduler = {k: v for k, v in settings.items() if k in SchedulerConfig.__dataclass_fields__}
         cache = {k: v for k, v in settings.items() if k in CacheConfig.__dataclass_fields__}
@@ -98,7 +100,14 @@ class Ranks:
             cache=replace(self.config.cache, num_blocks=blocks, **cache),
         )
         submits = [
-            EngineCoreRequest(0, str(i), prompt, params, output_token_ids=reported[i] if reported else [])
+            EngineCoreRequest(
+                0,
+                str(i),
+                prompt,
+                params,
+                output_token_ids=reported[i] if reported else [],
+                second_segment=second_segments[i] if second_segments else 0,
+            )
             for i, (prompt, params) in enumerate(requests)
         ]
         wire = CountingWire(submits)

@@ -1,4 +1,4 @@
-"""Encoders for embeddings: BERT, RoBERTa, DistilBERT, MPNet."""
+"""Encoders for embeddings and classification: BERT, RoBERTa, DistilBERT, MPNet."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from quire.engine.models.encoder_spec import EncoderAttentionSpec, EncoderSpec
-from quire.engine.models.families.family import Config, Family, activation
+from quire.engine.models.families.family import Config, Family, HeadLayer, activation
 from quire.engine.models.model_spec import LayerSpec, MLPSpec, NormSpec
 from quire.engine.protocol.errors import ConfigError
 
@@ -116,12 +116,20 @@ _BESIDE = ("pooler.", "cls.", "lm_head.", "vocab_", "embeddings.position_ids")
 """How names of what is not needed for vectors begin: heads, and BERT's own pooler."""
 
 
+_ROBERTA_HEAD = HeadLayer("classifier.dense", "Tanh"), HeadLayer("classifier.out_proj")
+_HEADS = {
+    "bert.": (HeadLayer("bert.pooler.dense", "Tanh"), HeadLayer("classifier")),
+    "distilbert.": (HeadLayer("pre_classifier", "ReLU"), HeadLayer("classifier")),
+}
+
+
 def _family(architecture: Callable[[str, Config], EncoderSpec], names: Mapping[str, str], prefix: str) -> Family:
     return Family(
         architecture,
         {module: prefix + name for module, name in names.items()},
         prefix=prefix,
         ignored_prefixes=(*_BESIDE, *(prefix + name for name in _BESIDE)),
+        classifier=_HEADS.get(prefix, _ROBERTA_HEAD),
     )
 
 
@@ -133,4 +141,5 @@ _KINDS = {
     "DistilBert": _family(_distilbert, _DISTILBERT, "distilbert."),
     "MPNet": _family(_mpnet, _MPNET, "mpnet."),
 }
-FAMILIES = {f"{kind}{end}": family for kind, family in _KINDS.items() for end in ("Model", "ForMaskedLM")}
+_ENDS = ("Model", "ForMaskedLM", "ForSequenceClassification")
+FAMILIES = {f"{kind}{end}": family for kind, family in _KINDS.items() for end in _ENDS}

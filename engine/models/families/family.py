@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from quire.engine.models.model_spec import Activation, AttentionSpec, LayerSpec, MLPSpec, ModelSpec, NormSpec, RopeSpec
 from quire.engine.protocol.errors import ConfigError
@@ -14,6 +14,16 @@ Config = Mapping[str, Any]
 """config.json, with the defaults of the family's transformers class."""
 Runs = Sequence[range]
 """Rows of a tensor, as ranges."""
+
+
+class HeadLayer(NamedTuple):
+    """A linear layer of a classifier's head, after the pooling."""
+
+    name: str
+    """In the checkpoint, without `.weight`."""
+    activation: Literal["Identity", "Tanh", "ReLU"] = "Identity"
+    """The name of a torch class."""
+    bias: bool = True
 
 
 @dataclass(frozen=True)
@@ -43,6 +53,8 @@ class Family:
     """Prefixes of tensors that are not part of the model and are ignored without a warning."""
     ignored_pattern: str = r"rotary_emb\.inv_freq$"
     """A pattern of names in old checkpoints that are not needed."""
+    classifier: tuple[HeadLayer, ...] = (HeadLayer("score", bias=False),)
+    """The head of `…ForSequenceClassification`; its last layer has a row for each label."""
     after_layers: str = ""
     """What extra layers after the last one are, in checkpoints that have some; they are not supported."""
 
