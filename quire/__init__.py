@@ -12,9 +12,12 @@ if TYPE_CHECKING:
         AsyncLLM,
         AsyncLLMEngine,
         BeamSearchParams,
+        ClassificationRequestOutput,
         EmbeddingRequestOutput,
         LLMEngine,
+        PoolingRequestOutput,
         RequestOutput,
+        ScoringRequestOutput,
     )
 
 __all__ = [
@@ -23,11 +26,14 @@ __all__ = [
     "AsyncLLM",
     "AsyncLLMEngine",
     "BeamSearchParams",
+    "ClassificationRequestOutput",
     "EmbeddingRequestOutput",
     "EngineArgs",
     "LLMEngine",
+    "PoolingRequestOutput",
     "RequestOutput",
     "SamplingParams",
+    "ScoringRequestOutput",
     "StructuredOutputs",
 ]
 __version__ = "0.1.0"

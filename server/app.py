@@ -26,7 +26,17 @@ from quire.server.http.middleware import (
 )
 from quire.server.http.response import DIRECT_SEND
 from quire.server.http.state import ServedModel
-from quire.server.openai import chat, completions, embeddings, profile, replicas, responses, tokenize
+from quire.server.openai import (
+    chat,
+    completions,
+    embeddings,
+    pooling,
+    profile,
+    replicas,
+    responses,
+    scores,
+    tokenize,
+)
 
 if TYPE_CHECKING:
     from quire.server.http.tracing import Tracing
@@ -39,7 +49,7 @@ def create_app(state: ServedModel, options: ServerOptions | None = None, tracing
     app = _App(title="Quire", version=version("quire"))
     app.state.quire = state
     families = (
-        *(chat, completions, embeddings, messages, responses),
+        *(chat, completions, embeddings, pooling, scores, messages, responses),
         *(tokenize, replicas, profile, sagemaker_vertex, status),
     )
     routers = [each.router for each in families]

@@ -27,21 +27,34 @@ from quire.engine.protocol.sampling_params import SamplingParams
 from quire.server.frontend.chat_formats import ChatFormats
 from quire.server.frontend.conversation import ChatTemplateOptions, Message
 from quire.server.frontend.dp_coordinator import connect_hosts
-from quire.server.frontend.embedding_output import VectorOptions
+from quire.server.frontend.embedding_output import VectorOptions, scores
 from quire.server.frontend.frontend import Frontend
 from quire.server.frontend.input_processor import InputProcessor
-from quire.server.frontend.inputs import ChatInput, EmbeddingOptions, GenerationInput, Prompt, RequestOptions
+from quire.server.frontend.inputs import (
+    ChatInput,
+    EmbeddingOptions,
+    GenerationInput,
+    Prompt,
+    RequestOptions,
+    Task,
+)
 from quire.server.frontend.output_processor import OutputProcessor, TextDelta
 from quire.server.frontend.output_stream import EngineUnavailable
 from quire.server.frontend.tools import read_tool_use
 from quire.server.llm_outputs import (
     BeamSearchOutput,
     BeamSearchParams,
+    ClassificationOutput,
+    ClassificationRequestOutput,
     CompletionOutput,
     EmbeddingOutput,
     EmbeddingRequestOutput,
     Logprob,
+    PoolingOutput,
+    PoolingRequestOutput,
     RequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
     beam_search_sequence,
     completion,
     prompt_logprobs,
@@ -57,11 +70,14 @@ __all__ = [
     "AsyncLLMEngine",
     "BeamSearchOutput",
     "BeamSearchParams",
+    "ClassificationRequestOutput",
     "CompletionOutput",
     "EmbeddingRequestOutput",
     "LLMEngine",
     "Logprob",
+    "PoolingRequestOutput",
     "RequestOutput",
+    "ScoringRequestOutput",
     "ToolCall",
 ]
 
@@ -213,6 +229,62 @@ class AsyncLLM:
         )
         vectors = VectorOptions(dimensions=dimensions, normalize=normalize)
         return await _embed(frontend, prompt, rendering, vectors, request_id, priority)
+
+    async def classify(
+        self,
+        prompt: PromptLike,
+        request_id: str | None = None,
+        priority: int = 0,
+        *,
+        use_activation: bool | None = None,
+        **rendering: Any,
+    ) -> ClassificationRequestOutput:
+        """Compute the probability of each label, with a classifier; without `use_activation` its logit.
+
+        `rendering` are `truncate_prompt_tokens`, `truncation_side` and `add_special_tokens` of `embed`, which raises
+        the same errors.
+        """
+        frontend, vectors = await self.start(), VectorOptions(normalize=use_activation)
+        return await _classify(frontend, prompt, _rendering(**rendering), vectors, request_id, priority)
+
+    async def encode(
+        self,
+        prompt: PromptLike,
+        request_id: str | None = None,
+        priority: int = 0,
+        *,
+        pooling_task: Literal["embed", "classify"] | None = None,
+        dimensions: int | None = None,
+        use_activation: bool | None = None,
+        **rendering: Any,
+    ) -> PoolingRequestOutput[PoolingOutput]:
+        """Compute what the model's pooling makes of a prompt: a vector, or the probability of each label.
+
+        `pooling_task` checks which of them; the other options are those of `classify` and `embed`.
+        """
+        frontend, vectors = await self.start(), VectorOptions(dimensions=dimensions, normalize=use_activation)
+        return await _encode(
+            pooling_task or "pool", frontend, prompt, _rendering(**rendering), vectors, request_id, priority
+        )
+
+    async def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        request_id: str | None = None,
+        priority: int = 0,
+        *,
+        use_activation: bool | None = None,
+        **rendering: Any,
+    ) -> list[ScoringRequestOutput]:
+        """Score each text of `data_1` with its counterpart in `data_2`, or a single one with all of them.
+
+        A cross-encoder scores pairs, with `use_activation` as in `classify`; an embedding model compares vectors by
+        their cosine similarity. The other options are those of `classify`.
+        """
+        return await _score(
+            await self.start(), data_1, data_2, _rendering(**rendering), use_activation, request_id, priority
+        )
 
     async def shutdown(self) -> None:
         """Abort running requests and stop the engine. If hosts share experts, wait until all of them shut down."""
@@ -451,7 +523,53 @@ class LLM(_OwnLoop):
             prompt_name=prompt_name,
         )
         vectors = VectorOptions(dimensions=dimensions, normalize=normalize)
-        return self._wait(self._embed_all(many, rendering, vectors, use_tqdm))
+        return self._wait(self._pool_all(partial(_embed, self._frontend), many, rendering, vectors, use_tqdm))
+
+    def classify(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        use_tqdm: bool = True,
+        *,
+        use_activation: bool | None = None,
+        **rendering: Any,
+    ) -> list[ClassificationRequestOutput]:
+        """Classify one or more prompts, with a classifier; otherwise like `AsyncLLM.classify`."""
+        many: list[Any] = [prompts] if _is_one_prompt(prompts) else list(prompts)
+        vectors = VectorOptions(normalize=use_activation)
+        return self._wait(
+            self._pool_all(partial(_classify, self._frontend), many, _rendering(**rendering), vectors, use_tqdm)
+        )
+
+    def encode(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        use_tqdm: bool = True,
+        *,
+        pooling_task: Literal["embed", "classify"] | None = None,
+        dimensions: int | None = None,
+        use_activation: bool | None = None,
+        **rendering: Any,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """Compute what the model's pooling makes of one or more prompts; otherwise like `AsyncLLM.encode`."""
+        many: list[Any] = [prompts] if _is_one_prompt(prompts) else list(prompts)
+        vectors = VectorOptions(dimensions=dimensions, normalize=use_activation)
+        encode = partial(_encode, pooling_task or "pool", self._frontend)
+        return self._wait(self._pool_all(encode, many, _rendering(**rendering), vectors, use_tqdm))
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        use_tqdm: bool = True,
+        *,
+        use_activation: bool | None = None,
+        **rendering: Any,
+    ) -> list[ScoringRequestOutput]:
+        """Score pairs of texts, all of them in one request; otherwise like `AsyncLLM.score`."""
+        with tqdm(total=1, desc="requests", disable=not use_tqdm) as bar:
+            found = self._wait(_score(self._frontend, data_1, data_2, _rendering(**rendering), use_activation))
+            bar.update()
+        return found
 
     def __enter__(self) -> LLM:
         return self
@@ -485,13 +603,18 @@ class LLM(_OwnLoop):
                     group.create_task(request.finish(bar.update))
         return [request.result() for request in requests]
 
-    async def _embed_all(
-        self, prompts: Sequence[PromptLike], rendering: EmbeddingOptions, vectors: VectorOptions, use_tqdm: bool
-    ) -> list[EmbeddingRequestOutput]:
+    async def _pool_all(
+        self,
+        pool: Callable[[PromptLike, EmbeddingOptions, VectorOptions], Coroutine[Any, Any, T]],
+        prompts: Sequence[PromptLike],
+        rendering: EmbeddingOptions,
+        vectors: VectorOptions,
+        use_tqdm: bool,
+    ) -> list[T]:
         with tqdm(total=len(prompts), desc="requests", disable=not use_tqdm) as bar:
 
-            async def one(prompt: PromptLike) -> EmbeddingRequestOutput:
-                result = await _embed(self._frontend, prompt, rendering, vectors)
+            async def one(prompt: PromptLike) -> T:
+                result = await pool(prompt, rendering, vectors)
                 bar.update()
                 return result
 
@@ -656,6 +779,30 @@ def _is_one_prompt(prompts: Any) -> bool:
     )
 
 
+async def _pool(
+    task: Task,
+    frontend: Frontend,
+    prompt: PromptLike,
+    rendering: EmbeddingOptions,
+    vectors: VectorOptions,
+    request_id: str | None,
+    priority: int,
+) -> tuple[list[float], dict[str, Any]]:
+    """Return a prompt's vector, and the common fields of results."""
+    processor, (given, salt) = frontend.admit(task), _split_salt(prompt)
+    (ids,) = await processor.process_embeddings({"prompt": given}, rendering, vectors)
+    request_id = request_id or uuid.uuid4().hex
+    with frontend.embed(request_id, [ids], _integer(priority, "priority"), salt) as embedding:
+        (output,) = await embedding.vectors()
+    assert processor.pooling is not None
+    return vectors.finish(output.vector or b"", processor.pooling).tolist(), {
+        "request_id": request_id,
+        "prompt": given if isinstance(given, str) else None,
+        "prompt_token_ids": ids,
+        "num_cached_tokens": output.num_cached_tokens,
+    }
+
+
 async def _embed(
     frontend: Frontend,
     prompt: PromptLike,
@@ -664,18 +811,77 @@ async def _embed(
     request_id: str | None = None,
     priority: int = 0,
 ) -> EmbeddingRequestOutput:
-    processor, (given, salt) = frontend.admit(embeds=True), _split_salt(prompt)
-    (ids,) = await processor.process_embeddings({"prompt": given}, rendering, vectors)
+    vector, common = await _pool("embed", frontend, prompt, rendering, vectors, request_id, priority)
+    return EmbeddingRequestOutput(outputs=EmbeddingOutput(vector), **common)
+
+
+async def _classify(
+    frontend: Frontend,
+    prompt: PromptLike,
+    rendering: EmbeddingOptions,
+    vectors: VectorOptions,
+    request_id: str | None = None,
+    priority: int = 0,
+) -> ClassificationRequestOutput:
+    vector, common = await _pool("classify", frontend, prompt, rendering, vectors, request_id, priority)
+    return ClassificationRequestOutput(outputs=ClassificationOutput(vector), **common)
+
+
+async def _encode(
+    task: Task,
+    frontend: Frontend,
+    prompt: PromptLike,
+    rendering: EmbeddingOptions,
+    vectors: VectorOptions,
+    request_id: str | None = None,
+    priority: int = 0,
+) -> PoolingRequestOutput[PoolingOutput]:
+    vector, common = await _pool(task, frontend, prompt, rendering, vectors, request_id, priority)
+    return PoolingRequestOutput(outputs=PoolingOutput(vector), **common)
+
+
+async def _score(
+    frontend: Frontend,
+    data_1: str | Sequence[str],
+    data_2: str | Sequence[str],
+    rendering: EmbeddingOptions,
+    use_activation: bool | None,
+    request_id: str | None = None,
+    priority: int = 0,
+) -> list[ScoringRequestOutput]:
+    processor = frontend.admit("score")
+    firsts, seconds = ([given] if isinstance(given, str) else list(given) for given in (data_1, data_2))
+    for texts, param in ((firsts, "data_1"), (seconds, "data_2")):
+        if not all(isinstance(text, str) for text in texts):
+            raise InvalidParameter(f"{param}: only texts can be scored", param)
+    given = await processor.process_pairs(firsts, seconds, rendering, ("data_1", "data_2"))
     request_id = request_id or uuid.uuid4().hex
-    with frontend.embed(request_id, [ids], _integer(priority, "priority"), salt) as embedding:
-        (output,) = await embedding.vectors()
+    priority = _integer(priority, "priority")
+    with frontend.embed(request_id, given.prompts, priority, None, given.second_segments) as embedding:
+        outputs = await embedding.vectors()
     assert processor.pooling is not None
-    return EmbeddingRequestOutput(
-        request_id=request_id,
-        prompt=given if isinstance(given, str) else None,
-        prompt_token_ids=ids,
-        outputs=EmbeddingOutput(vectors.finish(output.vector or b"", processor.pooling).tolist()),
-        num_cached_tokens=output.num_cached_tokens,
+    parts = given.compared or [(at,) for at in range(len(outputs))]
+    found = scores(outputs, given, processor.pooling, use_activation)
+    return [
+        ScoringRequestOutput(
+            request_id=request_id,
+            prompt=None,
+            prompt_token_ids=[token for at in places for token in given.prompts[at]],
+            outputs=ScoringOutput(score),
+            num_cached_tokens=sum(outputs[at].num_cached_tokens for at in places),
+        )
+        for places, score in zip(parts, found, strict=True)
+    ]
+
+
+def _rendering(
+    *,
+    truncate_prompt_tokens: int | None = None,
+    truncation_side: Literal["left", "right"] = "right",
+    add_special_tokens: bool = True,
+) -> EmbeddingOptions:
+    return EmbeddingOptions(
+        add_special_tokens=add_special_tokens, truncate=truncate_prompt_tokens, truncation_side=truncation_side
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from quire.engine.protocol.logprobs import PromptLogprobs, TokenLogprobs
 from quire.server.frontend.output_processor import AnswerEnd, TextDelta
@@ -94,16 +94,56 @@ class EmbeddingOutput:
 
 
 @dataclass
-class EmbeddingRequestOutput:
-    """A prompt and its vector. `prompt` is None if the request contained token ids."""
+class ClassificationOutput:
+    """The probability of each label, or its logit."""
+
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.probs)
+
+
+@dataclass
+class ScoringOutput:
+    """The score of a pair of texts."""
+
+    score: float
+
+
+@dataclass
+class PoolingOutput:
+    """What the model's pooling makes of a prompt: a vector, or the probability of each label."""
+
+    data: list[float]
+
+
+T = TypeVar("T")
+
+
+@dataclass
+class PoolingRequestOutput(Generic[T]):
+    """A prompt and its result. `prompt` is None if the request contained token ids or a pair of texts."""
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
-    outputs: EmbeddingOutput
+    outputs: T
     finished: bool = True
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache."""
+
+
+class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
+    """A prompt and its embedding."""
+
+
+class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput]):
+    """A prompt and the probabilities of its labels."""
+
+
+class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
+    """A pair of texts and its score. `prompt_token_ids` are those of both."""
 
 
 def completion(

@@ -23,7 +23,7 @@ from starlette.types import Scope, Send
 from quire.engine.protocol.errors import InvalidParameter
 from quire.server.frontend.generation import Generation
 from quire.server.frontend.input_processor import InputProcessor
-from quire.server.frontend.inputs import GenerationInput
+from quire.server.frontend.inputs import GenerationInput, Task
 from quire.server.frontend.output_stream import EngineUnavailable, RequestFailed
 from quire.server.frontend.tools import MAX_TOOLS
 from quire.server.http.content_blocks import (
@@ -176,7 +176,7 @@ class CountTokensRequest(ProcessedBody, RequestModel):
     """The body of a request to count a conversation's tokens."""
 
     names: ClassVar[Mapping[str, str]] = _NAMES
-    embeds: ClassVar[bool | None] = False
+    needs: ClassVar[Task | None] = "generate"
     extra_fields: ClassVar[Mapping[str, ExtraField]] = {
         "cache_control": LABEL,
         "metadata": LABEL,

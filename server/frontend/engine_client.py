@@ -407,9 +407,10 @@ class EngineClient:
         priority: int = 0,
         cache_salt: bytes = b"",
         n: int = 1,
+        second_segments: Sequence[int] = (),
     ) -> OutputStream:
         """Submit requests (id, prompt, params) with a common output stream: `n` in a row for each prompt. No id may be
-        used twice.
+        used twice. `second_segments`, if given, has one for each request.
 
         `DATA_PARALLEL_RANK` chooses the replica that they start on. Raises `EngineUnavailable` and `QueueFull`, and
         `InvalidParameter` if there is no such replica; then none was submitted.
@@ -433,6 +434,7 @@ class EngineClient:
                 cache_salt,
                 share=share.key,
                 weight=share.weight,
+                second_segment=second_segments[number] if second_segments else 0,
             )
             running = self._running[request_id] = _RunningRequest(stream, now, submit, prompt)
             if trace is not None and (added := trace.add(number, len(prompt_ids), now)) is not None:

@@ -22,7 +22,7 @@ from quire.server.frontend.engine_client import SHUTTING_DOWN, EngineClient
 from quire.server.frontend.engine_manager import ApiProcessInfo, EngineManager
 from quire.server.frontend.generation import Embedding, Generation
 from quire.server.frontend.input_processor import InputProcessor
-from quire.server.frontend.inputs import GenerationInput
+from quire.server.frontend.inputs import GenerationInput, Task, refusal, supports
 from quire.server.frontend.metrics import Metrics
 from quire.server.frontend.output_processor import OutputProcessor
 from quire.server.frontend.output_stream import EngineUnavailable, OutputStream
@@ -155,23 +155,14 @@ class Frontend:
             raise EngineUnavailable("the model is still loading")
         return self._loading.result()
 
-    def admit(self, *, embeds: bool = False) -> InputProcessor:
+    def admit(self, task: Task = "generate") -> InputProcessor:
         """Return the input processor if a request can be accepted now, before anything is spent on it.
 
-        Raises `EngineUnavailable` or `QueueFull` if none can, and `InvalidParameter` if the model does not support such
-        requests (`embeds`: embeddings, otherwise generation).
+        Raises `EngineUnavailable` or `QueueFull` if none can, and `InvalidParameter` if the model does not support the
+        task.
         """
-        if embeds and self.config.model.pooling is None:
-            raise InvalidParameter(
-                "this model generates text and does not support embeddings; use an embedding model, or start the "
-                "server with --runner pooling",
-                "model",
-            )
-        if not embeds and self.config.model.pooling is not None:
-            raise InvalidParameter(
-                "this model computes embeddings and does not generate text; use /v1/embeddings (in Python: LLM.embed)",
-                "model",
-            )
+        if not supports(self.config.model.pooling, task):
+            raise refusal(self.config.model.pooling, task)
         if self.is_draining:
             raise EngineUnavailable(SHUTTING_DOWN)
         self.client.admit()
@@ -228,13 +219,23 @@ class Frontend:
         return generation
 
     def embed(
-        self, request_id: str, prompts: Sequence[list[int]], priority: int = 0, cache_salt: str | None = None
+        self,
+        request_id: str,
+        prompts: Sequence[list[int]],
+        priority: int = 0,
+        cache_salt: str | None = None,
+        second_segments: Sequence[int] = (),
     ) -> Embedding:
-        """Compute a vector for each of the processed prompts; otherwise like `generate`."""
+        """Compute a vector for each of the processed prompts; otherwise like `generate`.
+
+        The vector of a classifier has a logit for each label. `second_segments` as in `EngineCoreRequest`.
+        """
         if (trace := TRACE.get()) is not None:
             trace.generate(request_id, "embeddings", None)
         sequences = [(prompt, _NO_PARAMS) for prompt in prompts]
-        embedding = self._open[request_id] = Embedding(*self._submit(request_id, sequences, priority, cache_salt))
+        embedding = self._open[request_id] = Embedding(
+            *self._submit(request_id, sequences, priority, cache_salt, second_segments=second_segments)
+        )
         return embedding
 
     def _submit(
@@ -244,6 +245,7 @@ class Frontend:
         priority: int,
         cache_salt: str | None,
         n: int = 1,
+        second_segments: Sequence[int] = (),
     ) -> tuple[OutputStream, list[str]]:
         """Submit the sequences of a request, `n` for each prompt; returns their outputs and their ids."""
         if priority and self.config.scheduler.policy != "priority":
@@ -257,7 +259,7 @@ class Frontend:
         # The engine sees no text: a salt has the length of a prefix cache hash.
         salt = blake2b(cache_salt.encode(errors="surrogatepass"), digest_size=16).digest() if cache_salt else b""
         requests = [(engine_id, *sequence) for engine_id, sequence in zip(engine_ids, sequences, strict=True)]
-        return self.client.submit(requests, priority, salt, n), engine_ids
+        return self.client.submit(requests, priority, salt, n, second_segments), engine_ids
 
     async def close(self, *, together: bool = False) -> None:
         """Abort running requests, and stop the engine if `start` has started it.

@@ -14,11 +14,13 @@ from typing import Any, TypeVar
 import msgspec
 
 from quire.engine.config.engine_config import ModelConfig
+from quire.engine.models.encoder_spec import EncoderSpec
 from quire.engine.protocol.errors import ConfigError, InvalidParameter
 from quire.engine.protocol.sampling_params import SamplingParams, StructuredOutputs
 from quire.server.frontend import conversation
 from quire.server.frontend.chat_formats import ChatFormats
 from quire.server.frontend.chat_template import ChatTemplate, ChatTemplates
+from quire.server.frontend.conversation import ChatTemplateOptions
 from quire.server.frontend.embedding_output import VectorOptions
 from quire.server.frontend.inputs import (
     ChatInput,
@@ -29,6 +31,7 @@ from quire.server.frontend.inputs import (
     Processed,
     Prompt,
     RequestOptions,
+    ScoreInput,
     TruncationSide,
 )
 from quire.server.frontend.structured_outputs import SizeCheck, StructuredOutputCheck, about, checked_schema
@@ -76,6 +79,11 @@ class InputProcessor:
         self.reasoning_format = formats.reasoning_format(source)
         self.max_model_len = model.max_model_len
         self.pooling = model.pooling
+        self._pair_template: ChatTemplate | None = None
+        """The template of pairs of texts, if the user has given one: a model's own is for chats."""
+        if templates is not None and formats.chat_template is not None and model.pooling is not None:
+            self._pair_template = templates.choose(has_tools=False)
+        self._has_token_types = isinstance(arch := model.architecture, EncoderSpec) and arch.token_types > 1
         self.sampling_defaults = model.sampling_defaults
         self._max_output_tokens = model.max_output_tokens
         self._templates = templates
@@ -449,14 +457,14 @@ class InputProcessor:
         self._check_ids(token_ids, param)
         return await asyncio.to_thread(self.tokenizer.decode, token_ids, skip_special_tokens=False)
 
-    # --- embeddings ---------------------------------------------------------------------------------------------
+    # --- pooling ------------------------------------------------------------------------------------------------
 
     async def process_embeddings(
         self, inputs: Mapping[str, Prompt], options: EmbeddingOptions, vectors: VectorOptions
     ) -> list[list[int]]:
-        """Return the token ids of texts and token ids to embed, by their names for error messages.
+        """Return the token ids of texts and token ids to embed or classify, by their names for error messages.
 
-        Requires an embedding model, whose vectors must support `vectors`.
+        Requires a model that pools, whose vectors must support `vectors`.
         """
         assert self.pooling is not None
         vectors.check(self.pooling)
@@ -471,29 +479,93 @@ class InputProcessor:
 
         return await run_in_thread(sum(len(given) + len(prefix) for given in inputs.values()), render)
 
-    def _embedding_ids(self, given: Prompt, prefix: str, options: EmbeddingOptions, param: str) -> list[int]:
+    async def process_pairs(
+        self, firsts: Sequence[str], seconds: Sequence[str], options: EmbeddingOptions, params: tuple[str, str]
+    ) -> ScoreInput:
+        """Process pairs of texts to score: each of `firsts` with its counterpart, or a single one with all `seconds`.
+
+        `params` are the names of both for error messages. Requires a model that supports the task.
+        """
         assert self.pooling is not None
-        limit, side = options.truncate, options.truncation_side
+        for given, param in zip((firsts, seconds), params, strict=True):
+            if not given:
+                raise InvalidParameter(f"{param} must not be empty: there is nothing to score", param)
+        if len(firsts) not in (1, len(seconds)):
+            raise InvalidParameter(
+                f"{params[0]}: {len(firsts)} texts for {len(seconds)} in {params[1]}; send one, or as many", params[0]
+            )
+        if options.max_document_tokens is not None:
+            longest = options.max_document_tokens
+            seconds = await run_in_thread(
+                sum(map(len, seconds)), lambda: [self.tokenizer.shortened(text, longest) for text in seconds]
+            )
+        if self.pooling.classes is None:
+            texts = {f"{params[0]}[{at}]": text for at, text in enumerate(firsts)}
+            texts |= {f"{params[1]}[{at}]": text for at, text in enumerate(seconds)}
+            prompts = await self.process_embeddings(texts, options, VectorOptions())
+            count = len(firsts)
+            return ScoreInput(
+                prompts=prompts, compared=[(at if count > 1 else 0, count + at) for at in range(len(seconds))]
+            )
+        all_firsts = [*firsts] * len(seconds) if len(firsts) == 1 else firsts
+
+        def render() -> ScoreInput:
+            rendered, starts, total = [], [], 0
+            for at, (first, second) in enumerate(zip(all_firsts, seconds, strict=True)):
+                ids, start = self._pair_ids(first, second, options, f"{params[1]}[{at}]")
+                rendered.append(ids)
+                starts.append(start if self._has_token_types else 0)
+                total = self._add_tokens(total, ids, params[1])
+            return ScoreInput(prompts=rendered, second_segments=starts)
+
+        return await run_in_thread(sum(map(len, all_firsts)) + sum(map(len, seconds)), render)
+
+    def _pair_ids(self, first: str, second: str, options: EmbeddingOptions, param: str) -> tuple[list[int], int]:
+        """The token ids of a pair, and `EngineCoreRequest.second_segment`."""
+        assert self.pooling is not None
+        assert self.pooling.classes is not None
+        limit, side, specials = self._limit(options), options.truncation_side, options.add_special_tokens
+        first, second = self._cut(first, param, limit, side), self._cut(second, param, limit, side)
+        start = 0
+        if self._pair_template is not None:
+            ids = self._pair_from_template(self._pair_template, first, second, limit, options)
+        elif not self.pooling.classes.joins_texts:
+            ids, start = self.tokenizer.encode_pair(first, second, limit, add_special_tokens=specials, side=side)
+        elif limit is None:
+            ids = self.tokenizer.encode(first + second, add_special_tokens=specials)
+        else:
+            ids = self.tokenizer.encode_within(first + second, limit, add_special_tokens=specials, side=side)
+        self._check_length(ids, param)
+        return ids, start
+
+    def _pair_from_template(
+        self, template: ChatTemplate, first: str, second: str, limit: int | None, options: EmbeddingOptions
+    ) -> list[int]:
+        """The template's text. Truncation shortens the second text, so that the template's end stays."""
+        while True:
+            messages = [{"role": "query", "content": first}, {"role": "document", "content": second}]
+            text = conversation.render(template, messages, (), ChatTemplateOptions(), may_call=False)
+            ids = self.tokenizer.encode(text, add_special_tokens=options.add_special_tokens)
+            if limit is None or len(ids) <= limit or not second:
+                return ids
+            count = len(self.tokenizer.encode(second, add_special_tokens=False))
+            shorter = self.tokenizer.shortened(second, max(0, count - (len(ids) - limit)), options.truncation_side)
+            second = shorter if len(shorter) < len(second) else ""
+
+    def _limit(self, options: EmbeddingOptions) -> int | None:
+        """Resolve `EmbeddingOptions.truncate` to a number of tokens; None: nothing is truncated."""
+        limit = options.truncate
         if limit is not None and limit != -1 and not 1 <= limit <= self.max_model_len:
             raise InvalidParameter(
                 f"truncate_prompt_tokens must be -1 or from 1 to {self.max_model_len}, got {limit}",
                 "truncate_prompt_tokens",
             )
-        limit = self.max_model_len if limit == -1 else limit
-        if not given:
-            raise InvalidParameter(f"{param} must not be empty: there is nothing to embed", param)
-        if isinstance(given, str):
-            text = (prefix + given).lower() if self.pooling.lower_case else prefix + given
-            text, specials = self._cut(text, param, limit, side), options.add_special_tokens
-            if limit is None:
-                ids = self.tokenizer.encode(text, add_special_tokens=specials)
-            else:
-                ids = self.tokenizer.encode_within(text, limit=limit, add_special_tokens=specials, side=side)
-            if not ids:
-                raise InvalidParameter(f"{param} has no tokens: there is nothing to embed", param)
-        else:
-            ids = self._token_ids(given, param, None, False)
-            ids = ids if limit is None else ids[:limit] if side == "right" else ids[-limit:]
+        return self.max_model_len if limit == -1 else limit
+
+    def _check_length(self, ids: list[int], param: str) -> None:
+        """Reject a prompt to pool that is empty or too long, or has unknown tokens."""
+        if not ids:
+            raise InvalidParameter(f"{param} has no tokens: there is nothing to {self._verb}", param)
         if len(ids) > self.max_model_len:
             raise ContextLengthExceeded(
                 f"this model's maximum context length is {self.max_model_len} tokens, but {param} has {len(ids)}; "
@@ -501,6 +573,27 @@ class InputProcessor:
                 param,
             )
         self._check_ids(ids, param)
+
+    @property
+    def _verb(self) -> str:
+        return "embed" if self.pooling is None or self.pooling.classes is None else "classify"
+
+    def _embedding_ids(self, given: Prompt, prefix: str, options: EmbeddingOptions, param: str) -> list[int]:
+        assert self.pooling is not None
+        limit, side = self._limit(options), options.truncation_side
+        if not given:
+            raise InvalidParameter(f"{param} must not be empty: there is nothing to {self._verb}", param)
+        if isinstance(given, str):
+            text = (prefix + given).lower() if self.pooling.lower_case else prefix + given
+            text, specials = self._cut(text, param, limit, side), options.add_special_tokens
+            if limit is None:
+                ids = self.tokenizer.encode(text, add_special_tokens=specials)
+            else:
+                ids = self.tokenizer.encode_within(text, limit=limit, add_special_tokens=specials, side=side)
+        else:
+            ids = self._token_ids(given, param, None, False)
+            ids = ids if limit is None else ids[:limit] if side == "right" else ids[-limit:]
+        self._check_length(ids, param)
         return ids
 
     def _embedding_prefix(self, name: str | None) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from quire.engine.config.pooling import Pooling
 from quire.engine.protocol.errors import InvalidParameter
 from quire.engine.protocol.sampling_params import SamplingParams, StructuredOutputs
 from quire.server.frontend.conversation import ChatTemplateOptions, Message
@@ -16,10 +17,50 @@ Prompt = str | list[int]
 """Text, or token ids that are used unchanged."""
 TruncationSide = Literal["left", "right"]
 """The side that truncation removes."""
+Task = Literal["generate", "embed", "classify", "score", "pool"]
+"""What a request wants of the model: text, vectors, classes, scores of pairs of texts, or whatever pooling makes."""
 
 
 class ContextLengthExceeded(InvalidParameter):
     """Prompt and output exceed the model's maximum length."""
+
+
+def supports(pooling: Pooling | None, task: Task) -> bool:
+    """Return whether a model with this pooling can do the task."""
+    if pooling is None:
+        return task == "generate"
+    if pooling.classes is None:
+        return task in ("embed", "score", "pool")
+    return task in ("classify", "pool") or (task == "score" and len(pooling.classes.labels) == 1)
+
+
+def refusal(pooling: Pooling | None, task: Task) -> InvalidParameter:
+    """Return the error for a task that the model does not support; it names what the model can do."""
+    wanted = _WANTED[task]
+    if pooling is None:
+        remedy = "use a model with a classification head (…ForSequenceClassification)"
+        if task != "classify":
+            remedy = "use an embedding model, or start the server with --runner pooling"
+        return InvalidParameter(f"this model generates text and does not {wanted}; {remedy}", "model")
+    if pooling.classes is None:
+        can = "computes embeddings"
+        use = "/v1/embeddings (in Python: LLM.embed)" + ", or /score for pairs of texts" * (task == "classify")
+    else:
+        can, use = "is a classifier", "/classify (in Python: LLM.classify)"
+        if task == "score":
+            can += f" with {len(pooling.classes.labels)} labels, and scores need one,"
+        elif supports(pooling, "score"):
+            use += ", or /score and /rerank for pairs of texts"
+    return InvalidParameter(f"this model {can} and does not {wanted}; use {use}", "model")
+
+
+_WANTED: Mapping[Task, str] = {
+    "generate": "generate text",
+    "embed": "support embeddings",
+    "classify": "classify",
+    "score": "score pairs of texts",
+    "pool": "pool",
+}
 
 
 class IgnoredParameter(InvalidParameter):
@@ -86,6 +127,20 @@ class EmbeddingOptions:
     truncation_side: TruncationSide = "right"
     prompt_name: str | None = None
     """Which of the model's prompts to put before a text; None: its default."""
+    max_document_tokens: int | None = None
+    """Number of tokens to keep of the second text of a pair."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreInput:
+    """Pairs of texts to score, as `Frontend.embed` takes them."""
+
+    prompts: Sequence[list[int]]
+    """Token ids: of a pair for classifiers, of a single text for embedding models."""
+    second_segments: Sequence[int] = ()
+    """See `EngineCoreRequest.second_segment`."""
+    compared: Sequence[tuple[int, int]] | None = None
+    """Embedding models: the prompts whose vectors are compared, by index."""
 
 
 @dataclass(frozen=True, kw_only=True)

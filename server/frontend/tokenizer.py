@@ -102,6 +102,48 @@ class Tokenizer:
         ids: list[int] = self.backend.post_process(encoding, None, add_special_tokens).ids
         return ids
 
+    def encode_pair(
+        self, first: str, second: str, limit: int | None, *, add_special_tokens: bool, side: Literal["left", "right"]
+    ) -> tuple[list[int], int]:
+        """Return the token ids of a pair of texts as the tokenizer joins them, and the first one whose type is 1 (0:
+        none).
+
+        With a `limit`, the longer text is truncated on this side until the shorter one is as long, then both are.
+        Raises `InvalidParameter` if the special tokens alone exceed the limit.
+        """
+        try:
+            both = self.backend.encode_batch_fast([first, second], add_special_tokens=False)
+        except TypeError:
+            raise _surrogate_error() from None
+        if limit is not None:
+            room = limit - (self.backend.num_special_tokens_to_add(True) if add_special_tokens else 0)
+            if room < 0:
+                raise InvalidParameter(
+                    f"truncate_prompt_tokens must be at least {limit - room}, the number of special tokens added to a "
+                    "pair of texts",
+                    "truncate_prompt_tokens",
+                )
+            shorter, longer = sorted(both, key=lambda encoding: len(encoding.ids))
+            kept = min(len(shorter.ids), room // 2)
+            shorter.truncate(kept, direction=side)
+            longer.truncate(room - kept, direction=side)
+        joined = self.backend.post_process(*both, add_special_tokens)
+        ids, types = joined.ids, joined.type_ids
+        return ids, types.index(1) if 1 in types else 0
+
+    def shortened(self, text: str, limit: int, side: Literal["left", "right"] = "right") -> str:
+        """Return the part of a text that its first `limit` tokens represent, or its last ones."""
+        try:
+            (encoding,) = self.backend.encode_batch([text], add_special_tokens=False)
+        except TypeError:
+            raise _surrogate_error() from None
+        spans = encoding.offsets
+        if len(spans) <= limit:
+            return text
+        if not limit:
+            return ""
+        return text[: spans[limit - 1][1]] if side == "right" else text[spans[-limit][0] :]
+
     def offsets(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return where in `text` each token of `encode` starts. Added special tokens are between characters."""
         begins, end = [], 0

@@ -166,7 +166,7 @@ class BodyRoute(APIRoute):
     @property
     def needs_engine(self) -> bool:
         """Whether the body is a request to the engine."""
-        return getattr(self._kind, "embeds", None) is not None
+        return getattr(self._kind, "needs", None) is not None
 
     @property
     def _kind(self) -> Any:

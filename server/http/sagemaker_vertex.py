@@ -28,6 +28,8 @@ ROUTES = (
     ("messages", "/v1/chat/completions"),
     ("prompt", "/v1/completions"),
     ("input", "/v1/embeddings"),
+    ("query", "/rerank"),
+    ("text_1", "/score"),
 )
 """Maps a field of the body to its route; the first match counts."""
 HEALTH_ROUTE, PREDICT_ROUTE = "AIP_HEALTH_ROUTE", "AIP_PREDICT_ROUTE"
@@ -77,7 +79,9 @@ async def ping(state: AppState) -> Response:
 
 @router.post("/invocations")
 async def invocations(body: dict[str, Any], request: Request) -> Response:
-    """Forward to chat (with `messages`), completions (`prompt`) or embeddings (`input`)."""
+    """Forward to chat (with `messages`), completions (`prompt`), embeddings (`input`), rerank (`query`) or score
+    (`text_1`).
+    """
     return _ForwardedResponse(request, _route(body, ""), await request.body())
 
 

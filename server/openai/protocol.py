@@ -19,7 +19,7 @@ from quire.engine.protocol.errors import InvalidParameter
 from quire.engine.protocol.sampling_params import MAX_N, MAX_STOP_STRINGS, SamplingParams, StructuredOutputs
 from quire.server.frontend.fair_share import enter_user
 from quire.server.frontend.input_processor import InputProcessor
-from quire.server.frontend.inputs import IgnoredParameter, Processed, RequestOptions, TruncationSide
+from quire.server.frontend.inputs import IgnoredParameter, Processed, RequestOptions, Task, TruncationSide, supports
 from quire.server.http.response import StreamUsage
 
 _SHORT = 1024
@@ -132,8 +132,8 @@ class ProcessedBody(BaseModel):
     model_config = ConfigDict(use_attribute_docstrings=True)
     names: ClassVar[Mapping[str, str]] = {}
     """Chat's parameters as this API calls them."""
-    embeds: ClassVar[bool | None] = None
-    """Whether the route needs a model that embeds, or one that generates; None: either."""
+    needs: ClassVar[Task | None] = None
+    """What the model must be able to do; None: anything."""
     max_items: ClassVar[Mapping[str, int]] = {}
     """The maximum length of lists, which is checked before anything else in a large body."""
     _processed: Processed | None = PrivateAttr(None)
@@ -144,6 +144,10 @@ class ProcessedBody(BaseModel):
     def user_name(self) -> object:
         """Who the user is, according to the request; for fair sharing."""
         return getattr(self, "user", None)
+
+    def task_of_model(self) -> Task | None:
+        """`needs`, which may depend on the body."""
+        return self.needs
 
     async def process(self, admit: Callable[[], InputProcessor]) -> Any:
         """Return what the route needs of the input processor.
@@ -167,7 +171,7 @@ class ProcessedBody(BaseModel):
 
     async def prepared(self, processor: InputProcessor) -> Self:
         """Process this body; returns it reduced. The first process rejects what the model cannot do at all."""
-        if self.embeds is not None and self.embeds != (processor.pooling is not None):
+        if (task := self.task_of_model()) is not None and not supports(processor.pooling, task):
             return self.reduced(None)
         value = await self.process_here(lambda: processor)
         unresolved = processor.take_unresolved()
@@ -261,7 +265,7 @@ class StructuredOutputsFormat(RequestModel):
 class GenerationRequest(ProcessedBody, RequestModel):
     """The common parameters of chat and completions. None: the model's default, or else the API's."""
 
-    embeds: ClassVar[bool | None] = False
+    needs: ClassVar[Task | None] = "generate"
     extra_fields: ClassVar[Mapping[str, ExtraField]] = {
         # OpenAI's
         "metadata": LABEL,

@@ -22,7 +22,7 @@ from starlette.types import Send
 from quire.engine.protocol.errors import InvalidParameter
 from quire.server.frontend.generation import Generation
 from quire.server.frontend.input_processor import InputProcessor
-from quire.server.frontend.inputs import GenerationInput
+from quire.server.frontend.inputs import GenerationInput, Task
 from quire.server.frontend.output_stream import EngineUnavailable, RequestFailed
 from quire.server.frontend.tools import MAX_TOOLS
 from quire.server.http.content_blocks import (
@@ -155,7 +155,7 @@ class ResponsesRequest(ProcessedBody, RequestModel):
     """The body of a request for a response."""
 
     names: ClassVar[Mapping[str, str]] = _NAMES
-    embeds: ClassVar[bool | None] = False
+    needs: ClassVar[Task | None] = "generate"
     extra_fields: ClassVar[Mapping[str, ExtraField]] = {
         **dict.fromkeys(("prompt_cache_options", "prompt_cache_retention", *_ECHOED), LABEL),
         "client_metadata": hint(),

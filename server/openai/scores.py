@@ -1,0 +1,166 @@
+"""`/score`, as vLLM defines it, and `/rerank`, in the shapes of Jina and Cohere.
+
+Jina: https://api.jina.ai/redoc. Cohere: https://docs.cohere.com/reference/rerank. The response has the fields of both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Annotated, Any, ClassVar, NamedTuple
+
+from fastapi import APIRouter, Request, Response
+from pydantic import AliasChoices, Field
+
+from quire.server.frontend.embedding_output import scores
+from quire.server.frontend.input_processor import InputProcessor
+from quire.server.frontend.inputs import EmbeddingOptions, ScoreInput, Task
+from quire.server.http.errors import json_response
+from quire.server.http.large_bodies import BodyRoute
+from quire.server.http.state import AppState, MayChooseReplica, ServedModel
+from quire.server.openai.pooling import PoolingBody, make_id, respond, run, usage
+from quire.server.openai.protocol import MAX_PROMPTS, ExtraField, Int64, RequestModel, Texts, hint, rejected
+
+router = APIRouter(route_class=BodyRoute)
+
+
+class ScoreRequest(PoolingBody):
+    """The texts to score: each of `text_1` with its counterpart in `text_2`, or a single one with all of `text_2`."""
+
+    needs: ClassVar[Task | None] = "score"
+
+    text_1: Annotated[
+        str | Texts,
+        Field(
+            validation_alias=AliasChoices("text_1", "data_1", "queries"),
+            description=f"Also as `data_1` or `queries`. At most {MAX_PROMPTS} texts.",
+        ),
+    ]
+    text_2: Annotated[
+        str | Texts,
+        Field(
+            validation_alias=AliasChoices("text_2", "data_2", "documents", "items"),
+            description=f"Also as `data_2`, `documents` or `items`. At most {MAX_PROMPTS} texts.",
+        ),
+    ]
+
+    async def process_here(self, admit: Callable[[], InputProcessor]) -> ScoreInput:
+        ignored = self.check_fields()
+        processor = admit()
+        processor.ignore(ignored)
+        firsts, seconds = ([given] if isinstance(given, str) else given for given in (self.text_1, self.text_2))
+        return await processor.process_pairs(firsts, seconds, self.rendering(), ("text_1", "text_2"))
+
+
+class RerankDocument(RequestModel):
+    """A document with its text. Other fields are ignored, and not returned."""
+
+    unknown_fields: ClassVar[ExtraField] = hint()
+
+    text: str
+
+
+class RerankRequest(PoolingBody):
+    """What to rank, by which query."""
+
+    needs: ClassVar[Task | None] = "score"
+    max_items: ClassVar[Mapping[str, int]] = {"documents": MAX_PROMPTS}
+    extra_fields: ClassVar[Mapping[str, ExtraField]] = {
+        **PoolingBody.extra_fields,
+        # Cohere's
+        "max_chunks_per_doc": rejected(1),
+        "rank_fields": rejected(["text"]),
+        # Jina's
+        "return_embeddings": rejected(False),
+    }
+
+    query: str
+    documents: Annotated[
+        list[str | RerankDocument],
+        Field(fail_fast=True, max_length=MAX_PROMPTS, description=f"Texts, or objects; at most {MAX_PROMPTS}."),
+    ]
+    top_n: Annotated[Int64, Field(ge=0)] | None = None
+    """Return only this number of documents, the best ones. Default: all, and so does 0."""
+    return_documents: bool | None = None
+    """Whether results have the documents' texts. Default: true, as Jina's and vLLM's; Cohere's is false."""
+    max_tokens_per_doc: Annotated[Int64, Field(ge=1)] | None = None
+    """Cohere's: truncate longer documents to this number of tokens. Default: they are not truncated."""
+
+    def rendering(self) -> EmbeddingOptions:
+        return replace(super().rendering(), max_document_tokens=self.max_tokens_per_doc)
+
+    async def process_here(self, admit: Callable[[], InputProcessor]) -> _Ranking:
+        ignored = self.check_fields()
+        processor = admit()
+        processor.ignore(ignored)
+        texts = [each if isinstance(each, str) else each.text for each in self.documents]
+        given = await processor.process_pairs([self.query], texts, self.rendering(), ("query", "documents"))
+        return _Ranking(given, None if self.return_documents is False else texts)
+
+
+class _Ranking(NamedTuple):
+    """Processed documents, and their texts, if they are to be returned."""
+
+    given: ScoreInput
+    texts: list[str] | None
+
+
+async def _scores(
+    request: Request, state: ServedModel, body: PoolingBody, request_id: str, given: ScoreInput
+) -> list[float]:
+    outputs, pooling = await run(request, state, body, request_id, given.prompts, given.second_segments)
+    return await asyncio.to_thread(scores, outputs, given, pooling, body.use_activation)
+
+
+@router.post("/score", dependencies=[MayChooseReplica])
+@router.post("/v1/score", dependencies=[MayChooseReplica])
+async def score(body: ScoreRequest, request: Request, state: AppState) -> Response:
+    """Score pairs of texts with a cross-encoder, which has one label, or with an embedding model; as in vLLM."""
+    model = state.check_model(body.model)
+    given: ScoreInput = await body.process(partial(state.frontend.admit, "score"))
+    request_id = make_id(body, "score")
+    found = await _scores(request, state, body, request_id, given)
+    data = [{"index": index, "object": "score", "score": value} for index, value in enumerate(found)]
+    return respond(request_id, model, data, given.prompts)
+
+
+@router.post("/rerank", dependencies=[MayChooseReplica])
+@router.post("/v1/rerank", dependencies=[MayChooseReplica])
+async def rerank(body: RerankRequest, request: Request, state: AppState) -> Response:
+    """Sort documents by their relevance for a query, as in Jina's API and the first version of Cohere's."""
+    return await _rerank(body, request, state, "1")
+
+
+@router.post("/v2/rerank", dependencies=[MayChooseReplica])
+async def rerank_v2(body: RerankRequest, request: Request, state: AppState) -> Response:
+    """The same, as in the second version of Cohere's API."""
+    return await _rerank(body, request, state, "2")
+
+
+async def _rerank(body: RerankRequest, request: Request, state: ServedModel, version: str) -> Response:
+    model = state.check_model(body.model)
+    given, texts = await body.process(partial(state.frontend.admit, "score"))
+    request_id = make_id(body, "rerank")
+    found = await _scores(request, state, body, request_id, given)
+    best = sorted(range(len(found)), key=lambda index: -found[index])
+    return json_response(
+        {
+            "id": request_id,
+            "object": "list",
+            "model": model,
+            "usage": usage(given.prompts),
+            "results": _results(best[: body.top_n or None], found, texts),
+            "meta": {"api_version": {"version": version}},
+        }
+    )
+
+
+def _results(order: Sequence[int], found: Sequence[float], texts: Sequence[str] | None) -> list[dict[str, Any]]:
+    return [
+        {"index": index}
+        | ({} if texts is None else {"document": {"text": texts[index]}})
+        | {"relevance_score": found[index]}
+        for index in order
+    ]
