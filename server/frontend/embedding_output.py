@@ -1,4 +1,4 @@
-"""Postprocessing of vectors: truncation, normalization, a classifier's activation, and conversion to numbers or base64."""
+"""Postprocessing of vectors: truncation, normalization, a classifier's activation, conversion to numbers or base64."""
 
 from __future__ import annotations
 

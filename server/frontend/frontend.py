@@ -22,7 +22,7 @@ from quire.server.frontend.engine_client import SHUTTING_DOWN, EngineClient
 from quire.server.frontend.engine_manager import ApiProcessInfo, EngineManager
 from quire.server.frontend.generation import Embedding, Generation
 from quire.server.frontend.input_processor import InputProcessor
-from quire.server.frontend.inputs import GenerationInput, Task, refusal, supports
+from quire.server.frontend.inputs import GenerationInput, Task, refusal, tasks_of
 from quire.server.frontend.metrics import Metrics
 from quire.server.frontend.output_processor import OutputProcessor
 from quire.server.frontend.output_stream import EngineUnavailable, OutputStream
@@ -53,6 +53,7 @@ class Frontend:
         self.metrics = metrics
         self.process_info = process_info
         self.formats = formats
+        self._tasks = tasks_of(config.model.pooling)
         self._serials = itertools.count(time.time_ns() // 1000)  # beyond those of a process that this one replaces
         self._open: weakref.WeakValueDictionary[str, Generation | Embedding] = weakref.WeakValueDictionary()
         """By the caller's id."""
@@ -161,7 +162,7 @@ class Frontend:
         Raises `EngineUnavailable` or `QueueFull` if none can, and `InvalidParameter` if the model does not support the
         task.
         """
-        if not supports(self.config.model.pooling, task):
+        if task not in self._tasks:
             raise refusal(self.config.model.pooling, task)
         if self.is_draining:
             raise EngineUnavailable(SHUTTING_DOWN)

@@ -25,13 +25,13 @@ class ContextLengthExceeded(InvalidParameter):
     """Prompt and output exceed the model's maximum length."""
 
 
-def supports(pooling: Pooling | None, task: Task) -> bool:
-    """Return whether a model with this pooling can do the task."""
+def tasks_of(pooling: Pooling | None) -> frozenset[Task]:
+    """Return what a model with this pooling can do."""
     if pooling is None:
-        return task == "generate"
+        return frozenset({"generate"})
     if pooling.classes is None:
-        return task in ("embed", "score", "pool")
-    return task in ("classify", "pool") or (task == "score" and len(pooling.classes.labels) == 1)
+        return frozenset({"embed", "score", "pool"})
+    return frozenset({"classify", "score", "pool"} if len(pooling.classes.labels) == 1 else {"classify", "pool"})
 
 
 def refusal(pooling: Pooling | None, task: Task) -> InvalidParameter:
@@ -49,7 +49,7 @@ def refusal(pooling: Pooling | None, task: Task) -> InvalidParameter:
         can, use = "is a classifier", "/classify (in Python: LLM.classify)"
         if task == "score":
             can += f" with {len(pooling.classes.labels)} labels, and scores need one,"
-        elif supports(pooling, "score"):
+        elif "score" in tasks_of(pooling):
             use += ", or /score and /rerank for pairs of texts"
     return InvalidParameter(f"this model {can} and does not {wanted}; use {use}", "model")
 

@@ -19,7 +19,7 @@ from quire.engine.protocol.errors import InvalidParameter
 from quire.engine.protocol.sampling_params import MAX_N, MAX_STOP_STRINGS, SamplingParams, StructuredOutputs
 from quire.server.frontend.fair_share import enter_user
 from quire.server.frontend.input_processor import InputProcessor
-from quire.server.frontend.inputs import IgnoredParameter, Processed, RequestOptions, Task, TruncationSide, supports
+from quire.server.frontend.inputs import IgnoredParameter, Processed, RequestOptions, Task, TruncationSide, tasks_of
 from quire.server.http.response import StreamUsage
 
 _SHORT = 1024
@@ -137,6 +137,8 @@ class ProcessedBody(BaseModel):
     max_items: ClassVar[Mapping[str, int]] = {}
     """The maximum length of lists, which is checked before anything else in a large body."""
     _processed: Processed | None = PrivateAttr(None)
+    _is_refused: bool = PrivateAttr(False)
+    """The model cannot do it at all; only small fields are left."""
     _user_name: object = PrivateAttr(None)
     """`user_name` of a processed body, if it is small."""
 
@@ -155,6 +157,8 @@ class ProcessedBody(BaseModel):
         `admit` is `Frontend.admit`. It is called when the request is known to be supported, before it is rendered.
         """
         enter_user(self._user_name if self._processed is not None else self.user_name)
+        if self._is_refused:
+            admit()
         if self._processed is None:
             return await self.process_here(admit)
         with renamed_params(self.names):
@@ -171,8 +175,10 @@ class ProcessedBody(BaseModel):
 
     async def prepared(self, processor: InputProcessor) -> Self:
         """Process this body; returns it reduced. The first process rejects what the model cannot do at all."""
-        if (task := self.task_of_model()) is not None and not supports(processor.pooling, task):
-            return self.reduced(None)
+        if (task := self.task_of_model()) is not None and task not in tasks_of(processor.pooling):
+            body = self.reduced(None)
+            body._is_refused = True
+            return body
         value = await self.process_here(lambda: processor)
         unresolved = processor.take_unresolved()
         return self.reduced(Processed(value=value, unresolved=unresolved, ignored=processor.ignored))
