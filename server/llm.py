@@ -860,7 +860,7 @@ async def _score(
     with frontend.embed(request_id, given.prompts, priority, None, given.second_segments) as embedding:
         outputs = await embedding.vectors()
     assert processor.pooling is not None
-    parts = given.compared or [(at,) for at in range(len(outputs))]
+    parts: Sequence[tuple[int, ...]] = given.compared or [(at,) for at in range(len(outputs))]
     found = scores(outputs, given, processor.pooling, use_activation)
     return [
         ScoringRequestOutput(

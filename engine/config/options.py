@@ -30,8 +30,8 @@ class EngineOptions:
     model: str = str(DEMO_MODEL)
     runner: Literal["auto", "generate", "pooling"] = flag(
         "auto",
-        "task of the model: generate text, or compute embeddings (pooling). auto: pooling for encoders and "
-        "sentence-transformers folders, else generate",
+        "task of the model: generate text, or compute embeddings, classes or scores (pooling). auto: pooling for "
+        "encoders, classifiers and sentence-transformers folders, else generate",
     )
 
     tensor_parallel_size: int = flag(1, "number of ranks that each layer is sharded over", short="-tp", metavar="T")

@@ -159,8 +159,7 @@ def load_dense(model: ModelConfig, dense: Dense, device: torch.device) -> tuple[
     shapes = dense.tensors
     if model.load_format == "dummy":
         generator = torch.Generator().manual_seed(model.seed)
-        shape = dense.out_features, dense.in_features
-        weight = torch.randn(shape, generator=generator) * _DUMMY_DEVIATION
+        weight = torch.randn(dense.out_features, dense.in_features, generator=generator) * _DUMMY_DEVIATION
         return weight.to(device), torch.zeros(dense.out_features, device=device) if dense.bias else None
     folder = model.path / dense.folder
     files = open_files(folder, model.load_format)

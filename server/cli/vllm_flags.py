@@ -218,8 +218,8 @@ empty."""
 
 RENAMED: dict[str, tuple[str, Callable[[list[str]], list[str]]]] = {
     "--convert=": (
-        "`embed`: `--runner pooling`; `classify` is not supported",
-        _chosen("--convert", "embed", auto="", none="", embed="pooling"),
+        "`embed`: `--runner pooling`; `classify`: nothing, as the architecture says so",
+        _chosen("--convert", "embed", auto="", none="", classify="", embed="pooling"),
     ),
     "--cudagraph-capture-sizes+": (
         "`--cuda-graph-sizes`",
@@ -438,8 +438,19 @@ EARLIER_RENAMED: dict[str, tuple[str, Callable[[list[str]], list[str]]]] = {
     "--rope-scaling=": ("`--hf-overrides.rope_scaling`", _overrides("rope_scaling", json.loads)),
     "--rope-theta=": ("`--hf-overrides.rope_theta`", _overrides("rope_theta", float)),
     "--task=": (
-        "`generate`: `--runner generate`; `embed`, `embedding`: `--runner pooling`",
-        _chosen("--task", "generate or embed", auto="", generate="generate", embed="pooling", embedding="pooling"),
+        "`generate`: `--runner generate`; `embed`, `embedding`, `score`: `--runner pooling`; `classify`, `reward`: "
+        "nothing, as the architecture says so",
+        _chosen(
+            "--task",
+            "generate or embed",
+            auto="",
+            classify="",
+            reward="",
+            generate="generate",
+            embed="pooling",
+            embedding="pooling",
+            score="pooling",
+        ),
     ),
     "--worker-use-ray": (
         "`--distributed-executor-backend ray`",

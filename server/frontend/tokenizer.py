@@ -112,7 +112,7 @@ class Tokenizer:
         Raises `InvalidParameter` if the special tokens alone exceed the limit.
         """
         try:
-            both = self.backend.encode_batch_fast([first, second], add_special_tokens=False)
+            one, other = self.backend.encode_batch_fast([first, second], add_special_tokens=False)
         except TypeError:
             raise _surrogate_error() from None
         if limit is not None:
@@ -123,12 +123,13 @@ class Tokenizer:
                     "pair of texts",
                     "truncate_prompt_tokens",
                 )
-            shorter, longer = sorted(both, key=lambda encoding: len(encoding.ids))
+            shorter, longer = sorted((one, other), key=lambda encoding: len(encoding.ids))
             kept = min(len(shorter.ids), room // 2)
             shorter.truncate(kept, direction=side)
             longer.truncate(room - kept, direction=side)
-        joined = self.backend.post_process(*both, add_special_tokens)
-        ids, types = joined.ids, joined.type_ids
+        joined = self.backend.post_process(one, other, add_special_tokens)
+        ids: list[int] = joined.ids
+        types: list[int] = joined.type_ids
         return ids, types.index(1) if 1 in types else 0
 
     def shortened(self, text: str, limit: int, side: Literal["left", "right"] = "right") -> str:

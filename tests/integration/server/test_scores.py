@@ -13,7 +13,10 @@ from transformers import BertConfig, BertForSequenceClassification, PreTrainedTo
 from quire import LLM
 from quire.server.frontend import tokenizer
 
-WORDS = "[PAD] [UNK] [CLS] [SEP] the a fox dog is quick lazy what which animal ? . cat sat on mat ##s ##es".split()
+WORDS = [
+    *("[PAD]", "[UNK]", "[CLS]", "[SEP]", "the", "a", "fox", "dog", "is", "quick", "lazy", "what", "which", "animal"),
+    *("?", ".", "cat", "sat", "on", "mat", "##s", "##es"),
+]
 
 
 def word_piece() -> Tokenizer:

@@ -28,7 +28,6 @@ FLAGS: dict[str, dict[str, Any]] = FACTS["flags"]
 VALUES = {"flag": "", "on/off": "", "one": "=", "several": "+", "optional": "?"}
 OWN = build_parser().parse_args(["serve"]).parser._option_string_actions
 UNSUPPORTED_VALUES = {
-    "--convert": {"classify"},
     "--kv-cache-dtype": {
         *("fp8_ds_mla", "fp8_e5m2", "fp8_inc", "int4_per_token_head", "nvfp4", "nvfp4_4over6", "nvfp4_ds_mla"),
         *("turboquant_3bit_nc", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_k8v4", "ultraquant_4bit"),
@@ -211,8 +210,8 @@ def test_values_that_cannot_be_converted_are_one_line(capsys: pytest.CaptureFixt
     assert "--eplb-config: x: expected a JSON object" in refusal(capsys, "--eplb-config", "x")
     assert refusal(capsys, "--eplb-config.step_intervall", "1").endswith("step_intervall is not supported; omit it")
     assert "--max-model-len: auto: give a number" in refusal(capsys, "--max-model-len", "auto")
-    assert refusal(capsys, "--convert", "classify") == "--convert classify is not supported; use embed"
-    assert refusal(capsys, "--task", "score") == "--task score is not supported; use generate or embed"
+    assert refusal(capsys, "--convert", "reward") == "--convert reward is not supported; use embed"
+    assert refusal(capsys, "--task", "draft") == "--task draft is not supported; use generate or embed"
     for flag in ("-qmoe_wna16", "--quantization=moe_wna16"):
         assert "--quantization: moe_wna16 is not supported; omit it, as the method" in refusal(capsys, flag)
     assert "invalid choice: 'FLASH_ATN'" in refusal(capsys, "--attention-backend", "FLASH_ATN")

@@ -222,7 +222,7 @@ async def test_token_types(
         assert sent[1].second_segment == len(sent[1].prompt_token_ids) - 1
         assert sent[2].second_segment == 0
         del sent[:]
-        long = {"text_1": "zyx", "text_2": "zyxwvutsrqpozyxwvuts"}
+        long: dict[str, Any] = {"text_1": "zyx", "text_2": "zyxwvutsrqpozyxwvuts"}
         message, param = await refused(server, "/score", **long)
         assert ("maximum context length is 20 tokens" in message, param) == (True, "text_2[0]")
         for limit, side, first, second in (
@@ -286,7 +286,7 @@ async def test_documents_are_shortened(reranker: Server, monkeypatch: pytest.Mon
 
 async def test_a_large_body_returns_its_documents(reranker: Server) -> None:
     texts = [f"{number} hello" for number in range(6000 // 3)]
-    body = {"query": "a", "documents": texts, "metadata": "x" * 70_000}
+    body: dict[str, Any] = {"query": "a", "documents": texts, "metadata": "x" * 70_000}
     answer = await post(reranker, "/rerank", **body)
     assert sorted(each["document"]["text"] for each in answer["results"]) == sorted(texts)
 
@@ -367,7 +367,8 @@ def llm(folder: Path, core_mode: Callable[[str], None]) -> Iterator[LLM]:
 
 
 def test_llm_classifies_and_scores(llm: LLM) -> None:
-    first, second = llm.classify(["hello", [70, 71]], use_tqdm=False)
+    prompts: list[Any] = ["hello", [70, 71]]
+    first, second = llm.classify(prompts, use_tqdm=False)
     assert (first.prompt, second.prompt) == ("hello", None)
     assert first.outputs.num_classes == 1
     assert second.outputs.probs == closely([sigmoid(logits([70, 71], 1)[0])])
