@@ -64,6 +64,7 @@ __all__ = [
     "recurrent_states",
     "rms_norm",
     "rms_norm_rounded",
+    "rotary",
     "rotary_write_kv",
     "route",
     "sample",
@@ -75,6 +76,7 @@ rms_norm = by_device(reference.rms_norm)
 add_rms_norm = by_device(reference.add_rms_norm)
 rms_norm_rounded = by_device(coded_words.rms_norm_rounded)
 add_rms_norm_rounded = by_device(coded_words.add_rms_norm_rounded)
+rotary = by_device(reference.rotary)
 rotary_write_kv = by_device(reference.rotary_write_kv)
 route = by_device(reference.route)
 read_kv = by_device(reference.read_kv)

@@ -283,9 +283,9 @@ def attention(
     """Bidirectional attention without a cache: every token attends to all tokens of its own sequence.
 
     `query`, `key` and `value` are `[tokens, heads, head_dim]`, with sequence `s` in rows `starts[s]:starts[s + 1]`.
-    `biases` `[heads, 2 * reach + 1]` are added to the scaled scores, indexed by the distance from the query to the key
-    plus `reach`, which no distance exceeds. Returns the shape of `query`. Sequences are computed one by one, so that
-    a result does not depend on the other sequences.
+    `biases` `[heads, 2 * reach + 1]`, or with 1 for all heads, are added to the scaled scores, indexed by the distance
+    from the query to the key plus `reach`, which no distance exceeds. Returns the shape of `query`. Sequences are
+    computed one by one, so that a result does not depend on the other sequences.
     """
     output = torch.empty_like(query)
     ends = starts.tolist()

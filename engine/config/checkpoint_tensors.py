@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeVar
 from quire.engine.config import model_files
 from quire.engine.config.engine_config import ModelConfig
 from quire.engine.config.model_files import TensorInfo
+from quire.engine.config.pooling import Norm
 from quire.engine.models.families import FAMILIES
 from quire.engine.models.families.tensors import NeededTensor, checkpoint_tensors, weight_names
 from quire.engine.models.model_spec import ModelSpec
@@ -40,7 +41,8 @@ def check_model(model: ModelConfig, headers: Mapping[str, TensorInfo]) -> None:
 
 def classifier_tensors(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The shapes of the tensors of the model's checkpoint that belong to a classifier's head, by name."""
-    layers = [] if model.pooling is None else [dense for dense in model.pooling.dense if not dense.folder]
+    modules = [] if model.pooling is None else model.pooling.weighted
+    layers = [module for module in modules if isinstance(module, Norm) or not module.folder]
     return {name: shape for layer in layers for name, shape in layer.tensors.items()}
 
 

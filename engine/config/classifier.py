@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from quire.engine.config import tokenizer_files
-from quire.engine.config.pooling import Activation, Classes, Dense, Pooling
+from quire.engine.config.pooling import Activation, Classes, Dense, Mode, Norm, Pooling
 from quire.engine.models.encoder_spec import EncoderSpec
 from quire.engine.models.families import FAMILIES
 from quire.engine.models.families.family import HeadLayer
-from quire.engine.models.model_spec import ModelSpec
+from quire.engine.models.model_spec import ModelSpec, NormSpec
 from quire.engine.protocol.errors import ConfigError
 
 _SEQUENCE, _REWARD = "ForSequenceClassification", "ForRewardModel"
@@ -46,23 +46,21 @@ def read(name: str, config: Mapping[str, Any], arch: ModelSpec, tokenizer: Path)
     tokens = config.get(_FROM_TOKEN) or (["no", "yes"] if config.get("is_original_qwen3_reranker") else None)
     if tokens is not None:
         labels, dense = _from_tokens(tokens, config, arch, tokenizer)
-        modules = [dense]
+        modules: list[Dense | Norm] = [dense]
     else:
         if name in _REWARD_HEADS:
             labels = labels[:1]
-        head, width = _REWARD_HEADS.get(name, FAMILIES[arch.name].classifier), arch.hidden_size
-        modules = [
-            Dense(
-                name=layer.name,
-                in_features=width,
-                out_features=len(labels) if layer is head[-1] else width,
-                bias=layer.bias,
-                activation=layer.activation,
-            )
-            for layer in head
-        ]
+        family = FAMILIES[arch.name]
+        head = _REWARD_HEADS.get(name, family.classifier)
+        layers = head({**family.defaults, **config}) if callable(head) else head
+        modules = [_module(layer, arch.hidden_size, len(labels) if layer is layers[-1] else None) for layer in layers]
+    mode: Mode = "cls" if isinstance(arch, EncoderSpec) else "lasttoken"
+    if (asked := config.get("classifier_pooling", mode)) != mode:  # of ModernBERT
+        if asked != "mean":
+            raise ConfigError(f"config.json: classifier_pooling {asked!r} is not supported; supported: cls, mean")
+        mode = "mean"
     return Pooling(
-        modes=("cls",) if isinstance(arch, EncoderSpec) else ("lasttoken",),
+        modes=(mode,),
         modules=tuple(modules),
         size=len(labels),
         classes=Classes(
@@ -70,6 +68,20 @@ def read(name: str, config: Mapping[str, Any], arch: ModelSpec, tokenizer: Path)
             activation="identity" if name in _REWARD_HEADS else _activation(config, len(labels)),
             joins_texts=tokens is not None and not config.get("use_pad_token"),
         ),
+    )
+
+
+def _module(layer: HeadLayer | tuple[str, NormSpec], width: int, num_labels: int | None) -> Dense | Norm:
+    """A module of a head. Only the last one has labels."""
+    if not isinstance(layer, HeadLayer):
+        name, norm = layer
+        return Norm(name=name, size=width, eps=norm.eps, bias=norm.bias)
+    return Dense(
+        name=layer.name,
+        in_features=width,
+        out_features=width if num_labels is None else num_labels,
+        bias=layer.bias,
+        activation=layer.activation,
     )
 
 

@@ -61,6 +61,21 @@ class Dense:
         return shapes | ({f"{self.name}.bias": (self.out_features,)} if self.bias else {})
 
 
+@dataclass(frozen=True, kw_only=True)
+class Norm:
+    """A LayerNorm after the pooling, in a classifier's head. Its tensors are in the model's own checkpoint."""
+
+    name: str
+    size: int
+    eps: float
+    bias: bool
+
+    @property
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """See `Dense`."""
+        return {f"{self.name}.{kind}": (self.size,) for kind in ("weight", "bias")[: 1 + self.bias]}
+
+
 Activation = Literal["identity", "sigmoid", "softmax"]
 
 
@@ -86,7 +101,7 @@ class Pooling:
 
     modes: tuple[Mode, ...]
     """The vectors of several modes are concatenated."""
-    modules: tuple[Dense | Literal["normalize"], ...] = ()
+    modules: tuple[Dense | Norm | Literal["normalize"], ...] = ()
     """The modules after the pooling, in order."""
     size: int
     """Dimensions of a vector."""
@@ -113,6 +128,11 @@ class Pooling:
         return [module for module in self.modules if isinstance(module, Dense)]
 
     @property
+    def weighted(self) -> list[Dense | Norm]:
+        """The modules that have weights."""
+        return [module for module in self.modules if isinstance(module, Dense | Norm)]
+
+    @property
     def is_normalized(self) -> bool:
         """Whether the final vector is normalized to length 1."""
         return self.modules[-1:] == ("normalize",)
@@ -124,7 +144,7 @@ class Pooling:
 
     def text(self) -> str:
         """Return the description in the printed plan."""
-        modules = [module if isinstance(module, str) else f"dense to {module.out_features}" for module in self.modules]
+        modules = [_text(module) for module in self.modules]
         steps = [f"{' and '.join(self.modes)} pooling", *modules]
         if self.classes is not None:
             return f"{', '.join(steps)}: {self.classes.text()}"
@@ -132,6 +152,12 @@ class Pooling:
         if self.is_matryoshka:
             shorter = f", or the first {' or '.join(map(str, self.dimensions)) or 'of them'}"
         return f"{', '.join(steps)}: {self.size:,} numbers{shorter}, to be compared by {self.similarity}"
+
+
+def _text(module: Dense | Norm | Literal["normalize"]) -> str:
+    if isinstance(module, Dense):
+        return f"dense to {module.out_features}"
+    return "norm" if isinstance(module, Norm) else module
 
 
 def read(folder: Path, config: Mapping[str, Any], hidden_size: int, *, default: Mode) -> Pooling:

@@ -15,7 +15,8 @@ from quire.engine.layers.attention import Batch
 from quire.engine.layers.embedding import VocabParallelEmbedding
 from quire.engine.layers.linear import ColumnParallelLinear, RowParallelLinear, divided
 from quire.engine.layers.mlp import MLP
-from quire.engine.layers.norm import make_norm
+from quire.engine.layers.norm import LayerNorm, RMSNorm, make_norm
+from quire.engine.layers.rotary import Rotary
 from quire.engine.layers.weight import Shard, Weight, whole
 from quire.engine.models import encoder_spec, model_spec
 
@@ -46,6 +47,16 @@ class DistanceBias(nn.Module):
         return self.weight[self._buckets.to(self.weight.device)].T.contiguous()
 
 
+def _near(reach: int | None, longest: int, like: Tensor) -> Tensor | None:
+    """Biases for all heads `[1, distances]` that exclude keys beyond `reach`; None: no prompt has such keys."""
+    if reach is None or longest <= reach + 1:
+        return None
+    distances = torch.arange(1 - longest, longest, device=like.device).abs()
+    return torch.zeros(1, len(distances), dtype=like.dtype, device=like.device).masked_fill_(
+        distances > reach, -torch.inf
+    )
+
+
 def _buckets(distances: Tensor, count: int, furthest: int = 128) -> Tensor:
     """T5's buckets: half of them for keys after the query; small distances have their own, larger ones are
     logarithmic."""
@@ -59,43 +70,63 @@ def _buckets(distances: Tensor, count: int, furthest: int = 128) -> Tensor:
 
 
 class EncoderAttention(nn.Module):
-    """Attention of every token to all tokens of its prompt, with the heads sharded over the ranks."""
+    """Attention of every token to the tokens of its prompt, with the heads sharded over the ranks."""
 
-    def __init__(self, spec: model_spec.AttentionSpec, hidden_size: int, parallel: Parallel) -> None:
+    def __init__(self, spec: encoder_spec.EncoderAttentionSpec, hidden_size: int, parallel: Parallel) -> None:
         super().__init__()
-        self._head_dim, self._scale = spec.head_dim, spec.scale
+        self.spec = spec
         width = spec.num_heads * spec.head_dim
         self.qkv = ColumnParallelLinear(
             hidden_size, [divided(part, width, parallel) for part in "qkv"], bias=spec.qkv_bias
         )
         self.output = RowParallelLinear(width, hidden_size, parallel, bias=spec.output_bias)
 
-    def forward(self, x: Tensor, starts: Tensor, biases: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, starts: Tensor, cos_sin: Tensor, biases: Tensor | None) -> Tensor:
         """`[tokens, hidden_size]` → the same."""
-        query, key, value = self.qkv(x).unflatten(-1, (3, -1, self._head_dim)).unbind(1)
-        out: Tensor = self.output(kernels.attention(query, key, value, starts, self._scale, biases).flatten(1))
+        spec = self.spec
+        query, key, value = self.qkv(x).unflatten(-1, (3, -1, spec.head_dim)).unbind(1)
+        if spec.rope is not None:
+            query, key = kernels.rotary(query, key, cos_sin)
+        out: Tensor = self.output(kernels.attention(query, key, value, starts, spec.scale, biases).flatten(1))
         return out
 
 
 class EncoderLayer(nn.Module):
-    """Attention and feed-forward, each added to the residual stream and followed by a norm."""
+    """Attention and feed-forward, each added to the residual stream, with norms before them or after the addition."""
 
-    def __init__(self, spec: model_spec.LayerSpec, hidden_size: int, parallel: Parallel) -> None:
+    def __init__(
+        self, spec: model_spec.LayerSpec, hidden_size: int, parallel: Parallel, *, is_post_norm: bool = True
+    ) -> None:
         super().__init__()
-        assert isinstance(spec.attention, model_spec.AttentionSpec)
+        assert isinstance(spec.attention, encoder_spec.EncoderAttentionSpec)
         assert isinstance(spec.feed_forward, model_spec.MLPSpec)
-        assert spec.attention_post_norm is not None
-        assert spec.feed_forward_post_norm is not None
+        self._is_post_norm = is_post_norm
+        self.attention_norm = _norm(spec.attention_norm, hidden_size)
         self.attention = EncoderAttention(spec.attention, hidden_size, parallel)
-        self.attention_post_norm = make_norm(spec.attention_post_norm, hidden_size)
+        self.attention_post_norm = _norm(spec.attention_post_norm, hidden_size)
+        self.feed_forward_norm = _norm(spec.feed_forward_norm, hidden_size)
         self.feed_forward = MLP(spec.feed_forward, hidden_size, parallel)
-        self.feed_forward_post_norm = make_norm(spec.feed_forward_post_norm, hidden_size)
+        self.feed_forward_post_norm = _norm(spec.feed_forward_post_norm, hidden_size)
 
-    def forward(self, x: Tensor, starts: Tensor, biases: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, starts: Tensor, cos_sin: Tensor, biases: Tensor | None) -> Tensor:
         """`[tokens, hidden_size]` → the same."""
-        x = self.attention_post_norm(x + self.attention(x, starts, biases))
-        out: Tensor = self.feed_forward_post_norm(x + self.feed_forward(x))
-        return out
+        mixed = self.attention(_apply(self.attention_norm, x), starts, cos_sin, biases)
+        x = self._add(x, mixed, self.attention_post_norm)
+        return self._add(x, self.feed_forward(_apply(self.feed_forward_norm, x)), self.feed_forward_post_norm)
+
+    def _add(self, x: Tensor, more: Tensor, norm: RMSNorm | LayerNorm | None) -> Tensor:
+        return _apply(norm, x + more) if self._is_post_norm else x + _apply(norm, more)
+
+
+def _norm(spec: model_spec.NormSpec | None, hidden_size: int) -> RMSNorm | LayerNorm | None:
+    return None if spec is None else make_norm(spec, hidden_size)
+
+
+def _apply(norm: RMSNorm | LayerNorm | None, x: Tensor) -> Tensor:
+    if norm is None:
+        return x
+    out: Tensor = norm(x)
+    return out
 
 
 class Encoder(nn.Module):
@@ -103,30 +134,46 @@ class Encoder(nn.Module):
 
     def __init__(self, arch: encoder_spec.EncoderSpec, parallel: Parallel) -> None:
         super().__init__()
-        assert arch.norm is not None
         width = arch.hidden_size
         self._padding_id = arch.padding_id
+        self._rotary = {
+            rope: Rotary(rope, arch.max_position) for rope in {layer.attention.rope for layer in arch.layers}
+        }
         self.embedding = VocabParallelEmbedding(arch.vocab_size, width, parallel)
-        self.positions = EmbeddingTable(arch.position_embeddings, width)
+        self.positions = EmbeddingTable(arch.position_embeddings, width) if arch.position_embeddings else None
         self.token_types = EmbeddingTable(arch.token_types, width) if arch.token_types else None
-        self.norm = make_norm(arch.norm, width)
+        self.norm = _norm(arch.norm, width)
         self.distance_bias = DistanceBias(arch, parallel) if arch.relative_buckets else None
         self.layers = nn.ModuleDict(
-            {str(number): EncoderLayer(layer, width, parallel) for number, layer in enumerate(arch.layers)}
+            {
+                str(number): EncoderLayer(layer, width, parallel, is_post_norm=arch.is_post_norm)
+                for number, layer in enumerate(arch.layers)
+            }
         )
+        self.final_norm = _norm(arch.final_norm, width)
 
     def forward(self, x: Tensor | None, batch: Batch, caches: Sequence[Tensor] = ()) -> Tensor:
         """Hidden states `[tokens, hidden_size]`. The batch must contain whole prompts."""
         assert x is None
-        x = self.embedding(batch.token_ids) + F.embedding(self._positions(batch), self.positions.weight)
+        x = self.embedding(batch.token_ids)
+        if self.positions is not None:
+            x = x + F.embedding(self._positions(batch), self.positions.weight)
         if self.token_types is not None:
             types = batch.token_types
             x = x + (self.token_types.weight[0] if types is None else F.embedding(types, self.token_types.weight))
-        x = self.norm(x)
-        biases = self.distance_bias() if self.distance_bias is not None else None
+        x = _apply(self.norm, x)
+        cos_sin = {rope: rotary(batch.positions) for rope, rotary in self._rotary.items()}
+        longest = int(batch.host_metadata().lengths.max())
+        biases: dict[int | None, Tensor | None] = {
+            None: self.distance_bias() if self.distance_bias is not None else None
+        }
         for layer in self.layers.values():
-            x = layer(x, batch.query_starts, biases)
-        return x
+            assert isinstance(layer, EncoderLayer)
+            spec = layer.attention.spec
+            if spec.reach not in biases:
+                biases[spec.reach] = _near(spec.reach, longest, x)
+            x = layer(x, batch.query_starts, cos_sin[spec.rope], biases[spec.reach])
+        return _apply(self.final_norm, x)
 
     def features(self, x: Tensor) -> Tensor:
         """The input of pooling: hidden states are already normalized."""

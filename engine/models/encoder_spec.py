@@ -1,6 +1,6 @@
 """The sizes of an encoder, in addition to those of `quire.engine.models.model_spec`. No torch.
 
-In BERT-like models every token of a prompt attends to all others.
+In BERT-like models every token of a prompt attends to all others, or to those near it.
 """
 
 from __future__ import annotations
@@ -8,12 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quire.engine.models.model_spec import AttentionSpec, ModelSpec
+from quire.engine.models.model_spec import AttentionSpec, ModelSpec, NormSpec
 
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderAttentionSpec(AttentionSpec):
     """Bidirectional attention inside a prompt. There is no KV cache."""
+
+    reach: int | None = None
+    """The largest distance from a query to the keys that it attends to, on both sides; None: all keys."""
 
     def kv_shape(self, tp: int) -> tuple[int, int, int]:
         """See `AttentionSpec`."""
@@ -24,9 +27,15 @@ class EncoderAttentionSpec(AttentionSpec):
 class EncoderSpec(ModelSpec):
     """The sizes that determine every shape of an encoder.
 
-    Each norm follows the addition of attention or feed-forward to the residual stream (post-norm). `norm` normalizes
-    the embeddings. There is no head.
+    `norm` normalizes the embeddings. There is no head.
     """
+
+    is_post_norm: bool = True
+    """A layer's post-norms normalize the residual stream after the addition of attention or feed-forward (BERT).
+    Otherwise norms are before these, as in decoders.
+    """
+    final_norm: NormSpec | None = None
+    """After the last layer."""
 
     padding_id: int | None = None
     """RoBERTa: padding tokens have this id and position. Other tokens are numbered from `position_offset`, without
@@ -39,4 +48,5 @@ class EncoderSpec(ModelSpec):
     def stage_parameters(self, stages: Sequence[range], stage: int, tp: int) -> int:
         """See `ModelSpec`; an encoder has a single stage."""
         biases = self.relative_buckets * self.layers[0].attention.num_heads // tp
-        return super().stage_parameters(stages, stage, tp) + self.token_types * self.hidden_size + biases
+        final = self.final_norm.num_parameters(self.hidden_size) if self.final_norm is not None else 0
+        return super().stage_parameters(stages, stage, tp) + self.token_types * self.hidden_size + biases + final

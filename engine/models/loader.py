@@ -23,7 +23,7 @@ from tqdm import tqdm
 from quire import kernels
 from quire.engine.config.checkpoint_tensors import by_needed_name, classifier_tensors
 from quire.engine.config.engine_config import EngineConfig, ModelConfig
-from quire.engine.config.pooling import Dense
+from quire.engine.config.pooling import Dense, Norm
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.distributed.expert_group import ExpertGroup
 from quire.engine.layers.embedding import VocabParallelEmbedding
@@ -154,17 +154,20 @@ def build(model: ModelConfig, layers: range, parallel: Parallel, experts: Expert
     return decoder
 
 
-def load_dense(model: ModelConfig, dense: Dense, device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """Weight `[out, in]` and bias of a dense module after the pooling, in float32."""
-    shapes = dense.tensors
+def load_dense(model: ModelConfig, module: Dense | Norm, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of a module after the pooling, in float32; the weight of a dense one is `[out, in]`."""
+    shapes, size = module.tensors, module.size if isinstance(module, Norm) else module.out_features
     if model.load_format == "dummy":
-        generator = torch.Generator().manual_seed(model.seed)
-        weight = torch.randn(dense.out_features, dense.in_features, generator=generator) * _DUMMY_DEVIATION
-        return weight.to(device), torch.zeros(dense.out_features, device=device) if dense.bias else None
-    folder = model.path / dense.folder
+        weight = torch.ones(size)
+        if isinstance(module, Dense):
+            generator = torch.Generator().manual_seed(model.seed)
+            weight = torch.randn(size, module.in_features, generator=generator) * _DUMMY_DEVIATION
+        return weight.to(device), torch.zeros(size, device=device) if module.bias else None
+    place = module.folder if isinstance(module, Dense) else ""
+    folder = model.path / place
     files = open_files(folder, model.load_format)
     headers = files.headers
-    if not dense.folder:
+    if not place:
         headers = by_needed_name(headers, FAMILIES[model.architecture.name].prefix, shapes)
     for name, shape in shapes.items():
         if name not in headers or headers[name].shape != shape:
@@ -173,9 +176,9 @@ def load_dense(model: ModelConfig, dense: Dense, device: torch.device) -> tuple[
         if headers[name].dtype not in FLOATS:
             raise ConfigError(f"{folder}: {name} is quantized, which is not supported for what follows the pooling")
     weight, *bias = [files.view(headers[name]) for name in shapes]
-    if dense.rows:
-        weight = weight[list(dense.rows)].float()
-        weight = weight[1:] - weight[:1] if dense.is_difference else weight
+    if isinstance(module, Dense) and module.rows:
+        weight = weight[list(module.rows)].float()
+        weight = weight[1:] - weight[:1] if module.is_difference else weight
     return weight.to(device, torch.float32, copy=True), bias[0].to(device, torch.float32, copy=True) if bias else None
 
 

@@ -114,7 +114,7 @@ class ModelRunner:
         )
         self._pooler: Pooler | None = None
         if model.pooling is not None:
-            self._pooler = Pooler(model.pooling, [load_dense(model, dense, device) for dense in model.pooling.dense])
+            self._pooler = Pooler(model.pooling, [load_dense(model, each, device) for each in model.pooling.weighted])
 
         # The choice of an expert's copy and the token counts need the positions of the whole batch.
         self._logits_indices_only = (

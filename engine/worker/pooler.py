@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.engine.config.pooling import Dense, Mode, Pooling
+from quire.engine.config.pooling import Dense, Mode, Norm, Pooling
 from quire.engine.worker.input_batch import InputBatch, StepRows
 
 Weights = tuple[Tensor, Tensor | None]
-"""Weight `[out, in]` and bias of a dense module."""
+"""Weight and bias of a dense module, whose weight is `[out, in]`, or of a norm."""
 
 
 @dataclass
@@ -43,16 +43,16 @@ class _PoolState:
 
 
 class Pooler:
-    """The modules after the model, in float32. `dense` are the weights of the dense modules."""
+    """The modules after the model, in float32. `weights` are those of dense modules and norms."""
 
-    def __init__(self, pooling: Pooling, dense: list[Weights]) -> None:
+    def __init__(self, pooling: Pooling, weights: list[Weights]) -> None:
         self._modes = pooling.modes
         self.needs_all_tokens = pooling.needs_all_tokens
         modules = (
             pooling.modules[:-1] if pooling.is_normalized else pooling.modules
         )  # the server does the normalization
-        weights = iter(dense)
-        self._modules = [(module, None if module == "normalize" else next(weights)) for module in modules]
+        given = iter(weights)
+        self._modules = [(module, None if module == "normalize" else next(given)) for module in modules]
         self._states: dict[int, _PoolState] = {}
         """By slot, for the prompts that have started."""
 
@@ -84,6 +84,8 @@ class Pooler:
         for module, weights in self._modules:
             if weights is None or isinstance(module, str):
                 x = F.normalize(x, dim=-1)
+            elif isinstance(module, Norm):
+                x = F.layer_norm(x, (module.size,), *weights, module.eps)
             else:
                 x = _activate(module, F.linear(x, *weights))
         return x

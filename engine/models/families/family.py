@@ -21,9 +21,13 @@ class HeadLayer(NamedTuple):
 
     name: str
     """In the checkpoint, without `.weight`."""
-    activation: Literal["Identity", "Tanh", "ReLU"] = "Identity"
+    activation: Literal["Identity", "Tanh", "ReLU", "GELU"] = "Identity"
     """The name of a torch class."""
     bias: bool = True
+
+
+HeadOf = Callable[[Mapping[str, Any]], Sequence[HeadLayer | tuple[str, NormSpec]]]
+"""From config.json to a head that depends on it; it may have norms, with their names in the checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,7 @@ class Family:
     """Prefixes of tensors that are not part of the model and are ignored without a warning."""
     ignored_pattern: str = r"rotary_emb\.inv_freq$"
     """A pattern of names in old checkpoints that are not needed."""
-    classifier: tuple[HeadLayer, ...] = (HeadLayer("score", bias=False),)
+    classifier: tuple[HeadLayer, ...] | HeadOf = (HeadLayer("score", bias=False),)
     """The head of `…ForSequenceClassification`; its last layer has a row for each label."""
     after_layers: str = ""
     """What extra layers after the last one are, in checkpoints that have some; they are not supported."""

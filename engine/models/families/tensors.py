@@ -156,6 +156,7 @@ def _outer(arch: ModelSpec, has_head: bool) -> _Parameters:
         yield from _linear("positions", {"": arch.position_embeddings}, width)
     yield from _norm("norm", arch.norm, width)
     if isinstance(arch, EncoderSpec):
+        yield from _norm("final_norm", arch.final_norm, width)
         if arch.token_types:
             yield from _linear("token_types", {"": arch.token_types}, width)
         if arch.relative_buckets:

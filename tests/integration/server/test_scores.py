@@ -30,7 +30,8 @@ def word_piece() -> Tokenizer:
 
 
 def transformers_tokenizer() -> Any:
-    return PreTrainedTokenizerFast(
+    wrapped: Any = PreTrainedTokenizerFast
+    return wrapped(
         tokenizer_object=word_piece(),
         model_input_names=["input_ids", "token_type_ids", "attention_mask"],
         **{f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep")},
@@ -60,8 +61,14 @@ def test_pairs_are_truncated_as_transformers_does(side: Any) -> None:
 
 def test_scores_of_a_cross_encoder(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = BertConfig(vocab_size=len(WORDS), **sizes, initializer_range=0.5, num_labels=1)
+    sizes: dict[str, Any] = {
+        "num_labels": 1,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    config = BertConfig(vocab_size=len(WORDS), **sizes, initializer_range=0.5)
     model: Any = BertForSequenceClassification(config).train(False)
     model.save_pretrained(tmp_path)
     theirs = transformers_tokenizer()

@@ -20,6 +20,9 @@ from transformers import (
     CamembertModel,
     DistilBertConfig,
     DistilBertModel,
+    ModernBertConfig,
+    ModernBertForMaskedLM,
+    ModernBertModel,
     MPNetConfig,
     MPNetForMaskedLM,
     MPNetModel,
@@ -38,8 +41,7 @@ from quire.engine.layers.attention import Batch
 from quire.engine.layers.linear import Linear
 from quire.engine.models.encoder import Encoder
 from quire.engine.models.encoder_spec import EncoderSpec as Description
-from quire.engine.models.families import transformers_backend
-from quire.engine.models.families.bert import FAMILIES
+from quire.engine.models.families import FAMILIES, transformers_backend
 from quire.engine.models.families.tensors import checkpoint_tensors
 from quire.engine.models.loader import build, load_model, needed_tensors
 from quire.engine.protocol.errors import ConfigError
@@ -58,6 +60,7 @@ SIZES: dict[str, Any] = {
     "initializer_range": 0.2,
 }
 DISTILBERT: dict[str, Any] = {"dim": 48, "hidden_dim": 80, "n_layers": 3, "n_heads": 4}
+MODERN: dict[str, Any] = {"local_attention": 20, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 100}
 CASES: dict[str, tuple[type[PretrainedConfig], type[PreTrainedModel], dict[str, Any]]] = {
     "bert": (BertConfig, BertModel, {}),
     "bert, with its head": (BertConfig, BertForMaskedLM, {"hidden_act": "gelu_new"}),
@@ -67,6 +70,8 @@ CASES: dict[str, tuple[type[PretrainedConfig], type[PreTrainedModel], dict[str, 
     "distilbert": (DistilBertConfig, DistilBertModel, DISTILBERT),
     "distilbert, with waves": (DistilBertConfig, DistilBertModel, {**DISTILBERT, "sinusoidal_pos_embds": True}),
     "mpnet": (MPNetConfig, MPNetModel, {}),
+    "modernbert": (ModernBertConfig, ModernBertModel, MODERN),
+    "modernbert, with its head": (ModernBertConfig, ModernBertForMaskedLM, {**MODERN, "norm_bias": True}),
     "mpnet, with its head": (MPNetConfig, MPNetForMaskedLM, {}),
 }
 LENGTHS = (5, 1, 290, 33)
