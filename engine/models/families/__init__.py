@@ -9,7 +9,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from quire.engine.models.families import bert, cohere, deepseek, gemma, gpt, llama, modernbert, moe, olmo, qwen_next
+from quire.engine.models.families import (
+    bert,
+    cohere,
+    deepseek,
+    gemma,
+    gpt,
+    llama,
+    modernbert,
+    moe,
+    nomic,
+    olmo,
+    qwen_next,
+)
 from quire.engine.models.families.family import Family
 from quire.engine.models.model_spec import ModelSpec
 from quire.engine.protocol.errors import ConfigError
@@ -25,6 +37,7 @@ FAMILIES: dict[str, Family] = {
     **qwen_next.FAMILIES,
     **bert.FAMILIES,
     **modernbert.FAMILIES,
+    **nomic.FAMILIES,
 }
 """By the architecture's name in config.json."""
 

@@ -26,6 +26,8 @@ from transformers import (
     MPNetConfig,
     MPNetForMaskedLM,
     MPNetModel,
+    NomicBertConfig,
+    NomicBertModel,
     PretrainedConfig,
     PreTrainedModel,
     RobertaConfig,
@@ -70,6 +72,7 @@ CASES: dict[str, tuple[type[PretrainedConfig], type[PreTrainedModel], dict[str, 
     "distilbert": (DistilBertConfig, DistilBertModel, DISTILBERT),
     "distilbert, with waves": (DistilBertConfig, DistilBertModel, {**DISTILBERT, "sinusoidal_pos_embds": True}),
     "mpnet": (MPNetConfig, MPNetModel, {}),
+    "nomic": (NomicBertConfig, NomicBertModel, {}),
     "modernbert": (ModernBertConfig, ModernBertModel, MODERN),
     "modernbert, with its head": (ModernBertConfig, ModernBertForMaskedLM, {**MODERN, "norm_bias": True}),
     "mpnet, with its head": (MPNetConfig, MPNetForMaskedLM, {}),
@@ -126,6 +129,36 @@ def test_hidden_states_are_those_of_transformers(case: str, tmp_path: Path, capl
                     torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-4)
     ours = [record.getMessage() for record in caplog.records if record.name.startswith("quire")]
     assert not ours, "heads are no surplus here"
+
+
+def test_nomic_with_the_settings_of_its_own_code(tmp_path: Path) -> None:
+    save("nomic", tmp_path)
+    expected, path = hidden_states(tmp_path, prompts()), tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    own = {
+        "architectures": ["NomicBertModel"],
+        "model_type": "nomic_bert",
+        "activation_function": "swiglu",
+        "layer_norm_epsilon": 1e-12,
+        "n_embd": config["hidden_size"],
+        "n_head": config["num_attention_heads"],
+        "n_inner": config["intermediate_size"],
+        "n_layer": config["num_hidden_layers"],
+        "n_positions": 8192,
+        "max_trained_positions": config["max_position_embeddings"],
+        "qkv_proj_bias": False,
+        "rotary_emb_base": 1000,
+        "rotary_emb_fraction": 1.0,
+        "vocab_size": config["vocab_size"],
+    }
+    path.write_text(json.dumps(own))
+    configured = configure(tmp_path)
+    assert configured.model.max_model_len == config["max_position_embeddings"]
+    (found,) = on_ranks(1, partial(states, configured, prompts()))
+    torch.testing.assert_close(found[2], expected[2], rtol=1e-4, atol=1e-4)
+    path.write_text(json.dumps(own | {"prenorm": True}))
+    with pytest.raises(ConfigError, match="prenorm True is not supported"):
+        configure(tmp_path, model_impl="quire")
 
 
 def test_the_first_berts_name_their_norms_otherwise(tmp_path: Path) -> None:
@@ -205,8 +238,8 @@ def test_sizes_are_known_beforehand(case: str, tmp_path: Path) -> None:
         ({"num_attention_heads": 5}, "not a multiple of 5"),
         ({"hidden_size": None}, "hidden_size must be a whole number of at least 1, got null"),
         (
-            {"architectures": ["NomicBertModel"]},
-            "NomicBertModel is not supported: it has no implementation .* not a causal",
+            {"architectures": ["ElectraModel"]},
+            "ElectraModel is not supported: it has no implementation .* not a causal",
         ),
     ],
 )
