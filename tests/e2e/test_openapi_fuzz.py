@@ -81,6 +81,8 @@ KINDS: dict[str, tuple[Callable[[], Document], GenerationMode]] = {
     "not allowed": (lambda: DOCUMENT, GenerationMode.NEGATIVE),
 }
 EMBEDDINGS = "POST /v1/embeddings"
+POOLING = (EMBEDDINGS, *(f"POST /{route}" for route in ("pooling", "score", "rerank", "v2/rerank")))
+"""Routes for a model that embeds."""
 TAMED = ("POST /v1/chat/completions", "POST /v1/completions", EMBEDDINGS)
 """Routes whose document says enough for requests made from it to get past all checks."""
 CASES = [
@@ -130,7 +132,7 @@ def embedding_server() -> Iterator[Server]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("operation", "kind"), CASES)
 def test_no_request_breaks_the_server(request: pytest.FixtureRequest, operation: str, kind: str) -> None:
-    server: Server = request.getfixturevalue("embedding_server" if operation == EMBEDDINGS else "server")
+    server: Server = request.getfixturevalue("embedding_server" if operation in POOLING else "server")
     seen = send(operation, kind, server.url)
     print(seen)
     assert kind != "tame" or seen[200] >= EXAMPLES / 4, "too few requests get past the checks"
