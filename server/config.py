@@ -74,13 +74,51 @@ class ModelOptions:
         "deepseek_v3",
         "deepseek_r1",
         "deepseek_v31",
+        "deepseek_v32",
+        "deepseek_v4",
         "pythonic",
         "llama4_pythonic",
+        "qwen3_coder",
+        "qwen3_xml",
+        "step3p5",
+        "glm45",
+        "glm47",
+        "kimi_k2",
+        "minimax_m2",
+        "seed_oss",
+        "step3",
+        "hunyuan_a13b",
+        "hy_v3",
+        "nemotron_json",
+        "phi4_mini_json",
+        "internlm",
+        "lfm2",
+        "olmo3",
     ] = flag("auto", "format of the model's tool calls (default: detected from its chat template)")
-    reasoning_parser: Literal["auto", "none", "deepseek_r1", "deepseek_v3", "qwen3", "glm45", "granite", "mistral"] = (
-        flag(
-            "auto", "format of the model's reasoning, which is separated from the content (default: as for tool calls)"
-        )
+    reasoning_parser: Literal[
+        "auto",
+        "none",
+        "deepseek_r1",
+        "deepseek_v3",
+        "deepseek_v4",
+        "qwen3",
+        "glm45",
+        "glm47",
+        "holo2",
+        "hy_v3",
+        "mimo",
+        "minimax_m2",
+        "nemotron_v3",
+        "olmo3",
+        "step3",
+        "step3p5",
+        "granite",
+        "mistral",
+        "kimi_k2",
+        "hunyuan_a13b",
+        "seed_oss",
+    ] = flag(
+        "auto", "format of the model's reasoning, which is separated from the content (default: as for tool calls)"
     )
 
     def check(self) -> None:

@@ -95,20 +95,16 @@ def _attention(text: str) -> str:
     return names.get(text.upper(), text)
 
 
-_THINK = "glm47 holo2 kimi_k2 mimo minimax_m2 nemotron_v3 olmo3 step3 step3p5"
-"""Parsers of vLLM for reasoning between <think> and </think>, as `deepseek_r1` is."""
-
-
-def _parser(option: str, of_what: str, **names: str) -> Callable[[str], str]:
+def _parser(option: str, of_what: str) -> Callable[[str], str]:
     supported = get_args(get_type_hints(ModelOptions)[option])
 
     def convert(text: str) -> str:
-        if (name := names.get(text, text)) not in supported:
+        if text not in supported:
             raise ConfigError(
                 f"argument --{option.replace('_', '-')}: {text}: this format of {of_what} is not supported; omit "
                 f"the flag, or use one of {', '.join(supported)}"
             )
-        return name
+        return text
 
     return convert
 
@@ -143,9 +139,8 @@ SAME: dict[str, tuple[str, Callable[[str], str]]] = {
     ),
     "-q": ("as `--quantization`", _quantization),
     "--reasoning-parser": (
-        f"{', '.join(f'`{name}`' for name in _THINK.split())} are `deepseek_r1`; formats that are not listed in "
-        "[Command line](cli.md) are not supported",
-        _parser("reasoning_parser", "reasoning", **dict.fromkeys(_THINK.split(), "deepseek_r1")),
+        "formats that are not listed in [Command line](cli.md) are not supported",
+        _parser("reasoning_parser", "reasoning"),
     ),
     "--tool-call-parser": (
         "formats that are not listed in [Command line](cli.md) are not supported",

@@ -9,6 +9,7 @@ import logging
 import operator
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import msgspec
@@ -38,7 +39,7 @@ from quire.server.frontend.structured_outputs import SizeCheck, StructuredOutput
 from quire.server.frontend.tokenizer import Tokenizer
 from quire.server.frontend.tools import ToolUse
 from quire.server.parsers.output_parser import OutputFormat
-from quire.server.parsers.tool_grammar import tool_grammar
+from quire.server.parsers.tool_grammar import GrammarTool, tool_grammar
 
 T = TypeVar("T")
 
@@ -363,7 +364,7 @@ class InputProcessor:
             is_thinking=is_thinking,
             shows_reasoning=chat.shows_reasoning,
             tools=None if use is None else self.tool_format,
-            names=frozenset() if use is None else frozenset(tool.name for tool in use.tools),
+            schemas={} if use is None else {tool.name: tool.parameters for tool in use.tools},
             limit=None if use is None else use.max_calls,
         )
 
@@ -371,9 +372,12 @@ class InputProcessor:
         """Return the grammar for required or strict calls, or for calls or an answer with the schema `answer`."""
         assert output_format is not None
         assert output_format.tools is not None
+        tools = use.tools
+        if output_format.tools.tagged is not None:  # each property has a grammar of its own
+            tools = tuple(_checked(tool) if tool.strict or use.required else tool for tool in tools)
         grammar = tool_grammar(
             output_format.tools,
-            use.tools,
+            tools,
             self.tokenizer.added_id,
             required=use.required,
             several=use.max_calls != 1,
@@ -643,6 +647,12 @@ def _variables(tokenizer: Tokenizer, formats: ChatFormats) -> dict[str, Any]:
 def _name(field_name: str, names: Mapping[str, str]) -> str:
     """The API's name of a sampling parameter."""
     return names.get(field_name, field_name)
+
+
+def _checked(tool: GrammarTool) -> GrammarTool:
+    """Return a tool whose schema is as it is enforced, with all references to definitions."""
+    with about("tools", f"tools: {tool.name}"):
+        return replace(tool, parameters=checked_schema(tool.parameters))
 
 
 def _schema_of(answer: StructuredOutputs, param: str) -> Any:

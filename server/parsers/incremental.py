@@ -6,6 +6,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable
+from functools import lru_cache
 from typing import TypeVar
 
 from quire.server.parsers.events import Event
@@ -175,11 +176,21 @@ def decoded(text: str) -> object:
 
 def any_of(markers: Iterable[str]) -> re.Pattern[str]:
     """A pattern for the first of the markers. If one marker is a prefix of another, the longer one matches."""
-    return re.compile("|".join(map(re.escape, sorted(markers, key=len, reverse=True))) or r"(?!)")
+    return _any_of(tuple(markers))
 
 
 def beginning_of(markers: Iterable[str]) -> re.Pattern[str]:
     """A pattern for the start of a marker at the end of a text."""
+    return _beginning_of(tuple(markers))
+
+
+@lru_cache(maxsize=256)
+def _any_of(markers: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, sorted(markers, key=len, reverse=True))) or r"(?!)")
+
+
+@lru_cache(maxsize=256)
+def _beginning_of(markers: tuple[str, ...]) -> re.Pattern[str]:
     beginnings = {marker[:n] for marker in markers for n in range(1, len(marker))}
     return re.compile(f"(?:{any_of(beginnings).pattern})\\Z")
 

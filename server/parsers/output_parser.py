@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from quire.server.parsers.events import Content, Event
 from quire.server.parsers.reasoning import ReasoningFormat, ReasoningParser
-from quire.server.parsers.tool_calls import ToolParser, tool_parser
+from quire.server.parsers.tool_calls import Schemas, ToolParser, tool_parser
 from quire.server.parsers.tool_formats import ToolFormat
 
 
@@ -19,8 +19,7 @@ class OutputFormat:
     is_thinking: bool = False
     """The prompt ends inside the model's reasoning."""
     tools: ToolFormat | None = None
-    names: frozenset[str] = frozenset()
-    """The functions that may be called."""
+    schemas: Schemas = field(default_factory=dict)
     limit: int | None = None
     """Maximum number of calls to emit."""
     shows_reasoning: bool = True
@@ -35,7 +34,7 @@ class OutputFormat:
         tools = self.tools or (ToolFormat() if hidden else None)
         return OutputParser(
             ReasoningParser(self.reasoning, self.is_thinking) if self.reasoning else None,
-            tool_parser(tools, self.names, hidden=hidden, limit=self.limit) if tools else None,
+            tool_parser(tools, self.schemas, hidden=hidden, limit=self.limit) if tools else None,
             self.shows_reasoning,
         )
 

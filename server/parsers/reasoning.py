@@ -15,11 +15,15 @@ class ReasoningFormat:
 
     open: str
     close: str
+    answer: tuple[str, ...] = ()
+    """What opens and closes the answer after reasoning, if the model writes that."""
+    ends: tuple[str, ...] = ()
+    """Markers of calls, which end reasoning that is not closed."""
 
     @property
     def all_markers(self) -> tuple[str, ...]:
         """The markers that the parser needs."""
-        return (self.open, self.close)
+        return (self.open, self.close, *self.answer, *self.ends)
 
     def is_opened_by(self, prompt: str) -> bool:
         """Whether the prompt ends inside reasoning."""
@@ -31,25 +35,36 @@ class ReasoningFormat:
 
 
 _THINK = ReasoningFormat("<think>", "</think>")
-# DeepSeek-R1 (https://huggingface.co/deepseek-ai/DeepSeek-R1) and models that follow it: Qwen3, QwQ, GLM, Granite 3.3.
+# DeepSeek-R1 (https://huggingface.co/deepseek-ai/DeepSeek-R1) and models that follow it.
 
 REASONING_FORMATS: dict[str, ReasoningFormat] = {
-    "deepseek_r1": _THINK,
-    "deepseek_v3": _THINK,
-    "qwen3": _THINK,
-    "glm45": _THINK,
+    **dict.fromkeys(("deepseek_r1", "deepseek_v3", "deepseek_v4", "qwen3", "glm45", "glm47", "holo2", "hy_v3"), _THINK),
+    **dict.fromkeys(("mimo", "minimax_m2", "nemotron_v3", "olmo3", "step3", "step3p5"), _THINK),
     # The template of Granite 3.2 (https://huggingface.co/ibm-granite/granite-3.2-8b-instruct) asks for these words.
     "granite": ReasoningFormat("Here is my thought process:", "Here is my response:"),
     # Magistral 2509 (https://huggingface.co/mistralai/Magistral-Small-2509).
     "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
+    # Kimi K2 Thinking may call tools without closing its thoughts.
+    "kimi_k2": ReasoningFormat("<think>", "</think>", ends=("<|tool_calls_section_begin|>",)),
+    # The template of Hunyuan-A13B (https://huggingface.co/tencent/Hunyuan-A13B-Instruct).
+    "hunyuan_a13b": ReasoningFormat("<think>", "</think>", answer=("<answer>", "</answer>")),
+    # The template of Seed-OSS (https://huggingface.co/ByteDance-Seed/Seed-OSS-36B-Instruct).
+    "seed_oss": ReasoningFormat("<seed:think>", "</seed:think>"),
 }
 """The values of --reasoning-parser besides `auto` and `none`; the names are vLLM's."""
 
 
 def detect_reasoning(template: str) -> str | None:
     """Return the name of the format that a chat template uses, or None."""
-    for name in ("granite", "mistral", "deepseek_r1"):
-        if REASONING_FORMATS[name].close in template:
+    for name, signs in (
+        ("granite", ("Here is my response:",)),
+        ("mistral", ("[/THINK]",)),
+        ("seed_oss", ("</seed:think>",)),
+        ("hunyuan_a13b", ("</think>", "<answer>")),
+        ("kimi_k2", ("</think>", "<|tool_calls_section_begin|>")),
+        ("deepseek_r1", ("</think>",)),
+    ):
+        if all(sign in template for sign in signs):
             return name
     return None
 
@@ -64,15 +79,15 @@ class ReasoningParser(IncrementalParser):
     def __init__(self, format: ReasoningFormat, is_open: bool) -> None:
         self._format = format
         self._is_open = is_open
-        self._close = any_of((format.close,))
-        self._half_close = beginning_of((format.close,))
         super().__init__()
 
     def _run(self) -> Steps[None]:
         if self._is_open or (yield from self._opens()):
             yield from self._skip_space()
-            yield from self._thoughts()
+            yield from self._up_to(Reasoning, (self._format.close, *self._format.ends), self._format.ends)
             yield from self._skip_space()
+            if self._format.answer:
+                yield from self._answer(*self._format.answer)
         while True:
             self._emit_text(Content, len(self._text))
             yield
@@ -90,18 +105,27 @@ class ReasoningParser(IncrementalParser):
             yield from self._peek()
         self._drop()
 
-    def _thoughts(self) -> Steps[None]:
-        """Emit the text up to the closing marker, and discard the marker."""
-        while (found := self._close.search(self._text)) is None:
+    def _answer(self, opener: str, closer: str) -> Steps[None]:
+        with contextlib.suppress(TextCutOff):
+            if (yield from self._take(opener)):
+                yield from self._skip_space()
+                yield from self._up_to(Content, (closer,), ())
+                yield from self._skip_space()
+
+    def _up_to(self, kind: type[Content | Reasoning], markers: tuple[str, ...], kept: tuple[str, ...]) -> Steps[None]:
+        """Emit the text up to the first marker, and discard the marker unless it is to be kept."""
+        whole, half = any_of(markers), beginning_of(markers)
+        while (found := whole.search(self._text)) is None:
             if self._ended:
-                self._emit_text(Reasoning, len(self._text))
+                self._emit_text(kind, len(self._text))
                 return
-            half = self._half_close.search(self._text, max(0, len(self._text) - len(self._format.close)))
-            end = half.start() if half else len(self._text)
-            self._emit_text(Reasoning, end - space_before(self._text, end))
+            begun = half.search(self._text, max(0, len(self._text) - max(map(len, markers))))
+            end = begun.start() if begun else len(self._text)
+            self._emit_text(kind, end - space_before(self._text, end))
             yield
-        self._emit_text(Reasoning, found.start() - space_before(self._text, found.start()))
-        self._pos = self._text.index(self._format.close) + len(self._format.close)
+        space = space_before(self._text, found.start())
+        self._emit_text(kind, found.start() - space)
+        self._pos = space + (0 if found[0] in kept else len(found[0]))
 
     def _emit_text(self, kind: type[Content | Reasoning], length: int) -> None:
         if length:

@@ -8,12 +8,12 @@ follows is content again.
 
 from __future__ import annotations
 
-import ast
 import json
 import re
-import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from typing import Any
 
+from quire.server.parsers.argument_types import TEXT, is_utf8, json_of, literal_json, property_types
 from quire.server.parsers.events import Content, ToolCall
 from quire.server.parsers.incremental import (
     IncrementalParser,
@@ -27,31 +27,36 @@ from quire.server.parsers.incremental import (
 )
 from quire.server.parsers.tool_formats import ToolFormat
 
+Schemas = Mapping[str, Mapping[str, Any]]
+"""The functions that may be called: by name, the JSON schemas of their arguments."""
+
 _NAME = re.compile(r"[\w.-]*")
+_DIGITS = re.compile(r"\d*")
 _ID = re.compile(r"\w*")
 _ARGUMENTS = ("arguments", "parameters")
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _PYTHON = re.compile(r"""["'()\[\]{},]""")
 _IN_QUOTES = {quote: re.compile(rf"{quote}|\\.", re.DOTALL) for quote in "'\""}
 
 
 def tool_parser(
-    format: ToolFormat, names: Collection[str], *, hidden: Collection[str] = (), limit: int | None = None
+    format: ToolFormat, schemas: Schemas, *, hidden: Collection[str] = (), limit: int | None = None
 ) -> ToolParser:
     """Create a parser for one answer.
 
-    `names` are the functions that may be called; `hidden` the markers that are not shown where they do not open a call;
-    `limit` the maximum number of calls to emit.
+    `hidden` are the markers that are not shown where they do not open a call, `limit` the maximum number of calls to
+    emit.
     """
-    kind = _PythonicParser if format.python else ToolParser
-    return kind(format.read_as or format, names, hidden, limit)
+    kind = _PythonicParser if format.python else _TaggedParser if format.tagged else ToolParser
+    return kind(format.read_as or format, schemas, hidden, limit)
 
 
 class ToolParser(IncrementalParser):
     """Splits text into content and calls; see `tool_parser`."""
 
-    def __init__(self, format: ToolFormat, names: Collection[str], hidden: Collection[str], limit: int | None) -> None:
+    def __init__(self, format: ToolFormat, schemas: Schemas, hidden: Collection[str], limit: int | None) -> None:
         self._format = format
-        self._names = names
+        self._schemas = schemas
         self._limit = limit
         self._marker = any_of((*format.markers, *hidden))
         self._half_marker = beginning_of((*format.markers, *hidden))
@@ -60,6 +65,8 @@ class ToolParser(IncrementalParser):
         self._count = 0
         self._is_closing = False
         """A call's arguments are complete; the text up to the next call belongs to the format."""
+        self._lacks_close = False
+        """The block was opened by a call, so nothing need close it."""
         super().__init__()
 
     def _run(self) -> Steps[None]:
@@ -84,7 +91,8 @@ class ToolParser(IncrementalParser):
                 if marker in self._format.markers:
                     space = space_before(self._text, end)
                     self._emit_text(end - space)
-                    self._pos = space + len(marker)
+                    self._lacks_close = marker == self._format.before
+                    self._pos = space + (0 if self._lacks_close else len(marker))
                     return True
                 self._emit_text(end)
                 self._text = self._text[len(marker) :]
@@ -99,11 +107,16 @@ class ToolParser(IncrementalParser):
 
     def _try_block(self) -> Steps[None]:
         """Read a block. If it is invalid, its marker is content."""
-        behind_marker, calls_before = self._pos, self._count
+        behind_marker = self._pos + (len(self._format.before) if self._lacks_close else 0)
+        calls_before = self._count
         self._is_closing = False
         try:
             yield from self._block()
             self._drop()
+            if (may_close := self._format.may_close) and may_close.startswith((yield from self._peek())):
+                if (yield from self._take(may_close)):
+                    self._drop()
+                self._pos = 0
             yield from self._peek()  # white space at the very end belongs to the format
             self._pos = 0
         except MalformedText as error:
@@ -116,6 +129,7 @@ class ToolParser(IncrementalParser):
             self._pos = 0
 
     def _block(self) -> Steps[None]:
+        yield from self._head("[")
         first = yield from self._peek()
         in_list = first == "["
         self._pos += in_list
@@ -132,8 +146,24 @@ class ToolParser(IncrementalParser):
         close = self._format.close.strip()
         if in_list:
             yield from self._expect("]")
-        if close and not (in_list and close == "]"):
-            yield from self._expect(close)
+            close = close.removeprefix("]")
+        if self._lacks_close:
+            yield from self._peek()
+            yield from self._take(close)
+        else:
+            yield from self._piece(close)
+
+    def _head(self, opener: str) -> Steps[None]:
+        """Read what opens a block after its marker, except for an `opener` of a list."""
+        head = self._format.open.removeprefix(self._format.markers[0]).strip()
+        if not self._lacks_close:
+            yield from self._piece(head.removesuffix(opener))
+
+    def _piece(self, text: str) -> Steps[None]:
+        """Read a piece of the format, which may be empty. Line breaks in it are optional."""
+        for line in text.split("\n"):
+            if line.strip():
+                yield from self._expect(line.strip())
 
     def _continues(self, separator: str) -> Steps[bool]:
         """Return whether another call follows, and read the separator if so."""
@@ -184,27 +214,37 @@ class ToolParser(IncrementalParser):
         if not (yield from self._take(format.before)):
             raise MalformedText
         yield from self._peek()
-        name = self._known((yield from self._match(_NAME)))
+        name, call_id = (yield from self._match(_NAME)), None
+        if format.id_as_name:
+            if not (yield from self._take(":")):
+                raise MalformedText
+            call_id = f"{name}:{yield from self._match(_DIGITS)}"
+            name = name.removeprefix("functions.")
+        name = self._known(name)
         if "[CALL_ID]" in format.inner and (yield from self._take("[CALL_ID]")):
             yield from self._match(_ID)
-        yield from self._expect(format.between.strip())
-        if (yield from self._peek()) != "{":
-            raise MalformedText
-        yield from self._arguments(name)
+        yield from self._piece(format.between)
+        yield from self._named_arguments(name, call_id)
         if format.after:
             yield from self._expect(format.after.strip())
 
-    def _arguments(self, name: str) -> Steps[None]:
+    def _named_arguments(self, name: str, call_id: str | None) -> Steps[None]:
+        """Read the arguments of a call in the format's fixed order."""
+        if (yield from self._peek()) != "{":
+            raise MalformedText
+        yield from self._arguments(name, call_id)
+
+    def _arguments(self, name: str, call_id: str | None = None) -> Steps[None]:
         """Emit a call whose arguments follow, while they arrive."""
-        self._begin(name)
+        self._begin(name, call_id)
         yield from self._nested(self._show_arguments)
         self._is_closing = True
 
-    def _begin(self, name: str) -> None:
+    def _begin(self, name: str, call_id: str | None = None) -> None:
         """Emit the start of a call, which is not taken back."""
         self._drop()
         self._count += 1
-        self._call(ToolCall(self._count - 1, "", self._format.new_id(), name))
+        self._call(ToolCall(self._count - 1, "", call_id or self._format.new_id(), name))
 
     def _show_arguments(self, text: str) -> None:
         self._call(ToolCall(self._count - 1, text))
@@ -214,7 +254,7 @@ class ToolParser(IncrementalParser):
             self._events.append(piece)
 
     def _known(self, name: str) -> str:
-        if name not in self._names:
+        if name not in self._schemas:
             raise MalformedText
         return name
 
@@ -229,7 +269,8 @@ class _PythonicParser(ToolParser):
     """Calls with Python keyword arguments, each of which is emitted when it is complete."""
 
     def _block(self) -> Steps[None]:
-        yield from self._expect("[")
+        yield from self._head("")
+        separator, close = (self._format.separator or "").strip(), self._format.close.strip()
         while True:
             yield from self._peek()
             self._is_closing = False
@@ -239,12 +280,11 @@ class _PythonicParser(ToolParser):
             self._is_closing = True
             self._drop()
             yield from self._peek()
-            if not (yield from self._take(",")):
+            if separator and not (yield from self._take(separator)):
                 break
-        yield from self._expect("]")
-        self._drop()
-        yield from self._peek()
-        yield from self._take("<|python_end|>")
+            if not separator and (yield from self._take(close)):
+                return
+        yield from self._expect(close)
 
     def _keywords(self, name: str) -> Steps[None]:
         """Read the arguments of a call after the opening parenthesis, and the closing one."""
@@ -254,7 +294,7 @@ class _PythonicParser(ToolParser):
             if not key.isidentifier():
                 raise MalformedText
             yield from self._expect("=")
-            value = _json_of((yield from self._literal()))
+            value = literal_json((yield from self._literal()))
             if not is_out:
                 self._begin(name)
             self._show_arguments(f'{", " if is_out else "{"}"{key}": {value}')
@@ -292,6 +332,109 @@ class _PythonicParser(ToolParser):
                     depth -= 1
 
 
+class _TaggedParser(ToolParser):
+    """Calls with arguments between tags. Strings are emitted while they arrive, other values when they are complete."""
+
+    def __init__(self, format: ToolFormat, schemas: Schemas, hidden: Collection[str], limit: int | None) -> None:
+        assert format.tagged is not None
+        self._tags = tags = format.tagged
+        self._key = re.compile(rf"[^{re.escape(tags.between.strip()[0])}\n]*")
+        closer = tags.close.strip()
+        closers = (closer, f"\n{closer}") if tags.close.startswith("\n") else (closer,)
+        self._value_end = any_of(closers)
+        self._half_value_end = beginning_of(closers)
+        super().__init__(format, schemas, hidden, limit)
+
+    def _named_arguments(self, name: str, call_id: str | None) -> Steps[None]:
+        is_out = False
+        try:
+            while (yield from self._opens_argument()):
+                key = yield from self._match(self._key)
+                is_text = yield from self._between()
+                types = property_types(self._schemas[name], key)
+                if is_text is not None:
+                    types = TEXT if is_text else types - TEXT or types
+                if not is_out:
+                    self._begin(name, call_id)
+                self._show_arguments(f"{', ' if is_out else '{'}{json.dumps(key, ensure_ascii=False)}: ")
+                is_out = True
+                yield from self._text_value() if types == TEXT else self._typed_value(types)
+            yield from self._ends()
+        except TextCutOff:
+            if is_out:
+                self._pos = len(self._text)
+                self._drop()
+            raise
+        if not is_out:
+            self._begin(name, call_id)
+        self._show_arguments("}" if is_out else "{}")
+        self._is_closing = True
+
+    def _opens_argument(self) -> Steps[bool]:
+        yield from self._peek()
+        return (yield from self._take(self._tags.open))
+
+    def _ends(self) -> Steps[None]:
+        """Check that the call ends here."""
+        begin = self._pos
+        yield from self._expect((self._format.after or self._format.close).strip())
+        self._pos = begin
+
+    def _between(self) -> Steps[bool | None]:
+        """Read what is between key and value; returns whether the value is text, if that tells."""
+        tags, is_text = self._tags, None
+        if tags.between_json:
+            yield from self._peek()
+            is_text = yield from self._take(tags.between)
+            if not is_text:
+                yield from self._expect(tags.between_json)
+        else:
+            yield from self._piece(tags.between)
+        if tags.between.endswith("\n"):
+            yield from self._take("\n")
+        self._drop()
+        return is_text
+
+    def _text_value(self) -> Steps[None]:
+        """Emit a value up to its closing tag as a JSON string, while it arrives."""
+        self._show_arguments('"')
+        while (found := self._value_end.search(self._text)) is None:
+            half = None if self._ended else self._half_value_end.search(self._text)
+            self._pos = half.start() if half else len(self._text)
+            self._show_string()
+            yield from self._more()
+        self._pos = found.start()
+        self._show_string()
+        self._pos = found.end() - found.start()
+        self._drop()
+        self._show_arguments('"')
+
+    def _show_string(self) -> None:
+        if self._pos:
+            self._show_arguments(json.dumps(self._text[: self._pos], ensure_ascii=False)[1:-1])
+        self._drop()
+
+    def _typed_value(self, types: frozenset[str]) -> Steps[None]:
+        """Emit a value as JSON. A closing tag inside of a JSON string does not end it."""
+        begin = 0
+        while True:
+            while (found := self._value_end.search(self._text, begin)) is None:
+                begin = max(begin, len(self._text) - len(self._tags.close))
+                yield from self._more()
+            text = self._text[: found.start()]
+            if text.lstrip()[:1] not in ("{", "[") or not _ends_in_string(text):
+                break
+            begin = found.end()
+        self._show_arguments(json_of(text, types))
+        self._pos = found.end()
+        self._drop()
+
+
+def _ends_in_string(text: str) -> bool:
+    """Whether JSON text ends inside of a string."""
+    return '"' in _STRING.sub("", text)
+
+
 def _arguments_in(text: str) -> str:
     """Parse arguments that could not be streamed: written before the name, as a string that contains JSON, or null."""
     value = decoded(text)
@@ -299,36 +442,6 @@ def _arguments_in(text: str) -> str:
         text, value = value, decoded(value)
     if value is None:
         return "{}"
-    if not isinstance(value, dict) or not _is_utf8(text):
+    if not isinstance(value, dict) or not is_utf8(text):
         raise MalformedText
     return text
-
-
-def _json_of(text: str) -> str:
-    """Convert a value written in JSON or Python to JSON. Raises `MalformedText`."""
-    try:
-        value = decoded(text)
-    except MalformedText:
-        value = _python_value(text.strip())
-    try:
-        written = json.dumps(value, ensure_ascii=False, allow_nan=False)
-        return written if _is_utf8(written) else json.dumps(value)
-    except (TypeError, ValueError, RecursionError):
-        raise MalformedText from None
-
-
-def _python_value(text: str) -> object:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about backslashes in the model's text
-            return ast.literal_eval(text)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        raise MalformedText from None
-
-
-def _is_utf8(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

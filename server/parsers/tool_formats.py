@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import string
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 def _call_id() -> str:
@@ -17,17 +17,33 @@ def _mistral_id() -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TaggedArguments:
+    """Arguments between tags: each is `open`, the key, `between`, the value, `close`.
+
+    A value is raw text if the function's schema says string, otherwise JSON. White space around tags is ignored. Inside
+    of them, next to the value, it is a part of the value, except for one line break where `between` ends or `close`
+    starts with one.
+    """
+
+    open: str
+    between: str
+    close: str
+    between_json: str = ""
+    """Instead of `between` before values that are not strings, if the tags say so."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ToolFormat:
     """How calls are written.
 
     A block is `open`, calls separated by `separator`, `close`; a call is `before`, the name, `between`, the arguments,
     `after`. Blocks are separated by `gap`. If `before` starts an object, the parser reads any object with these keys
     (in any order, also `arguments` for `parameters` and vice versa), and a list of them; otherwise it reads the pieces
-    in order. White space around the pieces is ignored.
+    in order. White space around the pieces is ignored. A new format is an entry below and its signs in `detect_tools`.
     """
 
     markers: tuple[str, ...] = ()
-    """Each opens a block, anywhere in the text."""
+    """Each opens a block, anywhere in the text. One that is `before` opens a call, and the block may lack `close`."""
     bare: str = ""
     """The character that opens a block at the very start of an answer, without a marker."""
     open: str = ""
@@ -37,11 +53,17 @@ class ToolFormat:
     separator: str | None = None
     """None: a block has one call."""
     close: str = ""
+    may_close: str = ""
+    """Read if it follows a block."""
     gap: str = "\n"
     inner: tuple[str, ...] = ()
     """Markers inside of a block that are single tokens in some tokenizers."""
     python: bool = False
     """Arguments are Python keyword arguments, not JSON."""
+    tagged: TaggedArguments | None = None
+    """Arguments are tagged, not JSON."""
+    id_as_name: bool = False
+    """In place of the name stands the call's id: `functions.`, the name, a colon and a number."""
     new_id: Callable[[], str] = _call_id
     read_as: ToolFormat | None = None
     """The format to parse, if models that write this one also write another."""
@@ -137,7 +159,7 @@ DEEPSEEK_V31 = ToolFormat(
 PYTHONIC = ToolFormat(
     # Meta, "zero-shot function calling" in
     # https://github.com/meta-llama/llama-models/blob/main/models/llama3_2/text_prompt_format.md, and Llama 4, which may
-    # put it between <|python_start|> and <|python_end|>.
+    # put it between <|python_start|> and <|python_end|>. Also Gemma 3, which has no template for tools of its own.
     markers=("<|python_start|>",),
     bare="[",
     open="[",
@@ -146,7 +168,207 @@ PYTHONIC = ToolFormat(
     after=")",
     separator=", ",
     close="]",
+    may_close="<|python_end|>",
     inner=("<|python_end|>",),
+    python=True,
+)
+
+QWEN3_CODER = ToolFormat(
+    # Qwen, the template of Qwen3-Coder, also in Qwen3.5, Nemotron 3 and Step 3.5. Qwen3-Coder sometimes omits
+    # <tool_call>.
+    markers=("<tool_call>", "<function="),
+    open="<tool_call>\n",
+    before="<function=",
+    between=">\n",
+    tagged=TaggedArguments(open="<parameter=", between=">\n", close="\n</parameter>\n"),
+    after="</function>",
+    close="\n</tool_call>",
+    inner=("</tool_call>",),
+)
+
+SEED_OSS = ToolFormat(
+    # ByteDance, the template of Seed-OSS.
+    markers=("<seed:tool_call>",),
+    open="<seed:tool_call>\n",
+    before="<function=",
+    between=">\n",
+    tagged=TaggedArguments(open="<parameter=", between=">", close="</parameter>\n"),
+    after="</function>",
+    close="\n</seed:tool_call>",
+    inner=("</seed:tool_call>",),
+)
+
+MINIMAX_M2 = ToolFormat(
+    # MiniMax, the template of MiniMax-M2 and its tool calling guide.
+    markers=("<minimax:tool_call>",),
+    open="<minimax:tool_call>\n",
+    before='<invoke name="',
+    between='">\n',
+    tagged=TaggedArguments(open='<parameter name="', between='">', close="</parameter>\n"),
+    after="</invoke>",
+    separator="\n",
+    close="\n</minimax:tool_call>",
+    inner=("</minimax:tool_call>",),
+)
+
+_GLM_INNER = ("</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+
+GLM45 = ToolFormat(
+    # Zhipu, the templates of GLM-4.5 and GLM-4.6.
+    markers=("<tool_call>",),
+    open="<tool_call>",
+    before="",
+    between="\n",
+    tagged=TaggedArguments(open="<arg_key>", between="</arg_key>\n<arg_value>", close="</arg_value>\n"),
+    after="",
+    close="</tool_call>",
+    inner=_GLM_INNER,
+)
+
+GLM47 = ToolFormat(
+    # Zhipu, the templates of GLM-4.7 and GLM-5: without line breaks.
+    markers=("<tool_call>",),
+    open="<tool_call>",
+    before="",
+    between="",
+    tagged=TaggedArguments(open="<arg_key>", between="</arg_key><arg_value>", close="</arg_value>"),
+    after="",
+    close="</tool_call>",
+    gap="",
+    inner=_GLM_INNER,
+)
+
+HY_V3 = ToolFormat(
+    # Tencent, the template of Hunyuan 3.
+    markers=("<tool_calls>",),
+    open="<tool_calls>\n",
+    before="<tool_call>",
+    between="<tool_sep>\n",
+    tagged=TaggedArguments(open="<arg_key>", between="</arg_key>\n<arg_value>", close="</arg_value>\n"),
+    after="</tool_call>",
+    separator="\n",
+    close="\n</tool_calls>",
+    inner=("</tool_calls>", "<tool_call>", "<tool_sep>", *_GLM_INNER),
+)
+
+DEEPSEEK_V32 = ToolFormat(
+    # DeepSeek, the encoding of DeepSeek-V3.2, whose repository has a Python module instead of a template.
+    markers=("<｜DSML｜function_calls>",),
+    open="<｜DSML｜function_calls>\n",
+    before='<｜DSML｜invoke name="',
+    between='">\n',
+    tagged=TaggedArguments(
+        open='<｜DSML｜parameter name="',
+        between='" string="true">',
+        between_json='" string="false">',
+        close="</｜DSML｜parameter>\n",
+    ),
+    after="</｜DSML｜invoke>",
+    separator="\n",
+    close="\n</｜DSML｜function_calls>",
+    inner=("｜DSML｜",),
+)
+
+DEEPSEEK_V4 = replace(
+    # DeepSeek, the encoding of DeepSeek-V4: as V3.2, but for the name of the block.
+    DEEPSEEK_V32,
+    markers=("<｜DSML｜tool_calls>",),
+    open="<｜DSML｜tool_calls>\n",
+    close="\n</｜DSML｜tool_calls>",
+)
+
+STEP3 = ToolFormat(
+    # StepFun, the template of Step3.
+    markers=("<｜tool_calls_begin｜>",),
+    open="<｜tool_calls_begin｜>\n",
+    before='<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="',
+    between='">\n',
+    tagged=TaggedArguments(open='<steptml:parameter name="', between='">', close="</steptml:parameter>\n"),
+    after="</steptml:invoke><｜tool_call_end｜>",
+    separator="\n",
+    close="\n<｜tool_calls_end｜>",
+    inner=("<｜tool_calls_end｜>", "<｜tool_call_begin｜>", "<｜tool_call_end｜>", "<｜tool_sep｜>"),
+)
+
+KIMI_K2 = ToolFormat(
+    # Moonshot, docs/tool_call_guidance.md of Kimi-K2. The template shows the model a call's id, which has this form.
+    markers=("<|tool_calls_section_begin|>",),
+    open="<|tool_calls_section_begin|>",
+    before="<|tool_call_begin|>",
+    between="<|tool_call_argument_begin|>",
+    after="<|tool_call_end|>",
+    separator="",
+    close="<|tool_calls_section_end|>",
+    inner=(
+        "<|tool_calls_section_end|>",
+        "<|tool_call_begin|>",
+        "<|tool_call_argument_begin|>",
+        "<|tool_call_end|>",
+    ),
+    id_as_name=True,
+)
+
+HUNYUAN = ToolFormat(
+    # Tencent, the template of Hunyuan-A13B.
+    markers=("<tool_calls>",),
+    open="<tool_calls>[",
+    separator=", ",
+    close="]</tool_calls>",
+    inner=("</tool_calls>",),
+)
+
+NEMOTRON = ToolFormat(
+    # NVIDIA, the templates of Llama-Nemotron and Nemotron Nano 2.
+    markers=("<TOOLCALL>",),
+    open="<TOOLCALL>[",
+    separator=", ",
+    close="]</TOOLCALL>",
+    inner=("</TOOLCALL>",),
+)
+
+PHI4_MINI = ToolFormat(
+    # Microsoft, Phi-4-mini: its template names no format. The model writes the first one, and other templates for it
+    # ask for the second one.
+    markers=("functools", "<|tool_call|>"),
+    open="functools[",
+    separator=", ",
+    close="]",
+    may_close="<|/tool_call|>",
+    inner=("<|/tool_call|>",),
+)
+
+INTERNLM = ToolFormat(
+    # Shanghai AI Laboratory, the template of InternLM2.5 for tools.
+    markers=("<|action_start|>",),
+    open="<|action_start|><|plugin|>\n",
+    between='", "parameters": ',
+    close="\n<|action_end|>",
+    inner=("<|plugin|>", "<|action_end|>"),
+)
+
+LFM2 = ToolFormat(
+    # Liquid AI, the templates of LFM2 and LFM2.5.
+    markers=("<|tool_call_start|>",),
+    open="<|tool_call_start|>[",
+    before="",
+    between="(",
+    after=")",
+    separator=", ",
+    close="]<|tool_call_end|>",
+    inner=("<|tool_call_end|>",),
+    python=True,
+)
+
+OLMO3 = ToolFormat(
+    # Ai2, the template of Olmo 3: a call per line.
+    markers=("<function_calls>",),
+    open="<function_calls>\n",
+    before="",
+    between="(",
+    after=")",
+    separator="\n",
+    close="\n</function_calls>",
+    inner=("</function_calls>",),
     python=True,
 )
 
@@ -164,6 +386,24 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
     "deepseek_v31": DEEPSEEK_V31,
     "pythonic": PYTHONIC,
     "llama4_pythonic": PYTHONIC,
+    "qwen3_coder": QWEN3_CODER,
+    "qwen3_xml": QWEN3_CODER,
+    "step3p5": QWEN3_CODER,
+    "glm45": GLM45,
+    "glm47": GLM47,
+    "kimi_k2": KIMI_K2,
+    "deepseek_v32": DEEPSEEK_V32,
+    "deepseek_v4": DEEPSEEK_V4,
+    "minimax_m2": MINIMAX_M2,
+    "seed_oss": SEED_OSS,
+    "step3": STEP3,
+    "hunyuan_a13b": HUNYUAN,
+    "hy_v3": HY_V3,
+    "nemotron_json": NEMOTRON,
+    "phi4_mini_json": PHI4_MINI,
+    "internlm": INTERNLM,
+    "lfm2": LFM2,
+    "olmo3": OLMO3,
 }
 """The values of --tool-call-parser besides `auto` and `none`; the names are vLLM's where it has one."""
 
@@ -178,8 +418,23 @@ def detect_tools(template: str) -> str | None:
         ("mistral", ("[TOOL_CALLS]",)),
         ("granite", ("<|tool_call|>", "<|start_of_role|>")),
         ("granite", ("<tool_call>", "assistant_tool_call")),
-        (None, ("<tool_call>", "<function=")),  # Qwen3-Coder's XML
-        (None, ("<tool_call>", "<arg_key>")),  # GLM's XML
+        ("hy_v3", ("<tool_sep>", "<arg_key>")),
+        ("seed_oss", ("<seed:tool_call>",)),
+        ("minimax_m2", ("<minimax:tool_call>",)),
+        ("deepseek_v32", ("｜DSML｜", "function_calls>")),
+        ("deepseek_v4", ("｜DSML｜",)),
+        ("step3", ("<steptml:invoke",)),
+        ("qwen3_coder", ("<tool_call>", "<function=")),
+        ("glm45", ("<tool_call>{function-name}\n", "<arg_key>")),
+        ("glm47", ("<tool_call>", "<arg_key>")),
+        ("kimi_k2", ("<|tool_calls_section_begin|>",)),
+        ("kimi_k2", ("tool_declare<|im_middle|>",)),
+        ("hunyuan_a13b", ("<tool_calls>", "</tool_calls>")),
+        ("nemotron_json", ("<TOOLCALL>",)),
+        ("internlm", ("<|plugin|>",)),
+        ("lfm2", ("<|tool_call_start|>",)),
+        ("olmo3", ("<function_calls>",)),
+        ("phi4_mini_json", ("<|tool|>", "<|/tool|>")),
         ("hermes", ("<tool_call>", '"arguments"')),
         ("hermes", ("<tool_call>", "</tool_call>", "arguments")),
         ("pythonic", ("[func_name1(",)),

@@ -13,17 +13,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.engine.protocol.errors import InvalidParameter
+from quire.server.parsers.argument_types import TEXT, types_of
 from quire.server.parsers.incremental import any_of
 from quire.server.parsers.reasoning import ReasoningFormat
-from quire.server.parsers.tool_formats import ToolFormat
+from quire.server.parsers.text_grammar import pattern, quoted, text_terminal
+from quire.server.parsers.tool_formats import TaggedArguments, ToolFormat
 
 TokenId = Callable[[str], int | None]
 """The id of a marker that is one added token; None for plain text."""
 
 _UNCONSTRAINING = {"type", "properties", "required", "additionalProperties", "$defs", "definitions"} | {
-    "$schema", "$id", "title", "description", "default", "examples", "strict",
+    "$schema", "$id", "x-guidance", "title", "description", "default", "examples", "strict",
 }  # fmt: skip
-"""The schema keywords that keyword arguments can enforce, and the values that have no effect."""
+"""The keywords of an object's schema that arguments written one by one can enforce, and those without an effect."""
 
 _AT_THE_ROOT = {"$schema", "$id", "id"}
 """Keywords that are only allowed in a root schema."""
@@ -60,10 +62,10 @@ def tool_grammar(
     `InvalidParameter` for schemas that keyword arguments cannot enforce.
     """
     is_either = answer is not None and not required
-    grammar = _GrammarText(format, token_id, as_json=is_either and format.bare == "{")
+    grammar = _GrammarText(format, reasoning, token_id, as_json=is_either and format.bare == "{")
     for tool in tools:
         is_held = required or tool.strict
-        grammar.add_tool(tool.name, tool.parameters if is_held else {"type": "object"})
+        grammar.add_tool(tool.name, tool.parameters if is_held else _lax(tool.parameters, format))
     grammar.add_blocks(several)
     if is_either:
         grammar.rules.append(f"answer: %json {json.dumps(answer)}")
@@ -72,15 +74,18 @@ def tool_grammar(
         body = "calls" if required else grammar.free_text(several, reasoning.open if reasoning else None)
     if reasoning is not None:
         thoughts = f"{grammar.text_up_to('thoughts', reasoning.close)} SPACE"
-        body = f"{thoughts} {body}" if is_thinking else f"({grammar.marker(reasoning.open)} {thoughts})? {body}"
+        if reasoning.answer:
+            thoughts += f" ({grammar.literal(reasoning.answer[0])} SPACE)?"
+        body = f"{thoughts} {body}" if is_thinking else f"({grammar.literal(reasoning.open)} {thoughts})? {body}"
     rules = [f"start: {body}", *grammar.rules, r"TEXT: /(.|\n)*/", r"SPACE: /\s{0,4}/"]
+    rules += [r"KEY: /[^<>\"=\n]+/", "NUMBER: /[0-9]{1,4}/"]
     return "\n".join(rules) + "\n"
 
 
 class _GrammarText:
     """Collects the rules of a grammar."""
 
-    def __init__(self, format: ToolFormat, token_id: TokenId, as_json: bool) -> None:
+    def __init__(self, format: ToolFormat, reasoning: ReasoningFormat | None, token_id: TokenId, as_json: bool) -> None:
         """`as_json`: a call is JSON with arbitrary spacing, not the format's own text.
 
         This is for calls next to other JSON: a lexeme that is a prefix of a longer one, as `{` is of the text of a
@@ -89,19 +94,17 @@ class _GrammarText:
         self.rules: list[str] = []
         self._format = format
         self._as_json = as_json
-        self._token_id = token_id
-        self._split = re.compile(f"({any_of(format.all_markers).pattern})")
+        markers = (*format.all_markers, *(reasoning.all_markers if reasoning else ()))
+        self._tokens = {marker: token for marker in markers if (token := token_id(marker)) is not None}
+        self._split = re.compile(f"({any_of(self._tokens).pattern})")
         self._calls: list[str] = []
+        self._shared: set[str] = set()
+        """Names of rules that are used several times."""
 
     def literal(self, text: str) -> str:
         """An expression for this text, in which markers may be tokens; empty for empty text."""
         parts = [part for part in self._split.split(text) if part]
-        return " ".join(self.marker(part) if self._split.fullmatch(part) else _quoted(part) for part in parts)
-
-    def marker(self, text: str) -> str:
-        """A marker, as a token if it is one."""
-        token = self._token_id(text)
-        return _quoted(text) if token is None else f"<[{token}]>"
+        return " ".join(f"<[{self._tokens[part]}]>" if part in self._tokens else quoted(part) for part in parts)
 
     def add_tool(self, name: str, schema: dict[str, Any]) -> None:
         """Add the rules for a call of this function."""
@@ -109,13 +112,27 @@ class _GrammarText:
         self._calls.append(f"call_{index}")
         if self._as_json:
             self.rules.append(f"call_{index}: %json {json.dumps(self._object(name, schema))}")
+            if format.separator is not None:
+                self.rules.append(f"more_{index}: {self.literal(format.separator)} call_{index}")
             return
         if format.python:
             self.rules.append(f"args_{index}: {' | '.join(self._keywords(index, name, schema))}")
+        elif format.tagged is not None:
+            self.rules.append(f"args_{index}: {' | '.join(self._tagged(format.tagged, index, name, schema))}")
         else:
             self.rules.append(f"args_{index}: %json {json.dumps({'type': 'object', **schema})}")
-        before, after = self.literal(f"{format.before}{name}{format.between}"), self.literal(format.after)
-        self.rules.append(f"call_{index}: {before} args_{index} {after}")
+        self.rules.append(f"call_{index}: {self._head('', name)} args_{index} {self.literal(format.after)}")
+        if format.separator is not None:
+            head = self._head(format.separator, name)
+            self.rules.append(f"more_{index}: {head} args_{index} {self.literal(format.after)}")
+
+    def _head(self, separator: str, name: str) -> str:
+        """What precedes the arguments of a call: one literal, so that no other literal starts with a part of it."""
+        format = self._format
+        if format.id_as_name:
+            before = self.literal(f"{separator}{format.before}functions.{name}:")
+            return f"{before} NUMBER {self.literal(format.between)}"
+        return self.literal(f"{separator}{format.before}{name}{format.between}")
 
     def _object(self, name: str, schema: dict[str, Any]) -> dict[str, Any]:
         """The schema of a call, for formats in which it is an object."""
@@ -134,58 +151,136 @@ class _GrammarText:
         format = self._format
         calls = "call"
         if several and format.separator is not None:
-            calls = f"call ({self.literal(format.separator)} call)*"
+            calls = "call more*"
+            self.rules.append(f"more: {' | '.join(call.replace('call', 'more') for call in self._calls)}")
         marker = format.markers[0] if format.open.startswith(format.markers[0]) else ""
         rest = f"{self.literal(format.open.removeprefix(marker))} {calls} {self.literal(format.close)}"
         block = f"{self.literal(marker)} rest"
-        again = f"({self.literal(format.gap)} {block})*" if several and format.separator is None else ""
+        again = f"({self.literal(format.gap + marker)} rest)*" if several and format.separator is None else ""
         self.rules += [f"call: {' | '.join(self._calls)}", f"rest: {rest}", f"calls: {block} {again}"]
 
     def free_text(self, several: bool, opener: str | None) -> str:
         """Text with calls in it. For formats without a marker: calls, or text that does not start with `opener`."""
         format = self._format
         if format.bare:
-            but = rf" & ~/\s*{_pattern(opener)}(.|\n)*/" if opener else ""
+            but = rf" & ~/\s*{pattern(opener)}(.|\n)*/" if opener else ""
             self.rules.append(rf"PLAIN: /\s*[^\s\{format.bare}](.|\n)*/{but}")
             return "(calls | PLAIN)?"
         block = f"{self.text_up_to('head', format.markers[0])} rest"
         return f"({block})* TEXT" if several else f"({block} | TEXT)"
 
     def text_up_to(self, name: str, marker: str) -> str:
-        """Free text followed by the first `marker`, either as a token or as text."""
-        self.rules.append(f"{name}_text[lazy]: TEXT {_quoted(marker)}")
-        token = self._token_id(marker)
-        return f"{name}_text" if token is None else f"({name}_text | TEXT <[{token}]>)"
+        """Free text followed by the first `marker`, either as tokens or as text."""
+        self.rules.append(f"{name}_text[lazy]: TEXT {quoted(marker)}")
+        before, *tokens = self._split.split(marker)
+        if not tokens:
+            return f"{name}_text"
+        self.rules.append(f"{name.upper()}_HEAD: TEXT {quoted(before)}" if before else f"{name.upper()}_HEAD: TEXT")
+        return f"({name}_text | {name.upper()}_HEAD {self.literal(marker.removeprefix(before))})"
 
     def _keywords(self, index: int, name: str, schema: dict[str, Any]) -> Iterator[str]:
-        """Keyword arguments in the schema's order: one alternative for each possible first argument."""
-        if unheld := sorted(schema.keys() - _UNCONSTRAINING):
-            raise InvalidParameter(
-                f"tools: {unheld[0]} in the parameters of {name}: this model's tool calls use keyword arguments, which "
-                "can enforce only properties and required",
-                "tools",
-            )
-        required = schema.get("required", [])
-        properties = dict(schema.get("properties", {}))
-        properties |= {key: {} for key in required if key not in properties}
-        shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-        items: list[tuple[str, bool]] = []
-        for key, value in properties.items():
+        """Keyword arguments in the schema's order."""
+        items = []
+        for at, (key, value, is_required) in enumerate(_properties(name, schema)):
             if not key.isidentifier():
                 raise InvalidParameter(
                     f"tools: {key!r} in the parameters of {name}: this model's tool calls use keyword arguments, whose "
                     "names must be identifiers",
                     "tools",
                 )
-            rule = f"value_{index}_{len(items)}"
-            self.rules.append(f"{rule}: %json {json.dumps({**value, **shared} if isinstance(value, dict) else value)}")
-            items.append((f"{_quoted(key + '=')} {rule}", key in required))
-        for first, (item, is_required) in enumerate(items):
-            others = (f'", " {other}' if must else f'(", " {other})?' for other, must in items[first + 1 :])
-            yield " ".join((item, *others))
-            if is_required:
-                return
-        yield '""'
+            rule = f"value_{index}_{at}"
+            self.rules.append(f"{rule}: %json {json.dumps(value)}")
+            items.append((f"{quoted(key + '=')} {rule}", is_required))
+        yield from _selections(items, '", "')
+
+    def _tagged(self, tags: TaggedArguments, index: int, name: str, schema: dict[str, Any]) -> Iterator[str]:
+        """Arguments between tags in the schema's order; any arguments if the schema says nothing about them."""
+        is_open = schema.get("additionalProperties") in (None, True, {})
+        if is_open and not schema.get("properties") and not schema.get("required"):
+            if "any_args" not in self._shared:
+                self._shared.add("any_args")
+                raw = self._raw("any", "TEXT", tags)
+                betweens = " | ".join(self.literal(way) for way in (tags.between, tags.between_json) if way)
+                self.rules.append(f"any_args: ({self.literal(tags.open)} KEY ({betweens}) {raw})*")
+            yield "any_args"
+            return
+        items = []
+        for at, (key, value, is_required) in enumerate(_properties(name, schema)):
+            opening, rule = self.literal(tags.open + key), f"value_{index}_{at}"
+            try:
+                ways = " | ".join(self._tagged_value(tags, rule, value, schema))
+            except ValueError as error:
+                raise InvalidParameter(f"tools: {key} in the parameters of {name}: {error}", "tools") from None
+            if not ways:
+                raise InvalidParameter(f"tools: {key} in the parameters of {name} allows no value", "tools")
+            items.append((f"{opening} ({ways})", is_required))
+        yield from _selections(items, "")
+
+    def _tagged_value(self, tags: TaggedArguments, rule: str, schema: Any, root: dict[str, Any]) -> Iterator[str]:
+        """The ways to write a value, each from `between` to `close`: as text, as JSON."""
+        types = types_of(schema, root)
+        others = types - TEXT
+        if "string" in types:
+            unlike = frozenset[str]() if tags.between_json else others
+            text = text_terminal(schema, root, tags.close.strip(), unlike)
+            if text is not None:
+                yield f"{self.literal(tags.between)} {self._raw(rule, text, tags)}"
+        if others:
+            narrowed = schema if types == others else {**_shared_by(root), "allOf": [schema, {"type": sorted(others)}]}
+            self.rules.append(f"{rule}_json: %json {json.dumps(narrowed)}")
+            yield f"{self.literal(tags.between_json or tags.between)} {rule}_json {self.literal(tags.close)}"
+
+    def _raw(self, rule: str, terminal: str, tags: TaggedArguments) -> str:
+        """Text that matches the terminal's expression, and the closing tag, either as tokens or as text."""
+        close = tags.close.rstrip("\n")
+        before, *tokens = self._split.split(close)
+        name = f"{rule.upper()}_TEXT"
+        if rule not in self._shared:
+            self._shared.add(rule)
+            self.rules.append(f"{name}: {terminal}")
+            if tokens:
+                self.rules.append(f"{name}_HEAD: {name} {quoted(before)}" if before else f"{name}_HEAD: {name}")
+            else:
+                self.rules.append(f"{rule}_text[lazy]: {name} {quoted(close)}")
+        if tokens:
+            return f"{name}_HEAD {self.literal(tags.close.removeprefix(before))}"
+        return f"{rule}_text {self.literal(tags.close.removeprefix(close))}"
+
+
+def _lax(schema: dict[str, Any], format: ToolFormat) -> dict[str, Any]:
+    """The schema of a function whose arguments are not enforced."""
+    if not format.python:
+        return {"type": "object"}
+    return {"type": "object", "properties": {key: {} for key in schema.get("properties", ()) if key.isidentifier()}}
+
+
+def _properties(name: str, schema: dict[str, Any]) -> Iterator[tuple[str, Any, bool]]:
+    """The properties of a schema, their schemas, and whether they are required, for arguments written one by one."""
+    if unheld := sorted(schema.keys() - _UNCONSTRAINING):
+        raise InvalidParameter(
+            f"tools: {unheld[0]} in the parameters of {name}: this model writes the arguments of tool calls one by "
+            "one, which can enforce only properties and required",
+            "tools",
+        )
+    required = schema.get("required", [])
+    properties = dict(schema.get("properties", {}))
+    properties |= {key: {} for key in required if key not in properties}
+    for key, value in properties.items():
+        yield key, {**value, **_shared_by(schema)} if isinstance(value, dict) else value, key in required
+
+
+def _shared_by(schema: dict[str, Any]) -> dict[str, Any]:
+    return {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+
+
+def _selections(items: list[tuple[str, bool]], separator: str) -> Iterator[str]:
+    """Items in their order, with or without those that are not required: one alternative for each possible first."""
+    for first, (item, is_required) in enumerate(items):
+        others = (f"{separator} {other}" if must else f"({separator} {other})?" for other, must in items[first + 1 :])
+        yield " ".join((item, *others))
+        if is_required:
+            return
+    yield '""'
 
 
 def _moved(schema: Any, path: str) -> Any:
@@ -205,12 +300,3 @@ def _moved(schema: Any, path: str) -> Any:
         else:
             moved[keyword] = value
     return moved
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
-
-
-def _pattern(text: str) -> str:
-    """A regular expression, between slashes, for this text."""
-    return re.escape(text).replace("/", "\\/")

@@ -274,7 +274,7 @@ def test_special_tokens_that_are_kept_show_alone(prompt: list[int], output: list
 
 
 def test_stop_strings_go_before_the_parser() -> None:
-    output_format = OutputFormat(tools=TOOL_FORMATS["hermes"], names=frozenset({"f"}))
+    output_format = OutputFormat(tools=TOOL_FORMATS["hermes"], schemas={"f": {}})
     text = 'Hi<tool_call>{"name": "f", "arguments": {"a": "STOP"}}</tool_call>'
     sequence = OutputProcessor(BYTE_LEVEL, 0, [], SamplingParams(stop=["STOP"]), output_format)
     delta = sequence.feed(EngineCoreOutput("r", ids(text), None, "stop"))

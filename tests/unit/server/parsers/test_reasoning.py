@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from quire.server.parsers.output_parser import OutputFormat
 from quire.server.parsers.reasoning import REASONING_FORMATS, detect_reasoning
 from quire.server.parsers.tool_formats import TOOL_FORMATS
-from tests.unit.server.parsers.samples import NAMES, TWO_CALLS, joined
+from tests.unit.server.parsers.samples import SCHEMAS, TWO_CALLS, joined
 
 CALL = TWO_CALLS["hermes"]
 
@@ -19,7 +19,7 @@ def read(text: str, is_thinking: bool, chunks: list[str] | None = None, shows: b
         reasoning=REASONING_FORMATS["qwen3"],
         is_thinking=is_thinking,
         tools=TOOL_FORMATS["hermes"],
-        names=NAMES,
+        schemas=SCHEMAS,
         shows_reasoning=shows,
     )
     parser = output_format.parser()

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from quire.server.parsers.events import Content, Event, ToolCall
 from quire.server.parsers.tool_calls import tool_parser
 from quire.server.parsers.tool_formats import TOOL_FORMATS
-from tests.unit.server.parsers.samples import NAMES, TWO_CALLS, joined
+from tests.unit.server.parsers.samples import SCHEMAS, TWO_CALLS, joined
 
 BOTH = [("get_weather", {"city": "Bonn"}), ("now", {})]
 
 
 def events_of(format: str, chunks: Iterable[str], limit: int | None = None) -> list[Event]:
-    parser = tool_parser(TOOL_FORMATS[format], NAMES, limit=limit)
+    parser = tool_parser(TOOL_FORMATS[format], SCHEMAS, limit=limit)
     events = [event for chunk in chunks for event in parser.feed(chunk)]
     return events + parser.finish()
 
@@ -52,7 +52,7 @@ def test_text_around_calls_is_content(format: str) -> None:
 def test_text_without_calls_is_content_and_not_held_back(format: str) -> None:
     text = "Nothing < to [ call | here {}: 1\n\nReally."
     assert read(format, text) == (text, [])
-    parser = tool_parser(TOOL_FORMATS[format], NAMES)
+    parser = tool_parser(TOOL_FORMATS[format], SCHEMAS)
     said = ""
     for end, character in enumerate("It is\n\nhot.", 1):
         said += "".join(event.text for event in parser.feed(character) if isinstance(event, Content))
@@ -65,7 +65,7 @@ def test_arguments_stream_before_they_are_complete(format: str) -> None:
     if TOOL_FORMATS[format].python:
         text = text.replace("city=", "unit='c', city=")
     half = text[: text.index("Bonn") + 2]
-    parser = tool_parser(TOOL_FORMATS[format], NAMES)
+    parser = tool_parser(TOOL_FORMATS[format], SCHEMAS)
     first, *others = [event for character in half for event in parser.feed(character)]
     assert isinstance(first, ToolCall)
     assert (first.index, first.name, first.arguments) == (0, "get_weather", "")
@@ -176,7 +176,7 @@ def test_hidden_markers_vanish_where_they_open_no_call() -> None:
     format = TOOL_FORMATS["mistral"]
     for text in ("a[TOOL_CALLS]b[ARGS]c", "[TOOL_CALLS][{]"):
         for chunks in ([text], text):
-            parser = tool_parser(format, NAMES, hidden=("[TOOL_CALLS]", "[ARGS]"))
+            parser = tool_parser(format, SCHEMAS, hidden=("[TOOL_CALLS]", "[ARGS]"))
             events = [event for chunk in chunks for event in parser.feed(chunk)] + parser.finish()
             assert joined(events)[0] == text.replace("[TOOL_CALLS]", "").replace("[ARGS]", "")
 
@@ -199,7 +199,7 @@ def test_what_is_read_does_not_depend_on_the_cuts(format: str, parts: list[str],
     text = "".join(parts)
     content, calls = read(format, text)
     assert joined(events_of(format, cut(text, cuts))) == (content, "", calls)
-    assert all(name in NAMES for name, _ in calls)
+    assert all(name in SCHEMAS for name, _ in calls)
     if not calls:
         assert content == text
 

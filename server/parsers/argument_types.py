@@ -1,0 +1,144 @@
+"""Arguments that are not written as JSON: their types, from the JSON schema of a function, and their conversion."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import json
+import warnings
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import unquote
+
+from quire.server.parsers.incremental import MalformedText, decoded
+
+ANY_TYPE = frozenset({"string", "number", "boolean", "null", "object", "array"})
+"""The types of JSON. An integer is a number here."""
+TEXT = frozenset({"string"})
+_MAX_DEPTH = 32
+"""Nesting of references and alternatives that is followed; beyond, any type is assumed."""
+
+
+def type_of(value: object) -> str:
+    """Return the type of a JSON value."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "boolean"
+        case str():
+            return "string"
+        case int() | float():
+            return "number"
+        case list():
+            return "array"
+    return "object"
+
+
+def property_types(schema: Mapping[str, Any], key: str) -> frozenset[str]:
+    """Return the types that an object's schema allows for the property `key`."""
+    properties = schema.get("properties")
+    if isinstance(properties, Mapping) and key in properties:
+        return types_of(properties[key], schema)
+    return types_of(schema.get("additionalProperties", {}), schema)
+
+
+def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
+    """Return the types that a schema allows, of the keywords that tell; `root` is what its references refer to."""
+    if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
+        return ANY_TYPE
+    types = ANY_TYPE
+    match schema.get("type"):
+        case str(name):
+            types &= {_plain(name)}
+        case [*names]:
+            types &= {_plain(name) for name in names}
+    if "const" in schema:
+        types &= {type_of(schema["const"])}
+    if isinstance(schema.get("enum"), list):
+        types &= {type_of(value) for value in schema["enum"]}
+    if isinstance(schema.get("$ref"), str):
+        types &= types_of(resolved(schema["$ref"], root), root, depth + 1)
+    for keyword in ("anyOf", "oneOf"):
+        if isinstance(schema.get(keyword), list):
+            types &= frozenset().union(*(types_of(each, root, depth + 1) for each in schema[keyword]))
+    for each in schema["allOf"] if isinstance(schema.get("allOf"), list) else ():
+        types &= types_of(each, root, depth + 1)
+    return types
+
+
+def resolved(reference: str, root: Mapping[str, Any]) -> Any:
+    """Return what a reference within `root` refers to; None if nothing."""
+    target: Any = root
+    for part in reference.removeprefix("#").split("/")[1:]:
+        part = unquote(part).replace("~1", "/").replace("~0", "~")
+        if isinstance(target, Mapping):
+            target = target.get(part)
+        elif isinstance(target, list) and part.isdecimal() and int(part) < len(target):
+            target = target[int(part)]
+        else:
+            return None
+    return target if reference.startswith("#") else None
+
+
+def json_of(text: str, types: frozenset[str]) -> str:
+    """Return the JSON text of an argument written as raw text, of one of these types.
+
+    If a string is one of them, JSON of the other types is taken as it is, and everything else is a string. If not, JSON
+    of any type is taken, Python's literals are converted, and only the rest is a string.
+    """
+    others = types - TEXT
+    try:
+        value = _strictly_decoded(text) if others else text
+        if type_of(value) in others or "string" not in types:
+            return text.strip()
+    except MalformedText:
+        if "string" not in types:
+            with contextlib.suppress(MalformedText):
+                return literal_json(text)
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _strictly_decoded(text: str) -> object:
+    """Parse JSON, without NaN, Infinity and unpaired surrogates, which Python accepts."""
+    value = decoded(text)
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError):
+        raise MalformedText from None
+    return value
+
+
+def literal_json(text: str) -> str:
+    """Convert a value written in JSON or Python to JSON. Raises `MalformedText`."""
+    try:
+        value = decoded(text)
+    except MalformedText:
+        value = _python_value(text.strip())
+    try:
+        written = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        return written if is_utf8(written) else json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        raise MalformedText from None
+
+
+def _python_value(text: str) -> object:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about backslashes in the model's text
+            return ast.literal_eval(text)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        raise MalformedText from None
+
+
+def is_utf8(text: str) -> bool:
+    """Whether a text has no unpaired surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _plain(name: object) -> str:
+    return "number" if name == "integer" else str(name)

@@ -1,0 +1,149 @@
+"""Grammars of strings that are written as raw text, without quotes and escapes, from their JSON schemas.
+
+Results are expressions of terminals in llguidance's Lark notation.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from quire.server.parsers.argument_types import resolved
+
+_MAX_BRANCHES = 64
+"""Combinations of alternatives in one schema."""
+_MAX_DEPTH = 32
+_FORMATS = {
+    "uuid": r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}",
+    "ipv4": r"((25[0-5]|(2[0-4]|1[0-9]|[1-9])?[0-9])\.){3}(25[0-5]|(2[0-4]|1[0-9]|[1-9])?[0-9])",
+    "email": r"[A-Za-z0-9_+-]+(\.[A-Za-z0-9_+-]+)*@([A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?\.)+[A-Za-z]{2,63}",
+    "uri": r"[A-Za-z][A-Za-z0-9+.-]*:(//[A-Za-z0-9._~-]+(:[0-9]{1,5})?)?"
+    r"(/([A-Za-z0-9._~!$&'()*+,;=:@-]|%[0-9A-Fa-f]{2})*)*(\?([A-Za-z0-9._~!$&'()*+,;=:@/?-]|%[0-9A-Fa-f]{2})*)?"
+    r"(#([A-Za-z0-9._~!$&'()*+,;=:@/?-]|%[0-9A-Fa-f]{2})*)?",
+}
+"""What may be written for a format: all or most of what it allows."""
+_ANYTHING = r"(.|\n)*"
+_ALTERNATIVES = ("anyOf", "oneOf")
+_NOT_JSON = {
+    "number": r"/\s*-?[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?\s*/",
+    "boolean": r"/\s*(true|false)\s*/",
+    "null": r"/\s*null\s*/",
+    "object": r"/\s*\{(.|\n)*/",
+    "array": r"/\s*\[(.|\n)*/",
+}
+"""By type, patterns for what could be taken for a JSON value of this type, and maybe more."""
+
+
+def text_terminal(schema: Any, root: Mapping[str, Any], end: str, others: frozenset[str]) -> str | None:
+    """Return an expression for the strings that a schema allows, or None if it allows none.
+
+    A string does not contain `end`, nor could it be taken for JSON of the types `others`. `root` is what references in
+    the schema refer to. Raises ValueError for keywords that cannot be enforced.
+    """
+    alternatives = [text for branch in _branches(schema, root) if (text := _branch(branch)) is not None]
+    if not alternatives:
+        return None
+    excluded = [f"~/(.|\\n)*{pattern(end)}(.|\\n)*/", *(f"~{_NOT_JSON[name]}" for name in sorted(others))]
+    anything = "TEXT" if "TEXT" in alternatives else f"({' | '.join(alternatives)})"
+    return " & ".join((anything, *excluded))
+
+
+def quoted(text: str) -> str:
+    """A literal."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def pattern(text: str) -> str:
+    """A regular expression, between slashes, for this text."""
+    return _between_slashes(re.escape(text))
+
+
+def _branches(schema: Any, root: Mapping[str, Any], depth: int = 0) -> list[list[Mapping[str, Any]]]:
+    """Resolve references and alternatives: in each branch, all schemas must hold."""
+    if schema is False:
+        return []
+    if not isinstance(schema, Mapping):
+        return [[]]
+    own = {keyword: value for keyword, value in schema.items() if keyword not in ("$ref", "allOf", *_ALTERNATIVES)}
+    groups = [schema[keyword] for keyword in _ALTERNATIVES if keyword in schema]
+    groups += [[each] for each in schema.get("allOf", ())]
+    if "$ref" in schema:
+        groups.append([resolved(schema["$ref"], root)])
+    found: list[list[Mapping[str, Any]]] = [[own]]
+    for group in groups:
+        branches = [branch for each in group for branch in _branches(each, root, depth + 1)]
+        found = [one + other for one in found for other in branches]
+        if len(found) > _MAX_BRANCHES or depth > _MAX_DEPTH:
+            raise ValueError("its alternatives and references are nested too deeply for a text")
+    return found
+
+
+def _branch(schemas: list[Mapping[str, Any]]) -> str | None:
+    """The strings for which all of these schemas hold."""
+    parts: list[str] = []
+    listed: list[str] | None = None
+    for schema in schemas:
+        types = schema.get("type", "string")
+        if "string" not in ([types] if isinstance(types, str) else types):
+            return None
+        for values in ([schema["const"]] if "const" in schema else None, schema.get("enum")):
+            if values is not None:
+                texts = [value for value in values if isinstance(value, str)]
+                listed = texts if listed is None else [text for text in listed if text in texts]
+        parts += _constraints(schema)
+    if listed is not None:
+        parts.insert(0, f"({' | '.join(map(quoted, listed))})")
+        if not listed:
+            return None
+    return " & ".join(parts) or "TEXT"
+
+
+def _constraints(schema: Mapping[str, Any]) -> Iterator[str]:
+    for keyword in ("not", "if"):
+        if keyword in schema:
+            raise ValueError(f"{keyword} is not supported for a text")
+    least, most = schema.get("minLength", 0), schema.get("maxLength")
+    if least or most is not None:
+        yield rf"/(.|\n){{{least},{'' if most is None else most}}}/"
+    if (regex := schema.get("pattern")) is not None:
+        yield f"/{_searched(regex)}/"
+    if (name := schema.get("format")) is not None:
+        if name not in _FORMATS:
+            raise ValueError(f"the format {name} is not supported for a text")
+        yield f"/{_between_slashes(_FORMATS[name])}/"
+
+
+def _searched(regex: str) -> str:
+    """JSON Schema's regular expressions match anywhere in a text, those of terminals the whole text."""
+    starts, ends = regex.startswith("^"), regex.endswith("$") and not regex.endswith(r"\$")
+    if (starts or ends) and _has_alternatives(regex):
+        raise ValueError(f"the pattern {regex} is not supported for a text: put its alternatives in parentheses")
+    inner = regex[starts : len(regex) - ends]
+    return _between_slashes(f"{'' if starts else _ANYTHING}({inner}){'' if ends else _ANYTHING}")
+
+
+def _has_alternatives(regex: str) -> bool:
+    """Whether a regular expression has alternatives outside of parentheses."""
+    depth, at, in_class = 0, 0, False
+    while at < len(regex):
+        match regex[at]:
+            case "\\":
+                at += 1
+            case "[":
+                in_class = True
+            case "]":
+                in_class = False
+            case "(" if not in_class:
+                depth += 1
+            case ")" if not in_class:
+                depth -= 1
+            case "|" if not in_class and not depth:
+                return True
+        at += 1
+    return False
+
+
+def _between_slashes(regex: str) -> str:
+    return re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", regex, flags=re.DOTALL).replace("\n", r"\n")

@@ -1,0 +1,71 @@
+"""Answers as models write them, in transcripts/: whole, cut at every character, and character by character.
+
+A file's first line names its format of reasoning. Then come answers: `@@` and a title, the text, `=>` and what is in
+it. Arguments are an object, or the text of one that is cut off.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.server.parsers.output_parser import OutputFormat
+from quire.server.parsers.reasoning import REASONING_FORMATS
+from quire.server.parsers.tool_formats import TOOL_FORMATS
+from tests.unit.server.parsers.samples import joined
+
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "get_weather": {"properties": {"city": {"type": "string"}, "unit": {"enum": ["c", "f"]}}, "required": ["city"]},
+    "now": {"properties": {}},
+    "search": {
+        "properties": {
+            "query": {"type": "string"},
+            "tags": {"type": "array"},
+            "filters": {"$ref": "#/$defs/filters"},
+            "exact": {"type": "boolean"},
+            "limit": {"anyOf": [{"type": "number"}, {"type": "null"}]},
+        },
+        "$defs": {"filters": {"type": "object"}},
+    },
+}
+FILES = sorted((Path(__file__).parent / "transcripts").glob("*.txt"))
+
+
+def transcripts() -> Iterator[Any]:
+    for path in FILES:
+        first, *answers = path.read_text(encoding="utf-8").split("\n@@ ")
+        for answer in answers:
+            title, _, rest = answer.partition("\n")
+            text, _, expected = rest.rpartition("\n=> ")
+            reasoning = first.removeprefix("reasoning: ")
+            yield pytest.param(path.stem, reasoning, text, json.loads(expected), id=f"{path.stem}: {title}")
+
+
+def read(format: OutputFormat, chunks: Iterable[str]) -> dict[str, Any]:
+    parser = format.parser()
+    events = [event for chunk in chunks for event in parser.feed(chunk)] + parser.finish()
+    content, reasoning, calls = joined(events)
+    return {"content": content, "reasoning": reasoning, "calls": calls}
+
+
+@pytest.mark.parametrize(("tools", "reasoning", "text", "expected"), [*transcripts()])
+def test_what_models_write(tools: str, reasoning: str, text: str, expected: dict[str, Any]) -> None:
+    format = OutputFormat(reasoning=REASONING_FORMATS[reasoning], tools=TOOL_FORMATS[tools], schemas=SCHEMAS)
+    whole = read(format, [text])
+    assert whole == read(format, text)
+    for at in range(1, len(text)):
+        assert read(format, [text[:at], text[at:]]) == whole
+    calls = [
+        [name, arguments if isinstance(wanted, str) else json.loads(arguments)]
+        for (name, arguments), (_, wanted) in zip(whole.pop("calls"), expected.get("calls", []), strict=True)
+    ]
+    assert {"calls": calls, **whole} == {"content": "", "reasoning": "", "calls": [], **expected}
+
+
+def test_every_format_has_ten() -> None:
+    counts = {path.stem: path.read_text(encoding="utf-8").count("\n@@ ") for path in FILES}
+    assert min(counts.values()) >= 10
