@@ -94,6 +94,7 @@ class ModelOptions:
         "internlm",
         "lfm2",
         "olmo3",
+        "openai",
     ] = flag("auto", "format of the model's tool calls (default: detected from its chat template)")
     reasoning_parser: Literal[
         "auto",
@@ -117,6 +118,7 @@ class ModelOptions:
         "kimi_k2",
         "hunyuan_a13b",
         "seed_oss",
+        "openai_gptoss",
     ] = flag(
         "auto", "format of the model's reasoning, which is separated from the content (default: as for tool calls)"
     )

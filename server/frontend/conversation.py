@@ -115,6 +115,8 @@ def _message(message: Message, template: str, at: int) -> dict[str, Any]:
         result["content"] = "\n".join(_text_of(part, at) for part in content)
     if "reasoning" in result:
         result.setdefault("reasoning_content", result.pop("reasoning"))
+    if ".thinking" in template and "reasoning_content" in result and not (content and message.get("tool_calls")):
+        result.setdefault("thinking", result["reasoning_content"])  # gpt-oss's allows this or content beside calls
     if result.get("role") == "developer" and "developer" not in template:
         result["role"] = "system"
     if calls := result.get("tool_calls"):

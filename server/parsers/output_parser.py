@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from quire.server.parsers.events import Content, Event
-from quire.server.parsers.reasoning import ReasoningFormat, ReasoningParser
+from quire.server.parsers.events import Content, Event, Reasoning
+from quire.server.parsers.harmony import HarmonyParser
+from quire.server.parsers.reasoning import HARMONY_REASONING, ReasoningFormat, ReasoningParser
 from quire.server.parsers.tool_calls import Schemas, ToolParser, tool_parser
-from quire.server.parsers.tool_formats import ToolFormat
+from quire.server.parsers.tool_formats import HARMONY, ToolFormat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,8 @@ class OutputFormat:
 
     def parser(self, hidden: Collection[str] = ()) -> OutputParser:
         """Create a parser for one answer. `hidden` are markers that are not shown where they do not mark anything."""
+        if self.reasoning is HARMONY_REASONING or self.tools is HARMONY:
+            return OutputParser(HarmonyParser(self.schemas, self.limit), None, self.shows_reasoning)
         tools = self.tools or (ToolFormat() if hidden else None)
         return OutputParser(
             ReasoningParser(self.reasoning, self.is_thinking) if self.reasoning else None,
@@ -42,7 +45,9 @@ class OutputFormat:
 class OutputParser:
     """Passes the text to the reasoning parser, and the content that it finds to the tool parser."""
 
-    def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None, shows_reasoning: bool) -> None:
+    def __init__(
+        self, reasoning: ReasoningParser | HarmonyParser | None, tools: ToolParser | None, shows_reasoning: bool
+    ) -> None:
         self._reasoning = reasoning
         self._tools = tools
         self._shows_reasoning = shows_reasoning
@@ -61,6 +66,6 @@ class OutputParser:
         for event in events:
             if isinstance(event, Content) and self._tools is not None:
                 read += self._tools.feed(event.text)
-            elif isinstance(event, Content) or self._shows_reasoning:
+            elif not isinstance(event, Reasoning) or self._shows_reasoning:
                 read.append(event)
         return read

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from quire.server.parsers.events import Content, Reasoning
 from quire.server.parsers.incremental import IncrementalParser, Steps, TextCutOff, any_of, beginning_of, space_before
+from quire.server.parsers.tool_formats import HARMONY_MARKERS
 
 
 @dataclass(frozen=True)
@@ -19,11 +20,13 @@ class ReasoningFormat:
     """What opens and closes the answer after reasoning, if the model writes that."""
     ends: tuple[str, ...] = ()
     """Markers of calls, which end reasoning that is not closed."""
+    inner: tuple[str, ...] = ()
+    """Other markers of the format."""
 
     @property
     def all_markers(self) -> tuple[str, ...]:
         """The markers that the parser needs."""
-        return (self.open, self.close, *self.answer, *self.ends)
+        return (self.open, self.close, *self.answer, *self.ends, *self.inner)
 
     def is_opened_by(self, prompt: str) -> bool:
         """Whether the prompt ends inside reasoning."""
@@ -36,6 +39,10 @@ class ReasoningFormat:
 
 _THINK = ReasoningFormat("<think>", "</think>")
 # DeepSeek-R1 (https://huggingface.co/deepseek-ai/DeepSeek-R1) and models that follow it.
+
+HARMONY_REASONING = ReasoningFormat(
+    "<|channel|>analysis<|message|>", "<|end|><|start|>assistant", inner=HARMONY_MARKERS
+)
 
 REASONING_FORMATS: dict[str, ReasoningFormat] = {
     **dict.fromkeys(("deepseek_r1", "deepseek_v3", "deepseek_v4", "qwen3", "glm45", "glm47", "holo2", "hy_v3"), _THINK),
@@ -50,6 +57,8 @@ REASONING_FORMATS: dict[str, ReasoningFormat] = {
     "hunyuan_a13b": ReasoningFormat("<think>", "</think>", answer=("<answer>", "</answer>")),
     # The template of Seed-OSS (https://huggingface.co/ByteDance-Seed/Seed-OSS-36B-Instruct).
     "seed_oss": ReasoningFormat("<seed:think>", "</seed:think>"),
+    # gpt-oss, whose answers `harmony` parses; see there.
+    "openai_gptoss": HARMONY_REASONING,
 }
 """The values of --reasoning-parser besides `auto` and `none`; the names are vLLM's."""
 
@@ -57,6 +66,7 @@ REASONING_FORMATS: dict[str, ReasoningFormat] = {
 def detect_reasoning(template: str) -> str | None:
     """Return the name of the format that a chat template uses, or None."""
     for name, signs in (
+        ("openai_gptoss", ("<|channel|>", "analysis")),
         ("granite", ("Here is my response:",)),
         ("mistral", ("[/THINK]",)),
         ("seed_oss", ("</seed:think>",)),

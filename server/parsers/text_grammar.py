@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from quire.server.parsers.argument_types import resolved
+from quire.server.parsers.argument_types import resolved, type_of, types_of
 
 _MAX_BRANCHES = 64
 """Combinations of alternatives in one schema."""
@@ -26,6 +26,8 @@ _FORMATS = {
 """What may be written for a format: all or most of what it allows."""
 _ANYTHING = r"(.|\n)*"
 _ALTERNATIVES = ("anyOf", "oneOf")
+_NOT_NESTED = frozenset({"null", "boolean", "number"})
+_BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "not", "if"}
 _NOT_JSON = {
     "number": r"/\s*-?[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?\s*/",
     "boolean": r"/\s*(true|false)\s*/",
@@ -37,17 +39,19 @@ _NOT_JSON = {
 
 
 def text_terminal(schema: Any, root: Mapping[str, Any], end: str, others: frozenset[str]) -> str | None:
-    """Return an expression for the strings that a schema allows, or None if it allows none.
+    """Return an expression for the values that a schema allows as text, or None if it allows none.
 
-    A string does not contain `end`, nor could it be taken for JSON of the types `others`. `root` is what references in
-    the schema refer to. Raises ValueError for keywords that cannot be enforced.
+    These are strings, which do not contain `end` and are not like JSON of the types `others`, and of these types null,
+    booleans and numbers (numbers with bounds are left out): a lexeme of their own would be taken for the start of a
+    string. `root` is what references in the schema refer to. Raises ValueError for keywords that cannot be enforced.
     """
-    alternatives = [text for branch in _branches(schema, root) if (text := _branch(branch)) is not None]
-    if not alternatives:
-        return None
+    branches = _branches(schema, root)
+    texts = [text for branch in branches if (text := _branch(branch)) is not None]
+    scalars = sorted({scalar for branch in branches for scalar in _scalars(branch, others)})
     excluded = [f"~/(.|\\n)*{pattern(end)}(.|\\n)*/", *(f"~{_NOT_JSON[name]}" for name in sorted(others))]
-    anything = "TEXT" if "TEXT" in alternatives else f"({' | '.join(alternatives)})"
-    return " & ".join((anything, *excluded))
+    strings = "TEXT" if "TEXT" in texts else f"({' | '.join(texts)})"
+    values = ([f"({' & '.join((strings, *excluded))})"] if texts else []) + scalars
+    return " | ".join(values) or None
 
 
 def quoted(text: str) -> str:
@@ -98,6 +102,28 @@ def _branch(schemas: list[Mapping[str, Any]]) -> str | None:
         if not listed:
             return None
     return " & ".join(parts) or "TEXT"
+
+
+def _scalars(schemas: list[Mapping[str, Any]], others: frozenset[str]) -> Iterator[str]:
+    """Null, booleans and numbers of the types `others` for which all of these schemas hold."""
+    listed = [v for schema in schemas for v in ([schema["const"]] if "const" in schema else schema.get("enum", ()))]
+    types = others
+    for schema in schemas:
+        types &= types_of({"type": schema["type"]} if "type" in schema else {}, {})
+    if listed:
+        yield from (quoted(json.dumps(v)) for v in listed if type_of(v) in types & _NOT_NESTED)
+        return
+    if "null" in types:
+        yield quoted("null")
+    if "boolean" in types:
+        yield '"true" | "false"'
+    if "number" in types and not any(_BOUNDS & schema.keys() for schema in schemas):
+        is_whole = any(schema.get("type") == "integer" for schema in schemas)
+        yield (
+            r"/-?(0|[1-9][0-9]{0,15})/"
+            if is_whole
+            else r"/-?(0|[1-9][0-9]{0,15})(\.[0-9]{1,16})?([eE][+-]?[0-9]{1,2})?/"
+        )
 
 
 def _constraints(schema: Mapping[str, Any]) -> Iterator[str]:

@@ -64,6 +64,8 @@ class ToolFormat:
     """Arguments are tagged, not JSON."""
     id_as_name: bool = False
     """In place of the name stands the call's id: `functions.`, the name, a colon and a number."""
+    answer_open: str = ""
+    """What precedes an answer that is not a call."""
     new_id: Callable[[], str] = _call_id
     read_as: ToolFormat | None = None
     """The format to parse, if models that write this one also write another."""
@@ -372,6 +374,21 @@ OLMO3 = ToolFormat(
     python=True,
 )
 
+HARMONY_MARKERS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
+
+HARMONY = ToolFormat(
+    # OpenAI, the format of gpt-oss: https://github.com/openai/harmony/blob/main/docs/format.md. `harmony` parses it;
+    # this is what a grammar lets the model write. <|call|> ends the answer.
+    markers=("<|channel|>",),
+    open="<|channel|>commentary to=functions.",
+    before="",
+    between=" <|constrain|>json<|message|>",
+    after="",
+    gap="<|call|><|start|>assistant",
+    answer_open="<|channel|>final<|message|>",
+    inner=HARMONY_MARKERS,
+)
+
 TOOL_FORMATS: dict[str, ToolFormat] = {
     "hermes": HERMES,
     "qwen": HERMES,
@@ -404,6 +421,7 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
     "internlm": INTERNLM,
     "lfm2": LFM2,
     "olmo3": OLMO3,
+    "openai": HARMONY,
 }
 """The values of --tool-call-parser besides `auto` and `none`; the names are vLLM's where it has one."""
 
@@ -418,6 +436,7 @@ def detect_tools(template: str) -> str | None:
         ("mistral", ("[TOOL_CALLS]",)),
         ("granite", ("<|tool_call|>", "<|start_of_role|>")),
         ("granite", ("<tool_call>", "assistant_tool_call")),
+        ("openai", ("<|channel|>", "<|message|>", "functions.")),
         ("hy_v3", ("<tool_sep>", "<arg_key>")),
         ("seed_oss", ("<seed:tool_call>",)),
         ("minimax_m2", ("<minimax:tool_call>",)),

@@ -27,6 +27,8 @@ _UNCONSTRAINING = {"type", "properties", "required", "additionalProperties", "$d
 }  # fmt: skip
 """The keywords of an object's schema that arguments written one by one can enforce, and those without an effect."""
 
+_NESTED = frozenset({"object", "array"})
+
 _AT_THE_ROOT = {"$schema", "$id", "id"}
 """Keywords that are only allowed in a root schema."""
 
@@ -69,7 +71,7 @@ def tool_grammar(
     grammar.add_blocks(several)
     if is_either:
         grammar.rules.append(f"answer: %json {json.dumps(answer)}")
-        body = "(calls | answer)"
+        body = f"(calls | {grammar.literal(format.answer_open)} answer)"
     else:
         body = "calls" if required else grammar.free_text(several, reasoning.open if reasoning else None)
     if reasoning is not None:
@@ -166,6 +168,8 @@ class _GrammarText:
             but = rf" & ~/\s*{pattern(opener)}(.|\n)*/" if opener else ""
             self.rules.append(rf"PLAIN: /\s*[^\s\{format.bare}](.|\n)*/{but}")
             return "(calls | PLAIN)?"
+        if format.answer_open:
+            return f"(calls | {self.literal(format.answer_open)} TEXT)"
         block = f"{self.text_up_to('head', format.markers[0])} rest"
         return f"({block})* TEXT" if several else f"({block} | TEXT)"
 
@@ -225,6 +229,8 @@ class _GrammarText:
             text = text_terminal(schema, root, tags.close.strip(), unlike)
             if text is not None:
                 yield f"{self.literal(tags.between)} {self._raw(rule, text, tags)}"
+            if not tags.between_json:
+                others &= _NESTED
         if others:
             narrowed = schema if types == others else {**_shared_by(root), "allOf": [schema, {"type": sorted(others)}]}
             self.rules.append(f"{rule}_json: %json {json.dumps(narrowed)}")
@@ -266,6 +272,8 @@ def _properties(name: str, schema: dict[str, Any]) -> Iterator[tuple[str, Any, b
     properties = dict(schema.get("properties", {}))
     properties |= {key: {} for key in required if key not in properties}
     for key, value in properties.items():
+        if value is False and key not in required:
+            continue
         yield key, {**value, **_shared_by(schema)} if isinstance(value, dict) else value, key in required
 
 

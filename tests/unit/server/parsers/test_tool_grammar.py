@@ -255,3 +255,96 @@ def test_what_the_grammar_forces_is_what_the_parser_reads(format: str) -> None:
     text = tokenizer.decode([i for i in ids if i != 2], skip_special_tokens=False)
     content, _, calls = joined(parser.feed(text) + parser.finish())
     assert (content, [(name, json.loads(said)) for name, said in calls]) == ("", [("now", {"n": 7})])
+
+
+HARMONY_CALL = '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Bonn"}'
+HARMONY_THOUGHTS = "<|channel|>analysis<|message|>I think<|end|><|start|>assistant"
+
+
+@pytest.mark.parametrize("kind", ["text", "special"])
+def test_harmony_writes_calls_and_answers_in_channels(kind: str) -> None:
+    answer = "<|channel|>final<|message|>"
+
+    def rules(required: bool, answer: object = None) -> str:
+        return tool_grammar(
+            TOOL_FORMATS["openai"],
+            TOOLS,
+            tokenizers(kind)[0].token_to_id,
+            required=required,
+            several=False,
+            answer=answer,
+            reasoning=REASONING_FORMATS["openai_gptoss"],
+        )
+
+    for start in ("", HARMONY_THOUGHTS):
+        assert verdict(kind, rules(True), start + HARMONY_CALL) == "yes"
+        assert verdict(kind, rules(True), start + HARMONY_CALL.replace("city", "town")) == "no"
+        assert verdict(kind, rules(True), f"{start}{answer}Hello") == "no"
+        assert verdict(kind, rules(False), start + HARMONY_CALL) == "yes"
+        assert verdict(kind, rules(False), f"{start}{answer}Hello") == "yes"
+        assert verdict(kind, rules(False), start + HARMONY_CALL.replace("city", "town")) == "no"
+        assert verdict(kind, rules(False, ANSWER), f'{start}{answer}{{"city": "Bonn"}}') == "yes"
+        assert verdict(kind, rules(False, ANSWER), f"{start}{answer}Hello") == "no"
+
+
+ARGUMENTS: dict[str, object] = {
+    "properties": {
+        "text": {"type": "string", "minLength": 2, "maxLength": 4},
+        "code": {"type": "string", "pattern": "^[a-z]+/[0-9]"},
+        "id": {"type": "string", "format": "uuid"},
+        "kind": {"enum": ["a", 1, None]},
+        "count": {"type": "integer", "minimum": 3},
+        "some": {"anyOf": [{"type": "string"}, {"type": "integer"}, {"type": "array", "items": {"type": "null"}}]},
+        "bound": {"anyOf": [{"type": "string"}, {"type": "integer", "minimum": 3}]},
+        "maybe": {"$ref": "#/$defs/maybe"},
+        "list": {"type": "array", "items": {"type": "integer"}},
+    },
+    "additionalProperties": False,
+    "$defs": {"maybe": {"type": ["string", "null"]}},
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "good", "bad"),
+    [
+        ("text", ["ab", "é\n<x"], ["a", "abcde"]),
+        ("code", ["ab/1", "ab/1 more"], ["ab", "1ab/1"]),
+        ("id", ["123e4567-e89b-12d3-a456-426614174000"], ["123e4567"]),
+        ("kind", ["a", "1", "null"], ["b", '"a"', "2"]),
+        ("count", ["3", "30"], ["2", '"3"', "three"]),
+        ("some", ["3", "three", "3 men", "[null]"], ["2.5", "[3]"]),
+        ("bound", ["x", "3 men"], ["2", "3"]),
+        ("maybe", ["null", "nothing", "5", ""], []),
+        ("list", ["[1, 2]", "[]"], ["1", "[1.5]", "[1"]),
+    ],
+)
+@pytest.mark.parametrize(
+    ("format", "text"),
+    [
+        (
+            "qwen3_coder",
+            "<tool_call>\n<function=f>\n<parameter={key}>\n{value}\n</parameter>\n</function>\n</tool_call>",
+        ),
+        ("glm47", "<tool_call>f<arg_key>{key}</arg_key><arg_value>{value}</arg_value></tool_call>"),
+    ],
+)
+def test_text_and_json_follow_the_schema(format: str, text: str, key: str, good: list[str], bad: list[str]) -> None:
+    rules = {kind: grammar(format, kind, (GrammarTool("f", ARGUMENTS),), several=False) for kind in ("text", "special")}
+    for kind, values, expected in (("text", good, "yes"), ("special", good, "yes"), ("text", bad, "no")):
+        for value in values:
+            assert verdict(kind, rules[kind], text.format(key=key, value=value)) == expected, value
+
+
+def test_any_arguments_where_the_schema_says_nothing() -> None:
+    tools = (GrammarTool("f", {"type": "object"}), GrammarTool("g", {"type": "object"}, strict=True))
+    rules = grammar("deepseek_v32", "text", tools, required=False)
+    for arguments in ("", '<｜DSML｜parameter name="any" string="false">[1]</｜DSML｜parameter>\n'):
+        call = f'<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n{arguments}</｜DSML｜invoke>\n'
+        call += "</｜DSML｜function_calls>"
+        assert verdict("text", rules, call) == "yes"
+
+
+@pytest.mark.parametrize("value", [{"not": {"const": "a"}}, {"type": "string", "format": "hostname"}])
+def test_what_a_text_cannot_enforce_is_refused(value: object) -> None:
+    with pytest.raises(InvalidParameter, match="tools: key in the parameters of f"):
+        grammar("seed_oss", "text", (GrammarTool("f", {"properties": {"key": value}}),))

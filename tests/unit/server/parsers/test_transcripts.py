@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from quire.server.parsers.output_parser import OutputFormat
 from quire.server.parsers.reasoning import REASONING_FORMATS
-from quire.server.parsers.tool_formats import TOOL_FORMATS
+from quire.server.parsers.tool_formats import HARMONY_MARKERS, TOOL_FORMATS
 from tests.unit.server.parsers.samples import joined
 
 SCHEMAS: dict[str, dict[str, Any]] = {
@@ -69,3 +71,29 @@ def test_what_models_write(tools: str, reasoning: str, text: str, expected: dict
 def test_every_format_has_ten() -> None:
     counts = {path.stem: path.read_text(encoding="utf-8").count("\n@@ ") for path in FILES}
     assert min(counts.values()) >= 10
+
+
+PIECES = [
+    *HARMONY_MARKERS,
+    "analysis",
+    "final",
+    "commentary",
+    " to=functions.now",
+    '{"a": [1',
+    "}",
+    "]",
+    "x " * 300,
+    "\n",
+]
+
+
+@given(st.lists(st.sampled_from(PIECES), max_size=12), st.lists(st.integers(0, 10_000), max_size=4))
+@settings(max_examples=300, deadline=None)
+def test_harmony_ends_whatever_the_model_writes(parts: list[str], cuts: list[int]) -> None:
+    text = "".join(parts)
+    format = OutputFormat(tools=TOOL_FORMATS["openai"], schemas=SCHEMAS)
+    ends = sorted({at % (len(text) + 1) for at in cuts})
+    pieces = [text[begin:end] for begin, end in zip([0, *ends], [*ends, len(text)], strict=True)]
+    whole = read(format, [text])
+    assert read(format, pieces) == read(format, parts) == whole
+    assert not any(marker in whole["content"] for marker in HARMONY_MARKERS)

@@ -1,0 +1,131 @@
+"""Parses Harmony, the format of gpt-oss: messages with a channel and a recipient
+(https://github.com/openai/harmony/blob/main/docs/format.md).
+
+A message is a header, <|message|>, the text, and a marker that ends it. The header has a role (the prompt has written
+the first one), a channel and a recipient: `<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json`.
+The analysis channel is reasoning, messages to functions are calls, all others are content.
+"""
+
+from __future__ import annotations
+
+import re
+
+from quire.server.parsers.events import Content, Reasoning, ToolCall
+from quire.server.parsers.incremental import (
+    IncrementalParser,
+    MalformedText,
+    Steps,
+    TextCutOff,
+    any_of,
+    beginning_of,
+)
+from quire.server.parsers.tool_calls import Schemas
+from quire.server.parsers.tool_formats import HARMONY, HARMONY_MARKERS
+
+_BODY = "<|message|>"
+_HEADER = ("<|start|>", "<|channel|>", "<|constrain|>")
+_ENDS = ("<|end|>", "<|return|>", "<|call|>", "<|start|>", "<|channel|>")
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
+_ANY = any_of(HARMONY_MARKERS)
+_END = any_of(_ENDS)
+_HALF = beginning_of(HARMONY_MARKERS)
+_MAX_HEADER = 512
+"""Characters of a header; a longer text is not one."""
+
+
+class HarmonyParser(IncrementalParser):
+    """Splits the messages of an answer into reasoning, content and calls. Text without a header is content.
+
+    Messages of the same kind are separated by a line break.
+    """
+
+    def __init__(self, schemas: Schemas, limit: int | None) -> None:
+        """`limit`: maximum number of calls to emit."""
+        self._schemas = schemas
+        self._limit = limit
+        self._count = 0
+        self._shown: set[type[Content | Reasoning]] = set()
+        """The kinds of text that have been emitted."""
+        self._is_new = False
+        """Nothing of the current message has been emitted."""
+        super().__init__()
+
+    def _run(self) -> Steps[None]:
+        is_first = True
+        while True:
+            try:
+                header = yield from self._header(is_first)
+                is_first = False
+                recipient, channel = _RECIPIENT.search(header), _CHANNEL.search(header)
+                kind = Reasoning if channel is not None and channel[1] == "analysis" else Content
+                self._is_new = True
+                if recipient is not None and recipient[1] in self._schemas:
+                    yield from self._call(recipient[1])
+                yield from self._body(kind)
+            except TextCutOff:
+                yield
+
+    def _header(self, is_first: bool) -> Steps[str]:
+        """Read a header and the marker of the text; returns "" for text without a header."""
+        opens = (*_HEADER, _BODY, "to=") if is_first else (*_HEADER, _BODY)
+        while True:
+            start, at = self._text.lstrip(), self._text.find(_BODY)
+            is_header = any(start.startswith(marker) or marker.startswith(start) for marker in opens)
+            if not is_header or (at if at >= 0 else len(self._text) - len(_BODY)) > _MAX_HEADER:
+                break
+            if at >= 0:
+                self._pos = at + len(_BODY)
+                header = self._text[:at]
+                self._drop()
+                return header
+            if self._ended:
+                break
+            yield
+        if found := _ANY.match(start):  # a header that is cut off, or too long
+            self._text = "" if self._ended else start[found.end() :]
+        if self._ended and not self._text:
+            raise TextCutOff
+        return ""
+
+    def _call(self, name: str) -> Steps[None]:
+        """Read the arguments of a call."""
+        if (yield from self._peek()) != "{":
+            self._pos = 0
+            return
+        self._drop()
+        self._count += 1
+        self._emit_call(ToolCall(self._count - 1, "", HARMONY.new_id(), name))
+        try:
+            yield from self._nested(lambda text: self._emit_call(ToolCall(self._count - 1, text)))
+            yield from self._peek()
+            self._drop()
+        except TextCutOff:
+            self._text, self._pos = "", 0
+            raise
+        except MalformedText:
+            self._pos = 0
+
+    def _body(self, kind: type[Content | Reasoning]) -> Steps[None]:
+        """Emit the text up to the marker that ends it."""
+        while (found := _END.search(self._text)) is None:
+            half = None if self._ended else _HALF.search(self._text)
+            self._emit(kind, half.start() if half else len(self._text))
+            yield from self._more()
+        self._emit(kind, found.start())
+        self._pos = 0 if found[0] in _HEADER else len(found[0])
+        self._drop()
+
+    def _emit(self, kind: type[Content | Reasoning], length: int) -> None:
+        text, self._text = self._text[:length], self._text[length:]
+        text = _ANY.sub("", text)
+        if text:
+            if self._is_new and kind in self._shown:
+                text = f"\n{text}"
+            self._events.append(kind(text))
+            self._shown.add(kind)
+            self._is_new = False
+
+    def _emit_call(self, piece: ToolCall) -> None:
+        if self._limit is None or piece.index < self._limit:
+            self._events.append(piece)
