@@ -1,7 +1,7 @@
 """`/v1/messages` and `/v1/messages/count_tokens`: Anthropic's API (https://docs.claude.com/en/api/messages).
 
 Requests are converted to chat, and the output of chat to blocks. Reasoning is returned as plain text with an empty
-signature, and accepted as such; `budget_tokens` is not enforced, only `max_tokens` is.
+signature, and accepted as such; `budget_tokens` is enforced.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ _NAMES = {
     "continue_final_message": "messages",
     "response_format": "output_config.format",
     "reasoning_effort": "output_config.effort",
+    "thinking_token_budget": "thinking.budget_tokens",
     ".function.parameters": ".input_schema",
     ".function": "",
     "stop": "stop_sequences",
@@ -219,6 +220,8 @@ class CountTokensRequest(ProcessedBody, RequestModel):
         if (choice := self.tool_choice) is not None:
             fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
             fields["tool_choice"] = _chat_choice(choice)
+        if self.thinking is not None and self.thinking.type == "enabled":
+            fields["thinking_token_budget"] = self.thinking.budget_tokens
         if (output := self.output_config) is not None:
             fields["reasoning_effort"] = output.effort
             if output.format is not None:

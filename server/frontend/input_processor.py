@@ -39,7 +39,7 @@ from quire.server.frontend.structured_outputs import SizeCheck, StructuredOutput
 from quire.server.frontend.tokenizer import Tokenizer
 from quire.server.frontend.tools import ToolUse
 from quire.server.parsers.output_parser import OutputFormat
-from quire.server.parsers.tool_grammar import GrammarTool, tool_grammar
+from quire.server.parsers.tool_grammar import GrammarTool, thoughts_grammar, tool_grammar
 
 T = TypeVar("T")
 
@@ -194,10 +194,19 @@ class InputProcessor:
         if (answer := params.structured_outputs) is not None:
             name = _name("structured_outputs", options.param_names)
             params.structured_outputs = await self._structured.resolve_in_thread(answer, name)
-        if chat.tool_use is not None and (chat.tool_use.needs_grammar or answer is not None):
+        budget = None if output_format is None or output_format.reasoning is None else chat.thinking_budget
+        needs_grammar = chat.tool_use is not None and (chat.tool_use.needs_grammar or budget is not None)
+        if chat.tool_use is not None and (needs_grammar or answer is not None):
             schema = None if answer is None or chat.tool_use.required else _schema_of(answer, name)
-            grammar = self._tool_grammar(chat.tool_use, output_format, schema)
+            grammar = self._tool_grammar(chat.tool_use, output_format, schema, budget)
             params.structured_outputs = await self._resolve_tools(grammar, chat.tool_use)
+        elif budget is not None and answer is None:  # an answer of a structure has no thoughts
+            assert output_format is not None
+            assert output_format.reasoning is not None
+            text = thoughts_grammar(output_format.reasoning, self.tokenizer.added_id, output_format.is_thinking, budget)
+            params.structured_outputs = await self._structured.resolve_in_thread(
+                StructuredOutputs(grammar=text), "thinking_token_budget"
+            )
         return GenerationInput(
             prompts=[prompt],
             params=params,
@@ -368,7 +377,9 @@ class InputProcessor:
             limit=None if use is None else use.max_calls,
         )
 
-    def _tool_grammar(self, use: ToolUse, output_format: OutputFormat | None, answer: Any) -> StructuredOutputs:
+    def _tool_grammar(
+        self, use: ToolUse, output_format: OutputFormat | None, answer: Any, budget: int | None
+    ) -> StructuredOutputs:
         """Return the grammar for required or strict calls, or for calls or an answer with the schema `answer`."""
         assert output_format is not None
         assert output_format.tools is not None
@@ -384,6 +395,7 @@ class InputProcessor:
             answer=answer,
             reasoning=output_format.reasoning,
             is_thinking=output_format.is_thinking,
+            budget=budget,
         )
         return StructuredOutputs(grammar=grammar)
 

@@ -78,6 +78,8 @@ class ChatInput:
     """Which of them the model may or must call; None: it may call none."""
     template: ChatTemplateOptions = field(default_factory=ChatTemplateOptions)
     shows_reasoning: bool = True
+    thinking_budget: int | None = None
+    """Maximum number of tokens of reasoning."""
 
 
 @dataclass(frozen=True, kw_only=True)

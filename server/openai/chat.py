@@ -122,6 +122,8 @@ class ChatRequest(GenerationRequest):
     """As in Responses: further calls are dropped."""
     include_reasoning: bool | None = None
     """vLLM extension: false omits the model's reasoning from the response."""
+    thinking_token_budget: Annotated[Int64, Field(ge=0)] | None = None
+    """vLLM extension: maximum number of tokens of reasoning, which ends there."""
     reasoning_effort: ReasoningEffort | None = None
     """A variable of the model's chat template. A hint if the template does not use it."""
     chat_template: str | None = None
@@ -186,6 +188,7 @@ class ChatRequest(GenerationRequest):
             tool_use=read_tool_use(self.tools or (), self.tool_choice, max_calls),
             template=template,
             shows_reasoning=self.include_reasoning is not False,
+            thinking_budget=self.thinking_token_budget,
         )
 
     async def process_here(

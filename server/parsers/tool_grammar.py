@@ -15,9 +15,9 @@ from typing import Any
 from quire.engine.protocol.errors import InvalidParameter
 from quire.server.parsers.argument_types import TEXT, types_of
 from quire.server.parsers.incremental import any_of
-from quire.server.parsers.reasoning import ReasoningFormat
+from quire.server.parsers.reasoning import HARMONY_REASONING, ReasoningFormat
 from quire.server.parsers.text_grammar import pattern, quoted, text_terminal
-from quire.server.parsers.tool_formats import TaggedArguments, ToolFormat
+from quire.server.parsers.tool_formats import HARMONY, TaggedArguments, ToolFormat
 
 TokenId = Callable[[str], int | None]
 """The id of a marker that is one added token; None for plain text."""
@@ -55,13 +55,15 @@ def tool_grammar(
     answer: Any = None,
     reasoning: ReasoningFormat | None = None,
     is_thinking: bool = False,
+    budget: int | None = None,
 ) -> str:
     """Return the grammar of an answer with calls of these tools.
 
     `required`: only calls, whose arguments follow the schemas. Otherwise free text too, or with `answer` (a JSON
     schema) a matching answer instead of calls; then only `strict` tools follow their schemas. `several` calls, or at
-    most one. If the model uses reasoning, that comes first (`is_thinking`: the prompt has opened it). Raises
-    `InvalidParameter` for schemas that keyword arguments cannot enforce.
+    most one. If the model uses reasoning, that comes first (`is_thinking`: the prompt has opened it), at most `budget`
+    tokens of it. Raises `InvalidParameter` for schemas that keyword arguments cannot enforce, and for a budget if no
+    token closes reasoning.
     """
     is_either = answer is not None and not required
     grammar = _GrammarText(format, reasoning, token_id, as_json=is_either and format.bare == "{")
@@ -74,14 +76,14 @@ def tool_grammar(
         body = f"(calls | {grammar.literal(format.answer_open)} answer)"
     else:
         body = "calls" if required else grammar.free_text(several, reasoning.open if reasoning else None)
-    if reasoning is not None:
-        thoughts = f"{grammar.text_up_to('thoughts', reasoning.close)} SPACE"
-        if reasoning.answer:
-            thoughts += f" ({grammar.literal(reasoning.answer[0])} SPACE)?"
-        body = f"{thoughts} {body}" if is_thinking else f"({grammar.literal(reasoning.open)} {thoughts})? {body}"
-    rules = [f"start: {body}", *grammar.rules, r"TEXT: /(.|\n)*/", r"SPACE: /\s{0,4}/"]
-    rules += [r"KEY: /[^<>\"=\n]+/", "NUMBER: /[0-9]{1,4}/"]
-    return "\n".join(rules) + "\n"
+    return grammar.text_of(body, reasoning, is_thinking, budget)
+
+
+def thoughts_grammar(reasoning: ReasoningFormat, token_id: TokenId, is_thinking: bool, budget: int) -> str:
+    """Return the grammar of any answer after at most `budget` tokens of reasoning; see `tool_grammar`."""
+    grammar = _GrammarText(HARMONY if reasoning is HARMONY_REASONING else ToolFormat(), reasoning, token_id, False)
+    body = f"{grammar.literal(HARMONY.answer_open)} TEXT" if reasoning is HARMONY_REASONING else "TEXT"
+    return grammar.text_of(body, reasoning, is_thinking, budget)
 
 
 class _GrammarText:
@@ -102,6 +104,30 @@ class _GrammarText:
         self._calls: list[str] = []
         self._shared: set[str] = set()
         """Names of rules that are used several times."""
+
+    def text_of(self, body: str, reasoning: ReasoningFormat | None, is_thinking: bool, budget: int | None) -> str:
+        """The grammar of reasoning and then `body`."""
+        if reasoning is not None:
+            thoughts = f"{self._thoughts(reasoning.close, budget)} SPACE"
+            if reasoning.answer:
+                thoughts += f" ({self.literal(reasoning.answer[0])} SPACE)?"
+            body = f"{thoughts} {body}" if is_thinking else f"({self.literal(reasoning.open)} {thoughts})? {body}"
+        rules = [f"start: {body}", *self.rules, r"TEXT: /(.|\n)*/", r"SPACE: /\s{0,4}/"]
+        rules += [r"KEY: /[^<>\"=\n]+/", "NUMBER: /[0-9]{1,4}/"]
+        return "\n".join(rules) + "\n"
+
+    def _thoughts(self, close: str, budget: int | None) -> str:
+        if budget is None:
+            return self.text_up_to("thoughts", close)
+        before, *tokens = self._split.split(close)
+        if before or not tokens:
+            raise InvalidParameter(
+                f"thinking_token_budget: it needs a token that closes reasoning, but this model writes {close!r} as "
+                "text",
+                "thinking_token_budget",
+            )
+        self.rules.append(f"thoughts[max_tokens={budget}]: TEXT")
+        return f"{'thoughts ' if budget else ''}{self.literal(close)}"
 
     def literal(self, text: str) -> str:
         """An expression for this text, in which markers may be tokens; empty for empty text."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from pydantic import TypeAdapter
+from tokenizers import AddedToken, Tokenizer
 
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.protocol.errors import InvalidParameter
@@ -23,8 +24,17 @@ F = {"name": "f", "description": "does", "input_schema": CITY}
 G = {"name": "g", "input_schema": {"type": "object"}}
 
 
+def add_thinking_tokens(config: EngineConfig) -> None:
+    """Make <think> and </think> tokens, as a budget needs them."""
+    path = str(Path(config.model.path) / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(path)
+    tokenizer.add_tokens([AddedToken("<think>", special=False), AddedToken("</think>", special=False)])
+    tokenizer.save(path)
+
+
 @pytest.fixture
 async def server(talking: EngineConfig) -> AsyncIterator[Server]:  # noqa: F811
+    add_thinking_tokens(talking)
     async with run_server(talking) as running:
         yield running
 
@@ -296,6 +306,10 @@ async def test_thoughts_that_cannot_be_turned_off(
     talking: EngineConfig,  # noqa: F811
 ) -> None:
     (Path(talking.model.path) / "chat_template.jinja").write_text(TEMPLATE.replace("enable_thinking", "other"))
+    async with run_server(talking) as server:
+        error = await refused(server, body(thinking={"type": "enabled", "budget_tokens": 1024}))
+        assert "thinking.budget_tokens: it needs a token that closes reasoning" in error["message"]
+    add_thinking_tokens(talking)
     async with run_server(talking) as server:
         error = await refused(server, body(thinking={"type": "disabled"}))
         assert "cannot disable it" in error["message"]

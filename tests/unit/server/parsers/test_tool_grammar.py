@@ -14,7 +14,7 @@ from quire.server.frontend.structured_outputs import _checked_grammar
 from quire.server.parsers.reasoning import REASONING_FORMATS, ReasoningFormat
 from quire.server.parsers.tool_calls import tool_parser
 from quire.server.parsers.tool_formats import TOOL_FORMATS
-from quire.server.parsers.tool_grammar import GrammarTool, tool_grammar
+from quire.server.parsers.tool_grammar import GrammarTool, thoughts_grammar, tool_grammar
 from tests.fakes.tokenizers import byte_level
 from tests.unit.server.parsers.samples import SCHEMAS, TOOLS, TWO_CALLS, joined
 
@@ -348,3 +348,25 @@ def test_any_arguments_where_the_schema_says_nothing() -> None:
 def test_what_a_text_cannot_enforce_is_refused(value: object) -> None:
     with pytest.raises(InvalidParameter, match="tools: key in the parameters of f"):
         grammar("seed_oss", "text", (GrammarTool("f", {"properties": {"key": value}}),))
+
+
+@pytest.mark.parametrize("is_thinking", [True, False])
+def test_thoughts_end_with_their_budget(is_thinking: bool) -> None:
+    tokenizer, _ = tokenizers("special")
+    rules = thoughts_grammar(THINK, tokenizer.token_to_id, is_thinking, budget=3)
+    for text, allowed in (("abc</think>def", 14), ("abcd", 3), ("</think>and more than that", 26)):
+        matcher = compiled("special", rules).deep_copy()
+        ids = tokenizer.encode(text if is_thinking else f"<think>{text}", add_special_tokens=False).ids
+        count = 0
+        for token in ids:
+            if not matcher.compute_logit_bias()[token]:
+                break
+            matcher.consume_token(token)
+            count += len(tokenizer.decode([token], skip_special_tokens=False))
+        assert count == allowed + (0 if is_thinking else len("<think>"))
+    none = thoughts_grammar(THINK, tokenizer.token_to_id, is_thinking=True, budget=0)
+    assert (verdict("special", none, "</think>a"), verdict("special", none, "a</think>")) == ("yes", "no")
+    with pytest.raises(InvalidParameter, match="thinking_token_budget"):
+        thoughts_grammar(THINK, tokenizers("text")[0].token_to_id, is_thinking=True, budget=3)
+    harmony = thoughts_grammar(REASONING_FORMATS["openai_gptoss"], tokenizer.token_to_id, is_thinking=False, budget=50)
+    assert verdict("special", harmony, f"{HARMONY_THOUGHTS}<|channel|>final<|message|>Hello") == "yes"
