@@ -308,6 +308,7 @@ class GenerationRequest(ProcessedBody, RequestModel):
         "mm_processor_kwargs": rejected({}),
         "prompt_embeds": rejected(),
         "spaces_between_special_tokens": rejected(True),
+        "thinking_token_budget": rejected(),
         "vllm_xargs": rejected({}),
         # Open WebUI's
         "chat_id": hint(),
