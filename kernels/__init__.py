@@ -69,6 +69,7 @@ __all__ = [
     "route",
     "sample",
     "score_tokens",
+    "selective_scan",
     "uniform_noise",
 ]
 
@@ -85,6 +86,7 @@ activate = by_device(reference.activate)
 attention = by_device(reference.attention)
 causal_conv = by_device(reference.causal_conv)
 linear_attention = by_device(reference.linear_attention)
+selective_scan = by_device(reference.selective_scan)
 apply_bitmask = by_device(reference.apply_bitmask)
 score_tokens = by_device(reference.score_tokens)
 penalize = by_device(reference.penalize)

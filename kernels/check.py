@@ -162,16 +162,28 @@ def _calls(device: torch.device, dtype: torch.dtype, config: AttentionConfig) ->
     pages = torch.randn(3, 6, 80, 80, generator=noise).to(device), random(3, 3, 800)
     gates, tail = torch.rand(20, 6, generator=noise).to(device), random(800, 4)
 
-    def convolve(module: Any) -> tuple[Tensor, Tensor]:
+    def convolve(module: Any) -> tuple[Tensor, ...]:
         kept = pages[1].clone()
-        return module.causal_conv(query.flatten(1)[:, :400].repeat(1, 2), tail, kept, segments), kept
+        wide = query.flatten(1)[:, :400].repeat(1, 2)
+        return (
+            module.causal_conv(wide, tail, None, kept, segments),
+            module.causal_conv(wide, tail, tail[:, 0].contiguous(), kept, segments, silu=False),
+            kept,
+        )
 
-    def attend(module: Any) -> tuple[Tensor, Tensor]:
+    def attend(module: Any) -> tuple[Tensor, ...]:
         kept = pages[0].clone()
-        return module.linear_attention(key, value, query, -gates, gates, kept, segments, 0.1, 1e-6), kept
+        scanned = key, value, query, -gates, gates, kept, segments, 0.1
+        return module.linear_attention(*scanned, 1e-6), module.linear_attention(*scanned, is_delta=False), kept
+
+    def scan(module: Any) -> tuple[Tensor, Tensor]:
+        kept, wide = pages[0][:, :1].clone(), query.flatten(1)
+        given = wide[:, :80], wide[:, 80:160].float().sigmoid(), pages[0][0, 1].abs().neg(), key[:, 0], value[:, 0]
+        return module.selective_scan(*given, kept, segments), kept
 
     yield "causal_conv", convolve
     yield "linear_attention", attend
+    yield "selective_scan", scan
     ids = torch.randint(-1, 6, (3, 2), generator=noise).to(device)
     experts = random(5, 96, 200) / 14, random(5, 200, 48) / 7
     shares = torch.rand(3, 2, generator=noise).to(device)

@@ -10,7 +10,6 @@ from quire.engine.config.engine_config import (
     ParallelConfig,
     SchedulerConfig,
 )
-from quire.engine.config.kv_cache_groups import cache_specs
 from quire.engine.config.options import EngineOptions
 from quire.engine.models.encoder_spec import EncoderSpec
 from quire.engine.models.model_spec import ModelSpec, TransformersModelSpec
@@ -97,8 +96,9 @@ def estimate(config: EngineConfig, arch: ModelSpec) -> int:
     layers = len(config.graphs.sizes) * max(map(len, config.parallel.stages))
     if config.parallel.device == "cpu":
         return max_size * tables + layers * _REPLAY_LAYER_BYTES
-    heads = max(layer.attention.num_heads for layer in arch.layers) // tp
-    row = max(spec.shape.head_dim for spec in cache_specs(arch, tp, model.max_model_len, model.dtype))
-    inner = max(layer.feed_forward.width(tp) for layer in arch.layers)
+    attentions = [layer.attention for layer in arch.layers if layer.attention is not None]
+    heads = max((each.num_heads for each in attentions), default=0) // tp
+    row = max((each.kv_shape(tp)[2] for each in attentions), default=0)
+    inner = max((layer.feed_forward.width(tp) for layer in arch.layers if layer.feed_forward is not None), default=0)
     activations = (8 * arch.hidden_size + 3 * inner) * DTYPE_BYTES[model.dtype]
     return max_size * (tables + activations + heads * _MAX_SPLITS * row * 4) + layers * _LAYER_BYTES

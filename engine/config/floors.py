@@ -34,7 +34,7 @@ from quire.engine.config import parallel_config
 from quire.engine.config.engine_config import DTYPE_BYTES, EngineConfig
 from quire.engine.config.machine import Machine
 from quire.engine.config.memory_plan import MemoryPlan, read_bytes
-from quire.engine.models.model_spec import LayerSpec, MLASpec, MoESpec, RecurrentSpec
+from quire.engine.models.model_spec import LayerSpec, MLASpec, MoESpec
 
 Limit = Literal["bandwidth", "compute", "communication"]
 
@@ -155,15 +155,16 @@ class _Floors:
             parameters -= sum(each.elements for each in matrices)
             ranks = 1 if self.config.parallel.experts is None else self.config.parallel.expert_ranks
             experts = coupled * mixture.top_k / ranks * sum(each.rows * each.columns for each in matrices)
-        if isinstance(attention, RecurrentSpec):
-            states = attention.num_heads * attention.key_head_dim * attention.value_head_dim / tp
-            return 2 * (new * parameters + experts + 3 * new * states)
+        states = 0 if layer.state is None else math.prod(layer.state.state_shape(tp))
+        sums = new * parameters + experts + 3 * new * states
+        if attention is None:
+            return 2 * sums
         features = attention.head_dim + (attention.v_head_dim if isinstance(attention, MLASpec) else attention.head_dim)
         # The tokens have context - tokens + 1, …, context keys: `rising` of them at most the window, the others more.
         window = min(context, attention.window or context)
         rising = max(0, min(tokens, window - context + tokens))
         pairs = tokens * window - rising * (rising - 1) / 2
-        return 2 * (new * parameters + experts + requests * pairs * features * attention.num_heads / tp)
+        return 2 * (sums + requests * pairs * features * attention.num_heads / tp)
 
     def _links(self, stage: int, new: int, coupled: int) -> float:
         """Seconds of communication: inside the stage, among replicas that share experts, and to the next stage."""

@@ -6,18 +6,19 @@ groups, and each request has one block table per group. All groups use one pool 
 planes, because no two groups have a block in common.
 
 A layer with a recurrent state keeps one state for each request, in the memory of several blocks. Where a model has such
-layers, blocks are allocated in pages that hold a state each.
+layers, blocks are allocated in pages that hold a state each. A layer may have keys and values, a state, both or
+neither, and is in as many groups.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from quire.engine.config.engine_config import DTYPE_BYTES, KVCacheGroup
-from quire.engine.models.model_spec import ModelSpec, RecurrentSpec
+from quire.engine.models.model_spec import ModelSpec
 
 SCALE_BYTES = 4
 """Of a row of a quantized cache."""
@@ -36,14 +37,14 @@ class KVCacheShape(NamedTuple):
 
 
 class KVCacheSpec(NamedTuple):
-    """Cache shape and window of a layer."""
+    """Cache shape and window of a layer's keys and values, or of its state."""
 
     shape: KVCacheShape
     """For a recurrent state, that of the memory which it shares."""
     window: int | None
     """Number of keys that a query sees, including its own; None: all."""
     state_bytes: int = 0
-    """Size of a recurrent state; 0: the layer keeps keys and values."""
+    """Size of a recurrent state; 0: these are keys and values."""
 
     @property
     def kind(self) -> tuple[bool, int]:
@@ -52,34 +53,42 @@ class KVCacheSpec(NamedTuple):
 
 
 class LayerPlacement(NamedTuple):
-    """Location of a layer's cache: its group, and the index among the planes of its shape."""
+    """Location of a layer's keys and values, or of its state: its group, and the plane among those of its shape."""
 
     group: int
+    shape: KVCacheShape
     plane: int
 
 
-def cache_specs(arch: ModelSpec, tp: int, max_model_len: int, dtype: str) -> list[KVCacheSpec]:
-    """Return the spec of each layer on one of `tp` ranks, for a model of type `dtype`. A window of at least
+LayerSpecs = Sequence[Sequence[KVCacheSpec]]
+"""What each layer keeps: none or one for keys and values, and none or one for a state."""
+
+
+def cache_specs(arch: ModelSpec, tp: int, max_model_len: int, dtype: str) -> list[list[KVCacheSpec]]:
+    """Return what each layer keeps on one of `tp` ranks, for a model of type `dtype`. A window of at least
     `max_model_len` becomes None."""
-    attentions = [layer.attention for layer in arch.layers]
-    shapes = [KVCacheShape(*each.kv_shape(tp)) for each in attentions]
-    shared = Counter(
-        shape for each, shape in zip(attentions, shapes, strict=True) if not isinstance(each, RecurrentSpec)
-    ).most_common(1)
+    shapes = [KVCacheShape(*each.attention.kv_shape(tp)) for each in arch.layers if each.attention is not None]
+    states = [each.state.state_bytes(tp, DTYPE_BYTES[dtype]) for each in arch.layers if each.state is not None]
+    if shapes:
+        ((shared, _),) = Counter(shapes).most_common(1)
+    else:  # a block has the size of a state, or a part of it, as blocks have at least one byte for each of 16 tokens
+        shared = KVCacheShape(1, 1, -(-max(states, default=1) // 64) * 4)
     specs = []
-    for each, shape in zip(attentions, shapes, strict=True):
-        if isinstance(each, RecurrentSpec):
-            size = each.state_bytes(tp, DTYPE_BYTES[dtype])
-            # Without attention layers, a block has the size of a state.
-            specs.append(KVCacheSpec(shared[0][0] if shared else KVCacheShape(1, 1, size), None, size))
-        else:
-            specs.append(KVCacheSpec(shape, each.window if each.window and each.window < max_model_len else None))
+    for layer in arch.layers:
+        kept = []
+        if layer.attention is not None:
+            window = layer.attention.window
+            shape = KVCacheShape(*layer.attention.kv_shape(tp))
+            kept.append(KVCacheSpec(shape, window if window and window < max_model_len else None))
+        if layer.state is not None:
+            kept.append(KVCacheSpec(shared, None, layer.state.state_bytes(tp, DTYPE_BYTES[dtype])))
+        specs.append(kept)
     return specs
 
 
-def count_blocks_per_page(specs: Iterable[KVCacheSpec], block_size: int, dtype: str) -> int:
+def count_blocks_per_page(specs: LayerSpecs, block_size: int, dtype: str) -> int:
     """Return the blocks of a cache of type `dtype` that take as much memory as the largest state; 1 without states."""
-    states = (spec for spec in specs if spec.state_bytes)
+    states = (spec for kept in specs for spec in kept if spec.state_bytes)
     return max((-(-spec.state_bytes // block_bytes(spec.shape, block_size, dtype)) for spec in states), default=1)
 
 
@@ -90,15 +99,15 @@ def block_bytes(shape: KVCacheShape, block_size: int, dtype: str) -> int:
 
 
 def group_layers(
-    specs: Sequence[KVCacheSpec], stages: Sequence[range], max_blocks: Callable[[KVCacheGroup], int]
+    specs: LayerSpecs, stages: Sequence[range], max_blocks: Callable[[KVCacheGroup], int]
 ) -> tuple[KVCacheGroup, ...]:
     """Divide the layers of each kind into groups. All stages have the same groups, each with its own layers.
 
     `max_blocks` returns the number of blocks of a request in a group. Of the divisions with nearly minimal memory per
     request, the one with the fewest groups is chosen.
     """
-    kinds = sorted({spec.kind for spec in specs})
-    counts = [sum(spec.kind == kind for spec in specs) for kind in kinds]
+    kinds = sorted({spec.kind for kept in specs for spec in kept})
+    counts = [sum(spec.kind == kind for kept in specs for spec in kept) for kind in kinds]
     candidates, costs = [], []
     least = 1 if len(kinds) > 1 else max(counts)  # layers of one kind need no more than one group
     for size in range(max(counts), least - 1, -1):
@@ -121,29 +130,34 @@ def group_layers(
     return next(groups for groups, cost in zip(candidates, costs, strict=True) if cost <= _MAX_OVERHEAD * min(costs))
 
 
-def _group_slice(
-    specs: Sequence[KVCacheSpec], stage: range, kind: tuple[bool, int], index: int, number: int
-) -> tuple[int, ...]:
+def _group_slice(specs: LayerSpecs, stage: range, kind: tuple[bool, int], index: int, number: int) -> tuple[int, ...]:
     """Return the layers of group `index` of the `number` groups of the stage's layers of this kind."""
-    layers = [layer for layer in stage if specs[layer].kind == kind]
+    layers = [layer for layer in stage if any(spec.kind == kind for spec in specs[layer])]
     return tuple(layers[len(layers) * index // number : len(layers) * (index + 1) // number])
 
 
-def count_planes(specs: Sequence[KVCacheSpec], groups: Iterable[KVCacheGroup], stage: int) -> Counter[KVCacheShape]:
+def _shapes(specs: LayerSpecs, group: KVCacheGroup, stage: int) -> Iterator[KVCacheShape]:
+    """The shape of what each of the group's layers keeps there."""
+    for layer in group.layers[stage]:
+        yield next(spec.shape for spec in specs[layer] if (spec.state_bytes > 0) == group.is_state)
+
+
+def count_planes(specs: LayerSpecs, groups: Iterable[KVCacheGroup], stage: int) -> Counter[KVCacheShape]:
     """Count the planes of each shape on the ranks of a stage: the maximum over the groups."""
     planes: Counter[KVCacheShape] = Counter()
     for group in groups:
-        planes |= Counter(specs[layer].shape for layer in group.layers[stage])
+        planes |= Counter(_shapes(specs, group, stage))
     return planes
 
 
-def place_layers(specs: Sequence[KVCacheSpec], groups: Iterable[KVCacheGroup], stage: int) -> dict[int, LayerPlacement]:
-    """Return the cache location of each layer of a stage."""
+def place_layers(
+    specs: LayerSpecs, groups: Iterable[KVCacheGroup], stage: int
+) -> dict[tuple[int, bool], LayerPlacement]:
+    """Return the location of what each layer of a stage keeps, by its number and whether it is a state."""
     placements = {}
     for number, group in enumerate(groups):
         used: Counter[KVCacheShape] = Counter()
-        for layer in group.layers[stage]:
-            shape = specs[layer].shape
-            placements[layer] = LayerPlacement(number, used[shape])
+        for layer, shape in zip(group.layers[stage], _shapes(specs, group, stage), strict=True):
+            placements[layer, group.is_state] = LayerPlacement(number, shape, used[shape])
             used[shape] += 1
     return placements

@@ -48,7 +48,7 @@ class MemoryPlan:
         arch = parallel_config.rank_spec(model.architecture, config.parallel)
         stages = range(config.parallel.pipeline_parallel_size)
         specs = cache_specs(arch, tp, model.max_model_len, model.dtype)
-        attention = max(layer.attention.workspace(model.max_model_len, tp) for layer in arch.layers)
+        attention = max(each.workspace(model.max_model_len, tp) for layer in arch.layers for each in layer.mixers)
         logits = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens) * arch.vocab_size * 4 * 4
         logits *= model.pooling is None
         return MemoryPlan(
@@ -70,8 +70,12 @@ def _activations(config: EngineConfig, arch: ModelSpec) -> int:
     )
     incoming = tokens * parallel.replicas if parallel.is_coupled else tokens
     inner = max(
-        each.width(tp) * (incoming if isinstance(each, ExpertParallelMoESpec) else tokens)
-        for each in {layer.feed_forward for layer in arch.layers}
+        (
+            each.width(tp) * (incoming if isinstance(each, ExpertParallelMoESpec) else tokens)
+            for each in {layer.feed_forward for layer in arch.layers}
+            if each is not None
+        ),
+        default=0,
     )
     count = 6 * tokens * arch.hidden_size + 3 * inner
     if parallel.is_coupled:

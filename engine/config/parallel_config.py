@@ -12,7 +12,7 @@ from quire.engine.config import topology
 from quire.engine.config.devices import SHARE, Devices
 from quire.engine.config.engine_config import ExpertParallelConfig, ParallelConfig, RayPlacement
 from quire.engine.config.options import EngineOptions
-from quire.engine.models.model_spec import ModelSpec, MoESpec, RecurrentSpec, TransformersModelSpec
+from quire.engine.models.model_spec import ModelSpec, MoESpec, TransformersModelSpec
 from quire.engine.protocol.errors import ConfigError
 
 MAX_REPLICAS = 1024
@@ -231,7 +231,7 @@ def _experts(options: EngineOptions, arch: ModelSpec, ranks: int) -> ExpertParal
         raise ConfigError(
             "--enable-dbo overlaps the all-to-all between replicas, and --data-parallel-size is 1; omit the flag"
         )
-    if options.enable_dbo and any(isinstance(layer.attention, RecurrentSpec) for layer in arch.layers):
+    if options.enable_dbo and any(layer.state is not None for layer in arch.layers):
         raise ConfigError(f"--enable-dbo is not supported for {arch.name}, whose layers have states; omit the flag")
     if options.num_redundant_experts and not options.enable_eplb:
         raise ConfigError("--num-redundant-experts needs --enable-eplb, which chooses the experts to copy")

@@ -77,12 +77,14 @@ class Batch:
 class LayerCache(NamedTuple):
     """The KV cache of a layer."""
 
-    memory: Tensor
-    """`[num_tensors, blocks, kv_heads, block_size, row]`, as in `quire.kernels.cache`."""
+    memory: Tensor | None = None
+    """`[num_tensors, blocks, kv_heads, block_size, row]`, as in `quire.kernels.cache`; None: there is no attention."""
     group: int = 0
-    """The KV cache group whose slot mapping and block tables the layer uses."""
+    """The KV cache group whose slot mapping and block tables the attention uses."""
     state: kernels.RecurrentState | None = None
-    """What a layer with a recurrent state sees in that memory."""
+    """The pages of a recurrent state."""
+    state_group: int = 0
+    """The KV cache group whose segments the recurrent state uses."""
 
 
 class Attention(nn.Module):
@@ -150,14 +152,14 @@ class Attention(nn.Module):
         for gate in gates:
             mixed = mixed * gate.sigmoid()
         out: Tensor = self.output(mixed.flatten(1))
-        return out
+        return out if spec.output_multiplier == 1.0 else out * spec.output_multiplier
 
 
 def attention_config(config: EngineConfig) -> kernels.AttentionConfig:
     """What a rank requires of `kernels.paged_attention`: the kinds of the model's layers, with the rank's sizes."""
     arch, tp = config.model.architecture, config.parallel.tensor_parallel_size
     specs = {layer.attention: None for layer in arch.layers} if config.cache.num_blocks else {}
-    kinds = (_kernel_layer(spec, tp) for spec in specs if not isinstance(spec, model_spec.RecurrentSpec))
+    kinds = (_kernel_layer(spec, tp) for spec in specs if spec is not None)
     return kernels.AttentionConfig(
         tuple(dict.fromkeys(kinds)),
         config.cache.block_size,

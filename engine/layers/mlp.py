@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from quire import kernels
@@ -15,13 +16,13 @@ class MLP(nn.Module):
 
     def __init__(self, spec: model_spec.MLPSpec, hidden_size: int, parallel: Parallel) -> None:
         super().__init__()
-        self._activation = None if spec.is_gated else spec.activation
+        self._spec = spec
         gate, up = (divided(name, spec.intermediate_size, parallel) for name in ("gate", "up"))
         self.gate_up: ColumnParallelLinear
-        if spec.is_gated:
+        if spec.is_gated and spec.gate_multiplier == 1.0:
             self.gate_up = GatedLinear(hidden_size, gate, up, spec.activation, bias=spec.bias)
         else:
-            self.gate_up = ColumnParallelLinear(hidden_size, [up], bias=spec.bias)
+            self.gate_up = ColumnParallelLinear(hidden_size, [gate, up] if spec.is_gated else [up], bias=spec.bias)
         self.down = RowParallelLinear(spec.intermediate_size, hidden_size, parallel, bias=spec.bias)
 
     @property
@@ -32,14 +33,22 @@ class MLP(nn.Module):
     def forward(self, x: Tensor | kernels.RoundedRows) -> Tensor:
         """`[tokens, hidden_size]` → the same."""
         out: Tensor = self.down(self._inner(x))
-        return out
+        return self._scaled(out)
 
     def partial(self, x: Tensor | kernels.RoundedRows) -> Tensor:
         """This rank's part of the output; the output is the sum over all ranks."""
-        return self.down.partial(self._inner(x))
+        return self._scaled(self.down.partial(self._inner(x)))
 
     def _inner(self, x: Tensor | kernels.RoundedRows) -> Tensor | kernels.RoundedRows:
         if isinstance(self.gate_up, GatedLinear):
             return self.gate_up.forward_to(self.down, x)
         inner: Tensor = self.gate_up(x)
-        return inner if self._activation is None else kernels.activate(inner, self._activation)
+        if isinstance(self.gate_up, GatedLinear):
+            return inner
+        if not self._spec.is_gated:
+            return kernels.activate(inner, self._spec.activation)
+        gate, up = inner.chunk(2, dim=-1)
+        return kernels.act_mul(torch.cat((gate * self._spec.gate_multiplier, up), dim=-1), self._spec.activation)
+
+    def _scaled(self, out: Tensor) -> Tensor:
+        return out if self._spec.output_multiplier == 1.0 else out * self._spec.output_multiplier

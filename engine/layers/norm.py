@@ -96,3 +96,24 @@ class AcrossHeadsNorm(nn.Module):
         mean = self._parallel.all_reduce(x.square().mean(dim=-1, keepdim=True)) / self._parallel.size
         normed = x * torch.rsqrt(mean + self._norm.eps) * self.weight.float()
         return normed.to(heads.dtype).view_as(heads)
+
+
+class GroupedNorm(nn.Module):
+    """RMSNorm over each of `groups` groups of features, with the groups, or the features of a single one, sharded over
+    the ranks (Mamba-2)."""
+
+    def __init__(self, norm: NormSpec, size: int, groups: int, parallel: Parallel) -> None:
+        super().__init__()
+        length = size // parallel.size
+        self._norm, self._parallel, self._groups = norm, parallel, max(1, groups // parallel.size)
+        self._is_split = groups == 1 < parallel.size
+        self.weight = Weight((length,), Shard((size,), parallel.rank * length, length))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[tokens, features of this rank]` → the same, in float32."""
+        grouped = torch.unflatten(x.float(), -1, (self._groups, -1))
+        mean = grouped.square().mean(dim=-1, keepdim=True)
+        if self._is_split:
+            mean = self._parallel.all_reduce(mean) / self._parallel.size
+        normed: Tensor = (grouped * torch.rsqrt(mean + self._norm.eps)).flatten(-2) * self.weight.float()
+        return normed

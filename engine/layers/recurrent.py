@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quire import kernels
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.attention import Batch
-from quire.engine.layers.linear import ColumnParallelLinear, Partition, RowParallelLinear, divided, stacked
-from quire.engine.layers.norm import make_norm
+from quire.engine.layers.linear import (
+    ColumnParallelLinear,
+    Partition,
+    RowParallelLinear,
+    divided,
+    kv_heads,
+    stacked,
+)
+from quire.engine.layers.norm import GroupedNorm, make_norm
 from quire.engine.layers.weight import Weight
 from quire.engine.models import model_spec
 
@@ -17,32 +28,49 @@ _LENGTH_EPS = 1e-6
 """Added to the square of the length of queries and keys, as in the authors' code."""
 
 
-class CausalConv(nn.Module):
-    """A convolution of each channel over its last tokens, followed by silu."""
+def make_mixer(spec: model_spec.RecurrentSpec, hidden_size: int, parallel: Parallel) -> nn.Module:
+    """The layer with such a state. Its `forward` takes the hidden states `[tokens, hidden_size]`, the batch as its KV
+    cache group sees it and the pages of states, and returns the same shape; it updates the requests' states."""
+    match spec:
+        case model_spec.GatedDeltaNetSpec():
+            return GatedDeltaNet(spec, hidden_size, parallel)
+        case model_spec.ShortConvSpec():
+            return ShortConv(spec, hidden_size, parallel)
+        case model_spec.Mamba2Spec():
+            return Mamba2(spec, hidden_size, parallel)
+    raise AssertionError(spec)
 
-    def __init__(self, parts: list[Partition], size: int) -> None:
+
+class CausalConv(nn.Module):
+    """A convolution of each channel over its last tokens, followed by silu if `silu`."""
+
+    def __init__(self, parts: Sequence[Partition], size: int, *, bias: bool = False, silu: bool = True) -> None:
         super().__init__()
-        self.weight = Weight((sum(part.length for part in parts), 1, size), *stacked(parts, (1, size)))
+        channels = sum(part.length for part in parts)
+        self._silu = silu
+        self.weight = Weight((channels, 1, size), *stacked(parts, (1, size)))
+        self.bias = Weight((channels,), *stacked(parts, ())) if bias else None
 
     def forward(self, x: Tensor, batch: Batch, state: kernels.RecurrentState) -> Tensor:
         """`[tokens, channels]` → the same; updates the inputs in `state`."""
         assert batch.segments is not None
-        return kernels.causal_conv(x, self.weight[:, 0], state.inputs, batch.segments)
+        bias = None if self.bias is None else self.bias.data
+        return kernels.causal_conv(x, self.weight[:, 0], bias, state.inputs, batch.segments, silu=self._silu)
 
 
 class GatedDeltaNet(nn.Module):
-    """Linear attention as described by `quire.engine.models.model_spec.RecurrentSpec`."""
+    """Linear attention as described by `quire.engine.models.model_spec.GatedDeltaNetSpec`."""
 
-    def __init__(self, spec: model_spec.RecurrentSpec, hidden_size: int, parallel: Parallel) -> None:
+    def __init__(self, spec: model_spec.GatedDeltaNetSpec, hidden_size: int, parallel: Parallel) -> None:
         super().__init__()
         self._spec = spec
-        keys, values = spec.num_key_heads * spec.key_head_dim, spec.num_heads * spec.value_head_dim
+        keys, values = spec.num_key_heads * spec.key_head_dim, spec.num_value_heads * spec.value_head_dim
         parts = [
             divided(name, size, parallel) for name, size in (("q", keys), ("k", keys), ("v", values), ("z", values))
         ]
         self._sizes = [part.length for part in parts]
         heads = divided("", spec.num_heads, parallel)
-        self.qkvz = ColumnParallelLinear(hidden_size, parts, bias=False)
+        self.input = ColumnParallelLinear(hidden_size, parts, bias=False)
         self.gates = ColumnParallelLinear(
             hidden_size, [divided("b", spec.num_heads, parallel), divided("a", spec.num_heads, parallel)], bias=False
         )
@@ -50,13 +78,13 @@ class GatedDeltaNet(nn.Module):
         self.decay = Weight((heads.length,), heads.shard())
         self.step_bias = Weight((heads.length,), heads.shard())
         self.norm = make_norm(spec.norm, spec.value_head_dim)
-        self.state_output = RowParallelLinear(values, hidden_size, parallel, bias=False)
+        self.output = RowParallelLinear(values, hidden_size, parallel, bias=False)
 
-    def forward(self, x: Tensor, batch: Batch, cos_sin: Tensor, state: kernels.RecurrentState) -> Tensor:
-        """`[tokens, hidden_size]` → the same; updates the requests' states. There are no positions."""
+    def forward(self, x: Tensor, batch: Batch, state: kernels.RecurrentState) -> Tensor:
+        """See `make_mixer`."""
         spec = self._spec
         assert batch.segments is not None
-        mixed, gate = self.qkvz(x).split((sum(self._sizes[:3]), self._sizes[3]), dim=-1)
+        mixed, gate = self.input(x).split((sum(self._sizes[:3]), self._sizes[3]), dim=-1)
         beta, step = self.gates(x).float().chunk(2, dim=-1)
         query, key, value = self.conv(mixed, batch, state).split(self._sizes[:3], dim=-1)
         out = kernels.linear_attention(
@@ -71,4 +99,77 @@ class GatedDeltaNet(nn.Module):
             _LENGTH_EPS,
         )
         normed = self.norm(out).flatten(1) * F.silu(gate.float())
-        return self.state_output(normed.to(x.dtype))  # type: ignore[no-any-return]
+        return self.output(normed.to(x.dtype))  # type: ignore[no-any-return]
+
+
+class ShortConv(nn.Module):
+    """A gated convolution as described by `quire.engine.models.model_spec.ShortConvSpec`."""
+
+    def __init__(self, spec: model_spec.ShortConvSpec, hidden_size: int, parallel: Parallel) -> None:
+        super().__init__()
+        parts = [divided(name, spec.width, parallel) for name in ("b", "c", "x")]
+        self.input = ColumnParallelLinear(hidden_size, parts, bias=spec.bias)
+        self.conv = CausalConv([divided("", spec.width, parallel)], spec.conv_size, bias=spec.bias, silu=False)
+        self.output = RowParallelLinear(spec.width, hidden_size, parallel, bias=spec.bias)
+
+    def forward(self, x: Tensor, batch: Batch, state: kernels.RecurrentState) -> Tensor:
+        """See `make_mixer`."""
+        before, after, mixed = self.input(x).chunk(3, dim=-1)
+        return self.output(after * self.conv(before * mixed, batch, state))  # type: ignore[no-any-return]
+
+
+class Mamba2(nn.Module):
+    """A state space as described by `quire.engine.models.model_spec.Mamba2Spec`."""
+
+    def __init__(self, spec: model_spec.Mamba2Spec, hidden_size: int, parallel: Parallel) -> None:
+        super().__init__()
+        self._spec = spec
+        gate, value = (divided(name, spec.width, parallel) for name in ("z", "x"))
+        key, query = (kv_heads(name, spec.groups, spec.state_size, parallel) for name in ("b", "c"))
+        step, heads = divided("dt", spec.num_heads, parallel), divided("", spec.num_heads, parallel)
+        parts = [gate, value, key, query, step]
+        self._sizes = [part.length for part in parts]
+        self.input = ColumnParallelLinear(hidden_size, parts, bias=spec.input_bias)
+        self.conv = CausalConv([value, key, query], spec.conv_size, bias=spec.conv_bias)
+        self.decay = Weight((heads.length,), heads.shard())
+        self.skip = Weight((heads.length,), heads.shard())
+        self.step_bias = Weight((heads.length,), heads.shard())
+        self.norm = None
+        if spec.norm is not None:
+            self.norm = GroupedNorm(spec.norm, spec.width, spec.groups, parallel)
+        self.output = RowParallelLinear(spec.width, hidden_size, parallel, bias=spec.output_bias)
+
+    def forward(self, x: Tensor, batch: Batch, state: kernels.RecurrentState) -> Tensor:
+        """See `make_mixer`."""
+        spec = self._spec
+        assert batch.segments is not None
+        parts = self.input(x)
+        if any(multiplier != 1.0 for multiplier in spec.multipliers):
+            pieces = zip(parts.split_with_sizes(self._sizes, dim=-1), spec.multipliers, strict=True)
+            parts = torch.cat([part * multiplier for part, multiplier in pieces], dim=-1)
+        gate, mixed, step = parts.split_with_sizes((self._sizes[0], sum(self._sizes[1:4]), self._sizes[4]), dim=-1)
+        value, key, query = self.conv(mixed, batch, state).split_with_sizes(self._sizes[1:4], dim=-1)
+        step = F.softplus(step.float() + self.step_bias.float())
+        if spec.step_limits != (0.0, math.inf):
+            step = step.clamp(*spec.step_limits)
+        value = value.unflatten(-1, (-1, spec.value_head_dim))
+        mixed = kernels.linear_attention(
+            query.unflatten(-1, (-1, spec.state_size)),
+            key.unflatten(-1, (-1, spec.state_size)),
+            value,
+            step * -self.decay.float().exp(),
+            step,
+            state.matrices,
+            batch.segments,
+            1.0,
+            is_delta=False,
+        )
+        inner, gate = (mixed + value * self.skip[:, None]).flatten(1), F.silu(gate.float())
+        if self.norm is None:
+            inner = inner * gate
+        elif spec.norm_before_gate:
+            inner = self.norm(inner) * gate
+        else:
+            inner = self.norm(inner * gate)
+        out: Tensor = self.output(inner.to(x.dtype))
+        return out if spec.output_multiplier == 1.0 else out * spec.output_multiplier

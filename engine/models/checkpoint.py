@@ -135,7 +135,7 @@ def _rotary_first(layer: LayerSpec, module: str, shard: Shard) -> Rows | None:
             return _per_head(shard.shape[0], shard.shape[0], attention.kv_lora_rank, attention.rope)
         return None
     is_rotary = name in ("query_norm", "key_norm") or (name == "qkv" and shard.part != "v")
-    if is_rotary and attention.rope is not None and attention.rope.is_interleaved:
+    if is_rotary and attention is not None and attention.rope is not None and attention.rope.is_interleaved:
         return _per_head(shard.shape[0], attention.head_dim, 0, attention.rope)
     return None
 

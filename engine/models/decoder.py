@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quire import kernels
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.distributed.expert_group import ExpertGroup
 from quire.engine.layers.attention import Attention, Batch, LayerCache
@@ -17,7 +16,7 @@ from quire.engine.layers.mla import MLA
 from quire.engine.layers.mlp import MLP
 from quire.engine.layers.moe import MixtureOfExperts
 from quire.engine.layers.norm import LayerNorm, RMSNorm, make_norm
-from quire.engine.layers.recurrent import GatedDeltaNet
+from quire.engine.layers.recurrent import make_mixer
 from quire.engine.layers.rotary import Rotary
 from quire.engine.layers.weight import Weight, whole
 from quire.engine.models import model_spec
@@ -25,7 +24,8 @@ from quire.engine.models.model_spec import ModelSpec
 
 
 class DecoderLayer(nn.Module):
-    """Attention and a feed-forward layer, sequential or parallel, added to the residual stream."""
+    """Attention, a recurrent state or both, and a feed-forward layer, sequential or parallel, added to the residual
+    stream."""
 
     def __init__(
         self, spec: model_spec.LayerSpec, hidden_size: int, parallel: Parallel, experts: ExpertGroup | None = None
@@ -34,12 +34,14 @@ class DecoderLayer(nn.Module):
         self.spec = spec
         self.attention_norm = _norm(spec.attention_norm, hidden_size)
         self.attention = _attention(spec.attention, hidden_size, parallel)
+        self.state = None if spec.state is None else make_mixer(spec.state, hidden_size, parallel)
         self.attention_post_norm = _norm(spec.attention_post_norm, hidden_size)
         self.feed_forward_norm = _norm(spec.feed_forward_norm, hidden_size)
         self.feed_forward = _feed_forward(spec.feed_forward, hidden_size, parallel, experts)
         self.feed_forward_post_norm = _norm(spec.feed_forward_post_norm, hidden_size)
         if not spec.is_parallel or self.feed_forward_norm is not None:  # each norm has one reader
-            _feed(self.attention_norm, self.attention)
+            if self.state is None:
+                _feed(self.attention_norm, self.attention)
             _feed(self.feed_forward_norm, self.feed_forward)
 
     def forward(
@@ -47,8 +49,8 @@ class DecoderLayer(nn.Module):
         x: Tensor,
         residual: Tensor | None,
         batch: Batch,
-        cos_sin: Tensor,
-        cache: Tensor | kernels.RecurrentState,
+        cos_sin: Tensor | None,
+        cache: LayerCache,
         last_tokens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Run the layer. `x` is not yet added to `residual`, in the arguments as in the result.
@@ -57,12 +59,14 @@ class DecoderLayer(nn.Module):
         needs only keys and values of the others.
         """
         normed, mixed, residual = self._attend(x, residual, batch, cos_sin, cache, last_tokens)
+        if self.feed_forward is None:
+            return mixed, residual
         is_mixture = isinstance(self.feed_forward, MixtureOfExperts)
         x = self.feed_forward(normed, batch) if is_mixture else self.feed_forward(normed)
         return self._finish_feed_forward(x, mixed), residual
 
     def in_phases(
-        self, x: Tensor, residual: Tensor | None, batch: Batch, cos_sin: Tensor, cache: Tensor | kernels.RecurrentState
+        self, x: Tensor, residual: Tensor | None, batch: Batch, cos_sin: Tensor | None, cache: LayerCache
     ) -> Generator[None, None, tuple[Tensor, Tensor]]:
         """Like `forward`, but yield whenever tokens are in transit to or from experts."""
         normed, mixed, residual = self._attend(x, residual, batch, cos_sin, cache)
@@ -73,6 +77,8 @@ class DecoderLayer(nn.Module):
             in_flight = self.feed_forward.compute(in_flight)
             yield
             x = self.feed_forward.combine(in_flight)
+        elif self.feed_forward is None:
+            return mixed, residual
         else:
             x = self.feed_forward(normed)
         return self._finish_feed_forward(x, mixed), residual
@@ -82,18 +88,31 @@ class DecoderLayer(nn.Module):
         x: Tensor,
         residual: Tensor | None,
         batch: Batch,
-        cos_sin: Tensor,
-        cache: Tensor | kernels.RecurrentState,
+        cos_sin: Tensor | None,
+        cache: LayerCache,
         last_tokens: Tensor | None = None,
     ) -> tuple[Tensor | kernels.RoundedRows, Tensor, Tensor]:
-        """The input of the feed-forward layer, the output of attention, and the residual stream."""
+        """The input of the feed-forward layer, the output of the mixers, and the residual stream. Without a
+        feed-forward layer the first is the second."""
+        if not self.spec.mixers:
+            if last_tokens is not None:
+                x, residual = x[last_tokens], None if residual is None else residual[last_tokens]
+            normed, residual = _add(self.feed_forward_norm, x, residual)
+            return normed, x, residual
         normed, residual = _add(self.attention_norm, x, residual)
-        if last_tokens is None:
-            mixed = self.attention(normed, batch, cos_sin, cache)
-        else:
-            mixed = self.attention(normed, batch, cos_sin, cache, last_tokens)
+        outputs = []
+        if self.attention is not None:
+            place = batch.for_group(cache.group), cos_sin, cache.memory
+            last = () if last_tokens is None else (last_tokens,)
+            outputs.append(self.attention(normed, *place, *last))
+        if self.state is not None:
+            outputs.append(self.state(normed, batch.for_group(cache.state_group), cache.state))
+        if last_tokens is not None:
             normed, residual = normed[last_tokens], residual[last_tokens]
+        mixed = outputs[0] if len(outputs) == 1 else outputs[0] + outputs[1]
         mixed = self._scaled(_apply(self.attention_post_norm, mixed))
+        if self.feed_forward is None:
+            return mixed, mixed, residual
         if self.spec.is_parallel:
             normed = normed if self.feed_forward_norm is None else self.feed_forward_norm(residual)
         else:
@@ -113,7 +132,7 @@ def _norm(spec: model_spec.NormSpec | None, hidden_size: int) -> RMSNorm | Layer
     return None if spec is None else make_norm(spec, hidden_size)
 
 
-def _feed(norm: RMSNorm | LayerNorm | None, layer: nn.Module) -> None:
+def _feed(norm: RMSNorm | LayerNorm | None, layer: nn.Module | None) -> None:
     """Let a norm round for a layer that does nothing but multiply its input."""
     reader = layer.reads_input if isinstance(layer, Attention | MLA | MLP) else None
     if isinstance(norm, RMSNorm) and reader is not None:
@@ -138,24 +157,26 @@ def _apply(norm: RMSNorm | LayerNorm | None, x: Tensor) -> Tensor:
 
 
 def _attention(
-    spec: model_spec.AttentionSpec | model_spec.MLASpec | model_spec.RecurrentSpec, hidden_size: int, parallel: Parallel
-) -> nn.Module:
+    spec: model_spec.AttentionSpec | model_spec.MLASpec | None, hidden_size: int, parallel: Parallel
+) -> Attention | MLA | None:
     match spec:
+        case None:
+            return None
         case model_spec.AttentionSpec():
             return Attention(spec, hidden_size, parallel)
         case model_spec.MLASpec():
             return MLA(spec, hidden_size, parallel)
-        case model_spec.RecurrentSpec():
-            return GatedDeltaNet(spec, hidden_size, parallel)
 
 
 def _feed_forward(
-    spec: model_spec.MLPSpec | model_spec.MoESpec,
+    spec: model_spec.MLPSpec | model_spec.MoESpec | None,
     hidden_size: int,
     parallel: Parallel,
     experts: ExpertGroup | None,
-) -> MLP | MixtureOfExperts:
+) -> MLP | MixtureOfExperts | None:
     match spec:
+        case None:
+            return None
         case model_spec.MLPSpec():
             return MLP(spec, hidden_size, parallel)
         case model_spec.MoESpec():
@@ -195,9 +216,8 @@ class Decoder(nn.Module):
         self._arch = arch
         first, last = layers.start == 0, layers.stop == arch.num_layers
         width, vocabulary = arch.hidden_size, (arch.vocab_size, arch.hidden_size, parallel)
-        self._rotary = {
-            rope: Rotary(rope, max_length) for rope in {arch.layers[number].attention.rope for number in layers}
-        }
+        attentions = {arch.layers[number].attention for number in layers}
+        self._rotary = {rope: Rotary(rope, max_length) for rope in {each.rope for each in attentions if each}}
         self.embedding = VocabParallelEmbedding(*vocabulary) if first else None
         has_positions = first and arch.position_embeddings
         self.positions = (
@@ -206,8 +226,8 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleDict(
             {str(number): DecoderLayer(arch.layers[number], width, parallel, experts) for number in layers}
         )
-        self.supports_logits_indices_only = last and isinstance(
-            arch.layers[layers.stop - 1].attention, model_spec.AttentionSpec
+        self.supports_logits_indices_only = last and all(
+            isinstance(mixer, model_spec.AttentionSpec) for mixer in arch.layers[layers.stop - 1].mixers
         )
         """Whether batches may set `logits_indices_only`."""
         if last:
@@ -232,8 +252,8 @@ class Decoder(nn.Module):
         last_tokens, last = batch.query_starts[1:] - 1 if batch.logits_indices_only else None, len(self.layers) - 1
         for number, (layer, cache) in enumerate(zip(self.layers.values(), caches, strict=True)):
             assert isinstance(layer, DecoderLayer)
-            place = batch.for_group(cache.group), cos_sin[layer.spec.attention.rope], cache.state or cache.memory
-            x, residual = layer(x, residual, *place, last_tokens if number == last else None)
+            turns = None if layer.spec.attention is None else cos_sin[layer.spec.attention.rope]
+            x, residual = layer(x, residual, batch, turns, cache, last_tokens if number == last else None)
         assert x is not None
         return x if residual is None else residual + x
 
@@ -243,8 +263,8 @@ class Decoder(nn.Module):
         cos_sin = self._cos_sin(batch)
         for layer, cache in zip(self.layers.values(), caches, strict=True):
             assert isinstance(layer, DecoderLayer)
-            place = batch.for_group(cache.group), cos_sin[layer.spec.attention.rope], cache.state or cache.memory
-            x, residual = yield from layer.in_phases(x, residual, *place)
+            turns = None if layer.spec.attention is None else cos_sin[layer.spec.attention.rope]
+            x, residual = yield from layer.in_phases(x, residual, batch, turns, cache)
         return x if residual is None else residual + x
 
     def _cos_sin(self, batch: Batch) -> dict[model_spec.RopeSpec | None, Tensor]:

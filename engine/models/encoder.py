@@ -35,7 +35,7 @@ class DistanceBias(nn.Module):
 
     def __init__(self, arch: encoder_spec.EncoderSpec, parallel: Parallel) -> None:
         super().__init__()
-        part = divided("", arch.layers[0].attention.num_heads, parallel)
+        part = divided("", arch.num_heads, parallel)
         heads = part.length
         shard = Shard((arch.relative_buckets, part.total), part.start, heads, dim=1)
         self.weight = Weight((arch.relative_buckets, heads), shard)

@@ -45,8 +45,14 @@ class EncoderSpec(ModelSpec):
     relative_buckets: int = 0
     """MPNet: buckets of relative distances, each with a bias per head on the attention scores; 0: none."""
 
+    @property
+    def num_heads(self) -> int:
+        attention = self.layers[0].attention
+        assert attention is not None
+        return attention.num_heads
+
     def stage_parameters(self, stages: Sequence[range], stage: int, tp: int) -> int:
         """See `ModelSpec`; an encoder has a single stage."""
-        biases = self.relative_buckets * self.layers[0].attention.num_heads // tp
+        biases = self.relative_buckets * self.num_heads // tp
         final = self.final_norm.num_parameters(self.hidden_size) if self.final_norm is not None else 0
         return super().stage_parameters(stages, stage, tp) + self.token_types * self.hidden_size + biases + final

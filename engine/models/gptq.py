@@ -22,7 +22,6 @@ from quire.engine.models.decoder import Decoder
 from quire.engine.models.families import FAMILIES
 from quire.engine.models.families.tensors import NeededTensor
 from quire.engine.models.loader import load, needed_tensors
-from quire.engine.models.model_spec import RecurrentSpec
 from quire.engine.models.quantization.method import Scheme
 from quire.engine.models.quantized_tensors.writers import rounding_of
 from quire.engine.protocol.errors import ConfigError
@@ -213,16 +212,16 @@ def _forward(config: EngineConfig, decoder: Decoder, stage: int, batch: Batch, h
     """The hidden states `[tokens, hidden_size]` after a stage."""
     caches = []
     for number in config.parallel.stages[stage]:
-        spec = config.model.architecture.layers[number].attention
-        if isinstance(spec, RecurrentSpec):  # no state is kept
-            matrices = torch.zeros(1, spec.num_heads, spec.key_head_dim, spec.value_head_dim)
-            inputs = torch.zeros(1, spec.conv_size - 1, spec.channels(1))
-            caches.append(LayerCache(matrices, state=kernels.RecurrentState(matrices, inputs)))
-            continue
-        num_tensors, kv_heads, head_dim = spec.kv_shape(1)
-        blocks = batch.block_tables.numel()
-        shape = (1, blocks, kv_heads, _BLOCK_SIZE, head_dim, torch.float32, torch.device("cpu"), num_tensors)
-        caches.append(LayerCache(kernels.allocate_kv_cache(*shape)[0]))
+        layer, memory, state = config.model.architecture.layers[number], None, None
+        if layer.attention is not None:
+            num_tensors, kv_heads, head_dim = layer.attention.kv_shape(1)
+            blocks = batch.block_tables.numel()
+            shape = (1, blocks, kv_heads, _BLOCK_SIZE, head_dim, torch.float32, torch.device("cpu"), num_tensors)
+            memory = kernels.allocate_kv_cache(*shape)[0]
+        if layer.state is not None:  # no state is kept
+            shapes = layer.state.state_shape(1), layer.state.input_shape(1)
+            state = kernels.RecurrentState(*(torch.zeros(1, *each) for each in shapes))
+        caches.append(LayerCache(memory, state=state))
     with torch.inference_mode():
         out: Tensor = decoder(hidden, batch, caches)
     return out

@@ -7,6 +7,7 @@ without positions are not special cases. Sizes are in features and parameters; `
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
@@ -99,6 +100,7 @@ class AttentionSpec:
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: NormSpec | None = None
+    output_multiplier: float = 1.0
     output_gate: bool = False
     """The output is multiplied by the sigmoid of a gate, which is computed like the queries."""
     qk_norm_over: Literal["head", "each head", "all heads"] = "head"
@@ -197,57 +199,173 @@ class MLASpec:
 
 @dataclass(frozen=True, kw_only=True)
 class RecurrentSpec:
-    """Linear attention by the gated delta rule (Yang et al. 2024), after a causal convolution.
+    """A layer with a recurrent state of fixed size for each request: float32 matrices, and the last inputs of a causal
+    convolution. The base of all kinds."""
 
-    Each request has a state of fixed size: a float32 matrix `[key_head_dim, value_head_dim]` for each value head, and
-    the last inputs of the convolution.
-    """
+    conv_size: int = 1
+    """Tokens that the convolution sees, including its own; 1: there is none."""
 
-    num_heads: int
-    """Value heads; each key head belongs to several, one after another."""
-    num_key_heads: int
-    key_head_dim: int
-    value_head_dim: int
-    conv_size: int
-    """Tokens that the convolution sees, including its own."""
-    norm: NormSpec
-    """Of each head's output, before its gate."""
-    rope: None = None
-    window: int | None = None
+    @property
+    def num_heads(self) -> int:
+        """What the ranks share: there can be no more of them."""
+        raise NotImplementedError
 
-    def kv_shape(self, tp: int) -> tuple[int, int, int]:
-        """See `AttentionSpec`: there are no keys and values."""
-        return 0, 0, 0
+    def state_shape(self, tp: int) -> tuple[int, int, int]:
+        """The state's matrices on a rank: how many, rows (key features) and columns (value features)."""
+        raise NotImplementedError
 
     def channels(self, tp: int) -> int:
-        """Features on a rank that the convolution applies to: queries, keys and values."""
-        return (2 * self.num_key_heads * self.key_head_dim + self.num_heads * self.value_head_dim) // tp
+        """Features on a rank that the convolution applies to."""
+        raise NotImplementedError
 
     def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
-        inner = self.num_heads * self.value_head_dim
-        yield MatrixShape(self.channels(tp) + inner // tp, hidden, 1, "attention.qkvz")
-        yield MatrixShape(2 * self.num_heads // tp, hidden, 1, "attention.gates")
-        yield MatrixShape(hidden, inner // tp, 1, "attention.state_output", inner)
+        raise NotImplementedError
 
     def num_other_parameters(self, hidden: int, tp: int) -> int:
         """Parameters other than the matrices."""
-        return self.channels(tp) * self.conv_size + 2 * self.num_heads // tp + self.value_head_dim
+        raise NotImplementedError
+
+    def layout_errors(self, tp: int) -> Iterator[str]:
+        """What `tp` ranks cannot divide."""
+        raise NotImplementedError
+
+    def input_shape(self, tp: int) -> tuple[int, int]:
+        """The kept inputs of the convolution on a rank: tokens and channels."""
+        return self.conv_size - 1, self.channels(tp)
+
+    def state_bytes(self, tp: int, width: int) -> int:
+        """Size of a request's state on a rank, for activations of `width` bytes."""
+        return 4 * math.prod(self.state_shape(tp)) + math.prod(self.input_shape(tp)) * width
 
     def workspace(self, length: int, tp: int) -> int:
         """See `AttentionSpec`."""
         return 0
 
-    def state_bytes(self, tp: int, width: int) -> int:
-        """Size of a request's state on a rank, for activations of `width` bytes."""
-        matrices = self.num_heads // tp * self.key_head_dim * self.value_head_dim
-        return 4 * matrices + (self.conv_size - 1) * self.channels(tp) * width
+
+@dataclass(frozen=True, kw_only=True)
+class GatedDeltaNetSpec(RecurrentSpec):
+    """Linear attention by the gated delta rule (Yang et al. 2024), after a causal convolution."""
+
+    num_value_heads: int
+    """Each key head belongs to several value heads, one after another."""
+    num_key_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    norm: NormSpec
+    """Of each head's output, before its gate."""
+
+    @property
+    def num_heads(self) -> int:
+        return self.num_value_heads
+
+    def state_shape(self, tp: int) -> tuple[int, int, int]:
+        return self.num_value_heads // tp, self.key_head_dim, self.value_head_dim
+
+    def channels(self, tp: int) -> int:
+        """Queries, keys and values."""
+        return (2 * self.num_key_heads * self.key_head_dim + self.num_value_heads * self.value_head_dim) // tp
+
+    def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
+        inner = self.num_value_heads * self.value_head_dim
+        yield MatrixShape(self.channels(tp) + inner // tp, hidden, 1, "state.input")
+        yield MatrixShape(2 * self.num_value_heads // tp, hidden, 1, "state.gates")
+        yield MatrixShape(hidden, inner // tp, 1, "state.output", inner)
+
+    def num_other_parameters(self, hidden: int, tp: int) -> int:
+        return self.channels(tp) * self.conv_size + 2 * self.num_value_heads // tp + self.value_head_dim
 
     def layout_errors(self, tp: int) -> Iterator[str]:
-        """What `tp` ranks cannot divide."""
-        if self.num_heads % tp:
-            yield f"{self.num_heads} value heads"
+        if self.num_value_heads % tp:
+            yield f"{self.num_value_heads} value heads"
         if self.num_key_heads % tp:
             yield f"{self.num_key_heads} key heads"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShortConvSpec(RecurrentSpec):
+    """A gated convolution (LFM2, 2025): `output(c * conv(b * x))`, with b, c and x computed from the hidden state."""
+
+    width: int
+    """Features of each of the three."""
+    bias: bool = False
+
+    @property
+    def num_heads(self) -> int:
+        return self.width
+
+    def state_shape(self, tp: int) -> tuple[int, int, int]:
+        return 0, 0, 0
+
+    def channels(self, tp: int) -> int:
+        return self.width // tp
+
+    def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
+        yield MatrixShape(3 * self.width // tp, hidden, 1, "state.input")
+        yield MatrixShape(hidden, self.width // tp, 1, "state.output", self.width)
+
+    def num_other_parameters(self, hidden: int, tp: int) -> int:
+        return self.width // tp * self.conv_size + self.bias * (4 * self.width // tp + hidden)
+
+    def layout_errors(self, tp: int) -> Iterator[str]:
+        if self.width % tp:
+            yield f"{self.width} channels"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mamba2Spec(RecurrentSpec):
+    """Mamba-2's state space (Dao & Gu 2024): linear attention with a decay for each head, after a causal convolution.
+
+    A head's values are weighted by a step, which also determines the decay; keys and queries (B and C) are shared by
+    the heads of a group. The output is gated and normalized.
+    """
+
+    num_value_heads: int
+    value_head_dim: int
+    groups: int
+    state_size: int
+    """Features of a key."""
+    norm: NormSpec | None
+    """Over the features of each group; None: the output is gated only."""
+    norm_before_gate: bool = False
+    conv_bias: bool = True
+    input_bias: bool = False
+    output_bias: bool = False
+    step_limits: tuple[float, float] = (0.0, math.inf)
+    multipliers: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
+    """Factors on gates, values, keys, queries and steps."""
+    output_multiplier: float = 1.0
+
+    @property
+    def num_heads(self) -> int:
+        return self.num_value_heads
+
+    @property
+    def width(self) -> int:
+        """Features of all heads."""
+        return self.num_value_heads * self.value_head_dim
+
+    def state_shape(self, tp: int) -> tuple[int, int, int]:
+        return self.num_value_heads // tp, self.state_size, self.value_head_dim
+
+    def channels(self, tp: int) -> int:
+        """Values, keys and queries; the keys and queries of a single group are replicated."""
+        return self.width // tp + 2 * max(1, self.groups // tp) * self.state_size
+
+    def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
+        rows = self.width // tp + self.channels(tp) + self.num_value_heads // tp
+        yield MatrixShape(rows, hidden, 1, "state.input")
+        yield MatrixShape(hidden, self.width // tp, 1, "state.output", self.width)
+
+    def num_other_parameters(self, hidden: int, tp: int) -> int:
+        heads, channels, inner = self.num_value_heads // tp, self.channels(tp), self.width // tp
+        count = channels * (self.conv_size + self.conv_bias) + 3 * heads + (self.norm is not None) * inner
+        return count + self.input_bias * (inner + channels + heads) + self.output_bias * hidden
+
+    def layout_errors(self, tp: int) -> Iterator[str]:
+        if self.num_value_heads % tp:
+            yield f"{self.num_value_heads} state-space heads"
+        if self.groups % tp and self.groups > 1:
+            yield f"{self.groups} groups of state-space heads"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,6 +376,9 @@ class MLPSpec:
     activation: Activation = "silu"
     is_gated: bool = True
     bias: bool = False
+    gate_multiplier: float = 1.0
+    """Factor on the gate before its activation."""
+    output_multiplier: float = 1.0
 
     def width(self, tp: int) -> int:
         """Inner features of a token on one rank."""
@@ -368,12 +489,14 @@ class ExpertParallelMoESpec(MoESpec):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
-    """Attention and a feed-forward layer, each with norms before and after (None: none), added to the residual
-    stream."""
+    """Mixers of tokens (attention, a recurrent state, or both in parallel) and a feed-forward layer, each with norms
+    before and after (None: none), added to the residual stream. Either may be missing."""
 
-    attention: AttentionSpec | MLASpec | RecurrentSpec
-    feed_forward: MLPSpec | MoESpec
+    attention: AttentionSpec | MLASpec | None
+    state: RecurrentSpec | None = None
+    feed_forward: MLPSpec | MoESpec | None
     attention_norm: NormSpec | None
+    """Before the mixers."""
     attention_post_norm: NormSpec | None = None
     feed_forward_norm: NormSpec | None
     feed_forward_post_norm: NormSpec | None = None
@@ -383,19 +506,27 @@ class LayerSpec:
     """Factor on what is added to the residual stream."""
 
     @property
+    def mixers(self) -> list[AttentionSpec | MLASpec | RecurrentSpec]:
+        return [each for each in (self.attention, self.state) if each is not None]
+
+    @property
+    def parts(self) -> list[AttentionSpec | MLASpec | RecurrentSpec | MLPSpec | MoESpec]:
+        return [*self.mixers, *([] if self.feed_forward is None else [self.feed_forward])]
+
+    @property
     def norms(self) -> list[NormSpec]:
         norms = (self.attention_norm, self.attention_post_norm, self.feed_forward_norm, self.feed_forward_post_norm)
         return [norm for norm in norms if norm is not None]
 
     def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
         """The linear layers' weights on one rank."""
-        yield from self.attention.matrices(hidden, tp)
-        yield from self.feed_forward.matrices(hidden, tp)
+        for part in self.parts:
+            yield from part.matrices(hidden, tp)
 
     def num_parameters(self, hidden: int, tp: int) -> int:
         """Parameters on one rank."""
         count = sum(each.elements for each in self.matrices(hidden, tp))
-        count += self.attention.num_other_parameters(hidden, tp) + self.feed_forward.num_other_parameters(hidden, tp)
+        count += sum(part.num_other_parameters(hidden, tp) for part in self.parts)
         return count + sum(norm.num_parameters(hidden) for norm in self.norms)
 
 
@@ -467,13 +598,13 @@ class ModelSpec:
         """What `tp` ranks cannot divide."""
         errors: dict[str, None] = {}
         for layer in dict.fromkeys(self.layers):
-            errors |= dict.fromkeys((*layer.attention.layout_errors(tp), *layer.feed_forward.layout_errors(tp)))
+            errors |= dict.fromkeys(error for part in layer.parts for error in part.layout_errors(tp))
         return list(errors)
 
     def check_divides(self, tp: int) -> None:
         """Reject a tensor-parallel size that does not divide heads and feed-forward layers evenly."""
         if problems := self.layout_errors(tp):
-            most = max(layer.attention.num_heads for layer in self.layers)
+            most = max(mixer.num_heads for layer in self.layers for mixer in layer.mixers)
             fits = [str(size) for size in range(1, most + 1) if not self.layout_errors(size)]
             raise ConfigError(
                 f"--tensor-parallel-size {tp} does not divide this model's {' and '.join(problems)}; "

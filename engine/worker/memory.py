@@ -231,8 +231,9 @@ def _extra_workspace(config: EngineConfig) -> int:
     arch = parallel_config.rank_spec(model.architecture, config.parallel)
     warm_up_length = max(map(sum, warm_up.largest_rows(config)))
     more = (
-        layer.attention.workspace(model.max_model_len, tp) - layer.attention.workspace(warm_up_length, tp)
+        mixer.workspace(model.max_model_len, tp) - mixer.workspace(warm_up_length, tp)
         for layer in arch.layers
+        for mixer in layer.mixers
     )
     return max(0, *more) * DTYPE_BYTES[model.dtype]
 

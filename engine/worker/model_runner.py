@@ -22,7 +22,6 @@ from quire.engine.layers.attention import Batch, LayerCache
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.encoder import Encoder
 from quire.engine.models.loader import load_dense, load_model
-from quire.engine.models.model_spec import RecurrentSpec
 from quire.engine.protocol.logprobs import PromptLogprobs
 from quire.engine.protocol.runner_output import LOST_REPLICAS, ModelRunnerOutput
 from quire.engine.protocol.scheduler_output import SchedulerOutput
@@ -66,12 +65,15 @@ def allocate_caches(config: EngineConfig, stage: int, device: torch.device) -> l
     places = place_layers(specs, groups, stage)
     caches = []
     for layer in config.parallel.stages[stage]:
-        memory, spec, state = planes[specs[layer].shape][places[layer].plane], arch.layers[layer].attention, None
-        if isinstance(spec, RecurrentSpec):
-            sizes = spec.num_heads // tp, spec.key_head_dim, spec.value_head_dim
-            inputs = spec.conv_size - 1, spec.channels(tp)
-            state = kernels.recurrent_states(memory, cache.blocks_per_page, sizes, inputs, dtype)
-        caches.append(LayerCache(memory, places[layer].group, state))
+        kept, state = LayerCache(), arch.layers[layer].state
+        if (place := places.get((layer, False))) is not None:
+            kept = kept._replace(memory=planes[place.shape][place.plane], group=place.group)
+        if state is not None:
+            place = places[layer, True]
+            shapes = state.state_shape(tp), state.input_shape(tp)
+            pages = kernels.recurrent_states(planes[place.shape][place.plane], cache.blocks_per_page, *shapes, dtype)
+            kept = kept._replace(state=pages, state_group=place.group)
+        caches.append(kept)
     return caches
 
 
@@ -276,7 +278,7 @@ class ModelRunner:
         if blocks:
             places = send(np.array(sorted(blocks), np.int64), self._device)
             for cache in self._caches:
-                if cache.state is None:
+                if cache.memory is not None:
                     cache.memory.view(torch.uint8).index_fill_(1, places, 0)
 
     def _forward(self, received: Tensor | None, batch: Batch) -> Tensor:

@@ -34,6 +34,7 @@ __all__ = [
     "route",
     "sample",
     "scale_rows",
+    "selective_scan",
     "tiled_linear",
     "uniform_noise",
 ]
@@ -56,8 +57,10 @@ def rotary_write_kv(
     return out
 
 
-def causal_conv(x: Tensor, weight: Tensor, inputs: Tensor, segments: StateSegments) -> Tensor:
-    out: Tensor = torch.ops.quire.causal_conv(x, weight, inputs, *segments)
+def causal_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, inputs: Tensor, segments: StateSegments, *, silu: bool = True
+) -> Tensor:
+    out: Tensor = torch.ops.quire.causal_conv(x, weight, bias, inputs, *segments, silu)
     return out
 
 
@@ -71,8 +74,19 @@ def linear_attention(
     segments: StateSegments,
     scale: float,
     eps: float = 0.0,
+    *,
+    is_delta: bool = True,
 ) -> Tensor:
-    out: Tensor = torch.ops.quire.linear_attention(*(query, key, value, decay, beta, matrices, *segments, scale, eps))
+    out: Tensor = torch.ops.quire.linear_attention(
+        *(query, key, value, decay, beta, matrices, *segments, scale, eps, is_delta)
+    )
+    return out
+
+
+def selective_scan(
+    x: Tensor, step: Tensor, rates: Tensor, key: Tensor, query: Tensor, matrices: Tensor, segments: StateSegments
+) -> Tensor:
+    out: Tensor = torch.ops.quire.selective_scan(x, step, rates, key, query, matrices, *segments)
     return out
 
 

@@ -1,5 +1,5 @@
-// Layers with a recurrent state: the causal convolution and linear attention (see `reference.causal_conv` and
-// `reference.linear_attention`).
+// Layers with a recurrent state: the causal convolution, linear attention and the selective scan (see
+// `reference.causal_conv`, `reference.linear_attention` and `reference.selective_scan`).
 
 #include "activation.h"
 #include "vec.h"
@@ -20,10 +20,11 @@ struct Segments {
   Tensor starts, rows, read, write;
 };
 
-// Convolves the channels from `begin` to `end` of one row. `seen` is a ring of the last inputs, in float32.
+// Convolves the channels from `begin` to `end` of one row. `seen` is a ring of the last inputs, in float32. `weight`
+// has the weights of each place and, as those of place `size`, the biases.
 template <typename T>
 void convolve(const T* x, int64_t x_stride, const float* weight, int64_t size, T* inputs, int64_t page, T* out,
-              int64_t channels, int64_t begin, int64_t end, const Segments& segments, int64_t row) {
+              int64_t channels, int64_t begin, int64_t end, const Segments& segments, int64_t row, bool with_silu) {
   const int64_t* const starts = segments.start();
   const int64_t* const read = segments.read.const_data_ptr<int64_t>();
   const int64_t* const write = segments.write.const_data_ptr<int64_t>();
@@ -37,10 +38,10 @@ void convolve(const T* x, int64_t x_stride, const float* weight, int64_t size, T
     for (int64_t segment = first; segment < last; ++segment) {
       for (int64_t token = starts[segment]; token < starts[segment + 1]; ++token) {
         seen[newest] = load(x + token * x_stride + channel, n);
-        Floats sum{};
+        Floats sum = load(weight + size * channels + channel, n);
         for (int64_t i = 0; i < size; ++i)
           sum += seen[(newest + 1 + i) % size] * load(weight + i * channels + channel, n);
-        store(out + token * channels + channel, silu(sum), n);
+        store(out + token * channels + channel, with_silu ? silu(sum) : sum, n);
         newest = (newest + 1) % size;
       }
       for (int64_t i = 0; write[segment] >= 0 && i < before; ++i)
@@ -49,8 +50,8 @@ void convolve(const T* x, int64_t x_stride, const float* weight, int64_t size, T
   });
 }
 
-Tensor causal_conv(const Tensor& x, const Tensor& weight, Tensor inputs, const Tensor& starts, const Tensor& rows,
-                   const Tensor& read, const Tensor& write) {
+Tensor causal_conv(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, Tensor inputs,
+                   const Tensor& starts, const Tensor& rows, const Tensor& read, const Tensor& write, bool silu) {
   const int64_t tokens = x.size(0), channels = x.size(1), size = weight.size(1);
   STD_TORCH_CHECK(inputs.size(1) == size - 1 && inputs.size(2) == channels && inputs.stride(1) == channels &&
                       inputs.stride(2) == 1 && x.stride(1) == 1,
@@ -58,7 +59,7 @@ Tensor causal_conv(const Tensor& x, const Tensor& weight, Tensor inputs, const T
   STD_TORCH_CHECK(inputs.scalar_type() == x.scalar_type());
   const Segments segments(starts, rows, read, write);
   Tensor out = empty({tokens, channels}, x.scalar_type());
-  std::vector<float> by_place(size * channels);
+  std::vector<float> by_place((size + 1) * channels);
   const View weights(weight);
   for_type(weight.scalar_type(), [&]<typename W>() {
     for (int64_t channel = 0; channel < channels; ++channel)
@@ -66,6 +67,13 @@ Tensor causal_conv(const Tensor& x, const Tensor& weight, Tensor inputs, const T
         by_place[i * channels + channel] =
             static_cast<float>(weights.data<W>()[channel * weights.stride(0) + i * weights.stride(1)]);
   });
+  if (bias) {
+    const Tensor biases = as_contiguous(*bias);
+    for_type(biases.scalar_type(), [&]<typename W>() {
+      for (int64_t channel = 0; channel < channels; ++channel)
+        by_place[size * channels + channel] = static_cast<float>(biases.const_data_ptr<W>()[channel]);
+    });
+  }
   for_type(x.scalar_type(), [&]<typename T>() {
     const T* from = x.const_data_ptr<T>();
     T* memory = static_cast<T*>(inputs.mutable_data_ptr());
@@ -76,7 +84,7 @@ Tensor causal_conv(const Tensor& x, const Tensor& weight, Tensor inputs, const T
       while (begin < end) {
         const int64_t row = begin / parts, part = begin % parts, count = std::min(parts - part, end - begin);
         convolve(from, x.stride(0), by_place.data(), size, memory, page, to, channels, part * kLanes,
-                 std::min(channels, (part + count) * kLanes), segments, row);
+                 std::min(channels, (part + count) * kLanes), segments, row, silu);
         begin += count;
       }
     });
@@ -152,7 +160,7 @@ struct Chunk {
 // Runs a tile through the tokens of a chunk. A token's update is added to the state when the next token reads it, so
 // that the state is read and written once for each token.
 template <typename T>
-void run_tile(float* state, const Chunk& chunk, int64_t tokens, bool is_delta, const T* value, int64_t value_stride,
+void run_tile(float* state, const Chunk& chunk, int64_t tokens, bool is_delta, bool has_beta, const T* value, int64_t value_stride,
               T* out, int64_t out_stride, int64_t width) {
   using Row = Floats[kVectors];
   const int64_t key_dim = chunk.key_dim;
@@ -174,7 +182,8 @@ void run_tile(float* state, const Chunk& chunk, int64_t tokens, bool is_delta, c
     for_vectors(width, [&](int64_t at, auto n) {
       Floats& mine = update[at / kLanes];
       mine = load(value + token * value_stride + at, n);
-      if (is_delta) mine = chunk.beta[token] * (mine - seen[at / kLanes]);
+      if (is_delta) mine -= seen[at / kLanes];
+      if (has_beta) mine *= chunk.beta[token];
       store(out + token * out_stride + at, answer[at / kLanes] + chunk.dot[token] * mine, n);
     });
     before = k;
@@ -189,7 +198,7 @@ void run_tile(float* state, const Chunk& chunk, int64_t tokens, bool is_delta, c
 
 Tensor linear_attention(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& decays,
                         const std::optional<Tensor>& betas, Tensor matrices, const Tensor& starts, const Tensor& rows,
-                        const Tensor& read_pages, const Tensor& write_pages, double scale, double eps) {
+                        const Tensor& read_pages, const Tensor& write_pages, double scale, double eps, bool is_delta) {
   const int64_t heads = value.size(1), value_dim = value.size(2);
   const int64_t key_heads = key.size(1), key_dim = key.size(2);
   STD_TORCH_CHECK(matrices.size(1) == heads && matrices.size(2) == key_dim && matrices.size(3) == value_dim &&
@@ -233,7 +242,7 @@ Tensor linear_attention(const Tensor& query, const Tensor& key, const Tensor& va
               if (betas) chunk.beta[token] = beta.const_data_ptr<float>()[at];
             }
             for (int64_t tile = 0; tile < state.tiles(); ++tile)
-              run_tile(state.tile(tile), chunk, count, betas.has_value(),
+              run_tile(state.tile(tile), chunk, count, is_delta, betas.has_value(),
                        values.data<const T>() + from * values.stride(0) + head * values.stride(1) + tile * kTile,
                        values.stride(0), results + (from * heads + head) * value_dim + tile * kTile, heads * value_dim,
                        std::min(kTile, value_dim - tile * kTile));
@@ -246,13 +255,81 @@ Tensor linear_attention(const Tensor& query, const Tensor& key, const Tensor& va
   return out;
 }
 
+// Runs some channels of the state of one row, `[state_size, channels]`, through the row's tokens.
+template <typename T>
+void scan(const T* x, int64_t x_stride, const float* steps, const float* rates, const T* keys, int64_t key_stride,
+          const T* queries, int64_t query_stride, float* matrices, int64_t page, T* out, int64_t channels,
+          int64_t state_size, int64_t begin, int64_t end, const Segments& segments, int64_t row) {
+  const int64_t* const starts = segments.start();
+  const int64_t* const read = segments.read.const_data_ptr<int64_t>();
+  const int64_t* const write = segments.write.const_data_ptr<int64_t>();
+  const int64_t first = segments.first()[row], last = segments.first()[row + 1];
+  std::vector<Floats> state(state_size), rate(state_size);
+  for_vectors(end - begin, [&](int64_t at, auto n) {
+    const int64_t channel = begin + at;
+    for (int64_t i = 0; i < state_size; ++i) {
+      rate[i] = load(rates + i * channels + channel, n);
+      state[i] = read[first] < 0 ? Floats{} : load(matrices + read[first] * page + i * channels + channel, n);
+    }
+    for (int64_t segment = first; segment < last; ++segment) {
+      for (int64_t token = starts[segment]; token < starts[segment + 1]; ++token) {
+        const Floats step = load(steps + token * channels + channel, n);
+        const Floats update = step * load(x + token * x_stride + channel, n);
+        Floats answer{};
+        for (int64_t i = 0; i < state_size; ++i) {
+          state[i] = exp(step * rate[i]) * state[i] + static_cast<float>(keys[token * key_stride + i]) * update;
+          answer += static_cast<float>(queries[token * query_stride + i]) * state[i];
+        }
+        store(out + token * channels + channel, answer, n);
+      }
+      for (int64_t i = 0; write[segment] >= 0 && i < state_size; ++i)
+        store(matrices + write[segment] * page + i * channels + channel, state[i], n);
+    }
+  });
+}
+
+Tensor selective_scan(const Tensor& x, const Tensor& step, const Tensor& rates, const Tensor& key, const Tensor& query,
+                      Tensor matrices, const Tensor& starts, const Tensor& rows, const Tensor& read,
+                      const Tensor& write) {
+  const int64_t tokens = x.size(0), channels = x.size(1), state_size = rates.size(0);
+  STD_TORCH_CHECK(matrices.size(1) == 1 && matrices.size(2) == state_size && matrices.size(3) == channels &&
+                      matrices.stride(3) == 1 && matrices.stride(2) == channels,
+                  "the states have another shape");
+  STD_TORCH_CHECK(x.stride(1) == 1 && key.stride(1) == 1 && query.stride(1) == 1);
+  STD_TORCH_CHECK(key.scalar_type() == x.scalar_type() && query.scalar_type() == x.scalar_type());
+  const Segments segments(starts, rows, read, write);
+  const Tensor by_token = as_contiguous(step), rate = as_contiguous(rates);
+  Tensor out = empty({tokens, channels}, x.scalar_type());
+  const View states(matrices);
+  for_type(x.scalar_type(), [&]<typename T>() {
+    const int64_t parts = vectors(channels), work = parts * segments.num_rows();
+    const int64_t each = std::max<int64_t>(1, tokens / segments.num_rows());
+    T* const results = out.mutable_data_ptr<T>();
+    parallel_for(0, work, grain(each * state_size * kLanes * 8), [&](int64_t begin, int64_t end) {
+      while (begin < end) {
+        const int64_t row = begin / parts, part = begin % parts, count = std::min(parts - part, end - begin);
+        if (segments.first()[row] < segments.first()[row + 1])
+          scan(x.const_data_ptr<T>(), x.stride(0), by_token.const_data_ptr<float>(), rate.const_data_ptr<float>(),
+               key.const_data_ptr<T>(), key.stride(0), query.const_data_ptr<T>(), query.stride(0),
+               states.data<float>(), states.stride(0), results, channels, state_size, part * kLanes,
+               std::min(channels, (part + count) * kLanes), segments, row);
+        begin += count;
+      }
+    });
+  });
+  return out;
+}
+
 }  // namespace
 
 QUIRE_OPERATION(causal_conv,
-                "(Tensor x, Tensor weight, Tensor(a!) inputs, Tensor starts, Tensor rows, Tensor read, Tensor write) "
-                "-> Tensor")
+                "(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) inputs, Tensor starts, Tensor rows, Tensor read, "
+                "Tensor write, bool silu) -> Tensor")
 QUIRE_OPERATION(linear_attention,
                 "(Tensor query, Tensor key, Tensor value, Tensor decay, Tensor? beta, Tensor(a!) matrices, Tensor "
-                "starts, Tensor rows, Tensor read, Tensor write, float scale, float eps) -> Tensor")
+                "starts, Tensor rows, Tensor read, Tensor write, float scale, float eps, bool is_delta) -> Tensor")
+QUIRE_OPERATION(selective_scan,
+                "(Tensor x, Tensor step, Tensor rates, Tensor key, Tensor query, Tensor(a!) matrices, Tensor starts, "
+                "Tensor rows, Tensor read, Tensor write) -> Tensor")
 
 }  // namespace quire

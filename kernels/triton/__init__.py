@@ -30,7 +30,7 @@ from quire.kernels.triton.elementwise import (
 )
 from quire.kernels.triton.experts import fused_experts
 from quire.kernels.triton.logits import penalize, score_tokens
-from quire.kernels.triton.recurrent import causal_conv, linear_attention
+from quire.kernels.triton.recurrent import causal_conv, linear_attention, selective_scan
 from quire.kernels.triton.rounded import rounded_fused_experts, rounded_matmul
 from quire.kernels.triton.routing import route
 from quire.kernels.triton.sampling import sample
@@ -55,6 +55,7 @@ __all__ = [
     "route",
     "sample",
     "score_tokens",
+    "selective_scan",
 ]
 
 # Fuse multiply and add, which was Triton's default before 3.10; 3.9 warns if this is not set.

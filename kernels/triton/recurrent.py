@@ -1,4 +1,4 @@
-"""Layers with recurrent states: the causal convolution, and linear attention token by token."""
+"""Layers with recurrent states: the causal convolution, linear attention and the selective scan token by token."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ def _input(x, old, places, token, start, column, channels, stride, SIZE: tl.cons
 def _conv_kernel(
     x,
     weight,
+    bias,
     inputs,
     starts,
     rows,
@@ -45,6 +46,8 @@ def _conv_kernel(
     PLACES: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SILU: tl.constexpr,
 ):
     """A block of channels of a row. The first part has the tokens that see the state, and stores the new ones."""
     row, part = tl.program_id(0), tl.program_id(2)
@@ -67,8 +70,11 @@ def _conv_kernel(
             factor = tl.load(weight + column * weight_stride + tap * tap_stride, mask=inside, other=0.0)
             seen = _input(x, old, places, token - SIZE + 1 + tap, start, column, channels, stride, SIZE)
             total += factor.to(tl.float32) * seen
-        silu = total / (1.0 + tl.exp(-total))
-        tl.store(out + token * channels + column, silu.to(out.dtype.element_ty), mask=inside)
+        if HAS_BIAS:
+            total += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+        if SILU:
+            total = total / (1.0 + tl.exp(-total))
+        tl.store(out + token * channels + column, total.to(out.dtype.element_ty), mask=inside)
     if part == 0:
         for segment in range(first, last):
             page = tl.load(write + segment)
@@ -80,7 +86,9 @@ def _conv_kernel(
                     tl.store(to, kept.to(inputs.dtype.element_ty), mask=inside)
 
 
-def causal_conv(x: Tensor, weight: Tensor, inputs: Tensor, segments: StateSegments) -> Tensor:
+def causal_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, inputs: Tensor, segments: StateSegments, *, silu: bool = True
+) -> Tensor:
     """See `quire.kernels.reference`."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     tokens, channels = x.shape
@@ -89,12 +97,15 @@ def causal_conv(x: Tensor, weight: Tensor, inputs: Tensor, segments: StateSegmen
     parts = 1 if tokens <= rows else _PARTS
     if tokens:
         _conv_kernel[(rows, triton.cdiv(channels, _CHANNELS), parts)](
-            *(x, weight, inputs, segments.starts, segments.rows, segments.read, segments.write, out),
+            *(x, weight, weight if bias is None else bias, inputs, segments.starts, segments.rows, segments.read),
+            *(segments.write, out),
             *(channels, x.stride(0), weight.stride(0), weight.stride(1), inputs.stride(0)),
             SIZE=size,
             PLACES=triton.next_power_of_2(size),
             PARTS=parts,
             BLOCK=_CHANNELS,
+            HAS_BIAS=bias is not None,
+            SILU=silu,
         )
     return out
 
@@ -132,6 +143,7 @@ def _attention_kernel(
     scale,
     eps,
     IS_DELTA: tl.constexpr,
+    HAS_BETA: tl.constexpr,
     PER_FEATURE: tl.constexpr,
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
@@ -159,7 +171,9 @@ def _attention_kernel(
             else:
                 state *= tl.exp(tl.load(decay + token * heads + head))
             if IS_DELTA:
-                update = tl.load(beta + token * heads + head) * (update - tl.sum(k[:, None] * state, axis=0))
+                update -= tl.sum(k[:, None] * state, axis=0)
+            if HAS_BETA:
+                update *= tl.load(beta + token * heads + head)
             state += k[:, None] * update[None, :]
             answer = tl.sum(q[:, None] * state, axis=0) * scale
             to = out + (token * heads + head) * value_dim + column
@@ -178,6 +192,8 @@ def linear_attention(
     segments: StateSegments,
     scale: float,
     eps: float = 0.0,
+    *,
+    is_delta: bool = True,
 ) -> Tensor:
     """See `quire.kernels.reference`."""
     out = torch.empty(value.shape, dtype=value.dtype, device=value.device)
@@ -190,9 +206,72 @@ def linear_attention(
             *(query, key, value, decay, decay if beta is None else beta.contiguous(), matrices, *segments[:2]),
             *(segments.read, segments.write, out, heads, heads // key.shape[1], key_dim, value_dim),
             *(*query.stride()[:2], *key.stride()[:2], *value.stride()[:2], matrices.stride(0), scale, eps),
-            IS_DELTA=beta is not None,
+            IS_DELTA=is_delta,
+            HAS_BETA=beta is not None,
             PER_FEATURE=decay.dim() == 3,
             KEYS=triton.next_power_of_2(key_dim),
+            VALUES=_COLUMNS,
+        )
+    return out
+
+
+@triton.jit
+def _scan_kernel(
+    x,
+    step,
+    rates,
+    key,
+    query,
+    matrices,
+    starts,
+    rows,
+    read,
+    write,
+    out,
+    channels,
+    state_size,
+    x_token,
+    key_token,
+    query_token,
+    page_size,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+):
+    """Some channels of the state, through a row."""
+    row = tl.program_id(0)
+    feature, column = tl.arange(0, KEYS), tl.program_id(1) * VALUES + tl.arange(0, VALUES)
+    is_key, inside = feature < state_size, column < channels
+    place = feature[:, None] * channels + column[None, :]
+    rate = tl.load(rates + place, mask=is_key[:, None] & inside[None, :], other=0.0)
+    first, last = tl.load(rows + row), tl.load(rows + row + 1)
+    page = tl.load(read + first)
+    state = tl.load(matrices + page * page_size + place, mask=_of_page(page, feature, state_size, inside), other=0.0)
+    for segment in range(first, last):
+        for token in range(tl.load(starts + segment), tl.load(starts + segment + 1)):
+            by = tl.load(step + token * channels + column, mask=inside, other=0.0)
+            k = tl.load(key + token * key_token + feature, mask=is_key, other=0.0).to(tl.float32)
+            q = tl.load(query + token * query_token + feature, mask=is_key, other=0.0).to(tl.float32)
+            update = by * tl.load(x + token * x_token + column, mask=inside, other=0.0).to(tl.float32)
+            state = tl.exp(by[None, :] * rate) * state + k[:, None] * update[None, :]
+            answer = tl.sum(q[:, None] * state, axis=0)
+            tl.store(out + token * channels + column, answer.to(out.dtype.element_ty), mask=inside)
+        page = tl.load(write + segment)
+        tl.store(matrices + page * page_size + place, state, mask=_of_page(page, feature, state_size, inside))
+
+
+def selective_scan(
+    x: Tensor, step: Tensor, rates: Tensor, key: Tensor, query: Tensor, matrices: Tensor, segments: StateSegments
+) -> Tensor:
+    """See `quire.kernels.reference`."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    (tokens, channels), rows = x.shape, len(segments.rows) - 1
+    x, key, query = (each if each.stride(1) == 1 else each.contiguous() for each in (x, key, query))
+    if tokens:
+        _scan_kernel[(rows, triton.cdiv(channels, _COLUMNS))](
+            *(x, step.contiguous(), rates.contiguous(), key, query, matrices, *segments[:2]),
+            *(segments.read, segments.write, out, channels, len(rates)),
+            *(x.stride(0), key.stride(0), query.stride(0), matrices.stride(0)),
+            KEYS=triton.next_power_of_2(len(rates)),
             VALUES=_COLUMNS,
         )
     return out

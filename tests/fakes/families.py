@@ -66,6 +66,12 @@ _HYBRID = {
     "linear_value_head_dim": 12,
     "layer_types": ["linear_attention", "full_attention"] * 2,
 }
+_STATES = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 12,
+    "mamba_d_state": 16,
+    "mamba_chunk_size": 32,
+}
 _VISION = {
     "vision_config": {
         "depth": 1,
@@ -236,6 +242,87 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         _VISION
         | {"text_config": SIZES | _HYBRID | _EXPERTS | {"num_experts": 6, "shared_expert_intermediate_size": 24}},
     ),
+    "LFM2": (
+        "Lfm2ForCausalLM",
+        {
+            "layer_types": ["conv", "full_attention", "conv", "conv"],
+            "block_multiple_of": 16,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "LFM2-MoE": (
+        "Lfm2MoeForCausalLM",
+        _EXPERTS
+        | {
+            "num_experts": 6,
+            "num_dense_layers": 1,
+            "layer_types": ["conv", "conv", "full_attention", "conv"],
+            "tie_word_embeddings": True,
+        },
+    ),
+    "Mamba-2": (
+        "Mamba2ForCausalLM",
+        {"num_heads": 8, "head_dim": 12, "n_groups": 4, "state_size": 16, "chunk_size": 32},
+    ),
+    "Bamba": ("BambaForCausalLM", _STATES | {"attn_layer_indices": [1, 3]}),
+    "Granite 4, experts": (
+        "GraniteMoeHybridForCausalLM",
+        _STATES
+        | {
+            "num_local_experts": 5,
+            "shared_intermediate_size": 24,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+            "attention_multiplier": 0.2,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.5,
+            "logits_scaling": 2.0,
+            "mamba_n_groups": 4,
+        },
+    ),
+    "Granite 4, dense": (
+        "GraniteMoeHybridForCausalLM",
+        _STATES
+        | {
+            "num_local_experts": 0,
+            "shared_intermediate_size": 80,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+            "position_embedding_type": "rope",
+            "tie_word_embeddings": True,
+        },
+    ),
+    "Nemotron-H": (
+        "NemotronHForCausalLM",
+        {
+            "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp", "linear_attention", "mlp"],
+            "num_hidden_layers": 6,
+            "head_dim": 16,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 12,
+            "ssm_state_size": 16,
+            "n_groups": 4,
+            "chunk_size": 32,
+            "time_step_min": 1e-9,  # transformers applies it to prompts only
+        },
+    ),
+    "Falcon-H1": (
+        "FalconH1ForCausalLM",
+        _STATES
+        | {
+            "mamba_d_ssm": 96,
+            "mamba_n_groups": 4,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "lm_head_multiplier": 0.5,
+            "embedding_multiplier": 2.0,
+            "mlp_multipliers": [0.8, 0.7],
+            "key_multiplier": 0.9,
+            "attention_in_multiplier": 0.8,
+            "attention_out_multiplier": 0.7,
+            "ssm_in_multiplier": 1.2,
+            "ssm_out_multiplier": 0.6,
+            "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7],
+        },
+    ),
     "DeepSeek V3, yarn rope": ("DeepseekV3ForCausalLM", _LATENT | {"rope_parameters": _DEEPSEEK_YARN}),
 }
 
@@ -274,6 +361,13 @@ MODELS = {
     "Qwen3_5ForConditionalGeneration": "Qwen3.5, dense, for text",
     "Qwen3_5MoeForCausalLM": "Qwen3.5 MoE, without its vision part",
     "Qwen3_5MoeForConditionalGeneration": "Qwen3.5 MoE, for text",
+    "Lfm2ForCausalLM": "LFM2",
+    "Lfm2MoeForCausalLM": "LFM2-8B-A1B, LFM2-24B-A2B",
+    "Mamba2ForCausalLM": "Mamba-2, Codestral Mamba",
+    "BambaForCausalLM": "Bamba",
+    "GraniteMoeHybridForCausalLM": "Granite 4",
+    "NemotronHForCausalLM": "Nemotron-H, Nemotron Nano 2; not Nemotron 3, whose experts have no gates",
+    "FalconH1ForCausalLM": "Falcon-H1",
     "DeepseekV2ForCausalLM": "DeepSeek V2, V2-Lite, Coder-V2",
     "DeepseekV3ForCausalLM": "DeepSeek V3, V3.1, R1; Kimi K2",
 }

@@ -17,7 +17,7 @@ from quire.engine.distributed.expert_group import ExpertCommunicator, ExpertGrou
 from quire.engine.layers.attention import Batch, LayerCache
 from quire.engine.models.encoder import Encoder
 from quire.engine.models.loader import load_model
-from quire.engine.models.model_spec import AttentionSpec, MLASpec, RecurrentSpec
+from quire.engine.models.model_spec import LayerSpec
 
 CPU = torch.device("cpu")
 
@@ -47,18 +47,20 @@ def logits(config: EngineConfig, tokens: Tensor, parallel: Parallel) -> Tensor:
     )
     for stage, layers in enumerate(config.parallel.stages):
         decoder = load_model(config, stage * parallel.size + parallel.rank, parallel, CPU, experts=experts)
-        caches = [_cache(arch.layers[number].attention, parallel.size, blocks, dtype) for number in layers]
+        caches = [_cache(arch.layers[number], parallel.size, blocks, dtype) for number in layers]
         hidden = decoder(hidden, batch, caches)
     assert hidden is not None
     assert not isinstance(decoder, Encoder)
     return decoder.logits(hidden)
 
 
-def _cache(spec: AttentionSpec | MLASpec | RecurrentSpec, tp: int, blocks: int, dtype: torch.dtype) -> LayerCache:
+def _cache(spec: LayerSpec, tp: int, blocks: int, dtype: torch.dtype) -> LayerCache:
     """The cache of a layer, with blocks of four tokens."""
-    if isinstance(spec, RecurrentSpec):
-        matrices = torch.zeros(1, spec.num_heads // tp, spec.key_head_dim, spec.value_head_dim)
-        inputs = torch.zeros(1, spec.conv_size - 1, spec.channels(tp), dtype=dtype)
-        return LayerCache(matrices, state=kernels.RecurrentState(matrices, inputs))
-    num_tensors, kv_heads, head_dim = spec.kv_shape(tp)
-    return LayerCache(kernels.allocate_kv_cache(1, blocks, kv_heads, 4, head_dim, dtype, CPU, num_tensors)[0])
+    memory = state = None
+    if spec.attention is not None:
+        num_tensors, kv_heads, head_dim = spec.attention.kv_shape(tp)
+        memory = kernels.allocate_kv_cache(1, blocks, kv_heads, 4, head_dim, dtype, CPU, num_tensors)[0]
+    if spec.state is not None:
+        matrices = torch.zeros(1, *spec.state.state_shape(tp))
+        state = kernels.RecurrentState(matrices, torch.zeros(1, *spec.state.input_shape(tp), dtype=dtype))
+    return LayerCache(memory, state=state)

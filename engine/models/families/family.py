@@ -7,7 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from quire.engine.models.model_spec import Activation, AttentionSpec, LayerSpec, MLPSpec, ModelSpec, NormSpec, RopeSpec
+from quire.engine.models.model_spec import (
+    Activation,
+    AttentionSpec,
+    LayerSpec,
+    MLPSpec,
+    ModelSpec,
+    MoESpec,
+    NormSpec,
+    RopeSpec,
+)
 from quire.engine.protocol.errors import ConfigError
 
 Config = Mapping[str, Any]
@@ -123,9 +132,26 @@ def extended_length(length: int, kind: str, factor: float, original: int) -> int
 
 
 def _reach(layer: LayerSpec, config: Config) -> int:
-    if (rope := layer.attention.rope) is None:
+    if layer.attention is None or (rope := layer.attention.rope) is None:
         return int(config["max_position_embeddings"])
     return extended_length(stated_length(config), rope.kind, rope.factor, rope.original_max_position)
+
+
+def layers_by_kind(
+    kinds: Sequence[str],
+    parts: Mapping[str, Mapping[str, Any]],
+    feed_forwards: Sequence[MLPSpec | MoESpec] = (),
+    **common: Any,
+) -> list[LayerSpec]:
+    """A layer of each of the `kinds`: with the `parts` of its kind, its feed-forward, and what all have in common."""
+    if unknown := set(kinds) - parts.keys():
+        raise ConfigError(
+            f"layers of type {', '.join(sorted(map(str, unknown)))} are not supported; supported: {', '.join(parts)}"
+        )
+    if feed_forwards and len(kinds) != len(feed_forwards):
+        raise ConfigError(f"config.json gives the types of {len(kinds)} layers, but there are {len(feed_forwards)}")
+    inner = [{"feed_forward": each} for each in feed_forwards] or [{}] * len(kinds)
+    return [LayerSpec(**{**common, **parts[kind], **each}) for kind, each in zip(kinds, inner, strict=True)]
 
 
 def attention(config: Config, rope: RopeSpec | None, **changes: Any) -> AttentionSpec:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from quire.engine.models.families.family import (
     Config,
     Family,
@@ -11,6 +13,7 @@ from quire.engine.models.families.family import (
     attention,
     feed_forward,
     head_dim,
+    layers_by_kind,
     require,
     rms_norm,
     rope,
@@ -18,33 +21,32 @@ from quire.engine.models.families.family import (
 from quire.engine.models.families.moe import NAMES_BY_EXPERT
 from quire.engine.models.model_spec import (
     AttentionSpec,
+    GatedDeltaNetSpec,
     LayerSpec,
     MLPSpec,
     ModelSpec,
     MoESpec,
-    RecurrentSpec,
 )
-from quire.engine.protocol.errors import ConfigError
 
 _NAMES = NAMES_BY_EXPERT | {
     "layers.attention.qkv.gate": "model.layers.{layer}.self_attn.q_proj",
-    "layers.attention.conv": "model.layers.{layer}.linear_attn.conv1d",
-    "layers.attention.decay": "model.layers.{layer}.linear_attn.A_log",
-    "layers.attention.step_bias": "model.layers.{layer}.linear_attn.dt_bias",
-    "layers.attention.norm": "model.layers.{layer}.linear_attn.norm",
-    "layers.attention.state_output": "model.layers.{layer}.linear_attn.out_proj",
+    "layers.state.conv": "model.layers.{layer}.linear_attn.conv1d",
+    "layers.state.decay": "model.layers.{layer}.linear_attn.A_log",
+    "layers.state.step_bias": "model.layers.{layer}.linear_attn.dt_bias",
+    "layers.state.norm": "model.layers.{layer}.linear_attn.norm",
+    "layers.state.output": "model.layers.{layer}.linear_attn.out_proj",
     "layers.feed_forward.shared.gate_up": "model.layers.{layer}.mlp.shared_expert.{part}_proj",
     "layers.feed_forward.shared.down": "model.layers.{layer}.mlp.shared_expert.down_proj",
     "layers.feed_forward.shared_gate": "model.layers.{layer}.mlp.shared_expert_gate",
 }
 _NEXT_NAMES = _NAMES | {
-    "layers.attention.qkvz": "model.layers.{layer}.linear_attn.in_proj_qkvz",
-    "layers.attention.gates": "model.layers.{layer}.linear_attn.in_proj_ba",
+    "layers.state.input": "model.layers.{layer}.linear_attn.in_proj_qkvz",
+    "layers.state.gates": "model.layers.{layer}.linear_attn.in_proj_ba",
 }
 _QWEN35_NAMES = _NAMES | {
-    "layers.attention.qkvz": "model.layers.{layer}.linear_attn.in_proj_qkv",
-    "layers.attention.qkvz.z": "model.layers.{layer}.linear_attn.in_proj_z",
-    "layers.attention.gates": "model.layers.{layer}.linear_attn.in_proj_{part}",
+    "layers.state.input": "model.layers.{layer}.linear_attn.in_proj_qkv",
+    "layers.state.input.z": "model.layers.{layer}.linear_attn.in_proj_z",
+    "layers.state.gates": "model.layers.{layer}.linear_attn.in_proj_{part}",
 }
 _STACKED_EXPERTS = {
     "layers.feed_forward.experts.gate_up.weight": "model.layers.{layer}.mlp.experts.gate_up_proj",
@@ -56,27 +58,27 @@ def _hybrid(name: str, config: Config, feed_forwards: list[MLPSpec | MoESpec]) -
     """The model with these feed-forwards in its layers."""
     require(config, "hidden_act", "silu")
     norm = rms_norm(config, offset=1.0)
-    mixers: dict[str, AttentionSpec | RecurrentSpec] = {
-        "linear_attention": RecurrentSpec(
-            num_heads=int(config["linear_num_value_heads"]),
-            num_key_heads=int(config["linear_num_key_heads"]),
-            key_head_dim=int(config["linear_key_head_dim"]),
-            value_head_dim=int(config["linear_value_head_dim"]),
-            conv_size=int(config["linear_conv_kernel_dim"]),
-            norm=rms_norm(config),
-        ),
-        "full_attention": attention(config, rope(config, head_dim(config)), qk_norm=norm, output_gate=True),
+    mixers: dict[str, dict[str, Any]] = {
+        "linear_attention": {
+            "attention": None,
+            "state": GatedDeltaNetSpec(
+                num_value_heads=int(config["linear_num_value_heads"]),
+                num_key_heads=int(config["linear_num_key_heads"]),
+                key_head_dim=int(config["linear_key_head_dim"]),
+                value_head_dim=int(config["linear_value_head_dim"]),
+                conv_size=int(config["linear_conv_kernel_dim"]),
+                norm=rms_norm(config),
+            ),
+        },
+        "full_attention": {
+            "attention": attention(config, rope(config, head_dim(config)), qk_norm=norm, output_gate=True)
+        },
     }
     every, count = int(config["full_attention_interval"]), len(feed_forwards)
     kinds = config.get("layer_types") or [
         "linear_attention" if number % every else "full_attention" for number in range(1, count + 1)
     ]
-    if len(kinds) != count or not mixers.keys() >= set(kinds):
-        raise ConfigError(f"layer_types must be {count} times one of {', '.join(mixers)}, got {kinds}")
-    layers = [
-        LayerSpec(attention=mixers[kind], attention_norm=norm, feed_forward=each, feed_forward_norm=norm)
-        for kind, each in zip(kinds, feed_forwards, strict=True)
-    ]
+    layers = layers_by_kind(kinds, mixers, feed_forwards, attention_norm=norm, feed_forward_norm=norm)
     return architecture(name, config, layers, norm)
 
 
@@ -115,13 +117,13 @@ def _qwen35_moe(name: str, config: Config) -> ModelSpec:
 
 def _next_rows(layer: LayerSpec, module: str, part: str) -> Runs | None:
     """Each key head has all parts together."""
-    spec = layer.attention
-    if not isinstance(spec, RecurrentSpec):
+    spec = layer.state
+    if not isinstance(spec, GatedDeltaNetSpec):
         return _gate_rows(layer, module, part)
-    repeats = spec.num_heads // spec.num_key_heads
-    if module == "layers.attention.gates":
+    repeats = spec.num_value_heads // spec.num_key_heads
+    if module == "layers.state.gates":
         return _interleaved({"b": repeats, "a": repeats}, part, spec.num_key_heads)
-    if module == "layers.attention.qkvz":
+    if module == "layers.state.input":
         keys, values = spec.key_head_dim, repeats * spec.value_head_dim
         return _interleaved({"q": keys, "k": keys, "v": values, "z": values}, part, spec.num_key_heads)
     return None

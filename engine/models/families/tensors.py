@@ -15,13 +15,15 @@ from quire.engine.models.families import FAMILIES
 from quire.engine.models.families.family import Family
 from quire.engine.models.model_spec import (
     AttentionSpec,
+    GatedDeltaNetSpec,
     LayerSpec,
+    Mamba2Spec,
     MLASpec,
     MLPSpec,
     ModelSpec,
     MoESpec,
     NormSpec,
-    RecurrentSpec,
+    ShortConvSpec,
     TransformersModelSpec,
 )
 
@@ -160,7 +162,7 @@ def _outer(arch: ModelSpec, has_head: bool) -> _Parameters:
         if arch.token_types:
             yield from _linear("token_types", {"": arch.token_types}, width)
         if arch.relative_buckets:
-            yield from _linear("distance_bias", {"": arch.relative_buckets}, arch.layers[0].attention.num_heads)
+            yield from _linear("distance_bias", {"": arch.relative_buckets}, arch.num_heads)
     elif has_head:
         yield from _linear("head", {"": arch.vocab_size}, width, bias=arch.head_bias)
 
@@ -171,13 +173,18 @@ def _inner(layer: LayerSpec, width: int) -> _Parameters:
         yield from _norm(f"layers.{name}", getattr(layer, name), width)
     if isinstance(layer.attention, MLASpec):
         yield from _mla(layer.attention, width)
-    elif isinstance(layer.attention, RecurrentSpec):
-        yield from _recurrent(layer.attention, width)
-    else:
+    elif isinstance(layer.attention, AttentionSpec):
         yield from _attention(layer.attention, width)
+    match layer.state:
+        case GatedDeltaNetSpec():
+            yield from _gated_delta_net(layer.state, width)
+        case ShortConvSpec():
+            yield from _short_conv(layer.state, width)
+        case Mamba2Spec():
+            yield from _mamba2(layer.state, width)
     if isinstance(layer.feed_forward, MoESpec):
         yield from _mixture(layer.feed_forward, width)
-    else:
+    elif layer.feed_forward is not None:
         yield from _mlp("layers.feed_forward", layer.feed_forward, width)
 
 
@@ -208,17 +215,42 @@ def _mla(spec: MLASpec, width: int) -> _Parameters:
     yield from _linear(f"{module}.output", {"": width}, spec.num_heads * spec.v_head_dim, bias=spec.bias)
 
 
-def _recurrent(spec: RecurrentSpec, width: int) -> _Parameters:
-    module, heads = "layers.attention", {"": (spec.num_heads,)}
-    keys, values = spec.num_key_heads * spec.key_head_dim, spec.num_heads * spec.value_head_dim
+def _gated_delta_net(spec: GatedDeltaNetSpec, width: int) -> _Parameters:
+    module, heads = "layers.state", {"": (spec.num_heads,)}
+    keys, values = spec.num_key_heads * spec.key_head_dim, spec.num_value_heads * spec.value_head_dim
     convolved = {"q": keys, "k": keys, "v": values}
-    yield from _linear(f"{module}.qkvz", {**convolved, "z": values}, width)
+    yield from _linear(f"{module}.input", {**convolved, "z": values}, width)
     yield from _linear(f"{module}.gates", {"b": spec.num_heads, "a": spec.num_heads}, width)
-    yield f"{module}.conv", "weight", {part: (size, 1, spec.conv_size) for part, size in convolved.items()}
+    yield from _conv(convolved, spec.conv_size)
     yield module, "decay", heads
     yield module, "step_bias", heads
     yield from _norm(f"{module}.norm", spec.norm, spec.value_head_dim)
-    yield from _linear(f"{module}.state_output", {"": width}, values)
+    yield from _linear(f"{module}.output", {"": width}, values)
+
+
+def _short_conv(spec: ShortConvSpec, width: int) -> _Parameters:
+    yield from _linear("layers.state.input", dict.fromkeys("bcx", spec.width), width, bias=spec.bias)
+    yield from _conv({"": spec.width}, spec.conv_size, bias=spec.bias)
+    yield from _linear("layers.state.output", {"": width}, spec.width, bias=spec.bias)
+
+
+def _mamba2(spec: Mamba2Spec, width: int) -> _Parameters:
+    module, keys = "layers.state", spec.groups * spec.state_size
+    convolved = {"x": spec.width, "b": keys, "c": keys}
+    parts = {"z": spec.width, **convolved, "dt": spec.num_heads}
+    yield from _linear(f"{module}.input", parts, width, bias=spec.input_bias)
+    yield from _conv(convolved, spec.conv_size, bias=spec.conv_bias)
+    for name in ("decay", "skip", "step_bias"):
+        yield module, name, {"": (spec.num_heads,)}
+    if spec.norm is not None:
+        yield from _norm(f"{module}.norm", spec.norm, spec.width)
+    yield from _linear(f"{module}.output", {"": width}, spec.width, bias=spec.output_bias)
+
+
+def _conv(channels: Mapping[str, int], size: int, *, bias: bool = False) -> _Parameters:
+    yield "layers.state.conv", "weight", {part: (number, 1, size) for part, number in channels.items()}
+    if bias:
+        yield "layers.state.conv", "bias", {part: (number,) for part, number in channels.items()}
 
 
 def _mlp(module: str, spec: MLPSpec, width: int) -> _Parameters:

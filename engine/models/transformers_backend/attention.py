@@ -121,8 +121,9 @@ class PagedAttention:
     ) -> Tensor:
         """Run call `number` of the step."""
         assert self._batch is not None
-        cache, group, _ = self._caches[number]
-        batch = self._batch.for_group(group)
+        cache = self._caches[number].memory
+        assert cache is not None
+        batch = self._batch.for_group(self._caches[number].group)
         value_dim, size = value.shape[-1], max(query.shape[-1], value.shape[-1])
         if query.shape[-1] != value_dim:  # the cache's keys and values have the same size
             query, key, value = (F.pad(x, (0, size - x.shape[-1])) for x in (query, key, value))

@@ -142,10 +142,19 @@ def run_all(types: list[torch.dtype]) -> None:
         pages = torch.zeros(3, 32, 128, 128), torch.zeros(3, 3, 8192, dtype=dtype)
         mixed, gates = torch.zeros(9, 12288, dtype=dtype), torch.zeros(9, 32)
         segments = StateSegments(starts, torch.tensor([0, 2]), starts[:2], starts[:2])
-        platform.causal_conv(mixed[:, :8192], torch.zeros(8192, 4, dtype=dtype), pages[1], segments)
+        taps = torch.zeros(8192, 4, dtype=dtype)
+        platform.causal_conv(mixed[:, :8192], taps, None, pages[1], segments)
+        platform.causal_conv(mixed[:, :8192], taps, taps[:, 0].contiguous(), pages[1], segments, silu=False)
         parts = torch.unflatten(mixed[:, :8192], 1, (64, 128))
         platform.linear_attention(
             *(parts[:, :16], parts[:, 16:32], parts[:, 32:], gates, gates, pages[0], segments, 0.1, 1e-6)
+        )
+        platform.linear_attention(
+            *(parts[:, :1], parts[:, 1:2], parts[:, 32:], gates, gates, pages[0], segments, 1.0), is_delta=False
+        )
+        state = torch.zeros(3, 1, 16, 8192)
+        platform.selective_scan(
+            *(mixed[:, :8192], torch.zeros(9, 8192), state[0, 0], mixed[:, :16], mixed[:, 16:32], state, segments)
         )
         weights, ids = torch.ones(4, 2), torch.zeros(4, 2, dtype=torch.int64)
         matrices = torch.zeros(8, 256, 4096, dtype=dtype), torch.zeros(8, 4096, 128, dtype=dtype)

@@ -43,7 +43,7 @@ def state(dtype: torch.dtype, seed: int = 0) -> RecurrentState:
     return found
 
 
-def attention_inputs(tokens: int, dtype: torch.dtype, *, per_feature: bool, is_delta: bool) -> list[Tensor | None]:
+def attention_inputs(tokens: int, dtype: torch.dtype, *, per_feature: bool, has_beta: bool) -> list[Tensor | None]:
     generator = torch.Generator().manual_seed(1)
 
     def randn(*shape: int) -> Tensor:
@@ -58,7 +58,7 @@ def attention_inputs(tokens: int, dtype: torch.dtype, *, per_feature: bool, is_d
         torch.unflatten(key, -1, (key_heads, key_dim)),
         torch.unflatten(value, -1, (heads, value_dim)),
         decay,
-        randn(tokens, heads).sigmoid() if is_delta else None,
+        randn(tokens, heads).sigmoid() if has_beta else None,
     ]
 
 
@@ -78,32 +78,59 @@ def test_causal_conv_is_that_of_the_reference(step: str, dtype: torch.dtype) -> 
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(int(STEPS[step].starts[-1]), CHANNELS + 8, generator=generator).to(dtype)[:, :CHANNELS]
     weight = torch.randn(CHANNELS, 1, CONV, generator=generator).to(dtype)[:, 0]
-    assert_alike(lambda ops, kept: ops.causal_conv(x, weight, kept.inputs, STEPS[step]), dtype)
+    bias = torch.randn(CHANNELS, generator=generator).to(dtype)
+    assert_alike(lambda ops, kept: ops.causal_conv(x, weight, None, kept.inputs, STEPS[step]), dtype)
+    assert_alike(lambda ops, kept: ops.causal_conv(x, weight, bias, kept.inputs, STEPS[step], silu=False), dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("per_feature", "is_delta"), [(False, True), (True, True), (False, False)])
+@pytest.mark.parametrize(
+    ("per_feature", "has_beta", "is_delta"),
+    [(False, True, True), (True, True, True), (False, True, False), (False, False, False)],
+)
 @pytest.mark.parametrize("step", STEPS)
 def test_linear_attention_is_that_of_the_reference(
-    step: str, per_feature: bool, is_delta: bool, dtype: torch.dtype
+    step: str, per_feature: bool, has_beta: bool, is_delta: bool, dtype: torch.dtype
 ) -> None:
-    given = attention_inputs(int(STEPS[step].starts[-1]), dtype, per_feature=per_feature, is_delta=is_delta)
+    given = attention_inputs(int(STEPS[step].starts[-1]), dtype, per_feature=per_feature, has_beta=has_beta)
     eps = 1e-6 if is_delta else 0.0
     scale = SIZES["key_dim"] ** -0.5
-    assert_alike(lambda ops, kept: ops.linear_attention(*given, kept.matrices, STEPS[step], scale, eps), dtype)
+    assert_alike(
+        lambda ops, kept: ops.linear_attention(*given, kept.matrices, STEPS[step], scale, eps, is_delta=is_delta),
+        dtype,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("step", STEPS)
+def test_selective_scan_is_that_of_the_reference(step: str, dtype: torch.dtype) -> None:
+    """Of a state with one head, in the memory of several."""
+    heads, _, key_dim, value_dim = SIZES.values()
+    tokens, channels, generator = int(STEPS[step].starts[-1]), heads * value_dim, torch.Generator().manual_seed(5)
+    x = torch.randn(tokens, channels + 2 * key_dim, generator=generator).to(dtype)
+    steps = torch.randn(tokens, channels, generator=generator).sigmoid()
+    rates = -torch.randn(key_dim, channels, generator=generator).exp()
+
+    def run(ops: Any, kept: RecurrentState) -> Tensor:
+        matrices = kept.matrices.view(-1, 1, key_dim, channels)
+        parts = x.split_with_sizes((channels, key_dim, key_dim), dim=1)
+        out: Tensor = ops.selective_scan(parts[0], steps, rates, *parts[1:], matrices, STEPS[step])
+        return out
+
+    assert_alike(run, dtype)
 
 
 @pytest.mark.parametrize("ops", [reference, kernels])
 def test_a_row_gives_the_same_in_pieces(ops: Any) -> None:
     """In one step, in segments of one step, and in several steps: bit by bit."""
-    given = attention_inputs(90, torch.float32, per_feature=False, is_delta=True)
+    given = attention_inputs(90, torch.float32, per_feature=False, has_beta=True)
     x = torch.randn(90, CHANNELS, generator=torch.Generator().manual_seed(3))
     weight = torch.randn(CHANNELS, CONV, generator=torch.Generator().manual_seed(4))
 
     def run(kept: RecurrentState, first: int, last: int, step: StateSegments) -> tuple[Tensor, Tensor]:
         part = [None if each is None else each[first:last] for each in given]
         out = ops.linear_attention(*part, kept.matrices, step, 0.5, 1e-6)
-        return out, ops.causal_conv(x[first:last], weight, kept.inputs, step)
+        return out, ops.causal_conv(x[first:last], weight, None, kept.inputs, step)
 
     def prepared() -> RecurrentState:
         return state(torch.float32)

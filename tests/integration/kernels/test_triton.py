@@ -323,10 +323,15 @@ def test_causal_conv(step: str, dtype: torch.dtype) -> None:
     test_recurrent.test_causal_conv_is_that_of_the_reference(step, dtype)
 
 
-@pytest.mark.parametrize(("per_feature", "is_delta"), [(False, True), (True, False)])
+@pytest.mark.parametrize(("per_feature", "is_delta"), [(False, True), (True, True), (False, False)])
 @pytest.mark.parametrize("step", ["decodes", "short"])
 def test_linear_attention(step: str, per_feature: bool, is_delta: bool) -> None:
-    test_recurrent.test_linear_attention_is_that_of_the_reference(step, per_feature, is_delta, torch.float32)
+    test_recurrent.test_linear_attention_is_that_of_the_reference(step, per_feature, True, is_delta, torch.float32)
+
+
+@pytest.mark.parametrize("step", ["decodes", "short"])
+def test_selective_scan(step: str) -> None:
+    test_recurrent.test_selective_scan_is_that_of_the_reference(step, torch.float32)
 
 
 @pytest.mark.parametrize("width", [1, 50, 5000])

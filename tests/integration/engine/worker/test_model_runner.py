@@ -82,6 +82,7 @@ def test_the_last_layer_computes_what_is_read(folder: Path, prompts: list[list[i
     rows: list[int] = []
     for layer in runner._model.layers.values():
         assert isinstance(layer, DecoderLayer)
+        assert layer.feed_forward is not None
         layer.feed_forward.register_forward_pre_hook(lambda _, inputs: rows.append(len(inputs[0])))
     params = SamplingParams(temperature=0.0, logprobs=0 if scores else None, prompt_logprobs=0 if scores else None)
     requests = [Request(prompts[3], params), Request(prompts[4], SamplingParams(temperature=0.0))]

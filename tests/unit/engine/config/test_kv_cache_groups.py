@@ -18,7 +18,7 @@ LATENT = KVCacheShape(num_tensors=1, num_heads=1, head_dim=576)
 def cut(
     windows: list[int | None], stages: list[range] | None = None, length: int = 32768, shape: KVCacheShape = SHAPE
 ) -> tuple[KVCacheGroup, ...]:
-    specs = [KVCacheSpec(shape, window) for window in windows]
+    specs = [[KVCacheSpec(shape, window)] for window in windows]
     return group_layers(
         specs, stages or [range(len(windows))], lambda group: group.max_blocks(length, min(length, 512), 16)
     )
@@ -40,7 +40,7 @@ def test_a_few_full_layers_give_the_size_of_all_groups() -> None:
     assert kinds(groups) == {None: 1, 512: 6}
     assert groups[0].layers == ((5, 11, 17, 23),)
     assert [len(group.layers[0]) for group in groups[1:]] == [3, 4, 4, 3, 4, 4]
-    assert count_planes([KVCacheSpec(SHAPE, window) for window in windows], groups, 0) == {SHAPE: 4}
+    assert count_planes([[KVCacheSpec(SHAPE, window)] for window in windows], groups, 0) == {SHAPE: 4}
 
 
 @pytest.mark.parametrize(("full", "windowed", "expected"), [(18, 18, (1, 1)), (17, 18, (1, 1)), (1, 3, (1, 3))])
@@ -59,26 +59,30 @@ def test_stages_have_the_same_groups() -> None:
     groups = cut(windows, [range(13), range(13, 26)])
     assert all(len(group.layers) == 2 for group in groups)
     assert [len(group.layers[stage]) for stage in (0, 1) for group in groups if group.window is None] == [2, 2]
-    specs = [KVCacheSpec(SHAPE, window) for window in windows]
+    specs = [[KVCacheSpec(SHAPE, window)] for window in windows]
     assert [count_planes(specs, groups, stage)[SHAPE] for stage in (0, 1)] == [2, 2]
 
 
-@given(
-    st.lists(st.sampled_from([(SHAPE, None), (SHAPE, 100), (LATENT, None), (LATENT, 7)]), min_size=1, max_size=20),
-    st.integers(1, 20),
-)
-def test_every_layer_has_a_place_of_its_own(kinds: list[tuple[KVCacheShape, int | None]], first: int) -> None:
-    specs = [KVCacheSpec(*kind) for kind in kinds]
+STATE = KVCacheSpec(SHAPE, None, 5000)
+KEPT = [[KVCacheSpec(*each)] for each in ((SHAPE, None), (SHAPE, 100), (LATENT, None), (LATENT, 7))]
+KEPT += [[STATE], [KVCacheSpec(SHAPE, None), STATE], []]
+"""What a layer may keep: keys and values, a state, both or nothing."""
+
+
+@given(st.lists(st.sampled_from(KEPT), min_size=1, max_size=20).filter(any), st.integers(1, 20))
+def test_all_that_layers_keep_has_a_place_of_its_own(specs: list[list[KVCacheSpec]], first: int) -> None:
     cut = min(first, len(specs))
     stages = [stage for stage in (range(cut), range(cut, len(specs))) if stage]
     groups = group_layers(specs, stages, lambda group: group.max_blocks(1000, 50, 16))
     for stage, layers in enumerate(stages):
         places, planes = place_layers(specs, groups, stage), count_planes(specs, groups, stage)
-        assert sorted(places) == list(layers)
-        assert len({(specs[layer].shape, place) for layer, place in places.items()}) == len(layers)
-        for layer, place in places.items():
-            assert groups[place.group].window == specs[layer].window
-            assert 0 <= place.plane < planes[specs[layer].shape]
+        kept = {(layer, spec.state_bytes > 0): spec for layer in layers for spec in specs[layer]}
+        assert places.keys() == kept.keys()
+        assert len(set(places.values())) == len(kept)
+        for key, place in places.items():
+            assert (groups[place.group].window, groups[place.group].is_state) == (kept[key].window, key[1])
+            assert place.shape == kept[key].shape
+            assert 0 <= place.plane < planes[place.shape]
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 8))

@@ -320,10 +320,11 @@ def test_tokens_within_a_window_have_fewer_keys(tmp_path: Path) -> None:
     _, machine, [layout], _ = find(tmp_path, "Qwen3 0.6B", "H100")
     arch, parts = layout.config.model.architecture, floors._Floors(layout.config, machine)
     layer = arch.layers[0]
-    assert isinstance(layer.attention, AttentionSpec)
+    whole = layer.attention
+    assert isinstance(whole, AttentionSpec)
 
     def operations(window: int | None, tokens: int, context: int) -> float:
-        attention = replace(layer.attention, window=window)
+        attention = replace(whole, window=window)
         return parts._operations(replace(layer, attention=attention), 1, tokens, context, tokens)
 
     for window, tokens, context in [(8, 10, 10), (8, 4, 10), (8, 4, 4), (8, 6, 9), (1, 3, 9)]:

@@ -585,7 +585,9 @@ def test_the_kv_cache_has_its_own_dtype(tmp_path: Path, asked: str, dtype: str) 
     arch, cache = config.model.architecture, config.cache
     assert cache.dtype == dtype
     assert (f"tokens in {dtype}" in plan_text(config)) == (asked != "auto")
-    num_tensors, kv_heads, head_dim = arch.layers[0].attention.kv_shape(1)
+    attention = arch.layers[0].attention
+    assert attention is not None
+    num_tensors, kv_heads, head_dim = attention.kv_shape(1)
     allocated = kernels.allocate_kv_cache(
         *(
             arch.num_layers,

@@ -1,0 +1,340 @@
+"""Mamba-2, and hybrids of it and attention: Bamba, Granite 4, Nemotron-H, Falcon-H1."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from quire.engine.models.families.family import (
+    Config,
+    Family,
+    activation,
+    architecture,
+    attention,
+    feed_forward,
+    head_dim,
+    layers_by_kind,
+    require,
+    rms_norm,
+    rope,
+)
+from quire.engine.models.families.llama import NAMES
+from quire.engine.models.model_spec import LayerSpec, Mamba2Spec, MLPSpec, ModelSpec, MoESpec, NormSpec
+from quire.engine.protocol.errors import ConfigError
+
+_STATE_NAMES = {
+    "layers.state.input": "model.layers.{layer}.mamba.in_proj",
+    "layers.state.conv": "model.layers.{layer}.mamba.conv1d",
+    "layers.state.decay": "model.layers.{layer}.mamba.A_log",
+    "layers.state.skip": "model.layers.{layer}.mamba.D",
+    "layers.state.step_bias": "model.layers.{layer}.mamba.dt_bias",
+    "layers.state.norm": "model.layers.{layer}.mamba.norm",
+    "layers.state.output": "model.layers.{layer}.mamba.out_proj",
+}
+_ALONE = {
+    "embedding": "backbone.embeddings",
+    "layers.attention_norm": "backbone.layers.{layer}.norm",
+    "norm": "backbone.norm_f",
+    "head": "lm_head",
+} | {module: name.replace("model.", "backbone.").replace("mamba.", "mixer.") for module, name in _STATE_NAMES.items()}
+_LEGACY_KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
+
+
+def _mamba2(config: Config, norm: NormSpec | None, **changes: Any) -> Mamba2Spec:
+    """The state space with Bamba's names in config.json."""
+    require(config, "hidden_act", "silu")
+    heads, width = int(config["mamba_n_heads"]), config["mamba_d_head"]
+    if width == "auto":
+        inner = int(config.get("mamba_d_ssm") or config["mamba_expand"] * config["hidden_size"])
+        if inner % heads:
+            raise ConfigError(f"mamba_n_heads {heads} does not divide the {inner} features of the Mamba layers")
+        width = inner // heads
+    bias = bool(config["mamba_proj_bias"])
+    return Mamba2Spec(
+        **{
+            "num_value_heads": heads,
+            "value_head_dim": int(width),
+            "groups": int(config["mamba_n_groups"]),
+            "state_size": int(config["mamba_d_state"]),
+            "conv_size": int(config["mamba_d_conv"]),
+            "norm": norm,
+            "conv_bias": bool(config["mamba_conv_bias"]),
+            "input_bias": bias,
+            "output_bias": bias,
+            "step_limits": _limits(config.get("time_step_limit")),
+            **changes,
+        }
+    )
+
+
+def _limits(stored: Any) -> tuple[float, float]:
+    """transformers writes infinity as an object."""
+    if stored is None:
+        return 0.0, math.inf
+    low, high = (float(each["__float__"] if isinstance(each, Mapping) else each) for each in stored)
+    return low, high
+
+
+def _alone(name: str, config: Config) -> ModelSpec:
+    """Layers with a state space only. There are no positions: lengths have no limit of the model's own."""
+    norm, bias = rms_norm(config, eps=float(config["layer_norm_epsilon"])), bool(config["use_bias"])
+    names = {"n_heads": "num_heads", "d_head": "head_dim", "n_groups": "n_groups", "d_state": "state_size"}
+    names |= {"d_conv": "conv_kernel", "proj_bias": "use_bias", "conv_bias": "use_conv_bias"}
+    settings = {**config, **{f"mamba_{ours}": config[theirs] for ours, theirs in names.items()}}
+    layer = LayerSpec(
+        attention=None,
+        state=_mamba2(settings, norm, input_bias=bias, output_bias=bias),
+        attention_norm=norm,
+        feed_forward=None,
+        feed_forward_norm=None,
+    )
+    return architecture(name, config, [layer] * int(config["num_hidden_layers"]), norm)
+
+
+def _kinds(config: Config) -> list[str]:
+    """The kinds of layers, under one of their names."""
+    stored = config.get("layers_block_type") or config.get("layer_types") or []
+    return [_LEGACY_KINDS.get(kind, kind) for kind in stored]
+
+
+def _bamba(name: str, config: Config) -> ModelSpec:
+    norm, count = rms_norm(config), int(config["num_hidden_layers"])
+    mixers: dict[str, dict[str, Any]] = {
+        "linear_attention": {"attention": None, "state": _mamba2(config, norm)},
+        "full_attention": {"attention": attention(config, rope(config, head_dim(config)))},
+    }
+    with_attention = set(config.get("attn_layer_indices") or ())
+    kinds = ["full_attention" if number in with_attention else "linear_attention" for number in range(count)]
+    dense = [feed_forward(config)] * count
+    return architecture(
+        name,
+        config,
+        layers_by_kind(kinds, mixers, dense, attention_norm=norm, feed_forward_norm=norm),
+        norm,
+    )
+
+
+def _granite_hybrid(name: str, config: Config) -> ModelSpec:
+    """Granite 4: an MLP or, if there are experts, a shared expert."""
+    require(config, "position_embedding_type", None, "rope", "nope")
+    norm, count = rms_norm(config), int(config["num_hidden_layers"])
+    rope_spec = rope(config, head_dim(config)) if config.get("position_embedding_type") == "rope" else None
+    mixers: dict[str, dict[str, Any]] = {
+        "linear_attention": {"attention": None, "state": _mamba2(config, norm)},
+        "full_attention": {"attention": attention(config, rope_spec, scale=float(config["attention_multiplier"]))},
+    }
+    dense = feed_forward(config, intermediate_size=int(config["shared_intermediate_size"]))
+    inner: MLPSpec | MoESpec = dense
+    if config["num_local_experts"]:
+        inner = MoESpec(
+            num_experts=int(config["num_local_experts"]),
+            top_k=int(config["num_experts_per_tok"]),
+            intermediate_size=int(config["intermediate_size"]),
+            activation=activation(config.get("hidden_act", "silu")),
+            scoring="topk_softmax",
+            shared=dense,
+        )
+    layers = layers_by_kind(
+        _kinds(config) or ["linear_attention"] * count,
+        mixers,
+        [inner] * count,
+        attention_norm=norm,
+        feed_forward_norm=norm,
+        residual_multiplier=float(config["residual_multiplier"]),
+    )
+    return architecture(
+        name,
+        config,
+        layers,
+        norm,
+        embedding_multiplier=float(config["embedding_multiplier"]),
+        logit_multiplier=1 / float(config["logits_scaling"]),
+    )
+
+
+def _nemotron_h(name: str, config: Config) -> ModelSpec:
+    """Each layer is one of a state space, attention without positions, or an MLP. Steps are limited by
+    `time_step_limit`, as by the publisher; transformers raises them to `time_step_min` in prompts, and not in decodes.
+    """
+    norm, bias = rms_norm(config, eps=float(config["layer_norm_epsilon"])), bool(config["use_bias"])
+    require(config, "mamba_hidden_act", "silu")
+    require(config, "sliding_window", None)
+    names = {"n_heads": "mamba_num_heads", "d_head": "mamba_head_dim", "d_state": "ssm_state_size"}
+    names |= {"n_groups": "n_groups", "d_conv": "conv_kernel", "conv_bias": "use_conv_bias", "proj_bias": "use_bias"}
+    settings = {f"mamba_{ours}": config.get(f"mamba_{ours}", config[theirs]) for ours, theirs in names.items()}
+    state = _mamba2({**config, **settings}, norm, input_bias=bias, output_bias=bias)
+    dense = feed_forward(config, activation=activation(config["mlp_hidden_act"]), is_gated=False)
+    nothing: dict[str, Any] = {"attention": None, "attention_norm": None, "feed_forward": None}
+    nothing["feed_forward_norm"] = None
+    one_of = {
+        "linear_attention": nothing | {"state": state, "attention_norm": norm},
+        "full_attention": nothing
+        | {"attention": attention(config, None, qkv_bias=False, output_bias=False), "attention_norm": norm},
+        "mlp": nothing | {"feed_forward": dense, "feed_forward_norm": norm},
+    }
+    pattern = config.get("hybrid_override_pattern")
+    letters = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+    kinds = _kinds(config) or [letters.get(letter, letter) for letter in pattern or "ME*-"]
+    if "moe" in kinds:
+        raise ConfigError("layers of type moe are not supported: their experts have no gates")
+    return architecture(name, config, layers_by_kind(kinds, one_of), norm)
+
+
+def _falcon_h1(name: str, config: Config) -> ModelSpec:
+    """Each layer has attention and a state space, side by side."""
+    norm, bias = rms_norm(config), bool(config["projectors_bias"])
+    before, after = float(config["attention_in_multiplier"]), float(config["attention_out_multiplier"])
+    if before != 1.0:
+        require(config, "attention_bias", False)  # the factor on the input becomes one on the output
+    by = float(config["ssm_in_multiplier"])
+    multipliers = [by * float(each) for each in config.get("ssm_multipliers") or [1.0] * 5]
+    gate, down = (float(each) for each in config.get("mlp_multipliers") or (1.0, 1.0))
+    layer = LayerSpec(
+        attention=attention(
+            config,
+            rope(config, head_dim(config)),
+            scale=head_dim(config) ** -0.5 * float(config["key_multiplier"]) * before**2,
+            output_multiplier=before * after,
+        ),
+        state=_mamba2(
+            config,
+            norm if config["mamba_rms_norm"] else None,
+            norm_before_gate=bool(config["mamba_norm_before_gate"]),
+            output_bias=bias,
+            multipliers=tuple(multipliers),
+            output_multiplier=float(config["ssm_out_multiplier"]),
+        ),
+        attention_norm=norm,
+        feed_forward=feed_forward(config, gate_multiplier=gate, output_multiplier=down),
+        feed_forward_norm=norm,
+    )
+    return architecture(
+        name,
+        config,
+        [layer] * int(config["num_hidden_layers"]),
+        norm,
+        embedding_multiplier=float(config["embedding_multiplier"]),
+        logit_multiplier=float(config["lm_head_multiplier"]),
+    )
+
+
+_BAMBA_NAMES = (
+    NAMES
+    | _STATE_NAMES
+    | {
+        "layers.feed_forward_norm": "model.layers.{layer}.pre_ff_layernorm",
+        "layers.feed_forward.gate_up": "model.layers.{layer}.feed_forward.{part}_proj",
+        "layers.feed_forward.down": "model.layers.{layer}.feed_forward.down_proj",
+        "norm": "model.final_layernorm",
+    }
+)
+_GRANITE_NAMES = (
+    NAMES
+    | _STATE_NAMES
+    | {
+        "layers.feed_forward.router": "model.layers.{layer}.block_sparse_moe.router.layer",
+        "layers.feed_forward.experts.gate_up": "model.layers.{layer}.block_sparse_moe.input_linear",
+        "layers.feed_forward.experts.down": "model.layers.{layer}.block_sparse_moe.output_linear",
+        "layers.feed_forward.gate_up": "model.layers.{layer}.shared_mlp.input_linear",
+        "layers.feed_forward.down": "model.layers.{layer}.shared_mlp.output_linear",
+        "layers.feed_forward.shared.gate_up": "model.layers.{layer}.shared_mlp.input_linear",
+        "layers.feed_forward.shared.down": "model.layers.{layer}.shared_mlp.output_linear",
+    }
+)
+_NEMOTRON_NAMES = _ALONE | {
+    "layers.attention.qkv": "backbone.layers.{layer}.mixer.{part}_proj",
+    "layers.attention.output": "backbone.layers.{layer}.mixer.o_proj",
+    "layers.feed_forward_norm": "backbone.layers.{layer}.norm",
+    "layers.feed_forward.gate_up": "backbone.layers.{layer}.mixer.up_proj",
+    "layers.feed_forward.down": "backbone.layers.{layer}.mixer.down_proj",
+}
+_DEFAULTS = {
+    "mamba_n_heads": 128,
+    "mamba_d_head": "auto",
+    "mamba_n_groups": 1,
+    "mamba_d_state": 256,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_conv_bias": True,
+    "mamba_proj_bias": False,
+}
+FAMILIES = {
+    "Mamba2ForCausalLM": Family(
+        _alone,
+        _ALONE,
+        {
+            "num_heads": 128,
+            "head_dim": 64,
+            "n_groups": 8,
+            "state_size": 128,
+            "conv_kernel": 4,
+            "use_bias": False,
+            "use_conv_bias": True,
+            "layer_norm_epsilon": 1e-5,
+            "max_position_embeddings": 262144,
+        },
+        prefix="backbone.",
+    ),
+    "BambaForCausalLM": Family(
+        _bamba,
+        _BAMBA_NAMES,
+        _DEFAULTS
+        | {
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 262144,
+            "partial_rotary_factor": 0.5,
+        },
+    ),
+    "GraniteMoeHybridForCausalLM": Family(
+        _granite_hybrid,
+        _GRANITE_NAMES,
+        _DEFAULTS
+        | {
+            "max_position_embeddings": 2048,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 1024,
+            **dict.fromkeys(
+                ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"), 1.0
+            ),
+        },
+    ),
+    "NemotronHForCausalLM": Family(
+        _nemotron_h,
+        _NEMOTRON_NAMES,
+        {
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 4096,
+            "mlp_hidden_act": "relu2",
+            "mamba_num_heads": 128,
+            "mamba_head_dim": 64,
+            "ssm_state_size": 128,
+            "n_groups": 8,
+            "conv_kernel": 4,
+            "use_bias": False,
+            "use_conv_bias": True,
+            "layer_norm_epsilon": 1e-5,
+        },
+        prefix="backbone.",
+    ),
+    "FalconH1ForCausalLM": Family(
+        _falcon_h1,
+        _BAMBA_NAMES,
+        _DEFAULTS
+        | {
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 8192,
+            "mamba_d_ssm": 1024,
+            "mamba_norm_before_gate": True,
+            "mamba_rms_norm": False,
+            "projectors_bias": False,
+            **dict.fromkeys(("embedding_multiplier", "lm_head_multiplier", "key_multiplier"), 1.0),
+            **dict.fromkeys(("attention_in_multiplier", "attention_out_multiplier"), 1.0),
+            **dict.fromkeys(("ssm_in_multiplier", "ssm_out_multiplier"), 1.0),
+        },
+    ),
+}
