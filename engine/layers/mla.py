@@ -59,6 +59,9 @@ class MLA(nn.Module):
             self.query_norm.feed(self.query)
         self.latent_norm = make_norm(spec.norm, spec.kv_lora_rank)
         self.up = PerHeadUp(spec.kv_lora_rank, [keys_and_values], bias=False)
+        self.gate = None
+        if spec.output_gate:
+            self.gate = ColumnParallelLinear(hidden_size, [divided("", spec.num_heads, parallel)], bias=False)
         self.output = RowParallelLinear(spec.num_heads * spec.v_head_dim, hidden_size, parallel, bias=spec.bias)
         # Saving of the plain form per query; each key costs the computation of its keys and values.
         cheaper = 2 * row - 2 * spec.head_dim
@@ -75,6 +78,7 @@ class MLA(nn.Module):
         `cache` is `[1, blocks, 1, block_size, row]`.
         """
         spec = self._spec
+        gate = None if self.gate is None else self.gate(x).float().sigmoid().to(x.dtype)  # [tokens, heads]
         down = self.down(x)
         if self.query_norm is not None:
             latent_query, down = down.split((spec.q_lora_rank, down.shape[-1] - spec.q_lora_rank), dim=-1)
@@ -84,6 +88,8 @@ class MLA(nn.Module):
         key = torch.cat((rotary_key, self.latent_norm(latent)), dim=-1)[:, None]
         query = kernels.rotary_write_kv(query, key, None, cos_sin, cache, batch.slot_mapping)
         mixed = self._attend(query, batch, cache)
+        if gate is not None:
+            mixed = mixed * gate.unsqueeze(-1)
         out: Tensor = self.output(mixed.flatten(1))
         return out
 

@@ -21,7 +21,7 @@ from quire.engine.layers.linear import (
     stacked,
 )
 from quire.engine.layers.norm import GroupedNorm, make_norm
-from quire.engine.layers.weight import Weight
+from quire.engine.layers.weight import Shard, Weight
 from quire.engine.models import model_spec
 
 _LENGTH_EPS = 1e-6
@@ -38,6 +38,12 @@ def make_mixer(spec: model_spec.RecurrentSpec, hidden_size: int, parallel: Paral
             return ShortConv(spec, hidden_size, parallel)
         case model_spec.Mamba2Spec():
             return Mamba2(spec, hidden_size, parallel)
+        case model_spec.KimiDeltaSpec():
+            return KimiDeltaAttention(spec, hidden_size, parallel)
+        case model_spec.LightningSpec():
+            return LightningAttention(spec, hidden_size, parallel)
+        case model_spec.MambaSpec():
+            return Mamba(spec, hidden_size, parallel)
     raise AssertionError(spec)
 
 
@@ -54,8 +60,7 @@ class CausalConv(nn.Module):
     def forward(self, x: Tensor, batch: Batch, state: kernels.RecurrentState) -> Tensor:
         """`[tokens, channels]` → the same; updates the inputs in `state`."""
         assert batch.segments is not None
-        bias = None if self.bias is None else self.bias.data
-        return kernels.causal_conv(x, self.weight[:, 0], bias, state.inputs, batch.segments, silu=self._silu)
+        return kernels.causal_conv(x, self.weight[:, 0], self.bias, state.inputs, batch.segments, silu=self._silu)
 
 
 class GatedDeltaNet(nn.Module):
@@ -92,7 +97,7 @@ class GatedDeltaNet(nn.Module):
             key.unflatten(-1, (-1, spec.key_head_dim)),
             value.unflatten(-1, (-1, spec.value_head_dim)),
             -self.decay.float().exp() * F.softplus(step + self.step_bias.float()),
-            beta.sigmoid(),
+            beta.sigmoid() * spec.beta_scale,
             state.matrices,
             batch.segments,
             spec.key_head_dim**-0.5,
@@ -173,3 +178,123 @@ class Mamba2(nn.Module):
             inner = self.norm(inner * gate)
         out: Tensor = self.output(inner.to(x.dtype))
         return out if spec.output_multiplier == 1.0 else out * spec.output_multiplier
+
+
+class KimiDeltaAttention(nn.Module):
+    """Linear attention as described by `quire.engine.models.model_spec.KimiDeltaSpec`."""
+
+    def __init__(self, spec: model_spec.KimiDeltaSpec, hidden_size: int, parallel: Parallel) -> None:
+        super().__init__()
+        self._spec = spec
+        heads, width = divided("", spec.num_heads, parallel), divided("", spec.width, parallel)
+        convolved = [divided(name, spec.width, parallel) for name in ("q", "k", "v")]
+        parts = [*convolved, divided("b", spec.num_heads, parallel)]
+        if spec.rank is None:
+            parts += [divided(name, spec.width, parallel) for name in ("f", "g")]
+        else:
+            parts += [Partition(name, spec.rank, 0, spec.rank) for name in ("f_a", "g_a")]
+        self._sizes = [3 * width.length, *(part.length for part in parts[3:])]
+        self.input = ColumnParallelLinear(hidden_size, parts, bias=False)
+        self.decay_up = self.gate_up = None
+        if spec.rank is not None:
+            self.decay_up = ColumnParallelLinear(spec.rank, [width], bias=False)
+            self.gate_up = ColumnParallelLinear(spec.rank, [width], bias=False)
+        self.conv = CausalConv(convolved, spec.conv_size)
+        if spec.has_rate_grid:
+            shard = Shard((1, 1, spec.num_heads, 1), heads.start, heads.length, dim=2)
+            self.decay = Weight((1, 1, heads.length, 1), shard)
+        else:
+            self.decay = Weight((heads.length,), heads.shard())
+        self.step_bias = Weight((width.length,), width.shard())
+        self.norm = make_norm(spec.norm, spec.value_head_dim)
+        self.output = RowParallelLinear(spec.width, hidden_size, parallel, bias=False)
+
+    def forward(self, x: Tensor, batch: Batch, state: kernels.RecurrentState) -> Tensor:
+        """See `make_mixer`."""
+        spec = self._spec
+        assert batch.segments is not None
+        mixed, beta, step, gate = self.input(x).split_with_sizes(self._sizes, dim=-1)
+        if self.decay_up is not None and self.gate_up is not None:
+            step, gate = self.decay_up(step), self.gate_up(gate)
+        step = (step.float() + self.step_bias.float()).unflatten(-1, (-1, spec.value_head_dim))
+        rate = self.decay.float().exp().view(-1, 1)
+        bound = spec.lower_bound
+        decay = -rate * F.softplus(step) if bound is None else bound * (rate * step).sigmoid()
+        query, key, value = self.conv(mixed, batch, state).unflatten(-1, (3, -1, spec.value_head_dim)).unbind(1)
+        out = kernels.linear_attention(
+            query,
+            key,
+            value,
+            decay,
+            beta.float().sigmoid(),
+            state.matrices,
+            batch.segments,
+            spec.value_head_dim**-0.5,
+            _LENGTH_EPS,
+        )
+        normed = self.norm(out).flatten(1) * gate.float().sigmoid()
+        return self.output(normed.to(x.dtype))  # type: ignore[no-any-return]
+
+
+class LightningAttention(nn.Module):
+    """Linear attention as described by `quire.engine.models.model_spec.LightningSpec`."""
+
+    def __init__(self, spec: model_spec.LightningSpec, hidden_size: int, parallel: Parallel) -> None:
+        super().__init__()
+        self._spec = spec
+        heads = divided("", spec.num_heads, parallel)
+        parts = [divided(name, spec.width, parallel) for name in ("q", "k", "v", "gate")]
+        self.input = ColumnParallelLinear(hidden_size, parts, bias=False)
+        self.norm = GroupedNorm(spec.norm, spec.width, 1, parallel)
+        self.output = RowParallelLinear(spec.width, hidden_size, parallel, bias=False)
+        with torch.device("cpu"):  # see `Rotary`
+            rates = (torch.arange(1, spec.num_heads + 1) * (-8 / spec.num_heads)).exp2() * spec.rate
+        self._decay = -rates[heads.start : heads.start + heads.length].to(torch.get_default_device())
+
+    def forward(self, x: Tensor, batch: Batch, state: kernels.RecurrentState) -> Tensor:
+        """See `make_mixer`."""
+        spec = self._spec
+        assert batch.segments is not None
+        *parts, gate = self.input(x).chunk(4, dim=-1)
+        query, key, value = (torch.unflatten(F.silu(part), -1, (-1, spec.value_head_dim)) for part in parts)
+        decay = self._decay.expand(len(x), -1)
+        mixed = kernels.linear_attention(
+            query, key, value, decay, None, state.matrices, batch.segments, 1.0, is_delta=False
+        )
+        normed = self.norm(mixed.flatten(1)) * gate.float().sigmoid()
+        out: Tensor = self.output(normed.to(x.dtype))
+        return out if spec.output_multiplier == 1.0 else out * spec.output_multiplier
+
+
+class Mamba(nn.Module):
+    """A state space as described by `quire.engine.models.model_spec.MambaSpec`."""
+
+    def __init__(self, spec: model_spec.MambaSpec, hidden_size: int, parallel: Parallel) -> None:
+        super().__init__()
+        self._sizes = [spec.rank, spec.state_size, spec.state_size]
+        channels = divided("", spec.width, parallel)
+        self.input = ColumnParallelLinear(
+            hidden_size, [divided(name, spec.width, parallel) for name in ("x", "z")], bias=spec.bias
+        )
+        self.conv = CausalConv([channels], spec.conv_size, bias=spec.conv_bias)
+        self.select = RowParallelLinear(spec.width, sum(self._sizes), parallel, bias=False)
+        self.step_norm = self.key_norm = self.query_norm = None
+        if spec.norm is not None:
+            self.step_norm, self.key_norm, self.query_norm = (make_norm(spec.norm, size) for size in self._sizes)
+        self.step = ColumnParallelLinear(spec.rank, [channels], bias=True)
+        self.decay = Weight((channels.length, spec.state_size), channels.shard(spec.state_size))
+        self.skip = Weight((channels.length,), channels.shard())
+        self.output = RowParallelLinear(spec.width, hidden_size, parallel, bias=spec.bias)
+
+    def forward(self, x: Tensor, batch: Batch, state: kernels.RecurrentState) -> Tensor:
+        """See `make_mixer`."""
+        assert batch.segments is not None
+        value, gate = self.input(x).chunk(2, dim=-1)
+        value = self.conv(value, batch, state)
+        step, key, query = self.select(value).split_with_sizes(self._sizes, dim=-1)
+        if self.step_norm is not None and self.key_norm is not None and self.query_norm is not None:
+            step, key, query = self.step_norm(step), self.key_norm(key), self.query_norm(query)
+        step = F.softplus(self.step(step).float())
+        rates = -self.decay.float().exp().T
+        out = kernels.selective_scan(value, step, rates, key, query, state.matrices, batch.segments)
+        return self.output((out + value * self.skip) * F.silu(gate))  # type: ignore[no-any-return]

@@ -33,6 +33,8 @@ def inverse_frequencies(rope: RopeSpec, max_length: int) -> Tensor:
     match rope.kind:
         case "default":
             return frequencies
+        case "none":
+            return torch.zeros_like(frequencies)
         case "linear":
             return frequencies / rope.factor
         case "dynamic":

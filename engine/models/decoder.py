@@ -100,6 +100,9 @@ class DecoderLayer(nn.Module):
             normed, residual = _add(self.feed_forward_norm, x, residual)
             return normed, x, residual
         normed, residual = _add(self.attention_norm, x, residual)
+        factors = self.spec.normed_residuals
+        if factors is not None:
+            residual = normed * factors[0]
         outputs = []
         if self.attention is not None:
             place = batch.for_group(cache.group), cos_sin, cache.memory
@@ -117,6 +120,8 @@ class DecoderLayer(nn.Module):
             normed = normed if self.feed_forward_norm is None else self.feed_forward_norm(residual)
         else:
             normed, residual = _add(self.feed_forward_norm, mixed, residual)
+            if factors is not None:
+                residual = normed * factors[1]
         return normed, mixed, residual
 
     def _finish_feed_forward(self, x: Tensor, mixed: Tensor) -> Tensor:

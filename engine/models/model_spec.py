@@ -54,11 +54,11 @@ class NormSpec:
 @dataclass(frozen=True, kw_only=True)
 class RopeSpec:
     """Rotary position embedding (Su et al. 2021) of a head's first `dim` features. `kind` is transformers'
-    rope_type."""
+    rope_type, or none: the features are not rotated."""
 
     theta: float
     dim: int
-    kind: Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"] = "default"
+    kind: Literal["default", "none", "linear", "dynamic", "llama3", "yarn", "longrope"] = "default"
     factor: float = 1.0
     original_max_position: int = 0
     """Positions in training, before the context was extended."""
@@ -163,6 +163,8 @@ class MLASpec:
     norm: NormSpec
     bias: bool = False
     window: int | None = None
+    output_gate: bool = False
+    """Each head's output is multiplied by the sigmoid of a gate."""
 
     @property
     def head_dim(self) -> int:
@@ -172,6 +174,8 @@ class MLASpec:
         heads = self.num_heads // tp
         yield MatrixShape((self.q_lora_rank or 0) + self.kv_lora_rank + self.rope.dim, hidden, 1, "attention.down")
         yield MatrixShape(heads * self.head_dim, self.q_lora_rank or hidden, 1, "attention.query")
+        if self.output_gate:
+            yield MatrixShape(heads, hidden, 1, "attention.gate")
         yield MatrixShape(hidden, heads * self.v_head_dim, 1, "attention.output", self.num_heads * self.v_head_dim)
 
     def num_other_parameters(self, hidden: int, tp: int) -> int:
@@ -253,6 +257,8 @@ class GatedDeltaNetSpec(RecurrentSpec):
     value_head_dim: int
     norm: NormSpec
     """Of each head's output, before its gate."""
+    beta_scale: float = 1.0
+    """The largest weight of an update; with 2 a state may change its sign (Grazzi et al. 2024)."""
 
     @property
     def num_heads(self) -> int:
@@ -366,6 +372,138 @@ class Mamba2Spec(RecurrentSpec):
             yield f"{self.num_value_heads} state-space heads"
         if self.groups % tp and self.groups > 1:
             yield f"{self.groups} groups of state-space heads"
+
+
+@dataclass(frozen=True, kw_only=True)
+class KimiDeltaSpec(RecurrentSpec):
+    """Kimi Delta Attention (2025): the gated delta rule with a decay for each key feature, after a causal convolution.
+
+    Keys and values have the same size, and each head has its own.
+    """
+
+    num_value_heads: int
+    value_head_dim: int
+    rank: int | None
+    """Size of the vectors that decays and output gates are computed from; None: from the hidden state."""
+    lower_bound: float | None = None
+    """Decays are this times a sigmoid, rather than minus a softplus."""
+    norm: NormSpec
+    """Of each head's output, before its gate."""
+    has_rate_grid: bool = False
+    """The checkpoint has the heads' rates as `[1, 1, heads, 1]`."""
+
+    @property
+    def num_heads(self) -> int:
+        return self.num_value_heads
+
+    @property
+    def width(self) -> int:
+        """Features of all heads."""
+        return self.num_value_heads * self.value_head_dim
+
+    def state_shape(self, tp: int) -> tuple[int, int, int]:
+        return self.num_value_heads // tp, self.value_head_dim, self.value_head_dim
+
+    def channels(self, tp: int) -> int:
+        """Queries, keys and values."""
+        return 3 * self.width // tp
+
+    def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
+        gates = 2 * self.width // tp if self.rank is None else 2 * self.rank
+        yield MatrixShape(self.channels(tp) + self.num_value_heads // tp + gates, hidden, 1, "state.input")
+        if self.rank is not None:
+            yield MatrixShape(self.width // tp, self.rank, 1, "state.decay_up")
+            yield MatrixShape(self.width // tp, self.rank, 1, "state.gate_up")
+        yield MatrixShape(hidden, self.width // tp, 1, "state.output", self.width)
+
+    def num_other_parameters(self, hidden: int, tp: int) -> int:
+        vectors = self.num_value_heads // tp + self.width // tp + self.value_head_dim
+        return self.channels(tp) * self.conv_size + vectors
+
+    def layout_errors(self, tp: int) -> Iterator[str]:
+        if self.num_value_heads % tp:
+            yield f"{self.num_value_heads} heads of Kimi Delta Attention"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LightningSpec(RecurrentSpec):
+    """Lightning attention (Qin et al. 2024): linear attention with a constant decay for each head, of rates like those
+    of ALiBi's slopes. Queries, keys and values go through silu; the output is normalized over all heads and gated."""
+
+    num_value_heads: int
+    value_head_dim: int
+    rate: float
+    """Factor on the heads' rates."""
+    norm: NormSpec
+    output_multiplier: float = 1.0
+
+    @property
+    def num_heads(self) -> int:
+        return self.num_value_heads
+
+    @property
+    def width(self) -> int:
+        """Features of all heads."""
+        return self.num_value_heads * self.value_head_dim
+
+    def state_shape(self, tp: int) -> tuple[int, int, int]:
+        return self.num_value_heads // tp, self.value_head_dim, self.value_head_dim
+
+    def channels(self, tp: int) -> int:
+        return 0
+
+    def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
+        yield MatrixShape(4 * self.width // tp, hidden, 1, "state.input")
+        yield MatrixShape(hidden, self.width // tp, 1, "state.output", self.width)
+
+    def num_other_parameters(self, hidden: int, tp: int) -> int:
+        return self.width // tp
+
+    def layout_errors(self, tp: int) -> Iterator[str]:
+        if self.num_value_heads % tp:
+            yield f"{self.num_value_heads} heads of lightning attention"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MambaSpec(RecurrentSpec):
+    """Mamba's selective state space (Gu & Dao 2023), after a causal convolution: each channel has a state of its own,
+    with a decay for each of its elements."""
+
+    width: int
+    """Channels."""
+    state_size: int
+    rank: int
+    """Size of the vector that steps are computed from."""
+    norm: NormSpec | None = None
+    """Of that vector, keys and queries."""
+    conv_bias: bool = True
+    bias: bool = False
+
+    @property
+    def num_heads(self) -> int:
+        return self.width
+
+    def state_shape(self, tp: int) -> tuple[int, int, int]:
+        return 1, self.state_size, self.width // tp
+
+    def channels(self, tp: int) -> int:
+        return self.width // tp
+
+    def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
+        yield MatrixShape(2 * self.width // tp, hidden, 1, "state.input")
+        yield MatrixShape(self.rank + 2 * self.state_size, self.width // tp, 1, "state.select", self.width)
+        yield MatrixShape(self.width // tp, self.rank, 1, "state.step")
+        yield MatrixShape(hidden, self.width // tp, 1, "state.output", self.width)
+
+    def num_other_parameters(self, hidden: int, tp: int) -> int:
+        # weights and biases of the convolution, rates, skips, biases of steps
+        count = self.width // tp * (self.conv_size + self.conv_bias + self.state_size + 2)
+        count += self.bias * (2 * self.width // tp + hidden)
+        return count + (self.norm is not None) * (self.rank + 2 * self.state_size)
+
+    def layout_errors(self, tp: int) -> Iterator[str]:
+        if self.width % tp:
+            yield f"{self.width} channels of Mamba"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -504,6 +642,9 @@ class LayerSpec:
     """Both read the same residual stream; without a feed_forward_norm, they read the same normalized one."""
     residual_multiplier: float = 1.0
     """Factor on what is added to the residual stream."""
+    normed_residuals: tuple[float, float] | None = None
+    """The mixers' output is added to their normalized input times the first, that of the feed-forward layer to its
+    normalized input times the second; None: to the residual stream."""
 
     @property
     def mixers(self) -> list[AttentionSpec | MLASpec | RecurrentSpec]:

@@ -66,6 +66,18 @@ _HYBRID = {
     "linear_value_head_dim": 12,
     "layer_types": ["linear_attention", "full_attention"] * 2,
 }
+_DELTA = {
+    "num_key_value_heads": 4,
+    "num_local_experts": 6,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "q_lora_rank": None,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+}
 _STATES = {
     "mamba_n_heads": 8,
     "mamba_d_head": 12,
@@ -323,6 +335,45 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7],
         },
     ),
+    "Kimi Linear": (
+        "KimiLinearForCausalLM",
+        _EXPERTS
+        | _DELTA
+        | {
+            "linear_head_dim": 12,
+            "linear_num_heads": 4,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+            "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        },
+    ),
+    "Ling hybrid": (
+        "BailingHybridForCausalLM",
+        _EXPERTS | _DELTA | {"head_dim": 12, "layer_group_size": 2, "first_k_dense_replace": 1},
+    ),
+    "MiniMax": (
+        "MiniMaxForCausalLM",
+        {
+            "num_local_experts": 5,
+            "block_size": 32,
+            "linear_attn_alpha_factor": 1.5,
+            "full_attn_alpha_factor": 1.3,
+            "mlp_alpha_factor": 1.2,
+            "linear_attn_beta_factor": 0.8,
+        },
+    ),
+    "OLMo hybrid": (
+        "OlmoHybridForCausalLM",
+        {
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+            "linear_key_head_dim": 8,
+            "rope_parameters": {"rope_type": "default", "rope_theta": None},
+        },
+    ),
+    "Jamba": (
+        "JambaForCausalLM",
+        {"num_experts": 5, "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_offset": 0},
+    ),
+    "Mamba": ("MambaForCausalLM", {"tie_word_embeddings": True}),
     "DeepSeek V3, yarn rope": ("DeepseekV3ForCausalLM", _LATENT | {"rope_parameters": _DEEPSEEK_YARN}),
 }
 
@@ -368,6 +419,12 @@ MODELS = {
     "GraniteMoeHybridForCausalLM": "Granite 4",
     "NemotronHForCausalLM": "Nemotron-H, Nemotron Nano 2; not Nemotron 3, whose experts have no gates",
     "FalconH1ForCausalLM": "Falcon-H1",
+    "KimiLinearForCausalLM": "Kimi-Linear-48B-A3B",
+    "BailingHybridForCausalLM": "Ling and Ring with Kimi Delta Attention",
+    "MiniMaxForCausalLM": "MiniMax-Text-01, in transformers' format",
+    "OlmoHybridForCausalLM": "OLMo Hybrid",
+    "JambaForCausalLM": "Jamba, Jamba 1.5, 1.6, 1.7, Reasoning",
+    "MambaForCausalLM": "Mamba",
     "DeepseekV2ForCausalLM": "DeepSeek V2, V2-Lite, Coder-V2",
     "DeepseekV3ForCausalLM": "DeepSeek V3, V3.1, R1; Kimi K2",
 }
@@ -389,7 +446,33 @@ def write(case: str, folder: Path, **settings: Any) -> Any:
     model = write_model(architecture, SIZES | changes | settings, folder)
     if "stacked experts" in case:
         _stack_experts(folder)
+    elif case in _PUBLISHED_NAMES:
+        _name_as_published(case, folder, model)
     return model
+
+
+_PUBLISHED_NAMES: dict[str, dict[str, str]] = {
+    "Kimi Linear": {"layers.0.block_sparse_moe": "layers.0.mlp"},
+    "OLMo hybrid": {
+        f"layers.{number}.feedforward_layer_norm": f"layers.{number}.post_attention_layernorm" for number in (1, 3)
+    },
+}
+"""Layers of one kind whose tensors transformers reads by these names, and writes by those of the other kind."""
+
+
+def _name_as_published(case: str, folder: Path, model: Any) -> None:
+    """Also with convolutions of the sizes of queries, keys and values: transformers writes three equal parts."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    for theirs, ours in _PUBLISHED_NAMES[case].items():
+        for name in [name for name in tensors if theirs in name]:
+            tensors[name.replace(theirs, ours)] = tensors.pop(name)
+    for module, layer in model.named_modules():
+        if isinstance(getattr(layer, "conv1d", None), torch.nn.Conv1d) and hasattr(layer, "q_proj"):
+            sizes = [len(getattr(layer, f"{part}_proj").weight) for part in "qkv"]
+            for part, weight in zip("qkv", layer.conv1d.weight.split_with_sizes(sizes), strict=True):
+                tensors[f"{module}.{part}_conv1d.weight"] = weight.detach().clone()
+    save_file(tensors, path, {"format": "pt"})
 
 
 def _stack_experts(folder: Path) -> None:

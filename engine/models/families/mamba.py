@@ -1,4 +1,4 @@
-"""Mamba-2, and hybrids of it and attention: Bamba, Granite 4, Nemotron-H, Falcon-H1."""
+"""Mamba and Mamba-2, and hybrids of them and attention: Jamba, Bamba, Granite 4, Nemotron-H, Falcon-H1."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from quire.engine.models.families.family import (
     rope,
 )
 from quire.engine.models.families.llama import NAMES
-from quire.engine.models.model_spec import LayerSpec, Mamba2Spec, MLPSpec, ModelSpec, MoESpec, NormSpec
+from quire.engine.models.model_spec import LayerSpec, Mamba2Spec, MambaSpec, MLPSpec, ModelSpec, MoESpec, NormSpec
 from quire.engine.protocol.errors import ConfigError
 
 _STATE_NAMES = {
@@ -90,6 +90,60 @@ def _alone(name: str, config: Config) -> ModelSpec:
         feed_forward_norm=None,
     )
     return architecture(name, config, [layer] * int(config["num_hidden_layers"]), norm)
+
+
+def _mamba(config: Config, norm: NormSpec | None) -> MambaSpec:
+    """The state space with Jamba's names in config.json."""
+    require(config, "hidden_act", "silu")
+    hidden, rank = int(config["hidden_size"]), config["mamba_dt_rank"]
+    return MambaSpec(
+        width=int(config.get("mamba_d_ssm") or config["mamba_expand"] * hidden),
+        state_size=int(config["mamba_d_state"]),
+        rank=-(-hidden // 16) if rank == "auto" else int(rank),
+        conv_size=int(config["mamba_d_conv"]),
+        norm=norm,
+        conv_bias=bool(config["mamba_conv_bias"]),
+        bias=bool(config["mamba_proj_bias"]),
+    )
+
+
+def _mamba_alone(name: str, config: Config) -> ModelSpec:
+    names = {"expand": "expand", "d_state": "state_size", "dt_rank": "time_step_rank", "d_conv": "conv_kernel"}
+    names |= {"proj_bias": "use_bias", "conv_bias": "use_conv_bias"}
+    settings = {**config, **{f"mamba_{ours}": config[theirs] for ours, theirs in names.items()}}
+    settings["mamba_d_ssm"] = config.get("intermediate_size")
+    norm = rms_norm(config, eps=float(config["layer_norm_epsilon"]))
+    layer = LayerSpec(
+        attention=None,
+        state=_mamba(settings, None),
+        attention_norm=norm,
+        feed_forward=None,
+        feed_forward_norm=None,
+    )
+    return architecture(name, config, [layer] * int(config["num_hidden_layers"]), norm)
+
+
+def _jamba(name: str, config: Config) -> ModelSpec:
+    """Attention has no positions. Some layers have experts."""
+    norm, every = rms_norm(config), range(int(config["num_hidden_layers"]))
+    mixers: dict[str, dict[str, Any]] = {
+        "linear_attention": {"attention": None, "state": _mamba(config, norm)},
+        "full_attention": {"attention": attention(config, None)},
+    }
+    period, offset = int(config["attn_layer_period"]), int(config["attn_layer_offset"])
+    kinds = ["full_attention" if number % period == offset else "linear_attention" for number in every]
+    experts: MLPSpec | MoESpec = feed_forward(config)
+    if int(config["num_experts"]) > 1:
+        experts = MoESpec(
+            num_experts=int(config["num_experts"]),
+            top_k=int(config["num_experts_per_tok"]),
+            intermediate_size=int(config["intermediate_size"]),
+            activation=activation(config.get("hidden_act", "silu")),
+        )
+    period, offset = int(config["expert_layer_period"]), int(config["expert_layer_offset"])
+    inner = [experts if number % period == offset else feed_forward(config) for number in every]
+    layers = layers_by_kind(kinds, mixers, inner, attention_norm=norm, feed_forward_norm=norm)
+    return architecture(name, config, layers, norm)
 
 
 def _kinds(config: Config) -> list[str]:
@@ -242,6 +296,16 @@ _GRANITE_NAMES = (
         "layers.feed_forward.shared.down": "model.layers.{layer}.shared_mlp.output_linear",
     }
 )
+_JAMBA_NAMES = _BAMBA_NAMES | {
+    "layers.state.select": "model.layers.{layer}.mamba.x_proj",
+    "layers.state.step": "model.layers.{layer}.mamba.dt_proj",
+    "layers.state.step_norm": "model.layers.{layer}.mamba.dt_layernorm",
+    "layers.state.key_norm": "model.layers.{layer}.mamba.b_layernorm",
+    "layers.state.query_norm": "model.layers.{layer}.mamba.c_layernorm",
+    "layers.feed_forward.router": "model.layers.{layer}.feed_forward.router",
+    "layers.feed_forward.experts.gate_up": "model.layers.{layer}.feed_forward.experts.{expert}.{part}_proj",
+    "layers.feed_forward.experts.down": "model.layers.{layer}.feed_forward.experts.{expert}.down_proj",
+}
 _NEMOTRON_NAMES = _ALONE | {
     "layers.attention.qkv": "backbone.layers.{layer}.mixer.{part}_proj",
     "layers.attention.output": "backbone.layers.{layer}.mixer.o_proj",
@@ -275,6 +339,46 @@ FAMILIES = {
             "max_position_embeddings": 262144,
         },
         prefix="backbone.",
+    ),
+    "MambaForCausalLM": Family(
+        _mamba_alone,
+        _ALONE
+        | {
+            "layers.state.select": "backbone.layers.{layer}.mixer.x_proj",
+            "layers.state.step": "backbone.layers.{layer}.mixer.dt_proj",
+        },
+        {
+            "expand": 2,
+            "state_size": 16,
+            "conv_kernel": 4,
+            "time_step_rank": "auto",
+            "use_bias": False,
+            "use_conv_bias": True,
+            "layer_norm_epsilon": 1e-5,
+            "max_position_embeddings": 262144,
+            "tie_word_embeddings": True,
+        },
+        prefix="backbone.",
+    ),
+    "JambaForCausalLM": Family(
+        _jamba,
+        _JAMBA_NAMES,
+        {
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 262144,
+            "num_experts_per_tok": 2,
+            "num_experts": 16,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+            "attn_layer_period": 8,
+            "attn_layer_offset": 4,
+            "mamba_d_state": 16,
+            "mamba_d_conv": 4,
+            "mamba_expand": 2,
+            "mamba_dt_rank": "auto",
+            "mamba_conv_bias": True,
+            "mamba_proj_bias": False,
+        },
     ),
     "BambaForCausalLM": Family(
         _bamba,

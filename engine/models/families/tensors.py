@@ -16,8 +16,11 @@ from quire.engine.models.families.family import Family
 from quire.engine.models.model_spec import (
     AttentionSpec,
     GatedDeltaNetSpec,
+    KimiDeltaSpec,
     LayerSpec,
+    LightningSpec,
     Mamba2Spec,
+    MambaSpec,
     MLASpec,
     MLPSpec,
     ModelSpec,
@@ -182,6 +185,12 @@ def _inner(layer: LayerSpec, width: int) -> _Parameters:
             yield from _short_conv(layer.state, width)
         case Mamba2Spec():
             yield from _mamba2(layer.state, width)
+        case KimiDeltaSpec():
+            yield from _kimi_delta(layer.state, width)
+        case LightningSpec():
+            yield from _lightning(layer.state, width)
+        case MambaSpec():
+            yield from _mamba(layer.state, width)
     if isinstance(layer.feed_forward, MoESpec):
         yield from _mixture(layer.feed_forward, width)
     elif layer.feed_forward is not None:
@@ -212,6 +221,8 @@ def _mla(spec: MLASpec, width: int) -> _Parameters:
     yield from _norm(f"{module}.latent_norm", spec.norm, spec.kv_lora_rank)
     up = spec.num_heads * (spec.qk_nope_head_dim + spec.v_head_dim)
     yield from _linear(f"{module}.up", {"": up}, spec.kv_lora_rank)
+    if spec.output_gate:
+        yield from _linear(f"{module}.gate", {"": spec.num_heads}, width)
     yield from _linear(f"{module}.output", {"": width}, spec.num_heads * spec.v_head_dim, bias=spec.bias)
 
 
@@ -245,6 +256,39 @@ def _mamba2(spec: Mamba2Spec, width: int) -> _Parameters:
     if spec.norm is not None:
         yield from _norm(f"{module}.norm", spec.norm, spec.width)
     yield from _linear(f"{module}.output", {"": width}, spec.width, bias=spec.output_bias)
+
+
+def _kimi_delta(spec: KimiDeltaSpec, width: int) -> _Parameters:
+    module, heads = "layers.state", spec.num_heads
+    gates = dict.fromkeys("fg", spec.width) if spec.rank is None else dict.fromkeys(("f_a", "g_a"), spec.rank)
+    yield from _linear(f"{module}.input", {**dict.fromkeys("qkv", spec.width), "b": heads, **gates}, width)
+    if spec.rank is not None:
+        yield from _linear(f"{module}.decay_up", {"": spec.width}, spec.rank)
+        yield from _linear(f"{module}.gate_up", {"": spec.width}, spec.rank)
+    yield from _conv(dict.fromkeys("qkv", spec.width), spec.conv_size)
+    yield module, "decay", {"": (1, 1, heads, 1) if spec.has_rate_grid else (heads,)}
+    yield module, "step_bias", {"": (spec.width,)}
+    yield from _norm(f"{module}.norm", spec.norm, spec.value_head_dim)
+    yield from _linear(f"{module}.output", {"": width}, spec.width)
+
+
+def _lightning(spec: LightningSpec, width: int) -> _Parameters:
+    yield from _linear("layers.state.input", dict.fromkeys(("q", "k", "v", "gate"), spec.width), width)
+    yield from _norm("layers.state.norm", spec.norm, spec.width)
+    yield from _linear("layers.state.output", {"": width}, spec.width)
+
+
+def _mamba(spec: MambaSpec, width: int) -> _Parameters:
+    module, channels = "layers.state", {"": spec.width}
+    yield from _linear(f"{module}.input", dict.fromkeys("xz", spec.width), width, bias=spec.bias)
+    yield from _conv(channels, spec.conv_size, bias=spec.conv_bias)
+    yield from _linear(f"{module}.select", {"": spec.rank + 2 * spec.state_size}, spec.width)
+    for name, size in (("step", spec.rank), ("key", spec.state_size), ("query", spec.state_size)):
+        yield from _norm(f"{module}.{name}_norm", spec.norm, size)
+    yield from _linear(f"{module}.step", channels, spec.rank, bias=True)
+    yield module, "decay", {"": (spec.width, spec.state_size)}
+    yield module, "skip", {"": (spec.width,)}
+    yield from _linear(f"{module}.output", {"": width}, spec.width, bias=spec.bias)
 
 
 def _conv(channels: Mapping[str, int], size: int, *, bias: bool = False) -> _Parameters:
