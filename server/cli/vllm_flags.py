@@ -298,7 +298,7 @@ IGNORED: dict[str, str] = {
     "the prefix cache has a hash of its own, and blocks stay until their memory is needed": (
         "--prefix-cache-retention-interval= --prefix-caching-hash-algo="
     ),
-    "models with recurrent states are not supported": (
+    "recurrent states are float32, in pages of the KV cache, and have one implementation": (
         "--enable-mamba-cache-stochastic-rounding --enable-mamba-shared-prefix-checkpoint --mamba-backend= "
         "--mamba-block-size= --mamba-cache-dtype= --mamba-cache-mode= --mamba-cache-philox-rounds= "
         "--mamba-ssm-cache-dtype= --mamba-ssu-algorithm= --replayssm-buffer-len= --use-replayssm"

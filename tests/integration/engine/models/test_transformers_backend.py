@@ -144,7 +144,7 @@ def test_code_in_the_folder_runs_where_it_is_trusted(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(
     ("architecture", "changes", "reason"),
     [
-        ("MambaForCausalLM", {}, "keeps a recurrent state"),
+        ("FalconMambaForCausalLM", {}, "keeps a recurrent state"),
         ("BloomForCausalLM", {}, "does not use transformers' attention interface"),
         ("BertLMHeadModel", {}, "its attention sees later tokens"),
         ("DogeForCausalLM", {}, "its attention takes a mask of its own"),

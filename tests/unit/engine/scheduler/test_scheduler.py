@@ -892,12 +892,11 @@ def test_a_decode_that_fails_with_the_next_in_flight_fails_once() -> None:
     assert engine.tokens("second") == continuation([5, 6, 7], 20)
 
 
-def test_a_conversation_continues_from_its_last_states() -> None:
+@pytest.mark.parametrize("windows", [(None, "state", "state"), (None, 9, "state"), ("state",)])
+def test_a_conversation_continues_from_its_last_states(windows: Windows) -> None:
     """The prompt of each turn is the conversation so far; what is computed again is less than two blocks."""
-    engine = Engine(
-        engine_config(windows=(None, "state", "state"), max_model_len=1024, num_blocks=3000, max_num_batched_tokens=16)
-    )
-    rng, conversation = random.Random(0), list[int]()
+    engine = Engine(engine_config(windows=windows, max_model_len=1024, num_blocks=3000, max_num_batched_tokens=16))
+    rng, conversation, reused, reusable = random.Random(0), list[int](), 0, 0
     for turn in range(8):
         known = len(conversation)
         conversation += [rng.randrange(97) for _ in range(20 + 7 * turn)]
@@ -906,6 +905,8 @@ def test_a_conversation_continues_from_its_last_states() -> None:
         conversation += engine.tokens(str(turn))
         cached = engine.outputs[str(turn)][-1].num_cached_tokens
         assert known - 2 * 4 < cached <= known or not turn
+        reused, reusable = reused + cached, reusable + known
+    assert reused >= 0.9 * reusable
     stats = engine.scheduler.snapshot()
     assert stats.kv_blocks_used == 0
     assert stats.preemptions == 0
