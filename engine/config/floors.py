@@ -7,7 +7,7 @@ A step of a stage with `n` new tokens of `r` requests takes at least
 - bytes: the rank's weights (`memory_plan.read_bytes`) and the KV blocks of the requests.
 - operations: 2 for each parameter of a linear layer and token (of the experts, those that are chosen), 2 × (features
   of a key + of a value) for each head, token and key, and the head of the model once per request.
-- communication: an all-reduce of `b` bytes among `t` ranks, twice per layer, takes a latency and
+- communication: an all-reduce of `b` bytes among `t` ranks, after each part of a layer, takes a latency and
   2 (t - 1) / t × b / bandwidth (Patarasuk and Yuan 2009); with NVSwitch, which sums and copies, 1 + 1 / t instead, if
   that is less. Among `h` hosts it takes that on each, or 2 (h - 1) / h × b / (bandwidth of the network × ranks of the
   group on a host), whichever is longer: every device has its own part of the network. Replicas that share experts send
@@ -174,7 +174,7 @@ class _Floors:
         layers = self._layers[stage].items()
         seconds = 0.0
         if tp > 1:
-            number = (stage == 0) + sum(count * (2 - each.is_parallel) for each, count in layers)
+            number = (stage == 0) + sum(count * (len(each.parts) - each.is_parallel) for each, count in layers)
             on_hosts = Counter(rank // ranks_per_host for rank in range(stage * tp, (stage + 1) * tp))
             seconds += number * self._all_reduce([*on_hosts.values()], new * token)
         for layer, count in layers:

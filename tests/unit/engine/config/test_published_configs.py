@@ -12,7 +12,7 @@ from quire.engine.config import devices
 from quire.engine.config.engine_config import ModelConfig
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import resolve
-from quire.engine.models.families import transformers_backend
+from quire.engine.models.families import from_hf_config, transformers_backend
 from quire.engine.models.families.transformers_backend import DescribeRequest
 from quire.engine.models.model_spec import TransformersModelSpec
 from quire.engine.models.transformers_backend.shrink import LENGTH, WINDOW, shrink
@@ -275,3 +275,96 @@ def test_a_token_without_an_id_is_one_clear_error(tmp_path: Path) -> None:
     write(tmp_path, tokenizer_config={"eos_token": "</s>", "added_tokens_decoder": {"two": {"content": "</s>"}}})
     with pytest.raises(ConfigError, match="a token with an entry of an unknown form"):
         model_of(tmp_path, LLAMA_7B)
+
+
+HYBRIDS: dict[str, tuple[dict[str, Any], float]] = {
+    "LFM2-1.2B": (
+        {
+            "architectures": ["Lfm2ForCausalLM"],
+            "block_auto_adjust_ff_dim": True,
+            "block_ff_dim": 12288,
+            "block_ffn_dim_multiplier": 1.0,
+            "block_multiple_of": 256,
+            "conv_L_cache": 3,
+            "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+            "hidden_size": 2048,
+            "num_attention_heads": 32,
+            "num_hidden_layers": 16,
+            "num_key_value_heads": 8,
+            "tie_embedding": True,
+            "vocab_size": 65536,
+        },
+        1.17,
+    ),
+    "Mamba-Codestral-7B": (
+        {
+            "architectures": ["Mamba2ForCausalLM"],
+            "hidden_size": 4096,
+            "n_groups": 8,
+            "num_heads": 128,
+            "num_hidden_layers": 64,
+            "tie_word_embeddings": False,
+            "vocab_size": 32768,
+        },
+        7.29,
+    ),
+    "mamba-2.8b": (
+        {
+            "architectures": ["MambaForCausalLM"],
+            "hidden_size": 2560,
+            "intermediate_size": 5120,
+            "num_hidden_layers": 64,
+            "vocab_size": 50280,
+        },
+        2.77,
+    ),
+    "Nemotron-H-8B": (
+        {
+            "architectures": ["NemotronHForCausalLM"],
+            "head_dim": 128,
+            "hidden_size": 4096,
+            "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+            "intermediate_size": 21504,
+            "num_attention_heads": 32,
+            "num_hidden_layers": 52,
+            "vocab_size": 131072,
+        },
+        8.1,
+    ),
+    "Kimi-Linear-48B-A3B": (
+        {
+            "architectures": ["KimiLinearForCausalLM"],
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "linear_attn_config": {
+                "full_attn_layers": [4, 8, 12, 16, 20, 24, 27],
+                "head_dim": 128,
+                "kda_layers": [number for number in range(1, 27) if number % 4],
+                "num_heads": 32,
+                "short_conv_kernel_size": 4,
+            },
+            "mla_use_nope": True,
+            "moe_router_activation_func": "sigmoid",
+            "num_attention_heads": 32,
+            "num_hidden_layers": 27,
+            "vocab_size": 163840,
+        },
+        49.1,
+    ),
+}
+"""Published settings, without those that have the default, and billions of parameters."""
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_hybrids_have_as_many_parameters_as_published(name: str) -> None:
+    config, billions = HYBRIDS[name]
+    arch = from_hf_config(config)
+    count = arch.stage_parameters([range(arch.num_layers)], 0, 1)
+    assert count / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+def test_groups_of_heads_are_not_divided() -> None:
+    """Each group's features are normalized together."""
+    arch = from_hf_config(HYBRIDS["Mamba-Codestral-7B"][0])
+    with pytest.raises(ConfigError, match=r"16 does not divide this model's 8 groups of state-space heads; sizes that"):
+        arch.check_divides(16)
