@@ -341,6 +341,10 @@ class Mamba2Spec(RecurrentSpec):
     """Factors on gates, values, keys, queries and steps."""
     output_multiplier: float = 1.0
 
+    def __post_init__(self) -> None:
+        if self.groups < 1 or self.num_value_heads % self.groups:
+            raise ConfigError(f"{self.num_value_heads} state-space heads cannot be divided into {self.groups} groups")
+
     @property
     def num_heads(self) -> int:
         return self.num_value_heads
