@@ -8,6 +8,7 @@ without positions are not special cases. Sizes are in features and parameters; `
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
@@ -202,7 +203,7 @@ class MLASpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecurrentSpec:
+class RecurrentSpec(ABC):
     """A layer with a recurrent state of fixed size for each request: float32 matrices, and the last inputs of a causal
     convolution. The base of all kinds."""
 
@@ -210,28 +211,29 @@ class RecurrentSpec:
     """Tokens that the convolution sees, including its own; 1: there is none."""
 
     @property
+    @abstractmethod
     def num_heads(self) -> int:
         """What the ranks share: there can be no more of them."""
-        raise NotImplementedError
 
+    @abstractmethod
     def state_shape(self, tp: int) -> tuple[int, int, int]:
         """The state's matrices on a rank: how many, rows (key features) and columns (value features)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def channels(self, tp: int) -> int:
         """Features on a rank that the convolution applies to."""
-        raise NotImplementedError
 
+    @abstractmethod
     def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
-        raise NotImplementedError
+        """The weights of linear layers on one rank."""
 
+    @abstractmethod
     def num_other_parameters(self, hidden: int, tp: int) -> int:
         """Parameters other than the matrices."""
-        raise NotImplementedError
 
+    @abstractmethod
     def layout_errors(self, tp: int) -> Iterator[str]:
         """What `tp` ranks cannot divide."""
-        raise NotImplementedError
 
     def input_shape(self, tp: int) -> tuple[int, int]:
         """The kept inputs of the convolution on a rank: tokens and channels."""
