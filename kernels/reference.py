@@ -30,6 +30,7 @@ __all__ = [
     "penalize",
     "read_kv",
     "rms_norm",
+    "rotary",
     "rotary_write_kv",
     "route",
     "sample",

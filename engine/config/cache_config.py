@@ -7,6 +7,7 @@ from quire.engine.config.engine_config import CacheConfig, ModelConfig, Parallel
 from quire.engine.config.kv_cache_groups import cache_specs, count_blocks_per_page, group_layers
 from quire.engine.config.options import EngineOptions
 from quire.engine.models.encoder_spec import EncoderSpec
+from quire.engine.models.model_spec import AttentionSpec
 from quire.engine.protocol.errors import ConfigError
 
 
@@ -19,6 +20,7 @@ def resolve(
         # The rounding is negligible compared with that of the quantized weights, and decodes read half as much.
         dtype = "bfloat16" if model.is_quantized_online and model.dtype == "float32" else model.dtype
     dtype = dtype.removesuffix("_e4m3")
+    _check_chunks(model, options.block_size)
     specs = cache_specs(model.architecture, parallel.tensor_parallel_size, model.max_model_len, model.dtype)
     page = count_blocks_per_page(specs, options.block_size, dtype)
     max_len, row, size = model.max_model_len, scheduler.max_num_batched_tokens, options.block_size
@@ -32,6 +34,18 @@ def resolve(
         gpu_memory_utilization=options.gpu_memory_utilization,
         kv_cache_memory_bytes=options.kv_cache_memory_bytes,
     )
+
+
+def _check_chunks(model: ModelConfig, block_size: int) -> None:
+    """Check that chunks of attention begin where blocks do."""
+    for attention in dict.fromkeys(layer.attention for layer in model.architecture.layers):
+        if not isinstance(attention, AttentionSpec) or not attention.is_chunked or attention.window is None:
+            continue
+        if attention.window < model.max_model_len and attention.window % block_size:
+            raise ConfigError(
+                f"--block-size {block_size} does not divide the {attention.window} tokens of a chunk that "
+                f"{model.architecture.name} attends to"
+            )
 
 
 def check_gpus(options: EngineOptions, cache: CacheConfig, available: Devices) -> None:

@@ -119,12 +119,18 @@ def _quantized_problems(
 
 def by_needed_name(headers: Mapping[str, T], prefix: str, needed: Collection[str]) -> dict[str, T]:
     """The headers, by names of tensors, under the names that are needed: a checkpoint of the model without its head
-    lacks their prefix, and in the first ones of BERT, converted from TensorFlow, norms have a gamma and a beta."""
+    lacks their prefix; in the first ones of BERT, converted from TensorFlow, norms have a gamma and a beta; and in
+    older ones of models that take images, the language model has its own prefixes and head."""
     is_bare = not any(name.startswith(prefix) for name in headers)
 
     def needed_name(name: str) -> str:
         new = name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
-        return next((each for each in (name, new, prefix + new) if each in needed), prefix + name if is_bare else name)
+        other = prefix + name if is_bare else name
+        if name.startswith("language_model."):
+            other = name.removeprefix("language_model.")
+            if not other.startswith("lm_head."):
+                other = f"model.language_model.{other.removeprefix('model.')}"
+        return next((each for each in (name, new, prefix + new) if each in needed), other)
 
     return {needed_name(name): info for name, info in headers.items()}
 

@@ -159,7 +159,8 @@ class _Floors:
         sums = new * parameters + experts + 3 * new * states
         if attention is None:
             return 2 * sums
-        features = attention.head_dim + (attention.v_head_dim if isinstance(attention, MLASpec) else attention.head_dim)
+        values = attention.v_head_dim if isinstance(attention, MLASpec) else attention.value_dim
+        features = attention.head_dim + values
         # The tokens have context - tokens + 1, …, context keys: `rising` of them at most the window, the others more.
         window = min(context, attention.window or context)
         rising = max(0, min(tokens, window - context + tokens))

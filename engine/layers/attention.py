@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quire import kernels
@@ -96,15 +97,17 @@ class Attention(nn.Module):
         parts = [
             divided("q", spec.num_heads * spec.head_dim, parallel),
             kv_heads("k", spec.num_kv_heads, spec.head_dim, parallel),
-            kv_heads("v", spec.num_kv_heads, spec.head_dim, parallel),
         ]
+        if not spec.values_are_keys:
+            parts.append(kv_heads("v", spec.num_kv_heads, spec.value_dim, parallel))
         if spec.output_gate:
             parts.append(replace(parts[0], name="gate"))
         heads = divided("", spec.num_heads, parallel)
-        self._heads = [part.length // spec.head_dim for part in parts]
+        self._widths = [part.length for part in parts]
         self.qkv = ColumnParallelLinear(hidden_size, parts, bias=spec.qkv_bias)
-        self.output = RowParallelLinear(spec.num_heads * spec.head_dim, hidden_size, parallel, bias=spec.output_bias)
+        self.output = RowParallelLinear(spec.num_heads * spec.value_dim, hidden_size, parallel, bias=spec.output_bias)
         self.query_norm, self.key_norm = (_head_norm(spec, part, parallel) for part in parts[:2])
+        self._value_norm = None if spec.value_norm is None else make_norm(spec.value_norm, spec.value_dim)
         self.sinks = Weight((heads.length,), heads.shard()) if spec.has_sinks else None
         self._slopes = None
         if spec.alibi:
@@ -128,14 +131,25 @@ class Attention(nn.Module):
         Writes the keys and values of all tokens to this layer's `cache`.
         """
         spec = self._spec
-        heads = self.qkv(x).unflatten(-1, (-1, spec.head_dim))  # [tokens, heads + 2 kv_heads (+ heads), head_dim]
-        query, key, value, *gates = heads.split(self._heads, dim=1)
+        query, key, *others = self.qkv(x).split(self._widths, dim=-1)
+        value = (key if spec.values_are_keys else others.pop(0)).unflatten(-1, (-1, spec.value_dim))
+        query, key, *gates = (part.unflatten(-1, (-1, spec.head_dim)) for part in (query, key, *others))
+        if self._value_norm is not None:
+            value = self._value_norm(value)
+        if spec.value_dim < spec.head_dim:
+            value = F.pad(value, (0, spec.head_dim - spec.value_dim))
+        if spec.norm_after_rope:
+            query, key = kernels.rotary(query, key, cos_sin)
+            cos_sin = cos_sin[:, :0]
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
+        query = scale_queries(query, batch.positions, spec.query_scale)
         query = kernels.rotary_write_kv(query, key, value, cos_sin, cache, batch.slot_mapping)
         if last_tokens is not None:
             query, batch = query[last_tokens], batch.with_last_tokens_only()
             gates = [gate[last_tokens] for gate in gates]
+        if spec.is_chunked and spec.window is not None:
+            batch = by_chunks(batch, len(query), spec.window, cache.shape[3])
         mixed = kernels.paged_attention(
             query,
             cache,
@@ -143,16 +157,62 @@ class Attention(nn.Module):
             batch.sequence_lengths,
             batch.query_starts,
             spec.scale,
-            window=spec.window or 0,
+            window=0 if spec.is_chunked else spec.window or 0,
             softcap=spec.softcap,
             sinks=None if self.sinks is None else self.sinks.float(),
             slopes=self._slopes,
             host=batch.host,
         )
+        if spec.value_dim < spec.head_dim:
+            mixed = mixed[..., : spec.value_dim]
+        if spec.output_multiplier != 1.0:
+            mixed = mixed * spec.output_multiplier
         for gate in gates:
             mixed = mixed * gate.sigmoid()
         out: Tensor = self.output(mixed.flatten(1))
         return out if spec.output_multiplier == 1.0 else out * spec.output_multiplier
+
+
+def scale_queries(query: Tensor, positions: Tensor, spec: model_spec.QueryScaleSpec | None) -> Tensor:
+    """`[tokens, heads, head_dim]`, scaled by the tokens' positions `[tokens]`."""
+    if spec is None:
+        return query
+    periods = (positions + spec.offset) // spec.every
+    factors = 1 + spec.weight * torch.log1p(periods.float())
+    return query * factors.to(query.dtype)[:, None, None]
+
+
+def by_chunks(batch: Batch, num_queries: int, chunk: int, block_size: int) -> Batch:
+    """The batch with the queries of each chunk of a request as a request of their own, which begins with the chunk.
+
+    `chunk` is a multiple of `block_size`. With one query for each request, nothing is read from the device.
+    """
+    width, device = -(-chunk // block_size), batch.block_tables.device
+    if num_queries == len(batch.sequence_lengths):
+        rows, host, query_starts = batch.block_tables, batch.host, batch.query_starts
+        chunks = (batch.sequence_lengths - 1).clamp(min=0) // chunk
+        lengths = batch.sequence_lengths - chunks * chunk
+        if host is not None:  # with plans, the lengths are exact, else at least the true ones
+            starts = (host.lengths - 1).clip(0) // chunk * chunk
+            shorter = np.minimum(host.lengths, chunk) if host.plans is None else host.lengths - starts
+            host = HostMetadata(host.counts, shorter, None if host.plans is None else {})
+    else:
+        counts, ends, plans = batch.host_metadata()
+        begins = ends - counts
+        number = (ends - 1) // chunk - begins // chunk + 1  # chunks of each request
+        request = np.repeat(np.arange(len(counts)), number)
+        first = np.repeat(begins // chunk - number.cumsum() + number, number)
+        chunk_numbers = first + np.arange(len(request))
+        own_ends = np.minimum(ends[request], (chunk_numbers + 1) * chunk)
+        own_counts = own_ends - np.maximum(begins[request], chunk_numbers * chunk)
+        host = HostMetadata(own_counts, own_ends - chunk_numbers * chunk, None if plans is None else {})
+        rows = batch.block_tables[torch.from_numpy(request).to(device)]
+        chunks = torch.from_numpy(chunk_numbers).to(device)
+        lengths = torch.from_numpy(host.lengths).to(device)
+        query_starts = F.pad(torch.from_numpy(own_counts.cumsum()), (1, 0)).to(device)
+    columns = chunks[:, None] * (chunk // block_size) + torch.arange(width, device=device)
+    tables = rows.gather(1, columns.clamp(max=rows.shape[1] - 1))
+    return replace(batch, block_tables=tables, sequence_lengths=lengths, query_starts=query_starts, host=host)
 
 
 def attention_config(config: EngineConfig) -> kernels.AttentionConfig:
@@ -173,7 +233,7 @@ def _kernel_layer(spec: model_spec.AttentionSpec | model_spec.MLASpec, tp: int) 
     if isinstance(spec, model_spec.MLASpec):
         return kernels.AttentionLayer(spec.num_heads // tp, kv_heads, size, spec.scale, is_mla=num_tensors == 1)
     return kernels.AttentionLayer(
-        *(spec.num_heads // tp, kv_heads, size, spec.scale, spec.window or 0, spec.softcap),
+        *(spec.num_heads // tp, kv_heads, size, spec.scale, 0 if spec.is_chunked else spec.window or 0, spec.softcap),
         has_sinks=spec.has_sinks,
         has_alibi=bool(spec.alibi),
     )

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from quire import kernels
 from quire.engine.distributed.communicator import Parallel
-from quire.engine.layers.attention import Batch, HostMetadata
+from quire.engine.layers.attention import Batch, HostMetadata, scale_queries
 from quire.engine.layers.linear import ColumnParallelLinear, Linear, Partition, RowParallelLinear, divided
 from quire.engine.layers.norm import RMSNorm, make_norm
 from quire.engine.models import model_spec
@@ -84,6 +84,7 @@ class MLA(nn.Module):
             latent_query, down = down.split((spec.q_lora_rank, down.shape[-1] - spec.q_lora_rank), dim=-1)
             x = self.query_norm(latent_query)
         query = self.query(x).unflatten(-1, (self._heads, spec.head_dim))  # a head's rotary features come first
+        query = scale_queries(query, batch.positions, spec.query_scale)
         rotary_key, latent = down.split((spec.rope.dim, spec.kv_lora_rank), dim=-1)
         key = torch.cat((rotary_key, self.latent_norm(latent)), dim=-1)[:, None]
         query = kernels.rotary_write_kv(query, key, None, cos_sin, cache, batch.slot_mapping)

@@ -68,7 +68,7 @@ class MixtureOfExperts(nn.Module):
     ) -> None:
         super().__init__()
         self._parallel, self._group = parallel, group
-        self._num_experts = spec.num_experts
+        self._num_experts, self._weighs_inputs = spec.num_experts, spec.weighs_inputs
         self.placement: ExpertPlacement | None = None
         self.tokens = torch.zeros(spec.num_experts, dtype=torch.int64)
         """Tokens routed to each expert since the start, with expert parallelism: each token is counted on one rank
@@ -108,7 +108,7 @@ class MixtureOfExperts(nn.Module):
         """Route the tokens and start the dispatch."""
         group = self._group
         if group is None or self.placement is None:
-            return MoEInFlight(x, LocalDispatch(RoutedTokens(x, *self.router(x))))
+            return MoEInFlight(x, LocalDispatch(self._weighed(x, *self.router(x))))
         if group.dp.size == 1:
             return MoEInFlight(x, LocalDispatch(self._routed(x, batch, slice(None))))
         assert batch is not None
@@ -142,10 +142,15 @@ class MixtureOfExperts(nn.Module):
                 counted *= batch.slot_mapping[own, None] >= 0  # the rest is padding
             self.tokens.index_add_(0, experts.flatten(), counted.flatten())
         if self._copies is None:
-            return RoutedTokens(x, weights, self._physical_ids[experts, 0])
+            return self._weighed(x, weights, self._physical_ids[experts, 0])
         assert batch is not None
         copy = batch.positions[own, None] % self._copies[experts]
-        return RoutedTokens(x, weights, self._physical_ids[experts, copy])
+        return self._weighed(x, weights, self._physical_ids[experts, copy])
+
+    def _weighed(self, x: Tensor, weights: Tensor, experts: Tensor) -> RoutedTokens:
+        if not self._weighs_inputs:
+            return RoutedTokens(x, weights, experts)
+        return RoutedTokens(x * weights.to(x.dtype), torch.ones_like(weights), experts)
 
     def _shared(self, x: Tensor) -> Tensor | None:
         if self.shared is None:
@@ -205,6 +210,8 @@ class ExpertRouter(ReplicatedLinear):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """`[tokens, hidden_size]` → weights (float32) and expert numbers (int64), `[tokens, top_k]` each."""
         spec = self._spec
+        if spec.scoring == "sparse_mixer":
+            return sparse_mixer(self.logits(x), spec.top_k, spec.sparse_mixer_distance)
         return kernels.route(
             self.logits(x),
             spec.top_k,
@@ -216,6 +223,22 @@ class ExpertRouter(ReplicatedLinear):
             group_score=spec.group_score,
             correction_bias=self.correction_bias,
         )
+
+
+def sparse_mixer(logits: Tensor, top_k: int, distance: float) -> tuple[Tensor, Tensor]:
+    """Weights and experts, as `kernels.route` returns them: the best experts, each weighted by the softmax over the
+    experts that are not better and whose logits are at most `distance` below its own, relative to the larger size.
+
+    Source: Phi-3.5-MoE (Liu et al. 2024, "GRIN").
+    """
+    weights, experts, rest = [], [], logits
+    for _ in range(top_k):
+        best, chosen = rest.max(dim=-1, keepdim=True)
+        is_far = (best - logits) / torch.maximum(logits.abs(), best) > distance
+        weights.append(rest.masked_fill(is_far, -torch.inf).softmax(dim=-1).gather(-1, chosen))
+        experts.append(chosen)
+        rest = rest.scatter(-1, chosen, -torch.inf)
+    return torch.cat(weights, dim=-1), torch.cat(experts, dim=-1)
 
 
 class ExpertMatrices(nn.Module):

@@ -14,23 +14,26 @@ from quire.engine.models.model_spec import NormSpec
 
 
 class RMSNorm(nn.Module):
-    """`x / rms(x) * (weight + offset)` over the last dimension."""
+    """`x / rms(x) * (weight + offset)` over the last dimension; without a weight, `x / rms(x)`."""
 
     def __init__(self, norm: NormSpec, size: int) -> None:
         super().__init__()
         self._norm = norm
-        self.weight = Weight((size,), whole(size))
+        self.weight = Weight((size,), whole(size)) if norm.has_weight else None
         self._next: list[Linear] = []  # it is a child of the model elsewhere
 
     def feed(self, layer: Linear) -> None:
         """Round results as `layer` rounds its inputs: nothing else reads them."""
-        self._next = [layer]
+        if self.weight is not None:
+            self._next = [layer]
 
     @property
     def _rounding(self) -> kernels.RowRounding | None:
         return self._next[0].row_rounding if self._next else None
 
     def forward(self, x: Tensor) -> Tensor | kernels.RoundedRows:
+        if self.weight is None:
+            return F.rms_norm(x.float(), x.shape[-1:], None, self._norm.eps).to(x.dtype)
         parameters = self.weight, self._norm.eps, self._norm.offset
         if (rounding := self._rounding) is None:
             return kernels.rms_norm(x, *parameters)
@@ -38,6 +41,9 @@ class RMSNorm(nn.Module):
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor | kernels.RoundedRows, Tensor]:
         """`residual + x`, normalized and as it is."""
+        if self.weight is None:
+            residual = residual + x
+            return self(residual), residual
         parameters = self.weight, self._norm.eps, self._norm.offset
         if (rounding := self._rounding) is None:
             return kernels.add_rms_norm(x, residual, *parameters)

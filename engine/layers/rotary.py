@@ -43,6 +43,8 @@ def inverse_frequencies(rope: RopeSpec, max_length: int) -> Tensor:
             return _llama3(rope, frequencies)
         case "yarn":
             return _yarn(rope, frequencies)
+        case "proportional":
+            return torch.where(torch.arange(rope.dim // 2) < rope.rotated_pairs, frequencies / rope.factor, 0.0)
         case "longrope":
             factors = rope.long_factors if max_length > rope.original_max_position else rope.short_factors
             return 1.0 / (torch.tensor(factors, dtype=torch.float32) * rope.theta**exponents)

@@ -39,7 +39,9 @@ class DecoderLayer(nn.Module):
         self.feed_forward_norm = _norm(spec.feed_forward_norm, hidden_size)
         self.feed_forward = _feed_forward(spec.feed_forward, hidden_size, parallel, experts)
         self.feed_forward_post_norm = _norm(spec.feed_forward_post_norm, hidden_size)
-        if not spec.is_parallel or self.feed_forward_norm is not None:  # each norm has one reader
+        self.scalar = Weight((1,), whole(1)) if spec.has_scalar else None
+        has_one_reader = not spec.is_parallel or self.feed_forward_norm is not None
+        if has_one_reader and spec.normed_residuals is None:
             if self.state is None:
                 _feed(self.attention_norm, self.attention)
             _feed(self.feed_forward_norm, self.feed_forward)
@@ -63,7 +65,7 @@ class DecoderLayer(nn.Module):
             return mixed, residual
         is_mixture = isinstance(self.feed_forward, MixtureOfExperts)
         x = self.feed_forward(normed, batch) if is_mixture else self.feed_forward(normed)
-        return self._finish_feed_forward(x, mixed), residual
+        return self._finish(x, mixed, residual)
 
     def in_phases(
         self, x: Tensor, residual: Tensor | None, batch: Batch, cos_sin: Tensor | None, cache: LayerCache
@@ -81,7 +83,7 @@ class DecoderLayer(nn.Module):
             return mixed, residual
         else:
             x = self.feed_forward(normed)
-        return self._finish_feed_forward(x, mixed), residual
+        return self._finish(x, mixed, residual)
 
     def _attend(
         self,
@@ -124,10 +126,11 @@ class DecoderLayer(nn.Module):
                 residual = normed * factors[1]
         return normed, mixed, residual
 
-    def _finish_feed_forward(self, x: Tensor, mixed: Tensor) -> Tensor:
-        """The output of the feed-forward layer, plus that of a parallel attention."""
+    def _finish(self, x: Tensor, mixed: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """The output of the feed-forward layer, plus that of a parallel attention, and the residual stream."""
         x = self._scaled(_apply(self.feed_forward_post_norm, x))
-        return x + mixed if self.spec.is_parallel else x
+        x = x + mixed if self.spec.is_parallel else x
+        return (x, residual) if self.scalar is None else (x * self.scalar, residual * self.scalar)
 
     def _scaled(self, x: Tensor) -> Tensor:
         return x if self.spec.residual_multiplier == 1.0 else x * self.spec.residual_multiplier
@@ -228,6 +231,7 @@ class Decoder(nn.Module):
         self.positions = (
             PositionEmbedding(arch.position_embeddings, width, arch.position_offset) if has_positions else None
         )
+        self.embedding_norm = _norm(arch.embedding_norm, width) if first else None
         self.layers = nn.ModuleDict(
             {str(number): DecoderLayer(arch.layers[number], width, parallel, experts) for number in layers}
         )
@@ -280,7 +284,9 @@ class Decoder(nn.Module):
         x: Tensor = self.embedding(batch.token_ids)
         if self._arch.embedding_multiplier != 1.0:
             x = x * x.new_full((), self._arch.embedding_multiplier)  # rounded to the type of `x`
-        return x if self.positions is None else x + self.positions(batch.positions)
+        if self.positions is not None:
+            x = x + self.positions(batch.positions)
+        return _apply(self.embedding_norm, x)
 
     def features(self, x: Tensor) -> Tensor:
         """Normalize the last stage's `[rows, hidden_size]`: the input of the head and of pooling."""

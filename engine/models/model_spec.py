@@ -47,9 +47,10 @@ class NormSpec:
     bias: bool = False
     offset: float = 0.0
     """Added to the weight: Gemma stores weights minus 1."""
+    has_weight: bool = True
 
     def num_parameters(self, size: int) -> int:
-        return size * (1 + self.bias)
+        return size * (self.has_weight + self.bias)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +60,7 @@ class RopeSpec:
 
     theta: float
     dim: int
-    kind: Literal["default", "none", "linear", "dynamic", "llama3", "yarn", "longrope"] = "default"
+    kind: Literal["default", "none", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"] = "default"
     factor: float = 1.0
     original_max_position: int = 0
     """Positions in training, before the context was extended."""
@@ -70,6 +71,8 @@ class RopeSpec:
     truncate: bool = True
     amplitude: float = 1.0
     """Factor on cosines and sines; scores are multiplied by its square."""
+    rotated_pairs: int = 0
+    """Pairs that proportional positions rotate; the others stay as they are."""
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
     is_interleaved: bool = False
@@ -82,6 +85,16 @@ class RopeSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class QueryScaleSpec:
+    """A factor on the queries that grows with their position p: `1 + weight * log(1 + (p + offset) // every)`
+    (Llama 4)."""
+
+    weight: float
+    every: int
+    offset: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
     """Grouped-query attention (Ainslie et al. 2023) with `num_kv_heads` heads of keys and values."""
 
@@ -90,8 +103,19 @@ class AttentionSpec:
     head_dim: int
     scale: float
     rope: RopeSpec | None
+    v_head_dim: int = 0
+    """Features of a head's values, at most head_dim; 0: head_dim. The cache pads them."""
+    values_are_keys: bool = False
+    """Values are the keys before their norm and rotation."""
+    value_norm: NormSpec | None = None
+    """Of each head's values; without a weight."""
+    output_multiplier: float = 1.0
+    """Factor on the values."""
+    query_scale: QueryScaleSpec | None = None
     window: int | None = None
     """Keys that a query attends to, including its own; None: all."""
+    is_chunked: bool = False
+    """A query attends only to keys of its own chunk of `window` tokens (Llama 4)."""
     softcap: float = 0.0
     """Scores become `softcap * tanh(score / softcap)`; 0: unchanged."""
     has_sinks: bool = False
@@ -107,6 +131,12 @@ class AttentionSpec:
     qk_norm_over: Literal["head", "each head", "all heads"] = "head"
     """"head": each head's features, with the same weight for all heads; "each head": with a weight for each head;
     "all heads": the features of all heads together."""
+    norm_after_rope: bool = False
+    """Queries and keys are rotated before they are normalized."""
+
+    @property
+    def value_dim(self) -> int:
+        return self.v_head_dim or self.head_dim
 
     def kv_heads_per_rank(self, tp: int) -> int:
         """KV heads on each rank; with fewer heads than ranks, each head is replicated."""
@@ -114,15 +144,18 @@ class AttentionSpec:
 
     def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
         heads = self.num_heads // tp
-        heads_of_all = heads * (1 + self.output_gate) + 2 * self.kv_heads_per_rank(tp)
-        yield MatrixShape(heads_of_all * self.head_dim, hidden, 1, "attention.qkv")
-        yield MatrixShape(hidden, heads * self.head_dim, 1, "attention.output", self.num_heads * self.head_dim)
+        yield MatrixShape(self._qkv_rows(tp), hidden, 1, "attention.qkv")
+        yield MatrixShape(hidden, heads * self.value_dim, 1, "attention.output", self.num_heads * self.value_dim)
+
+    def _qkv_rows(self, tp: int) -> int:
+        heads, kv_heads = self.num_heads // tp * (1 + self.output_gate), self.kv_heads_per_rank(tp)
+        values = 0 if self.values_are_keys else kv_heads * self.value_dim
+        return (heads + kv_heads) * self.head_dim + values
 
     def num_other_parameters(self, hidden: int, tp: int) -> int:
         """Parameters other than the matrices."""
         heads, kv_heads = self.num_heads // tp, self.kv_heads_per_rank(tp)
-        biases = (heads * (1 + self.output_gate) + 2 * kv_heads) * self.head_dim
-        count = self.qkv_bias * biases + self.output_bias * hidden
+        count = self.qkv_bias * self._qkv_rows(tp) + self.output_bias * hidden
         if self.qk_norm is not None:
             normed = 2 if self.qk_norm_over == "head" else heads + kv_heads
             count += self.qk_norm.num_parameters(normed * self.head_dim)
@@ -163,6 +196,7 @@ class MLASpec:
     rope: RopeSpec
     norm: NormSpec
     bias: bool = False
+    query_scale: QueryScaleSpec | None = None
     window: int | None = None
     output_gate: bool = False
     """Each head's output is multiplied by the sigmoid of a gate."""
@@ -552,8 +586,11 @@ class MoESpec:
     """Inner features of each expert."""
     activation: Activation | Literal["swiglu_oai"] = "silu"
     """swiglu_oai is gpt-oss's: `min(gate, 7) * sigmoid(1.702 gate) * (clamp(up, ±7) + 1)`."""
-    scoring: Literal["softmax", "sigmoid", "topk_softmax"] = "softmax"
-    """topk_softmax: the softmax over the chosen experts' logits."""
+    scoring: Literal["softmax", "sigmoid", "topk_softmax", "sparse_mixer"] = "softmax"
+    """topk_softmax: the softmax over the chosen experts' logits. sparse_mixer: experts are chosen one after another,
+    each with its softmax among those not yet chosen whose logits are close to its own (Liu et al. 2024)."""
+    sparse_mixer_distance: float = 0.0
+    """The largest relative distance of logits that are close."""
     renormalize: bool = False
     """Scale the chosen weights to sum to 1."""
     scale: float = 1.0
@@ -566,6 +603,8 @@ class MoESpec:
     router_bias: bool = False
     bias: bool = False
     """The experts' own linear layers have biases."""
+    weighs_inputs: bool = False
+    """The weight of the only chosen expert is a factor on its input, not on its output (Llama 4)."""
     shared: MLPSpec | None = None
     """The shared expert, which every token uses."""
     shared_gate: bool = False
@@ -651,6 +690,8 @@ class LayerSpec:
     normed_residuals: tuple[float, float] | None = None
     """The mixers' output is added to their normalized input times the first, that of the feed-forward layer to its
     normalized input times the second; None: to the residual stream."""
+    has_scalar: bool = False
+    """The layer's output, the residual stream, is multiplied by a number of the checkpoint (Gemma 4)."""
 
     @property
     def mixers(self) -> list[AttentionSpec | MLASpec | RecurrentSpec]:
@@ -674,7 +715,7 @@ class LayerSpec:
         """Parameters on one rank."""
         count = sum(each.elements for each in self.matrices(hidden, tp))
         count += sum(part.num_other_parameters(hidden, tp) for part in self.parts)
-        return count + sum(norm.num_parameters(hidden) for norm in self.norms)
+        return count + sum(norm.num_parameters(hidden) for norm in self.norms) + self.has_scalar
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -693,6 +734,8 @@ class ModelSpec:
     position_embeddings: int = 0
     """Learned positions (0: none), of which the first `position_offset` are unused."""
     position_offset: int = 0
+    embedding_norm: NormSpec | None = None
+    """After the embedding."""
     embedding_multiplier: float = 1.0
     logit_multiplier: float = 1.0
     logit_softcap: float = 0.0
@@ -735,6 +778,7 @@ class ModelSpec:
         count = sum(self.layers[number].num_parameters(self.hidden_size, tp) for number in stages[stage])
         if first:
             count += embedding + self.position_embeddings * self.hidden_size
+            count += 0 if self.embedding_norm is None else self.embedding_norm.num_parameters(self.hidden_size)
         if last:
             count += 0 if self.tie_embeddings and first else embedding
             count += self.head_bias * self.vocab_per_rank(tp)

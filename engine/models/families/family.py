@@ -15,6 +15,7 @@ from quire.engine.models.model_spec import (
     ModelSpec,
     MoESpec,
     NormSpec,
+    QueryScaleSpec,
     RopeSpec,
 )
 from quire.engine.protocol.errors import ConfigError
@@ -62,6 +63,8 @@ class Family:
     """Whether a module's matrices are stored as `[in, out]`."""
     rows: Callable[[LayerSpec, str, str], Runs | None] = lambda layer, module, part: None
     """For a layer, a module and its part: the rows of the part in the checkpoint's tensor. None: in order."""
+    leading_ones: frozenset[str] = frozenset()
+    """Vectors that are stored as `[1, size]`, by module and parameter."""
     ignored_prefixes: tuple[str, ...] = ()
     """Prefixes of tensors that are not part of the model and are ignored without a warning."""
     ignored_pattern: str = r"rotary_emb\.inv_freq$"
@@ -202,6 +205,26 @@ def head_dim(config: Config) -> int:
     return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
 
 
+def query_scale(settings: Config) -> QueryScaleSpec | None:
+    """Mistral's growing queries, from the settings of rope."""
+    if not (weight := settings.get("llama_4_scaling_beta")):
+        return None
+    return QueryScaleSpec(weight=float(weight), every=int(settings["original_max_position_embeddings"]))
+
+
+def of_multimodal(names: Mapping[str, str]) -> dict[str, str]:
+    """The names in the checkpoint of a model that takes images, too."""
+    return {module: name.replace("model.", "model.language_model.", 1) for module, name in names.items()}
+
+
+NOT_TEXT = tuple(
+    f"{before}{part}."
+    for before in ("", "model.")
+    for part in ("vision_tower", "multi_modal_projector", "vision_model", "audio_tower", "embed_vision", "embed_audio")
+)
+"""Prefixes of the tensors of such a model that are not for text."""
+
+
 def rope(config: Config, dim: int, kind: str | None = None, *, is_interleaved: bool = False) -> RopeSpec:
     """Rotary settings for heads of `dim` features.
 
@@ -245,6 +268,9 @@ def rope(config: Config, dim: int, kind: str | None = None, *, is_interleaved: b
                 truncate=bool(settings.get("truncate", True)),
                 amplitude=_yarn_amplitude(settings, factor),
             )
+        case "proportional":
+            common |= {"dim": dim, "rotated_pairs": int(partial * dim // 2)}
+            return RopeSpec(**common, kind="proportional", factor=float(settings.get("factor") or 1.0))
         case "longrope" | "su":
             trained = int(original or most)
             factor = float(settings.get("factor") or most / trained)
@@ -261,7 +287,8 @@ def rope(config: Config, dim: int, kind: str | None = None, *, is_interleaved: b
                 amplitude=float(amplitude),
             )
     raise ConfigError(
-        f"rope scaling {name!r} is not supported; supported: default, linear, dynamic, llama3, yarn, longrope"
+        f"rope scaling {name!r} is not supported; supported: default, linear, dynamic, llama3, yarn, longrope, "
+        "proportional"
     )
 
 

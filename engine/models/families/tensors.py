@@ -46,7 +46,7 @@ class StoredTensor:
     is_stacked: bool
     """All experts are stacked in this tensor."""
     is_grid: bool
-    """It has a dimension for heads, which our parameter does not have."""
+    """It has a dimension for heads, or one of size 1, which our parameter does not have."""
 
 
 def stored_tensor(
@@ -75,7 +75,8 @@ def stored_tensor(
         assert isinstance(layer.feed_forward, MoESpec)
         if is_stacked := "{expert}" not in name:
             shape = (layer.feed_forward.num_experts, *shape)
-    is_grid = False
+    is_grid = f"{module}.{kind}" in family.leading_ones
+    shape = (1, *shape) if is_grid else shape
     if layer is not None and isinstance(layer.attention, AttentionSpec) and layer.attention.qk_norm_over == "each head":
         is_grid = module in ("layers.attention.query_norm", "layers.attention.key_norm")
         shape = (shape[0] // layer.attention.head_dim, layer.attention.head_dim) if is_grid else shape
@@ -159,6 +160,7 @@ def _outer(arch: ModelSpec, has_head: bool) -> _Parameters:
     yield from _linear("embedding", {"": arch.vocab_size}, width)
     if arch.position_embeddings:
         yield from _linear("positions", {"": arch.position_embeddings}, width)
+    yield from _norm("embedding_norm", arch.embedding_norm, width)
     yield from _norm("norm", arch.norm, width)
     if isinstance(arch, EncoderSpec):
         yield from _norm("final_norm", arch.final_norm, width)
@@ -174,6 +176,8 @@ def _inner(layer: LayerSpec, width: int) -> _Parameters:
     """The parameters of a layer."""
     for name in ("attention_norm", "attention_post_norm", "feed_forward_norm", "feed_forward_post_norm"):
         yield from _norm(f"layers.{name}", getattr(layer, name), width)
+    if layer.has_scalar:
+        yield "layers", "scalar", {"": (1,)}
     if isinstance(layer.attention, MLASpec):
         yield from _mla(layer.attention, width)
     elif isinstance(layer.attention, AttentionSpec):
@@ -199,9 +203,10 @@ def _inner(layer: LayerSpec, width: int) -> _Parameters:
 
 def _attention(spec: AttentionSpec, width: int) -> _Parameters:
     module, queries, keys = "layers.attention", spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    gate = {"gate": queries} if spec.output_gate else {}
-    yield from _linear(f"{module}.qkv", {"q": queries, "k": keys, "v": keys, **gate}, width, bias=spec.qkv_bias)
-    yield from _linear(f"{module}.output", {"": width}, queries, bias=spec.output_bias)
+    values = spec.num_kv_heads * spec.value_dim
+    rest = ({} if spec.values_are_keys else {"v": values}) | ({"gate": queries} if spec.output_gate else {})
+    yield from _linear(f"{module}.qkv", {"q": queries, "k": keys, **rest}, width, bias=spec.qkv_bias)
+    yield from _linear(f"{module}.output", {"": width}, spec.num_heads * spec.value_dim, bias=spec.output_bias)
     if spec.has_sinks:
         yield module, "sinks", {"": (spec.num_heads,)}
     for name, part, size in (("query_norm", "q", queries), ("key_norm", "k", keys)):
@@ -325,6 +330,7 @@ def _linear(module: str, rows: Mapping[str, int], columns: int, *, bias: bool = 
 
 def _norm(module: str, spec: NormSpec | None, size: int) -> _Parameters:
     if spec is not None:
-        yield module, "weight", {"": (size,)}
+        if spec.has_weight:
+            yield module, "weight", {"": (size,)}
         if spec.bias and spec.kind == "layer":
             yield module, "bias", {"": (size,)}
