@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -54,17 +55,26 @@ def write_checkpoint(family: str, folder: Path, **settings: Any) -> Path:
     return folder
 
 
+def text_of(model: Any) -> Any:
+    """The model, or its text part where transformers 5.24 cannot run it as a whole."""
+    return model.language_model if type(model).__name__ == "Llama4ForConditionalGeneration" else model
+
+
 def generate(folder: Path, prompts: list[list[int]], count: int, *, trust_remote_code: bool = False) -> list[list[int]]:
     """Greedy continuations by transformers in float32, one prompt at a time, not stopping at end of sequence."""
+    import transformers
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     torch.set_num_threads(1)  # the matrices are too small to be shared
-    model: Any = AutoModelForCausalLM.from_pretrained(
+    (name,) = json.loads((folder / "config.json").read_text())["architectures"]
+    kind: Any = AutoModelForCausalLM if trust_remote_code else getattr(transformers, name)
+    model: Any = kind.from_pretrained(
         folder,
         dtype=torch.float32,
         trust_remote_code=trust_remote_code,
         attn_implementation="eager",  # transformers 5.17 takes sdpa for Gemma 2, which forgets the soft cap
     )
+    model = text_of(model)
     settings: Any = GenerationConfig
     model.generation_config = settings(max_new_tokens=count, do_sample=False, pad_token_id=0)
     results = []

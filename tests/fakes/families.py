@@ -11,6 +11,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.fakes.checkpoints import text_of
+
 SIZES: dict[str, Any] = {
     "vocab_size": 131,  # no multiple of 2 or 4: the last rank's rows are padded
     "hidden_size": 48,
@@ -42,6 +44,20 @@ _LONG = {
 }
 _PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
 _WINDOWS = {"sliding_window": 24}
+
+_GROWING = {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5}
+_PIXTRAL = {
+    "vision_config": {
+        "model_type": "pixtral",
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "head_dim": 8,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+}
 
 _EXPERTS = {"moe_intermediate_size": 20, "num_experts_per_tok": 2}
 _LATENT = {
@@ -96,6 +112,27 @@ _VISION = {
 }
 _DEEPSEEK_YARN = {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1}
 
+_GEMMA4 = {
+    "head_dim": 16,
+    "global_head_dim": 24,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 5.0,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "tie_word_embeddings": True,
+    **_WINDOWS,
+}
+_LLAMA4 = {
+    "head_dim": 12,
+    "intermediate_size": 20,
+    "intermediate_size_mlp": 80,
+    "num_local_experts": 5,
+    "interleave_moe_layer_step": 2,
+    "attention_chunk_size": 32,
+    "floor_scale": 24,
+}
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("LlamaForCausalLM", {}),
     "Llama, multi-head, tied": ("LlamaForCausalLM", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
@@ -118,6 +155,35 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen2, tied": ("Qwen2ForCausalLM", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
     "Qwen2, some windows": ("Qwen2ForCausalLM", {"use_sliding_window": True, "max_window_layers": 2, **_WINDOWS}),
     "Qwen3": ("Qwen3ForCausalLM", {"head_dim": 24}),
+    "Llama 4": ("Llama4ForCausalLM", _LLAMA4),
+    "Llama 4 with a vision part": (
+        "Llama4ForConditionalGeneration",
+        {
+            "vision_config": {
+                "hidden_size": 16,
+                "intermediate_size": 64,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+            }
+            | {"vision_output_dim": 16, "image_size": 28, "patch_size": 14}
+            | {"projector_input_dim": 16, "projector_output_dim": 16},
+            "text_config": SIZES | _LLAMA4,
+        },
+    ),
+    "Seed-OSS": ("SeedOssForCausalLM", {"head_dim": 10, "attention_out_bias": True}),
+    "Ministral": (
+        "MinistralForCausalLM",
+        {"head_dim": 12, "layer_types": ["sliding_attention", "full_attention"] * 2, **_WINDOWS},
+    ),
+    "Ministral 3": ("Ministral3ForCausalLM", {"head_dim": 12, "rope_parameters": _GROWING}),
+    "Mistral Small 3 with a vision part": (
+        "Mistral3ForConditionalGeneration",
+        _PIXTRAL | {"text_config": SIZES | {"model_type": "mistral", "sliding_window": None}},
+    ),
+    "Ministral 3 with a vision part": (
+        "Mistral3ForConditionalGeneration",
+        _PIXTRAL | {"text_config": SIZES | {"model_type": "ministral3", "head_dim": 12, "rope_parameters": _GROWING}},
+    ),
     "Granite": (
         "GraniteForCausalLM",
         {
@@ -168,6 +234,40 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         }
         | _WINDOWS,
     ),
+    "Gemma 3 with a vision part": (
+        "Gemma3ForConditionalGeneration",
+        {
+            "vision_config": {
+                "hidden_size": 16,
+                "intermediate_size": 16,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+            }
+            | {"image_size": 28, "patch_size": 14},
+            "mm_tokens_per_image": 4,
+            "image_token_id": 130,
+            "tie_word_embeddings": True,
+            "text_config": SIZES
+            | {"head_dim": 16, "query_pre_attn_scalar": 20, "sliding_window_pattern": 2, "tie_word_embeddings": True}
+            | _WINDOWS,
+        },
+    ),
+    "Gemma 4": ("Gemma4ForCausalLM", _GEMMA4),
+    "Gemma 4 with a vision part": (
+        "Gemma4ForConditionalGeneration",
+        {
+            "vision_config": {
+                "hidden_size": 16,
+                "intermediate_size": 16,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+            }
+            | {"num_key_value_heads": 2, "head_dim": 8},
+            "audio_config": None,
+            "text_config": SIZES | _GEMMA4 | {"pad_token_id": 0},
+            "tie_word_embeddings": True,
+        },
+    ),
     "OLMo 2": ("Olmo2ForCausalLM", {}),
     "OLMo 3": ("Olmo3ForCausalLM", _WINDOWS),
     "OLMo 3, yarn on full layers": (
@@ -179,6 +279,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "Command R7B": ("Cohere2ForCausalLM", {"sliding_window_pattern": 2, "tie_word_embeddings": True, **_WINDOWS}),
     "GPT-2": ("GPT2LMHeadModel", {"tie_word_embeddings": True}),
     "OPT": ("OPTForCausalLM", {"ffn_dim": 80, "word_embed_proj_dim": 48, "tie_word_embeddings": True}),
+    "GPT-J": ("GPTJForCausalLM", {"rotary_dim": 8}),
+    "GPT-Neo": (
+        "GPTNeoForCausalLM",
+        {"attention_types": [[["global", "local"], 2]], "window_size": 24, "tie_word_embeddings": True},
+    ),
+    "BLOOM": ("BloomForCausalLM", {"tie_word_embeddings": True}),
+    "MPT": ("MptForCausalLM", {"tie_word_embeddings": True, "max_seq_len": 256}),
     "GPT-NeoX": ("GPTNeoXForCausalLM", {"rotary_pct": 0.5}),
     "GPT-NeoX, sequential": ("GPTNeoXForCausalLM", {"use_parallel_residual": False, "rotary_pct": 1.0}),
     "Falcon, one KV head": ("FalconForCausalLM", {"tie_word_embeddings": True}),
@@ -200,6 +307,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"alibi": True, "multi_query": False, "bias": True, "parallel_attn": False, "tie_word_embeddings": True},
     ),
     "Phi-2": ("PhiForCausalLM", {"partial_rotary_factor": 0.5}),
+    "StableLM": ("StableLmForCausalLM", {"partial_rotary_factor": 0.5, "use_qkv_bias": True}),
+    "StableLM, parallel": ("StableLmForCausalLM", {"partial_rotary_factor": 0.5, "use_parallel_residual": True}),
     "StarCoder2": ("Starcoder2ForCausalLM", {"tie_word_embeddings": True, **_WINDOWS}),
     "Mixtral": ("MixtralForCausalLM", {"num_local_experts": 5, "sliding_window": None}),
     "Qwen2 MoE": (
@@ -220,6 +329,58 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "GLM-4 MoE": (
         "Glm4MoeForCausalLM",
         _EXPERTS | {"n_routed_experts": 6, "first_k_dense_replace": 1, "use_qk_norm": True, "attention_bias": True},
+    ),
+    "dots1": (
+        "Dots1ForCausalLM",
+        _EXPERTS
+        | {
+            "n_routed_experts": 6,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 1,
+            "n_group": 2,
+            "norm_topk_prob": True,
+        }
+        | {"max_window_layers": 2, "routed_scaling_factor": 1.5, **_WINDOWS},
+    ),
+    "MiniMax-M2": (
+        "MiniMaxM2ForCausalLM",
+        {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, "rotary_dim": 8},
+    ),
+    "Phi-3.5-MoE": (
+        "PhimoeForCausalLM",
+        {"num_local_experts": 6, "num_experts_per_tok": 2, "router_jitter_noise": 0.1}
+        | {"sliding_window": 256, "attention_bias": True, "lm_head_bias": True},
+    ),
+    "ERNIE 4.5": ("Ernie4_5ForCausalLM", {"head_dim": 12, "use_bias": True, "tie_word_embeddings": True}),
+    "ERNIE 4.5 MoE": (
+        "Ernie4_5_MoeForCausalLM",
+        {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 20, "moe_num_shared_experts": 2}
+        | {"moe_layer_interval": 2, "tie_word_embeddings": True},
+    ),
+    "Hunyuan": (
+        "HunYuanDenseV1ForCausalLM",
+        {
+            "head_dim": 12,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 8.0, "factor": 1.0},
+        },
+    ),
+    "Hunyuan MoE": ("HunYuanMoEV1ForCausalLM", {"head_dim": 12, "num_experts": 6, "moe_topk": 2}),
+    "OLMoE": ("OlmoeForCausalLM", {"num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": True}),
+    "EXAONE 4": ("Exaone4ForCausalLM", {"sliding_window_pattern": 2, **_WINDOWS}),
+    "EXAONE MoE": (
+        "ExaoneMoeForCausalLM",
+        _EXPERTS | {"num_experts": 6, "n_group": 2, "sliding_window_pattern": 2, **_WINDOWS},
+    ),
+    "MiMo-V2-Flash": (
+        "MiMoV2FlashForCausalLM",
+        _EXPERTS
+        | {"n_routed_experts": 6, "head_dim": 20, "v_head_dim": 12, "num_key_value_heads": 1, "attention_bias": True}
+        | {"layer_types": ["full_attention", "sliding_attention"] * 2, **_WINDOWS}
+        | {
+            "rope_parameters": {
+                kind: {**_PLAIN, "partial_rotary_factor": 0.4} for kind in ("full_attention", "sliding_attention")
+            }
+        },
     ),
     "gpt-oss": ("GptOssForCausalLM", {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 12, **_WINDOWS}),
     "gpt-oss, yarn rope": (
@@ -374,6 +535,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_experts": 5, "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_offset": 0},
     ),
     "Mamba": ("MambaForCausalLM", {"tie_word_embeddings": True}),
+    "Mistral 4": ("Mistral4ForCausalLM", _LATENT | {"rope_parameters": dict(_GROWING)}),
     "DeepSeek V3, yarn rope": ("DeepseekV3ForCausalLM", _LATENT | {"rope_parameters": _DEEPSEEK_YARN}),
 }
 
@@ -382,30 +544,55 @@ LENGTHS = {"Llama, dynamic rope": 150, "Phi-3, long factors": 150}
 the same at this length, and only there."""
 MODELS = {
     "LlamaForCausalLM": "Llama 2, 3, 3.1 (8B, 70B, 405B), 3.2, 3.3; Yi; InternLM3; DeepSeek-R1-Distill-Llama",
+    "Llama4ForCausalLM": "Llama 4, text",
+    "Llama4ForConditionalGeneration": "Llama 4 Scout, Maverick, for text",
     "MistralForCausalLM": "Mistral 7B, Nemo, Small",
+    "MinistralForCausalLM": "Ministral 8B",
+    "Ministral3ForCausalLM": "Ministral 3, text",
+    "Mistral3ForConditionalGeneration": "Mistral Small 3.1, 3.2; Ministral 3; Mistral Small 4; for text",
     "Qwen2ForCausalLM": "Qwen1.5 and Qwen2.5, QwQ; DeepSeek-R1-Distill-Qwen",
     "Qwen3ForCausalLM": "Qwen3, dense",
+    "SeedOssForCausalLM": "Seed-OSS 36B",
     "GraniteForCausalLM": "Granite 3",
     "SmolLM3ForCausalLM": "SmolLM3",
     "Phi3ForCausalLM": "Phi-3, Phi-3.5-mini, Phi-4, Phi-4-mini",
     "GemmaForCausalLM": "Gemma",
     "Gemma2ForCausalLM": "Gemma 2",
     "Gemma3ForCausalLM": "Gemma 3, text (270M, 1B)",
+    "Gemma3ForConditionalGeneration": "Gemma 3 (4B, 12B, 27B), for text",
+    "Gemma4ForCausalLM": "Gemma 4, text, dense without per-layer embeddings (31B)",
+    "Gemma4ForConditionalGeneration": "Gemma 4 31B, for text",
     "Olmo2ForCausalLM": "OLMo 2",
     "Olmo3ForCausalLM": "OLMo 3",
+    "OlmoeForCausalLM": "OLMoE",
     "CohereForCausalLM": "Command R, Command R+, Aya",
     "Cohere2ForCausalLM": "Command R7B, Command A",
+    "Exaone4ForCausalLM": "EXAONE 4.0",
+    "ExaoneMoeForCausalLM": "K-EXAONE",
     "GPT2LMHeadModel": "GPT-2",
     "OPTForCausalLM": "OPT, but for 350M, which transformers' implementation runs",
+    "GPTJForCausalLM": "GPT-J",
+    "GPTNeoForCausalLM": "GPT-Neo",
+    "BloomForCausalLM": "BLOOM, BLOOMZ",
+    "MptForCausalLM": "MPT 7B, 30B",
     "GPTNeoXForCausalLM": "Pythia, GPT-NeoX",
     "FalconForCausalLM": "Falcon 7B, 40B, 180B, RW",
     "PhiForCausalLM": "Phi-1, Phi-1.5, Phi-2",
+    "StableLmForCausalLM": "StableLM 2 1.6B, StableLM 3B, but for 12B, which transformers' implementation runs",
     "Starcoder2ForCausalLM": "StarCoder2",
     "MixtralForCausalLM": "Mixtral 8x7B, 8x22B",
     "Qwen2MoeForCausalLM": "Qwen1.5-MoE, Qwen2-57B-A14B",
     "Qwen3MoeForCausalLM": "Qwen3-30B-A3B, 235B-A22B, Coder",
     "GraniteMoeForCausalLM": "PowerMoE, Granite 3 MoE",
     "Glm4MoeForCausalLM": "GLM-4.5, 4.6, 4.7",
+    "Dots1ForCausalLM": "dots.llm1",
+    "MiniMaxM2ForCausalLM": "MiniMax-M2, M2.1",
+    "PhimoeForCausalLM": "Phi-3.5-MoE (PhiMoEForCausalLM), Phi-mini-MoE",
+    "MiMoV2FlashForCausalLM": "MiMo-V2-Flash",
+    "Ernie4_5ForCausalLM": "ERNIE 4.5 0.3B",
+    "Ernie4_5_MoeForCausalLM": "ERNIE 4.5 21B-A3B, 300B-A47B",
+    "HunYuanDenseV1ForCausalLM": "Hunyuan 0.5B, 1.8B, 4B, 7B",
+    "HunYuanMoEV1ForCausalLM": "Hunyuan-A13B",
     "GptOssForCausalLM": "gpt-oss 20B, 120B",
     "Qwen3NextForCausalLM": "Qwen3-Next-80B-A3B, Qwen3-Coder-Next",
     "Qwen3_5ForCausalLM": "Qwen3.5, dense, without its vision part",
@@ -427,6 +614,7 @@ MODELS = {
     "MambaForCausalLM": "Mamba",
     "DeepseekV2ForCausalLM": "DeepSeek V2, V2-Lite, Coder-V2",
     "DeepseekV3ForCausalLM": "DeepSeek V3, V3.1, R1; Kimi K2",
+    "Mistral4ForCausalLM": "Mistral Small 4, text",
 }
 """What people call the models of an architecture."""
 
@@ -503,7 +691,7 @@ def write_model(architecture: str, settings: dict[str, Any], folder: Path) -> An
             if parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter), alpha=0.2)
     model.save_pretrained(folder)
-    return model
+    return text_of(model)
 
 
 if __name__ == "__main__":

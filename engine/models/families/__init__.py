@@ -11,19 +11,28 @@ from typing import Any
 
 from quire.engine.models.families import (
     bert,
+    bloom,
     cohere,
     deepseek,
+    ernie,
+    exaone,
     gemma,
     gpt,
+    gptj,
+    hunyuan,
     kimi_linear,
     lfm,
     llama,
+    llama4,
     mamba,
+    mimo,
     minimax,
+    mistral,
     modernbert,
     moe,
     nomic,
     olmo,
+    phimoe,
     qwen_next,
 )
 from quire.engine.models.families.family import Family
@@ -32,11 +41,20 @@ from quire.engine.protocol.errors import ConfigError
 
 FAMILIES: dict[str, Family] = {
     **llama.FAMILIES,
+    **llama4.FAMILIES,
+    **mistral.FAMILIES,
     **gemma.FAMILIES,
     **olmo.FAMILIES,
     **cohere.FAMILIES,
+    **exaone.FAMILIES,
     **gpt.FAMILIES,
+    **gptj.FAMILIES,
+    **bloom.FAMILIES,
     **moe.FAMILIES,
+    **phimoe.FAMILIES,
+    **mimo.FAMILIES,
+    **ernie.FAMILIES,
+    **hunyuan.FAMILIES,
     **deepseek.FAMILIES,
     **qwen_next.FAMILIES,
     **lfm.FAMILIES,
@@ -55,7 +73,8 @@ def of_text(config: Mapping[str, Any]) -> dict[str, Any]:
     names, part = config.get("architectures") or [], config.get("text_config")
     if not isinstance(part, Mapping) or not any(name in FAMILIES for name in names):
         return dict(config)
-    return {**config, **part, "architectures": names}
+    shared = {key: config[key] for key in ("architectures", "tie_word_embeddings") if key in config}
+    return {**config, **part, **shared}
 
 
 def from_hf_config(config: Mapping[str, Any]) -> ModelSpec:

@@ -1,5 +1,5 @@
-"""DeepSeek V2 and V3 (and R1, and Kimi K2, which has V3's architecture): multi-head latent attention and grouped
-routing."""
+"""DeepSeek V2 and V3 (and R1, and Kimi K2, which has V3's architecture), and Mistral 4: multi-head latent attention and
+grouped routing."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from quire.engine.models.families.family import (
     activation,
     architecture,
     feed_forward,
+    query_scale,
     require,
     rms_norm,
     rope,
     yarn_temperature,
 )
-from quire.engine.models.families.moe import NAMES_BY_EXPERT, sigmoid_experts
+from quire.engine.models.families.moe import NAMES_BY_EXPERT, STACKED_EXPERTS, sigmoid_experts
 from quire.engine.models.model_spec import LayerSpec, MLASpec, ModelSpec, MoESpec
 
 
-def _deepseek(name: str, config: Config) -> ModelSpec:
+def _deepseek(name: str, config: Config, experts: MoESpec | None = None) -> ModelSpec:
     norm, rotary_dim = rms_norm(config), int(config["qk_rope_head_dim"])
-    rope_spec = rope(
-        {**config, "partial_rotary_factor": None}, rotary_dim, is_interleaved=bool(config.get("rope_interleave", True))
-    )
+    scaling = {**(config.get("rope_parameters") or config.get("rope_scaling") or {}), "partial_rotary_factor": None}
+    config = {**config, "rope_parameters": scaling, "partial_rotary_factor": None}
+    rope_spec = rope(config, rotary_dim, is_interleaved=bool(config.get("rope_interleave", True)))
     scale = (int(config["qk_nope_head_dim"]) + rotary_dim) ** -0.5
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if rope_spec.kind != "default" and scaling.get("mscale_all_dim"):
         scale *= yarn_temperature(rope_spec.factor, float(scaling["mscale_all_dim"])) ** 2
     attention = MLASpec(
@@ -39,9 +39,11 @@ def _deepseek(name: str, config: Config) -> ModelSpec:
         rope=rope_spec,
         norm=replace(norm, eps=1e-6),  # the latents' norm, independent of the model's eps
         bias=bool(config.get("attention_bias", False)),
+        query_scale=query_scale(scaling),
     )
     dense = feed_forward(config)
-    experts = sigmoid_experts(config) if name.startswith("DeepseekV3") else _softmax_experts(config)
+    if experts is None:
+        experts = sigmoid_experts(config) if name.startswith("DeepseekV3") else _softmax_experts(config)
     layers = [
         LayerSpec(
             attention=attention,
@@ -75,6 +77,14 @@ def _softmax_experts(config: Config) -> MoESpec:
     )
 
 
+def mistral4(name: str, config: Config) -> ModelSpec:
+    """DeepSeek-V3's layers, with softmax scores, and queries that grow with their position."""
+    experts = sigmoid_experts({**config, "scoring_func": "sigmoid", "topk_method": "noaux_tc"})
+    if not config.get("rope_parameters"):
+        config = {**config, "rope_parameters": _MISTRAL4_ROPE}
+    return _deepseek(name, config, replace(experts, scoring="softmax", correction_bias=False))
+
+
 _NAMES = NAMES_BY_EXPERT | {
     "layers.attention.down.q": "model.layers.{layer}.self_attn.q_a_proj",
     "layers.attention.down.kv": "model.layers.{layer}.self_attn.kv_a_proj_with_mqa",
@@ -85,20 +95,49 @@ _NAMES = NAMES_BY_EXPERT | {
 }
 
 
-def _names(arch: ModelSpec) -> dict[str, str]:
+def names(arch: ModelSpec) -> dict[str, str]:
     attention = arch.layers[0].attention
     is_direct = isinstance(attention, MLASpec) and attention.q_lora_rank is None
     return {**_NAMES, "layers.attention.query": f"model.layers.{{layer}}.self_attn.q_{'' if is_direct else 'b_'}proj"}
+
+
+def mistral4_names(arch: ModelSpec) -> dict[str, str]:
+    return names(arch) | STACKED_EXPERTS
 
 
 _COMMON = {"rms_norm_eps": 1e-6, "q_lora_rank": 1536, "kv_lora_rank": 512, "v_head_dim": 128} | {
     "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64,
 }
+_MISTRAL4_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 128.0,
+    "original_max_position_embeddings": 8192,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+MISTRAL4 = {
+    **_COMMON,
+    "q_lora_rank": 1024,
+    "kv_lora_rank": 256,
+    "qk_nope_head_dim": 64,
+    "max_position_embeddings": 1048576,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "first_k_dense_replace": 0,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+}
 FAMILIES = {
     "DeepseekV2ForCausalLM": Family(
         _deepseek,
-        _names,
+        names,
         {
             **_COMMON,
             "max_position_embeddings": 2048,
@@ -110,7 +149,7 @@ FAMILIES = {
     ),
     "DeepseekV3ForCausalLM": Family(
         _deepseek,
-        _names,
+        names,
         {
             **_COMMON,
             "max_position_embeddings": 4096,
@@ -124,4 +163,5 @@ FAMILIES = {
         },
         after_layers="multi-token prediction",
     ),
+    "Mistral4ForCausalLM": Family(mistral4, mistral4_names, MISTRAL4),
 }

@@ -1,5 +1,5 @@
-"""GPT-2 and its descendants: OPT, GPT-NeoX, Falcon, Phi, StarCoder2. They use LayerNorm and feed-forward layers
-without gates."""
+"""GPT-2 and its descendants: OPT, GPT-NeoX, Falcon, Phi, StableLM, StarCoder2. They use LayerNorm, and most of them
+feed-forward layers without gates."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from quire.engine.models.families.family import (
     rope,
     windows,
 )
+from quire.engine.models.families.llama import NAMES
 from quire.engine.models.model_spec import AttentionSpec, LayerSpec, ModelSpec
 
 
@@ -219,6 +220,22 @@ _PHI_NAMES = {
 }
 
 
+def _stablelm(name: str, config: Config) -> ModelSpec:
+    """Llama's layers with LayerNorm, sequential or in parallel."""
+    require(config, "qk_layernorm", False)
+    norm, is_parallel = layer_norm(config["layer_norm_eps"]), bool(config["use_parallel_residual"])
+    layer = LayerSpec(
+        attention=attention(
+            config, rope(config, head_dim(config)), qkv_bias=bool(config["use_qkv_bias"]), output_bias=False
+        ),
+        attention_norm=norm,
+        feed_forward=feed_forward(config, bias=False),
+        feed_forward_norm=None if is_parallel else norm,
+        is_parallel=is_parallel,
+    )
+    return architecture(name, config, [layer] * int(config["num_hidden_layers"]), norm)
+
+
 def _starcoder2(name: str, config: Config) -> ModelSpec:
     norm, bias, rope_spec = layer_norm(config["norm_epsilon"]), bool(config["use_bias"]), rope(config, head_dim(config))
     layers = [
@@ -306,6 +323,18 @@ FAMILIES = {
             "hidden_act": "gelu_new",
             "layer_norm_eps": 1e-5,
             "partial_rotary_factor": 0.5,
+        },
+    ),
+    "StableLmForCausalLM": Family(
+        _stablelm,
+        NAMES,
+        {
+            "max_position_embeddings": 4096,
+            "num_key_value_heads": 32,
+            "layer_norm_eps": 1e-5,
+            "partial_rotary_factor": 0.25,
+            "use_qkv_bias": False,
+            "use_parallel_residual": False,
         },
     ),
     "Starcoder2ForCausalLM": Family(

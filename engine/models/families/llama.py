@@ -1,4 +1,5 @@
-"""Llama, and families that differ from it only in settings: Mistral, Qwen2, Qwen3, Granite, SmolLM3, Phi-3 and Phi-4.
+"""Llama, and families that differ from it only in settings: Mistral, Qwen2, Qwen3, Seed-OSS, Granite, SmolLM3, Phi-3
+and Phi-4.
 
 A family is a `ModelSpec` and the names in its checkpoints; `engine/models/decoder.py` computes it.
 """
@@ -68,10 +69,16 @@ def _llama(name: str, config: Config) -> ModelSpec:
     return architecture(name, config, [layer] * int(config["num_hidden_layers"]), norm)
 
 
-def _mistral(name: str, config: Config) -> ModelSpec:
+def mistral(name: str, config: Config) -> ModelSpec:
     norm, rope_spec = rms_norm(config), rope(config, head_dim(config))
     layers = [sequential(config, norm, rope_spec, window) for window in windows(config)]
     return architecture(name, config, layers, norm)
+
+
+def _seed_oss(name: str, config: Config) -> ModelSpec:
+    norm, rope_spec = rms_norm(config), rope(config, head_dim(config))
+    layer = sequential(config, norm, rope_spec, None, output_bias=bool(config["attention_out_bias"]))
+    return architecture(name, config, [layer] * int(config["num_hidden_layers"]), norm)
 
 
 def _phi3(name: str, config: Config) -> ModelSpec:
@@ -80,7 +87,7 @@ def _phi3(name: str, config: Config) -> ModelSpec:
     scaling = next((dict(config[key]) for key in settings if config.get(key)), {})
     if (scaling.get("rope_type") or scaling.get("type")) in ("su", "yarn"):
         scaling["rope_type"] = "longrope"
-    return _mistral(name, {**config, **dict.fromkeys(settings, scaling)})
+    return mistral(name, {**config, **dict.fromkeys(settings, scaling)})
 
 
 def _qwen_windows(config: Config) -> list[int | None]:
@@ -127,6 +134,7 @@ def _smollm3(name: str, config: Config) -> ModelSpec:
     return architecture(name, config, layers, norm)
 
 
+MISTRAL = {"sliding_window": 4096, "num_key_value_heads": 8, "max_position_embeddings": 131072}
 _QWEN = {
     "use_sliding_window": False,
     "sliding_window": 4096,
@@ -136,11 +144,20 @@ _QWEN = {
 }
 FAMILIES = {
     "LlamaForCausalLM": Family(_llama, NAMES, {"max_position_embeddings": 2048}),
-    "MistralForCausalLM": Family(
-        _mistral, NAMES, {"sliding_window": 4096, "num_key_value_heads": 8, "max_position_embeddings": 131072}
-    ),
+    "MistralForCausalLM": Family(mistral, NAMES, MISTRAL),
     "Qwen2ForCausalLM": Family(_qwen2, NAMES, _QWEN),
     "Qwen3ForCausalLM": Family(_qwen3, NAMES, {**_QWEN, "head_dim": 128}),
+    "SeedOssForCausalLM": Family(
+        _seed_oss,
+        NAMES,
+        {
+            "max_position_embeddings": 524288,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "attention_bias": True,
+            "attention_out_bias": False,
+        },
+    ),
     "GraniteForCausalLM": Family(
         _granite,
         NAMES,

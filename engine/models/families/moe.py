@@ -1,4 +1,4 @@
-"""Mixtures of experts: Mixtral, Qwen2 and Qwen3 MoE, PowerMoE and GraniteMoE, GLM-4 MoE, gpt-oss."""
+"""Mixtures of experts: Mixtral, Qwen2 and Qwen3 MoE, PowerMoE and GraniteMoE, GLM-4 MoE, dots1, MiniMax-M2, gpt-oss."""
 
 from __future__ import annotations
 
@@ -27,8 +27,13 @@ NAMES_BY_EXPERT = NAMES | {
     "layers.feed_forward.shared.down": "model.layers.{layer}.mlp.shared_experts.down_proj",
 }
 """Names of Qwen and DeepSeek."""
+STACKED_EXPERTS = {
+    "layers.feed_forward.experts.gate_up.weight": "model.layers.{layer}.mlp.experts.gate_up_proj",
+    "layers.feed_forward.experts.down.weight": "model.layers.{layer}.mlp.experts.down_proj",
+}
+"""Names of experts that are stacked in two tensors."""
 
-_MIXTRAL_NAMES = NAMES | {
+MIXTRAL_NAMES = NAMES | {
     "layers.feed_forward.router": "model.layers.{layer}.block_sparse_moe.gate",
     "layers.feed_forward.experts.gate_up.gate": "model.layers.{layer}.block_sparse_moe.experts.{expert}.w1",
     "layers.feed_forward.experts.gate_up.up": "model.layers.{layer}.block_sparse_moe.experts.{expert}.w3",
@@ -161,6 +166,49 @@ def sigmoid_experts(config: Config) -> MoESpec:
     )
 
 
+def _dots1(name: str, config: Config) -> ModelSpec:
+    """GLM-4 MoE's layers, in some models with windows."""
+    require(config, "scoring_func", "sigmoid", "noaux_tc")  # the latter is what the publisher's code calls it
+    norm, rope_spec = rms_norm(config), rope(config, head_dim(config))
+    dense, experts = feed_forward(config), sigmoid_experts({**config, "scoring_func": "sigmoid"})
+    layers = [
+        LayerSpec(
+            attention=attention(config, rope_spec, window=window, qk_norm=norm),
+            attention_norm=norm,
+            feed_forward=dense if number < int(config["first_k_dense_replace"]) else experts,
+            feed_forward_norm=norm,
+        )
+        for number, window in enumerate(windows(config))
+    ]
+    return architecture(name, config, layers, norm)
+
+
+def _minimax_m2(name: str, config: Config) -> ModelSpec:
+    require(config, "scoring_func", "sigmoid")
+    require(config, "shared_intermediate_size", 0)
+    require(config, "use_qk_norm", True)
+    require(config, "qk_norm_type", "per_layer")
+    dim = head_dim(config)
+    rotary = config.get("rotary_dim")
+    rope_spec = rope({**config, "partial_rotary_factor": int(rotary) / dim} if rotary else config, dim)
+    norm = rms_norm(config)
+    layer = LayerSpec(
+        attention=attention(config, rope_spec, qk_norm=norm, qk_norm_over="all heads"),
+        attention_norm=norm,
+        feed_forward=MoESpec(
+            num_experts=int(config["num_local_experts"]),
+            top_k=int(config["num_experts_per_tok"]),
+            intermediate_size=int(config["intermediate_size"]),
+            activation=activation(config.get("hidden_act", "silu")),
+            scoring="sigmoid",
+            renormalize=True,
+            correction_bias=True,
+        ),
+        feed_forward_norm=norm,
+    )
+    return architecture(name, config, [layer] * int(config["num_hidden_layers"]), norm)
+
+
 _GPT_OSS_ROPE = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -228,7 +276,7 @@ _MULTIPLIERS = ("attention_multiplier", "embedding_multiplier", "residual_multip
 FAMILIES = {
     "MixtralForCausalLM": Family(
         _mixtral,
-        _MIXTRAL_NAMES,
+        MIXTRAL_NAMES,
         {
             "max_position_embeddings": 131072,
             "num_key_value_heads": 8,
@@ -274,6 +322,37 @@ FAMILIES = {
             "norm_topk_prob": True,
             "routed_scaling_factor": 1.0,
             "n_shared_experts": 1,
+        },
+        after_layers="multi-token prediction",
+    ),
+    "Dots1ForCausalLM": Family(
+        _dots1,
+        NAMES_BY_EXPERT
+        | {"layers.feed_forward.router.correction_bias": "model.layers.{layer}.mlp.gate.e_score_correction_bias"},
+        {
+            "max_position_embeddings": 2048,
+            "first_k_dense_replace": 0,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.0,
+            "sliding_window": 4096,
+            "max_window_layers": 62,
+        },
+    ),
+    "MiniMaxM2ForCausalLM": Family(
+        _minimax_m2,
+        MIXTRAL_NAMES
+        | {
+            "layers.feed_forward.router.correction_bias": (
+                "model.layers.{layer}.block_sparse_moe.e_score_correction_bias"
+            )
+        },
+        {
+            "max_position_embeddings": 196608,
+            "head_dim": 128,
+            "num_key_value_heads": 8,
+            "num_local_experts": 256,
+            "num_experts_per_tok": 8,
+            "rope_theta": 5000000.0,
         },
         after_layers="multi-token prediction",
     ),

@@ -9,6 +9,7 @@ from typing import Any
 from quire.engine.models.families.family import (
     Config,
     Family,
+    activation,
     architecture,
     attention,
     feed_forward,
@@ -20,9 +21,10 @@ from quire.engine.models.families.family import (
     windows,
 )
 from quire.engine.models.families.llama import NAMES
-from quire.engine.models.model_spec import GatedDeltaNetSpec, LayerSpec, ModelSpec
+from quire.engine.models.families.moe import NAMES_BY_EXPERT
+from quire.engine.models.model_spec import GatedDeltaNetSpec, LayerSpec, ModelSpec, MoESpec
 
-_NAMES = NAMES | {
+POST_NORM_NAMES = NAMES | {
     "layers.attention_post_norm": "model.layers.{layer}.post_attention_layernorm",
     "layers.feed_forward_post_norm": "model.layers.{layer}.post_feedforward_layernorm",
 }
@@ -95,7 +97,7 @@ def _hybrid(name: str, config: Config) -> ModelSpec:
     return architecture(name, config, layers_by_kind(kinds, mixers, [feed_forward(config)] * count), norm)
 
 
-_HYBRID_NAMES = _NAMES | {
+_HYBRID_NAMES = POST_NORM_NAMES | {
     "layers.attention_norm": "model.layers.{layer}.attention_layer_norm",
     "layers.feed_forward_norm": "model.layers.{layer}.feedforward_layer_norm",
     "layers.state.input": "model.layers.{layer}.linear_attn.{part}_proj",
@@ -107,13 +109,43 @@ _HYBRID_NAMES = _NAMES | {
     "layers.state.norm": "model.layers.{layer}.linear_attn.o_norm",
     "layers.state.output": "model.layers.{layer}.linear_attn.o_proj",
 }
+def _olmoe(name: str, config: Config) -> ModelSpec:
+    """OLMoE has Llama's norms, and QK norm over all heads."""
+    require(config, "clip_qkv", None)
+    norm = rms_norm(config)
+    layer = LayerSpec(
+        attention=attention(config, rope(config, head_dim(config)), qk_norm=norm, qk_norm_over="all heads"),
+        attention_norm=norm,
+        feed_forward=MoESpec(
+            num_experts=int(config["num_experts"]),
+            top_k=int(config["num_experts_per_tok"]),
+            intermediate_size=int(config["intermediate_size"]),
+            activation=activation(config.get("hidden_act", "silu")),
+            renormalize=bool(config["norm_topk_prob"]),
+        ),
+        feed_forward_norm=norm,
+    )
+    return architecture(name, config, [layer] * int(config["num_hidden_layers"]), norm)
+
+
 _COMMON = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}
 FAMILIES = {
-    "Olmo2ForCausalLM": Family(_olmo, _NAMES, _COMMON),
+    "Olmo2ForCausalLM": Family(_olmo, POST_NORM_NAMES, _COMMON),
     "OlmoHybridForCausalLM": Family(
         _hybrid,
         _HYBRID_NAMES,
         {"max_position_embeddings": 65536, "linear_conv_kernel_dim": 4, "linear_allow_neg_eigval": True},
     ),
-    "Olmo3ForCausalLM": Family(_olmo, _NAMES, {**_COMMON, "sliding_window": 4096, "rope_theta": 500000.0}),
+    "Olmo3ForCausalLM": Family(_olmo, POST_NORM_NAMES, {**_COMMON, "sliding_window": 4096, "rope_theta": 500000.0}),
+    "OlmoeForCausalLM": Family(
+        _olmoe,
+        NAMES_BY_EXPERT,
+        {
+            **_COMMON,
+            "max_position_embeddings": 4096,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": False,
+        },
+    ),
 }

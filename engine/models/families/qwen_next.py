@@ -14,11 +14,12 @@ from quire.engine.models.families.family import (
     feed_forward,
     head_dim,
     layers_by_kind,
+    of_multimodal,
     require,
     rms_norm,
     rope,
 )
-from quire.engine.models.families.moe import NAMES_BY_EXPERT
+from quire.engine.models.families.moe import NAMES_BY_EXPERT, STACKED_EXPERTS
 from quire.engine.models.model_spec import (
     AttentionSpec,
     GatedDeltaNetSpec,
@@ -47,10 +48,6 @@ _QWEN35_NAMES = _NAMES | {
     "layers.state.input": "model.layers.{layer}.linear_attn.in_proj_qkv",
     "layers.state.input.z": "model.layers.{layer}.linear_attn.in_proj_z",
     "layers.state.gates": "model.layers.{layer}.linear_attn.in_proj_{part}",
-}
-_STACKED_EXPERTS = {
-    "layers.feed_forward.experts.gate_up.weight": "model.layers.{layer}.mlp.experts.gate_up_proj",
-    "layers.feed_forward.experts.down.weight": "model.layers.{layer}.mlp.experts.down_proj",
 }
 
 
@@ -144,11 +141,6 @@ def _interleaved(sizes: dict[str, int], part: str, heads: int) -> Runs:
     return [range(start + first, start + first + sizes[part]) for start in range(0, heads * width, width)]
 
 
-def _of_text(names: dict[str, str]) -> dict[str, str]:
-    """The names in the checkpoint of a model that takes images, too."""
-    return {module: name.replace("model.", "model.language_model.", 1) for module, name in names.items()}
-
-
 _DEFAULTS = {
     "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 128,
@@ -190,14 +182,14 @@ FAMILIES = {
     ),
     "Qwen3_5ForCausalLM": Family(_qwen35, _QWEN35_NAMES, _QWEN35_DEFAULTS, rows=_gate_rows, ignored_prefixes=_NOT_TEXT),
     "Qwen3_5ForConditionalGeneration": Family(
-        _qwen35, _of_text(_QWEN35_NAMES), _QWEN35_DEFAULTS, rows=_gate_rows, ignored_prefixes=_NOT_TEXT
+        _qwen35, of_multimodal(_QWEN35_NAMES), _QWEN35_DEFAULTS, rows=_gate_rows, ignored_prefixes=_NOT_TEXT
     ),
     "Qwen3_5MoeForCausalLM": Family(
         _qwen35_moe, _QWEN35_NAMES, _QWEN35_MOE_DEFAULTS, rows=_gate_rows, ignored_prefixes=_NOT_TEXT
     ),
     "Qwen3_5MoeForConditionalGeneration": Family(
         _qwen35_moe,
-        _of_text(_QWEN35_NAMES | _STACKED_EXPERTS),
+        of_multimodal(_QWEN35_NAMES | STACKED_EXPERTS),
         _QWEN35_MOE_DEFAULTS,
         rows=_gate_rows,
         ignored_prefixes=_NOT_TEXT,

@@ -181,6 +181,27 @@ def test_checkpoints_of_models_without_a_head_lack_their_prefix(
     assert not said(caplog)
 
 
+@pytest.mark.parametrize("case", ["Gemma 3 with a vision part", "Mistral Small 3 with a vision part"])
+def test_older_checkpoints_of_models_that_take_images_have_other_prefixes(
+    case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Images' tensors and a head that is tied are no surplus."""
+    tensors = write(case, tmp_path)
+    expected = read(tmp_path)
+    others = [
+        "vision_tower.post_layernorm.weight",
+        "multi_modal_projector.norm.weight",
+        "language_model.lm_head.weight",
+    ]
+    old = {
+        f"language_model.{name.replace('model.language_model.', 'model.', 1)}": tensor
+        for name, tensor in tensors.items()
+    }
+    save_file({name: torch.zeros(3) for name in others} | old, tmp_path / "model.safetensors")
+    assert_equal(read(tmp_path), expected)
+    assert not said(caplog)
+
+
 def to_fp8(tensor: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
     """8-bit floats, their blocks' scales, and what the two are."""
     rows, columns = tensor.shape

@@ -97,7 +97,10 @@ def crowds(driven: Driver) -> list[list[int]]:
     return [request.output for request in everyone]
 
 
-FAMILIES = ["Llama", "Mistral, windows", "Gemma 3", "GPT-2", "Falcon-RW, ALiBi", "gpt-oss", "Mixtral", "DeepSeek V3"]
+FAMILIES = [
+    *("Llama", "Llama 4", "Mistral, windows", "Gemma 3", "GPT-2", "Falcon-RW, ALiBi"),
+    *("gpt-oss", "Mixtral", "MiMo-V2-Flash", "DeepSeek V3"),
+]
 
 
 @pytest.mark.parametrize("sizes", [(1, 2, 4, 8), (3, 7)])

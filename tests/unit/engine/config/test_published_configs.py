@@ -56,7 +56,43 @@ ERNIE_03B: dict[str, Any] = {
     "architectures": ["Ernie4_5_ForCausalLM"],
     "auto_map": {"AutoModelForCausalLM": "modeling_ernie4_5.Ernie4_5_ForCausalLM"},
     "model_type": "ernie4_5",
+    "head_dim": 128,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 18,
+    "num_key_value_heads": 2,
     "vocab_size": 103424,
+}
+PHI_35_MOE: dict[str, Any] = {
+    "architectures": ["PhiMoEForCausalLM"],
+    "model_type": "phimoe",
+    "attention_bias": True,
+    "hidden_size": 4096,
+    "intermediate_size": 6400,
+    "lm_head_bias": True,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "original_max_position_embeddings": 4096,
+    "rope_scaling": {
+        "long_factor": [8.0] * 64,
+        "long_mscale": 1.243163121016122,
+        "original_max_position_embeddings": 4096,
+        "short_factor": [1.0] * 64,
+        "short_mscale": 1.243163121016122,
+        "type": "longrope",
+    },
+    "rope_theta": 10000.0,
+    "sliding_window": 131072,
+    "vocab_size": 32064,
+}
+GLM4: dict[str, Any] = {
+    "architectures": ["Glm4_ForCausalLM"],
+    "auto_map": {"AutoModelForCausalLM": "modeling_glm4.Glm4_ForCausalLM"},
+    "model_type": "glm4",
+    "vocab_size": 151552,
 }
 COMMAND_R: dict[str, Any] = {
     "architectures": ["CohereForCausalLM"],
@@ -123,6 +159,8 @@ def model_of(folder: Path, config: dict[str, Any], **changes: Any) -> ModelConfi
         (LLAMA_7B, "LlamaForCausalLM"),
         ({**LLAMA_7B, "architectures": None}, "LlamaForCausalLM"),
         (INTERNLM3_8B, "LlamaForCausalLM"),
+        (ERNIE_03B, "Ernie4_5ForCausalLM"),
+        (PHI_35_MOE, "PhimoeForCausalLM"),
         ({**QWEN3_8B, "architectures": []}, "Qwen3ForCausalLM"),
     ],
 )
@@ -145,14 +183,22 @@ def test_what_transformers_alone_builds_is_described_by_its_own_name(
         raise ConfigError("no matter")
 
     monkeypatch.setattr(transformers_backend, "describe", describe)
-    for config, trust in ((ERNIE_03B, False), (ERNIE_03B, True), ({**ERNIE_03B, "auto_map": None}, True)):
-        with pytest.raises(ConfigError, match=r"config\.json: Ernie4_5_?ForCausalLM is not supported: it has no"):
+    for config, trust in ((GLM4, False), (GLM4, True), ({**GLM4, "auto_map": None}, True)):
+        with pytest.raises(ConfigError, match=r"config\.json: Glm4_?ForCausalLM is not supported: it has no"):
             model_of(tmp_path, config, trust_remote_code=trust)
-    assert asked == ["Ernie4_5ForCausalLM", "Ernie4_5_ForCausalLM", "Ernie4_5ForCausalLM"]
+    assert asked == ["Glm4ForCausalLM", "Glm4_ForCausalLM", "Glm4ForCausalLM"]
     with pytest.raises(ConfigError, match=r"FooForClassification is not supported.*does not know it"):
         model_of(tmp_path, {**LLAMA_7B, "architectures": ["FooForClassification"]})
     with pytest.raises(ConfigError, match=r"BazForCausalLM is not supported: .* needs --trust-remote-code; docs/ref"):
-        model_of(tmp_path, {**ERNIE_03B, "architectures": ["BazForCausalLM"], "model_type": "baz"})
+        model_of(tmp_path, {**GLM4, "architectures": ["BazForCausalLM"], "model_type": "baz"})
+
+
+def test_chunks_of_attention_begin_where_blocks_do(tmp_path: Path) -> None:
+    scout = {**QWEN3_8B, "architectures": ["Llama4ForCausalLM"], "model_type": "llama4_text"}
+    with pytest.raises(ConfigError, match=r"--block-size 24 does not divide the 8192 tokens of a chunk"):
+        model_of(tmp_path, scout, block_size=24)
+    model_of(tmp_path, scout, block_size=24, max_model_len=8192)  # there is one chunk
+    model_of(tmp_path, scout, block_size=64)
 
 
 def test_biases_under_the_names_of_internlm(tmp_path: Path) -> None:

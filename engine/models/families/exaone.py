@@ -1,0 +1,106 @@
+"""EXAONE 4 and EXAONE MoE: QK norm, and rotary positions only in layers with windows, where there are any."""
+
+from __future__ import annotations
+
+from quire.engine.models.families.family import (
+    Config,
+    Family,
+    architecture,
+    attention,
+    feed_forward,
+    head_dim,
+    rms_norm,
+    rope,
+    windows,
+)
+from quire.engine.models.families.moe import NAMES_BY_EXPERT, sigmoid_experts
+from quire.engine.models.families.olmo import POST_NORM_NAMES
+from quire.engine.models.model_spec import AttentionSpec, LayerSpec, ModelSpec
+
+
+def _attentions(config: Config) -> list[AttentionSpec]:
+    """That of each layer. A pattern is a period, whose last layer has no window, or such as LLLG (local, global)."""
+    pattern, count = config.get("sliding_window_pattern") or 0, int(config["num_hidden_layers"])
+    if isinstance(pattern, str):
+        is_local = [pattern[number % len(pattern)] == "L" and number < count - 1 for number in range(count)]
+    else:
+        is_local = [bool(pattern) and (number + 1) % pattern != 0 for number in range(count)]
+    kinds = ["sliding_attention" if local else "full_attention" for local in is_local]
+    rope_spec, norm = rope(config, head_dim(config)), rms_norm(config)
+    return [
+        attention(
+            config,
+            rope_spec if config.get("sliding_window") is None or window is not None else None,
+            window=window,
+            qk_norm=norm,
+            qkv_bias=False,
+            output_bias=False,
+        )
+        for window in windows({"layer_types": kinds, **{key: each for key, each in config.items() if each is not None}})
+    ]
+
+
+def _exaone4(name: str, config: Config) -> ModelSpec:
+    norm = rms_norm(config)
+    layers = [
+        LayerSpec(
+            attention=each,
+            attention_norm=None,
+            attention_post_norm=norm,
+            feed_forward=feed_forward(config, bias=False),
+            feed_forward_norm=None,
+            feed_forward_post_norm=norm,
+        )
+        for each in _attentions(config)
+    ]
+    return architecture(name, config, layers, norm)
+
+
+def _exaone_moe(name: str, config: Config) -> ModelSpec:
+    """The norms are Llama's, the experts DeepSeek-V3's."""
+    norm, dense, first = rms_norm(config), feed_forward(config, bias=False), int(config["first_k_dense_replace"])
+    mixture = sigmoid_experts(
+        {**config, "n_routed_experts": config["num_experts"], "n_shared_experts": config["num_shared_experts"]}
+    )
+    attentions = _attentions(config)
+    kinds = config.get("mlp_layer_types") or [
+        "dense" if number < first else "sparse" for number in range(len(attentions))
+    ]
+    layers = [
+        LayerSpec(
+            attention=each,
+            attention_norm=norm,
+            feed_forward=mixture if kind == "sparse" else dense,
+            feed_forward_norm=norm,
+        )
+        for each, kind in zip(attentions, kinds, strict=True)
+    ]
+    return architecture(name, config, layers, norm)
+
+
+_COMMON = {
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "num_key_value_heads": 32,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 4,
+}
+FAMILIES = {
+    "Exaone4ForCausalLM": Family(_exaone4, POST_NORM_NAMES, _COMMON),
+    "ExaoneMoeForCausalLM": Family(
+        _exaone_moe,
+        NAMES_BY_EXPERT
+        | {"layers.feed_forward.router.correction_bias": "model.layers.{layer}.mlp.e_score_correction_bias"},
+        {
+            **_COMMON,
+            "first_k_dense_replace": 1,
+            "moe_intermediate_size": 1024,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            "num_shared_experts": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+        },
+        ignored_prefixes=("mtp.",),
+    ),
+}
