@@ -165,8 +165,6 @@ class Attention(nn.Module):
         )
         if spec.value_dim < spec.head_dim:
             mixed = mixed[..., : spec.value_dim]
-        if spec.output_multiplier != 1.0:
-            mixed = mixed * spec.output_multiplier
         for gate in gates:
             mixed = mixed * gate.sigmoid()
         out: Tensor = self.output(mixed.flatten(1))

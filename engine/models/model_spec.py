@@ -109,8 +109,6 @@ class AttentionSpec:
     """Values are the keys before their norm and rotation."""
     value_norm: NormSpec | None = None
     """Of each head's values; without a weight."""
-    output_multiplier: float = 1.0
-    """Factor on the values."""
     query_scale: QueryScaleSpec | None = None
     window: int | None = None
     """Keys that a query attends to, including its own; None: all."""
@@ -126,6 +124,7 @@ class AttentionSpec:
     output_bias: bool = False
     qk_norm: NormSpec | None = None
     output_multiplier: float = 1.0
+    """Factor on the layer's output."""
     output_gate: bool = False
     """The output is multiplied by the sigmoid of a gate, which is computed like the queries."""
     qk_norm_over: Literal["head", "each head", "all heads"] = "head"

@@ -109,6 +109,8 @@ _HYBRID_NAMES = POST_NORM_NAMES | {
     "layers.state.norm": "model.layers.{layer}.linear_attn.o_norm",
     "layers.state.output": "model.layers.{layer}.linear_attn.o_proj",
 }
+
+
 def _olmoe(name: str, config: Config) -> ModelSpec:
     """OLMoE has Llama's norms, and QK norm over all heads."""
     require(config, "clip_qkv", None)
