@@ -39,6 +39,7 @@ from quire.engine.models.families.family import Family
 from quire.engine.models.model_spec import ModelSpec
 from quire.engine.protocol.errors import ConfigError
 
+ENCODERS: dict[str, Family] = {**bert.FAMILIES, **modernbert.FAMILIES, **nomic.FAMILIES}
 FAMILIES: dict[str, Family] = {
     **llama.FAMILIES,
     **llama4.FAMILIES,
@@ -61,9 +62,7 @@ FAMILIES: dict[str, Family] = {
     **mamba.FAMILIES,
     **kimi_linear.FAMILIES,
     **minimax.FAMILIES,
-    **bert.FAMILIES,
-    **modernbert.FAMILIES,
-    **nomic.FAMILIES,
+    **ENCODERS,
 }
 """By the architecture's name in config.json."""
 
