@@ -105,6 +105,7 @@ class DecoderLayer(nn.Module):
         normed, residual = _add(self.attention_norm, x, residual)
         factors = self.spec.normed_residuals
         if factors is not None:
+            assert isinstance(normed, Tensor)
             residual = normed * factors[0]
         outputs = []
         if self.attention is not None:
@@ -124,6 +125,7 @@ class DecoderLayer(nn.Module):
         else:
             normed, residual = _add(self.feed_forward_norm, mixed, residual)
             if factors is not None:
+                assert isinstance(normed, Tensor)
                 residual = normed * factors[1]
         return normed, mixed, residual
 

@@ -136,9 +136,8 @@ class Encoder(nn.Module):
         super().__init__()
         width = arch.hidden_size
         self._padding_id = arch.padding_id
-        self._rotary = {
-            rope: Rotary(rope, arch.max_position) for rope in {layer.attention.rope for layer in arch.layers}
-        }
+        attentions = [layer.attention for layer in arch.layers if layer.attention is not None]
+        self._rotary = {rope: Rotary(rope, arch.max_position) for rope in {each.rope for each in attentions}}
         self.embedding = VocabParallelEmbedding(arch.vocab_size, width, parallel)
         self.positions = EmbeddingTable(arch.position_embeddings, width) if arch.position_embeddings else None
         self.token_types = EmbeddingTable(arch.token_types, width) if arch.token_types else None

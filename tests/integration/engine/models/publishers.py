@@ -120,7 +120,8 @@ def _bitsandbytes(plain: Path, folder: Path, name: str) -> Any:
     from bitsandbytes import functional
     from bitsandbytes import nn as layers
 
-    model = _load(plain, quantization_config=BitsAndBytesConfig(**BITSANDBYTES[name]), device_map="cpu")
+    config = BitsAndBytesConfig(**BITSANDBYTES[name])  # type: ignore[no-untyped-call]
+    model = _load(plain, quantization_config=config, device_map="cpu")
     model.save_pretrained(folder)
 
     def numbers(module: Any) -> Tensor | None:
@@ -171,9 +172,10 @@ def _auto_round(plain: Path, folder: Path, name: str) -> Any:
         codes = _nibbles(words, 1 if name == "auto_awq" else 0)
         if name == "auto_awq":  # the outputs of a word are in another order
             order = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])
-            codes, zeros = (each.unflatten(1, (-1, 8))[..., order].flatten(1) for each in (codes, zeros))
-        grouped = codes.unflatten(0, (len(scales), -1)) - zeros[:, None] - int(name == "auto_gptq")
-        return (grouped * scales[:, None].float()).flatten(0, 1).T
+            codes, zeros = (each.view(len(each), -1, 8)[..., order].flatten(1) for each in (codes, zeros))
+        grouped = codes.view(len(scales), -1, codes.shape[1]) - zeros[:, None] - int(name == "auto_gptq")
+        weight: Tensor = (grouped * scales[:, None].float()).flatten(0, 1).T
+        return weight
 
     model = _load(plain)
     names = {module: each for each, module in model.named_modules()}
