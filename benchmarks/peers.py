@@ -409,7 +409,9 @@ def _share_priority(processes: Sequence[psutil.Process]) -> None:
         ours = re.search(r"nice (-?\d+)", Path("/proc/self/autogroup").read_text())
     except OSError:  # Linux does not group them
         return
-    for process in processes if ours else ():
+    if ours is None:
+        return
+    for process in processes:
         with contextlib.suppress(OSError):
             Path(f"/proc/{process.pid}/autogroup").write_text(ours[1])
 

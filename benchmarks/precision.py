@@ -80,7 +80,9 @@ def perplexity(prompts: Sequence[list[int]], replies: Sequence[list[int]], optio
     config = resolve(EngineOptions(device="cpu", max_model_len=1024, **options))
     arch = config.model.architecture
     decoder = load(config, 0, Parallel(), _CPU)
-    num_tensors, kv_heads, head_dim = arch.layers[0].attention.kv_shape(1)
+    attention = arch.layers[0].attention
+    assert attention is not None
+    num_tensors, kv_heads, head_dim = attention.kv_shape(1)
     dtype = kernels.kv_cache_dtype(config.cache.dtype)
     memory = kernels.allocate_kv_cache(arch.num_layers, 64, kv_heads, _BLOCK, head_dim, dtype, _CPU, num_tensors)
     caches = [LayerCache(of_layer) for of_layer in memory]

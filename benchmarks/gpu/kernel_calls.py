@@ -234,7 +234,7 @@ def _recurrent(device: torch.device, dtype: torch.dtype, tokens: int, heads: tup
     weight = torch.randn(sum(widths), 4, device=device, dtype=dtype)
     inputs = torch.randn(2, 3, sum(widths), device=device, dtype=dtype)
     matrices = torch.randn(2, value_heads, size, size, device=device)
-    query, key, value = (torch.unflatten(each, 1, (-1, size)) for each in mixed.split(widths, 1))
+    query, key, value = (torch.unflatten(each, 1, (-1, size)) for each in mixed.split_with_sizes(widths, 1))
     decay, beta = -torch.rand(count, value_heads, device=device), torch.rand(count, value_heads, device=device)
 
     def convolve(module: Any) -> tuple[Tensor, Tensor]:
