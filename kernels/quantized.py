@@ -342,7 +342,7 @@ def coded_linear(
 ) -> Tensor:
     """Multiply `x` `[rows, in]` by `CodedTiles`, with sums in float32; `[rows, features]` of the type of `x`.
 
-    A kernel may round `x` to 16 bits in each group, if the values are multiples of one number.
+    A kernel may round `x` to 16 bits in each group, and values of 4 bits to 13.
     With an activation, weight and bias are in the order of `interleave_gated`, and the result is gated.
     """
     weight = unpack_coded(CodedTiles(values, group, factors, tiles, scales)) * scales[:, None]

@@ -326,9 +326,11 @@ Tensor coded_experts(const Tensor& x, const Tensor& weights, const Tensor& ids, 
   const Matrices first(gate_up, gate_up_scales, gate_up_bias), second(down, down_scales, down_bias);
   return mix_experts(x, weights, ids, first, second, activation, [&](auto run) {
     with_values(values, table, [&]<typename Values>(Values each) {
-      const Coded<Values> form(each, gate_up_group, gate_up_factors, gate_up.size(3)),
-          down_form(each, down_group, down_factors, down.size(3));
-      for_type(x.scalar_type(), [&]<typename T>() { run.template operator()<Coded<Values>, T>(form, down_form); });
+      for_type(x.scalar_type(), [&]<typename T>() {
+        const CodedFor<Values, T> form(each, gate_up_group, gate_up_factors, gate_up.size(3)),
+            down_form(each, down_group, down_factors, down.size(3));
+        run.template operator()<CodedFor<Values, T>, T>(form, down_form);
+      });
     });
   });
 }

@@ -130,9 +130,9 @@ Tensor coded_linear(const Tensor& x, const Tensor& weight, const Tensor& scales,
                   scales.numel() == weight.size(0) * kTile);
   Tensor out;
   with_values(values, table, [&]<typename Values>(Values each) {
-    const Coded<Values> form(each, group, factors, weight.size(2));
     for_type(x.scalar_type(), [&]<typename T>() {
-      out = linear<Coded<Values>, T>(form, x, weight, scales.const_data_ptr<float>(), bias, features, activation);
+      const CodedFor<Values, T> form(each, group, factors, weight.size(2));
+      out = linear<CodedFor<Values, T>, T>(form, x, weight, scales.const_data_ptr<float>(), bias, features, activation);
     });
   });
   return out;

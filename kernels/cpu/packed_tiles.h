@@ -44,6 +44,17 @@ float largest(const T* x, int64_t count) {
   return max(top);
 }
 
+// The sum of the magnitudes of a row, times `factor`.
+template <typename T>
+float sum_of_sizes(const T* x, int64_t count, float factor) {
+  Floats total = {};
+  for_vectors(count, [&](int64_t i, auto n) {
+    const Floats part = load(x + i, n) * factor;
+    total += max(part, -part);
+  });
+  return sum(total);
+}
+
 // Quantizes a row to integers, in steps of `scale`. Returns their sum: exact, as it has less than 24 bits, or NaN.
 template <typename T, typename Integer>
 float quantize(const T* x, int64_t count, float scale, Integer* to) {

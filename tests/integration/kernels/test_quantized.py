@@ -90,8 +90,9 @@ def test_a_gated_product_is_the_activation_of_the_product(values: str, groups: i
 def test_a_row_is_independent_of_batch_and_threads(values: str, groups: int, factors: int, implementation: str) -> None:
     if implementation == "reference":
         pytest.skip("a property of the compiled kernels")
-    product = kernels.pack_linear(random_weight(values, 80, 768, groups=groups, factors=factors))
-    x = torch.randn(110, 768) * torch.logspace(-3, 3, 110)[:, None]
+    dtype = torch.bfloat16 if values == "fp8" and factors == 1 else torch.float32
+    product = kernels.pack_linear(random_weight(values, 80, 768, groups=groups, factors=factors, dtype=dtype))
+    x = (torch.randn(110, 768) * torch.logspace(-3, 3, 110)[:, None]).to(dtype)
     assert product(x[:0], None).shape == (0, 80)
     together = product(x, None)
     for first, count in itertools.product((0, 17, 90), (1, 2, 3, 4, 5, 9, 20)):
@@ -112,10 +113,10 @@ def test_inputs_of_any_size(values: str, rows: int) -> None:
     """Sums of the largest codes by the largest inputs, small ones beside a large one, and what is no number."""
     table = VALUES[values].nan_to_num()
     codes = torch.full((40, 512), int(table.argmax()), dtype=torch.uint8)
-    scales, offsets = torch.ones(40, 2), torch.full((40, 2), -1.0)
+    scales, offsets = torch.ones(40, 2), torch.full((40, 2), -3.0)
     product = kernels.pack_linear(QuantizedWeight(values, torch.float32, codes, scales, offsets))
     for x in (torch.ones(rows, 512), -torch.rand(rows, 512) * 1e25, torch.zeros(rows, 512)):
-        close(product(x, None), x @ (table[codes.int()] - 1).T, torch.float32)
+        close(product(x, None), x @ (table[codes.int()] - 3).T, torch.float32)
     x = torch.randn(rows, 512)
     x[:, 7] = 1000.0
     weight = random_weight(values, 40, 512, groups=2)
@@ -126,6 +127,19 @@ def test_inputs_of_any_size(values: str, rows: int) -> None:
         out = product(x, None)
         assert not out[0].isfinite().any()
         assert out[1:].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("rows", [1, 9])
+def test_each_code_is_its_number(rows: int, dtype: torch.dtype) -> None:
+    """Also what processors might take for zero."""
+    codes = torch.arange(256, dtype=torch.uint8).repeat_interleave(8)[:, None].expand(-1, 8).clone()
+    numbers = VALUES["fp8"][codes[:, 0].int()]
+    codes[numbers.isnan()] = 0
+    codes[:, 1:] = 0
+    x = torch.ones(rows, 8, dtype=dtype)
+    product = kernels.pack_linear(QuantizedWeight("fp8", dtype, codes, torch.ones(len(codes), 1)))
+    torch.testing.assert_close(product(x, None), numbers.nan_to_num().to(dtype).expand(rows, -1), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("is_padded", [False, True])
