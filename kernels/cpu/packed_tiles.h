@@ -23,6 +23,7 @@ namespace quire {
 constexpr int kTile = 32;
 constexpr int kHalf = kTile / 2;            // gates, or ups, in a tile that has both
 constexpr int64_t kPieceBytes = 32 << 10;
+constexpr int64_t kHeadBytes = 2 * kTile * 4;  // at most, of a step, by which one that is widened may exceed a piece
 constexpr int64_t kBlockBytes = 256 << 10;  // of x, to fit the L2 cache
 constexpr int64_t kMinBlockRows = 96;       // least rows of x that a piece is read for
 constexpr int kVectors = kTile / kLanes;
@@ -487,10 +488,10 @@ void multiply_tiles(Form form, int64_t rows, int64_t stride, int64_t steps, int6
   int64_t depth = std::max<int64_t>(1, kPieceBytes / step_bytes), wide_steps = 1;
   if constexpr (kWidens) {
     wide_steps = form.inputs() / form.wide().inputs();  // of a step
-    if (widens) depth = kPieceBytes / (form.wide().step_bytes() * wide_steps);
+    if (widens) depth = std::max<int64_t>(1, kPieceBytes / (form.wide().step_bytes() * wide_steps));
   }
   const int64_t pieces = (steps + depth - 1) / depth, most_steps = (steps + pieces - 1) / pieces;  // equal
-  alignas(64) char buffer[kWidens ? kPieceBytes : 1];
+  alignas(64) char buffer[kWidens ? kPieceBytes + kHeadBytes : 1];
   static thread_local std::vector<Floats> memory;
   memory.resize(std::max<size_t>(memory.size(), block * kVectors));
   auto* const sums = reinterpret_cast<Sums<Form>*>(memory.data());
