@@ -69,7 +69,9 @@ __all__ = [
     "route",
     "sample",
     "score_tokens",
+    "select_tokens",
     "selective_scan",
+    "sparse_attention",
     "uniform_noise",
 ]
 
@@ -87,6 +89,8 @@ attention = by_device(reference.attention)
 causal_conv = by_device(reference.causal_conv)
 linear_attention = by_device(reference.linear_attention)
 selective_scan = by_device(reference.selective_scan)
+select_tokens = by_device(reference.select_tokens)
+sparse_attention = by_device(reference.sparse_attention)
 apply_bitmask = by_device(reference.apply_bitmask)
 score_tokens = by_device(reference.score_tokens)
 penalize = by_device(reference.penalize)

@@ -156,6 +156,18 @@ def _calls(device: torch.device, dtype: torch.dtype, config: AttentionConfig) ->
             module.paged_attention(query, *batch, 0.1, **options),
         ),
     )
+    # Whole numbers have exact scores, whose order does not depend on rounding.
+    sides, shares = (blocks[:1, :, :1] * 2).round(), torch.randint(-4, 5, (20, 6), generator=noise).to(device).float()
+    indexed = (query * 2).round(), shares, sides, *batch[1:]
+    yield "select_tokens", lambda module: (module.select_tokens(*indexed, 7), module.select_tokens(*indexed, 30))
+    slots, counts = torch.randint(640, (20, 33), generator=noise).to(device), torch.arange(20, device=device) + 14
+    yield (
+        "sparse_attention",
+        lambda module: (
+            module.sparse_attention(query, blocks, slots, counts, 0.1),
+            module.sparse_attention(query, sides.expand(2, -1, -1, -1, -1), slots, counts, 0.1),
+        ),
+    )
     for case in backends.check_cases(device, dtype, config):
         yield "paged_attention", functools.partial(_attend, case)
     segments = StateSegments(integers(0, 12, 19, 20), integers(0, 2, 3), integers(-1, 1, 2), integers(1, 0, 2))

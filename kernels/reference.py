@@ -35,6 +35,8 @@ __all__ = [
     "route",
     "sample",
     "score_tokens",
+    "select_tokens",
+    "sparse_attention",
     "uniform_noise",
 ]
 
@@ -217,6 +219,71 @@ def paged_attention(
             mixed = _attend(query[part].float(), keys, values, distances, scale, window, softcap, sinks, slopes)
             output[part] = mixed.to(query.dtype)
     return output
+
+
+def select_tokens(
+    query: Tensor,
+    weights: Tensor,
+    cache: Tensor,
+    block_tables: Tensor,
+    sequence_lengths: Tensor,
+    query_starts: Tensor,
+    top_k: int,
+) -> Tensor:
+    """Choose the tokens that each query attends to (DeepSeek-V3.2, 2025); returns slots, int64 `[tokens, top_k]`.
+
+    The score of a token up to the query's own is `sum(weights * relu(query @ key))` over the heads, in float32, NaN
+    being the lowest. The `top_k` tokens with the highest scores are chosen, of equal ones the earlier. Their slots
+    (block * block_size + offset) are in the order of the tokens. A query with fewer tokens has all of them, followed by
+    the slot of the first again. `query` is `[tokens, heads, head_dim]`, `weights` float32 `[tokens, heads]`, and
+    `cache` `[1, blocks, 1, block_size, row]` has the keys. The other arguments are those of `paged_attention`.
+    """
+    block_size, chosen = cache.shape[3], torch.empty(len(query), top_k, dtype=torch.int64, device=query.device)
+    starts, lengths = query_starts.tolist(), sequence_lengths.tolist()
+    for request, (start, end) in enumerate(pairwise(starts)):
+        length, count = lengths[request], min(top_k, lengths[request])
+        chosen[start:end] = block_tables[request, 0] * block_size
+        keys = read_kv(cache[0], block_tables[request], length, torch.float32)[:, 0]
+        places = torch.arange(length, device=query.device)
+        slots = block_tables[request, places // block_size] * block_size + places % block_size
+        piece = max(1, _SCORE_ELEMENTS // (length * query.shape[1]))
+        for rows in torch.split(torch.arange(start, end, device=query.device), piece):
+            products = F.relu(query[rows].float() @ keys.T)  # [queries, heads, length]
+            scores = torch.einsum("qhk,qh->qk", products, weights[rows])
+            scores = scores.where(scores == scores, -torch.inf)
+            scores.masked_fill_(places > (rows + (length - end))[:, None], -torch.inf)
+            best = scores.sort(descending=True, stable=True).indices[:, :count]
+            best = best.sort().values
+            chosen[rows, :count] = slots[best.where(best <= (rows + (length - end))[:, None], 0)]
+    return chosen
+
+
+def sparse_attention(query: Tensor, cache: Tensor, slots: Tensor, counts: Tensor, scale: float) -> Tensor:
+    """Attention of each query to its own tokens of a paged KV cache, which are in the first `counts` of its `slots`.
+
+    `query` is `[tokens, heads, head_dim]`, `slots` int64 `[tokens, top_k]`, and `counts` int64 `[tokens]` from 1 to
+    top_k. `cache` and `scale` are those of `paged_attention`, and so is the result: that of a decode with these tokens.
+    """
+    output, top_k = torch.empty_like(query), slots.shape[1]
+    place = torch.arange(top_k, device=query.device)
+    piece = max(1, _GATHER_ELEMENTS // (top_k * cache.shape[2] * query.shape[2]))
+    for rows in torch.split(torch.arange(len(query), device=query.device), piece):
+        keys, values = (_read_slots(side, slots[rows]) for side in cache)
+        is_beyond = place >= counts[rows, None]
+        values.masked_fill_(is_beyond[:, None, :, None], 0.0)
+        distances = is_beyond.to(torch.int64)[:, None]  # what is in the future is hidden
+        mixed = _attend(query[rows, None].float(), keys, values, distances, scale, 0, 0.0, None, None)
+        output[rows] = mixed[:, 0].to(query.dtype)
+    return output
+
+
+def _read_slots(side: Tensor, slots: Tensor) -> Tensor:
+    """The rows in `slots` `[queries, count]`, float32 `[queries, kv_heads, count, head_dim]`."""
+    blocks, offsets = slots // side.shape[2], slots % side.shape[2]
+    if side.dtype not in LARGEST:
+        return side[blocks, :, offsets].float().transpose(1, 2)
+    values, scales = (each.view(torch.uint8)[blocks, :, offsets].view(side.dtype) for each in QuantizedRows.of(side))
+    return (values.float() * scales.contiguous().view(torch.float32)).transpose(1, 2)
 
 
 def _group_requests(counts: Tensor, blocks: Tensor, block_elements: int) -> Iterator[tuple[Tensor, int, int]]:

@@ -6,7 +6,8 @@ A step of a stage with `n` new tokens of `r` requests takes at least
 
 - bytes: the rank's weights (`memory_plan.read_bytes`) and the KV blocks of the requests.
 - operations: 2 for each parameter of a linear layer and token (of the experts, those that are chosen), 2 × (features
-  of a key + of a value) for each head, token and key, and the head of the model once per request.
+  of a key + of a value) for each head, token and key, and the head of the model once per request. With sparse
+  attention, keys and values are those of the selected tokens, and indexers read the keys of all.
 - communication: an all-reduce of `b` bytes among `t` ranks, after each part of a layer, takes a latency and
   2 (t - 1) / t × b / bandwidth (Patarasuk and Yuan 2009); with NVSwitch, which sums and copies, 1 + 1 / t instead, if
   that is less. Among `h` hosts it takes that on each, or 2 (h - 1) / h × b / (bandwidth of the network × ranks of the
@@ -32,6 +33,7 @@ from typing import Literal
 
 from quire.engine.config import parallel_config
 from quire.engine.config.engine_config import DTYPE_BYTES, EngineConfig
+from quire.engine.config.kv_cache_groups import KVCacheShape, block_bytes
 from quire.engine.config.machine import Machine
 from quire.engine.config.memory_plan import MemoryPlan, read_bytes
 from quire.engine.models.model_spec import LayerSpec, MLASpec, MoESpec
@@ -133,6 +135,7 @@ class _Floors:
         coupled = new * busy if parallel.is_coupled else new
         read = read_bytes(config, self._arch, stage, self._sizes.weights[stage], coupled)
         read += requests * config.cache.blocks_moved(context, tokens) * self._sizes.kv_block[stage]
+        read -= requests * self._unread(stage, tokens, context)
         bandwidth = device.cache_bandwidth if read <= device.cache * self._share else device.bandwidth
         bits = 8 if config.model.quantization else 8 * DTYPE_BYTES[config.model.dtype]
         layers = self._layers[stage].items()
@@ -159,13 +162,27 @@ class _Floors:
         sums = new * parameters + experts + 3 * new * states
         if attention is None:
             return 2 * sums
-        values = attention.v_head_dim if isinstance(attention, MLASpec) else attention.value_dim
-        features = attention.head_dim + values
-        # The tokens have context - tokens + 1, …, context keys: `rising` of them at most the window, the others more.
-        window = min(context, attention.window or context)
-        rising = max(0, min(tokens, window - context + tokens))
-        pairs = tokens * window - rising * (rising - 1) / 2
-        return 2 * (sums + requests * pairs * features * attention.num_heads / tp)
+        index, most = 0, attention.window or context
+        if isinstance(attention, MLASpec):
+            features, most = attention.head_dim + attention.v_head_dim, min(most, attention.top_k or context)
+            if attention.indexer is not None and context > most:
+                index = attention.indexer.num_heads * attention.indexer.head_dim
+        else:
+            features = attention.head_dim + attention.value_dim
+        pairs, scored = (_pairs(tokens, context, min(context, window)) for window in (most, context))
+        attended = pairs * features * attention.num_heads / tp + scored * index
+        return 2 * (sums + requests * attended)
+
+    def _unread(self, stage: int, tokens: int, context: int) -> float:
+        """Bytes of a request's KV cache that sparse attention does not select."""
+        cache, tp = self.config.cache, self.config.parallel.tensor_parallel_size
+        unread = 0.0
+        for layer, count in self._layers[stage].items():
+            attention = layer.attention
+            if isinstance(attention, MLASpec) and attention.top_k is not None:
+                row = block_bytes(KVCacheShape(*attention.kv_shape(tp)), cache.block_size, cache.dtype)
+                unread += count * max(0, context - tokens * attention.top_k) * row / cache.block_size
+        return unread
 
     def _links(self, stage: int, new: int, coupled: int) -> float:
         """Seconds of communication: inside the stage, among replicas that share experts, and to the next stage."""
@@ -208,3 +225,12 @@ class _Floors:
         own_host, other_hosts = tokens * (1 / nodes - 1 / ranks) * token, tokens * (1 - 1 / nodes) * token
         latency = network.latency if nodes > 1 else link.latency
         return latency + max(own_host / link.bandwidth, other_hosts / network.bandwidth)
+
+
+def _pairs(tokens: int, context: int, window: int) -> float:
+    """Keys that `tokens` queries attend to together, the last one at `context`, each to at most `window` keys.
+
+    They have context - tokens + 1, …, context keys: `rising` of them at most the window, the others more.
+    """
+    rising = max(0, min(tokens, window - context + tokens))
+    return tokens * window - rising * (rising - 1) / 2

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from quire.engine.config.engine_config import DTYPE_BYTES, KVCacheGroup
-from quire.engine.models.model_spec import ModelSpec
+from quire.engine.models.model_spec import MLASpec, ModelSpec
 
 SCALE_BYTES = 4
 """Of a row of a quantized cache."""
@@ -45,6 +45,13 @@ class KVCacheSpec(NamedTuple):
     """Number of keys that a query sees, including its own; None: all."""
     state_bytes: int = 0
     """Size of a recurrent state; 0: these are keys and values."""
+    index_shape: KVCacheShape | None = None
+    """What sparse attention keeps of a token in addition, in a plane of its own; None: nothing."""
+
+    @property
+    def shapes(self) -> tuple[KVCacheShape, ...]:
+        """Those of the planes."""
+        return (self.shape,) if self.index_shape is None else (self.shape, self.index_shape)
 
     @property
     def kind(self) -> tuple[bool, int]:
@@ -57,7 +64,10 @@ class LayerPlacement(NamedTuple):
 
     group: int
     shape: KVCacheShape
+    index_shape: KVCacheShape | None
     plane: int
+    index_plane: int | None = None
+    """That of the layer's indexer among those of `index_shape`."""
 
 
 LayerSpecs = Sequence[Sequence[KVCacheSpec]]
@@ -79,7 +89,9 @@ def cache_specs(arch: ModelSpec, tp: int, max_model_len: int, dtype: str) -> lis
         if layer.attention is not None:
             window = layer.attention.window
             shape = KVCacheShape(*layer.attention.kv_shape(tp))
-            kept.append(KVCacheSpec(shape, window if window and window < max_model_len else None))
+            index = layer.attention.index_shape() if isinstance(layer.attention, MLASpec) else None
+            window = window if window and window < max_model_len else None
+            kept.append(KVCacheSpec(shape, window, index_shape=index and KVCacheShape(*index)))
         if layer.state is not None:
             kept.append(KVCacheSpec(shared, None, layer.state.state_bytes(tp, DTYPE_BYTES[dtype])))
         specs.append(kept)
@@ -136,17 +148,17 @@ def _group_slice(specs: LayerSpecs, stage: range, kind: tuple[bool, int], index:
     return tuple(layers[len(layers) * index // number : len(layers) * (index + 1) // number])
 
 
-def _shapes(specs: LayerSpecs, group: KVCacheGroup, stage: int) -> Iterator[KVCacheShape]:
-    """The shape of what each of the group's layers keeps there."""
+def _kept(specs: LayerSpecs, group: KVCacheGroup, stage: int) -> Iterator[tuple[int, KVCacheSpec]]:
+    """Each of the group's layers, and what it keeps there."""
     for layer in group.layers[stage]:
-        yield next(spec.shape for spec in specs[layer] if (spec.state_bytes > 0) == group.is_state)
+        yield layer, next(spec for spec in specs[layer] if (spec.state_bytes > 0) == group.is_state)
 
 
 def count_planes(specs: LayerSpecs, groups: Iterable[KVCacheGroup], stage: int) -> Counter[KVCacheShape]:
     """Count the planes of each shape on the ranks of a stage: the maximum over the groups."""
     planes: Counter[KVCacheShape] = Counter()
     for group in groups:
-        planes |= Counter(_shapes(specs, group, stage))
+        planes |= Counter(shape for _, spec in _kept(specs, group, stage) for shape in spec.shapes)
     return planes
 
 
@@ -157,7 +169,10 @@ def place_layers(
     placements = {}
     for number, group in enumerate(groups):
         used: Counter[KVCacheShape] = Counter()
-        for layer, shape in zip(group.layers[stage], _shapes(specs, group, stage), strict=True):
-            placements[layer, group.is_state] = LayerPlacement(number, shape, used[shape])
-            used[shape] += 1
+        for layer, spec in _kept(specs, group, stage):
+            planes = []
+            for shape in spec.shapes:
+                planes.append(used[shape])
+                used[shape] += 1
+            placements[layer, group.is_state] = LayerPlacement(number, spec.shape, spec.index_shape, *planes)
     return placements

@@ -21,6 +21,7 @@ from quire.engine.config.kv_cache_groups import KVCacheShape, block_bytes, cache
 from quire.engine.models.model_spec import (
     ExpertParallelMoESpec,
     MatrixShape,
+    MLASpec,
     ModelSpec,
     MoESpec,
 )
@@ -133,6 +134,9 @@ def _weight_bytes(model: ModelConfig, parallel: ParallelConfig, stage: int) -> i
         )
     mixtures = [arch.layers[n].feed_forward for n in stages[stage]]
     wide = sum(mixture.num_float32_parameters(arch.hidden_size) for mixture in mixtures if isinstance(mixture, MoESpec))
+    attentions = [arch.layers[n].attention for n in stages[stage]]
+    indexers = [each.indexer for each in attentions if isinstance(each, MLASpec) and each.indexer is not None]
+    wide += sum(indexer.num_float32_parameters(arch.hidden_size) for indexer in indexers)
     return unpacked * width + wide * (4 - width) + packed
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 import secrets
+from bisect import bisect_right
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 from typing import Literal
 
 from quire.engine.config import topology
 from quire.engine.config.devices import SHARE, Devices
 from quire.engine.config.engine_config import ExpertParallelConfig, ParallelConfig, RayPlacement
 from quire.engine.config.options import EngineOptions
-from quire.engine.models.model_spec import ModelSpec, MoESpec, TransformersModelSpec
+from quire.engine.models.model_spec import MLASpec, ModelSpec, MoESpec, TransformersModelSpec
 from quire.engine.protocol.errors import ConfigError
 
 MAX_REPLICAS = 1024
@@ -102,7 +104,7 @@ def resolve(
     parallel = ParallelConfig(
         tensor_parallel_size=options.tensor_parallel_size,
         pipeline_parallel_size=options.pipeline_parallel_size,
-        stages=_partition_layers(arch.num_layers, options),
+        stages=_partition_layers(arch, options),
         executor=executor,
         device=available.kind,
         nnodes=options.nnodes,
@@ -267,9 +269,13 @@ def rank_spec(arch: ModelSpec, parallel: ParallelConfig) -> ModelSpec:
     return arch.with_expert_parallelism(parallel.expert_ranks, parallel.experts.num_redundant_experts)
 
 
-def _partition_layers(num_layers: int, options: EngineOptions) -> tuple[range, ...]:
-    """Return the layers of each stage. By default the first stages get the remainder."""
-    stages, text = options.pipeline_parallel_size, options.pipeline_layer_partition
+def _partition_layers(arch: ModelSpec, options: EngineOptions) -> tuple[range, ...]:
+    """Return the layers of each stage. By default the first stages get the remainder.
+
+    A layer that attends to what a layer before has selected is on the same stage.
+    """
+    stages, text, num_layers = options.pipeline_parallel_size, options.pipeline_layer_partition, arch.num_layers
+    places = [number for number in range(1, num_layers) if not _shares_selection(arch, number)]
     if text is None:
         if stages > num_layers:
             raise ConfigError(f"--pipeline-parallel-size {stages} is more than the model's {num_layers} layers")
@@ -285,4 +291,20 @@ def _partition_layers(num_layers: int, options: EngineOptions) -> tuple[range, .
                 f"(--pipeline-parallel-size {stages}, the model has {num_layers} layers)"
             )
     starts = [sum(counts[:s]) for s in range(stages)]
-    return tuple(range(start, start + count) for start, count in zip(starts, counts, strict=True))
+    if not set(starts[1:]) <= set(places):
+        if text is not None or stages - 1 > len(places):
+            raise ConfigError(
+                f"--pipeline-{'parallel-size' if text is None else 'layer-partition'} {text or stages}: a stage cannot "
+                "start with a layer that shares the selected tokens of the layer before (indexer_types); stages can "
+                f"start with the layers {', '.join(map(str, [0, *places]))}"
+            )
+        for stage in range(1, stages):  # the nearest place that leaves one for each stage after it
+            first = bisect_right(places, starts[stage - 1])
+            left = places[first : len(places) - (stages - 1 - stage)]
+            starts[stage] = min(left, key=lambda place: abs(place - starts[stage]))
+    return tuple(range(start, end) for start, end in pairwise([*starts, num_layers]))
+
+
+def _shares_selection(arch: ModelSpec, number: int) -> bool:
+    attention = arch.layers[number].attention
+    return isinstance(attention, MLASpec) and attention.shares_selection

@@ -21,6 +21,14 @@ from quire.engine.models import model_spec
 HostMetadata = kernels.HostMetadata
 
 
+@dataclass
+class Selection:
+    """The tokens that the queries of a step attend to. Each layer with an indexer replaces it."""
+
+    slots: Tensor | None = None
+    """See `kernels.select_tokens`; None: no context is longer than the selection."""
+
+
 @dataclass(frozen=True)
 class Batch:
     """A step as the model sees it: the scheduled tokens of all requests, one request after another. All tensors are
@@ -50,6 +58,8 @@ class Batch:
     meaning."""
     host: HostMetadata | None = None
     """Counts and lengths on the host; None: they are read from the tensors."""
+    selection: Selection | None = None
+    """What layers with sparse attention have selected in this step; None: there are no such layers."""
     micro_batches: tuple[Batch, ...] = ()
     """The two halves of the step with dual-batch overlap, where one half's all-to-all overlaps the other's computation;
     else empty."""
@@ -75,6 +85,14 @@ class Batch:
         return HostMetadata(self.query_starts.diff().cpu().numpy(), self.sequence_lengths.cpu().numpy())
 
 
+class IndexedCache(NamedTuple):
+    """What a layer with an indexer keeps of each token, in the same slot of both."""
+
+    memory: Tensor
+    keys: Tensor
+    """The indexer's, `[1, blocks, 1, block_size, row]`."""
+
+
 class LayerCache(NamedTuple):
     """The KV cache of a layer."""
 
@@ -86,6 +104,13 @@ class LayerCache(NamedTuple):
     """The pages of a recurrent state."""
     state_group: int = 0
     """The KV cache group whose segments the recurrent state uses."""
+    keys: Tensor | None = None
+    """See `IndexedCache`."""
+
+    @property
+    def for_attention(self) -> Tensor | IndexedCache | None:
+        """What the layer's attention uses."""
+        return self.memory if self.memory is None or self.keys is None else IndexedCache(self.memory, self.keys)
 
 
 class Attention(nn.Module):

@@ -150,3 +150,28 @@ class RowParallelLinear(Linear):
     def partial(self, x: Tensor | kernels.RoundedRows) -> Tensor:
         """This rank's part of that sum."""
         return self.product(x, self.bias if self._parallel.rank == 0 else None)  # only one rank adds the bias
+
+
+class ReplicatedLinear(Linear):
+    """A small linear layer whose precision matters: replicated on every rank, in float32 whatever the model's
+    quantization."""
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool) -> None:
+        super().__init__()
+        self.weight = Weight((out_features, in_features), whole(out_features, in_features))
+        self.bias = Weight((out_features,), whole(out_features)) if bias else None
+
+    @property
+    def may_be_quantized(self) -> bool:
+        return False
+
+    def pack(self, quantization: kernels.Quantization | None) -> None:
+        self._product = kernels.pack_linear(self.weight.float())
+        self.weight.data = self.weight.data.new_empty(0)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """`[tokens, in_features]` → float32 `[tokens, out_features]`."""
+        bias = None if self.bias is None else self.bias.float()
+        if self._product is None:
+            return F.linear(x.float(), self.weight.float(), bias)
+        return self._product(x.float(), bias)

@@ -5,6 +5,9 @@ every head's plain key and value. There are two forms. The *absorbed* form atten
 applied to queries and results, and all heads read one row of the cache; it is cheaper for few queries. The *plain* form
 first computes keys and values of all heads; it is cheaper for many queries. Both give the same result except for
 rounding.
+
+With sparse attention (DeepSeek-V3.2, 2025), the queries of requests that are longer than the selection attend to the
+selected rows, in the latent space. Shorter requests attend to all rows, as without it.
 """
 
 from __future__ import annotations
@@ -19,12 +22,21 @@ from torch import Tensor, nn
 
 from quire import kernels
 from quire.engine.distributed.communicator import Parallel
-from quire.engine.layers.attention import Batch, HostMetadata, scale_queries
-from quire.engine.layers.linear import ColumnParallelLinear, Linear, Partition, RowParallelLinear, divided
+from quire.engine.layers.attention import Batch, HostMetadata, IndexedCache, Selection, scale_queries
+from quire.engine.layers.linear import (
+    ColumnParallelLinear,
+    Linear,
+    Partition,
+    ReplicatedLinear,
+    RowParallelLinear,
+    divided,
+)
 from quire.engine.layers.norm import RMSNorm, make_norm
 from quire.engine.models import model_spec
 
 Ints = npt.NDArray[np.int64]
+_ABSORBED, _PLAIN, _SPARSE = range(3)
+"""How a request's attention is computed."""
 
 
 class PerHeadUp(ColumnParallelLinear):
@@ -36,6 +48,36 @@ class PerHeadUp(ColumnParallelLinear):
 
     def pack(self, quantization: kernels.Quantization | None) -> None:
         """Do nothing: see above."""
+
+
+class Indexer(nn.Module):
+    """Selects the tokens that queries attend to, as described by `quire.engine.models.model_spec.IndexerSpec`.
+
+    Its weights are replicated: all ranks select the same tokens.
+    """
+
+    def __init__(self, spec: model_spec.IndexerSpec, hidden_size: int, q_lora_rank: int, top_k: int) -> None:
+        super().__init__()
+        self._spec, self._top_k = spec, top_k
+        size = spec.num_heads * spec.head_dim
+        self.query = ColumnParallelLinear(q_lora_rank, [Partition("", size, 0, size)], bias=False)
+        self.key = ColumnParallelLinear(hidden_size, [Partition("", spec.head_dim, 0, spec.head_dim)], bias=False)
+        self.key_norm = make_norm(spec.norm, spec.head_dim)
+        self.weights = ReplicatedLinear(hidden_size, spec.num_heads, bias=False)
+        self._scale = (spec.num_heads * spec.head_dim) ** -0.5
+
+    def forward(self, x: Tensor, latent_query: Tensor, batch: Batch, cos_sin: Tensor, keys: Tensor) -> Tensor | None:
+        """Write the tokens' keys to the cache `keys`, and return the slots to attend to, `[tokens, top_k]`; None if no
+        request is longer than top_k."""
+        query = self.query(latent_query).unflatten(-1, (self._spec.num_heads, -1))
+        key = self.key_norm(self.key(x))[:, None]
+        query = kernels.rotary_write_kv(query, key, None, cos_sin, keys, batch.slot_mapping)
+        if batch.host_metadata().lengths.max() <= self._top_k:
+            return None
+        return kernels.select_tokens(
+            *(query, self.weights.logits(x) * self._scale, keys, batch.block_tables, batch.sequence_lengths),
+            *(batch.query_starts, self._top_k),
+        )
 
 
 class MLA(nn.Module):
@@ -55,7 +97,7 @@ class MLA(nn.Module):
             self.query_norm = make_norm(spec.norm, spec.q_lora_rank)
         self.down = ColumnParallelLinear(hidden_size, parts, bias=spec.bias)
         self.query = ColumnParallelLinear(spec.q_lora_rank or hidden_size, [queries], bias=False)
-        if isinstance(self.query_norm, RMSNorm):
+        if isinstance(self.query_norm, RMSNorm) and spec.indexer is None:
             self.query_norm.feed(self.query)
         self.latent_norm = make_norm(spec.norm, spec.kv_lora_rank)
         self.up = PerHeadUp(spec.kv_lora_rank, [keys_and_values], bias=False)
@@ -63,6 +105,11 @@ class MLA(nn.Module):
         if spec.output_gate:
             self.gate = ColumnParallelLinear(hidden_size, [divided("", spec.num_heads, parallel)], bias=False)
         self.output = RowParallelLinear(spec.num_heads * spec.v_head_dim, hidden_size, parallel, bias=spec.bias)
+        self.indexer = None
+        if spec.indexer is not None:
+            assert spec.q_lora_rank is not None
+            assert spec.top_k is not None
+            self.indexer = Indexer(spec.indexer, hidden_size, spec.q_lora_rank, spec.top_k)
         # Saving of the plain form per query; each key costs the computation of its keys and values.
         cheaper = 2 * row - 2 * spec.head_dim
         self._plain_from = spec.kv_lora_rank * (spec.qk_nope_head_dim + spec.v_head_dim) // max(cheaper, 1)
@@ -70,42 +117,59 @@ class MLA(nn.Module):
     @property
     def reads_input(self) -> Linear | None:
         """The layer that alone multiplies the input, if there is one."""
-        return None if self.query_norm is None else self.down
+        return None if self.query_norm is None or self.indexer is not None else self.down
 
-    def forward(self, x: Tensor | kernels.RoundedRows, batch: Batch, cos_sin: Tensor, cache: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor | kernels.RoundedRows, batch: Batch, cos_sin: Tensor, cache: Tensor | IndexedCache
+    ) -> Tensor:
         """`[tokens, hidden_size]` → the same; writes the tokens' rows to this layer's `cache`.
 
         `cache` is `[1, blocks, 1, block_size, row]`.
         """
-        spec = self._spec
+        spec, hidden, selection = self._spec, x, batch.selection or Selection()
+        cache, keys = cache if isinstance(cache, IndexedCache) else (cache, None)
         gate = None if self.gate is None else self.gate(x).float().sigmoid().to(x.dtype)  # [tokens, heads]
         down = self.down(x)
         if self.query_norm is not None:
             latent_query, down = down.split((spec.q_lora_rank, down.shape[-1] - spec.q_lora_rank), dim=-1)
             x = self.query_norm(latent_query)
+        if self.indexer is not None:
+            assert keys is not None
+            assert isinstance(hidden, Tensor)
+            selection.slots = self.indexer(hidden, x, batch, cos_sin, keys)
         query = self.query(x).unflatten(-1, (self._heads, spec.head_dim))  # a head's rotary features come first
         query = scale_queries(query, batch.positions, spec.query_scale)
         rotary_key, latent = down.split((spec.rope.dim, spec.kv_lora_rank), dim=-1)
         key = torch.cat((rotary_key, self.latent_norm(latent)), dim=-1)[:, None]
         query = kernels.rotary_write_kv(query, key, None, cos_sin, cache, batch.slot_mapping)
-        mixed = self._attend(query, batch, cache)
+        mixed = self._attend(query, batch, cache, None if spec.top_k is None else selection.slots)
         if gate is not None:
             mixed = mixed * gate.unsqueeze(-1)
         out: Tensor = self.output(mixed.flatten(1))
         return out
 
-    def _attend(self, query: Tensor, batch: Batch, cache: Tensor) -> Tensor:
-        """`[tokens, heads, head_dim]` → `[tokens, heads, value_dim]`, in the cheaper form for each request."""
+    def _attend(self, query: Tensor, batch: Batch, cache: Tensor, slots: Tensor | None = None) -> Tensor:
+        """`[tokens, heads, head_dim]` → `[tokens, heads, value_dim]`, in the cheaper form for each request.
+
+        `slots` are the selected tokens of each query, `[tokens, top_k]`.
+        """
         counts, lengths, _ = batch.host_metadata()
-        is_plain = counts >= self._plain_from
-        if not is_plain.any():
+        forms = np.where(counts >= self._plain_from, _PLAIN, _ABSORBED)
+        if slots is not None:
+            forms[lengths > slots.shape[1]] = _SPARSE
+        if not (forms != _ABSORBED).any():
             return self.absorbed(query, batch, cache)
         starts = [0, *counts.cumsum().tolist()]
         mixed = query.new_empty(*query.shape[:2], self._spec.v_head_dim)
-        for first, last in pairwise((0, *(np.flatnonzero(np.diff(is_plain)) + 1).tolist(), len(counts))):
-            for begin, end in self._group_requests(lengths, first, last) if is_plain[first] else [(first, last)]:
+        for first, last in pairwise((0, *(np.flatnonzero(np.diff(forms)) + 1).tolist(), len(counts))):
+            rows = slice(starts[first], starts[last])
+            if slots is not None and forms[first] == _SPARSE:
+                mixed[rows] = self.sparse(query[rows], slots[rows], batch.positions[rows], cache)
+                continue
+            is_plain = forms[first] == _PLAIN
+            for begin, end in self._group_requests(lengths, first, last) if is_plain else [(first, last)]:
                 rows = slice(starts[begin], starts[end])
-                form = self.plain if is_plain[first] else self.absorbed
+                form = self.plain if is_plain else self.absorbed
                 mixed[rows] = form(query[rows], _requests(batch, begin, end, rows), cache)
         return mixed
 
@@ -128,13 +192,29 @@ class MLA(nn.Module):
         )
         return keys, values
 
+    def _latent_query(self, query: Tensor, keys: Tensor) -> Tensor:
+        """`[tokens, heads, head_dim]` → `[tokens, heads, row]`: queries for the rows of the cache."""
+        rotary, plain = query.split_with_sizes((self._spec.rope.dim, self._spec.qk_nope_head_dim), dim=-1)
+        return torch.cat((rotary, torch.einsum("thp,hpl->thl", plain, keys)), dim=-1)
+
+    def sparse(self, query: Tensor, slots: Tensor, positions: Tensor, cache: Tensor) -> Tensor:
+        """Like `absorbed`, but each query attends only to the rows in `slots` `[tokens, top_k]`."""
+        spec, (keys, values) = self._spec, self._matrices()
+        counts, sides = (positions + 1).clamp(max=slots.shape[1]), cache.expand(2, *cache.shape[1:])
+        mixed = query.new_empty(*query.shape[:2], spec.v_head_dim)
+        size = max(1, model_spec.KEYS_AND_VALUES_AT_ONCE // (self._heads * (spec.rope.dim + spec.kv_lora_rank)))
+        for start in range(0, len(query), size):
+            rows = slice(start, start + size)
+            latent = self._latent_query(query[rows], keys)
+            found = kernels.sparse_attention(latent, sides, slots[rows], counts[rows], spec.scale)
+            mixed[rows] = torch.einsum("thl,hvl->thv", found[..., spec.rope.dim :], values)
+        return mixed
+
     def absorbed(self, query: Tensor, batch: Batch, cache: Tensor) -> Tensor:
         """Attend with one KV head whose keys and values are the rows of the cache."""
         spec, (keys, values) = self._spec, self._matrices()
-        rotary, plain = query.split_with_sizes((spec.rope.dim, spec.qk_nope_head_dim), dim=-1)
-        within = torch.einsum("thp,hpl->thl", plain, keys)
         mixed = kernels.paged_attention(
-            torch.cat((rotary, within), dim=-1),
+            self._latent_query(query, keys),
             cache.expand(2, *cache.shape[1:]),
             batch.block_tables,
             batch.sequence_lengths,

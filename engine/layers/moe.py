@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quire import kernels
@@ -23,7 +22,7 @@ from quire.engine.layers.all_to_all import (
     even_slice,
 )
 from quire.engine.layers.attention import Batch
-from quire.engine.layers.linear import Linear
+from quire.engine.layers.linear import ReplicatedLinear
 from quire.engine.layers.mlp import MLP
 from quire.engine.layers.quantized import QuantizedParameters, loaded_weight
 from quire.engine.layers.weight import Shard, Weight, whole
@@ -157,31 +156,6 @@ class MixtureOfExperts(nn.Module):
             return None
         shared = self.shared.partial(x)
         return shared if self.shared_gate is None else shared * self.shared_gate(x)
-
-
-class ReplicatedLinear(Linear):
-    """A small linear layer whose precision matters: replicated on every rank, in float32 whatever the model's
-    quantization."""
-
-    def __init__(self, in_features: int, out_features: int, *, bias: bool) -> None:
-        super().__init__()
-        self.weight = Weight((out_features, in_features), whole(out_features, in_features))
-        self.bias = Weight((out_features,), whole(out_features)) if bias else None
-
-    @property
-    def may_be_quantized(self) -> bool:
-        return False
-
-    def pack(self, quantization: kernels.Quantization | None) -> None:
-        self._product = kernels.pack_linear(self.weight.float())
-        self.weight.data = self.weight.data.new_empty(0)
-
-    def logits(self, x: Tensor) -> Tensor:
-        """`[tokens, in_features]` → float32 `[tokens, out_features]`."""
-        bias = None if self.bias is None else self.bias.float()
-        if self._product is None:
-            return F.linear(x.float(), self.weight.float(), bias)
-        return self._product(x.float(), bias)
 
 
 class SharedGate(ReplicatedLinear):

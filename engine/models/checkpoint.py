@@ -133,6 +133,8 @@ def _rotary_first(layer: LayerSpec, module: str, shard: Shard) -> Rows | None:
             return _per_head(shard.shape[0], attention.head_dim, attention.qk_nope_head_dim, attention.rope)
         if name == "down" and shard.part == "kv":
             return _per_head(shard.shape[0], shard.shape[0], attention.kv_lora_rank, attention.rope)
+        if (indexer := attention.indexer) is not None and name in ("indexer.query", "indexer.key", "indexer.key_norm"):
+            return _per_head(shard.shape[0], indexer.head_dim, 0, indexer.rope)
         return None
     is_rotary = name in ("query_norm", "key_norm") or (name == "qkv" and shard.part != "v")
     if is_rotary and attention is not None and attention.rope is not None and attention.rope.is_interleaved:

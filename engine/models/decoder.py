@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from quire import kernels
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.distributed.expert_group import ExpertGroup
-from quire.engine.layers.attention import Attention, Batch, LayerCache
+from quire.engine.layers.attention import Attention, Batch, LayerCache, Selection
 from quire.engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from quire.engine.layers.mla import MLA
 from quire.engine.layers.mlp import MLP
@@ -109,7 +110,7 @@ class DecoderLayer(nn.Module):
             residual = normed * factors[0]
         outputs = []
         if self.attention is not None:
-            place = batch.for_group(cache.group), cos_sin, cache.memory
+            place = batch.for_group(cache.group), cos_sin, cache.for_attention
             last = () if last_tokens is None else (last_tokens,)
             outputs.append(self.attention(normed, *place, *last))
         if self.state is not None:
@@ -238,6 +239,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleDict(
             {str(number): DecoderLayer(arch.layers[number], width, parallel, experts) for number in layers}
         )
+        self._is_sparse = any(isinstance(each, model_spec.MLASpec) and each.top_k for each in attentions)
         self.supports_logits_indices_only = last and all(
             isinstance(mixer, model_spec.AttentionSpec) for mixer in arch.layers[layers.stop - 1].mixers
         )
@@ -259,7 +261,7 @@ class Decoder(nn.Module):
             parts = x.split_with_sizes([len(half.positions) for half in batch.micro_batches])
             runs = [self._in_phases(part, half, caches) for part, half in zip(parts, batch.micro_batches, strict=True)]
             return torch.cat(_interleave(runs))
-        residual = None
+        residual, batch = None, self._prepared(batch)
         cos_sin = self._cos_sin(batch)
         last_tokens, last = batch.query_starts[1:] - 1 if batch.logits_indices_only else None, len(self.layers) - 1
         for number, (layer, cache) in enumerate(zip(self.layers.values(), caches, strict=True)):
@@ -271,13 +273,16 @@ class Decoder(nn.Module):
 
     def _in_phases(self, x: Tensor, batch: Batch, caches: Sequence[LayerCache]) -> Generator[None, None, Tensor]:
         """All layers, yielding as `DecoderLayer.in_phases` does."""
-        residual = None
+        residual, batch = None, self._prepared(batch)
         cos_sin = self._cos_sin(batch)
         for layer, cache in zip(self.layers.values(), caches, strict=True):
             assert isinstance(layer, DecoderLayer)
             turns = None if layer.spec.attention is None else cos_sin[layer.spec.attention.rope]
             x, residual = yield from layer.in_phases(x, residual, batch, turns, cache)
         return x if residual is None else residual + x
+
+    def _prepared(self, batch: Batch) -> Batch:
+        return replace(batch, selection=Selection()) if self._is_sparse else batch
 
     def _cos_sin(self, batch: Batch) -> dict[model_spec.RopeSpec | None, Tensor]:
         return {rope: rotary(batch.positions) for rope, rotary in self._rotary.items()}

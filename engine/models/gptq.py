@@ -22,6 +22,7 @@ from quire.engine.models.decoder import Decoder
 from quire.engine.models.families import FAMILIES
 from quire.engine.models.families.tensors import NeededTensor
 from quire.engine.models.loader import load, needed_tensors
+from quire.engine.models.model_spec import MLASpec
 from quire.engine.models.quantization.method import Scheme
 from quire.engine.models.quantized_tensors.writers import rounding_of
 from quire.engine.protocol.errors import ConfigError
@@ -212,16 +213,22 @@ def _forward(config: EngineConfig, decoder: Decoder, stage: int, batch: Batch, h
     """The hidden states `[tokens, hidden_size]` after a stage."""
     caches = []
     for number in config.parallel.stages[stage]:
-        layer, memory, state = config.model.architecture.layers[number], None, None
+        layer, memory, keys, state = config.model.architecture.layers[number], None, None, None
         if layer.attention is not None:
-            num_tensors, kv_heads, head_dim = layer.attention.kv_shape(1)
-            blocks = batch.block_tables.numel()
-            shape = (1, blocks, kv_heads, _BLOCK_SIZE, head_dim, torch.float32, torch.device("cpu"), num_tensors)
-            memory = kernels.allocate_kv_cache(*shape)[0]
+            memory = _plane(batch, layer.attention.kv_shape(1))
+            if isinstance(layer.attention, MLASpec) and (index_shape := layer.attention.index_shape()) is not None:
+                keys = _plane(batch, index_shape)
         if layer.state is not None:  # no state is kept
             shapes = layer.state.state_shape(1), layer.state.input_shape(1)
             state = kernels.RecurrentState(*(torch.zeros(1, *each) for each in shapes))
-        caches.append(LayerCache(memory, state=state))
+        caches.append(LayerCache(memory, state=state, keys=keys))
     with torch.inference_mode():
         out: Tensor = decoder(hidden, batch, caches)
     return out
+
+
+def _plane(batch: Batch, shape: tuple[int, int, int]) -> Tensor:
+    """The cache of a layer with `(tensors, KV heads, elements of a row)`."""
+    num_tensors, kv_heads, row = shape
+    sizes = (1, batch.block_tables.numel(), kv_heads, _BLOCK_SIZE, row, torch.float32, torch.device("cpu"), num_tensors)
+    return kernels.allocate_kv_cache(*sizes)[0]

@@ -19,7 +19,10 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 
 
 KEYS_AND_VALUES_AT_ONCE = 1 << 24
-"""Maximum number of key and value elements that MLA computes from its cache at once."""
+"""Maximum number of key and value elements that MLA computes from its cache at once, and of elements of queries with
+which it attends to selected tokens at once."""
+SCORES_AT_ONCE = 1 << 22
+"""Number of scores, in float32, that selecting tokens has in memory at once."""
 
 
 class MatrixShape(NamedTuple):
@@ -177,6 +180,38 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class IndexerSpec:
+    """Scores the tokens before a query, so that it attends only to the best ones (DeepSeek-V3.2, 2025).
+
+    A token has one key, of `head_dim` features, in a cache of its own. The score is the sum over the heads of
+    `weight * relu(query @ key)`, with weights that are computed from the hidden state. Replicated on all ranks.
+    """
+
+    num_heads: int
+    head_dim: int
+    norm: NormSpec
+    """Of the keys."""
+    rope: RopeSpec
+    """Of the first features of queries and keys."""
+
+    def __post_init__(self) -> None:
+        if self.rope.dim > self.head_dim:
+            raise ConfigError(f"index_head_dim {self.head_dim} is less than the {self.rope.dim} rotary features")
+
+    def matrices(self, hidden: int, q_lora_rank: int) -> Iterator[MatrixShape]:
+        yield MatrixShape(self.num_heads * self.head_dim, q_lora_rank, 1, "attention.indexer.query")
+        yield MatrixShape(self.head_dim, hidden, 1, "attention.indexer.key")
+
+    def num_other_parameters(self, hidden: int) -> int:
+        """Parameters other than the matrices."""
+        return self.num_float32_parameters(hidden) + self.norm.num_parameters(self.head_dim)
+
+    def num_float32_parameters(self, hidden: int) -> int:
+        """Parameters that are always float32: those that the heads' weights are computed with."""
+        return self.num_heads * hidden
+
+
+@dataclass(frozen=True, kw_only=True)
 class MLASpec:
     """Multi-head latent attention (DeepSeek-V2, 2024): one vector per token determines the keys and values of all
     heads.
@@ -199,10 +234,23 @@ class MLASpec:
     window: int | None = None
     output_gate: bool = False
     """Each head's output is multiplied by the sigmoid of a gate."""
+    top_k: int | None = None
+    """Tokens that a query attends to at most, those with the highest scores; None: all."""
+    indexer: IndexerSpec | None = None
+    """What selects them; None: the last layer before that has an indexer."""
+
+    def __post_init__(self) -> None:
+        if self.indexer is not None and self.q_lora_rank is None:
+            raise ConfigError("sparse attention (index_topk) needs q_lora_rank")
 
     @property
     def head_dim(self) -> int:
         return self.qk_nope_head_dim + self.rope.dim
+
+    @property
+    def shares_selection(self) -> bool:
+        """Whether the layer attends to what a layer before has selected."""
+        return self.top_k is not None and self.indexer is None
 
     def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
         heads = self.num_heads // tp
@@ -211,23 +259,33 @@ class MLASpec:
         if self.output_gate:
             yield MatrixShape(heads, hidden, 1, "attention.gate")
         yield MatrixShape(hidden, heads * self.v_head_dim, 1, "attention.output", self.num_heads * self.v_head_dim)
+        if self.indexer is not None:
+            yield from self.indexer.matrices(hidden, self.q_lora_rank or 0)
 
     def num_other_parameters(self, hidden: int, tp: int) -> int:
         """Parameters other than the matrices; the up-projection to keys and values is included, as it is never
         quantized."""
         count = self.num_heads // tp * (self.qk_nope_head_dim + self.v_head_dim) * self.kv_lora_rank
         count += self.bias * ((self.q_lora_rank or 0) + self.kv_lora_rank + self.rope.dim + hidden)
+        count += 0 if self.indexer is None else self.indexer.num_other_parameters(hidden)
         return count + self.norm.num_parameters(self.kv_lora_rank) + self.norm.num_parameters(self.q_lora_rank or 0)
 
     def workspace(self, length: int, tp: int) -> int:
-        """See `AttentionSpec`: the sequence's vectors, and the padded keys and values of some heads."""
-        return length * (self.kv_lora_rank + self.rope.dim) + 3 * min(
-            KEYS_AND_VALUES_AT_ONCE, 2 * length * self.num_heads // tp * self.head_dim
-        )
+        """See `AttentionSpec`: the sequence's vectors, and the padded keys and values of some heads. Sparse attention
+        needs queries, results and scores."""
+        row, heads = self.kv_lora_rank + self.rope.dim, self.num_heads // tp
+        needed = length * row + 3 * min(KEYS_AND_VALUES_AT_ONCE, 2 * length * heads * self.head_dim)
+        if self.top_k is None or length <= self.top_k:
+            return needed
+        return max(needed, 3 * min(KEYS_AND_VALUES_AT_ONCE, length * heads * row)) + 4 * SCORES_AT_ONCE
 
     def kv_shape(self, tp: int) -> tuple[int, int, int]:
         """A token's entry in the KV cache of every rank: one vector, which is the key and value of all heads."""
         return 1, 1, self.kv_lora_rank + self.rope.dim
+
+    def index_shape(self) -> tuple[int, int, int] | None:
+        """A token's entry in the indexer's cache of every rank."""
+        return None if self.indexer is None else (1, 1, self.indexer.head_dim)
 
     def layout_errors(self, tp: int) -> Iterator[str]:
         """What `tp` ranks cannot divide."""

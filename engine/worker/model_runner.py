@@ -68,6 +68,8 @@ def allocate_caches(config: EngineConfig, stage: int, device: torch.device) -> l
         kept, state = LayerCache(), arch.layers[layer].state
         if (place := places.get((layer, False))) is not None:
             kept = kept._replace(memory=planes[place.shape][place.plane], group=place.group)
+            if place.index_shape is not None and place.index_plane is not None:
+                kept = kept._replace(keys=planes[place.index_shape][place.index_plane])
         if state is not None:
             place = places[layer, True]
             shapes = state.state_shape(tp), state.input_shape(tp)

@@ -34,7 +34,9 @@ __all__ = [
     "route",
     "sample",
     "scale_rows",
+    "select_tokens",
     "selective_scan",
+    "sparse_attention",
     "tiled_linear",
     "uniform_noise",
 ]
@@ -54,6 +56,26 @@ def rotary_write_kv(
     query: Tensor, key: Tensor, value: Tensor | None, cos_sin: Tensor, cache: Tensor, slots: Tensor
 ) -> Tensor:
     out: Tensor = torch.ops.quire.rotary_write_kv(query, key, value, cos_sin, cache, slots)
+    return out
+
+
+def select_tokens(
+    query: Tensor,
+    weights: Tensor,
+    cache: Tensor,
+    block_tables: Tensor,
+    sequence_lengths: Tensor,
+    query_starts: Tensor,
+    top_k: int,
+) -> Tensor:
+    out: Tensor = torch.ops.quire.select_tokens(
+        *(query, weights, cache, block_tables, sequence_lengths, query_starts, top_k)
+    )
+    return out
+
+
+def sparse_attention(query: Tensor, cache: Tensor, slots: Tensor, counts: Tensor, scale: float) -> Tensor:
+    out: Tensor = torch.ops.quire.sparse_attention(query, cache, slots, counts, scale)
     return out
 
 

@@ -8,6 +8,8 @@
 // so neither threads nor other requests change a result. If a tile has several items, each stores its unnormalized
 // sums, largest score and weight, which `merge` combines.
 //
+// Sparse attention is a decode for each query, with a table of slots instead of blocks.
+//
 // With a window, items start at the first key that the tile's first query attends to. Soft-capping and ALiBi change
 // scores before the softmax (`adjust`). A sink is a key without a value, which a tile's first item counts in advance.
 //
@@ -18,6 +20,7 @@
 #include <atomic>
 #include <limits>
 #include <memory>
+#include <numeric>
 #include <utility>
 
 #include "packed_kv.h"
@@ -35,6 +38,7 @@ constexpr int64_t kFewRows = 32;
 constexpr int64_t kSplitFewRows = 512, kSplitManyRows = 2048;  // least keys of an item, if there are enough
 constexpr int64_t kPlenty = 256;          // items of a request that keep all threads busy
 constexpr int64_t kThreadWork = 1 << 16;  // least multiplications worth waking a thread for
+constexpr int64_t kSparsePartials = 1 << 24;  // numbers of partial results of sparse attention at a time
 constexpr float kLowest = -1e30f;         // the largest score of no keys: finite, so that differences are not NaN
 constexpr int64_t kNoWindow = int64_t{1} << 60;
 constexpr float kLog2E = 1.44269504088896341f;
@@ -55,6 +59,7 @@ struct Problem {
   float unit, cap;              // of scores, as exponents of 2; `cap` is 0 for none
   int64_t window;               // most keys that a query attends to
   const float *sinks, *slopes;  // per head, or null
+  bool has_slots;  // `tables` has the slot of each key, instead of the blocks
   Places places;
   int64_t group, head_dim, padded;  // `padded`: head_dim rounded up to whole vectors
   int64_t keys;                     // gathered at a time
@@ -90,6 +95,13 @@ void find_rows(const Problem& p, const Tile& tile, int64_t begin, int64_t count,
   const int64_t size = p.cache.element_size(), block_size = p.cache.size(3);
   const char* head = p.cache.data<const char>() + tile.head * p.cache.stride(2) * size;
   const int64_t* table = p.tables.data<const int64_t>() + tile.request * p.tables.stride(0);
+  if (p.has_slots) {
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t slot = table[begin + i];
+      rows[i] = p.places.row(head + slot / block_size * p.cache.stride(1) * size, slot % block_size);
+    }
+    return;
+  }
   for (int64_t i = 0, block = begin / block_size, offset = begin % block_size; i < count; ++block, offset = 0) {
     const char* first = head + table[block] * p.cache.stride(1) * size;
     for (; offset < block_size && i < count; ++offset) rows[i++] = p.places.row(first, offset);
@@ -434,10 +446,10 @@ void merge(Problem& p, const Tile& tile) {
 }
 
 // Orders tiles from a request's last to its first: the longest items come first, so that threads finish together.
-int64_t plan(Problem& p, int64_t requests, int64_t kv_heads) {
+int64_t plan(Problem& p, int64_t begin_request, int64_t end_request, int64_t kv_heads) {
   int64_t work = 0, partials = 0;
   const int64_t width = std::max<int64_t>(1, kTileRows / p.group);
-  for (int64_t request = 0; request < requests; ++request) {
+  for (int64_t request = begin_request; request < end_request; ++request) {
     const int64_t count = p.starts[request + 1] - p.starts[request];
     const int64_t tiles = (count + width - 1) / width * kv_heads;
     if (count == 0) continue;
@@ -464,6 +476,32 @@ int64_t plan(Problem& p, int64_t requests, int64_t kv_heads) {
   return work;
 }
 
+// Computes the requests from `first` to `last`.
+void compute(Problem& p, int64_t first, int64_t last) {
+  for_form(p, [&]<typename Form, typename>() {
+    p.keys = std::clamp(kPackedKvWords / (2 * p.padded / Form::kPerWord) / kLanes * kLanes, kLeastKeys, kMostKeys);
+  });
+  const int64_t work = plan(p, first, last, p.cache.size(2));
+  const int64_t threads =
+      std::min<int64_t>({num_threads(), 1 + work / kThreadWork, static_cast<int64_t>(p.items.size())});
+  std::atomic<size_t> next = 0;
+  parallel_for(0, threads, 1, [&](int64_t, int64_t) {
+    static thread_local Scratch scratch;
+    for (size_t item = next++, following; item < p.items.size(); item = following) {
+      const bool is_plenty = next + threads < p.items.size();  // else another thread may be free sooner
+      following = is_plenty ? next++ : p.items.size();
+      attend(p, p.items[item], following < p.items.size() ? &p.items[following] : nullptr, scratch);
+      if (!is_plenty) following = next++;
+    }
+  });
+  if (!p.partials) return;
+  parallel_for(0, p.tiles.size(), grain(p.padded * p.group), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      if (p.tiles[i].splits > 1) for_type(p.query.scalar_type(), [&]<typename T>() { merge<T>(p, p.tiles[i]); });
+    }
+  });
+}
+
 Tensor paged_attention(const Tensor& query, const Tensor& cache, const Tensor& block_tables,
                        const Tensor& sequence_lengths, const Tensor& query_starts, double scale, int64_t window,
                        double softcap, const std::optional<Tensor>& sinks, const std::optional<Tensor>& slopes) {
@@ -487,6 +525,7 @@ Tensor paged_attention(const Tensor& query, const Tensor& cache, const Tensor& b
             window ? window : kNoWindow,
             of_heads(sinks),
             of_heads(slopes),
+            false,
             Places(cache, head_dim),
             query.size(1) / kv_heads,
             head_dim,
@@ -495,32 +534,51 @@ Tensor paged_attention(const Tensor& query, const Tensor& cache, const Tensor& b
             {},
             {},
             nullptr};
-  for_form(p, [&]<typename Form, typename>() {
-    p.keys = std::clamp(kPackedKvWords / (2 * p.padded / Form::kPerWord) / kLanes * kLanes, kLeastKeys, kMostKeys);
-  });
-  const int64_t work = plan(p, lengths.size(0), kv_heads);
-  const int64_t threads =
-      std::min<int64_t>({num_threads(), 1 + work / kThreadWork, static_cast<int64_t>(p.items.size())});
-  std::atomic<size_t> next = 0;
-  parallel_for(0, threads, 1, [&](int64_t, int64_t) {
-    static thread_local Scratch scratch;
-    for (size_t item = next++, following; item < p.items.size(); item = following) {
-      const bool is_plenty = next + threads < p.items.size();  // else another thread may be free sooner
-      following = is_plenty ? next++ : p.items.size();
-      attend(p, p.items[item], following < p.items.size() ? &p.items[following] : nullptr, scratch);
-      if (!is_plenty) following = next++;
-    }
-  });
-  if (!p.partials) return out;
-  parallel_for(0, p.tiles.size(), grain(p.padded * p.group), [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      if (p.tiles[i].splits > 1) for_type(p.query.scalar_type(), [&]<typename T>() { merge<T>(p, p.tiles[i]); });
-    }
-  });
+  compute(p, 0, lengths.size(0));
+  return out;
+}
+
+// See `reference.sparse_attention`.
+Tensor sparse_attention(const Tensor& query, const Tensor& cache, const Tensor& slots, const Tensor& counts,
+                        double scale) {
+  const int64_t tokens = query.size(0), heads = query.size(1), head_dim = query.size(2), kv_heads = cache.size(2);
+  STD_TORCH_CHECK(heads % kv_heads == 0 && slots.size(0) == tokens && slots.stride(1) == 1);
+  const Tensor rows = query.stride(2) == 1 ? query : as_contiguous(query), lengths = as_contiguous(counts);
+  Tensor out = empty(query.sizes(), query.scalar_type());
+  std::vector<int64_t> starts(tokens + 1);
+  std::iota(starts.begin(), starts.end(), 0);
+  const int64_t padded = vectors(head_dim) * kLanes;
+  const int64_t partials = (slots.size(1) / kSplitFewRows + 1) * heads * (padded + 2);
+  const int64_t most = std::max<int64_t>(1, kSparsePartials / partials);
+  for (int64_t first = 0; first < tokens; first += most) {
+    Problem p{View(rows),
+              View(cache),
+              View(slots),
+              View(out),
+              lengths.const_data_ptr<int64_t>(),
+              starts.data(),
+              static_cast<float>(scale) * kLog2E,
+              0.0f,
+              kNoWindow,
+              nullptr,
+              nullptr,
+              true,
+              Places(cache, head_dim),
+              heads / kv_heads,
+              head_dim,
+              padded,
+              0,
+              {},
+              {},
+              nullptr};
+    compute(p, first, std::min(tokens, first + most));
+  }
   return out;
 }
 
 }  // namespace
+
+QUIRE_OPERATION(sparse_attention, "(Tensor query, Tensor cache, Tensor slots, Tensor counts, float scale) -> Tensor")
 
 QUIRE_OPERATION(
     paged_attention,

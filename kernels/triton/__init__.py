@@ -19,6 +19,7 @@ from quire.kernels import reference
 from quire.kernels.cache import FP8_CAPABILITY, LARGEST, SCALE_BYTES
 from quire.kernels.triton import attention as _attention
 from quire.kernels.triton import elementwise as _elementwise
+from quire.kernels.triton import selection as _selection
 from quire.kernels.triton.coded import coded_fused_experts, coded_matmul
 from quire.kernels.triton.elementwise import (
     act_mul,
@@ -55,7 +56,9 @@ __all__ = [
     "route",
     "sample",
     "score_tokens",
+    "select_tokens",
     "selective_scan",
+    "sparse_attention",
 ]
 
 # Fuse multiply and add, which was Triton's default before 3.10; 3.9 warns if this is not set.
@@ -70,6 +73,14 @@ def rotary_write_kv(
 
 def paged_attention(query: Tensor, cache: Tensor, *batch: Any, **options: Any) -> Tensor:
     return _of(cache, _attention).paged_attention(query, cache, *batch, **options)
+
+
+def sparse_attention(query: Tensor, cache: Tensor, *batch: Any, **options: Any) -> Tensor:
+    return _of(cache, _attention).sparse_attention(query, cache, *batch, **options)
+
+
+def select_tokens(query: Tensor, weights: Tensor, cache: Tensor, *batch: Any, **options: Any) -> Tensor:
+    return _of(cache, _selection).select_tokens(query, weights, cache, *batch, **options)
 
 
 def _of(cache: Tensor, module: ModuleType, reads: bool = True) -> Any:

@@ -9,6 +9,7 @@ in order, so a result does not depend on the batch.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import triton
@@ -81,6 +82,7 @@ def _attend(
     QUANTIZED: tl.constexpr,
     ONE_SIDE: tl.constexpr,
     PRECISION: tl.constexpr,
+    SLOTS: tl.constexpr,
 ):
     """Queries `[ROWS]` against the keys from `begin` to `end`: largest score, sum of weights, and weighted values.
 
@@ -105,15 +107,20 @@ def _attend(
         for start in range(whole if MASKED else begin, end if MASKED else whole, KEYS):
             place = start + tl.arange(0, KEYS)
             is_key = place < end
-            block = tl.load(table + place // BLOCK, mask=is_key, other=0).to(tl.int64)
-            at = cache + block * cache_block + place % BLOCK * cache_row
+            if SLOTS:  # the table has the slot of each key
+                slot = tl.load(table + place, mask=is_key, other=0)
+                block, offset = (slot // BLOCK).to(tl.int64), (slot % BLOCK).to(tl.int32)
+            else:
+                block = tl.load(table + place // BLOCK, mask=is_key, other=0).to(tl.int64)
+                offset = place % BLOCK
+            at = cache + block * cache_block + offset * cache_row
             k_first = _load(at, is_key, 0, FIRST, HEAD_DIM, MASKED).to(kind)
             scores, k_rest = tl.dot(q_first, tl.trans(k_first), input_precision=PRECISION), k_first
             if REST:
                 k_rest = _load(at, is_key, FIRST, REST, HEAD_DIM, MASKED).to(kind)
                 scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision=PRECISION)
             if QUANTIZED:
-                scale_at = row_scales + block * (cache_block // 4) + BLOCK * HEAD_DIM // 4 + place % BLOCK
+                scale_at = row_scales + block * (cache_block // 4) + BLOCK * HEAD_DIM // 4 + offset
                 scores *= tl.load(scale_at, mask=is_key, other=0.0)[None, :]
             scores *= scale
             if SOFTCAP:  # tanh(x) = 2 sigmoid(2 x) - 1
@@ -261,6 +268,7 @@ def _prompts_kernel(
             QUANTIZED,
             ONE_SIDE,
             PRECISION,
+            False,
         )
         factor = _with_sink(greatest, total, sinks, heads_at, is_row, SINKS)
         to = out + token * out_token + heads_at * out_head
@@ -322,6 +330,7 @@ def _decodes_kernel(
     QUANTIZED: tl.constexpr,
     ONE_SIDE: tl.constexpr,
     PRECISION: tl.constexpr,
+    SLOTS: tl.constexpr,
 ):
     """Compute a strided subset of a decode's parts, for HEADS heads of one KV head.
 
@@ -372,6 +381,7 @@ def _decodes_kernel(
                 QUANTIZED,
                 ONE_SIDE,
                 PRECISION,
+                SLOTS,
             )
             at = (request.to(tl.int64) * heads + heads_at) * room + part
             tl.store(sums + 2 * at, greatest, is_row)
@@ -515,29 +525,103 @@ def paged_attention(
             QUERIES=queries,
             num_warps=8,
         )
-    rows, room = max(16, of_heads), _most_parts(block_tables.shape[1] * block_size)
+    _decode(
+        *(query, memory, sequence_lengths, query_starts, slopes_, sinks_, out, kv_heads, scores, strides, options),
+        most=block_tables.shape[1] * block_size,
+        has_sinks=sinks is not None,
+        has_slots=False,
+    )
+    return out
+
+
+def _decode(
+    query: Tensor,
+    memory: tuple[Tensor, ...],
+    lengths: Tensor,
+    starts: Tensor,
+    slopes: Tensor,
+    sinks: Tensor,
+    out: Tensor,
+    kv_heads: int,
+    scores: tuple[float, float, int],
+    strides: tuple[tuple[int, ...], tuple[int, ...]],
+    options: dict[str, Any],
+    *,
+    most: int,
+    has_sinks: bool,
+    has_slots: bool,
+) -> None:
+    """Compute the requests with one query, of up to `most` keys."""
+    (_, heads, head_dim), requests, window = query.shape, len(lengths), scores[2]
+    group = heads // kv_heads
+    most_rows, keys = _tile(head_dim, query.element_size(), _is_narrow(query.device))
+    rows, room = max(16, min(triton.next_power_of_2(group), most_rows)), _most_parts(most)
     columns = kv_heads * triton.cdiv(group, rows)
     sums = torch.empty((requests, heads, room, 2), dtype=torch.float32, device=query.device)
     partial = torch.empty((requests, heads, room, head_dim), dtype=torch.float32, device=query.device)
     cut = {"PARTS": _PARTS, "PART_KEYS": _PART_KEYS, "GROWTH": _PART_GROWTH}
     _decodes_kernel[requests, columns, max(1, min(room, _PROGRAMS // (requests * columns)))](
-        *(*memory, sequence_lengths, query_starts, slopes_, sums, partial, group, heads, room, *scores),
+        *(*memory, lengths, starts, slopes, sums, partial, group, heads, room, *scores),
         *(*strides[0], *strides[1]),
         **options,
         **cut,
         HEADS=rows,
+        SLOTS=has_slots,
         num_warps=8 if head_dim > 128 else 4,
         num_stages=5 if head_dim <= 128 else 3,  # half of them load the block table: two tiles, or one, ahead
     )
     width = min(128, triton.next_power_of_2(head_dim))
     _join_kernel[requests, heads, triton.cdiv(head_dim, width)](
-        *(sums, partial, sequence_lengths, query_starts, sinks_, out, heads, room, window, head_dim),
+        *(sums, partial, lengths, starts, sinks, out, heads, room, window, head_dim),
         *(out.stride(0), out.stride(1)),
         **cut,
         WINDOW=window > 0,
-        SINKS=sinks is not None,
+        SINKS=has_sinks,
         KEYS=keys,
         WIDTH=width,
         num_warps=4,
     )
+
+
+_PARTIALS = 1 << 25
+"""Number of partial results of sparse attention in memory at once."""
+
+
+def sparse_attention(query: Tensor, cache: Tensor, slots: Tensor, counts: Tensor, scale: float) -> Tensor:
+    """See `quire.kernels.reference`: a decode for each query. Heads in a quantized cache must be a multiple of 4. Never
+    waits for the device."""
+    if query.stride(-1) != 1:
+        query = query.contiguous()
+    tokens, heads, head_dim = query.shape
+    (kv_heads, block_size), is_quantized = cache.shape[2:4], cache.dtype in LARGEST
+    out = torch.empty((tokens, heads, head_dim), dtype=query.dtype, device=query.device)
+    first, rest = _pieces(head_dim)
+    _, keys = _tile(head_dim, query.element_size(), _is_narrow(query.device))
+    cache_row = head_dim if is_quantized else cache.stride(3)
+    strides = query.stride()[:2], (slots.stride(0), *cache.stride()[:3], cache_row)
+    options = {
+        "WINDOW": False,
+        "SOFTCAP": False,
+        "SLOPES": False,
+        "HEAD_DIM": head_dim,
+        "FIRST": first,
+        "REST": rest,
+        "KEYS": keys,
+        "BLOCK": block_size,
+        "QUANTIZED": is_quantized,
+        "ONE_SIDE": cache.stride(0) == 0,
+        "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
+    }
+    size = max(1, _PARTIALS // (heads * _most_parts(slots.shape[1]) * head_dim))
+    starts = torch.arange(min(size, tokens) + 1, device=query.device)
+    for begin in range(0, tokens, size):
+        rows = slice(begin, begin + size)
+        part, scales = query[rows], cache[0].view(torch.float32) if is_quantized else query
+        _decode(
+            *(part, (part, cache, scales, slots[rows]), counts[rows], starts, query, query, out[rows], kv_heads),
+            *((scale * _LOG2E, 0.0, 0), strides, options),
+            most=slots.shape[1],
+            has_sinks=False,
+            has_slots=True,
+        )
     return out

@@ -100,6 +100,7 @@ _STATES = {
     "mamba_d_state": 16,
     "mamba_chunk_size": 32,
 }
+_INDEXED = {"index_topk": 20, "index_head_dim": 12, "index_n_heads": 16}
 _VISION = {
     "vision_config": {
         "depth": 1,
@@ -536,6 +537,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Mamba": ("MambaForCausalLM", {"tie_word_embeddings": True}),
     "Mistral 4": ("Mistral4ForCausalLM", _LATENT | {"rope_parameters": dict(_GROWING)}),
+    "DeepSeek V3.2": ("DeepseekV32ForCausalLM", _LATENT | _INDEXED | {"n_shared_experts": 1}),
+    "DeepSeek V3.2, yarn rope": ("DeepseekV32ForCausalLM", _LATENT | _INDEXED | {"rope_parameters": _DEEPSEEK_YARN}),
+    "GLM-5": ("GlmMoeDsaForCausalLM", _LATENT | _INDEXED | {"n_group": 1, "topk_group": 1}),
+    "GLM-5, shared selection": (
+        "GlmMoeDsaForCausalLM",
+        _LATENT | _INDEXED | {"indexer_types": ["full", "full", "shared", "full"], "attention_bias": True},
+    ),
     "DeepSeek V3, yarn rope": ("DeepseekV3ForCausalLM", _LATENT | {"rope_parameters": _DEEPSEEK_YARN}),
 }
 
@@ -615,6 +623,8 @@ MODELS = {
     "DeepseekV2ForCausalLM": "DeepSeek V2, V2-Lite, Coder-V2",
     "DeepseekV3ForCausalLM": "DeepSeek V3, V3.1, R1; Kimi K2",
     "Mistral4ForCausalLM": "Mistral Small 4, text",
+    "DeepseekV32ForCausalLM": "DeepSeek V3.2, V3.2-Exp",
+    "GlmMoeDsaForCausalLM": "GLM-5",
 }
 """What people call the models of an architecture."""
 

@@ -17,7 +17,7 @@ from quire.engine.distributed.expert_group import ExpertCommunicator, ExpertGrou
 from quire.engine.layers.attention import Batch, LayerCache
 from quire.engine.models.encoder import Encoder
 from quire.engine.models.loader import load_model
-from quire.engine.models.model_spec import LayerSpec
+from quire.engine.models.model_spec import LayerSpec, MLASpec
 
 CPU = torch.device("cpu")
 
@@ -56,11 +56,17 @@ def logits(config: EngineConfig, tokens: Tensor, parallel: Parallel) -> Tensor:
 
 def _cache(spec: LayerSpec, tp: int, blocks: int, dtype: torch.dtype) -> LayerCache:
     """The cache of a layer, with blocks of four tokens."""
-    memory = state = None
+    memory = keys = state = None
     if spec.attention is not None:
-        num_tensors, kv_heads, head_dim = spec.attention.kv_shape(tp)
-        memory = kernels.allocate_kv_cache(1, blocks, kv_heads, 4, head_dim, dtype, CPU, num_tensors)[0]
+        memory = _plane(spec.attention.kv_shape(tp), blocks, dtype)
+        if isinstance(spec.attention, MLASpec) and (index_shape := spec.attention.index_shape()) is not None:
+            keys = _plane(index_shape, blocks, dtype)
     if spec.state is not None:
         matrices = torch.zeros(1, *spec.state.state_shape(tp))
         state = kernels.RecurrentState(matrices, torch.zeros(1, *spec.state.input_shape(tp), dtype=dtype))
-    return LayerCache(memory, state=state)
+    return LayerCache(memory, state=state, keys=keys)
+
+
+def _plane(shape: tuple[int, int, int], blocks: int, dtype: torch.dtype) -> Tensor:
+    num_tensors, kv_heads, row = shape
+    return kernels.allocate_kv_cache(1, blocks, kv_heads, 4, row, dtype, CPU, num_tensors)[0]

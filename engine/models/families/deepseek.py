@@ -1,5 +1,5 @@
 """DeepSeek V2 and V3 (and R1, and Kimi K2, which has V3's architecture), and Mistral 4: multi-head latent attention and
-grouped routing."""
+grouped routing. DeepSeek V3.2 and GLM-5: the same with sparse attention."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from quire.engine.models.families.family import (
     activation,
     architecture,
     feed_forward,
+    layer_norm,
     query_scale,
     require,
     rms_norm,
@@ -18,7 +19,8 @@ from quire.engine.models.families.family import (
     yarn_temperature,
 )
 from quire.engine.models.families.moe import NAMES_BY_EXPERT, STACKED_EXPERTS, sigmoid_experts
-from quire.engine.models.model_spec import LayerSpec, MLASpec, ModelSpec, MoESpec
+from quire.engine.models.model_spec import IndexerSpec, LayerSpec, MLASpec, ModelSpec, MoESpec
+from quire.engine.protocol.errors import ConfigError
 
 
 def _deepseek(name: str, config: Config, experts: MoESpec | None = None) -> ModelSpec:
@@ -43,17 +45,62 @@ def _deepseek(name: str, config: Config, experts: MoESpec | None = None) -> Mode
     )
     dense = feed_forward(config)
     if experts is None:
-        experts = sigmoid_experts(config) if name.startswith("DeepseekV3") else _softmax_experts(config)
+        experts = _softmax_experts(config) if name.startswith("DeepseekV2") else sigmoid_experts(config)
     layers = [
         LayerSpec(
             attention=attention,
             attention_norm=norm,
-            feed_forward=dense if number < int(config["first_k_dense_replace"]) else experts,
+            feed_forward=experts if is_sparse else dense,
             feed_forward_norm=norm,
         )
-        for number in range(int(config["num_hidden_layers"]))
+        for is_sparse in _are_mixtures(config)
     ]
     return architecture(name, config, layers, norm)
+
+
+def _are_mixtures(config: Config) -> list[bool]:
+    """Whether the layers have experts: by the list of V3.2 and GLM-5, or all after the first ones."""
+    count, first = int(config["num_hidden_layers"]), int(config["first_k_dense_replace"])
+    kinds = config.get("mlp_layer_types") or [("dense", "sparse")[number >= first] for number in range(count)]
+    if len(kinds) != count or not set(kinds) <= {"dense", "sparse"}:
+        raise ConfigError(f"mlp_layer_types {kinds!r}: expected dense or sparse for each of the {count} layers")
+    return [kind == "sparse" for kind in kinds]
+
+
+def _sparse(name: str, config: Config) -> ModelSpec:
+    """Layers that run their indexer, or (GLM-5) attend to what the last one before has selected."""
+    arch = _deepseek(name, config)
+    kinds = _indexer_types(config)
+    if len(kinds) != arch.num_layers or not set(kinds) <= {"full", "shared"}:
+        raise ConfigError(f"indexer_types {kinds!r}: expected full or shared for each of the {arch.num_layers} layers")
+    if kinds[0] == "shared":
+        raise ConfigError("indexer_types: the first layer cannot share what a layer before has selected")
+    layers = []
+    for layer, kind in zip(arch.layers, kinds, strict=True):
+        attention = layer.attention
+        assert isinstance(attention, MLASpec)
+        is_interleaved = bool(config["indexer_rope_interleave"])
+        indexer = IndexerSpec(
+            num_heads=int(config["index_n_heads"]),
+            head_dim=int(config["index_head_dim"]),
+            norm=layer_norm(1e-6),
+            rope=replace(attention.rope, is_interleaved=is_interleaved),
+        )
+        attention = replace(attention, top_k=int(config["index_topk"]), indexer=indexer if kind == "full" else None)
+        layers.append(replace(layer, attention=attention))
+    return replace(arch, layers=tuple(layers))
+
+
+def _indexer_types(config: Config) -> list[str]:
+    """For each layer full or shared: stated, as a pattern of letters, or by the distance of full layers."""
+    if kinds := config.get("indexer_types"):
+        return list(kinds)
+    if pattern := config.get("index_topk_pattern"):
+        return [{"F": "full", "S": "shared"}.get(kind, kind) for kind in pattern]
+    every = max(int(config.get("index_topk_freq") or 1), 1)
+    after = int(config.get("index_skip_topk_offset", 2)) - 1
+    numbers = range(int(config["num_hidden_layers"]))
+    return ["shared" if max(number - after, 0) % every else "full" for number in numbers]
 
 
 def _softmax_experts(config: Config) -> MoESpec:
@@ -91,6 +138,10 @@ _NAMES = NAMES_BY_EXPERT | {
     "layers.attention.query_norm": "model.layers.{layer}.self_attn.q_a_layernorm",
     "layers.attention.latent_norm": "model.layers.{layer}.self_attn.kv_a_layernorm",
     "layers.attention.up": "model.layers.{layer}.self_attn.kv_b_proj",
+    "layers.attention.indexer.query": "model.layers.{layer}.self_attn.indexer.wq_b",
+    "layers.attention.indexer.key": "model.layers.{layer}.self_attn.indexer.wk",
+    "layers.attention.indexer.key_norm": "model.layers.{layer}.self_attn.indexer.k_norm",
+    "layers.attention.indexer.weights": "model.layers.{layer}.self_attn.indexer.weights_proj",
     "layers.feed_forward.router.correction_bias": "model.layers.{layer}.mlp.gate.e_score_correction_bias",
 }
 
@@ -108,6 +159,25 @@ def mistral4_names(arch: ModelSpec) -> dict[str, str]:
 _COMMON = {"rms_norm_eps": 1e-6, "q_lora_rank": 1536, "kv_lora_rank": 512, "v_head_dim": 128} | {
     "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64,
+}
+_V3 = {
+    **_COMMON,
+    "max_position_embeddings": 4096,
+    "first_k_dense_replace": 3,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 2.5,
+    "n_group": 8,
+    "topk_group": 4,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+}
+_INDEX = {"index_topk": 2048, "index_head_dim": 128, "index_n_heads": 64, "indexer_rope_interleave": False}
+_GLM = {"rms_norm_eps": 1e-5, "q_lora_rank": 2048, "v_head_dim": 256, "qk_nope_head_dim": 192} | {
+    "n_group": 1,
+    "topk_group": 1,
+    "max_position_embeddings": 202752,
+    "index_n_heads": 32,
+    "indexer_rope_interleave": True,
 }
 _MISTRAL4_ROPE = {
     "rope_type": "yarn",
@@ -150,17 +220,19 @@ FAMILIES = {
     "DeepseekV3ForCausalLM": Family(
         _deepseek,
         names,
-        {
-            **_COMMON,
-            "max_position_embeddings": 4096,
-            "first_k_dense_replace": 3,
-            "n_shared_experts": 1,
-            "routed_scaling_factor": 2.5,
-            "n_group": 8,
-            "topk_group": 4,
-            "num_experts_per_tok": 8,
-            "norm_topk_prob": True,
-        },
+        _V3,
+        after_layers="multi-token prediction",
+    ),
+    "DeepseekV32ForCausalLM": Family(
+        _sparse,
+        names,
+        {**_V3, **_INDEX, "max_position_embeddings": 163840},
+        after_layers="multi-token prediction",
+    ),
+    "GlmMoeDsaForCausalLM": Family(
+        _sparse,
+        names,
+        {**_V3, **_INDEX, **_GLM},
         after_layers="multi-token prediction",
     ),
     "Mistral4ForCausalLM": Family(mistral4, mistral4_names, MISTRAL4),

@@ -226,6 +226,12 @@ def _mla(spec: MLASpec, width: int) -> _Parameters:
     yield from _norm(f"{module}.latent_norm", spec.norm, spec.kv_lora_rank)
     up = spec.num_heads * (spec.qk_nope_head_dim + spec.v_head_dim)
     yield from _linear(f"{module}.up", {"": up}, spec.kv_lora_rank)
+    if (indexer := spec.indexer) is not None:
+        queries = {"": indexer.num_heads * indexer.head_dim}
+        yield from _linear(f"{module}.indexer.query", queries, spec.q_lora_rank or width)
+        yield from _linear(f"{module}.indexer.key", {"": indexer.head_dim}, width)
+        yield from _norm(f"{module}.indexer.key_norm", indexer.norm, indexer.head_dim)
+        yield from _linear(f"{module}.indexer.weights", {"": indexer.num_heads}, width)
     if spec.output_gate:
         yield from _linear(f"{module}.gate", {"": spec.num_heads}, width)
     yield from _linear(f"{module}.output", {"": width}, spec.num_heads * spec.v_head_dim, bias=spec.bias)

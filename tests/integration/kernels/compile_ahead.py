@@ -139,6 +139,11 @@ def run_all(types: list[torch.dtype]) -> None:
         for of_cache in (dtype, *LARGEST):
             side = allocate_kv_cache(1, 64, 1, 16, 576, of_cache, query.device, num_tensors=1)[0]
             platform.paged_attention(query, side.expand(2, -1, -1, -1, -1), table, lengths, starts, 0.1)
+            keys = allocate_kv_cache(1, 64, 1, 16, 128, of_cache, query.device, num_tensors=1)[0]
+            queries, per_query = torch.zeros(9, 64, 128, dtype=dtype), torch.zeros(9, 64)
+            slots = platform.select_tokens(queries, per_query, keys, table, lengths, starts, 2048)
+            counts = torch.full((9,), 2048)
+            platform.sparse_attention(query, side.expand(2, -1, -1, -1, -1), slots, counts, 0.1)
         pages = torch.zeros(3, 32, 128, 128), torch.zeros(3, 3, 8192, dtype=dtype)
         mixed, gates = torch.zeros(9, 12288, dtype=dtype), torch.zeros(9, 32)
         segments = StateSegments(starts, torch.tensor([0, 2]), starts[:2], starts[:2])

@@ -21,7 +21,7 @@ from quire import kernels
 from quire.kernels import check, dispatch, reference
 from quire.kernels.cache import LARGEST, allocate_kv_cache
 from quire.kernels.quantized import QuantizedFormat
-from tests.integration.kernels import test_attention, test_experts, test_recurrent, test_sampling
+from tests.integration.kernels import test_attention, test_experts, test_recurrent, test_sampling, test_sparse
 
 if sys.platform != "linux":
     pytest.skip("Triton has no wheel for this platform", allow_module_level=True)
@@ -209,6 +209,41 @@ def test_attention_does_not_depend_on_the_batch() -> None:
         )
         assert torch.equal(alone.run(), together[rows])
         first += count
+
+
+@pytest.mark.parametrize("cache_dtype", [None, *LARGEST])
+@pytest.mark.parametrize(("heads", "head_dim", "dtype"), [(6, 32, torch.float16), (40, 80, torch.float32)])
+def test_selection_is_that_of_the_reference(
+    heads: int, head_dim: int, dtype: torch.dtype, cache_dtype: torch.dtype | None
+) -> None:
+    requests = [(0, 1), (130, 1), (0, 9), (60, 3)]
+    test_sparse.check_selection(requests, (8, 70), heads, head_dim, dtype, cache_dtype=cache_dtype)
+
+
+def test_selection(monkeypatch: pytest.MonkeyPatch) -> None:
+    selection = importlib.import_module("quire.kernels.triton.selection")
+    monkeypatch.setattr(selection, "_TILE", 64)
+    test_sparse.test_of_equal_scores_the_earlier_tokens_are_chosen()
+    given = test_sparse.case([(70, 1), (90, 6), (0, 3), (200, 1)], 16, 64)
+    whole = kernels.select_tokens(*given, 48)
+    assert torch.equal(whole, reference.select_tokens(*given, 48))
+    monkeypatch.setattr(selection, "_SCORES", 1000)  # one query at a time
+    assert torch.equal(kernels.select_tokens(*given, 48), whole)
+    assert torch.equal(kernels.select_tokens(*given.of(1, 2), 48), whole[1:7])
+
+
+@pytest.mark.parametrize("cache_dtype", [None, *LARGEST])
+@pytest.mark.parametrize(("heads", "head_dim", "num_tensors"), [(4, 24, 1), (16, 576, 1), (8, 64, 2)])
+def test_attention_to_selected_tokens(
+    heads: int, head_dim: int, num_tensors: int, cache_dtype: torch.dtype | None
+) -> None:
+    test_sparse.test_attention_to_selected_tokens(heads, head_dim, num_tensors, torch.float32, cache_dtype)
+
+
+def test_attention_to_all_tokens_is_that_of_a_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.import_module("quire.kernels.triton.attention"), "_PARTIALS", 1000)
+    test_sparse.test_with_all_tokens_it_is_the_attention_of_a_decode(24)
+    test_sparse.test_rows_beyond_the_count_are_not_used()
 
 
 def test_attention_does_not_read_after_a_sequence() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from quire import kernels
 from quire.engine.distributed.communicator import Parallel
-from quire.engine.layers.attention import Batch
+from quire.engine.layers.attention import Batch, IndexedCache, Selection
 from quire.engine.layers.mla import MLA
 from quire.engine.layers.rotary import Rotary
 from quire.engine.models import model_spec
@@ -138,6 +138,43 @@ def test_heads_are_cut_over_the_ranks(latent_queries: bool, count: int) -> None:
     check(lambda parallel: Prefill(spec, parallel), torch.randn(count, HIDDEN))
 
 
+INDEXER = model_spec.IndexerSpec(
+    num_heads=3, head_dim=8, norm=NormSpec(eps=1e-6, kind="layer", bias=True), rope=SPEC.rope
+)
+
+
+class SparsePrefill(nn.Module):
+    """Requests of 20 and 9 tokens that attend to `top_k` of them, after a step with all but their last tokens."""
+
+    def __init__(self, top_k: int, parallel: Parallel) -> None:
+        super().__init__()
+        self.attention = MLA(replace(SPEC, top_k=top_k, indexer=INDEXER), HIDDEN, parallel)
+
+    def forward(self, x: Tensor) -> Tensor:
+        steps = batch_of([0, 0], [17, 8])[0], batch_of([17, 8], [3, 1])[0]
+        steps = tuple(replace(step, selection=Selection()) for step in steps)
+        blocks = int(steps[1].block_tables.max()) + 1
+        keys = kernels.allocate_kv_cache(1, blocks, 1, BLOCK, INDEXER.head_dim, torch.float32, x.device, 1)[0]
+        cache, outs = IndexedCache(cache_of(blocks), keys), []
+        for step, part in zip(steps, x.split([25, 4]), strict=True):
+            outs.append(self.attention(part, step, Rotary(SPEC.rope, 100)(step.positions), cache))
+        return torch.cat(outs)
+
+
+@pytest.mark.parametrize("top_k", [5, 12, 18, 40])
+def test_sparse_attention_with_heads_cut_over_the_ranks(top_k: int) -> None:
+    check(lambda parallel: SparsePrefill(top_k, parallel), torch.randn(29, HIDDEN))
+
+
+def test_a_selection_of_all_tokens_changes_nothing() -> None:
+    x, results = torch.randn(29, HIDDEN), {}
+    for top_k in (20, 19, 4):
+        results[top_k] = fill(SparsePrefill(top_k, Parallel()))(x)
+    torch.testing.assert_close(results[19][:-2], results[20][:-2], rtol=1e-5, atol=1e-5)  # the others see 18 or less
+    assert not torch.allclose(results[19], results[20], rtol=1e-3, atol=1e-3)
+    assert not torch.allclose(results[4], results[20], rtol=1e-3, atol=1e-3)
+
+
 def test_a_token_takes_576_numbers_whatever_the_heads_and_ranks() -> None:
     """DeepSeek-V3's sizes: the paper's figure."""
     spec = replace(
@@ -148,7 +185,8 @@ def test_a_token_takes_576_numbers_whatever_the_heads_and_ranks() -> None:
 
 
 def test_parameters_are_as_many_as_described() -> None:
-    for spec in (SPEC, replace(SPEC, q_lora_rank=None, bias=True)):
+    indexed = replace(SPEC, top_k=8, indexer=INDEXER)
+    for spec in (SPEC, replace(SPEC, q_lora_rank=None, bias=True), indexed, replace(indexed, indexer=None)):
         for size in (1, 2, 4):
 
             def count(parallel: Parallel, spec: model_spec.MLASpec = spec) -> int:

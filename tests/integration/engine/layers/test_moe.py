@@ -22,8 +22,9 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 
 from quire import kernels
 from quire.engine.distributed.communicator import Parallel
+from quire.engine.layers.linear import ReplicatedLinear
 from quire.engine.layers.moe import Experts as ExpertsOfRank
-from quire.engine.layers.moe import LocalExperts, MixtureOfExperts, ReplicatedLinear
+from quire.engine.layers.moe import LocalExperts, MixtureOfExperts
 from quire.engine.layers.weight import Shard, Weight
 from quire.engine.models.model_spec import MLPSpec, MoESpec
 from tests.fakes.experts import EVERYTHING, HIDDEN, PLAIN, SHARED, packed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
@@ -219,16 +220,16 @@ BLOCK = (16, 32)
 """Divides neither sizes nor slices."""
 
 
-def write_fp8(folder: Path, plain: Path) -> None:
-    """DeepSeek-V3 as it is published, in `folder`, and dequantized in `plain`."""
-    tensors = write("DeepSeek V3", plain)
-    write_config("DeepSeek V3", folder)
+def write_fp8(folder: Path, plain: Path, case: str = "DeepSeek V3") -> None:
+    """DeepSeek-V3 or V3.2 as it is published, in `folder`, and dequantized in `plain`."""
+    tensors = write(case, plain)
+    write_config(case, folder)
     config = json.loads((folder / "config.json").read_text())
     quantization = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": BLOCK}
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
     stored = dict(tensors)
     for name, tensor in tensors.items():
-        if tensor.ndim == 2 and "_proj" in name and ".layers.2." not in name:
+        if tensor.ndim == 2 and re.search(r"(?<!weights)_proj|\.w(q_b|k)\.", name) and ".layers.2." not in name:
             stored[name], stored[f"{name}_scale_inv"], tensors[name] = to_fp8(tensor, BLOCK)
     save_file(tensors, plain / "model.safetensors")
     save_file(stored, folder / "model.safetensors")
@@ -242,16 +243,18 @@ def folders(tmp_path: Path) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", ["DeepSeek V3", "DeepSeek V3.2, yarn rope", "GLM-5"])
 def test_fp8_is_dequantized_while_it_is_read(
-    dtype: str, folders: tuple[Path, Path], caplog: pytest.LogCaptureFixture
+    case: str, dtype: str, folders: tuple[Path, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
-    write_fp8(*folders)
+    write_fp8(*folders, case)
     for tp, rank in ((1, 0), (2, 0), (2, 1), (4, 3)):
         expected = read(folders[1], tp, rank, dtype=dtype)
         assert_equal(read(folders[0], tp, rank, dtype=dtype), expected)
     assert not said(caplog)
-    kept = "fp8 weights, widened in registers (attention, feed forward, shared)"
-    assert f"{dtype}, fp8: {dtype} weights (attention, experts); {kept}," in plan_text(
+    indexer = "" if case == "DeepSeek V3" else "indexer, "
+    kept = f"fp8 weights, widened in registers (attention, {indexer}feed forward, shared)"
+    assert f"{dtype}, fp8: {dtype} weights (attention, {indexer}experts); {kept}," in plan_text(
         configure(folders[0], dtype=dtype)
     )
 

@@ -13,6 +13,7 @@ from quire.engine.config.kv_cache_groups import KVCacheShape, KVCacheSpec, count
 
 SHAPE = KVCacheShape(num_tensors=2, num_heads=2, head_dim=64)
 LATENT = KVCacheShape(num_tensors=1, num_heads=1, head_dim=576)
+INDEX = KVCacheShape(1, 1, 128)
 
 
 def cut(
@@ -65,6 +66,7 @@ def test_stages_have_the_same_groups() -> None:
 
 STATE = KVCacheSpec(SHAPE, None, 5000)
 KEPT = [[KVCacheSpec(*each)] for each in ((SHAPE, None), (SHAPE, 100), (LATENT, None), (LATENT, 7))]
+KEPT += [[KVCacheSpec(shape, None, index_shape=INDEX)] for shape in (LATENT, INDEX)]
 KEPT += [[STATE], [KVCacheSpec(SHAPE, None), STATE], []]
 """What a layer may keep: keys and values, a state, both or nothing."""
 
@@ -78,11 +80,17 @@ def test_all_that_layers_keep_has_a_place_of_its_own(specs: list[list[KVCacheSpe
         places, planes = place_layers(specs, groups, stage), count_planes(specs, groups, stage)
         kept = {(layer, spec.state_bytes > 0): spec for layer in layers for spec in specs[layer]}
         assert places.keys() == kept.keys()
-        assert len(set(places.values())) == len(kept)
+        used = [
+            (shape, place.group, plane)
+            for key, place in places.items()
+            for shape, plane in zip(kept[key].shapes, (place.plane, place.index_plane), strict=False)
+        ]
+        assert len(set(used)) == len(used) == sum(len(spec.shapes) for spec in kept.values())
+        assert all(plane is not None and 0 <= plane < planes[shape] for shape, _, plane in used)
         for key, place in places.items():
             assert (groups[place.group].window, groups[place.group].is_state) == (kept[key].window, key[1])
             assert place.shape == kept[key].shape
-            assert 0 <= place.plane < planes[place.shape]
+            assert place.index_shape == kept[key].index_shape
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 8))

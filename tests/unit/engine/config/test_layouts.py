@@ -270,6 +270,19 @@ def test_chunks_that_overlap_cost_little_more_than_one_stage(tmp_path: Path) -> 
     assert max(times.values()) < 2 * min(times.values())
 
 
+def test_sparse_attention_bounds_the_keys_of_a_token(tmp_path: Path) -> None:
+    """A decode of one request reads 2048 vectors of a layer, and the keys of the indexer for all tokens."""
+    given = {"tensor_parallel_size": 8, "max_model_len": 131_072}
+    machine, seconds = describe("8xH200", 1, 50.0), {}
+    for architecture in ("DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM"):
+        folder = write_config(tmp_path, "DeepSeek R1", architectures=[architecture])
+        found, _ = layouts(options(folder, **given), machine, given=given)
+        layout = next(each for each in found if each.config.parallel.experts is None)
+        seconds[architecture] = [estimate(layout.config, machine, n).decode_one.seconds for n in (4095, 65535, 131_071)]
+    (_, near, far), (_, indexed_near, indexed_far) = seconds.values()
+    assert indexed_far - indexed_near == pytest.approx((far - near) * 128 / 576, rel=1e-3)
+
+
 def links_of(tmp_path: Path, name: str, machine: Machine, given: dict[str, Any], changes: dict[str, float]) -> float:
     """Seconds by which a decode of one request takes longer if these bandwidths of the machine are halved."""
     [layout], _ = layouts(options(write_config(tmp_path, name), **given), machine, given=given)

@@ -1,0 +1,99 @@
+"""Models with sparse attention where the context is much longer than the selection, and their layouts."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire.engine.config.memory_plan import MemoryPlan
+from quire.engine.layers.attention import LayerCache
+from quire.engine.models.families import from_hf_config
+from quire.engine.protocol.errors import ConfigError
+from quire.engine.protocol.sampling_params import SamplingParams
+from quire.engine.worker.model_runner import allocate_caches
+from tests.fakes.checkpoints import generate
+from tests.fakes.core_with_ranks import Ranks
+from tests.fakes.families import CASES, SIZES, write
+from tests.fakes.model_logits import CPU, configure
+from tests.fakes.threads import ThreadExecutor
+
+STEPS = 16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "tp", "pp"), [("DeepSeek V3.2", 1, 1), ("GLM-5, shared selection", 2, 2)])
+def test_a_long_context(case: str, tp: int, pp: int, tmp_path: Path) -> None:
+    """The tokens are those of transformers, however the prompt is divided, after a prefix hit and after preemption."""
+    settings = {"max_position_embeddings": 8192, "index_topk": 256, "index_n_heads": 8}
+    write(case, tmp_path, **settings)
+    rng = random.Random(0)
+    long = [rng.randrange(3, 130) for _ in range(4000)]
+    prompts = [long, [*long[:3000], 7, 8, 9]]
+    expected = generate(tmp_path, prompts, STEPS)
+    params = SamplingParams(temperature=0.0, max_tokens=STEPS, ignore_eos=True)
+    config = configure(
+        tmp_path, tensor_parallel_size=tp, pipeline_parallel_size=pp, max_model_len=4096, max_num_batched_tokens=700
+    )
+    with Ranks(config, ThreadExecutor(config)) as ranks:
+        assert ranks.tokens([(prompt, params) for prompt in prompts], max_num_batched_tokens=700) == expected
+        assert ranks.stats.prefix_hit_tokens >= 2900
+
+
+def write_config(folder: Path, case: str, **changes: Any) -> None:
+    architecture, differences = CASES[case]
+    config = SIZES | differences | {"architectures": [architecture]} | changes
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_the_plan_counts_what_is_allocated(tmp_path: Path) -> None:
+    """Layers that share a selection keep no keys of an indexer."""
+    write_config(tmp_path, "GLM-5, shared selection")
+    for dtype in ("auto", "int8"):
+        config = configure(tmp_path, load_format="dummy", kv_cache_dtype=dtype)
+        caches = allocate_caches(config, 0, CPU)
+        assert [cache.keys is not None for cache in caches] == [True, True, False, True]
+        parts = [part for cache in caches for part in (cache.memory, cache.keys) if part is not None]
+        assert len({part.data_ptr() for part in parts}) == 7
+        size = sum(part[0, 0].nbytes for part in parts)
+        assert size == MemoryPlan.of(config).kv_block[0]
+
+
+def test_stages_start_with_layers_that_select(tmp_path: Path) -> None:
+    kinds = ["full", "full", "shared", "full", "shared", "shared", "shared", "full"]
+    write_config(tmp_path, "GLM-5", num_hidden_layers=8, indexer_types=kinds)
+    for stages, starts in ((1, [0]), (2, [0, 3]), (3, [0, 3, 7]), (4, [0, 1, 3, 7])):
+        parallel = configure(tmp_path, load_format="dummy", pipeline_parallel_size=stages).parallel
+        assert [stage.start for stage in parallel.stages] == starts
+        assert parallel.stages[-1].stop == 8
+    with pytest.raises(ConfigError, match=r"--pipeline-parallel-size 5: a stage cannot start .* layers 0, 1, 3, 7"):
+        configure(tmp_path, load_format="dummy", pipeline_parallel_size=5)
+    with pytest.raises(ConfigError, match=r"--pipeline-layer-partition 4,4: a stage cannot start"):
+        configure(tmp_path, load_format="dummy", pipeline_parallel_size=2, pipeline_layer_partition="4,4")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q_lora_rank": None}, "sparse attention .index_topk. needs q_lora_rank"),
+        ({"indexer_types": ["shared"] + ["full"] * 3}, "the first layer cannot share"),
+        ({"indexer_types": ["full"]}, "full or shared for each of the 4 layers"),
+        ({"index_topk_pattern": "FSXF"}, "full or shared for each of the 4 layers"),
+        ({"index_head_dim": 4}, "index_head_dim 4 is less than the 8 rotary features"),
+        ({"mlp_layer_types": ["dense"]}, "mlp_layer_types .* for each of the 4 layers"),
+    ],
+)
+def test_what_is_not_possible_is_refused(changes: dict[str, Any], message: str) -> None:
+    architecture, differences = CASES["GLM-5"]
+    with pytest.raises(ConfigError, match=message):
+        from_hf_config(SIZES | differences | {"architectures": [architecture]} | changes)
+
+
+def test_a_layer_sees_both_of_its_caches() -> None:
+    memory, keys = torch.zeros(1, 2, 1, 4, 8), torch.zeros(1, 2, 1, 4, 6)
+    assert LayerCache(memory).for_layer is memory
+    assert LayerCache(memory, keys=keys).for_layer == (memory, keys)

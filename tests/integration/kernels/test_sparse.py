@@ -1,0 +1,174 @@
+"""Sparse attention: the tokens that an indexer selects, and attention to them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire import kernels
+from quire.kernels import reference
+from quire.kernels.cache import LARGEST, allocate_kv_cache
+
+BLOCK = 16
+CPU = torch.device("cpu")
+
+
+class Case(NamedTuple):
+    """What `kernels.select_tokens` is called with, but for the size of the selection."""
+
+    query: Tensor
+    weights: Tensor
+    cache: Tensor
+    tables: Tensor
+    lengths: Tensor
+    starts: Tensor
+
+    def of(self, first: int, last: int) -> Case:
+        """The requests from `first` to `last` alone."""
+        rows = slice(int(self.starts[first]), int(self.starts[last]))
+        starts = self.starts[first : last + 1] - self.starts[first]
+        return Case(
+            *(self.query[rows], self.weights[rows], self.cache, self.tables[first:last], self.lengths[first:last]),
+            starts,
+        )
+
+
+def case(
+    requests: list[tuple[int, int]],
+    heads: int = 6,
+    head_dim: int = 32,
+    dtype: torch.dtype = torch.float32,
+    cache_dtype: torch.dtype | None = None,
+) -> Case:
+    """Random queries of requests of (context, queries), with shuffled block tables."""
+    noise = torch.Generator().manual_seed(0)
+    lengths = torch.tensor([sum(request) for request in requests])
+    width = -(-int(lengths.max()) // BLOCK)
+    tables = torch.randperm(len(requests) * width, generator=noise).view(-1, width)
+    cache = allocate_kv_cache(1, tables.numel(), 1, BLOCK, head_dim, cache_dtype or dtype, CPU, num_tensors=1)[0]
+    keys = torch.randn(tables.numel() * BLOCK, 1, head_dim, generator=noise).to(dtype)
+    reference.write_kv(keys, None, cache, torch.arange(len(keys)))
+    starts = torch.tensor([0, *(count for _, count in requests)]).cumsum(0)
+    query = torch.randn(int(starts[-1]), heads, head_dim, generator=noise).to(dtype)
+    weights = torch.randn(len(query), heads, generator=noise)
+    return Case(query, weights, cache, tables, lengths, starts)
+
+
+REQUESTS = [(0, 1), (300, 1), (0, 40), (5, 3), (700, 1), (90, 37), (31, 2)]
+
+
+def test_the_reference_chooses_the_best_tokens() -> None:
+    """Against plain sums over the keys of one request after another."""
+    given, top_k = case(REQUESTS), 24
+    found = reference.select_tokens(*given, top_k)
+    for request, (context, count) in enumerate(REQUESTS):
+        table = given.tables[request]
+        for place in range(count):
+            row, seen = int(given.starts[request]) + place, context + place + 1
+            slots = torch.tensor([int(table[i // BLOCK]) * BLOCK + i % BLOCK for i in range(seen)])
+            keys = given.cache[0].flatten(0, 2)[slots]
+            scores = (given.weights[row, :, None] * (given.query[row] @ keys.T).relu()).sum(0)
+            expected = slots if seen <= top_k else slots[sorted(scores.topk(top_k).indices.tolist())]
+            assert found[row, : min(seen, top_k)].tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("cache_dtype", [None, torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "head_dim"), [(6, 32), (16, 12), (64, 128), (7, 80)])
+def test_selection_is_that_of_the_reference(
+    heads: int, head_dim: int, dtype: torch.dtype, cache_dtype: torch.dtype | None
+) -> None:
+    check_selection(REQUESTS, (8, 24, 64, 2048), heads, head_dim, dtype, cache_dtype=cache_dtype or dtype)
+
+
+def check_selection(requests: list[tuple[int, int]], sizes: tuple[int, ...], *of: Any, **options: Any) -> None:
+    """The selection is that of the reference, but for tokens whose scores differ by rounding."""
+    given = case(requests, *of, **options)
+    for top_k in sizes:
+        found, expected = kernels.select_tokens(*given, top_k), reference.select_tokens(*given, top_k)
+        assert found.dtype == torch.int64
+        positions = torch.cat([torch.arange(context, context + count) for context, count in requests])
+        is_token = torch.arange(top_k) <= positions[:, None]
+        is_exact = given.query.dtype == given.cache.dtype
+        same = (found == expected)[is_token]
+        assert same.all() if is_exact else same.float().mean() > 0.9
+        assert ((found >= 0) & (found < given.tables.numel() * BLOCK)).all()
+
+
+def test_of_equal_scores_the_earlier_tokens_are_chosen() -> None:
+    given = case([(199, 1), (80, 7)])
+    weights = torch.zeros_like(given.weights)
+    weights[5] = torch.nan
+    found = kernels.select_tokens(given.query, weights, *given[2:], 30)
+    for row, request in ((0, 0), (1, 1), (5, 1), (7, 1)):
+        slots = [int(given.tables[request, i // BLOCK]) * BLOCK + i % BLOCK for i in range(30)]
+        assert found[row].tolist() == slots
+    keys = given.cache.clone()
+    keys[:] = keys[:, :1, :, :1]  # all tokens alike
+    query = given.query.abs()
+    assert kernels.select_tokens(query, given.weights, keys, *given[3:], 30)[0].tolist() == found[0].tolist()
+
+
+def test_selection_does_not_depend_on_other_requests_or_chunks() -> None:
+    given = case([(2000, 1), (400, 70), (0, 600), (900, 1)], 16, 64)
+    whole = kernels.select_tokens(*given, 128)
+    for number in range(4):
+        rows = slice(int(given.starts[number]), int(given.starts[number + 1]))
+        assert torch.equal(kernels.select_tokens(*given.of(number, number + 1), 128), whole[rows])
+    first, last = int(given.starts[1]), int(given.starts[2])
+    for row in range(first, last, 13):  # one query after another
+        part = given.query[row : row + 1], given.weights[row : row + 1], given.cache, given.tables[1:2]
+        alone = kernels.select_tokens(*part, torch.tensor([401 + row - first]), torch.tensor([0, 1]), 128)
+        assert torch.equal(alone, whole[row : row + 1])
+
+
+@pytest.mark.parametrize("cache_dtype", [None, *LARGEST])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "head_dim", "num_tensors"), [(4, 24, 1), (16, 576, 1), (64, 96, 1), (8, 64, 2)])
+def test_attention_to_selected_tokens(
+    heads: int, head_dim: int, num_tensors: int, dtype: torch.dtype, cache_dtype: torch.dtype | None
+) -> None:
+    noise, blocks, top_k = torch.Generator().manual_seed(0), 30, 70
+    cache = allocate_kv_cache(1, blocks, num_tensors, BLOCK, head_dim, cache_dtype or dtype, CPU, num_tensors)[0]
+    rows = torch.randn(2, blocks * BLOCK, num_tensors, head_dim, generator=noise).to(dtype)
+    reference.write_kv(rows[0], rows[1] if num_tensors == 2 else None, cache, torch.arange(blocks * BLOCK))
+    cache = cache.expand(2, *cache.shape[1:])
+    query = torch.randn(9, heads, head_dim, generator=noise).to(dtype)
+    slots = torch.stack([torch.randperm(blocks * BLOCK, generator=noise)[:top_k] for _ in range(9)])
+    counts = torch.tensor([70, 1, 2, 16, 69, 70, 17, 33, 70])
+    found = kernels.sparse_attention(query, cache, slots, counts, 0.2)
+    side = cache[0].to(torch.float32) if cache_dtype is None else reference.dequantize(cache[0])
+    other = cache[1].to(torch.float32) if cache_dtype is None else reference.dequantize(cache[1])
+    for number, count in enumerate(counts.tolist()):
+        chosen = slots[number, :count]
+        keys, values = (x[chosen // BLOCK, :, chosen % BLOCK].transpose(0, 1) for x in (side, other))
+        grouped = query[number].float().view(num_tensors, -1, head_dim)
+        expected = ((grouped @ keys.mT * 0.2).softmax(-1) @ values).view(heads, head_dim)
+        bound = 1e-4 if dtype == torch.float32 else 0.03
+        torch.testing.assert_close(found[number].float(), expected, rtol=bound, atol=bound)
+    assert torch.equal(kernels.sparse_attention(query[3:4], cache, slots[3:4], counts[3:4], 0.2), found[3:4])
+
+
+@pytest.mark.parametrize("head_dim", [24, 576])
+def test_with_all_tokens_it_is_the_attention_of_a_decode(head_dim: int) -> None:
+    """Exactly, so that a context as long as the selection is no border."""
+    given = case([(1200, 1), (3, 1), (70, 1)], 16, head_dim)
+    sides = given.cache.expand(2, *given.cache.shape[1:])
+    slots = reference.select_tokens(*given, 1300)
+    found = kernels.sparse_attention(given.query, sides, slots, given.lengths, 0.1)
+    expected = kernels.paged_attention(given.query, sides, given.tables, given.lengths, given.starts, 0.1)
+    assert torch.equal(found, expected)
+
+
+def test_rows_beyond_the_count_are_not_used() -> None:
+    given = case([(60, 1)], 4, 24)
+    sides = given.cache.expand(2, *given.cache.shape[1:]).clone()
+    slots = reference.select_tokens(*given, 61)
+    expected = kernels.sparse_attention(given.query, sides, slots, torch.tensor([20]), 0.1)
+    last = slots[0, 20:]
+    sides[:, last // BLOCK, :, last % BLOCK] = torch.nan
+    found = kernels.sparse_attention(given.query, sides, slots[:, :20].contiguous(), torch.tensor([20]), 0.1)
+    assert torch.equal(found, expected)
