@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -105,14 +106,10 @@ def main() -> None:
             query, sides = torch.randn(1, 16, 576), cache.memory.expand(2, -1, -1, -1, -1)
             count = batch.sequence_lengths.clamp(max=options.top_k)
             calls: list[Callable[[], object]] = [
-                lambda x=x, batch=batch, turns=turns, memory=cache.memory: dense(x, batch, turns, memory),
-                lambda x=x, batch=batch, turns=turns, cache=cache: sparse(x, batch, turns, cache),
-                lambda query=index_query, weights=weights, keys=cache.keys, where=where: kernels.select_tokens(
-                    query, weights, keys, *where, options.top_k
-                ),
-                lambda query=query, sides=sides, slots=slots, count=count: kernels.sparse_attention(
-                    query, sides, slots, count, 0.1
-                ),
+                partial(dense, x, batch, turns, cache.memory),
+                partial(sparse, x, batch, turns, cache),
+                partial(kernels.select_tokens, index_query, weights, cache.keys, *where, options.top_k),
+                partial(kernels.sparse_attention, query, sides, slots, count, 0.1),
             ]
             rounds = [[milliseconds(call) for call in calls] for _ in range(options.rounds)]
             of_dense, of_sparse, select, attend = (statistics.median(times) for times in zip(*rounds[2:], strict=True))

@@ -248,7 +248,8 @@ class LightningAttention(nn.Module):
         self.norm = GroupedNorm(spec.norm, spec.width, 1, parallel)
         self.output = RowParallelLinear(spec.width, hidden_size, parallel, bias=False)
         with torch.device("cpu"):  # see `Rotary`
-            rates = (torch.arange(1, spec.num_heads + 1) * (-8 / spec.num_heads)).exp2() * spec.rate
+            heads_from_1 = torch.arange(1, spec.num_heads + 1, dtype=torch.float32)
+            rates = (heads_from_1 * (-8 / spec.num_heads)).exp2() * spec.rate
         self._decay = -rates[heads.start : heads.start + heads.length].to(torch.get_default_device())
 
     def forward(self, x: Tensor, batch: Batch, state: kernels.RecurrentState) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quire import kernels
 from quire.kernels import reference
-from quire.kernels.cache import LARGEST, allocate_kv_cache
+from quire.kernels.cache import LARGEST, allocate_kv_cache, dequantize
 
 BLOCK = 16
 CPU = torch.device("cpu")
@@ -140,8 +140,8 @@ def test_attention_to_selected_tokens(
     slots = torch.stack([torch.randperm(blocks * BLOCK, generator=noise)[:top_k] for _ in range(9)])
     counts = torch.tensor([70, 1, 2, 16, 69, 70, 17, 33, 70])
     found = kernels.sparse_attention(query, cache, slots, counts, 0.2)
-    side = cache[0].to(torch.float32) if cache_dtype is None else reference.dequantize(cache[0])
-    other = cache[1].to(torch.float32) if cache_dtype is None else reference.dequantize(cache[1])
+    side = cache[0].to(torch.float32) if cache_dtype is None else dequantize(cache[0])
+    other = cache[1].to(torch.float32) if cache_dtype is None else dequantize(cache[1])
     for number, count in enumerate(counts.tolist()):
         chosen = slots[number, :count]
         keys, values = (x[chosen // BLOCK, :, chosen % BLOCK].transpose(0, 1) for x in (side, other))

@@ -151,12 +151,12 @@ class SparsePrefill(nn.Module):
         self.attention = MLA(replace(SPEC, top_k=top_k, indexer=INDEXER), HIDDEN, parallel)
 
     def forward(self, x: Tensor) -> Tensor:
-        steps = batch_of([0, 0], [17, 8])[0], batch_of([17, 8], [3, 1])[0]
-        steps = tuple(replace(step, selection=Selection()) for step in steps)
+        both = batch_of([0, 0], [17, 8])[0], batch_of([17, 8], [3, 1])[0]
+        steps = [replace(step, selection=Selection()) for step in both]
         blocks = int(steps[1].block_tables.max()) + 1
         keys = kernels.allocate_kv_cache(1, blocks, 1, BLOCK, INDEXER.head_dim, torch.float32, x.device, 1)[0]
         cache, outs = IndexedCache(cache_of(blocks), keys), []
-        for step, part in zip(steps, x.split([25, 4]), strict=True):
+        for step, part in zip(steps, x.split_with_sizes([25, 4]), strict=True):
             outs.append(self.attention(part, step, Rotary(SPEC.rope, 100)(step.positions), cache))
         return torch.cat(outs)
 

@@ -401,7 +401,7 @@ def test_every_family_has_dummy_weights_that_do_not_depend_on_the_ranks(case: st
         if is_norm:
             assert torch.equal(tensor, torch.ones_like(tensor)), name
         else:
-            assert 0 < tensor.std() < 0.04, name
+            assert tensor.numel() == 1 or 0 < tensor.std() < 0.04, name
     halved = replace(config, parallel=replace(config.parallel, tensor_parallel_size=2))
     for rank in range(2):
         for key, (tensor, cut, dim) in dummy(halved, rank, 2).items():

@@ -95,5 +95,5 @@ def test_what_is_not_possible_is_refused(changes: dict[str, Any], message: str) 
 
 def test_a_layer_sees_both_of_its_caches() -> None:
     memory, keys = torch.zeros(1, 2, 1, 4, 8), torch.zeros(1, 2, 1, 4, 6)
-    assert LayerCache(memory).for_layer is memory
-    assert LayerCache(memory, keys=keys).for_layer == (memory, keys)
+    assert LayerCache(memory).for_attention is memory
+    assert LayerCache(memory, keys=keys).for_attention == (memory, keys)
