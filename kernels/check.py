@@ -371,8 +371,9 @@ def _calls_of_packed(device: torch.device, dtype: torch.dtype) -> Iterator[tuple
 def _random_codes(noise: torch.Generator, values: str, groups: int, *shape: int) -> QuantizedWeight:
     """A weight of few bits, with scales and offsets if it has several groups."""
     codes = torch.randint(min(120, len(VALUES[values])), shape, generator=noise, dtype=torch.uint8)
-    scales = torch.rand(*shape[:-1], groups, generator=noise) / VALUES[values][:120].abs().max() / 10
-    offsets = torch.randint(-8, 8, scales.shape, generator=noise).float() if groups > 1 else None
+    largest = float(VALUES[values][:120].abs().max())
+    scales = torch.rand(*shape[:-1], groups, generator=noise) / largest / 10
+    offsets = torch.randint(-8, 8, scales.shape, generator=noise) * min(largest / 8, 1.0) if groups > 1 else None
     return QuantizedWeight(values, torch.float32, codes, scales, offsets)
 
 
