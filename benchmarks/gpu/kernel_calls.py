@@ -103,6 +103,7 @@ def calls(device: torch.device, dtype: torch.dtype, *, tiny: bool) -> Iterator[N
     """Yield all calls; the inputs of a call are created when it is reached."""
     yield from _elementwise(device, dtype, 3, (200, 72), 80)
     yield from _attention(device, dtype, [(37, 1), (0, 20), (583, 17), (18, 1)], [(6, 2, 80)], (8, 1, 96))
+    yield from _selection(device, dtype, [(37, 1), (0, 20), (583, 17), (18, 1)], (6, 80), 24)
     yield from _experts(device, dtype, 5, (5, 2, 200, 48))
     yield from _quantized(device, dtype, 5, (5, 2, 256, 128))
     yield from _recurrent(device, dtype, 5, (2, 6, 80))
@@ -117,6 +118,7 @@ def calls(device: torch.device, dtype: torch.dtype, *, tiny: bool) -> Iterator[N
     mixed = [(0, 700), (900, 1), (3000, 1), (500, 300), (4000, 1)]
     for requests in (decodes, mixed):
         yield from _attention(device, dtype, requests, heads, (32, 1, 576))
+        yield from _selection(device, dtype, requests, (64, 128), 2048)
     yield from _experts(device, dtype, 64, (8, 2, 4096, 1792))
     yield from _experts(device, dtype, 2048, (64, 6, 2048, 1408))
     for tokens in (1, 64, 2048):
@@ -190,6 +192,27 @@ def _attention(
         yield _attends(f"{count} requests, {name} cache, heads {heads[0]}", case)
 
 
+def _selection(
+    device: torch.device, dtype: torch.dtype, requests: list[tuple[int, int]], heads: tuple[int, int], top_k: int
+) -> Iterator[Named]:
+    """`heads` are query heads and the head size."""
+    count, dim = heads
+    case = attention_case(requests, (count, 1, dim), dtype, device, num_tensors=1)
+    # Whole numbers have exact scores, whose order does not depend on rounding.
+    query, keys = (case.query * 2).round(), (case.cache[:1] * 2).round()
+    weights = torch.randint(-4, 5, query.shape[:2], device=device).float()
+    where = case.tables, case.lengths, case.starts
+    named = f"{len(requests)} requests, {count} heads of {dim}, {top_k} tokens"
+    yield "select_tokens", named, lambda module: module.select_tokens(query, weights, keys, *where, top_k)
+    slots = torch.randint(keys.shape[1] * BLOCK, (len(query), top_k), device=device)
+    counts = torch.randint(1, top_k + 1, (len(query),), device=device)
+    yield (
+        "sparse_attention",
+        named,
+        lambda module: module.sparse_attention(case.query, case.cache, slots, counts, dim**-0.5),
+    )
+
+
 def _attends(sizes: str, case: Case) -> Named:
     return "paged_attention", sizes, case.call
 
@@ -239,15 +262,24 @@ def _recurrent(device: torch.device, dtype: torch.dtype, tokens: int, heads: tup
 
     def convolve(module: Any) -> tuple[Tensor, Tensor]:
         kept = inputs.clone()
-        return module.causal_conv(mixed, weight, kept, segments), kept
+        return module.causal_conv(mixed, weight, None, kept, segments), kept
 
     def attend(module: Any) -> tuple[Tensor, Tensor]:
         kept = matrices.clone()
         return module.linear_attention(query, key, value, decay, beta, kept, segments, size**-0.5, 1e-6), kept
 
+    channels, state_size = value_heads * size, 16
+    step, rates = torch.rand(count, channels, device=device), -torch.rand(state_size, channels, device=device)
+
+    def scan(module: Any) -> tuple[Tensor, Tensor]:
+        kept = matrices.flatten()[: 2 * rates.numel()].view(2, 1, state_size, channels).clone()
+        sides = query[:, 0, :state_size], query[:, 1, :state_size]
+        return module.selective_scan(value.flatten(1), step, rates, *sides, kept, segments), kept
+
     named = f"2 × {tokens} tokens, {key_heads} and {value_heads} heads of {size}"
     yield "causal_conv", named, convolve
     yield "linear_attention", named, attend
+    yield "selective_scan", f"2 × {tokens} tokens, {channels} channels", scan
 
 
 def _quantized(

@@ -15,7 +15,7 @@ from quire.server.parsers.incremental import MalformedText, decoded
 ANY_TYPE = frozenset({"string", "number", "boolean", "null", "object", "array"})
 """The types of JSON. An integer is a number here."""
 TEXT = frozenset({"string"})
-_MAX_DEPTH = 32
+_MAX_DEPTH, _MAX_SCHEMAS = 32, 1000
 """Nesting of references and alternatives that is followed; beyond, any type is assumed."""
 
 
@@ -43,9 +43,16 @@ def property_types(schema: Mapping[str, Any], key: str) -> frozenset[str]:
     return types_of(schema.get("additionalProperties", {}), schema)
 
 
-def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
+def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
     """Return the types that a schema allows, of the keywords that tell; `root` is what its references refer to."""
-    if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
+    return _types_of(schema, root, [_MAX_SCHEMAS])
+
+
+def _types_of(schema: Any, root: Mapping[str, Any], budget: list[int], depth: int = 0) -> frozenset[str]:
+    """See `types_of`. What is beyond `budget` schemas may have any type, so that a schema that refers to itself costs
+    little."""
+    budget[0] -= 1
+    if not isinstance(schema, Mapping) or depth > _MAX_DEPTH or budget[0] < 0:
         return ANY_TYPE
     types = ANY_TYPE
     match schema.get("type"):
@@ -58,12 +65,12 @@ def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[
     if isinstance(schema.get("enum"), list):
         types &= {type_of(value) for value in schema["enum"]}
     if isinstance(schema.get("$ref"), str):
-        types &= types_of(resolved(schema["$ref"], root), root, depth + 1)
+        types &= _types_of(resolved(schema["$ref"], root), root, budget, depth + 1)
     for keyword in ("anyOf", "oneOf"):
         if isinstance(schema.get(keyword), list):
-            types &= frozenset().union(*(types_of(each, root, depth + 1) for each in schema[keyword]))
+            types &= frozenset().union(*(_types_of(each, root, budget, depth + 1) for each in schema[keyword]))
     for each in schema["allOf"] if isinstance(schema.get("allOf"), list) else ():
-        types &= types_of(each, root, depth + 1)
+        types &= _types_of(each, root, budget, depth + 1)
     return types
 
 

@@ -32,7 +32,7 @@ class OutputFormat:
 
     def parser(self, hidden: Collection[str] = ()) -> OutputParser:
         """Create a parser for one answer. `hidden` are markers that are not shown where they do not mark anything."""
-        if self.reasoning is HARMONY_REASONING or self.tools is HARMONY:
+        if self.reasoning == HARMONY_REASONING or self.tools == HARMONY:  # they may have been pickled
             return OutputParser(HarmonyParser(self.schemas, self.limit), None, self.shows_reasoning)
         tools = self.tools or (ToolFormat() if hidden else None)
         return OutputParser(

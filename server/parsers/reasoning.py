@@ -33,8 +33,8 @@ class ReasoningFormat:
         return prompt.rstrip().endswith(self.open)
 
     def is_closed_by(self, prompt: str) -> bool:
-        """Whether the prompt ends after reasoning."""
-        return prompt.rstrip().endswith(self.close)
+        """Whether the prompt ends after reasoning. Harmony's messages, of whatever channel, all begin after `close`."""
+        return self != HARMONY_REASONING and prompt.rstrip().endswith(self.close)
 
 
 _THINK = ReasoningFormat("<think>", "</think>")

@@ -15,6 +15,7 @@ from quire.server.parsers.argument_types import resolved, type_of, types_of
 _MAX_BRANCHES = 64
 """Combinations of alternatives in one schema."""
 _MAX_DEPTH = 32
+_NESTED = "its alternatives and references are nested too deeply for a text"
 _FORMATS = {
     "uuid": r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}",
     "ipv4": r"((25[0-5]|(2[0-4]|1[0-9]|[1-9])?[0-9])\.){3}(25[0-5]|(2[0-4]|1[0-9]|[1-9])?[0-9])",
@@ -66,6 +67,8 @@ def pattern(text: str) -> str:
 
 def _branches(schema: Any, root: Mapping[str, Any], depth: int = 0) -> list[list[Mapping[str, Any]]]:
     """Resolve references and alternatives: in each branch, all schemas must hold."""
+    if depth > _MAX_DEPTH:
+        raise ValueError(_NESTED)
     if schema is False:
         return []
     if not isinstance(schema, Mapping):
@@ -79,8 +82,8 @@ def _branches(schema: Any, root: Mapping[str, Any], depth: int = 0) -> list[list
     for group in groups:
         branches = [branch for each in group for branch in _branches(each, root, depth + 1)]
         found = [one + other for one in found for other in branches]
-        if len(found) > _MAX_BRANCHES or depth > _MAX_DEPTH:
-            raise ValueError("its alternatives and references are nested too deeply for a text")
+        if len(found) > _MAX_BRANCHES:
+            raise ValueError(_NESTED)
     return found
 
 

@@ -81,8 +81,8 @@ def tool_grammar(
 
 def thoughts_grammar(reasoning: ReasoningFormat, token_id: TokenId, is_thinking: bool, budget: int) -> str:
     """Return the grammar of any answer after at most `budget` tokens of reasoning; see `tool_grammar`."""
-    grammar = _GrammarText(HARMONY if reasoning is HARMONY_REASONING else ToolFormat(), reasoning, token_id, False)
-    body = f"{grammar.literal(HARMONY.answer_open)} TEXT" if reasoning is HARMONY_REASONING else "TEXT"
+    grammar = _GrammarText(HARMONY if reasoning == HARMONY_REASONING else ToolFormat(), reasoning, token_id, False)
+    body = f"{grammar.literal(HARMONY.answer_open)} TEXT" if reasoning == HARMONY_REASONING else "TEXT"
     return grammar.text_of(body, reasoning, is_thinking, budget)
 
 
