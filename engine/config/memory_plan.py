@@ -264,7 +264,8 @@ def count_blocks(config: EngineConfig, available: Devices) -> int:
             )
         blocks = requested // max(sizes.kv_block)
     else:
-        blocks = min((budget_bytes - used) // block for used, block in zip(fixed, sizes.kv_block, strict=True))
+        stages = zip(fixed, sizes.kv_block, strict=True)
+        blocks = min((budget_bytes - used) // block for used, block in stages if block)
         if available.kind == "cpu":
             capped = _CPU_KV_CACHE_BYTES // sharing // max(sizes.kv_block)
             blocks = min(blocks, max(capped, blocks_per_request))

@@ -117,7 +117,8 @@ class MLA(nn.Module):
     @property
     def reads_input(self) -> Linear | None:
         """The layer that alone multiplies the input, if there is one."""
-        return None if self.query_norm is None or self.indexer is not None else self.down
+        others = self.gate is not None or self.indexer is not None
+        return None if self.query_norm is None or others else self.down
 
     def forward(
         self, x: Tensor | kernels.RoundedRows, batch: Batch, cos_sin: Tensor, cache: Tensor | IndexedCache

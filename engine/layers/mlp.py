@@ -43,8 +43,6 @@ class MLP(nn.Module):
         if isinstance(self.gate_up, GatedLinear):
             return self.gate_up.forward_to(self.down, x)
         inner: Tensor = self.gate_up(x)
-        if isinstance(self.gate_up, GatedLinear):
-            return inner
         if not self._spec.is_gated:
             return kernels.activate(inner, self._spec.activation)
         gate, up = inner.chunk(2, dim=-1)

@@ -126,7 +126,9 @@ class MemoryProfile:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that fit; 0 if the fixed number does not fit."""
+        """Blocks that fit; 0 if the fixed number does not fit. A stage without a cache has room for any number."""
+        if not self.block_bytes:
+            return 1 << 62
         if self.fixed_blocks:
             left = self.at_start - self.used - _RESERVED_BYTES
             return self.fixed_blocks if self.fixed_blocks * self.block_bytes <= left else 0

@@ -242,6 +242,8 @@ def _falcon_h1(name: str, config: Config) -> ModelSpec:
     if before != 1.0:
         require(config, "attention_bias", False)  # the factor on the input becomes one on the output
     by = float(config["ssm_in_multiplier"])
+    if by != 1.0:
+        require(config, "mamba_proj_bias", False)
     multipliers = [by * float(each) for each in config.get("ssm_multipliers") or [1.0] * 5]
     gate, down = (float(each) for each in config.get("mlp_multipliers") or (1.0, 1.0))
     layer = LayerSpec(

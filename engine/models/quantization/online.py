@@ -78,17 +78,17 @@ def of(requested: str, arch: ModelSpec, stored: Method | None = None) -> Online:
         raise ConfigError(
             f"--quantization {requested} quantizes experts, and {arch.name} has none; use fp8, int8 or int4"
         )
-    inputs = {
-        each.module: (each.rows, each.inputs or each.columns)
+    shapes = {
+        (each.module, each.rows, each.inputs or each.columns)
         for layer in set(arch.layers)
         for each in layer.matrices(arch.hidden_size, 1)
         if part in each.module
     }
     if requested == "int4":
-        sizes = (size for size in INT4_GROUPS if all(columns % size == 0 for _, columns in inputs.values()))
+        sizes = (size for size in INT4_GROUPS if all(columns % size == 0 for _, _, columns in shapes))
         scheme = replace(scheme, group=next(sizes, INT4_GROUPS[-1]))
-    for module, shape in inputs.items():
-        if (problem := scheme.problem(shape)) is not None:
+    for module, rows, columns in sorted(shapes):
+        if (problem := scheme.problem((rows, columns))) is not None:
             others = "fp8 or int8" if requested == "int4" else "fp8, int8 or int4"
             raise ConfigError(f"--quantization {requested}: in {module} {problem}; use {others}")
     heads: tuple[str, ...] = ()
