@@ -69,7 +69,7 @@ def _scores_kernel(
     token = first + tl.program_id(0)
     request, seen = _place_of(starts, lengths, requests, token)
     if seen > top_k:
-        token, to = token.to(tl.int64), scores + tl.program_id(0).to(tl.int64) * width
+        row, to = token.to(tl.int64), scores + tl.program_id(0).to(tl.int64) * width
         column = tl.arange(0, WIDTH)
         is_column = (column < HEAD_DIM)[None, :]
         for tile in range(tl.program_id(1), tl.cdiv(seen, KEYS), tl.num_programs(1)):
@@ -82,10 +82,10 @@ def _scores_kernel(
             for start in range(0, heads, HEADS):
                 head = start + tl.arange(0, HEADS)
                 is_head = head < heads
-                rows = query + token * query_token + head * query_head
+                rows = query + row * query_token + head * query_head
                 part = tl.load(rows[:, None] + column[None, :], mask=is_head[:, None] & is_column, other=0.0)
                 products = tl.dot(part, tl.trans(keys.to(part.dtype)), input_precision=PRECISION)
-                factors = tl.load(weights + token * weights_token + head, mask=is_head, other=0.0)
+                factors = tl.load(weights + row * weights_token + head, mask=is_head, other=0.0)
                 total += tl.sum(tl.maximum(products, 0.0) * factors[:, None], axis=0)
             if QUANTIZED:
                 scale_at = row_scales + block * (cache_block // 4) + BLOCK * HEAD_DIM // 4 + place % BLOCK
