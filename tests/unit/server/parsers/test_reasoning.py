@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -60,6 +62,17 @@ def test_a_prompt_tells_whether_the_model_thinks_already() -> None:
     assert think.is_opened_by("<｜Assistant｜><think>\n")
     assert not think.is_opened_by("what is <think> for?\n<|im_start|>assistant\n")
     assert think.is_closed_by("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    harmony = REASONING_FORMATS["openai_gptoss"]
+    assert not harmony.is_closed_by("<|start|>user<|message|>Hello<|end|><|start|>assistant")
+
+
+def test_harmony_is_parsed_where_its_format_was_pickled() -> None:
+    """As that of a large body, which another process prepares."""
+    format = pickle.loads(pickle.dumps(OutputFormat(reasoning=REASONING_FORMATS["openai_gptoss"])))
+    parser = format.parser()
+    text = "<|channel|>analysis<|message|>Well.<|end|><|start|>assistant<|channel|>final<|message|>Yes."
+    content, reasoning, calls = joined(parser.feed(text) + parser.finish())
+    assert (content, reasoning, calls) == ("Yes.", "Well.", [])
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from quire.engine.protocol.errors import InvalidParameter
 from quire.server.frontend.structured_outputs import _checked_grammar
+from quire.server.parsers.argument_types import ANY_TYPE, property_types
 from quire.server.parsers.reasoning import REASONING_FORMATS, ReasoningFormat
 from quire.server.parsers.tool_calls import tool_parser
 from quire.server.parsers.tool_formats import TOOL_FORMATS
@@ -370,3 +371,9 @@ def test_thoughts_end_with_their_budget(is_thinking: bool) -> None:
         thoughts_grammar(THINK, tokenizers("text")[0].token_to_id, is_thinking=True, budget=3)
     harmony = thoughts_grammar(REASONING_FORMATS["openai_gptoss"], tokenizer.token_to_id, is_thinking=False, budget=50)
     assert verdict("special", harmony, f"{HARMONY_THOUGHTS}<|channel|>final<|message|>Hello") == "yes"
+
+
+def test_a_schema_that_refers_to_itself_costs_little() -> None:
+    reference = {"$ref": "#/$defs/t"}
+    schema = {"properties": {"a": reference}, "$defs": {"t": {"anyOf": [{"type": "string"}, *[reference] * 8]}}}
+    assert property_types(schema, "a") == ANY_TYPE
