@@ -66,8 +66,8 @@ class PackedLinear(ABC):
         return None
 
     def of_rounded(self, x: RoundedRows, bias: Tensor | None) -> Tensor:
-        """Like a call, with inputs that are rounded as `row_rounding` says."""
-        raise NotImplementedError(type(self).__name__)
+        """Like a call, with inputs that are rounded as `row_rounding` says; only called if that is not None."""
+        raise AssertionError(f"{type(self).__name__} does not take rounded inputs")
 
     @property
     def layout(self) -> str:

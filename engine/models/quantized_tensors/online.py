@@ -17,7 +17,7 @@ _AT_ONCE = 1 << 16
 
 
 class OnlineReader(Reader[OnlineScheme]):
-    """Codes and factors are read one after the other, so that factors are computed twice: that is less than reading."""
+    """Codes, scales and offsets are read one after the other, and each of them computes the factors again."""
 
     def __init__(
         self,
