@@ -8,7 +8,7 @@ from typing import Self
 
 from quire.engine.protocol.engine_core import EngineCoreOutput
 from quire.server.frontend.output_processor import OutputProcessor, TextDelta
-from quire.server.frontend.output_stream import OutputStream, RequestFailed
+from quire.server.frontend.output_stream import OutputStream
 from quire.server.frontend.tracing import RequestTimes
 
 
@@ -65,8 +65,6 @@ class Generation(_EngineRequest):
         while self._processors:
             deltas = []
             for output in await self._stream.get():
-                if output.finish_reason in ("error", "abort"):
-                    raise RequestFailed(output.error or "the engine aborted the request")
                 delta = self._processors[output.request_id].feed(output)
                 if delta.finish_reason is not None:
                     del self._processors[output.request_id]
@@ -95,8 +93,6 @@ class Embedding(_EngineRequest):
         outputs: dict[str, EngineCoreOutput] = {}
         while len(outputs) < len(self._request_ids):
             for output in await self._stream.get():
-                if output.finish_reason in ("error", "abort"):
-                    raise RequestFailed(output.error or "the engine aborted the request")
                 assert output.vector is not None
                 outputs[output.request_id] = output
         return [outputs[request_id] for request_id in self._request_ids]

@@ -59,13 +59,14 @@ class OutputStream:
     async def get(self) -> list[EngineCoreOutput]:
         """Return the outputs since the last call, at most one per request; wait for the first.
 
-        Raises `EngineUnavailable` and `RequestFailed` when there will be no more outputs.
+        Raises `EngineUnavailable` and `RequestFailed` when there will be no more outputs: what came before is read
+        first.
         """
-        while not self._unread and self._failure is None:
+        while not self._unread:
+            if self._failure is not None:
+                raise self._failure
             self._reader = asyncio.get_running_loop().create_future()
             await self._reader
-        if self._failure is not None:
-            raise self._failure
         unread, self._unread = self._unread, {}
         return list(unread.values())
 
@@ -101,7 +102,11 @@ class OutputStream:
             self._unread.pop(request_id, None)
 
     def put(self, output: EngineCoreOutput) -> None:
-        """Add an output; the client calls this in order of arrival."""
+        """Add an output; the client calls this in order of arrival. An error ends the stream."""
+        if output.finish_reason in ("error", "abort"):
+            self._open.discard(output.request_id)
+            self._end(RequestFailed(output.error or "the engine aborted the request"))
+            return
         earlier = self._unread.get(output.request_id)
         if earlier is None:
             self._unread[output.request_id] = output
@@ -116,7 +121,6 @@ class OutputStream:
             earlier.finish_reason = output.finish_reason
             earlier.stop_token_id = output.stop_token_id
             earlier.num_cached_tokens = max(earlier.num_cached_tokens, output.num_cached_tokens)
-            earlier.error = output.error
         if output.finish_reason is not None:
             self._open.discard(output.request_id)
         self._wake()
@@ -132,8 +136,11 @@ class OutputStream:
 
     def fail(self, failure: EngineUnavailable | RequestFailed) -> None:
         """End the stream with an error; called by the client when the engine is gone."""
-        self._failure = failure
         self._open.clear()
+        self._end(failure)
+
+    def _end(self, failure: EngineUnavailable | RequestFailed) -> None:
+        self._failure = failure
         self._wake()
 
     def _wake(self) -> None:
