@@ -60,6 +60,9 @@ class Batch:
     """Counts and lengths on the host; None: they are read from the tensors."""
     selection: Selection | None = None
     """What layers with sparse attention have selected in this step; None: there are no such layers."""
+    chunks: Batch | None = None
+    """In a KV cache group of layers with chunked attention, its batch `by_chunks`, which they share; None: each layer
+    makes it."""
     micro_batches: tuple[Batch, ...] = ()
     """The two halves of the step with dual-batch overlap, where one half's all-to-all overlaps the other's computation;
     else empty."""
@@ -76,7 +79,7 @@ class Batch:
         """The same batch with one query for each request: its last token."""
         starts = torch.arange(len(self.query_starts), device=self.query_starts.device)
         host = None if self.host is None else HostMetadata(np.ones_like(self.host.counts), self.host.lengths, {})
-        return replace(self, query_starts=starts, host=host)
+        return replace(self, query_starts=starts, host=host, chunks=None)
 
     def host_metadata(self) -> HostMetadata:
         """`host`, or the same read from the tensors."""
@@ -174,7 +177,7 @@ class Attention(nn.Module):
             query, batch = query[last_tokens], batch.with_last_tokens_only()
             gates = [gate[last_tokens] for gate in gates]
         if spec.is_chunked and spec.window is not None:
-            batch = by_chunks(batch, len(query), spec.window, cache.shape[3])
+            batch = batch.chunks or by_chunks(batch, len(query), spec.window, cache.shape[3])
         mixed = kernels.paged_attention(
             query,
             cache,

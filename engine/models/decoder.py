@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from quire import kernels
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.distributed.expert_group import ExpertGroup
-from quire.engine.layers.attention import Attention, Batch, LayerCache, Selection
+from quire.engine.layers.attention import Attention, Batch, LayerCache, Selection, by_chunks
 from quire.engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from quire.engine.layers.mla import MLA
 from quire.engine.layers.mlp import MLP
@@ -240,6 +240,13 @@ class Decoder(nn.Module):
             {str(number): DecoderLayer(arch.layers[number], width, parallel, experts) for number in layers}
         )
         self._is_sparse = any(isinstance(each, model_spec.MLASpec) and each.top_k for each in attentions)
+        mixers = enumerate(arch.layers[number].attention for number in layers)
+        self._chunks = {
+            index: spec.window
+            for index, spec in mixers
+            if isinstance(spec, model_spec.AttentionSpec) and spec.is_chunked and spec.window is not None
+        }
+        """The chunks of the layers with chunked attention, by their number in this stage."""
         self.supports_logits_indices_only = last and all(
             isinstance(mixer, model_spec.AttentionSpec) for mixer in arch.layers[layers.stop - 1].mixers
         )
@@ -261,7 +268,7 @@ class Decoder(nn.Module):
             parts = x.split_with_sizes([len(half.positions) for half in batch.micro_batches])
             runs = [self._in_phases(part, half, caches) for part, half in zip(parts, batch.micro_batches, strict=True)]
             return torch.cat(_interleave(runs))
-        residual, batch = None, self._prepared(batch)
+        residual, batch = None, self._prepared(batch, caches)
         cos_sin = self._cos_sin(batch)
         last_tokens, last = batch.query_starts[1:] - 1 if batch.logits_indices_only else None, len(self.layers) - 1
         for number, (layer, cache) in enumerate(zip(self.layers.values(), caches, strict=True)):
@@ -273,7 +280,7 @@ class Decoder(nn.Module):
 
     def _in_phases(self, x: Tensor, batch: Batch, caches: Sequence[LayerCache]) -> Generator[None, None, Tensor]:
         """All layers, yielding as `DecoderLayer.in_phases` does."""
-        residual, batch = None, self._prepared(batch)
+        residual, batch = None, self._prepared(batch, caches)
         cos_sin = self._cos_sin(batch)
         for layer, cache in zip(self.layers.values(), caches, strict=True):
             assert isinstance(layer, DecoderLayer)
@@ -281,8 +288,19 @@ class Decoder(nn.Module):
             x, residual = yield from layer.in_phases(x, residual, batch, turns, cache)
         return x if residual is None else residual + x
 
-    def _prepared(self, batch: Batch) -> Batch:
-        return replace(batch, selection=Selection()) if self._is_sparse else batch
+    def _prepared(self, batch: Batch, caches: Sequence[LayerCache]) -> Batch:
+        """The batch with what the layers of this forward pass share."""
+        if self._is_sparse:
+            batch = replace(batch, selection=Selection())
+        if not self._chunks:
+            return batch
+        groups, tokens = [replace(batch, other_groups=()), *batch.other_groups], len(batch.positions)
+        for number, chunk in self._chunks.items():
+            memory, group = caches[number].memory, caches[number].group
+            if groups[group].chunks is None:
+                assert memory is not None
+                groups[group] = replace(groups[group], chunks=by_chunks(groups[group], tokens, chunk, memory.shape[3]))
+        return replace(groups[0], other_groups=tuple(groups[1:]))
 
     def _cos_sin(self, batch: Batch) -> dict[model_spec.RopeSpec | None, Tensor]:
         return {rope: rotary(batch.positions) for rope, rotary in self._rotary.items()}

@@ -11,8 +11,11 @@ import pytest
 import torch
 import transformers
 
+from quire.engine.layers import attention
+from quire.engine.layers.attention import Batch, by_chunks
+from quire.engine.models import decoder
 from quire.engine.models.families import ENCODERS, FAMILIES, from_hf_config, of_text
-from quire.engine.models.model_spec import MoESpec
+from quire.engine.models.model_spec import AttentionSpec, MoESpec
 from quire.engine.protocol.sampling_params import SamplingParams
 from tests.fakes.checkpoints import generate
 from tests.fakes.core_with_ranks import Ranks
@@ -35,6 +38,23 @@ def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
         config = configure(tmp_path, tensor_parallel_size=tp, pipeline_parallel_size=pp, max_model_len=length)
         for result in on_ranks(tp, partial(logits, config, tokens)):
             assert (result - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+def test_layers_with_chunked_attention_share_the_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write("Llama 4", tmp_path)
+    config = configure(tmp_path, max_model_len=256)
+    mixers = [layer.attention for layer in config.model.architecture.layers]
+    assert sum(isinstance(mixer, AttentionSpec) and mixer.is_chunked for mixer in mixers) > 1
+    calls = []
+
+    def counted(*arguments: Any) -> Batch:
+        calls.append(arguments)
+        return by_chunks(*arguments)
+
+    for module in (attention, decoder):
+        monkeypatch.setattr(module, "by_chunks", counted)
+    on_ranks(1, partial(logits, config, torch.arange(100)))
+    assert len(calls) == 1
 
 
 def layouts() -> list[Any]:
