@@ -57,6 +57,7 @@ class MemoryPlan:
             kv_block=tuple(_kv_block_bytes(cache, count_planes(specs, cache.groups, stage)) for stage in stages),
             workspace=(_activations(config, arch) + attention) * DTYPE_BYTES[model.dtype]
             + logits
+            + _selection_bytes(config, arch)
             + _eplb_buffer_bytes(config, arch),
             graphs=cuda_graph_sizes.estimate(config, arch),
         )
@@ -86,6 +87,13 @@ def _activations(config: EngineConfig, arch: ModelSpec) -> int:
         )  # each token goes to every rank with one of its experts
         count += 8 * max(incoming, outgoing) * arch.hidden_size
     return count
+
+
+def _selection_bytes(config: EngineConfig, arch: ModelSpec) -> int:
+    """Bytes of the slots that sparse attention selects in the largest step: of a layer, and of the one before."""
+    counts = (each.top_k or 0 for layer in arch.layers for each in layer.mixers if isinstance(each, MLASpec))
+    top_k = max(counts, default=0)
+    return 2 * 8 * config.scheduler.max_num_batched_tokens * top_k if config.model.max_model_len > top_k else 0
 
 
 def _eplb_buffer_bytes(config: EngineConfig, arch: ModelSpec) -> int:

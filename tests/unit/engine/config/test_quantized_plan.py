@@ -126,6 +126,27 @@ def test_a_quantized_head_is_planned_in_its_bits(tied: bool, tmp_path: Path, mon
     assert sizes[0] - sizes[1] == pytest.approx(0 if tied else head * (2 - 0.5 - 2 / 128), rel=0.01)
 
 
+def test_what_sparse_attention_selects_is_planned(tmp_path: Path) -> None:
+    """DeepSeek V3.2 is R1 with indexers: a slot of 8 bytes for each of 2048 tokens that each token attends to."""
+    sizes = []
+    for index_topk in (2048, 4096):
+        config = {"index_topk": index_topk, "index_head_dim": 128, "index_n_heads": 64}
+        config = MODEL_CONFIGS["DeepSeek R1"] | config | {"architectures": ["DeepseekV32ForCausalLM"]}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        resolved = resolve(
+            EngineOptions(
+                model=str(tmp_path),
+                device="cpu",
+                max_model_len=8192,
+                tensor_parallel_size=8,
+                max_num_batched_tokens=4096,
+            ),
+            described=Devices("cpu", 1, 20_000 * GB),
+        )
+        sizes.append(MemoryPlan.of(resolved).workspace)
+    assert sizes[1] - sizes[0] == 2 * 8 * 4096 * 2048
+
+
 OUTER: dict[str, tuple[dict[str, Any], tuple[str, ...], float]] = {
     "awq": ({"bits": 4, "group_size": 128}, ("qweight", "qzeros", "scales"), 0.5 + 4 / 128),
     "gptq": ({"bits": 4, "group_size": 128, "lm_head": True}, ("qweight", "qzeros", "scales"), 0.5 + 2 / 128),
