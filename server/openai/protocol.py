@@ -114,9 +114,10 @@ class RequestModel(BaseModel):
             match getattr(self, name):
                 case RequestModel() as part:
                     ignored |= part.check_fields(f"{param}{name}.")
-                case [RequestModel(), *_] as parts:
+                case [RequestModel() | str(), *_] as parts:  # not lists of token ids, which are long
                     for at, part in enumerate(parts):
-                        ignored |= part.check_fields(f"{param}{name}[{at}].")
+                        if isinstance(part, RequestModel):
+                            ignored |= part.check_fields(f"{param}{name}[{at}].")
         return ignored
 
 

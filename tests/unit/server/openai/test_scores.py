@@ -273,6 +273,8 @@ async def test_rerank_in_the_shapes_of_jina_and_cohere(reranker: Server) -> None
     assert [[*each] for each in answer["results"]] == [["index", "relevance_score"]] * 2
     assert [each["index"] for each in answer["results"]] == best[:2]
     assert len((await post(reranker, "/rerank", query="a", documents=texts, top_n=99))["results"]) == 4
+    mixed = [documents[1], "hello", documents[1]]  # an object first: lists of one kind and of both
+    assert len((await post(reranker, "/rerank", query="a", documents=mixed))["results"]) == 3
 
 
 async def test_documents_are_shortened(reranker: Server, monkeypatch: pytest.MonkeyPatch) -> None:
