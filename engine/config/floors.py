@@ -200,7 +200,8 @@ class _Floors:
                 seconds += 2 * count * self._exchange(layer.feed_forward.top_k, new, coupled, token)
         if stage < len(self.stages) - 1:
             link = machine.network if (stage + 1) * tp % ranks_per_host == 0 else machine.device.link
-            seconds += link.latency + new * token / link.bandwidth
+            passed = self._arch.stage_width * DTYPE_BYTES[self.config.model.dtype]
+            seconds += link.latency + new * passed / link.bandwidth
         return seconds
 
     def _all_reduce(self, ranks: list[int], size: int) -> float:

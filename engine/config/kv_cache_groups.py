@@ -3,7 +3,7 @@
 Layers with full attention keep other blocks than layers with a sliding window. The layers of each kind are divided into
 groups, and each request has one block table per group. All groups use one pool of equal blocks: a block holds
 `block_size` tokens for the layers of *one* group. In memory each layer of a group uses a plane; the groups share the
-planes, because no two groups have a block in common.
+planes, because no two groups have a block in common. A layer that reads the keys and values of another keeps none.
 
 A layer with a recurrent state keeps one state for each request, in the memory of several blocks. Where a model has such
 layers, blocks are allocated in pages that hold a state each. A layer may have keys and values, a state, both or
@@ -86,7 +86,7 @@ def cache_specs(arch: ModelSpec, tp: int, max_model_len: int, dtype: str) -> lis
     specs = []
     for layer in arch.layers:
         kept = []
-        if layer.attention is not None:
+        if layer.attention is not None and layer.kv_source is None:
             window = layer.attention.window
             shape = KVCacheShape(*layer.attention.kv_shape(tp))
             index = layer.attention.index_shape() if isinstance(layer.attention, MLASpec) else None

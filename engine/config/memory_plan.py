@@ -79,7 +79,7 @@ def _activations(config: EngineConfig, arch: ModelSpec) -> int:
         ),
         default=0,
     )
-    count = 6 * tokens * arch.hidden_size + 3 * inner
+    count = 4 * tokens * arch.hidden_size + 2 * tokens * arch.stage_width + 3 * inner
     if parallel.is_coupled:
         max_top_k = max(layer.feed_forward.top_k for layer in arch.layers if isinstance(layer.feed_forward, MoESpec))
         outgoing = (
@@ -166,8 +166,9 @@ def read_bytes(config: EngineConfig, arch: ModelSpec, stage: int, weights: int, 
     embedding, _ = arch.outer_matrices(tp)
     has_copy = parallel.device == "cpu" and form_of_matrix(model, parallel.device, None, embedding) is None
     is_head = arch.tie_embeddings and len(parallel.stages) == 1 and not has_copy
-    if stage == 0 and not is_head:
-        read -= embedding_bytes(model, parallel.device, embedding)
+    if stage == 0:
+        read -= arch.embedded_parameters(tp) * DTYPE_BYTES[model.dtype]
+        read -= 0 if is_head else embedding_bytes(model, parallel.device, embedding)
     for number in parallel.stages[stage]:
         mixture = arch.layers[number].feed_forward
         if isinstance(mixture, MoESpec):

@@ -272,10 +272,11 @@ def rank_spec(arch: ModelSpec, parallel: ParallelConfig) -> ModelSpec:
 def _partition_layers(arch: ModelSpec, options: EngineOptions) -> tuple[range, ...]:
     """Return the layers of each stage. By default the first stages get the remainder.
 
-    A layer that attends to what a layer before has selected is on the same stage.
+    A layer that attends to what a layer before has selected, or to its keys and values, is on the same stage.
     """
     stages, text, num_layers = options.pipeline_parallel_size, options.pipeline_layer_partition, arch.num_layers
-    places = [number for number in range(1, num_layers) if not _shares_selection(arch, number)]
+    sources = [_source(arch, number) for number in range(num_layers)]
+    places = [number for number in range(1, num_layers) if min(sources[number:]) >= number]
     if text is None:
         if stages > num_layers:
             raise ConfigError(f"--pipeline-parallel-size {stages} is more than the model's {num_layers} layers")
@@ -295,8 +296,8 @@ def _partition_layers(arch: ModelSpec, options: EngineOptions) -> tuple[range, .
         if text is not None or stages - 1 > len(places):
             raise ConfigError(
                 f"--pipeline-{'parallel-size' if text is None else 'layer-partition'} {text or stages}: a stage cannot "
-                "start with a layer that shares the selected tokens of the layer before (indexer_types); stages can "
-                f"start with the layers {', '.join(map(str, [0, *places]))}"
+                "start between a layer and one that shares its selected tokens (indexer_types) or its keys and values "
+                f"(num_kv_shared_layers); stages can start with the layers {', '.join(map(str, [0, *places]))}"
             )
         for stage in range(1, stages):  # the nearest place that leaves one for each stage after it
             first = bisect_right(places, starts[stage - 1])
@@ -305,6 +306,9 @@ def _partition_layers(arch: ModelSpec, options: EngineOptions) -> tuple[range, .
     return tuple(range(start, end) for start, end in pairwise([*starts, num_layers]))
 
 
-def _shares_selection(arch: ModelSpec, number: int) -> bool:
-    attention = arch.layers[number].attention
-    return isinstance(attention, MLASpec) and attention.shares_selection
+def _source(arch: ModelSpec, number: int) -> int:
+    """The first layer that must be in the stage of this one."""
+    attention, source = arch.layers[number].attention, arch.layers[number].kv_source
+    if source is None:
+        return number - (isinstance(attention, MLASpec) and attention.shares_selection)
+    return source

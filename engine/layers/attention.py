@@ -122,19 +122,19 @@ class Attention(nn.Module):
     def __init__(self, spec: model_spec.AttentionSpec, hidden_size: int, parallel: Parallel) -> None:
         super().__init__()
         self._spec = spec
-        parts = [
-            divided("q", spec.num_heads * spec.head_dim, parallel),
-            kv_heads("k", spec.num_kv_heads, spec.head_dim, parallel),
-        ]
-        if not spec.values_are_keys:
-            parts.append(kv_heads("v", spec.num_kv_heads, spec.value_dim, parallel))
+        parts = [divided("q", spec.num_heads * spec.head_dim, parallel)]
+        if spec.kv_source is None:
+            parts.append(kv_heads("k", spec.num_kv_heads, spec.head_dim, parallel))
+            if not spec.values_are_keys:
+                parts.append(kv_heads("v", spec.num_kv_heads, spec.value_dim, parallel))
         if spec.output_gate:
             parts.append(replace(parts[0], name="gate"))
         heads = divided("", spec.num_heads, parallel)
         self._widths = [part.length for part in parts]
         self.qkv = ColumnParallelLinear(hidden_size, parts, bias=spec.qkv_bias)
         self.output = RowParallelLinear(spec.num_heads * spec.value_dim, hidden_size, parallel, bias=spec.output_bias)
-        self.query_norm, self.key_norm = (_head_norm(spec, part, parallel) for part in parts[:2])
+        self.query_norm = _head_norm(spec, parts[0], parallel)
+        self.key_norm = None if spec.kv_source is not None else _head_norm(spec, parts[1], parallel)
         self._value_norm = None if spec.value_norm is None else make_norm(spec.value_norm, spec.value_dim)
         self.sinks = Weight((heads.length,), heads.shard()) if spec.has_sinks else None
         self._slopes = None
@@ -156,23 +156,30 @@ class Attention(nn.Module):
     ) -> Tensor:
         """`[tokens, hidden_size]` → the same, or only the rows `last_tokens`, the last ones of the requests.
 
-        Writes the keys and values of all tokens to this layer's `cache`.
+        Writes the keys and values of all tokens to this layer's `cache`, unless it is the cache of another layer.
         """
         spec = self._spec
-        query, key, *others = self.qkv(x).split(self._widths, dim=-1)
-        value = (key if spec.values_are_keys else others.pop(0)).unflatten(-1, (-1, spec.value_dim))
+        query, *others = self.qkv(x).split(self._widths, dim=-1)
+        if spec.kv_source is None:
+            key = others.pop(0)
+            value = (key if spec.values_are_keys else others.pop(0)).unflatten(-1, (-1, spec.value_dim))
+        else:
+            key, value = query[:, :0], None  # no heads
         query, key, *gates = (part.unflatten(-1, (-1, spec.head_dim)) for part in (query, key, *others))
-        if self._value_norm is not None:
+        if value is not None and self._value_norm is not None:
             value = self._value_norm(value)
-        if spec.value_dim < spec.head_dim:
+        if value is not None and spec.value_dim < spec.head_dim:
             value = F.pad(value, (0, spec.head_dim - spec.value_dim))
         if spec.norm_after_rope:
             query, key = kernels.rotary(query, key, cos_sin)
             cos_sin = cos_sin[:, :0]
-        if self.query_norm is not None and self.key_norm is not None:
-            query, key = self.query_norm(query), self.key_norm(key)
+        query = query if self.query_norm is None else self.query_norm(query)
+        key = key if self.key_norm is None else self.key_norm(key)
         query = scale_queries(query, batch.positions, spec.query_scale)
-        query = kernels.rotary_write_kv(query, key, value, cos_sin, cache, batch.slot_mapping)
+        if value is None:
+            query, _ = kernels.rotary(query, key, cos_sin)
+        else:
+            query = kernels.rotary_write_kv(query, key, value, cos_sin, cache, batch.slot_mapping)
         if last_tokens is not None:
             query, batch = query[last_tokens], batch.with_last_tokens_only()
             gates = [gate[last_tokens] for gate in gates]

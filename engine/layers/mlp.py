@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from statistics import NormalDist
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quire import kernels
@@ -16,10 +19,10 @@ class MLP(nn.Module):
 
     def __init__(self, spec: model_spec.MLPSpec, hidden_size: int, parallel: Parallel) -> None:
         super().__init__()
-        self._spec = spec
+        self._spec, self._parallel = spec, parallel
         gate, up = (divided(name, spec.intermediate_size, parallel) for name in ("gate", "up"))
         self.gate_up: ColumnParallelLinear
-        if spec.is_gated and spec.gate_multiplier == 1.0:
+        if spec.is_gated and spec.gate_multiplier == 1.0 and not spec.sparsity:
             self.gate_up = GatedLinear(hidden_size, gate, up, spec.activation, bias=spec.bias)
         else:
             self.gate_up = ColumnParallelLinear(hidden_size, [gate, up] if spec.is_gated else [up], bias=spec.bias)
@@ -46,7 +49,16 @@ class MLP(nn.Module):
         if not self._spec.is_gated:
             return kernels.activate(inner, self._spec.activation)
         gate, up = inner.chunk(2, dim=-1)
+        gate = self._sparse(gate) if self._spec.sparsity else gate
         return kernels.act_mul(torch.cat((gate * self._spec.gate_multiplier, up), dim=-1), self._spec.activation)
+
+    def _sparse(self, gate: Tensor) -> Tensor:
+        """See `MLPSpec.sparsity`."""
+        wide = gate.float()
+        means = torch.stack((wide.mean(-1), wide.square().mean(-1)), dim=-1)
+        mean, square = (self._parallel.all_reduce(means) / self._parallel.size).chunk(2, dim=-1)
+        deviation = (square - mean.square()).clamp(min=0).sqrt()
+        return F.relu(wide - (mean + deviation * NormalDist().inv_cdf(self._spec.sparsity))).to(gate.dtype)
 
     def _scaled(self, out: Tensor) -> Tensor:
         return out if self._spec.output_multiplier == 1.0 else out * self._spec.output_multiplier

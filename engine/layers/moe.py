@@ -24,6 +24,7 @@ from quire.engine.layers.all_to_all import (
 from quire.engine.layers.attention import Batch
 from quire.engine.layers.linear import ReplicatedLinear
 from quire.engine.layers.mlp import MLP
+from quire.engine.layers.norm import make_norm
 from quire.engine.layers.quantized import QuantizedParameters, loaded_weight
 from quire.engine.layers.weight import Shard, Weight, whole
 from quire.engine.models import model_spec
@@ -81,6 +82,9 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(spec, hidden_size, local)
         self.shared = None if spec.shared is None else MLP(spec.shared, hidden_size, parallel)
         self.shared_gate = SharedGate(hidden_size) if spec.shared_gate else None
+        self.input_norm, self.output_norm, self.shared_input_norm, self.shared_output_norm = (
+            None if spec.norm is None else make_norm(spec.norm, hidden_size) for _ in range(4)
+        )
 
     def set_placement(self, placement: ExpertPlacement) -> None:
         """Route tokens by `placement` from now on, as all ranks of the group do. The weights must already be in
@@ -129,6 +133,10 @@ class MixtureOfExperts(nn.Module):
     def combine(self, in_flight: MoEInFlight) -> Tensor:
         """Wait for the outputs and return the sum."""
         out = in_flight.dispatch.combined()
+        if self.output_norm is not None and self.shared_output_norm is not None:
+            assert in_flight.shared is not None
+            out, shared = self._parallel.all_reduce(torch.stack((out, in_flight.shared)))
+            return self.output_norm(out) + self.shared_output_norm(shared)  # type: ignore[no-any-return]
         return self._parallel.all_reduce(out if in_flight.shared is None else out + in_flight.shared)
 
     def _routed(self, x: Tensor, batch: Batch | None, own: slice) -> RoutedTokens:
@@ -147,6 +155,7 @@ class MixtureOfExperts(nn.Module):
         return self._weighed(x, weights, self._physical_ids[experts, copy])
 
     def _weighed(self, x: Tensor, weights: Tensor, experts: Tensor) -> RoutedTokens:
+        x = x if self.input_norm is None else self.input_norm(x)
         if not self._weighs_inputs:
             return RoutedTokens(x, weights, experts)
         return RoutedTokens(x * weights.to(x.dtype), torch.ones_like(weights), experts)
@@ -154,7 +163,7 @@ class MixtureOfExperts(nn.Module):
     def _shared(self, x: Tensor) -> Tensor | None:
         if self.shared is None:
             return None
-        shared = self.shared.partial(x)
+        shared = self.shared.partial(x if self.shared_input_norm is None else self.shared_input_norm(x))
         return shared if self.shared_gate is None else shared * self.shared_gate(x)
 
 
@@ -175,18 +184,20 @@ class ExpertRouter(ReplicatedLinear):
 
     def __init__(self, spec: model_spec.MoESpec, hidden_size: int) -> None:
         super().__init__(hidden_size, spec.num_experts, bias=spec.router_bias)
-        self._spec = spec
+        self._spec, self._input_scale, count = spec, hidden_size**-0.5, spec.num_experts
+        self.norm = None if spec.norm is None else make_norm(spec.norm, hidden_size)
         self.correction_bias = None
         if spec.correction_bias:
-            count = spec.num_experts
             self.correction_bias = Weight((count,), whole(count), dtype=torch.float32)  # it encodes fine differences
+        self.expert_scale = Weight((count,), whole(count), dtype=torch.float32) if spec.expert_scale else None
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """`[tokens, hidden_size]` → weights (float32) and expert numbers (int64), `[tokens, top_k]` each."""
         spec = self._spec
         if spec.scoring == "sparse_mixer":
             return sparse_mixer(self.logits(x), spec.top_k, spec.sparse_mixer_distance)
-        return kernels.route(
+        x = x if self.norm is None else self.norm(x) * self._input_scale
+        weights, experts = kernels.route(
             self.logits(x),
             spec.top_k,
             spec.scoring,
@@ -197,6 +208,7 @@ class ExpertRouter(ReplicatedLinear):
             group_score=spec.group_score,
             correction_bias=self.correction_bias,
         )
+        return weights if self.expert_scale is None else weights * self.expert_scale[experts], experts
 
 
 def sparse_mixer(logits: Tensor, top_k: int, distance: float) -> tuple[Tensor, Tensor]:

@@ -14,11 +14,13 @@ from quire.engine.distributed.communicator import Parallel
 from quire.engine.distributed.expert_group import ExpertGroup
 from quire.engine.layers.attention import Attention, Batch, LayerCache, Selection, by_chunks
 from quire.engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from quire.engine.layers.layer_input import LayerInput, LayerInputs
 from quire.engine.layers.mla import MLA
 from quire.engine.layers.mlp import MLP
 from quire.engine.layers.moe import MixtureOfExperts
 from quire.engine.layers.norm import LayerNorm, RMSNorm, make_norm
 from quire.engine.layers.recurrent import make_mixer
+from quire.engine.layers.residual import AltUp, Laurel, StreamProjections
 from quire.engine.layers.rotary import Rotary
 from quire.engine.layers.weight import Weight, whole
 from quire.engine.models import model_spec
@@ -41,10 +43,13 @@ class DecoderLayer(nn.Module):
         self.feed_forward_norm = _norm(spec.feed_forward_norm, hidden_size)
         self.feed_forward = _feed_forward(spec.feed_forward, hidden_size, parallel, experts)
         self.feed_forward_post_norm = _norm(spec.feed_forward_post_norm, hidden_size)
+        self.layer_input = None if spec.layer_input is None else LayerInput(spec.layer_input, hidden_size)
+        self.alt_up = None if spec.alt_up is None else AltUp(spec.alt_up, hidden_size)
+        self.laurel = None if spec.laurel is None else Laurel(spec.laurel, hidden_size)
         self.scalar = Weight((1,), whole(1)) if spec.has_scalar else None
         has_one_reader = not spec.is_parallel or self.feed_forward_norm is not None
         if has_one_reader and spec.normed_residuals is None:
-            if self.state is None:
+            if self.state is None and self.laurel is None:
                 _feed(self.attention_norm, self.attention)
             _feed(self.feed_forward_norm, self.feed_forward)
 
@@ -55,22 +60,45 @@ class DecoderLayer(nn.Module):
         batch: Batch,
         cos_sin: Tensor | None,
         cache: LayerCache,
+        layer_input: Tensor | None = None,
         last_tokens: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Run the layer. `x` is not yet added to `residual`, in the arguments as in the result.
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run the layer. `x` is not yet added to `residual`, in the arguments as in the result. `layer_input` is the
+        layer's own. With several residual streams, they are in `x`, and `residual` is None.
 
         With `last_tokens`, the indices of the requests' last tokens, only these are returned: the model's last layer
         needs only keys and values of the others.
         """
+        predicted = None
+        if self.alt_up is not None:
+            predicted = self.alt_up.predict(x)
+            x = predicted[:, self.alt_up.active].contiguous()
         normed, mixed, residual = self._attend(x, residual, batch, cos_sin, cache, last_tokens)
         if self.feed_forward is None:
             return mixed, residual
         is_mixture = isinstance(self.feed_forward, MixtureOfExperts)
         x = self.feed_forward(normed, batch) if is_mixture else self.feed_forward(normed)
-        return self._finish(x, mixed, residual)
+        if layer_input is not None and last_tokens is not None:
+            layer_input = layer_input[last_tokens]
+        if self.alt_up is None:
+            return self._finish(x, mixed, residual, layer_input)
+        assert self.layer_input is not None
+        assert layer_input is not None
+        assert predicted is not None
+        predicted = predicted if last_tokens is None else predicted[last_tokens]
+        streams = self.alt_up.correct(predicted, residual + _apply(self.feed_forward_post_norm, x))
+        added = self.layer_input(self.alt_up.scaled(streams[:, self.alt_up.active]), layer_input)
+        streams[:, 1:] += added[:, None]
+        return streams.flatten(1), None
 
     def in_phases(
-        self, x: Tensor, residual: Tensor | None, batch: Batch, cos_sin: Tensor | None, cache: LayerCache
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        batch: Batch,
+        cos_sin: Tensor | None,
+        cache: LayerCache,
+        layer_input: Tensor | None = None,
     ) -> Generator[None, None, tuple[Tensor, Tensor]]:
         """Like `forward`, but yield whenever tokens are in transit to or from experts."""
         normed, mixed, residual = self._attend(x, residual, batch, cos_sin, cache)
@@ -85,7 +113,7 @@ class DecoderLayer(nn.Module):
             return mixed, residual
         else:
             x = self.feed_forward(normed)
-        return self._finish(x, mixed, residual)
+        return self._finish(x, mixed, residual, layer_input)
 
     def _attend(
         self,
@@ -119,6 +147,9 @@ class DecoderLayer(nn.Module):
             normed, residual = normed[last_tokens], residual[last_tokens]
         mixed = outputs[0] if len(outputs) == 1 else outputs[0] + outputs[1]
         mixed = self._scaled(_apply(self.attention_post_norm, mixed))
+        if self.laurel is not None:
+            assert isinstance(normed, Tensor)
+            mixed, residual = (mixed + self.laurel(normed)) * 0.5**0.5, residual * 0.5**0.5
         if self.feed_forward is None:
             return mixed, mixed, residual
         if self.spec.is_parallel:
@@ -130,10 +161,13 @@ class DecoderLayer(nn.Module):
                 residual = normed * factors[1]
         return normed, mixed, residual
 
-    def _finish(self, x: Tensor, mixed: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def _finish(self, x: Tensor, mixed: Tensor, residual: Tensor, layer_input: Tensor | None) -> tuple[Tensor, Tensor]:
         """The output of the feed-forward layer, plus that of a parallel attention, and the residual stream."""
         x = self._scaled(_apply(self.feed_forward_post_norm, x))
         x = x + mixed if self.spec.is_parallel else x
+        if self.layer_input is not None and layer_input is not None:
+            residual = residual + x
+            x = self.layer_input(residual, layer_input)
         return (x, residual) if self.scalar is None else (x * self.scalar, residual * self.scalar)
 
     def _scaled(self, x: Tensor) -> Tensor:
@@ -236,8 +270,16 @@ class Decoder(nn.Module):
             PositionEmbedding(arch.position_embeddings, width, arch.position_offset) if has_positions else None
         )
         self.embedding_norm = _norm(arch.embedding_norm, width) if first else None
+        self.layer_inputs = None
+        if first and arch.layer_input is not None:
+            self.layer_inputs = LayerInputs(arch.layer_input, arch.num_layers, width, parallel)
         self.layers = nn.ModuleDict(
             {str(number): DecoderLayer(arch.layers[number], width, parallel, experts) for number in layers}
+        )
+        self._is_last = last
+        self.expansion, self.merger = (
+            StreamProjections(arch.alt_up, width) if arch.alt_up is not None and each else None
+            for each in (first, last)
         )
         self._is_sparse = any(isinstance(each, model_spec.MLASpec) and each.top_k for each in attentions)
         mixers = enumerate(arch.layers[number].attention for number in layers)
@@ -257,7 +299,8 @@ class Decoder(nn.Module):
             self.head = ParallelLMHead(*vocabulary, tied, bias=arch.head_bias)
 
     def forward(self, x: Tensor | None, batch: Batch, caches: Sequence[LayerCache]) -> Tensor:
-        """The residual stream `[tokens, hidden_size]` after this stage, given that after the previous stage.
+        """The output of this stage, given that of the previous one: `[tokens, stage_width]`, or after the last stage
+        the residual stream `[tokens, hidden_size]`.
 
         The first stage takes None and starts from the batch's token ids. `caches` are those of the layers. With the
         batch's `logits_indices_only`, the output has only each request's last token.
@@ -269,24 +312,40 @@ class Decoder(nn.Module):
             runs = [self._in_phases(part, half, caches) for part, half in zip(parts, batch.micro_batches, strict=True)]
             return torch.cat(_interleave(runs))
         residual, batch = None, self._prepared(batch, caches)
+        given, (x, inputs) = x, self._divided(x)
         cos_sin = self._cos_sin(batch)
         last_tokens, last = batch.query_starts[1:] - 1 if batch.logits_indices_only else None, len(self.layers) - 1
-        for number, (layer, cache) in enumerate(zip(self.layers.values(), caches, strict=True)):
+        for number, (layer, own, cache) in enumerate(zip(self.layers.values(), inputs, caches, strict=True)):
             assert isinstance(layer, DecoderLayer)
             turns = None if layer.spec.attention is None else cos_sin[layer.spec.attention.rope]
-            x, residual = layer(x, residual, batch, turns, cache, last_tokens if number == last else None)
+            x, residual = layer(x, residual, batch, turns, cache, own, last_tokens if number == last else None)
         assert x is not None
-        return x if residual is None else residual + x
+        return self._joined(x if residual is None else residual + x, given)
 
     def _in_phases(self, x: Tensor, batch: Batch, caches: Sequence[LayerCache]) -> Generator[None, None, Tensor]:
         """All layers, yielding as `DecoderLayer.in_phases` does."""
         residual, batch = None, self._prepared(batch, caches)
+        given, (x, inputs) = x, self._divided(x)
         cos_sin = self._cos_sin(batch)
-        for layer, cache in zip(self.layers.values(), caches, strict=True):
+        for layer, own, cache in zip(self.layers.values(), inputs, caches, strict=True):
             assert isinstance(layer, DecoderLayer)
             turns = None if layer.spec.attention is None else cos_sin[layer.spec.attention.rope]
-            x, residual = yield from layer.in_phases(x, residual, batch, turns, cache)
-        return x if residual is None else residual + x
+            x, residual = yield from layer.in_phases(x, residual, batch, turns, cache, own)
+        return self._joined(x if residual is None else residual + x, given)
+
+    def _divided(self, x: Tensor) -> tuple[Tensor, Sequence[Tensor | None]]:
+        """The residual streams, and the own input of each of the stage's layers, of `[tokens, stage_width]`."""
+        if self._arch.layer_input is None:
+            return x, [None] * len(self.layers)
+        x, inputs = x.tensor_split((self._arch.stream_width,), dim=-1)
+        own = inputs.chunk(self._arch.num_layers, dim=-1)
+        return x.contiguous(), [own[int(number)] for number in self.layers]
+
+    def _joined(self, x: Tensor, given: Tensor) -> Tensor:
+        """What this stage passes on: the residual streams with the layers' inputs of what it was given."""
+        if self._is_last or self._arch.layer_input is None:
+            return x if self.merger is None else self.merger.merge(x)
+        return torch.cat((x, given[:, self._arch.stream_width :]), dim=-1)
 
     def _prepared(self, batch: Batch, caches: Sequence[LayerCache]) -> Batch:
         """The batch with what the layers of this forward pass share."""
@@ -312,7 +371,11 @@ class Decoder(nn.Module):
             x = x * x.new_full((), self._arch.embedding_multiplier)  # rounded to the type of `x`
         if self.positions is not None:
             x = x + self.positions(batch.positions)
-        return _apply(self.embedding_norm, x)
+        x = _apply(self.embedding_norm, x)
+        if self.layer_inputs is None:
+            return x
+        inputs = self.layer_inputs(batch.token_ids, x)
+        return torch.cat((x if self.expansion is None else self.expansion.expand(x), inputs), dim=-1)
 
     def features(self, x: Tensor) -> Tensor:
         """Normalize the last stage's `[rows, hidden_size]`: the input of the head and of pooling."""

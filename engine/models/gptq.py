@@ -211,10 +211,13 @@ def _batches(texts: Sequence[Sequence[int]]) -> Iterator[Batch]:
 
 def _forward(config: EngineConfig, decoder: Decoder, stage: int, batch: Batch, hidden: Tensor | None) -> Tensor:
     """The hidden states `[tokens, hidden_size]` after a stage."""
-    caches = []
-    for number in config.parallel.stages[stage]:
+    caches: list[LayerCache] = []
+    layers = config.parallel.stages[stage]
+    for number in layers:
         layer, memory, keys, state = config.model.architecture.layers[number], None, None, None
-        if layer.attention is not None:
+        if layer.kv_source is not None:
+            memory = caches[layers.index(layer.kv_source)].memory
+        elif layer.attention is not None:
             memory = _plane(batch, layer.attention.kv_shape(1))
             if isinstance(layer.attention, MLASpec) and (index_shape := layer.attention.index_shape()) is not None:
                 keys = _plane(batch, index_shape)

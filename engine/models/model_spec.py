@@ -135,6 +135,8 @@ class AttentionSpec:
     "all heads": the features of all heads together."""
     norm_after_rope: bool = False
     """Queries and keys are rotated before they are normalized."""
+    kv_source: int | None = None
+    """The number of the layer before whose keys and values are read, and none are computed; None: the layer's own."""
 
     @property
     def value_dim(self) -> int:
@@ -150,16 +152,19 @@ class AttentionSpec:
         yield MatrixShape(hidden, heads * self.value_dim, 1, "attention.output", self.num_heads * self.value_dim)
 
     def _qkv_rows(self, tp: int) -> int:
-        heads, kv_heads = self.num_heads // tp * (1 + self.output_gate), self.kv_heads_per_rank(tp)
-        values = 0 if self.values_are_keys else kv_heads * self.value_dim
-        return (heads + kv_heads) * self.head_dim + values
+        queries = self.num_heads // tp * (1 + self.output_gate) * self.head_dim
+        if self.kv_source is not None:
+            return queries
+        sides = self.head_dim + (0 if self.values_are_keys else self.value_dim)
+        return queries + self.kv_heads_per_rank(tp) * sides
 
     def num_other_parameters(self, hidden: int, tp: int) -> int:
         """Parameters other than the matrices."""
         heads, kv_heads = self.num_heads // tp, self.kv_heads_per_rank(tp)
         count = self.qkv_bias * self._qkv_rows(tp) + self.output_bias * hidden
         if self.qk_norm is not None:
-            normed = 2 if self.qk_norm_over == "head" else heads + kv_heads
+            has_keys = self.kv_source is None
+            normed = 1 + has_keys if self.qk_norm_over == "head" else heads + has_keys * kv_heads
             count += self.qk_norm.num_parameters(normed * self.head_dim)
         return count + self.has_sinks * heads
 
@@ -614,6 +619,9 @@ class MLPSpec:
     gate_multiplier: float = 1.0
     """Factor on the gate before its activation."""
     output_multiplier: float = 1.0
+    sparsity: float = 0.0
+    """The share of the gate's features that are 0: those below that quantile of a normal distribution with their mean
+    and deviation. The others are what they exceed it by (Gemma 3n)."""
 
     def width(self, tp: int) -> int:
         """Inner features of a token on one rank."""
@@ -666,6 +674,11 @@ class MoESpec:
     """The shared expert, which every token uses."""
     shared_gate: bool = False
     """Multiply the shared output by `sigmoid(x @ gate)`."""
+    norm: NormSpec | None = None
+    """Of inputs and outputs, with other weights for the experts than for the shared expert, and of the router's inputs,
+    which are then divided by their number's root (Gemma 4); None: there are none."""
+    expert_scale: bool = False
+    """The weight of each expert is multiplied by a number of the checkpoint."""
 
     def __post_init__(self) -> None:
         eligible = self.num_experts // self.groups * self.top_groups
@@ -697,11 +710,13 @@ class MoESpec:
         number, size = self.experts_per_rank(tp)
         count = self.num_experts * (hidden + self.router_bias + self.correction_bias)
         count += self.bias * number * (2 * size + hidden) + self.shared_gate * hidden
+        count += 5 * (0 if self.norm is None else self.norm.num_parameters(hidden))
+        count += self.expert_scale * self.num_experts
         return count if self.shared is None else count + self.shared.num_other_parameters(hidden, tp)
 
     def num_float32_parameters(self, hidden: int) -> int:
         """Parameters that are always float32: those that decide the routing."""
-        return self.num_experts * (hidden + self.correction_bias) + self.shared_gate * hidden
+        return self.num_experts * (hidden + self.correction_bias + self.expert_scale) + self.shared_gate * hidden
 
     def layout_errors(self, tp: int) -> Iterator[str]:
         """What `tp` ranks cannot divide."""
@@ -728,6 +743,69 @@ class ExpertParallelMoESpec(MoESpec):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LayerInputSpec:
+    """An input of each layer's own for each token (Gemma 3n): a row of an embedding, and the embedded token projected
+    and normalized. A layer multiplies it by a gate, and adds it, projected and normalized, to the residual stream."""
+
+    size: int
+    vocab_size: int
+    """Tokens beyond it have the row of token 0."""
+    activation: Activation
+    """Of the gate."""
+    norm: NormSpec
+
+    def matrices(self, hidden: int) -> Iterator[MatrixShape]:
+        """Those of a layer, which are replicated."""
+        yield MatrixShape(self.size, hidden, 1, "layer_input.gate")
+        yield MatrixShape(hidden, self.size, 1, "layer_input.projection")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AltUpSpec:
+    """Alternating updates (Baykal et al. 2023): there are several residual streams. A layer predicts all of them from
+    all, computes one, and corrects the others by what it has computed. Its own input is added to all but the first.
+    Before the layers the streams are projections of the embedded token, and after them their projections are averaged.
+    """
+
+    num_streams: int
+    active: int
+    """The stream that is computed."""
+    norm: NormSpec
+    """Of the stream that coefficients are computed from."""
+    scales_output: bool
+    """What the layer's input is multiplied with is scaled by a vector of the checkpoint."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.active < self.num_streams or self.num_streams < 2:
+            raise ConfigError(
+                f"altup_active_idx {self.active} is not one of altup_num_inputs {self.num_streams} streams"
+            )
+
+    def num_parameters(self, hidden: int) -> int:
+        """Parameters in a layer."""
+        coefficients = self.num_streams**2 * (1 + self.num_streams)
+        return coefficients + (self.num_streams + 1 + self.scales_output) * hidden
+
+    def num_projections(self, hidden: int) -> int:
+        """Parameters before the layers, and as many after them."""
+        return (self.num_streams - 1) * hidden**2
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaurelSpec:
+    """A learned residual of low rank (Menghani et al. 2024): the attention's input plus `norm(up(down(input)))` is
+    averaged with the residual stream after attention, with the size of one of them."""
+
+    rank: int
+    norm: NormSpec
+
+    def matrices(self, hidden: int) -> Iterator[MatrixShape]:
+        """Those of a layer, which are replicated."""
+        yield MatrixShape(self.rank, hidden, 1, "laurel.down")
+        yield MatrixShape(hidden, self.rank, 1, "laurel.up")
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerSpec:
     """Mixers of tokens (attention, a recurrent state, or both in parallel) and a feed-forward layer, each with norms
     before and after (None: none), added to the residual stream. Either may be missing."""
@@ -749,6 +827,16 @@ class LayerSpec:
     normalized input times the second; None: to the residual stream."""
     has_scalar: bool = False
     """The layer's output, the residual stream, is multiplied by a number of the checkpoint (Gemma 4)."""
+    layer_input: LayerInputSpec | None = None
+    """The model's, if there is one."""
+    alt_up: AltUpSpec | None = None
+    """The model's, if there is one."""
+    laurel: LaurelSpec | None = None
+
+    @property
+    def kv_source(self) -> int | None:
+        """See `AttentionSpec`."""
+        return self.attention.kv_source if isinstance(self.attention, AttentionSpec) else None
 
     @property
     def mixers(self) -> list[AttentionSpec | MLASpec | RecurrentSpec]:
@@ -761,17 +849,23 @@ class LayerSpec:
     @property
     def norms(self) -> list[NormSpec]:
         norms = (self.attention_norm, self.attention_post_norm, self.feed_forward_norm, self.feed_forward_post_norm)
-        return [norm for norm in norms if norm is not None]
+        added = (None if each is None else each.norm for each in (self.layer_input, self.laurel))
+        return [norm for norm in (*norms, *added) if norm is not None]
 
     def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
         """The linear layers' weights on one rank."""
         for part in self.parts:
             yield from part.matrices(hidden, tp)
+        if self.layer_input is not None:
+            yield from self.layer_input.matrices(hidden)
+        if self.laurel is not None:
+            yield from self.laurel.matrices(hidden)
 
     def num_parameters(self, hidden: int, tp: int) -> int:
         """Parameters on one rank."""
         count = sum(each.elements for each in self.matrices(hidden, tp))
         count += sum(part.num_other_parameters(hidden, tp) for part in self.parts)
+        count += 0 if self.alt_up is None else self.alt_up.num_parameters(hidden)
         return count + sum(norm.num_parameters(hidden) for norm in self.norms) + self.has_scalar
 
 
@@ -797,6 +891,8 @@ class ModelSpec:
     logit_multiplier: float = 1.0
     logit_softcap: float = 0.0
     head_bias: bool = False
+    layer_input: LayerInputSpec | None = None
+    alt_up: AltUpSpec | None = None
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -805,6 +901,16 @@ class ModelSpec:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def stream_width(self) -> int:
+        """Features of a token in the residual streams between layers."""
+        return self.hidden_size * (1 if self.alt_up is None else self.alt_up.num_streams)
+
+    @property
+    def stage_width(self) -> int:
+        """Features of a token that a stage passes to the next one: the residual streams, and the layers' own inputs."""
+        return self.stream_width + (0 if self.layer_input is None else self.num_layers * self.layer_input.size)
 
     def with_expert_parallelism(self, ranks: int, num_redundant_experts: int) -> ModelSpec:
         """The same model with the experts of each layer, and copies of some, distributed evenly over `ranks`."""
@@ -828,6 +934,11 @@ class ModelSpec:
         embedding = MatrixShape(self.vocab_per_rank(tp), self.hidden_size, module="embedding")
         return embedding, embedding if self.tie_embeddings else embedding._replace(module="head")
 
+    def embedded_parameters(self, tp: int) -> int:
+        """Parameters on one rank that are embeddings of tokens, other than the model's."""
+        spec = self.layer_input
+        return 0 if spec is None else -(-spec.vocab_size // tp) * self.num_layers * spec.size
+
     def stage_parameters(self, stages: Sequence[range], stage: int, tp: int) -> int:
         """Parameters on one rank of a stage; a tied head is stored again if the first and last stage differ."""
         embedding = self.vocab_per_rank(tp) * self.hidden_size
@@ -836,6 +947,12 @@ class ModelSpec:
         if first:
             count += embedding + self.position_embeddings * self.hidden_size
             count += 0 if self.embedding_norm is None else self.embedding_norm.num_parameters(self.hidden_size)
+            if self.layer_input is not None:
+                size = self.layer_input.size
+                count += self.embedded_parameters(tp) + self.num_layers * size * self.hidden_size
+                count += self.layer_input.norm.num_parameters(size)
+        if self.alt_up is not None:
+            count += (first + last) * self.alt_up.num_projections(self.hidden_size)
         if last:
             count += 0 if self.tie_embeddings and first else embedding
             count += self.head_bias * self.vocab_per_rank(tp)

@@ -55,7 +55,8 @@ class DecodeGraphs:
         if self._sizes and self._recorder is not None:
             self._inputs = _Inputs(config, device, receives=stage > 0)
             arch, dtype = config.model.architecture, getattr(torch, config.model.dtype)
-            self._output = torch.zeros(self._sizes[-1], arch.hidden_size, dtype=dtype, device=device)
+            width = arch.hidden_size if self._is_last else arch.stage_width
+            self._output = torch.zeros(self._sizes[-1], width, dtype=dtype, device=device)
 
     @torch.inference_mode()
     def capture(self, *, bar: bool) -> bool:
@@ -176,7 +177,7 @@ class _Inputs:
         self._hidden: Tensor | None = None
         if receives:
             dtype = getattr(torch, config.model.dtype)
-            self._hidden = torch.zeros(most, config.model.architecture.hidden_size, dtype=dtype, device=device)
+            self._hidden = torch.zeros(most, config.model.architecture.stage_width, dtype=dtype, device=device)
 
     def received(self, size: int) -> Tensor | None:
         return None if self._hidden is None else self._hidden[:size]

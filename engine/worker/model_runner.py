@@ -63,13 +63,16 @@ def allocate_caches(config: EngineConfig, stage: int, device: torch.device) -> l
         for shape, count in count_planes(specs, groups, stage).items()
     }
     places = place_layers(specs, groups, stage)
-    caches = []
-    for layer in config.parallel.stages[stage]:
+    caches: list[LayerCache] = []
+    layers = config.parallel.stages[stage]
+    for layer in layers:
         kept, state = LayerCache(), arch.layers[layer].state
         if (place := places.get((layer, False))) is not None:
             kept = kept._replace(memory=planes[place.shape][place.plane], group=place.group)
             if place.index_shape is not None and place.index_plane is not None:
                 kept = kept._replace(keys=planes[place.index_shape][place.index_plane])
+        elif (source := arch.layers[layer].kv_source) is not None:
+            kept = caches[layers.index(source)]._replace(state=None)
         if state is not None:
             place = places[layer, True]
             shapes = state.state_shape(tp), state.input_shape(tp)
@@ -105,7 +108,7 @@ class ModelRunner:
         self._dbo_token_threshold: int | None = None
         if (experts := parallel_state.experts) is not None and experts.dp.size > 1:
             self._replicas, self._dbo_token_threshold = experts.dp, experts.config.dbo_token_threshold
-        self._hidden_size, self._dtype = arch.hidden_size, getattr(torch, model.dtype)
+        self._stage_width, self._dtype = arch.stage_width, getattr(torch, model.dtype)
         self._vocab_size = arch.vocab_size
         minimum, maximum = _SCORE_CHUNK_TOKENS
         self._score_chunk_size = max(minimum, min(maximum, config.scheduler.max_num_seqs))
@@ -168,7 +171,7 @@ class ModelRunner:
         """
         if self._balancer is not None:
             self._balancer.post_receive()
-        self._pipeline.post_receive((plan.num_tokens or 1, self._hidden_size), self._dtype)
+        self._pipeline.post_receive((plan.num_tokens or 1, self._stage_width), self._dtype)
 
     def finalize(self) -> dict[str, float]:
         """Prepare for requests, once all ranks are loaded. Returns the seconds that each part took.
@@ -284,8 +287,7 @@ class ModelRunner:
                     cache.memory.view(torch.uint8).index_fill_(1, places, 0)
 
     def _forward(self, received: Tensor | None, batch: Batch) -> Tensor:
-        """The hidden states after this stage, `[tokens, hidden_size]`, or `[requests, hidden_size]` with
-        `Batch.logits_indices_only`."""
+        """The output of `Decoder.forward`."""
         replayed = None if self._graphs is None else self._graphs.run(received, batch)
         return self._model(received, batch, self._caches) if replayed is None else replayed
 
@@ -317,7 +319,7 @@ class ModelRunner:
     def _receive(self, tokens: int) -> Tensor | None:
         if self._pipeline.is_first:
             return None
-        return self._pipeline.receive((tokens, self._hidden_size), self._dtype)
+        return self._pipeline.receive((tokens, self._stage_width), self._dtype)
 
     def _sample(
         self, plan: SchedulerOutput, rows: StepRows, logits: Tensor, result: ModelRunnerOutput
@@ -388,5 +390,5 @@ class ModelRunner:
             self._forward(None if hidden is None else hidden[:0], batch)
         self._tp.all_reduce(torch.zeros(1, device=self._device))
         if not self._pipeline.is_last:
-            self._pipeline.send(torch.zeros(1, self._hidden_size, dtype=self._dtype, device=self._device))
+            self._pipeline.send(torch.zeros(1, self._stage_width, dtype=self._dtype, device=self._device))
         return []

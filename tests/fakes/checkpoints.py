@@ -55,6 +55,10 @@ def write_checkpoint(family: str, folder: Path, **settings: Any) -> Path:
     return folder
 
 
+TEXT_PARTS = {"Gemma3nForConditionalGeneration": "Gemma3nForCausalLM"}
+"""Models whose other parts transformers has no code for (it takes timm's), and their text parts."""
+
+
 def text_of(model: Any) -> Any:
     """The model, or its text part where transformers 5.24 cannot run it as a whole."""
     return model.language_model if type(model).__name__ == "Llama4ForConditionalGeneration" else model
@@ -67,12 +71,17 @@ def generate(folder: Path, prompts: list[list[int]], count: int, *, trust_remote
 
     torch.set_num_threads(1)  # the matrices are too small to be shared
     (name,) = json.loads((folder / "config.json").read_text())["architectures"]
-    kind: Any = AutoModelForCausalLM if trust_remote_code else getattr(transformers, name)
+    kind: Any = AutoModelForCausalLM if trust_remote_code else getattr(transformers, TEXT_PARTS.get(name, name))
+    part: dict[str, Any] = {}
+    if name in TEXT_PARTS:
+        text = json.loads((folder / "config.json").read_text())["text_config"]
+        part = {"config": kind.config_class(**text), "key_mapping": {r"^model\.language_model\.": "model."}}
     model: Any = kind.from_pretrained(
         folder,
         dtype=torch.float32,
         trust_remote_code=trust_remote_code,
         attn_implementation="eager",  # transformers 5.17 takes sdpa for Gemma 2, which forgets the soft cap
+        **part,
     )
     model = text_of(model)
     settings: Any = GenerationConfig

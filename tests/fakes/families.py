@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.fakes.checkpoints import text_of
+from tests.fakes.checkpoints import TEXT_PARTS, text_of
 
 SIZES: dict[str, Any] = {
     "vocab_size": 131,  # no multiple of 2 or 4: the last rank's rows are padded
@@ -123,6 +124,36 @@ _GEMMA4 = {
     "layer_types": ["sliding_attention", "full_attention"] * 2,
     "tie_word_embeddings": True,
     **_WINDOWS,
+}
+_GEMMA3N = {
+    "head_dim": 16,
+    "intermediate_size": [80, 96, 80, 80, 80, 80, 80],
+    "num_hidden_layers": 7,
+    "layer_types": ["sliding_attention", *["sliding_attention", "full_attention"] * 3],
+    "num_kv_shared_layers": 3,
+    "activation_sparsity_pattern": [0.8, 0.0, 0.8, 0.8, 0.0, 0.0, 0.0],
+    "vocab_size_per_layer_input": 120,
+    "hidden_size_per_layer_input": 8,
+    "laurel_rank": 10,
+    "final_logit_softcapping": 5.0,
+    "tie_word_embeddings": True,
+    "pad_token_id": 0,
+    **_WINDOWS,
+}
+_GEMMA4_SHARED = {
+    "attention_k_eq_v": False,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 131,
+    "num_hidden_layers": 7,
+    "layer_types": ["sliding_attention", *["sliding_attention", "full_attention"] * 3],
+    "num_kv_shared_layers": 3,
+    "use_double_wide_mlp": True,
+}
+_GEMMA4_VISION = {
+    "vision_config": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    | {"num_key_value_heads": 2, "head_dim": 8},
+    "audio_config": None,
+    "tie_word_embeddings": True,
 }
 _LLAMA4 = {
     "head_dim": 12,
@@ -254,20 +285,27 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "Gemma 4": ("Gemma4ForCausalLM", _GEMMA4),
+    "Gemma 3n": ("Gemma3nForCausalLM", _GEMMA3N),
+    "Gemma 3n, another stream": (
+        "Gemma3nForCausalLM",
+        _GEMMA3N | {"altup_active_idx": 1, "altup_num_inputs": 3, "altup_correct_scale": False},
+    ),
+    "Gemma 3n with a vision part": (
+        "Gemma3nForConditionalGeneration",
+        {"text_config": SIZES | _GEMMA3N, "tie_word_embeddings": True},
+    ),
+    "Gemma 4, experts": (
+        "Gemma4ForCausalLM",
+        _GEMMA4 | {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 20},
+    ),
+    "Gemma 4, layer inputs, shared keys and values": ("Gemma4ForCausalLM", _GEMMA4 | _GEMMA4_SHARED),
+    "Gemma 4 with a vision part, layer inputs": (
+        "Gemma4ForConditionalGeneration",
+        _GEMMA4_VISION | {"text_config": SIZES | _GEMMA4 | _GEMMA4_SHARED | {"pad_token_id": 0}},
+    ),
     "Gemma 4 with a vision part": (
         "Gemma4ForConditionalGeneration",
-        {
-            "vision_config": {
-                "hidden_size": 16,
-                "intermediate_size": 16,
-                "num_hidden_layers": 1,
-                "num_attention_heads": 2,
-            }
-            | {"num_key_value_heads": 2, "head_dim": 8},
-            "audio_config": None,
-            "text_config": SIZES | _GEMMA4 | {"pad_token_id": 0},
-            "tie_word_embeddings": True,
-        },
+        _GEMMA4_VISION | {"text_config": SIZES | _GEMMA4 | {"pad_token_id": 0}},
     ),
     "OLMo 2": ("Olmo2ForCausalLM", {}),
     "OLMo 3": ("Olmo3ForCausalLM", _WINDOWS),
@@ -568,8 +606,10 @@ MODELS = {
     "Gemma2ForCausalLM": "Gemma 2",
     "Gemma3ForCausalLM": "Gemma 3, text (270M, 1B)",
     "Gemma3ForConditionalGeneration": "Gemma 3 (4B, 12B, 27B), for text",
-    "Gemma4ForCausalLM": "Gemma 4, text, dense without per-layer embeddings (31B)",
-    "Gemma4ForConditionalGeneration": "Gemma 4 31B, for text",
+    "Gemma3nForCausalLM": "Gemma 3n, text",
+    "Gemma3nForConditionalGeneration": "Gemma 3n (E2B, E4B), for text",
+    "Gemma4ForCausalLM": "Gemma 4, text",
+    "Gemma4ForConditionalGeneration": "Gemma 4 (E2B, E4B, 26B-A4B, 31B), for text",
     "Olmo2ForCausalLM": "OLMo 2",
     "Olmo3ForCausalLM": "OLMo 3",
     "OlmoeForCausalLM": "OLMoE",
@@ -692,16 +732,28 @@ def _stack_experts(folder: Path) -> None:
 
 def write_model(architecture: str, settings: dict[str, Any], folder: Path) -> Any:
     """A random model of transformers in `folder`, and itself."""
-    kind: Any = getattr(transformers, architecture)
+    kind: Any = getattr(transformers, TEXT_PARTS.get(architecture, architecture))
     torch.manual_seed(0)
     torch.set_num_threads(1)  # the matrices are too small to be shared
-    model = kind(kind.config_class(**settings)).train(False)
+    part = settings["text_config"] if architecture in TEXT_PARTS else settings
+    model = kind(kind.config_class(**part)).train(False)
     with torch.no_grad():
         for parameter in model.parameters():  # transformers starts biases at 0 and norms at 1, which hides them
             if parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter), alpha=0.2)
     model.save_pretrained(folder)
+    if architecture in TEXT_PARTS:
+        _name_as_part(architecture, settings, folder)
     return text_of(model)
+
+
+def _name_as_part(architecture: str, settings: dict[str, Any], folder: Path) -> None:
+    """Write what is in the folder as the text part of a model that transformers has."""
+    config = getattr(transformers, architecture).config_class(**settings).to_dict() | {"architectures": [architecture]}
+    (folder / "config.json").write_text(json.dumps(config))
+    path = folder / "model.safetensors"
+    tensors = {name.replace("model.", "model.language_model.", 1): each for name, each in load_file(path).items()}
+    save_file(tensors, path, {"format": "pt"})
 
 
 if __name__ == "__main__":

@@ -47,7 +47,11 @@ def logits(config: EngineConfig, tokens: Tensor, parallel: Parallel) -> Tensor:
     )
     for stage, layers in enumerate(config.parallel.stages):
         decoder = load_model(config, stage * parallel.size + parallel.rank, parallel, CPU, experts=experts)
-        caches = [_cache(arch.layers[number], parallel.size, blocks, dtype) for number in layers]
+        caches: list[LayerCache] = []
+        for number in layers:
+            source = arch.layers[number].kv_source
+            own = _cache(arch.layers[number], parallel.size, blocks, dtype)
+            caches.append(own if source is None else own._replace(memory=caches[layers.index(source)].memory))
         hidden = decoder(hidden, batch, caches)
     assert hidden is not None
     assert not isinstance(decoder, Encoder)

@@ -161,6 +161,15 @@ def _outer(arch: ModelSpec, has_head: bool) -> _Parameters:
     if arch.position_embeddings:
         yield from _linear("positions", {"": arch.position_embeddings}, width)
     yield from _norm("embedding_norm", arch.embedding_norm, width)
+    if (spec := arch.layer_input) is not None:
+        inputs = arch.num_layers * spec.size
+        yield from _linear("layer_inputs.embedding", {"": spec.vocab_size}, inputs)
+        yield "layer_inputs", "projection", {"": (inputs, width)}
+        yield from _norm("layer_inputs.norm", spec.norm, spec.size)
+    if arch.alt_up is not None:
+        projections = {str(number): width for number in range(arch.alt_up.num_streams - 1)}
+        yield from _linear("expansion", projections, width)
+        yield from _linear("merger", projections, width)
     yield from _norm("norm", arch.norm, width)
     if isinstance(arch, EncoderSpec):
         yield from _norm("final_norm", arch.final_norm, width)
@@ -178,6 +187,22 @@ def _inner(layer: LayerSpec, width: int) -> _Parameters:
         yield from _norm(f"layers.{name}", getattr(layer, name), width)
     if layer.has_scalar:
         yield "layers", "scalar", {"": (1,)}
+    if layer.layer_input is not None:
+        yield from _linear("layers.layer_input.gate", {"": layer.layer_input.size}, width)
+        yield from _linear("layers.layer_input.projection", {"": width}, layer.layer_input.size)
+        yield from _norm("layers.layer_input.norm", layer.layer_input.norm, width)
+    if (alt_up := layer.alt_up) is not None:
+        count = alt_up.num_streams
+        yield from _norm("layers.alt_up.norm", alt_up.norm, width)
+        for name, rows, columns in (("router", count, width), ("prediction", count**2, count)):
+            yield "layers.alt_up", name, {"": (rows, columns)}
+        yield "layers.alt_up", "correction", {"": (count, count)}
+        if alt_up.scales_output:
+            yield "layers.alt_up", "scale", {"": (width,)}
+    if layer.laurel is not None:
+        yield from _linear("layers.laurel.down", {"": layer.laurel.rank}, width)
+        yield from _linear("layers.laurel.up", {"": width}, layer.laurel.rank)
+        yield from _norm("layers.laurel.norm", layer.laurel.norm, width)
     if isinstance(layer.attention, MLASpec):
         yield from _mla(layer.attention, width)
     elif isinstance(layer.attention, AttentionSpec):
@@ -204,12 +229,13 @@ def _inner(layer: LayerSpec, width: int) -> _Parameters:
 def _attention(spec: AttentionSpec, width: int) -> _Parameters:
     module, queries, keys = "layers.attention", spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     values = spec.num_kv_heads * spec.value_dim
-    rest = ({} if spec.values_are_keys else {"v": values}) | ({"gate": queries} if spec.output_gate else {})
-    yield from _linear(f"{module}.qkv", {"q": queries, "k": keys, **rest}, width, bias=spec.qkv_bias)
+    own = {} if spec.kv_source is not None else {"k": keys} | ({} if spec.values_are_keys else {"v": values})
+    rest = {"gate": queries} if spec.output_gate else {}
+    yield from _linear(f"{module}.qkv", {"q": queries, **own, **rest}, width, bias=spec.qkv_bias)
     yield from _linear(f"{module}.output", {"": width}, spec.num_heads * spec.value_dim, bias=spec.output_bias)
     if spec.has_sinks:
         yield module, "sinks", {"": (spec.num_heads,)}
-    for name, part, size in (("query_norm", "q", queries), ("key_norm", "k", keys)):
+    for name, part, size in (("query_norm", "q", queries), ("key_norm", "k", keys))[: 1 + bool(own)]:
         if spec.qk_norm is not None and spec.qk_norm_over == "head":
             yield from _norm(f"{module}.{name}", spec.qk_norm, spec.head_dim)
         elif spec.qk_norm is not None:
@@ -318,8 +344,11 @@ def _mlp(module: str, spec: MLPSpec, width: int) -> _Parameters:
 def _mixture(spec: MoESpec, width: int) -> _Parameters:
     module, size = "layers.feed_forward", spec.intermediate_size
     yield from _linear(f"{module}.router", {"": spec.num_experts}, width, bias=spec.router_bias)
-    if spec.correction_bias:
-        yield f"{module}.router", "correction_bias", {"": (spec.num_experts,)}
+    for name in ("correction_bias", "expert_scale"):
+        if getattr(spec, name):
+            yield f"{module}.router", name, {"": (spec.num_experts,)}
+    for name in ("router.norm", "input_norm", "output_norm", "shared_input_norm", "shared_output_norm"):
+        yield from _norm(f"{module}.{name}", spec.norm, width)
     yield from _linear(f"{module}.experts.gate_up", {"gate": size, "up": size}, width, bias=spec.bias)
     yield from _linear(f"{module}.experts.down", {"": width}, size, bias=spec.bias)
     if spec.shared is not None:

@@ -19,6 +19,8 @@ _SIZES = (
     *("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
 )
 """Whole numbers of at least 1."""
+_BY_LAYER = ("intermediate_size",)
+"""Sizes that may be lists, with a number for each layer."""
 _OPTIONAL_SIZES = (
     *("num_key_value_heads", "num_kv_heads", "head_dim", "n_inner", "ffn_hidden_size", "q_lora_rank"),
     *("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts"),
@@ -38,7 +40,8 @@ def check_values(config: Mapping[str, Any], max_layers: int) -> None:
         value, minimum = config[name], int(name in _SIZES)
         if value is None and not minimum:
             continue
-        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+        values = value if name in _BY_LAYER and isinstance(value, list) else [value]
+        if any(not isinstance(each, int) or isinstance(each, bool) or each < minimum for each in values):
             alternative = "" if minimum else "null or "
             raise ConfigError(f"{name} must be {alternative}a whole number of at least {minimum}, got {_json(value)}")
     for name in _LAYERS:

@@ -1,0 +1,49 @@
+"""Inputs of each layer's own (Gemma 3n), as described by `quire.engine.models.model_spec.LayerInputSpec`; replicated on
+all ranks, except the embedding."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from quire import kernels
+from quire.engine.distributed.communicator import Parallel
+from quire.engine.layers.embedding import VocabParallelEmbedding
+from quire.engine.layers.linear import ColumnParallelLinear, Partition
+from quire.engine.layers.norm import make_norm
+from quire.engine.layers.weight import Weight, whole
+from quire.engine.models.model_spec import LayerInputSpec
+
+
+class LayerInputs(nn.Module):
+    """The inputs of `num_layers` layers, one after another."""
+
+    def __init__(self, spec: LayerInputSpec, num_layers: int, hidden_size: int, parallel: Parallel) -> None:
+        super().__init__()
+        self._spec, self._hidden_size, width = spec, hidden_size, num_layers * spec.size
+        self.embedding = VocabParallelEmbedding(spec.vocab_size, width, parallel)
+        self.projection = Weight((width, hidden_size), whole(width, hidden_size))
+        self.norm = make_norm(spec.norm, spec.size)
+
+    def forward(self, token_ids: Tensor, x: Tensor) -> Tensor:
+        """`[tokens]`, and the embedded tokens `[tokens, hidden_size]`, → `[tokens, num_layers * size]`."""
+        projected = F.linear(x, self.projection) * self._hidden_size**-0.5
+        normed: Tensor = self.norm(projected.unflatten(-1, (-1, self._spec.size)))
+        rows: Tensor = self.embedding(token_ids.where(token_ids < self._spec.vocab_size, 0))
+        return (normed.flatten(1) + rows * rows.new_full((), self._spec.size**0.5)) * 2**-0.5
+
+
+class LayerInput(nn.Module):
+    """What a layer's own input adds to the residual stream."""
+
+    def __init__(self, spec: LayerInputSpec, hidden_size: int) -> None:
+        super().__init__()
+        self._activation = spec.activation
+        self.gate = ColumnParallelLinear(hidden_size, [Partition("", spec.size, 0, spec.size)], bias=False)
+        self.projection = ColumnParallelLinear(spec.size, [Partition("", hidden_size, 0, hidden_size)], bias=False)
+        self.norm = make_norm(spec.norm, hidden_size)
+
+    def forward(self, x: Tensor, layer_input: Tensor) -> Tensor:
+        """The residual stream `[tokens, hidden_size]`, and the input `[tokens, size]`, → `[tokens, hidden_size]`."""
+        gate = kernels.activate(self.gate(x), self._activation)
+        return self.norm(self.projection(gate * layer_input))  # type: ignore[no-any-return]

@@ -1,0 +1,90 @@
+"""Residual streams other than the usual one (Gemma 3n); replicated on all ranks."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from quire.engine.layers.linear import ColumnParallelLinear, Partition, stacked
+from quire.engine.layers.norm import make_norm
+from quire.engine.layers.weight import Weight, whole
+from quire.engine.models.model_spec import AltUpSpec, LaurelSpec
+
+_SMALLEST_SQUARE = 1e-5
+"""Of a projected stream's mean square, as in the authors' code."""
+
+
+class AltUp(nn.Module):
+    """A layer's part of alternating updates, as described by `quire.engine.models.model_spec.AltUpSpec`."""
+
+    def __init__(self, spec: AltUpSpec, hidden_size: int) -> None:
+        super().__init__()
+        self.active, self._hidden_size, count = spec.active, hidden_size, spec.num_streams
+        self.norm = make_norm(spec.norm, hidden_size)
+        self.router = Weight((count, hidden_size), whole(count, hidden_size))
+        self.prediction = Weight((count**2, count), whole(count**2, count))
+        self.correction = Weight((count, count), whole(count, count))
+        self.scale = Weight((hidden_size,), whole(hidden_size)) if spec.scales_output else None
+
+    def predict(self, x: Tensor) -> Tensor:
+        """`[tokens, streams * hidden_size]` → `[tokens, streams, hidden_size]`"""
+        streams = torch.unflatten(x, -1, (-1, self._hidden_size))
+        weights = F.linear(self._modalities(streams[:, self.active]), self.prediction)
+        return streams + torch.unflatten(weights, -1, (streams.shape[1], -1)) @ streams
+
+    def correct(self, predicted: Tensor, computed: Tensor) -> Tensor:
+        """`predicted`, with what was computed for the active stream, `[tokens, hidden_size]`."""
+        weights = F.linear(self._modalities(computed), self.correction) + 1
+        return predicted + weights[..., None] * (computed - predicted[:, self.active])[:, None]
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return x if self.scale is None else x * self.scale
+
+    def _modalities(self, x: Tensor) -> Tensor:
+        """`[tokens, hidden_size]` → `[tokens, streams]`"""
+        routed = F.linear(self.norm(x) / self._hidden_size, self.router)
+        return routed.float().tanh().to(x.dtype)
+
+
+class StreamProjections(nn.Module):
+    """The projections of all streams but the first, before or after the layers."""
+
+    def __init__(self, spec: AltUpSpec, hidden_size: int) -> None:
+        super().__init__()
+        parts = [Partition(str(number), hidden_size, 0, hidden_size) for number in range(spec.num_streams - 1)]
+        self.weight = Weight((len(parts) * hidden_size, hidden_size), *stacked(parts, (hidden_size,)))
+
+    def expand(self, x: Tensor) -> Tensor:
+        """The embedded tokens `[tokens, hidden_size]` → `[tokens, streams * hidden_size]`"""
+        others = torch.unflatten(F.linear(x, self.weight), -1, (-1, x.shape[-1]))
+        return torch.cat((x, _with_size_of(x, others).flatten(1)), dim=-1)
+
+    def merge(self, x: Tensor) -> Tensor:
+        """`[tokens, streams * hidden_size]` → `[tokens, hidden_size]`"""
+        count = x.shape[-1] // self.weight.shape[1]
+        first, *others = x.chunk(count, dim=-1)
+        weights = self.weight.chunk(count - 1)
+        projected = [F.linear(each, weight) for each, weight in zip(others, weights, strict=True)]
+        merged = torch.cat((first[:, None], _with_size_of(first, torch.stack(projected, dim=1))), dim=1)
+        return merged.mean(dim=1)
+
+
+def _with_size_of(x: Tensor, others: Tensor) -> Tensor:
+    """`others` `[tokens, streams, hidden_size]` with the root mean square of `x` `[tokens, hidden_size]`."""
+    size = x.square().mean(dim=-1, keepdim=True).sqrt()
+    return others * size[:, None] / others.square().mean(dim=-1, keepdim=True).clamp(min=_SMALLEST_SQUARE).sqrt()
+
+
+class Laurel(nn.Module):
+    """A learned residual as described by `quire.engine.models.model_spec.LaurelSpec`."""
+
+    def __init__(self, spec: LaurelSpec, hidden_size: int) -> None:
+        super().__init__()
+        self.down = ColumnParallelLinear(hidden_size, [Partition("", spec.rank, 0, spec.rank)], bias=False)
+        self.up = ColumnParallelLinear(spec.rank, [Partition("", hidden_size, 0, hidden_size)], bias=False)
+        self.norm = make_norm(spec.norm, hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[tokens, hidden_size]` → the same."""
+        return x + self.norm(self.up(self.down(x)))  # type: ignore[no-any-return]

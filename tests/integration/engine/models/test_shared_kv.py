@@ -1,0 +1,59 @@
+"""Layers that read the keys and values of another: they have no cache of their own, and its pipeline stage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from quire.engine.config.memory_plan import MemoryPlan
+from quire.engine.protocol.errors import ConfigError
+from quire.engine.worker.model_runner import allocate_caches
+from tests.fakes.families import CASES, SIZES, write_model
+from tests.fakes.model_logits import configure
+
+CASE = "Gemma 4, layer inputs, shared keys and values"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    architecture, changes = CASES[CASE]
+    write_model(architecture, SIZES | changes, tmp_path)
+    return tmp_path
+
+
+def test_they_take_no_memory(folder: Path) -> None:
+    """Of the layers without windows, 2 is the last with its own, of those with windows 3; 4 to 6 read theirs."""
+    config = configure(folder, max_model_len=64)
+    sources = [layer.kv_source for layer in config.model.architecture.layers]
+    assert sources == [None] * 4 + [2, 3, 2]
+    assert sorted(layer for group in config.cache.groups for layer in group.layers[0]) == [0, 1, 2, 3]
+    caches = allocate_caches(config, 0, torch.device("cpu"))
+    memories = [cache.memory for cache in caches if cache.memory is not None]
+    for number, source in enumerate(sources):
+        assert memories[number].data_ptr() == memories[number if source is None else source].data_ptr()
+        assert caches[number].group == caches[number if source is None else source].group
+    (bytes_of_block,) = MemoryPlan.of(config).kv_block
+    assert bytes_of_block == sum(
+        memory[:, 0].nbytes for memory in {each.data_ptr(): each for each in memories}.values()
+    )
+
+
+def test_they_are_in_the_stage_of_their_source(folder: Path) -> None:
+    for stages, starts in ((1, [0]), (2, [0, 2]), (3, [0, 1, 2])):
+        parallel = configure(folder, pipeline_parallel_size=stages, max_model_len=64).parallel
+        assert [stage.start for stage in parallel.stages] == starts
+    with pytest.raises(ConfigError, match=r"--pipeline-parallel-size 4: a stage cannot start .* layers 0, 1, 2$"):
+        configure(folder, pipeline_parallel_size=4)
+    with pytest.raises(ConfigError, match=r"--pipeline-layer-partition 4,3: a stage cannot start"):
+        configure(folder, pipeline_parallel_size=2, pipeline_layer_partition="4,3")
+
+
+def test_a_source_must_exist(tmp_path: Path) -> None:
+    architecture, changes = CASES[CASE]
+    write_model(architecture, SIZES | changes, tmp_path)
+    text = (tmp_path / "config.json").read_text()
+    (tmp_path / "config.json").write_text(text.replace('"num_kv_shared_layers": 3', '"num_kv_shared_layers": 6'))
+    with pytest.raises(ConfigError, match=r"num_kv_shared_layers 6: no layer before"):
+        configure(tmp_path, model_impl="quire")
