@@ -125,7 +125,8 @@ def _weight_bytes(model: ModelConfig, parallel: ParallelConfig, stage: int) -> i
         parallel.tensor_parallel_size,
     )
     width, first, last = DTYPE_BYTES[model.dtype], stage == 0, stage == len(stages) - 1
-    layers = [(number, each) for number in stages[stage] for each in arch.layers[number].matrices(arch.hidden_size, tp)]
+    held = arch.held_layers(stages[stage])
+    layers = [(number, each) for number, layer in held for each in layer.matrices(arch.hidden_size, tp)]
     embedding, head = arch.outer_matrices(tp)
     is_shared = first and arch.tie_embeddings
     unpacked = arch.stage_parameters(stages, stage, tp) - sum(each.elements for _, each in layers)

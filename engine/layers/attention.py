@@ -131,7 +131,7 @@ class Attention(nn.Module):
             parts.append(replace(parts[0], name="gate"))
         heads = divided("", spec.num_heads, parallel)
         self._widths = [part.length for part in parts]
-        self.qkv = ColumnParallelLinear(hidden_size, parts, bias=spec.qkv_bias)
+        self.qkv = ColumnParallelLinear(spec.input_size or hidden_size, parts, bias=spec.qkv_bias)
         self.output = RowParallelLinear(spec.num_heads * spec.value_dim, hidden_size, parallel, bias=spec.output_bias)
         self.query_norm = _head_norm(spec, parts[0], parallel)
         self.key_norm = None if spec.kv_source is not None else _head_norm(spec, parts[1], parallel)
@@ -153,19 +153,24 @@ class Attention(nn.Module):
         cos_sin: Tensor,
         cache: Tensor,
         last_tokens: Tensor | None = None,
+        added: Tensor | None = None,
     ) -> Tensor:
         """`[tokens, hidden_size]` → the same, or only the rows `last_tokens`, the last ones of the requests.
+
+        `added` is added to queries, keys and values.
 
         Writes the keys and values of all tokens to this layer's `cache`, unless it is the cache of another layer.
         """
         spec = self._spec
-        query, *others = self.qkv(x).split(self._widths, dim=-1)
+        qkv: Tensor = self.qkv(x)
+        qkv = qkv if added is None else qkv + added
+        query, *others = qkv.split_with_sizes(self._widths, dim=-1)
         if spec.kv_source is None:
             key = others.pop(0)
-            value = (key if spec.values_are_keys else others.pop(0)).unflatten(-1, (-1, spec.value_dim))
+            value = torch.unflatten(key if spec.values_are_keys else others.pop(0), -1, (-1, spec.value_dim))
         else:
             key, value = query[:, :0], None  # no heads
-        query, key, *gates = (part.unflatten(-1, (-1, spec.head_dim)) for part in (query, key, *others))
+        query, key, *gates = (torch.unflatten(part, -1, (-1, spec.head_dim)) for part in (query, key, *others))
         if value is not None and self._value_norm is not None:
             value = self._value_norm(value)
         if value is not None and spec.value_dim < spec.head_dim:

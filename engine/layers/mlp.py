@@ -22,7 +22,7 @@ class MLP(nn.Module):
         self._spec, self._parallel = spec, parallel
         gate, up = (divided(name, spec.intermediate_size, parallel) for name in ("gate", "up"))
         self.gate_up: ColumnParallelLinear
-        if spec.is_gated and spec.gate_multiplier == 1.0 and not spec.sparsity:
+        if spec.is_gated and spec.gate_multiplier == 1.0 and not (spec.sparsity or spec.is_adapted):
             self.gate_up = GatedLinear(hidden_size, gate, up, spec.activation, bias=spec.bias)
         else:
             self.gate_up = ColumnParallelLinear(hidden_size, [gate, up] if spec.is_gated else [up], bias=spec.bias)
@@ -33,19 +33,20 @@ class MLP(nn.Module):
         """The layer that alone multiplies the input."""
         return self.gate_up
 
-    def forward(self, x: Tensor | kernels.RoundedRows) -> Tensor:
-        """`[tokens, hidden_size]` → the same."""
-        out: Tensor = self.down(self._inner(x))
+    def forward(self, x: Tensor | kernels.RoundedRows, added: Tensor | None = None) -> Tensor:
+        """`[tokens, hidden_size]` → the same. `added` is added to gates and ups, if the spec `is_adapted`."""
+        out: Tensor = self.down(self._inner(x, added))
         return self._scaled(out)
 
     def partial(self, x: Tensor | kernels.RoundedRows) -> Tensor:
         """This rank's part of the output; the output is the sum over all ranks."""
         return self._scaled(self.down.partial(self._inner(x)))
 
-    def _inner(self, x: Tensor | kernels.RoundedRows) -> Tensor | kernels.RoundedRows:
+    def _inner(self, x: Tensor | kernels.RoundedRows, added: Tensor | None = None) -> Tensor | kernels.RoundedRows:
         if isinstance(self.gate_up, GatedLinear):
             return self.gate_up.forward_to(self.down, x)
         inner: Tensor = self.gate_up(x)
+        inner = inner if added is None else inner + added
         if not self._spec.is_gated:
             return kernels.activate(inner, self._spec.activation)
         gate, up = inner.chunk(2, dim=-1)

@@ -15,6 +15,7 @@ from quire.engine.distributed.expert_group import ExpertGroup
 from quire.engine.layers.attention import Attention, Batch, LayerCache, Selection, by_chunks
 from quire.engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from quire.engine.layers.layer_input import LayerInput, LayerInputs
+from quire.engine.layers.linear import ColumnParallelLinear, Partition
 from quire.engine.layers.mla import MLA
 from quire.engine.layers.mlp import MLP
 from quire.engine.layers.moe import MixtureOfExperts
@@ -22,6 +23,7 @@ from quire.engine.layers.norm import LayerNorm, RMSNorm, make_norm
 from quire.engine.layers.recurrent import make_mixer
 from quire.engine.layers.residual import AltUp, Laurel, StreamProjections
 from quire.engine.layers.rotary import Rotary
+from quire.engine.layers.shared_block import SharedBlock, attention_adapter, feed_forward_adapter
 from quire.engine.layers.weight import Weight, whole
 from quire.engine.models import model_spec
 from quire.engine.models.model_spec import ModelSpec
@@ -32,16 +34,30 @@ class DecoderLayer(nn.Module):
     stream."""
 
     def __init__(
-        self, spec: model_spec.LayerSpec, hidden_size: int, parallel: Parallel, experts: ExpertGroup | None = None
+        self,
+        spec: model_spec.LayerSpec,
+        hidden_size: int,
+        parallel: Parallel,
+        experts: ExpertGroup | None = None,
+        block: SharedBlock | None = None,
     ) -> None:
         super().__init__()
-        self.spec = spec
+        self.spec, self.block = spec, block
         self.attention_norm = _norm(spec.attention_norm, hidden_size)
-        self.attention = _attention(spec.attention, hidden_size, parallel)
+        own_attention, own_feed_forward = (spec.attention, spec.feed_forward) if block is None else (None, None)
+        self.attention = _attention(own_attention, hidden_size, parallel)
         self.state = None if spec.state is None else make_mixer(spec.state, hidden_size, parallel)
         self.attention_post_norm = _norm(spec.attention_post_norm, hidden_size)
         self.feed_forward_norm = _norm(spec.feed_forward_norm, hidden_size)
-        self.feed_forward = _feed_forward(spec.feed_forward, hidden_size, parallel, experts)
+        self.feed_forward = _feed_forward(own_feed_forward, hidden_size, parallel, experts)
+        if spec.block is not None:
+            assert isinstance(spec.attention, model_spec.AttentionSpec)
+            assert isinstance(spec.feed_forward, model_spec.MLPSpec)
+            self.attention_adapter = attention_adapter(spec.block, spec.attention, parallel)
+            self.feed_forward_adapter = feed_forward_adapter(spec.block, spec.feed_forward, hidden_size, parallel)
+            self.block_output = ColumnParallelLinear(
+                hidden_size, [Partition("", hidden_size, 0, hidden_size)], bias=False
+            )
         self.feed_forward_post_norm = _norm(spec.feed_forward_post_norm, hidden_size)
         self.layer_input = None if spec.layer_input is None else LayerInput(spec.layer_input, hidden_size)
         self.alt_up = None if spec.alt_up is None else AltUp(spec.alt_up, hidden_size)
@@ -69,6 +85,8 @@ class DecoderLayer(nn.Module):
         With `last_tokens`, the indices of the requests' last tokens, only these are returned: the model's last layer
         needs only keys and values of the others.
         """
+        if self.block is not None:
+            return self._with_block(x if residual is None else residual + x, batch, cos_sin, cache, layer_input)
         predicted = None
         if self.alt_up is not None:
             predicted = self.alt_up.predict(x)
@@ -90,6 +108,18 @@ class DecoderLayer(nn.Module):
         added = self.layer_input(self.alt_up.scaled(streams[:, self.alt_up.active]), layer_input)
         streams[:, 1:] += added[:, None]
         return streams.flatten(1), None
+
+    def _with_block(
+        self, x: Tensor, batch: Batch, cos_sin: Tensor | None, cache: LayerCache, embedded: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Like `forward`, for a layer with a shared block."""
+        assert self.block is not None
+        assert self.state is not None
+        assert embedded is not None
+        place = batch.for_group(cache.group), cos_sin, cache.memory
+        block = self.block(torch.cat((x, embedded), dim=-1), *place, self.attention_adapter, self.feed_forward_adapter)
+        normed = _apply(self.attention_norm, x + self.block_output(block))
+        return self.state(normed, batch.for_group(cache.state_group), cache.state), x
 
     def in_phases(
         self,
@@ -229,6 +259,23 @@ def _feed_forward(
             return MixtureOfExperts(spec, hidden_size, parallel, experts)
 
 
+def _blocks(arch: ModelSpec, layers: range, parallel: Parallel) -> dict[int, SharedBlock]:
+    """The block of each layer that has a shared one."""
+    found: dict[int, SharedBlock] = {}
+    by_source: dict[int, SharedBlock] = {}
+    for number in layers:
+        spec = arch.layers[number]
+        if spec.block is None:
+            continue
+        assert isinstance(spec.attention, model_spec.AttentionSpec)
+        assert isinstance(spec.feed_forward, model_spec.MLPSpec)
+        if spec.block.source not in by_source:
+            block = SharedBlock(spec.block, spec.attention, spec.feed_forward, arch.hidden_size, parallel)
+            by_source[spec.block.source] = block
+        found[number] = by_source[spec.block.source]
+    return found
+
+
 class PositionEmbedding(nn.Module):
     """Learned position embeddings; replicated on all ranks."""
 
@@ -273,8 +320,12 @@ class Decoder(nn.Module):
         self.layer_inputs = None
         if first and arch.layer_input is not None:
             self.layer_inputs = LayerInputs(arch.layer_input, arch.num_layers, width, parallel)
+        blocks = _blocks(arch, layers, parallel)
         self.layers = nn.ModuleDict(
-            {str(number): DecoderLayer(arch.layers[number], width, parallel, experts) for number in layers}
+            {
+                str(number): DecoderLayer(arch.layers[number], width, parallel, experts, blocks.get(number))
+                for number in layers
+            }
         )
         self._is_last = last
         self.expansion, self.merger = (
@@ -335,15 +386,17 @@ class Decoder(nn.Module):
 
     def _divided(self, x: Tensor) -> tuple[Tensor, Sequence[Tensor | None]]:
         """The residual streams, and the own input of each of the stage's layers, of `[tokens, stage_width]`."""
-        if self._arch.layer_input is None:
+        if self._arch.layer_input is None and not self._arch.passes_embedding:
             return x, [None] * len(self.layers)
         x, inputs = x.tensor_split((self._arch.stream_width,), dim=-1)
+        if self._arch.layer_input is None:
+            return x.contiguous(), [inputs] * len(self.layers)
         own = inputs.chunk(self._arch.num_layers, dim=-1)
         return x.contiguous(), [own[int(number)] for number in self.layers]
 
     def _joined(self, x: Tensor, given: Tensor) -> Tensor:
-        """What this stage passes on: the residual streams with the layers' inputs of what it was given."""
-        if self._is_last or self._arch.layer_input is None:
+        """What this stage passes on: the residual streams with what goes beside them in what it was given."""
+        if self._is_last or self._arch.stage_width == self._arch.stream_width:
             return x if self.merger is None else self.merger.merge(x)
         return torch.cat((x, given[:, self._arch.stream_width :]), dim=-1)
 
@@ -372,6 +425,8 @@ class Decoder(nn.Module):
         if self.positions is not None:
             x = x + self.positions(batch.positions)
         x = _apply(self.embedding_norm, x)
+        if self._arch.passes_embedding:
+            return torch.cat((x, x), dim=-1)
         if self.layer_inputs is None:
             return x
         inputs = self.layer_inputs(batch.token_ids, x)

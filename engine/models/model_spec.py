@@ -137,6 +137,8 @@ class AttentionSpec:
     """Queries and keys are rotated before they are normalized."""
     kv_source: int | None = None
     """The number of the layer before whose keys and values are read, and none are computed; None: the layer's own."""
+    input_size: int = 0
+    """Features that queries, keys and values are computed from; 0: those of the hidden state."""
 
     @property
     def value_dim(self) -> int:
@@ -148,7 +150,7 @@ class AttentionSpec:
 
     def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
         heads = self.num_heads // tp
-        yield MatrixShape(self._qkv_rows(tp), hidden, 1, "attention.qkv")
+        yield MatrixShape(self._qkv_rows(tp), self.input_size or hidden, 1, "attention.qkv")
         yield MatrixShape(hidden, heads * self.value_dim, 1, "attention.output", self.num_heads * self.value_dim)
 
     def _qkv_rows(self, tp: int) -> int:
@@ -619,6 +621,8 @@ class MLPSpec:
     gate_multiplier: float = 1.0
     """Factor on the gate before its activation."""
     output_multiplier: float = 1.0
+    is_adapted: bool = False
+    """An adapter's output is added to what is computed from the input."""
     sparsity: float = 0.0
     """The share of the gate's features that are 0: those below that quantile of a normal distribution with their mean
     and deviation. The others are what they exceed it by (Gemma 3n)."""
@@ -761,6 +765,40 @@ class LayerInputSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SharedBlockSpec:
+    """A layer's attention and feed-forward layer are those of a block, whose weights several layers share (Zamba2).
+
+    The attention reads the residual stream beside the embedded token, and the feed-forward layer reads the attention's
+    output. The result is projected and added to the input of the layer's state, but not to the residual stream. Each
+    layer has adapters of its own for the projections of both (Hu et al. 2021).
+    """
+
+    source: int
+    """The first layer with this block."""
+    use: int
+    """The number of this layer among all that have a block."""
+    norm: NormSpec
+    """Of both inputs."""
+    rank: int
+    """Of the adapters."""
+    adapts_attention: bool
+    is_held: bool = True
+    """The block counts among the layer's parameters."""
+
+    def matrices(self, hidden: int, tp: int, attention: AttentionSpec, feed_forward: MLPSpec) -> Iterator[MatrixShape]:
+        """Those of the layer's own."""
+        yield MatrixShape(hidden, hidden, 1, "block_output")
+        yield MatrixShape(self.rank, hidden, 1, "feed_forward_adapter.down")
+        yield MatrixShape(2 * feed_forward.intermediate_size // tp, self.rank, 1, "feed_forward_adapter.up.gate_up")
+        if self.adapts_attention:
+            yield MatrixShape(3 * self.rank, attention.input_size, 1, "attention_adapter.down")
+            heads = attention.num_heads, *[attention.num_kv_heads] * 2
+            for part, number in zip("qkv", heads, strict=True):
+                rows = max(1, number // tp) * attention.head_dim
+                yield MatrixShape(rows, self.rank, 1, f"attention_adapter.up.{part}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class AltUpSpec:
     """Alternating updates (Baykal et al. 2023): there are several residual streams. A layer predicts all of them from
     all, computes one, and corrects the others by what it has computed. Its own input is added to all but the first.
@@ -832,6 +870,8 @@ class LayerSpec:
     alt_up: AltUpSpec | None = None
     """The model's, if there is one."""
     laurel: LaurelSpec | None = None
+    block: SharedBlockSpec | None = None
+    """What attention and feed-forward layer are of; None: they are the layer's own."""
 
     @property
     def kv_source(self) -> int | None:
@@ -847,6 +887,12 @@ class LayerSpec:
         return [*self.mixers, *([] if self.feed_forward is None else [self.feed_forward])]
 
     @property
+    def _held_parts(self) -> list[AttentionSpec | MLASpec | RecurrentSpec | MLPSpec | MoESpec]:
+        """The parts whose parameters count among the layer's."""
+        is_held = self.block is None or self.block.is_held
+        return [part for part in self.parts if is_held or part is self.state]
+
+    @property
     def norms(self) -> list[NormSpec]:
         norms = (self.attention_norm, self.attention_post_norm, self.feed_forward_norm, self.feed_forward_post_norm)
         added = (None if each is None else each.norm for each in (self.layer_input, self.laurel))
@@ -854,8 +900,14 @@ class LayerSpec:
 
     def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
         """The linear layers' weights on one rank."""
-        for part in self.parts:
-            yield from part.matrices(hidden, tp)
+        for part in self._held_parts:
+            is_shared = self.block is not None and part is not self.state
+            for each in part.matrices(hidden, tp):
+                yield each._replace(module=f"block.{each.module}") if is_shared else each
+        if self.block is not None:
+            assert isinstance(self.attention, AttentionSpec)
+            assert isinstance(self.feed_forward, MLPSpec)
+            yield from self.block.matrices(hidden, tp, self.attention, self.feed_forward)
         if self.layer_input is not None:
             yield from self.layer_input.matrices(hidden)
         if self.laurel is not None:
@@ -864,7 +916,9 @@ class LayerSpec:
     def num_parameters(self, hidden: int, tp: int) -> int:
         """Parameters on one rank."""
         count = sum(each.elements for each in self.matrices(hidden, tp))
-        count += sum(part.num_other_parameters(hidden, tp) for part in self.parts)
+        count += sum(part.num_other_parameters(hidden, tp) for part in self._held_parts)
+        if self.block is not None and self.block.is_held and isinstance(self.attention, AttentionSpec):
+            count += self.block.norm.num_parameters(self.attention.input_size + hidden)
         count += 0 if self.alt_up is None else self.alt_up.num_parameters(hidden)
         return count + sum(norm.num_parameters(hidden) for norm in self.norms) + self.has_scalar
 
@@ -909,8 +963,26 @@ class ModelSpec:
 
     @property
     def stage_width(self) -> int:
-        """Features of a token that a stage passes to the next one: the residual streams, and the layers' own inputs."""
-        return self.stream_width + (0 if self.layer_input is None else self.num_layers * self.layer_input.size)
+        """Features of a token that a stage passes to the next one: the residual streams, the layers' own inputs, and
+        the embedded token if layers read it."""
+        passed = 0 if self.layer_input is None else self.num_layers * self.layer_input.size
+        return self.stream_width + passed + self.passes_embedding * self.hidden_size
+
+    @property
+    def passes_embedding(self) -> bool:
+        """Whether layers read the embedded tokens."""
+        return any(layer.block is not None for layer in self.layers)
+
+    def held_layers(self, stage: range) -> list[tuple[int, LayerSpec]]:
+        """The layers of a stage by their number; of those that share a block, the first one holds it."""
+        found, blocks = [], set[int]()
+        for number in stage:
+            layer = self.layers[number]
+            if (block := layer.block) is not None:
+                layer = replace(layer, block=replace(block, is_held=block.source not in blocks))
+                blocks.add(block.source)
+            found.append((number, layer))
+        return found
 
     def with_expert_parallelism(self, ranks: int, num_redundant_experts: int) -> ModelSpec:
         """The same model with the experts of each layer, and copies of some, distributed evenly over `ranks`."""
@@ -943,7 +1015,7 @@ class ModelSpec:
         """Parameters on one rank of a stage; a tied head is stored again if the first and last stage differ."""
         embedding = self.vocab_per_rank(tp) * self.hidden_size
         first, last = stage == 0, stage == len(stages) - 1
-        count = sum(self.layers[number].num_parameters(self.hidden_size, tp) for number in stages[stage])
+        count = sum(layer.num_parameters(self.hidden_size, tp) for _, layer in self.held_layers(stages[stage]))
         if first:
             count += embedding + self.position_embeddings * self.hidden_size
             count += 0 if self.embedding_norm is None else self.embedding_norm.num_parameters(self.hidden_size)

@@ -101,6 +101,21 @@ _STATES = {
     "mamba_d_state": 16,
     "mamba_chunk_size": 32,
 }
+_ZAMBA = {
+    "layers_block_type": ["linear_attention", "hybrid", "hybrid", "linear_attention", "hybrid", "hybrid"],
+    "num_hidden_layers": 6,
+    "num_key_value_heads": 4,
+    "n_mamba_heads": 8,
+    "mamba_ngroups": 4,
+    "mamba_d_state": 16,
+    "num_mem_blocks": 2,
+    "use_shared_attention_adapter": True,
+    "adapter_rank": 6,
+    "chunk_size": 32,
+    "time_step_min": 1e-9,  # transformers applies it to prompts only
+    "initializer_range": 0.1,  # with 0.2, float32 is not exact enough
+    "tie_word_embeddings": True,
+}
 _INDEXED = {"index_topk": 20, "index_head_dim": 12, "index_n_heads": 16}
 _VISION = {
     "vision_config": {
@@ -516,6 +531,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "time_step_min": 1e-9,  # transformers applies it to prompts only
         },
     ),
+    "Zamba2": ("Zamba2ForCausalLM", _ZAMBA),
+    "Zamba2, one block, rope, biases": (
+        "Zamba2ForCausalLM",
+        _ZAMBA
+        | {"num_mem_blocks": 1, "use_shared_attention_adapter": False, "use_mem_rope": True, "add_bias_linear": True}
+        | {"mamba_ngroups": 1, "num_key_value_heads": 4, "hidden_act": "silu"},
+    ),
     "Falcon-H1": (
         "FalconH1ForCausalLM",
         _STATES
@@ -653,6 +675,7 @@ MODELS = {
     "BambaForCausalLM": "Bamba",
     "GraniteMoeHybridForCausalLM": "Granite 4",
     "NemotronHForCausalLM": "Nemotron-H, Nemotron Nano 2; not Nemotron 3, whose experts have no gates",
+    "Zamba2ForCausalLM": "Zamba2",
     "FalconH1ForCausalLM": "Falcon-H1",
     "KimiLinearForCausalLM": "Kimi-Linear-48B-A3B",
     "BailingHybridForCausalLM": "Ling and Ring with Kimi Delta Attention",

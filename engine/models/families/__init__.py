@@ -34,6 +34,7 @@ from quire.engine.models.families import (
     olmo,
     phimoe,
     qwen_next,
+    zamba,
 )
 from quire.engine.models.families.family import Family
 from quire.engine.models.model_spec import ModelSpec
@@ -60,6 +61,7 @@ FAMILIES: dict[str, Family] = {
     **qwen_next.FAMILIES,
     **lfm.FAMILIES,
     **mamba.FAMILIES,
+    **zamba.FAMILIES,
     **kimi_linear.FAMILIES,
     **minimax.FAMILIES,
     **ENCODERS,

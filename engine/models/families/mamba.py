@@ -41,7 +41,7 @@ _ALONE = {
 _LEGACY_KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
 
 
-def _mamba2(config: Config, norm: NormSpec | None, **changes: Any) -> Mamba2Spec:
+def mamba2(config: Config, norm: NormSpec | None, **changes: Any) -> Mamba2Spec:
     """The state space with Bamba's names in config.json."""
     require(config, "hidden_act", "silu")
     heads, width = int(config["mamba_n_heads"]), config["mamba_d_head"]
@@ -84,7 +84,7 @@ def _alone(name: str, config: Config) -> ModelSpec:
     settings = {**config, **{f"mamba_{ours}": config[theirs] for ours, theirs in names.items()}}
     layer = LayerSpec(
         attention=None,
-        state=_mamba2(settings, norm, input_bias=bias, output_bias=bias),
+        state=mamba2(settings, norm, input_bias=bias, output_bias=bias),
         attention_norm=norm,
         feed_forward=None,
         feed_forward_norm=None,
@@ -146,7 +146,7 @@ def _jamba(name: str, config: Config) -> ModelSpec:
     return architecture(name, config, layers, norm)
 
 
-def _kinds(config: Config) -> list[str]:
+def kinds_of_layers(config: Config) -> list[str]:
     """The kinds of layers, under one of their names."""
     stored = config.get("layers_block_type") or config.get("layer_types") or []
     return [_LEGACY_KINDS.get(kind, kind) for kind in stored]
@@ -155,7 +155,7 @@ def _kinds(config: Config) -> list[str]:
 def _bamba(name: str, config: Config) -> ModelSpec:
     norm, count = rms_norm(config), int(config["num_hidden_layers"])
     mixers: dict[str, dict[str, Any]] = {
-        "linear_attention": {"attention": None, "state": _mamba2(config, norm)},
+        "linear_attention": {"attention": None, "state": mamba2(config, norm)},
         "full_attention": {"attention": attention(config, rope(config, head_dim(config)))},
     }
     with_attention = set(config.get("attn_layer_indices") or ())
@@ -175,7 +175,7 @@ def _granite_hybrid(name: str, config: Config) -> ModelSpec:
     norm, count = rms_norm(config), int(config["num_hidden_layers"])
     rope_spec = rope(config, head_dim(config)) if config.get("position_embedding_type") == "rope" else None
     mixers: dict[str, dict[str, Any]] = {
-        "linear_attention": {"attention": None, "state": _mamba2(config, norm)},
+        "linear_attention": {"attention": None, "state": mamba2(config, norm)},
         "full_attention": {"attention": attention(config, rope_spec, scale=float(config["attention_multiplier"]))},
     }
     dense = feed_forward(config, intermediate_size=int(config["shared_intermediate_size"]))
@@ -190,7 +190,7 @@ def _granite_hybrid(name: str, config: Config) -> ModelSpec:
             shared=dense,
         )
     layers = layers_by_kind(
-        _kinds(config) or ["linear_attention"] * count,
+        kinds_of_layers(config) or ["linear_attention"] * count,
         mixers,
         [inner] * count,
         attention_norm=norm,
@@ -217,7 +217,7 @@ def _nemotron_h(name: str, config: Config) -> ModelSpec:
     names = {"n_heads": "mamba_num_heads", "d_head": "mamba_head_dim", "d_state": "ssm_state_size"}
     names |= {"n_groups": "n_groups", "d_conv": "conv_kernel", "conv_bias": "use_conv_bias", "proj_bias": "use_bias"}
     settings = {f"mamba_{ours}": config.get(f"mamba_{ours}", config[theirs]) for ours, theirs in names.items()}
-    state = _mamba2({**config, **settings}, norm, input_bias=bias, output_bias=bias)
+    state = mamba2({**config, **settings}, norm, input_bias=bias, output_bias=bias)
     dense = feed_forward(config, activation=activation(config["mlp_hidden_act"]), is_gated=False)
     nothing: dict[str, Any] = {"attention": None, "attention_norm": None, "feed_forward": None}
     nothing["feed_forward_norm"] = None
@@ -229,7 +229,7 @@ def _nemotron_h(name: str, config: Config) -> ModelSpec:
     }
     pattern = config.get("hybrid_override_pattern")
     letters = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
-    kinds = _kinds(config) or [letters.get(letter, letter) for letter in pattern or "ME*-"]
+    kinds = kinds_of_layers(config) or [letters.get(letter, letter) for letter in pattern or "ME*-"]
     if "moe" in kinds:
         raise ConfigError("layers of type moe are not supported: their experts have no gates")
     return architecture(name, config, layers_by_kind(kinds, one_of), norm)
@@ -253,7 +253,7 @@ def _falcon_h1(name: str, config: Config) -> ModelSpec:
             scale=head_dim(config) ** -0.5 * float(config["key_multiplier"]) * before**2,
             output_multiplier=before * after,
         ),
-        state=_mamba2(
+        state=mamba2(
             config,
             norm if config["mamba_rms_norm"] else None,
             norm_before_gate=bool(config["mamba_norm_before_gate"]),

@@ -6,6 +6,7 @@ modules in `quire.engine.layers` have the same parameters, and a test compares b
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -26,6 +27,7 @@ from quire.engine.models.model_spec import (
     ModelSpec,
     MoESpec,
     NormSpec,
+    SharedBlockSpec,
     ShortConvSpec,
     TransformersModelSpec,
 )
@@ -65,8 +67,8 @@ def stored_tensor(
     if module == "head" and kind == "weight" and arch.tie_embeddings:
         module = "embedding"
     names = family.names_of(arch)
-    name = _name(names, module, part, kind)
-    joint = tuple(each for each in parts if each == part or _name(names, module, each, kind) == name)
+    name = _of_block(_name(names, module, part, kind), layer)
+    joint = tuple(each for each in parts if each == part or _of_block(_name(names, module, each, kind), layer) == name)
     shape: Shape = (sum(parts[each][0] for each in joint), *parts[part][1:])
     if is_transposed := len(shape) == 2 and family.is_transposed(module):
         shape = shape[::-1]
@@ -81,6 +83,17 @@ def stored_tensor(
         is_grid = module in ("layers.attention.query_norm", "layers.attention.key_norm")
         shape = (shape[0] // layer.attention.head_dim, layer.attention.head_dim) if is_grid else shape
     return StoredTensor(name, shape, joint, is_transposed, is_stacked, is_grid)
+
+
+def _of_block(name: str, layer: LayerSpec | None) -> str:
+    """The name with what it says of the layer's block: `{block}`, its first layer, `{use}`, the layer's number among
+    those with a block, and `{beside_block.}`, for a module that is in another one if there is a block."""
+    if layer is None:
+        return name
+    if (block := layer.block) is None:
+        return re.sub(r"\{beside_(\w+)\}", "", name)
+    name = re.sub(r"\{beside_(\w+)\}", r"\1.", name)
+    return name.replace("{block}", str(block.source)).replace("{use}", str(block.use))
 
 
 def _name(names: Mapping[str, str], module: str, part: str, kind: str) -> str:
@@ -203,7 +216,9 @@ def _inner(layer: LayerSpec, width: int) -> _Parameters:
         yield from _linear("layers.laurel.down", {"": layer.laurel.rank}, width)
         yield from _linear("layers.laurel.up", {"": width}, layer.laurel.rank)
         yield from _norm("layers.laurel.norm", layer.laurel.norm, width)
-    if isinstance(layer.attention, MLASpec):
+    if layer.block is not None:
+        yield from _block(layer, layer.block, width)
+    elif isinstance(layer.attention, MLASpec):
         yield from _mla(layer.attention, width)
     elif isinstance(layer.attention, AttentionSpec):
         yield from _attention(layer.attention, width)
@@ -222,17 +237,38 @@ def _inner(layer: LayerSpec, width: int) -> _Parameters:
             yield from _mamba(layer.state, width)
     if isinstance(layer.feed_forward, MoESpec):
         yield from _mixture(layer.feed_forward, width)
-    elif layer.feed_forward is not None:
+    elif layer.feed_forward is not None and layer.block is None:
         yield from _mlp("layers.feed_forward", layer.feed_forward, width)
 
 
-def _attention(spec: AttentionSpec, width: int) -> _Parameters:
+def _block(layer: LayerSpec, block: SharedBlockSpec, width: int) -> _Parameters:
+    """The parameters of a block, and those of the layer's own that go with it."""
+    attention, mlp, rank = layer.attention, layer.feed_forward, block.rank
+    assert isinstance(attention, AttentionSpec)
+    assert isinstance(mlp, MLPSpec)
+    for module, kind, parts in (*_attention(attention, width), *_mlp("layers.feed_forward", mlp, width)):
+        yield module.replace("layers.", "layers.block."), kind, parts
+    yield from _norm("layers.block.attention_norm", block.norm, attention.input_size)
+    yield from _norm("layers.block.feed_forward_norm", block.norm, width)
+    yield from _linear("layers.block_output", {"": width}, width)
+    gate_up = dict.fromkeys(("gate", "up"), mlp.intermediate_size)
+    yield from _linear("layers.feed_forward_adapter.down", {"gate_up": rank}, width)
+    yield from _linear("layers.feed_forward_adapter.up.gate_up", gate_up, rank)
+    if block.adapts_attention:
+        yield from _linear("layers.attention_adapter.down", dict.fromkeys("qkv", rank), attention.input_size)
+        heads = attention.num_heads, *[attention.num_kv_heads] * 2
+        for part, number in zip("qkv", heads, strict=True):
+            yield from _linear(f"layers.attention_adapter.up.{part}", {"": number * attention.head_dim}, rank)
+
+
+def _attention(spec: AttentionSpec, hidden: int) -> _Parameters:
+    width = spec.input_size or hidden
     module, queries, keys = "layers.attention", spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     values = spec.num_kv_heads * spec.value_dim
     own = {} if spec.kv_source is not None else {"k": keys} | ({} if spec.values_are_keys else {"v": values})
     rest = {"gate": queries} if spec.output_gate else {}
     yield from _linear(f"{module}.qkv", {"q": queries, **own, **rest}, width, bias=spec.qkv_bias)
-    yield from _linear(f"{module}.output", {"": width}, spec.num_heads * spec.value_dim, bias=spec.output_bias)
+    yield from _linear(f"{module}.output", {"": hidden}, spec.num_heads * spec.value_dim, bias=spec.output_bias)
     if spec.has_sinks:
         yield module, "sinks", {"": (spec.num_heads,)}
     for name, part, size in (("query_norm", "q", queries), ("key_norm", "k", keys))[: 1 + bool(own)]:

@@ -11,9 +11,11 @@ import pytest
 import torch
 import transformers
 
+from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers import attention
 from quire.engine.layers.attention import Batch, by_chunks
 from quire.engine.models import decoder
+from quire.engine.models.decoder import Decoder
 from quire.engine.models.families import ENCODERS, FAMILIES, from_hf_config, of_text
 from quire.engine.models.model_spec import AttentionSpec, MoESpec
 from quire.engine.protocol.sampling_params import SamplingParams
@@ -25,6 +27,8 @@ from tests.fakes.ranks import on_ranks
 from tests.fakes.threads import ThreadExecutor
 
 STEPS = 64
+WITH_OTHER_MATRICES = ("Gemma 3n", "Gemma 4, experts", "Gemma 4, layer inputs, shared keys and values", "Zamba2")
+"""Cases with matrices that others do not have."""
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -82,6 +86,31 @@ def test_greedy_tokens_are_those_of_transformers(case: str, tp: int, pp: int, tm
         tokens = ranks.tokens([(prompt, params) for prompt in prompts], max_num_batched_tokens=16)
         assert tokens == expected
         assert ranks.stats.prefix_hit_tokens >= 32
+
+
+@pytest.mark.parametrize("case", WITH_OTHER_MATRICES)
+def test_int8_stays_close(case: str, tmp_path: Path) -> None:
+    write(case, tmp_path)
+    tokens = torch.randint(0, 101, (60,), generator=torch.Generator().manual_seed(1))
+    exact = on_ranks(1, partial(logits, configure(tmp_path, max_model_len=64), tokens))[0]
+    for tp in (1, 2):
+        config = configure(tmp_path, max_model_len=64, tensor_parallel_size=tp, quantization="int8")
+        for rounded in on_ranks(tp, partial(logits, config, tokens)):
+            assert 0 < (rounded - exact).abs().mean() <= 0.25 * exact.abs().mean()
+
+
+@pytest.mark.parametrize("case", WITH_OTHER_MATRICES)
+def test_stages_have_the_parameters_that_are_planned(case: str, tmp_path: Path) -> None:
+    write(case, tmp_path)
+    for tp, pp in ((1, 1), (2, 1), (4, 1), (1, 2), (2, 3)):
+        config = configure(tmp_path, tensor_parallel_size=tp, pipeline_parallel_size=pp, max_model_len=64)
+        arch, stages = config.model.architecture, config.parallel.stages
+        parallel = Parallel()
+        parallel.size = tp
+        for stage, layers in enumerate(stages):
+            with torch.device("meta"):
+                decoder = Decoder(arch, layers, 64, parallel)
+            assert sum(weight.numel() for weight in decoder.parameters()) == arch.stage_parameters(stages, stage, tp)
 
 
 def test_every_family_has_a_case_and_a_line_in_the_document() -> None:
