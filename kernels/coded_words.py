@@ -18,7 +18,7 @@ from torch import Tensor
 
 from quire.kernels.cache import LARGEST
 from quire.kernels.quantized import VALUES, QuantizedWeight, common_factor, round_static, values_on
-from quire.kernels.reference import act_mul, add_rms_norm, by_expert, rms_norm
+from quire.kernels.reference import act_mul, activate, add_rms_norm, by_expert, rms_norm
 
 WORDS = 16
 """Words of a feature in a block, and inputs of a step of the tensor cores."""
@@ -179,7 +179,8 @@ def coded_fused_experts(
 
     def feed_forward(expert: int, rows: Tensor) -> Tensor:
         both = coded_matmul(rows, gate_up.at(expert), _bias_at(gate_up_bias, expert))
-        return coded_matmul(act_mul(both, activation), down.at(expert), _bias_at(down_bias, expert))
+        inner = (act_mul if gate_up.features > down.inputs else activate)(both, activation)
+        return coded_matmul(inner, down.at(expert), _bias_at(down_bias, expert))
 
     return by_expert(x, weights, ids, len(down.words), feed_forward)
 
@@ -290,7 +291,7 @@ def rounded_fused_experts(
 
     def feed_forward(expert: int, rows: Tensor) -> Tensor:
         both = rounded_matmul(rows, gate_up[expert], gate_up_scales[expert], _bias_at(gate_up_bias, expert))
-        inner = act_mul(both, activation)
+        inner = (act_mul if gate_up.shape[1] > down.shape[2] else activate)(both, activation)
         return rounded_matmul(inner, down[expert], down_scales[expert], _bias_at(down_bias, expert))
 
     return by_expert(x, weights, ids, len(down), feed_forward)

@@ -64,7 +64,8 @@ def pack_experts(
     down_bias: Tensor | None = None,
     quantization: linear.Quantization | None = None,
 ) -> PackedExperts:
-    """Pack `gate_up` `[experts, 2 * size, hidden]` and `down` `[experts, hidden, size]`; see `fused_experts`.
+    """Pack `gate_up` `[experts, 2 * size, hidden]`, or without gates `[experts, size, hidden]`, and `down` `[experts,
+    hidden, size]`; see `fused_experts`.
 
     Both may be overwritten: experts are most of a model, so the packed weights reuse their memory if they fit. Kernels
     and quantization are selected as in `pack_linear`.
@@ -78,7 +79,7 @@ def pack_experts(
     if packing is linear.TiledLinear or packing is linear.Int8Linear or packing is linear.Int4Linear:
         return TiledExperts(gate_up, down, activation, *biases, quantization)
     products = [[linear.pack_linear(weight, quantization) for weight in weights] for weights in (gate_up, down)]
-    return ExpertByExpert(products[0], products[1], activation, *biases)
+    return ExpertByExpert(products[0], products[1], activation, *biases, gated=has_gates(gate_up, down))
 
 
 def _pack_quantized(
@@ -99,7 +100,7 @@ def _pack_quantized(
         if rounds and gate_up.values == down.values:
             if gate_up.values == "int4" or linear.packing(gate_up.codes, "int8") is linear.Int8Linear:
                 return TiledExperts(gate_up, down, activation, *biases)
-        elif is_plain and gate_up.values == down.values and _fits_tiles(down):
+        elif is_plain and gate_up.values == down.values and _fits_tiles(down, has_gates(*both)):
             return CodedExperts(gate_up, down, activation, *biases)
     products = [
         [linear.pack_linear(weights.at(expert)) for expert in range(len(weights.codes))]
@@ -107,12 +108,18 @@ def _pack_quantized(
         else [linear.pack_linear(weight) for weight in weights]
         for weights in (gate_up, down)
     ]
-    return ExpertByExpert(products[0], products[1], activation, *biases)
+    return ExpertByExpert(products[0], products[1], activation, *biases, gated=has_gates(gate_up, down))
 
 
-def _fits_tiles(down: QuantizedWeight) -> bool:
+def _fits_tiles(down: QuantizedWeight, gated: bool) -> bool:
     """Whether the inputs can be those of whole tiles of gates: groups cannot be padded."""
-    return down.scales.shape[-1] == 1 or down.codes.shape[-1] % (packed.TILE // 2) == 0
+    return down.scales.shape[-1] == 1 or _padding(down.codes, gated) == 0
+
+
+def has_gates(gate_up: Tensor | QuantizedWeight, down: Tensor | QuantizedWeight) -> bool:
+    """Whether there are two features of `gate_up` for each input of `down`."""
+    rows, inputs = (each.codes if isinstance(each, QuantizedWeight) else each for each in (gate_up, down))
+    return rows.shape[1] > inputs.shape[2]
 
 
 class PlainExperts(PackedExperts):
@@ -145,20 +152,21 @@ class TiledExperts(PackedExperts):
         """Quantized weights, which `linear.rounds_inputs`, keep their integers."""
         first: tuple[Tensor, Tensor | None]
         second: tuple[Tensor, Tensor | None]
+        gated = has_gates(gate_up, down)
         if isinstance(gate_up, QuantizedWeight) and isinstance(down, QuantizedWeight):
             of_codes = _int4_stack if gate_up.values == "int4" else _int8_stack
-            first, second = of_codes(gate_up, gated=True), of_codes(down, padding=_padding(down.codes))
+            first, second = of_codes(gate_up, gated=gated), of_codes(down, padding=_padding(down.codes, gated))
         else:
             assert isinstance(gate_up, Tensor)
             assert isinstance(down, Tensor)
             stacked = {"int8": _int8_stack, "int4": _int4_stack, None: _stack}[quantization]
-            first = stacked(gate_up.detach(), gated=True)
-            second = stacked(down.detach(), padding=_padding(down))
-        first_bias, second_bias = _tiled_biases(gate_up_bias, down_bias)
-        self._weights = *first, first_bias, *second, second_bias, activation
+            first = stacked(gate_up.detach(), gated=gated)
+            second = stacked(down.detach(), padding=_padding(down, gated))
+        first_bias, second_bias = _tiled_biases(gate_up_bias, down_bias, gated)
+        self._weights, self._gated = (*first, first_bias, *second, second_bias, activation), gated
 
     def __call__(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        return _packed_experts(x, weights, ids, *self._weights)
+        return _packed_experts(x, weights, ids, *self._weights, self._gated)
 
     def state(self, index: int) -> list[Tensor]:
         return _tensors_at(self._weights, index)
@@ -175,12 +183,13 @@ class CodedExperts(PackedExperts):
         gate_up_bias: Tensor | None,
         down_bias: Tensor | None,
     ) -> None:
-        down = replace(down, codes=_pad_columns(down.codes, _padding(down.codes)))
-        first = quantized.stack_coded(gate_up, True, _pack_coded_tiles)
+        gated = has_gates(gate_up, down)
+        down = replace(down, codes=_pad_columns(down.codes, _padding(down.codes, gated)))
+        first = quantized.stack_coded(gate_up, gated, _pack_coded_tiles)
         second = quantized.stack_coded(down, False, _pack_coded_tiles)
-        first_bias, second_bias = _tiled_biases(gate_up_bias, down_bias)
+        first_bias, second_bias = _tiled_biases(gate_up_bias, down_bias, gated)
         self._weights = first.tiles, first.scales, first_bias, second.tiles, second.scales, second_bias, activation
-        self._form = first.values, first.group, first.factors, second.group, second.factors
+        self._form = first.values, first.group, first.factors, second.group, second.factors, gated
 
     def __call__(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         return _coded_experts(x, weights, ids, *self._weights, *self._form)
@@ -245,18 +254,22 @@ def _detached(gate_up_bias: Tensor | None, down_bias: Tensor | None) -> tuple[Te
     return first, second
 
 
-def _tiled_biases(gate_up_bias: Tensor | None, down_bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+def _tiled_biases(
+    gate_up_bias: Tensor | None, down_bias: Tensor | None, gated: bool
+) -> tuple[Tensor | None, Tensor | None]:
     """Biases `[experts, features]` in the order of tiles, in float32."""
-    if gate_up_bias is not None:
+    if gate_up_bias is not None and not gated:
+        gate_up_bias = F.pad(gate_up_bias.detach().float(), (0, -gate_up_bias.shape[1] % packed.TILE))
+    elif gate_up_bias is not None:
         gate_up_bias = torch.stack([packed.interleave_gated(bias) for bias in gate_up_bias.detach().float()])
     if down_bias is not None:
         down_bias = F.pad(down_bias.detach().float(), (0, -down_bias.shape[1] % packed.TILE))
     return gate_up_bias, down_bias
 
 
-def _padding(down: Tensor) -> int:
-    """Columns that `down` lacks: it has one for each pair of gate and up in a tile."""
-    return -down.shape[-1] % (packed.TILE // 2)
+def _padding(down: Tensor, gated: bool) -> int:
+    """Columns that `down` lacks: it has one for each pair of gate and up in a tile, or for each up."""
+    return -down.shape[-1] % (packed.TILE // 2 if gated else packed.TILE)
 
 
 def _tensors_at(weights: Sequence[Tensor | str | None], index: int) -> list[Tensor]:
@@ -330,8 +343,10 @@ class ExpertByExpert(PackedExperts):
         activation: str,
         gate_up_bias: Tensor | None,
         down_bias: Tensor | None,
+        *,
+        gated: bool = True,
     ) -> None:
-        self._gate_up, self._down, self._activation = gate_up, down, activation
+        self._gate_up, self._down, self._activation, self._gated = gate_up, down, activation, gated
         self._gate_up_biases, self._down_biases = (
             [None] * len(down) if bias is None else list(bias.detach()) for bias in (gate_up_bias, down_bias)
         )
@@ -341,7 +356,8 @@ class ExpertByExpert(PackedExperts):
 
     def _feed_forward(self, expert: int, rows: Tensor) -> Tensor:
         both = self._gate_up[expert](rows, self._gate_up_biases[expert])
-        return self._down[expert](_act_mul(both, self._activation), self._down_biases[expert])
+        inner = (_act_mul if self._gated else reference.activate)(both, self._activation)
+        return self._down[expert](inner, self._down_biases[expert])
 
     @property
     def layout(self) -> str:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels.reference import act_mul, by_expert
+from quire.kernels.reference import act_mul, activate, by_expert
 
 INT8_ZERO = 128
 """The unsigned byte that represents 0 in quantized activations."""
@@ -196,12 +196,13 @@ def packed_experts(
     down_scales: Tensor | None,
     down_bias: Tensor | None,
     activation: str,
+    gated: bool = True,
 ) -> Tensor:
     """`fused_experts` with the packed tiles of each expert, `[experts, tiles, …]`.
 
     They are tiles as for `tiled_linear`, as for `int8_linear` if there are scales, or as for `int4_linear`. A tile of
-    `gate_up` holds TILE / 2 gates, then their ups; `down` has one input for each pair. Scales and biases are float32
-    `[experts, tiles * TILE]`.
+    `gate_up` holds TILE / 2 gates, then their ups; `down` has one input for each pair. If not `gated`, it holds TILE
+    ups, and `down` has one input for each. Scales and biases are float32 `[experts, tiles * TILE]`.
     """
 
     def product(rows: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None, expert: int) -> Tensor:
@@ -220,7 +221,7 @@ def packed_experts(
     def downs(expert: int, rows: Tensor) -> Tensor:
         return product(rows, down, down_scales, down_bias, expert)
 
-    return feed_forward_by_tiles(x, weights, ids, len(gate_up), gates_and_ups, downs, activation)
+    return feed_forward_by_tiles(x, weights, ids, len(gate_up), gates_and_ups, downs, activation, gated)
 
 
 def feed_forward_by_tiles(
@@ -231,11 +232,15 @@ def feed_forward_by_tiles(
     gate_up: Callable[[int, Tensor], Tensor],
     down: Callable[[int, Tensor], Tensor],
     activation: str,
+    gated: bool,
 ) -> Tensor:
     """`by_expert` with products of an expert and its rows, whose results are those of whole tiles."""
 
     def feed_forward(expert: int, rows: Tensor) -> Tensor:
-        halves = gate_up(expert, rows).view(len(rows), -1, 2, TILE // 2).transpose(1, 2)  # gates, ups
+        both = gate_up(expert, rows)
+        if not gated:
+            return down(expert, activate(both, activation))[:, : x.shape[1]]
+        halves = both.view(len(rows), -1, 2, TILE // 2).transpose(1, 2)  # gates, ups
         return down(expert, act_mul(halves.reshape(len(rows), -1), activation))[:, : x.shape[1]]
 
     return by_expert(x, weights, ids, num_experts, feed_forward)

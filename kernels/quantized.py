@@ -370,6 +370,7 @@ def coded_experts(
     gate_up_factors: int,
     down_group: int,
     down_factors: int,
+    gated: bool = True,
 ) -> Tensor:
     """`packed_experts` with the `CodedTiles` of each expert: tiles `[experts, tiles, steps, bytes]`, and float32 scales
     and biases `[experts, tiles * TILE]`."""
@@ -384,7 +385,7 @@ def coded_experts(
         bias = None if down_bias is None else down_bias[expert]
         return coded_linear(rows, tiles, scales, bias, len(scales), values, down_group, down_factors)
 
-    return feed_forward_by_tiles(x, weights, ids, len(gate_up), gates_and_ups, downs, activation)
+    return feed_forward_by_tiles(x, weights, ids, len(gate_up), gates_and_ups, downs, activation, gated)
 
 
 def pack_int8_codes(

@@ -433,14 +433,16 @@ def fused_experts(
     """The weighted sum of each token's experts; `x` and the result are `[tokens, hidden]`, sums are float32.
 
     An expert is `down(act_mul(gate_up(x), activation))`: `gate_up` is `[experts, 2 * size, hidden]`, gates before ups,
-    and `down` is `[experts, hidden, size]`; the biases are `[experts, 2 * size]` and `[experts, hidden]`. `weights` and
-    `ids` are `[tokens, top_k]`. An id that is negative or beyond the last expert adds nothing: the expert is on another
+    and `down` is `[experts, hidden, size]`; the biases are `[experts, 2 * size]` and `[experts, hidden]`. An expert
+    without gates is `down(activate(gate_up(x), activation))`, with half as many rows of `gate_up`. `weights` and `ids`
+    are `[tokens, top_k]`. An id that is negative or beyond the last expert adds nothing: the expert is on another
     rank.
     """
 
     def feed_forward(expert: int, rows: Tensor) -> Tensor:
         both = F.linear(rows, gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
-        return F.linear(act_mul(both, activation), down[expert], None if down_bias is None else down_bias[expert])
+        inner = (act_mul if gate_up.shape[1] > down.shape[2] else activate)(both, activation)
+        return F.linear(inner, down[expert], None if down_bias is None else down_bias[expert])
 
     return by_expert(x, weights, ids, len(gate_up), feed_forward)
 

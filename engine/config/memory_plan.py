@@ -196,7 +196,9 @@ def form_of_matrix(model: ModelConfig, device: str, number: int | None, matrix: 
         return form
     # Both matrices of experts are kept, and their inputs rounded, or neither.
     is_first = name.startswith("gate_up")
-    columns = matrix.rows // 2 if is_first else matrix.rows
+    mixture = model.architecture.layers[number or 0].feed_forward
+    has_gates = not isinstance(mixture, MoESpec) or mixture.is_gated
+    columns = matrix.rows // (1 + has_gates) if is_first else matrix.rows
     other_name = name.replace("gate_up", "down") if is_first else name.replace("down", "gate_up")
     other = _stored_form(model, number, matrix._replace(columns=columns, module=f"{path}.{other_name}"))
     return other and (form if other.rounds_inputs(columns, device) else replace(form, activations=None))

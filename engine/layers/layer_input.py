@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from quire import kernels
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.embedding import VocabParallelEmbedding
-from quire.engine.layers.linear import ColumnParallelLinear, Partition
+from quire.engine.layers.linear import replicated
 from quire.engine.layers.norm import make_norm
 from quire.engine.layers.weight import Weight, whole
 from quire.engine.models.model_spec import LayerInputSpec
@@ -39,8 +39,8 @@ class LayerInput(nn.Module):
     def __init__(self, spec: LayerInputSpec, hidden_size: int) -> None:
         super().__init__()
         self._activation = spec.activation
-        self.gate = ColumnParallelLinear(hidden_size, [Partition("", spec.size, 0, spec.size)], bias=False)
-        self.projection = ColumnParallelLinear(spec.size, [Partition("", hidden_size, 0, hidden_size)], bias=False)
+        self.gate = replicated(hidden_size, spec.size)
+        self.projection = replicated(spec.size, hidden_size)
         self.norm = make_norm(spec.norm, hidden_size)
 
     def forward(self, x: Tensor, layer_input: Tensor) -> Tensor:

@@ -97,6 +97,11 @@ class ColumnParallelLinear(Linear):
         return self.product(x, self.bias)
 
 
+def replicated(in_features: int, out_features: int) -> ColumnParallelLinear:
+    """`x @ weight.T`, computed by every rank."""
+    return ColumnParallelLinear(in_features, [Partition("", out_features, 0, out_features)], bias=False)
+
+
 class GatedLinear(ColumnParallelLinear):
     """`act_mul(x @ weight.T + bias)` (Shazeer 2020); the parts are gate and up."""
 

@@ -22,7 +22,7 @@ from quire.engine.layers.all_to_all import (
     even_slice,
 )
 from quire.engine.layers.attention import Batch
-from quire.engine.layers.linear import ReplicatedLinear
+from quire.engine.layers.linear import ReplicatedLinear, replicated
 from quire.engine.layers.mlp import MLP
 from quire.engine.layers.norm import make_norm
 from quire.engine.layers.quantized import QuantizedParameters, loaded_weight
@@ -79,7 +79,11 @@ class MixtureOfExperts(nn.Module):
             placement = ExpertPlacement.initial(spec.num_experts, group.size, group.config)
             local = LocalExperts(placement.experts[group.rank])
             self.set_placement(placement)
-        self.experts = Experts(spec, hidden_size, local)
+        self.experts = Experts(spec, spec.latent_size or hidden_size, local)
+        self.latent_down = self.latent_up = None
+        if spec.latent_size:
+            self.latent_down = replicated(hidden_size, spec.latent_size)
+            self.latent_up = replicated(spec.latent_size, hidden_size)
         self.shared = None if spec.shared is None else MLP(spec.shared, hidden_size, parallel)
         self.shared_gate = SharedGate(hidden_size) if spec.shared_gate else None
         self.input_norm, self.output_norm, self.shared_input_norm, self.shared_output_norm = (
@@ -133,6 +137,7 @@ class MixtureOfExperts(nn.Module):
     def combine(self, in_flight: MoEInFlight) -> Tensor:
         """Wait for the outputs and return the sum."""
         out = in_flight.dispatch.combined()
+        out = out if self.latent_up is None else self.latent_up(out)
         if self.output_norm is not None and self.shared_output_norm is not None:
             assert in_flight.shared is not None
             out, shared = self._parallel.all_reduce(torch.stack((out, in_flight.shared)))
@@ -156,6 +161,7 @@ class MixtureOfExperts(nn.Module):
 
     def _weighed(self, x: Tensor, weights: Tensor, experts: Tensor) -> RoutedTokens:
         x = x if self.input_norm is None else self.input_norm(x)
+        x = x if self.latent_down is None else self.latent_down(x)
         if not self._weighs_inputs:
             return RoutedTokens(x, weights, experts)
         return RoutedTokens(x * weights.to(x.dtype), torch.ones_like(weights), experts)
@@ -259,7 +265,7 @@ class Experts(ExpertStack):
         self._product: kernels.PackedExperts | None = None
         size, numbers = spec.intermediate_size // local.slices, list(enumerate(local.experts))
         assert size * local.slices == spec.intermediate_size
-        start = local.slice * size
+        start, parts = local.slice * size, (("gate", 0), ("up", size)) if spec.is_gated else (("up", 0),)
 
         def gate_up_weights(*columns: int) -> list[Shard]:
             return [
@@ -273,7 +279,7 @@ class Experts(ExpertStack):
                     local_expert=index,
                 )
                 for index, expert in numbers
-                for part, offset in (("gate", 0), ("up", size))
+                for part, offset in parts
             ]
 
         downs = [
@@ -285,8 +291,8 @@ class Experts(ExpertStack):
         ]
         count = len(numbers)
         self.gate_up = ExpertMatrices(
-            Weight((count, 2 * size, hidden_size), *gate_up_weights(hidden_size)),
-            Weight((count, 2 * size), *gate_up_weights()) if spec.bias else None,
+            Weight((count, len(parts) * size, hidden_size), *gate_up_weights(hidden_size)),
+            Weight((count, len(parts) * size), *gate_up_weights()) if spec.bias else None,
         )
         self.down = ExpertMatrices(
             Weight((count, hidden_size, size), *downs),

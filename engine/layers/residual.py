@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quire.engine.layers.linear import ColumnParallelLinear, Partition, stacked
+from quire.engine.layers.linear import Partition, replicated, stacked
 from quire.engine.layers.norm import make_norm
 from quire.engine.layers.weight import Weight, whole
 from quire.engine.models.model_spec import AltUpSpec, LaurelSpec
@@ -81,8 +81,8 @@ class Laurel(nn.Module):
 
     def __init__(self, spec: LaurelSpec, hidden_size: int) -> None:
         super().__init__()
-        self.down = ColumnParallelLinear(hidden_size, [Partition("", spec.rank, 0, spec.rank)], bias=False)
-        self.up = ColumnParallelLinear(spec.rank, [Partition("", hidden_size, 0, hidden_size)], bias=False)
+        self.down = replicated(hidden_size, spec.rank)
+        self.up = replicated(spec.rank, hidden_size)
         self.norm = make_norm(spec.norm, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from quire.engine.distributed.expert_group import ExpertGroup
 from quire.engine.layers.attention import Attention, Batch, LayerCache, Selection, by_chunks
 from quire.engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from quire.engine.layers.layer_input import LayerInput, LayerInputs
-from quire.engine.layers.linear import ColumnParallelLinear, Partition
+from quire.engine.layers.linear import replicated
 from quire.engine.layers.mla import MLA
 from quire.engine.layers.mlp import MLP
 from quire.engine.layers.moe import MixtureOfExperts
@@ -55,9 +55,7 @@ class DecoderLayer(nn.Module):
             assert isinstance(spec.feed_forward, model_spec.MLPSpec)
             self.attention_adapter = attention_adapter(spec.block, spec.attention, parallel)
             self.feed_forward_adapter = feed_forward_adapter(spec.block, spec.feed_forward, hidden_size, parallel)
-            self.block_output = ColumnParallelLinear(
-                hidden_size, [Partition("", hidden_size, 0, hidden_size)], bias=False
-            )
+            self.block_output = replicated(hidden_size, hidden_size)
         self.feed_forward_post_norm = _norm(spec.feed_forward_post_norm, hidden_size)
         self.layer_input = None if spec.layer_input is None else LayerInput(spec.layer_input, hidden_size)
         self.alt_up = None if spec.alt_up is None else AltUp(spec.alt_up, hidden_size)

@@ -647,7 +647,7 @@ class MLPSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class MoESpec:
-    """A mixture of experts: a router chooses `top_k` of `num_experts` gated MLPs for each token."""
+    """A mixture of experts: a router chooses `top_k` of `num_experts` MLPs for each token."""
 
     num_experts: int
     top_k: int
@@ -655,6 +655,11 @@ class MoESpec:
     """Inner features of each expert."""
     activation: Activation | Literal["swiglu_oai"] = "silu"
     """swiglu_oai is gpt-oss's: `min(gate, 7) * sigmoid(1.702 gate) * (clamp(up, ±7) + 1)`."""
+    is_gated: bool = True
+    """See `MLPSpec`."""
+    latent_size: int = 0
+    """Features that the hidden state is projected to for the experts, whose sum is projected back (Nemotron 3); 0: they
+    have the hidden state's own."""
     scoring: Literal["softmax", "sigmoid", "topk_softmax", "sparse_mixer"] = "softmax"
     """topk_softmax: the softmax over the chosen experts' logits. sparse_mixer: experts are chosen one after another,
     each with its softmax among those not yet chosen whose logits are close to its own (Liu et al. 2024)."""
@@ -703,9 +708,12 @@ class MoESpec:
         return self.top_k * size + (0 if self.shared is None else self.shared.width(tp))
 
     def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
-        number, size = self.experts_per_rank(tp)
-        yield MatrixShape(2 * size, hidden, number, "feed_forward.experts.gate_up")
-        yield MatrixShape(hidden, size, number, "feed_forward.experts.down", self.intermediate_size)
+        (number, size), features = self.experts_per_rank(tp), self.latent_size or hidden
+        yield MatrixShape((1 + self.is_gated) * size, features, number, "feed_forward.experts.gate_up")
+        yield MatrixShape(features, size, number, "feed_forward.experts.down", self.intermediate_size)
+        if self.latent_size:
+            yield MatrixShape(features, hidden, 1, "feed_forward.latent_down")
+            yield MatrixShape(hidden, features, 1, "feed_forward.latent_up")
         for each in () if self.shared is None else self.shared.matrices(hidden, tp):
             yield each._replace(module=each.module.replace("feed_forward.", "feed_forward.shared."))
 
@@ -713,7 +721,8 @@ class MoESpec:
         """Parameters other than the matrices; the router is included, as it is never sharded or quantized."""
         number, size = self.experts_per_rank(tp)
         count = self.num_experts * (hidden + self.router_bias + self.correction_bias)
-        count += self.bias * number * (2 * size + hidden) + self.shared_gate * hidden
+        count += self.bias * number * ((1 + self.is_gated) * size + (self.latent_size or hidden))
+        count += self.shared_gate * hidden
         count += 5 * (0 if self.norm is None else self.norm.num_parameters(hidden))
         count += self.expert_scale * self.num_experts
         return count if self.shared is None else count + self.shared.num_other_parameters(hidden, tp)

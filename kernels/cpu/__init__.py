@@ -224,9 +224,10 @@ def packed_experts(
     down_scales: Tensor | None,
     down_bias: Tensor | None,
     activation: str,
+    gated: bool = True,
 ) -> Tensor:
     out: Tensor = torch.ops.quire.packed_experts(
-        *(x, weights, ids, gate_up, gate_up_scales, gate_up_bias, down, down_scales, down_bias, activation)
+        *(x, weights, ids, gate_up, gate_up_scales, gate_up_bias, down, down_scales, down_bias, activation, gated)
     )
     return out
 
@@ -247,10 +248,11 @@ def coded_experts(
     gate_up_factors: int,
     down_group: int,
     down_factors: int,
+    gated: bool = True,
 ) -> Tensor:
     out: Tensor = torch.ops.quire.coded_experts(
         *(x, weights, ids, gate_up, gate_up_scales, gate_up_bias, down, down_scales, down_bias, activation),
-        *(values, VALUES[values], gate_up_group, gate_up_factors, down_group, down_factors),
+        *(values, VALUES[values], gate_up_group, gate_up_factors, down_group, down_factors, gated),
     )
     return out
 

@@ -200,9 +200,9 @@ struct Mixture {
   const std::vector<Assignment>& assignments;
   const std::vector<ExpertRange>& expert_ranges;
 
-  // out: [assignments, 16 * tiles], `gated` applied to gates and ups.
-  void gate_up(const Rows<Form>& rows, const Matrices& matrices, Gated gated, T* out) const {
-    const int64_t tiles = matrices.tiles, width = tiles * kHalf;
+  // out: [assignments, 16 * tiles], `gated` applied to gates and ups; without gates [assignments, 32 * tiles].
+  void gate_up(const Rows<Form>& rows, const Matrices& matrices, Gated gated, bool has_gates, T* out) const {
+    const int64_t tiles = matrices.tiles, part = has_gates ? kHalf : kTile, width = tiles * part;
     int64_t work = 0;  // of all tiles, in rows
     for (const ExpertRange& e : expert_ranges) work += tiles * (e.count + kReadingRows);
     const int64_t least = std::max<int64_t>(1, kThreadWork / (matrices.tile_bytes));
@@ -224,8 +224,10 @@ struct Mixture {
                        matrices.pieces(e.expert, tiles, after), [&](int64_t tile, int64_t row, const auto& sums) {
           const int64_t token = assignments[e.first + row].token;
           const auto value = [&](int j) { return matrices.value(rows, token, e.expert, tile, j, sums[j / kLanes]); };
-          T* to = out + (e.first + row) * width + tile * kHalf;
-          for (int j = 0; j < kHalf; j += kLanes) store(to + j, gated(value(j), value(j + kHalf)));
+          T* to = out + (e.first + row) * width + tile * part;
+          for (int j = 0; j < part; j += kLanes) {
+            store(to + j, gated(value(j), has_gates ? value(j + kHalf) : broadcast(1.0f)));
+          }
         });
       }
     });
@@ -265,12 +267,13 @@ struct Mixture {
 };
 
 // x: [tokens, hidden]; weights float32 and ids int64, [tokens, top_k]: ids of experts on other ranks add nothing.
-// gate_up: 16 gates then 16 ups per tile; down: of `inner` inputs, 16 for each tile of gate_up. Calls `body(run)`, where
-// `run<Form, T>(form, down_form)` computes the result with tiles of these forms.
+// gate_up: 16 gates then 16 ups per tile; down: of `inner` inputs, 16 for each tile of gate_up. Without gates, gate_up has
+// 32 ups per tile, and down as many inputs. Calls `body(run)`, where `run<Form, T>(form, down_form)` computes the result
+// with tiles of these forms.
 template <typename Body>
 Tensor mix_experts(const Tensor& x, const Tensor& weights, const Tensor& ids, const Matrices& first,
-                   const Matrices& second, std::string_view activation, Body&& body) {
-  const int64_t tokens = x.size(0), hidden = x.size(1), inner = first.tiles * kHalf;
+                   const Matrices& second, std::string_view activation, bool has_gates, Body&& body) {
+  const int64_t tokens = x.size(0), hidden = x.size(1), inner = first.tiles * (has_gates ? kHalf : kTile);
   STD_TORCH_CHECK(ids.sizes() == weights.sizes() && ids.size(0) == tokens && ids.scalar_type() == ScalarType::Long &&
                       weights.scalar_type() == ScalarType::Float,
                   "weights must be float32 and ids int64, both [tokens, top_k]");
@@ -286,7 +289,8 @@ Tensor mix_experts(const Tensor& x, const Tensor& weights, const Tensor& ids, co
                     "the shapes of x, gate_up and down do not match");
     const Mixture<Form, T> mixture{assignments, expert_ranges};
     T* const middle = between.mutable_data_ptr<T>();
-    mixture.gate_up(Rows<Form>(form, from.const_data_ptr<T>(), tokens, hidden), first, gated, middle);
+    mixture.gate_up(Rows<Form>(form, from.const_data_ptr<T>(), tokens, hidden), first, gated, has_gates,
+                    middle);
     mixture.down(Rows<Form>(down_form, middle, assignments.size(), inner), second, tokens, hidden,
                  total.mutable_data_ptr<float>(), out.mutable_data_ptr<T>());
   });
@@ -298,13 +302,13 @@ Tensor mix_experts(const Tensor& x, const Tensor& weights, const Tensor& ids, co
 Tensor packed_experts(const Tensor& x, const Tensor& weights, const Tensor& ids, const Tensor& gate_up,
                       const std::optional<Tensor>& gate_up_scales, const std::optional<Tensor>& gate_up_bias,
                       const Tensor& down, const std::optional<Tensor>& down_scales,
-                      const std::optional<Tensor>& down_bias, std::string_view activation) {
+                      const std::optional<Tensor>& down_bias, std::string_view activation, bool gated) {
   const Matrices first(gate_up, gate_up_scales, gate_up_bias), second(down, down_scales, down_bias);
   STD_TORCH_CHECK(gate_up.scalar_type() == down.scalar_type());
-  return mix_experts(x, weights, ids, first, second, activation, [&](auto run) {
+  return mix_experts(x, weights, ids, first, second, activation, gated, [&](auto run) {
     for_type(x.scalar_type(), [&]<typename T>() {
       if (first.scales && second.scales) {
-        STD_TORCH_CHECK(std::max(x.size(1), first.tiles * kHalf) <= kMostBytes,
+        STD_TORCH_CHECK(std::max(x.size(1), first.tiles * (gated ? kHalf : kTile)) <= kMostBytes,
                         "more than 65,536 inputs are not supported: sums may overflow 32 bits");
         run.template operator()<Byte, T>({}, {});
       } else if (gate_up.scalar_type() == ScalarType::Byte) {
@@ -322,9 +326,9 @@ Tensor coded_experts(const Tensor& x, const Tensor& weights, const Tensor& ids, 
                      const Tensor& gate_up_scales, const std::optional<Tensor>& gate_up_bias, const Tensor& down,
                      const Tensor& down_scales, const std::optional<Tensor>& down_bias, std::string_view activation,
                      std::string_view values, const Tensor& table, int64_t gate_up_group, int64_t gate_up_factors,
-                     int64_t down_group, int64_t down_factors) {
+                     int64_t down_group, int64_t down_factors, bool gated) {
   const Matrices first(gate_up, gate_up_scales, gate_up_bias), second(down, down_scales, down_bias);
-  return mix_experts(x, weights, ids, first, second, activation, [&](auto run) {
+  return mix_experts(x, weights, ids, first, second, activation, gated, [&](auto run) {
     with_values(values, table, [&]<typename Values>(Values each) {
       for_type(x.scalar_type(), [&]<typename T>() {
         const CodedFor<Values, T> form(each, gate_up_group, gate_up_factors, gate_up.size(3)),
@@ -342,10 +346,10 @@ QUIRE_OPERATION(route,
                 "str group_score, Tensor? correction_bias) -> (Tensor, Tensor)")
 QUIRE_OPERATION(packed_experts,
                 "(Tensor x, Tensor weights, Tensor ids, Tensor gate_up, Tensor? gate_up_scales, Tensor? "
-                "gate_up_bias, Tensor down, Tensor? down_scales, Tensor? down_bias, str activation) -> Tensor")
+                "gate_up_bias, Tensor down, Tensor? down_scales, Tensor? down_bias, str activation, bool gated) -> Tensor")
 QUIRE_OPERATION(coded_experts,
                 "(Tensor x, Tensor weights, Tensor ids, Tensor gate_up, Tensor gate_up_scales, Tensor? gate_up_bias, "
                 "Tensor down, Tensor down_scales, Tensor? down_bias, str activation, str values, Tensor table, "
-                "int gate_up_group, int gate_up_factors, int down_group, int down_factors) -> Tensor")
+                "int gate_up_group, int gate_up_factors, int down_group, int down_factors, bool gated) -> Tensor")
 
 }  // namespace quire

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels import reference
 from quire.kernels.coded_words import CodedWords
 from quire.kernels.quantized import VALUES
 from quire.kernels.triton.elementwise import KINDS, act_mul
@@ -407,7 +408,8 @@ def coded_fused_experts(
     rows = min(_block_rows(count, experts), 32 if x.dtype == torch.float32 else 128)
     pairs, blocks = sort_pairs(ids, experts, rows)
     both = _grouped(x, gate_up, gate_up_bias, pairs, blocks, rows, top_k)
-    outer = _grouped(act_mul(both, activation), down, down_bias, pairs, blocks, rows, 1)
+    inner = (act_mul if gate_up.features > down.inputs else reference.activate)(both, activation)
+    outer = _grouped(inner, down, down_bias, pairs, blocks, rows, 1)
     return sum_pairs(outer, weights, ids, experts)
 
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.triton.elementwise import KINDS, gated
+from quire.kernels.triton.elementwise import KINDS, activated, gated
 
 _SORTED_AT_ONCE, _SUMMED_AT_ONCE = 1024, 1024
 
@@ -107,6 +107,7 @@ def _grouped_kernel(
     per_row,
     GATED: tl.constexpr,
     KIND: tl.constexpr,
+    ACTIVATED: tl.constexpr,
     BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -115,8 +116,8 @@ def _grouped_kernel(
 ):
     """Multiply a block of an expert's rows by a tile of its columns into the pairs' rows of `out`.
 
-    If GATED, rows of `x` are tokens (`per_row` pairs each), the columns are gates and ups, and `gated` is applied.
-    Otherwise rows of `x` are pairs.
+    Each row of `x` is that of `per_row` pairs. If GATED, the columns are gates and ups, and `gated` is applied; if
+    ACTIVATED and not GATED, the activation is.
     """
     block = blocks + 3 * tl.program_id(0)
     begin, end = tl.load(block + 1), tl.load(block + 2)
@@ -147,6 +148,8 @@ def _grouped_kernel(
                 ups += tl.load(biases + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
         if GATED:
             product = gated(product, ups, KIND)
+        elif ACTIVATED:
+            product = activated(product, KIND)
         to = out + pair[:, None] * columns + column[None, :]
         tl.store(to, product.to(out.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
 
@@ -221,8 +224,9 @@ def fused_experts(
         _grouped_kernel[len(blocks), triton.cdiv(columns, shape.columns)](
             *(source, matrices, matrices if bias is None else bias, result, pairs, blocks),
             *(columns, source.shape[1], source.stride(0), matrices.stride(0), matrices.stride(1), per_row),
-            GATED=result is inner,
+            GATED=result is inner and gate_up.shape[1] > size,
             KIND=activation,
+            ACTIVATED=result is inner,
             BIAS=bias is not None,
             ROWS=rows,
             COLUMNS=shape.columns,

@@ -101,6 +101,16 @@ _STATES = {
     "mamba_d_state": 16,
     "mamba_chunk_size": 32,
 }
+_NEMOTRON = {
+    "num_hidden_layers": 6,
+    "head_dim": 16,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 12,
+    "ssm_state_size": 16,
+    "n_groups": 4,
+    "chunk_size": 32,
+    "time_step_min": 1e-9,  # transformers applies it to prompts only
+}
 _ZAMBA = {
     "layers_block_type": ["linear_attention", "hybrid", "hybrid", "linear_attention", "hybrid", "hybrid"],
     "num_hidden_layers": 6,
@@ -519,17 +529,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Nemotron-H": (
         "NemotronHForCausalLM",
-        {
-            "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp", "linear_attention", "mlp"],
-            "num_hidden_layers": 6,
-            "head_dim": 16,
-            "mamba_num_heads": 8,
-            "mamba_head_dim": 12,
-            "ssm_state_size": 16,
-            "n_groups": 4,
-            "chunk_size": 32,
-            "time_step_min": 1e-9,  # transformers applies it to prompts only
-        },
+        _NEMOTRON
+        | {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp", "linear_attention", "mlp"]},
+    ),
+    "Nemotron 3": (
+        "NemotronHForCausalLM",
+        _NEMOTRON
+        | _EXPERTS
+        | {"n_routed_experts": 6, "n_group": 2, "moe_shared_expert_intermediate_size": 28, "routed_scaling_factor": 1.5}
+        | {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe", "linear_attention", "mlp"]},
+    ),
+    "Nemotron 3, latent experts": (
+        "NemotronHForCausalLM",
+        _NEMOTRON
+        | {"num_experts_per_tok": 2, "moe_intermediate_size": 40, "moe_latent_size": 20, "n_routed_experts": 5}
+        | {"moe_shared_expert_intermediate_size": 28}
+        | {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe", "linear_attention", "moe"]},
     ),
     "Zamba2": ("Zamba2ForCausalLM", _ZAMBA),
     "Zamba2, one block, rope, biases": (
@@ -674,7 +689,7 @@ MODELS = {
     "Mamba2ForCausalLM": "Mamba-2, Codestral Mamba",
     "BambaForCausalLM": "Bamba",
     "GraniteMoeHybridForCausalLM": "Granite 4",
-    "NemotronHForCausalLM": "Nemotron-H, Nemotron Nano 2; not Nemotron 3, whose experts have no gates",
+    "NemotronHForCausalLM": "Nemotron-H, Nemotron Nano 2, Nemotron 3",
     "Zamba2ForCausalLM": "Zamba2",
     "FalconH1ForCausalLM": "Falcon-H1",
     "KimiLinearForCausalLM": "Kimi-Linear-48B-A3B",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from quire.engine.models.families.family import (
@@ -208,7 +209,7 @@ def _granite_hybrid(name: str, config: Config) -> ModelSpec:
 
 
 def _nemotron_h(name: str, config: Config) -> ModelSpec:
-    """Each layer is one of a state space, attention without positions, or an MLP. Steps are limited by
+    """Each layer is one of a state space, attention without positions, an MLP, or experts. Steps are limited by
     `time_step_limit`, as by the publisher; transformers raises them to `time_step_min` in prompts, and not in decodes.
     """
     norm, bias = rms_norm(config, eps=float(config["layer_norm_epsilon"])), bool(config["use_bias"])
@@ -219,6 +220,22 @@ def _nemotron_h(name: str, config: Config) -> ModelSpec:
     settings = {f"mamba_{ours}": config.get(f"mamba_{ours}", config[theirs]) for ours, theirs in names.items()}
     state = mamba2({**config, **settings}, norm, input_bias=bias, output_bias=bias)
     dense = feed_forward(config, activation=activation(config["mlp_hidden_act"]), is_gated=False)
+    experts = MoESpec(
+        num_experts=int(config.get("num_local_experts") or config["n_routed_experts"]),
+        top_k=int(config["num_experts_per_tok"]),
+        intermediate_size=int(config["moe_intermediate_size"]),
+        activation=dense.activation,
+        is_gated=False,
+        latent_size=int(config.get("moe_latent_size") or 0),
+        scoring="sigmoid",
+        renormalize=bool(config["norm_topk_prob"]),
+        scale=float(config["routed_scaling_factor"]),
+        groups=int(config["n_group"]),
+        top_groups=int(config["topk_group"]),
+        group_score="top2_sum",
+        correction_bias=True,
+        shared=replace(dense, intermediate_size=int(config["moe_shared_expert_intermediate_size"])),
+    )
     nothing: dict[str, Any] = {"attention": None, "attention_norm": None, "feed_forward": None}
     nothing["feed_forward_norm"] = None
     one_of = {
@@ -226,12 +243,11 @@ def _nemotron_h(name: str, config: Config) -> ModelSpec:
         "full_attention": nothing
         | {"attention": attention(config, None, qkv_bias=False, output_bias=False), "attention_norm": norm},
         "mlp": nothing | {"feed_forward": dense, "feed_forward_norm": norm},
+        "moe": nothing | {"feed_forward": experts, "feed_forward_norm": norm},
     }
     pattern = config.get("hybrid_override_pattern")
     letters = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
     kinds = kinds_of_layers(config) or [letters.get(letter, letter) for letter in pattern or "ME*-"]
-    if "moe" in kinds:
-        raise ConfigError("layers of type moe are not supported: their experts have no gates")
     return architecture(name, config, layers_by_kind(kinds, one_of), norm)
 
 
@@ -314,6 +330,14 @@ _NEMOTRON_NAMES = _ALONE | {
     "layers.feed_forward_norm": "backbone.layers.{layer}.norm",
     "layers.feed_forward.gate_up": "backbone.layers.{layer}.mixer.up_proj",
     "layers.feed_forward.down": "backbone.layers.{layer}.mixer.down_proj",
+    "layers.feed_forward.router": "backbone.layers.{layer}.mixer.gate",
+    "layers.feed_forward.router.correction_bias": "backbone.layers.{layer}.mixer.gate.e_score_correction_bias",
+    "layers.feed_forward.experts.gate_up": "backbone.layers.{layer}.mixer.experts.{expert}.up_proj",
+    "layers.feed_forward.experts.down": "backbone.layers.{layer}.mixer.experts.{expert}.down_proj",
+    "layers.feed_forward.shared.gate_up": "backbone.layers.{layer}.mixer.shared_experts.up_proj",
+    "layers.feed_forward.shared.down": "backbone.layers.{layer}.mixer.shared_experts.down_proj",
+    "layers.feed_forward.latent_down": "backbone.layers.{layer}.mixer.fc1_latent_proj",
+    "layers.feed_forward.latent_up": "backbone.layers.{layer}.mixer.fc2_latent_proj",
 }
 _DEFAULTS = {
     "mamba_n_heads": 128,
@@ -423,8 +447,17 @@ FAMILIES = {
             "use_bias": False,
             "use_conv_bias": True,
             "layer_norm_epsilon": 1e-5,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 7688,
+            "moe_shared_expert_intermediate_size": 7688,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.0,
+            "n_group": 1,
+            "topk_group": 1,
         },
         prefix="backbone.",
+        ignored_prefixes=("mtp.",),
     ),
     "FalconH1ForCausalLM": Family(
         _falcon_h1,

@@ -385,8 +385,12 @@ def _mixture(spec: MoESpec, width: int) -> _Parameters:
             yield f"{module}.router", name, {"": (spec.num_experts,)}
     for name in ("router.norm", "input_norm", "output_norm", "shared_input_norm", "shared_output_norm"):
         yield from _norm(f"{module}.{name}", spec.norm, width)
-    yield from _linear(f"{module}.experts.gate_up", {"gate": size, "up": size}, width, bias=spec.bias)
-    yield from _linear(f"{module}.experts.down", {"": width}, size, bias=spec.bias)
+    inputs, parts = spec.latent_size or width, {"gate": size, "up": size} if spec.is_gated else {"up": size}
+    yield from _linear(f"{module}.experts.gate_up", parts, inputs, bias=spec.bias)
+    yield from _linear(f"{module}.experts.down", {"": inputs}, size, bias=spec.bias)
+    if spec.latent_size:
+        yield from _linear(f"{module}.latent_down", {"": inputs}, width)
+        yield from _linear(f"{module}.latent_up", {"": width}, inputs)
     if spec.shared is not None:
         yield from _mlp(f"{module}.shared", spec.shared, width)
     if spec.shared_gate:

@@ -219,6 +219,41 @@ def test_every_activation(activation: str) -> None:
         close(form(x, weights, ids), expected, 3e-6)
 
 
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize(("tokens", "num_experts", "top_k", "size", "hidden"), SHAPES)
+@pytest.mark.parametrize("bias", [False, True])
+def test_experts_without_gates(
+    tokens: int, num_experts: int, top_k: int, size: int, hidden: int, bias: bool, dtype: torch.dtype
+) -> None:
+    """relu2 is relu with the ups as gates."""
+    x = torch.randn(tokens, hidden).to(dtype)
+    weights, ids = routed(tokens, num_experts, top_k)
+    gate_up, down, gate_up_bias, down_bias = random_experts(num_experts, size, hidden, dtype, bias=bias)
+    up, up_bias = gate_up[:, :size], None if gate_up_bias is None else gate_up_bias[:, :size]
+    twice = torch.cat((up, up), dim=1), None if up_bias is None else torch.cat((up_bias, up_bias), dim=1)
+    expected = experts_by_loops(x, weights, ids, twice[0], down, "relu", twice[1], down_bias)
+    products = ([linear.TiledLinear(each) for each in part] for part in (up, down))
+    options = {"gate_up_bias": up_bias, "down_bias": down_bias}
+    for form in (
+        experts.PlainExperts(up, down, "relu2", up_bias, down_bias),
+        experts.ExpertByExpert(*products, "relu2", up_bias, down_bias, gated=False),
+        kernels.pack_experts(up.clone(), down.clone(), "relu2", **options),
+        experts.TiledExperts(up.clone(), down.clone(), "relu2", up_bias, down_bias),
+    ):
+        close(form(x, weights, ids), expected, TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("size", [32, 80])
+def test_quantized_experts_without_gates(quantization: kernels.Quantization, size: int) -> None:
+    x, (weights, ids) = torch.randn(21, 128), routed(21, 6, 2)
+    gate_up, down, *_ = random_experts(6, size, 128)
+    up = gate_up[:, :size].clone()
+    expected = experts_by_loops(x, weights, ids, torch.cat((up, up), dim=1), down, "relu")
+    packed = kernels.pack_experts(up, down.clone(), "relu2", quantization=quantization)
+    close(packed(x, weights, ids), expected, 0.03 if quantization == "int8" else 0.25)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tokens", [1, 13, 1000])
 @pytest.mark.parametrize("spread", ["all to one", "one alone", "even"])

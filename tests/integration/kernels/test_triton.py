@@ -260,12 +260,16 @@ def test_attention_does_not_read_after_a_sequence() -> None:
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(("tokens", "experts", "top_k"), [(1, 8, 2), (13, 7, 3), (150, 4, 2)])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_sums_over_experts(tokens: int, experts: int, top_k: int, has_bias: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("rows", [48, 24])
+def test_sums_over_experts(
+    tokens: int, experts: int, top_k: int, has_bias: bool, rows: int, dtype: torch.dtype
+) -> None:
+    """With gates, and without."""
     x, weights = torch.randn(tokens, 40).to(dtype), torch.rand(tokens, top_k)
     ids = torch.randint(-2, experts + 2, (tokens, top_k))  # others' too
     ids[:, 0] = experts - 1
-    matrices = (torch.randn(experts, 48, 40) / 6).to(dtype), (torch.randn(experts, 40, 24) / 5).to(dtype)
-    biases = (torch.randn(experts, 48).to(dtype), torch.randn(experts, 40).to(dtype)) if has_bias else ()
+    matrices = (torch.randn(experts, rows, 40) / 6).to(dtype), (torch.randn(experts, 40, 24) / 5).to(dtype)
+    biases = (torch.randn(experts, rows).to(dtype), torch.randn(experts, 40).to(dtype)) if has_bias else ()
     found, expected = (m.fused_experts(x, weights, ids, *matrices, "silu", *biases) for m in (kernels, reference))
     close(found, expected, dtype)
 

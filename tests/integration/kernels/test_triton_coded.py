@@ -151,9 +151,9 @@ def test_a_feature_of_zeros_is_zero() -> None:
     assert found.isfinite().all()
 
 
-def experts_of(values: str, group: int, dtype: torch.dtype) -> tuple[QuantizedWeight, QuantizedWeight]:
-    """Gates and ups `[4, 2 * 48, 64]`, and downs `[4, 64, 48]`."""
-    gate_up = random_weight(values, 96, 64, group, experts=4, dtype=dtype)
+def experts_of(values: str, group: int, dtype: torch.dtype, rows: int = 96) -> tuple[QuantizedWeight, QuantizedWeight]:
+    """Gates and ups `[4, 2 * 48, 64]`, or ups only, and downs `[4, 64, 48]`."""
+    gate_up = random_weight(values, rows, 64, group, experts=4, dtype=dtype)
     down = random_weight(values, 64, 48, group and 16, experts=4, dtype=dtype)
     gate_up.scales.div_(8)
     down.scales.div_(8)
@@ -162,11 +162,12 @@ def experts_of(values: str, group: int, dtype: torch.dtype) -> tuple[QuantizedWe
 
 @pytest.mark.parametrize(("values", "group"), [("uint4", 32), ("e2m1", 16), ("fp8", 0)])
 @pytest.mark.parametrize(("dtype", "has_bias"), [(torch.float32, False), (torch.float16, True)])
-def test_experts(values: str, group: int, dtype: torch.dtype, has_bias: bool) -> None:
-    gate_up, down = experts_of(values, group, dtype)
-    biases = [torch.randn(4, 96).to(dtype), torch.randn(4, 64).to(dtype)] if has_bias else [None, None]
+@pytest.mark.parametrize("rows", [96, 48])
+def test_experts(values: str, group: int, dtype: torch.dtype, has_bias: bool, rows: int) -> None:
+    gate_up, down = experts_of(values, group, dtype, rows)
+    biases = [torch.randn(4, rows).to(dtype), torch.randn(4, 64).to(dtype)] if has_bias else [None, None]
     x, ids, weights = torch.randn(7, 64).to(dtype), torch.randint(-1, 5, (7, 2)), torch.rand(7, 2)
-    activation = "swiglu_oai" if has_bias else "silu"
+    activation = "relu2" if rows == 48 else "swiglu_oai" if has_bias else "silu"
     plain = gate_up.dequantize(), down.dequantize()
     expected = reference.fused_experts(x, weights, ids, *plain, activation, *biases)
     for module in (coded, coded_words):
@@ -313,16 +314,17 @@ def test_matmul_of_rounded_rows(values: str, inputs: int, groups: int, rows: int
     ("values", "groups", "tokens", "dtype"),
     [("fp8", 1, 7, torch.float32), ("fp8", 2, 7, torch.float16), ("int8", 1, 70, torch.float16)],
 )
-def test_experts_of_rounded_rows(values: str, groups: int, tokens: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("sides", [2, 1])
+def test_experts_of_rounded_rows(values: str, groups: int, tokens: int, dtype: torch.dtype, sides: int) -> None:
     """Against weights and inputs as they are: the difference is that of rounding inputs, which another test covers."""
     size = 128 * groups
-    gate_up = random_weight(values, 2 * size, size, size // groups, experts=4, dtype=dtype)
+    gate_up = random_weight(values, sides * size, size, size // groups, experts=4, dtype=dtype)
     down = random_weight(values, size, size, size // groups, experts=4, dtype=dtype)
     for each in (gate_up, down):
         each.scales.copy_((torch.rand(4, len(each.scales[0]), groups) + 0.5) / VALUES[values].nan_to_num().max() / 16)
     kind = torch.int8 if values == "int8" else torch.float8_e4m3fn
     x, ids, weights = torch.randn(tokens, size).to(dtype), torch.randint(-1, 5, (tokens, 2)), torch.rand(tokens, 2)
-    biases = torch.randn(4, 2 * size).to(dtype), torch.randn(4, size).to(dtype)
+    biases = torch.randn(4, sides * size).to(dtype), torch.randn(4, size).to(dtype)
     expected = reference.fused_experts(x, weights, ids, gate_up.dequantize(), down.dequantize(), "silu", *biases)
     packed = gate_up.codes.view(kind), gate_up.scales, down.codes.view(kind), down.scales
     for module in (rounded, coded_words):

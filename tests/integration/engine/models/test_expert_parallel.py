@@ -36,6 +36,8 @@ FAMILIES = {
     "GLM-4 MoE": {"n_routed_experts": 8},
     "DeepSeek V2": {},
     "DeepSeek V3": {},
+    "Gemma 4, experts": {"num_experts": 8},
+    "Nemotron 3, latent experts": {"n_routed_experts": 8},
 }
 """As in `tests.fakes.families`, with experts that four ranks can share."""
 PLACEMENTS = ("linear", "round_robin")

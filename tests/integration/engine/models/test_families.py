@@ -27,7 +27,10 @@ from tests.fakes.ranks import on_ranks
 from tests.fakes.threads import ThreadExecutor
 
 STEPS = 64
-WITH_OTHER_MATRICES = ("Gemma 3n", "Gemma 4, experts", "Gemma 4, layer inputs, shared keys and values", "Zamba2")
+WITH_OTHER_MATRICES = (
+    *("Gemma 3n", "Gemma 4, experts", "Gemma 4, layer inputs, shared keys and values"),
+    *("Nemotron 3", "Nemotron 3, latent experts", "Zamba2"),
+)
 """Cases with matrices that others do not have."""
 
 
