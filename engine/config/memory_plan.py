@@ -79,7 +79,7 @@ def _activations(config: EngineConfig, arch: ModelSpec) -> int:
         ),
         default=0,
     )
-    count = 4 * tokens * arch.hidden_size + 2 * tokens * arch.stage_width + 3 * inner
+    count = tokens * (arch.hidden_size + 3 * arch.stream_width + 2 * arch.stage_width) + 3 * inner
     if parallel.is_coupled:
         max_top_k = max(layer.feed_forward.top_k for layer in arch.layers if isinstance(layer.feed_forward, MoESpec))
         outgoing = (
@@ -196,7 +196,8 @@ def form_of_matrix(model: ModelConfig, device: str, number: int | None, matrix: 
         return form
     # Both matrices of experts are kept, and their inputs rounded, or neither.
     is_first = name.startswith("gate_up")
-    mixture = model.architecture.layers[number or 0].feed_forward
+    assert number is not None
+    mixture = model.architecture.layers[number].feed_forward
     has_gates = not isinstance(mixture, MoESpec) or mixture.is_gated
     columns = matrix.rows // (1 + has_gates) if is_first else matrix.rows
     other_name = name.replace("gate_up", "down") if is_first else name.replace("down", "gate_up")

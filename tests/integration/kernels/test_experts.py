@@ -232,14 +232,14 @@ def test_experts_without_gates(
     up, up_bias = gate_up[:, :size], None if gate_up_bias is None else gate_up_bias[:, :size]
     twice = torch.cat((up, up), dim=1), None if up_bias is None else torch.cat((up_bias, up_bias), dim=1)
     expected = experts_by_loops(x, weights, ids, twice[0], down, "relu", twice[1], down_bias)
-    products = ([linear.TiledLinear(each) for each in part] for part in (up, down))
-    options = {"gate_up_bias": up_bias, "down_bias": down_bias}
-    for form in (
+    first, second = ([linear.TiledLinear(each) for each in part] for part in (up, down))
+    made: list[kernels.PackedExperts] = [
         experts.PlainExperts(up, down, "relu2", up_bias, down_bias),
-        experts.ExpertByExpert(*products, "relu2", up_bias, down_bias, gated=False),
-        kernels.pack_experts(up.clone(), down.clone(), "relu2", **options),
+        experts.ExpertByExpert(first, second, "relu2", up_bias, down_bias, gated=False),
+        kernels.pack_experts(up.clone(), down.clone(), "relu2", gate_up_bias=up_bias, down_bias=down_bias),
         experts.TiledExperts(up.clone(), down.clone(), "relu2", up_bias, down_bias),
-    ):
+    ]
+    for form in made:
         close(form(x, weights, ids), expected, TOLERANCES[dtype])
 
 

@@ -36,7 +36,7 @@ FAMILIES = {
     "GLM-4 MoE": {"n_routed_experts": 8},
     "DeepSeek V2": {},
     "DeepSeek V3": {},
-    "Gemma 4, experts": {"num_experts": 8},
+    "Gemma 4, experts": {"num_experts": 8, "tie_word_embeddings": False},
     "Nemotron 3, latent experts": {"n_routed_experts": 8},
 }
 """As in `tests.fakes.families`, with experts that four ranks can share."""
