@@ -152,7 +152,8 @@ def _model_spec(options: EngineOptions, path: Path, hf_config: dict[str, Any]) -
     if family := next((FAMILIES[name] for name in names if name in FAMILIES), None):
         fitting = devices.free_host_memory() // _MIN_LAYER_BYTES * options.pipeline_parallel_size
         try:
-            check_values({**family.defaults, **hf_config}, max(fitting, _FEW_LAYERS))
+            nullable = {name for name, value in family.defaults.items() if value is None}
+            check_values(family.complete(hf_config), nullable, max(fitting, _FEW_LAYERS))
         except ConfigError as error:
             raise ConfigError(f"{path / 'config.json'}: {error}") from None
     if options.model_impl != "transformers":

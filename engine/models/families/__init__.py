@@ -75,6 +75,8 @@ def of_text(config: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(part, Mapping) or not any(name in FAMILIES for name in names):
         return dict(config)
     shared = {key: config[key] for key in ("architectures", "tie_word_embeddings") if key in config}
+    if config.get("eos_token_id") is not None:  # what ends an answer; the part may have the base model's
+        shared["eos_token_id"] = config["eos_token_id"]
     return {**config, **part, **shared}
 
 
@@ -85,7 +87,7 @@ def from_hf_config(config: Mapping[str, Any]) -> ModelSpec:
     if name is None:
         raise ConfigError(f"{', '.join(names) or 'the model'} has no implementation of Quire's own")
     try:
-        return FAMILIES[name].architecture(name, {**FAMILIES[name].defaults, **config})
+        return FAMILIES[name].architecture(name, FAMILIES[name].complete(config))
     except KeyError as missing:
         raise ConfigError(f"config.json lacks {missing}, which {name} needs") from None
     except (TypeError, ValueError, ArithmeticError) as error:

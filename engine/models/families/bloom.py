@@ -19,12 +19,10 @@ from quire.engine.protocol.errors import ConfigError
 def _bloom(name: str, config: Config) -> ModelSpec:
     """The embedding is normalized; each head's query, key and value are together in the checkpoint."""
     require(config, "apply_residual_connection_post_layernorm", False)
-    hidden = int(config.get("n_embed") or config["hidden_size"])
     config = {
         **config,
-        "hidden_size": hidden,
         "num_attention_heads": config["n_head"],
-        "intermediate_size": 4 * hidden,
+        "intermediate_size": 4 * config["hidden_size"],
         "max_position_embeddings": config.get("max_position_embeddings") or config["seq_length"],
     }
     norm = layer_norm(config["layer_norm_epsilon"])
@@ -98,7 +96,18 @@ _MPT_NAMES = {
 _COMMON = {"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True}
 FAMILIES = {
     "BloomForCausalLM": Family(
-        _bloom, _BLOOM_NAMES, {**_COMMON, "seq_length": 2048}, prefix="transformer.", rows=grouped_rows
+        _bloom,
+        _BLOOM_NAMES,
+        {**_COMMON, "seq_length": 2048},
+        {"num_attention_heads": "n_head", "num_hidden_layers": "n_layer", "n_embed": "hidden_size"},
+        prefix="transformer.",
+        rows=grouped_rows,
     ),
-    "MptForCausalLM": Family(_mpt, _MPT_NAMES, {**_COMMON, "max_seq_len": 2048}, prefix="transformer."),
+    "MptForCausalLM": Family(
+        _mpt,
+        _MPT_NAMES,
+        {**_COMMON, "max_seq_len": 2048},
+        {"hidden_size": "d_model", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers"},
+        prefix="transformer.",
+    ),
 }

@@ -56,7 +56,9 @@ class Family:
     """From the architecture's name and config.json to the model."""
     names: Mapping[str, str] | Callable[[ModelSpec], Mapping[str, str]]
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """transformers' defaults for settings that config.json omits."""
+    """transformers' defaults for settings that config.json omits. A setting whose default is None may be null."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Other names of settings, as in transformers' `attribute_map`: to those that `architecture` reads."""
     prefix: str = "model."
     """Prefix of names that a checkpoint of the model without its head may omit."""
     is_transposed: Callable[[str], bool] = lambda module: False
@@ -73,6 +75,12 @@ class Family:
     """The head of `…ForSequenceClassification`; its last layer has a row for each label."""
     after_layers: str = ""
     """What extra layers after the last one are, in checkpoints that have some; they are not supported."""
+
+    def complete(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """config.json with the names that `architecture` reads, and with the defaults."""
+        own = {name: value for name, value in config.items() if name not in self.aliases}
+        renamed = {self.aliases[name]: config[name] for name in self.aliases if config.get(name) is not None}
+        return {**self.defaults, **own, **renamed}
 
     def names_of(self, arch: ModelSpec) -> Mapping[str, str]:
         return self.names(arch) if callable(self.names) else self.names
@@ -175,11 +183,11 @@ def attention(config: Config, rope: RopeSpec | None, **changes: Any) -> Attentio
     )
 
 
-def feed_forward(config: Config, **changes: Any) -> MLPSpec:
-    """A feed-forward with the usual names in config.json."""
+def feed_forward(config: Config, *, intermediate_size: int | None = None, **changes: Any) -> MLPSpec:
+    """A feed-forward with the usual names in config.json; `intermediate_size` replaces the one there."""
     return MLPSpec(
         **{
-            "intermediate_size": int(config["intermediate_size"]),
+            "intermediate_size": int(config["intermediate_size"]) if intermediate_size is None else intermediate_size,
             "activation": activation(config.get("hidden_act", "silu")),
             "bias": bool(config.get("mlp_bias", False)),
             **changes,

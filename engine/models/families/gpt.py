@@ -69,6 +69,13 @@ _GPT2_NAMES = {
     "head": "lm_head",
 }
 
+GPT2_ALIASES = {
+    "hidden_size": "n_embd",
+    "max_position_embeddings": "n_positions",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+}
+
 
 def _opt(name: str, config: Config) -> ModelSpec:
     """OPT, except OPT-350m, which has post-norms and a projected embedding."""
@@ -275,6 +282,7 @@ FAMILIES = {
             "n_positions": 1024,
             "tie_word_embeddings": True,
         },
+        GPT2_ALIASES,
         prefix="transformer.",
         is_transposed=_is_conv1d,
         ignored_pattern=_MASKS,

@@ -14,6 +14,7 @@ from quire.engine.models.families.family import (
     layer_norm,
     rope,
 )
+from quire.engine.models.families.gpt import GPT2_ALIASES
 from quire.engine.models.model_spec import LayerSpec, ModelSpec
 from quire.engine.protocol.errors import ConfigError
 
@@ -52,7 +53,7 @@ def _gpt_neo(name: str, config: Config) -> ModelSpec:
     config = {
         **config,
         "num_attention_heads": config["num_heads"],
-        "intermediate_size": config.get("intermediate_size") or 4 * config["hidden_size"],
+        "intermediate_size": config["intermediate_size"] or 4 * config["hidden_size"],
     }
     norm = layer_norm(config["layer_norm_epsilon"])
     layers = [
@@ -102,6 +103,7 @@ FAMILIES = {
         _gptj,
         _GPTJ_NAMES,
         {**_COMMON, "n_positions": 2048, "rotary_dim": 64},
+        GPT2_ALIASES,
         prefix="transformer.",
         ignored_pattern=_MASKS,
     ),
@@ -111,10 +113,12 @@ FAMILIES = {
         {
             **_COMMON,
             "max_position_embeddings": 2048,
+            "intermediate_size": None,
             "window_size": 256,
             "attention_types": [[["global", "local"], 12]],
             "tie_word_embeddings": True,
         },
+        {"num_attention_heads": "num_heads", "num_hidden_layers": "num_layers"},
         prefix="transformer.",
         ignored_pattern=_MASKS,
     ),

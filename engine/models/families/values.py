@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from quire.engine.protocol.errors import ConfigError
@@ -34,11 +34,14 @@ _LAYERS = ("num_hidden_layers", "n_layer", "n_layers")
 _ROPES = ("rope_parameters", "rope_scaling")
 
 
-def check_values(config: Mapping[str, Any], max_layers: int) -> None:
-    """Raise `ConfigError` for a value that no model can have, or for more than `max_layers` layers."""
+def check_values(config: Mapping[str, Any], nullable: Collection[str], max_layers: int) -> None:
+    """Raise `ConfigError` for a value that no model can have, or for more than `max_layers` layers.
+
+    Sizes may be null if they are `nullable`.
+    """
     for name in config.keys() & {*_SIZES, *_OPTIONAL_SIZES}:
         value, minimum = config[name], int(name in _SIZES)
-        if value is None and not minimum:
+        if value is None and (not minimum or name in nullable):
             continue
         values = value if name in _BY_LAYER and isinstance(value, list) else [value]
         if any(not isinstance(each, int) or isinstance(each, bool) or each < minimum for each in values):

@@ -52,7 +52,9 @@ def read(settings: object) -> Method | None:
         return None
     if not isinstance(settings, Mapping):
         raise ConfigError(f"{WHERE} must be an object, got {settings!r}")
-    name = settings.get("quant_method")
+    name, producer = settings.get("quant_method"), settings.get("producer")
+    if name is None and isinstance(producer, Mapping):  # of ModelOpt's first releases
+        name = producer.get("name")
     name = name.removeprefix("intel/") if isinstance(name, str) else name  # of AutoRound's first releases
     if not isinstance(name, str) or name not in METHODS:
         raise ConfigError(
