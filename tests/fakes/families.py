@@ -721,26 +721,29 @@ def write(case: str, folder: Path, **settings: Any) -> Any:
     architecture, changes = CASES[case]
     model = write_model(architecture, SIZES | changes | settings, folder)
     if "stacked experts" in case:
-        _stack_experts(folder)
-    elif case in _PUBLISHED_NAMES:
-        _name_as_published(case, folder, model)
+        stack_experts(folder)
+    else:
+        name_as_published(architecture, folder, model)
     return model
 
 
 _PUBLISHED_NAMES: dict[str, dict[str, str]] = {
-    "Kimi Linear": {"layers.0.block_sparse_moe": "layers.0.mlp"},
-    "OLMo hybrid": {
+    "KimiLinearForCausalLM": {"layers.0.block_sparse_moe": "layers.0.mlp"},
+    "OlmoHybridForCausalLM": {
         f"layers.{number}.feedforward_layer_norm": f"layers.{number}.post_attention_layernorm" for number in (1, 3)
     },
 }
 """Layers of one kind whose tensors transformers reads by these names, and writes by those of the other kind."""
 
 
-def _name_as_published(case: str, folder: Path, model: Any) -> None:
-    """Also with convolutions of the sizes of queries, keys and values: transformers writes three equal parts."""
+def name_as_published(architecture: str, folder: Path, model: Any) -> None:
+    """Rename the tensors of architectures that transformers writes by other names than their publishers. Also with
+    convolutions of the sizes of queries, keys and values: transformers writes three equal parts."""
+    if architecture not in _PUBLISHED_NAMES:
+        return
     path = folder / "model.safetensors"
     tensors = load_file(path)
-    for theirs, ours in _PUBLISHED_NAMES[case].items():
+    for theirs, ours in _PUBLISHED_NAMES[architecture].items():
         for name in [name for name in tensors if theirs in name]:
             tensors[name.replace(theirs, ours)] = tensors.pop(name)
     for module, layer in model.named_modules():
@@ -751,7 +754,7 @@ def _name_as_published(case: str, folder: Path, model: Any) -> None:
     save_file(tensors, path, {"format": "pt"})
 
 
-def _stack_experts(folder: Path) -> None:
+def stack_experts(folder: Path) -> None:
     """Write the experts of a layer as two tensors, as the model's publisher does and transformers does not."""
     path = folder / "model.safetensors"
     tensors, stacks = load_file(path), defaultdict[str, dict[str, Tensor]](dict)

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quire.engine.models.transformers_backend.shrink import shrink
+
 FOLDER = Path(__file__).parent / "published_configs"
 UNLIMITED = 262_144
 """Quire's length for models without attention."""
@@ -33,7 +35,7 @@ class Published:
             return count == self.parameters
         number, unit = float(self.parameters[:-1]), {"M": 1e6, "B": 1e9, "T": 1e12}[self.parameters[-1]]
         digits = len(self.parameters[:-1].partition(".")[2])
-        return abs(count / unit - number) < 10**-digits
+        return bool(abs(count / unit - number) < 0.1**digits)
 
 
 def config(name: str, file: str = "config.json") -> dict[str, Any]:
@@ -210,3 +212,60 @@ MODELS = {
     "bge-m3": Published(567_754_752 - 1_049_600, 8_192),
     "bge-reranker-v2-m3": Published("567M", 8_192),
 }
+
+
+HEADS, HEAD = 4, 16
+_STATE = {
+    **dict.fromkeys(("state_size", "ssm_state_size", "mamba_d_state", "mamba_dt_rank", "time_step_rank"), 8),
+    **dict.fromkeys(("mamba_d_head", "mamba_head_dim", "attention_head_dim"), HEAD),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), HEAD),
+    **dict.fromkeys(("chunk_size", "mamba_chunk_size", "attention_chunk_size", "floor_scale"), 16),
+    **dict.fromkeys(("conv_dim", "conv_dim_out", "block_dim"), HEADS * HEAD),
+    "index_n_heads": 16,  # with few, scores are often 0, and equal ones have no order
+    "index_topk": 20,
+    "attn_layer_period": 4,
+    "attn_layer_offset": 2,
+    "attn_layer_indices": [1],
+    "attn_rotary_emb": HEAD // 2,
+    "full_attn_idxs": [2],
+}
+"""Sizes of layers with a state, and which of four layers have attention."""
+_CHANGES: dict[str, dict[str, Any]] = {
+    "MiMo-V2-Flash": {
+        "head_dim": 24,
+        "swa_head_dim": 24,
+        "swa_num_key_value_heads": 4,
+        "hybrid_layer_pattern": [0, 1, 1, 1],
+    },
+    "Mistral-Small-3.1-24B-Instruct-2503": {"tie_word_embeddings": False},
+    **{key: {"time_step_min": 1e-9} for key in ("Nemotron-H-8B-Base-8K", "Nemotron-H-56B-Base-8K")},
+}
+"""Other changes. MiMo rotates a third of a head, and transformers has its own rule for KV heads and windows; Mistral's
+checkpoint has a head, which transformers would tie; Nemotron-H: see docs/reference/models.md."""
+
+
+def tiny(name: str) -> dict[str, Any]:
+    """A model's config.json with small sizes, and otherwise as published; without quantization and remote code."""
+    published = {key: value for key, value in config(name).items() if key not in ("quantization_config", "auto_map")}
+    if isinstance(pattern := published.get("hybrid_override_pattern"), str):
+        published["hybrid_override_pattern"] = list(pattern)  # of the layers
+    small = shrink(published)
+    if pattern:
+        small["hybrid_override_pattern"] = "".join(small["hybrid_override_pattern"])
+    for part in (small, small.get("text_config", {})):
+        part |= {key: value for key, value in _STATE.items() if isinstance(part.get(key), type(value))}
+        inner = HEADS * HEAD * part.get("mamba_expand", part.get("expand", 1))
+        heads = inner // HEAD
+        sizes = dict.fromkeys(("num_heads", "mamba_num_heads", "mamba_n_heads"), heads) | {"mamba_d_ssm": inner}
+        if part.get("model_type") in ("mamba", "mamba2"):
+            sizes |= {"intermediate_size": inner}
+        if (ratio := part.get("linear_num_value_heads", 0) // part.get("linear_num_key_heads", 1)) > 0:
+            sizes |= {"linear_num_key_heads": 2, "linear_num_value_heads": 2 * ratio}
+        part |= {key: value for key, value in sizes.items() if key in part}
+        if "n_groups" in part:
+            part["n_groups"] = 2
+        if "linear_attn_config" in part:
+            layers = {"full_attn_layers": [4], "kda_layers": [1, 2, 3]}
+            part["linear_attn_config"] |= {"head_dim": HEAD, "num_heads": HEADS, **layers}
+        part["initializer_range"] = 0.2  # far enough from uniform that rounding cannot change the likeliest token
+    return small | _CHANGES.get(name, {})

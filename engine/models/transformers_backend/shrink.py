@@ -112,7 +112,7 @@ def shrink(values: Mapping[str, Any], ranks: int = 1) -> dict[str, Any]:
         elif name == "head_dim" and value == values.get("qk_rope_head_dim"):
             small[name] = _SMALL["qk_rope_head_dim"]
         elif name in _SMALL:
-            small[name] = _SMALL[name]
+            small[name] = _SMALL[name] if value else value
         elif name == "floor_scale":
             small[name] = SHORT
         elif name in ("n_group", "num_expert_group"):
