@@ -23,15 +23,16 @@ from quire.server.parsers.tool_calls import Schemas
 from quire.server.parsers.tool_formats import HARMONY, HARMONY_MARKERS
 
 _BODY = "<|message|>"
-_HEADER = ("<|start|>", "<|channel|>", "<|constrain|>")
-_ENDS = ("<|end|>", "<|return|>", "<|call|>", "<|start|>", "<|channel|>")
+_END_ONLY = ("<|end|>", "<|return|>", "<|call|>")
+_ENDS = (*_END_ONLY, "<|start|>", "<|channel|>")
+"""What ends the text of a message: an end, or the header of the next message."""
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
 _ANY = any_of(HARMONY_MARKERS)
 _END = any_of(_ENDS)
 _HALF = beginning_of(HARMONY_MARKERS)
 _MAX_HEADER = 512
-"""Characters of a header; a longer text is not one."""
+"""Characters of a header with its <|message|>, and of white space before it; a longer text is not one."""
 
 
 class HarmonyParser(IncrementalParser):
@@ -67,26 +68,34 @@ class HarmonyParser(IncrementalParser):
                 yield
 
     def _header(self, is_first: bool) -> Steps[str]:
-        """Read a header and the marker of the text; returns "" for text without a header."""
-        opens = (*_HEADER, _BODY, "to=") if is_first else (*_HEADER, _BODY)
+        """Read a header and the marker of the text; returns "" for text without a header.
+
+        Each decision depends on the shortest text that allows it, not on how much has arrived behind it.
+        """
+        openers = (*HARMONY_MARKERS, "to=") if is_first else HARMONY_MARKERS
         while True:
-            start, at = self._text.lstrip(), self._text.find(_BODY)
-            is_header = any(start.startswith(marker) or marker.startswith(start) for marker in opens)
-            if not is_header or (at if at >= 0 else len(self._text) - len(_BODY)) > _MAX_HEADER:
-                break
-            if at >= 0:
-                self._pos = at + len(_BODY)
-                header = self._text[:at]
-                self._drop()
-                return header
+            start = self._text.lstrip()
+            opener = next((marker for marker in openers if start.startswith(marker)), "")
+            if len(self._text) - len(start) > _MAX_HEADER:  # white space
+                return ""
+            if opener in _END_ONLY:  # of a message that has no header and no text
+                self._text = start[len(opener) :]
+                continue
+            if opener and (at := start.find(_BODY, 0, _MAX_HEADER)) >= 0:
+                self._text = start[at + len(_BODY) :]
+                return start[:at]
+            if opener and len(start) >= _MAX_HEADER:
+                self._text = start.removeprefix(opener) if opener in HARMONY_MARKERS else self._text
+                return ""
+            if not opener and not any(marker.startswith(start) for marker in openers):
+                return ""
             if self._ended:
-                break
+                if opener in HARMONY_MARKERS:
+                    self._text = ""
+                if not self._text:
+                    raise TextCutOff
+                return ""
             yield
-        if found := _ANY.match(start):  # a header that is cut off, or too long
-            self._text = "" if self._ended else start[found.end() :]
-        if self._ended and not self._text:
-            raise TextCutOff
-        return ""
 
     def _call(self, name: str) -> Steps[None]:
         """Read the arguments of a call."""
@@ -113,7 +122,7 @@ class HarmonyParser(IncrementalParser):
             self._emit(kind, half.start() if half else len(self._text))
             yield from self._more()
         self._emit(kind, found.start())
-        self._pos = 0 if found[0] in _HEADER else len(found[0])
+        self._pos = len(found[0]) if found[0] in _END_ONLY else 0
         self._drop()
 
     def _emit(self, kind: type[Content | Reasoning], length: int) -> None:
