@@ -6,7 +6,7 @@ import ast
 import contextlib
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import unquote
 
@@ -35,25 +35,44 @@ def type_of(value: object) -> str:
     return "object"
 
 
+def property_names(schema: Mapping[str, Any]) -> list[str]:
+    """Return the properties that an object's schema names, in their order: of itself and of what it refers to."""
+    names: dict[str, None] = {}
+
+    def note(each: Mapping[str, Any]) -> frozenset[str]:
+        names.update(dict.fromkeys(_properties(each)))
+        return ANY_TYPE
+
+    _types_in(schema, schema, [_MAX_SCHEMAS], note)
+    return [*names]
+
+
 def property_types(schema: Mapping[str, Any], key: str) -> frozenset[str]:
     """Return the types that an object's schema allows for the property `key`."""
+    budget = [_MAX_SCHEMAS]
+
+    def of_property(each: Mapping[str, Any]) -> frozenset[str]:
+        properties = _properties(each)
+        return types_of(properties[key] if key in properties else each.get("additionalProperties"), schema, budget)
+
+    return _types_in(schema, schema, budget, of_property)
+
+
+def _properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     properties = schema.get("properties")
-    if isinstance(properties, Mapping) and key in properties:
-        return types_of(properties[key], schema)
-    return types_of(schema.get("additionalProperties", {}), schema)
+    return properties if isinstance(properties, Mapping) else {}
 
 
-def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
-    """Return the types that a schema allows, of the keywords that tell; `root` is what its references refer to."""
-    return _types_of(schema, root, [_MAX_SCHEMAS])
+def types_of(schema: Any, root: Mapping[str, Any], budget: list[int] | None = None) -> frozenset[str]:
+    """Return the types that a schema allows, of the keywords that tell; `root` is what its references refer to.
+
+    What is beyond `budget` schemas may have any type, so that a schema that refers to itself costs little.
+    """
+    return _types_in(schema, root, budget or [_MAX_SCHEMAS], _own_types)
 
 
-def _types_of(schema: Any, root: Mapping[str, Any], budget: list[int], depth: int = 0) -> frozenset[str]:
-    """See `types_of`. What is beyond `budget` schemas may have any type, so that a schema that refers to itself costs
-    little."""
-    budget[0] -= 1
-    if not isinstance(schema, Mapping) or depth > _MAX_DEPTH or budget[0] < 0:
-        return ANY_TYPE
+def _own_types(schema: Mapping[str, Any]) -> frozenset[str]:
+    """Return the types that a schema's keywords allow, without those that refer to schemas or combine them."""
     types = ANY_TYPE
     match schema.get("type"):
         case str(name):
@@ -64,13 +83,29 @@ def _types_of(schema: Any, root: Mapping[str, Any], budget: list[int], depth: in
         types &= {type_of(schema["const"])}
     if isinstance(schema.get("enum"), list):
         types &= {type_of(value) for value in schema["enum"]}
+    return types
+
+
+def _types_in(
+    schema: Any,
+    root: Mapping[str, Any],
+    budget: list[int],
+    of: Callable[[Mapping[str, Any]], frozenset[str]],
+    depth: int = 0,
+) -> frozenset[str]:
+    """Return the types that are left of those `of` each schema that this one is, refers to or combines."""
+    budget[0] -= 1
+    if not isinstance(schema, Mapping) or depth > _MAX_DEPTH or budget[0] < 0:
+        return ANY_TYPE
+    types = of(schema)
     if isinstance(schema.get("$ref"), str):
-        types &= _types_of(resolved(schema["$ref"], root), root, budget, depth + 1)
+        types &= _types_in(resolved(schema["$ref"], root), root, budget, of, depth + 1)
     for keyword in ("anyOf", "oneOf"):
         if isinstance(schema.get(keyword), list):
-            types &= frozenset().union(*(_types_of(each, root, budget, depth + 1) for each in schema[keyword]))
+            parts = (_types_in(each, root, budget, of, depth + 1) for each in schema[keyword])
+            types &= frozenset[str]().union(*parts)
     for each in schema["allOf"] if isinstance(schema.get("allOf"), list) else ():
-        types &= _types_of(each, root, budget, depth + 1)
+        types &= _types_in(each, root, budget, of, depth + 1)
     return types
 
 

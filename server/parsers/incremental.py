@@ -23,6 +23,8 @@ _SPACE = re.compile(r"\s*")
 _CLOSER = {"{": "}", "[": "]"}
 _MAX_NAME = 256
 """Maximum number of characters of a key or name; longer ones are invalid."""
+_MAX_DELIMITER = 64
+"""Maximum number of characters of what ends a key or name."""
 _MAX_SPACE = 16
 """Maximum number of white space characters that belong to a marker; at most this many are held back."""
 
@@ -103,10 +105,11 @@ class IncrementalParser(ABC):
         """Read what matches; at least one character that does not match must follow."""
         while True:
             found = pattern.match(self._text, self._pos)
-            if found is not None and found.end() < len(self._text):
+            is_whole = found is not None and found.end() < len(self._text)
+            if is_whole and found is not None and len(found[0]) <= _MAX_NAME:
                 self._pos = found.end()
                 return found[0]
-            if len(self._text) - self._pos > _MAX_NAME:
+            if is_whole or len(self._text) - self._pos > _MAX_NAME + _MAX_DELIMITER:
                 raise MalformedText
             yield from self._more()
 
@@ -116,6 +119,8 @@ class IncrementalParser(ABC):
             if not self._text.startswith('"', self._pos) or len(self._text) - self._pos > _MAX_NAME:
                 raise MalformedText
             yield from self._more()
+        if len(found[0]) > _MAX_NAME:
+            raise MalformedText
         self._pos = found.end()
         return str(decoded(found[0]))
 

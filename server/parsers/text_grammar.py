@@ -90,30 +90,42 @@ def _branches(schema: Any, root: Mapping[str, Any], depth: int = 0) -> list[list
 def _branch(schemas: list[Mapping[str, Any]]) -> str | None:
     """The strings for which all of these schemas hold."""
     parts: list[str] = []
-    listed: list[str] | None = None
     for schema in schemas:
         types = schema.get("type", "string")
         if "string" not in ([types] if isinstance(types, str) else types):
             return None
-        for values in ([schema["const"]] if "const" in schema else None, schema.get("enum")):
-            if values is not None:
-                texts = [value for value in values if isinstance(value, str)]
-                listed = texts if listed is None else [text for text in listed if text in texts]
         parts += _constraints(schema)
-    if listed is not None:
-        parts.insert(0, f"({' | '.join(map(quoted, listed))})")
-        if not listed:
+    if (listed := _listed(schemas)) is not None:
+        texts = [value for value in listed if isinstance(value, str)]
+        parts.insert(0, f"({' | '.join(map(quoted, texts))})")
+        if not texts:
             return None
     return " & ".join(parts) or "TEXT"
 
 
+def _listed(schemas: list[Mapping[str, Any]]) -> list[Any] | None:
+    """The values that const and enum of all of these schemas allow; None if they have neither."""
+    lists = [[schema["const"]] for schema in schemas if "const" in schema]
+    lists += [schema["enum"] for schema in schemas if "enum" in schema]
+    if not lists:
+        return None
+    first, *others = lists
+    sets = [{_plain(value) for value in values} for values in others]
+    return [value for value in first if all(_plain(value) in allowed for allowed in sets)]
+
+
+def _plain(value: Any) -> tuple[str, Any]:
+    """A key of a JSON value that is equal for equal values: 1 is 1.0, but not true."""
+    kind = type_of(value)
+    return kind, json.dumps(value, sort_keys=True) if kind in ("object", "array") else value
+
+
 def _scalars(schemas: list[Mapping[str, Any]], others: frozenset[str]) -> Iterator[str]:
     """Null, booleans and numbers of the types `others` for which all of these schemas hold."""
-    listed = [v for schema in schemas for v in ([schema["const"]] if "const" in schema else schema.get("enum", ()))]
     types = others
     for schema in schemas:
         types &= types_of({"type": schema["type"]} if "type" in schema else {}, {})
-    if listed:
+    if (listed := _listed(schemas)) is not None:
         yield from (quoted(json.dumps(v)) for v in listed if type_of(v) in types & _NOT_NESTED)
         return
     if "null" in types:

@@ -11,9 +11,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Mapping
+from itertools import takewhile
 from typing import Any
 
-from quire.server.parsers.argument_types import TEXT, is_utf8, json_of, literal_json, property_types
+from quire.server.parsers.argument_types import TEXT, is_utf8, json_of, literal_json, property_names, property_types
 from quire.server.parsers.events import Content, ToolCall
 from quire.server.parsers.incremental import (
     IncrementalParser,
@@ -34,7 +35,6 @@ _NAME = re.compile(r"[\w.-]*")
 _DIGITS = re.compile(r"\d*")
 _ID = re.compile(r"\w*")
 _ARGUMENTS = ("arguments", "parameters")
-_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _PYTHON = re.compile(r"""["'()\[\]{},]""")
 _IN_QUOTES = {quote: re.compile(rf"{quote}|\\.", re.DOTALL) for quote in "'\""}
 
@@ -338,20 +338,29 @@ class _TaggedParser(ToolParser):
     def __init__(self, format: ToolFormat, schemas: Schemas, hidden: Collection[str], limit: int | None) -> None:
         assert format.tagged is not None
         self._tags = tags = format.tagged
-        self._key = re.compile(rf"[^{re.escape(tags.between.strip()[0])}\n]*")
+        line, _, _ = tags.between.strip().partition("\n")
+        both = zip(line, tags.between_json or line, strict=False)
+        self._key_end = "".join(one for one, _ in takewhile(lambda pair: pair[0] == pair[1], both))
+        self._key = re.compile(rf"(?:(?!{re.escape(self._key_end)})[^\n])*")
         closer = tags.close.strip()
         closers = (closer, f"\n{closer}") if tags.close.startswith("\n") else (closer,)
         self._value_end = any_of(closers)
         self._half_value_end = beginning_of(closers)
+        self._longest_end = max(map(len, closers))
+        self._end_or_quote = re.compile(rf'"|{self._value_end.pattern}')
+        self._end_in_string = re.compile(rf'"|\\.|{self._value_end.pattern}|\n', re.DOTALL)
+        self._trusts_strings = True
+        """No value of this answer has had a JSON string that is not closed."""
         super().__init__(format, schemas, hidden, limit)
 
     def _named_arguments(self, name: str, call_id: str | None) -> Steps[None]:
-        is_out = False
+        schema, is_out = self._schemas[name], False
+        unlike_keys = sorted((key for key in property_names(schema) if not self._key.fullmatch(key)), reverse=True)
         try:
             while (yield from self._opens_argument()):
-                key = yield from self._match(self._key)
+                key = yield from self._argument_name(unlike_keys)
                 is_text = yield from self._between()
-                types = property_types(self._schemas[name], key)
+                types = property_types(schema, key)
                 if is_text is not None:
                     types = TEXT if is_text else types - TEXT or types
                 if not is_out:
@@ -373,6 +382,14 @@ class _TaggedParser(ToolParser):
     def _opens_argument(self) -> Steps[bool]:
         yield from self._peek()
         return (yield from self._take(self._tags.open))
+
+    def _argument_name(self, unlike_keys: Collection[str]) -> Steps[str]:
+        """Read a key: one of the properties whose names contain what ends a key, or any other."""
+        for key in unlike_keys:
+            if (yield from self._take(key + self._key_end)):
+                self._pos -= len(self._key_end)
+                return key
+        return (yield from self._match(self._key))
 
     def _ends(self) -> Steps[None]:
         """Check that the call ends here."""
@@ -415,24 +432,55 @@ class _TaggedParser(ToolParser):
         self._drop()
 
     def _typed_value(self, types: frozenset[str]) -> Steps[None]:
-        """Emit a value as JSON. A closing tag inside of a JSON string does not end it."""
-        begin = 0
+        """Emit a value as JSON. A closing tag inside of a JSON string does not end it, unless the string is not closed:
+        it contains a line break, or the value is no JSON up to the next tag outside of strings, or the text ends.
+
+        The text is read once; once more only after the first such string, as no others are looked for then.
+        """
+        reads_strings = self._trusts_strings and (yield from self._peek()) in "{["
+        self._pos = 0
+        in_string = False
+        inside: re.Match[str] | None = None  # the first tag inside of a string
         while True:
-            while (found := self._value_end.search(self._text, begin)) is None:
-                begin = max(begin, len(self._text) - len(self._tags.close))
+            half = None
+            if not self._ended:
+                half = self._half_value_end.search(self._text, max(self._pos, len(self._text) - self._longest_end))
+            end = half.start() if half else len(self._text)
+            pattern = self._value_end
+            if reads_strings:
+                pattern = self._end_in_string if in_string else self._end_or_quote
+            found = pattern.search(self._text, self._pos, end)
+            if found is None:
+                if self._ended and inside is not None:
+                    break
+                self._pos = end - (in_string and self._text.endswith("\\", self._pos, end))
                 yield from self._more()
-            text = self._text[: found.start()]
-            if text.lstrip()[:1] not in ("{", "[") or not _ends_in_string(text):
+                continue
+            self._pos = found.end()
+            if found[0] == '"':
+                in_string = not in_string
+            elif found[0] == "\n":
+                reads_strings = in_string = False
+                if inside is not None:
+                    break
+            elif in_string:
+                inside = inside or (None if found[0].startswith("\\") else found)
+            else:
                 break
-            begin = found.end()
-        self._show_arguments(json_of(text, types))
+        if inside is not None and (found is None or not reads_strings or not _is_json(self._text[: found.start()])):
+            found, self._trusts_strings = inside, False
+        assert found is not None
+        self._show_arguments(json_of(self._text[: found.start()], types))
         self._pos = found.end()
         self._drop()
 
 
-def _ends_in_string(text: str) -> bool:
-    """Whether JSON text ends inside of a string."""
-    return '"' in _STRING.sub("", text)
+def _is_json(text: str) -> bool:
+    try:
+        decoded(text)
+    except MalformedText:
+        return False
+    return True
 
 
 def _arguments_in(text: str) -> str:

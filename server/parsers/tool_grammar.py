@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.engine.protocol.errors import InvalidParameter
-from quire.server.parsers.argument_types import TEXT, types_of
+from quire.server.parsers.argument_types import TEXT, property_names, types_of
 from quire.server.parsers.incremental import any_of
 from quire.server.parsers.reasoning import HARMONY_REASONING, ReasoningFormat
 from quire.server.parsers.text_grammar import pattern, quoted, text_terminal
@@ -283,7 +283,7 @@ def _lax(schema: dict[str, Any], format: ToolFormat) -> dict[str, Any]:
     """The schema of a function whose arguments are not enforced."""
     if not format.python:
         return {"type": "object"}
-    return {"type": "object", "properties": {key: {} for key in schema.get("properties", ()) if key.isidentifier()}}
+    return {"type": "object", "properties": {key: {} for key in property_names(schema) if key.isidentifier()}}
 
 
 def _properties(name: str, schema: dict[str, Any]) -> Iterator[tuple[str, Any, bool]]:

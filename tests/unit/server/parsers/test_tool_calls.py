@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.server.parsers.argument_types import TEXT, property_types
 from quire.server.parsers.events import Content, Event, ToolCall
 from quire.server.parsers.tool_calls import tool_parser
 from quire.server.parsers.tool_formats import TOOL_FORMATS
@@ -202,6 +204,133 @@ def test_what_is_read_does_not_depend_on_the_cuts(format: str, parts: list[str],
     assert all(name in SCHEMAS for name, _ in calls)
     if not calls:
         assert content == text
+
+
+TAGGED = sorted(name for name, format in TOOL_FORMATS.items() if format.tagged)
+OBJECT: dict[str, Any] = {
+    "$ref": "#/$defs/base",
+    "properties": {"list": {"type": "array"}, "any": {}, "text": {"type": "string"}},
+    "$defs": {"base": {"allOf": [{"properties": {"count": {"type": "integer"}, "name": {"type": "string"}}}]}},
+}
+
+
+def tagged_call(format: str, arguments: list[tuple[str, str]], schema: Mapping[str, Any] = OBJECT) -> str:
+    described = TOOL_FORMATS[format]
+    tags = described.tagged
+    assert tags is not None
+    call = f"{described.before}f{described.between}"
+    for key, value in arguments:
+        is_text = property_types(schema, key) == TEXT
+        call += tags.open + key + (tags.between if is_text else tags.between_json or tags.between) + value + tags.close
+    return described.open + call + described.after + described.close
+
+
+def read_tagged(format: str, text: str, cuts: list[int] | None = None, schema: Mapping[str, Any] = OBJECT) -> Any:
+    def of(chunks: Iterable[str]) -> Any:
+        parser = tool_parser(TOOL_FORMATS[format], {"f": schema})
+        content, _, calls = joined([event for chunk in chunks for event in parser.feed(chunk)] + parser.finish())
+        return content, [arguments for _, arguments in calls]
+
+    whole = of([text])
+    assert of(text) == whole
+    assert of(cut(text, cuts or [])) == whole
+    return whole
+
+
+@pytest.mark.parametrize("format", TAGGED)
+def test_a_closing_tag_ends_a_value_but_not_in_a_string_of_json(format: str) -> None:
+    tags = TOOL_FORMATS[format].tagged
+    assert tags is not None
+    close, opener = tags.close.strip(), tags.open
+    for written in ([close], {"a": f"{close}{opener}list", "b": f'"{close}'}, [[], "\\", close]):
+        value = json.dumps(written, ensure_ascii=False)
+        text = tagged_call(format, [("list", value), ("any", "1")])
+        content, (arguments,) = read_tagged(format, f"{text}Done.")
+        assert (content, json.loads(arguments)) == ("Done.", {"list": written, "any": 1})
+
+
+@pytest.mark.parametrize("format", TAGGED)
+@pytest.mark.parametrize("value", ['["a]', '{"a": "b', '["a", "b]', '["a\\"]', '["\\\\\\"]', '[\n"a,\n1]', '{"'])
+def test_a_string_of_json_that_is_not_closed_ends_with_the_value(format: str, value: str) -> None:
+    for other in ("5", '["b"]', '["c]', '"', "{}"):
+        text = tagged_call(format, [("list", value), ("any", other), ("text", "good")])
+        content, (arguments,) = read_tagged(format, f"{text}Done.")
+        found = json.loads(arguments)
+        assert (content, found["list"], found["text"], len(found)) == ("Done.", value, "good", 3)
+
+
+@pytest.mark.parametrize("format", ["qwen3_coder", "glm47"])
+@pytest.mark.parametrize("piece", ["[1, ", '["a", ', '"', "</", "\n", "CLOSE", 'CLOSE OPEN[\\"', '"CLOSE'])
+def test_a_long_value_is_read_once(format: str, piece: str) -> None:
+    """Counted in characters that are searched, when it comes in pieces of a few."""
+    tags = TOOL_FORMATS[format].tagged
+    assert tags is not None
+    opening = f"{tags.open}any{tags.between_json or tags.between}"
+    piece = piece.replace("CLOSE", tags.close).replace("OPEN", opening)
+    text = tagged_call(format, [("list", '["' + piece * (200_000 // len(piece))), ("any", "1")])
+    parser = tool_parser(TOOL_FORMATS[format], {"f": OBJECT})
+    count = 0
+
+    class Counted:
+        def __init__(self, pattern: re.Pattern[str]) -> None:
+            self.pattern = pattern
+
+        def search(self, text: str, begin: int = 0, end: int | None = None) -> re.Match[str] | None:
+            nonlocal count
+            found = self.pattern.search(text, begin, len(text) if end is None else end)
+            count += (len(text) if end is None else end) - begin if found is None else found.end() - begin
+            return found
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.pattern, name)
+
+    for name, value in [*vars(parser).items()]:
+        if isinstance(value, re.Pattern):
+            setattr(parser, name, Counted(value))
+    for at in range(0, len(text), 4):
+        parser.feed(text[at : at + 4])
+    parser.finish()
+    assert count < 20 * len(text)
+
+
+@given(st.sampled_from(TAGGED), st.data(), st.lists(st.integers(0, 10_000), max_size=8))
+@settings(max_examples=500, deadline=None)
+def test_tagged_values_do_not_depend_on_the_cuts(format: str, data: st.DataObject, cuts: list[int]) -> None:
+    tags = TOOL_FORMATS[format].tagged
+    assert tags is not None
+    pieces = ['"', "\\", "\n", " ", "[", "]", "{", "a", "<", "</", tags.close.strip(), tags.open, "list"]
+    values = st.lists(st.sampled_from(pieces), max_size=10).map("".join)
+    keys = st.sampled_from(["list", "any", "text", "count"])
+    text = tagged_call(format, data.draw(st.lists(st.tuples(keys, values), max_size=3)))
+    read_tagged(format, f"{text}Done.", cuts)
+    read_tagged(format, text[: -(data.draw(st.integers(1, 40)))], cuts)
+
+
+@pytest.mark.parametrize("format", TAGGED)
+def test_types_stand_behind_references_too(format: str) -> None:
+    text = tagged_call(format, [("count", "5"), ("name", "5")])
+    assert read_tagged(format, text) == ("", ['{"count": 5, "name": "5"}'])
+
+
+@pytest.mark.parametrize("format", TAGGED)
+def test_names_of_properties_may_have_delimiters(format: str) -> None:
+    names = ["a>b", 'a">', 'a"b', "a<b", "a>b>c", "a=b", "a\nb", "a", "a</arg_key>b"]
+    schema = {"allOf": [{"properties": {name: {"type": "integer"} for name in names}}]}
+    text = tagged_call(format, [(name, "1") for name in names], schema)
+    content, (arguments,) = read_tagged(format, f"{text}Done.", schema=schema)
+    assert (content, json.loads(arguments)) == ("Done.", dict.fromkeys(names, 1))
+
+
+def test_names_have_a_limit_wherever_they_are_cut() -> None:
+    for length in (200, 254, 255, 256, 257, 300):
+        for text in (
+            f'<tool_call>{{"name": "now", "{"x" * length}": 1, "arguments": {{}}}}</tool_call>',
+            f'<tool_call>{{"name": "now", "id": {"1" * length}, "arguments": {{}}}}</tool_call>',
+        ):
+            content, calls = read("hermes", text)
+            assert (content, len(calls)) in (("", 1), (text, 0))
+        for format in TAGGED:
+            read_tagged(format, tagged_call(format, [("x" * length, "1")]))
 
 
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)

@@ -299,6 +299,7 @@ ARGUMENTS: dict[str, object] = {
         "bound": {"anyOf": [{"type": "string"}, {"type": "integer", "minimum": 3}]},
         "maybe": {"$ref": "#/$defs/maybe"},
         "list": {"type": "array", "items": {"type": "integer"}},
+        "both": {"allOf": [{"enum": ["a", "b", 1, 2, None]}, {"enum": ["b", 2, True, None]}], "enum": ["b", 1.0, 2, 3]},
     },
     "additionalProperties": False,
     "$defs": {"maybe": {"type": ["string", "null"]}},
@@ -317,6 +318,7 @@ ARGUMENTS: dict[str, object] = {
         ("bound", ["x", "3 men"], ["2", "3"]),
         ("maybe", ["null", "nothing", "5", ""], []),
         ("list", ["[1, 2]", "[]"], ["1", "[1.5]", "[1"]),
+        ("both", ["b", "2"], ["a", "1", "1.0", "3", "true", "null"]),
     ],
 )
 @pytest.mark.parametrize(
@@ -371,6 +373,13 @@ def test_thoughts_end_with_their_budget(is_thinking: bool) -> None:
         thoughts_grammar(THINK, tokenizers("text")[0].token_to_id, is_thinking=True, budget=3)
     harmony = thoughts_grammar(REASONING_FORMATS["openai_gptoss"], tokenizer.token_to_id, is_thinking=False, budget=50)
     assert verdict("special", harmony, f"{HARMONY_THOUGHTS}<|channel|>final<|message|>Hello") == "yes"
+
+
+def test_keyword_arguments_may_be_named_behind_references() -> None:
+    base = {"properties": {"b": {"type": "integer"}, "a": {}}}
+    schema = {"allOf": [{"$ref": "#/$defs/base"}], "properties": {"c": {}}, "$defs": {"base": base}}
+    tools = (GrammarTool("f", schema), GrammarTool("g", {"type": "object"}, strict=True))
+    assert verdict("text", grammar("pythonic", "text", tools, required=False), "[f(c=1, b=2, a=3)]") == "yes"
 
 
 def test_a_schema_that_refers_to_itself_costs_little() -> None:
