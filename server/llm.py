@@ -280,7 +280,7 @@ class AsyncLLM:
         """Score each text of `data_1` with its counterpart in `data_2`, or a single one with all of them.
 
         A cross-encoder scores pairs, with `use_activation` as in `classify`; an embedding model compares vectors by
-        their cosine similarity. The other options are those of `classify`.
+        their cosine similarity, or if that is False by their dot product. The other options are those of `classify`.
         """
         return await _score(
             await self.start(), data_1, data_2, _rendering(**rendering), use_activation, request_id, priority
@@ -850,11 +850,10 @@ async def _score(
     priority: int = 0,
 ) -> list[ScoringRequestOutput]:
     processor = frontend.admit("score")
-    firsts, seconds = ([given] if isinstance(given, str) else list(given) for given in (data_1, data_2))
-    for texts, param in ((firsts, "data_1"), (seconds, "data_2")):
+    for texts, param in ((data_1, "data_1"), (data_2, "data_2")):
         if not all(isinstance(text, str) for text in texts):
             raise InvalidParameter(f"{param}: only texts can be scored", param)
-    given = await processor.process_pairs(firsts, seconds, rendering, ("data_1", "data_2"))
+    given = await processor.process_pairs(data_1, data_2, rendering, ("data_1", "data_2"))
     request_id = request_id or uuid.uuid4().hex
     priority = _integer(priority, "priority")
     with frontend.embed(request_id, given.prompts, priority, None, given.second_segments) as embedding:

@@ -79,8 +79,10 @@ def activated(logits: bytes, classes: Classes, use_activation: bool | None = Non
 def scores(
     outputs: Sequence[EngineCoreOutput], given: ScoreInput, pooling: Pooling, use_activation: bool | None = None
 ) -> list[float]:
-    """Return the score of each pair: a classifier's only probability, or the cosine similarity of two vectors."""
-    if pooling.classes is None:
+    """Return the score of each pair: a classifier's only probability, or the cosine similarity of two vectors (without
+    activation their dot product).
+    """
+    if pooling.classes is None and use_activation is None:
         use_activation = True
     options = VectorOptions(normalize=use_activation)
     vectors = [options.finish(output.vector or b"", pooling) for output in outputs]

@@ -52,6 +52,8 @@ do not wait.
 """
 MAX_PROMPT_TOKENS = 2**21
 """Tokens of all prompts or inputs of a request. A single prompt may have as many as the model allows."""
+MAX_PAIR_CHARACTERS = 2**24
+"""Characters of all pairs of texts to score, if a common text is tokenized with each of the others."""
 _MAX_IGNORED = 256
 """Ignored fields that are logged; clients choose their names."""
 _INDEX = re.compile(r"\[[0-9]+\]")
@@ -181,8 +183,14 @@ class InputProcessor:
         self, chat: ChatInput, params: SamplingParams, options: RequestOptions = _DEFAULT_OPTIONS
     ) -> GenerationInput:
         """Process a conversation. Raises `InvalidParameter` also if the model may call tools and their format is
-        unknown.
+        unknown, or the reasoning is to be limited and its format is unknown.
         """
+        if chat.thinking_budget is not None and self.reasoning_format is None:
+            raise InvalidParameter(
+                "thinking_token_budget: this model has no reasoning whose format is known; omit it, or set "
+                "--reasoning-parser when starting the server",
+                "thinking_token_budget",
+            )
         params = await self._validate(params, options.param_names)
         last, side = self._num_kept(options.truncate_prompt_tokens, params.max_tokens), options.truncation_side
         max_tokens = params.max_tokens if options.reject_long_output else None
@@ -490,69 +498,100 @@ class InputProcessor:
             rendered, total = [], 0
             for param, given in inputs.items():
                 rendered.append(self._embedding_ids(given, prefix, options, param))
-                total = self._add_tokens(total, rendered[-1], "input")
+                total = self._add_tokens(total, rendered[-1], param.partition("[")[0])
             return rendered
 
         return await run_in_thread(sum(len(given) + len(prefix) for given in inputs.values()), render)
 
     async def process_pairs(
-        self, firsts: Sequence[str], seconds: Sequence[str], options: EmbeddingOptions, params: tuple[str, str]
+        self, first: str | Sequence[str], second: str | Sequence[str], options: EmbeddingOptions, names: tuple[str, str]
     ) -> ScoreInput:
-        """Process pairs of texts to score: each of `firsts` with its counterpart, or a single one with all `seconds`.
+        """Process pairs of texts to score: each of `first` with its counterpart, or a single one with all of `second`.
 
-        `params` are the names of both for error messages. Requires a model that supports the task.
+        `names` are those of both for error messages. Requires a model that supports the task.
         """
         assert self.pooling is not None
-        for given, param in zip((firsts, seconds), params, strict=True):
+        firsts, seconds = ([given] if isinstance(given, str) else given for given in (first, second))
+        for given, name in zip((firsts, seconds), names, strict=True):
             if not given:
-                raise InvalidParameter(f"{param} must not be empty: there is nothing to score", param)
+                raise InvalidParameter(f"{name} must not be empty: there is nothing to score", name)
         if len(firsts) not in (1, len(seconds)):
             raise InvalidParameter(
-                f"{params[0]}: {len(firsts)} texts for {len(seconds)} in {params[1]}; send one, or as many", params[0]
+                f"{names[0]}: {len(firsts)} texts for {len(seconds)} in {names[1]}; send one, or as many", names[0]
             )
+        first_names, second_names = (
+            [name] if isinstance(given, str) else [f"{name}[{at}]" for at in range(len(given))]
+            for given, name in zip((first, second), names, strict=True)
+        )
         if options.max_document_tokens is not None:
             longest = options.max_document_tokens
             seconds = await run_in_thread(
                 sum(map(len, seconds)), lambda: [self.tokenizer.shortened(text, longest) for text in seconds]
             )
         if self.pooling.classes is None:
-            texts = {f"{params[0]}[{at}]": text for at, text in enumerate(firsts)}
-            texts |= {f"{params[1]}[{at}]": text for at, text in enumerate(seconds)}
+            texts = dict(zip((*first_names, *second_names), (*firsts, *seconds), strict=True))
             prompts = await self.process_embeddings(texts, options, VectorOptions())
             count = len(firsts)
             return ScoreInput(
                 prompts=prompts, compared=[(at if count > 1 else 0, count + at) for at in range(len(seconds))]
             )
-        all_firsts = [*firsts] * len(seconds) if len(firsts) == 1 else firsts
+        size, joins_ids = sum(map(len, (*firsts, *seconds))), self._joins_ids
+        if not joins_ids:  # a common first text is tokenized with each second one
+            size += len(firsts[0]) * (len(seconds) - len(firsts))
+            if size > MAX_PAIR_CHARACTERS:
+                raise InvalidParameter(
+                    f"{names[1]}: {len(seconds)} pairs of texts have {size} characters, and at most "
+                    f"{MAX_PAIR_CHARACTERS} are allowed in one request; send several requests, or shorter texts",
+                    names[1],
+                )
 
         def render() -> ScoreInput:
             rendered, starts, total = [], [], 0
-            for at, (first, second) in enumerate(zip(all_firsts, seconds, strict=True)):
-                ids, start = self._pair_ids(first, second, options, f"{params[1]}[{at}]")
+            for at, (text, name) in enumerate(zip(seconds, second_names, strict=True)):
+                if at < len(firsts):
+                    other, other_name = firsts[at], first_names[at]
+                    other_ids = self._plain_ids(other, other_name, options) if joins_ids else []
+                if joins_ids:
+                    ids, start = self.tokenizer.join_pair(
+                        other_ids,
+                        self._plain_ids(text, name, options),
+                        self._limit(options),
+                        add_special_tokens=options.add_special_tokens,
+                        side=options.truncation_side,
+                    )
+                else:
+                    ids, start = self._rendered_pair(other, text, options, (other_name, name)), 0
+                if len(ids) > self.max_model_len:  # perhaps because of the first text alone
+                    self._check_length(other_ids or self._plain_ids(other, other_name, options), other_name)
+                self._check_length(ids, name)
                 rendered.append(ids)
                 starts.append(start if self._has_token_types else 0)
-                total = self._add_tokens(total, ids, params[1])
+                total = self._add_tokens(total, ids, names[1])
             return ScoreInput(prompts=rendered, second_segments=starts)
 
-        return await run_in_thread(sum(map(len, all_firsts)) + sum(map(len, seconds)), render)
+        return await run_in_thread(size, render)
 
-    def _pair_ids(self, first: str, second: str, options: EmbeddingOptions, param: str) -> tuple[list[int], int]:
-        """The token ids of a pair, and `EngineCoreRequest.second_segment`."""
+    @property
+    def _joins_ids(self) -> bool:
+        """Whether the texts of a pair are tokenized one by one."""
         assert self.pooling is not None
         assert self.pooling.classes is not None
+        return self._pair_template is None and not self.pooling.classes.joins_texts
+
+    def _plain_ids(self, text: str, name: str, options: EmbeddingOptions) -> list[int]:
+        """The token ids of a text of a pair, without special tokens."""
+        text = self._cut(text, name, self._limit(options), options.truncation_side)
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def _rendered_pair(self, first: str, second: str, options: EmbeddingOptions, names: tuple[str, str]) -> list[int]:
+        """The token ids of a pair that is tokenized as one text."""
         limit, side, specials = self._limit(options), options.truncation_side, options.add_special_tokens
-        first, second = self._cut(first, param, limit, side), self._cut(second, param, limit, side)
-        start = 0
+        first, second = self._cut(first, names[0], limit, side), self._cut(second, names[1], limit, side)
         if self._pair_template is not None:
-            ids = self._pair_from_template(self._pair_template, first, second, limit, options)
-        elif not self.pooling.classes.joins_texts:
-            ids, start = self.tokenizer.encode_pair(first, second, limit, add_special_tokens=specials, side=side)
-        elif limit is None:
-            ids = self.tokenizer.encode(first + second, add_special_tokens=specials)
-        else:
-            ids = self.tokenizer.encode_within(first + second, limit, add_special_tokens=specials, side=side)
-        self._check_length(ids, param)
-        return ids, start
+            return self._pair_from_template(self._pair_template, first, second, limit, options)
+        if limit is None:
+            return self.tokenizer.encode(first + second, add_special_tokens=specials)
+        return self.tokenizer.encode_within(first + second, limit, add_special_tokens=specials, side=side)
 
     def _pair_from_template(
         self, template: ChatTemplate, first: str, second: str, limit: int | None, options: EmbeddingOptions

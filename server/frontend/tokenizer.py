@@ -9,12 +9,12 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Encoding
 from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import ByteLevel
 from tokenizers.models import BPE
@@ -102,35 +102,73 @@ class Tokenizer:
         ids: list[int] = self.backend.post_process(encoding, None, add_special_tokens).ids
         return ids
 
-    def encode_pair(
-        self, first: str, second: str, limit: int | None, *, add_special_tokens: bool, side: Literal["left", "right"]
+    def join_pair(
+        self,
+        first: Sequence[int],
+        second: Sequence[int],
+        limit: int | None,
+        *,
+        add_special_tokens: bool,
+        side: Literal["left", "right"],
     ) -> tuple[list[int], int]:
-        """Return the token ids of a pair of texts as the tokenizer joins them, and the first one whose type is 1 (0:
-        none).
+        """Return the token ids of a pair of texts, tokenized without special tokens, as the tokenizer joins them, and
+        the first one whose type is 1 (0: none).
 
         With a `limit`, the longer text is truncated on this side until the shorter one is as long, then both are.
         Raises `InvalidParameter` if the special tokens alone exceed the limit.
         """
-        try:
-            one, other = self.backend.encode_batch_fast([first, second], add_special_tokens=False)
-        except TypeError:
-            raise _surrogate_error() from None
+        layout = self._pair_layouts[add_special_tokens]
         if limit is not None:
-            room = limit - (self.backend.num_special_tokens_to_add(True) if add_special_tokens else 0)
+            room = limit - len(layout.ids)
             if room < 0:
                 raise InvalidParameter(
                     f"truncate_prompt_tokens must be at least {limit - room}, the number of special tokens added to a "
                     "pair of texts",
                     "truncate_prompt_tokens",
                 )
-            shorter, longer = sorted((one, other), key=lambda encoding: len(encoding.ids))
-            kept = min(len(shorter.ids), room // 2)
-            shorter.truncate(kept, direction=side)
-            longer.truncate(room - kept, direction=side)
-        joined = self.backend.post_process(one, other, add_special_tokens)
-        ids: list[int] = joined.ids
-        types: list[int] = joined.type_ids
+            kept = min(len(first), len(second), room // 2)
+            lengths = (kept, room - kept) if len(first) <= len(second) else (room - kept, kept)
+            first, second = (
+                ids[:most] if side == "right" else ids[max(0, len(ids) - most) :]
+                for ids, most in zip((first, second), lengths, strict=True)
+            )
+        at, then = layout.places
+        ids = [*layout.ids[:at], *first, *layout.ids[at:then], *second, *layout.ids[then:]]
+        one, other = layout.text_types
+        types = [*layout.types[:at], *[one] * len(first), *layout.types[at:then], *[other] * len(second)]
+        types += layout.types[then:]
         return ids, types.index(1) if 1 in types else 0
+
+    @cached_property
+    def _pair_layouts(self) -> tuple[_PairLayout, _PairLayout]:
+        """How pairs are joined, without and with special tokens.
+
+        The backend's own `post_process` is not used for texts: what `Encoding.truncate` removes of both stays, and is
+        joined in all combinations.
+        """
+        texts = ("a", *self.backend.get_vocab())
+        text = next(text for text in texts if self.encode(text, add_special_tokens=False))
+
+        def encoding(length: int) -> Encoding:
+            made = self.backend.encode(text, add_special_tokens=False)
+            made.truncate(length)
+            return made
+
+        def layout(add_special_tokens: bool) -> _PairLayout:
+            specials, *with_text = (
+                self.backend.post_process(encoding(first), encoding(second), add_special_tokens)
+                for first, second in ((0, 0), (1, 0), (0, 1))
+            )
+            ids: list[int] = specials.ids
+            at, then = (
+                next((i for i, (a, b) in enumerate(zip(ids, each.ids, strict=False)) if a != b), len(ids))
+                for each in with_text
+            )
+            assert at <= then, "the first text comes first"
+            types = (with_text[0].type_ids[at], with_text[1].type_ids[then])
+            return _PairLayout(ids, specials.type_ids, (at, then), types)
+
+        return layout(False), layout(True)
 
     def shortened(self, text: str, limit: int, side: Literal["left", "right"] = "right") -> str:
         """Return the part of a text that its first `limit` tokens represent, or its last ones."""
@@ -198,6 +236,17 @@ class Tokenizer:
         if "\ufffd" in text and all(c in _BYTE_OF for c in piece):
             return bytes(_BYTE_OF[c] for c in piece)
         return text.encode()
+
+
+class _PairLayout(NamedTuple):
+    """How a tokenizer joins pairs of texts: its special tokens and their types, and where among them the texts stand,
+    whose tokens have other types.
+    """
+
+    ids: list[int]
+    types: list[int]
+    places: tuple[int, int]
+    text_types: tuple[int, int]
 
 
 class _Pieces(dict[int, str]):

@@ -17,6 +17,7 @@ import msgspec
 from fastapi import APIRouter, FastAPI, Request, Response
 from starlette.types import Receive, Scope, Send
 
+from quire.engine.config.pooling import Pooling
 from quire.engine.protocol.errors import ConfigError, InvalidParameter
 from quire.server.frontend.input_processor import InputProcessor
 from quire.server.http import in_process, status
@@ -27,11 +28,14 @@ from quire.server.http.state import AppState
 ROUTES = (
     ("messages", "/v1/chat/completions"),
     ("prompt", "/v1/completions"),
+    ("task", "/pooling"),
     ("input", "/v1/embeddings"),
     ("query", "/rerank"),
     ("text_1", "/score"),
+    ("data_1", "/score"),
+    ("queries", "/score"),
 )
-"""Maps a field of the body to its route; the first match counts."""
+"""Maps a field of the body to its route; the first match counts. Inputs of a classifier are classified."""
 HEALTH_ROUTE, PREDICT_ROUTE = "AIP_HEALTH_ROUTE", "AIP_PREDICT_ROUTE"
 """Vertex AI sets these environment variables in the container."""
 MAX_INSTANCES = 1024
@@ -46,7 +50,7 @@ async def _prepare_forwarded(body: Any, processor: InputProcessor, stored: bytes
 
 async def _prepare_prediction(body: Any, processor: InputProcessor, stored: bytes | None) -> Any:
     if isinstance(body, dict) and "instances" in body:
-        return {"instances": _Instances(_instances(body))}
+        return {"instances": _Instances(_instances(body, processor.pooling))}
     return await _prepare_forwarded(body, processor, stored)
 
 
@@ -78,11 +82,12 @@ async def ping(state: AppState) -> Response:
 
 
 @router.post("/invocations")
-async def invocations(body: dict[str, Any], request: Request) -> Response:
-    """Forward to chat (with `messages`), completions (`prompt`), embeddings (`input`), rerank (`query`) or score
-    (`text_1`).
+async def invocations(body: dict[str, Any], request: Request, state: AppState) -> Response:
+    """Forward to chat (with `messages`), completions (`prompt`), embeddings or a classifier (`input`; with `task`
+    pooling), rerank (`query`) or score (`text_1`, `data_1` or `queries`).
     """
-    return _ForwardedResponse(request, _route(body, ""), await request.body())
+    route = _route(body, "", state.frontend.input_processor.pooling)
+    return _ForwardedResponse(request, route, await request.body())
 
 
 def add_vertex(app: FastAPI) -> set[str]:
@@ -103,16 +108,17 @@ def add_vertex(app: FastAPI) -> set[str]:
     return {health}
 
 
-async def predict(body: dict[str, Any], request: Request) -> Response:
+async def predict(body: dict[str, Any], request: Request, state: AppState) -> Response:
     """Vertex AI's `{"instances": […], "parameters": {…}}`; each instance is a body as for `/invocations`.
 
     The response is `{"predictions": […]}`, or the first error. A body without instances is handled as by
     `/invocations`.
     """
     if "instances" not in body:
-        return await invocations(body, request)
+        return await invocations(body, request, state)
     found = body["instances"]
-    asked = found.asked if isinstance(found, _Instances) else _instances(body)
+    pooling = state.frontend.input_processor.pooling
+    asked = found.asked if isinstance(found, _Instances) else _instances(body, pooling)
     replies = await asyncio.gather(
         *(in_process.post(request.app, *each, like=request.scope, receive=request.receive) for each in asked)
     )
@@ -121,7 +127,7 @@ async def predict(body: dict[str, Any], request: Request) -> Response:
     return json_response({"predictions": [msgspec.Raw(reply.body) for reply in replies]})
 
 
-def _instances(body: Mapping[str, Any]) -> list[tuple[str, bytes]]:
+def _instances(body: Mapping[str, Any], pooling: Pooling | None) -> list[tuple[str, bytes]]:
     """Return route and body of each instance."""
     instances = body["instances"]
     parameters = {} if body.get("parameters") is None else body["parameters"]
@@ -135,23 +141,24 @@ def _instances(body: Mapping[str, Any]) -> list[tuple[str, bytes]]:
             "allowed; send fewer instances, or put long values into the instances that need them",
             "parameters",
         )
-    return [_instance(instance, parameters, f"instances[{at}]") for at, instance in enumerate(instances)]
+    return [_instance(instance, parameters, f"instances[{at}]", pooling) for at, instance in enumerate(instances)]
 
 
-def _instance(instance: Any, parameters: Mapping[str, Any], where: str) -> tuple[str, bytes]:
+def _instance(instance: Any, parameters: Mapping[str, Any], where: str, pooling: Pooling | None) -> tuple[str, bytes]:
     """Return route and body of an instance."""
     if not isinstance(instance, dict):
         raise InvalidParameter(f"{where} must be an object", where)
     body = {**parameters, **instance}
     if body.get("stream"):
         raise InvalidParameter(f"{where}: predictions cannot be streamed; omit `stream`", where)
-    return _route(body, f"{where}: "), json.dumps(body).encode()
+    return _route(body, f"{where}: ", pooling), json.dumps(body).encode()
 
 
-def _route(body: Mapping[str, Any], where: str) -> str:
+def _route(body: Mapping[str, Any], where: str, pooling: Pooling | None) -> str:
     for name, path in ROUTES:
         if name in body:
-            return path
+            is_classifier = pooling is not None and pooling.classes is not None
+            return "/classify" if name == "input" and is_classifier else path
     fields = ", ".join(f"`{name}`" for name, _ in ROUTES)
     raise InvalidParameter(f"{where}expected one of {fields}, which selects the route")
 

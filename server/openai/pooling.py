@@ -66,7 +66,7 @@ class PoolingBody(ProcessedBody, RequestModel):
     """vLLM extension: add the tokenizer's special tokens to a text. Default: true."""
     use_activation: bool | None = None
     """Whether to convert logits to probabilities, or an embedding to a vector of length 1. Default: as the model
-    declares.
+    declares; scores compare vectors of length 1.
     """
     priority: Int64 | None = None
     """vLLM extension: lower values run first; the server needs `--scheduling-policy priority`."""
@@ -120,7 +120,27 @@ class ClassificationRequest(InputsBody):
     needs: ClassVar[Task | None] = "classify"
 
 
-class PoolingRequest(InputsBody):
+class VectorsBody(InputsBody):
+    """A body with inputs whose vectors are returned."""
+
+    encoding_format: Literal["float", "base64"] | None = None
+    """base64: of float32 values, little-endian. Default: float."""
+    dimensions: Annotated[Int64, Field(ge=1)] | None = None
+    """Return only the first numbers of each vector; for models with a Matryoshka representation."""
+    normalize: bool | None = None
+    """vLLM's older name of `use_activation`."""
+
+    def check_fields(self, param: str = "") -> set[str]:
+        if None not in (self.normalize, self.use_activation) and self.normalize != self.use_activation:
+            raise InvalidParameter("normalize and use_activation mean the same; send only one of them", "normalize")
+        return super().check_fields(param)
+
+    def vectors(self) -> VectorOptions:
+        normalize = self.use_activation if self.normalize is None else self.normalize
+        return VectorOptions(dimensions=self.dimensions, normalize=normalize)
+
+
+class PoolingRequest(VectorsBody):
     """What to pool, and how."""
 
     needs: ClassVar[Task | None] = "pool"
@@ -128,19 +148,9 @@ class PoolingRequest(InputsBody):
     """Only to check what the model does, which has one task. There are no results for single tokens (`token_embed`,
     `token_classify`).
     """
-    encoding_format: Literal["float", "base64"] | None = None
-    """base64: of float32 values, little-endian. Default: float."""
-    dimensions: Annotated[Int64, Field(ge=1)] | None = None
-    """Return only the first numbers of each vector; for models with a Matryoshka representation."""
-    normalize: bool | None = None
-    """vLLM's older name of `use_activation`, for embeddings."""
 
     def task_of_model(self) -> Task | None:
         return self.task or self.needs
-
-    def vectors(self) -> VectorOptions:
-        normalize = self.use_activation if self.normalize is None else self.normalize
-        return VectorOptions(dimensions=self.dimensions, normalize=normalize)
 
 
 async def run(

@@ -9,10 +9,10 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple, Self
 
 from fastapi import APIRouter, Request, Response
-from pydantic import AliasChoices, Field
+from pydantic import AliasChoices, Field, PrivateAttr, model_validator
 
 from quire.server.frontend.embedding_output import scores
 from quire.server.frontend.input_processor import InputProcessor
@@ -31,27 +31,44 @@ class ScoreRequest(PoolingBody):
 
     needs: ClassVar[Task | None] = "score"
 
+    aliases: ClassVar[Sequence[Sequence[str]]] = (
+        ("text_1", "data_1", "queries"),
+        ("text_2", "data_2", "documents", "items"),
+    )
+    _given_names: tuple[str, str] = PrivateAttr(("text_1", "text_2"))
+
     text_1: Annotated[
         str | Texts,
         Field(
-            validation_alias=AliasChoices("text_1", "data_1", "queries"),
+            validation_alias=AliasChoices(*aliases[0]),
             description=f"Also as `data_1` or `queries`. At most {MAX_PROMPTS} texts.",
         ),
     ]
     text_2: Annotated[
         str | Texts,
         Field(
-            validation_alias=AliasChoices("text_2", "data_2", "documents", "items"),
+            validation_alias=AliasChoices(*aliases[1]),
             description=f"Also as `data_2`, `documents` or `items`. At most {MAX_PROMPTS} texts.",
         ),
     ]
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _note_names(cls, value: Any, handler: Callable[[Any], Self]) -> Self:
+        """Errors name the texts as the request does."""
+        body = handler(value)
+        if isinstance(value, dict):
+            first, second = (
+                next((name for name in names if value.get(name) is not None), names[0]) for names in cls.aliases
+            )
+            body._given_names = first, second
+        return body
 
     async def process_here(self, admit: Callable[[], InputProcessor]) -> ScoreInput:
         ignored = self.check_fields()
         processor = admit()
         processor.ignore(ignored)
-        firsts, seconds = ([given] if isinstance(given, str) else given for given in (self.text_1, self.text_2))
-        return await processor.process_pairs(firsts, seconds, self.rendering(), ("text_1", "text_2"))
+        return await processor.process_pairs(self.text_1, self.text_2, self.rendering(), self._given_names)
 
 
 class RerankDocument(RequestModel):
@@ -96,7 +113,7 @@ class RerankRequest(PoolingBody):
         processor = admit()
         processor.ignore(ignored)
         texts = [each if isinstance(each, str) else each.text for each in self.documents]
-        given = await processor.process_pairs([self.query], texts, self.rendering(), ("query", "documents"))
+        given = await processor.process_pairs(self.query, texts, self.rendering(), ("query", "documents"))
         return _Ranking(given, None if self.return_documents is False else texts)
 
 

@@ -52,8 +52,9 @@ def test_pairs_are_truncated_as_transformers_does(side: Any) -> None:
     ours, theirs = tokenizer.Tokenizer(word_piece(), {}, {}), transformers_tokenizer()
     theirs.truncation_side = side
     for first, second in PAIRS:
+        one, other = (ours.encode(text, add_special_tokens=False) for text in (first, second))
         for limit in (None, 3, 4, 9, 10, 11, 30):
-            ids, start = ours.encode_pair(first, second, limit, add_special_tokens=True, side=side)
+            ids, start = ours.join_pair(one, other, limit, add_special_tokens=True, side=side)
             right = theirs([first], [second], truncation=limit is not None, max_length=limit)
             assert [ids] == right["input_ids"]
             assert [[int(at >= start) for at in range(len(ids))]] == right["token_type_ids"]

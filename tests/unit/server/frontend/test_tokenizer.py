@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
-from tokenizers import AddedToken, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
 from quire.engine.config.options import DEMO_MODEL
@@ -288,3 +288,43 @@ def test_tokenizers_that_drop_text(change: Callable[[Backend], object]) -> None:
     backend = byte_level()
     change(backend)
     assert wrapped(backend).max_characters is None
+
+
+PAIR_PROCESSORS = [
+    None,
+    processors.ByteLevel(trim_offsets=True),
+    processors.BertProcessing(("<|im_end|>", 2), ("<|im_start|>", 1)),
+    processors.RobertaProcessing(("<|im_end|>", 2), ("<|im_start|>", 1)),
+    processors.TemplateProcessing("<s> $A", "<s> $A <s>:1 $B:1", [("<s>", 1)]),
+    processors.Sequence(
+        [processors.ByteLevel(), processors.TemplateProcessing("$A", "$A:1 </s>:2 $B:2 </s>:1", [("</s>", 2)])]
+    ),
+]
+
+
+@pytest.mark.parametrize("processor", PAIR_PROCESSORS)
+@pytest.mark.parametrize("add_special_tokens", [False, True])
+def test_pairs_are_joined_as_the_backend_does(processor: Any, add_special_tokens: bool) -> None:
+    backend = byte_level()
+    if processor is not None:
+        backend.post_processor = processor
+    tokenizer = Tokenizer(backend, {}, {})
+    for first in ("", "a", "hello world", "a a a a a a"):
+        for second in ("", "a", "the fox", "hello hello hello"):
+            one, other = backend.encode_batch([first, second], add_special_tokens=False)
+            room = 5
+            limit = room + backend.num_special_tokens_to_add(True) * add_special_tokens
+            ids, start = tokenizer.join_pair(
+                one.ids, other.ids, None, add_special_tokens=add_special_tokens, side="left"
+            )
+            right = backend.post_process(one, other, add_special_tokens)
+            assert (ids, start) == (right.ids, right.type_ids.index(1) if 1 in right.type_ids else 0)
+            sides: tuple[Literal["left", "right"], ...] = ("left", "right")
+            for side in sides:
+                one, other = backend.encode_batch([first, second], add_special_tokens=False)
+                kept = min(len(one.ids), len(other.ids), room // 2)
+                for each, most in zip(sorted((one, other), key=lambda e: len(e.ids)), (kept, room - kept), strict=True):
+                    each.truncate(most, direction=side)
+                a, b = (each.ids for each in backend.encode_batch([first, second], add_special_tokens=False))
+                ids, _ = tokenizer.join_pair(a, b, limit, add_special_tokens=add_special_tokens, side=side)
+                assert ids == backend.post_process(one, other, add_special_tokens).ids

@@ -151,6 +151,8 @@ async def test_parsers_can_be_chosen_and_turned_off(talking: EngineConfig) -> No
         assert (await chat(server, "<think>hm</think>"))["message"]["content"] == "<think>hm</think>"
         error = await refused(server, "chat/completions", {"messages": says("x"), "tools": [F]})
         assert "--tool-call-parser" in error["message"]
+        error = await refused(server, "chat/completions", {"messages": says("x"), "thinking_token_budget": 5})
+        assert ("--reasoning-parser" in error["message"], error["param"]) == (True, "thinking_token_budget")
 
 
 async def test_grammars_reach_the_engine_where_they_must(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
