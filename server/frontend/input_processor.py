@@ -38,6 +38,7 @@ from quire.server.frontend.inputs import (
 from quire.server.frontend.structured_outputs import SizeCheck, StructuredOutputCheck, about, checked_schema
 from quire.server.frontend.tokenizer import Tokenizer
 from quire.server.frontend.tools import ToolUse
+from quire.server.parsers.argument_types import is_utf8
 from quire.server.parsers.output_parser import OutputFormat
 from quire.server.parsers.tool_grammar import GrammarTool, thoughts_grammar, tool_grammar
 
@@ -309,7 +310,11 @@ class InputProcessor:
         return self.tokenizer.encode(text, add_special_tokens=chat.template.add_special_tokens)
 
     def _cut(self, text: str, param: str, last: int | None, side: TruncationSide = "left") -> str:
-        """Return the part of a text that its `last` tokens may represent; rejects a text that is certainly too long."""
+        """Return the part of a text that its `last` tokens may represent; rejects a text that is certainly too long, or
+        has what is no character.
+        """
+        if not is_utf8(text):
+            raise InvalidParameter(f"{param}: the text contains an unpaired surrogate, which is not a character", param)
         longest = self.tokenizer.max_characters
         if longest is None:
             return text
@@ -525,8 +530,12 @@ class InputProcessor:
         )
         if options.max_document_tokens is not None:
             longest = options.max_document_tokens
+            named = [*zip(seconds, second_names, strict=True)]
             seconds = await run_in_thread(
-                sum(map(len, seconds)), lambda: [self.tokenizer.shortened(text, longest) for text in seconds]
+                sum(map(len, seconds)),
+                lambda: [
+                    self.tokenizer.shortened(self._cut(text, name, longest, "right"), longest) for text, name in named
+                ],
             )
         if self.pooling.classes is None:
             texts = dict(zip((*first_names, *second_names), (*firsts, *seconds), strict=True))
@@ -535,7 +544,8 @@ class InputProcessor:
             return ScoreInput(
                 prompts=prompts, compared=[(at if count > 1 else 0, count + at) for at in range(len(seconds))]
             )
-        size, joins_ids = sum(map(len, (*firsts, *seconds))), self._joins_ids
+        size = sum(map(len, (*firsts, *seconds)))
+        joins_ids = self._pair_template is None and not self.pooling.classes.joins_texts
         if not joins_ids:  # a common first text is tokenized with each second one
             size += len(firsts[0]) * (len(seconds) - len(firsts))
             if size > MAX_PAIR_CHARACTERS:
@@ -570,13 +580,6 @@ class InputProcessor:
             return ScoreInput(prompts=rendered, second_segments=starts)
 
         return await run_in_thread(size, render)
-
-    @property
-    def _joins_ids(self) -> bool:
-        """Whether the texts of a pair are tokenized one by one."""
-        assert self.pooling is not None
-        assert self.pooling.classes is not None
-        return self._pair_template is None and not self.pooling.classes.joins_texts
 
     def _plain_ids(self, text: str, name: str, options: EmbeddingOptions) -> list[int]:
         """The token ids of a text of a pair, without special tokens."""

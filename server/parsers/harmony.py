@@ -84,13 +84,13 @@ class HarmonyParser(IncrementalParser):
             if opener and (at := start.find(_BODY, 0, _MAX_HEADER)) >= 0:
                 self._text = start[at + len(_BODY) :]
                 return start[:at]
-            if opener and len(start) >= _MAX_HEADER:
-                self._text = start.removeprefix(opener) if opener in HARMONY_MARKERS else self._text
+            if opener and len(start) >= _MAX_HEADER:  # too long for a header, whose marker is not shown
+                self._text = self._text if opener == "to=" else start[len(opener) :]
                 return ""
             if not opener and not any(marker.startswith(start) for marker in openers):
                 return ""
             if self._ended:
-                if opener in HARMONY_MARKERS:
+                if opener not in ("", "to="):  # a header that is cut off
                     self._text = ""
                 if not self._text:
                     raise TextCutOff

@@ -105,11 +105,12 @@ class IncrementalParser(ABC):
         """Read what matches; at least one character that does not match must follow."""
         while True:
             found = pattern.match(self._text, self._pos)
-            is_whole = found is not None and found.end() < len(self._text)
-            if is_whole and found is not None and len(found[0]) <= _MAX_NAME:
+            if found is not None and found.end() < len(self._text):
+                if len(found[0]) > _MAX_NAME:
+                    raise MalformedText
                 self._pos = found.end()
                 return found[0]
-            if is_whole or len(self._text) - self._pos > _MAX_NAME + _MAX_DELIMITER:
+            if len(self._text) - self._pos > _MAX_NAME + _MAX_DELIMITER:
                 raise MalformedText
             yield from self._more()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -94,7 +95,7 @@ def watch(server: Server, monkeypatch: pytest.MonkeyPatch) -> list[EngineCoreReq
 
 
 async def post(server: Server, route: str, status: int = 200, **body: Any) -> dict[str, Any]:
-    response = await server.http.post(route, json=body)
+    response = await server.http.post(route, content=json.dumps(body), headers={"Content-Type": "application/json"})
     assert response.status_code == status, response.text
     found: dict[str, Any] = response.json()
     return found
@@ -308,6 +309,9 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     ("/rerank", {"query": "~" * 130, "documents": ["b"]}, "maximum context length", "query"),
     ("/rerank", {"query": "a", "documents": ["b", {"text": "~" * 130}]}, "maximum context length", "documents[1]"),
     ("/score", {"text_1": "a", "text_2": "b", "dimensions": 3}, "not a parameter of this API", "dimensions"),
+    ("/rerank", {"query": "a\ud800", "documents": ["b"]}, "unpaired surrogate", "query"),
+    ("/rerank", {"query": "a", "documents": ["b", "\ud800"]}, "unpaired surrogate", "documents[1]"),
+    ("/v2/rerank", {"query": "a", "documents": ["\ud800"], "max_tokens_per_doc": 3}, "surrogate", "documents[0]"),
     ("/rerank", {"query": "a", "documents": []}, "must not be empty", "documents"),
     ("/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "greater than or equal to 0", "top_n"),
     ("/rerank", {"query": "a", "documents": ["b"], "rank_fields": ["title"]}, "is not supported", "rank_fields"),
@@ -329,7 +333,9 @@ async def test_what_is_refused(reranker: Server) -> None:
 
 
 async def test_what_an_embedding_model_refuses(embedder: Server) -> None:
-    for route, body, message, param in [case for case in WRONG if "context" in case[2] or "texts for" in case[2]]:
+    for route, body, message, param in [
+        case for case in WRONG if any(part in case[2] for part in ("context", "texts for", "surrogate"))
+    ]:
         said, about = await refused(embedder, route, **body)
         assert message in said, (route, body)
         assert about == param, (route, body)
