@@ -1,7 +1,7 @@
 """Published models: their files with settings, and what their publishers say about them.
 
-`published_configs/NAME/` has the settings of each file that Quire reads, as published, without those that matter to
-training only. Numbers of parameters are those of the model card or of the checkpoint's index.
+`published_configs/NAME/` has the settings of the files that Quire reads, as far as public copies have them, without
+those that matter to training only. Numbers of parameters are those of the model card or of the checkpoint's index.
 """
 
 from __future__ import annotations

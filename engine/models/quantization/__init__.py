@@ -53,7 +53,7 @@ def read(settings: object) -> Method | None:
     if not isinstance(settings, Mapping):
         raise ConfigError(f"{WHERE} must be an object, got {settings!r}")
     name, producer = settings.get("quant_method"), settings.get("producer")
-    if name is None and isinstance(producer, Mapping):  # of ModelOpt's first releases
+    if name is None and isinstance(producer, Mapping):  # of some releases of ModelOpt
         name = producer.get("name")
     name = name.removeprefix("intel/") if isinstance(name, str) else name  # of AutoRound's first releases
     if not isinstance(name, str) or name not in METHODS:
