@@ -356,16 +356,20 @@ _GEMMA3N_NAMES = (
         "layers.laurel.norm": "model.layers.{layer}.laurel.post_laurel_norm",
     }
 )
+_UNUSED = r"self_attn\.[kv]_(proj|norm)\.weight$"
+"""What checkpoints have of layers that read the keys and values of another."""
 FAMILIES = {
-    "Gemma3nForCausalLM": Family(_gemma3n, _GEMMA3N_NAMES, _GEMMA3N),
+    "Gemma3nForCausalLM": Family(_gemma3n, _GEMMA3N_NAMES, _GEMMA3N, ignored_pattern=_UNUSED),
     "Gemma3nForConditionalGeneration": Family(
-        _gemma3n, of_multimodal(_GEMMA3N_NAMES), _GEMMA3N, ignored_prefixes=NOT_TEXT
+        _gemma3n, of_multimodal(_GEMMA3N_NAMES), _GEMMA3N, ignored_prefixes=NOT_TEXT, ignored_pattern=_UNUSED
     ),
     "GemmaForCausalLM": Family(_gemma, NAMES, {**_COMMON, "max_position_embeddings": 8192, "num_key_value_heads": 16}),
     "Gemma2ForCausalLM": Family(_gemma2, _BOTH, _GEMMA2),
     "Gemma3ForCausalLM": Family(_gemma2, _BOTH, _GEMMA3),
-    "Gemma4ForCausalLM": Family(_gemma4, _GEMMA4_NAMES, _GEMMA4),
-    "Gemma4ForConditionalGeneration": Family(_gemma4, of_multimodal(_GEMMA4_NAMES), _GEMMA4, ignored_prefixes=NOT_TEXT),
+    "Gemma4ForCausalLM": Family(_gemma4, _GEMMA4_NAMES, _GEMMA4, ignored_pattern=_UNUSED),
+    "Gemma4ForConditionalGeneration": Family(
+        _gemma4, of_multimodal(_GEMMA4_NAMES), _GEMMA4, ignored_prefixes=NOT_TEXT, ignored_pattern=_UNUSED
+    ),
     "Gemma3ForConditionalGeneration": Family(
         _gemma2,
         of_multimodal(_BOTH),

@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from quire.engine.config.memory_plan import MemoryPlan
+from quire.engine.distributed.communicator import Parallel
+from quire.engine.models.loader import load_model
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.worker.model_runner import allocate_caches
 from tests.fakes.families import CASES, SIZES, write_model
@@ -57,3 +60,16 @@ def test_a_source_must_exist(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text.replace('"num_kv_shared_layers": 3', '"num_kv_shared_layers": 6'))
     with pytest.raises(ConfigError, match=r"num_kv_shared_layers 6: no layer before"):
         configure(tmp_path, model_impl="quire")
+
+
+def test_what_checkpoints_have_of_their_keys_and_values_is_ignored(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    own = {name: each for name, each in tensors.items() if "layers.2.self_attn.k_" in name}
+    assert own
+    tensors |= {name.replace("layers.2.", "layers.4."): each.clone() for name, each in own.items()}
+    save_file(tensors, path, {"format": "pt"})
+    load_model(configure(folder, max_model_len=64), 0, Parallel(), torch.device("cpu"))
+    assert "self_attn" not in caplog.text
