@@ -23,7 +23,9 @@ import msgspec
 import torch
 
 from quire.engine.config.engine_config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
-from quire.engine.models.model_spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, NormSpec
+from quire.engine.models.attention_spec import AttentionSpec
+from quire.engine.models.model_spec import LayerSpec, MLPSpec, ModelSpec
+from quire.engine.models.spec_parts import NormSpec
 from quire.engine.protocol.engine_core import EngineCoreRequest
 from quire.engine.protocol.runner_output import ModelRunnerOutput
 from quire.engine.protocol.sampling_params import SamplingParams

@@ -25,7 +25,8 @@ from quire.engine.layers.attention import Batch, HostMetadata, IndexedCache, Sel
 from quire.engine.layers.linear import Linear
 from quire.engine.layers.mla import MLA
 from quire.engine.layers.rotary import Rotary
-from quire.engine.models.model_spec import IndexerSpec, MLASpec, NormSpec, RopeSpec
+from quire.engine.models.attention_spec import IndexerSpec, MLASpec
+from quire.engine.models.spec_parts import NormSpec, RopeSpec
 
 HIDDEN, BLOCK, CPU = 7168, 16, torch.device("cpu")
 ROPE = RopeSpec(theta=10000.0, dim=64)

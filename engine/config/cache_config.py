@@ -6,8 +6,8 @@ from quire.engine.config.devices import FP8_CAPABILITY, Devices
 from quire.engine.config.engine_config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from quire.engine.config.kv_cache_groups import cache_specs, count_blocks_per_page, group_layers
 from quire.engine.config.options import EngineOptions
+from quire.engine.models.attention_spec import AttentionSpec
 from quire.engine.models.encoder_spec import EncoderSpec
-from quire.engine.models.model_spec import AttentionSpec
 from quire.engine.protocol.errors import ConfigError
 
 

@@ -15,7 +15,8 @@ from quire.engine.config.pooling import Activation, Classes, Dense, Mode, Norm, 
 from quire.engine.models.encoder_spec import EncoderSpec
 from quire.engine.models.families import FAMILIES
 from quire.engine.models.families.family import HeadLayer
-from quire.engine.models.model_spec import ModelSpec, NormSpec
+from quire.engine.models.model_spec import ModelSpec
+from quire.engine.models.spec_parts import NormSpec
 from quire.engine.protocol.errors import ConfigError
 
 _SEQUENCE, _REWARD = "ForSequenceClassification", "ForRewardModel"

@@ -36,7 +36,8 @@ from quire.engine.config.engine_config import DTYPE_BYTES, EngineConfig
 from quire.engine.config.kv_cache_groups import KVCacheShape, block_bytes
 from quire.engine.config.machine import Machine
 from quire.engine.config.memory_plan import MemoryPlan, read_bytes
-from quire.engine.models.model_spec import LayerSpec, MLASpec, MoESpec
+from quire.engine.models.attention_spec import MLASpec
+from quire.engine.models.model_spec import LayerSpec, MoESpec
 
 Limit = Literal["bandwidth", "compute", "communication"]
 

@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from quire.engine.config.engine_config import DTYPE_BYTES, KVCacheGroup
-from quire.engine.models.model_spec import MLASpec, ModelSpec
+from quire.engine.models.attention_spec import MLASpec
+from quire.engine.models.model_spec import ModelSpec
 
 SCALE_BYTES = 4
 """Of a row of a quantized cache."""

@@ -18,14 +18,10 @@ from quire.engine.config.engine_config import (
     ParallelConfig,
 )
 from quire.engine.config.kv_cache_groups import KVCacheShape, block_bytes, cache_specs, count_planes
-from quire.engine.models.model_spec import (
-    ExpertParallelMoESpec,
-    MatrixShape,
-    MLASpec,
-    ModelSpec,
-    MoESpec,
-)
+from quire.engine.models.attention_spec import MLASpec
+from quire.engine.models.model_spec import ExpertParallelMoESpec, ModelSpec, MoESpec
 from quire.engine.models.quantization.form import INT4_GROUPS, Form, form_of
+from quire.engine.models.spec_parts import MatrixShape
 from quire.engine.protocol.errors import ConfigError
 
 _CPU_KV_CACHE_BYTES = 4 << 30

@@ -14,7 +14,8 @@ from quire.engine.config import topology
 from quire.engine.config.devices import SHARE, Devices
 from quire.engine.config.engine_config import ExpertParallelConfig, ParallelConfig, RayPlacement
 from quire.engine.config.options import EngineOptions
-from quire.engine.models.model_spec import MLASpec, ModelSpec, MoESpec, TransformersModelSpec
+from quire.engine.models.attention_spec import MLASpec
+from quire.engine.models.model_spec import ModelSpec, MoESpec, TransformersModelSpec
 from quire.engine.protocol.errors import ConfigError
 
 MAX_REPLICAS = 1024

@@ -16,7 +16,7 @@ from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.linear import ColumnParallelLinear, Linear, Partition, RowParallelLinear, divided, kv_heads
 from quire.engine.layers.norm import AcrossHeadsNorm, PerHeadNorm, make_norm
 from quire.engine.layers.weight import Weight
-from quire.engine.models import model_spec
+from quire.engine.models import attention_spec, spec_parts
 
 HostMetadata = kernels.HostMetadata
 
@@ -117,9 +117,9 @@ class LayerCache(NamedTuple):
 
 
 class Attention(nn.Module):
-    """Attention as described by `quire.engine.models.model_spec.AttentionSpec`."""
+    """Attention as described by `quire.engine.models.attention_spec.AttentionSpec`."""
 
-    def __init__(self, spec: model_spec.AttentionSpec, hidden_size: int, parallel: Parallel) -> None:
+    def __init__(self, spec: attention_spec.AttentionSpec, hidden_size: int, parallel: Parallel) -> None:
         super().__init__()
         self._spec = spec
         parts = [divided("q", spec.num_heads * spec.head_dim, parallel)]
@@ -211,7 +211,7 @@ class Attention(nn.Module):
         return out if spec.output_multiplier == 1.0 else out * spec.output_multiplier
 
 
-def scale_queries(query: Tensor, positions: Tensor, spec: model_spec.QueryScaleSpec | None) -> Tensor:
+def scale_queries(query: Tensor, positions: Tensor, spec: spec_parts.QueryScaleSpec | None) -> Tensor:
     """`[tokens, heads, head_dim]`, scaled by the tokens' positions `[tokens]`."""
     if spec is None:
         return query
@@ -266,9 +266,9 @@ def attention_config(config: EngineConfig) -> kernels.AttentionConfig:
     )
 
 
-def _kernel_layer(spec: model_spec.AttentionSpec | model_spec.MLASpec, tp: int) -> kernels.AttentionLayer:
+def _kernel_layer(spec: attention_spec.AttentionSpec | attention_spec.MLASpec, tp: int) -> kernels.AttentionLayer:
     num_tensors, kv_heads, size = spec.kv_shape(tp)
-    if isinstance(spec, model_spec.MLASpec):
+    if isinstance(spec, attention_spec.MLASpec):
         return kernels.AttentionLayer(spec.num_heads // tp, kv_heads, size, spec.scale, is_mla=num_tensors == 1)
     return kernels.AttentionLayer(
         *(spec.num_heads // tp, kv_heads, size, spec.scale, 0 if spec.is_chunked else spec.window or 0, spec.softcap),
@@ -277,7 +277,7 @@ def _kernel_layer(spec: model_spec.AttentionSpec | model_spec.MLASpec, tp: int) 
     )
 
 
-def _head_norm(spec: model_spec.AttentionSpec, part: Partition, parallel: Parallel) -> nn.Module | None:
+def _head_norm(spec: attention_spec.AttentionSpec, part: Partition, parallel: Parallel) -> nn.Module | None:
     """The normalization of queries or keys."""
     if spec.qk_norm is None:
         return None

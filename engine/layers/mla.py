@@ -32,7 +32,7 @@ from quire.engine.layers.linear import (
     divided,
 )
 from quire.engine.layers.norm import RMSNorm, make_norm
-from quire.engine.models import model_spec
+from quire.engine.models import attention_spec
 
 Ints = npt.NDArray[np.int64]
 _ABSORBED, _PLAIN, _SPARSE = range(3)
@@ -51,12 +51,12 @@ class PerHeadUp(ColumnParallelLinear):
 
 
 class Indexer(nn.Module):
-    """Selects the tokens that queries attend to, as described by `quire.engine.models.model_spec.IndexerSpec`.
+    """Selects the tokens that queries attend to, as described by `quire.engine.models.attention_spec.IndexerSpec`.
 
     Its weights are replicated: all ranks select the same tokens.
     """
 
-    def __init__(self, spec: model_spec.IndexerSpec, hidden_size: int, q_lora_rank: int, top_k: int) -> None:
+    def __init__(self, spec: attention_spec.IndexerSpec, hidden_size: int, q_lora_rank: int, top_k: int) -> None:
         super().__init__()
         self._spec, self._top_k = spec, top_k
         size = spec.num_heads * spec.head_dim
@@ -81,9 +81,9 @@ class Indexer(nn.Module):
 
 
 class MLA(nn.Module):
-    """Attention as described by `quire.engine.models.model_spec.MLASpec`."""
+    """Attention as described by `quire.engine.models.attention_spec.MLASpec`."""
 
-    def __init__(self, spec: model_spec.MLASpec, hidden_size: int, parallel: Parallel) -> None:
+    def __init__(self, spec: attention_spec.MLASpec, hidden_size: int, parallel: Parallel) -> None:
         super().__init__()
         self._spec = spec
         self._heads = spec.num_heads // parallel.size
@@ -203,7 +203,7 @@ class MLA(nn.Module):
         spec, (keys, values) = self._spec, self._matrices()
         counts, sides = (positions + 1).clamp(max=slots.shape[1]), cache.expand(2, *cache.shape[1:])
         mixed = query.new_empty(*query.shape[:2], spec.v_head_dim)
-        size = max(1, model_spec.KEYS_AND_VALUES_AT_ONCE // (self._heads * (spec.rope.dim + spec.kv_lora_rank)))
+        size = max(1, attention_spec.KEYS_AND_VALUES_AT_ONCE // (self._heads * (spec.rope.dim + spec.kv_lora_rank)))
         for start in range(0, len(query), size):
             rows = slice(start, start + size)
             latent = self._latent_query(query[rows], keys)
@@ -266,7 +266,7 @@ class MLA(nn.Module):
         return mixed
 
     def _max_heads(self, length: int) -> int:
-        return max(1, model_spec.KEYS_AND_VALUES_AT_ONCE // (2 * length * self._spec.head_dim))
+        return max(1, attention_spec.KEYS_AND_VALUES_AT_ONCE // (2 * length * self._spec.head_dim))
 
     def _head_slices(self, length: int) -> Iterator[slice]:
         most = self._max_heads(length)

@@ -10,7 +10,7 @@ from quire import kernels
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.linear import Linear
 from quire.engine.layers.weight import Shard, Weight, whole
-from quire.engine.models.model_spec import NormSpec
+from quire.engine.models.spec_parts import NormSpec
 
 
 class RMSNorm(nn.Module):

@@ -22,27 +22,27 @@ from quire.engine.layers.linear import (
 )
 from quire.engine.layers.norm import GroupedNorm, make_norm
 from quire.engine.layers.weight import Shard, Weight
-from quire.engine.models import model_spec
+from quire.engine.models import recurrent_spec
 
 _LENGTH_EPS = 1e-6
 """Added to the square of the length of queries and keys, as in the authors' code."""
 
 
-def make_mixer(spec: model_spec.RecurrentSpec, hidden_size: int, parallel: Parallel) -> nn.Module:
+def make_mixer(spec: recurrent_spec.RecurrentSpec, hidden_size: int, parallel: Parallel) -> nn.Module:
     """The layer with such a state. Its `forward` takes the hidden states `[tokens, hidden_size]`, the batch as its KV
     cache group sees it and the pages of states, and returns the same shape; it updates the requests' states."""
     match spec:
-        case model_spec.GatedDeltaNetSpec():
+        case recurrent_spec.GatedDeltaNetSpec():
             return GatedDeltaNet(spec, hidden_size, parallel)
-        case model_spec.ShortConvSpec():
+        case recurrent_spec.ShortConvSpec():
             return ShortConv(spec, hidden_size, parallel)
-        case model_spec.Mamba2Spec():
+        case recurrent_spec.Mamba2Spec():
             return Mamba2(spec, hidden_size, parallel)
-        case model_spec.KimiDeltaSpec():
+        case recurrent_spec.KimiDeltaSpec():
             return KimiDeltaAttention(spec, hidden_size, parallel)
-        case model_spec.LightningSpec():
+        case recurrent_spec.LightningSpec():
             return LightningAttention(spec, hidden_size, parallel)
-        case model_spec.MambaSpec():
+        case recurrent_spec.MambaSpec():
             return Mamba(spec, hidden_size, parallel)
     raise AssertionError(spec)
 
@@ -64,9 +64,9 @@ class CausalConv(nn.Module):
 
 
 class GatedDeltaNet(nn.Module):
-    """Linear attention as described by `quire.engine.models.model_spec.GatedDeltaNetSpec`."""
+    """Linear attention as described by `quire.engine.models.recurrent_spec.GatedDeltaNetSpec`."""
 
-    def __init__(self, spec: model_spec.GatedDeltaNetSpec, hidden_size: int, parallel: Parallel) -> None:
+    def __init__(self, spec: recurrent_spec.GatedDeltaNetSpec, hidden_size: int, parallel: Parallel) -> None:
         super().__init__()
         self._spec = spec
         keys, values = spec.num_key_heads * spec.key_head_dim, spec.num_value_heads * spec.value_head_dim
@@ -108,9 +108,9 @@ class GatedDeltaNet(nn.Module):
 
 
 class ShortConv(nn.Module):
-    """A gated convolution as described by `quire.engine.models.model_spec.ShortConvSpec`."""
+    """A gated convolution as described by `quire.engine.models.recurrent_spec.ShortConvSpec`."""
 
-    def __init__(self, spec: model_spec.ShortConvSpec, hidden_size: int, parallel: Parallel) -> None:
+    def __init__(self, spec: recurrent_spec.ShortConvSpec, hidden_size: int, parallel: Parallel) -> None:
         super().__init__()
         parts = [divided(name, spec.width, parallel) for name in ("b", "c", "x")]
         self.input = ColumnParallelLinear(hidden_size, parts, bias=spec.bias)
@@ -124,9 +124,9 @@ class ShortConv(nn.Module):
 
 
 class Mamba2(nn.Module):
-    """A state space as described by `quire.engine.models.model_spec.Mamba2Spec`."""
+    """A state space as described by `quire.engine.models.recurrent_spec.Mamba2Spec`."""
 
-    def __init__(self, spec: model_spec.Mamba2Spec, hidden_size: int, parallel: Parallel) -> None:
+    def __init__(self, spec: recurrent_spec.Mamba2Spec, hidden_size: int, parallel: Parallel) -> None:
         super().__init__()
         self._spec = spec
         gate, value = (divided(name, spec.width, parallel) for name in ("z", "x"))
@@ -181,9 +181,9 @@ class Mamba2(nn.Module):
 
 
 class KimiDeltaAttention(nn.Module):
-    """Linear attention as described by `quire.engine.models.model_spec.KimiDeltaSpec`."""
+    """Linear attention as described by `quire.engine.models.recurrent_spec.KimiDeltaSpec`."""
 
-    def __init__(self, spec: model_spec.KimiDeltaSpec, hidden_size: int, parallel: Parallel) -> None:
+    def __init__(self, spec: recurrent_spec.KimiDeltaSpec, hidden_size: int, parallel: Parallel) -> None:
         super().__init__()
         self._spec = spec
         heads, width = divided("", spec.num_heads, parallel), divided("", spec.width, parallel)
@@ -237,9 +237,9 @@ class KimiDeltaAttention(nn.Module):
 
 
 class LightningAttention(nn.Module):
-    """Linear attention as described by `quire.engine.models.model_spec.LightningSpec`."""
+    """Linear attention as described by `quire.engine.models.recurrent_spec.LightningSpec`."""
 
-    def __init__(self, spec: model_spec.LightningSpec, hidden_size: int, parallel: Parallel) -> None:
+    def __init__(self, spec: recurrent_spec.LightningSpec, hidden_size: int, parallel: Parallel) -> None:
         super().__init__()
         self._spec = spec
         heads = divided("", spec.num_heads, parallel)
@@ -268,9 +268,9 @@ class LightningAttention(nn.Module):
 
 
 class Mamba(nn.Module):
-    """A state space as described by `quire.engine.models.model_spec.MambaSpec`."""
+    """A state space as described by `quire.engine.models.recurrent_spec.MambaSpec`."""
 
-    def __init__(self, spec: model_spec.MambaSpec, hidden_size: int, parallel: Parallel) -> None:
+    def __init__(self, spec: recurrent_spec.MambaSpec, hidden_size: int, parallel: Parallel) -> None:
         super().__init__()
         self._sizes = [spec.rank, spec.state_size, spec.state_size]
         channels = divided("", spec.width, parallel)

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from quire.engine.models.model_spec import RopeSpec
+from quire.engine.models.spec_parts import RopeSpec
 
 
 class Rotary:

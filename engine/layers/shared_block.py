@@ -13,7 +13,8 @@ from quire.engine.layers.attention import Attention, Batch
 from quire.engine.layers.linear import ColumnParallelLinear, Partition, divided, kv_heads
 from quire.engine.layers.mlp import MLP
 from quire.engine.layers.norm import make_norm
-from quire.engine.models.model_spec import AttentionSpec, MLPSpec, SharedBlockSpec
+from quire.engine.models.attention_spec import AttentionSpec
+from quire.engine.models.model_spec import MLPSpec, SharedBlockSpec
 
 
 class SharedBlock(nn.Module):

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from quire.engine.layers.weight import Shard, Weight
+from quire.engine.models.attention_spec import MLASpec
 from quire.engine.models.families import FAMILIES
 from quire.engine.models.families.family import Family
 from quire.engine.models.families.tensors import StoredTensor, stored_tensor
-from quire.engine.models.model_spec import LayerSpec, MLASpec, ModelSpec, RopeSpec
+from quire.engine.models.model_spec import LayerSpec, ModelSpec
+from quire.engine.models.spec_parts import RopeSpec
 
 Rows = npt.NDArray[np.int64]
 

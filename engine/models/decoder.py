@@ -25,7 +25,7 @@ from quire.engine.layers.residual import AltUp, Laurel, StreamProjections
 from quire.engine.layers.rotary import Rotary
 from quire.engine.layers.shared_block import SharedBlock, attention_adapter, feed_forward_adapter
 from quire.engine.layers.weight import Weight, whole
-from quire.engine.models import model_spec
+from quire.engine.models import attention_spec, model_spec, spec_parts
 from quire.engine.models.model_spec import ModelSpec
 
 
@@ -51,7 +51,7 @@ class DecoderLayer(nn.Module):
         self.feed_forward_norm = _norm(spec.feed_forward_norm, hidden_size)
         self.feed_forward = _feed_forward(own_feed_forward, hidden_size, parallel, experts)
         if spec.block is not None:
-            assert isinstance(spec.attention, model_spec.AttentionSpec)
+            assert isinstance(spec.attention, attention_spec.AttentionSpec)
             assert isinstance(spec.feed_forward, model_spec.MLPSpec)
             self.attention_adapter = attention_adapter(spec.block, spec.attention, parallel)
             self.feed_forward_adapter = feed_forward_adapter(spec.block, spec.feed_forward, hidden_size, parallel)
@@ -202,7 +202,7 @@ class DecoderLayer(nn.Module):
         return x if self.spec.residual_multiplier == 1.0 else x * self.spec.residual_multiplier
 
 
-def _norm(spec: model_spec.NormSpec | None, hidden_size: int) -> RMSNorm | LayerNorm | None:
+def _norm(spec: spec_parts.NormSpec | None, hidden_size: int) -> RMSNorm | LayerNorm | None:
     return None if spec is None else make_norm(spec, hidden_size)
 
 
@@ -231,14 +231,14 @@ def _apply(norm: RMSNorm | LayerNorm | None, x: Tensor) -> Tensor:
 
 
 def _attention(
-    spec: model_spec.AttentionSpec | model_spec.MLASpec | None, hidden_size: int, parallel: Parallel
+    spec: attention_spec.AttentionSpec | attention_spec.MLASpec | None, hidden_size: int, parallel: Parallel
 ) -> Attention | MLA | None:
     match spec:
         case None:
             return None
-        case model_spec.AttentionSpec():
+        case attention_spec.AttentionSpec():
             return Attention(spec, hidden_size, parallel)
-        case model_spec.MLASpec():
+        case attention_spec.MLASpec():
             return MLA(spec, hidden_size, parallel)
 
 
@@ -265,7 +265,7 @@ def _blocks(arch: ModelSpec, layers: range, parallel: Parallel) -> dict[int, Sha
         spec = arch.layers[number]
         if spec.block is None:
             continue
-        assert isinstance(spec.attention, model_spec.AttentionSpec)
+        assert isinstance(spec.attention, attention_spec.AttentionSpec)
         assert isinstance(spec.feed_forward, model_spec.MLPSpec)
         if spec.block.source not in by_source:
             block = SharedBlock(spec.block, spec.attention, spec.feed_forward, arch.hidden_size, parallel)
@@ -330,16 +330,16 @@ class Decoder(nn.Module):
             StreamProjections(arch.alt_up, width) if arch.alt_up is not None and each else None
             for each in (first, last)
         )
-        self._is_sparse = any(isinstance(each, model_spec.MLASpec) and each.top_k for each in attentions)
+        self._is_sparse = any(isinstance(each, attention_spec.MLASpec) and each.top_k for each in attentions)
         mixers = enumerate(arch.layers[number].attention for number in layers)
         self._chunks = {
             index: spec.window
             for index, spec in mixers
-            if isinstance(spec, model_spec.AttentionSpec) and spec.is_chunked and spec.window is not None
+            if isinstance(spec, attention_spec.AttentionSpec) and spec.is_chunked and spec.window is not None
         }
         """The chunks of the layers with chunked attention, by their number in this stage."""
         self.supports_logits_indices_only = last and all(
-            isinstance(mixer, model_spec.AttentionSpec) for mixer in arch.layers[layers.stop - 1].mixers
+            isinstance(mixer, attention_spec.AttentionSpec) for mixer in arch.layers[layers.stop - 1].mixers
         )
         """Whether batches may set `logits_indices_only`."""
         if last:
@@ -412,7 +412,7 @@ class Decoder(nn.Module):
                 groups[group] = replace(groups[group], chunks=by_chunks(groups[group], tokens, chunk, memory.shape[3]))
         return replace(groups[0], other_groups=tuple(groups[1:]))
 
-    def _cos_sin(self, batch: Batch) -> dict[model_spec.RopeSpec | None, Tensor]:
+    def _cos_sin(self, batch: Batch) -> dict[spec_parts.RopeSpec | None, Tensor]:
         return {rope: rotary(batch.positions) for rope, rotary in self._rotary.items()}
 
     def _embed(self, batch: Batch) -> Tensor:

@@ -18,7 +18,7 @@ from quire.engine.layers.mlp import MLP
 from quire.engine.layers.norm import LayerNorm, RMSNorm, make_norm
 from quire.engine.layers.rotary import Rotary
 from quire.engine.layers.weight import Shard, Weight, whole
-from quire.engine.models import encoder_spec, model_spec
+from quire.engine.models import encoder_spec, model_spec, spec_parts
 
 
 class EmbeddingTable(nn.Module):
@@ -118,7 +118,7 @@ class EncoderLayer(nn.Module):
         return _apply(norm, x + more) if self._is_post_norm else x + _apply(norm, more)
 
 
-def _norm(spec: model_spec.NormSpec | None, hidden_size: int) -> RMSNorm | LayerNorm | None:
+def _norm(spec: spec_parts.NormSpec | None, hidden_size: int) -> RMSNorm | LayerNorm | None:
     return None if spec is None else make_norm(spec, hidden_size)
 
 

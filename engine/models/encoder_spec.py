@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quire.engine.models.model_spec import AttentionSpec, ModelSpec, NormSpec
+from quire.engine.models.attention_spec import AttentionSpec
+from quire.engine.models.model_spec import ModelSpec
+from quire.engine.models.spec_parts import NormSpec
 
 
 @dataclass(frozen=True, kw_only=True)

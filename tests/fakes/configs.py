@@ -13,7 +13,9 @@ from quire.engine.config.engine_config import (
     ParallelConfig,
     SchedulerConfig,
 )
-from quire.engine.models.model_spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, NormSpec, RopeSpec
+from quire.engine.models.attention_spec import AttentionSpec
+from quire.engine.models.model_spec import LayerSpec, MLPSpec, ModelSpec
+from quire.engine.models.spec_parts import NormSpec, RopeSpec
 
 Windows = tuple[int | Literal["state"] | None, ...]
 """Of the groups of layers: how many of the last tokens a token sees (None: all), or that they have recurrent states."""

@@ -15,9 +15,10 @@ from quire.engine.config.resolve import resolve
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.distributed.expert_group import ExpertCommunicator, ExpertGroup
 from quire.engine.layers.attention import Batch, LayerCache
+from quire.engine.models.attention_spec import MLASpec
 from quire.engine.models.encoder import Encoder
 from quire.engine.models.loader import load_model
-from quire.engine.models.model_spec import LayerSpec, MLASpec
+from quire.engine.models.model_spec import LayerSpec
 
 CPU = torch.device("cpu")
 

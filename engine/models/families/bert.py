@@ -7,7 +7,8 @@ from typing import Any
 
 from quire.engine.models.encoder_spec import EncoderAttentionSpec, EncoderSpec
 from quire.engine.models.families.family import Config, Family, HeadLayer, activation
-from quire.engine.models.model_spec import LayerSpec, MLPSpec, NormSpec
+from quire.engine.models.model_spec import LayerSpec, MLPSpec
+from quire.engine.models.spec_parts import NormSpec
 from quire.engine.protocol.errors import ConfigError
 
 

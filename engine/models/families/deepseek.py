@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from quire.engine.models.attention_spec import IndexerSpec, MLASpec
 from quire.engine.models.families.family import (
     Config,
     Family,
@@ -19,7 +20,7 @@ from quire.engine.models.families.family import (
     yarn_temperature,
 )
 from quire.engine.models.families.moe import NAMES_BY_EXPERT, STACKED_EXPERTS, sigmoid_experts
-from quire.engine.models.model_spec import IndexerSpec, LayerSpec, MLASpec, ModelSpec, MoESpec
+from quire.engine.models.model_spec import LayerSpec, ModelSpec, MoESpec
 from quire.engine.protocol.errors import ConfigError
 
 

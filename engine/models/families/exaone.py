@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from quire.engine.models.attention_spec import AttentionSpec
 from quire.engine.models.families.family import (
     Config,
     Family,
@@ -15,7 +16,7 @@ from quire.engine.models.families.family import (
 )
 from quire.engine.models.families.moe import NAMES_BY_EXPERT, sigmoid_experts
 from quire.engine.models.families.olmo import POST_NORM_NAMES
-from quire.engine.models.model_spec import AttentionSpec, LayerSpec, ModelSpec
+from quire.engine.models.model_spec import LayerSpec, ModelSpec
 
 
 def _attentions(config: Config) -> list[AttentionSpec]:

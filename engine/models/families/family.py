@@ -7,17 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from quire.engine.models.model_spec import (
-    Activation,
-    AttentionSpec,
-    LayerSpec,
-    MLPSpec,
-    ModelSpec,
-    MoESpec,
-    NormSpec,
-    QueryScaleSpec,
-    RopeSpec,
-)
+from quire.engine.models.attention_spec import AttentionSpec
+from quire.engine.models.model_spec import LayerSpec, MLPSpec, ModelSpec, MoESpec
+from quire.engine.models.spec_parts import Activation, NormSpec, QueryScaleSpec, RopeSpec
 from quire.engine.protocol.errors import ConfigError
 
 Config = Mapping[str, Any]

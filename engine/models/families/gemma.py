@@ -21,16 +21,8 @@ from quire.engine.models.families.family import (
     windows,
 )
 from quire.engine.models.families.llama import NAMES
-from quire.engine.models.model_spec import (
-    AltUpSpec,
-    LaurelSpec,
-    LayerInputSpec,
-    LayerSpec,
-    MLPSpec,
-    ModelSpec,
-    MoESpec,
-    NormSpec,
-)
+from quire.engine.models.model_spec import AltUpSpec, LaurelSpec, LayerInputSpec, LayerSpec, MLPSpec, ModelSpec, MoESpec
+from quire.engine.models.spec_parts import NormSpec
 from quire.engine.protocol.errors import ConfigError
 
 _BOTH = NAMES | {

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from quire.engine.models.attention_spec import AttentionSpec
 from quire.engine.models.families.family import (
     Config,
     Family,
@@ -20,7 +21,7 @@ from quire.engine.models.families.family import (
     windows,
 )
 from quire.engine.models.families.llama import NAMES
-from quire.engine.models.model_spec import AttentionSpec, LayerSpec, ModelSpec
+from quire.engine.models.model_spec import LayerSpec, ModelSpec
 
 
 def _gpt2(name: str, config: Config) -> ModelSpec:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from quire.engine.models.attention_spec import AttentionSpec
 from quire.engine.models.families.family import (
     Config,
     Family,
@@ -19,7 +20,7 @@ from quire.engine.models.families.family import (
 )
 from quire.engine.models.families.llama import NAMES
 from quire.engine.models.families.moe import NAMES_BY_EXPERT
-from quire.engine.models.model_spec import AttentionSpec, LayerSpec, ModelSpec, MoESpec
+from quire.engine.models.model_spec import LayerSpec, ModelSpec, MoESpec
 
 
 def _attention(config: Config) -> AttentionSpec:

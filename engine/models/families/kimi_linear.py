@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from quire.engine.models.attention_spec import MLASpec
 from quire.engine.models.families.family import (
     Config,
     Family,
@@ -18,15 +19,9 @@ from quire.engine.models.families.family import (
     yarn_temperature,
 )
 from quire.engine.models.families.llama import NAMES
-from quire.engine.models.model_spec import (
-    KimiDeltaSpec,
-    MLASpec,
-    MLPSpec,
-    ModelSpec,
-    MoESpec,
-    NormSpec,
-    RopeSpec,
-)
+from quire.engine.models.model_spec import MLPSpec, ModelSpec, MoESpec
+from quire.engine.models.recurrent_spec import KimiDeltaSpec
+from quire.engine.models.spec_parts import NormSpec, RopeSpec
 
 _OTHER_NAMES = {
     "max_position_embeddings": "model_max_length",

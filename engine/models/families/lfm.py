@@ -15,7 +15,8 @@ from quire.engine.models.families.family import (
     rms_norm,
     rope,
 )
-from quire.engine.models.model_spec import MLPSpec, ModelSpec, MoESpec, ShortConvSpec
+from quire.engine.models.model_spec import MLPSpec, ModelSpec, MoESpec
+from quire.engine.models.recurrent_spec import ShortConvSpec
 
 _NAMES = {
     "embedding": "model.embed_tokens",

@@ -20,7 +20,8 @@ from quire.engine.models.families.family import (
     rope,
     windows,
 )
-from quire.engine.models.model_spec import LayerSpec, ModelSpec, NormSpec, RopeSpec
+from quire.engine.models.model_spec import LayerSpec, ModelSpec
+from quire.engine.models.spec_parts import NormSpec, RopeSpec
 
 NAMES = {
     "embedding": "model.embed_tokens",

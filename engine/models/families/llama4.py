@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from quire.engine.models.attention_spec import AttentionSpec
 from quire.engine.models.families.family import (
     NOT_TEXT,
     Config,
@@ -18,7 +19,8 @@ from quire.engine.models.families.family import (
 )
 from quire.engine.models.families.llama import NAMES
 from quire.engine.models.families.moe import STACKED_EXPERTS
-from quire.engine.models.model_spec import AttentionSpec, LayerSpec, ModelSpec, MoESpec, NormSpec, QueryScaleSpec
+from quire.engine.models.model_spec import LayerSpec, ModelSpec, MoESpec
+from quire.engine.models.spec_parts import NormSpec, QueryScaleSpec
 from quire.engine.protocol.errors import ConfigError
 
 

@@ -21,7 +21,9 @@ from quire.engine.models.families.family import (
     rope,
 )
 from quire.engine.models.families.llama import NAMES
-from quire.engine.models.model_spec import LayerSpec, Mamba2Spec, MambaSpec, MLPSpec, ModelSpec, MoESpec, NormSpec
+from quire.engine.models.model_spec import LayerSpec, MLPSpec, ModelSpec, MoESpec
+from quire.engine.models.recurrent_spec import Mamba2Spec, MambaSpec
+from quire.engine.models.spec_parts import NormSpec
 from quire.engine.protocol.errors import ConfigError
 
 _STATE_NAMES = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from quire.engine.models.attention_spec import AttentionSpec
 from quire.engine.models.families.family import (
     Config,
     Family,
@@ -14,7 +15,7 @@ from quire.engine.models.families.family import (
     windows,
 )
 from quire.engine.models.families.moe import NAMES_BY_EXPERT, sigmoid_experts
-from quire.engine.models.model_spec import AttentionSpec, LayerSpec, ModelSpec
+from quire.engine.models.model_spec import LayerSpec, ModelSpec
 
 
 def _attention(config: Config, window: int | None) -> AttentionSpec:

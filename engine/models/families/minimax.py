@@ -18,7 +18,9 @@ from quire.engine.models.families.family import (
     rope,
 )
 from quire.engine.models.families.llama import NAMES
-from quire.engine.models.model_spec import LayerSpec, LightningSpec, ModelSpec, MoESpec, NormSpec
+from quire.engine.models.model_spec import LayerSpec, ModelSpec, MoESpec
+from quire.engine.models.recurrent_spec import LightningSpec
+from quire.engine.models.spec_parts import NormSpec
 from quire.engine.protocol.errors import ConfigError
 
 

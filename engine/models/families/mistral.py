@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from quire.engine.models.attention_spec import MLASpec
 from quire.engine.models.families import deepseek, llama
 from quire.engine.models.families.family import (
     NOT_TEXT,
@@ -19,7 +20,7 @@ from quire.engine.models.families.family import (
     windows,
 )
 from quire.engine.models.families.llama import NAMES, sequential
-from quire.engine.models.model_spec import MLASpec, ModelSpec
+from quire.engine.models.model_spec import ModelSpec
 from quire.engine.protocol.errors import ConfigError
 
 

@@ -22,7 +22,8 @@ from quire.engine.models.families.family import (
 )
 from quire.engine.models.families.llama import NAMES
 from quire.engine.models.families.moe import NAMES_BY_EXPERT
-from quire.engine.models.model_spec import GatedDeltaNetSpec, LayerSpec, ModelSpec, MoESpec
+from quire.engine.models.model_spec import LayerSpec, ModelSpec, MoESpec
+from quire.engine.models.recurrent_spec import GatedDeltaNetSpec
 
 POST_NORM_NAMES = NAMES | {
     "layers.attention_post_norm": "model.layers.{layer}.post_attention_layernorm",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from quire.engine.models.attention_spec import AttentionSpec
 from quire.engine.models.families.family import (
     Config,
     Family,
@@ -20,14 +21,8 @@ from quire.engine.models.families.family import (
     rope,
 )
 from quire.engine.models.families.moe import NAMES_BY_EXPERT, STACKED_EXPERTS
-from quire.engine.models.model_spec import (
-    AttentionSpec,
-    GatedDeltaNetSpec,
-    LayerSpec,
-    MLPSpec,
-    ModelSpec,
-    MoESpec,
-)
+from quire.engine.models.model_spec import LayerSpec, MLPSpec, ModelSpec, MoESpec
+from quire.engine.models.recurrent_spec import GatedDeltaNetSpec
 
 _NAMES = NAMES_BY_EXPERT | {
     "layers.attention.qkv.gate": "model.layers.{layer}.self_attn.q_proj",

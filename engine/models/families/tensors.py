@@ -11,26 +11,27 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from quire.engine.models.attention_spec import AttentionSpec, MLASpec
 from quire.engine.models.encoder_spec import EncoderSpec
 from quire.engine.models.families import FAMILIES
 from quire.engine.models.families.family import Family
 from quire.engine.models.model_spec import (
-    AttentionSpec,
-    GatedDeltaNetSpec,
-    KimiDeltaSpec,
     LayerSpec,
-    LightningSpec,
-    Mamba2Spec,
-    MambaSpec,
-    MLASpec,
     MLPSpec,
     ModelSpec,
     MoESpec,
-    NormSpec,
     SharedBlockSpec,
-    ShortConvSpec,
     TransformersModelSpec,
 )
+from quire.engine.models.recurrent_spec import (
+    GatedDeltaNetSpec,
+    KimiDeltaSpec,
+    LightningSpec,
+    Mamba2Spec,
+    MambaSpec,
+    ShortConvSpec,
+)
+from quire.engine.models.spec_parts import NormSpec
 
 Shape = tuple[int, ...]
 

@@ -29,15 +29,11 @@ from quire.engine.distributed.threads import ThreadParallel
 from quire.engine.layers.attention import Batch, LayerCache
 from quire.engine.layers.linear import Linear
 from quire.engine.layers.moe import ExpertMatrices, ExpertStack
+from quire.engine.models.attention_spec import AttentionSpec
 from quire.engine.models.families.family import extended_length, stated_length
 from quire.engine.models.families.transformers_backend import DescribeRequest
-from quire.engine.models.model_spec import (
-    AttentionSpec,
-    MatrixShape,
-    MLPSpec,
-    TransformersLayerSpec,
-    TransformersModelSpec,
-)
+from quire.engine.models.model_spec import MLPSpec, TransformersLayerSpec, TransformersModelSpec
+from quire.engine.models.spec_parts import MatrixShape
 from quire.engine.models.transformers_backend import attention, build
 from quire.engine.models.transformers_backend.checkpoint import differences
 from quire.engine.models.transformers_backend.decoder import TransformersDecoder

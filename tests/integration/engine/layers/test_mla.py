@@ -14,13 +14,13 @@ from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.attention import Batch, IndexedCache, Selection
 from quire.engine.layers.mla import MLA
 from quire.engine.layers.rotary import Rotary
-from quire.engine.models import model_spec
-from quire.engine.models.model_spec import NormSpec, RopeSpec
+from quire.engine.models import attention_spec, model_spec
+from quire.engine.models.spec_parts import NormSpec, RopeSpec
 from tests.fakes.ranks import on_ranks
 from tests.integration.engine.layers.test_sharding import check, fill
 
 HIDDEN, BLOCK = 24, 4
-SPEC = model_spec.MLASpec(
+SPEC = attention_spec.MLASpec(
     num_heads=4,
     q_lora_rank=10,
     kv_lora_rank=16,
@@ -53,7 +53,7 @@ def batch_of(contexts: list[int], counts: list[int]) -> tuple[Batch, Tensor]:
     return batch, torch.cat(earlier)
 
 
-def cache_of(blocks: int, dtype: torch.dtype = torch.float32, spec: model_spec.MLASpec = SPEC) -> Tensor:
+def cache_of(blocks: int, dtype: torch.dtype = torch.float32, spec: attention_spec.MLASpec = SPEC) -> Tensor:
     num_tensors, heads, head_dim = spec.kv_shape(1)
     return kernels.allocate_kv_cache(1, blocks, heads, BLOCK, head_dim, dtype, torch.device("cpu"), num_tensors)[0]
 
@@ -120,7 +120,7 @@ def test_nothing_is_read_from_the_device(monkeypatch: pytest.MonkeyPatch) -> Non
 class Prefill(nn.Module):
     """One request's prefill, as a function of its hidden states alone."""
 
-    def __init__(self, spec: model_spec.MLASpec, parallel: Parallel) -> None:
+    def __init__(self, spec: attention_spec.MLASpec, parallel: Parallel) -> None:
         super().__init__()
         self.attention, self.spec = MLA(spec, HIDDEN, parallel), spec
 
@@ -138,7 +138,7 @@ def test_heads_are_cut_over_the_ranks(latent_queries: bool, count: int) -> None:
     check(lambda parallel: Prefill(spec, parallel), torch.randn(count, HIDDEN))
 
 
-INDEXER = model_spec.IndexerSpec(
+INDEXER = attention_spec.IndexerSpec(
     num_heads=3, head_dim=8, norm=NormSpec(eps=1e-6, kind="layer", bias=True), rope=SPEC.rope
 )
 
@@ -189,7 +189,7 @@ def test_parameters_are_as_many_as_described() -> None:
     for spec in (SPEC, replace(SPEC, q_lora_rank=None, bias=True), indexed, replace(indexed, indexer=None)):
         for size in (1, 2, 4):
 
-            def count(parallel: Parallel, spec: model_spec.MLASpec = spec) -> int:
+            def count(parallel: Parallel, spec: attention_spec.MLASpec = spec) -> int:
                 return sum(weight.numel() for weight in MLA(spec, HIDDEN, parallel).parameters())
 
             matrices = sum(each.elements for each in spec.matrices(HIDDEN, size))

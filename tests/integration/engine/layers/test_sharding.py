@@ -19,8 +19,8 @@ from quire.engine.layers.linear import ColumnParallelLinear, Partition, RowParal
 from quire.engine.layers.mlp import MLP
 from quire.engine.layers.rotary import Rotary, inverse_frequencies
 from quire.engine.layers.weight import Weight
-from quire.engine.models import model_spec
-from quire.engine.models.model_spec import NormSpec, RopeSpec
+from quire.engine.models import attention_spec
+from quire.engine.models.spec_parts import NormSpec, RopeSpec
 from tests.fakes.configs import NORM, TINY_ATTENTION, TINY_FEED_FORWARD
 from tests.fakes.ranks import on_ranks
 
@@ -122,7 +122,7 @@ def test_what_belongs_to_heads_is_cut_with_them(heads: int, changes: dict[str, A
 class CachedAttention(nn.Module):
     """One request's prefill, as a function of its hidden states alone."""
 
-    def __init__(self, spec: model_spec.AttentionSpec, parallel: Parallel) -> None:
+    def __init__(self, spec: attention_spec.AttentionSpec, parallel: Parallel) -> None:
         super().__init__()
         self.attention = Attention(spec, 32, parallel)
         self.spec, self.size = spec, parallel.size

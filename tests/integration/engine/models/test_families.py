@@ -15,9 +15,10 @@ from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers import attention
 from quire.engine.layers.attention import Batch, by_chunks
 from quire.engine.models import decoder
+from quire.engine.models.attention_spec import AttentionSpec
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.families import ENCODERS, FAMILIES, from_hf_config, of_text
-from quire.engine.models.model_spec import AttentionSpec, MoESpec
+from quire.engine.models.model_spec import MoESpec
 from quire.engine.protocol.sampling_params import SamplingParams
 from tests.fakes.checkpoints import generate
 from tests.fakes.core_with_ranks import Ranks

@@ -24,7 +24,8 @@ from quire.engine.models import loader
 from quire.engine.models.checkpoint import StoredSlice
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.loader import Place, load, needed_tensors
-from quire.engine.models.model_spec import MLPSpec, ModelSpec, MoESpec, NormSpec
+from quire.engine.models.model_spec import MLPSpec, ModelSpec, MoESpec
+from quire.engine.models.spec_parts import NormSpec
 from quire.engine.protocol.errors import ConfigError
 from quire.kernels import Quantization, linear
 from tests.fakes.checkpoints import write_checkpoint

@@ -21,8 +21,8 @@ from quire.engine.config.memory_plan import MemoryPlan, read_bytes, tokens_in_ca
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import resolve
 from quire.engine.config.topology import LinkType
+from quire.engine.models.attention_spec import AttentionSpec
 from quire.engine.models.families.tensors import weight_names
-from quire.engine.models.model_spec import AttentionSpec
 from quire.engine.protocol.errors import ConfigError
 from tests.fakes.model_configs import MODEL_CONFIGS, write_config
 

@@ -1,0 +1,221 @@
+"""Descriptions of attention layers, and what they require on a rank. No torch here; see
+`quire.engine.models.model_spec`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from quire.engine.models.spec_parts import MatrixShape, NormSpec, QueryScaleSpec, RopeSpec
+from quire.engine.protocol.errors import ConfigError
+
+KEYS_AND_VALUES_AT_ONCE = 1 << 24
+"""Maximum number of key and value elements that MLA computes from its cache at once, and of elements of queries with
+which it attends to selected tokens at once."""
+SCORES_AT_ONCE = 1 << 22
+"""Number of scores, in float32, that selecting tokens has in memory at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """Grouped-query attention (Ainslie et al. 2023) with `num_kv_heads` heads of keys and values."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    rope: RopeSpec | None
+    v_head_dim: int = 0
+    """Features of a head's values, at most head_dim; 0: head_dim. The cache pads them."""
+    values_are_keys: bool = False
+    """Values are the keys before their norm and rotation."""
+    value_norm: NormSpec | None = None
+    """Of each head's values; without a weight."""
+    query_scale: QueryScaleSpec | None = None
+    window: int | None = None
+    """Keys that a query attends to, including its own; None: all."""
+    is_chunked: bool = False
+    """A query attends only to keys of its own chunk of `window` tokens (Llama 4)."""
+    softcap: float = 0.0
+    """Scores become `softcap * tanh(score / softcap)`; 0: unchanged."""
+    has_sinks: bool = False
+    """Each head has a logit that takes part in the softmax without a value."""
+    alibi: float = 0.0
+    """Scores decrease with the distance (Press et al. 2022), by slopes multiplied by this; 0: no ALiBi."""
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm: NormSpec | None = None
+    output_multiplier: float = 1.0
+    """Factor on the layer's output."""
+    output_gate: bool = False
+    """The output is multiplied by the sigmoid of a gate, which is computed like the queries."""
+    qk_norm_over: Literal["head", "each head", "all heads"] = "head"
+    """"head": each head's features, with the same weight for all heads; "each head": with a weight for each head;
+    "all heads": the features of all heads together."""
+    norm_after_rope: bool = False
+    """Queries and keys are rotated before they are normalized."""
+    kv_source: int | None = None
+    """The number of the layer before whose keys and values are read, and none are computed; None: the layer's own."""
+    input_size: int = 0
+    """Features that queries, keys and values are computed from; 0: those of the hidden state."""
+
+    @property
+    def value_dim(self) -> int:
+        return self.v_head_dim or self.head_dim
+
+    def kv_heads_per_rank(self, tp: int) -> int:
+        """KV heads on each rank; with fewer heads than ranks, each head is replicated."""
+        return max(1, self.num_kv_heads // tp)
+
+    def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
+        heads = self.num_heads // tp
+        yield MatrixShape(self._qkv_rows(tp), self.input_size or hidden, 1, "attention.qkv")
+        yield MatrixShape(hidden, heads * self.value_dim, 1, "attention.output", self.num_heads * self.value_dim)
+
+    def _qkv_rows(self, tp: int) -> int:
+        queries = self.num_heads // tp * (1 + self.output_gate) * self.head_dim
+        if self.kv_source is not None:
+            return queries
+        sides = self.head_dim + (0 if self.values_are_keys else self.value_dim)
+        return queries + self.kv_heads_per_rank(tp) * sides
+
+    def num_other_parameters(self, hidden: int, tp: int) -> int:
+        """Parameters other than the matrices."""
+        heads, kv_heads = self.num_heads // tp, self.kv_heads_per_rank(tp)
+        count = self.qkv_bias * self._qkv_rows(tp) + self.output_bias * hidden
+        if self.qk_norm is not None:
+            has_keys = self.kv_source is None
+            normed = 1 + has_keys if self.qk_norm_over == "head" else heads + has_keys * kv_heads
+            count += self.qk_norm.num_parameters(normed * self.head_dim)
+        return count + self.has_sinks * heads
+
+    def workspace(self, length: int, tp: int) -> int:
+        """Elements that attention over a sequence of `length` needs in addition to the tokens' own."""
+        return 0
+
+    def kv_shape(self, tp: int) -> tuple[int, int, int]:
+        """A token's entry in the KV cache of a rank: sides (keys and values), heads, elements per head."""
+        return 2, self.kv_heads_per_rank(tp), self.head_dim
+
+    def layout_errors(self, tp: int) -> Iterator[str]:
+        """What `tp` ranks cannot divide."""
+        if self.num_heads % tp:
+            yield f"{self.num_heads} attention heads"
+        if self.num_kv_heads % tp and tp % self.num_kv_heads:
+            yield f"{self.num_kv_heads} KV heads"
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexerSpec:
+    """Scores the tokens before a query, so that it attends only to the best ones (DeepSeek-V3.2, 2025).
+
+    A token has one key, of `head_dim` features, in a cache of its own. The score is the sum over the heads of
+    `weight * relu(query @ key)`, with weights that are computed from the hidden state. Replicated on all ranks.
+    """
+
+    num_heads: int
+    head_dim: int
+    norm: NormSpec
+    """Of the keys."""
+    rope: RopeSpec
+    """Of the first features of queries and keys."""
+
+    def __post_init__(self) -> None:
+        if self.rope.dim > self.head_dim:
+            raise ConfigError(f"index_head_dim {self.head_dim} is less than the {self.rope.dim} rotary features")
+
+    def matrices(self, hidden: int, q_lora_rank: int) -> Iterator[MatrixShape]:
+        yield MatrixShape(self.num_heads * self.head_dim, q_lora_rank, 1, "attention.indexer.query")
+        yield MatrixShape(self.head_dim, hidden, 1, "attention.indexer.key")
+
+    def num_other_parameters(self, hidden: int) -> int:
+        """Parameters other than the matrices."""
+        return self.num_float32_parameters(hidden) + self.norm.num_parameters(self.head_dim)
+
+    def num_float32_parameters(self, hidden: int) -> int:
+        """Parameters that are always float32: those that the heads' weights are computed with."""
+        return self.num_heads * hidden
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLASpec:
+    """Multi-head latent attention (DeepSeek-V2, 2024): one vector per token determines the keys and values of all
+    heads.
+
+    The cache holds that vector, of `kv_lora_rank` elements, and the rotary part of the key, which all heads share.
+    """
+
+    num_heads: int
+    q_lora_rank: int | None
+    """Size of the vector that queries are computed from; None: they are computed from the hidden state."""
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    """Features of a head's queries and keys that are not rotated; another `rope.dim` are."""
+    v_head_dim: int
+    scale: float
+    rope: RopeSpec
+    norm: NormSpec
+    bias: bool = False
+    query_scale: QueryScaleSpec | None = None
+    window: int | None = None
+    output_gate: bool = False
+    """Each head's output is multiplied by the sigmoid of a gate."""
+    top_k: int | None = None
+    """Tokens that a query attends to at most, those with the highest scores; None: all."""
+    indexer: IndexerSpec | None = None
+    """What selects them; None: the last layer before that has an indexer."""
+
+    def __post_init__(self) -> None:
+        if self.indexer is not None and self.q_lora_rank is None:
+            raise ConfigError("sparse attention (index_topk) needs q_lora_rank")
+
+    @property
+    def head_dim(self) -> int:
+        return self.qk_nope_head_dim + self.rope.dim
+
+    @property
+    def shares_selection(self) -> bool:
+        """Whether the layer attends to what a layer before has selected."""
+        return self.top_k is not None and self.indexer is None
+
+    def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
+        heads = self.num_heads // tp
+        yield MatrixShape((self.q_lora_rank or 0) + self.kv_lora_rank + self.rope.dim, hidden, 1, "attention.down")
+        yield MatrixShape(heads * self.head_dim, self.q_lora_rank or hidden, 1, "attention.query")
+        if self.output_gate:
+            yield MatrixShape(heads, hidden, 1, "attention.gate")
+        yield MatrixShape(hidden, heads * self.v_head_dim, 1, "attention.output", self.num_heads * self.v_head_dim)
+        if self.indexer is not None:
+            yield from self.indexer.matrices(hidden, self.q_lora_rank or 0)
+
+    def num_other_parameters(self, hidden: int, tp: int) -> int:
+        """Parameters other than the matrices; the up-projection to keys and values is included, as it is never
+        quantized."""
+        count = self.num_heads // tp * (self.qk_nope_head_dim + self.v_head_dim) * self.kv_lora_rank
+        count += self.bias * ((self.q_lora_rank or 0) + self.kv_lora_rank + self.rope.dim + hidden)
+        count += 0 if self.indexer is None else self.indexer.num_other_parameters(hidden)
+        return count + self.norm.num_parameters(self.kv_lora_rank) + self.norm.num_parameters(self.q_lora_rank or 0)
+
+    def workspace(self, length: int, tp: int) -> int:
+        """See `AttentionSpec`: the sequence's vectors, and the padded keys and values of some heads. Sparse attention
+        needs queries, results and scores."""
+        row, heads = self.kv_lora_rank + self.rope.dim, self.num_heads // tp
+        needed = length * row + 3 * min(KEYS_AND_VALUES_AT_ONCE, 2 * length * heads * self.head_dim)
+        if self.top_k is None or length <= self.top_k:
+            return needed
+        return max(needed, 3 * min(KEYS_AND_VALUES_AT_ONCE, length * heads * row)) + 4 * SCORES_AT_ONCE
+
+    def kv_shape(self, tp: int) -> tuple[int, int, int]:
+        """A token's entry in the KV cache of every rank: one vector, which is the key and value of all heads."""
+        return 1, 1, self.kv_lora_rank + self.rope.dim
+
+    def index_shape(self) -> tuple[int, int, int] | None:
+        """A token's entry in the indexer's cache of every rank."""
+        return None if self.indexer is None else (1, 1, self.indexer.head_dim)
+
+    def layout_errors(self, tp: int) -> Iterator[str]:
+        """What `tp` ranks cannot divide."""
+        if self.num_heads % tp:
+            yield f"{self.num_heads} attention heads"

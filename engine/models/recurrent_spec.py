@@ -1,0 +1,323 @@
+"""Descriptions of layers with a recurrent state, and what they require on a rank. No torch here; see
+`quire.engine.models.model_spec`.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from quire.engine.models.spec_parts import MatrixShape, NormSpec
+from quire.engine.protocol.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecurrentSpec(ABC):
+    """A layer with a recurrent state of fixed size for each request: float32 matrices, and the last inputs of a causal
+    convolution. The base of all kinds."""
+
+    conv_size: int = 1
+    """Tokens that the convolution sees, including its own; 1: there is none."""
+
+    @property
+    @abstractmethod
+    def num_heads(self) -> int:
+        """What the ranks share: there can be no more of them."""
+
+    @abstractmethod
+    def state_shape(self, tp: int) -> tuple[int, int, int]:
+        """The state's matrices on a rank: how many, rows (key features) and columns (value features)."""
+
+    @abstractmethod
+    def channels(self, tp: int) -> int:
+        """Features on a rank that the convolution applies to."""
+
+    @abstractmethod
+    def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
+        """The weights of linear layers on one rank."""
+
+    @abstractmethod
+    def num_other_parameters(self, hidden: int, tp: int) -> int:
+        """Parameters other than the matrices."""
+
+    @abstractmethod
+    def layout_errors(self, tp: int) -> Iterator[str]:
+        """What `tp` ranks cannot divide."""
+
+    def input_shape(self, tp: int) -> tuple[int, int]:
+        """The kept inputs of the convolution on a rank: tokens and channels."""
+        return self.conv_size - 1, self.channels(tp)
+
+    def state_bytes(self, tp: int, width: int) -> int:
+        """Size of a request's state on a rank, for activations of `width` bytes."""
+        return 4 * math.prod(self.state_shape(tp)) + math.prod(self.input_shape(tp)) * width
+
+    def workspace(self, length: int, tp: int) -> int:
+        """See `AttentionSpec`."""
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedDeltaNetSpec(RecurrentSpec):
+    """Linear attention by the gated delta rule (Yang et al. 2024), after a causal convolution."""
+
+    num_value_heads: int
+    """Each key head belongs to several value heads, one after another."""
+    num_key_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    norm: NormSpec
+    """Of each head's output, before its gate."""
+    beta_scale: float = 1.0
+    """The largest weight of an update; with 2 a state may change its sign (Grazzi et al. 2024)."""
+
+    @property
+    def num_heads(self) -> int:
+        return self.num_value_heads
+
+    def state_shape(self, tp: int) -> tuple[int, int, int]:
+        return self.num_value_heads // tp, self.key_head_dim, self.value_head_dim
+
+    def channels(self, tp: int) -> int:
+        """Queries, keys and values."""
+        return (2 * self.num_key_heads * self.key_head_dim + self.num_value_heads * self.value_head_dim) // tp
+
+    def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
+        inner = self.num_value_heads * self.value_head_dim
+        yield MatrixShape(self.channels(tp) + inner // tp, hidden, 1, "state.input")
+        yield MatrixShape(2 * self.num_value_heads // tp, hidden, 1, "state.gates")
+        yield MatrixShape(hidden, inner // tp, 1, "state.output", inner)
+
+    def num_other_parameters(self, hidden: int, tp: int) -> int:
+        return self.channels(tp) * self.conv_size + 2 * self.num_value_heads // tp + self.value_head_dim
+
+    def layout_errors(self, tp: int) -> Iterator[str]:
+        if self.num_value_heads % tp:
+            yield f"{self.num_value_heads} value heads"
+        if self.num_key_heads % tp:
+            yield f"{self.num_key_heads} key heads"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShortConvSpec(RecurrentSpec):
+    """A gated convolution (LFM2, 2025): `output(c * conv(b * x))`, with b, c and x computed from the hidden state."""
+
+    width: int
+    """Features of each of the three."""
+    bias: bool = False
+
+    @property
+    def num_heads(self) -> int:
+        return self.width
+
+    def state_shape(self, tp: int) -> tuple[int, int, int]:
+        return 0, 0, 0
+
+    def channels(self, tp: int) -> int:
+        return self.width // tp
+
+    def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
+        yield MatrixShape(3 * self.width // tp, hidden, 1, "state.input")
+        yield MatrixShape(hidden, self.width // tp, 1, "state.output", self.width)
+
+    def num_other_parameters(self, hidden: int, tp: int) -> int:
+        return self.width // tp * self.conv_size + self.bias * (4 * self.width // tp + hidden)
+
+    def layout_errors(self, tp: int) -> Iterator[str]:
+        if self.width % tp:
+            yield f"{self.width} channels"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mamba2Spec(RecurrentSpec):
+    """Mamba-2's state space (Dao & Gu 2024): linear attention with a decay for each head, after a causal convolution.
+
+    A head's values are weighted by a step, which also determines the decay; keys and queries (B and C) are shared by
+    the heads of a group. The output is gated and normalized.
+    """
+
+    num_value_heads: int
+    value_head_dim: int
+    groups: int
+    state_size: int
+    """Features of a key."""
+    norm: NormSpec | None
+    """Over the features of each group; None: the output is gated only."""
+    norm_before_gate: bool = False
+    conv_bias: bool = True
+    input_bias: bool = False
+    output_bias: bool = False
+    step_limits: tuple[float, float] = (0.0, math.inf)
+    multipliers: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
+    """Factors on gates, values, keys, queries and steps."""
+    output_multiplier: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.groups < 1 or self.num_value_heads % self.groups:
+            raise ConfigError(f"{self.num_value_heads} state-space heads cannot be divided into {self.groups} groups")
+
+    @property
+    def num_heads(self) -> int:
+        return self.num_value_heads
+
+    @property
+    def width(self) -> int:
+        """Features of all heads."""
+        return self.num_value_heads * self.value_head_dim
+
+    def state_shape(self, tp: int) -> tuple[int, int, int]:
+        return self.num_value_heads // tp, self.state_size, self.value_head_dim
+
+    def channels(self, tp: int) -> int:
+        """Values, keys and queries; the keys and queries of a single group are replicated."""
+        return self.width // tp + 2 * max(1, self.groups // tp) * self.state_size
+
+    def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
+        rows = self.width // tp + self.channels(tp) + self.num_value_heads // tp
+        yield MatrixShape(rows, hidden, 1, "state.input")
+        yield MatrixShape(hidden, self.width // tp, 1, "state.output", self.width)
+
+    def num_other_parameters(self, hidden: int, tp: int) -> int:
+        heads, channels, inner = self.num_value_heads // tp, self.channels(tp), self.width // tp
+        count = channels * (self.conv_size + self.conv_bias) + 3 * heads + (self.norm is not None) * inner
+        return count + self.input_bias * (inner + channels + heads) + self.output_bias * hidden
+
+    def layout_errors(self, tp: int) -> Iterator[str]:
+        if self.num_value_heads % tp:
+            yield f"{self.num_value_heads} state-space heads"
+        if self.groups % tp and self.groups > 1:
+            yield f"{self.groups} groups of state-space heads"
+
+
+@dataclass(frozen=True, kw_only=True)
+class KimiDeltaSpec(RecurrentSpec):
+    """Kimi Delta Attention (2025): the gated delta rule with a decay for each key feature, after a causal convolution.
+
+    Keys and values have the same size, and each head has its own.
+    """
+
+    num_value_heads: int
+    value_head_dim: int
+    rank: int | None
+    """Size of the vectors that decays and output gates are computed from; None: from the hidden state."""
+    lower_bound: float | None = None
+    """Decays are this times a sigmoid, rather than minus a softplus."""
+    norm: NormSpec
+    """Of each head's output, before its gate."""
+    has_rate_grid: bool = False
+    """The checkpoint has the heads' rates as `[1, 1, heads, 1]`."""
+
+    @property
+    def num_heads(self) -> int:
+        return self.num_value_heads
+
+    @property
+    def width(self) -> int:
+        """Features of all heads."""
+        return self.num_value_heads * self.value_head_dim
+
+    def state_shape(self, tp: int) -> tuple[int, int, int]:
+        return self.num_value_heads // tp, self.value_head_dim, self.value_head_dim
+
+    def channels(self, tp: int) -> int:
+        """Queries, keys and values."""
+        return 3 * self.width // tp
+
+    def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
+        gates = 2 * self.width // tp if self.rank is None else 2 * self.rank
+        yield MatrixShape(self.channels(tp) + self.num_value_heads // tp + gates, hidden, 1, "state.input")
+        if self.rank is not None:
+            yield MatrixShape(self.width // tp, self.rank, 1, "state.decay_up")
+            yield MatrixShape(self.width // tp, self.rank, 1, "state.gate_up")
+        yield MatrixShape(hidden, self.width // tp, 1, "state.output", self.width)
+
+    def num_other_parameters(self, hidden: int, tp: int) -> int:
+        vectors = self.num_value_heads // tp + self.width // tp + self.value_head_dim
+        return self.channels(tp) * self.conv_size + vectors
+
+    def layout_errors(self, tp: int) -> Iterator[str]:
+        if self.num_value_heads % tp:
+            yield f"{self.num_value_heads} heads of Kimi Delta Attention"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LightningSpec(RecurrentSpec):
+    """Lightning attention (Qin et al. 2024): linear attention with a constant decay for each head, of rates like those
+    of ALiBi's slopes. Queries, keys and values go through silu; the output is normalized over all heads and gated."""
+
+    num_value_heads: int
+    value_head_dim: int
+    rate: float
+    """Factor on the heads' rates."""
+    norm: NormSpec
+    output_multiplier: float = 1.0
+
+    @property
+    def num_heads(self) -> int:
+        return self.num_value_heads
+
+    @property
+    def width(self) -> int:
+        """Features of all heads."""
+        return self.num_value_heads * self.value_head_dim
+
+    def state_shape(self, tp: int) -> tuple[int, int, int]:
+        return self.num_value_heads // tp, self.value_head_dim, self.value_head_dim
+
+    def channels(self, tp: int) -> int:
+        return 0
+
+    def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
+        yield MatrixShape(4 * self.width // tp, hidden, 1, "state.input")
+        yield MatrixShape(hidden, self.width // tp, 1, "state.output", self.width)
+
+    def num_other_parameters(self, hidden: int, tp: int) -> int:
+        return self.width // tp
+
+    def layout_errors(self, tp: int) -> Iterator[str]:
+        if self.num_value_heads % tp:
+            yield f"{self.num_value_heads} heads of lightning attention"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MambaSpec(RecurrentSpec):
+    """Mamba's selective state space (Gu & Dao 2023), after a causal convolution: each channel has a state of its own,
+    with a decay for each of its elements."""
+
+    width: int
+    """Channels."""
+    state_size: int
+    rank: int
+    """Size of the vector that steps are computed from."""
+    norm: NormSpec | None = None
+    """Of that vector, keys and queries."""
+    conv_bias: bool = True
+    bias: bool = False
+
+    @property
+    def num_heads(self) -> int:
+        return self.width
+
+    def state_shape(self, tp: int) -> tuple[int, int, int]:
+        return 1, self.state_size, self.width // tp
+
+    def channels(self, tp: int) -> int:
+        return self.width // tp
+
+    def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
+        yield MatrixShape(2 * self.width // tp, hidden, 1, "state.input")
+        yield MatrixShape(self.rank + 2 * self.state_size, self.width // tp, 1, "state.select", self.width)
+        yield MatrixShape(self.width // tp, self.rank, 1, "state.step")
+        yield MatrixShape(hidden, self.width // tp, 1, "state.output", self.width)
+
+    def num_other_parameters(self, hidden: int, tp: int) -> int:
+        # weights and biases of the convolution, rates, skips, biases of steps
+        count = self.width // tp * (self.conv_size + self.conv_bias + self.state_size + 2)
+        count += self.bias * (2 * self.width // tp + hidden)
+        return count + (self.norm is not None) * (self.rank + 2 * self.state_size)
+
+    def layout_errors(self, tp: int) -> Iterator[str]:
+        if self.width % tp:
+            yield f"{self.width} channels of Mamba"
