@@ -38,7 +38,6 @@ from quire.server.frontend.inputs import (
 from quire.server.frontend.structured_outputs import SizeCheck, StructuredOutputCheck, about, checked_schema
 from quire.server.frontend.tokenizer import Tokenizer
 from quire.server.frontend.tools import ToolUse
-from quire.server.parsers.argument_types import is_utf8
 from quire.server.parsers.output_parser import OutputFormat
 from quire.server.parsers.tool_grammar import GrammarTool, thoughts_grammar, tool_grammar
 
@@ -313,8 +312,11 @@ class InputProcessor:
         """Return the part of a text that its `last` tokens may represent; rejects a text that is certainly too long, or
         has what is no character.
         """
-        if not is_utf8(text):
-            raise InvalidParameter(f"{param}: the text contains an unpaired surrogate, which is not a character", param)
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            message = f"{param}: the text contains an unpaired surrogate, which is not a character"
+            raise InvalidParameter(message, param) from None
         longest = self.tokenizer.max_characters
         if longest is None:
             return text
