@@ -40,8 +40,8 @@ def copies(
     for _ in range(COPIES):
         gate_up, down = torch.randn(num_experts, 2 * size, hidden), torch.randn(num_experts, hidden, size)
         gate_up, down = gate_up.to(dtype), down.to(dtype)
-        loop = ExpertByExpert([*map(pack, gate_up)], [*map(pack, down)], "silu", None, None)
-        fused = TiledExperts(gate_up, down, "silu", None, None, quantization)
+        loop = ExpertByExpert([*map(pack, gate_up)], [*map(pack, down)], "silu", None, None, gated=True)
+        fused = TiledExperts(gate_up, down, "silu", None, None, True, quantization)
         yield fused, loop
 
 

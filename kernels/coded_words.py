@@ -174,12 +174,14 @@ def coded_fused_experts(
     activation: str,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
+    gated: bool = True,
 ) -> Tensor:
-    """`reference.fused_experts` with stacks of packed weights."""
+    """`reference.fused_experts` with stacks of packed weights, which do not say whether there are gates: columns in
+    another order may be more than the inputs."""
 
     def feed_forward(expert: int, rows: Tensor) -> Tensor:
         both = coded_matmul(rows, gate_up.at(expert), _bias_at(gate_up_bias, expert))
-        inner = (act_mul if gate_up.features > down.inputs else activate)(both, activation)
+        inner = (act_mul if gated else activate)(both, activation)
         return coded_matmul(inner, down.at(expert), _bias_at(down_bias, expert))
 
     return by_expert(x, weights, ids, len(down.words), feed_forward)

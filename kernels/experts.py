@@ -63,23 +63,24 @@ def pack_experts(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     quantization: linear.Quantization | None = None,
+    gated: bool = True,
 ) -> PackedExperts:
-    """Pack `gate_up` `[experts, 2 * size, hidden]`, or without gates `[experts, size, hidden]`, and `down` `[experts,
-    hidden, size]`; see `fused_experts`.
+    """Pack `gate_up` `[experts, 2 * size, hidden]`, or if not `gated` `[experts, size, hidden]`, and `down` `[experts,
+    hidden, size]`; see `fused_experts`. Columns in another order may be more than the inputs.
 
     Both may be overwritten: experts are most of a model, so the packed weights reuse their memory if they fit. Kernels
     and quantization are selected as in `pack_linear`.
     """
     biases = (gate_up_bias, down_bias)
     if isinstance(gate_up, QuantizedWeight) or isinstance(down, QuantizedWeight):
-        return _pack_quantized(gate_up, down, activation, *biases)
+        return _pack_quantized(gate_up, down, activation, *biases, gated)
     packing = linear.packing(gate_up[0], quantization)
     if packing is linear.PlainLinear:
         return PlainExperts(gate_up, down, activation, *biases)
     if packing is linear.TiledLinear or packing is linear.Int8Linear or packing is linear.Int4Linear:
-        return TiledExperts(gate_up, down, activation, *biases, quantization)
+        return TiledExperts(gate_up, down, activation, *biases, gated, quantization)
     products = [[linear.pack_linear(weight, quantization) for weight in weights] for weights in (gate_up, down)]
-    return ExpertByExpert(products[0], products[1], activation, *biases, gated=has_gates(gate_up, down))
+    return ExpertByExpert(products[0], products[1], activation, *biases, gated)
 
 
 def _pack_quantized(
@@ -88,6 +89,7 @@ def _pack_quantized(
     activation: str,
     gate_up_bias: Tensor | None,
     down_bias: Tensor | None,
+    gated: bool,
 ) -> PackedExperts:
     biases = (gate_up_bias, down_bias)
     if isinstance(gate_up, QuantizedWeight) and isinstance(down, QuantizedWeight):
@@ -95,31 +97,26 @@ def _pack_quantized(
         is_plain = all(each.columns is None and each.rounding is None for each in both)
         rounds = is_plain and all(linear.rounds_inputs(each) for each in both)
         if linear.gpu_capability(gate_up.codes.device) is not None:
-            pack = RoundedExperts if rounds else CodedWordsExperts
-            return pack(gate_up, down, activation, *biases)
+            if rounds:
+                return RoundedExperts(gate_up, down, activation, *biases)
+            return CodedWordsExperts(gate_up, down, activation, *biases, gated)
         if rounds and gate_up.values == down.values:
             if gate_up.values == "int4" or linear.packing(gate_up.codes, "int8") is linear.Int8Linear:
-                return TiledExperts(gate_up, down, activation, *biases)
-        elif is_plain and gate_up.values == down.values and _fits_tiles(down, has_gates(*both)):
-            return CodedExperts(gate_up, down, activation, *biases)
+                return TiledExperts(gate_up, down, activation, *biases, gated)
+        elif is_plain and gate_up.values == down.values and _fits_tiles(down, gated):
+            return CodedExperts(gate_up, down, activation, *biases, gated)
     products = [
         [linear.pack_linear(weights.at(expert)) for expert in range(len(weights.codes))]
         if isinstance(weights, QuantizedWeight)
         else [linear.pack_linear(weight) for weight in weights]
         for weights in (gate_up, down)
     ]
-    return ExpertByExpert(products[0], products[1], activation, *biases, gated=has_gates(gate_up, down))
+    return ExpertByExpert(products[0], products[1], activation, *biases, gated)
 
 
 def _fits_tiles(down: QuantizedWeight, gated: bool) -> bool:
     """Whether the inputs can be those of whole tiles of gates: groups cannot be padded."""
     return down.scales.shape[-1] == 1 or _padding(down.codes, gated) == 0
-
-
-def has_gates(gate_up: Tensor | QuantizedWeight, down: Tensor | QuantizedWeight) -> bool:
-    """Whether there are two features of `gate_up` for each input of `down`."""
-    rows, inputs = (each.codes if isinstance(each, QuantizedWeight) else each for each in (gate_up, down))
-    return rows.shape[1] > inputs.shape[2]
 
 
 class PlainExperts(PackedExperts):
@@ -147,12 +144,12 @@ class TiledExperts(PackedExperts):
         activation: str,
         gate_up_bias: Tensor | None,
         down_bias: Tensor | None,
+        gated: bool,
         quantization: linear.Quantization | None = None,
     ) -> None:
         """Quantized weights, which `linear.rounds_inputs`, keep their integers."""
         first: tuple[Tensor, Tensor | None]
         second: tuple[Tensor, Tensor | None]
-        gated = has_gates(gate_up, down)
         if isinstance(gate_up, QuantizedWeight) and isinstance(down, QuantizedWeight):
             of_codes = _int4_stack if gate_up.values == "int4" else _int8_stack
             first, second = of_codes(gate_up, gated=gated), of_codes(down, padding=_padding(down.codes, gated))
@@ -182,8 +179,8 @@ class CodedExperts(PackedExperts):
         activation: str,
         gate_up_bias: Tensor | None,
         down_bias: Tensor | None,
+        gated: bool,
     ) -> None:
-        gated = has_gates(gate_up, down)
         down = replace(down, codes=_pad_columns(down.codes, _padding(down.codes, gated)))
         first = quantized.stack_coded(gate_up, gated, _pack_coded_tiles)
         second = quantized.stack_coded(down, False, _pack_coded_tiles)
@@ -212,12 +209,13 @@ class CodedWordsExperts(PackedExperts):
         activation: str,
         gate_up_bias: Tensor | None,
         down_bias: Tensor | None,
+        gated: bool,
     ) -> None:
         self._weights = coded_words.pack_words(gate_up), coded_words.pack_words(down)
-        self._activation, self._biases = activation, _detached(gate_up_bias, down_bias)
+        self._activation, self._biases, self._gated = activation, _detached(gate_up_bias, down_bias), gated
 
     def __call__(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        return _coded_fused_experts(x, weights, ids, *self._weights, self._activation, *self._biases)
+        return _coded_fused_experts(x, weights, ids, *self._weights, self._activation, *self._biases, self._gated)
 
     @property
     def layout(self) -> str:
@@ -343,8 +341,7 @@ class ExpertByExpert(PackedExperts):
         activation: str,
         gate_up_bias: Tensor | None,
         down_bias: Tensor | None,
-        *,
-        gated: bool = True,
+        gated: bool,
     ) -> None:
         self._gate_up, self._down, self._activation, self._gated = gate_up, down, activation, gated
         self._gate_up_biases, self._down_biases = (

@@ -308,6 +308,7 @@ class Experts(ExpertStack):
             gate_up_bias=self.gate_up.bias,
             down_bias=self._down_bias,
             quantization=quantization,
+            gated=self._spec.is_gated,
         )
         for weight in self.parameters():
             weight.data = weight.data.new_empty(0)

@@ -397,6 +397,7 @@ def coded_fused_experts(
     activation: str,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
+    gated: bool = True,
 ) -> Tensor:
     """See `coded_words`. Does not wait for the device."""
     if activation not in KINDS:
@@ -408,7 +409,7 @@ def coded_fused_experts(
     rows = min(_block_rows(count, experts), 32 if x.dtype == torch.float32 else 128)
     pairs, blocks = sort_pairs(ids, experts, rows)
     both = _grouped(x, gate_up, gate_up_bias, pairs, blocks, rows, top_k)
-    inner = (act_mul if gate_up.features > down.inputs else reference.activate)(both, activation)
+    inner = (act_mul if gated else reference.activate)(both, activation)
     outer = _grouped(inner, down, down_bias, pairs, blocks, rows, 1)
     return sum_pairs(outer, weights, ids, experts)
 

@@ -19,6 +19,7 @@ FOLDERS = ("quire", "server", "engine", "kernels")
 # Each room, and the rooms below it that it may import. A module belongs to the longest room that fits its name.
 SPEC = (
     *("engine.models.families", "engine.models.model_spec", "engine.models.encoder_spec"),
+    *("engine.models.attention_spec", "engine.models.recurrent_spec", "engine.models.spec_parts"),
     "engine.models.quantization",
 )
 """What models are, in numbers: the part of `engine.models` without torch."""

@@ -172,7 +172,7 @@ def test_experts(values: str, group: int, dtype: torch.dtype, has_bias: bool, ro
     expected = reference.fused_experts(x, weights, ids, *plain, activation, *biases)
     for module in (coded, coded_words):
         packed = coded_words.pack_words(gate_up), coded_words.pack_words(down)
-        close(module.coded_fused_experts(x, weights, ids, *packed, activation, *biases), expected)
+        close(module.coded_fused_experts(x, weights, ids, *packed, activation, *biases, rows == 96), expected)
 
 
 @pytest.mark.parametrize(("group", "dtype"), [(0, torch.float32), (16, torch.float32), (32, torch.float16)])

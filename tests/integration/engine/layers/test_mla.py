@@ -14,7 +14,7 @@ from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.attention import Batch, IndexedCache, Selection
 from quire.engine.layers.mla import MLA
 from quire.engine.layers.rotary import Rotary
-from quire.engine.models import attention_spec, model_spec
+from quire.engine.models import attention_spec
 from quire.engine.models.spec_parts import NormSpec, RopeSpec
 from tests.fakes.ranks import on_ranks
 from tests.integration.engine.layers.test_sharding import check, fill
@@ -94,7 +94,7 @@ def test_each_request_uses_the_cheaper_attention(monkeypatch: pytest.MonkeyPatch
     mixed = layer(x, batch, turns, cache)
     assert asked == [[many], [many + 5, many]]
     at_once = 2 * (2 * many + 4) * SPEC.num_heads * SPEC.head_dim
-    monkeypatch.setattr(model_spec, "KEYS_AND_VALUES_AT_ONCE", at_once)
+    monkeypatch.setattr(attention_spec, "KEYS_AND_VALUES_AT_ONCE", at_once)
     torch.testing.assert_close(layer(x, batch, turns, cache), mixed, rtol=1e-4, atol=1e-4)
     assert asked[2:] == [[many], [many + 5], [many]]
     layer._plain_from = 1 << 30

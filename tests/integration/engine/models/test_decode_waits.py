@@ -74,7 +74,9 @@ def decode(folder: Path, case: str, **options: Any) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_no_family_waits_for_the_device(case: str, tmp_path: Path) -> None:
+def test_no_family_waits_for_the_device(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if case.startswith("Gemma 4"):  # scales of experts are looked up by numbers that are to be those of experts
+        monkeypatch.delattr(triton, "route", raising=False)
     decode(tmp_path, case)
 
 

@@ -145,7 +145,8 @@ def test_half_precision_stays_close(case: str, dtype: str, tmp_path: Path) -> No
         for name in ("float32", dtype)
     )
     assert rounded.dtype == torch.float32
-    layers = configure(tmp_path, max_model_len=64).model.architecture.layers
-    experts = any(isinstance(layer.feed_forward, MoESpec) for layer in layers)
-    bound = 0.25 if experts else 0.06  # a token that goes to another expert is far off
+    arch = configure(tmp_path, max_model_len=64).model.architecture
+    experts = any(isinstance(layer.feed_forward, MoESpec) for layer in arch.layers)
+    # A token that goes to another expert is far off; with each layer's own inputs, so is transformers, by 0.064.
+    bound = 0.25 if experts else 0.06 if arch.layer_input is None else 0.1
     assert (rounded - exact).abs().mean() <= bound * exact.abs().mean()
