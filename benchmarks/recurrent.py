@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -52,15 +53,14 @@ def gated_delta(tokens: int, requests: int, dtype: torch.dtype) -> Pair:
     state = None if tokens > 1 else matrices.clone()
 
     def quire() -> Tensor:
-        flat = (part.view(count, *part.shape[2:]) for part in (query, key, value, decay, beta))
-        out = kernels.linear_attention(*flat, matrices, segments, size**-0.5, _LENGTH_EPS)
-        return out.flatten(1)
+        q, k, v, d, b = (part.flatten(0, 1) for part in (query, key, value, decay, beta))
+        return kernels.linear_attention(q, k, v, d, b, matrices, segments, size**-0.5, _LENGTH_EPS).flatten(1)
 
     def other() -> Tensor:
         name = "torch_recurrent_gated_delta_rule" if tokens == 1 else "torch_chunk_gated_delta_rule"
         function = getattr(modeling_qwen3_next, name)
-        options = {"initial_state": state, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
-        out: Tensor = function(query, key, value, decay, beta, **options)[0]
+        options: dict[str, Any] = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+        out: Tensor = function(query, key, value, decay, beta, initial_state=state, **options)[0]
         return out.reshape(count, -1)
 
     products = 2 * heads * (_CHUNK * (2 * size + size + size) + 3 * size * size)  # with the triangular solution
@@ -77,15 +77,17 @@ def mamba2(tokens: int, requests: int, dtype: torch.dtype) -> Pair:
     state = matrices.transpose(2, 3).contiguous()
 
     def quire() -> Tensor:
-        flat = (part.view(count, *part.shape[2:]) for part in (query, key, value, step * rates, step))
-        return kernels.linear_attention(*flat, matrices, segments, 1.0, is_delta=False).flatten(1)
+        q, k, v, d, b = (part.flatten(0, 1) for part in (query, key, value, step * rates, step))
+        return kernels.linear_attention(q, k, v, d, b, matrices, segments, 1.0, is_delta=False).flatten(1)
 
     def other() -> Tensor:
+        scan: Any = modeling_mamba2
+        out: Tensor
         if tokens > 1:
-            out = modeling_mamba2.mamba2_chunk_scan(value, step, rates, key, query, 256, return_final_states=True)[0]
+            out, _ = scan.mamba2_chunk_scan(value, step, rates, key, query, 256, return_final_states=True)
             return out.reshape(count, -1).to(dtype)
         per_feature = step[:, 0, :, None].expand(-1, -1, width), rates[:, None, None].expand(-1, width, size)
-        out = modeling_mamba2.mamba2_selective_state_update(
+        out = scan.mamba2_selective_state_update(
             state, value[:, 0], *per_feature, key[:, 0].float(), query[:, 0].float()
         )
         return out.reshape(count, -1)
@@ -104,16 +106,19 @@ def mamba(tokens: int, requests: int, dtype: torch.dtype) -> Pair:
     state, columns = matrices[:, 0].transpose(1, 2).contiguous(), rates.T.contiguous()
 
     def quire() -> Tensor:
-        flat = (part.view(count, -1) for part in (x, step))
-        return kernels.selective_scan(*flat, rates, key.view(count, -1), query.view(count, -1), matrices, segments)
+        u, d, k, q = (part.flatten(0, 1) for part in (x, step, key, query))
+        return kernels.selective_scan(u, d, rates, k, q, matrices, segments)
 
     def other() -> Tensor:
+        scan: Any = modeling_mamba
+        out: Tensor
         if tokens > 1:
             rows = x.transpose(1, 2), step.transpose(1, 2), columns, key.transpose(1, 2), query.transpose(1, 2)
-            out: Tensor = modeling_mamba.mamba_selective_scan(*rows, return_last_state=True)[0]
+            out, _ = scan.mamba_selective_scan(*rows, return_last_state=True)
             return out.transpose(1, 2).reshape(count, -1)
         rows = x[:, 0], step[:, 0], columns, key[:, 0].float(), query[:, 0].float()
-        return modeling_mamba.mamba_selective_state_update(state, *rows)  # type: ignore[no-any-return]
+        out = scan.mamba_selective_state_update(state, *rows)
+        return out
 
     return Pair("Mamba", quire, other, matrices.nbytes, 0.0)
 

@@ -850,6 +850,7 @@ async def _score(
     priority: int = 0,
 ) -> list[ScoringRequestOutput]:
     processor = frontend.admit("score")
+    data_1, data_2 = (texts if isinstance(texts, str) else list(texts) for texts in (data_1, data_2))
     for texts, param in ((data_1, "data_1"), (data_2, "data_2")):
         if not all(isinstance(text, str) for text in texts):
             raise InvalidParameter(f"{param}: only texts can be scored", param)

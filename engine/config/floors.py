@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from quire.engine.config import parallel_config
@@ -155,7 +155,7 @@ class _Floors:
         parameters = sum(each.elements for each in layer.matrices(hidden, tp))
         experts = 0.0
         if isinstance(mixture, MoESpec):
-            matrices = list(replace(mixture, shared=None).matrices(hidden, tp))
+            matrices = list(mixture.expert_matrices(hidden, tp))
             parameters -= sum(each.elements for each in matrices)
             ranks = 1 if self.config.parallel.experts is None else self.config.parallel.expert_ranks
             experts = coupled * mixture.top_k / ranks * sum(each.rows * each.columns for each in matrices)

@@ -103,7 +103,7 @@ def _eplb_buffer_bytes(config: EngineConfig, arch: ModelSpec) -> int:
     }
     model, device = config.model, config.parallel.device
     return 3 * max(
-        sum(matrix_bytes(model, device, number, each) for each in one.matrices(arch.hidden_size, 1))
+        sum(matrix_bytes(model, device, number, each) for each in one.expert_matrices(arch.hidden_size, 1))
         for one, number in layouts.items()
     )
 
@@ -169,7 +169,7 @@ def read_bytes(config: EngineConfig, arch: ModelSpec, stage: int, weights: int, 
     for number in parallel.stages[stage]:
         mixture = arch.layers[number].feed_forward
         if isinstance(mixture, MoESpec):
-            matrices = replace(mixture, shared=None).matrices(arch.hidden_size, tp)
+            matrices = mixture.expert_matrices(arch.hidden_size, tp)
             experts = sum(matrix_bytes(model, parallel.device, number, each) for each in matrices)
             read -= experts * (1 - mixture.top_k / mixture.num_experts) ** num_tokens
     return read

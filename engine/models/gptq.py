@@ -121,7 +121,8 @@ def _observed_experts(experts: Experts) -> dict[int, Moments]:
     def of_down(expert: int) -> Tensor | None:  # gate and up may be rounded by now
         weight, bias = experts.gate_up.weight.data[expert], experts.gate_up.bias
         inner = F.linear(inputs(expert), weight, None if bias is None else bias.data[expert])
-        return _enough(kernels.act_mul(inner, experts._spec.activation))
+        activate = kernels.act_mul if experts._spec.is_gated else kernels.activate
+        return _enough(activate(inner, experts._spec.activation))
 
     return {id(experts.gate_up.weight): of_gate_up, id(experts.down.weight): of_down}
 
@@ -215,9 +216,7 @@ def _forward(config: EngineConfig, decoder: Decoder, stage: int, batch: Batch, h
     layers = config.parallel.stages[stage]
     for number in layers:
         layer, memory, keys, state = config.model.architecture.layers[number], None, None, None
-        if layer.kv_source is not None:
-            memory = caches[layers.index(layer.kv_source)].memory
-        elif layer.attention is not None:
+        if layer.attention is not None:
             memory = _plane(batch, layer.attention.kv_shape(1))
             if isinstance(layer.attention, MLASpec) and (index_shape := layer.attention.index_shape()) is not None:
                 keys = _plane(batch, index_shape)

@@ -115,14 +115,18 @@ class MoESpec:
         return self.top_k * size + (0 if self.shared is None else self.shared.width(tp))
 
     def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
+        yield from self.expert_matrices(hidden, tp)
+        if self.latent_size:
+            yield MatrixShape(self.latent_size, hidden, 1, "feed_forward.latent_down")
+            yield MatrixShape(hidden, self.latent_size, 1, "feed_forward.latent_up")
+        for each in () if self.shared is None else self.shared.matrices(hidden, tp):
+            yield each._replace(module=each.module.replace("feed_forward.", "feed_forward.shared."))
+
+    def expert_matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
+        """Those of the experts that tokens are routed to."""
         (number, size), features = self.experts_per_rank(tp), self.latent_size or hidden
         yield MatrixShape((1 + self.is_gated) * size, features, number, "feed_forward.experts.gate_up")
         yield MatrixShape(features, size, number, "feed_forward.experts.down", self.intermediate_size)
-        if self.latent_size:
-            yield MatrixShape(features, hidden, 1, "feed_forward.latent_down")
-            yield MatrixShape(hidden, features, 1, "feed_forward.latent_up")
-        for each in () if self.shared is None else self.shared.matrices(hidden, tp):
-            yield each._replace(module=each.module.replace("feed_forward.", "feed_forward.shared."))
 
     def num_other_parameters(self, hidden: int, tp: int) -> int:
         """Parameters other than the matrices; the router is included, as it is never sharded or quantized."""

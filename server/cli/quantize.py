@@ -116,6 +116,11 @@ def _check_gptq(options: QuantizeOptions, config: EngineConfig) -> None:
     arch = config.model.architecture
     if isinstance(arch, EncoderSpec):
         raise ConfigError(f"--method gptq: encoders such as {arch.name} are not supported; use --method rtn")
+    if any(layer.kv_source is not None or layer.block is not None for layer in arch.layers):
+        raise ConfigError(
+            f"--method gptq: layers are rounded one by one, and {arch.name} has some that share keys and values or "
+            "weights; use --method rtn"
+        )
     if options.scheme in ("fp8_block", "nvfp4a16"):
         raise ConfigError(f"--method gptq: scheme {options.scheme} is not supported; use w4a16, or --method rtn")
 

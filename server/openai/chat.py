@@ -202,6 +202,9 @@ class ChatRequest(GenerationRequest):
         """
         ignored = self.reject_unsupported().union(ignored)
         processor = admit()
+        if thinking and self.thinking_token_budget is not None and processor.reasoning_format is None:
+            self.thinking_token_budget = None  # the Messages API demands one from clients that let a model think
+            ignored.add("thinking")
         if ignored:
             processor.ignore(ignored)
         params = self.sampling_params(

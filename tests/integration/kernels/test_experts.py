@@ -290,8 +290,10 @@ def test_the_experts_of_other_ranks_add_nothing() -> None:
 def test_quantized_experts(quantization: kernels.Quantization, dtype: torch.dtype, size: int) -> None:
     x, (weights, ids) = torch.randn(21, 128).to(dtype), routed(21, 6, 2)
     parts = random_experts(6, size, 128, dtype, bias=True)
-    options = {"gate_up_bias": parts[2], "down_bias": parts[3]}
-    packed = kernels.pack_experts(parts[0].clone(), parts[1].clone(), "silu", quantization=quantization, **options)
+    first, second = parts[0].clone(), parts[1].clone()
+    packed = kernels.pack_experts(
+        first, second, "silu", gate_up_bias=parts[2], down_bias=parts[3], quantization=quantization
+    )
     expected = experts_by_loops(x, weights, ids, *parts[:2], "silu", *parts[2:])
     close(packed(x, weights, ids), expected, 0.03 if quantization == "int8" else 0.25)
     one_by_one = by_expert(lambda weight: linear.pack_linear(weight, quantization), *parts)
@@ -392,5 +394,7 @@ def movable(
     quantizations: tuple[kernels.Quantization, ...] = ("int8", "int4")
     for quantization in quantizations:
         biases = [None if bias is None else bias.clone() for bias in (gate_up_bias, down_bias)]
-        made.append(experts.TiledExperts(gate_up.clone(), down.clone(), "silu", *biases, True, quantization))
+        made.append(
+            experts.TiledExperts(gate_up.clone(), down.clone(), "silu", biases[0], biases[1], True, quantization)
+        )
     return made

@@ -26,6 +26,7 @@ from quire.engine.models.quantization.recipes import RECIPES
 from quire.kernels import quantized
 from quire.kernels.quantized import Rounding
 from quire.server.cli.main import main
+from tests.fakes import families
 from tests.fakes.families import write_model
 from tests.fakes.model_logits import configure, logits
 from tests.fakes.quantized_checkpoints import _LINEAR
@@ -260,6 +261,21 @@ def test_gptq_takes_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     encoder = write(tmp_path / "encoder", "BertModel")
     assert main(["quantize", str(encoder), str(tmp_path / "none"), *arguments[2:]]) == 2
     assert "encoders such as BertModel are not supported" in capsys.readouterr().err
+    for case in ("Zamba2", "Gemma 3n"):
+        families.write(case, tmp_path / case)
+        assert main(["quantize", str(tmp_path / case), str(tmp_path / "none"), *arguments[2:]]) == 2
+        assert "share keys and values or weights; use --method rtn" in capsys.readouterr().err
+
+
+def test_gptq_rounds_experts_without_gates(tmp_path: Path) -> None:
+    families.write("Nemotron 3", tmp_path)
+    config = configure(tmp_path, max_model_len=64, dtype="float32", pipeline_parallel_size=2)
+    tokens = torch.randint(0, 131, (4, 60), generator=torch.Generator().manual_seed(1))
+    settings = recipes.settings("w4a16", config.model.architecture, group_size=-1)
+    schemes = quantize.Source(QuantizeRequest(config, tmp_path / "out", settings)).schemes
+    names = [name for stage in gptq.layers(config, schemes, tokens.tolist()) for name in stage]
+    assert any(".experts.0.up_proj" in name for name in names)
+    assert any(".experts.0.down_proj" in name for name in names)
 
 
 def test_gptq_rounds_experts_by_the_tokens_that_are_routed_to_them(

@@ -316,6 +316,17 @@ async def test_thoughts_that_cannot_be_turned_off(
         await send(server, "hi", thinking={"type": "enabled", "budget_tokens": 1024})
 
 
+async def test_a_model_without_reasoning_needs_no_limit_of_it(
+    talking: EngineConfig,  # noqa: F811
+) -> None:
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    (Path(talking.model.path) / "chat_template.jinja").write_text(template)
+    async with run_server(talking) as server:
+        message = await send(server, "hi", thinking={"type": "enabled", "budget_tokens": 1024})
+        assert message["content"] == [{"type": "text", "text": "hi"}]
+        assert "thinking" in server.frontend.input_processor.ignored
+
+
 async def test_counting(server: Server) -> None:
     fields = {"model": "echo", "messages": says("hello world"), "system": "be kind", "tools": [F]}
     response = await server.http.post("/v1/messages/count_tokens", json=fields)
