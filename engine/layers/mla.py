@@ -30,6 +30,7 @@ from quire.engine.layers.linear import (
     ReplicatedLinear,
     RowParallelLinear,
     divided,
+    replicated,
 )
 from quire.engine.layers.norm import RMSNorm, make_norm
 from quire.engine.models import attention_spec
@@ -60,8 +61,8 @@ class Indexer(nn.Module):
         super().__init__()
         self._spec, self._top_k = spec, top_k
         size = spec.num_heads * spec.head_dim
-        self.query = ColumnParallelLinear(q_lora_rank, [Partition("", size, 0, size)], bias=False)
-        self.key = ColumnParallelLinear(hidden_size, [Partition("", spec.head_dim, 0, spec.head_dim)], bias=False)
+        self.query = replicated(q_lora_rank, size)
+        self.key = replicated(hidden_size, spec.head_dim)
         self.key_norm = make_norm(spec.norm, spec.head_dim)
         self.weights = ReplicatedLinear(hidden_size, spec.num_heads, bias=False)
         self._scale = (spec.num_heads * spec.head_dim) ** -0.5

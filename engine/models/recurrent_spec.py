@@ -60,35 +60,45 @@ class RecurrentSpec(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatedDeltaNetSpec(RecurrentSpec):
-    """Linear attention by the gated delta rule (Yang et al. 2024), after a causal convolution."""
+class ValueHeadsSpec(RecurrentSpec):
+    """A layer with a state for each head of its values."""
 
     num_value_heads: int
-    """Each key head belongs to several value heads, one after another."""
-    num_key_heads: int
-    key_head_dim: int
     value_head_dim: int
-    norm: NormSpec
-    """Of each head's output, before its gate."""
-    beta_scale: float = 1.0
-    """The largest weight of an update; with 2 a state may change its sign (Grazzi et al. 2024)."""
 
     @property
     def num_heads(self) -> int:
         return self.num_value_heads
+
+    @property
+    def width(self) -> int:
+        """Features of all heads."""
+        return self.num_value_heads * self.value_head_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedDeltaNetSpec(ValueHeadsSpec):
+    """Linear attention by the gated delta rule (Yang et al. 2024), after a causal convolution."""
+
+    num_key_heads: int
+    """Each belongs to several value heads, one after another."""
+    key_head_dim: int
+    norm: NormSpec
+    """Of each head's output, before its gate."""
+    beta_scale: float = 1.0
+    """The largest weight of an update; with 2 a state may change its sign (Grazzi et al. 2024)."""
 
     def state_shape(self, tp: int) -> tuple[int, int, int]:
         return self.num_value_heads // tp, self.key_head_dim, self.value_head_dim
 
     def channels(self, tp: int) -> int:
         """Queries, keys and values."""
-        return (2 * self.num_key_heads * self.key_head_dim + self.num_value_heads * self.value_head_dim) // tp
+        return (2 * self.num_key_heads * self.key_head_dim + self.width) // tp
 
     def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
-        inner = self.num_value_heads * self.value_head_dim
-        yield MatrixShape(self.channels(tp) + inner // tp, hidden, 1, "state.input")
+        yield MatrixShape(self.channels(tp) + self.width // tp, hidden, 1, "state.input")
         yield MatrixShape(2 * self.num_value_heads // tp, hidden, 1, "state.gates")
-        yield MatrixShape(hidden, inner // tp, 1, "state.output", inner)
+        yield MatrixShape(hidden, self.width // tp, 1, "state.output", self.width)
 
     def num_other_parameters(self, hidden: int, tp: int) -> int:
         return self.channels(tp) * self.conv_size + 2 * self.num_value_heads // tp + self.value_head_dim
@@ -131,15 +141,13 @@ class ShortConvSpec(RecurrentSpec):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mamba2Spec(RecurrentSpec):
+class Mamba2Spec(ValueHeadsSpec):
     """Mamba-2's state space (Dao & Gu 2024): linear attention with a decay for each head, after a causal convolution.
 
     A head's values are weighted by a step, which also determines the decay; keys and queries (B and C) are shared by
     the heads of a group. The output is gated and normalized.
     """
 
-    num_value_heads: int
-    value_head_dim: int
     groups: int
     state_size: int
     """Features of a key."""
@@ -157,15 +165,6 @@ class Mamba2Spec(RecurrentSpec):
     def __post_init__(self) -> None:
         if self.groups < 1 or self.num_value_heads % self.groups:
             raise ConfigError(f"{self.num_value_heads} state-space heads cannot be divided into {self.groups} groups")
-
-    @property
-    def num_heads(self) -> int:
-        return self.num_value_heads
-
-    @property
-    def width(self) -> int:
-        """Features of all heads."""
-        return self.num_value_heads * self.value_head_dim
 
     def state_shape(self, tp: int) -> tuple[int, int, int]:
         return self.num_value_heads // tp, self.state_size, self.value_head_dim
@@ -192,14 +191,12 @@ class Mamba2Spec(RecurrentSpec):
 
 
 @dataclass(frozen=True, kw_only=True)
-class KimiDeltaSpec(RecurrentSpec):
+class KimiDeltaSpec(ValueHeadsSpec):
     """Kimi Delta Attention (2025): the gated delta rule with a decay for each key feature, after a causal convolution.
 
     Keys and values have the same size, and each head has its own.
     """
 
-    num_value_heads: int
-    value_head_dim: int
     rank: int | None
     """Size of the vectors that decays and output gates are computed from; None: from the hidden state."""
     lower_bound: float | None = None
@@ -208,15 +205,6 @@ class KimiDeltaSpec(RecurrentSpec):
     """Of each head's output, before its gate."""
     has_rate_grid: bool = False
     """The checkpoint has the heads' rates as `[1, 1, heads, 1]`."""
-
-    @property
-    def num_heads(self) -> int:
-        return self.num_value_heads
-
-    @property
-    def width(self) -> int:
-        """Features of all heads."""
-        return self.num_value_heads * self.value_head_dim
 
     def state_shape(self, tp: int) -> tuple[int, int, int]:
         return self.num_value_heads // tp, self.value_head_dim, self.value_head_dim
@@ -243,25 +231,14 @@ class KimiDeltaSpec(RecurrentSpec):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LightningSpec(RecurrentSpec):
+class LightningSpec(ValueHeadsSpec):
     """Lightning attention (Qin et al. 2024): linear attention with a constant decay for each head, of rates like those
     of ALiBi's slopes. Queries, keys and values go through silu; the output is normalized over all heads and gated."""
 
-    num_value_heads: int
-    value_head_dim: int
     rate: float
     """Factor on the heads' rates."""
     norm: NormSpec
     output_multiplier: float = 1.0
-
-    @property
-    def num_heads(self) -> int:
-        return self.num_value_heads
-
-    @property
-    def width(self) -> int:
-        """Features of all heads."""
-        return self.num_value_heads * self.value_head_dim
 
     def state_shape(self, tp: int) -> tuple[int, int, int]:
         return self.num_value_heads // tp, self.value_head_dim, self.value_head_dim
