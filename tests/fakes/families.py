@@ -634,6 +634,8 @@ MODELS = {
     "Ministral3ForCausalLM": "Ministral 3, text",
     "Mistral3ForConditionalGeneration": "Mistral Small 3.1, 3.2; Ministral 3; Mistral Small 4; for text",
     "Qwen2ForCausalLM": "Qwen1.5 and Qwen2.5, QwQ; DeepSeek-R1-Distill-Qwen",
+    "MiMoForCausalLM": "MiMo-7B, without its MTP layers",
+    "InternLM2ForCausalLM": "InternLM2, InternLM2.5",
     "Qwen3ForCausalLM": "Qwen3, dense",
     "SeedOssForCausalLM": "Seed-OSS 36B",
     "GraniteForCausalLM": "Granite 3",
@@ -662,6 +664,7 @@ MODELS = {
     "MptForCausalLM": "MPT 7B, 30B",
     "GPTNeoXForCausalLM": "Pythia, GPT-NeoX",
     "FalconForCausalLM": "Falcon 7B, 40B, 180B, RW",
+    "RWForCausalLM": "Falcon 7B, 40B and RW, as first published",
     "PhiForCausalLM": "Phi-1, Phi-1.5, Phi-2",
     "StableLmForCausalLM": "StableLM 2 1.6B, StableLM 3B, but for 12B, which transformers' implementation runs",
     "Starcoder2ForCausalLM": "StarCoder2",
@@ -706,12 +709,38 @@ MODELS = {
 }
 """What people call the models of an architecture."""
 
+RENAMED: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+    "MiMo": ("MiMoForCausalLM", "Qwen2ForCausalLM", {}, {"model_type": "mimo", "attention_bias": True}),
+    "InternLM2": ("InternLM2ForCausalLM", "LlamaForCausalLM", {}, {"model_type": "internlm2", "bias": False}),
+    "InternLM2, biases": ("InternLM2ForCausalLM", "LlamaForCausalLM", {"attention_bias": True}, {"bias": True}),
+    "Falcon 7B of RefinedWeb": (
+        "RWForCausalLM",
+        "FalconForCausalLM",
+        {"tie_word_embeddings": True},
+        {"model_type": "RefinedWebModel", "multi_query": True, "parallel_attn": True},
+    ),
+    "Falcon 40B of RefinedWeb": (
+        "RWForCausalLM",
+        "FalconForCausalLM",
+        {"new_decoder_architecture": True, "num_kv_heads": 2, "tie_word_embeddings": True},
+        {"model_type": "RefinedWeb", "n_head_kv": 2, "parallel_attn": True},
+    ),
+    "Falcon-RW of RefinedWeb": (
+        "RWForCausalLM",
+        "FalconForCausalLM",
+        {"alibi": True, "multi_query": False, "bias": True, "parallel_attn": False, "tie_word_embeddings": True},
+        {"model_type": "RefinedWebModel", "alibi": True, "bias": True},
+    ),
+}
+"""Architectures that transformers lacks, and the same model in it: its class, its settings, and what the publisher's
+config.json has in place of these."""
+
 
 def table() -> str:
     """The table of docs/reference/models.md."""
     lines = ["| architecture in config.json | models | variants that are tested |", "|---|---|---|"]
     for architecture, models in MODELS.items():
-        cases = [name for name, (of, _) in CASES.items() if of == architecture]
+        cases = [name for name, (of, *_) in (CASES | RENAMED).items() if of == architecture]
         lines.append(f"| {architecture} | {models} | {'; '.join(cases)} |")
     return "\n".join(lines)
 
@@ -725,6 +754,44 @@ def write(case: str, folder: Path, **settings: Any) -> Any:
     else:
         name_as_published(architecture, folder, model)
     return model
+
+
+def write_renamed(case: str, folder: Path) -> Any:
+    """The case's model in `folder`, as its publisher writes it; and transformers' model of the same numbers."""
+    architecture, same, changes, own = RENAMED[case]
+    model = write_model(same, SIZES | changes, folder)
+    path, written = folder / "model.safetensors", json.loads((folder / "config.json").read_text())
+    tensors = load_file(path)
+    common = ("vocab_size", "hidden_size", "tie_word_embeddings", "max_position_embeddings", "rms_norm_eps")
+    sizes = ("num_attention_heads", "num_hidden_layers", "num_key_value_heads", "intermediate_size")
+    config = {name: written[name] for name in (*common, *sizes) if name in written}
+    if architecture == "RWForCausalLM":
+        config = {name: written[name] for name in common if name in written}
+        config |= {"n_head": written["num_attention_heads"], "n_layer": written["num_hidden_layers"]}
+    elif architecture == "MiMoForCausalLM":
+        tensors["model.mtp_layers.0.input_proj.weight"] = torch.zeros(3, 5)
+    else:
+        tensors = _internlm2(tensors, written["num_key_value_heads"])
+    (folder / "config.json").write_text(json.dumps({"architectures": [architecture], **config, **own}))
+    save_file(tensors, path, {"format": "pt"})
+    return model
+
+
+def _internlm2(tensors: dict[str, Tensor], kv_heads: int) -> dict[str, Tensor]:
+    """Llama's tensors by InternLM2's names: for each KV head its query heads, its key and its value in one matrix."""
+    names = {"model.embed_tokens": "model.tok_embeddings", "lm_head": "output", "self_attn.o_proj": "attention.wo"}
+    names |= {"input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm"}
+    names |= {f"mlp.{part}_proj": f"feed_forward.w{w}" for part, w in (("gate", 1), ("down", 2), ("up", 3))}
+    found = {}
+    for name, tensor in tensors.items():
+        if ".q_proj." in name:
+            parts = [tensors[name.replace(".q_proj.", f".{part}_proj.")] for part in "qkv"]
+            groups = [part.reshape(kv_heads, -1, *part.shape[1:]) for part in parts]
+            found[name.replace("self_attn.q_proj", "attention.wqkv")] = torch.cat(groups, 1).flatten(0, 1)
+        elif ".k_proj." not in name and ".v_proj." not in name:
+            theirs = next((each for each in names if each in name), "")
+            found[name.replace(theirs, names[theirs]) if theirs else name] = tensor
+    return found
 
 
 _PUBLISHED_NAMES: dict[str, dict[str, str]] = {

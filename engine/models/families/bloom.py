@@ -8,10 +8,10 @@ from quire.engine.models.families.family import (
     architecture,
     attention,
     feed_forward,
+    grouped_rows,
     layer_norm,
     require,
 )
-from quire.engine.models.families.gpt import grouped_rows
 from quire.engine.models.model_spec import LayerSpec, ModelSpec
 from quire.engine.protocol.errors import ConfigError
 

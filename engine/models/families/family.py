@@ -78,6 +78,17 @@ class Family:
         return self.names(arch) if callable(self.names) else self.names
 
 
+def grouped_rows(layer: LayerSpec, module: str, part: str) -> Runs | None:
+    """Rows of a fused QKV matrix with, for each KV head, its query heads, then its key, then its value."""
+    attention = layer.attention
+    if module != "layers.attention.qkv" or not isinstance(attention, AttentionSpec):
+        return None
+    queries, dim = attention.num_heads // attention.num_kv_heads, attention.head_dim
+    first, count = {"q": (0, queries), "k": (queries, 1), "v": (queries + 1, 1)}[part]
+    groups = range(0, attention.num_kv_heads * (queries + 2), queries + 2)
+    return [range((group + first) * dim, (group + first + count) * dim) for group in groups]
+
+
 def activation(name: str) -> Activation:
     """Convert transformers' name of an activation to ours."""
     try:

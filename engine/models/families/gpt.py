@@ -5,15 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from quire.engine.models.attention_spec import AttentionSpec
 from quire.engine.models.families.family import (
     Config,
     Family,
-    Runs,
     activation,
     architecture,
     attention,
     feed_forward,
+    grouped_rows,
     head_dim,
     layer_norm,
     require,
@@ -114,17 +113,6 @@ _OPT_NAMES = {
 }
 
 
-def grouped_rows(layer: LayerSpec, module: str, part: str) -> Runs | None:
-    """Rows of a fused QKV matrix with, for each KV head, its query heads, then its key, then its value."""
-    attention = layer.attention
-    if module != "layers.attention.qkv" or not isinstance(attention, AttentionSpec):
-        return None
-    queries, dim = attention.num_heads // attention.num_kv_heads, attention.head_dim
-    first, count = {"q": (0, queries), "k": (queries, 1), "v": (queries + 1, 1)}[part]
-    groups = range(0, attention.num_kv_heads * (queries + 2), queries + 2)
-    return [range((group + first) * dim, (group + first + count) * dim) for group in groups]
-
-
 def _neox(name: str, config: Config) -> ModelSpec:
     norm, dim = layer_norm(config["layer_norm_eps"]), head_dim(config)
     config = {
@@ -184,6 +172,11 @@ def _falcon(name: str, config: Config) -> ModelSpec:
         is_parallel=is_parallel,
     )
     return architecture(name, config, [layer] * int(config["num_hidden_layers"]), norm)
+
+
+def _rw(name: str, config: Config) -> ModelSpec:
+    """Falcon as it was first published; only the 40B model has grouped queries, and says so with its `model_type`."""
+    return _falcon(name, {"new_decoder_architecture": config.get("model_type") == "RefinedWeb", **config})
 
 
 def _falcon_names(arch: ModelSpec) -> Mapping[str, str]:
@@ -321,6 +314,23 @@ FAMILIES = {
             "parallel_attn": True,
             "tie_word_embeddings": True,
         },
+        prefix="transformer.",
+        rows=grouped_rows,
+    ),
+    "RWForCausalLM": Family(
+        _rw,
+        _falcon_names,
+        {
+            "max_position_embeddings": 2048,
+            "layer_norm_epsilon": 1e-5,
+            "activation": "gelu",
+            "alibi": False,
+            "bias": False,
+            "multi_query": False,
+            "parallel_attn": False,
+            "tie_word_embeddings": True,
+        },
+        aliases={"n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "n_head_kv": "num_kv_heads"},
         prefix="transformer.",
         rows=grouped_rows,
     ),

@@ -1,5 +1,5 @@
-"""Llama, and families that differ from it only in settings: Mistral, Qwen2, Qwen3, Seed-OSS, Granite, SmolLM3, Phi-3
-and Phi-4.
+"""Llama, and families that differ from it only in settings or names: Mistral, Qwen2, Qwen3, MiMo, InternLM2, Seed-OSS,
+Granite, SmolLM3, Phi-3 and Phi-4.
 
 A family is a `ModelSpec` and the names in its checkpoints; `engine/models/decoder.py` computes it.
 """
@@ -14,6 +14,7 @@ from quire.engine.models.families.family import (
     architecture,
     attention,
     feed_forward,
+    grouped_rows,
     head_dim,
     require,
     rms_norm,
@@ -37,6 +38,19 @@ NAMES = {
     "head": "lm_head",
 }
 """Llama's names, which many families share."""
+
+_INTERNLM2 = {
+    "embedding": "model.tok_embeddings",
+    "layers.attention_norm": "model.layers.{layer}.attention_norm",
+    "layers.attention.qkv": "model.layers.{layer}.attention.wqkv",
+    "layers.attention.output": "model.layers.{layer}.attention.wo",
+    "layers.feed_forward_norm": "model.layers.{layer}.ffn_norm",
+    "layers.feed_forward.gate_up.gate": "model.layers.{layer}.feed_forward.w1",
+    "layers.feed_forward.gate_up.up": "model.layers.{layer}.feed_forward.w3",
+    "layers.feed_forward.down": "model.layers.{layer}.feed_forward.w2",
+    "norm": "model.norm",
+    "head": "output",
+}
 
 FUSED = NAMES | {
     "layers.attention.qkv": "model.layers.{layer}.self_attn.qkv_proj",
@@ -74,6 +88,11 @@ def mistral(name: str, config: Config) -> ModelSpec:
     norm, rope_spec = rms_norm(config), rope(config, head_dim(config))
     layers = [sequential(config, norm, rope_spec, window) for window in windows(config)]
     return architecture(name, config, layers, norm)
+
+
+def _internlm2(name: str, config: Config) -> ModelSpec:
+    """Llama with other names, and one matrix for queries, keys and values, in groups. `bias` is that of attention."""
+    return _llama(name, {**config, "attention_bias": bool(config["bias"])})
 
 
 def _seed_oss(name: str, config: Config) -> ModelSpec:
@@ -147,6 +166,10 @@ FAMILIES = {
     "LlamaForCausalLM": Family(_llama, NAMES, {"max_position_embeddings": 2048}),
     "MistralForCausalLM": Family(mistral, NAMES, MISTRAL),
     "Qwen2ForCausalLM": Family(_qwen2, NAMES, _QWEN),
+    "MiMoForCausalLM": Family(_qwen2, NAMES, _QWEN, ignored_prefixes=("model.mtp_layers.",)),
+    "InternLM2ForCausalLM": Family(
+        _internlm2, _INTERNLM2, {"max_position_embeddings": 2048, "bias": True}, rows=grouped_rows
+    ),
     "Qwen3ForCausalLM": Family(_qwen3, NAMES, {**_QWEN, "head_dim": 128}),
     "SeedOssForCausalLM": Family(
         _seed_oss,

@@ -22,7 +22,7 @@ from quire.engine.models.model_spec import MoESpec
 from quire.engine.protocol.sampling_params import SamplingParams
 from tests.fakes.checkpoints import generate
 from tests.fakes.core_with_ranks import Ranks
-from tests.fakes.families import CASES, LENGTHS, MODELS, SIZES, table, write
+from tests.fakes.families import CASES, LENGTHS, MODELS, RENAMED, SIZES, table, write, write_renamed
 from tests.fakes.model_logits import configure, logits
 from tests.fakes.ranks import on_ranks
 from tests.fakes.threads import ThreadExecutor
@@ -44,6 +44,18 @@ def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     for tp, pp in ((1, 1), (2, 1), (4, 1), (1, 2), (2, 3)):
         length = LENGTHS.get(case, 256)
         config = configure(tmp_path, tensor_parallel_size=tp, pipeline_parallel_size=pp, max_model_len=length)
+        for result in on_ranks(tp, partial(logits, config, tokens)):
+            assert (result - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize("case", RENAMED)
+def test_models_that_transformers_lacks_are_those_that_it_has_by_other_names(case: str, tmp_path: Path) -> None:
+    model = write_renamed(case, tmp_path)
+    tokens = torch.randint(0, 131, (150,), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        expected = model(tokens[None]).logits[0]
+    for tp, pp in ((1, 1), (2, 1), (1, 2)):
+        config = configure(tmp_path, tensor_parallel_size=tp, pipeline_parallel_size=pp, max_model_len=256)
         for result in on_ranks(tp, partial(logits, config, tokens)):
             assert (result - expected).abs().max() <= 1e-4 * expected.abs().max()
 
@@ -119,7 +131,7 @@ def test_stages_have_the_parameters_that_are_planned(case: str, tmp_path: Path) 
 
 def test_every_family_has_a_case_and_a_line_in_the_document() -> None:
     """`python -m tests.fakes.families` prints the table anew."""
-    assert {architecture for architecture, _ in CASES.values()} == FAMILIES.keys() - ENCODERS.keys()
+    assert {architecture for architecture, *_ in (CASES | RENAMED).values()} == FAMILIES.keys() - ENCODERS.keys()
     assert MODELS.keys() == FAMILIES.keys() - ENCODERS.keys()
     assert table() in (Path(__file__).parents[4] / "docs" / "reference" / "models.md").read_text()
 
