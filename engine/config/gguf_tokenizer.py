@@ -8,14 +8,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from enum import IntEnum
 from typing import Any, Literal
 
 from quire.engine.protocol.errors import ConfigError
 
 Json = dict[str, Any]
 
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
-"""Kinds of tokens, in tokenizer.ggml.token_type."""
+
+class Kind(IntEnum):
+    """Kinds of tokens, in tokenizer.ggml.token_type and in the pieces of SentencePiece's models."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _MARKS = r" ?[^\s\p{L}\p{N}]+"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -49,7 +60,7 @@ def tokenizer_json(metadata: Mapping[str, Any]) -> Json:
     if kind not in ("gpt2", "llama"):
         raise ConfigError(f"tokenizer.ggml.model {kind} is not supported; supported: gpt2, llama; or set --tokenizer")
     tokens = metadata["tokenizer.ggml.tokens"]
-    kinds = metadata.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
+    kinds = metadata.get("tokenizer.ggml.token_type") or [Kind.NORMAL] * len(tokens)
     parts = _byte_level(metadata, tokens) if kind == "gpt2" else _sentencepiece(metadata, tokens, kinds)
     strips = kind == "llama" and metadata.get("general.architecture") == "phi3"
     return {
@@ -62,12 +73,12 @@ def tokenizer_json(metadata: Mapping[str, Any]) -> Json:
                 "content": token,
                 "single_word": False,
                 "lstrip": False,
-                "rstrip": strips and kind == _CONTROL and token not in _PHI3_STRIPS_NOT,
+                "rstrip": strips and kind == Kind.CONTROL and token not in _PHI3_STRIPS_NOT,
                 "normalized": False,
-                "special": kind != _USER_DEFINED,
+                "special": kind != Kind.USER_DEFINED,
             }
             for number, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
-            if kind in (_UNKNOWN, _CONTROL) or (kind == _USER_DEFINED and not _is_blank(token))
+            if kind in (Kind.UNKNOWN, Kind.CONTROL) or (kind == Kind.USER_DEFINED and not _is_blank(token))
         ],
         **parts,
         "post_processor": _post_processor(metadata),
@@ -136,7 +147,7 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str], kinds: Se
     """BPE of characters, with ▁ for a space and single bytes for what has no token, as Llama 2's and Gemma's."""
     has_prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
     pieces = [token.replace(" ", "▁") if _is_blank(token) else token for token in tokens]
-    merges = _listed_merges(metadata) or _merges(pieces, kinds, metadata["tokenizer.ggml.scores"])
+    merges = _listed_merges(metadata) or sentencepiece_merges(pieces, kinds, metadata["tokenizer.ggml.scores"])
     unknown = special_tokens(metadata).get("unk_token")
     normalizers = [{"type": "Prepend", "prepend": "▁"}] * has_prefix
     strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] * has_prefix
@@ -174,13 +185,13 @@ def _listed_merges(metadata: Mapping[str, Any]) -> list[list[str]]:
     return [merge.split(" ") for merge in metadata.get("tokenizer.ggml.merges", [])]
 
 
-def _merges(pieces: Sequence[str], kinds: Sequence[int], scores: Sequence[float]) -> list[tuple[str, str]]:
+def sentencepiece_merges(pieces: Sequence[str], kinds: Sequence[int], scores: Sequence[float]) -> list[tuple[str, str]]:
     """SentencePiece merges any two pieces that make a piece, that with the best score first. What a user has defined
     comes before everything."""
-    kept = (_NORMAL, _USER_DEFINED, _UNUSED)
+    kept = (Kind.NORMAL, Kind.USER_DEFINED, Kind.UNUSED)
     known = {piece for piece, kind in zip(pieces, kinds, strict=True) if kind in kept}
     ranked = [
-        (-math.inf if kind == _USER_DEFINED else -score, number, -cut, piece[:cut], piece[cut:])
+        (-math.inf if kind == Kind.USER_DEFINED else -score, number, -cut, piece[:cut], piece[cut:])
         for number, (piece, kind, score) in enumerate(zip(pieces, kinds, scores, strict=True))
         for cut in range(1, len(piece) if kind in kept else 0)
         if piece[:cut] in known and piece[cut:] in known

@@ -20,12 +20,15 @@ from tokenizers.decoders import ByteLevel
 from tokenizers.models import BPE
 
 from quire.engine.config import tokenizer_files
+from quire.engine.config.model_files import read_json
 from quire.engine.config.tokenizer_files import content
 from quire.engine.protocol.errors import ConfigError, InvalidParameter
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _VOCABULARIES = ("tokenizer*", "*vocab*", "merges.txt", "*.model", "*.tiktoken", "*.bpe", "tekken.json")
 """Files that transformers converts to a tokenizer."""
+_OF_SENTENCEPIECE = ("", "LlamaTokenizer", "GemmaTokenizer")
+"""The classes in tokenizer_config.json whose ids are sentencepiece's own."""
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -311,19 +314,24 @@ def _from_tokenizer_json(folder: Path, config: dict[str, Any]) -> Tokenizer:
         backend = Backend.from_file(str(path))
     except Exception as error:  # tokenizers raises nothing narrower
         raise ConfigError(f"{path}: not a valid tokenizer: {error}") from None
-    special = {name: content(config[name]) for name in _NAMED if config.get(name) is not None}
+    return _completed(backend, folder, config, {})
+
+
+def _completed(backend: Backend, folder: Path, config: dict[str, Any], named: dict[str, str]) -> Tokenizer:
+    """Add the tokens of tokenizer_config.json, whose names for special tokens come before those that are `named`."""
+    special = named | {name: content(config[name]) for name in _NAMED if config.get(name) is not None}
     for token_id, entry in sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])):
         if backend.token_to_id(entry["content"]) is None:
             backend.add_tokens([AddedToken(**{**entry, "special": entry.get("special", False)})])
             if backend.token_to_id(entry["content"]) != int(token_id):
                 raise ConfigError(
                     f"{folder}: tokenizer_config.json assigns {entry['content']!r} the id {token_id}, which "
-                    "conflicts with tokenizer.json"
+                    "conflicts with the vocabulary"
                 )
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-    named = [*special.values(), *map(content, extra.values() if isinstance(extra, dict) else extra)]
+    texts = [*special.values(), *map(content, extra.values() if isinstance(extra, dict) else extra)]
     known = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
-    backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in named if t not in known])
+    backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in texts if t not in known])
     return Tokenizer(backend, special, config)
 
 
@@ -340,6 +348,14 @@ def _from_transformers(folder: Path, config: dict[str, Any], trust_remote_code: 
             f"{folder}: no tokenizer.json, and reading its vocabulary needs {', '.join(missing)}; run "
             "pip install 'quire[tokenizers]'"
         )
+    name = str(config.get("tokenizer_class") or "").removesuffix("Fast")
+    if "auto_map" not in config and name in _OF_SENTENCEPIECE and _is_sentencepiece(folder / "tokenizer.model"):
+        try:
+            return _from_sentencepiece(folder, config)
+        except (TypeError, AttributeError, LookupError, ValueError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(f"{folder}: an added token has an entry of an unknown form: {error}") from None
     from transformers import AutoTokenizer
 
     try:
@@ -359,11 +375,36 @@ def _from_transformers(folder: Path, config: dict[str, Any], trust_remote_code: 
     return Tokenizer(backend, special, config)
 
 
+def _from_sentencepiece(folder: Path, config: dict[str, Any]) -> Tokenizer:
+    """Texts begin with BOS unless tokenizer_config.json says otherwise, as these classes do."""
+    from quire.server.frontend.sentencepiece_conversion import converted, with_ends
+
+    path = folder / "added_tokens.json"
+    older = read_json(path) if path.exists() else {}
+    added: dict[str, Any] = {str(number): {"content": text} for text, number in older.items()}
+    added |= config.get("added_tokens_decoder") or {}
+    added = {number: {**entry, "normalized": False} for number, entry in added.items()}  # found in texts as they are
+    listed = {content(entry) for entry in added.values()}
+    legacy = config.get("legacy")
+    backend, named = converted(folder / "tokenizer.model", listed, prefix_everywhere=legacy is None or bool(legacy))
+    tokenizer = _completed(backend, folder, {**config, "added_tokens_decoder": added}, named)
+    ends = (tokenizer.special_tokens.get(f"{end}_token") for end in ("bos", "eos"))
+    adds = (config.get("add_bos_token", True), config.get("add_eos_token", False))
+    with_ends(backend, *(text if text and add else None for text, add in zip(ends, adds, strict=True)))
+    return Tokenizer(backend, tokenizer.special_tokens, config)
+
+
 def _libraries(folder: Path) -> list[str]:
-    """What reading the vocabulary needs: sentencepiece's are protobuf messages, tiktoken's lines of text."""
+    """What reading the vocabulary needs."""
     files = [path for pattern in ("*.model", "*.tiktoken") for path in sorted(folder.glob(pattern))]
     if not files:
         return []
-    with files[0].open("rb") as stream:
-        is_message = stream.read(1) == b"\n"  # the first field
-    return ["sentencepiece", "google.protobuf"] if is_message else ["tiktoken"]
+    return ["sentencepiece", "google.protobuf"] if _is_sentencepiece(files[0]) else ["tiktoken"]
+
+
+def _is_sentencepiece(file: Path) -> bool:
+    """Whether a vocabulary exists and is sentencepiece's, a protobuf message; tiktoken's are lines of text."""
+    if not file.exists():
+        return False
+    with file.open("rb") as stream:
+        return stream.read(1) == b"\n"  # the first field
