@@ -357,7 +357,9 @@ CASES = [
         "no usable tokenizer",
         edit=all_of(without("tokenizer.json"), text("vocab.json", "{}")),
     ),
-    file("conflicts with the vocabulary", "tokenizer_config.json", '{"added_tokens_decoder": {"7": {"content": "<z>"}}}'),
+    file(
+        "conflicts with the vocabulary", "tokenizer_config.json", '{"added_tokens_decoder": {"7": {"content": "<z>"}}}'
+    ),
     file("tokenizer_config.json", "tokenizer_config.json", '{"extra_special_tokens": 5}'),
     file("the chat template is invalid: line 1", "chat_template.jinja", "{{ messages"),
     file("chat_template.jinja: cannot be read", "chat_template.jinja", b"\xff\xff"),
