@@ -25,8 +25,8 @@ from quire.engine.config.engine_config import DTYPE_BYTES, ModelConfig, Parallel
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.pooling import Pooling
 from quire.engine.models import quantization
-from quire.engine.models.encoder_spec import EncoderSpec
-from quire.engine.models.families import FAMILIES, from_hf_config, of_text, transformers_backend
+from quire.engine.models.encoder_spec import EncoderSpec, bidirectional
+from quire.engine.models.families import ENCODERS, FAMILIES, from_hf_config, of_text, transformers_backend
 from quire.engine.models.families.values import check_values
 from quire.engine.models.model_spec import ModelSpec
 from quire.engine.models.quantization import online
@@ -108,7 +108,8 @@ def _architecture(
     names: list[str] = hf_config["architectures"]
     classifies = next((name for name in names if classifier.base_names(name)), None)
     # AutoModel saves a decoder without its head under a name such as Qwen3Model.
-    full_names = [f"{name.removesuffix('Model')}ForCausalLM" for name in names if name.endswith("Model")]
+    stems = [name.removesuffix("Model") for name in names if name.endswith("Model")]
+    full_names = [f"{each}ForCausalLM" for stem in stems for each in (stem, stem.removesuffix("Text"))]
     if classifies is not None:
         full_names = [name for name in classifier.base_names(classifies) if name in FAMILIES][:1]
         if not full_names or options.model_impl == "transformers":
@@ -120,6 +121,9 @@ def _architecture(
             raise ConfigError(f"{classifies} is a classifier and cannot generate text; omit --runner generate")
     is_headless = not any(name in FAMILIES for name in names) and any(name in FAMILIES for name in full_names)
     arch = _model_spec(options, path, {**hf_config, "architectures": full_names} if is_headless else hf_config)
+    computes_vectors = options.runner == "pooling" or is_headless or (path / pooling.MODULES).exists()
+    if hf_config.get("is_causal") is False and computes_vectors and options.runner != "generate":
+        arch = arch if isinstance(arch, EncoderSpec) else bidirectional(arch)
     if isinstance(arch, EncoderSpec):
         if options.runner == "generate":
             raise ConfigError(f"{arch.name} is an encoder and cannot generate text; omit --runner generate")
@@ -128,17 +132,17 @@ def _architecture(
                 f"--pipeline-parallel-size {options.pipeline_parallel_size}: pipeline parallelism is not supported for "
                 f"encoders such as {arch.name}; use --tensor-parallel-size"
             )
+        if classifies is not None and arch.name not in ENCODERS:
+            raise ConfigError(f"{classifies}: classifiers with bidirectional attention in a decoder are not supported")
         if classifies is not None:
             return arch, classifier.read(classifies, hf_config, arch, tokenizer)
         return arch, pooling.read(path, hf_config, arch.hidden_size, default="mean")
     if options.runner == "generate" and is_headless:
         raise ConfigError(f"{', '.join(names)} has no head to generate text; use it with --runner pooling")
-    if options.runner == "generate" or (
-        options.runner == "auto" and not is_headless and not (path / pooling.MODULES).exists()
-    ):
+    if options.runner == "generate" or not computes_vectors:
         return arch, None
-    if hf_config.get("is_causal") is False or hf_config.get("use_bidirectional_attention"):
-        raise ConfigError(f"{arch.name}: bidirectional attention in decoders (is_causal false) is not supported")
+    if hf_config.get("use_bidirectional_attention"):
+        raise ConfigError(f"{arch.name}: bidirectional attention (use_bidirectional_attention) is not supported")
     if classifies is not None:
         return arch, classifier.read(classifies, hf_config, arch, tokenizer)
     return arch, pooling.read(path, hf_config, arch.hidden_size, default="lasttoken")

@@ -133,8 +133,8 @@ class Attention(nn.Module):
         self._widths = [part.length for part in parts]
         self.qkv = ColumnParallelLinear(spec.input_size or hidden_size, parts, bias=spec.qkv_bias)
         self.output = RowParallelLinear(spec.num_heads * spec.value_dim, hidden_size, parallel, bias=spec.output_bias)
-        self.query_norm = _head_norm(spec, parts[0], parallel)
-        self.key_norm = None if spec.kv_source is not None else _head_norm(spec, parts[1], parallel)
+        self.query_norm = head_norm(spec, parts[0], parallel)
+        self.key_norm = None if spec.kv_source is not None else head_norm(spec, parts[1], parallel)
         self._value_norm = None if spec.value_norm is None else make_norm(spec.value_norm, spec.value_dim)
         self.sinks = Weight((heads.length,), heads.shard()) if spec.has_sinks else None
         self._slopes = None
@@ -277,8 +277,8 @@ def _kernel_layer(spec: attention_spec.AttentionSpec | attention_spec.MLASpec, t
     )
 
 
-def _head_norm(spec: attention_spec.AttentionSpec, part: Partition, parallel: Parallel) -> nn.Module | None:
-    """The normalization of queries or keys."""
+def head_norm(spec: attention_spec.AttentionSpec, part: Partition, parallel: Parallel) -> nn.Module | None:
+    """The normalization of this rank's queries or keys."""
     if spec.qk_norm is None:
         return None
     match spec.qk_norm_over:

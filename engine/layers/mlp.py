@@ -26,7 +26,7 @@ class MLP(nn.Module):
             self.gate_up = GatedLinear(hidden_size, gate, up, spec.activation, bias=spec.bias)
         else:
             self.gate_up = ColumnParallelLinear(hidden_size, [gate, up] if spec.is_gated else [up], bias=spec.bias)
-        self.down = RowParallelLinear(spec.intermediate_size, hidden_size, parallel, bias=spec.bias)
+        self.down = RowParallelLinear(spec.intermediate_size, hidden_size, parallel, bias=spec.has_output_bias)
 
     @property
     def reads_input(self) -> Linear:

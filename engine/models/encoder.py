@@ -1,4 +1,4 @@
-"""A BERT-like encoder: every token of a prompt attends to all others. Family differences are in `EncoderSpec`."""
+"""An encoder: every token of a prompt attends to those after it, too. Family differences are in `EncoderSpec`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from quire import kernels
 from quire.engine.distributed.communicator import Parallel
-from quire.engine.layers.attention import Batch
+from quire.engine.layers.attention import Batch, head_norm
 from quire.engine.layers.embedding import VocabParallelEmbedding
-from quire.engine.layers.linear import ColumnParallelLinear, RowParallelLinear, divided
+from quire.engine.layers.linear import ColumnParallelLinear, RowParallelLinear, divided, kv_heads
 from quire.engine.layers.mlp import MLP
 from quire.engine.layers.norm import LayerNorm, RMSNorm, make_norm
 from quire.engine.layers.rotary import Rotary
@@ -76,17 +76,26 @@ class EncoderAttention(nn.Module):
         super().__init__()
         self.spec = spec
         width = spec.num_heads * spec.head_dim
-        self.qkv = ColumnParallelLinear(
-            hidden_size, [divided(part, width, parallel) for part in "qkv"], bias=spec.qkv_bias
-        )
+        keys, values = (kv_heads(part, spec.num_kv_heads, spec.head_dim, parallel) for part in "kv")
+        parts = divided("q", width, parallel), keys, values
+        self._widths = [part.length for part in parts]
+        self._queries_per_key = parts[0].length // keys.length
+        self.qkv = ColumnParallelLinear(hidden_size, parts, bias=spec.qkv_bias)
+        self.query_norm = head_norm(spec, parts[0], parallel)
+        self.key_norm = head_norm(spec, keys, parallel)
         self.output = RowParallelLinear(width, hidden_size, parallel, bias=spec.output_bias)
 
     def forward(self, x: Tensor, starts: Tensor, cos_sin: Tensor, biases: Tensor | None) -> Tensor:
         """`[tokens, hidden_size]` → the same."""
         spec = self.spec
-        query, key, value = self.qkv(x).unflatten(-1, (3, -1, spec.head_dim)).unbind(1)
+        parts = self.qkv(x).split_with_sizes(self._widths, dim=-1)
+        query, key, value = (torch.unflatten(part, -1, (-1, spec.head_dim)) for part in parts)
+        query = query if self.query_norm is None else self.query_norm(query)
+        key = key if self.key_norm is None else self.key_norm(key)
         if spec.rope is not None:
             query, key = kernels.rotary(query, key, cos_sin)
+        if self._queries_per_key > 1:
+            key, value = (torch.repeat_interleave(each, self._queries_per_key, dim=1) for each in (key, value))
         out: Tensor = self.output(kernels.attention(query, key, value, starts, spec.scale, biases).flatten(1))
         return out
 
@@ -135,13 +144,13 @@ class Encoder(nn.Module):
     def __init__(self, arch: encoder_spec.EncoderSpec, parallel: Parallel) -> None:
         super().__init__()
         width = arch.hidden_size
-        self._padding_id = arch.padding_id
+        self._padding_id, self._multiplier = arch.padding_id, arch.embedding_multiplier
         attentions = [layer.attention for layer in arch.layers if layer.attention is not None]
         self._rotary = {rope: Rotary(rope, arch.max_position) for rope in {each.rope for each in attentions}}
         self.embedding = VocabParallelEmbedding(arch.vocab_size, width, parallel)
         self.positions = EmbeddingTable(arch.position_embeddings, width) if arch.position_embeddings else None
         self.token_types = EmbeddingTable(arch.token_types, width) if arch.token_types else None
-        self.norm = _norm(arch.norm, width)
+        self.embedding_norm = _norm(arch.embedding_norm, width)
         self.distance_bias = DistanceBias(arch, parallel) if arch.relative_buckets else None
         self.layers = nn.ModuleDict(
             {
@@ -149,18 +158,20 @@ class Encoder(nn.Module):
                 for number, layer in enumerate(arch.layers)
             }
         )
-        self.final_norm = _norm(arch.final_norm, width)
+        self.norm = _norm(arch.norm, width)
 
     def forward(self, x: Tensor | None, batch: Batch, caches: Sequence[Tensor] = ()) -> Tensor:
         """Hidden states `[tokens, hidden_size]`. The batch must contain whole prompts."""
         assert x is None
         x = self.embedding(batch.token_ids)
+        if self._multiplier != 1.0:
+            x = x * x.new_full((), self._multiplier)  # rounded to the type of `x`
         if self.positions is not None:
             x = x + F.embedding(self._positions(batch), self.positions.weight)
         if self.token_types is not None:
             types = batch.token_types
             x = x + (self.token_types.weight[0] if types is None else F.embedding(types, self.token_types.weight))
-        x = _apply(self.norm, x)
+        x = _apply(self.embedding_norm, x)
         cos_sin = {rope: rotary(batch.positions) for rope, rotary in self._rotary.items()}
         longest = int(batch.host_metadata().lengths.max())
         biases: dict[int | None, Tensor | None] = {
@@ -172,7 +183,7 @@ class Encoder(nn.Module):
             if spec.reach not in biases:
                 biases[spec.reach] = _near(spec.reach, longest, x)
             x = layer(x, batch.query_starts, cos_sin[spec.rope], biases[spec.reach])
-        return _apply(self.final_norm, x)
+        return _apply(self.norm, x)
 
     def features(self, x: Tensor) -> Tensor:
         """The input of pooling: hidden states are already normalized."""

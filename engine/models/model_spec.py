@@ -25,6 +25,8 @@ class MLPSpec:
     activation: Activation = "silu"
     is_gated: bool = True
     bias: bool = False
+    output_bias: bool | None = None
+    """Whether `down` has a bias; None: as the others."""
     gate_multiplier: float = 1.0
     """Factor on the gate before its activation."""
     output_multiplier: float = 1.0
@@ -38,13 +40,18 @@ class MLPSpec:
         """Inner features of a token on one rank."""
         return self.intermediate_size // tp
 
+    @property
+    def has_output_bias(self) -> bool:
+        return self.bias if self.output_bias is None else self.output_bias
+
     def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
         yield MatrixShape((1 + self.is_gated) * self.intermediate_size // tp, hidden, 1, "feed_forward.gate_up")
         yield MatrixShape(hidden, self.intermediate_size // tp, 1, "feed_forward.down", self.intermediate_size)
 
     def num_other_parameters(self, hidden: int, tp: int) -> int:
         """Parameters other than the matrices."""
-        return self.bias * ((1 + self.is_gated) * self.intermediate_size // tp + hidden)
+        inner = (1 + self.is_gated) * self.intermediate_size // tp
+        return self.bias * inner + self.has_output_bias * hidden
 
     def layout_errors(self, tp: int) -> Iterator[str]:
         """What `tp` ranks cannot divide."""

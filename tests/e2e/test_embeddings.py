@@ -14,13 +14,16 @@ import numpy as np
 import numpy.typing as npt
 import openai
 import pytest
+import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
+from transformers import Gemma3TextConfig, Gemma3TextModel
 
 from quire import LLM
 from tests.e2e.serving import Server, quire, serve
 from tests.e2e.test_openai import metric
-from tests.fakes.sentence import hidden_states, minilm, pooled
+from tests.fakes.sentence import dense, hidden_states, minilm, pooled, write_modules
+from tests.fakes.tokenizers import byte_level
 
 TEXTS = [
     "A man is eating food.",
@@ -111,6 +114,40 @@ def test_limits_and_what_it_does_not_do(server: Server, client: openai.OpenAI) -
     assert metric(server, "quire:generation_tokens_total") == 0
     assert metric(server, "quire:prompt_tokens_total") > 0
     assert not [line for line in server.lines if ("WARNING" in line or "ERROR" in line) and "ps has shown" not in line]
+
+
+def test_embedding_gemma_as_it_is_published(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"vocab_size": 320, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3}
+    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 16}
+    kinds: dict[str, Any] = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    kinds["layer_types"].pop()
+    torch.manual_seed(0)
+    config = Gemma3TextConfig(
+        **sizes, **heads, **kinds, use_bidirectional_attention=True, query_pre_attn_scalar=16, initializer_range=0.2
+    )
+    Gemma3TextModel(config).save_pretrained(tmp_path)
+    tokenizer = byte_level()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    modules = [dense(48, 96, bias=False, activation="Identity"), dense(96, 48, bias=False, activation="Identity")]
+    prompts = {"query": "task: search result | query: ", "document": "title: none | text: "}
+    write_modules(tmp_path, "mean", *modules, {}, prompts=prompts, max_seq_length=2048)
+    given = [tokenizer.encode(prompts["query"] + text).ids for text in TEXTS]
+    expected = []
+    for x in hidden_states(tmp_path, given):
+        vector = pooled("mean", x)
+        for module in modules:
+            vector = module["weights"]["linear.weight"] @ vector
+        expected.append(F.normalize(vector, dim=0).tolist())
+    with (
+        serve(str(tmp_path), "--dtype", "float32", "-tp", "2") as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        body = {"prompt_name": "query"}
+        answer = client.embeddings.create(input=TEXTS, model=str(tmp_path), extra_body=body)
+        check([entry.embedding for entry in answer.data], np.array(expected))
+        plan = "".join(server.lines)
+        assert "mean pooling, dense to 96, dense to 48, normalize: 48 numbers" in plan
+        assert "no KV cache" in plan
 
 
 @pytest.mark.parametrize("options", [{"tensor_parallel_size": 2}, {"max_num_seqs": 2}], ids=str)

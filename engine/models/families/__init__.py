@@ -19,6 +19,7 @@ from quire.engine.models.families import (
     gemma,
     gpt,
     gptj,
+    gte,
     hunyuan,
     kimi_linear,
     lfm,
@@ -40,7 +41,7 @@ from quire.engine.models.families.family import Family
 from quire.engine.models.model_spec import ModelSpec
 from quire.engine.protocol.errors import ConfigError
 
-ENCODERS: dict[str, Family] = {**bert.FAMILIES, **modernbert.FAMILIES, **nomic.FAMILIES}
+ENCODERS: dict[str, Family] = {**bert.FAMILIES, **modernbert.FAMILIES, **nomic.FAMILIES, **gte.FAMILIES}
 FAMILIES: dict[str, Family] = {
     **llama.FAMILIES,
     **llama4.FAMILIES,

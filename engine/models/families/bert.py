@@ -16,6 +16,11 @@ def _bert(name: str, config: Config, **changes: Any) -> EncoderSpec:
     hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     if hidden % heads:
         raise ConfigError(f"hidden_size {hidden} is not a multiple of {heads} attention heads")
+    if config.get("lora_adaptations"):
+        raise ConfigError(
+            "lora_adaptations, the adapters of tasks, are not supported; use a checkpoint without them, such as one of "
+            "JinaEmbeddingsV3Model"
+        )
     if (kind := config.get("position_embedding_type", "absolute")) != "absolute":
         raise ConfigError(f"position_embedding_type {kind!r} is not supported; only absolute is")
     if config.get("is_decoder") or config.get("add_cross_attention"):
@@ -52,7 +57,8 @@ def _bert(name: str, config: Config, **changes: Any) -> EncoderSpec:
             "vocab_size": int(config["vocab_size"]),
             "max_position": positions - offset,
             "layers": (layer,) * int(config["num_hidden_layers"]),
-            "norm": norm,
+            "norm": None,
+            "embedding_norm": norm,
             "tie_embeddings": True,
             "position_embeddings": positions,
             "token_types": int(config.get("type_vocab_size", 2)),
@@ -89,7 +95,7 @@ _BERT = {
     "embedding": "embeddings.word_embeddings",
     "positions": "embeddings.position_embeddings",
     "token_types": "embeddings.token_type_embeddings",
-    "norm": "embeddings.LayerNorm",
+    "embedding_norm": "embeddings.LayerNorm",
     "layers.attention.qkv.q": "encoder.layer.{layer}.attention.self.query",
     "layers.attention.qkv.k": "encoder.layer.{layer}.attention.self.key",
     "layers.attention.qkv.v": "encoder.layer.{layer}.attention.self.value",

@@ -1,10 +1,12 @@
-"""Gemma 1, 2, 3, 3n and 4 (text): norms stored minus 1, post-norms, scaled embeddings, windows, soft-capping."""
+"""Gemma 1, 2, 3, 3n and 4 (text), EmbeddingGemma: norms stored minus 1, post-norms, scaled embeddings, windows,
+soft-capping."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 
+from quire.engine.models.encoder_spec import bidirectional
 from quire.engine.models.families.family import (
     NOT_TEXT,
     Config,
@@ -45,8 +47,13 @@ def _gemma(name: str, config: Config) -> ModelSpec:
 
 
 def _gemma2(name: str, config: Config) -> ModelSpec:
-    """Gemma 2 and 3. Gemma 3 has QK norm instead of soft-capping, and another RoPE in sliding-window layers."""
-    require(config, "use_bidirectional_attention", None, False)
+    """Gemma 2 and 3. Gemma 3 has QK norm instead of soft-capping, and another RoPE in sliding-window layers.
+
+    EmbeddingGemma is an encoder: queries also attend to later tokens, in layers with a window to half of it on each
+    side.
+    """
+    is_encoder = config.get("use_bidirectional_attention")
+    require(config, "use_bidirectional_attention", None, False, *([True] if name.startswith("Gemma3") else []))
     norm, is_third = rms_norm(config, offset=1.0), name.startswith("Gemma3")
     count, every = int(config["num_hidden_layers"]), int(config["sliding_window_pattern"])
     kinds = ["full_attention" if (number + 1) % every == 0 else "sliding_attention" for number in range(count)]
@@ -76,7 +83,7 @@ def _gemma2(name: str, config: Config) -> ModelSpec:
         )
         for window in set(windows(config))
     }
-    return architecture(
+    arch = architecture(
         name,
         config,
         [layers[window] for window in windows(config)],
@@ -85,6 +92,7 @@ def _gemma2(name: str, config: Config) -> ModelSpec:
         embedding_multiplier=float(config["hidden_size"]) ** 0.5,
         logit_softcap=float(config.get("final_logit_softcapping") or 0.0),
     )
+    return bidirectional(arch, reach=int(config["sliding_window"]) // 2) if is_encoder else arch
 
 
 def _gemma4(name: str, config: Config) -> ModelSpec:

@@ -57,7 +57,7 @@ def _modernbert(name: str, config: Config) -> EncoderSpec:
         norm=norm,
         tie_embeddings=True,
         is_post_norm=False,
-        final_norm=norm,
+        embedding_norm=norm,
     )
 
 
@@ -74,14 +74,14 @@ def _head(config: Config) -> Sequence[HeadLayer | tuple[str, NormSpec]]:
 
 _NAMES = {
     "embedding": "model.embeddings.tok_embeddings",
-    "norm": "model.embeddings.norm",
+    "embedding_norm": "model.embeddings.norm",
     "layers.attention_norm": "model.layers.{layer}.attn_norm",
     "layers.attention.qkv": "model.layers.{layer}.attn.Wqkv",
     "layers.attention.output": "model.layers.{layer}.attn.Wo",
     "layers.feed_forward_norm": "model.layers.{layer}.mlp_norm",
     "layers.feed_forward.gate_up": "model.layers.{layer}.mlp.Wi",
     "layers.feed_forward.down": "model.layers.{layer}.mlp.Wo",
-    "final_norm": "model.final_norm",
+    "norm": "model.final_norm",
 }
 _DEFAULTS = {
     "attention_bias": False,

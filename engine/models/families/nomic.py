@@ -57,7 +57,8 @@ def _nomic(name: str, config: Config) -> EncoderSpec:
         vocab_size=int(config["vocab_size"]),
         max_position=longest,
         layers=(layer,) * int(config["num_hidden_layers"]),
-        norm=norm,
+        norm=None,
+        embedding_norm=norm,
         tie_embeddings=True,
         token_types=int(config.get("type_vocab_size", 2)),
     )
@@ -66,7 +67,7 @@ def _nomic(name: str, config: Config) -> EncoderSpec:
 _NAMES = {
     "embedding": "embeddings.word_embeddings",
     "token_types": "embeddings.token_type_embeddings",
-    "norm": "emb_ln",
+    "embedding_norm": "emb_ln",
     "layers.attention.qkv": "encoder.layers.{layer}.attn.Wqkv",
     "layers.attention.output": "encoder.layers.{layer}.attn.out_proj",
     "layers.attention_post_norm": "encoder.layers.{layer}.norm1",

@@ -186,7 +186,6 @@ def _outer(arch: ModelSpec, has_head: bool) -> _Parameters:
         yield from _linear("merger", projections, width)
     yield from _norm("norm", arch.norm, width)
     if isinstance(arch, EncoderSpec):
-        yield from _norm("final_norm", arch.final_norm, width)
         if arch.token_types:
             yield from _linear("token_types", {"": arch.token_types}, width)
         if arch.relative_buckets:
@@ -375,7 +374,7 @@ def _mlp(module: str, spec: MLPSpec, width: int) -> _Parameters:
     size = spec.intermediate_size
     gate_up = {"gate": size, "up": size} if spec.is_gated else {"up": size}
     yield from _linear(f"{module}.gate_up", gate_up, width, bias=spec.bias)
-    yield from _linear(f"{module}.down", {"": width}, size, bias=spec.bias)
+    yield from _linear(f"{module}.down", {"": width}, size, bias=spec.has_output_bias)
 
 
 def _mixture(spec: MoESpec, width: int) -> _Parameters:

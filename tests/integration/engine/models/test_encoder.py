@@ -20,6 +20,14 @@ from transformers import (
     CamembertModel,
     DistilBertConfig,
     DistilBertModel,
+    Gemma3TextConfig,
+    Gemma3TextModel,
+    GteConfig,
+    GteForMaskedLM,
+    GteModel,
+    JinaEmbeddingsV3Config,
+    JinaEmbeddingsV3ForMaskedLM,
+    JinaEmbeddingsV3Model,
     ModernBertConfig,
     ModernBertForMaskedLM,
     ModernBertModel,
@@ -30,6 +38,8 @@ from transformers import (
     NomicBertModel,
     PretrainedConfig,
     PreTrainedModel,
+    Qwen3Config,
+    Qwen3Model,
     RobertaConfig,
     RobertaModel,
     XLMRobertaConfig,
@@ -63,6 +73,14 @@ SIZES: dict[str, Any] = {
 }
 DISTILBERT: dict[str, Any] = {"dim": 48, "hidden_dim": 80, "n_layers": 3, "n_heads": 4}
 MODERN: dict[str, Any] = {"local_attention": 20, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 100}
+GEMMA: dict[str, Any] = {
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "query_pre_attn_scalar": 20,
+    "sliding_window": 20,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "use_bidirectional_attention": True,
+}
 CASES: dict[str, tuple[type[PretrainedConfig], type[PreTrainedModel], dict[str, Any]]] = {
     "bert": (BertConfig, BertModel, {}),
     "bert, with its head": (BertConfig, BertForMaskedLM, {"hidden_act": "gelu_new"}),
@@ -76,6 +94,11 @@ CASES: dict[str, tuple[type[PretrainedConfig], type[PreTrainedModel], dict[str, 
     "modernbert": (ModernBertConfig, ModernBertModel, MODERN),
     "modernbert, with its head": (ModernBertConfig, ModernBertForMaskedLM, {**MODERN, "norm_bias": True}),
     "mpnet, with its head": (MPNetConfig, MPNetForMaskedLM, {}),
+    "gte": (GteConfig, GteModel, {}),
+    "gte, with its head": (GteConfig, GteForMaskedLM, {"type_vocab_size": 0}),
+    "jina v3": (JinaEmbeddingsV3Config, JinaEmbeddingsV3Model, {}),
+    "jina v3, with its head": (JinaEmbeddingsV3Config, JinaEmbeddingsV3ForMaskedLM, {}),
+    "embedding gemma": (Gemma3TextConfig, Gemma3TextModel, GEMMA),
 }
 LENGTHS = (5, 1, 290, 33)
 
@@ -159,6 +182,75 @@ def test_nomic_with_the_settings_of_its_own_code(tmp_path: Path) -> None:
     path.write_text(json.dumps(own | {"prenorm": True}))
     with pytest.raises(ConfigError, match="prenorm True is not supported"):
         configure(tmp_path, model_impl="quire")
+
+
+@pytest.mark.parametrize("factor", [None, 2.0])
+def test_gte_with_the_settings_of_its_own_code(factor: float | None, tmp_path: Path) -> None:
+    save("gte", tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    model = GteModel.from_pretrained(tmp_path)
+    if factor is not None:  # as https://kexue.fm/archives/9706 defines it
+        steps = torch.arange(0, 12, 2) / 12
+        model.rotary_emb.inv_freq = 1 / ((500.0 * factor) ** steps * factor ** (2 / 12))
+    with torch.inference_mode():
+        expected = [model(torch.tensor([prompt])).last_hidden_state[0] for prompt in prompts()]
+    scaling = None if factor is None else {"type": "ntk", "factor": factor}
+    theta = config.pop("rope_parameters")["rope_theta"] if factor is None else 500.0
+    own = {
+        "architectures": ["NewModel"],
+        "model_type": "new",
+        "auto_map": {"AutoModel": "Alibaba-NLP/new-impl--modeling.NewModel"},
+        "layer_norm_type": "layer_norm",
+        "logn_attention_clip1": False,
+        "logn_attention_scale": False,
+        "pack_qkv": True,
+        "position_embedding_type": "rope",
+        "rope_parameters": None,
+        "rope_scaling": scaling,
+        "rope_theta": theta,
+        "unpad_inputs": False,
+        "use_memory_efficient_attention": False,
+    }
+    path.write_text(json.dumps(config | own))
+    for tp in (1, 2):
+        for result in on_ranks(tp, partial(states, configure(tmp_path, tensor_parallel_size=tp), prompts())):
+            for found, right in zip(result, expected, strict=True):
+                torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-4)
+    path.write_text(json.dumps(config | own | {"logn_attention_scale": True}))
+    with pytest.raises(ConfigError, match="logn_attention_scale True is not supported"):
+        configure(tmp_path, model_impl="quire")
+
+
+def test_adapters_of_tasks_are_refused(tmp_path: Path) -> None:
+    save("xlm-roberta", tmp_path)
+    path = tmp_path / "config.json"
+    adapters = {"lora_adaptations": ["retrieval.query", "text-matching"], "position_embedding_type": "rotary"}
+    path.write_text(json.dumps(json.loads(path.read_text()) | adapters))
+    with pytest.raises(ConfigError, match="lora_adaptations, the adapters of tasks, are not supported"):
+        configure(tmp_path, model_impl="quire")
+
+
+def test_decoders_whose_attention_is_not_causal(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sizes = SIZES | {"num_key_value_heads": 2, "head_dim": 12, "is_causal": False}
+    model = Qwen3Model(Qwen3Config(**sizes)).train(False)
+    model.save_pretrained(tmp_path)
+    expected = []
+    with torch.inference_mode():
+        for prompt in prompts():
+            everything = torch.zeros(1, 1, len(prompt), len(prompt))
+            output = model(torch.tensor([prompt]), attention_mask=everything)
+            expected.append(output.last_hidden_state[0])
+    for tp in (1, 2, 4):
+        for result in on_ranks(tp, partial(states, configure(tmp_path, tensor_parallel_size=tp), prompts())):
+            for found, right in zip(result, expected, strict=True):
+                torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-4)
+    windows = {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 0}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | windows | {"layer_types": ["sliding_attention"] * 3}))
+    with pytest.raises(ConfigError, match="bidirectional attention in the layers of Qwen3ForCausalLM is not supported"):
+        configure(tmp_path)
 
 
 def test_the_first_berts_name_their_norms_otherwise(tmp_path: Path) -> None:

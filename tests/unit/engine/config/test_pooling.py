@@ -246,7 +246,12 @@ def test_who_embeds(tmp_path: Path) -> None:
     assert configure(tmp_path, runner="generate").model.pooling is None
 
     path.write_text(json.dumps(llama | {"is_causal": False}))
-    with pytest.raises(ConfigError, match="is_causal false"):
+    plan = plan_text(configure(tmp_path))
+    assert "mean pooling" in plan
+    assert "no KV cache" in plan
+    assert configure(tmp_path, runner="generate").model.pooling is None
+    path.write_text(json.dumps(llama | {"is_causal": False, "architectures": ["LlamaForSequenceClassification"]}))
+    with pytest.raises(ConfigError, match="bidirectional attention in a decoder are not supported"):
         configure(tmp_path)
 
 
