@@ -99,6 +99,18 @@ def estimate(config: EngineConfig, arch: ModelSpec) -> int:
     attentions = [layer.attention for layer in arch.layers if layer.attention is not None]
     heads = max((each.num_heads for each in attentions), default=0) // tp
     row = max((each.kv_shape(tp)[2] for each in attentions), default=0)
-    inner = max((layer.feed_forward.width(tp) for layer in arch.layers if layer.feed_forward is not None), default=0)
-    activations = (8 * arch.hidden_size + 3 * inner) * DTYPE_BYTES[model.dtype]
+    activations = _activations(arch, tp) * DTYPE_BYTES[model.dtype]
     return max_size * (tables + activations + heads * _MAX_SPLITS * row * 4) + layers * _LAYER_BYTES
+
+
+def _activations(arch: ModelSpec, tp: int) -> int:
+    """Values of a request in the largest graph: the residual streams and what passes between stages, and the inputs and
+    results of the largest mixers and of the largest feed-forward layer, which do not find room in each other's memory.
+    """
+    layers = dict.fromkeys(arch.layers)
+    mixers = max(
+        sum(each.rows + each.columns for mixer in layer.mixers for each in mixer.matrices(arch.hidden_size, tp))
+        for layer in layers
+    )
+    inner = (layer.feed_forward.activations(tp) for layer in layers if layer.feed_forward is not None)
+    return arch.hidden_size + 2 * arch.stream_width + arch.stage_width + mixers + max(inner, default=0)

@@ -4,7 +4,8 @@ A step of a stage with `n` new tokens of `r` requests takes at least
 
     max(bytes / bandwidth, operations / peak) + communication
 
-- bytes: the rank's weights (`memory_plan.read_bytes`) and the KV blocks of the requests.
+- bytes: the rank's weights (`memory_plan.read_bytes`) and the KV blocks of the requests, those that several layers
+  read once for each of them.
 - operations: 2 for each parameter of a linear layer and token (of the experts, those that are chosen), 2 × (features
   of a key + of a value) for each head, token and key, and the head of the model once per request. With sparse
   attention, keys and values are those of the selected tokens, and indexers read the keys of all.
@@ -136,7 +137,7 @@ class _Floors:
         coupled = new * busy if parallel.is_coupled else new
         read = read_bytes(config, self._arch, stage, self._sizes.weights[stage], coupled)
         read += requests * config.cache.blocks_moved(context, tokens) * self._sizes.kv_block[stage]
-        read -= requests * self._unread(stage, tokens, context)
+        read += requests * (self._read_again(stage, tokens, context) - self._unread(stage, tokens, context))
         bandwidth = device.cache_bandwidth if read <= device.cache * self._share else device.bandwidth
         bits = 8 if config.model.quantization else 8 * DTYPE_BYTES[config.model.dtype]
         layers = self._layers[stage].items()
@@ -173,6 +174,18 @@ class _Floors:
         pairs, scored = (_pairs(tokens, context, min(context, window)) for window in (most, context))
         attended = pairs * features * attention.num_heads / tp + scored * index
         return 2 * (sums + requests * attended)
+
+    def _read_again(self, stage: int, tokens: int, context: int) -> float:
+        """Bytes of a request's KV cache that layers read after the one that they belong to."""
+        cache, tp = self.config.cache, self.config.parallel.tensor_parallel_size
+        again = 0.0
+        for layer, count in self._layers[stage].items():
+            attention = layer.attention
+            if attention is not None and layer.kv_source is not None:
+                row = block_bytes(KVCacheShape(*attention.kv_shape(tp)), cache.block_size, cache.dtype)
+                keys = min(context, (attention.window or context) + tokens - 1)
+                again += count * keys * row / cache.block_size
+        return again
 
     def _unread(self, stage: int, tokens: int, context: int) -> float:
         """Bytes of a request's KV cache that sparse attention does not select."""

@@ -69,13 +69,13 @@ def _activations(config: EngineConfig, arch: ModelSpec) -> int:
     incoming = tokens * parallel.replicas if parallel.is_coupled else tokens
     inner = max(
         (
-            each.width(tp) * (incoming if isinstance(each, ExpertParallelMoESpec) else tokens)
+            each.activations(tp) * (incoming if isinstance(each, ExpertParallelMoESpec) else tokens)
             for each in {layer.feed_forward for layer in arch.layers}
             if each is not None
         ),
         default=0,
     )
-    count = tokens * (arch.hidden_size + 3 * arch.stream_width + 2 * arch.stage_width) + 3 * inner
+    count = tokens * (arch.hidden_size + 3 * arch.stream_width + 2 * arch.stage_width) + inner
     if parallel.is_coupled:
         max_top_k = max(layer.feed_forward.top_k for layer in arch.layers if isinstance(layer.feed_forward, MoESpec))
         outgoing = (
@@ -155,8 +155,9 @@ def embedding_bytes(model: ModelConfig, device: str, embedding: MatrixShape) -> 
 def read_bytes(config: EngineConfig, arch: ModelSpec, stage: int, weights: int, num_tokens: int) -> float:
     """Bytes of a rank's `weights` that a step with `num_tokens` reads, of all replicas that share experts.
 
-    Of an embedding it reads few rows, and no experts that no token has chosen, if the choice is uniform. `arch` has the
-    sizes of a rank.
+    Of an embedding it reads few rows, and no experts that no token has chosen, if the choice is uniform. A block that
+    layers share is read once for each of them: the weights of the layers between do not fit in a cache. `arch` has
+    the sizes of a rank.
     """
     model, parallel = config.model, config.parallel
     tp, read = parallel.tensor_parallel_size, float(weights)
@@ -172,6 +173,11 @@ def read_bytes(config: EngineConfig, arch: ModelSpec, stage: int, weights: int, 
             matrices = mixture.expert_matrices(arch.hidden_size, tp)
             experts = sum(matrix_bytes(model, parallel.device, number, each) for each in matrices)
             read -= experts * (1 - mixture.top_k / mixture.num_experts) ** num_tokens
+    for number, layer in arch.held_layers(parallel.stages[stage]):
+        if layer.block is not None and not layer.block.is_held:
+            matrices = arch.layers[number].matrices(arch.hidden_size, tp)
+            shared = [each for each in matrices if each.module.startswith("block.")]
+            read += sum(matrix_bytes(model, parallel.device, number, each) for each in shared)
     return read
 
 

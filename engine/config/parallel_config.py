@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import secrets
 from bisect import bisect_right
@@ -17,6 +18,8 @@ from quire.engine.config.options import EngineOptions
 from quire.engine.models.attention_spec import MLASpec
 from quire.engine.models.model_spec import ModelSpec, MoESpec, TransformersModelSpec
 from quire.engine.protocol.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 MAX_REPLICAS = 1024
 """Maximum number of replicas."""
@@ -304,6 +307,13 @@ def _partition_layers(arch: ModelSpec, options: EngineOptions) -> tuple[range, .
             first = bisect_right(places, starts[stage - 1])
             left = places[first : len(places) - (stages - 1 - stage)]
             starts[stage] = min(left, key=lambda place: abs(place - starts[stage]))
+        sizes = [end - start for start, end in pairwise([*starts, num_layers])]
+        if max(sizes) > max(counts):
+            logger.warning(
+                "--pipeline-parallel-size %s: the stages have %s layers, because a stage cannot start between a layer "
+                "and one that shares its selected tokens or its keys and values; steps take the time of the largest",
+                *(stages, ", ".join(map(str, sizes))),
+            )
     return tuple(range(start, end) for start, end in pairwise([*starts, num_layers]))
 
 

@@ -40,6 +40,11 @@ class MLPSpec:
         """Inner features of a token on one rank."""
         return self.intermediate_size // tp
 
+    def activations(self, tp: int) -> int:
+        """Values of a token that a rank has at once inside: gates, ups and their products, and with sparsity as many
+        again in float32, counted twice."""
+        return 3 * self.width(tp) * (3 if self.sparsity else 1)
+
     @property
     def has_output_bias(self) -> bool:
         return self.bias if self.output_bias is None else self.output_bias
@@ -120,6 +125,10 @@ class MoESpec:
         """Inner features of a token on one rank."""
         _, size = self.experts_per_rank(tp)
         return self.top_k * size + (0 if self.shared is None else self.shared.width(tp))
+
+    def activations(self, tp: int) -> int:
+        """See `MLPSpec`."""
+        return 3 * self.width(tp)
 
     def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
         yield from self.expert_matrices(hidden, tp)

@@ -308,6 +308,13 @@ class InputProcessor:
             text = self._cut(text, "messages", last, side)
         return self.tokenizer.encode(text, add_special_tokens=chat.template.add_special_tokens)
 
+    def _most_characters(self, last: int | None) -> int | None:
+        """Return the number of characters of a text that is truncated to `last` tokens which are tokenized as in the
+        whole text; None: all of them.
+        """
+        longest = self.tokenizer.max_characters
+        return None if last is None or longest is None else 2 * longest * (last + 1)
+
     def _cut(self, text: str, param: str, last: int | None, side: TruncationSide = "left") -> str:
         """Return the part of a text that its `last` tokens may represent; rejects a text that is certainly too long, or
         has what is no character.
@@ -320,8 +327,7 @@ class InputProcessor:
         longest = self.tokenizer.max_characters
         if longest is None:
             return text
-        if last is not None:
-            kept = 2 * longest * (last + 1)  # so that what is kept is tokenized as in the whole text
+        if (kept := self._most_characters(last)) is not None:
             return text[-kept:] if side == "left" else text[:kept]
         if (least := len(text) // longest) > self.max_model_len:
             raise ContextLengthExceeded(
@@ -549,7 +555,9 @@ class InputProcessor:
         size = sum(map(len, (*firsts, *seconds)))
         joins_ids = self._pair_template is None and not self.pooling.classes.joins_texts
         if not joins_ids:  # a common first text is tokenized with each second one
-            size += len(firsts[0]) * (len(seconds) - len(firsts))
+            most = self._most_characters(self._limit(options))
+            lengths = [[len(text[:most]) for text in texts] for texts in (firsts, seconds)]
+            size = sum(map(sum, lengths)) + lengths[0][0] * (len(seconds) - len(firsts))
             if size > MAX_PAIR_CHARACTERS:
                 raise InvalidParameter(
                     f"{names[1]}: {len(seconds)} pairs of texts have {size} characters, and at most "

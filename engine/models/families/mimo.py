@@ -10,6 +10,7 @@ from quire.engine.models.families.family import (
     attention,
     feed_forward,
     head_dim,
+    require,
     rms_norm,
     rope,
     windows,
@@ -19,6 +20,10 @@ from quire.engine.models.model_spec import LayerSpec, ModelSpec
 
 
 def _attention(config: Config, window: int | None) -> AttentionSpec:
+    for setting in ("num_attention_heads", "head_dim", "v_head_dim"):
+        require(config, f"swa_{setting}", None, config[setting])
+    require(config, "add_swa_attention_sink_bias", None, True)
+    require(config, "add_full_attention_sink_bias", None, False)
     kind, kv_heads = "full_attention", int(config["num_key_value_heads"])
     if window is not None:
         kind, kv_heads = "sliding_attention", int(config.get("swa_num_key_value_heads") or 2 * kv_heads)

@@ -15,7 +15,10 @@ WINDOW = 5
 _LAYERS = 4
 
 _LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers", "num_decoder_layers")
-_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "encoder_attention_heads")
+_HEADS = (
+    *("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "encoder_attention_heads"),
+    "swa_num_attention_heads",
+)
 _KV_HEADS = ("num_key_value_heads", "n_head_kv", "num_kv_heads", "multi_query_group_num", "swa_num_key_value_heads")
 _WIDTHS = ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "embedding_size", "embed_dim", "n_embed", "dim")
 _INNER = (
@@ -60,6 +63,7 @@ _SMALL = {
     "v_head_dim": HEAD,
     "head_dim": HEAD,
     "swa_head_dim": HEAD,
+    "swa_v_head_dim": HEAD,
     "global_head_dim": HEAD,
     "kv_channels": HEAD,
     "hidden_size_per_layer_input": 8,

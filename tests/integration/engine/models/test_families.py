@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,16 @@ import pytest
 import torch
 import transformers
 
+from quire.engine.config.memory_plan import MemoryPlan, read_bytes
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers import attention
 from quire.engine.layers.attention import Batch, by_chunks
 from quire.engine.models import decoder
 from quire.engine.models.attention_spec import AttentionSpec
-from quire.engine.models.decoder import Decoder
+from quire.engine.models.decoder import Decoder, DecoderLayer
 from quire.engine.models.families import ENCODERS, FAMILIES, from_hf_config, of_text
 from quire.engine.models.model_spec import MoESpec
+from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.sampling_params import SamplingParams
 from tests.fakes.checkpoints import generate
 from tests.fakes.core_with_ranks import Ranks
@@ -142,6 +145,35 @@ def test_stages_have_the_parameters_that_are_planned(case: str, tmp_path: Path) 
             with torch.device("meta"):
                 decoder = Decoder(arch, layers, 64, parallel)
             assert sum(weight.numel() for weight in decoder.parameters()) == arch.stage_parameters(stages, stage, tp)
+
+
+def test_a_step_reads_a_shared_block_once_for_each_of_its_layers(tmp_path: Path) -> None:
+    write("Zamba2", tmp_path)
+    config = configure(tmp_path, max_model_len=64)
+    arch, weights = config.model.architecture, MemoryPlan.of(config).weights[0]
+    uses = Counter(layer.block.source for layer in arch.layers if layer.block is not None)
+    assert max(uses.values()) > 1
+    with torch.device("meta"):
+        made = Decoder(arch, range(arch.num_layers), 64, Parallel())
+    again = 0
+    for source, count in uses.items():
+        layer = made.layers[str(source)]
+        assert isinstance(layer, DecoderLayer)
+        assert layer.block is not None
+        again += 4 * (count - 1) * sum(each.numel() for each in layer.block.parameters() if each.ndim == 2)
+    embedding, _ = arch.outer_matrices(1)
+    assert read_bytes(config, arch, 0, weights, 1) == weights - 4 * embedding.elements + again
+
+
+@pytest.mark.parametrize("name", ["swa_head_dim", "swa_v_head_dim", "swa_num_attention_heads"])
+def test_windows_of_mimo_have_the_heads_of_other_layers(name: str) -> None:
+    architecture, changes = CASES["MiMo-V2-Flash"]
+    config = {**SIZES, **changes, "architectures": [architecture]}
+    from_hf_config({**config, name: FAMILIES[architecture].complete(config)[name.removeprefix("swa_")]})
+    with pytest.raises(ConfigError, match=f"{name} 48 is not supported"):
+        from_hf_config({**config, name: 48})
+    with pytest.raises(ConfigError, match="add_full_attention_sink_bias True is not supported"):
+        from_hf_config({**config, "add_full_attention_sink_bias": True})
 
 
 def test_every_family_has_a_case_and_a_line_in_the_document() -> None:

@@ -8,8 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from quire.engine.config import floors
+from quire.engine.config.machine import describe
 from quire.engine.config.memory_plan import MemoryPlan
 from quire.engine.distributed.communicator import Parallel
+from quire.engine.models.attention_spec import AttentionSpec
 from quire.engine.models.loader import load_model
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.worker.model_runner import allocate_caches
@@ -51,6 +54,25 @@ def test_they_are_in_the_stage_of_their_source(folder: Path) -> None:
         configure(folder, pipeline_parallel_size=4)
     with pytest.raises(ConfigError, match=r"--pipeline-layer-partition 4,3: a stage cannot start"):
         configure(folder, pipeline_parallel_size=2, pipeline_layer_partition="4,3")
+
+
+def test_uneven_stages_are_named(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    configure(folder, pipeline_parallel_size=2, max_model_len=64)
+    assert "--pipeline-parallel-size 2: the stages have 2, 5 layers, because" in caplog.text
+
+
+def test_each_layer_reads_them(folder: Path) -> None:
+    """Those that a token at 40 tokens attends to, whatever layer they belong to."""
+    config = configure(folder, max_model_len=64)
+    arch, parts = config.model.architecture, floors._Floors(config, describe("H100", 1, 50.0))
+    read = [layer.attention for layer in arch.layers if layer.kv_source is not None]
+    assert all(isinstance(each, AttentionSpec) for each in read)
+    expected = 0
+    for each in read:
+        assert isinstance(each, AttentionSpec)
+        expected += 2 * min(40, each.window or 40) * each.num_kv_heads * each.head_dim * 4
+    assert len(read) == 3
+    assert parts._read_again(0, 1, 40) == pytest.approx(expected)
 
 
 def test_a_source_must_exist(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 
 from quire.engine.cluster import ray_cluster
-from quire.engine.config import devices, engine_config, floors
+from quire.engine.config import cuda_graph_sizes, devices, engine_config, floors
 from quire.engine.config.devices import Devices
 from quire.engine.config.floors import estimate
 from quire.engine.config.layouts import Layout, RefusedLayout, best_layout, layouts
@@ -23,6 +23,7 @@ from quire.engine.config.resolve import resolve
 from quire.engine.config.topology import LinkType
 from quire.engine.models.attention_spec import AttentionSpec
 from quire.engine.models.families.tensors import weight_names
+from quire.engine.models.model_spec import MLPSpec, MoESpec
 from quire.engine.protocol.errors import ConfigError
 from tests.fakes.model_configs import MODEL_CONFIGS, write_config
 
@@ -344,6 +345,21 @@ def test_tokens_within_a_window_have_fewer_keys(tmp_path: Path) -> None:
         fewer = operations(None, tokens, context) - operations(window, tokens, context)
         missing = sum(max(0, keys - window) for keys in range(context - tokens + 1, context + 1))
         assert fewer == pytest.approx(2 * missing * 2 * 128 * 16)
+
+
+def test_graphs_have_room_for_the_largest_layers(tmp_path: Path) -> None:
+    """Streams, inputs and results of the attention's products, and gates, ups and their products."""
+    _, _, [layout], _ = find(tmp_path, "Qwen3 0.6B", "H100")
+    arch = layout.config.model.architecture
+    attention, inner = (1024 + 4096) + (2048 + 1024), 3 * 3072
+    assert cuda_graph_sizes._activations(arch, 1) == 4 * 1024 + attention + inner
+    layer = arch.layers[0]
+    assert isinstance(layer.feed_forward, MLPSpec)
+    sparse = replace(layer, feed_forward=replace(layer.feed_forward, sparsity=0.95))
+    assert cuda_graph_sizes._activations(replace(arch, layers=(layer, sparse)), 1) == 4 * 1024 + attention + 3 * inner
+    experts = MoESpec(num_experts=8, top_k=4, intermediate_size=1024, shared=layer.feed_forward)
+    mixed = replace(arch, layers=(replace(layer, feed_forward=experts),))
+    assert cuda_graph_sizes._activations(mixed, 1) == 4 * 1024 + attention + 3 * 4 * 1024 + inner
 
 
 def test_names_of_weights_are_made_once_for_all_layouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

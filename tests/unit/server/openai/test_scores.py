@@ -369,9 +369,11 @@ async def test_pairs_that_are_tokenized_as_a_whole_have_a_limit(
     """Of a small body, in which a text is common to many pairs."""
     changed = pooling(config, classifier(1, "sigmoid", joins_texts=True), max_model_len=60)
     async with run_server(changed) as server:
-        body = {"query": "hello " * 5000, "documents": ["a"] * 2048, "truncate_prompt_tokens": -1}
+        body = {"query": "hello " * 5000, "documents": ["a"] * 600}
         message, param = await refused(server, "/rerank", **body)
-        assert ("2048 pairs of texts have 61442048 characters" in message, param) == (True, "documents")
+        assert ("600 pairs of texts have 18000600 characters" in message, param) == (True, "documents")
+        answer = await post(server, "/rerank", **body, truncate_prompt_tokens=-1)
+        assert len(answer["results"]) == 600, "what truncation drops does not count"
 
 
 async def test_a_template_joins_the_texts(
