@@ -128,6 +128,7 @@ MODELS = {
     "gemma-3-4b-it": Published(4_300_079_472 - 419_816_304, 131_072),
     "gemma-3-27b-it": Published(27_432_406_640 - 423_060_336, 131_072),
     "Gemma-4-31B-IT-NVFP4": Published("30.7B", quantization="modelopt"),
+    "gemma-4-E4B-it": Published("8B"),
     "phi-1_5": Published(1_418_270_720),
     "phi-2": Published(2_779_683_840),
     "Phi-3-mini-4k-instruct": Published(3_821_079_552),
@@ -211,6 +212,10 @@ MODELS = {
     "ms-marco-MiniLM-L6-v2": Published("22.6M"),
     "bge-m3": Published(567_754_752 - 1_049_600, 8_192),
     "bge-reranker-v2-m3": Published("567M", 8_192),
+    "embeddinggemma-300m": Published(302_863_104),
+    "gte-multilingual-base": Published("305M"),
+    "ModernBERT-large": Published("395M"),
+    "nomic-embed-text-v1.5": Published("137M", 2_048),
 }
 
 
@@ -237,11 +242,13 @@ _CHANGES: dict[str, dict[str, Any]] = {
         "swa_num_key_value_heads": 4,
         "hybrid_layer_pattern": [0, 1, 1, 1],
     },
+    "gemma-4-E4B-it": {"audio_token_id": 258881, "image_token_id": 258880, "video_token_id": 258884},
     "Mistral-Small-3.1-24B-Instruct-2503": {"tie_word_embeddings": False},
     **{key: {"time_step_min": 1e-9} for key in ("Nemotron-H-8B-Base-8K", "Nemotron-H-56B-Base-8K")},
 }
-"""Other changes. MiMo rotates a third of a head, and transformers has its own rule for KV heads and windows; Mistral's
-checkpoint has a head, which transformers would tie; Nemotron-H: see docs/reference/models.md."""
+"""Other changes. MiMo rotates a third of a head, and transformers has its own rule for KV heads and windows; for tokens
+that stand for images transformers reads other rows of the layers' own embeddings, so Gemma 4 has none of them among its
+128; Mistral's checkpoint has a head, which transformers would tie; Nemotron-H: see docs/reference/models.md."""
 
 
 def tiny(name: str) -> dict[str, Any]:
@@ -262,6 +269,8 @@ def tiny(name: str) -> dict[str, Any]:
         if (ratio := part.get("linear_num_value_heads", 0) // part.get("linear_num_key_heads", 1)) > 0:
             sizes |= {"linear_num_key_heads": 2, "linear_num_value_heads": 2 * ratio}
         part |= {key: value for key, value in sizes.items() if key in part}
+        if part.get("num_kv_shared_layers"):
+            part |= {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2}
         if "n_groups" in part:
             part["n_groups"] = 2
         if "linear_attn_config" in part:

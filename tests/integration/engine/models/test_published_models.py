@@ -12,6 +12,7 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from quire.engine.distributed.communicator import Parallel
+from quire.engine.models.families import ENCODERS
 from quire.engine.protocol.sampling_params import SamplingParams
 from tests.fakes.checkpoints import text_of
 from tests.fakes.core_with_ranks import Ranks
@@ -21,7 +22,8 @@ from tests.fakes.published import MODELS, config, tiny
 from tests.fakes.threads import ThreadExecutor
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.rope_scaling. is deprecated:FutureWarning")]
-DECODERS = [name for name in MODELS if not config(name)["architectures"][0].startswith(("Bert", "XLMRoberta"))]
+_ENCODERS = {*ENCODERS, "Gemma3TextModel"}
+DECODERS = [name for name in MODELS if config(name)["architectures"][0] not in _ENCODERS]
 STEPS = 16
 
 

@@ -369,7 +369,7 @@ async def test_pairs_that_are_tokenized_as_a_whole_have_a_limit(
     """Of a small body, in which a text is common to many pairs."""
     changed = pooling(config, classifier(1, "sigmoid", joins_texts=True), max_model_len=60)
     async with run_server(changed) as server:
-        body = {"query": "hello " * 5000, "documents": ["a"] * 600}
+        body: dict[str, Any] = {"query": "hello " * 5000, "documents": ["a"] * 600}
         message, param = await refused(server, "/rerank", **body)
         assert ("600 pairs of texts have 18000600 characters" in message, param) == (True, "documents")
         answer = await post(server, "/rerank", **body, truncate_prompt_tokens=-1)
