@@ -36,7 +36,7 @@ class ModelConfig:
     quantization: Literal["int8", "int4"] | None
     """How weights are quantized when they are packed, on CPUs; on GPUs, `quantized` says it."""
     max_model_len: int
-    load_format: Literal["safetensors", "pt", "gguf", "dummy"]
+    load_format: Literal["safetensors", "pt", "mistral", "gguf", "dummy"]
     hf_overrides: Mapping[str, Any] = field(default_factory=dict)
     """Values in place of those in config.json; `architecture` includes them."""
     sampling_defaults: dict[str, Any] = field(default_factory=dict)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +42,17 @@ def folder_of(file: Path, cache: Path, *, has_tokenizer: bool = True) -> Path:
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
     key = f"{_VERSION} {file.absolute()} {status.st_size} {status.st_mtime_ns} {has_tokenizer}"
-    folder = cache / f"{file.stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+    return written_once(cache, file.stem, key, lambda folder: write(file, folder, has_tokenizer=has_tokenizer))
+
+
+def written_once(cache: Path, name: str, key: str, write: Callable[[Path], None]) -> Path:
+    """The folder in `cache` that is called by a name and a key, made by `write` if it is not there."""
+    folder = cache / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     if not folder.exists():
         try:
             cache.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(prefix=".", dir=cache) as whole:
-                write(file, written := Path(whole, "model"), has_tokenizer=has_tokenizer)
+                write(written := Path(whole, "model"))
                 written.rename(folder)
         except OSError as error:
             if not folder.exists():  # unless another process was faster

@@ -51,6 +51,7 @@ _ONE_DIGIT = ("smollm", "starcoder", "refact")
 _WHOLE_WORDS_FIRST = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")
 """Those where a word that is a token needs no merges. The texts of these begin with BOS."""
 _NFC = ("qwen2",)
+_ENDS: tuple[Literal["bos", "eos"], ...] = ("bos", "eos")
 _PHI3_STRIPS_NOT = ("<unk>", "<s>", "<|endoftext|>")
 
 
@@ -102,12 +103,16 @@ def adds(metadata: Mapping[str, Any], which: Literal["bos", "eos"]) -> bool:
 
 
 def _post_processor(metadata: Mapping[str, Any]) -> Json | None:
-    ids = special_tokens(metadata)
-    used = {each: ids[f"{each}_token"] for each in ("bos", "eos") if f"{each}_token" in ids and adds(metadata, each)}
-    if not used:
+    tokens, ids = metadata["tokenizer.ggml.tokens"], special_tokens(metadata)
+    used = [each for each in _ENDS if f"{each}_token" in ids and adds(metadata, each)]
+    return post_processor({each: (tokens[ids[f"{each}_token"]], ids[f"{each}_token"]) for each in used})
+
+
+def post_processor(ends: Mapping[Literal["bos", "eos"], tuple[str, int]]) -> Json | None:
+    """What lets texts begin with BOS and end with EOS, which are given by their text and id."""
+    if not ends:
         return None
-    texts = {each: metadata["tokenizer.ggml.tokens"][number] for each, number in used.items()}
-    add = {each: [{"SpecialToken": {"id": text, "type_id": 0}}] for each, text in texts.items()}
+    add = {each: [{"SpecialToken": {"id": text, "type_id": 0}}] for each, (text, _) in ends.items()}
     first, second = (
         [*add.get("bos", []), {"Sequence": {"id": each, "type_id": 0}}, *add.get("eos", [])] for each in "AB"
     )
@@ -115,9 +120,7 @@ def _post_processor(metadata: Mapping[str, Any]) -> Json | None:
         "type": "TemplateProcessing",
         "single": first,
         "pair": [*first, *second],
-        "special_tokens": {
-            texts[each]: {"id": texts[each], "ids": [number], "tokens": [texts[each]]} for each, number in used.items()
-        },
+        "special_tokens": {text: {"id": text, "ids": [number], "tokens": [text]} for text, number in ends.values()},
     }
 
 

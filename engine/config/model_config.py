@@ -15,6 +15,7 @@ from quire.engine.config import (
     checkpoint_tensors,
     classifier,
     devices,
+    mistral_folder,
     model_files,
     model_folder,
     pooling,
@@ -168,6 +169,12 @@ def _model_spec(options: EngineOptions, path: Path, hf_config: dict[str, Any]) -
                 remedy = "; omit --model-impl quire" * (family is None)
                 raise ConfigError(f"{path / 'config.json'}: {error}{remedy}") from None
             native_error = error
+    is_own = model_folder.is_gguf(options.model) or mistral_folder.is_layout([file.name for file in path.iterdir()])
+    if is_own and hf_config.get("rope_interleave"):
+        raise ConfigError(
+            f"{options.model}: {native_error or '--model-impl transformers'}; transformers' implementation is not "
+            "supported for this layout, whose queries and keys are in another order; use the model with a config.json"
+        )
     request = transformers_backend.DescribeRequest(
         path=path,
         architecture=names[0] if names else None,

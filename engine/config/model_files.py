@@ -13,12 +13,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from quire.engine.config import mistral_layout
 from quire.engine.protocol.errors import ConfigError
 
 _PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "tokenizer*", "*.py")
-_INDICES = {"safetensors": "model.safetensors.index.json", "pt": "pytorch_model.bin.index.json"}
-_WEIGHTS = {"safetensors": "model*.safetensors", "pt": "pytorch_model*.bin"}
-"""The files to download by default; a repository may contain the weights in both formats."""
+LoadFormat = Literal["safetensors", "pt", "mistral"]
+"""mistral: safetensors in Mistral's own layout."""
+PARAMS = "params.json"
+"""The settings of a model in Mistral's own layout."""
+_INDICES = {
+    "safetensors": "model.safetensors.index.json",
+    "pt": "pytorch_model.bin.index.json",
+    "mistral": "consolidated.safetensors.index.json",
+}
+_WEIGHTS = {"safetensors": "model*.safetensors", "pt": "pytorch_model*.bin", "mistral": "consolidated*.safetensors"}
+"""The files to download by default; a repository may contain the weights in several formats."""
 _DTYPE_BITS = {
     **dict.fromkeys(("F64", "I64", "U64"), 64),
     **dict.fromkeys(("F32", "I32", "U32"), 32),
@@ -52,14 +61,15 @@ def locate(model: str, revision: str | None, download_dir: str | None, patterns:
     return download(model, revision, download_dir, patterns)
 
 
-def find_load_format(model: str, revision: str | None, folder: Path) -> Literal["safetensors", "pt"]:
+def find_load_format(model: str, revision: str | None, folder: Path) -> LoadFormat:
     """Return the format of the weights in `folder`, or in the repository whose snapshot it is: pt only if there are
-    pytorch_model*.bin and no *.safetensors.
+    pytorch_model*.bin and no *.safetensors, mistral only if there are no others than consolidated*.safetensors, beside
+    a params.json.
     """
     names = [path.name for path in folder.iterdir()]
-    if (found := _weights_among(names)) is not None or Path(model).expanduser().is_dir():
+    if (found := weights_among(names)) is not None or Path(model).expanduser().is_dir():
         return found or "safetensors"
-    return _weights_among(list_repository(model, revision) or names) or "safetensors"
+    return weights_among(list_repository(model, revision) or names) or "safetensors"
 
 
 def list_repository(repository: str, revision: str | None) -> list[str]:
@@ -73,9 +83,13 @@ def list_repository(repository: str, revision: str | None) -> list[str]:
     return []
 
 
-def _weights_among(names: Sequence[str]) -> Literal["safetensors", "pt"] | None:
-    if _INDICES["safetensors"] in names or fnmatch.filter(names, "*.safetensors"):
+def weights_among(names: Sequence[str]) -> LoadFormat | None:
+    """Return the format of the weights in a folder with files of these names; None if there are none."""
+    consolidated = fnmatch.filter(names, _WEIGHTS["mistral"])
+    if _INDICES["safetensors"] in names or set(fnmatch.filter(names, "*.safetensors")) - set(consolidated):
         return "safetensors"
+    if consolidated:
+        return "mistral" if PARAMS in names else "safetensors"
     return "pt" if _INDICES["pt"] in names or fnmatch.filter(names, _WEIGHTS["pt"]) else None
 
 
@@ -111,8 +125,8 @@ def _files_in_index(folder: Path, load_format: str) -> list[str]:
 
 def check_weights(folder: Path, load_format: str) -> dict[str, TensorInfo] | None:
     """Check that the files exist and are complete; returns the headers of safetensors. Raises `ConfigError`."""
-    if load_format == "safetensors":
-        return read_headers(folder)
+    if load_format != "pt":
+        return read_headers(folder, load_format)
     for file in torch_files(folder):
         try:
             with file.open("rb") as stream:
@@ -242,13 +256,18 @@ class TensorInfo:
     """Name in the file."""
 
 
-def read_headers(folder: Path) -> dict[str, TensorInfo]:
-    """Return the tensors of the folder's *.safetensors by name. Raises `ConfigError` for truncated or missing files.
+def read_headers(folder: Path, load_format: str = "safetensors") -> dict[str, TensorInfo]:
+    """Return the tensors of the folder's *.safetensors by name, of Mistral's own layout by the names of transformers.
+    Raises `ConfigError` for truncated or missing files.
 
     Format: 8 bytes of header length, the header (JSON), then the data
     (https://github.com/huggingface/safetensors#format).
     """
-    files = [folder / name for name in _files_in_index(folder, "safetensors")] or sorted(folder.glob("*.safetensors"))
+    is_mistral = load_format == "mistral"
+    files = [folder / name for name in _files_in_index(folder, load_format)]
+    if not files:
+        own, all_files = set(folder.glob(_WEIGHTS["mistral"])), set(folder.glob("*.safetensors"))
+        files = sorted(own if is_mistral else all_files - own or all_files)
     if not files:
         pickled = sorted(file.name for file in folder.glob("*.bin"))
         only = f", only {', '.join(pickled[:3])}{', …' * (len(pickled) > 3)}" if pickled else ""
@@ -259,8 +278,9 @@ def read_headers(folder: Path) -> dict[str, TensorInfo]:
     tensors: dict[str, TensorInfo] = {}
     for file in files:
         for name, entry in read_header(file).items():
-            if name != "__metadata__":
-                tensors[name] = TensorInfo(file, entry["dtype"], tuple(entry["shape"]), name)
+            needed = mistral_layout.hf_name(name) if is_mistral else name
+            if name != "__metadata__" and needed is not None:
+                tensors[needed] = TensorInfo(file, entry["dtype"], tuple(entry["shape"]), name)
     return tensors
 
 
@@ -270,8 +290,10 @@ def tensor_names(folder: Path, load_format: str) -> set[str] | None:
     with contextlib.suppress(ConfigError):
         if load_format in _INDICES and (index := folder / _INDICES[load_format]).exists():
             files = read_json(index).get("weight_map")
-            return set(files) if isinstance(files, dict) else None
-        return set(read_headers(folder)) if load_format == "safetensors" else None
+            if not isinstance(files, dict) or load_format != "mistral":
+                return set(files) if isinstance(files, dict) else None
+            return {found for name in files if (found := mistral_layout.hf_name(name)) is not None}
+        return set(read_headers(folder, load_format)) if load_format in ("safetensors", "mistral") else None
     return None
 
 

@@ -1,4 +1,5 @@
-"""Finds the folder of a model: one that exists, a Hugging Face repository's snapshot, or that of a GGUF file."""
+"""Finds the folder of a model: one that exists, a Hugging Face repository's snapshot, or one that is written for a GGUF
+file or for Mistral's own layout."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-from quire.engine.config import gguf_folder, model_files
+from quire.engine.config import gguf_folder, mistral_folder, model_files
 from quire.engine.protocol.errors import ConfigError
 
 _SPLIT = re.compile(r"(.*?)(?:-(\d{5})-of-(\d{5}))?\.gguf", re.DOTALL)
@@ -19,7 +20,8 @@ _NOT_MODELS = ("mmproj", "imatrix")
 
 def locate(model: str, revision: str | None, download_dir: str | None, *, has_tokenizer: bool = True) -> Path:
     """Return the folder of a model: `model` itself, the snapshot of a Hugging Face repository, without its weights, or
-    the folder that is written for a GGUF file, with its tokenizer unless another one is used.
+    the folder that is written for a GGUF file or for Mistral's own layout, with its tokenizer unless another one is
+    used.
 
     A GGUF file is named by its path, or as `owner/name:Q4_K_M` or `folder:Q4_K_M`. Repositories are downloaded to
     `download_dir`, by default Hugging Face's cache, and of GGUF files only those that are named. Raises `ConfigError`
@@ -30,8 +32,16 @@ def locate(model: str, revision: str | None, download_dir: str | None, *, has_to
     elif model.endswith(".gguf"):
         file = Path(model).expanduser()
     else:
-        return model_files.locate(model, revision, download_dir)
-    return gguf_folder.folder_of(file, _cache(), has_tokenizer=has_tokenizer)
+        folder = model_files.locate(model, revision, download_dir)
+        if not (folder / model_files.PARAMS).exists():
+            return folder
+        names = [path.name for path in folder.iterdir()]
+        if not Path(model).expanduser().is_dir():
+            names = model_files.list_repository(model, revision) or names
+        if not mistral_folder.is_layout(names):
+            return folder
+        return mistral_folder.folder_of(folder, names, _cache("mistral"), has_tokenizer=has_tokenizer)
+    return gguf_folder.folder_of(file, _cache("gguf"), has_tokenizer=has_tokenizer)
 
 
 def is_gguf(model: str) -> bool:
@@ -85,5 +95,5 @@ def choose(name: str, quantization: str, paths: Sequence[str]) -> list[str]:
     return [files[number] for number in range(1, count + 1)]
 
 
-def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire" / "gguf"
+def _cache(kind: str) -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire" / kind

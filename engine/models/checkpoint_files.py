@@ -41,8 +41,8 @@ class CheckpointFiles(Protocol):
 class SafetensorsFiles:
     """A folder's *.safetensors."""
 
-    def __init__(self, folder: Path) -> None:
-        self.headers = model_files.read_headers(folder)
+    def __init__(self, folder: Path, load_format: str) -> None:
+        self.headers = model_files.read_headers(folder, load_format)
         self._files: dict[Path, Any] = {}
 
     def view(self, info: TensorInfo) -> Tensor:
@@ -97,7 +97,7 @@ def open_files(folder: Path, load_format: str) -> CheckpointFiles:
     """The weights in a folder."""
     if load_format == "gguf":
         return GgufFiles(folder)
-    return TorchFiles(folder) if load_format == "pt" else SafetensorsFiles(folder)
+    return TorchFiles(folder) if load_format == "pt" else SafetensorsFiles(folder, load_format)
 
 
 class Checkpoint:

@@ -94,6 +94,8 @@ def run(parsed: argparse.Namespace) -> int:
     config = resolve(engine, described=everything)
     if out.is_relative_to(config.model.path.resolve()):
         raise ConfigError(f"{parsed.out}: is inside of the model's folder; use another folder")
+    if config.model.load_format == "mistral":
+        raise ConfigError(f"{parsed.model}: Mistral's own layout is not supported; use the one with a config.json")
     if config.model.quantized is not None:
         raise ConfigError(
             f"{parsed.model} is quantized already, with {config.model.quantized.name}; use the one with 16-bit weights"

@@ -85,7 +85,9 @@ def _llama(name: str, config: Config) -> ModelSpec:
 
 
 def mistral(name: str, config: Config) -> ModelSpec:
-    norm, rope_spec = rms_norm(config), rope(config, head_dim(config))
+    """`rope_interleave` is of Mistral's own layout."""
+    norm = rms_norm(config)
+    rope_spec = rope(config, head_dim(config), is_interleaved=bool(config.get("rope_interleave")))
     layers = [sequential(config, norm, rope_spec, window) for window in windows(config)]
     return architecture(name, config, layers, norm)
 

@@ -29,7 +29,8 @@ def _ministral3(name: str, config: Config) -> ModelSpec:
     config = {**_MINISTRAL3, **config}
     if not config.get("rope_parameters"):
         config["rope_parameters"] = _ROPE
-    norm, rope_spec = rms_norm(config), rope(config, head_dim(config))
+    norm = rms_norm(config)
+    rope_spec = rope(config, head_dim(config), is_interleaved=bool(config.get("rope_interleave")))
     scale = query_scale(config["rope_parameters"])
     layers = [sequential(config, norm, rope_spec, window, query_scale=scale) for window in windows(config)]
     return architecture(name, config, layers, norm)

@@ -1,0 +1,110 @@
+"""The folder of a model in Mistral's own layout: params.json as config.json, tekken.json as tokenizer.json. No torch.
+
+Everything that reads a model folder works with it. The weights stay where they are: links lead to them, also to those
+of a repository that are yet to be downloaded.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from quire.engine.config import tekken
+from quire.engine.config.gguf_folder import written_once
+from quire.engine.config.mistral_layout import hf_config
+from quire.engine.config.model_files import PARAMS, read_json, weights_among
+from quire.engine.protocol.errors import ConfigError
+
+_VERSION = 1
+"""Of the folders' content: another one is another folder."""
+_WEIGHTS = "consolidated*.safetensors"
+_SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors")
+_KEPT = (
+    *(PARAMS, "generation_config.json", "consolidated.safetensors.index.json"),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("chat_template.jinja", "chat_template.json"),
+)
+"""Files that mean the same in both layouts."""
+_SENTENCEPIECE = re.compile(r"tokenizer\.model(?:\.v(\d+)\w*)?")
+
+
+def is_layout(names: Sequence[str]) -> bool:
+    """Whether a folder with files of these names has only Mistral's own layout, or weights only in it."""
+    return PARAMS in names and ("config.json" not in names or weights_among(names) == "mistral")
+
+
+def folder_of(source: Path, names: Sequence[str], cache: Path, *, has_tokenizer: bool = True) -> Path:
+    """The folder of a model in `cache`, written if it is not there: by the path, and the size and time of change of
+    the files that are read. `names` are those of all files, also of weights that are not in `source` yet.
+
+    Raises `ConfigError` for files that are damaged, and for models and tokenizers that are not supported.
+    """
+    weights = sorted(fnmatch.filter(names, _WEIGHTS))
+    _check_shards(source, weights)
+    tokenizer = _tokenizer(source) if has_tokenizer and not (source / "tokenizer.json").exists() else None
+    read = [file for file in (source / PARAMS, tokenizer) if file is not None]
+    states = [f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in read]
+    kept = [name for name in _KEPT if (source / name).exists()]
+    key = " ".join(map(str, (_VERSION, source.absolute(), *states, *weights, *kept)))
+
+    def write(folder: Path) -> None:
+        content = {"config.json": _config(source), **_tokenizer_files(tokenizer)}
+        folder.mkdir()
+        for name, each in content.items():
+            if name not in kept:
+                (folder / name).write_text(json.dumps(each, ensure_ascii=False), encoding="utf-8")
+        if tokenizer is not None and tokenizer.suffix != ".json":
+            (folder / "tokenizer.model").symlink_to(tokenizer.absolute())
+        for name in (*weights, *kept):
+            (folder / name).symlink_to((source / name).absolute())
+
+    return written_once(cache, source.name, key, write)
+
+
+def _config(source: Path) -> dict[str, Any]:
+    try:
+        return hf_config(read_json(source / PARAMS))
+    except (ConfigError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{source / PARAMS}: {error}") from None
+
+
+def _check_shards(source: Path, weights: Sequence[str]) -> None:
+    shards = [match for name in weights if (match := _SHARD.fullmatch(name))]
+    for stem, count in {(match[1], int(match[3])) for match in shards}:
+        found = {int(match[2]) for match in shards if match[1] == stem}
+        if missing := sorted(set(range(1, count + 1)) - found):
+            raise ConfigError(f"{source}: of the {count} files {stem}-….safetensors, number {missing[0]} is missing")
+
+
+def _tokenizer(source: Path) -> Path:
+    """tekken.json, or else SentencePiece's file of the highest version."""
+    if (file := source / "tekken.json").exists():
+        return file
+    versions = {path: match for path in source.iterdir() if (match := _SENTENCEPIECE.fullmatch(path.name))}
+    if not versions:
+        raise ConfigError(f"{source}: no tekken.json and no tokenizer.model.v3 or the like; set --tokenizer")
+    return max(versions, key=lambda path: (int(versions[path][1] or 1), path.name))
+
+
+def _tokenizer_files(tokenizer: Path | None) -> dict[str, Any]:
+    """What is written for a tokenizer. SentencePiece's file is read as it is, and names its special tokens itself."""
+    if tokenizer is None:
+        return {}
+    if tokenizer.suffix != ".json":
+        return {"tokenizer_config.json": {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True}}
+    content = read_json(tokenizer)
+    try:
+        special = tekken.special_tokens(content)
+        named = {"bos_token": tekken.BOS, "eos_token": tekken.EOS, "unk_token": "<unk>", "pad_token": "<pad>"}
+        return {
+            "tokenizer.json": tekken.tokenizer_json(content),
+            "tokenizer_config.json": {name: text for name, text in named.items() if text in special},
+        }
+    except ConfigError as error:
+        raise ConfigError(f"{tokenizer}: {error}") from None
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{tokenizer}: damaged: the tokenizer is not complete ({error}); download it again") from None
