@@ -94,6 +94,8 @@ class ModelOptions:
         "internlm",
         "lfm2",
         "olmo3",
+        "functiongemma",
+        "gemma4",
         "openai",
     ] = flag("auto", "format of the model's tool calls (default: detected from its chat template)")
     reasoning_parser: Literal[
@@ -118,6 +120,7 @@ class ModelOptions:
         "kimi_k2",
         "hunyuan_a13b",
         "seed_oss",
+        "gemma4",
         "openai_gptoss",
     ] = flag(
         "auto", "format of the model's reasoning, which is separated from the content (default: as for tool calls)"

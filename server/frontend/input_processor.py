@@ -404,8 +404,8 @@ class InputProcessor:
         """Return the grammar for required or strict calls, or for calls or an answer with the schema `answer`."""
         assert output_format is not None
         assert output_format.tools is not None
-        tools = use.tools
-        if output_format.tools.tagged is not None:  # each property has a grammar of its own
+        tools, format = use.tools, output_format.tools
+        if format.tagged is not None or format.quote:  # each property has a grammar of its own
             tools = tuple(_checked(tool) if tool.strict or use.required else tool for tool in tools)
         grammar = tool_grammar(
             output_format.tools,

@@ -57,6 +57,8 @@ REASONING_FORMATS: dict[str, ReasoningFormat] = {
     "hunyuan_a13b": ReasoningFormat("<think>", "</think>", answer=("<answer>", "</answer>")),
     # The template of Seed-OSS (https://huggingface.co/ByteDance-Seed/Seed-OSS-36B-Instruct).
     "seed_oss": ReasoningFormat("<seed:think>", "</seed:think>"),
+    # Gemma 4 (https://ai.google.dev/gemma/docs/core/prompt-formatting-gemma4); calls end its thoughts, too.
+    "gemma4": ReasoningFormat("<|channel>thought", "<channel|>", ends=("<|tool_call>",), inner=("<|channel>",)),
     # gpt-oss, whose answers `harmony` parses; see there.
     "openai_gptoss": HARMONY_REASONING,
 }
@@ -71,6 +73,7 @@ def detect_reasoning(template: str) -> str | None:
         ("mistral", ("[/THINK]",)),
         ("seed_oss", ("</seed:think>",)),
         ("hunyuan_a13b", ("</think>", "<answer>")),
+        ("gemma4", ("<|channel>thought",)),
         ("kimi_k2", ("</think>", "<|tool_calls_section_begin|>")),
         ("deepseek_r1", ("</think>",)),
     ):

@@ -46,9 +46,9 @@ def text_terminal(schema: Any, root: Mapping[str, Any], end: str, others: frozen
     booleans and numbers (numbers with bounds are left out): a lexeme of their own would be taken for the start of a
     string. `root` is what references in the schema refer to. Raises ValueError for keywords that cannot be enforced.
     """
-    branches = _branches(schema, root)
-    texts = [text for branch in branches if (text := _branch(branch)) is not None]
-    scalars = sorted({scalar for branch in branches for scalar in _scalars(branch, others)})
+    found = branches(schema, root)
+    texts = [text for branch in found if (text := _branch(branch)) is not None]
+    scalars = sorted({scalar for branch in found for scalar in _scalars(branch, others)})
     excluded = [f"~/(.|\\n)*{pattern(end)}(.|\\n)*/", *(f"~{_NOT_JSON[name]}" for name in sorted(others))]
     strings = "TEXT" if "TEXT" in texts else f"({' | '.join(texts)})"
     values = ([f"({' & '.join((strings, *excluded))})"] if texts else []) + scalars
@@ -65,7 +65,7 @@ def pattern(text: str) -> str:
     return _between_slashes(re.escape(text))
 
 
-def _branches(schema: Any, root: Mapping[str, Any], depth: int = 0) -> list[list[Mapping[str, Any]]]:
+def branches(schema: Any, root: Mapping[str, Any], depth: int = 0) -> list[list[Mapping[str, Any]]]:
     """Resolve references and alternatives: in each branch, all schemas must hold."""
     if depth > _MAX_DEPTH:
         raise ValueError(_NESTED)
@@ -80,8 +80,8 @@ def _branches(schema: Any, root: Mapping[str, Any], depth: int = 0) -> list[list
         groups.append([resolved(schema["$ref"], root)])
     found: list[list[Mapping[str, Any]]] = [[own]]
     for group in groups:
-        branches = [branch for each in group for branch in _branches(each, root, depth + 1)]
-        found = [one + other for one in found for other in branches]
+        others = [branch for each in group for branch in branches(each, root, depth + 1)]
+        found = [one + other for one in found for other in others]
         if len(found) > _MAX_BRANCHES:
             raise ValueError(_NESTED)
     return found
@@ -95,15 +95,15 @@ def _branch(schemas: list[Mapping[str, Any]]) -> str | None:
         if "string" not in ([types] if isinstance(types, str) else types):
             return None
         parts += _constraints(schema)
-    if (listed := _listed(schemas)) is not None:
-        texts = [value for value in listed if isinstance(value, str)]
+    if (values := listed(schemas)) is not None:
+        texts = [value for value in values if isinstance(value, str)]
         parts.insert(0, f"({' | '.join(map(quoted, texts))})")
         if not texts:
             return None
     return " & ".join(parts) or "TEXT"
 
 
-def _listed(schemas: list[Mapping[str, Any]]) -> list[Any] | None:
+def listed(schemas: list[Mapping[str, Any]]) -> list[Any] | None:
     """The values that const and enum of all of these schemas allow; None if they have neither."""
     lists = [[schema["const"]] for schema in schemas if "const" in schema]
     lists += [schema["enum"] for schema in schemas if "enum" in schema]
@@ -125,8 +125,8 @@ def _scalars(schemas: list[Mapping[str, Any]], others: frozenset[str]) -> Iterat
     types = others
     for schema in schemas:
         types &= types_of({"type": schema["type"]} if "type" in schema else {}, {})
-    if (listed := _listed(schemas)) is not None:
-        yield from (quoted(json.dumps(v)) for v in listed if type_of(v) in types & _NOT_NESTED)
+    if (values := listed(schemas)) is not None:
+        yield from (quoted(json.dumps(v)) for v in values if type_of(v) in types & _NOT_NESTED)
         return
     if "null" in types:
         yield quoted("null")
@@ -184,6 +184,16 @@ def _has_alternatives(regex: str) -> bool:
                 return True
         at += 1
     return False
+
+
+def selections(items: list[tuple[str, bool]], separator: str) -> Iterator[str]:
+    """Items in their order, with or without those that are not required: one alternative for each possible first."""
+    for first, (item, is_required) in enumerate(items):
+        others = (f"{separator} {other}" if must else f"({separator} {other})?" for other, must in items[first + 1 :])
+        yield " ".join((item, *others))
+        if is_required:
+            return
+    yield '""'
 
 
 def _between_slashes(regex: str) -> str:

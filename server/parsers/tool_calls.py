@@ -14,7 +14,15 @@ from collections.abc import Collection, Mapping
 from itertools import takewhile
 from typing import Any
 
-from quire.server.parsers.argument_types import TEXT, is_utf8, json_of, literal_json, property_names, property_types
+from quire.server.parsers.argument_types import (
+    ANY_TYPE,
+    TEXT,
+    is_utf8,
+    json_of,
+    literal_json,
+    property_names,
+    property_types,
+)
 from quire.server.parsers.events import Content, ToolCall
 from quire.server.parsers.incremental import (
     IncrementalParser,
@@ -36,6 +44,9 @@ _DIGITS = re.compile(r"\d*")
 _ID = re.compile(r"\w*")
 _ARGUMENTS = ("arguments", "parameters")
 _PYTHON = re.compile(r"""["'()\[\]{},]""")
+_BARE_KEY = re.compile(r"[^:,{}\[\]]*")
+_BARE_VALUE = re.compile(r"[^,{}\[\]]*")
+_CLOSERS = {"{": "}", "[": "]"}
 _IN_QUOTES = {quote: re.compile(rf"{quote}|\\.", re.DOTALL) for quote in "'\""}
 
 
@@ -48,6 +59,7 @@ def tool_parser(
     emit.
     """
     kind = _PythonicParser if format.python else _TaggedParser if format.tagged else ToolParser
+    kind = _QuotedParser if format.quote else kind
     return kind(format.read_as or format, schemas, hidden, limit)
 
 
@@ -249,6 +261,25 @@ class ToolParser(IncrementalParser):
     def _show_arguments(self, text: str) -> None:
         self._call(ToolCall(self._count - 1, text))
 
+    def _text_value(self, end: re.Pattern[str], half_end: re.Pattern[str]) -> Steps[None]:
+        """Emit the text up to what ends it as a JSON string, while it arrives."""
+        self._show_arguments('"')
+        while (found := end.search(self._text)) is None:
+            half = None if self._ended else half_end.search(self._text)
+            self._pos = half.start() if half else len(self._text)
+            self._show_string()
+            yield from self._more()
+        self._pos = found.start()
+        self._show_string()
+        self._pos = found.end() - found.start()
+        self._drop()
+        self._show_arguments('"')
+
+    def _show_string(self) -> None:
+        if self._pos:
+            self._show_arguments(json.dumps(self._text[: self._pos], ensure_ascii=False)[1:-1])
+        self._drop()
+
     def _call(self, piece: ToolCall) -> None:
         if self._limit is None or piece.index < self._limit:
             self._events.append(piece)
@@ -367,7 +398,10 @@ class _TaggedParser(ToolParser):
                     self._begin(name, call_id)
                 self._show_arguments(f"{', ' if is_out else '{'}{json.dumps(key, ensure_ascii=False)}: ")
                 is_out = True
-                yield from self._text_value() if types == TEXT else self._typed_value(types)
+                if types == TEXT:
+                    yield from self._text_value(self._value_end, self._half_value_end)
+                else:
+                    yield from self._typed_value(types)
             yield from self._ends()
         except TextCutOff:
             if is_out:
@@ -412,25 +446,6 @@ class _TaggedParser(ToolParser):
         self._drop()
         return is_text
 
-    def _text_value(self) -> Steps[None]:
-        """Emit a value up to its closing tag as a JSON string, while it arrives."""
-        self._show_arguments('"')
-        while (found := self._value_end.search(self._text)) is None:
-            half = None if self._ended else self._half_value_end.search(self._text)
-            self._pos = half.start() if half else len(self._text)
-            self._show_string()
-            yield from self._more()
-        self._pos = found.start()
-        self._show_string()
-        self._pos = found.end() - found.start()
-        self._drop()
-        self._show_arguments('"')
-
-    def _show_string(self) -> None:
-        if self._pos:
-            self._show_arguments(json.dumps(self._text[: self._pos], ensure_ascii=False)[1:-1])
-        self._drop()
-
     def _typed_value(self, types: frozenset[str]) -> Steps[None]:
         """Emit a value as JSON. A closing tag inside of a JSON string does not end it, unless the string is not closed:
         it contains a line break, or the value is no JSON up to the next tag outside of strings, or the text ends.
@@ -473,6 +488,82 @@ class _TaggedParser(ToolParser):
         self._show_arguments(json_of(self._text[: found.start()], types))
         self._pos = found.end()
         self._drop()
+
+
+class _QuotedParser(ToolParser):
+    """Calls with arguments that are like JSON, but for the quotes of strings, and keys without quotes. Strings are
+    emitted while they arrive, other values when they are complete."""
+
+    def __init__(self, format: ToolFormat, schemas: Schemas, hidden: Collection[str], limit: int | None) -> None:
+        self._quote, self._half_quote = any_of((format.quote,)), beginning_of((format.quote,))
+        self._unquoted = re.compile(rf"(?:(?!{self._quote.pattern}).)*", re.DOTALL)
+        super().__init__(format, schemas, hidden, limit)
+
+    def _named_arguments(self, name: str, call_id: str | None) -> Steps[None]:
+        """Read the arguments after their opening brace, up to the closing one."""
+        schema, closers, is_out, is_first = self._schemas[name], ["}"], False, True
+        names = property_names(schema)
+        try:
+            while (first := (yield from self._peek())) != "}" or len(closers) > 1:
+                if first == closers[-1]:
+                    self._pos += 1
+                    self._show_arguments(closers.pop())
+                    self._drop()
+                    is_first = False
+                    continue
+                before, types = "", ANY_TYPE
+                if not is_first:
+                    yield from self._expect(",")
+                    before = ", "
+                if closers[-1] == "}":
+                    key = yield from self._key(names if len(closers) == 1 else ())
+                    types = property_types(schema, key) if len(closers) == 1 else ANY_TYPE
+                    before += f"{json.dumps(key, ensure_ascii=False)}: "
+                if not is_out:
+                    self._begin(name, call_id)
+                self._show_arguments(before if is_out else "{" + before)
+                is_out, is_first = True, False
+                self._drop()
+                opener = yield from self._peek()
+                if opener in _CLOSERS:
+                    self._pos += 1
+                    closers.append(_CLOSERS[opener])
+                    self._show_arguments(opener)
+                    self._drop()
+                    is_first = True
+                elif (yield from self._take(self._format.quote)):
+                    self._drop()
+                    yield from self._text_value(self._quote, self._half_quote)
+                else:
+                    text = (yield from self._match(_BARE_VALUE)).strip()
+                    if not text:
+                        raise MalformedText
+                    self._show_arguments(json_of(text, types - TEXT or types))
+                    self._drop()
+        except TextCutOff:
+            if is_out:
+                self._pos = len(self._text)
+                self._drop()
+            raise
+        if not is_out:
+            self._begin(name, call_id)
+        self._show_arguments("}" if is_out else "{}")
+        self._is_closing = True
+
+    def _key(self, names: Collection[str]) -> Steps[str]:
+        """Read a key, which may be in quotes, and the colon. `names` may contain what ends other keys."""
+        yield from self._peek()
+        if (yield from self._take(self._format.quote)):
+            key = yield from self._match(self._unquoted)
+            yield from self._expect(self._format.quote)
+            yield from self._expect(":")
+            return key
+        for key in sorted((name for name in names if not _BARE_KEY.fullmatch(name)), reverse=True):
+            if (yield from self._take(f"{key}:")):
+                return key
+        key = (yield from self._match(_BARE_KEY)).strip()
+        yield from self._expect(":")
+        return key
 
 
 def _is_json(text: str) -> bool:

@@ -62,6 +62,8 @@ class ToolFormat:
     """Arguments are Python keyword arguments, not JSON."""
     tagged: TaggedArguments | None = None
     """Arguments are tagged, not JSON."""
+    quote: str = ""
+    """Arguments are like JSON, but for these quotes of strings, in which nothing is escaped, and bare keys."""
     id_as_name: bool = False
     """In place of the name stands the call's id: `functions.`, the name, a colon and a number."""
     answer_open: str = ""
@@ -374,6 +376,34 @@ OLMO3 = ToolFormat(
     python=True,
 )
 
+FUNCTIONGEMMA = ToolFormat(
+    # Google, the template of FunctionGemma.
+    markers=("<start_function_call>",),
+    open="<start_function_call>call:",
+    before="",
+    between="{",
+    after="}",
+    close="<end_function_call>",
+    may_close="<start_function_response>",
+    gap="",
+    inner=("<end_function_call>", "<escape>", "<start_function_response>"),
+    quote="<escape>",
+)
+
+GEMMA4 = ToolFormat(
+    # Google, the template of Gemma 4: the same with other markers.
+    markers=("<|tool_call>",),
+    open="<|tool_call>call:",
+    before="",
+    between="{",
+    after="}",
+    close="<tool_call|>",
+    may_close="<|tool_response>",
+    gap="",
+    inner=("<tool_call|>", '<|"|>', "<|tool_response>"),
+    quote='<|"|>',
+)
+
 HARMONY_MARKERS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
 
 HARMONY = ToolFormat(
@@ -421,6 +451,8 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
     "internlm": INTERNLM,
     "lfm2": LFM2,
     "olmo3": OLMO3,
+    "functiongemma": FUNCTIONGEMMA,
+    "gemma4": GEMMA4,
     "openai": HARMONY,
 }
 """The values of --tool-call-parser besides `auto` and `none`; the names are vLLM's where it has one."""
@@ -453,6 +485,8 @@ def detect_tools(template: str) -> str | None:
         ("internlm", ("<|plugin|>",)),
         ("lfm2", ("<|tool_call_start|>",)),
         ("olmo3", ("<function_calls>",)),
+        ("functiongemma", ("<start_function_call>",)),
+        ("gemma4", ("<|tool_call>", '<|"|>')),
         ("phi4_mini_json", ("<|tool|>", "<|/tool|>")),
         ("hermes", ("<tool_call>", '"arguments"')),
         ("hermes", ("<tool_call>", "</tool_call>", "arguments")),

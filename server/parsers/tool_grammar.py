@@ -15,8 +15,9 @@ from typing import Any
 from quire.engine.protocol.errors import InvalidParameter
 from quire.server.parsers.argument_types import TEXT, property_names, types_of
 from quire.server.parsers.incremental import any_of
+from quire.server.parsers.quoted_grammar import QuotedGrammar
 from quire.server.parsers.reasoning import HARMONY_REASONING, ReasoningFormat
-from quire.server.parsers.text_grammar import pattern, quoted, text_terminal
+from quire.server.parsers.text_grammar import pattern, quoted, selections, text_terminal
 from quire.server.parsers.tool_formats import HARMONY, TaggedArguments, ToolFormat
 
 TokenId = Callable[[str], int | None]
@@ -104,6 +105,7 @@ class _GrammarText:
         self._calls: list[str] = []
         self._shared: set[str] = set()
         """Names of rules that are used several times."""
+        self._values = QuotedGrammar(format.quote, self.rules, self.literal)
 
     def text_of(self, body: str, reasoning: ReasoningFormat | None, is_thinking: bool, budget: int | None) -> str:
         """The grammar of reasoning and then `body`."""
@@ -147,6 +149,8 @@ class _GrammarText:
             self.rules.append(f"args_{index}: {' | '.join(self._keywords(index, name, schema))}")
         elif format.tagged is not None:
             self.rules.append(f"args_{index}: {' | '.join(self._tagged(format.tagged, index, name, schema))}")
+        elif format.quote:
+            self.rules.append(f"args_{index}: {self._quoted(name, schema)}")
         else:
             self.rules.append(f"args_{index}: %json {json.dumps({'type': 'object', **schema})}")
         self.rules.append(f"call_{index}: {self._head('', name)} args_{index} {self.literal(format.after)}")
@@ -221,7 +225,14 @@ class _GrammarText:
             rule = f"value_{index}_{at}"
             self.rules.append(f"{rule}: %json {json.dumps(value)}")
             items.append((f"{quoted(key + '=')} {rule}", is_required))
-        yield from _selections(items, '", "')
+        yield from selections(items, '", "')
+
+    def _quoted(self, name: str, schema: dict[str, Any]) -> str:
+        """Arguments that are like JSON, but for the quotes, in the schema's order."""
+        try:
+            return self._values.members({"type": "object", **schema}, schema)
+        except ValueError as error:
+            raise InvalidParameter(f"tools: the parameters of {name}: {error}", "tools") from None
 
     def _tagged(self, tags: TaggedArguments, index: int, name: str, schema: dict[str, Any]) -> Iterator[str]:
         """Arguments between tags in the schema's order; any arguments if the schema says nothing about them."""
@@ -244,7 +255,7 @@ class _GrammarText:
             if not ways:
                 raise InvalidParameter(f"tools: {key} in the parameters of {name} allows no value", "tools")
             items.append((f"{opening} ({ways})", is_required))
-        yield from _selections(items, "")
+        yield from selections(items, "")
 
     def _tagged_value(self, tags: TaggedArguments, rule: str, schema: Any, root: dict[str, Any]) -> Iterator[str]:
         """The ways to write a value, each from `between` to `close`: as text, as JSON."""
@@ -305,16 +316,6 @@ def _properties(name: str, schema: dict[str, Any]) -> Iterator[tuple[str, Any, b
 
 def _shared_by(schema: dict[str, Any]) -> dict[str, Any]:
     return {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-
-
-def _selections(items: list[tuple[str, bool]], separator: str) -> Iterator[str]:
-    """Items in their order, with or without those that are not required: one alternative for each possible first."""
-    for first, (item, is_required) in enumerate(items):
-        others = (f"{separator} {other}" if must else f"({separator} {other})?" for other, must in items[first + 1 :])
-        yield " ".join((item, *others))
-        if is_required:
-            return
-    yield '""'
 
 
 def _moved(schema: Any, path: str) -> Any:

@@ -66,6 +66,9 @@ TWO_CALLS = {
     "internlm": '<|action_start|><|plugin|>\n{"name": "get_weather", "parameters": {"city": "Bonn"}}\n<|action_end|>\n'
     '<|action_start|><|plugin|>\n{"name": "now", "parameters": {}}\n<|action_end|>',
     "lfm2": '<|tool_call_start|>[get_weather(city="Bonn"), now()]<|tool_call_end|>',
+    "functiongemma": "<start_function_call>call:get_weather{city:<escape>Bonn<escape>}<end_function_call>"
+    "<start_function_call>call:now{}<end_function_call>",
+    "gemma4": '<|tool_call>call:get_weather{city:<|"|>Bonn<|"|>}<tool_call|><|tool_call>call:now{}<tool_call|>',
     "olmo3": '<function_calls>\nget_weather(city="Bonn")\nnow()\n</function_calls>',
 }
 """get_weather in Bonn, and now, in every format."""

@@ -40,6 +40,8 @@ TEMPLATES = [
     ("lfm2", "<|tool_call_start|>["),
     ("olmo3", "'<function_calls>' + tool_call"),
     ("phi4_mini_json", "'|>' + message['content'] + '<|tool|>' + message['tools'] + '<|/tool|>'"),
+    ("functiongemma", "{{- '<start_function_call>call:' + function['name'] + '{' -}}"),
+    ("gemma4", """{{- '<|"|>' + argument + '<|"|>' -}}{{- '<|tool_call>call:' + function['name'] + '{' -}}"""),
     ("openai", "{{- '<|start|>assistant to=functions.' + tool_call.name + '<|channel|>commentary json<|message|>' }}"),
     (None, "{% for message in messages %}<|im_start|>{{ message.role }}\\n{{ message.content }}{% endfor %}"),
 ]  # fmt: skip

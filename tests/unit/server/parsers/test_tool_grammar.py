@@ -78,7 +78,7 @@ def verdict(kind: str, grammar: str, text: str) -> str:
 def wrong(format: str, text: str) -> list[str]:
     """The same calls with arguments that break the schema."""
     others = [text.replace("city", "town")]
-    if TOOL_FORMATS[format].tagged is None:
+    if TOOL_FORMATS[format].tagged is None and not TOOL_FORMATS[format].quote:
         others.append(text.replace("Bonn", 'Bonn", unit="k').replace('", unit=', '", "unit": '))
     return others
 
@@ -336,6 +336,79 @@ def test_text_and_json_follow_the_schema(format: str, text: str, key: str, good:
     for kind, values, expected in (("text", good, "yes"), ("special", good, "yes"), ("text", bad, "no")):
         for value in values:
             assert verdict(kind, rules[kind], text.format(key=key, value=value)) == expected, value
+
+
+TREE: dict[str, object] = {
+    "properties": {
+        "text": {"type": "string", "maxLength": 4},
+        "kind": {"enum": ["a", 1, None, {"b": [2]}]},
+        "count": {"type": "integer", "minimum": 3},
+        "some": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "null"}}]},
+        "list": {"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 3},
+        "tree": {"$ref": "#/$defs/tree"},
+        "map": {"type": "object", "additionalProperties": {"type": "boolean"}},
+        "any": {},
+        "both": {"allOf": [{"properties": {"a": {"type": "number"}}}, {"properties": {"a": {"maximum": 3}, "b": {}}}]},
+        "a:b": {"const": True},
+    },
+    "additionalProperties": False,
+    "$defs": {
+        "tree": {
+            "type": "object",
+            "properties": {"name": {"type": "string"}, "next": {"$ref": "#/$defs/tree"}},
+            "required": ["name"],
+            "additionalProperties": False,
+        }
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "good", "bad"),
+    [
+        ("text", ['"ab"', '"é\n<x"', '""'], ['"abcde"', "ab", "1"]),
+        ("kind", ['"a"', "1", "null", "{b:[2]}"], ['"b"', "2", "{b:[3]}", "a"]),
+        ("count", ["3", "30"], ["2", '"3"', "3.5"]),
+        ("some", ['"x, {y}"', "[]", "[null,null]"], ["[1]", "null", "{}"]),
+        ("list", ["[1]", "[1,2,3]"], ["[]", "[1,2,3,4]", '["1"]', "[1,]"]),
+        ("tree", ['{name:"a"}', '{name:"a",next:{name:"b"}}'], ["{}", '{name:"a",next:{}}', "{name:1}", '{x:"a"}']),
+        ("map", ["{}", "{x:true,y z:false}"], ["{x:1}", "{:true}", "[]"]),
+        ("any", ['"a"', "1.5", "{a:[{},[null]],b:true}", "[]"], ["a", "{a}", "[1", '{"a":1}']),
+        ("both", ["{a:2,b:[]}", "{}", "{b:1}"], ["{a:4}", '{a:"x"}']),
+        ("a:b", ["true"], ["false"]),
+    ],
+)
+@pytest.mark.parametrize(
+    ("format", "call"),
+    [
+        ("functiongemma", "<start_function_call>call:f{{{key}:{value}}}<end_function_call>"),
+        ("gemma4", "<|tool_call>call:f{{{key}:{value}}}<tool_call|>"),
+    ],
+)
+def test_quoted_arguments_follow_the_schema(format: str, call: str, key: str, good: list[str], bad: list[str]) -> None:
+    quote = TOOL_FORMATS[format].quote
+    rules = {kind: grammar(format, kind, (GrammarTool("f", TREE),), several=False) for kind in ("text", "special")}
+    for kind in rules:
+        _checked_grammar(rules[kind])  # raises where it would be refused
+        for value in (*good, *bad):
+            written = call.format(key=key, value=value.replace('"', quote))
+            assert verdict(kind, rules[kind], written) == ("yes" if value in good else "no"), (kind, value)
+    for value in good:
+        written = call.format(key=key, value=value.replace('"', quote))
+        _, _, ((_, said),) = joined(tool_parser(TOOL_FORMATS[format], {"f": TREE}).feed(written))
+        assert [*json.loads(said)] == [key]
+
+
+def test_quoted_arguments_in_any_selection() -> None:
+    schema = {"properties": {"a": {"type": "integer"}, "b": {}, "c": {"type": "null"}}, "required": ["b"]}
+    rules = grammar("gemma4", "special", (GrammarTool("f", schema),))
+    for good in ("b:1", "a:1,b:[]", "b:{},c:null", "a:2,b:true,c:null"):
+        assert verdict("special", rules, f"<|tool_call>call:f{{{good}}}<tool_call|>") == "yes"
+    for bad in ("", "a:1", "b:1,", ",b:1", "b:1,a:1", "a:1b:1"):
+        assert verdict("special", rules, f"<|tool_call>call:f{{{bad}}}<tool_call|>") == "no"
+    for refused in ({"minProperties": 1}, {"properties": {"a": {"type": "array", "uniqueItems": True}}}):
+        with pytest.raises(InvalidParameter, match="is not supported for this model's tool calls"):
+            grammar("gemma4", "special", (GrammarTool("f", refused),))
 
 
 def test_any_arguments_where_the_schema_says_nothing() -> None:
