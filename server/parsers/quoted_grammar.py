@@ -9,11 +9,10 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from quire.server.parsers.argument_types import type_of, types_of
+from quire.server.parsers.argument_types import TEXT, type_of, types_of
 from quire.server.parsers.text_grammar import branches, listed, quoted, selections, text_terminal
 
 _ANY = "any_value"
-_NOTHING = r"/[^\s\S]/"
 _SCALARS = frozenset({"number", "boolean", "null"})
 _UNHELD = {"patternProperties", "propertyNames", "minProperties", "maxProperties", "dependentRequired", "not", "if"} | {
     "dependentSchemas", "unevaluatedProperties", "prefixItems", "contains", "uniqueItems", "unevaluatedItems",
@@ -37,7 +36,9 @@ class QuotedGrammar:
 
         Raises ValueError for keywords that cannot be enforced. `root` is what references refer to.
         """
-        return " | ".join(f"({each})" for each in self._objects(branches(schema, root), root)) or _NOTHING
+        if not (ways := [*self._objects(branches(schema, root), root)]):
+            raise ValueError(f"{json.dumps(schema)} allows no value")
+        return " | ".join(f"({each})" for each in ways)
 
     def _value(self, schema: Any, root: Mapping[str, Any]) -> str:
         """The rule for a value."""
@@ -57,8 +58,9 @@ class QuotedGrammar:
                 f"any_text: {self._text('any', text_terminal({}, {}, self._quote, frozenset()) or 'TEXT')}",
             ]
             return name
-        ways = [*self._ways(schema, found, root, name)]
-        self._rules.append(f"{name}: {' | '.join(ways) or _NOTHING}")
+        if not (ways := [*self._ways(schema, found, root, name)] if found else []):
+            raise ValueError(f"{json.dumps(schema)} allows no value")
+        self._rules.append(f"{name}: {' | '.join(ways)}")
         return name
 
     def _ways(
@@ -67,7 +69,7 @@ class QuotedGrammar:
         """The ways to write a value: as text, as a number and so on, as an object, as a list."""
         types = types_of(schema, root)
         values = {json.dumps(value): value for branch in found for value in listed(branch) or ()}
-        yield from (self.written(value) for value in values.values() if type_of(value) in ("object", "array"))
+        yield from (self.written(value) for value in values.values() if type_of(value) in types - _SCALARS - TEXT)
         if "string" in types and (text := text_terminal(schema, root, self._quote, frozenset())) is not None:
             yield self._text(name, text)
         if scalars := types & _SCALARS:

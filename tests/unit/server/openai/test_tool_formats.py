@@ -34,6 +34,10 @@ TEMPLATES = {
     "seed_oss": """'\\n<seed:tool_call>\\n<function=' + call.name + '>\\n' }}
 {%- for key, value in call.arguments|items %}{{- '<parameter=' + key + '>' + text(value) + '</parameter>\\n' }}
 {%- endfor %}{{- '</function>\\n</seed:tool_call>' }}""",
+    "functiongemma": """'<start_function_call>call:' + call.name + '{' }}{% for key, value in call.arguments|dictsort %}
+{{- key }}:{{ gemma(value, '<escape>') }}{{ ',' if not loop.last }}{% endfor %}{{- '}<end_function_call>' }}""",
+    "gemma4": """'<|tool_call>call:' + call.name + '{' }}{% for key, value in call.arguments|dictsort %}
+{{- key }}:{{ gemma(value, '<|"|>') }}{{ ',' if not loop.last }}{% endfor %}{{- '}<tool_call|>' }}""",
     "openai": """'<|start|>assistant to=functions.' + call.name + '<|channel|>commentary json<|message|>'
 + call.arguments|tojson + '<|call|>' }}""",
 }
@@ -43,9 +47,17 @@ CALLS = {
 }
 
 
+GEMMA = """{%- macro gemma(value, quote) %}{% if value is string %}{{ quote + value + quote }}
+{%- elif value is mapping %}{{- '{' }}{% for key, each in value|dictsort %}{{ key }}:{{ gemma(each, quote) }}
+{{- ',' if not loop.last }}{% endfor %}{{- '}' }}
+{%- elif value is sequence %}{{- '[' }}{% for each in value %}{{ gemma(each, quote) }}{{ ',' if not loop.last }}
+{%- endfor %}{{- ']' }}{% else %}{{ value|tojson }}{% endif %}{% endmacro %}"""
+
+
 def template(format: str) -> str:
     """One that writes the calls of the last message, or else its text."""
     return (
+        f"{GEMMA if 'gemma' in format else ''}"
         "{%- macro text(value) %}{{ value if value is string else value|tojson }}{% endmacro %}"
         "{%- if tools %}{% endif %}"
         "{%- for tool_call in messages[-1].tool_calls %}{% set call = tool_call.function %}{{- "

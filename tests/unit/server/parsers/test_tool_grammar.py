@@ -406,8 +406,14 @@ def test_quoted_arguments_in_any_selection() -> None:
         assert verdict("special", rules, f"<|tool_call>call:f{{{good}}}<tool_call|>") == "yes"
     for bad in ("", "a:1", "b:1,", ",b:1", "b:1,a:1", "a:1b:1"):
         assert verdict("special", rules, f"<|tool_call>call:f{{{bad}}}<tool_call|>") == "no"
-    for refused in ({"minProperties": 1}, {"properties": {"a": {"type": "array", "uniqueItems": True}}}):
-        with pytest.raises(InvalidParameter, match="is not supported for this model's tool calls"):
+    for refused, problem in (
+        ({"minProperties": 1}, "minProperties is not supported for this model's tool calls"),
+        ({"properties": {"a": {"type": "array", "uniqueItems": True}}}, "uniqueItems is not supported for this"),
+        ({"properties": {"a": {"type": "string", "enum": [1]}}}, "allows no value"),
+        ({"properties": {"a": False}, "required": ["a"]}, "false allows no value"),
+        ({"type": "object", "allOf": [{"type": "string"}]}, "allows no value"),
+    ):
+        with pytest.raises(InvalidParameter, match=f"tools: the parameters of f: .*{problem}"):
             grammar("gemma4", "special", (GrammarTool("f", refused),))
 
 
