@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import httpx
 import torch
@@ -17,10 +18,20 @@ from tests.fakes.mistral_layout import PARAMS, stored, write_folder
 
 def test_it_serves_the_model_and_names_the_template_that_is_missing(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "num_hidden_layers": 3, "head_dim": 16, "intermediate_size": 96, "vocab_size": 320}
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "sliding_window": None, "initializer_range": 0.2}
-    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": PARAMS["rope_theta"]}}
-    model = MistralForCausalLM(MistralConfig(**sizes, **heads, **rope, rms_norm_eps=PARAMS["norm_eps"])).eval()
+    config = MistralConfig(
+        hidden_size=PARAMS["dim"],
+        num_hidden_layers=PARAMS["n_layers"],
+        head_dim=PARAMS["head_dim"],
+        intermediate_size=PARAMS["hidden_dim"],
+        num_attention_heads=PARAMS["n_heads"],
+        num_key_value_heads=PARAMS["n_kv_heads"],
+        rms_norm_eps=PARAMS["norm_eps"],
+        vocab_size=PARAMS["vocab_size"],
+        rope_parameters={"rope_type": "default", "rope_theta": PARAMS["rope_theta"]},
+        sliding_window=None,
+        initializer_range=0.2,
+    )
+    model: Any = MistralForCausalLM(config).train(False)
     folder = write_folder(tmp_path / "model")
     save_file(stored(model.state_dict(), PARAMS), folder / "consolidated.safetensors")
     words = [entry["token_bytes"] for entry in json.loads((folder / "tekken.json").read_text())["vocab"]]

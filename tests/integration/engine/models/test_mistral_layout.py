@@ -73,7 +73,7 @@ def test_logits_are_those_of_transformers(case: str, tmp_path: Path, monkeypatch
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     config_class, model_class, params, changes = _CASES[case]
     torch.manual_seed(0)
-    model = model_class(config_class(**_SIZES | changes)).eval()
+    model = model_class(config_class(**_SIZES | changes)).train(False)
     folder = write_folder(tmp_path / "model", **params)
     tensors = stored(model.state_dict(), PARAMS)
     if params.get("tied_embeddings"):
@@ -97,7 +97,7 @@ def test_logits_are_those_of_transformers(case: str, tmp_path: Path, monkeypatch
 def test_fp8_weights_have_a_scale_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     torch.manual_seed(0)
-    model = MistralForCausalLM(MistralConfig(**_SIZES | _PLAIN)).eval()
+    model = MistralForCausalLM(MistralConfig(**_SIZES | _PLAIN)).train(False)
     quantization = {"qformat_weight": "fp8_e4m3", "qscheme_act": "TENSOR"}
     folder = write_folder(tmp_path / "model", quantization=quantization)
     factors = {}

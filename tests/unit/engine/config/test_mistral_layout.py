@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import regex
+import regex  # type: ignore[import-untyped]
 
 from quire.engine.config.mistral_layout import hf_config, hf_name
 from quire.engine.config.model_folder import locate

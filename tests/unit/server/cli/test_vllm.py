@@ -36,13 +36,24 @@ UNSUPPORTED_VALUES = {
     "--reasoning-parser": set(FLAGS["--reasoning-parser"]["choices"])
     - {
         *("deepseek_r1", "deepseek_v3", "deepseek_v4", "glm45", "glm47", "granite", "holo2", "hunyuan_a13b", "hy_v3"),
-        *("kimi_k2", "mimo", "minimax_m2", "mistral", "nemotron_v3", "olmo3", "openai_gptoss"),
+        *("gemma4", "kimi_k2", "mimo", "minimax_m2", "mistral", "nemotron_v3", "olmo3", "openai_gptoss"),
         *("qwen3", "seed_oss", "step3", "step3p5"),
     },
     "--tool-call-parser": set(FLAGS["--tool-call-parser"]["choices"])
     - {
         *("deepseek_v3", "deepseek_v31", "deepseek_v32", "deepseek_v4", "glm45", "glm47", "granite", "granite4"),
-        *("hermes", "hunyuan_a13b", "hy_v3", "internlm", "kimi_k2", "lfm2", "llama3_json", "llama4_json"),
+        *(
+            "functiongemma",
+            "gemma4",
+            "hermes",
+            "hunyuan_a13b",
+            "hy_v3",
+            "internlm",
+            "kimi_k2",
+            "lfm2",
+            "llama3_json",
+            "llama4_json",
+        ),
         *("llama4_pythonic", "minimax_m2", "mistral", "olmo3", "openai", "phi4_mini_json", "pythonic"),
         *("qwen3_coder", "qwen3_xml", "seed_oss", "step3", "step3p5"),
     },
