@@ -9,11 +9,11 @@ from __future__ import annotations
 import fnmatch
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from quire.engine.config import tekken
+from quire.engine.config import mistral_chat, tekken
 from quire.engine.config.gguf_folder import written_once
 from quire.engine.config.mistral_layout import hf_config
 from quire.engine.config.model_files import PARAMS, read_json, weights_among
@@ -84,10 +84,10 @@ def _tokenizer(source: Path) -> Path:
     """tekken.json, or else SentencePiece's file of the highest version."""
     if (file := source / "tekken.json").exists():
         return file
-    versions = {path: match for path in source.iterdir() if (match := _SENTENCEPIECE.fullmatch(path.name))}
-    if not versions:
+    files = [path for path in source.iterdir() if _SENTENCEPIECE.fullmatch(path.name)]
+    if not files:
         raise ConfigError(f"{source}: no tekken.json and no tokenizer.model.v3 or the like; set --tokenizer")
-    return max(versions, key=lambda path: (int(versions[path][1] or 1), path.name))
+    return max(files, key=lambda path: (_version(path.name), path.name))
 
 
 def _tokenizer_files(tokenizer: Path | None) -> dict[str, Any]:
@@ -95,16 +95,30 @@ def _tokenizer_files(tokenizer: Path | None) -> dict[str, Any]:
     if tokenizer is None:
         return {}
     if tokenizer.suffix != ".json":
-        return {"tokenizer_config.json": {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True}}
+        config = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True}
+        return {"tokenizer_config.json": _with_template(config, _version(tokenizer.name), ())}
     content = read_json(tokenizer)
     try:
         special = tekken.special_tokens(content)
         named = {"bos_token": tekken.BOS, "eos_token": tekken.EOS, "unk_token": "<unk>", "pad_token": "<pad>"}
+        config = {name: text for name, text in named.items() if text in special}
+        version = int(content["config"].get("version", "v3").removeprefix("v"))
         return {
             "tokenizer.json": tekken.tokenizer_json(content),
-            "tokenizer_config.json": {name: text for name, text in named.items() if text in special},
+            "tokenizer_config.json": _with_template(config, version, special),
         }
     except ConfigError as error:
         raise ConfigError(f"{tokenizer}: {error}") from None
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"{tokenizer}: damaged: the tokenizer is not complete ({error}); download it again") from None
+
+
+def _with_template(config: dict[str, Any], version: int, special: Collection[str]) -> dict[str, Any]:
+    template = mistral_chat.chat_template(version, special)
+    return config if template is None else {**config, "chat_template": template}
+
+
+def _version(name: str) -> int:
+    match = _SENTENCEPIECE.fullmatch(name)
+    assert match is not None
+    return int(match[1] or 1)

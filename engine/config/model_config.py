@@ -233,7 +233,7 @@ def _architecture_names(path: Path, hf_config: dict[str, Any], trust_remote_code
     return [name]
 
 
-def _choose_load_format(options: EngineOptions, path: Path) -> Literal["safetensors", "pt", "gguf", "dummy"]:
+def _choose_load_format(options: EngineOptions, path: Path) -> Literal["safetensors", "pt", "mistral", "gguf", "dummy"]:
     if options.load_format != "auto":
         return options.load_format
     if model_folder.is_gguf(options.model):

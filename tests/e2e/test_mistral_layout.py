@@ -35,7 +35,7 @@ def test_it_serves_the_model_and_names_the_template_that_is_missing(tmp_path: Pa
     folder = write_folder(tmp_path / "model")
     save_file(stored(model.state_dict(), PARAMS), folder / "consolidated.safetensors")
     words = [entry["token_bytes"] for entry in json.loads((folder / "tekken.json").read_text())["vocab"]]
-    prompt = [1, 20 + words.index("aGVsbG8="), 20 + words.index("IHdvcmxk")]
+    prompt = [1, 40 + words.index("aGVsbG8="), 40 + words.index("IHdvcmxk")]
     with torch.inference_mode():
         whole = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, pad_token_id=0)[0]
     user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

@@ -27,9 +27,9 @@ SPECIAL = ("<unk>", "<s>", "</s>", "[INST]", "[/INST]")
 
 
 def tekken(
-    words: Sequence[str] = WORDS, special: Sequence[str] | None = SPECIAL, *, num_special: int = 20
+    words: Sequence[str] = WORDS, special: Sequence[str] | None = SPECIAL, *, num_special: int = 40, version: str = "v2"
 ) -> dict[str, Any]:
-    """tekken.json with all bytes and some words, and two more tokens, which are not used."""
+    """tekken.json with all bytes and some words, and two more tokens, which are not used. v2 has no chat template."""
     tokens = [bytes([byte]) for byte in range(256)] + [word.encode() for word in (*words, "un", "used")]
     listed = [{"rank": number, "token_str": text, "is_control": True} for number, text in enumerate(special or ())]
     return {
@@ -38,7 +38,7 @@ def tekken(
             "num_vocab_tokens": len(tokens),
             "default_vocab_size": num_special + len(tokens) - 2,
             "default_num_special_tokens": num_special,
-            "version": "v3",
+            "version": version,
         },
         "vocab": [
             {"rank": rank, "token_bytes": base64.b64encode(token).decode(), "token_str": None}

@@ -15,8 +15,11 @@ from quire.engine.config.model_folder import locate
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import fetch_weights, resolve
 from quire.engine.config.tekken import special_tokens
-from quire.engine.protocol.errors import ConfigError
+from quire.engine.protocol.errors import ConfigError, InvalidParameter
+from quire.server.frontend.chat_template import ChatTemplates
 from quire.server.frontend.tokenizer import Tokenizer
+from quire.server.parsers.reasoning import detect_reasoning
+from quire.server.parsers.tool_formats import detect_tools
 from tests.fakes.mistral_layout import PARAMS, PATTERN, SPECIAL, WORDS, tekken, write_folder
 from tests.unit.server.frontend.test_sentencepiece import train
 
@@ -168,12 +171,12 @@ def test_tekken_gives_the_ids_of_its_algorithm(tmp_path: Path) -> None:
     tokens = [bytes([byte]) for byte in range(256)] + [word.encode() for word in WORDS]
     ranks = {token: rank for rank, token in enumerate(tokens)}
     for text in TEXTS:
-        expected = [20 + rank for piece in regex.findall(PATTERN, text) for rank in merged(piece.encode(), ranks)]
+        expected = [40 + rank for piece in regex.findall(PATTERN, text) for rank in merged(piece.encode(), ranks)]
         assert found.encode(text, add_special_tokens=False) == expected, text
         assert found.encode(text, add_special_tokens=True) == [1, *expected]
         assert found.decode(expected, skip_special_tokens=True) == text
-    assert found.encode("[INST]hello[/INST]</s>", add_special_tokens=False) == [3, 20 + ranks[b"hello"], 4, 2]
-    assert found.special_ids == set(range(20))
+    assert found.encode("[INST]hello[/INST]</s>", add_special_tokens=False) == [3, 40 + ranks[b"hello"], 4, 2]
+    assert found.special_ids == set(range(40))
     assert found.special_tokens == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     assert found.decode([7], skip_special_tokens=False) == "<SPECIAL_7>"
 
@@ -278,3 +281,49 @@ def test_the_implementation_of_transformers_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=problem):
             resolve(EngineOptions(model=str(folder), device="cpu", **changes))
+
+
+TOOLS = [{"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}]
+TOOLS_TEXT = f"[AVAILABLE_TOOLS]{json.dumps(TOOLS)}[/AVAILABLE_TOOLS]"
+CALLS = [{"id": "abcdefghi", "type": "function", "function": {"name": "now", "arguments": {"zone": "é"}}}]
+CHAT: list[dict[str, Any]] = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "hello"},
+    {"role": "assistant", "content": "Hi.", "reasoning_content": "Greet."},
+    {"role": "user", "content": "The time?"},
+    {"role": "assistant", "content": "", "tool_calls": [*CALLS, *CALLS]},
+    {"role": "tool", "content": "noon", "tool_call_id": "abcdefghi"},
+]
+TWO_CALLS = '[TOOL_CALLS][{"name": "now", "arguments": {"zone": "é"}, "id": "abcdefghi"}, '
+TWO_CALLS += TWO_CALLS.removeprefix("[TOOL_CALLS][").removesuffix(", ") + "]</s>"
+SYSTEM = "[SYSTEM_PROMPT]Be brief.[/SYSTEM_PROMPT]"
+PROMPTS = {
+    "v3": f"<s>[INST]hello[/INST]Hi.</s>{TOOLS_TEXT}[INST]Be brief.\n\nThe time?[/INST]{TWO_CALLS}"
+    '[TOOL_RESULTS]{"content": "noon", "call_id": "abcdefghi"}[/TOOL_RESULTS]',
+    "v7": f"<s>{SYSTEM}[INST]hello[/INST]Hi.</s>{TOOLS_TEXT}[INST]The time?[/INST]{TWO_CALLS}"
+    "[TOOL_RESULTS]abcdefghi[TOOL_CONTENT]noon[/TOOL_RESULTS]",
+    "v11": f"<s>{SYSTEM}[INST]hello[/INST]Hi.</s>{TOOLS_TEXT}[INST]The time?[/INST]"
+    + '[TOOL_CALLS]now[CALL_ID]abcdefghi[ARGS]{"zone": "é"}' * 2
+    + "</s>[TOOL_RESULTS]abcdefghi[TOOL_CONTENT]noon[/TOOL_RESULTS]",
+    "v13": f"<s>{SYSTEM}{TOOLS_TEXT}[INST]hello[/INST][THINK]Greet.[/THINK]Hi.</s>[INST]The time?[/INST]"
+    + '[TOOL_CALLS]now[ARGS]{"zone": "é"}' * 2
+    + "</s>[TOOL_RESULTS]noon[/TOOL_RESULTS]",
+}
+"""What InstructTokenizerV3, V7, V11 and V13 of mistral-common make of CHAT, as text."""
+
+
+@pytest.mark.parametrize("version", PROMPTS)
+def test_the_version_of_the_tokenizer_has_a_chat_template(version: str, tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model")
+    special = [*special_tokens(tekken(special=None)), "[THINK]", "[/THINK]"]
+    (folder / "tekken.json").write_text(json.dumps(tekken(special=special, num_special=42, version=version)))
+    found = locate(str(folder), None, None)
+    templates = ChatTemplates.load(found, Tokenizer.load(found), None)
+    assert templates is not None
+    template = templates.choose(has_tools=True)
+    assert template.render(CHAT, {"tools": TOOLS, "add_generation_prompt": True}) == PROMPTS[version]
+    assert template.render(CHAT[1:2], {}) == "<s>[INST]hello[/INST]"
+    assert detect_tools(template.source) == ("mistral" if version in ("v3", "v7") else "mistral_args")
+    assert detect_reasoning(template.source) == ("mistral" if version == "v13" else None)
+    with pytest.raises(InvalidParameter, match="messages of the role other are not supported"):
+        template.render([{"role": "other", "content": ""}], {})
