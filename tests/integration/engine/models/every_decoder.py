@@ -1,7 +1,7 @@
 """Every architecture of transformers' list of causal language models, tiny where that is possible.
 
-`python -m tests.integration.engine.models.every_decoder` prints which of them transformers' implementation serves, for
-docs/reference/models.md.
+`python -m tests.integration.engine.models.every_decoder` prints for docs/reference/models.md which of them run, by a
+mapping of Quire or by transformers' implementation, and why the others do not; and on standard error a line for each.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from quire.engine.models.families import FAMILIES
+from quire.engine.models.families import ENCODERS, FAMILIES, from_hf_config, of_text
 from quire.engine.models.families.transformers_backend import DescribeRequest
 from quire.engine.models.transformers_backend.describe import describe
 from quire.engine.models.transformers_backend.shrink import shrink
@@ -66,6 +66,15 @@ def write(model_type: str, folder: Path) -> bool:
     return is_tiny
 
 
+def native_refusal(folder: Path) -> str:
+    """Why Quire's mapping does not describe the model; empty: it does."""
+    try:
+        from_hf_config(of_text(json.loads((folder / "config.json").read_text())))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
 def refusal(folder: Path, tp: int, pp: int) -> str:
     """Why transformers' implementation of the model is not served in a layout; empty: it is."""
     try:
@@ -76,21 +85,26 @@ def refusal(folder: Path, tp: int, pp: int) -> str:
 
 
 def table() -> str:
-    """Markdown: what is served, in which layouts, and why the rest is not."""
+    """Markdown: what runs, in which layouts, and why the rest does not."""
     served: dict[str, str] = {}
     reasons: dict[str, set[str]] = {}
     for model_type, name in DECODERS.items():
-        with tempfile.TemporaryDirectory() as folder:
-            write(model_type, Path(folder))
-            why = [refusal(Path(folder), tp, pp) for tp, pp in LAYOUTS]
-        print(f"{model_type}: {why}", file=sys.stderr)
-        if why[0]:
-            reasons.setdefault(_in_short(why[0]), set()).add(name)
-        else:
-            layouts = " and ".join(kind for kind, reason in (("TP", why[1]), ("PP", why[2])) if not reason)
+        with tempfile.TemporaryDirectory() as path:
+            folder = Path(path)
+            write(model_type, folder)
+            is_native = name in FAMILIES.keys() - ENCODERS.keys() and not native_refusal(folder)
+            why = [refusal(folder, tp, pp) for tp, pp in LAYOUTS]
+        layouts = " and ".join(kind for kind, reason in (("TP", why[1]), ("PP", why[2])) if not reason)
+        found = why[0] or f"transformers' implementation, {layouts or 'one rank'}"
+        print(f"{model_type}: {'a mapping; ' * is_native}{found}", file=sys.stderr)
+        if not why[0]:
             served[name] = layouts or "one rank"
+        elif is_native:
+            served.setdefault(name, _MAPPING_ONLY)
+        else:
+            reasons.setdefault(_in_short(why[0]), set()).add(name)
     lines = ["| layouts | architectures |", "|---|---|"]
-    for layouts in ("TP and PP", "TP", "PP", "one rank"):
+    for layouts in ("TP and PP", "TP", "PP", "one rank", _MAPPING_ONLY):
         names = sorted(name for name, value in served.items() if value == layouts)
         lines += (
             [f"| {layouts} | {', '.join(f'**{n}**' if n not in FAMILIES else n for n in names)} |"] if names else []
@@ -100,6 +114,9 @@ def table() -> str:
         if left := sorted(others - served.keys()):
             lines.append(f"| {reason} | {', '.join(left)} |")
     return "\n".join(lines)
+
+
+_MAPPING_ONLY = "only with Quire's mapping"
 
 
 def _in_short(reason: str) -> str:

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.engine.models.families import transformers_backend
+from quire.engine.models.families import ENCODERS, FAMILIES, transformers_backend
 from quire.engine.models.transformers_backend import describe
 from tests.fakes.model_logits import configure, logits
 from tests.fakes.ranks import on_ranks
-from tests.integration.engine.models.every_decoder import DECODERS, LAYOUTS, refusal, write
+from tests.integration.engine.models.every_decoder import DECODERS, LAYOUTS, native_refusal, refusal, write
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -35,6 +35,15 @@ def test_every_architecture_is_supported_or_rejected_by_name(
         assert on_ranks(1, partial(logits, config, torch.arange(4, 24)))[0].isfinite().all()
     if reasons[0].startswith(("transformers cannot run it", "no small model")):
         assert model_type in UNEXPLAINED, reasons[0]
+
+
+@pytest.mark.parametrize("model_type", [each for each, name in DECODERS.items() if name in FAMILIES])
+def test_mappings_read_the_configs_that_transformers_makes_by_itself(model_type: str, tmp_path: Path) -> None:
+    write(model_type, tmp_path)
+    if model_type == "mimo_v2_flash":  # a third of a tiny head is an odd number of features
+        assert "even number of features" in native_refusal(tmp_path)
+    elif DECODERS[model_type] not in ENCODERS:
+        assert not native_refusal(tmp_path)
 
 
 def test_most_architectures_are_supported(tmp_path: Path) -> None:
