@@ -128,7 +128,7 @@ class Attention(nn.Module):
             if not spec.values_are_keys:
                 parts.append(kv_heads("v", spec.num_kv_heads, spec.value_dim, parallel))
         if spec.output_gate:
-            parts.append(replace(parts[0], name="gate"))
+            parts.append(divided("gate", spec.num_heads * spec.gate_dim, parallel))
         heads = divided("", spec.num_heads, parallel)
         self._widths = [part.length for part in parts]
         self.qkv = ColumnParallelLinear(spec.input_size or hidden_size, parts, bias=spec.qkv_bias)
@@ -170,7 +170,8 @@ class Attention(nn.Module):
             value = torch.unflatten(key if spec.values_are_keys else others.pop(0), -1, (-1, spec.value_dim))
         else:
             key, value = query[:, :0], None  # no heads
-        query, key, *gates = (torch.unflatten(part, -1, (-1, spec.head_dim)) for part in (query, key, *others))
+        query, key = (torch.unflatten(part, -1, (-1, spec.head_dim)) for part in (query, key))
+        gates = [torch.unflatten(part, -1, (-1, spec.gate_dim)) for part in others]
         if value is not None and self._value_norm is not None:
             value = self._value_norm(value)
         if value is not None and spec.value_dim < spec.head_dim:

@@ -49,8 +49,9 @@ class AttentionSpec:
     qk_norm: NormSpec | None = None
     output_multiplier: float = 1.0
     """Factor on the layer's output."""
-    output_gate: bool = False
-    """The output is multiplied by the sigmoid of a gate, which is computed like the queries."""
+    output_gate: Literal["features", "heads"] | None = None
+    """The output is multiplied by the sigmoid of a gate, one for each feature or each head, which is computed like the
+    queries."""
     qk_norm_over: Literal["head", "each head", "all heads"] = "head"
     """"head": each head's features, with the same weight for all heads; "each head": with a weight for each head;
     "all heads": the features of all heads together."""
@@ -65,6 +66,11 @@ class AttentionSpec:
     def value_dim(self) -> int:
         return self.v_head_dim or self.head_dim
 
+    @property
+    def gate_dim(self) -> int:
+        """Gates of a head."""
+        return {None: 0, "features": self.head_dim, "heads": 1}[self.output_gate]
+
     def kv_heads_per_rank(self, tp: int) -> int:
         """KV heads on each rank; with fewer heads than ranks, each head is replicated."""
         return max(1, self.num_kv_heads // tp)
@@ -75,7 +81,7 @@ class AttentionSpec:
         yield MatrixShape(hidden, heads * self.value_dim, 1, "attention.output", self.num_heads * self.value_dim)
 
     def _qkv_rows(self, tp: int) -> int:
-        queries = self.num_heads // tp * (1 + self.output_gate) * self.head_dim
+        queries = self.num_heads // tp * (self.head_dim + self.gate_dim)
         if self.kv_source is not None:
             return queries
         sides = self.head_dim + (0 if self.values_are_keys else self.value_dim)

@@ -293,7 +293,7 @@ class MambaSpec(RecurrentSpec):
         # weights and biases of the convolution, rates, skips, biases of steps
         count = self.width // tp * (self.conv_size + self.conv_bias + self.state_size + 2)
         count += self.bias * (2 * self.width // tp + hidden)
-        return count + (self.norm is not None) * (self.rank + 2 * self.state_size)
+        return count + (0 if self.norm is None else self.norm.num_parameters(self.rank + 2 * self.state_size))
 
     def layout_errors(self, tp: int) -> Iterator[str]:
         if self.width % tp:

@@ -1,4 +1,4 @@
-"""LFM2 and LFM2-MoE: layers with a short gated convolution, and a few with attention."""
+"""LFM2, LFM2-MoE and LFM3: layers with a short gated convolution, and a few with attention."""
 
 from __future__ import annotations
 
@@ -89,6 +89,58 @@ def _lfm2_moe(name: str, config: Config) -> ModelSpec:
     return _hybrid(name, config, [dense if number < first else experts for number in range(count)])
 
 
+def _lfm3(name: str, config: Config) -> ModelSpec:
+    """With windows in some layers, norms before and after each part, and gates of heads. Where config.json gives no
+    positions, full attention rotates half of a head's pairs."""
+    norm, bias, dim = rms_norm(config, eps=float(config["norm_eps"])), bool(config["conv_bias"]), head_dim(config)
+    turns: dict[str, dict[str, Any]] = {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        "full_attention": {"rope_type": "proportional", "rope_theta": 1000000.0, "partial_rotary_factor": 0.5},
+    }
+    config = {**config, "rope_parameters": config.get("rope_parameters") or turns}
+    gate, post_norm = "heads" if config["use_attention_gate"] else None, norm if config["use_sandwich_norm"] else None
+    window = config["sliding_window"]
+    mixers: dict[str, dict[str, Any]] = {
+        "conv": {
+            "attention": None,
+            "state": ShortConvSpec(width=int(config["hidden_size"]), conv_size=int(config["conv_L_cache"]), bias=bias),
+        }
+    } | {
+        kind: {
+            "attention": attention(
+                config,
+                rope(config, dim, kind),
+                qk_norm=norm,
+                output_gate=gate,
+                window=int(window) if window and kind == "sliding_attention" else None,
+            )
+        }
+        for kind in turns
+    }
+    kinds = config.get("layer_types") or [
+        {2: "full_attention", 0: "sliding_attention" if number else "conv"}.get(number % 4, "conv")
+        for number in range(int(config["num_hidden_layers"]))
+    ]
+    layers = layers_by_kind(
+        kinds,
+        mixers,
+        [feed_forward(config, activation="silu")] * int(config["num_hidden_layers"]),
+        attention_norm=norm,
+        attention_post_norm=post_norm,
+        feed_forward_norm=norm,
+        feed_forward_post_norm=post_norm,
+    )
+    return architecture(name, config, layers, norm)
+
+
+_LFM3_NAMES = _NAMES | {
+    "layers.attention_post_norm": "model.layers.{layer}.post_operator_norm",
+    "layers.attention.qkv.gate": "model.layers.{layer}.self_attn.gate_proj",
+    "layers.attention.query_norm": "model.layers.{layer}.self_attn.q_norm",
+    "layers.attention.key_norm": "model.layers.{layer}.self_attn.k_norm",
+    "layers.attention.output": "model.layers.{layer}.self_attn.o_proj",
+    "layers.feed_forward_post_norm": "model.layers.{layer}.post_ffn_norm",
+}
 _DEFAULTS = {
     "norm_eps": 1e-5,
     "num_key_value_heads": 8,
@@ -118,6 +170,19 @@ FAMILIES = {
             "norm_topk_prob": True,
             "routed_scaling_factor": 1.0,
             "use_expert_bias": True,
+        },
+    ),
+    "Lfm3ForCausalLM": Family(
+        _lfm3,
+        _LFM3_NAMES,
+        _DEFAULTS
+        | {
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "conv_L_cache": 7,
+            "sliding_window": 256,
+            "use_sandwich_norm": True,
+            "use_attention_gate": True,
         },
     ),
 }

@@ -1,4 +1,4 @@
-"""Mamba and Mamba-2, and hybrids of them and attention: Jamba, Bamba, Granite 4, Nemotron-H, Falcon-H1."""
+"""Mamba and Mamba-2, and hybrids with attention: Falcon Mamba, Jamba, Bamba, Granite 4, Nemotron-H, Falcon-H1."""
 
 from __future__ import annotations
 
@@ -111,14 +111,15 @@ def _mamba(config: Config, norm: NormSpec | None) -> MambaSpec:
 
 
 def _mamba_alone(name: str, config: Config) -> ModelSpec:
+    """Falcon Mamba has norms without weights in its layers."""
     names = {"expand": "expand", "d_state": "state_size", "dt_rank": "time_step_rank", "d_conv": "conv_kernel"}
     names |= {"proj_bias": "use_bias", "conv_bias": "use_conv_bias"}
     settings = {**config, **{f"mamba_{ours}": config[theirs] for ours, theirs in names.items()}}
     settings["mamba_d_ssm"] = config.get("intermediate_size")
-    norm = rms_norm(config, eps=float(config["layer_norm_epsilon"]))
+    norm, inner = rms_norm(config, eps=float(config["layer_norm_epsilon"])), config.get("mixer_rms_eps")
     layer = LayerSpec(
         attention=None,
-        state=_mamba(settings, None),
+        state=_mamba(settings, None if inner is None else NormSpec(eps=float(inner), has_weight=False)),
         attention_norm=norm,
         feed_forward=None,
         feed_forward_norm=None,
@@ -326,6 +327,10 @@ _JAMBA_NAMES = _BAMBA_NAMES | {
     "layers.feed_forward.experts.gate_up": "model.layers.{layer}.feed_forward.experts.{expert}.{part}_proj",
     "layers.feed_forward.experts.down": "model.layers.{layer}.feed_forward.experts.{expert}.down_proj",
 }
+_MAMBA_NAMES = _ALONE | {
+    "layers.state.select": "backbone.layers.{layer}.mixer.x_proj",
+    "layers.state.step": "backbone.layers.{layer}.mixer.dt_proj",
+}
 _NEMOTRON_NAMES = _ALONE | {
     "layers.attention.qkv": "backbone.layers.{layer}.mixer.{part}_proj",
     "layers.attention.output": "backbone.layers.{layer}.mixer.o_proj",
@@ -351,6 +356,17 @@ _DEFAULTS = {
     "mamba_conv_bias": True,
     "mamba_proj_bias": False,
 }
+_MAMBA = {
+    "expand": 2,
+    "state_size": 16,
+    "conv_kernel": 4,
+    "time_step_rank": "auto",
+    "use_bias": False,
+    "use_conv_bias": True,
+    "layer_norm_epsilon": 1e-5,
+    "max_position_embeddings": 262144,
+    "tie_word_embeddings": True,
+}
 FAMILIES = {
     "Mamba2ForCausalLM": Family(
         _alone,
@@ -370,24 +386,11 @@ FAMILIES = {
     ),
     "MambaForCausalLM": Family(
         _mamba_alone,
-        _ALONE
-        | {
-            "layers.state.select": "backbone.layers.{layer}.mixer.x_proj",
-            "layers.state.step": "backbone.layers.{layer}.mixer.dt_proj",
-        },
-        {
-            "expand": 2,
-            "state_size": 16,
-            "conv_kernel": 4,
-            "time_step_rank": "auto",
-            "use_bias": False,
-            "use_conv_bias": True,
-            "layer_norm_epsilon": 1e-5,
-            "max_position_embeddings": 262144,
-            "tie_word_embeddings": True,
-        },
+        _MAMBA_NAMES,
+        _MAMBA,
         prefix="backbone.",
     ),
+    "FalconMambaForCausalLM": Family(_mamba_alone, _MAMBA_NAMES, _MAMBA | {"mixer_rms_eps": 1e-6}, prefix="backbone."),
     "JambaForCausalLM": Family(
         _jamba,
         _JAMBA_NAMES,

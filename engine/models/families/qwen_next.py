@@ -63,7 +63,7 @@ def _hybrid(name: str, config: Config, feed_forwards: list[MLPSpec | MoESpec]) -
             ),
         },
         "full_attention": {
-            "attention": attention(config, rope(config, head_dim(config)), qk_norm=norm, output_gate=True)
+            "attention": attention(config, rope(config, head_dim(config)), qk_norm=norm, output_gate="features")
         },
     }
     every, count = int(config["full_attention_interval"]), len(feed_forwards)

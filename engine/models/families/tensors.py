@@ -266,7 +266,7 @@ def _attention(spec: AttentionSpec, hidden: int) -> _Parameters:
     module, queries, keys = "layers.attention", spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     values = spec.num_kv_heads * spec.value_dim
     own = {} if spec.kv_source is not None else {"k": keys} | ({} if spec.values_are_keys else {"v": values})
-    rest = {"gate": queries} if spec.output_gate else {}
+    rest = {"gate": spec.num_heads * spec.gate_dim} if spec.output_gate else {}
     yield from _linear(f"{module}.qkv", {"q": queries, **own, **rest}, width, bias=spec.qkv_bias)
     yield from _linear(f"{module}.output", {"": hidden}, spec.num_heads * spec.value_dim, bias=spec.output_bias)
     if spec.has_sinks:
