@@ -190,6 +190,18 @@ _LLAMA4 = {
     "floor_scale": 24,
 }
 
+_MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 2, 2]}}
+_SIGLIP = {
+    "vision_config": {"model_type": "siglip2_vision_model", "hidden_size": 16, "intermediate_size": 16}
+    | {"num_hidden_layers": 1, "num_attention_heads": 2}
+}
+
+_KIMI = {
+    "vision_config": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
+    "text_config": SIZES | _LATENT | {"model_type": "deepseek_v3"},
+    "tie_word_embeddings": False,
+}
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("LlamaForCausalLM", {}),
     "Llama, multi-head, tied": ("LlamaForCausalLM", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
@@ -616,6 +628,31 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Lfm3ForCausalLM",
         {"head_dim": 12, "layer_types": ["conv", "sliding_attention", "full_attention", "conv"], **_WINDOWS},
     ),
+    "Qwen2-VL": (
+        "Qwen2VLForConditionalGeneration",
+        {"vision_config": {"depth": 1, "embed_dim": 16, "hidden_size": 48, "num_heads": 2}}
+        | {"text_config": SIZES | _MROPE, "tie_word_embeddings": False},
+    ),
+    "Qwen2.5-VL": (
+        "Qwen2_5_VLForConditionalGeneration",
+        _VISION | {"text_config": SIZES | _MROPE, "tie_word_embeddings": False},
+    ),
+    "Qwen3-VL": (
+        "Qwen3VLForConditionalGeneration",
+        _VISION | {"text_config": SIZES | _MROPE | {"head_dim": 12}, "tie_word_embeddings": False},
+    ),
+    "Qwen3-VL MoE": (
+        "Qwen3VLMoeForConditionalGeneration",
+        _VISION
+        | {"text_config": SIZES | _MROPE | _EXPERTS | {"head_dim": 12, "num_experts": 6}, "tie_word_embeddings": False},
+    ),
+    "LFM2-VL": (
+        "Lfm2VlForConditionalGeneration",
+        _SIGLIP
+        | {"text_config": SIZES | {"model_type": "lfm2", "layer_types": ["conv", "full_attention"] * 2}}
+        | {"tie_word_embeddings": True},
+    ),
+    "Kimi K2.5": ("Kimi_K25ForConditionalGeneration", _KIMI),
     "Mistral 4": ("Mistral4ForCausalLM", _LATENT | {"rope_parameters": dict(_GROWING)}),
     "DeepSeek V3.2": ("DeepseekV32ForCausalLM", _LATENT | _INDEXED | {"n_shared_experts": 1}),
     "DeepSeek V3.2, yarn rope": ("DeepseekV32ForCausalLM", _LATENT | _INDEXED | {"rope_parameters": _DEEPSEEK_YARN}),
@@ -692,7 +729,12 @@ MODELS = {
     "Qwen3_5ForConditionalGeneration": "Qwen3.5, dense, for text",
     "Qwen3_5MoeForCausalLM": "Qwen3.5 MoE, without its vision part",
     "Qwen3_5MoeForConditionalGeneration": "Qwen3.5 MoE, for text",
+    "Qwen2VLForConditionalGeneration": "Qwen2-VL, for text",
+    "Qwen2_5_VLForConditionalGeneration": "Qwen2.5-VL, for text",
+    "Qwen3VLForConditionalGeneration": "Qwen3-VL, dense, for text",
+    "Qwen3VLMoeForConditionalGeneration": "Qwen3-VL-30B-A3B, 235B-A22B, for text",
     "Lfm2ForCausalLM": "LFM2",
+    "Lfm2VlForConditionalGeneration": "LFM2-VL, for text",
     "Lfm2MoeForCausalLM": "LFM2-8B-A1B, LFM2-24B-A2B",
     "Lfm3ForCausalLM": "LFM3",
     "Mamba2ForCausalLM": "Mamba-2, Codestral Mamba",
@@ -710,6 +752,8 @@ MODELS = {
     "FalconMambaForCausalLM": "Falcon Mamba 7B, Falcon3-Mamba",
     "DeepseekV2ForCausalLM": "DeepSeek V2, V2-Lite, Coder-V2",
     "DeepseekV3ForCausalLM": "DeepSeek V3, V3.1, R1; Kimi K2",
+    "KimiK25ForConditionalGeneration": "Kimi K2.5, for text",
+    "Kimi_K25ForConditionalGeneration": "Kimi K2.5, for text, by transformers' name",
     "Mistral4ForCausalLM": "Mistral Small 4, text",
     "DeepseekV32ForCausalLM": "DeepSeek V3.2, V3.2-Exp",
     "GlmMoeDsaForCausalLM": "GLM-5",
@@ -720,6 +764,12 @@ RENAMED: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "MiMo": ("MiMoForCausalLM", "Qwen2ForCausalLM", {}, {"model_type": "mimo", "attention_bias": True}),
     "InternLM2": ("InternLM2ForCausalLM", "LlamaForCausalLM", {}, {"model_type": "internlm2", "bias": False}),
     "InternLM2, biases": ("InternLM2ForCausalLM", "LlamaForCausalLM", {"attention_bias": True}, {"bias": True}),
+    "Kimi K2.5 as published": (
+        "KimiK25ForConditionalGeneration",
+        "Kimi_K25ForConditionalGeneration",
+        _KIMI,
+        {"model_type": "kimi_k25"},
+    ),
     "Falcon 7B of RefinedWeb": (
         "RWForCausalLM",
         "FalconForCausalLM",
@@ -767,6 +817,7 @@ def write_renamed(case: str, folder: Path) -> Any:
     """The case's model in `folder`, as its publisher writes it; and transformers' model of the same numbers."""
     architecture, same, changes, own = RENAMED[case]
     model = write_model(same, SIZES | changes, folder)
+    name_as_published(same, folder, model)
     path, written = folder / "model.safetensors", json.loads((folder / "config.json").read_text())
     tensors = load_file(path)
     common = ("vocab_size", "hidden_size", "tie_word_embeddings", "max_position_embeddings", "rms_norm_eps")
@@ -777,9 +828,11 @@ def write_renamed(case: str, folder: Path) -> Any:
         config |= {"n_head": written["num_attention_heads"], "n_layer": written["num_hidden_layers"]}
     elif architecture == "MiMoForCausalLM":
         tensors["model.mtp_layers.0.input_proj.weight"] = torch.zeros(3, 5)
+    elif architecture == "KimiK25ForConditionalGeneration":
+        config = written | {"text_config": written["text_config"] | {"model_type": "kimi_k2"}}
     else:
         tensors = _internlm2(tensors, written["num_key_value_heads"])
-    (folder / "config.json").write_text(json.dumps({"architectures": [architecture], **config, **own}))
+    (folder / "config.json").write_text(json.dumps({**config, **own, "architectures": [architecture]}))
     save_file(tensors, path, {"format": "pt"})
     return model
 
@@ -802,17 +855,21 @@ def _internlm2(tensors: dict[str, Tensor], kv_heads: int) -> dict[str, Tensor]:
 
 
 _PUBLISHED_NAMES: dict[str, dict[str, str]] = {
+    "Kimi_K25ForConditionalGeneration": {"language_model.model.blocks.": "language_model.model.layers."},
+    "Qwen3VLMoeForConditionalGeneration": {},
     "KimiLinearForCausalLM": {"layers.0.block_sparse_moe": "layers.0.mlp"},
     "OlmoHybridForCausalLM": {
         f"layers.{number}.feedforward_layer_norm": f"layers.{number}.post_attention_layernorm" for number in (1, 3)
     },
 }
-"""Layers of one kind whose tensors transformers reads by these names, and writes by those of the other kind."""
+"""Tensors that transformers reads by their publishers' names, and writes by others, such as those of layers of another
+kind."""
 
 
 def name_as_published(architecture: str, folder: Path, model: Any) -> None:
     """Rename the tensors of architectures that transformers writes by other names than their publishers. Also with
-    convolutions of the sizes of queries, keys and values: transformers writes three equal parts."""
+    convolutions of the sizes of queries, keys and values, where transformers writes three equal parts, and with stacked
+    experts as `[experts, in, out]`."""
     if architecture not in _PUBLISHED_NAMES:
         return
     path = folder / "model.safetensors"
@@ -820,6 +877,8 @@ def name_as_published(architecture: str, folder: Path, model: Any) -> None:
     for theirs, ours in _PUBLISHED_NAMES[architecture].items():
         for name in [name for name in tensors if theirs in name]:
             tensors[name.replace(theirs, ours)] = tensors.pop(name)
+    for name in [name for name in tensors if name.endswith((".experts.gate_up_proj", ".experts.down_proj"))]:
+        tensors[name] = tensors[name].transpose(1, 2).contiguous()
     for module, layer in model.named_modules():
         if isinstance(getattr(layer, "conv1d", None), torch.nn.Conv1d) and hasattr(layer, "q_proj"):
             sizes = [len(getattr(layer, f"{part}_proj").weight) for part in "qkv"]

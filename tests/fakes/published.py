@@ -114,6 +114,7 @@ MODELS = {
     "Qwen3-235B-A22B-NVFP4": Published(235_093_634_560, quantization="modelopt"),
     "Qwen3-Coder-480B-A35B-Instruct": Published(480_154_875_392),
     "Qwen3-Next-80B-A3B-Instruct": Published("80B"),
+    "Qwen3-VL-4B-Instruct": Published(4_022_468_096),
     "Qwen3.5-27B": Published("27B"),
     "Qwen3.5-35B-A3B": Published("35B"),
     "Qwen3.5-122B-A10B-NVFP4": Published("122B", quantization="modelopt"),

@@ -35,6 +35,7 @@ from quire.engine.models.families import (
     olmo,
     phimoe,
     qwen_next,
+    qwen_vl,
     zamba,
 )
 from quire.engine.models.families.family import Family
@@ -60,6 +61,7 @@ FAMILIES: dict[str, Family] = {
     **hunyuan.FAMILIES,
     **deepseek.FAMILIES,
     **qwen_next.FAMILIES,
+    **qwen_vl.FAMILIES,
     **lfm.FAMILIES,
     **mamba.FAMILIES,
     **zamba.FAMILIES,

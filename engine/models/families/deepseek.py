@@ -3,10 +3,12 @@ grouped routing. DeepSeek V3.2 and GLM-5: the same with sparse attention."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from quire.engine.models.attention_spec import IndexerSpec, MLASpec
 from quire.engine.models.families.family import (
+    NOT_TEXT,
     Config,
     Family,
     activation,
@@ -205,6 +207,13 @@ MISTRAL4 = {
     "norm_topk_prob": True,
     "routed_scaling_factor": 1.0,
 }
+
+
+def _kimi_names(arch: ModelSpec) -> Mapping[str, str]:
+    """Kimi K2.5 takes images, too."""
+    return {module: f"language_model.{name}" for module, name in names(arch).items()}
+
+
 FAMILIES = {
     "DeepseekV2ForCausalLM": Family(
         _deepseek,
@@ -237,4 +246,8 @@ FAMILIES = {
         after_layers="multi-token prediction",
     ),
     "Mistral4ForCausalLM": Family(mistral4, mistral4_names, MISTRAL4),
+    **dict.fromkeys(
+        ("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration"),  # its publisher's, and transformers'
+        Family(_deepseek, _kimi_names, _V3, ignored_prefixes=(*NOT_TEXT, "mm_projector.", "model.mm_projector.")),
+    ),
 }

@@ -252,7 +252,7 @@ def rope(config: Config, dim: int, kind: str | None = None, *, is_interleaved: b
     most = int(config["max_position_embeddings"])
     original = config.get("original_max_position_embeddings") or settings.get("original_max_position_embeddings")
     match name:
-        case "default":
+        case "default" | "mrope":  # axes of images, which are the same for text (Qwen2-VL)
             return RopeSpec(**common)
         case "linear":
             return RopeSpec(**common, kind="linear", factor=float(settings["factor"]), original_max_position=most)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from quire.engine.models.families.family import (
+    NOT_TEXT,
     Config,
     Family,
     architecture,
@@ -12,6 +13,7 @@ from quire.engine.models.families.family import (
     feed_forward,
     head_dim,
     layers_by_kind,
+    of_multimodal,
     rms_norm,
     rope,
 )
@@ -150,14 +152,14 @@ _DEFAULTS = {
     "conv_L_cache": 3,
     "tie_word_embeddings": True,
 }
+_LFM2 = (
+    _DEFAULTS
+    | {"block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": True}
+    | {"intermediate_size": 12288}
+)
 FAMILIES = {
-    "Lfm2ForCausalLM": Family(
-        _lfm2,
-        _NAMES,
-        _DEFAULTS
-        | {"block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": True}
-        | {"intermediate_size": 12288},
-    ),
+    "Lfm2ForCausalLM": Family(_lfm2, _NAMES, _LFM2),
+    "Lfm2VlForConditionalGeneration": Family(_lfm2, of_multimodal(_NAMES), _LFM2, ignored_prefixes=NOT_TEXT),
     "Lfm2MoeForCausalLM": Family(
         _lfm2_moe,
         _NAMES,

@@ -116,14 +116,14 @@ def _qwen_windows(config: Config) -> list[int | None]:
     return windows(config if config["use_sliding_window"] else {**config, "sliding_window": None})
 
 
-def _qwen2(name: str, config: Config) -> ModelSpec:
+def qwen2(name: str, config: Config) -> ModelSpec:
     norm, rope_spec = rms_norm(config), rope(config, head_dim(config))
     biases = {"qkv_bias": True, "output_bias": False}
     layers = [sequential(config, norm, rope_spec, window, **biases) for window in _qwen_windows(config)]
     return architecture(name, config, layers, norm)
 
 
-def _qwen3(name: str, config: Config) -> ModelSpec:
+def qwen3(name: str, config: Config) -> ModelSpec:
     norm, rope_spec = rms_norm(config), rope(config, head_dim(config))
     layers = [sequential(config, norm, rope_spec, window, qk_norm=norm) for window in _qwen_windows(config)]
     return architecture(name, config, layers, norm)
@@ -157,7 +157,7 @@ def _smollm3(name: str, config: Config) -> ModelSpec:
 
 
 MISTRAL = {"sliding_window": 4096, "num_key_value_heads": 8, "max_position_embeddings": 131072}
-_QWEN = {
+QWEN = {
     "use_sliding_window": False,
     "sliding_window": 4096,
     "max_window_layers": 28,
@@ -167,12 +167,12 @@ _QWEN = {
 FAMILIES = {
     "LlamaForCausalLM": Family(_llama, NAMES, {"max_position_embeddings": 2048}),
     "MistralForCausalLM": Family(mistral, NAMES, MISTRAL),
-    "Qwen2ForCausalLM": Family(_qwen2, NAMES, _QWEN),
-    "MiMoForCausalLM": Family(_qwen2, NAMES, _QWEN, ignored_prefixes=("model.mtp_layers.",)),
+    "Qwen2ForCausalLM": Family(qwen2, NAMES, QWEN),
+    "MiMoForCausalLM": Family(qwen2, NAMES, QWEN, ignored_prefixes=("model.mtp_layers.",)),
     "InternLM2ForCausalLM": Family(
         _internlm2, _INTERNLM2, {"max_position_embeddings": 2048, "bias": True}, rows=grouped_rows
     ),
-    "Qwen3ForCausalLM": Family(_qwen3, NAMES, {**_QWEN, "head_dim": 128}),
+    "Qwen3ForCausalLM": Family(qwen3, NAMES, {**QWEN, "head_dim": 128}),
     "SeedOssForCausalLM": Family(
         _seed_oss,
         NAMES,

@@ -63,7 +63,7 @@ def _mixtral(name: str, config: Config) -> ModelSpec:
     return architecture(name, config, layers, norm)
 
 
-def _qwen_moe(name: str, config: Config) -> ModelSpec:
+def qwen_moe(name: str, config: Config) -> ModelSpec:
     """Qwen2 has a shared expert with a gate; in both families some layers may be dense."""
     norm, rope_spec, is_second = rms_norm(config), rope(config, head_dim(config)), name.startswith("Qwen2")
     dense = feed_forward(config)
@@ -266,7 +266,7 @@ def _gpt_oss_rows(layer: LayerSpec, module: str, part: str) -> Runs | None:
     return [range(("gate", "up").index(part), 2 * layer.feed_forward.intermediate_size, 2)]
 
 
-_QWEN = {
+QWEN_MOE = {
     "max_position_embeddings": 32768,
     "use_sliding_window": False,
     "decoder_sparse_step": 1,
@@ -287,17 +287,17 @@ FAMILIES = {
         },
     ),
     "Qwen2MoeForCausalLM": Family(
-        _qwen_moe,
+        qwen_moe,
         NAMES_BY_EXPERT
         | {
             "layers.feed_forward.shared.gate_up": "model.layers.{layer}.mlp.shared_expert.{part}_proj",
             "layers.feed_forward.shared.down": "model.layers.{layer}.mlp.shared_expert.down_proj",
             "layers.feed_forward.shared_gate": "model.layers.{layer}.mlp.shared_expert_gate",
         },
-        {**_QWEN, "num_experts_per_tok": 4, "num_key_value_heads": 16},
+        {**QWEN_MOE, "num_experts_per_tok": 4, "num_key_value_heads": 16},
     ),
     "Qwen3MoeForCausalLM": Family(
-        _qwen_moe, NAMES_BY_EXPERT, {**_QWEN, "num_experts_per_tok": 8, "num_key_value_heads": 4}
+        qwen_moe, NAMES_BY_EXPERT, {**QWEN_MOE, "num_experts_per_tok": 8, "num_key_value_heads": 4}
     ),
     "GraniteMoeForCausalLM": Family(
         _granite_moe,

@@ -201,6 +201,14 @@ def test_chunks_of_attention_begin_where_blocks_do(tmp_path: Path) -> None:
     model_of(tmp_path, scout, block_size=64)
 
 
+def test_positions_of_images_are_those_of_text() -> None:
+    """Qwen2-VL's first configs have no text part, and name scaling by axes."""
+    plain = {"architectures": ["Qwen2VLForConditionalGeneration"], "hidden_size": 64, "num_hidden_layers": 2}
+    plain |= {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96, "vocab_size": 100}
+    axes = {"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}
+    assert from_hf_config(plain | axes) == from_hf_config(plain)
+
+
 def test_biases_under_the_names_of_internlm(tmp_path: Path) -> None:
     biased = model_of(tmp_path, {**INTERNLM3_8B, "bias": True, "qkv_bias": True}).architecture
     of_llama = {"attention_bias": True, "mlp_bias": True, "model_type": "llama"}
