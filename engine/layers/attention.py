@@ -181,6 +181,9 @@ class Attention(nn.Module):
             cos_sin = cos_sin[:, :0]
         query = query if self.query_norm is None else self.query_norm(query)
         key = key if self.key_norm is None else self.key_norm(key)
+        if spec.clip:
+            query, key = query.clamp(-spec.clip, spec.clip), key.clamp(-spec.clip, spec.clip)
+            value = None if value is None else value.clamp(-spec.clip, spec.clip)
         query = scale_queries(query, batch.positions, spec.query_scale)
         if value is None:
             query, _ = kernels.rotary(query, key, cos_sin)

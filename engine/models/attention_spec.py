@@ -47,6 +47,8 @@ class AttentionSpec:
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: NormSpec | None = None
+    clip: float = 0.0
+    """Queries, keys and values are limited to this, in both directions, after their norm; 0: they are not."""
     output_multiplier: float = 1.0
     """Factor on the layer's output."""
     output_gate: Literal["features", "heads"] | None = None

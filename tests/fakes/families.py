@@ -362,6 +362,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "BLOOM": ("BloomForCausalLM", {"tie_word_embeddings": True}),
     "MPT": ("MptForCausalLM", {"tie_word_embeddings": True, "max_seq_len": 256}),
+    "MPT, clipped": (
+        "MptForCausalLM",
+        {"tie_word_embeddings": True, "max_seq_len": 256, "attn_config": {"clip_qkv": 1.0}},
+    ),
     "GPT-NeoX": ("GPTNeoXForCausalLM", {"rotary_pct": 0.5}),
     "GPT-NeoX, sequential": ("GPTNeoXForCausalLM", {"use_parallel_residual": False, "rotary_pct": 1.0}),
     "Falcon, one KV head": ("FalconForCausalLM", {"tie_word_embeddings": True}),
@@ -442,6 +446,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Hunyuan MoE": ("HunYuanMoEV1ForCausalLM", {"head_dim": 12, "num_experts": 6, "moe_topk": 2}),
     "OLMoE": ("OlmoeForCausalLM", {"num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": True}),
+    "OLMoE, clipped": ("OlmoeForCausalLM", {"num_experts": 6, "num_experts_per_tok": 2, "clip_qkv": 0.8}),
     "EXAONE 4": ("Exaone4ForCausalLM", {"sliding_window_pattern": 2, **_WINDOWS}),
     "EXAONE MoE": (
         "ExaoneMoeForCausalLM",

@@ -40,7 +40,7 @@ def _bloom(name: str, config: Config) -> ModelSpec:
 def _mpt(name: str, config: Config) -> ModelSpec:
     settings = config.get("attn_config") or {}
     for key, supported in {
-        **dict.fromkeys(("clip_qkv", "softmax_scale"), None),
+        "softmax_scale": None,
         **dict.fromkeys(("qk_ln", "prefix_lm", "attn_uses_sequence_id"), False),
         "attn_type": "multihead_attention",
         "alibi": True,
@@ -62,7 +62,7 @@ def _mpt(name: str, config: Config) -> ModelSpec:
     }
     norm = layer_norm(config["layer_norm_epsilon"], bias=False)
     layer = LayerSpec(
-        attention=attention(config, None, num_kv_heads=heads, alibi=1.0),
+        attention=attention(config, None, num_kv_heads=heads, alibi=1.0, clip=float(settings.get("clip_qkv") or 0)),
         attention_norm=norm,
         feed_forward=feed_forward(config, activation="gelu", is_gated=False),
         feed_forward_norm=norm,

@@ -114,10 +114,9 @@ _HYBRID_NAMES = POST_NORM_NAMES | {
 
 def _olmoe(name: str, config: Config) -> ModelSpec:
     """OLMoE has Llama's norms, and QK norm over all heads."""
-    require(config, "clip_qkv", None)
-    norm = rms_norm(config)
+    norm, clip = rms_norm(config), float(config.get("clip_qkv") or 0)
     layer = LayerSpec(
-        attention=attention(config, rope(config, head_dim(config)), qk_norm=norm, qk_norm_over="all heads"),
+        attention=attention(config, rope(config, head_dim(config)), qk_norm=norm, qk_norm_over="all heads", clip=clip),
         attention_norm=norm,
         feed_forward=MoESpec(
             num_experts=int(config["num_experts"]),
