@@ -191,6 +191,11 @@ _LLAMA4 = {
 }
 
 _MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 2, 2]}}
+_CLIP = {
+    "vision_config": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    | {"image_size": 28, "patch_size": 14},
+    "tie_word_embeddings": False,
+}
 _SIGLIP = {
     "vision_config": {"model_type": "siglip2_vision_model", "hidden_size": 16, "intermediate_size": 16}
     | {"num_hidden_layers": 1, "num_attention_heads": 2}
@@ -651,6 +656,62 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         _VISION
         | {"text_config": SIZES | _MROPE | _EXPERTS | {"head_dim": 12, "num_experts": 6}, "tie_word_embeddings": False},
     ),
+    "LLaVA": (
+        "LlavaForConditionalGeneration",
+        _CLIP | {"text_config": SIZES | {"model_type": "llama"}},
+    ),
+    "LLaVA over Mistral": (
+        "LlavaForConditionalGeneration",
+        _CLIP | {"text_config": SIZES | {"model_type": "mistral", "sliding_window": None}},
+    ),
+    "LLaVA-NeXT over Granite": (
+        "LlavaNextForConditionalGeneration",
+        _CLIP
+        | {"text_config": SIZES | {"model_type": "granite", "attention_multiplier": 0.2, "residual_multiplier": 0.5}},
+    ),
+    "InternVL over Qwen2": (
+        "InternVLForConditionalGeneration",
+        _CLIP | {"text_config": SIZES | {"model_type": "qwen2"}},
+    ),
+    "InternVL over Qwen3": (
+        "InternVLForConditionalGeneration",
+        _CLIP | {"text_config": SIZES | {"model_type": "qwen3", "head_dim": 12}},
+    ),
+    "Idefics3": (
+        "Idefics3ForConditionalGeneration",
+        _CLIP | {"text_config": SIZES | {"model_type": "llama"}},
+    ),
+    "SmolVLM": (
+        "SmolVLMForConditionalGeneration",
+        _CLIP | {"text_config": SIZES | {"model_type": "llama"}},
+    ),
+    "Command A Vision": (
+        "Cohere2VisionForConditionalGeneration",
+        _CLIP
+        | {
+            "text_config": SIZES
+            | {"model_type": "cohere2", "sliding_window_pattern": 2, "logit_scale": 1.0, **_WINDOWS}
+        },
+    ),
+    "Aya Vision": (
+        "AyaVisionForConditionalGeneration",
+        _CLIP
+        | {
+            "text_config": SIZES
+            | {"model_type": "cohere2", "sliding_window_pattern": 2, "logit_scale": 1.0, **_WINDOWS}
+        },
+    ),
+    "GLM-4.5V": (
+        "Glm4vMoeForConditionalGeneration",
+        _VISION
+        | {
+            "text_config": SIZES
+            | _EXPERTS
+            | {"n_routed_experts": 6, "head_dim": 16, "attention_bias": True}
+            | {"rope_parameters": {**_PLAIN, "mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}},
+            "tie_word_embeddings": False,
+        },
+    ),
     "LFM2-VL": (
         "Lfm2VlForConditionalGeneration",
         _SIGLIP
@@ -734,6 +795,14 @@ MODELS = {
     "Qwen3_5ForConditionalGeneration": "Qwen3.5, dense, for text",
     "Qwen3_5MoeForCausalLM": "Qwen3.5 MoE, without its vision part",
     "Qwen3_5MoeForConditionalGeneration": "Qwen3.5 MoE, for text",
+    "LlavaForConditionalGeneration": "LLaVA 1.5, Pixtral 12B in transformers' format, for text",
+    "LlavaNextForConditionalGeneration": "LLaVA 1.6, Granite Vision 3, for text",
+    "InternVLForConditionalGeneration": "InternVL 2.5 to 3.5 in transformers' format, for text",
+    "Idefics3ForConditionalGeneration": "Idefics3, for text",
+    "SmolVLMForConditionalGeneration": "SmolVLM, SmolVLM2, for text",
+    "Cohere2VisionForConditionalGeneration": "Command A Vision, for text",
+    "AyaVisionForConditionalGeneration": "Aya Vision 8B, 32B, for text",
+    "Glm4vMoeForConditionalGeneration": "GLM-4.5V, GLM-4.6V, for text",
     "Qwen2VLForConditionalGeneration": "Qwen2-VL, for text",
     "Qwen2_5_VLForConditionalGeneration": "Qwen2.5-VL, for text",
     "Qwen3VLForConditionalGeneration": "Qwen3-VL, dense, for text",

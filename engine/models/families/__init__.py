@@ -25,6 +25,7 @@ from quire.engine.models.families import (
     lfm,
     llama,
     llama4,
+    llava,
     mamba,
     mimo,
     minimax,
@@ -46,6 +47,7 @@ ENCODERS: dict[str, Family] = {**bert.FAMILIES, **modernbert.FAMILIES, **nomic.F
 FAMILIES: dict[str, Family] = {
     **llama.FAMILIES,
     **llama4.FAMILIES,
+    **llava.FAMILIES,
     **mistral.FAMILIES,
     **gemma.FAMILIES,
     **olmo.FAMILIES,

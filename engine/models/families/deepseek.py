@@ -14,6 +14,7 @@ from quire.engine.models.families.family import (
     activation,
     architecture,
     feed_forward,
+    in_language_model,
     layer_norm,
     query_scale,
     require,
@@ -211,7 +212,7 @@ MISTRAL4 = {
 
 def _kimi_names(arch: ModelSpec) -> Mapping[str, str]:
     """Kimi K2.5 takes images, too."""
-    return {module: f"language_model.{name}" for module, name in names(arch).items()}
+    return in_language_model(names(arch))
 
 
 FAMILIES = {
@@ -248,6 +249,6 @@ FAMILIES = {
     "Mistral4ForCausalLM": Family(mistral4, mistral4_names, MISTRAL4),
     **dict.fromkeys(
         ("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration"),  # its publisher's, and transformers'
-        Family(_deepseek, _kimi_names, _V3, ignored_prefixes=(*NOT_TEXT, "mm_projector.", "model.mm_projector.")),
+        Family(_deepseek, _kimi_names, _V3, ignored_prefixes=NOT_TEXT),
     ),
 }

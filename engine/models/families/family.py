@@ -228,10 +228,18 @@ def of_multimodal(names: Mapping[str, str]) -> dict[str, str]:
     return {module: name.replace("model.", "model.language_model.", 1) for module, name in names.items()}
 
 
+def in_language_model(names: Mapping[str, str]) -> dict[str, str]:
+    """The same where the head is in the text part, too."""
+    return {module: f"language_model.{name}" for module, name in names.items()}
+
+
 NOT_TEXT = tuple(
     f"{before}{part}."
     for before in ("", "model.")
-    for part in ("vision_tower", "multi_modal_projector", "vision_model", "audio_tower", "embed_vision", "embed_audio")
+    for part in (
+        *("vision_tower", "vision_model", "audio_tower", "embed_vision", "embed_audio", "visual"),
+        *("multi_modal_projector", "mm_projector", "connector"),
+    )
 )
 """Prefixes of the tensors of such a model that are not for text."""
 

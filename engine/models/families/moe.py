@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from quire.engine.models.families.family import (
+    NOT_TEXT,
     Config,
     Family,
     Runs,
@@ -11,6 +12,7 @@ from quire.engine.models.families.family import (
     attention,
     feed_forward,
     head_dim,
+    of_multimodal,
     require,
     rms_norm,
     rope,
@@ -272,6 +274,19 @@ QWEN_MOE = {
     "decoder_sparse_step": 1,
     "norm_topk_prob": False,
 }
+_GLM4_NAMES = NAMES_BY_EXPERT | {
+    "layers.feed_forward.router.correction_bias": "model.layers.{layer}.mlp.gate.e_score_correction_bias"
+}
+_GLM4 = {
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "partial_rotary_factor": 0.5,
+    "num_key_value_heads": 8,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+    "n_shared_experts": 1,
+}
 _MULTIPLIERS = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
 FAMILIES = {
     "MixtralForCausalLM": Family(
@@ -309,26 +324,16 @@ FAMILIES = {
             **dict.fromkeys(_MULTIPLIERS, 1.0),
         },
     ),
-    "Glm4MoeForCausalLM": Family(
+    "Glm4MoeForCausalLM": Family(_glm4_moe, _GLM4_NAMES, _GLM4, after_layers="multi-token prediction"),
+    "Glm4vMoeForConditionalGeneration": Family(
         _glm4_moe,
-        NAMES_BY_EXPERT
-        | {"layers.feed_forward.router.correction_bias": "model.layers.{layer}.mlp.gate.e_score_correction_bias"},
-        {
-            "max_position_embeddings": 131072,
-            "rms_norm_eps": 1e-5,
-            "partial_rotary_factor": 0.5,
-            "num_key_value_heads": 8,
-            "first_k_dense_replace": 1,
-            "norm_topk_prob": True,
-            "routed_scaling_factor": 1.0,
-            "n_shared_experts": 1,
-        },
-        after_layers="multi-token prediction",
+        of_multimodal(_GLM4_NAMES),
+        {**_GLM4, "max_position_embeddings": 65536, "attention_bias": True},
+        ignored_prefixes=NOT_TEXT,
     ),
     "Dots1ForCausalLM": Family(
         _dots1,
-        NAMES_BY_EXPERT
-        | {"layers.feed_forward.router.correction_bias": "model.layers.{layer}.mlp.gate.e_score_correction_bias"},
+        _GLM4_NAMES,
         {
             "max_position_embeddings": 2048,
             "first_k_dense_replace": 0,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quire.engine.models.families import llama, moe
-from quire.engine.models.families.family import Family, of_multimodal
+from quire.engine.models.families.family import NOT_TEXT, Family, of_multimodal
 from quire.engine.models.families.moe import NAMES_BY_EXPERT, STACKED_EXPERTS
 
 _QWEN2 = {**llama.QWEN, "max_window_layers": 80, "num_key_value_heads": 8, "rms_norm_eps": 1e-5}
@@ -17,7 +17,6 @@ _QWEN3_MOE = {
     "moe_intermediate_size": 1408,
     "norm_topk_prob": True,
 }
-_NOT_TEXT = ("visual.", "model.visual.")
 
 
 def _is_transposed(module: str) -> bool:
@@ -25,16 +24,16 @@ def _is_transposed(module: str) -> bool:
 
 
 FAMILIES = {
-    "Qwen2VLForConditionalGeneration": Family(llama.qwen2, llama.NAMES, _QWEN2, ignored_prefixes=_NOT_TEXT),
-    "Qwen2_5_VLForConditionalGeneration": Family(llama.qwen2, llama.NAMES, _QWEN2, ignored_prefixes=_NOT_TEXT),
+    "Qwen2VLForConditionalGeneration": Family(llama.qwen2, llama.NAMES, _QWEN2, ignored_prefixes=NOT_TEXT),
+    "Qwen2_5_VLForConditionalGeneration": Family(llama.qwen2, llama.NAMES, _QWEN2, ignored_prefixes=NOT_TEXT),
     "Qwen3VLForConditionalGeneration": Family(
-        llama.qwen3, of_multimodal(llama.NAMES), _QWEN3, ignored_prefixes=_NOT_TEXT
+        llama.qwen3, of_multimodal(llama.NAMES), _QWEN3, ignored_prefixes=NOT_TEXT
     ),
     "Qwen3VLMoeForConditionalGeneration": Family(
         moe.qwen_moe,
         of_multimodal(NAMES_BY_EXPERT | STACKED_EXPERTS),
         _QWEN3_MOE,
         is_transposed=_is_transposed,
-        ignored_prefixes=_NOT_TEXT,
+        ignored_prefixes=NOT_TEXT,
     ),
 }
