@@ -820,6 +820,8 @@ MODELS = {
     "KimiLinearForCausalLM": "Kimi-Linear-48B-A3B",
     "BailingHybridForCausalLM": "Ling and Ring with Kimi Delta Attention",
     "MiniMaxForCausalLM": "MiniMax-Text-01, in transformers' format",
+    "MiniMaxText01ForCausalLM": "MiniMax-Text-01",
+    "MiniMaxM1ForCausalLM": "MiniMax-M1",
     "OlmoHybridForCausalLM": "OLMo Hybrid",
     "JambaForCausalLM": "Jamba, Jamba 1.5, 1.6, 1.7, Reasoning",
     "MambaForCausalLM": "Mamba",
@@ -834,6 +836,29 @@ MODELS = {
 }
 """What people call the models of an architecture."""
 
+_TEXT01 = {
+    "num_local_experts": 5,
+    "block_size": 32,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "linear_attn_alpha_factor": 1.5,
+    "full_attn_alpha_factor": 1.3,
+    "mlp_alpha_factor": 1.2,
+    "full_attn_beta_factor": 0.8,
+}
+_TEXT01_AS_PUBLISHED = {
+    "attn_type_list": [0, 0, 1, 0],
+    "postnorm": True,
+    "shared_intermediate_size": 0,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "layernorm_linear_attention_alpha": 1.5,
+    "layernorm_linear_attention_beta": 1.0,
+    "layernorm_full_attention_alpha": 1.3,
+    "layernorm_full_attention_beta": 0.8,
+    "layernorm_mlp_alpha": 1.2,
+    "layernorm_mlp_beta": 1.0,
+}
+
 RENAMED: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "MiMo": ("MiMoForCausalLM", "Qwen2ForCausalLM", {}, {"model_type": "mimo", "attention_bias": True}),
     "InternLM2": ("InternLM2ForCausalLM", "LlamaForCausalLM", {}, {"model_type": "internlm2", "bias": False}),
@@ -843,6 +868,18 @@ RENAMED: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         "Kimi_K25ForConditionalGeneration",
         _KIMI,
         {"model_type": "kimi_k25"},
+    ),
+    "MiniMax-Text-01 as published": (
+        "MiniMaxText01ForCausalLM",
+        "MiniMaxForCausalLM",
+        _TEXT01,
+        _TEXT01_AS_PUBLISHED | {"model_type": "minimax_text_01"},
+    ),
+    "MiniMax-M1": (
+        "MiniMaxM1ForCausalLM",
+        "MiniMaxForCausalLM",
+        _TEXT01,
+        _TEXT01_AS_PUBLISHED | {"model_type": "minimax_m1"},
     ),
     "Falcon 7B of RefinedWeb": (
         "RWForCausalLM",
@@ -904,7 +941,7 @@ def write_renamed(case: str, folder: Path) -> Any:
         tensors["model.mtp_layers.0.input_proj.weight"] = torch.zeros(3, 5)
     elif architecture == "KimiK25ForConditionalGeneration":
         config = written | {"text_config": written["text_config"] | {"model_type": "kimi_k2"}}
-    else:
+    elif architecture == "InternLM2ForCausalLM":
         tensors = _internlm2(tensors, written["num_key_value_heads"])
     (folder / "config.json").write_text(json.dumps({**config, **own, "architectures": [architecture]}))
     save_file(tensors, path, {"format": "pt"})

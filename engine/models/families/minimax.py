@@ -1,4 +1,4 @@
-"""MiniMax-Text-01: layers with lightning attention, and a few with attention; experts as in Mixtral."""
+"""MiniMax-Text-01 and M1: layers with lightning attention, and a few with attention; experts as in Mixtral."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ def _minimax(name: str, config: Config) -> ModelSpec:
     require(config, "sliding_window", None)
     require(config, "mlp_beta_factor", 1, 1.0)
     norm, dim, count = rms_norm(config), head_dim(config), int(config["num_hidden_layers"])
-    kinds = config.get("layer_types") or [("full_attention", "linear_attention")[number % 2] for number in range(count)]
+    numbers = config.get("attn_type_list") or [(number + 1) % 2 for number in range(count)]
+    by_number = {0: "linear_attention", 1: "full_attention"}
+    kinds = config.get("layer_types") or [by_number.get(number, number) for number in numbers]
     if len(kinds) != count:
         raise ConfigError(f"layer_types has {len(kinds)} entries, but num_hidden_layers is {count}")
     experts = MoESpec(
@@ -67,6 +69,13 @@ def _minimax(name: str, config: Config) -> ModelSpec:
     return architecture(name, config, layers, norm)
 
 
+def _as_published(name: str, config: Config) -> ModelSpec:
+    """The publisher's config.json, from before transformers had the model."""
+    require(config, "postnorm", True)
+    require(config, "shared_intermediate_size", 0)
+    return _minimax(name, config)
+
+
 def _rows(layer: LayerSpec, module: str, part: str) -> Runs | None:
     """Each head has its query, key and value together."""
     if not isinstance(layer.state, LightningSpec) or module != "layers.state.input" or part == "gate":
@@ -86,21 +95,26 @@ _NAMES = NAMES | {
     "layers.feed_forward.experts.down": "model.layers.{layer}.block_sparse_moe.experts.{expert}.w2",
 }
 _FACTORS = [f"{part}_{factor}_factor" for part in ("full_attn", "linear_attn", "mlp") for factor in ("alpha", "beta")]
+_DEFAULTS = {
+    "max_position_embeddings": 131072,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1000000.0,
+    "hidden_act": "silu",
+    **dict.fromkeys(_FACTORS, 1),
+}
+_ORIGINAL_FACTORS = {
+    f"layernorm_{original}_{factor}": f"{part}_{factor}_factor"
+    for original, part in (("full_attention", "full_attn"), ("linear_attention", "linear_attn"), ("mlp", "mlp"))
+    for factor in ("alpha", "beta")
+}
+_BUFFERS = r"self_attn\.(slope_rate|query_decay|key_decay|diagonal_decay)$"
 FAMILIES = {
-    "MiniMaxForCausalLM": Family(
-        _minimax,
-        _NAMES,
-        {
-            "max_position_embeddings": 131072,
-            "num_key_value_heads": 8,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 1000000.0,
-            "hidden_act": "silu",
-            **dict.fromkeys(_FACTORS, 1),
-        },
-        rows=_rows,
-        ignored_pattern=r"self_attn\.(slope_rate|query_decay|key_decay|diagonal_decay)$",
+    "MiniMaxForCausalLM": Family(_minimax, _NAMES, _DEFAULTS, rows=_rows, ignored_pattern=_BUFFERS),
+    **dict.fromkeys(
+        ("MiniMaxText01ForCausalLM", "MiniMaxM1ForCausalLM"),
+        Family(_as_published, _NAMES, _DEFAULTS, _ORIGINAL_FACTORS, rows=_rows, ignored_pattern=_BUFFERS),
     ),
 }
