@@ -14,7 +14,7 @@ from quire.engine.config.model_files import TensorInfo
 from quire.engine.config.pooling import Norm
 from quire.engine.models.families import FAMILIES
 from quire.engine.models.families.tensors import NeededTensor, checkpoint_tensors, weight_names
-from quire.engine.models.model_spec import ModelSpec
+from quire.engine.models.model_spec import ModelSpec, TransformersModelSpec
 from quire.engine.models.quantization.method import FLOATS, Method, Scheme
 from quire.engine.models.quantization.online import Online, OnlineScheme
 from quire.engine.protocol.errors import ConfigError
@@ -133,6 +133,15 @@ def by_needed_name(headers: Mapping[str, T], prefix: str, needed: Collection[str
         return next((each for each in (name, new, prefix + new) if each in needed), other)
 
     return {needed_name(name): info for name, info in headers.items()}
+
+
+def as_stored(arch: ModelSpec, folder: Path, load_format: str) -> ModelSpec:
+    """The architecture with `separate_experts` if the files here, or an index beside config.json, have them so."""
+    family = None if isinstance(arch, TransformersModelSpec) else FAMILIES.get(arch.name)
+    if family is None or not family.stacks_experts(arch):
+        return arch
+    names = model_files.tensor_names(folder, load_format) or ()
+    return replace(arch, separate_experts=any(".experts.0." in name for name in names))
 
 
 def quantized_outer(folder: Path, load_format: str, arch: ModelSpec, method: Method | None) -> frozenset[str]:

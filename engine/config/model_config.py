@@ -68,11 +68,12 @@ def resolve(options: EngineOptions, available: Devices) -> ModelConfig:
         tokenizer = model_folder.locate(options.tokenizer, None, options.download_dir)
     arch, pooler = _architecture(options, path, hf_config, tokenizer)
     arch = _without_dual_chunks(arch, hf_config, options)
+    load_format = _choose_load_format(options, path)
+    arch = checkpoint_tensors.as_stored(arch, path, load_format)
     requested = _choose_quantization(options, quantized, available.kind)
     packed = requested if available.kind == "cpu" and (requested == "int8" or requested == "int4") else None
     if requested is not None and packed is None:
         quantized = online.of(requested, arch, quantized)
-    load_format = _choose_load_format(options, path)
     if load_format == "dummy":
         quantized = None
     _check_attention_backend(options, arch, available)

@@ -279,8 +279,7 @@ def _partition_layers(arch: ModelSpec, options: EngineOptions) -> tuple[range, .
     A layer that attends to what a layer before has selected, or to its keys and values, is on the same stage.
     """
     stages, text, num_layers = options.pipeline_parallel_size, options.pipeline_layer_partition, arch.num_layers
-    sources = [_source(arch, number) for number in range(num_layers)]
-    places = [number for number in range(1, num_layers) if min(sources[number:]) >= number]
+    places = stage_starts(arch)
     if text is None:
         if stages > num_layers:
             raise ConfigError(f"--pipeline-parallel-size {stages} is more than the model's {num_layers} layers")
@@ -315,6 +314,12 @@ def _partition_layers(arch: ModelSpec, options: EngineOptions) -> tuple[range, .
                 *(stages, ", ".join(map(str, sizes))),
             )
     return tuple(range(start, end) for start, end in pairwise([*starts, num_layers]))
+
+
+def stage_starts(arch: ModelSpec) -> list[int]:
+    """The layers that a stage after the first can start with."""
+    sources = [_source(arch, number) for number in range(arch.num_layers)]
+    return [number for number in range(1, arch.num_layers) if min(sources[number:]) >= number]
 
 
 def _source(arch: ModelSpec, number: int) -> int:

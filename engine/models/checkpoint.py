@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quire.engine.layers.weight import Shard, Weight
 from quire.engine.models.attention_spec import MLASpec
-from quire.engine.models.families import FAMILIES
+from quire.engine.models.families import family_of
 from quire.engine.models.families.family import Family
 from quire.engine.models.families.tensors import StoredTensor, stored_tensor
 from quire.engine.models.model_spec import LayerSpec, ModelSpec
@@ -86,7 +86,7 @@ def _cover(rows: Rows) -> tuple[slice, Rows | None]:
 
 def find(path: str, weight: Weight, arch: ModelSpec) -> Iterator[tuple[Shard, StoredSlice]]:
     """The checkpoint tensor for each shard of the parameter `path`, such as layers.3.attention.qkv.weight."""
-    family = FAMILIES[arch.name]
+    family = family_of(arch)
     module, _, kind = path.rpartition(".")
     number = re.search(r"\d+", module)
     module = re.sub(r"\.\d+", "", module)

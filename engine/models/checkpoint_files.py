@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import pickle
 from collections.abc import Mapping
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,8 +18,10 @@ from quire.engine.config.checkpoint_tensors import by_needed_name, check_tensors
 from quire.engine.config.engine_config import ModelConfig
 from quire.engine.config.model_files import TensorInfo
 from quire.engine.models.checkpoint import StoredSlice
-from quire.engine.models.families.tensors import NeededTensor
+from quire.engine.models.families import FAMILIES
+from quire.engine.models.families.tensors import NeededTensor, StackSlice, stacked_experts
 from quire.engine.models.gguf_files import GgufFiles
+from quire.engine.models.model_spec import ModelSpec
 from quire.engine.models.quantization.method import Scheme, Shape
 from quire.engine.models.quantization.online import OnlineScheme
 from quire.engine.models.quantized_tensors import READERS
@@ -100,12 +103,49 @@ def open_files(folder: Path, load_format: str) -> CheckpointFiles:
     return TorchFiles(folder) if load_format == "pt" else SafetensorsFiles(folder, load_format)
 
 
+class SeparatedExperts:
+    """A checkpoint with stacks of experts as one that has the experts one by one: `ModelSpec.separate_experts`."""
+
+    def __init__(self, files: CheckpointFiles, arch: ModelSpec) -> None:
+        slices = stacked_experts(arch)
+        named = by_needed_name(files.headers, FAMILIES[arch.name].prefix, {each.stack for each in slices.values()})
+        self._files, self.headers = files, dict(files.headers)
+        self._slices: dict[str, tuple[TensorInfo, StackSlice]] = {}
+        for name, place in slices.items():
+            if (stack := named.get(place.stack)) is None:
+                continue
+            self.headers.pop(stack.name, None)
+            pairs = zip(name, place.stack, strict=False)
+            common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            own = stack.name.removesuffix(place.stack[common:]) + name[common:]  # the file's name may lack the prefix
+            _, *rest = stack.shape
+            columns = rest[:-1] if place.is_transposed else rest[1:]
+            shape = (sum(map(len, place.rows)), *columns)
+            self.headers[own] = TensorInfo(stack.file, stack.dtype, shape, own)
+            self._slices[own] = stack, place
+
+    def view(self, info: TensorInfo) -> Tensor:
+        if info.name not in self._slices:
+            return self._files.view(info)
+        stack, (_, expert, rows, is_transposed) = self._slices[info.name]
+        whole = self._files.view(stack)[expert]
+        whole = whole.T if is_transposed else whole
+        parts = [whole[each.start : each.stop : each.step] for each in rows]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def open_model(model: ModelConfig) -> CheckpointFiles:
+    """The weights of a model, its experts one by one if it has them so."""
+    files = open_files(model.path, model.load_format)
+    return SeparatedExperts(files, model.architecture) if model.architecture.separate_experts else files
+
+
 class Checkpoint:
     """The tensors that a model needs, by the names of a model with a head; quantized ones as what they stand for."""
 
     def __init__(self, model: ModelConfig, prefix: str, needed: Mapping[str, NeededTensor]) -> None:
         """Raises `ConfigError` naming the tensors that are missing or have another shape."""
-        self._files, self._model = open_files(model.path, model.load_format), model
+        self._files, self._model = open_model(model), model
         self.headers = by_needed_name(self._files.headers, prefix, needed)
         self._quantized = check_tensors(model, needed, self.headers)
 

@@ -39,9 +39,9 @@ _COLUMNS = 128
 _BLOCK_SIZE, _BATCH_TOKENS = 16, 4096
 
 
-def quantize(weight: Tensor, rounding: Rounding, moments: Tensor) -> QuantizedWeight:
+def quantize(weight: Tensor, rounding: Rounding, moments: Tensor, largest: Tensor | None = None) -> QuantizedWeight:
     """Round a weight `[out, in]`, given the sums of products of its inputs, float32 `[in, in]`. Factors are chosen when
-    the first column of their group is reached."""
+    the first column of their group is reached; `largest` is as for `quantized.choose_factors`."""
     rest, columns = weight.float().clone(), weight.shape[1]
     group, moments = rounding.group or columns, moments.clone()
     diagonal = moments.diagonal()
@@ -55,7 +55,7 @@ def quantize(weight: Tensor, rounding: Rounding, moments: Tensor) -> QuantizedWe
     for start in range(0, columns, step):
         end = min(start + step, columns)
         if start % group == 0:
-            chosen = choose_factors(rest[:, start : start + group].to(weight.dtype), rounding)
+            chosen = choose_factors(rest[:, start : start + group].to(weight.dtype), rounding, largest)
             factors.append(chosen)
         errors = torch.empty(len(weight), end - start)
         for column in range(start, end):
@@ -132,11 +132,15 @@ def _enough(x: Tensor) -> Tensor | None:
 
 
 def layers(
-    config: EngineConfig, schemes: Mapping[str, Scheme], texts: Sequence[Sequence[int]]
+    config: EngineConfig,
+    schemes: Mapping[str, Scheme],
+    texts: Sequence[Sequence[int]],
+    largest: Callable[[str], Tensor | None] = lambda name: None,
 ) -> Iterator[dict[str, QuantizedWeight]]:
-    """The quantized weights of each layer, by the names of their tensors. A layer sees what the quantized ones before
+    """The quantized weights of each stage, by the names of their tensors. A stage sees what the quantized ones before
     it compute of the texts, and an expert the tokens that are routed to it; its weights that have more inputs than
-    tokens are rounded to the nearest. `config` is in float32, with a stage for each layer."""
+    tokens are rounded to the nearest. `config` is in float32, with a stage for each layer if it can have them.
+    `largest` has the largest magnitude of a weight and those that it shares a scale with, if scales depend on it."""
     kernels.prepare("cpu")()
     batches = list(_batches(texts))
     hidden: list[Tensor | None] = [None] * len(batches)
@@ -146,7 +150,7 @@ def layers(
         moments = _observed(decoder)
         for batch, state in zip(batches, hidden, strict=True):
             _forward(config, decoder, stage, batch, state)
-        found, nearest = _rounded(config, schemes, decoder, moments)
+        found, nearest = _rounded(config, schemes, decoder, moments, largest)
         total, num_nearest = total + len(found), num_nearest + nearest
         if stage + 1 < len(config.parallel.stages):
             hidden = [_forward(config, decoder, stage, *each) for each in zip(batches, hidden, strict=True)]
@@ -162,7 +166,11 @@ def layers(
 
 
 def _rounded(
-    config: EngineConfig, schemes: Mapping[str, Scheme], decoder: Decoder, moments: Mapping[int, Moments]
+    config: EngineConfig,
+    schemes: Mapping[str, Scheme],
+    decoder: Decoder,
+    moments: Mapping[int, Moments],
+    largest: Callable[[str], Tensor | None],
 ) -> tuple[dict[str, QuantizedWeight], int]:
     """The weights of a stage by the names of their tensors, and how many of them are rounded to the nearest; the
     decoder has the rounded ones from then on."""
@@ -178,7 +186,12 @@ def _rounded(
         stored = checkpoint[whole][tuple(slice(0, size) for size in whole.shape)]
         rounding, own = rounding_of(schemes[file_name]), moments[id(weight)](first.local_expert)
         nearest += own is None
-        found[file_name] = quantized.quantize(stored, rounding) if own is None else quantize(stored, rounding, own)
+        most = largest(file_name)
+        found[file_name] = (
+            quantized.quantize(stored, rounding, most, search=True)
+            if own is None
+            else quantize(stored, rounding, own, most)
+        )
         rounded = found[file_name].dequantize().float()
         for target, shard, place in places:
             target.data[shard.target] = place.arranged(shard, rounded[place.slice(shard)])
@@ -217,7 +230,10 @@ def _forward(config: EngineConfig, decoder: Decoder, stage: int, batch: Batch, h
     for number in layers:
         layer, memory, keys, state = config.model.architecture.layers[number], None, None, None
         if layer.attention is not None:
-            memory = _plane(batch, layer.attention.kv_shape(1))
+            source = layer.kv_source
+            memory = (
+                _plane(batch, layer.attention.kv_shape(1)) if source is None else caches[layers.index(source)].memory
+            )
             if isinstance(layer.attention, MLASpec) and (index_shape := layer.attention.index_shape()) is not None:
                 keys = _plane(batch, index_shape)
         if layer.state is not None:  # no state is kept

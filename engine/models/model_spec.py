@@ -383,6 +383,8 @@ class ModelSpec:
     head_bias: bool = False
     layer_input: LayerInputSpec | None = None
     alt_up: AltUpSpec | None = None
+    separate_experts: bool = False
+    """The checkpoint has the experts one by one, where others of the architecture stack them."""
 
     def __post_init__(self) -> None:
         if not self.layers:

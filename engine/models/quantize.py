@@ -22,7 +22,7 @@ from quire.engine.config.checkpoint_tensors import by_needed_name
 from quire.engine.config.model_files import TensorInfo, read_json
 from quire.engine.config.quantize_request import QuantizeRequest
 from quire.engine.models import gptq, quantization
-from quire.engine.models.checkpoint_files import open_files
+from quire.engine.models.checkpoint_files import open_model
 from quire.engine.models.families import FAMILIES
 from quire.engine.models.families.tensors import checkpoint_tensors, weight_names
 from quire.engine.models.model_spec import ModelSpec
@@ -47,7 +47,7 @@ class Source:
         model, self.settings = request.config.model, dict(request.settings)
         arch, method = model.architecture, quantization.read(request.settings)
         assert method is not None
-        self._files = open_files(model.path, model.load_format)
+        self._files = open_model(model)
         needed = checkpoint_tensors(arch, has_head=model.pooling is None)
         prefix = FAMILIES[arch.name].prefix
         named = by_needed_name(self._files.headers, prefix, needed)
@@ -65,9 +65,11 @@ class Source:
                 continue
             self.schemes[named[name].name] = scheme
             group, columns, problem = rounding_of(scheme).group, tensor.shape[-1], ""
-            if len(tensor.shape) > 2 or tensor.is_transposed:
-                layout = "a stack of experts" if len(tensor.shape) > 2 else "stored with inputs before outputs"
-                problem = f"is {layout}, which transformers does not read quantized; use quire serve -q fp8"
+            if tensor.is_transposed:
+                problem = (
+                    "is stored with inputs before outputs, which transformers does not read quantized; use "
+                    "quire serve -q fp8"
+                )
             elif group and columns % group:
                 problem = (
                     f"has {columns} inputs, which are not whole groups of {group}; use another --scheme or --group-size"
@@ -86,8 +88,10 @@ class Source:
     def __getitem__(self, name: str) -> Tensor:
         return self._files.view(self.headers[name])
 
-    def largest(self, name: str) -> Tensor:
-        """The largest magnitude in the layers that are multiplied together with this one: they share a scale."""
+    def largest(self, name: str) -> Tensor | None:
+        """The largest magnitude in the layers that are multiplied together with this one, if they share a scale."""
+        if not isinstance(self.schemes[name], NvFp4):
+            return None
         name = self._needed_names[name]
         starred, numbers = with_stars(name), re.findall(r"(?<=\.)\d+(?=\.)", name)
         pieces = [f"{each}.weight".split("*") for each in self._fused[starred.removesuffix(".weight")]]
@@ -101,16 +105,14 @@ class Source:
     def stored(self, name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
         """A quantized weight's tensors by name."""
         scheme, module = self.schemes[name], name.removesuffix(".weight")
-        largest = self.largest(name) if isinstance(scheme, NvFp4) else torch.zeros(1, 1)
-        return {module + suffix: each for suffix, each in stored_tensors(scheme, weight, largest).items()}
+        return {module + suffix: each for suffix, each in stored_tensors(scheme, weight, self.largest(name)).items()}
 
     def rounded(self, name: str) -> QuantizedWeight:
         """The weight, rounded to the nearest numbers, some rows after the others."""
         scheme, weight = self.schemes[name], self[name]
         rounding = rounding_of(scheme)
         step = -(-_AT_ONCE // (weight.shape[1] * rounding.rows)) * rounding.rows
-        largest = self.largest(name) if isinstance(scheme, NvFp4) else None
-        parts = [quantize(rows, rounding, largest) for rows in torch.split(weight, step)]
+        parts = [quantize(rows, rounding, self.largest(name), search=True) for rows in torch.split(weight, step)]
         offsets = [part.offsets for part in parts if part.offsets is not None]
         return QuantizedWeight(
             rounding.values,
@@ -187,7 +189,9 @@ def _shards(source: Source, request: QuantizeRequest) -> Iterator[dict[str, Tens
         files.setdefault(info.file, []).append(info)
     with tqdm(total=len(source.headers), desc="quantize", unit=" tensors") as bar:
         done = set[str]()
-        for layer in gptq.layers(request.config, source.schemes, request.texts) if request.texts else ():
+        for layer in (
+            gptq.layers(request.config, source.schemes, request.texts, source.largest) if request.texts else ()
+        ):
             yield dict(chain(*(source.stored(name, weight).items() for name, weight in layer.items())))
             done.update(layer)
             bar.update(len(layer))

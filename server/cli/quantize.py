@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Literal
 
 from quire.engine.config.devices import Devices
-from quire.engine.config.engine_config import EngineConfig
 from quire.engine.config.model_folder import is_gguf
 from quire.engine.config.options import EngineOptions, flag
+from quire.engine.config.parallel_config import stage_starts
 from quire.engine.config.quantize_request import QuantizeRequest
 from quire.engine.config.resolve import fetch_weights, resolve
 from quire.engine.models.encoder_spec import EncoderSpec
+from quire.engine.models.families import FAMILIES
+from quire.engine.models.model_spec import ModelSpec
 from quire.engine.models.quantization import recipes
 from quire.engine.protocol.errors import ConfigError
 from quire.server.cli import flags
@@ -101,30 +103,29 @@ def run(parsed: argparse.Namespace) -> int:
             f"{parsed.model} is quantized already, with {config.model.quantized.name}; use the one with 16-bit weights"
         )
     arch, texts = config.model.architecture, tuple[tuple[int, ...], ...]()
+    arch = replace(arch, separate_experts=FAMILIES[arch.name].stacks_experts(arch))
     settings = recipes.settings(options.scheme, arch, options.group_size, options.ignore)
     if options.calibration is not None:
-        _check_gptq(options, config)
+        stages = _num_stages(arch)
         texts = _texts(options.calibration, Tokenizer.load(config.model.tokenizer), config.model.max_model_len)
-        engine = replace(engine, pipeline_parallel_size=arch.num_layers)
+        engine = replace(engine, pipeline_parallel_size=stages)
         config = resolve(engine, described=everything)
     fetch_weights(engine, config)
+    config = replace(config, model=replace(config.model, architecture=arch))
     QuantizeRequest(config, out, settings, texts).run()
     size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
     print(f"{parsed.out}: {size:,} bytes of weights; try it with: quire serve {parsed.out}")
     return 0
 
 
-def _check_gptq(options: QuantizeOptions, config: EngineConfig) -> None:
-    arch = config.model.architecture
+def _num_stages(arch: ModelSpec) -> int:
+    """A stage for each layer, but for layers that share keys and values or weights: they are rounded together.
+
+    Raises `ConfigError` for encoders.
+    """
     if isinstance(arch, EncoderSpec):
         raise ConfigError(f"--method gptq: encoders such as {arch.name} are not supported; use --method rtn")
-    if any(layer.kv_source is not None or layer.block is not None for layer in arch.layers):
-        raise ConfigError(
-            f"--method gptq: layers are rounded one by one, and {arch.name} has some that share keys and values or "
-            "weights; use --method rtn"
-        )
-    if options.scheme in ("fp8_block", "nvfp4a16"):
-        raise ConfigError(f"--method gptq: scheme {options.scheme} is not supported; use w4a16, or --method rtn")
+    return 1 if any(layer.block is not None for layer in arch.layers) else 1 + len(stage_starts(arch))
 
 
 def _texts(path: str, tokenizer: Tokenizer, max_model_len: int) -> tuple[tuple[int, ...], ...]:

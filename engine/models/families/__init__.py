@@ -74,6 +74,12 @@ FAMILIES: dict[str, Family] = {
 """By the architecture's name in config.json."""
 
 
+def family_of(arch: ModelSpec) -> Family:
+    """How to read the checkpoint of a model that is one of FAMILIES."""
+    family = FAMILIES[arch.name]
+    return family.with_separate_experts() if arch.separate_experts else family
+
+
 def of_text(config: Mapping[str, Any]) -> dict[str, Any]:
     """config.json with the settings of the text part on top, if we know the text part of a model that takes more."""
     names, part = config.get("architectures") or [], config.get("text_config")

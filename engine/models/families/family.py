@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from quire.engine.models.attention_spec import AttentionSpec
@@ -76,6 +76,39 @@ class Family:
 
     def names_of(self, arch: ModelSpec) -> Mapping[str, str]:
         return self.names(arch) if callable(self.names) else self.names
+
+    def stacks_experts(self, arch: ModelSpec) -> bool:
+        """Whether a model's experts are stacked in one tensor."""
+        stacked = [name for module, name in self.names_of(arch).items() if _is_stacked(module, name)]
+        return bool(stacked) and any(isinstance(layer.feed_forward, MoESpec) for layer in arch.layers)
+
+    def with_separate_experts(self) -> Family:
+        """The family of checkpoints that have the experts one by one, each with a matrix `[out, in]` for gate, up and
+        down: LLM Compressor writes them so."""
+
+        def names(arch: ModelSpec) -> Mapping[str, str]:
+            own = self.names_of(arch)
+            found = {module: name for module, name in own.items() if not _is_stacked(module, name)}
+            for module, part in ((f"{_EXPERTS}gate_up", "{part}"), (f"{_EXPERTS}down", "down")):
+                if module not in found:
+                    parent = (own.get(f"{module}.weight") or own[module]).rpartition(".")[0].removesuffix(".experts")
+                    found[module] = f"{parent}.experts.{{expert}}.{part}_proj"
+            return found
+
+        def is_transposed(module: str) -> bool:
+            return not module.startswith(_EXPERTS) and self.is_transposed(module)
+
+        def rows(layer: LayerSpec, module: str, part: str) -> Runs | None:
+            return None if module.startswith(_EXPERTS) else self.rows(layer, module, part)
+
+        return replace(self, names=names, is_transposed=is_transposed, rows=rows)
+
+
+_EXPERTS = "layers.feed_forward.experts."
+
+
+def _is_stacked(module: str, name: str) -> bool:
+    return module.startswith(_EXPERTS) and "{expert}" not in name
 
 
 def grouped_rows(layer: LayerSpec, module: str, part: str) -> Runs | None:

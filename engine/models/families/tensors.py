@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from quire.engine.models.attention_spec import AttentionSpec, MLASpec
 from quire.engine.models.encoder_spec import EncoderSpec
-from quire.engine.models.families import FAMILIES
+from quire.engine.models.families import FAMILIES, family_of
 from quire.engine.models.families.family import Family
 from quire.engine.models.model_spec import (
     LayerSpec,
@@ -122,7 +122,7 @@ class NeededTensor(NamedTuple):
 
 def checkpoint_tensors(arch: ModelSpec, *, has_head: bool) -> dict[str, NeededTensor]:
     """Return the tensors that the model needs by their names in the checkpoint."""
-    family, found = FAMILIES[arch.name], dict[str, NeededTensor]()
+    family, found = family_of(arch), dict[str, NeededTensor]()
     for number, layer, module, kind, parts in _parameters(arch, has_head):
         for part in parts:
             stored = stored_tensor(family, arch, layer, module, kind, part, parts)
@@ -135,6 +135,37 @@ def checkpoint_tensors(arch: ModelSpec, *, has_head: bool) -> dict[str, NeededTe
     return found
 
 
+class StackSlice(NamedTuple):
+    """Where a stack has a matrix, or a bias, of an expert."""
+
+    stack: str
+    expert: int
+    rows: tuple[range, ...]
+    """Of the expert."""
+    is_transposed: bool
+
+
+def stacked_experts(arch: ModelSpec) -> dict[str, StackSlice]:
+    """The tensors that a checkpoint with separate experts has instead of stacks, by name."""
+    family, found = FAMILIES[arch.name], dict[str, StackSlice]()
+    for number, layer, module, kind, parts in _parameters(arch, has_head=False):
+        if layer is None or not module.startswith("layers.feed_forward.experts."):
+            continue
+        assert isinstance(layer.feed_forward, MoESpec)
+        start = 0
+        for part, (size, *_) in parts.items():
+            stack = stored_tensor(family, arch, layer, module, kind, part, parts)
+            own = stored_tensor(family.with_separate_experts(), arch, layer, module, kind, part, parts)
+            rows = tuple(family.rows(layer, module, part) or (range(start, start + size),))
+            start += size if len(stack.joint) > 1 else 0
+            for expert in range(layer.feed_forward.num_experts if stack.is_stacked else 0):
+                name = stack.name.format(layer=number)
+                found[own.name.format(layer=number, expert=expert)] = StackSlice(
+                    name, expert, rows, stack.is_transposed
+                )
+    return found
+
+
 def weight_names(arch: ModelSpec) -> dict[tuple[int | None, str], list[str]]:
     """The checkpoint's names, without `.weight`, of what each module with a matrix combines, such as q, k and v; of
     experts those of the first one. Modules are given by the number of their layer, None outside the layers, and their
@@ -143,7 +174,7 @@ def weight_names(arch: ModelSpec) -> dict[tuple[int | None, str], list[str]]:
         outer = [(None, each.module) for each in arch.outer_matrices(1)]
         inner = [(number, each.module) for number, layer in enumerate(arch.layers) for each in layer.linears]
         return {(number, module): [module] for number, module in (*outer, *inner)}
-    family, found = FAMILIES[arch.name], dict[tuple[int | None, str], list[str]]()
+    family, found = family_of(arch), dict[tuple[int | None, str], list[str]]()
     for number, layer, module, kind, parts in _parameters(arch, has_head=True):
         if kind == "weight" and all(len(shape) == 2 for shape in parts.values()):
             tensors = {part: stored_tensor(family, arch, layer, module, kind, part, parts) for part in parts}

@@ -24,9 +24,9 @@ def rounding_of(scheme: Scheme) -> Rounding:
     return Rounding(scheme.values, scheme.group, scheme.rows, scheme.has_offsets)
 
 
-def stored_tensors(scheme: Scheme, weight: QuantizedWeight, largest: Tensor) -> dict[str, Tensor]:
+def stored_tensors(scheme: Scheme, weight: QuantizedWeight, largest: Tensor | None) -> dict[str, Tensor]:
     """The tensors of a weight `[out, in]`, by what is appended to the module's name. `largest` is the largest magnitude
-    in the layers that are multiplied together, such as q, k and v."""
+    in the layers that are multiplied together, such as q, k and v: NVFP4 needs it."""
     codes, scales = weight.codes, weight.scales.to(weight.dtype)
     if isinstance(scheme, MxFp4):
         return {
@@ -34,6 +34,7 @@ def stored_tensors(scheme: Scheme, weight: QuantizedWeight, largest: Tensor) -> 
             ".weight_scale": weight.scales.to(torch.float8_e8m0fnu).view(torch.uint8),
         }
     if isinstance(scheme, NvFp4):
+        assert largest is not None
         unit = unit_of(largest)
         return {
             ".weight_packed": _packed_nibbles(codes),

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,15 +22,18 @@ from safetensors.torch import load_file, save_file
 from quire.engine.config.quantize_request import QuantizeRequest
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.models import gptq, quantize
+from quire.engine.models.families import FAMILIES
 from quire.engine.models.quantization import recipes
 from quire.engine.models.quantization.recipes import RECIPES
 from quire.kernels import quantized
 from quire.kernels.quantized import Rounding
+from quire.server.cli import quantize as server_quantize
 from quire.server.cli.main import main
 from tests.fakes import families
-from tests.fakes.families import write_model
+from tests.fakes.families import SIZES, write_model
 from tests.fakes.model_logits import configure, logits
 from tests.fakes.quantized_checkpoints import _LINEAR
+from tests.fakes.ranks import on_ranks
 from tests.integration.engine.models.test_quantized import _SIZES, KINDS
 
 _EXPERTS = KINDS["experts"][1] | {"moe_intermediate_size": 128, "hidden_size": 256}
@@ -88,7 +92,7 @@ def test_what_is_written_stands_for_the_rounded_weights(scheme: str, kind: str, 
         fused = next((each for each in _FUSED if module in each), {module})
         siblings = [numbers[name.replace(module, each)] for each in fused] if scheme == "nvfp4a16" else [weight]
         largest = torch.stack([each.abs().max() for each in siblings]).max().float().view(1, 1)
-        rounded = quantized.quantize(weight, _ROUNDINGS[scheme], largest)
+        rounded = quantized.quantize(weight, _ROUNDINGS[scheme], largest, search=True)
         numbers[f"rounded {name}"] = replace(rounded, dtype=torch.float32).dequantize()
     whole = tmp_path / "whole"
     whole.mkdir()
@@ -108,6 +112,66 @@ def test_what_is_written_stands_for_the_rounded_weights(scheme: str, kind: str, 
     assert {"lm_head", "model.layers.70.mlp.up_proj"} <= set(settings["ignore"])
     if kind == "experts":
         assert r"re:model\.layers\.[0-9]+\.mlp\.gate$" in settings["ignore"]
+
+
+_STACKS = {
+    "GptOssForCausalLM": ("experts.gate_up_proj", "experts.down_proj"),
+    "GraniteMoeForCausalLM": ("input_linear.weight", "output_linear.weight"),
+}
+
+
+def round_stacks(tensors: dict[str, torch.Tensor], architecture: str, scheme: str) -> dict[str, torch.Tensor]:
+    """The tensors with each matrix of each expert rounded by itself; NVFP4's gate and up share a scale."""
+    is_transposed = architecture == "GptOssForCausalLM"  # whose gate and up alternate
+    gate_up, down = _STACKS[architecture]
+    for name, stack in list(tensors.items()):
+        if not name.endswith((gate_up, down)):
+            continue
+        rounded = (stack.transpose(1, 2) if is_transposed else stack).float()
+        for expert in rounded:
+            parts = [expert[::2], expert[1::2]] if is_transposed else list(expert.chunk(2))
+            parts = [expert] if name.endswith(down) else parts
+            largest = torch.stack([part.abs().max() for part in parts]).max().float().view(1, 1)
+            for part in parts:
+                codes = quantized.quantize(part.to(stack.dtype), _ROUNDINGS[scheme], largest, search=True)
+                part.copy_(replace(codes, dtype=torch.float32).dequantize())
+        tensors[name] = (rounded.transpose(1, 2) if is_transposed else rounded).contiguous()
+    return tensors
+
+
+@pytest.mark.parametrize(
+    ("architecture", "scheme"),
+    [*(("GptOssForCausalLM", scheme) for scheme in RECIPES if scheme != "w8a8"), ("GraniteMoeForCausalLM", "w4a16")],
+)
+def test_stacks_of_experts_are_written_one_by_one(architecture: str, scheme: str, tmp_path: Path) -> None:
+    folder = write(tmp_path / "plain", architecture, num_local_experts=4, head_dim=32)
+    out, whole = tmp_path / "out", tmp_path / "whole"
+    others = r"re:(?!.*\.experts\.\d)"
+    assert main(["quantize", str(folder), str(out), "--scheme", scheme, "--ignore", others]) == 0
+    names = {each for each in plain(out) if ".experts." in each}
+    assert len({name.rpartition(".")[0] for name in names}) == 2 * 4 * 3
+    whole.mkdir()
+    (whole / "config.json").write_text((folder / "config.json").read_text())
+    save_file(round_stacks(plain(folder), architecture, scheme), whole / "model.safetensors")
+    tokens = torch.randint(0, 131, (20,), generator=torch.Generator().manual_seed(1))
+    expected = logits(configure(whole, max_model_len=64), tokens, Parallel())
+    for tp, ep in ((1, False), (2, False), (2, True)):
+        config = configure(out, max_model_len=64, tensor_parallel_size=tp, enable_expert_parallel=ep)
+        for found in on_ranks(tp, partial(logits, config, tokens)):
+            assert (found - expected).norm() <= 1e-3 * expected.norm()
+
+
+def test_plain_experts_are_read_one_by_one_where_others_stack_them(tmp_path: Path) -> None:
+    """As transformers writes Qwen3.5's, and its publisher does not."""
+    case = "Qwen3.5 MoE with a vision part, stacked experts"
+    stacked, separate = tmp_path / "stacked", tmp_path / "separate"
+    architecture, changes = families.CASES[case]
+    families.write(case, stacked)
+    write_model(architecture, SIZES | changes, separate)
+    assert any(".experts.0." in name for name in plain(separate))
+    tokens = torch.arange(20)
+    expected, found = (logits(configure(each, max_model_len=64), tokens, Parallel()) for each in (stacked, separate))
+    assert torch.equal(expected, found)
 
 
 def test_names_without_prefix_and_weights_that_are_stored_twice(tmp_path: Path) -> None:
@@ -177,16 +241,10 @@ def test_folders_and_models_that_do_not_fit_are_refused(tmp_path: Path, capsys: 
     (tmp_path / "third.part").mkdir()
     assert main(["quantize", str(folder), str(tmp_path / "third")]) == 2
     assert "third.part exists: another `quire quantize` writes it, or was killed" in capsys.readouterr().err
-    for architecture, reason in (
-        (
-            "GPT2LMHeadModel",
-            "inputs before outputs, which transformers does not read quantized; use quire serve -q fp8",
-        ),
-        ("GptOssForCausalLM", "stack of experts, which transformers does not read quantized; use quire serve -q fp8"),
-    ):
-        other = write(tmp_path / architecture, architecture, num_local_experts=4, head_dim=32)
-        assert main(["quantize", str(other), str(tmp_path / "none")]) == 2
-        assert reason in capsys.readouterr().err
+    other = write(tmp_path / "other", "GPT2LMHeadModel")
+    assert main(["quantize", str(other), str(tmp_path / "none")]) == 2
+    reason = "inputs before outputs, which transformers does not read quantized; use quire serve -q fp8"
+    assert reason in capsys.readouterr().err
     tensors = plain(folder)
     tensors["model.layers.0.mlp.up_proj.weight"][3, 4] = torch.nan
     for file in folder.glob("*.safetensors*"):
@@ -234,6 +292,24 @@ def test_gptq_makes_smaller_errors_of_outputs_than_rounding() -> None:
         assert errors[0] < 0.8 * errors[1]
 
 
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_search_of_factors_makes_errors_smaller(name: str) -> None:
+    weight = torch.randn(128, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weight[:, 128] *= 4
+    largest = weight.float().abs().max().view(1, 1)
+    whole, own = (
+        replace(quantized.quantize(weight, _ROUNDINGS[name], largest, search=search), dtype=torch.float32)
+        for search in (False, True)
+    )
+    errors = [(each.dequantize() - weight.float()).view(128, -1, 16).square().sum(-1) for each in (whole, own)]
+    if name.startswith(("w8", "fp8")):
+        assert torch.equal(whole.codes, own.codes)
+    else:
+        of_groups = [each.view(*own.scales.shape, -1).sum(-1) for each in errors]
+        assert (of_groups[1] <= of_groups[0]).all()
+        assert errors[1].sum() < (0.995 if name == "mxfp4a16" else 0.95) * errors[0].sum()
+
+
 def test_gptq_of_inputs_that_do_not_depend_on_each_other_is_rounding() -> None:
     weight = torch.randn(24, 64)
     ours, nearest = gptq.quantize(weight, Rounding("int8"), torch.eye(64)), quantized.quantize(weight, Rounding("int8"))
@@ -261,10 +337,44 @@ def test_gptq_takes_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     encoder = write(tmp_path / "encoder", "BertModel")
     assert main(["quantize", str(encoder), str(tmp_path / "none"), *arguments[2:]]) == 2
     assert "encoders such as BertModel are not supported" in capsys.readouterr().err
-    for case in ("Zamba2", "Gemma 3n"):
-        families.write(case, tmp_path / case)
-        assert main(["quantize", str(tmp_path / case), str(tmp_path / "none"), *arguments[2:]]) == 2
-        assert "share keys and values or weights; use --method rtn" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("case", "stages"), [("Zamba2", 1), ("Gemma 3n", 3), ("GLM-5, shared selection", 2), ("Gemma 4, experts", 4)]
+)
+def test_gptq_rounds_every_layer_once(case: str, stages: int, tmp_path: Path) -> None:
+    """Also layers that share weights, keys and values or selected tokens, which are in a stage, and stacked experts."""
+    families.write(case, tmp_path)
+    arch = configure(tmp_path, max_model_len=64).model.architecture
+    assert server_quantize._num_stages(arch) == stages
+    config = configure(tmp_path, max_model_len=64, dtype="float32", pipeline_parallel_size=stages)
+    arch = replace(arch, separate_experts=FAMILIES[arch.name].stacks_experts(arch))
+    config = replace(config, model=replace(config.model, architecture=arch))
+    source = quantize.Source(QuantizeRequest(config, tmp_path / "out", recipes.settings("w4a16", arch, group_size=-1)))
+    tokens = torch.randint(0, 131, (8, 60), generator=torch.Generator().manual_seed(1))
+    found = [each for stage in gptq.layers(config, source.schemes, tokens.tolist()) for each in stage.items()]
+    assert sorted(name for name, _ in found) == sorted(source.schemes)
+    changed = [name for name, weight in found if not torch.equal(weight.codes, source.rounded(name).codes)]
+    assert len(changed) > 0.7 * len(found)
+
+
+@pytest.mark.parametrize("scheme", ["fp8_block", "nvfp4a16"])
+def test_gptq_rounds_to_scales_that_weights_share(scheme: str, tmp_path: Path) -> None:
+    folder = write(tmp_path / "plain")
+    config = configure(folder, max_model_len=64, dtype="float32", pipeline_parallel_size=2)
+    source = quantize.Source(
+        QuantizeRequest(config, tmp_path / "out", recipes.settings(scheme, config.model.architecture))
+    )
+    tokens = torch.randint(0, 131, (8, 60), generator=torch.Generator().manual_seed(1))
+    for stage in gptq.layers(config, source.schemes, tokens.tolist(), source.largest):
+        for name, weight in stage.items():
+            stored = source.stored(name, weight)
+            scales = stored[name.removesuffix("weight") + "weight_scale"].float()
+            if scheme == "nvfp4a16":
+                scales = scales / stored[name.removesuffix("weight") + "weight_global_scale"]
+            else:
+                scales = scales.repeat_interleave(128, dim=0)[: len(weight.codes)]
+            assert torch.equal(scales.to(weight.dtype), weight.scales.to(weight.dtype))
 
 
 def test_gptq_rounds_experts_without_gates(tmp_path: Path) -> None:
@@ -297,7 +407,7 @@ def test_gptq_rounds_experts_by_the_tokens_that_are_routed_to_them(
     def is_nearest(name: str, inputs: torch.Tensor) -> bool:
         """Whether it is as if rounded to the nearest; if not, what it computes of the inputs must be nearer."""
         weight, rounded = numbers[name].float(), first[name].dequantize().float()
-        nearest = quantized.quantize(numbers[name], Rounding("int4", weight.shape[1])).dequantize().float()
+        nearest = quantized.quantize(numbers[name], Rounding("int4", weight.shape[1]), search=True).dequantize().float()
         if rounded.equal(nearest):
             return True
         errors = [(inputs @ (weight - each).T).norm() for each in (rounded, nearest)]
