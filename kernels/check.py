@@ -279,6 +279,7 @@ def _calls_of_quantized(
         else:
             one, gate_up, down = ((typed_codes(each), each.scales) for each in weights)
             rounding = RowRounding(one[0].dtype, one[1].shape[1])
+            yield "round_rows", functools.partial(rounds, "round_rows", x, rounding)
             for name in ("rms_norm_rounded", "add_rms_norm_rounded", "act_mul_rounded"):
                 yield name, functools.partial(rounds, name, x, rounding)
             yield "rounded_matmul", functools.partial(_multiply_rounded, x, *one, bias)
@@ -295,6 +296,8 @@ def _mix_words(x: Tensor, shares: Tensor, ids: Tensor, gate_up: CodedWords, down
 
 def rounds(name: str, x: Tensor, rounding: RowRounding, module: Any) -> Any:
     """Call an operation that rounds its result."""
+    if name == "round_rows":
+        return rounded_as(x, *module.round_rows(x, *rounding))
     if name == "act_mul_rounded":
         both = torch.cat((x, x.flip(0)), dim=1)
         return rounded_as(reference.act_mul(both, "silu"), *module.act_mul_rounded(both, "silu", *rounding))

@@ -11,7 +11,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from quire.kernels import backends, check, cpu, reference
+from quire.kernels import backends, check, coded_words, cpu, reference, scaled_matmul
 from quire.kernels.attention_config import AttentionConfig, HostMetadata
 from quire.kernels.quantized import QuantizedFormat
 
@@ -97,6 +97,8 @@ def _load_triton(
     else:
         PLATFORMS[device.type], problems = check.passing(triton, device, dtype, config, formats)
         problem = problems.get("paged_attention", "")
+    if device.type == "cuda":
+        scaled_matmul.choose(device, dtype, formats, _rounded_matmul)
     _choose(device, dtype, config, problem)
 
 
@@ -118,4 +120,23 @@ def paged_attention(query: Tensor, *batch: Any, host: HostMetadata | None = None
     return _paged_attention(query, *batch, **options) if out is None else out
 
 
+def rounded_matmul(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    bias: Tensor | None = None,
+    x_scales: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """`coded_words.rounded_matmul`, by the faster implementation."""
+    if not scaled_matmul.is_chosen(x, codes, scales):
+        return _rounded_matmul(x, codes, scales, bias, x_scales, dtype)
+    dtype = dtype or x.dtype
+    if x_scales is None:
+        x, x_scales = _round_rows(x, codes.dtype, 1)
+    return scaled_matmul.rounded_matmul(x, codes, scales, bias, x_scales, dtype)
+
+
 _paged_attention = by_device(reference.paged_attention)
+_rounded_matmul = by_device(coded_words.rounded_matmul)
+_round_rows = by_device(coded_words.round_rows)

@@ -40,7 +40,7 @@ _int4_linear = by_device(packed.int4_linear)
 _pack_coded_tiles = by_device(quantized.pack_coded_tiles)
 _coded_linear = by_device(quantized.coded_linear)
 _coded_matmul = by_device(coded_words.coded_matmul)
-_rounded_matmul = by_device(coded_words.rounded_matmul)
+_rounded_matmul = dispatch.rounded_matmul
 _act_mul_rounded = by_device(coded_words.act_mul_rounded)
 
 _ROWS_HINT = 256

@@ -311,7 +311,7 @@ def _quantized(
             count = 1 if groups == 1 else -(-inputs // groups)
             rounded += [codes, (torch.rand(experts, out, count, device=device) + 0.1) / 32 / inputs**0.5]
         named = f"{of}, {str(kind)[6:]}, groups of {groups if groups > 1 else 'all'} inputs"
-        for operation in ("rms_norm_rounded", "add_rms_norm_rounded", "act_mul_rounded"):
+        for operation in ("round_rows", "rms_norm_rounded", "add_rms_norm_rounded", "act_mul_rounded"):
             rounding = RowRounding(kind, rounded[1].shape[2])
             yield operation, named, functools.partial(rounds, operation, x, rounding)
         yield "rounded_matmul", named, _multiplies("rounded_matmul", x, rounded[0][0], rounded[1][0])

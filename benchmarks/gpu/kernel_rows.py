@@ -42,8 +42,13 @@ def sampler(lab: Lab) -> Iterator[Record]:
 
 
 def quantized(lab: Lab) -> Iterator[Record]:
-    """The gates and ups of a layer: few rows by 4-bit weights, which are read once, and many rows by 8-bit floats."""
-    device, _ = _prepare(lab)
+    """The gates and ups of a layer: few rows by 4-bit weights, which are read once, and many rows by 8-bit floats.
+
+    A note for int8 and for fp8 has the times of torch's product and of the kernel."""
+    device, said = _prepare(lab)
+    for text in said:
+        if " products on " in text:
+            yield Note(text)
     dtype, shape = getattr(torch, lab.dtype), lab.shape
     size = 1, 2 * shape.intermediate, shape.hidden
     rows = 16

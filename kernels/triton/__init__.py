@@ -32,7 +32,7 @@ from quire.kernels.triton.elementwise import (
 from quire.kernels.triton.experts import fused_experts
 from quire.kernels.triton.logits import penalize, score_tokens
 from quire.kernels.triton.recurrent import causal_conv, linear_attention, selective_scan
-from quire.kernels.triton.rounded import rounded_fused_experts, rounded_matmul
+from quire.kernels.triton.rounded import round_rows, rounded_fused_experts, rounded_matmul
 from quire.kernels.triton.routing import route
 from quire.kernels.triton.sampling import sample
 
@@ -51,6 +51,7 @@ __all__ = [
     "rms_norm",
     "rms_norm_rounded",
     "rotary_write_kv",
+    "round_rows",
     "rounded_fused_experts",
     "rounded_matmul",
     "route",

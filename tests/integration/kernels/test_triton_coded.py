@@ -346,7 +346,7 @@ def test_rows_that_are_no_numbers_stay_so(dtype: torch.dtype) -> None:
 def test_the_check_of_a_rank_is_of_its_formats(monkeypatch: pytest.MonkeyPatch) -> None:
     """And of nothing for a model without quantized weights; a wrong kernel is left out."""
     before = {"rms_norm_rounded", "add_rms_norm_rounded", "act_mul_rounded"}
-    names = "coded_matmul", "coded_fused_experts", "rounded_matmul", "rounded_fused_experts", *before
+    names = "coded_matmul", "coded_fused_experts", "round_rows", "rounded_matmul", "rounded_fused_experts", *before
     module = ModuleType("module")
     own = {name: elementwise if name in before else coded if "coded" in name else rounded for name in names}
     vars(module).update({name: getattr(own[name], name) for name in names}, __all__=names)
@@ -357,7 +357,7 @@ def test_the_check_of_a_rank_is_of_its_formats(monkeypatch: pytest.MonkeyPatch) 
 
     assert passing() == (set(), set())
     assert passing(QuantizedFormat("int8", rounds_inputs=True)) == (
-        before | {"rounded_matmul", "rounded_fused_experts"},
+        before | {"round_rows", "rounded_matmul", "rounded_fused_experts"},
         set(),
     )
     with monkeypatch.context() as patch:
