@@ -300,7 +300,9 @@ def rounds(name: str, x: Tensor, rounding: RowRounding, module: Any) -> Any:
         return rounded_as(x, *module.round_rows(x, *rounding))
     if name == "act_mul_rounded":
         both = torch.cat((x, x.flip(0)), dim=1)
-        return rounded_as(reference.act_mul(both, "silu"), *module.act_mul_rounded(both, "silu", *rounding))
+        gated = rounded_as(reference.act_mul(both, "silu"), *module.act_mul_rounded(both, "silu", *rounding))
+        plain = reference.activate(x, "relu2")
+        return *gated, *rounded_as(plain, *module.act_mul_rounded(x, "relu2", *rounding, gated=False))
     weight = x[0].abs() + 0.5
     if name == "rms_norm_rounded":
         plain = reference.rms_norm(x, weight, 1e-6, 1.0)

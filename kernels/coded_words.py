@@ -241,9 +241,12 @@ def add_rms_norm_rounded(
     return *round_rows(normed, dtype, groups), total
 
 
-def act_mul_rounded(x: Tensor, activation: str, dtype: torch.dtype, groups: int) -> tuple[Tensor, Tensor]:
-    """`round_rows` of `reference.act_mul` of rows `[rows, 2 * columns]`."""
-    return round_rows(act_mul(x, activation), dtype, groups)
+def act_mul_rounded(
+    x: Tensor, activation: str, dtype: torch.dtype, groups: int, gated: bool = True
+) -> tuple[Tensor, Tensor]:
+    """`round_rows` of `reference.act_mul` of rows `[rows, 2 * columns]`, or if not `gated` of `reference.activate` of
+    rows `[rows, columns]`."""
+    return round_rows((act_mul if gated else activate)(x, activation), dtype, groups)
 
 
 def typed_codes(weight: QuantizedWeight) -> Tensor:

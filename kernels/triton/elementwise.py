@@ -334,12 +334,15 @@ def act_mul(x: Tensor, activation: str) -> Tensor:
 
 
 @triton.jit
-def _gated_part(row, column, size, KIND: tl.constexpr, DTYPE: tl.constexpr):
-    """Gated numbers of a row, rounded to its type, as float32; 0 outside."""
+def _activated_part(row, column, size, KIND: tl.constexpr, GATED: tl.constexpr, DTYPE: tl.constexpr):
+    """Activated numbers of a row, rounded to its type, as float32; 0 outside."""
     inside = column < size
     gate = tl.load(row + column, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(row + size + column, mask=inside, other=0.0).to(tl.float32)
-    return tl.where(inside, gated(gate, up, KIND).to(DTYPE).to(tl.float32), 0.0)
+    if GATED:
+        result = gated(gate, tl.load(row + size + column, mask=inside, other=0.0).to(tl.float32), KIND)
+    else:
+        result = activated(gate, KIND)
+    return tl.where(inside, result.to(DTYPE).to(tl.float32), 0.0)
 
 
 @triton.jit
@@ -350,6 +353,7 @@ def _act_mul_rounded_kernel(
     size,
     groups,
     KIND: tl.constexpr,
+    GATED: tl.constexpr,
     GROUPED: tl.constexpr,
     GROUP: tl.constexpr,
     LARGEST: tl.constexpr,
@@ -357,37 +361,40 @@ def _act_mul_rounded_kernel(
 ):
     """Some groups of a row; or a whole row, computed twice: for its largest number, and to be rounded."""
     row = tl.program_id(0).to(tl.int64)
-    source, to = x + row * 2 * size, codes + row * size
+    source, to = x + row * (2 if GATED else 1) * size, codes + row * size
     lane = tl.arange(0, BLOCK)
     DTYPE: tl.constexpr = x.dtype.element_ty
     if GROUPED:
         first = tl.program_id(1) * BLOCK
-        values = _gated_part(source, first + lane, size, KIND, DTYPE)
+        values = _activated_part(source, first + lane, size, KIND, GATED, DTYPE)
         store_rounded(to, scales + row * groups, values, first, size, groups, GROUP, LARGEST)
     else:
         largest = tl.zeros([BLOCK], tl.float32)
         for first in range(0, size, BLOCK):
-            values = tl.abs(_gated_part(source, first + lane, size, KIND, DTYPE))
+            values = tl.abs(_activated_part(source, first + lane, size, KIND, GATED, DTYPE))
             largest = tl.maximum(largest, values, propagate_nan=tl.PropagateNan.ALL)
         scale = tl.div_rn(largest_of(largest), LARGEST)
         tl.store(scales + row, scale)
         for first in range(0, size, BLOCK):
-            rounded = codes_of(_gated_part(source, first + lane, size, KIND, DTYPE), scale, LARGEST)
+            rounded = codes_of(_activated_part(source, first + lane, size, KIND, GATED, DTYPE), scale, LARGEST)
             tl.store(to + first + lane, rounded.to(codes.dtype.element_ty), mask=first + lane < size)
 
 
-def act_mul_rounded(x: Tensor, activation: str, dtype: torch.dtype, groups: int) -> tuple[Tensor, Tensor]:
+def act_mul_rounded(
+    x: Tensor, activation: str, dtype: torch.dtype, groups: int, gated: bool = True
+) -> tuple[Tensor, Tensor]:
     """See `quire.kernels.coded_words`."""
     if activation not in KINDS:
         raise KeyError(activation)
     x = x.contiguous()
-    size = x.shape[1] // 2
+    size = x.shape[1] // 2 if gated else x.shape[1]
     codes, scales = rounded_rows(x, size, dtype, groups)
     block = _ELEMENTS if groups > 1 else min(4 * _ELEMENTS, triton.next_power_of_2(size))
     if len(x):
         _act_mul_rounded_kernel[len(x), triton.cdiv(size, block) if groups > 1 else 1](
             *(x, codes, scales, size, groups),
             KIND=activation,
+            GATED=gated,
             GROUPED=groups > 1,
             GROUP=ROUNDED_GROUP,
             LARGEST=_largest(codes),

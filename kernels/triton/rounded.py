@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels import reference
 from quire.kernels.cache import LARGEST
 from quire.kernels.coded_words import ROUNDED_GROUP
 from quire.kernels.triton.elementwise import KINDS, act_mul_rounded, rounded_rows, store_rounded
@@ -238,9 +237,7 @@ def rounded_fused_experts(
 
     rounded = round_rows(x, gate_up.dtype, gate_up_scales.shape[2])
     both = grouped(*rounded, gate_up, gate_up_scales, gate_up_bias, top_k)
-    if gate_up.shape[1] > down.shape[2]:
-        inner = act_mul_rounded(both, activation, down.dtype, down_scales.shape[2])
-    else:
-        inner = round_rows(reference.activate(both, activation), down.dtype, down_scales.shape[2])
+    is_gated = gate_up.shape[1] > down.shape[2]
+    inner = act_mul_rounded(both, activation, down.dtype, down_scales.shape[2], is_gated)
     outer = grouped(*inner, down, down_scales, down_bias, 1)
     return sum_pairs(outer, weights, ids, experts)

@@ -166,6 +166,7 @@ def run_all(types: list[torch.dtype]) -> None:
         biases = torch.zeros(8, 256, dtype=dtype), torch.zeros(8, 4096, dtype=dtype)
         platform.fused_experts(x, weights, ids, *matrices, "silu")
         platform.fused_experts(x, weights, ids, *matrices, "swiglu_oai", *biases)
+        platform.fused_experts(x, weights, ids, matrices[0][:, :128], matrices[1], "relu2")  # without gates
         many = x.repeat(256, 1)
         platform.fused_experts(many, torch.ones(1024, 2), torch.zeros(1024, 2, dtype=torch.int64), *matrices, "silu")
     routers: tuple[tuple[int, reference.Scoring, dict[str, Any]], ...] = (
@@ -217,15 +218,18 @@ def run_coded(capability: int, types: list[torch.dtype]) -> None:
                     elementwise.rms_norm_rounded(rows[:4], rows[0], 1e-6, 0.0, kind, groups)
                     elementwise.add_rms_norm_rounded(rows[:4], rows[:4], rows[0], 1e-6, 0.0, kind, groups)
                     elementwise.act_mul_rounded(torch.cat((rows[:4], rows[:4]), 1), "silu", kind, groups)
+                    elementwise.act_mul_rounded(rows[:4], "relu2", kind, groups, gated=False)
                 for count, groups in ((4, 1), (400, 1), *(((400, 16),) if kind != torch.int8 else ())):
                     rounded.rounded_matmul(rows[:count], matrix, torch.ones(2048, groups))
                     ids, stack = torch.zeros(count, 2, dtype=torch.int64), (matrix[None], torch.ones(1, 2048, groups))
                     half = matrix[None, :, :1024].contiguous(), torch.ones(1, 2048, max(1, groups // 2))
                     rounded.rounded_fused_experts(rows[:count], torch.ones(count, 2), ids, *stack, *half, "silu")
+                    rounded.rounded_fused_experts(rows[:count], torch.ones(count, 2), ids, *stack, *stack, "relu2")
         for count in (4, 1024):
             ids = torch.zeros(count, 2, dtype=torch.int64)
             for first in (gate_up, ordered, static):
                 coded.coded_fused_experts(rows[:count], torch.ones(count, 2), ids, first, down, "silu")
+            coded.coded_fused_experts(rows[:count], torch.ones(count, 2), ids, gate_up, gate_up, "relu2", gated=False)
         coded.coded_matmul(rows[:4], static.at(0))
 
 

@@ -275,10 +275,12 @@ def test_norms_and_activations_are_rounded_in_the_same_kernel(
     codes, scales = elementwise.rms_norm_rounded(x, weight, 1e-6, 1.0, kind, groups)
     added_codes, added_scales, total = elementwise.add_rms_norm_rounded(x, residual, weight, 1e-6, 0.0, kind, groups)
     gated_codes, gated_scales = elementwise.act_mul_rounded(both, "silu", kind, groups)
+    activated = elementwise.act_mul_rounded(x, "relu2", kind, groups, gated=False)
     for name, found, plain in (
         ("norm", (codes, scales), elementwise.rms_norm(x, weight, 1e-6, 1.0)),
         ("sum", (added_codes, added_scales), elementwise.add_rms_norm(x, residual, weight, 1e-6)[0]),
         ("gated", (gated_codes, gated_scales), elementwise.act_mul(both, "silu")),
+        ("activated", activated, reference.activate(x, "relu2")),
     ):
         expected_codes, expected_scales = rounded.round_rows(plain, kind, groups)
         assert torch.equal(found[0][:2].float(), expected_codes[:2].float()), name
@@ -361,7 +363,9 @@ def test_the_check_of_a_rank_is_of_its_formats(monkeypatch: pytest.MonkeyPatch) 
         set(),
     )
     with monkeypatch.context() as patch:
-        patch.setattr(module, "act_mul_rounded", lambda *args: coded_words.act_mul_rounded(2 * args[0], *args[1:]))
+        patch.setattr(
+            module, "act_mul_rounded", lambda x, *args, **more: coded_words.act_mul_rounded(2 * x, *args, **more)
+        )
         assert passing(QuantizedFormat("fp8", 128, rounds_inputs=True))[1] == {"act_mul_rounded"}
     tables = coded._DECODINGS | {"fp4": coded._DECODINGS["e2m1"]}
     monkeypatch.setattr(coded, "_DECODINGS", tables)
