@@ -98,6 +98,7 @@ async def measure(options: argparse.Namespace, folder: str) -> dict[str, list[Fi
                 dtype=options.dtype,
                 device=options.device,
                 enable_prefix_caching=False,
+                spec_method="none",
                 max_num_seqs=options.concurrency,
                 kv_cache_memory_bytes=options.kv_cache_memory_bytes,
                 max_num_batched_tokens=size if size == "auto" else int(size),

@@ -177,6 +177,7 @@ def main() -> None:
                 model=folder,
                 device="cpu",
                 load_format="dummy",
+                spec_method="none",
                 max_model_len=options.tokens + 1,
                 max_num_seqs=1,
                 kv_cache_memory_bytes=1 << 28,

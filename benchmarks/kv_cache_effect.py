@@ -164,6 +164,7 @@ def main() -> None:
         "max_model_len": length,
         "max_num_seqs": options.requests,
         "max_num_batched_tokens": 128,
+        "spec_method": "none",
         "enable_prefix_caching": False,
     }
     prompts = [

@@ -127,7 +127,7 @@ class Quire(Peer):
     def launch(self, model: Path, precision: str, port: int, threads: int) -> Launch:
         dtype = {"f32": ["--dtype", "float32"], "16-bit": ["--dtype", "bfloat16"], "int8": ["--quantization", "int8"]}
         command = [str(self.place), "serve", str(model), *dtype.get(precision, [])]
-        command += ["--max-model-len", str(MAX_TOKENS)]
+        command += ["--max-model-len", str(MAX_TOKENS), "--spec-method", "none"]
         config = json.loads((model.parent / "bfloat16" / "config.json").read_text())
         numbers = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
         cache = _SLOTS * _SLOT_TOKENS * numbers * (4 if precision == "f32" else 2)

@@ -132,6 +132,7 @@ class Lab:
             "max_model_len": self.sizes.max_model_len,
             "max_num_seqs": self.sizes.streams,
             "max_num_batched_tokens": self.sizes.step_tokens,
+            "spec_method": "none",
             **({"kv_cache_memory_bytes": 1 << 24} if self.tiny else {}),
         }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,8 +15,11 @@ from gpu.records import Check, Note, Record
 from quire.engine.config.devices import SHARE
 from quire.engine.config.engine_config import ParallelConfig
 from tests.fakes import checkpoints
+from tests.fakes.drafts import Guesser
 
 _OUTPUT = 24
+_RIGHT = 0.8
+"""Share of guesses that are right."""
 _LAYOUTS = {"tensor parallel": "tensor_parallel_size", "pipeline parallel": "pipeline_parallel_size"}
 
 
@@ -27,6 +31,8 @@ def check(lab: Lab) -> Iterator[Record]:
         expected = checkpoints.generate(folder, task.prompts, task.count)
         found, _ = _generate(lab, folder, task)
         yield task.compare(f"tokens of {family} in float32", found, expected)
+        found, _ = _generate(lab, folder, task, drafts=found)
+        yield task.compare(f"tokens of {family} with drafts, right and wrong", found, expected)
 
 
 def ranks(lab: Lab) -> Iterator[Record]:
@@ -86,8 +92,10 @@ class _Task:
         return Check(what, not wrong, detail)
 
 
-def _generate(lab: Lab, folder: Path, task: _Task, **sizes: int) -> tuple[list[list[int]], ParallelConfig]:
-    """The tokens, and the parallel config with these `sizes`."""
+def _generate(
+    lab: Lab, folder: Path, task: _Task, drafts: list[list[int]] | None = None, **sizes: int
+) -> tuple[list[list[int]], ParallelConfig]:
+    """The tokens, and the parallel config with these `sizes`. With `drafts`, most of these outputs are guessed."""
     options = {
         "model": str(folder),
         "device": lab.device,
@@ -99,6 +107,14 @@ def _generate(lab: Lab, folder: Path, task: _Task, **sizes: int) -> tuple[list[l
         **sizes,
     }
     engine = Engine(options)
+    if drafts is not None:
+        texts = [prompt + output for prompt, output in zip(task.prompts, drafts, strict=True)]
+
+        def guess(known: list[int], rng: random.Random) -> int:
+            following = [text[len(known)] for text in texts if text[: len(known)] == known and len(text) > len(known)]
+            return following[0] if following and rng.random() < _RIGHT else 0
+
+        engine.scheduler.speculation = Guesser(guess, most=3, max_sampled_tokens=8)
     try:
         for number, prompt in enumerate(task.prompts):
             engine.add(str(number), prompt, task.count)

@@ -32,11 +32,12 @@ def resolve(
     options: EngineOptions, model: ModelConfig, parallel: ParallelConfig, scheduler: SchedulerConfig
 ) -> GraphConfig:
     """Return the sizes to capture, or why there are none. Raises `ConfigError` for invalid sizes."""
-    sizes = _parse_sizes(options.cuda_graph_sizes, scheduler.max_num_seqs) or _default_sizes(scheduler.max_num_seqs)
+    largest = scheduler.max_sampled_tokens
+    sizes = _parse_sizes(options.cuda_graph_sizes, scheduler.max_num_seqs) or _default_sizes(largest)
     if reason := _disabled_reason(options, model, parallel):
         return GraphConfig(disabled_reason=reason)
     if parallel.device == "cpu":  # a size costs almost nothing, but a row of padding costs as much as a request
-        sizes = tuple(range(1, min(scheduler.max_num_seqs, _MAX_REPLAYED) + 1))
+        sizes = tuple(range(1, min(largest, _MAX_REPLAYED) + 1))
     return GraphConfig(sizes=sizes)
 
 

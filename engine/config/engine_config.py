@@ -346,6 +346,17 @@ _MIN_SHARE = 256
 
 
 @dataclass(frozen=True, kw_only=True)
+class SpeculativeConfig:
+    """How the next tokens of a request are guessed."""
+
+    method: Literal["ngram"] = "ngram"
+    num_speculative_tokens: int = 16
+    """Maximum draft tokens of a row."""
+    prompt_lookup_min: int = 2
+    """Minimum tokens that must have occurred before."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
     """Limits of a step, and `depth`, the number of plans in flight.
 
@@ -366,6 +377,14 @@ class SchedulerConfig:
     """Whether the size of prompt chunks follows the step time, up to `max_num_batched_tokens`."""
     itl_target: float | None = None
     """Target inter-token latency in seconds; None: derived from the measured decode step."""
+    speculative: SpeculativeConfig | None = None
+    """None: no row has draft tokens."""
+
+    @property
+    def max_sampled_tokens(self) -> int:
+        """Maximum tokens that a step samples; a row with drafts samples several."""
+        drafts = 0 if self.speculative is None else self.speculative.num_speculative_tokens
+        return min(max(self.max_num_seqs, 1 + drafts), self.max_num_batched_tokens)
 
     def share(self, tokens: int, stages: int) -> int:
         """Maximum tokens of a plan if `tokens` are pending or in flight: those of one of the `stages`, rounded up."""

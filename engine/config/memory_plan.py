@@ -46,7 +46,7 @@ class MemoryPlan:
         stages = range(config.parallel.pipeline_parallel_size)
         specs = cache_specs(arch, tp, model.max_model_len, model.dtype)
         attention = max(each.workspace(model.max_model_len, tp) for layer in arch.layers for each in layer.mixers)
-        logits = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens) * arch.vocab_size * 4 * 4
+        logits = scheduler.max_sampled_tokens * arch.vocab_size * 4 * 4
         logits *= model.pooling is None
         return MemoryPlan(
             weights=tuple(_weight_bytes(model, config.parallel, stage) for stage in stages),

@@ -221,6 +221,20 @@ class EngineOptions:
     scheduling_policy: Literal["fcfs", "priority"] = flag(
         "fcfs", "scheduling order: by arrival, or by the `priority` of requests (lower is earlier)"
     )
+    spec_method: Literal["auto", "none", "ngram"] = flag(
+        "auto",
+        "speculative decoding, which changes no answer: ngram guesses that a text repeats itself, wherever that pays "
+        "(auto: ngram on CPU, none on GPU)",
+    )
+    spec_tokens: int | None = flag(
+        None, "maximum tokens guessed at once for a request by speculative decoding (default: 16)"
+    )
+    speculative_config: Mapping[str, Any] | None = flag(
+        None,
+        'speculative decoding as a JSON object, e.g. {"method": "ngram", "num_speculative_tokens": 5, '
+        '"prompt_lookup_min": 2}',
+        short="-sc",
+    )
 
     gpu_memory_utilization: float = flag(
         0.9, "fraction of the device's free memory for weights, activations and KV cache together"

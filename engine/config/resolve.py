@@ -25,6 +25,7 @@ from quire.engine.config import (
     model_files,
     parallel_config,
     scheduler_config,
+    speculative_config,
 )
 from quire.engine.config.devices import Devices
 from quire.engine.config.engine_config import EngineConfig, ModelConfig, RayPlacement
@@ -87,6 +88,8 @@ def resolve(
     cache = cache_config.resolve(options, model, parallel, scheduler)
     if available.kind == "cuda" and remote_devices is None:
         cache_config.check_gpus(options, cache, available)
+    speculative = speculative_config.resolve(options, model, parallel, scheduler)
+    scheduler = replace(scheduler, speculative=speculative)
     graphs = cuda_graph_sizes.resolve(options, model, parallel, scheduler)
     config = EngineConfig(model=model, parallel=parallel, cache=cache, scheduler=scheduler, graphs=graphs)
     try:

@@ -407,7 +407,11 @@ class EngineCore:
     def snapshot(self) -> EngineStats:
         """Return a copy of the scheduler's stats."""
         stats = self.scheduler.snapshot()
-        return msgspec.structs.replace(stats, iteration_tokens=stats.iteration_tokens.copy())
+        return msgspec.structs.replace(
+            stats,
+            iteration_tokens=stats.iteration_tokens.copy(),
+            accepted_per_position=stats.accepted_per_position.copy(),
+        )
 
     def close(self) -> None:
         """Compile no more grammars. The API processes end the remaining requests, or move them to other replicas."""

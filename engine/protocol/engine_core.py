@@ -111,6 +111,9 @@ class EngineCoreOutput(msgspec.Struct, array_like=True):
     """Time since the request was first scheduled by its present replica."""
     preempted_after: list[float] = []
     """`running_seconds` at each of its preemptions there."""
+    num_accepted_tokens: int = 0
+    """Draft tokens that counted, of the row that gave this output."""
+    num_rejected_tokens: int = 0
 
 
 class EngineCoreOutputs(msgspec.Struct, tag=True, array_like=True):

@@ -16,11 +16,15 @@ class ModelRunnerOutput(msgspec.Struct, tag=True, array_like=True):
 
     step: int
     token_ids: list[int]
-    """The sampled token of each row; -1 for a row that did not sample."""
+    """The sampled token of each row, the first one of a row with drafts; -1 for a row that did not sample."""
     logprobs: list[TokenLogprobs | None] = []
     """Empty if no row requests them."""
     prompt_logprobs: dict[int, PromptLogprobs] = {}
     """By row number, for rows of requests with prompt log-probabilities."""
+    accepted: dict[int, list[int]] = {}
+    """By row number, the sampled tokens that follow the one in `token_ids`, for rows with drafts that count."""
+    accepted_logprobs: dict[int, list[TokenLogprobs | None]] = {}
+    """One for each of `accepted`, for rows that request them."""
     vectors: dict[int, bytes] = {}
     """Embedding models: by row number, float32, for rows that complete their prompt. No row samples."""
     is_wave_active: bool = False

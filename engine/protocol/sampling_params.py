@@ -106,6 +106,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Omit special tokens from the text."""
     structured_outputs: StructuredOutputs | None = None
     """The constraint on the output."""
+    prediction: str = ""
+    """Text that the output probably repeats, such as a file to edit. The output does not depend on it, only its speed.
+    """
+    predicted_token_ids: list[int] = []
+    """The token ids of `prediction`, set by the server."""
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -148,6 +153,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             ),
             ("stop", not any(map(_SURROGATE.search, self.stop)), "text without unpaired surrogates"),
             ("bad_words", not any(map(_SURROGATE.search, self.bad_words)), "text without unpaired surrogates"),
+            ("prediction", not _SURROGATE.search(self.prediction), "text without unpaired surrogates"),
         ):
             if not is_valid:
                 raise InvalidParameter(f"{name} must be {expected}, got {_shown(getattr(self, name))}", name)
@@ -164,6 +170,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             max_tokens=None if self.max_tokens is None else max(1, self.max_tokens),
             stop=[],
             bad_words=[],
+            prediction="",
             include_stop_str_in_output=False,
             skip_special_tokens=True,
         )

@@ -29,7 +29,11 @@ class NewRequestData(msgspec.Struct, array_like=True):
 
 
 class CachedRequestData(msgspec.Struct, array_like=True):
-    """A row with changes: `num_tokens` more tokens of a known request, and what changed since it was last scheduled."""
+    """A row with changes: `num_tokens` more tokens of a known request, and what changed since it was last scheduled.
+
+    The last of a row's tokens may be drafts, which are guessed. Such a row samples after its last known token and after
+    each draft. A draft counts if it is what was sampled at its place, and if those before it count.
+    """
 
     slot: int
     num_tokens: int
@@ -37,14 +41,18 @@ class CachedRequestData(msgspec.Struct, array_like=True):
     """Sampled tokens that the workers do not have yet; appended to the request's tokens."""
     new_block_ids: list[int]
     """Appended to `NewRequestData.block_ids`, in the same order."""
+    draft_token_ids: list[int] = []
+    """The last of the row's `num_tokens`."""
+    num_accepted: int = 0
+    """Drafts of the request's last row that count: their KV is in the cache. They are among `new_token_ids`."""
 
 
 class SchedulerOutput(msgspec.Struct, array_like=True):
     """The plan of a step. Each rank applies `freed_slots`, then `new`, then runs the rows: `decodes`, then `scheduled`.
 
     A row samples when its computed tokens reach its known tokens. With a single stage the workers keep the tokens that
-    they sample; these are known from then on, and plans do not contain them. A plan without rows is a heartbeat, which
-    every rank passes on.
+    they sample; these are known from then on, and plans contain them only after drafts. A plan without rows is a
+    heartbeat, which every rank passes on.
     """
 
     step: int
@@ -74,6 +82,7 @@ class SchedulerOutput(msgspec.Struct, array_like=True):
 
     @property
     def num_prefill_tokens(self) -> int:
-        """Tokens of the rows that are new or have several tokens."""
+        """Tokens of the rows that are new or have several tokens which are no drafts."""
         new = {row.slot for row in self.new}
-        return sum(row.num_tokens for row in self.scheduled if row.num_tokens > 1 or row.slot in new)
+        rows = (row for row in self.scheduled if row.num_tokens > 1 + len(row.draft_token_ids) or row.slot in new)
+        return sum(row.num_tokens for row in rows)

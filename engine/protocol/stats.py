@@ -7,6 +7,9 @@ import msgspec
 ITERATION_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """Upper bounds of the buckets of `EngineStats.iteration_tokens`."""
 
+MAX_DRAFT_TOKENS = 32
+"""Maximum draft tokens of a row."""
+
 
 class EngineStats(msgspec.Struct, array_like=True):
     """Current gauges, and counters since the start."""
@@ -27,8 +30,15 @@ class EngineStats(msgspec.Struct, array_like=True):
     """Running requests whose prompt is not computed yet."""
     started: int = 0
     """Start time in milliseconds since 1970; it changes when a replica restarts."""
+    num_drafts: int = 0
+    """Speculation: rows with draft tokens."""
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    """Draft tokens that counted."""
     iteration_tokens: list[int] = msgspec.field(default_factory=lambda: [0] * (len(ITERATION_TOKENS) + 2))
     """Histogram of the tokens of a step: the number of steps in each bucket, the last one unbounded; then the sum."""
+    accepted_per_position: list[int] = msgspec.field(default_factory=lambda: [0] * MAX_DRAFT_TOKENS)
+    """Draft tokens that counted, by their place in the row."""
 
 
 class LogRecord(msgspec.Struct, tag=True, array_like=True):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from quire.engine.protocol.engine_core import EngineCoreRequest, FinishReason
 from quire.engine.scheduler.grammar import Grammar
+from quire.engine.scheduler.ngram import TokenLookup
 
 
 @dataclass(slots=True, eq=False)
@@ -85,6 +86,10 @@ class Request:
     """Time that the grammar took for the last token."""
     unsent_to_workers: list[int] = field(default_factory=list)
     """The last tokens of `token_ids`, which the workers receive with the next row."""
+    num_accepted: int = 0
+    """Drafts of its last row that count, which the workers learn with the next row."""
+    lookup: TokenLookup | None = None
+    """With n-gram speculation: finds earlier occurrences of the last tokens."""
     unsent_to_client: list[int] = field(default_factory=list)
     """Tokens forced by the grammar before the first sampled one, which the server receives with the next output."""
 

@@ -12,6 +12,10 @@ at once, because workers run plans in order.
 
 A request with structured output waits for each sampled token (see `quire.engine.scheduler.structured_output`). With
 pipeline stages, one plan per stage is in flight, and a decode waits for its token.
+
+With speculation, a decode whose tokens are all known can have drafts (see `quire.engine.scheduler.speculation`). Its
+row advances past them, and it waits for the result, which takes back those that do not count. While drafts pay, a
+single stage does not run ahead.
 `quire.engine.scheduler.token_budget` decides how many tokens a plan contains.
 """
 
@@ -23,6 +27,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import repeat, takewhile
 
+import msgspec
+
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.protocol.engine_core import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from quire.engine.protocol.logprobs import PromptLogprobs, TokenLogprobs
@@ -33,6 +39,7 @@ from quire.engine.scheduler.grammar import GrammarCompiler
 from quire.engine.scheduler.kv_cache_manager import KVCacheManager, extend_hashes
 from quire.engine.scheduler.request import Request, Share
 from quire.engine.scheduler.request_queue import RequestQueue, discard, insert, order
+from quire.engine.scheduler.speculation import SpeculationManager
 from quire.engine.scheduler.structured_output import StartedGrammar, StructuredOutputManager
 from quire.engine.scheduler.token_budget import TokenBudget
 
@@ -64,6 +71,11 @@ class Scheduler:
         self.grammars = GrammarCompiler(config.model)
         self.structured_output = StructuredOutputManager(self.grammars, workers_keep_tokens=self.workers_keep_tokens)
         """Running requests with structured output."""
+        self.speculation: SpeculationManager | None = None
+        if self.config.speculative is not None:
+            self.speculation = SpeculationManager(self.config.speculative, self.config.max_sampled_tokens)
+        self._drafted: dict[Request, int] = {}
+        """The requests with drafts in flight, and their number."""
         self.waiting = RequestQueue()
         self.token_budget = TokenBudget(self.config, self.stages)
         self._decode_context = 0
@@ -190,6 +202,8 @@ class Scheduler:
         discard(self.prefilling, request)
         self.structured_output.remove(request)
         self._end_decode(request)
+        self._drafted.pop(request, None)
+        request.num_accepted = 0
         request.share.count_running(-1)
         self.kv.free(self.kv.without_freed(request.block_ids))
         self._freed_slots.append(request.slot)
@@ -202,6 +216,8 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput | None:
         """Return the next plan, or None if nothing can run until a plan in flight has finished."""
+        if self._awaits_drafts():
+            return None
         plan = SchedulerOutput(step=self._step, freed_slots=[], new=[], scheduled=[])
         self._next_victim = None
         is_shared = len(self.waiting.shares) > 1
@@ -215,7 +231,9 @@ class Scheduler:
 
         rows = self._schedule_decodes(plan, min(max_rows, tokens_left))
         num_plain, context = len(rows), self._context_of_decodes(len(rows))
-        tokens_left = self._schedule_chunks(plan, rows, self.structured_output.ready, max_rows, tokens_left - num_plain)
+        tokens_left = max(0, tokens_left - plan.num_tokens)
+        max_rows = min(max_rows, self.config.max_sampled_tokens - (plan.num_tokens - num_plain))
+        tokens_left = self._schedule_chunks(plan, rows, self.structured_output.ready, max_rows, tokens_left)
         num_decodes = len(rows)
         context += sum(request.num_computed_tokens for request in rows[num_plain:])
         limit = self.token_budget.max_prompt_tokens(
@@ -223,7 +241,7 @@ class Scheduler:
             context,
             self.prefilling,
             self.waiting,
-            is_latency_bound=bool(self.decoding or self.structured_output),
+            is_latency_bound=bool(self.decoding or self.structured_output or self._drafted),
         )
         tokens_left = min(tokens_left, limit)
         self._max_chunk = self.token_budget.max_chunk(
@@ -274,13 +292,21 @@ class Scheduler:
             if self.workers_keep_tokens
             else [r for r in self.decoding if r.last_step <= self._last_finished_step]
         )
-        for request in ready[:limit]:
+        ready = ready[:limit]
+        drafts = self._draft(ready)
+        for request in ready:
             computed = request.num_computed_tokens
+            if request in drafts:
+                continue
             if computed < request.decode_until:
                 request.num_computed_tokens = computed + 1
                 request.last_step = plan.step
                 unchanged.append(request)
             elif (row := self._extend_decode(request)) is not None:
+                plan.scheduled.append(row)
+                extended.append(request)
+        for request, tokens in drafts.items():
+            if (row := self._schedule_drafts(request, tokens)) is not None:
                 plan.scheduled.append(row)
                 extended.append(request)
         self._decode_context += len(unchanged)
@@ -303,9 +329,58 @@ class Scheduler:
             self._window_moved.append(request)
         self._decode_context += 1
         request.decode_until = self._decode_until(request)
-        return CachedRequestData(
-            request.slot, 1, [] if self.workers_keep_tokens else request.token_ids[-1:], new_blocks
-        )
+        return self._decode_row(request, new_blocks, [])
+
+    def _decode_row(self, request: Request, new_blocks: list[int], drafts: list[int]) -> CachedRequestData:
+        """Return the row of a decode, with what the workers do not know yet."""
+        assert request.slot is not None
+        new_tokens = request.unsent_to_workers or ([] if self.workers_keep_tokens else request.token_ids[-1:])
+        row = CachedRequestData(request.slot, 1 + len(drafts), new_tokens, new_blocks, drafts, request.num_accepted)
+        request.unsent_to_workers, request.num_accepted = [], 0
+        return row
+
+    def _draft(self, decodes: Sequence[Request]) -> dict[Request, list[int]]:
+        """Return the drafts of decodes, if the tokens of all of them are known."""
+        if self.speculation is None or self._has_prompts or self._spare_pages <= 0:
+            return {}
+        if any(r.num_computed_tokens != len(r.token_ids) - 1 or r is self._next_victim for r in decodes):
+            return {}
+        return self.speculation.draft(decodes, len(self.structured_output.ready))
+
+    @property
+    def _spare_pages(self) -> int:
+        """Free pages less those that decodes may need in this step: drafts preempt nobody."""
+        return self.kv.num_free - len(self.decoding) * self.kv.num_groups
+
+    def _schedule_drafts(self, request: Request, drafts: list[int]) -> CachedRequestData | None:
+        """Return the row of a decode with drafts, for whose result the request waits; without them if there is no
+        memory for their KV.
+        """
+        if request.slot is None:
+            return None
+        if self.kv.windows:
+            self._free_out_of_window(request)
+        end = request.num_computed_tokens + 1 + len(drafts)
+        if self.kv.pages_needed(request.block_ids, end) > self._spare_pages:
+            return self._extend_decode(request)
+        self._end_decode(request)
+        self._drafted[request] = len(drafts)
+        self.stats.num_drafts += 1
+        self.stats.num_draft_tokens += len(drafts)
+        return self._decode_row(request, self._advance(request, 1 + len(drafts)), drafts)
+
+    @property
+    def _has_prompts(self) -> bool:
+        """Whether the next plan has prompts to compute: then a step has no time to spare for drafts."""
+        return bool(self.prefilling) or (len(self.waiting) > 0 and bool(self._free_slots) and not self._is_blocked)
+
+    def _awaits_drafts(self) -> bool:
+        """Whether the next plan of a single stage must wait for the one in flight, because it can have drafts then."""
+        if self.speculation is None or self.stages > 1 or not self._rows_in_flight or self._has_prompts:
+            return False
+        if self._drafted:
+            return True
+        return self._spare_pages > 0 and bool(self.speculation.draft(self.decoding, len(self.structured_output.ready)))
 
     def _schedule_chunks(
         self, plan: SchedulerOutput, rows: list[Request], queue: Sequence[Request], max_rows: int, tokens_left: int
@@ -488,13 +563,16 @@ class Scheduler:
     def _new_request_data(self, request: Request) -> NewRequestData:
         assert request.slot is not None
         request.unsent_to_workers = []
+        params = request.core_request.params
+        if params.predicted_token_ids:  # which only the scheduler reads
+            params = msgspec.structs.replace(params, predicted_token_ids=[])
         return NewRequestData(
             slot=request.slot,
             token_ids=list(request.token_ids),
             num_prompt_tokens=request.num_prompt_tokens,
             num_computed_tokens=request.num_computed_tokens,
             block_ids=self.kv.block_table(request.block_ids),
-            params=request.core_request.params,
+            params=params,
             num_scored_tokens=request.num_scored_tokens,
             second_segment=request.core_request.second_segment,
         )
@@ -574,6 +652,8 @@ class Scheduler:
         self._last_finished_step = plan.step
         self.kv.mark_written(plan.step)
         self._tokens_in_flight -= plan.num_tokens
+        if self.speculation is not None:
+            self.speculation.on_result(plan, time.perf_counter())
         if result.prompt_logprobs:
             self._emit_prompt_logprobs(rows, result.prompt_logprobs, outputs)
         if result.vectors:
@@ -586,6 +666,12 @@ class Scheduler:
             if request.client != client:
                 client = request.client
                 client_outputs = outputs.setdefault(client, EngineCoreOutputs())
+            if request in self._drafted:
+                row = rows.index(request)
+                sampled = [token_id, *result.accepted.get(row, [])]
+                scores = [logprobs, *result.accepted_logprobs.get(row, [])]
+                client_outputs.outputs.append(self._verify(request, sampled, scores))
+                continue
             tokens = request.token_ids
             tokens.append(token_id)
             if request.is_plain and len(tokens) < request.max_tokens and token_id not in request.stops:
@@ -594,7 +680,7 @@ class Scheduler:
             elif request.grammar is not None and token_id not in request.stops:
                 self.structured_output.on_sampled(request, token_id, logprobs)
             else:
-                client_outputs.outputs.append(self._make_output(request, token_id, logprobs))
+                client_outputs.outputs.append(self._make_output(request, [token_id], [logprobs]))
         self._count_generated(outputs)
         return outputs
 
@@ -655,8 +741,34 @@ class Scheduler:
                 output.vector = vector
                 outputs.setdefault(request.client, EngineCoreOutputs()).outputs.append(output)
 
-    def _make_output(self, request: Request, token_id: int, logprobs: TokenLogprobs | None) -> EngineCoreOutput:
-        """Return an output with more than a plain token; finishes the request if the token does."""
+    def _verify(self, request: Request, sampled: list[int], logprobs: list[TokenLogprobs | None]) -> EngineCoreOutput:
+        """Process the result of a row with drafts: take back those that do not count, and return the output.
+
+        `sampled` are the tokens at the places of the drafts that count, and the one after them.
+        """
+        num_drafts, num_accepted = self._drafted.pop(request), len(sampled) - 1
+        request.num_computed_tokens -= num_drafts - num_accepted
+        ends = (at + 1 for at, token_id in enumerate(sampled) if token_id in request.stops)
+        sampled = sampled[: min(next(ends, len(sampled)), request.max_tokens - len(request.token_ids))]
+        request.token_ids += sampled
+        output = self._make_output(request, sampled, logprobs[: len(sampled)])
+        num_told = min(num_accepted, len(sampled))  # those after the end count nowhere
+        output.num_accepted_tokens, output.num_rejected_tokens = num_told, num_drafts - num_told
+        self.stats.num_accepted_tokens += num_told
+        for place in range(num_told):
+            self.stats.accepted_per_position[place] += 1
+        if request.finish_reason is None:
+            request.unsent_to_workers, request.num_accepted = sampled, num_accepted
+            insert(self.decoding, request)
+            self._decode_context += request.num_computed_tokens
+            request.decode_until = 0  # the next row tells the workers
+        return output
+
+    def _make_output(
+        self, request: Request, token_ids: list[int], logprobs: list[TokenLogprobs | None]
+    ) -> EngineCoreOutput:
+        """Return an output with more than a plain token; finishes the request if the last token does."""
+        token_id = token_ids[-1]
         reason: FinishReason | None = None
         if token_id in request.stops:
             reason = "stop"
@@ -667,8 +779,8 @@ class Scheduler:
         request.is_plain = request.core_request.params.logprobs is None
         return EngineCoreOutput(
             request_id=request.request_id,
-            token_ids=[*request.unsent_to_client, token_id],
-            logprobs=None if logprobs is None else [logprobs],
+            token_ids=[*request.unsent_to_client, *token_ids],
+            logprobs=[each for each in logprobs if each is not None] or None,
             finish_reason=reason,
             stop_token_id=token_id if token_id in request.stops else None,
             num_cached_tokens=request.num_cached_tokens or 0,
@@ -697,14 +809,16 @@ class Scheduler:
         for queue in (self.running, self.prefilling, self.decoding, self.structured_output.ready):
             assert queue == sorted(queue, key=order)
         queued = self.prefilling + self.decoding + self.structured_output.ready
-        in_last_step = [r for r in self.running if r not in queued and r.grammar is None]
-        assert len(self.prefilling + self.decoding + in_last_step) + len(self.structured_output) == len(self.running)
+        in_last_step = [r for r in self.running if r not in queued and r.grammar is None and r not in self._drafted]
+        num_others = len(self.structured_output) + len(self._drafted)
+        assert len(self.prefilling + self.decoding + in_last_step) + num_others == len(self.running)
         assert all(r.num_pending_tokens for r in self.prefilling)
         assert self._decode_context == sum(r.num_computed_tokens for r in self.decoding)
         assert all(r.num_computed_tokens == r.max_tokens - 1 for r in in_last_step)
         for request in self.running:
             self.kv.check_windows(request.block_ids, request.num_computed_tokens, self.config.max_num_batched_tokens)
-            assert request.num_computed_tokens < len(request.token_ids) + self.config.depth
+            ahead = self._drafted[request] + 1 if request in self._drafted else self.config.depth
+            assert request.num_computed_tokens < len(request.token_ids) + ahead
             assert max(request.num_computed_tokens + 1, len(request.token_ids)) <= request.max_tokens
         assert all(r.num_scored_tokens < r.num_prompt_tokens for r in self.requests.values())
         assert all(r.slot is None and not r.block_ids and not r.num_computed_tokens for r in waiting)

@@ -110,8 +110,11 @@ class TokenBudget:
         return share if is_alone else min(share, self.config.long_prefill_token_threshold or share)
 
     def on_scheduled(self, plan: SchedulerOutput, rows: Sequence[Request], decodes: int, context: int) -> None:
-        """Record the load of a plan whose first rows are decodes (of several tokens each if a grammar forces some)."""
-        if self.step_time is None:
+        """Record the load of a plan whose first rows are decodes (of several tokens each if a grammar forces some).
+
+        Not of one with drafts, which cost less than the tokens of prompts.
+        """
+        if self.step_time is None or any(row.draft_token_ids for row in plan.scheduled):
             return
         prompt_context = 0.0
         chunks = plan.scheduled[decodes - len(plan.decodes) :]

@@ -48,9 +48,14 @@ class StepRows:
     counts: Ints
     """Tokens of each row in this step."""
     sampling: Ints
-    """Indices of the rows that sample: those whose computed tokens reach their known tokens."""
+    """Indices of the rows that sample: those whose computed tokens reach their known tokens. A row with drafts samples
+    several tokens, and is repeated for each."""
+    lengths: Ints
+    """The number of tokens before each sampled token."""
     scoring: list[int]
     """Indices of the rows with tokens whose logits score the next token of a prompt."""
+    num_drafts: Ints | None = None
+    """The number of drafts of each row, its last tokens; None: no row has drafts."""
 
 
 class InputBatch:
@@ -112,9 +117,14 @@ class InputBatch:
             self.params[slot] = None
         for request in plan.new:
             self._add(request)
+        has_drafts = False
         for row in plan.scheduled:
+            self.num_computed_tokens[row.slot] += row.num_accepted
             if row.new_token_ids:
                 self._extend_tokens(row.slot, row.new_token_ids)
+            if row.draft_token_ids:
+                has_drafts = True
+                self._write_tokens(row.slot, row.draft_token_ids)
             if row.new_block_ids:
                 self._extend_tables(row.slot, row.new_block_ids)
         if plan.token_ids:
@@ -128,13 +138,25 @@ class InputBatch:
         counts = np.ones(len(slots), np.int64)
         if plan.scheduled:
             counts[len(plan.decodes) :] = [row.num_tokens for row in plan.scheduled]
-        sampling = np.flatnonzero(self.num_computed_tokens[slots] + counts == self.num_tokens[slots])
+        known: Ints = self.num_tokens[slots]
+        num_drafts: Ints | None = None
+        if has_drafts:
+            num_drafts = np.zeros(len(slots), np.int64)
+            num_drafts[len(plan.decodes) :] = [len(row.draft_token_ids) for row in plan.scheduled]
+            sampling = np.flatnonzero(self.num_computed_tokens[slots] + counts == known + num_drafts)
+            repeats: Ints = num_drafts[sampling] + 1
+            starts: Ints = np.repeat(known[sampling] - repeats.cumsum() + repeats, repeats)
+            sampling = np.repeat(sampling, repeats)
+            lengths: Ints = starts + np.arange(len(sampling))
+        else:
+            sampling = np.flatnonzero(self.num_computed_tokens[slots] + counts == known)
+            lengths = known[sampling]
         scoring = [
             number
             for number, row in enumerate(plan.scheduled, len(plan.decodes))
             if self.num_computed_tokens[row.slot] < self.score_until[row.slot]
         ]
-        return StepRows(slots, counts, sampling, scoring)
+        return StepRows(slots, counts, sampling, lengths, scoring, num_drafts)
 
     def num_top(self, slot: int) -> int:
         """The number of most likely tokens to report with each prompt token."""
@@ -174,12 +196,18 @@ class InputBatch:
         return slots * self._max_length + positions
 
     def append_sampled(self, rows: StepRows, places: Tensor, tokens: Tensor) -> None:
-        """Append one token to each row that samples: `tokens` on the device, at the indices that `batch` returned."""
+        """Write the sampled tokens, on the device, at the indices that `batch` returned.
+
+        They are appended to the rows without drafts. Those of a row with drafts are known when a plan contains them.
+        """
         if self._is_shared:  # the same, but faster
             self._host_memory[places.numpy()] = tokens.numpy()
         else:
             self.memory.index_copy_(0, places, tokens.int())
-        self.num_tokens[rows.slots[rows.sampling]] += 1
+        sampling = rows.sampling
+        if rows.num_drafts is not None:
+            sampling = sampling[rows.num_drafts[sampling] == 0]
+        self.num_tokens[rows.slots[sampling]] += 1
 
     def _add(self, request: NewRequestData) -> None:
         slot, params = request.slot, request.params
@@ -197,10 +225,14 @@ class InputBatch:
         self.controls[slot] = tuple(value(params) for _, value in _CONTROLS.values())
 
     def _extend_tokens(self, slot: int, token_ids: list[int]) -> None:
+        self._write_tokens(slot, token_ids)
+        self.num_tokens[slot] += len(token_ids)
+
+    def _write_tokens(self, slot: int, token_ids: list[int]) -> None:
+        """Write tokens after the known ones."""
         start = slot * self._max_length + int(self.num_tokens[slot])
         end = start + len(token_ids)
         self._host_memory[start:end] = token_ids
-        self.num_tokens[slot] += len(token_ids)
         if not self._is_shared:
             self._changes.append(np.arange(start, end))
 
@@ -223,22 +255,24 @@ class InputBatch:
 
         Call this once after each `apply` that returns rows, before `advance`. See `Batch.replica_tokens`.
         """
-        first = self.num_computed_tokens[rows.slots]
-        lengths = first + rows.counts
-        if rows.counts.max(initial=1) == 1:
-            owners, positions, starts = rows.slots, first, np.arange(len(first) + 1)
-        else:
-            starts = np.concatenate(([0], rows.counts.cumsum()))
-            owners = np.repeat(rows.slots, rows.counts)  # [tokens]
-            positions = np.arange(starts[-1]) + np.repeat(first - starts[:-1], rows.counts)
+        slots, counts, first = rows.slots, rows.counts, self.num_computed_tokens[rows.slots]
+        starts = np.concatenate(([0], counts.cumsum()))
+        last = starts[rows.sampling] + rows.lengths - first[rows.sampling] - 1  # the sampled token follows it
+        owners, positions = slots, first  # [tokens]
+        if counts.max(initial=1) > 1:
+            owners = np.repeat(slots, counts)
+            positions = np.arange(starts[-1]) + np.repeat(first - starts[:-1], counts)
+        if rows.num_drafts is not None and (counts - rows.num_drafts == 1).all():
+            # Every token is a row of its own: KV is written before any row attends. So the step is one of decodes.
+            slots, counts, first, starts = owners, np.ones_like(owners), positions, np.arange(len(owners) + 1)
+        lengths = first + counts
         blocks, offsets = np.divmod(positions, self._block_size)
         width = -(-int(lengths.max(initial=1)) // self._block_size)
         tokens = self.token_indices(owners, positions)
-        last = starts[1:][rows.sampling] - 1  # the last known token; the sampled one follows it
         segments = {group: self._segments(rows, starts, self._tables[group]) for group in self._states}
         token_ids, tables, sent = self._gather(
             tokens,
-            rows.slots,
+            slots,
             width,
             positions,
             lengths,
@@ -248,23 +282,23 @@ class InputBatch:
             *[table[owners, blocks] * self._block_size + offsets for table in self._tables],
             *chain.from_iterable(segments.values()),
         )
-        places, ends, query_starts, sampled, kept, *slots = sent
-        slots, of_states = slots[: self._groups], iter(slots[self._groups :])
+        places, ends, query_starts, sampled, kept, *others = sent
+        slot_mappings, of_states = others[: self._groups], iter(others[self._groups :])
         found = {group: StateSegments(*islice(of_states, 4)) for group in segments}
         batch = Batch(
-            *(token_ids, places, slots[0], tables[0], ends, query_starts, sampled),
+            *(token_ids, places, slot_mappings[0], tables[0], ends, query_starts, sampled),
             replica_tokens=replica_tokens,
-            host=HostMetadata(rows.counts, lengths, {}),
+            host=HostMetadata(counts, lengths, {}),
             logits_indices_only=logits_indices_only,
             segments=found.get(0),
         )
         if self._groups == 1:
             return batch, kept
-        others = tuple(
-            replace(batch, slot_mapping=slots[group], block_tables=tables[group], segments=found.get(group))
+        other_groups = tuple(
+            replace(batch, slot_mapping=slot_mappings[group], block_tables=tables[group], segments=found.get(group))
             for group in range(1, self._groups)
         )
-        return replace(batch, other_groups=others), kept
+        return replace(batch, other_groups=other_groups), kept
 
     def _segments(self, rows: StepRows, starts: Ints, table: npt.NDArray[np.int32]) -> tuple[Ints, Ints, Ints, Ints]:
         """The fields of `StateSegments`: a row ends a segment at each block boundary for which `table` has a page."""
@@ -310,8 +344,10 @@ class InputBatch:
         return send(np.concatenate(parts), self._device).split_with_sizes([*map(len, parts)])
 
     def advance(self, rows: StepRows) -> None:
-        """Mark the rows' tokens as computed."""
+        """Mark the rows' tokens as computed, except drafts."""
         self.num_computed_tokens[rows.slots] += rows.counts
+        if rows.num_drafts is not None:
+            self.num_computed_tokens[rows.slots] -= rows.num_drafts
 
 
 def split_micro_batches(batch: Batch, counts: Ints) -> tuple[Batch, Batch]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,7 +23,7 @@ from quire.engine.layers.attention import Batch, LayerCache
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.encoder import Encoder
 from quire.engine.models.loader import load_dense, load_model
-from quire.engine.protocol.logprobs import PromptLogprobs
+from quire.engine.protocol.logprobs import PromptLogprobs, TokenLogprobs
 from quire.engine.protocol.runner_output import LOST_REPLICAS, ModelRunnerOutput
 from quire.engine.protocol.scheduler_output import SchedulerOutput
 from quire.engine.worker import memory, warm_up
@@ -249,7 +250,7 @@ class ModelRunner:
         if not plan.num_rows and not any(replica_tokens):
             return self._run_without_rows()
         has_prompts = plan.num_tokens > plan.num_rows
-        logits_indices_only = self._logits_indices_only and has_prompts and not rows.scoring
+        logits_indices_only = self._logits_indices_only and has_prompts and not rows.scoring and rows.num_drafts is None
         batch, places = self._input_batch.batch(rows, replica_tokens, logits_indices_only=logits_indices_only)
         if self._dbo_token_threshold is not None and max(replica_tokens) >= self._dbo_token_threshold:
             batch = replace(batch, micro_batches=split_micro_batches(batch, rows.counts))
@@ -324,11 +325,15 @@ class ModelRunner:
     def _sample(
         self, plan: SchedulerOutput, rows: StepRows, logits: Tensor, result: ModelRunnerOutput
     ) -> tuple[Tensor, AsyncRead]:
-        """Sample one token for each row that samples, int64 on the device."""
-        sampled = self._sampler.sample(logits, self._input_batch, rows.slots[rows.sampling], plan.masks)
+        """Sample the tokens of each row that samples, int64 on the device."""
+        slots = rows.slots[rows.sampling]
+        sampled = self._sampler.sample(logits, self._input_batch, slots, rows.lengths, plan.masks)
 
         def fill(tokens: Array, *columns: Array) -> None:
             logprobs = sampled.logprobs(*columns) if columns else []
+            if rows.num_drafts is not None:
+                _verify(plan, rows, tokens.tolist(), logprobs, result)
+                return
             if len(tokens) == len(result.token_ids):
                 result.token_ids, result.logprobs = tokens.tolist(), logprobs
                 return
@@ -392,3 +397,31 @@ class ModelRunner:
         if not self._pipeline.is_last:
             self._pipeline.send(torch.zeros(1, self._stage_width, dtype=self._dtype, device=self._device))
         return []
+
+
+def _verify(
+    plan: SchedulerOutput,
+    rows: StepRows,
+    tokens: list[int],
+    logprobs: list[TokenLogprobs | None],
+    result: ModelRunnerOutput,
+) -> None:
+    """Store the sampled tokens of a step with drafts: those of a row up to the first that is not its draft."""
+    if logprobs:
+        result.logprobs = [None] * len(result.token_ids)
+    drafts = dict(enumerate((row.draft_token_ids for row in plan.scheduled), len(plan.decodes)))
+    at, sampling = 0, rows.sampling.tolist()
+    while at < len(sampling):
+        row = sampling[at]
+        guesses = drafts.get(row, [])
+        sampled = tokens[at : at + len(guesses) + 1]
+        matching = takewhile(lambda pair: pair[0] == pair[1], zip(sampled, guesses, strict=False))
+        end = at + 1 + sum(1 for _ in matching)
+        result.token_ids[row] = tokens[at]
+        if end > at + 1:
+            result.accepted[row] = tokens[at + 1 : end]
+        if logprobs:
+            result.logprobs[row] = logprobs[at]
+            if end > at + 1 and logprobs[at] is not None:
+                result.accepted_logprobs[row] = logprobs[at + 1 : end]
+        at += len(guesses) + 1

@@ -59,9 +59,15 @@ class Sampler:
         self._vocab_size, self._eos, self._device = vocab_size, tuple(eos_token_ids), device
 
     def sample(
-        self, logits: Tensor, input_batch: InputBatch, slots: Ints, masks: Mapping[int, bytes] | None = None
+        self,
+        logits: Tensor,
+        input_batch: InputBatch,
+        slots: Ints,
+        lengths: Ints,
+        masks: Mapping[int, bytes] | None = None,
     ) -> SamplerOutput:
-        """Sample one token for each row of `logits` (float32 `[rows, vocab]`, overwritten); the rows belong to `slots`.
+        """Sample one token for each row of `logits` (float32 `[rows, vocab]`, overwritten); the rows belong to `slots`,
+        and follow `lengths` tokens.
 
         `masks` are the plan's bitmasks by slot: a row with a mask may only sample tokens in it, and the mask already
         excludes what the request's parameters forbid. Log-probabilities are those of the original `logits`. Nothing
@@ -72,12 +78,12 @@ class Sampler:
         raw = logits[self._send(logprob_rows)] if len(logprob_rows) else None
         self._bias(logits, input_batch, slots)
         masked = np.array([slot in masks for slot in slots.tolist()]) if masks else np.zeros(len(slots), bool)
-        self._forbid(logits, input_batch, slots, ~masked)
-        self._penalize(logits, input_batch, slots)
+        self._forbid(logits, input_batch, slots, lengths, ~masked)
+        self._penalize(logits, input_batch, slots, lengths)
         if masks:
             self._mask(logits, slots, np.flatnonzero(masked), masks)
         drawn = (np.ascontiguousarray(controls[name]) for name in ("temperature", "top_k", "top_p", "min_p", "seed"))
-        hosts = (torch.from_numpy(values) for values in (*drawn, input_batch.num_tokens[slots]))
+        hosts = (torch.from_numpy(values) for values in (*drawn, lengths))
         tokens = kernels.sample(logits, *hosts)
         counts = controls["logprobs"][logprob_rows]
         columns: tuple[Tensor, ...] = ()
@@ -115,13 +121,13 @@ class Sampler:
         values = np.fromiter(chain.from_iterable(bias.values() for bias in biases), np.float32)
         logits[self._send(at[0]), self._send(at[1])] += self._send(values)
 
-    def _forbid(self, logits: Tensor, input_batch: InputBatch, slots: Ints, is_unmasked: Bools) -> None:
+    def _forbid(self, logits: Tensor, input_batch: InputBatch, slots: Ints, lengths: Ints, is_unmasked: Bools) -> None:
         """Mask stop tokens before `min_tokens`, tokens that would complete a bad word, and all but the allowed tokens.
 
         If bad words would exclude every allowed token of a row, the bad words are ignored.
         """
         controls = input_batch.controls[slots]
-        outputs = input_batch.num_tokens[slots] - input_batch.num_prompt_tokens[slots]
+        outputs = lengths - input_batch.num_prompt_tokens[slots]
         early = outputs < controls["min_tokens"]
         stop_pairs, words, allowed = _TokenPairs(), _TokenPairs(), _TokenPairs()
         prefixes: list[list[int]] = []  # of the bad words
@@ -148,7 +154,7 @@ class Sampler:
             len(lasts) + 1, dtype=torch.int32, device=self._device
         )  # the last entry stands for all other tokens
         if prefixes:
-            bad.index_add_(0, self._send(which), self._completed(words, prefixes, input_batch, slots).int())
+            bad.index_add_(0, self._send(which), self._completed(words, prefixes, input_batch, slots, lengths).int())
         bad = bad > 0
         rows, tokens = np.divmod(lasts, self._vocab_size)
         at = self._send(rows), self._send(tokens)
@@ -166,14 +172,16 @@ class Sampler:
         logits[self._send(np.array(restricted))] = -torch.inf
         logits[self._at(allowed)] = torch.where(is_bad & (left > 0)[owners], -torch.inf, kept)
 
-    def _completed(self, words: _TokenPairs, prefixes: list[list[int]], input_batch: InputBatch, slots: Ints) -> Tensor:
+    def _completed(
+        self, words: _TokenPairs, prefixes: list[list[int]], input_batch: InputBatch, slots: Ints, lengths: Ints
+    ) -> Tensor:
         """Whether the tokens of each word's row end with the word's prefix, bool `[words]`."""
         longest = max(map(len, prefixes))
         expected = np.full((len(prefixes), longest), -1)
         for number, beginning in enumerate(prefixes):
             expected[number, longest - len(beginning) :] = beginning
         owners = slots[words.rows, None]
-        positions = input_batch.num_tokens[owners] - longest + np.arange(longest)
+        positions = lengths[words.rows, None] - longest + np.arange(longest)
         last_tokens = input_batch.memory[self._send(input_batch.token_indices(owners, np.maximum(positions, 0)))]
         sent = self._send(expected)
         return ((last_tokens == sent) | (sent < 0)).all(dim=1)
@@ -182,7 +190,7 @@ class Sampler:
         bits = np.frombuffer(bytearray().join(masks[slot] for slot in slots[rows].tolist()), np.int32)
         kernels.apply_bitmask(logits, self._send(rows), self._send(bits.reshape(len(rows), -1)))
 
-    def _penalize(self, logits: Tensor, input_batch: InputBatch, slots: Ints) -> None:
+    def _penalize(self, logits: Tensor, input_batch: InputBatch, slots: Ints, lengths: Ints) -> None:
         """Apply the repetition penalty (Keskar et al. 2019) to prompt and output tokens, and the frequency and presence
         penalties (OpenAI) to output tokens."""
         controls = input_batch.controls[slots]
@@ -194,7 +202,7 @@ class Sampler:
         if not len(penalized):
             return
         slots, controls = slots[penalized], controls[penalized]
-        ends = input_batch.num_prompt_tokens[slots], input_batch.num_tokens[slots]
+        ends = input_batch.num_prompt_tokens[slots], lengths[penalized]
         spans = np.stack(
             [input_batch.token_indices(slots, positions) for positions in (np.zeros_like(slots), *ends)], axis=1
         )

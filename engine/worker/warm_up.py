@@ -37,7 +37,11 @@ def largest_step(config: EngineConfig) -> list[SchedulerOutput]:
     params = SamplingParams(**sampling, **_PENALTIES, logit_bias={0: 1.0}, logprobs=tops)
     first = SamplingParams(temperature=0.8, logprobs=tops, prompt_logprobs=tops)
     params_of_rows = [params if config.model.pooling is not None else first, *[params] * (len(rows) - 1)]
-    return [_plan(config, -2, 0, rows, params_of_rows), _plan(config, -1, len(rows), [], [])]
+    plan = _plan(config, -2, 0, rows, params_of_rows)
+    if (drafts := min(config.scheduler.max_sampled_tokens - len(rows), rows[0][1] - 1)) > 0:
+        plan.new[0].token_ids = plan.new[0].token_ids[:-drafts]
+        plan.scheduled[0].draft_token_ids = [0] * drafts
+    return [plan, _plan(config, -1, len(rows), [], [])]
 
 
 def largest_rows(config: EngineConfig) -> list[tuple[int, int]]:

@@ -347,9 +347,7 @@ IGNORED: dict[str, str] = {
 
 REFUSED: dict[str, str] = {
     "LoRA adapters are not supported; merge the adapter into the model": "--enable-lora --lora-modules+",
-    "speculative decoding is not supported; omit it, the answers are the same": (
-        "--spec-method= --spec-model= --spec-tokens= --speculative-config|-sc="
-    ),
+    "draft models are not supported; use --spec-method ngram, the answers are the same": "--spec-model=",
     "it is not supported; omit it, prefixes are kept in the KV cache of each replica": (
         "--ec-transfer-config= --kv-events-config= --kv-transfer-config="
     ),
@@ -425,9 +423,8 @@ EARLIER: dict[str, str] = {
 """Flags of earlier versions of vLLM that have no effect, by the reason."""
 
 EARLIER_REFUSED: dict[str, str] = {
-    "speculative decoding is not supported; omit it, the answers are the same": (
-        "--num-speculative-tokens= --speculative-model="
-    ),
+    "draft models are not supported; use --spec-method ngram, the answers are the same": "--speculative-model=",
+    "use --spec-tokens": "--num-speculative-tokens=",
     "it is read from the model's folder (modules.json)": "--override-pooler-config=",
 }
 """Flags of earlier versions of vLLM that are errors, by what to use instead."""

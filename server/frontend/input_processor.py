@@ -10,6 +10,7 @@ import operator
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -57,6 +58,8 @@ MAX_PAIR_CHARACTERS = 2**24
 _MAX_IGNORED = 256
 """Ignored fields that are logged; clients choose their names."""
 _INDEX = re.compile(r"\[[0-9]+\]")
+_PREDICTED_CHARACTERS = 16
+"""Characters of a prediction that are read for each token of the model's length: more tokens are of no use."""
 _TAIL = 16
 """Tokens at a prompt's end that may contain a marker that opens or closes reasoning."""
 
@@ -261,7 +264,14 @@ class InputProcessor:
             self._check_ids(scored, "logprob_token_ids")
             counts["logprobs"] = len(scored)
         given = (params.stop_token_ids, params.logit_bias, params.allowed_token_ids or (), *params.bad_words)
-        params = msgspec.structs.replace(params, bad_word_ids=[], logprob_token_ids=scored, **counts)
+        params = msgspec.structs.replace(
+            params, bad_word_ids=[], predicted_token_ids=[], logprob_token_ids=scored, **counts
+        )
+        if text := params.prediction:
+            text = text[: _PREDICTED_CHARACTERS * self.max_model_len]
+            tokenize = partial(self.tokenizer.encode, text, add_special_tokens=False)
+            predicted = (await run_in_thread(len(text), tokenize))[: self.max_model_len]
+            params.predicted_token_ids = [*itertools.takewhile(lambda token: token < self._vocab_size, predicted)]
         if any(given):
             params.bad_word_ids = await run_in_thread(sum(map(len, given)), lambda: self._bad_word_ids(params))
         if (most := self._max_output_tokens) is not None:

@@ -20,7 +20,7 @@ from msgspec.structs import astuple
 from quire.engine.config.engine_config import CacheConfig, EngineConfig
 from quire.engine.config.parallel_config import MAX_REPLICAS
 from quire.engine.protocol.engine_core import FinishReason
-from quire.engine.protocol.stats import GROUPS, ITERATION_TOKENS, EngineStats, ExpertLoad, RankStats
+from quire.engine.protocol.stats import GROUPS, ITERATION_TOKENS, MAX_DRAFT_TOKENS, EngineStats, ExpertLoad, RankStats
 
 # Engine metrics: name, kind, help, value.
 ENGINE_METRICS: tuple[tuple[str, Literal["gauge", "counter"], str, Callable[[EngineStats], float]], ...] = (
@@ -60,6 +60,14 @@ ENGINE_METRICS: tuple[tuple[str, Literal["gauge", "counter"], str, Callable[[Eng
         "counter",
         "Steps in which a pipeline stage was idle while a request was waiting.",
         lambda s: s.idle_stage_steps,
+    ),
+    ("spec_decode_num_drafts", "counter", "Rows with draft tokens.", lambda s: s.num_drafts),
+    ("spec_decode_num_draft_tokens", "counter", "Draft tokens.", lambda s: s.num_draft_tokens),
+    (
+        "spec_decode_num_accepted_tokens",
+        "counter",
+        "Draft tokens that were what was sampled.",
+        lambda s: s.num_accepted_tokens,
     ),
 )
 
@@ -209,6 +217,10 @@ VLLM_NAMES = frozenset(HISTOGRAMS) | {
     "generation_tokens",
     "request_success",
     "cache_config_info",
+    "spec_decode_num_drafts",
+    "spec_decode_num_draft_tokens",
+    "spec_decode_num_accepted_tokens",
+    "spec_decode_num_accepted_tokens_per_pos",
 }
 """The metrics that vLLM also has, with the same meaning and labels. They are also exported with the prefix `vllm:`."""
 
@@ -231,11 +243,12 @@ def _layout() -> tuple[dict[str, slice], int]:
 
 FINISH_REASONS: tuple[str, ...] = get_args(FinishReason)
 _AT, _CELLS = _layout()
-_SCALARS = len(EngineStats.__struct_fields__) - 1
-"""The numbers in the stats before the histogram of iteration tokens."""
-assert EngineStats.__struct_fields__[_SCALARS] == "iteration_tokens"
+_SCALARS = len(EngineStats.__struct_fields__) - 2
+"""The numbers in the stats before the lists."""
+assert EngineStats.__struct_fields__[_SCALARS:] == ("iteration_tokens", "accepted_per_position")
 _STARTED, _STEPS = (EngineStats.__struct_fields__.index(name) for name in ("started", "steps"))
-_STATS = _SCALARS + len(EngineStats().iteration_tokens)
+_POSITIONS = _SCALARS + len(EngineStats().iteration_tokens)
+_STATS = _POSITIONS + MAX_DRAFT_TOKENS
 _make_stats: Callable[..., EngineStats] = EngineStats
 _PACK = Struct(f"{_STATS}d").pack_into
 _PER_REPLICA = _CELLS + _STATS
@@ -306,8 +319,8 @@ class Metrics:
     def take(self, replica: int, stats: EngineStats) -> None:
         """Store the stats of a replica."""
         start = self._own + replica * _PER_REPLICA + _CELLS
-        *scalars, iteration_tokens = astuple(stats)
-        _PACK(self._table, start * 8, *scalars, *iteration_tokens)
+        *scalars, iteration_tokens, per_position = astuple(stats)
+        _PACK(self._table, start * 8, *scalars, *iteration_tokens, *per_position)
 
     def state(self, replica: int, state: ReplicaState) -> None:
         """Set the state of a replica; called by the process that supervises it."""
@@ -318,11 +331,11 @@ class Metrics:
         self._deaths[replica] += 1
 
     def of(self, replica: int) -> EngineStats:
-        """Return the newest stats that a replica has sent to any process, without `iteration_tokens`. Nothing runs on
-        one that is not up.
+        """Return the newest stats that a replica has sent to any process, without its lists. Nothing runs on one that
+        is not up.
         """
         start = self._newest(replica)
-        stats = _make_stats(*map(int, self._cells[start : start + _SCALARS]), [])
+        stats = _make_stats(*map(int, self._cells[start : start + _SCALARS]), [], [])
         place = int(self._states[replica])
         if not place or STATES[place - 1] not in _LIVE:
             stats.running = stats.waiting = stats.prefilling = stats.kv_blocks_used = 0
@@ -372,10 +385,22 @@ class Metrics:
         )
         if self._config is not None:
             yield self._cache_config(self._config.cache, present)
+        name = "spec_decode_num_accepted_tokens_per_pos"
+        speculative = None if self._config is None else self._config.scheduler.speculative
+        places = range(0 if speculative is None else speculative.num_speculative_tokens)
+        positions = {replica: self._newest(replica) + _POSITIONS for replica in known}
+        yield self._family(
+            *(name, "counter", "Draft tokens that were what was sampled, by their position in the row."),
+            (
+                self._sample(name, "counter", self._cells[start + at], "engine", str(replica), "position", str(at))
+                for replica, start in positions.items()
+                for at in places
+            ),
+        )
         tokens = {replica: self._newest(replica) + _SCALARS for replica in known}
         yield self._histogram(
             *("iteration_tokens_total", "Tokens of a step of the engine loop.", ITERATION_TOKENS),
-            {replica: self._cells[start : start + _STATS - _SCALARS].tolist() for replica, start in tokens.items()},
+            {replica: self._cells[start : start + _POSITIONS - _SCALARS].tolist() for replica, start in tokens.items()},
         )
         yield self._family(
             *("replicas", "gauge", "Replicas of the engine."),

@@ -158,6 +158,9 @@ class TextDelta:
     stop_reason: int | str | None = None
     """The stop string or stop token that ended the sequence; None for the end-of-sequence token."""
     num_cached_tokens: int = 0
+    num_accepted_tokens: int = 0
+    """Draft tokens that counted."""
+    num_rejected_tokens: int = 0
     prompt_logprobs: PromptLogprobs | None = None
     """If requested: of the whole prompt, in the first delta with tokens or a finish reason."""
     reasoning: str = ""
@@ -186,6 +189,8 @@ class TextDelta:
         self.finish_reason = more.finish_reason
         self.stop_reason = more.stop_reason
         self.num_cached_tokens = max(self.num_cached_tokens, more.num_cached_tokens)
+        self.num_accepted_tokens += more.num_accepted_tokens
+        self.num_rejected_tokens += more.num_rejected_tokens
         if more.prompt_logprobs is not None:
             self.prompt_logprobs = more.prompt_logprobs
         self.reasoning += more.reasoning
@@ -241,6 +246,7 @@ class OutputProcessor:
             output.token_ids, output.logprobs = [], output.logprobs and []
             output.finish_reason, output.stop_token_id = "length", None
         delta = self._text(output)
+        delta.num_accepted_tokens, delta.num_rejected_tokens = output.num_accepted_tokens, output.num_rejected_tokens
         if self._scores is not None:
             if output.prompt_logprobs is not None:
                 self._scores.extend(output.prompt_logprobs)

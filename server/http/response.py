@@ -69,24 +69,33 @@ class Usage:
         self._n = n
         self._prompt_tokens = sum(map(len, prompts))
         self._completion_tokens = 0
+        self._accepted_tokens = self._rejected_tokens = 0
         self._cached: dict[int, int] = {}
 
     def add(self, deltas: Iterable[TextDelta]) -> None:
         """Count these deltas."""
         for delta in deltas:
             self._completion_tokens += len(delta.token_ids)
+            self._accepted_tokens += delta.num_accepted_tokens
+            self._rejected_tokens += delta.num_rejected_tokens
             # A prompt counts once, however many choices it has.
             if delta.num_cached_tokens and delta.index % self._n == 0:
                 self._cached[delta.index] = max(delta.num_cached_tokens, self._cached.get(delta.index, 0))
 
     def object(self) -> dict[str, Any]:
-        """The `usage` object."""
-        return {
+        """The `usage` object. Requests without draft tokens have no details of the completion."""
+        usage = {
             "prompt_tokens": self._prompt_tokens,
             "completion_tokens": self._completion_tokens,
             "total_tokens": self._prompt_tokens + self._completion_tokens,
             "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},
         }
+        if self._accepted_tokens or self._rejected_tokens:
+            usage["completion_tokens_details"] = {
+                "accepted_prediction_tokens": self._accepted_tokens,
+                "rejected_prediction_tokens": self._rejected_tokens,
+            }
+        return usage
 
 
 class GenerationResponse:

@@ -96,7 +96,7 @@ def _page() -> tuple[bytes, str]:
 def _replica(state: ServedModel, replica: ReplicaInfo) -> dict[str, Any]:
     metrics = state.frontend.metrics
     stats = msgspec.structs.asdict(metrics.of(replica.index))
-    del stats["iteration_tokens"]
+    del stats["iteration_tokens"], stats["accepted_per_position"]
     histograms = {name: metrics.histogram(replica.index, name) for name in _DRAWN}
     ranks = [_rank(each) for each in metrics.rank_stats.get(replica.index, [])]
     return {**asdict(replica), **stats, "histograms": histograms, "ranks": ranks}

@@ -23,6 +23,7 @@ from quire.engine.protocol.engine_core import (
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.protocol.stats import EngineStats
 from quire.engine.protocol.supervision import Shutdown
+from quire.engine.scheduler.speculation import SpeculationManager
 from tests.fakes.outputs import each
 
 
@@ -80,12 +81,13 @@ class Ranks:
         reported: list[list[int]] | None = None,
         second_segments: list[int] | None = None,
         num_blocks: int | None = None,
+        speculation: SpeculationManager | None = None,
         **settings: Any,
     ) -> list[list[EngineCoreOutput]]:
         """Serve the requests all at once; `settings` are of `SchedulerConfig` and `CacheConfig`.
 
         `reported` is output of each that another replica has given before; `second_segments` is where the second text
-        of each pair starts.
+        of each pair starts. `speculation` makes the drafts.
         """
         scheduler = {k: v for k, v in settings.items() if k in SchedulerConfig.__dataclass_fields__}
         cache = {k: v for k, v in settings.items() if k in CacheConfig.__dataclass_fields__}
@@ -112,6 +114,7 @@ class Ranks:
         ]
         wire = CountingWire(submits)
         core = CheckedCore(config, self.executor, wire)
+        core.scheduler.speculation = speculation or core.scheduler.speculation
         core.run()
         self.stats = core.scheduler.snapshot()
         assert not core.scheduler.requests

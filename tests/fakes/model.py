@@ -40,6 +40,8 @@ class Row:
     score_from: int = 0
     score_until: int = 0
     """Positions whose logits score the next prompt token."""
+    drafts: list[int] = field(default_factory=list)
+    """Of the step that runs."""
     histories: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     """By group of layers: the number (see `FakeModel.numbers`) of each computed token."""
 
@@ -117,7 +119,8 @@ class FakeModel:
         if self.pools:
             return ModelRunnerOutput(plan.step, [-1] * len(slots), vectors=self._pool(slots))
         sampled = [self._sample(self.rows[slot], plan.masks.get(slot)) for slot in slots]
-        return ModelRunnerOutput(plan.step, sampled, [], scores)
+        accepted = {number: tokens[1:] for number, tokens in enumerate(sampled) if len(tokens) > 1}
+        return ModelRunnerOutput(plan.step, [tokens[0] for tokens in sampled], [], scores, accepted)
 
     def _pool(self, slots: list[int]) -> dict[int, bytes]:
         rows = [self.rows[slot] for slot in slots]
@@ -126,18 +129,20 @@ class FakeModel:
 
     def _write(self, scheduled: CachedRequestData) -> None:
         row = self.rows[scheduled.slot]
+        row.computed += scheduled.num_accepted
         row.tokens += scheduled.new_token_ids
+        row.drafts = scheduled.draft_token_ids
         row.blocks += scheduled.new_block_ids
         assert scheduled.num_tokens > 0
         end = row.computed + scheduled.num_tokens
-        assert end <= len(row.tokens)
+        assert end == len(row.tokens) + len(row.drafts) or (end < len(row.tokens) and not row.drafts)
         if not self.num_blocks:
             assert row.computed == 0
             assert end == len(row.tokens), "without KV a prompt is one row"
             assert not row.blocks
         for group, kind in enumerate(self.groups if self.num_blocks else ()):
             history = row.histories[group]
-            for token in row.tokens[len(history) : end]:
+            for token in [*row.tokens, *row.drafts][len(history) : end]:
                 before = history[-1] if history else -1 - group
                 history.append(self.numbers.setdefault((before, token), len(self.numbers)))
             for position in range(row.computed, end) if not kind.is_state else ():
@@ -193,17 +198,29 @@ class FakeModel:
         ends = range(max(row.computed - count, row.score_from), min(row.computed, row.score_until))
         return prompt_logprobs([(float(row.tokens[at + 1]), at + 1, [], []) for at in ends], 0)
 
-    def _sample(self, row: Row, mask: bytes | None) -> int:
+    def _sample(self, row: Row, mask: bytes | None) -> list[int]:
+        """The sampled token, and those that follow it instead of drafts that count."""
         if row.computed < len(row.tokens):
             assert mask is None
-            return -1
+            return [-1]
+        if row.drafts:
+            assert mask is None
+            row.computed -= len(row.drafts)
+            for history in row.histories.values():
+                del history[row.computed :]
+            sampled = [next_token(row.tokens)]
+            for draft in row.drafts:
+                if draft != sampled[-1]:
+                    break
+                sampled.append(next_token(row.tokens + sampled))
+            return sampled
         token = next_token(row.tokens)
         if mask is not None:
             allowed = [id for id in range(len(mask) * 8) if mask[id // 8] >> id % 8 & 1]
             token = allowed[token % len(allowed)]
         if self.keeps:
             row.tokens.append(token)
-        return token
+        return [token]
 
     def _block(self, row: Row, index: int, group: int) -> int:
         block = row.blocks[index * len(self.groups) + group]

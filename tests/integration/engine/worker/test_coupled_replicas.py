@@ -52,7 +52,12 @@ class ReplicaExecutor(ThreadExecutor):
 
 
 def coupled(config: EngineConfig, replicas: int, experts: ExpertParallelConfig) -> EngineConfig:
-    return replace(config, parallel=replace(config.parallel, replicas=replicas, experts=experts))
+    """As `resolve` makes it: without speculation."""
+    return replace(
+        config,
+        parallel=replace(config.parallel, replicas=replicas, experts=experts),
+        scheduler=replace(config.scheduler, speculative=None),
+    )
 
 
 def replica_executors(config: EngineConfig) -> list[ReplicaExecutor]:

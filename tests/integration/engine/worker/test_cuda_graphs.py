@@ -68,7 +68,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recording:
 
 
 def config_of(folder: Path, *sizes: int, **options: Any) -> EngineConfig:
-    given = {"block_size": 4, "max_num_seqs": 8, "max_model_len": 128, **options}
+    given = {"block_size": 4, "max_num_seqs": 8, "max_model_len": 128, "spec_method": "none", **options}
     return replace(configure(folder, **given), graphs=GraphConfig(sizes=sizes))
 
 

@@ -51,7 +51,7 @@ def sample(*rows: Row) -> tuple[list[int], list[TokenLogprobs | None]]:
     logits = torch.stack([row.logits for row in rows])
     chosen: Ints = torch.tensor(slots).numpy()
     masks = {slot: bits(row.mask) for slot, row in zip(slots, rows, strict=True) if row.mask is not None}
-    return reported(Sampler(logits.shape[1], EOS, CPU).sample(logits, states, chosen, masks))
+    return reported(Sampler(logits.shape[1], EOS, CPU).sample(logits, states, chosen, states.num_tokens[chosen], masks))
 
 
 def reported(sampled: SamplerOutput) -> tuple[list[int], list[TokenLogprobs | None]]:
@@ -171,7 +171,11 @@ def test_draws_have_the_softmax_distribution(along: str, temperature: float) -> 
     states.controls["temperature"], states.controls["top_p"] = temperature, 1.0
     states.controls["repetition_penalty"], states.controls["logprobs"] = 1.0, -1
     states.controls["seed"], states.num_tokens[:] = seeds.numpy(), positions.numpy()
-    drawn = Sampler(20, EOS, CPU).sample(logits.repeat(many, 1), states, numbers.numpy()).tokens
+    drawn = (
+        Sampler(20, EOS, CPU)
+        .sample(logits.repeat(many, 1), states, numbers.numpy(), states.num_tokens[numbers.numpy()])
+        .tokens
+    )
     expected = (logits / temperature).softmax(-1) * many
     chi_square = ((drawn.bincount(minlength=20) - expected) ** 2 / expected).sum().item()
     assert chi_square < 56  # 19 degrees of freedom, p = 2e-5
@@ -271,4 +275,4 @@ def test_plain_greedy_rows_pay_for_one_argmax_only(monkeypatch: pytest.MonkeyPat
 def test_nobody_samples() -> None:
     states = InputBatch(2, 8, 4)
     nobody = torch.empty(0).long().numpy()
-    assert reported(Sampler(VOCAB, EOS, CPU).sample(torch.empty(0, VOCAB), states, nobody)) == ([], [])
+    assert reported(Sampler(VOCAB, EOS, CPU).sample(torch.empty(0, VOCAB), states, nobody, nobody)) == ([], [])

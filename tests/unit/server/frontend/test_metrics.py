@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
+from quire.engine.config.engine_config import SpeculativeConfig
 from quire.engine.protocol.stats import EngineStats, ExpertLoad, GpuUsage, RankStats, RankUsage
 from quire.server.frontend.metrics import _EXPERT_SERIES, HISTOGRAMS, VLLM_NAMES, Metrics
 from tests.fakes.configs import engine_config
@@ -103,6 +105,7 @@ def test_the_text_is_what_the_client_library_writes() -> None:
 
 def test_the_aliases_of_vllm_are_the_same_samples() -> None:
     config = engine_config()
+    config = replace(config, scheduler=replace(config.scheduler, speculative=SpeculativeConfig()))
     metrics, without = (Metrics("m", config=config, vllm_names=names) for names in (True, False))
     for each in (metrics, without):
         each.state(0, "up")

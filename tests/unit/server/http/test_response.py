@@ -17,7 +17,7 @@ from quire.engine.protocol.logprobs import PromptLogprobs, TokenLogprobs
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.server.frontend.inputs import GenerationInput
 from quire.server.frontend.output_processor import TextDelta
-from quire.server.http.response import Formatter, _frame
+from quire.server.http.response import Formatter, Usage, _frame
 from quire.server.openai.chat import ChatRequest, _ChatFormatter
 from quire.server.openai.completions import CompletionRequest, _CompletionFormatter
 from quire.server.parsers.events import ToolCall
@@ -56,6 +56,8 @@ HIDDEN: dict[str, Any] = {
     "text": "t",
     "token_ids": [1],
     "num_cached_tokens": 5,
+    "num_accepted_tokens": 2,
+    "num_rejected_tokens": 1,
     "num_tokens_before_words": 1,
     "stop_reason": None,
 }
@@ -138,3 +140,14 @@ async def test_only_a_single_choice_has_times(
         assert stopped["tokens_per_second"] > 0
     async with run_server(config) as server:
         assert "metrics" not in await answer(server, "/v1/completions", PROMPT | more)
+
+
+def test_usage_counts_drafts_if_there_are_any() -> None:
+    usage = Usage([[1, 2]], n=1)
+    usage.add([TextDelta(0, token_ids=[3])])
+    assert "completion_tokens_details" not in usage.object()
+    usage.add([TextDelta(0, token_ids=[3, 4, 5], num_accepted_tokens=2, num_rejected_tokens=1)])
+    assert usage.object()["completion_tokens_details"] == {
+        "accepted_prediction_tokens": 2,
+        "rejected_prediction_tokens": 1,
+    }

@@ -343,3 +343,17 @@ async def test_the_flag_bounds_every_kind_of_logprobs(
             if limit != -1 and param != "logprobs":
                 response = await server.http.post(f"/v1/{route}", json={**body, param: -1})
                 assert "--max-logprobs -1" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "content", ["hello world", [{"type": "text", "text": "hello "}, {"type": "text", "text": "world"}]]
+)
+async def test_a_prediction_reaches_the_engine(
+    server: Server, submitted: list[EngineCoreRequest], content: Any
+) -> None:
+    """As tokens, without special ones; the text stays here."""
+    prediction = {"type": "content", "content": content}
+    await post(server, "chat/completions", messages=USER, prediction=prediction)
+    (params,) = (message.params for message in submitted)
+    assert params.predicted_token_ids == server.tokenizer.encode("hello world", add_special_tokens=False)
+    assert params.prediction == ""

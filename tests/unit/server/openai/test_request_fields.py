@@ -63,7 +63,7 @@ IGNORED: dict[str, set[str]] = {
         *("messages[].annotations", "messages[].cache_control", "messages[].images", "messages[].status"),
         *("messages[].provider_specific_fields", "messages[].thinking_blocks"),
         *("messages[].tool_calls[].function.provider_specific_fields", "messages[].tool_calls[].index"),
-        *("messages[].tool_calls[].provider_specific_fields", "prediction", "reasoning_effort", "service_tier"),
+        *("messages[].tool_calls[].provider_specific_fields", "reasoning_effort", "service_tier"),
         *("store", "verbosity", "messages[].content[].cache_control", "tools[].cache_control"),
         "tools[].function.cache_control",
     },

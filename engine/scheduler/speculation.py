@@ -1,0 +1,144 @@
+"""Speculative decoding: which requests get drafts, and how many.
+
+A drafter guesses the next tokens of a request. A row with drafts samples at the place of each, with the noise of that
+place, so that a draft counts exactly when it is the token that would have been sampled: the answer is the same, and
+only the number of steps is lower (see `quire.engine.scheduler.scheduler`).
+
+Drafts are used when they pay. The expected number of tokens of a step follows from how often recent guesses were right,
+also those that were not used; its time is measured. Of the possible numbers of drafts, the one with the highest
+expected rate is chosen, which is none where a step with more tokens takes longer in proportion.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from heapq import merge
+from itertools import accumulate, islice
+
+import numpy as np
+
+from quire.engine.config.engine_config import SpeculativeConfig
+from quire.engine.protocol.scheduler_output import SchedulerOutput
+from quire.engine.scheduler.ngram import TokenLookup
+from quire.engine.scheduler.request import Request
+
+_MAX_ROWS = 32
+"""With more rows, the processor is busy without drafts, and looking for them takes time."""
+_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+"""Numbers of tokens for which step times are measured; a step belongs to the next larger one."""
+_SMOOTHING = 0.2
+"""Weight of a new measurement."""
+_MAX_AGE = 512
+"""Steps after which a measurement is forgotten; what is not known is assumed to be cheap, and so tried."""
+_OUTLIER_FACTOR = 3.0
+"""A measurement is clipped to this multiple of the expected time."""
+_MIN_GAIN = 1.05
+"""Expected gain below which there are no drafts, as they cost time outside of the step, too."""
+
+
+class StepTimes:
+    """Measured seconds of steps without prompts, by their number of tokens, without and with drafts."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[tuple[bool, int], float] = {}
+        self._tokens: dict[tuple[bool, int], int] = {}
+        """Tokens of the last step of each size."""
+        self._learned_at: dict[tuple[bool, int], int] = {}
+        self._num_steps = 0
+
+    def learn(self, num_tokens: int, seconds: float, *, has_drafts: bool) -> None:
+        """Record that a step took `seconds`. The first step of a size is ignored: it may compile, or record a graph."""
+        self._num_steps += 1
+        key = has_drafts, bisect_left(_SIZES, num_tokens)
+        if (known := self._seconds.get(key)) is not None:
+            self._seconds[key] = known + _SMOOTHING * (min(seconds, _OUTLIER_FACTOR * known) - known)
+        elif key in self._learned_at:
+            self._seconds[key] = seconds
+        self._tokens[key], self._learned_at[key] = num_tokens, self._num_steps
+        for old in [key for key, step in self._learned_at.items() if step < self._num_steps - _MAX_AGE]:
+            self._seconds.pop(old, None)
+
+    def relative(self, num_rows: int, sizes: Iterable[int]) -> list[float]:
+        """Return the times of steps with drafts and these numbers of tokens, as multiples of the time without drafts;
+        empty if that is not known.
+
+        Between known sizes the time is interpolated; beyond the largest one it is assumed to be constant.
+        """
+        base = self._seconds.get((False, bisect_left(_SIZES, num_rows)))
+        if base is None:
+            return []
+        points = [
+            (self._tokens[key], seconds)
+            for key, seconds in sorted(self._seconds.items())
+            if key[0] and self._tokens[key] > num_rows
+        ]
+        known, seconds = zip((num_rows, base), *points, strict=True)
+        return [float(time) for time in np.interp(list(sizes), known, seconds) / base]
+
+
+class SpeculationManager:
+    """Makes the drafts of each plan."""
+
+    def __init__(self, config: SpeculativeConfig, max_sampled_tokens: int) -> None:
+        self.config, self.max_sampled_tokens = config, max_sampled_tokens
+        self.times = StepTimes()
+        self._last_result_at: float | None = None
+
+    def draft(self, decodes: Sequence[Request], num_others: int = 0) -> dict[Request, list[int]]:
+        """Return the drafts of these requests; requests without drafts are left out.
+
+        The step has `num_others` rows of one token besides.
+        """
+        num_rows = len(decodes) + num_others
+        room = self.max_sampled_tokens - num_rows
+        if not decodes or num_rows > _MAX_ROWS or room <= 0:
+            return {}
+        most = num_rows + min(room, len(decodes) * self.config.num_speculative_tokens)
+        sizes = [size for size in _SIZES if num_rows < size < most] + [most]
+        times = self.times.relative(num_rows, sizes)
+        if not times or not any(size > _MIN_GAIN * time * num_rows for size, time in zip(sizes, times, strict=True)):
+            return {}
+        proposals, chances = [], []
+        for request in decodes:
+            drafts, probability = self.propose(request)
+            if drafts:
+                proposals.append((request, drafts))
+                chances.append([probability**place for place in range(1, len(drafts) + 1)])
+        if not proposals:
+            return {}
+        ordered = list(islice(merge(*chances, reverse=True), room))
+        gains = [0.0, *accumulate(ordered)]
+        best, best_count = _MIN_GAIN, 0
+        for size, time in zip(sizes, times, strict=True):
+            count = min(size - num_rows, len(ordered))
+            rate = (num_rows + gains[count]) / (num_rows * time)
+            if rate > best:
+                best, best_count = rate, count
+        if not best_count:
+            return {}
+        least = ordered[best_count - 1]
+        drafts_of, left = {}, best_count
+        for (request, drafts), chance in zip(proposals, chances, strict=True):
+            count = min(left, sum(each >= least for each in chance))
+            if count:
+                drafts_of[request], left = drafts[:count], left - count
+        return drafts_of
+
+    def on_result(self, plan: SchedulerOutput, now: float) -> None:
+        """Record that the result of a plan arrived at this time, in seconds."""
+        last, self._last_result_at = self._last_result_at, now
+        has_prompts = plan.new or any(row.num_tokens > 1 + len(row.draft_token_ids) for row in plan.scheduled)
+        if last is not None and plan.num_rows and not has_prompts:
+            self.times.learn(plan.num_tokens, now - last, has_drafts=plan.num_tokens > plan.num_rows)
+
+    def propose(self, request: Request) -> tuple[list[int], float]:
+        """Return the tokens expected next, and the probability of each to be right if those before it are."""
+        lookup = request.lookup
+        if lookup is None:
+            predicted = request.core_request.params.predicted_token_ids
+            lookup = request.lookup = TokenLookup(self.config.prompt_lookup_min, predicted)
+        lookup.extend(request.token_ids)
+        most = min(self.config.num_speculative_tokens, request.max_tokens - len(request.token_ids) - 1)
+        drafts = lookup.propose(most) if most > 0 else []
+        return drafts, lookup.probability

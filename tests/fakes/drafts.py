@@ -1,0 +1,33 @@
+"""Drafts that are right, wrong, or both."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+from quire.engine.config.engine_config import SpeculativeConfig
+from quire.engine.scheduler.request import Request
+from quire.engine.scheduler.speculation import SpeculationManager
+
+Guess = Callable[[list[int], random.Random], int]
+"""The guessed next token of these tokens."""
+
+
+class Guesser(SpeculationManager):
+    """Gives each request `most` drafts, or as many as it can still use, whatever they cost. With `varies`, `most` is
+    the maximum."""
+
+    def __init__(self, guess: Guess, most: int = 4, max_sampled_tokens: int = 16, *, varies: bool = False) -> None:
+        super().__init__(SpeculativeConfig(num_speculative_tokens=most), max_sampled_tokens)
+        self.guess, self.rng, self.varies = guess, random.Random(0), varies
+
+    def draft(self, decodes: Sequence[Request], num_others: int = 0) -> dict[Request, list[int]]:
+        found, most = {}, self.config.num_speculative_tokens
+        for request in decodes[: self.max_sampled_tokens // (most + 1)]:
+            drafts: list[int] = []
+            count = self.rng.randint(1, most) if self.varies else most
+            for _ in range(min(count, request.max_tokens - len(request.token_ids) - 1)):
+                drafts.append(self.guess(request.token_ids + drafts, self.rng))
+            if drafts:
+                found[request] = drafts
+        return found
