@@ -1,0 +1,176 @@
+"""Decoding with and without speculation by n-grams, alternating in one run.
+
+.venv/bin/python benchmarks/speculation.py
+
+The model has the shape of Qwen2.5-0.5B with a vocabulary of 32,000 and does all of its work, but its weights are made
+so that each token is followed by a given one. Its answers are therefore known, and can be copies of the prompt:
+
+- copy: the answer is the prompt's text, of which one token in `--edit-every` is another in the prompt, as when code is
+  edited or a source is quoted;
+- new: no two tokens of the answer have followed each other before;
+- misleading: any two tokens of the answer have followed each other in the prompt, but were followed by another one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from machine import cpu_name
+from safetensors.torch import save_file
+from shapes import SHAPES, VOCABULARY, write_pair_tokenizer
+from transformers import Qwen2Config
+
+from quire import LLM, SamplingParams
+
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "int8": {"dtype": "float32", "quantization": "int8"},
+    "bfloat16": {"dtype": "bfloat16"},
+}
+SMALL = 1e-3
+"""Scale of what the layers add to the embedding of a token, which alone decides the next one."""
+
+
+def make_model(folder: Path, layers: int) -> list[int]:
+    """Write a checkpoint whose every token is followed by a given one; returns these, by token."""
+    shape, rng = SHAPES["qwen2.5-0.5b"], random.Random(0)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=shape.hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        intermediate_size=shape.intermediate,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+        eos_token_id=0,
+        architectures=["Qwen2ForCausalLM"],
+    )
+    config.save_pretrained(folder)
+    write_pair_tokenizer(folder, VOCABULARY)
+    cycle = list(range(1, VOCABULARY))
+    rng.shuffle(cycle)
+    following = list(range(VOCABULARY))
+    for token, after in zip(cycle, [*cycle[1:], cycle[0]], strict=True):
+        following[token] = after
+    torch.manual_seed(0)
+    embeddings = torch.randn(VOCABULARY, shape.hidden)
+    head = torch.empty_like(embeddings)
+    head[torch.tensor(following)] = embeddings
+    tensors = {
+        "model.embed_tokens.weight": embeddings,
+        "lm_head.weight": head,
+        "model.norm.weight": torch.ones(shape.hidden),
+    }
+    query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    for number in range(layers):
+        name = f"model.layers.{number}."
+        sizes = {"self_attn.q_proj": query, "self_attn.k_proj": key, "self_attn.v_proj": key}
+        for part, size in sizes.items():
+            tensors[f"{name}{part}.weight"] = torch.randn(size, shape.hidden) / 30
+            tensors[f"{name}{part}.bias"] = torch.zeros(size)
+        tensors[f"{name}self_attn.o_proj.weight"] = torch.randn(shape.hidden, query) * SMALL
+        for part in ("gate_proj", "up_proj"):
+            tensors[f"{name}mlp.{part}.weight"] = torch.randn(shape.intermediate, shape.hidden) / 30
+        tensors[f"{name}mlp.down_proj.weight"] = torch.randn(shape.hidden, shape.intermediate) * SMALL
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{name}{norm}.weight"] = torch.ones(shape.hidden)
+    save_file({key: tensor.bfloat16() for key, tensor in tensors.items()}, folder / "model.safetensors")
+    return following
+
+
+def answer(following: list[int], token: int, count: int) -> list[int]:
+    tokens = []
+    for _ in range(count):
+        token = following[token]
+        tokens.append(token)
+    return tokens
+
+
+def make_prompt(load: str, following: list[int], rng: random.Random, count: int, edit_every: int) -> list[int]:
+    first = rng.randrange(1, VOCABULARY)
+    text = answer(following, first, count)
+    if load == "copy":
+        for at in range(edit_every // 2, count, edit_every):
+            text[at] = rng.randrange(1, VOCABULARY)
+    elif load == "new":
+        text = [rng.randrange(1, VOCABULARY) for _ in range(count)]
+    else:
+        pairs = [[*pair, rng.randrange(1, VOCABULARY)] for pair in pairwise(text)]
+        rng.shuffle(pairs)
+        text = [token for pair in pairs for token in pair]
+    return [*text, first]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--precision", nargs="+", default=["int8"], choices=PRECISIONS)
+    parser.add_argument("--load", nargs="+", default=["copy", "new", "misleading"])
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 8, 32, 128])
+    parser.add_argument("--tokens", type=int, default=128, help="tokens of each answer")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--edit-every", type=int, default=24)
+    parser.add_argument("--layers", type=int, default=24)
+    options = parser.parse_args()
+    print(cpu_name())
+    print(f"{'':9} {'load':10} {'streams':>7} {'off tok/s':>9} {'on tok/s':>9} {'ratio':>6}")
+    with tempfile.TemporaryDirectory() as name:
+        following = make_model(Path(name), options.layers)
+        for precision in options.precision:
+            engine = PRECISIONS[precision] | {
+                "max_model_len": 2048,
+                "max_num_seqs": 128,
+                "kv_cache_memory_bytes": 3 << 30,
+            }
+            with (
+                LLM(name, spec_method="none", enable_prefix_caching=False, **engine) as off,
+                LLM(name, enable_prefix_caching=False, **engine) as on,
+            ):
+                for load in options.load:
+                    for streams in options.streams:
+                        report(precision, load, streams, off, on, following, options)
+
+
+def report(
+    precision: str,
+    load: str,
+    streams: int,
+    off: LLM,
+    on: LLM,
+    following: list[int],
+    options: argparse.Namespace,
+) -> None:
+    """Print one row: the median of the rounds after the first."""
+    rng, count = random.Random(streams), options.tokens
+    rates: list[tuple[float, float]] = []
+    for _ in range(options.rounds + 1):
+        prompts = [make_prompt(load, following, rng, count, options.edit_every) for _ in range(streams)]
+        rates.append((rate(off, prompts, following, count), rate(on, prompts, following, count)))
+    before, after = (statistics.median(column) for column in zip(*rates[1:], strict=True))
+    ratio = statistics.median(after / before for before, after in rates[1:])
+    print(f"{precision:9} {load:10} {streams:7} {before:9.1f} {after:9.1f} {ratio:6.2f}", flush=True)
+
+
+def rate(llm: LLM, prompts: list[list[int]], following: list[int], count: int) -> float:
+    """Tokens per second of the decode steps of these prompts, whose answers are checked."""
+    params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
+    begun = time.perf_counter()
+    llm.generate(prompts, msgspec.structs.replace(params, max_tokens=1), use_tqdm=False)
+    prefilled = time.perf_counter()
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    seconds = time.perf_counter() - prefilled - (prefilled - begun)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.outputs[0].token_ids == answer(following, prompt[-1], count), "the model does not copy"
+    return len(prompts) * (count - 1) / seconds
+
+
+if __name__ == "__main__":
+    main()
