@@ -11,9 +11,9 @@ import numpy as np
 
 _MAX_MATCH = 16
 """Longer matches are not told apart."""
-_DECAY = 0.9
-"""Factor by which a guess counts less with each later one: about the last 10 count."""
-_PRIOR_WEIGHT = 2.0
+_DECAY = 0.95
+"""Factor by which a guess counts less with each later one: about the last 20 count."""
+_PRIOR_WEIGHT = 1.0
 """Guesses as which the rule of succession counts."""
 _MAX_MISSES = 2
 """Consecutive tokens that may differ from those that are being repeated, as if they had been replaced."""

@@ -29,10 +29,15 @@ _SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Numbers of tokens for which step times are measured; a step belongs to the next larger one."""
 _SMOOTHING = 0.2
 """Weight of a new measurement."""
-_MAX_AGE = 512
-"""Steps after which a measurement is forgotten; what is not known is assumed to be cheap, and so tried."""
+_MAX_AGE = {False: 64, True: 512}
+"""Steps after which a measurement without or with drafts is forgotten. Without drafts it is measured again at once: it
+is what drafts must be better than. With drafts, what is not known is assumed to be cheap, and so tried."""
+_WARM_UP = {False: 3, True: 1}
+"""First steps of a size to ignore, without and with drafts: they may compile, or record a graph."""
 _OUTLIER_FACTOR = 3.0
 """A measurement is clipped to this multiple of the expected time."""
+_MIN_CHANCE = 0.1
+"""Probability to count below which a draft is not worth a place in a step, however little that seems to take."""
 _MIN_GAIN = 1.05
 """Expected gain below which there are no drafts, as they cost time outside of the step, too."""
 
@@ -45,18 +50,20 @@ class StepTimes:
         self._tokens: dict[tuple[bool, int], int] = {}
         """Tokens of the last step of each size."""
         self._learned_at: dict[tuple[bool, int], int] = {}
+        self._num_seen: dict[tuple[bool, int], int] = {}
         self._num_steps = 0
 
     def learn(self, num_tokens: int, seconds: float, *, has_drafts: bool) -> None:
-        """Record that a step took `seconds`. The first step of a size is ignored: it may compile, or record a graph."""
+        """Record that a step took `seconds`."""
         self._num_steps += 1
         key = has_drafts, bisect_left(_SIZES, num_tokens)
+        self._num_seen[key] = self._num_seen.get(key, 0) + 1
         if (known := self._seconds.get(key)) is not None:
             self._seconds[key] = known + _SMOOTHING * (min(seconds, _OUTLIER_FACTOR * known) - known)
-        elif key in self._learned_at:
+        elif self._num_seen[key] > _WARM_UP[has_drafts]:
             self._seconds[key] = seconds
         self._tokens[key], self._learned_at[key] = num_tokens, self._num_steps
-        for old in [key for key, step in self._learned_at.items() if step < self._num_steps - _MAX_AGE]:
+        for old in [key for key, step in self._learned_at.items() if step < self._num_steps - _MAX_AGE[key[0]]]:
             self._seconds.pop(old, None)
 
     def relative(self, num_rows: int, sizes: Iterable[int]) -> list[float]:
@@ -102,9 +109,10 @@ class SpeculationManager:
         proposals, chances = [], []
         for request in decodes:
             drafts, probability = self.propose(request)
-            if drafts:
+            chance = [each for place in range(len(drafts)) if (each := probability ** (place + 1)) >= _MIN_CHANCE]
+            if chance:
                 proposals.append((request, drafts))
-                chances.append([probability**place for place in range(1, len(drafts) + 1)])
+                chances.append(chance)
         if not proposals:
             return {}
         ordered = list(islice(merge(*chances, reverse=True), room))

@@ -230,7 +230,7 @@ def request(tokens: list[int], **params: Any) -> Request:
 def manager(seconds: Callable[[int], float], rows: Sequence[int] = (1, 2, 4, 8, 16, 32)) -> SpeculationManager:
     """It has measured steps of `seconds(tokens)`."""
     made = SpeculationManager(SpeculativeConfig(num_speculative_tokens=16), 64)
-    for _ in range(2):
+    for _ in range(4):
         for tokens in rows:
             made.times.learn(tokens, seconds(tokens), has_drafts=False)
         for tokens in (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64):
@@ -271,7 +271,7 @@ def test_unknown_times_are_tried_and_forgotten_ones_again() -> None:
     """But never without knowing what a step without drafts takes."""
     made, copying = SpeculationManager(SpeculativeConfig(num_speculative_tokens=7), 64), request(REPEATING)
     assert made.draft([copying]) == {}
-    for _ in range(2):
+    for _ in range(4):
         made.times.learn(1, 9.0, has_drafts=False)
     made.times.learn(8, 99.0, has_drafts=True)
     assert len(made.draft([copying])[copying]) == 7  # first steps do not count
@@ -320,7 +320,7 @@ def test_rows_of_others_count() -> None:
 
 def test_no_more_tokens_are_sampled_than_memory_is_reserved_for() -> None:
     made = SpeculationManager(SpeculativeConfig(num_speculative_tokens=16), 20)
-    for _ in range(2):
+    for _ in range(4):
         made.times.learn(4, 1.0, has_drafts=False)
     drafts = made.draft([request(REPEATING) for _ in range(4)])
     assert sum(map(len, drafts.values())) == 16
