@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from gpu.engine import Engine
 from gpu.lab import Lab, free_memory
@@ -51,7 +52,7 @@ def ranks(lab: Lab) -> Iterator[Record]:
             folder = checkpoints.write_checkpoint(family, lab.scratch / f"ranks-{family}")
             expected, _ = _generate(lab, folder, task)
             for name, size in _LAYOUTS.items():
-                found, parallel = _generate(lab, folder, task, **{size: 2})
+                found, parallel = _generate(lab, folder, task, {size: 2})
                 yield task.compare(f"tokens of {family}, {name} 2, {_where(parallel)}", found, expected)
             took = time.monotonic() - begun
     finally:
@@ -93,7 +94,11 @@ class _Task:
 
 
 def _generate(
-    lab: Lab, folder: Path, task: _Task, drafts: list[list[int]] | None = None, **sizes: int
+    lab: Lab,
+    folder: Path,
+    task: _Task,
+    sizes: Mapping[str, int] = MappingProxyType({}),
+    drafts: list[list[int]] | None = None,
 ) -> tuple[list[list[int]], ParallelConfig]:
     """The tokens, and the parallel config with these `sizes`. With `drafts`, most of these outputs are guessed."""
     options = {
