@@ -337,7 +337,7 @@ class InputProcessor:
         longest = self.tokenizer.max_characters
         if longest is None:
             return text
-        if (kept := self._most_characters(last)) is not None:
+        if last is not None and (kept := self._most_characters(last)) is not None:
             return text[-kept:] if side == "left" else text[:kept]
         if (least := len(text) // longest) > self.max_model_len:
             raise ContextLengthExceeded(

@@ -691,7 +691,9 @@ def test_a_cache_that_the_gpus_cannot_read_is_refused(tmp_path: Path, monkeypatc
 def test_decodes_are_captured_for_sizes_that_pad_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = folder(tmp_path)
     on_cpu = resolve(options(model, cuda_graph_sizes="1,2", max_num_seqs=12))
-    assert on_cpu.graphs == GraphConfig(sizes=tuple(range(1, 13)))
+    assert on_cpu.graphs == GraphConfig(sizes=tuple(range(1, 18)))  # one token, and 16 drafts
+    alone = resolve(options(model, max_num_seqs=12, spec_method="none"))
+    assert alone.graphs == GraphConfig(sizes=tuple(range(1, 13)))
     assert resolve(options(model, enforce_eager=True)).graphs == GraphConfig(disabled_reason="--enforce-eager")
     on_a_gpu(monkeypatch)
 
