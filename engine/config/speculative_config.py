@@ -28,7 +28,7 @@ def resolve(
     if method == "none":
         return None
     obstacle = _obstacle(model, parallel)
-    is_chosen = method != "auto" or bool(settings) or bool(given)
+    is_chosen = method != "auto" or bool(settings)
     if obstacle and is_chosen:
         raise ConfigError(f"speculative decoding is not supported {obstacle}; omit it, the answers are the same")
     is_default = parallel.device == "cpu" and scheduler.max_num_batched_tokens > 1

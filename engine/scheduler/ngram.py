@@ -44,7 +44,7 @@ class TokenLookup:
         """Consecutive tokens before `_source` that differ."""
         self._searched = 0
         """`_end` at the last search."""
-        self.num_matched = max(minimum, _CORPUS_MATCH) if corpus else 0
+        self._num_matched = max(minimum, _CORPUS_MATCH) if corpus else 0
         """Tokens before `_source` that equal the last ones."""
 
     def extend(self, token_ids: list[int]) -> None:
@@ -62,16 +62,16 @@ class TokenLookup:
         for token in new:
             if self._source is None:
                 return
-            is_hit, at = bool(self._tokens[self._source] == token), _length_class(self.num_matched)
+            is_hit, at = bool(self._tokens[self._source] == token), _length_class(self._num_matched)
             self._hits[at] = self._hits[at] * _DECAY + is_hit
             self._guesses[at] = self._guesses[at] * _DECAY + 1.0
-            self.num_matched = self.num_matched + 1 if is_hit else 0
+            self._num_matched = self._num_matched + 1 if is_hit else 0
             self._num_missed = 0 if is_hit else self._num_missed + 1
             self._source = self._source + 1 if self._num_missed <= _MAX_MISSES else None
 
     def propose(self, count: int) -> list[int]:
         """Return the tokens expected next, at most `count`; empty if the last tokens have not occurred before."""
-        if self.num_matched < self._minimum and self._searched < self._end:
+        if self._num_matched < self._minimum and self._searched < self._end:
             self._searched = self._end
             self._search()
         source = self._source
@@ -89,7 +89,7 @@ class TokenLookup:
         The share of recent guesses after matches of this length that were right; without any, by the rule of
         succession: after n tokens that were repeated, the next one is with a probability of about n / (n + 1).
         """
-        at, expected = _length_class(self.num_matched), self.num_matched / (self.num_matched + 1)
+        at, expected = _length_class(self._num_matched), self._num_matched / (self._num_matched + 1)
         return (self._hits[at] + _PRIOR_WEIGHT * expected) / (self._guesses[at] + _PRIOR_WEIGHT)
 
     def _until_gap(self, tokens: list[int]) -> list[int]:
@@ -106,7 +106,7 @@ class TokenLookup:
                 break
             places, length = longer, length + 1
         if len(places) and length >= self._minimum:
-            self._source, self.num_matched, self._num_missed = int(places[-1]) + 1, length, 0
+            self._source, self._num_matched, self._num_missed = int(places[-1]) + 1, length, 0
 
 
 def _length_class(num_matched: int) -> int:
