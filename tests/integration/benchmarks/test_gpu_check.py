@@ -128,7 +128,7 @@ def test_tokens_of_two_ranks_are_those_of_one(tmp_path: Path, monkeypatch: pytes
 def test_two_ranks_of_a_second_family_run_where_there_is_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = module("gpu.tokens")
     grid = SimpleNamespace(device="cpu")
-    monkeypatch.setattr(tokens, "_generate", lambda lab, folder, task, **sizes: ([[1]] * len(task.prompts), grid))
+    monkeypatch.setattr(tokens, "_generate", lambda lab, folder, task, *sizes: ([[1]] * len(task.prompts), grid))
     lab = make_lab(tmp_path)
     lab.tiny = False
     for left, kinds in ((1000.0, ["check"] * 4), (0.0, ["check"] * 2 + ["note"])):
