@@ -122,7 +122,7 @@ def recurrent_states(
 
 class StateSegments(NamedTuple):
     """A step as layers with recurrent states see it: rows of one or several segments, at whose ends the state is
-    stored. All tensors are int64."""
+    stored. No row writes a page that another row reads, because rows run at the same time. All tensors are int64."""
 
     starts: Tensor
     """`[segments + 1]`, the first token of each segment."""

@@ -198,7 +198,8 @@ def round_rows(x: Tensor, dtype: torch.dtype, groups: int = 1) -> tuple[Tensor, 
     size = ROUNDED_GROUP if groups > 1 else inputs
     assert groups == -(-inputs // size)
     grouped, largest = F.pad(x.float(), (0, groups * size - inputs)).view(rows, groups, size), LARGEST[dtype]
-    scales = grouped.abs().amax(dim=2) / largest
+    # By a tensor: on GPUs, torch multiplies by the reciprocal of a number.
+    scales = grouped.abs().amax(dim=2) / torch.full((), largest, device=x.device)
     codes = (grouped / torch.where(scales > 0, scales, 1.0)[..., None]).clamp(-largest, largest)
     codes = codes.flatten(1)[:, :inputs]
     return (codes.round() if dtype == torch.int8 else codes).to(dtype), scales

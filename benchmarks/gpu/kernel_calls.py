@@ -15,7 +15,7 @@ from quire import kernels
 from quire.engine.config.options import EngineOptions
 from quire.kernels import reference
 from quire.kernels.cache import FP8_CAPABILITY
-from quire.kernels.check import rounds
+from quire.kernels.check import rounds, tolerance
 from quire.kernels.coded_words import RowRounding, pack_words
 from quire.kernels.quantized import VALUES, QuantizedWeight
 
@@ -166,7 +166,7 @@ def _write(device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype, t
         # A value between two of the cache's numbers may round to either, so a difference of one step is allowed.
         read = [reference.read_kv(side, table, blocks * BLOCK, torch.float32) for side in cache]
         apart = 1 / 127 if cache_dtype == torch.int8 else 1 / 8
-        return rotated, *(side / side.abs().amax().clamp(min=1) * (allowed_step(dtype) / apart) for side in read)
+        return rotated, *(side / side.abs().amax().clamp(min=1) * (tolerance("rotary_write_kv", dtype) / apart) for side in read)
 
     return call
 
@@ -217,11 +217,6 @@ def _attends(sizes: str, case: Case) -> Named:
     return "paged_attention", sizes, case.call
 
 
-def allowed_step(dtype: torch.dtype) -> float:
-    """The tolerance, relative and absolute, as in the self-check of a rank."""
-    return max(8 * torch.finfo(dtype).eps, 2e-5)
-
-
 def quantized_caches() -> dict[str, torch.dtype]:
     """The values of `--kv-cache-dtype` that no model computes in, and the element type of the cache."""
     offered = get_args(get_type_hints(EngineOptions)["kv_cache_dtype"])
@@ -250,7 +245,7 @@ def _recurrent(device: torch.device, dtype: torch.dtype, tokens: int, heads: tup
     """Two requests with `tokens` tokens each, one that begins and one that goes on; heads of keys and of values, and
     their size."""
     key_heads, value_heads, size = heads
-    numbers = (0, tokens, 2 * tokens), (0, 1, 2), (-1, 1), (1, 0)
+    numbers = (0, tokens, 2 * tokens), (0, 1, 2), (-1, 1), (0, 1)
     segments, count = kernels.StateSegments(*(torch.tensor(each, device=device) for each in numbers)), 2 * tokens
     widths = [part * size for part in (key_heads, key_heads, value_heads)]
     mixed = torch.randn(count, sum(widths), device=device, dtype=dtype)

@@ -20,6 +20,7 @@ from gpu.lab import Lab, free_memory
 from gpu.records import Check, Note, Record
 from quire import kernels
 from quire.kernels import coded_words, dispatch, reference
+from quire.kernels.check import tolerance
 
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
 _PROCESSES, _THREADS = 8, 8
@@ -121,7 +122,7 @@ def _check_type(device: torch.device, dtype: torch.dtype, only: str = "", *, tin
             with _CHOSEN if module is kernels else contextlib.nullcontext():
                 found = call(module)
             oracle = reference if hasattr(reference, operation) else coded_words
-            errors.take(sizes, *compare(found, call(oracle), dtype))
+            errors.take(sizes, *compare(found, call(oracle), tolerance(operation, dtype)))
         except Exception as error:  # from a compiler or a driver
             first = str(error).partition("\n")[0]
             errors.failures.append(f"{sizes}: {type(error).__name__}: {first}")
@@ -159,8 +160,8 @@ def served(device: str) -> str:
     return f"served by: {', '.join(shown) or 'nothing'}; by the reference: {', '.join(plain) or 'nothing'}"
 
 
-def compare(found: Any, expected: Any, dtype: torch.dtype) -> tuple[float, float]:
-    """The largest error, and the largest error relative to the tolerance; integers must be equal."""
+def compare(found: Any, expected: Any, step: float) -> tuple[float, float]:
+    """The largest error, and the largest error relative to the tolerance `step`; integers must be equal."""
     pairs = list(zip(_tensors(found), _tensors(expected), strict=True))
     error = ratio = 0.0
     for one, other in pairs:
@@ -172,7 +173,7 @@ def compare(found: Any, expected: Any, dtype: torch.dtype) -> tuple[float, float
             error, ratio = max(error, float(wrong)), max(ratio, float("inf") if wrong else 0.0)
             continue
         difference = (one.float() - other.float()).abs()
-        allowed = kernel_calls.allowed_step(dtype) * (1 + other.float().abs())
+        allowed = step * (1 + other.float().abs())
         share = (difference / allowed).nan_to_num(nan=float("inf"))
         error, ratio = max(error, float(difference.max())), max(ratio, float(share.max()))
     return error, ratio

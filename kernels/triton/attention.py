@@ -8,7 +8,6 @@ in order, so a result does not depend on the batch.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -17,11 +16,12 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.cache import LARGEST
+from quire.kernels.triton import limits
 
 _PARTS, _PART_KEYS, _PART_GROWTH = 32, 128, 8
 """A decode has at most _PARTS parts, each of at least max(_PART_KEYS, _PART_GROWTH * sqrt(keys)) keys."""
-_PROGRAMS = 16 * 132
-"""Programs of a decode kernel: several waves over an H100's multiprocessors. They share any number of parts."""
+_PROGRAMS = 32 * limits.PROCESSORS
+"""Programs of a decode kernel: several waves. They share any number of parts."""
 _LOG2E = 1.4426950408889634
 
 
@@ -458,17 +458,6 @@ def _tile(head_dim: int, width: int, is_narrow: bool) -> tuple[int, int]:
     return rows, 64 if size <= 512 else 32 if size <= 1152 else 16
 
 
-@functools.cache
-def _is_narrow(device: torch.device) -> bool:
-    """Whether a thread block is limited to about 99 KiB of shared memory, as on most GPUs outside data centers.
-
-    False on a CPU, where kernels are compiled ahead of time for an H100.
-    """
-    if device.type != "cuda":
-        return False
-    return bool(triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"] < 160 << 10)
-
-
 def paged_attention(
     query: Tensor,
     cache: Tensor,
@@ -490,7 +479,7 @@ def paged_attention(
     requests, group, is_quantized = len(sequence_lengths), heads // kv_heads, cache.dtype in LARGEST
     out = torch.empty((tokens, heads, head_dim), dtype=query.dtype, device=query.device)
     first, rest = _pieces(head_dim)
-    most_rows, keys = _tile(head_dim, query.element_size(), _is_narrow(query.device))
+    most_rows, keys = _tile(head_dim, query.element_size(), limits.is_narrow(query.device))
     of_heads = min(triton.next_power_of_2(group), most_rows)
     none = query  # a placeholder for arguments that are not read
     sinks_, slopes_ = none if sinks is None else sinks, none if slopes is None else slopes
@@ -554,7 +543,7 @@ def _decode(
     """Compute the requests with one query, of up to `most` keys."""
     (_, heads, head_dim), requests, window = query.shape, len(lengths), scores[2]
     group = heads // kv_heads
-    most_rows, keys = _tile(head_dim, query.element_size(), _is_narrow(query.device))
+    most_rows, keys = _tile(head_dim, query.element_size(), limits.is_narrow(query.device))
     rows, room = max(16, min(triton.next_power_of_2(group), most_rows)), _most_parts(most)
     columns = kv_heads * triton.cdiv(group, rows)
     sums = torch.empty((requests, heads, room, 2), dtype=torch.float32, device=query.device)
@@ -596,7 +585,7 @@ def sparse_attention(query: Tensor, cache: Tensor, slots: Tensor, counts: Tensor
     (kv_heads, block_size), is_quantized = cache.shape[2:4], cache.dtype in LARGEST
     out = torch.empty((tokens, heads, head_dim), dtype=query.dtype, device=query.device)
     first, rest = _pieces(head_dim)
-    _, keys = _tile(head_dim, query.element_size(), _is_narrow(query.device))
+    _, keys = _tile(head_dim, query.element_size(), limits.is_narrow(query.device))
     cache_row = head_dim if is_quantized else cache.stride(3)
     strides = query.stride()[:2], (slots.stride(0), *cache.stride()[:3], cache_row)
     options = {

@@ -19,8 +19,9 @@ from torch import Tensor
 from quire.kernels import reference
 from quire.kernels.coded_words import CodedWords
 from quire.kernels.quantized import VALUES
+from quire.kernels.triton import limits
 from quire.kernels.triton.elementwise import KINDS, act_mul
-from quire.kernels.triton.experts import _PROCESSORS, _block_rows, sort_pairs, sum_pairs
+from quire.kernels.triton.experts import _block_rows, sort_pairs, sum_pairs
 
 
 class _Decoding(NamedTuple):
@@ -54,6 +55,23 @@ def _bits_at(word, by: tl.constexpr, MASK: tl.constexpr):
 
 
 @triton.jit
+def _selected(word, table, PLACE: tl.constexpr):
+    """The number of `table` whose index is the four bits from PLACE on: halves are selected, from the last bit on."""
+    low, second = (word >> PLACE) & 1 != 0, (word >> PLACE + 1) & 1 != 0
+    third, high = (word >> PLACE + 2) & 1 != 0, (word >> PLACE + 3) & 1 != 0
+    number = tl.zeros(word.shape, tl.float32)
+    for half in tl.static_range(2):
+        upper = number
+        for quarter in tl.static_range(2):
+            at = table + half * 8 + quarter * 4
+            even, odd = tl.where(low, tl.load(at + 1), tl.load(at)), tl.where(low, tl.load(at + 3), tl.load(at + 2))
+            pair = tl.where(second, odd, even)
+            number = tl.where(third, pair, number) if quarter else pair
+        number = tl.where(high, number, upper) if half else number
+    return number
+
+
+@triton.jit
 def _decoded(word, table, PLACE: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, FRACTION: tl.constexpr):
     """The code at a place of each word as a float32, before its factor and term: see `_Decoding`."""
     if KIND == "integer":
@@ -64,7 +82,7 @@ def _decoded(word, table, PLACE: tl.constexpr, BITS: tl.constexpr, KIND: tl.cons
         sign = _bits_at(word, 32 - BITS - PLACE * BITS, -(1 << 31))
         return (plain | sign).to(tl.float32, bitcast=True)
     else:
-        return tl.load(table + _bits_at(word, -PLACE * BITS, (1 << BITS) - 1))
+        return _selected(word, table, PLACE * BITS)
 
 
 @triton.jit
@@ -75,6 +93,18 @@ def _factors(scales, offsets, at, inside, FACTOR: tl.constexpr, TERM: tl.constex
         return scale * FACTOR, scale * (tl.load(offsets + at, mask=inside, other=0.0).to(tl.float32) + TERM)
     else:
         return scale * FACTOR, scale * TERM
+
+
+@triton.jit
+def _joined(numbers, FEATURES: tl.constexpr, PLACES: tl.constexpr):
+    """The numbers of all places side by side: `[FEATURES, PLACES * 16]`."""
+    if PLACES == 4:
+        both = tl.join(tl.join(numbers[0], numbers[1]), tl.join(numbers[2], numbers[3]))
+        return tl.reshape(tl.permute(both, (0, 3, 2, 1)), (FEATURES, 64))
+    else:
+        first = tl.join(tl.join(numbers[0], numbers[1]), tl.join(numbers[2], numbers[3]))
+        second = tl.join(tl.join(numbers[4], numbers[5]), tl.join(numbers[6], numbers[7]))
+        return tl.reshape(tl.permute(tl.join(first, second), (0, 4, 3, 2, 1)), (FEATURES, 128))
 
 
 @triton.jit
@@ -120,6 +150,7 @@ def _product(
     for block in range(first, last):
         at = (block * features + feature)[:, None] * 16 + lane
         word = tl.load(words + at, mask=is_feature[:, None], other=0)
+        numbers = ()
         for place in tl.static_range(PLACES):
             start = (block * PLACES + place) * 16
             if GROUP == 0:
@@ -135,17 +166,18 @@ def _product(
             number = _decoded(word, table, place, BITS, KIND, FRACTION) * factor
             if KIND == "integer" or OFFSETS:
                 number += term
-            column = start + lane
-            if ORDERED:
-                column = tl.load(columns + column, mask=column < stored, other=inputs)
-            is_inside = is_row[None, :] & (column < inputs)[:, None]
-            x = tl.load(source[None, :] + column[:, None], mask=is_inside, other=0.0)
-            if STATIC:
-                wide = tl.div_rn(x.to(tl.float32), scale_of_inputs) + zero
-                # Adding and subtracting rounds to an integer, ties to even.
-                rounded = tl.clamp(wide, -128.0, 127.0) + 12582912.0 - 12582912.0 - zero
-                x = tl.where(wide == wide, tl.where(is_inside, rounded, 0.0), wide).to(x.dtype)
-            product = tl.dot(number.to(x.dtype), x, product, input_precision=PRECISION)
+            numbers = numbers + (number.to(source.dtype.element_ty),)
+        column = block * (PLACES * 16) + tl.arange(0, PLACES * 16)
+        if ORDERED:
+            column = tl.load(columns + column, mask=column < stored, other=inputs)
+        is_inside = is_row[None, :] & (column < inputs)[:, None]
+        x = tl.load(source[None, :] + column[:, None], mask=is_inside, other=0.0)
+        if STATIC:
+            wide = tl.div_rn(x.to(tl.float32), scale_of_inputs) + zero
+            # Adding and subtracting rounds to an integer, ties to even.
+            rounded = tl.clamp(wide, -128.0, 127.0) + 12582912.0 - 12582912.0 - zero
+            x = tl.where(wide == wide, tl.where(is_inside, rounded, 0.0), wide).to(x.dtype)
+        product = tl.dot(_joined(numbers, FEATURES, PLACES), x, product, input_precision=PRECISION)
     return product
 
 
@@ -297,20 +329,22 @@ class _Shape(NamedTuple):
 
 
 _CLASSES = (16, 64)
-"""Numbers of rows up to which a matmul has its own tile; a third one is for more."""
+"""Numbers of rows up to which a matmul divides the inputs in its own way; for more it does not."""
 
 
-def _linear_shape(rows: int, features: int, blocks: int, dtype: torch.dtype) -> _Shape:
-    """Up to 16 rows, loads in flight count: the inputs are divided until processors have about four tiles."""
+def _linear_shape(rows: int, features: int, blocks: int, dtype: torch.dtype, device: torch.device) -> _Shape:
+    """Up to 64 rows, loads in flight count: the inputs are divided until processors have several tiles."""
+
+    def splits(tile: int, most: int) -> int:
+        return max(1, min(8, most * limits.PROCESSORS // triton.cdiv(features, tile), blocks // 4))
+
     if rows <= _CLASSES[0]:
-        tiles = triton.cdiv(features, 64)
-        splits = max(1, min(8, 4 * _PROCESSORS // tiles, blocks // 4))
-        return _Shape(16, 64, splits, 4, 4)
+        return _Shape(16, 64, splits(64, 8), 4, 3)
     if dtype == torch.float32:
         return _Shape(32, 64, 1, 4, 2)
     if rows <= _CLASSES[1]:
-        return _Shape(64, 64, 1, 4, 3)
-    return _Shape(128, 128, 1, 8, 2)
+        return _Shape(64, 128, splits(128, 2), 8, 3)
+    return _Shape(128, 128, 1, 4, 3) if rows <= 128 or limits.is_narrow(device) else _Shape(256, 128, 1, 8, 3)
 
 
 def _launch(weight: CodedWords, bias: Tensor | None, dtype: torch.dtype) -> tuple[list[Tensor], dict[str, object]]:
@@ -359,7 +393,7 @@ def coded_matmul(x: Tensor, weight: CodedWords, bias: Tensor | None = None) -> T
     if not rows or not features:
         return out
     x = x if x.stride(1) == 1 else x.contiguous()
-    shape = _linear_shape(rows, features, blocks, x.dtype)
+    shape = _linear_shape(rows, features, blocks, x.dtype, x.device)
     is_split = shape.splits > 1
     parts = x.new_empty((shape.splits, rows, features), dtype=torch.float32) if is_split else out
     tensors, constants = _launch(weight, bias, x.dtype)
@@ -429,6 +463,6 @@ def _grouped(
         ROWS=rows,
         FEATURES=size,
         num_warps=rows // 16 if many else 4,
-        num_stages=4 if rows == 16 else 2,
+        num_stages=2 if x.dtype == torch.float32 else 3,
     )
     return out

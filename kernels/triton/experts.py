@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.triton import limits
 from quire.kernels.triton.elementwise import KINDS, activated, gated
 
 _SORTED_AT_ONCE, _SUMMED_AT_ONCE = 1024, 1024
@@ -39,11 +40,7 @@ def _shape(rows: int, blocks: int, columns: int, dtype: torch.dtype) -> _Shape:
         return _Shape(64, 32, 4, 3)
     if rows >= 64:
         return _Shape(128, 64, rows // 16, 3)
-    return _Shape(64 if blocks * columns >= 64 * _PROCESSORS else 32, 128, 4, 5)
-
-
-_PROCESSORS = 132
-"""Multiprocessors of an H100; close enough for other GPUs."""
+    return _Shape(64 if blocks * columns >= 64 * limits.PROCESSORS else 32, 128, 4, 5)
 
 
 @triton.jit(do_not_specialize=["count", "most"])

@@ -7,6 +7,8 @@ nor on their number, except for the order in which the tensor cores add within 1
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from quire.kernels.cache import LARGEST
 from quire.kernels.coded_words import ROUNDED_GROUP
+from quire.kernels.triton import limits
 from quire.kernels.triton.elementwise import KINDS, act_mul_rounded, rounded_rows, store_rounded
 from quire.kernels.triton.experts import _block_rows, sort_pairs, sum_pairs
 
@@ -61,7 +64,7 @@ def _product(
         at = source + row[None, :] * inputs + inner[:, None]
         rounded = tl.load(at, mask=is_row[None, :] & is_inner[:, None], other=0.0)
         if IS_EXACT:
-            product = tl.dot(codes, rounded, product)
+            product = tl.dot(codes, rounded, product, out_dtype=tl.int32)
         else:
             part = tl.dot(codes, rounded).to(tl.float32)
             if GROUPED:
@@ -180,18 +183,42 @@ def rounded_matmul(
         rounded, x_scales = round_rows(x, codes.dtype, groups)
     if not rows or not features:
         return out
-    tile_rows, tile = (16, 64) if rows <= 16 else (64, 64) if rows <= 64 else (128, 128)
-    _rounded_kernel[triton.cdiv(rows, tile_rows), triton.cdiv(features, tile)](
+    shape = _shape(rows, x.device, grouped=groups > 1, is_int8=codes.dtype == torch.int8)
+    _rounded_kernel[triton.cdiv(rows, shape.rows), triton.cdiv(features, shape.features)](
         *(rounded, x_scales, codes, scales, codes if bias is None else bias, out, rows, features, inputs, groups),
         GROUPED=groups > 1,
         BIAS=bias is not None,
-        ROWS=tile_rows,
-        FEATURES=tile,
-        DEPTH=DEPTH,
-        num_warps=8 if tile == 128 else 4,
-        num_stages=3 if tile == 128 else 4,
+        ROWS=shape.rows,
+        FEATURES=shape.features,
+        DEPTH=shape.depth,
+        num_warps=shape.warps,
+        num_stages=shape.stages,
     )
     return out
+
+
+class _Shape(NamedTuple):
+    """The launch parameters of a matmul: tile, inputs of a step, warps and stages."""
+
+    rows: int
+    features: int
+    depth: int
+    warps: int
+    stages: int
+
+
+def _shape(rows: int, device: torch.device, *, grouped: bool, is_int8: bool) -> _Shape:
+    """Tiles that were the fastest on an H200."""
+    depth = DEPTH if grouped or limits.is_narrow(device) else 2 * DEPTH
+    if rows <= 16:
+        return _Shape(16, 64, depth, 4, 5)
+    if rows <= 32:
+        return _Shape(32, 64, depth, 4, 4)
+    if rows <= 64 and not grouped:
+        return _Shape(64, 64, depth, 4, 4)
+    if rows <= 256 or not is_int8:
+        return _Shape(64, 128, DEPTH, 4, 3)
+    return _Shape(128, 128, DEPTH, 4, 3)
 
 
 def rounded_fused_experts(
@@ -213,7 +240,7 @@ def rounded_fused_experts(
     if not count or not experts:
         return torch.zeros_like(x)
     weights, ids = weights.contiguous(), ids.contiguous()
-    rows = _block_rows(count, experts)
+    rows = min(64, _block_rows(count, experts))
     pairs, blocks = sort_pairs(ids, experts, rows)
 
     def grouped(
@@ -221,17 +248,17 @@ def rounded_fused_experts(
     ) -> Tensor:
         features, groups = scales.shape[1:]
         out = x.new_empty(count, features)
-        tile = 128 if rows == 128 else 64
-        _rounded_grouped_kernel[len(blocks), triton.cdiv(features, tile)](
+        shape = _shape(rows, x.device, grouped=groups > 1, is_int8=codes.dtype == torch.int8)
+        _rounded_grouped_kernel[len(blocks), triton.cdiv(features, shape.features)](
             *(rounded, x_scales, codes, scales, codes if bias is None else bias, out, pairs, blocks),
             *(features, rounded.shape[1], groups, per_row),
             GROUPED=groups > 1,
             BIAS=bias is not None,
             ROWS=rows,
-            FEATURES=tile,
-            DEPTH=DEPTH,
-            num_warps=8 if tile == 128 else 4,
-            num_stages=3 if tile == 128 else 4,
+            FEATURES=shape.features,
+            DEPTH=shape.depth,
+            num_warps=shape.warps,
+            num_stages=shape.stages,
         )
         return out
 

@@ -29,7 +29,7 @@ from quire.kernels import triton as platform
 from quire.kernels.cache import LARGEST, StateSegments, allocate_kv_cache
 from quire.kernels.coded_words import CodedWords, pack_words
 from quire.kernels.quantized import VALUES, QuantizedWeight
-from quire.kernels.triton import attention, coded, elementwise, rounded
+from quire.kernels.triton import coded, elementwise, limits, rounded
 
 SHARED_KIB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
 """That a block of threads may have (CUDA programming guide, table of compute capabilities)."""
@@ -245,7 +245,7 @@ def main() -> None:
         compile_launch(self, args.capability, launched, options)
 
     JITFunction.run = run
-    setattr(attention, "_is_narrow", lambda _: SHARED_KIB[args.capability] < 160)  # noqa: B010
+    setattr(limits, "is_narrow", lambda _: SHARED_KIB[args.capability] < 160)  # noqa: B010
     run_coded(args.capability, types) if args.coded else run_all(types)
     print(f"{len(compiled)} kernels compiled for sm_{args.capability}")
 

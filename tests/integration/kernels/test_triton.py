@@ -173,15 +173,15 @@ def test_quantized_rows_are_written_as_by_the_reference(head_dim: int, of_cache:
 
 def test_attention_in_the_tiles_of_gpus_with_less_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half the keys at a time: what float32 of 128 takes there, float16 of 256 does, and so on."""
-    attention = importlib.import_module("quire.kernels.triton.attention")
+    attention, limits = (importlib.import_module(f"quire.kernels.triton.{name}") for name in ("attention", "limits"))
     device = torch.device("cpu")
-    assert [attention._tile(head_dim, 2, attention._is_narrow(device))[1] for head_dim in (128, 256, 576)] == [
+    assert [attention._tile(head_dim, 2, limits.is_narrow(device))[1] for head_dim in (128, 256, 576)] == [
         64,
         64,
         32,
     ]
-    monkeypatch.setattr(attention, "_is_narrow", lambda _: True)
-    assert [attention._tile(head_dim, 2, attention._is_narrow(device))[1] for head_dim in (128, 256, 576)] == [
+    monkeypatch.setattr(limits, "is_narrow", lambda _: True)
+    assert [attention._tile(head_dim, 2, limits.is_narrow(device))[1] for head_dim in (128, 256, 576)] == [
         64,
         32,
         16,
