@@ -196,13 +196,13 @@ def _compare_times(
         case = _case(device, dtype, config, layer, requests)
         call = functools.partial(flashinfer, *case.args, **case.options, host=case.host)
         assert call() is not None, "it declines the call"
-        times.append((_seconds(call, device), _seconds(functools.partial(_run, case, own), device)))
+        times.append((seconds(call, device), seconds(functools.partial(_run, case, own), device)))
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return times
 
 
-def _seconds(call: Callable[[], object], device: torch.device, rounds: int = 5) -> float:
+def seconds(call: Callable[[], object], device: torch.device, rounds: int = 5) -> float:
     """The median seconds per call over `rounds` of four calls, after one warm-up call."""
     call()
     times = []

@@ -166,7 +166,9 @@ def _write(device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype, t
         # A value between two of the cache's numbers may round to either, so a difference of one step is allowed.
         read = [reference.read_kv(side, table, blocks * BLOCK, torch.float32) for side in cache]
         apart = 1 / 127 if cache_dtype == torch.int8 else 1 / 8
-        return rotated, *(side / side.abs().amax().clamp(min=1) * (tolerance("rotary_write_kv", dtype) / apart) for side in read)
+        return rotated, *(
+            side / side.abs().amax().clamp(min=1) * (tolerance("rotary_write_kv", dtype) / apart) for side in read
+        )
 
     return call
 
@@ -264,7 +266,8 @@ def _recurrent(device: torch.device, dtype: torch.dtype, tokens: int, heads: tup
         return module.linear_attention(query, key, value, decay, beta, kept, segments, size**-0.5, 1e-6), kept
 
     channels, state_size = value_heads * size, 16
-    step, rates = torch.rand(count, channels, device=device), -torch.rand(state_size, channels, device=device)
+    # No rate is near 0: what never decays sums the errors of all steps.
+    step, rates = torch.rand(count, channels, device=device), -0.1 - torch.rand(state_size, channels, device=device)
 
     def scan(module: Any) -> tuple[Tensor, Tensor]:
         kept = matrices.flatten()[: 2 * rates.numel()].view(2, 1, state_size, channels).clone()

@@ -212,9 +212,9 @@ def _shape(rows: int, device: torch.device, *, grouped: bool, is_int8: bool) -> 
     depth = DEPTH if grouped or limits.is_narrow(device) else 2 * DEPTH
     if rows <= 16:
         return _Shape(16, 64, depth, 4, 5)
-    if rows <= 32:
+    if rows <= 32 or (grouped and rows <= 64):
         return _Shape(32, 64, depth, 4, 4)
-    if rows <= 64 and not grouped:
+    if rows <= 64:
         return _Shape(64, 64, depth, 4, 4)
     if rows <= 256 or not is_int8:
         return _Shape(64, 128, DEPTH, 4, 3)

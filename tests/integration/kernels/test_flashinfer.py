@@ -198,7 +198,7 @@ def test_prefill_and_decode_each_take_the_faster_backend(
 ) -> None:
     caplog.set_level(logging.INFO)
     taken = iter(times)
-    monkeypatch.setattr(backends, "_seconds", lambda *_: next(taken) / 1000)
+    monkeypatch.setattr(backends, "seconds", lambda *_: next(taken) / 1000)
     found = choose(NEEDS)
     assert (found and (found.handles_prefill, found.handles_decode)) == serves
     assert said in caplog.text
