@@ -53,7 +53,10 @@ class Connection:
     clock: ScriptedClock
 
     def reply(self, status: int, content: Mapping[str, Any], more: str = "") -> None:
-        data = json.dumps(content).encode()
+        self.reply_text(json.dumps(content), status, more)
+
+    def reply_text(self, text: str, status: int = 200, more: str = "") -> None:
+        data = text.encode()
         head = f"HTTP/1.1 {status} X\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n{more}\r\n"
         self.writer.write(head.encode() + data)
 
@@ -101,11 +104,14 @@ class FakeServer:
     clock: ScriptedClock
     asked: list[Connection] = field(default_factory=list)
     num_connections: int = 0
+    metrics: list[str | None] = field(default_factory=list)
+    """The next answers of /metrics, None for one that it is not found; then there are none to report."""
 
 
 @contextlib.contextmanager
 def fake_server(script: Script) -> Iterator[FakeServer]:
-    """A server on a free port, in a thread of its own. `script` answers every POST; /v1/models names one model."""
+    """A server on a free port, in a thread of its own. `script` answers every POST; /v1/models names one model, and
+    /metrics is as `FakeServer.metrics` says."""
     clock = ScriptedClock()
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
@@ -122,6 +128,9 @@ def fake_server(script: Script) -> Iterator[FakeServer]:
             async for connection in _requests(reader, writer, clock):
                 if connection.path.endswith("/v1/models"):
                     connection.reply(200, {"data": [{"id": "fake/model"}]})
+                elif connection.path.endswith("/metrics"):
+                    exposition = server.metrics.pop(0) if server.metrics else ""
+                    connection.reply_text(exposition or "", 404 if exposition is None else 200)
                 else:
                     server.asked.append(connection)
                     await script(connection)

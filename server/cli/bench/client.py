@@ -10,7 +10,7 @@ import asyncio
 import json
 import ssl
 from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -61,13 +61,13 @@ class BenchClient:
         for connection in self._open:
             connection.close()
 
-    async def get(self, path: str) -> Any:
-        """Return the JSON response of a path; raises `OSError` and `BenchRefused`."""
+    async def get(self, path: str) -> bytes:
+        """Return the response of a path; raises `OSError` and `BenchRefused`."""
         body = bytearray()
         await self._exchange(
             f"GET {self._path}{path} HTTP/1.1\r\n{self._head}\r\n".encode(), lambda _, part: body.extend(part)
         )
-        return json.loads(body)
+        return bytes(body)
 
     def prepare(self, path: str, body: bytes) -> bytes:
         """Return the bytes of a request."""

@@ -41,8 +41,11 @@ def table(result: Mapping[str, Any], metrics: Sequence[str], percentiles: Sequen
             note=f"{result['max_output_tokens_per_s']:.0f} in the best second",
         ),
         _row("all tokens/s", f"{result['total_token_throughput']:.1f}"),
-        "",
     ]
+    if "spec_decode_num_drafts" in result:
+        note = f"{result['spec_decode_acceptance_length']:.2f} tokens a row with drafts"
+        lines.append(_row("drafts accepted", f"{result['spec_decode_acceptance_rate']:.1f} %", note=note))
+    lines.append("")
     columns = ["mean", "median", "std", *map(percentile_name, percentiles)]
     lines.append(_row("milliseconds", *columns))
     for name in metrics:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import gc
+import json
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +18,7 @@ import msgspec
 from tqdm import tqdm
 
 from quire.engine.protocol.errors import ConfigError
-from quire.server.cli.bench import dataset
+from quire.server.cli.bench import dataset, drafts
 from quire.server.cli.bench.client import BenchClient, BenchRefused, reason
 from quire.server.cli.bench.dataset import DatasetOptions, Sample
 from quire.server.cli.bench.load import Clock, SendTimes, arrival_times, drive
@@ -40,6 +42,8 @@ class BenchResult:
     cpu_seconds: float
     """Processor time of this process, the client."""
     records: list[RequestRecord]
+    drafts: dict[str, Any]
+    """See `drafts.summarize`; empty if the server made none."""
 
 
 class BenchRun:
@@ -64,10 +68,20 @@ class BenchRun:
             print(f"{self._model} at {options.url}{options.path}: {len(samples)} requests {options.load()}", flush=True)
             gc.collect()
             gc.freeze()  # garbage collections during the run need not visit the prompts
+            before = await self._draft_counters()
             cpu, begun = time.process_time(), self._clock.now()
             records = await self._load(samples, arrivals, is_shown=not options.disable_tqdm)
+            cpu = time.process_time() - cpu
             gc.unfreeze()
-            return BenchResult(self._model, begun, time.process_time() - cpu, records)
+            made = drafts.summarize(before, await self._draft_counters())
+            return BenchResult(self._model, begun, cpu, records, made)
+
+    async def _draft_counters(self) -> Counter[str]:
+        """Empty if the server has no metrics."""
+        try:
+            return drafts.read((await self._client.get("/metrics")).decode())
+        except (OSError, BenchRefused, ValueError):
+            return Counter()
 
     async def _load(self, samples: list[Sample], arrivals: list[float], *, is_shown: bool) -> list[RequestRecord]:
         requests = [self._request(sample) for sample in samples]
@@ -95,7 +109,7 @@ class BenchRun:
     async def _fetch_model_name(self) -> str:
         url = f"{self._options.url}/v1/models"
         try:
-            answer = await self._client.get("/v1/models")
+            answer = json.loads(await self._client.get("/v1/models"))
             name: str = answer["data"][0]["id"]
         except (OSError, BenchRefused) as error:
             is_locked = isinstance(error, BenchRefused) and error.status in (401, 403)

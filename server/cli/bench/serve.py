@@ -49,6 +49,7 @@ def measure(options: ServeOptions, wanted: DatasetOptions, clock: Clock) -> int:
     records = finished.records
     result = metrics.summarize(records, metrics=chosen, percentiles=percentiles, goodput=goodput)
     result["client_cpu_share"] = finished.cpu_seconds / result["duration"]
+    result |= finished.drafts
     print(report.table(result, chosen, percentiles))
     for line in report.warnings(result, records):
         print(line)

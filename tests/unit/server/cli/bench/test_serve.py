@@ -65,6 +65,43 @@ def test_the_names_in_the_result_are_frozen(tmp_path: Path) -> None:
     assert list(result) == [*SUMMARY_KEYS.split(), *DETAILED_KEYS.split()]
 
 
+def exposition(drafts: int, tokens: int, *accepted: int) -> str:
+    """Metrics of two replicas, of which the second has made one draft of one token, and other metrics."""
+    name = "vllm:spec_decode_num"
+    lines = ["# TYPE vllm:prompt_tokens counter", 'vllm:prompt_tokens_total{engine="0"} 7']
+    for count, number in (("drafts", drafts), ("draft_tokens", tokens), ("accepted_tokens", sum(accepted))):
+        lines.append(f"# TYPE {name}_{count} counter")
+        lines += [f'{name}_{count}_total{{engine="0"}} {number}', f'{name}_{count}_total{{engine="1"}} 1']
+    lines.append(f"# TYPE {name}_accepted_tokens_per_pos counter")
+    for position, number in enumerate(accepted):
+        lines.append(f'{name}_accepted_tokens_per_pos_total{{engine="0",position="{position}"}} {number}')
+    return "\n".join([*lines, ""])
+
+
+def test_drafts_of_the_run_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with fake_server(count) as server:
+        server.metrics = [exposition(10, 30, 5, 2), exposition(30, 90, 20, 7)]
+        result = bench(server, tmp_path)
+    drafts = {name: value for name, value in result.items() if name.startswith("spec_decode")}
+    assert drafts == {
+        "spec_decode_num_drafts": 20,
+        "spec_decode_draft_tokens": 60,
+        "spec_decode_accepted_tokens": 20,
+        "spec_decode_acceptance_rate": pytest.approx(100 / 3),
+        "spec_decode_acceptance_length": 2.0,
+        "spec_decode_per_position_acceptance_rates": [0.75, 0.25],
+    }
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("drafts accepted"))
+    assert line.split() == ["drafts", "accepted", "33.3", "%", "(2.00", "tokens", "a", "row", "with", "drafts)"]
+
+
+@pytest.mark.parametrize("metrics", [[None] * 2, ["{not metrics"] * 2, [exposition(3, 9, 4)] * 2])
+def test_without_drafts_nothing_is_said_of_them(metrics: list[str | None], tmp_path: Path) -> None:
+    with fake_server(count) as server:
+        server.metrics = list(metrics)
+        assert not [name for name in bench(server, tmp_path) if name.startswith("spec_decode")]
+
+
 def test_tokens_and_times_are_those_of_the_script(tmp_path: Path) -> None:
     async def script(connection: Connection) -> None:
         connection.begin()
