@@ -8,7 +8,8 @@ so that each token is followed by a given one. Its answers are therefore known, 
 - copy: the answer is the prompt's text, of which one token in `--edit-every` is another in the prompt, as when code is
   edited or a source is quoted;
 - new: no two tokens of the answer have followed each other before;
-- misleading: any two tokens of the answer have followed each other in the prompt, but were followed by another one.
+- misleading: any two tokens of the answer have followed each other in the prompt, but were followed by another one;
+- repeated: as new, but an earlier request has got the same answer.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def make_prompt(load: str, following: list[int], rng: random.Random, count: int,
     if load == "copy":
         for at in range(edit_every // 2, count, edit_every):
             text[at] = rng.randrange(1, VOCABULARY)
-    elif load == "new":
+    elif load in ("new", "repeated"):
         text = [rng.randrange(1, VOCABULARY) for _ in range(count)]
     else:
         pairs = [[*pair, rng.randrange(1, VOCABULARY)] for pair in pairwise(text)]
@@ -113,7 +114,7 @@ def make_prompt(load: str, following: list[int], rng: random.Random, count: int,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--precision", nargs="+", default=["int8"], choices=PRECISIONS)
-    parser.add_argument("--load", nargs="+", default=["copy", "new", "misleading"])
+    parser.add_argument("--load", nargs="+", default=["copy", "new", "misleading", "repeated"])
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 8, 32, 128])
     parser.add_argument("--tokens", type=int, default=128, help="tokens of each answer")
     parser.add_argument("--rounds", type=int, default=5)
@@ -151,21 +152,25 @@ def report(
     """Print one row: the median of the rounds after the first."""
     rng, count = random.Random(streams), options.tokens
     rates: list[tuple[float, float]] = []
-    for _ in range(options.rounds + 1):
+    for number in range(options.rounds + 1):
         prompts = [make_prompt(load, following, rng, count, options.edit_every) for _ in range(streams)]
-        rates.append((rate(off, prompts, following, count), rate(on, prompts, following, count)))
+        salt = f"{precision} {load} {streams} {number}"  # so that nothing is known of the rounds before
+        rates.append(tuple(rate(llm, load, prompts, salt, following, count) for llm in (off, on)))
     before, after = (statistics.median(column) for column in zip(*rates[1:], strict=True))
     ratio = statistics.median(after / before for before, after in rates[1:])
     print(f"{precision:9} {load:10} {streams:7} {before:9.1f} {after:9.1f} {ratio:6.2f}", flush=True)
 
 
-def rate(llm: LLM, prompts: list[list[int]], following: list[int], count: int) -> float:
+def rate(llm: LLM, load: str, prompts: list[list[int]], salt: str, following: list[int], count: int) -> float:
     """Tokens per second of the decode steps of these prompts, whose answers are checked."""
     params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
+    asked = [{"prompt_token_ids": prompt, "cache_salt": salt} for prompt in prompts]
+    if load == "repeated":
+        llm.generate(asked, params, use_tqdm=False)
     begun = time.perf_counter()
-    llm.generate(prompts, msgspec.structs.replace(params, max_tokens=1), use_tqdm=False)
+    llm.generate(asked, msgspec.structs.replace(params, max_tokens=1), use_tqdm=False)
     prefilled = time.perf_counter()
-    outputs = llm.generate(prompts, params, use_tqdm=False)
+    outputs = llm.generate(asked, params, use_tqdm=False)
     seconds = time.perf_counter() - prefilled - (prefilled - begun)
     for prompt, output in zip(prompts, outputs, strict=True):
         assert output.outputs[0].token_ids == answer(following, prompt[-1], count), "the model does not copy"

@@ -1,4 +1,4 @@
-"""N-gram drafts: a text that repeats itself is assumed to go on as it did before.
+"""N-gram drafts: a text that repeats itself, or a recent answer, is assumed to go on as it did before.
 
 Source: prompt lookup decoding (Saxena 2023).
 """
@@ -21,25 +21,104 @@ _CORPUS_MATCH = 4
 """Tokens as whose repetition the start of a corpus counts."""
 _UNKNOWN = -1
 """In front of the tokens, so that a comparison with tokens before the first one fails."""
+RECENT_MATCH = 4
+"""Tokens that a text has in common with a recent answer that it may be repeating."""
+_RECENT_TOKENS = 1 << 15
+"""Tokens of recent answers after which older ones are forgotten; up to twice as many are known."""
+_MULTIPLIER, _KEY_BITS = 0x9E3779B97F4A7C15, (1 << 64) - 1
+
+
+class Scores:
+    """How many recent guesses were right, by the number of tokens that had matched before."""
+
+    def __init__(self) -> None:
+        self._hits, self._guesses = [0.0] * 6, [0.0] * 6
+
+    def learn(self, num_matched: int, *, is_hit: bool) -> None:
+        """Record whether the token after a match was right."""
+        at = _length_class(num_matched)
+        self._hits[at] = self._hits[at] * _DECAY + is_hit
+        self._guesses[at] = self._guesses[at] * _DECAY + 1.0
+
+    def probability(self, num_matched: int) -> float:
+        """Estimated probability of the next token to be right.
+
+        The share of recent guesses after matches of this length that were right; without any, by the rule of
+        succession: after n tokens that were repeated, the next one is with a probability of about n / (n + 1).
+        """
+        at, expected = _length_class(num_matched), num_matched / (num_matched + 1)
+        return (self._hits[at] + _PRIOR_WEIGHT * expected) / (self._guesses[at] + _PRIOR_WEIGHT)
+
+
+class RecentTexts:
+    """Recent answers, in which the requests with the same salt look for what they may be repeating.
+
+    Texts are in one array, with gaps between them, and places are found by a hash of the tokens before them. When the
+    array is full, it becomes the older of two.
+    """
+
+    def __init__(self, size: int = _RECENT_TOKENS) -> None:
+        self.scores = Scores()
+        self._size = size
+        self._older: tuple[np.ndarray, dict[int, int]] | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self._tokens = np.full(self._size + _MAX_MISSES + 1, _UNKNOWN, np.int32)
+        self._places: dict[int, int] = {}
+        self._end = 0
+
+    def add(self, tokens: Sequence[int], salt: bytes) -> None:
+        """Add a text: an answer after the last `RECENT_MATCH` tokens of its prompt. Of a long one its end is kept."""
+        text = np.asarray(tokens[-self._size :], np.int32)
+        if self._end + len(text) > self._size:
+            self._older = self._tokens, self._places
+            self._begin()
+        count = len(text) - RECENT_MATCH
+        if count <= 0:
+            return
+        self._tokens[self._end : self._end + len(text)] = text
+        keys = np.full(count, hash(salt) & _KEY_BITS, np.uint64)
+        for place in range(RECENT_MATCH):
+            keys = keys * np.uint64(_MULTIPLIER) + text[place : place + count].astype(np.uint64)
+        first = self._end + RECENT_MATCH
+        self._places.update(zip(keys.tolist(), range(first, first + count), strict=True))
+        self._end += len(text) + 1
+
+    def find(self, last: Sequence[int], salt: bytes) -> tuple[np.ndarray, int] | None:
+        """The tokens and the place in them where the last text with these `RECENT_MATCH` tokens went on."""
+        key = hash(salt) & _KEY_BITS
+        for token in last:
+            key = (key * _MULTIPLIER + token) & _KEY_BITS
+        for tokens, places in ((self._tokens, self._places), *([self._older] if self._older else [])):
+            place = places.get(key)
+            if place is not None and tokens[place - RECENT_MATCH : place].tolist() == list(last):
+                return tokens, place
+        return None
 
 
 class TokenLookup:
-    """The tokens of a request, and the place in them that is being repeated.
+    """The tokens of a request, and the place in them, or in a recent answer, that is being repeated.
 
     The place moves along with each new token, which takes no search, until several differ from those at the place.
     """
 
-    def __init__(self, minimum: int, corpus: Sequence[int] = ()) -> None:
-        """A match has at least `minimum` tokens. `corpus` is text to repeat in addition to the request's own."""
+    def __init__(
+        self, minimum: int, corpus: Sequence[int] = (), recent: RecentTexts | None = None, salt: bytes = b""
+    ) -> None:
+        """A match has at least `minimum` tokens. `corpus` is text to repeat in addition to the request's own and to
+        those of `recent`, with this salt."""
         self._minimum, self._num_known = minimum, 0
+        self._recent, self._salt = recent, salt
+        self._others: np.ndarray | None = None
+        """The recent texts that `_source` is a place in; None: it is one in the own tokens."""
         self._tokens = np.full(max(256, 2 * (len(corpus) + _MAX_MATCH + 1)), _UNKNOWN, np.int32)
         self._tokens[_MAX_MATCH : _MAX_MATCH + len(corpus)] = corpus
         self._end = _MAX_MATCH + len(corpus) + bool(corpus)
         """End of the tokens in the array."""
         self._source = _MAX_MATCH if corpus else None
         """Where the next token is expected to be; None: nowhere."""
-        self._hits, self._guesses = [0.0] * 6, [0.0] * 6
-        """Right guesses, and all guesses, by the length of the match (see `_length_class`)."""
+        self._own_scores = Scores()
         self._num_missed = 0
         """Consecutive tokens before `_source` that differ."""
         self._searched = 0
@@ -62,9 +141,8 @@ class TokenLookup:
         for token in new:
             if self._source is None:
                 return
-            is_hit, at = bool(self._tokens[self._source] == token), _length_class(self._num_matched)
-            self._hits[at] = self._hits[at] * _DECAY + is_hit
-            self._guesses[at] = self._guesses[at] * _DECAY + 1.0
+            is_hit = bool(self._text[self._source] == token)
+            self._scores.learn(self._num_matched, is_hit=is_hit)
             self._num_matched = self._num_matched + 1 if is_hit else 0
             self._num_missed = 0 if is_hit else self._num_missed + 1
             self._source = self._source + 1 if self._num_missed <= _MAX_MISSES else None
@@ -74,9 +152,13 @@ class TokenLookup:
         if self._num_matched < self._minimum and self._searched < self._end:
             self._searched = self._end
             self._search()
+            if self._source is None and self._recent is not None:
+                self._search_recent(self._recent)
         source = self._source
         if source is None:
             return []
+        if self._others is not None:
+            return self._until_gap(self._others[source : source + count].tolist())
         period = self._end - source  # what follows the last token is expected to repeat as well
         if count <= period:
             return self._until_gap(self._tokens[source : source + count].tolist())
@@ -84,13 +166,16 @@ class TokenLookup:
 
     @property
     def probability(self) -> float:
-        """Estimated probability of a proposed token to be right if those before it are.
+        """Estimated probability of a proposed token to be right if those before it are."""
+        return self._scores.probability(self._num_matched)
 
-        The share of recent guesses after matches of this length that were right; without any, by the rule of
-        succession: after n tokens that were repeated, the next one is with a probability of about n / (n + 1).
-        """
-        at, expected = _length_class(self._num_matched), self._num_matched / (self._num_matched + 1)
-        return (self._hits[at] + _PRIOR_WEIGHT * expected) / (self._guesses[at] + _PRIOR_WEIGHT)
+    @property
+    def _text(self) -> np.ndarray:
+        return self._tokens if self._others is None else self._others
+
+    @property
+    def _scores(self) -> Scores:
+        return self._own_scores if self._others is None or self._recent is None else self._recent.scores
 
     def _until_gap(self, tokens: list[int]) -> list[int]:
         return tokens[: tokens.index(_UNKNOWN)] if _UNKNOWN in tokens else tokens
@@ -107,6 +192,13 @@ class TokenLookup:
             places, length = longer, length + 1
         if len(places) and length >= self._minimum:
             self._source, self._num_matched, self._num_missed = int(places[-1]) + 1, length, 0
+            self._others = None
+
+    def _search_recent(self, recent: RecentTexts) -> None:
+        found = recent.find(self._tokens[self._end - RECENT_MATCH : self._end].tolist(), self._salt)
+        if found is not None:
+            self._others, self._source = found
+            self._num_matched, self._num_missed = max(self._minimum, RECENT_MATCH), 0
 
 
 def _length_class(num_matched: int) -> int:

@@ -189,6 +189,8 @@ class Scheduler:
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         request.finish_reason = reason
+        if self.speculation is not None:
+            self.speculation.on_finish(request, len(self.running))
         del self.requests[request.request_id]
         self.waiting.finish(request)
         if request.slot is not None:

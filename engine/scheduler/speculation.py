@@ -20,7 +20,7 @@ import numpy as np
 
 from quire.engine.config.engine_config import SpeculativeConfig
 from quire.engine.protocol.scheduler_output import SchedulerOutput
-from quire.engine.scheduler.ngram import TokenLookup
+from quire.engine.scheduler.ngram import RECENT_MATCH, RecentTexts, TokenLookup
 from quire.engine.scheduler.request import Request
 
 _MAX_ROWS = 32
@@ -90,6 +90,7 @@ class SpeculationManager:
     def __init__(self, config: SpeculativeConfig, max_sampled_tokens: int) -> None:
         self.config, self.max_sampled_tokens = config, max_sampled_tokens
         self.times = StepTimes()
+        self.recent = RecentTexts()
         self._last_result_at: float | None = None
 
     def draft(self, decodes: Sequence[Request], num_others: int = 0) -> dict[Request, list[int]]:
@@ -140,12 +141,20 @@ class SpeculationManager:
         if last is not None and plan.num_rows and not has_prompts:
             self.times.learn(plan.num_tokens, now - last, has_drafts=plan.num_tokens > plan.num_rows)
 
+    def on_finish(self, request: Request, num_running: int) -> None:
+        """Remember the answer of a finished request for those that repeat it, unless so many run that nothing has
+        drafts."""
+        if num_running <= _MAX_ROWS:
+            begin = max(0, request.num_prompt_tokens - RECENT_MATCH)
+            self.recent.add(request.token_ids[begin:], request.core_request.cache_salt)
+
     def propose(self, request: Request) -> tuple[list[int], float]:
         """Return the tokens expected next, and the probability of each to be right if those before it are."""
         lookup = request.lookup
         if lookup is None:
-            predicted = request.core_request.params.predicted_token_ids
-            lookup = request.lookup = TokenLookup(self.config.prompt_lookup_min, predicted)
+            asked = request.core_request
+            predicted, salt = asked.params.predicted_token_ids, asked.cache_salt
+            lookup = request.lookup = TokenLookup(self.config.prompt_lookup_min, predicted, self.recent, salt)
         lookup.extend(request.token_ids)
         most = min(self.config.num_speculative_tokens, request.max_tokens - len(request.token_ids) - 1)
         drafts = lookup.propose(most) if most > 0 else []

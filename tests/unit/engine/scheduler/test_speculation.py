@@ -13,7 +13,7 @@ from quire.engine.config.engine_config import EngineConfig, SpeculativeConfig
 from quire.engine.protocol.engine_core import EngineCoreRequest
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.protocol.scheduler_output import CachedRequestData, SchedulerOutput
-from quire.engine.scheduler.ngram import TokenLookup
+from quire.engine.scheduler.ngram import RECENT_MATCH, RecentTexts, TokenLookup
 from quire.engine.scheduler.request import Request, Share
 from quire.engine.scheduler.speculation import SpeculationManager, StepTimes
 from tests.fakes.configs import Windows, engine_config
@@ -339,6 +339,94 @@ def test_what_was_guessed_after_the_end_does_not_count() -> None:
     running.run()
     assert running.tokens("a") == continuation([1, 2, 3], 3)
     assert running.outputs["a"][-1].num_accepted_tokens == running.scheduler.stats.num_accepted_tokens == 2
+
+
+def test_a_recent_answer_is_found_by_its_tokens_and_its_salt() -> None:
+    rng = random.Random(0)
+    texts, recent = [[rng.randrange(9999) for _ in range(50)] for _ in range(3)], RecentTexts(128)
+    for number, text in enumerate(texts):
+        recent.add(text, bytes(number % 2))
+    for number in (1, 2):  # the first two are the older ones
+        text, salt = texts[number], bytes(number % 2)
+        for end in range(RECENT_MATCH, 50):
+            found = recent.find(text[end - RECENT_MATCH : end], salt)
+            assert found is not None
+            tokens, place = found
+            assert tokens[place : place + 50 - end].tolist() == text[end:]
+            assert tokens[place + 50 - end] < 0
+        assert recent.find(text[-RECENT_MATCH:], salt) is None  # nothing follows
+        assert recent.find(text[:RECENT_MATCH], bytes(7)) is None
+
+
+def test_old_answers_are_forgotten() -> None:
+    recent = RecentTexts(100)
+    for number in range(6):
+        recent.add([number, 1, 2, 3, *range(100, 140)], b"")
+    known = [recent.find([number, 1, 2, 3], b"") is not None for number in range(6)]
+    assert known == [False] * 2 + [True] * 4
+    recent.add([9, 9, 9], b"")
+    recent.add(list(range(1000)), b"")
+    assert recent.find([899, 900, 901, 902], b"") is None
+    assert recent.find([996, 997, 998], b"") is None
+    found = recent.find([940, 941, 942, 943], b"")
+    assert found is not None
+    assert found[0][found[1]] == 944
+
+
+def test_a_request_repeats_a_recent_answer_until_it_differs() -> None:
+    """And its own text, if that repeats itself."""
+    recent = RecentTexts()
+    recent.add([1, 2, 3, 4, *range(20, 40)], b"")
+    other = TokenLookup(2, (), recent, b"salt")
+    other.extend([7, 1, 2, 3, 4])
+    assert other.propose(3) == []
+    made, text = TokenLookup(2, (), recent), [7, 1, 2, 3, 4]
+    made.extend(text)
+    assert made.propose(3) == [20, 21, 22]
+    for token in (20, 21, 5, 23):
+        text.append(token)
+        made.extend(text)
+        assert made.propose(2) == [token + 1, token + 2] if token > 5 else True
+    text += [8, 7, 1, 2, 3]
+    made.extend(text)
+    assert made.propose(2) == [4, 20]
+    ended = TokenLookup(2, (), recent)
+    ended.extend([*range(30, 38)])
+    assert ended.propose(8) == [38, 39]
+    for token in (38, 39, 1, 1, 1, 1):
+        ended.extend([*range(30, 38), token])
+    assert TokenLookup(2, (), recent).propose(3) == []
+
+
+def test_all_requests_learn_how_far_to_trust_recent_answers() -> None:
+    recent = RecentTexts()
+    recent.add([1, 2, 3, 4, 5], b"")
+    for new in range(10, 40):
+        made = TokenLookup(2, (), recent)
+        made.extend([1, 2, 3, 4])
+        assert made.propose(1) == [5]
+        made.extend([1, 2, 3, 4, new])
+    made = TokenLookup(2, (), recent)
+    made.extend([1, 2, 3, 4])
+    made.propose(1)
+    assert made.probability < 0.1
+
+
+def test_the_answers_of_finished_requests_become_drafts() -> None:
+    """Of those with the same salt. The output is the same."""
+    steps = []
+    for salts in ([b"", b""], [b"", b"salt"]):
+        running = Engine(engine_config(max_num_seqs=40))
+        speculation = running.scheduler.speculation = SpeculationManager(SpeculativeConfig(), 64)
+        speculation.times.relative = lambda rows, sizes: [1.0 for _ in sizes]  # type: ignore[method-assign]
+        for name, salt in zip("ab", salts, strict=True):
+            before = len(running.model.plans)
+            running.add(name, [11, 12, 13, 14, 15], max_tokens=60, cache_salt=salt)
+            running.run()
+            assert running.tokens(name) == continuation([11, 12, 13, 14, 15], 60)
+            steps.append(len(running.model.plans) - before)
+    assert steps[1] < 0.5 * steps[0]
+    assert steps[3] == steps[2] == steps[0]
 
 
 def test_workers_do_not_get_predictions() -> None:
