@@ -186,6 +186,7 @@ def config_of(case: Case, tp: int, pp: int, **options: Any) -> EngineConfig:
         max_num_seqs=8,
         max_num_batched_tokens=24,
         block_size=4,
+        spec_method="none",  # as it is resolved for replicas that share experts
         **options,
     )
 
