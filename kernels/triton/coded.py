@@ -166,7 +166,8 @@ def _product(
             number = _decoded(word, table, place, BITS, KIND, FRACTION) * factor
             if KIND == "integer" or OFFSETS:
                 number += term
-            numbers = numbers + (number.to(source.dtype.element_ty),)  # noqa: RUF005 (Triton unpacks none)
+            one = (number.to(source.dtype.element_ty),)
+            numbers = numbers + one  # type: ignore[assignment]
         column = block * (PLACES * 16) + tl.arange(0, PLACES * 16)
         if ORDERED:
             column = tl.load(columns + column, mask=column < stored, other=inputs)

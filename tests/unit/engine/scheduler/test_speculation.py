@@ -412,13 +412,13 @@ def test_all_requests_learn_how_far_to_trust_recent_answers() -> None:
     assert made.probability < 0.1
 
 
-def test_the_answers_of_finished_requests_become_drafts() -> None:
+def test_the_answers_of_finished_requests_become_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of those with the same salt. The output is the same."""
     steps = []
     for salts in ([b"", b""], [b"", b"salt"]):
         running = Engine(engine_config(max_num_seqs=40))
         speculation = running.scheduler.speculation = SpeculationManager(SpeculativeConfig(), 64)
-        speculation.times.relative = lambda rows, sizes: [1.0 for _ in sizes]  # type: ignore[method-assign]
+        monkeypatch.setattr(speculation.times, "relative", lambda rows, sizes: [1.0 for _ in sizes])
         for name, salt in zip("ab", salts, strict=True):
             before = len(running.model.plans)
             running.add(name, [11, 12, 13, 14, 15], max_tokens=60, cache_salt=salt)
