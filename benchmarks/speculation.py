@@ -155,7 +155,8 @@ def report(
     for number in range(options.rounds + 1):
         prompts = [make_prompt(load, following, rng, count, options.edit_every) for _ in range(streams)]
         salt = f"{precision} {load} {streams} {number}"  # so that nothing is known of the rounds before
-        rates.append(tuple(rate(llm, load, prompts, salt, following, count) for llm in (off, on)))
+        before, after = (rate(llm, load, prompts, salt, following, count) for llm in (off, on))
+        rates.append((before, after))
     before, after = (statistics.median(column) for column in zip(*rates[1:], strict=True))
     ratio = statistics.median(after / before for before, after in rates[1:])
     print(f"{precision:9} {load:10} {streams:7} {before:9.1f} {after:9.1f} {ratio:6.2f}", flush=True)
