@@ -72,8 +72,6 @@ def _settings(options: EngineOptions, given: dict[str, Any]) -> dict[str, Any]:
 def _obstacle(model: ModelConfig, parallel: ParallelConfig) -> str | None:
     if model.pooling is not None:
         return "by embedding models"
-    if any(layer.state is not None for layer in model.architecture.layers):
-        return "for models with recurrent states"
     if parallel.is_coupled:
         return "with experts shared by replicas"
     return None

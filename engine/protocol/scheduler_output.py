@@ -44,7 +44,13 @@ class CachedRequestData(msgspec.Struct, array_like=True):
     draft_token_ids: list[int] = []
     """The last of the row's `num_tokens`."""
     num_accepted: int = 0
-    """Drafts of the request's last row that count: their KV is in the cache. They are among `new_token_ids`."""
+    """Drafts of the request's last row that count and are not computed again: their KV is in the cache. They are among
+    `new_token_ids`."""
+
+    @property
+    def has_prompt_tokens(self) -> bool:
+        """Whether the row has tokens that are neither drafts nor sampled (or forced by a grammar)."""
+        return self.num_tokens > max(1, len(self.new_token_ids)) + len(self.draft_token_ids)
 
 
 class SchedulerOutput(msgspec.Struct, array_like=True):
@@ -82,7 +88,6 @@ class SchedulerOutput(msgspec.Struct, array_like=True):
 
     @property
     def num_prefill_tokens(self) -> int:
-        """Tokens of the rows that are new or have several tokens which are no drafts."""
+        """Tokens of the rows that are new or have prompt tokens."""
         new = {row.slot for row in self.new}
-        rows = (row for row in self.scheduled if row.num_tokens > 1 + len(row.draft_token_ids) or row.slot in new)
-        return sum(row.num_tokens for row in rows)
+        return sum(row.num_tokens for row in self.scheduled if row.has_prompt_tokens or row.slot in new)

@@ -15,7 +15,8 @@ pipeline stages, one plan per stage is in flight, and a decode waits for its tok
 
 With speculation, a decode whose tokens are all known can have drafts (see `quire.engine.scheduler.speculation`). Its
 row advances past them, and it waits for the result, which takes back those that do not count. While drafts pay, a
-single stage does not run ahead.
+single stage does not run ahead. A recurrent state cannot go back, so it is kept as it is before the drafts, and the
+request's next row computes those that count once more.
 `quire.engine.scheduler.token_budget` decides how many tokens a plan contains.
 """
 
@@ -25,7 +26,7 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import repeat, takewhile
+from itertools import accumulate, repeat, takewhile
 
 import msgspec
 
@@ -73,7 +74,9 @@ class Scheduler:
         """Running requests with structured output."""
         self.speculation: SpeculationManager | None = None
         if self.config.speculative is not None:
-            self.speculation = SpeculationManager(self.config.speculative, self.config.max_sampled_tokens)
+            self.speculation = SpeculationManager(
+                *(self.config.speculative, self.config.max_sampled_tokens), cache.block_size if self.kv.states else None
+            )
         self._drafted: dict[Request, int] = {}
         """The requests with drafts in flight, and their number."""
         self.waiting = RequestQueue()
@@ -231,7 +234,7 @@ class Scheduler:
         while self._window_moved:
             self._free_out_of_window(self._window_moved.pop())
 
-        rows = self._schedule_decodes(plan, min(max_rows, tokens_left))
+        rows = self._schedule_decodes(plan, max_rows, tokens_left)
         num_plain, context = len(rows), self._context_of_decodes(len(rows))
         tokens_left = max(0, tokens_left - plan.num_tokens)
         max_rows = min(max_rows, self.config.max_sampled_tokens - (plan.num_tokens - num_plain))
@@ -285,8 +288,8 @@ class Scheduler:
         """Estimated number of KV tokens that this many of the decodes read."""
         return self._decode_context * decodes // max(1, len(self.decoding))
 
-    def _schedule_decodes(self, plan: SchedulerOutput, limit: int) -> list[Request]:
-        """Schedule one token for each decode: only its slot number unless it needs a block. Returns the rows."""
+    def _schedule_decodes(self, plan: SchedulerOutput, max_rows: int, tokens_left: int) -> list[Request]:
+        """Schedule the pending token of each decode: only its slot number unless it needs a block. Returns the rows."""
         unchanged: list[Request] = []
         extended: list[Request] = []
         ready = (
@@ -294,7 +297,10 @@ class Scheduler:
             if self.workers_keep_tokens
             else [r for r in self.decoding if r.last_step <= self._last_finished_step]
         )
-        ready = ready[:limit]
+        ready = ready[: min(max_rows, tokens_left)]
+        if self.kv.states and self.speculation is not None:  # a decode may have several pending tokens
+            counts = accumulate(max(1, request.num_pending_tokens) for request in ready)
+            ready = ready[: max(1, sum(count <= tokens_left for count in counts))]
         drafts = self._draft(ready)
         for request in ready:
             computed = request.num_computed_tokens
@@ -324,20 +330,21 @@ class Scheduler:
         if request.num_computed_tokens >= request.max_tokens - 1:
             self._end_decode(request)
             return None
-        if not self._make_room(request, 1):
+        count = max(1, request.num_pending_tokens)
+        if not self._make_room(request, count):
             return None
-        new_blocks = self._advance(request, 1)
+        new_blocks = self._advance(request, count)
         if self.kv.states:
             self._window_moved.append(request)
-        self._decode_context += 1
+        self._decode_context += count
         request.decode_until = self._decode_until(request)
-        return self._decode_row(request, new_blocks, [])
+        return self._decode_row(request, count, new_blocks, [])
 
-    def _decode_row(self, request: Request, new_blocks: list[int], drafts: list[int]) -> CachedRequestData:
-        """Return the row of a decode, with what the workers do not know yet."""
+    def _decode_row(self, request: Request, count: int, new_blocks: list[int], drafts: list[int]) -> CachedRequestData:
+        """Return the row of a decode of `count` tokens, with what the workers do not know yet."""
         assert request.slot is not None
         new_tokens = request.unsent_to_workers or ([] if self.workers_keep_tokens else request.token_ids[-1:])
-        row = CachedRequestData(request.slot, 1 + len(drafts), new_tokens, new_blocks, drafts, request.num_accepted)
+        row = CachedRequestData(request.slot, count, new_tokens, new_blocks, drafts, request.num_accepted)
         request.unsent_to_workers, request.num_accepted = [], 0
         return row
 
@@ -345,7 +352,7 @@ class Scheduler:
         """Return the drafts of decodes, if the tokens of all of them are known."""
         if self.speculation is None or self._has_prompts or self._spare_pages <= 0:
             return {}
-        if any(r.num_computed_tokens != len(r.token_ids) - 1 or r is self._next_victim for r in decodes):
+        if any(not r.num_pending_tokens or r is self._next_victim for r in decodes):
             return {}
         return self.speculation.draft(decodes, len(self.structured_output.ready))
 
@@ -362,14 +369,15 @@ class Scheduler:
             return None
         if self.kv.windows:
             self._free_out_of_window(request)
-        end = request.num_computed_tokens + 1 + len(drafts)
-        if self.kv.pages_needed(request.block_ids, end) > self._spare_pages:
+        count = request.num_pending_tokens + len(drafts)
+        needed = self.kv.pages_needed(request.block_ids, request.num_computed_tokens + count)
+        if needed > self._spare_pages:
             return self._extend_decode(request)
         self._end_decode(request)
         self._drafted[request] = len(drafts)
         self.stats.num_drafts += 1
         self.stats.num_draft_tokens += len(drafts)
-        return self._decode_row(request, self._advance(request, 1 + len(drafts)), drafts)
+        return self._decode_row(request, count, self._advance(request, count), drafts)
 
     @property
     def _has_prompts(self) -> bool:
@@ -749,7 +757,8 @@ class Scheduler:
         `sampled` are the tokens at the places of the drafts that count, and the one after them.
         """
         num_drafts, num_accepted = self._drafted.pop(request), len(sampled) - 1
-        request.num_computed_tokens -= num_drafts - num_accepted
+        num_computed = 0 if self.kv.states else num_accepted
+        request.num_computed_tokens -= num_drafts - num_computed
         ends = (at + 1 for at, token_id in enumerate(sampled) if token_id in request.stops)
         sampled = sampled[: min(next(ends, len(sampled)), request.max_tokens - len(request.token_ids))]
         request.token_ids += sampled
@@ -760,7 +769,7 @@ class Scheduler:
         for place in range(num_told):
             self.stats.accepted_per_position[place] += 1
         if request.finish_reason is None:
-            request.unsent_to_workers, request.num_accepted = sampled, num_accepted
+            request.unsent_to_workers, request.num_accepted = sampled, num_computed
             insert(self.decoding, request)
             self._decode_context += request.num_computed_tokens
             request.decode_until = 0  # the next row tells the workers

@@ -66,7 +66,7 @@ class StepTimes:
         for old in [key for key, step in self._learned_at.items() if step < self._num_steps - _MAX_AGE[key[0]]]:
             self._seconds.pop(old, None)
 
-    def relative(self, num_rows: int, sizes: Iterable[int]) -> list[float]:
+    def relative(self, num_rows: int, sizes: Iterable[float]) -> list[float]:
         """Return the times of steps with drafts and these numbers of tokens, as multiples of the time without drafts;
         empty if that is not known.
 
@@ -85,10 +85,14 @@ class StepTimes:
 
 
 class SpeculationManager:
-    """Makes the drafts of each plan."""
+    """Makes the drafts of each plan.
 
-    def __init__(self, config: SpeculativeConfig, max_sampled_tokens: int) -> None:
-        self.config, self.max_sampled_tokens = config, max_sampled_tokens
+    `state_block_size`: the block size of a model with recurrent states. There drafts end with the block of the last
+    known token, and those that count are computed again in the next step.
+    """
+
+    def __init__(self, config: SpeculativeConfig, max_sampled_tokens: int, state_block_size: int | None = None) -> None:
+        self.config, self.max_sampled_tokens, self.state_block_size = config, max_sampled_tokens, state_block_size
         self.times = StepTimes()
         self.recent = RecentTexts()
         self._last_result_at: float | None = None
@@ -98,14 +102,18 @@ class SpeculationManager:
 
         The step has `num_others` rows of one token besides.
         """
-        num_rows = len(decodes) + num_others
-        room = self.max_sampled_tokens - num_rows
+        num_rows, repeats = len(decodes) + num_others, self.state_block_size is not None
+        num_tokens = num_others + sum(request.num_pending_tokens for request in decodes) if repeats else num_rows
+        room = self.max_sampled_tokens - num_tokens
         if not decodes or num_rows > _MAX_ROWS or room <= 0:
             return {}
-        most = num_rows + min(room, len(decodes) * self.config.num_speculative_tokens)
-        sizes = [size for size in _SIZES if num_rows < size < most] + [most]
-        times = self.times.relative(num_rows, sizes)
-        if not times or not any(size > _MIN_GAIN * time * num_rows for size, time in zip(sizes, times, strict=True)):
+        most = num_tokens + min(room, len(decodes) * self.config.num_speculative_tokens)
+        sizes = [size for size in _SIZES if num_tokens < size < most] + [most]
+        counts = [size - num_tokens for size in sizes]
+        times = self._relative_times(num_rows, num_tokens, sizes)
+        if not times or not any(
+            num_rows + count > _MIN_GAIN * time * num_rows for count, time in zip(counts, times, strict=True)
+        ):
             return {}
         proposals, chances = [], []
         for request in decodes:
@@ -118,9 +126,12 @@ class SpeculationManager:
             return {}
         ordered = list(islice(merge(*chances, reverse=True), room))
         gains = [0.0, *accumulate(ordered)]
+        counts = [min(count, len(ordered)) for count in counts]
+        if repeats:
+            loads = [size + gains[count] for size, count in zip(sizes, counts, strict=True)]
+            times = self._relative_times(num_rows, num_tokens, loads)
         best, best_count = _MIN_GAIN, 0
-        for size, time in zip(sizes, times, strict=True):
-            count = min(size - num_rows, len(ordered))
+        for count, time in zip(counts, times, strict=True):
             rate = (num_rows + gains[count]) / (num_rows * time)
             if rate > best:
                 best, best_count = rate, count
@@ -134,10 +145,15 @@ class SpeculationManager:
                 drafts_of[request], left = drafts[:count], left - count
         return drafts_of
 
+    def _relative_times(self, num_rows: int, num_tokens: int, sizes: Sequence[float]) -> list[float]:
+        """Return the times of steps with drafts as multiples of the time of the `num_tokens` alone, if known."""
+        base, *times = self.times.relative(num_rows, [num_tokens, *sizes]) or (1.0,)
+        return [time / base for time in times]
+
     def on_result(self, plan: SchedulerOutput, now: float) -> None:
         """Record that the result of a plan arrived at this time, in seconds."""
         last, self._last_result_at = self._last_result_at, now
-        has_prompts = plan.new or any(row.num_tokens > 1 + len(row.draft_token_ids) for row in plan.scheduled)
+        has_prompts = plan.new or any(row.has_prompt_tokens for row in plan.scheduled)
         if last is not None and plan.num_rows and not has_prompts:
             self.times.learn(plan.num_tokens, now - last, has_drafts=plan.num_tokens > plan.num_rows)
 
@@ -156,6 +172,11 @@ class SpeculationManager:
             predicted, salt = asked.params.predicted_token_ids, asked.cache_salt
             lookup = request.lookup = TokenLookup(self.config.prompt_lookup_min, predicted, self.recent, salt)
         lookup.extend(request.token_ids)
-        most = min(self.config.num_speculative_tokens, request.max_tokens - len(request.token_ids) - 1)
+        most = self.max_drafts(request)
         drafts = lookup.propose(most) if most > 0 else []
         return drafts, lookup.probability
+
+    def max_drafts(self, request: Request) -> int:
+        """Return the maximum drafts of a request; 0 or less: none."""
+        most = min(self.config.num_speculative_tokens, request.max_tokens - len(request.token_ids) - 1)
+        return most if self.state_block_size is None else min(most, -len(request.token_ids) % self.state_block_size)

@@ -262,7 +262,7 @@ class InputBatch:
         if counts.max(initial=1) > 1:
             owners = np.repeat(slots, counts)
             positions = np.arange(starts[-1]) + np.repeat(first - starts[:-1], counts)
-        if rows.num_drafts is not None and (counts - rows.num_drafts == 1).all():
+        if rows.num_drafts is not None and not self._states and (counts - rows.num_drafts == 1).all():
             # Every token is a row of its own: KV is written before any row attends. So the step is one of decodes.
             slots, counts, first, starts = owners, np.ones_like(owners), positions, np.arange(len(owners) + 1)
         lengths = first + counts
@@ -301,14 +301,16 @@ class InputBatch:
         return replace(batch, other_groups=other_groups), kept
 
     def _segments(self, rows: StepRows, starts: Ints, table: npt.NDArray[np.int32]) -> tuple[Ints, Ints, Ints, Ints]:
-        """The fields of `StateSegments`: a row ends a segment at each block boundary for which `table` has a page."""
+        """The fields of `StateSegments`: a row ends a segment at each block boundary for which `table` has a page, and
+        before its drafts, whose state is not stored."""
         size, first = self._block_size, self.num_computed_tokens[rows.slots]
-        ends = first + rows.counts
+        counts = rows.counts if rows.num_drafts is None else rows.counts - rows.num_drafts
+        ends = first + counts
         read = np.where(first > 0, table[rows.slots, (first - 1) // size], -1).astype(np.int64)
         write = table[rows.slots, (ends - 1) // size].astype(np.int64)
         inner = {
             row: found
-            for row in np.flatnonzero(rows.counts > 1).tolist()
+            for row in np.flatnonzero(counts > 1).tolist()
             if len(found := np.flatnonzero(table[rows.slots[row], first[row] // size : (ends[row] - 1) // size] >= 0))
         }
         numbers = np.arange(len(first) + 1)
@@ -318,6 +320,12 @@ class InputBatch:
             starts = np.insert(starts, row + 1, starts[row] + boundaries - first[row])
             read, write = np.insert(read, row + 1, pages), np.insert(write, row, pages)
             numbers[row + 1 :] += len(found)
+        if rows.num_drafts is not None:
+            for row in np.flatnonzero(rows.num_drafts)[::-1].tolist():
+                last = numbers[row + 1]  # the segment of the drafts follows the row's others
+                starts = np.insert(starts, last, starts[last] - rows.num_drafts[row])
+                read, write = np.insert(read, last, write[last - 1]), np.insert(write, last, -1)
+                numbers[row + 1 :] += 1
         return starts, numbers, read // self._blocks_per_page, write // self._blocks_per_page
 
     def _gather(

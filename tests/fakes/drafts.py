@@ -17,8 +17,16 @@ class Guesser(SpeculationManager):
     """Gives each request `most` drafts, or as many as it can still use, whatever they cost. With `varies`, `most` is
     the maximum."""
 
-    def __init__(self, guess: Guess, most: int = 4, max_sampled_tokens: int = 16, *, varies: bool = False) -> None:
-        super().__init__(SpeculativeConfig(num_speculative_tokens=most), max_sampled_tokens)
+    def __init__(
+        self,
+        guess: Guess,
+        most: int = 4,
+        max_sampled_tokens: int = 16,
+        state_block_size: int | None = None,
+        *,
+        varies: bool = False,
+    ) -> None:
+        super().__init__(SpeculativeConfig(num_speculative_tokens=most), max_sampled_tokens, state_block_size)
         self.guess, self.rng, self.varies = guess, random.Random(0), varies
 
     def draft(self, decodes: Sequence[Request], num_others: int = 0) -> dict[Request, list[int]]:
@@ -26,7 +34,7 @@ class Guesser(SpeculationManager):
         for request in decodes[: self.max_sampled_tokens // (most + 1)]:
             drafts: list[int] = []
             count = self.rng.randint(1, most) if self.varies else most
-            for _ in range(min(count, request.max_tokens - len(request.token_ids) - 1)):
+            for _ in range(min(count, self.max_drafts(request))):
                 drafts.append(self.guess(request.token_ids + drafts, self.rng))
             if drafts:
                 found[request] = drafts

@@ -160,15 +160,17 @@ class FakeModel:
             for each in scheduled:
                 row = self.rows[each.slot]
                 start, history, size = row.computed - each.num_tokens, row.histories[group], self.block_size
+                end = row.computed - len(row.drafts)
+                assert not row.drafts or -(-end // size) == -(-row.computed // size), "drafts begin a block"
                 if start:
                     page = self._page(row, (start - 1) // size, group)
                     assert self.states[page] == history[start - 1], "another state"
                     read[page] = each.slot
-                for index in range(start // size, -(-row.computed // size)):
-                    if index == (row.computed - 1) // size or row.blocks[index * len(self.groups) + group] >= 0:
+                for index in range(start // size, -(-end // size)):
+                    if index == (end - 1) // size or row.blocks[index * len(self.groups) + group] >= 0:
                         page = self._page(row, index, group)
                         assert written.setdefault(page, each.slot) == each.slot, "two rows write a page"
-                        self.states[page] = history[min(row.computed, (index + 1) * size) - 1]
+                        self.states[page] = history[min(end, (index + 1) * size) - 1]
             others = (page for page, slot in written.items() if read.get(page, slot) != slot)
             assert not [*others], "a row writes what another reads"
             for page in written:

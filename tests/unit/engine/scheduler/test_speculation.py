@@ -31,12 +31,23 @@ GUESSES: dict[str, Guess] = {
 
 def engine(config: EngineConfig, guess: Guess) -> Engine:
     started = Engine(config)
-    started.scheduler.speculation = Guesser(guess, MOST)
+    state_block_size = config.cache.block_size if any(group.is_state for group in config.cache.groups) else None
+    started.scheduler.speculation = Guesser(guess, MOST, state_block_size=state_block_size)
     return started
 
 
 @pytest.mark.parametrize("guess", GUESSES)
-@pytest.mark.parametrize(("windows", "tight"), [((None,), False), ((None,), True), ((None, 9, 9), True), ((6,), False)])
+@pytest.mark.parametrize(
+    ("windows", "tight"),
+    [
+        ((None,), False),
+        ((None,), True),
+        ((None, 9, 9), True),
+        ((6,), False),
+        ((None, "state", "state"), True),
+        (("state",), False),
+    ],
+)
 @pytest.mark.parametrize(("stages", "depth"), AHEAD)
 def test_output_does_not_depend_on_drafts(stages: int, depth: int, windows: Windows, tight: bool, guess: str) -> None:
     """With aborts, stop tokens, preemption, prefix hits, and every block that is read checked by the fake model."""
@@ -259,6 +270,17 @@ def test_depth_falls_with_the_batch() -> None:
     ]
     assert drafted[:3] == [15, 12, 8]
     assert drafted[3:] == [0, 0]
+
+
+def test_with_recurrent_states_drafts_end_with_a_block_and_count_twice() -> None:
+    """Tokens that are computed again take part of the eight that take as long as one."""
+    made, copying = manager(lambda tokens: max(1.0, tokens / 8)), request(REPEATING)
+    copying.num_computed_tokens = 59
+    assert len(made.draft([copying])[copying]) == 7
+    made.state_block_size = 16  # of which the 60 tokens leave four
+    assert made.draft([copying]) == {copying: [*range(20, 24)]}
+    made.state_block_size = 64
+    assert made.draft([copying]) == {copying: [*range(20, 24)]}
 
 
 def test_requests_that_repeat_themselves_get_the_drafts() -> None:
