@@ -44,6 +44,15 @@ CPU revision\t: 1
 """
 """Of /proc/cpuinfo on a Neoverse N1, which has dot products, and nothing newer."""
 
+_PLUGIN = """
+from itertools import groupby
+
+def pytest_collection_modifyitems(config, items):
+    cases = (list(cases) for _, cases in groupby(items[:], lambda item: (item.path, item.originalname)))
+    items[:] = [case for each in cases for case in each[:: 1 + len(each) // 8]]
+"""
+"""Of tests with many cases, some evenly spread ones run: a case takes ten times as long as on this machine."""
+
 
 class Emulation:
     """Debian for aarch64 in `root`, whose files stand before this machine's, and Python packages in `site`."""
@@ -121,6 +130,7 @@ def aarch64() -> Iterator[Emulation]:
         assert wheel.name.endswith("_aarch64.whl")
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(emulation.site)
+        (emulation.folder / "fewer_cases.py").write_text(_PLUGIN)
         shutil.copytree(ROOT / "tests", emulation.folder / "tests", ignore=shutil.ignore_patterns("__pycache__"))
         yield emulation
 
@@ -128,9 +138,10 @@ def aarch64() -> Iterator[Emulation]:
 def test_the_kernels_of_the_wheel_are_right_on_aarch64(aarch64: Emulation) -> None:
     """By their own tests, without those that need another program or a GPU, or wait for each other with time limits."""
     names = ("attention", "experts", "linear", "noise", "operations", "packed_attention", "sampling", "threads")
-    options = ("-p", "no:cacheprovider", "-c", "/dev/null", f"--rootdir={aarch64.folder}", "--hypothesis-profile=ci")
+    options = ("-c", "/dev/null", f"--rootdir={aarch64.folder}", "--hypothesis-profile=ci")
+    plugins = ("-p", "fewer_cases", "-p", "no:cacheprovider")
     files = [f"{KERNELS}/test_{name}.py" for name in names]
     files.append(f"{KERNELS}/test_quantized.py::test_inputs_of_any_size")
-    printed = aarch64.python("-m", "pytest", "-q", "-k", "not [reference", *options, *files)
+    printed = aarch64.python("-m", "pytest", "-q", "-k", "not [reference", *plugins, *options, *files)
     assert re.search(r"\d{3,} passed", printed), printed
     assert "skipped" not in printed, printed
