@@ -120,7 +120,8 @@ def measure(requests: int, steps: int, shares: int) -> dict[str, float]:
         rows = states.apply(decode(message))
         _, places = states.batch(rows)
         states.advance(rows)
-        states.append_sampled(rows, places, torch.full((len(rows.sampling),), 7))
+        states.write_sampled(places, torch.full((len(rows.sampling),), 7))
+        states.append_sampled(rows)
         worker += clock()
         in_flight.append(plan)
         if len(in_flight) < DEPTH:

@@ -522,7 +522,8 @@ def sample(
 ) -> Tensor:
     """Sample one token id per row of `logits` (float32 `[rows, vocab]`); returns int64 `[rows]` on the same device.
 
-    The other arguments are `[rows]` on the host: int64 `top_k`, `seeds` and `positions`, float32 the others. At
+    The other arguments are `[rows]` on the host: int64 `top_k`, `seeds` and `positions` (which may also be on the
+    device), float32 the others. At
     temperature 0 the result is the arg max, with ties going to the lowest id. Otherwise it is
     `argmax(logits / temperature + gumbel_noise)` over the tokens that min_p (if above 0), then top_k (if above 0), then
     top_p (if below 1) keep, which depends on the row alone. A filter that a row does not use costs it nothing.

@@ -1,12 +1,16 @@
 """Train the bundled demo model: tokenizer, chat template and a small Llama, from the text in demo_chats.
 
     python scripts/train_demo_model.py                 # under 20 minutes on two cores
+    python scripts/train_demo_model.py --draft         # its draft model, distilled from it
     python scripts/train_demo_model.py --score-only    # score the existing folder
 
 The score is measured with held-out chats (demo_chats.held_out) on the saved folder, with weights rounded to bfloat16,
 computation in float32 and greedy decoding. A reply is correct if it equals the expected one character for character:
 the topic's answer, the JSON object, or the tool call with its arguments. Tool calls about cities that no tool call of
 training mentions are counted separately: they measure copying, not wordings.
+
+The draft model learns the demo model's distribution of each next token, on the same text. It is scored by how often its
+most likely token is the demo model's, in the answers of the held-out chats.
 """
 
 import argparse
@@ -37,6 +41,7 @@ from transformers import (
 )
 
 DEMO = Path(__file__).resolve().parent.parent / "engine" / "models" / "demo"
+DRAFT = DEMO.with_name("demo_draft")
 VOCABULARY = 3072
 THREADS = 2
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -129,12 +134,36 @@ def build_model(tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
+    return initialized(config)
+
+
+def initialized(config: LlamaConfig) -> LlamaForCausalLM:
+    """The model whose layers add nothing yet."""
     model = LlamaForCausalLM(config)
     torch.nn.init.normal_(model.model.embed_tokens.weight, std=0.05)
     for layer in model.model.layers:
         torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
         torch.nn.init.zeros_(layer.mlp.down_proj.weight)
     return model
+
+
+def build_draft(tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
+    """The untrained draft model: two layers, four query heads, two KV heads, tied embeddings; float32."""
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return initialized(config)
 
 
 def render(tokenizer: PreTrainedTokenizerBase, chat: Chat, messages: int, prompt: bool = False) -> str:
@@ -180,19 +209,28 @@ def batches(chats: Chats, tokenizer: PreTrainedTokenizerBase, tokens: int) -> It
             )
 
 
-def gradients(model: LlamaForCausalLM, ids: Tensor, mask: Tensor, total: int) -> tuple[float, tuple[Tensor, ...]]:
-    """Summed cross entropy of the targets in `ids`, divided by `total`, and its gradients in parameter order.
+def gradients(
+    model: LlamaForCausalLM, ids: Tensor, mask: Tensor, total: int, teacher: LlamaForCausalLM | None
+) -> tuple[float, tuple[Tensor, ...]]:
+    """Summed cross entropy of the targets in `ids`, or of the teacher's distributions at their places, divided by
+    `total`, and its gradients in parameter order.
 
     The head runs on the positions of targets only.
     """
     hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
     wanted = mask[:, 1:]
-    logits = model.lm_head(hidden[wanted])
-    loss = functional.cross_entropy(logits, ids[:, 1:][wanted], reduction="sum") / total
+    logits, goals = model.lm_head(hidden[wanted]), ids[:, 1:][wanted]
+    if teacher is not None:
+        with torch.no_grad():
+            known = teacher.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
+            goals = teacher.lm_head(known[wanted]).softmax(-1)
+    loss = functional.cross_entropy(logits, goals, reduction="sum") / total
     return loss.item(), torch.autograd.grad(loss, list(model.parameters()))
 
 
-def backward(model: LlamaForCausalLM, pool: ThreadPoolExecutor, ids: Tensor, mask: Tensor) -> float:
+def backward(
+    model: LlamaForCausalLM, pool: ThreadPoolExecutor, ids: Tensor, mask: Tensor, teacher: LlamaForCausalLM | None
+) -> float:
     """Set the gradients of one batch and return its loss.
 
     Each thread of `pool` computes part of the batch. The threads synchronize once per step instead of once per
@@ -200,7 +238,7 @@ def backward(model: LlamaForCausalLM, pool: ThreadPoolExecutor, ids: Tensor, mas
     """
     total = int(mask[:, 1:].sum())
     parts = zip(ids.chunk(THREADS), mask.chunk(THREADS), strict=True)
-    work = [pool.submit(gradients, model, *part, total) for part in parts]
+    work = [pool.submit(gradients, model, *part, total, teacher) for part in parts]
     losses, grads = zip(*[each.result() for each in work], strict=True)
     for weight, *shares in zip(model.parameters(), *grads, strict=True):
         weight.grad = torch.stack(shares).sum(0)
@@ -221,7 +259,13 @@ def optimizers_of(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
     return [muon, torch.optim.AdamW(others, lr=2e-3, betas=(0.9, 0.97), weight_decay=0.0, fused=True)]
 
 
-def train(model: LlamaForCausalLM, data: Iterator[tuple[Tensor, Tensor]], steps: int, minutes: float | None) -> None:
+def train(
+    model: LlamaForCausalLM,
+    data: Iterator[tuple[Tensor, Tensor]],
+    steps: int,
+    minutes: float | None,
+    teacher: LlamaForCausalLM | None = None,
+) -> None:
     """Train for `steps` steps or, if given, for `minutes` of wall-clock time (then runs are not reproducible)."""
     optimizers = optimizers_of(model)
     peaks = [(group, group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
@@ -232,7 +276,7 @@ def train(model: LlamaForCausalLM, data: Iterator[tuple[Tensor, Tensor]], steps:
         while progress < 1:
             for group, peak in peaks:
                 group["lr"] = peak * rate(progress + 1e-3)
-            loss = backward(model, pool, *next(data))
+            loss = backward(model, pool, *next(data), teacher)
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -243,7 +287,9 @@ def train(model: LlamaForCausalLM, data: Iterator[tuple[Tensor, Tensor]], steps:
     torch.set_num_threads(THREADS)
 
 
-def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, output: Path) -> None:
+def save(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, output: Path, *, with_tokenizer: bool = True
+) -> None:
     """Write the folder to a temporary location and move it into place; weights are rounded to bfloat16."""
     output.parent.mkdir(parents=True, exist_ok=True)
     fresh = Path(tempfile.mkdtemp(prefix=".demo-", dir=output.parent))
@@ -253,9 +299,10 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, output: Pa
         eos_token_id=ends, pad_token_id=tokenizer.pad_token_id
     )
     model.bfloat16().save_pretrained(fresh)
-    tokenizer.save_pretrained(fresh)
-    settings = fresh / "tokenizer_config.json"
-    settings.write_text(settings.read_text().replace("TokenizersBackend", "PreTrainedTokenizerFast"))
+    if with_tokenizer:
+        tokenizer.save_pretrained(fresh)
+        settings = fresh / "tokenizer_config.json"
+        settings.write_text(settings.read_text().replace("TokenizersBackend", "PreTrainedTokenizerFast"))
     for file in fresh.iterdir():
         file.chmod(0o644)
     if output.exists():
@@ -300,6 +347,22 @@ def score(folder: Path) -> float:
     return sum(scored) / len(scored)
 
 
+@torch.inference_mode()
+def agreement(draft: Path, folder: Path) -> float:
+    """Print and return how often the draft model's most likely token is the model's, in its held-out answers."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    models = [AutoModelForCausalLM.from_pretrained(each, dtype=torch.float32) for each in (folder, draft)]
+    opening, end = tokenizer.encode("<|im_start|>assistant\n"), int(tokenizer.eos_token_id)
+    equal = total = 0
+    for chat in held_out():
+        ids = tokenizer.encode(render(tokenizer, chat, len(chat.messages)))
+        wanted = torch.tensor(targets(ids, opening, end))[1:]
+        ours, theirs = (model(torch.tensor([ids])).logits[0, :-1][wanted].argmax(-1) for model in models)
+        equal, total = equal + int((ours == theirs).sum()), total + len(ours)
+    print(f"the draft's next token is the model's at {equal} of {total} places = {equal / total:.1%}")
+    return equal / total
+
+
 def ask(folder: Path, question: str) -> str:
     """The model's greedy answer to one question."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -308,15 +371,36 @@ def ask(folder: Path, question: str) -> str:
     return next(replies(model, tokenizer, [prompt]))
 
 
+def train_draft(arguments: argparse.Namespace) -> None:
+    """Distill the demo model."""
+    torch.manual_seed(arguments.seed)
+    random.seed(arguments.seed)
+    start = time.monotonic()
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    teacher = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
+    model, chats = build_draft(tokenizer), Chats(arguments.seed, practice=10000)
+    train(model, batches(chats, tokenizer, tokens=2048), arguments.steps, arguments.minutes, teacher)
+    save(model, tokenizer, arguments.output, with_tokenizer=False)
+    size = sum(file.stat().st_size for file in arguments.output.iterdir())
+    print(f"trained in {(time.monotonic() - start) / 60:.1f} minutes; {arguments.output}: {size / 1e6:.2f} MB")
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=DEMO, help="the model folder")
+    parser.add_argument("--draft", action="store_true", help="train the draft model of the existing demo model")
+    parser.add_argument("--output", type=Path, help="the model folder")
     parser.add_argument("--steps", type=int, default=2800, help="training steps of about 2,000 tokens")
     parser.add_argument("--minutes", type=float, help="train for this wall-clock time instead of --steps")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--score-only", action="store_true", help="score the existing folder")
     arguments = parser.parse_args()
+    arguments.output = arguments.output or (DRAFT if arguments.draft else DEMO)
+    if arguments.draft:
+        if not arguments.score_only:
+            train_draft(arguments)
+        agreement(arguments.output, DEMO)
+        return
     if not arguments.score_only:
         torch.manual_seed(arguments.seed)
         random.seed(arguments.seed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quire.engine.config.devices import FP8_CAPABILITY, Devices
 from quire.engine.config.engine_config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
-from quire.engine.config.kv_cache_groups import cache_specs, count_blocks_per_page, group_layers
+from quire.engine.config.kv_cache_groups import cached_layers, count_blocks_per_page, group_layers
 from quire.engine.config.options import EngineOptions
 from quire.engine.models.attention_spec import AttentionSpec
 from quire.engine.models.encoder_spec import EncoderSpec
@@ -21,7 +21,7 @@ def resolve(
         dtype = "bfloat16" if model.is_quantized_online and model.dtype == "float32" else model.dtype
     dtype = dtype.removesuffix("_e4m3")
     _check_chunks(model, options.block_size)
-    specs = cache_specs(model.architecture, parallel.tensor_parallel_size, model.max_model_len, model.dtype)
+    specs, stages = cached_layers(model, parallel, scheduler.speculative)
     page = count_blocks_per_page(specs, options.block_size, dtype)
     max_len, row, size = model.max_model_len, scheduler.max_num_batched_tokens, options.block_size
     return CacheConfig(
@@ -29,7 +29,7 @@ def resolve(
         num_blocks=0,
         dtype=dtype,
         enable_prefix_caching=options.enable_prefix_caching and _supports_prefix_caching(model),
-        groups=group_layers(specs, parallel.stages, lambda group: group.max_pages(max_len, row, size, page)),
+        groups=group_layers(specs, stages, lambda group: group.max_pages(max_len, row, size, page)),
         blocks_per_page=page,
         gpu_memory_utilization=options.gpu_memory_utilization,
         kv_cache_memory_bytes=options.kv_cache_memory_bytes,

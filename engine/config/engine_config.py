@@ -349,11 +349,16 @@ _MIN_SHARE = 256
 class SpeculativeConfig:
     """How the next tokens of a request are guessed."""
 
-    method: Literal["ngram"] = "ngram"
+    method: Literal["ngram", "draft_model"] = "ngram"
     num_speculative_tokens: int = 16
     """Maximum draft tokens of a row."""
     prompt_lookup_min: int = 2
     """Minimum tokens that must have occurred before."""
+    model: ModelConfig | None = None
+    """The model that guesses, on the last stage; None: the scheduler guesses. Its layers are numbered after the
+    target's (see `EngineConfig.drafter`)."""
+    tensor_parallel_size: int = 1
+    """Ranks of the last stage that `model` is sharded over: all of them, or only the first one has it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -381,10 +386,14 @@ class SchedulerConfig:
     """None: no row has draft tokens."""
 
     @property
+    def max_drafts(self) -> int:
+        """Maximum draft tokens of a row."""
+        return 0 if self.speculative is None else self.speculative.num_speculative_tokens
+
+    @property
     def max_sampled_tokens(self) -> int:
         """Maximum tokens that a step samples; a row with drafts samples several."""
-        drafts = 0 if self.speculative is None else self.speculative.num_speculative_tokens
-        return min(max(self.max_num_seqs, 1 + drafts), self.max_num_batched_tokens)
+        return min(max(self.max_num_seqs, 1 + self.max_drafts), self.max_num_batched_tokens)
 
     def share(self, tokens: int, stages: int) -> int:
         """Maximum tokens of a plan if `tokens` are pending or in flight: those of one of the `stages`, rounded up."""
@@ -414,6 +423,22 @@ class EngineConfig:
     graphs: GraphConfig = GraphConfig()
     shared_settings: dict[str, str] = dataclasses.field(default_factory=dict)
     """Flags and resolved values that must be the same on every host (see `quire.engine.config.resolve`)."""
+
+    @property
+    def drafter(self) -> EngineConfig | None:
+        """The same for the model that guesses tokens, whose only stage is the last one; None: there is none."""
+        speculative = self.scheduler.speculative
+        if speculative is None or speculative.model is None:
+            return None
+        parallel = dataclasses.replace(
+            self.parallel,
+            tensor_parallel_size=speculative.tensor_parallel_size,
+            pipeline_parallel_size=1,
+            stages=(range(speculative.model.architecture.num_layers),),
+            experts=None,
+        )
+        scheduler = dataclasses.replace(self.scheduler, speculative=None)
+        return dataclasses.replace(self, model=speculative.model, parallel=parallel, scheduler=scheduler)
 
     def with_blocks(self, num_blocks: int) -> EngineConfig:
         """Return a copy with another number of KV blocks; 0 keeps the number."""

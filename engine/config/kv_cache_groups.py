@@ -17,7 +17,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from quire.engine.config.engine_config import DTYPE_BYTES, KVCacheGroup
+from quire.engine.config.engine_config import (
+    DTYPE_BYTES,
+    KVCacheGroup,
+    ModelConfig,
+    ParallelConfig,
+    SpeculativeConfig,
+)
 from quire.engine.models.attention_spec import MLASpec
 from quire.engine.models.model_spec import ModelSpec
 
@@ -97,6 +103,22 @@ def cache_specs(arch: ModelSpec, tp: int, max_model_len: int, dtype: str) -> lis
             kept.append(KVCacheSpec(shared, None, layer.state.state_bytes(tp, DTYPE_BYTES[dtype])))
         specs.append(kept)
     return specs
+
+
+def cached_layers(
+    model: ModelConfig, parallel: ParallelConfig, speculative: SpeculativeConfig | None
+) -> tuple[list[list[KVCacheSpec]], list[range]]:
+    """Return what each layer keeps on a rank, and the layers of each stage.
+
+    The layers of a model that guesses tokens follow those of the target, on the last stage.
+    """
+    specs = cache_specs(model.architecture, parallel.tensor_parallel_size, model.max_model_len, model.dtype)
+    stages = list(parallel.stages)
+    if speculative is not None and speculative.model is not None:
+        tp, drafter = speculative.tensor_parallel_size, speculative.model
+        specs += cache_specs(drafter.architecture, tp, model.max_model_len, model.dtype)
+        stages[-1] = range(stages[-1].start, len(specs))
+    return specs, stages
 
 
 def count_blocks_per_page(specs: LayerSpecs, block_size: int, dtype: str) -> int:

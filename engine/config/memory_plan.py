@@ -17,7 +17,7 @@ from quire.engine.config.engine_config import (
     ModelConfig,
     ParallelConfig,
 )
-from quire.engine.config.kv_cache_groups import KVCacheShape, block_bytes, cache_specs, count_planes
+from quire.engine.config.kv_cache_groups import KVCacheShape, block_bytes, cached_layers, count_planes
 from quire.engine.models.attention_spec import MLASpec
 from quire.engine.models.model_spec import ExpertParallelMoESpec, ModelSpec, MoESpec
 from quire.engine.models.quantization.form import INT4_GROUPS, Form, form_of
@@ -41,22 +41,37 @@ class MemoryPlan:
 
     @staticmethod
     def of(config: EngineConfig) -> MemoryPlan:
-        model, scheduler, cache, tp = config.model, config.scheduler, config.cache, config.parallel.tensor_parallel_size
-        arch = parallel_config.rank_spec(model.architecture, config.parallel)
+        """With the model that guesses tokens, on the last stage."""
+        model, cache = config.model, config.cache
         stages = range(config.parallel.pipeline_parallel_size)
-        specs = cache_specs(arch, tp, model.max_model_len, model.dtype)
-        attention = max(each.workspace(model.max_model_len, tp) for layer in arch.layers for each in layer.mixers)
-        logits = scheduler.max_sampled_tokens * arch.vocab_size * 4 * 4
-        logits *= model.pooling is None
+        specs, _ = cached_layers(model, config.parallel, config.scheduler.speculative)
+        weights = [_weight_bytes(model, config.parallel, stage) for stage in stages]
+        workspace, graphs = _workspace(config), _graphs(config)
+        if (drafter := config.drafter) is not None:
+            weights[-1] += _weight_bytes(drafter.model, drafter.parallel, 0)
+            workspace = max(workspace, _workspace(drafter))
+            graphs += _graphs(drafter) if config.parallel.device == "cpu" else 0
         return MemoryPlan(
-            weights=tuple(_weight_bytes(model, config.parallel, stage) for stage in stages),
+            weights=tuple(weights),
             kv_block=tuple(_kv_block_bytes(cache, count_planes(specs, cache.groups, stage)) for stage in stages),
-            workspace=(_activations(config, arch) + attention) * DTYPE_BYTES[model.dtype]
-            + logits
-            + _selection_bytes(config, arch)
-            + _eplb_buffer_bytes(config, arch),
-            graphs=cuda_graph_sizes.estimate(config, arch),
+            workspace=workspace,
+            graphs=graphs,
         )
+
+
+def _workspace(config: EngineConfig) -> int:
+    """Bytes of activations and logits of the largest step."""
+    model, tp = config.model, config.parallel.tensor_parallel_size
+    arch = parallel_config.rank_spec(model.architecture, config.parallel)
+    attention = max(each.workspace(model.max_model_len, tp) for layer in arch.layers for each in layer.mixers)
+    logits = config.scheduler.max_sampled_tokens * arch.vocab_size * 4 * 4
+    logits *= model.pooling is None
+    activations = (_activations(config, arch) + attention) * DTYPE_BYTES[model.dtype]
+    return activations + logits + _selection_bytes(config, arch) + _eplb_buffer_bytes(config, arch)
+
+
+def _graphs(config: EngineConfig) -> int:
+    return cuda_graph_sizes.estimate(config, parallel_config.rank_spec(config.model.architecture, config.parallel))
 
 
 def _activations(config: EngineConfig, arch: ModelSpec) -> int:

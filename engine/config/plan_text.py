@@ -46,6 +46,13 @@ def plan_text(config: EngineConfig) -> str:
             f"  stage {stage} ({ranks}): layers {layers.start}-{layers.stop - 1}, per rank weights "
             f"{format_bytes(sizes.weights[stage])}, {cached}"
         )
+    if (drafter := config.drafter) is not None:
+        where = "" if drafter.parallel.tensor_parallel_size == tp else f" (rank {pp * tp - tp})"
+        lines.append(
+            f"  stage {pp - 1}{where} also has the draft model {drafter.model.architecture.name} from "
+            f"{drafter.model.path}, for up to {config.scheduler.max_drafts} tokens at once; its weights and KV cache "
+            "are included"
+        )
     if not cache.num_blocks:
         return "\n".join([*lines, limits])
     if graphs := _graphs_text(config, format_bytes(sizes.graphs)):

@@ -85,11 +85,11 @@ def resolve(
     parallel = parallel_config.resolve(options, model.architecture, available, placements)
     model_config.check_rank(model, parallel_config.rank_spec(model.architecture, parallel), parallel)
     scheduler = scheduler_config.resolve(options, model, available)
+    speculative = speculative_config.resolve(options, model, parallel, scheduler, available)
+    scheduler = replace(scheduler, speculative=speculative)
     cache = cache_config.resolve(options, model, parallel, scheduler)
     if available.kind == "cuda" and remote_devices is None:
         cache_config.check_gpus(options, cache, available)
-    speculative = speculative_config.resolve(options, model, parallel, scheduler)
-    scheduler = replace(scheduler, speculative=speculative)
     graphs = cuda_graph_sizes.resolve(options, model, parallel, scheduler)
     config = EngineConfig(model=model, parallel=parallel, cache=cache, scheduler=scheduler, graphs=graphs)
     try:
@@ -108,18 +108,23 @@ def fetch_weights(options: EngineOptions, config: EngineConfig) -> None:
     Separate from `resolve`, so that everything else is checked, and the plan printed, before a large download,
     which shows a progress bar.
     """
-    if (load_format := config.model.load_format) != "dummy":
+    _fetch_weights(options, config.model)
+    speculative = config.scheduler.speculative
+    if speculative is not None and speculative.model is not None:
+        _fetch_weights(speculative_config.drafter_options(options, config.model), speculative.model)
+
+
+def _fetch_weights(options: EngineOptions, model: ModelConfig) -> None:
+    if (load_format := model.load_format) != "dummy":
         if load_format == "gguf":
-            return checkpoint_tensors.check_model(config.model, gguf_folder.headers(config.model.path))
-        pooler = config.model.pooling
+            return checkpoint_tensors.check_model(model, gguf_folder.headers(model.path))
+        pooler = model.pooling
         inner = [dense.folder for dense in pooler.dense if dense.folder] if pooler is not None else []
-        model_files.fetch_weights(
-            options.model, options.revision, options.download_dir, config.model.path, load_format, inner
-        )
+        model_files.fetch_weights(options.model, options.revision, options.download_dir, model.path, load_format, inner)
         for folder in ("", *inner):
-            headers = model_files.check_weights(config.model.path / folder, load_format)
-            if headers is not None and not folder and not isinstance(config.model.architecture, TransformersModelSpec):
-                checkpoint_tensors.check_model(config.model, headers)
+            headers = model_files.check_weights(model.path / folder, load_format)
+            if headers is not None and not folder and not isinstance(model.architecture, TransformersModelSpec):
+                checkpoint_tensors.check_model(model, headers)
 
 
 def shared_settings(options: EngineOptions, config: EngineConfig) -> dict[str, str]:

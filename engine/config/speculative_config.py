@@ -2,48 +2,140 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal, cast
 
+from quire.engine.config import model_config, parallel_config
+from quire.engine.config.devices import Devices
 from quire.engine.config.engine_config import ModelConfig, ParallelConfig, SchedulerConfig, SpeculativeConfig
 from quire.engine.config.options import EngineOptions
+from quire.engine.models.attention_spec import AttentionSpec
+from quire.engine.models.encoder_spec import EncoderSpec
+from quire.engine.models.model_spec import TransformersModelSpec
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.stats import MAX_DRAFT_TOKENS
 
-_METHODS = {"auto": "auto", "ngram": "ngram", "[ngram]": "ngram", "none": "none"}
+_METHODS = {"auto": "auto", "ngram": "ngram", "[ngram]": "ngram", "none": "none", "draft_model": "draft_model"}
 _UNSUPPORTED = "is not supported; omit it, the answers are the same"
 _LIMITS = {
     "num_speculative_tokens": (1, MAX_DRAFT_TOKENS),
     "prompt_lookup_min": (1, 16),
     "prompt_lookup_max": (1, 16),
 }
+_DRAFT_TOKENS = 5
+"""Default maximum of a draft model's tokens, each of which takes a pass of its own."""
 
 
 def resolve(
-    options: EngineOptions, model: ModelConfig, parallel: ParallelConfig, scheduler: SchedulerConfig
+    options: EngineOptions,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    scheduler: SchedulerConfig,
+    available: Devices,
 ) -> SpeculativeConfig | None:
     """Return how tokens are guessed; None: not at all. Raises `ConfigError` if that is not supported."""
     given = dict(options.speculative_config or {})
     method = _method(options, given)
+    tp = given.pop("draft_tensor_parallel_size", None)
+    if tp is not None and method != "draft_model":
+        raise ConfigError("--speculative-config: draft_tensor_parallel_size needs a draft model; omit it")
     settings = _settings(options, given)
     if method == "none":
         return None
-    obstacle = _obstacle(model, parallel)
+    obstacle = _obstacle(model, parallel, method)
     is_chosen = method != "auto" or bool(settings)
     if obstacle and is_chosen:
         raise ConfigError(f"speculative decoding is not supported {obstacle}; omit it, the answers are the same")
     is_default = parallel.device == "cpu" and scheduler.max_num_batched_tokens > 1
     if obstacle or not (is_chosen or is_default):
         return None
-    return SpeculativeConfig(**settings)
+    if method != "draft_model":
+        return SpeculativeConfig(**settings)
+    if "prompt_lookup_min" in settings:
+        raise ConfigError(
+            "--speculative-config: prompt_lookup_min and prompt_lookup_max apply to ngram only; omit them"
+        )
+    sizes = dict.fromkeys((1, parallel.tensor_parallel_size))
+    if tp is not None and tp not in sizes:
+        raise ConfigError(
+            f"--speculative-config: draft_tensor_parallel_size must be {' or '.join(map(str, sizes))}, got {tp!r}"
+        )
+    return SpeculativeConfig(
+        method="draft_model",
+        model=_drafter(options, model, parallel, tp or parallel.tensor_parallel_size, available),
+        tensor_parallel_size=tp or parallel.tensor_parallel_size,
+        **{"num_speculative_tokens": _DRAFT_TOKENS} | settings,
+    )
+
+
+def drafter_options(options: EngineOptions, model: ModelConfig) -> EngineOptions:
+    """Return the options with which the draft model of `model` is resolved, as if it were a model of its own."""
+    return replace(
+        options,
+        model=(options.speculative_config or {})["model"],
+        tokenizer=str(model.tokenizer),
+        revision=None,
+        runner="generate",
+        model_impl="quire",
+        dtype=cast(Literal["float32", "bfloat16", "float16"], model.dtype),
+        quantization=options.quantization if model.is_quantized_online else None,
+        max_model_len=None,
+        hf_overrides=None,
+        generation_config="vllm",
+        override_generation_config=None,
+        tensor_parallel_size=1,
+        pipeline_parallel_size=1,
+    )
+
+
+def _drafter(
+    options: EngineOptions, model: ModelConfig, parallel: ParallelConfig, tp: int, available: Devices
+) -> ModelConfig:
+    """Resolve the draft model. Raises `ConfigError` if it cannot guess the tokens of `model`."""
+    where = f"--speculative-config: model {(options.speculative_config or {})['model']}"
+    try:
+        drafter = model_config.resolve(drafter_options(options, model), available)
+        arch = drafter.architecture
+        size = replace(parallel, tensor_parallel_size=tp, experts=None)
+        model_config.check_rank(drafter, parallel_config.rank_spec(arch, size), size)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    reason = ""
+    if isinstance(arch, EncoderSpec | TransformersModelSpec):
+        reason = f"{arch.name} is not a decoder that Quire has an implementation of its own of"
+    elif any(layer.state is not None for layer in arch.layers):
+        reason = "it has recurrent states"
+    elif any(isinstance(each.attention, AttentionSpec) and each.attention.is_chunked for each in arch.layers):
+        reason = "it has chunked attention"
+    if reason:
+        raise ConfigError(f"{where} is not supported as a draft model: {reason}")
+    if arch.vocab_size != model.architecture.vocab_size:
+        raise ConfigError(
+            f"{where} has a vocabulary of {arch.vocab_size:,} tokens, and {model.path} of "
+            f"{model.architecture.vocab_size:,}; a draft model needs the same vocabulary"
+        )
+    if drafter.max_model_len < model.max_model_len:
+        raise ConfigError(
+            f"{where} has {drafter.max_model_len:,} positions, less than the {model.max_model_len:,} tokens of a "
+            f"request; use --max-model-len {drafter.max_model_len} or less"
+        )
+    return replace(drafter, max_model_len=model.max_model_len)
 
 
 def _method(options: EngineOptions, given: dict[str, Any]) -> str:
+    """Return the method; a model without one is a draft model."""
     method, model = given.pop("method", None), given.pop("model", None)
+    if isinstance(model, str) and model not in _METHODS:
+        method = method or "draft_model"
+        if method != "draft_model" and method in _METHODS:
+            raise ConfigError(f"--speculative-config: model does not apply to {method}; omit it")
     named = method or model or options.spec_method
     if not isinstance(named, str) or named not in _METHODS:
         raise ConfigError(f"--speculative-config: method {named!r} {_UNSUPPORTED}, or use ngram")
-    if model is not None and (not isinstance(model, str) or model not in _METHODS):
-        raise ConfigError("--speculative-config: model does not apply to ngram; omit it")
+    if model is not None and not isinstance(model, str):
+        raise ConfigError(f"--speculative-config: model must be a folder or a repository, got {model!r}")
+    if named == "draft_model" and (model is None or model in _METHODS):
+        raise ConfigError("--speculative-config: method draft_model needs a model, a folder or a repository")
     return _METHODS[named]
 
 
@@ -69,9 +161,11 @@ def _settings(options: EngineOptions, given: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, (_, value) in values.items()}
 
 
-def _obstacle(model: ModelConfig, parallel: ParallelConfig) -> str | None:
+def _obstacle(model: ModelConfig, parallel: ParallelConfig, method: str) -> str | None:
     if model.pooling is not None:
         return "by embedding models"
     if parallel.is_coupled:
         return "with experts shared by replicas"
+    if method not in ("auto", "ngram") and any(layer.state is not None for layer in model.architecture.layers):
+        return f"with {method} for models with recurrent states, only with ngram"
     return None

@@ -31,6 +31,9 @@ class ModelRunnerOutput(msgspec.Struct, tag=True, array_like=True):
     """Replicas that share experts: whether any of them had requests when this step was scheduled."""
     expert_load: ExpertLoad | None = None
     """Expert parallelism: present in some steps only."""
+    draft_token_ids: dict[int, list[int]] = {}
+    """By row number, what a drafter that is a model expects after the last sampled token; see
+    `SchedulerOutput.num_drafts`."""
     failure: str = ""
     """Why the step failed; its results are invalid. Steps in flight after it are skipped and report the same reason."""
 

@@ -77,6 +77,9 @@ class SchedulerOutput(msgspec.Struct, array_like=True):
     """After a failed step: the workers stop skipping plans and run this one."""
     profile: StartProfile | StopProfile | None = None
     """What the ranks' profilers do before this step."""
+    num_drafts: int | None = None
+    """Maximum drafts to make for each row that samples without a mask, at the end of this step, by a drafter that is a
+    model; 0: it only computes its own KV of the rows' tokens; None: it does not run."""
 
     @property
     def num_rows(self) -> int:

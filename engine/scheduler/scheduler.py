@@ -16,7 +16,8 @@ pipeline stages, one plan per stage is in flight, and a decode waits for its tok
 With speculation, a decode whose tokens are all known can have drafts (see `quire.engine.scheduler.speculation`). Its
 row advances past them, and it waits for the result, which takes back those that do not count. While drafts pay, a
 single stage does not run ahead. A recurrent state cannot go back, so it is kept as it is before the drafts, and the
-request's next row computes those that count once more.
+request's next row computes those that count once more. Drafts of a model are made by the workers at the end of a step,
+in slots that the rows get in advance, and arrive with its result.
 `quire.engine.scheduler.token_budget` decides how many tokens a plan contains.
 """
 
@@ -38,6 +39,7 @@ from quire.engine.protocol.scheduler_output import CachedRequestData, NewRequest
 from quire.engine.protocol.stats import ITERATION_TOKENS, EngineStats
 from quire.engine.scheduler.grammar import GrammarCompiler
 from quire.engine.scheduler.kv_cache_manager import KVCacheManager, extend_hashes
+from quire.engine.scheduler.model_drafts import make_speculation
 from quire.engine.scheduler.request import Request, Share
 from quire.engine.scheduler.request_queue import RequestQueue, discard, insert, order
 from quire.engine.scheduler.speculation import SpeculationManager
@@ -74,11 +76,13 @@ class Scheduler:
         """Running requests with structured output."""
         self.speculation: SpeculationManager | None = None
         if self.config.speculative is not None:
-            self.speculation = SpeculationManager(
+            self.speculation = make_speculation(
                 *(self.config.speculative, self.config.max_sampled_tokens), cache.block_size if self.kv.states else None
             )
         self._drafted: dict[Request, int] = {}
         """The requests with drafts in flight, and their number."""
+        self._last_drafting_step = -1
+        """The last step at whose end the workers make drafts."""
         self.waiting = RequestQueue()
         self.token_budget = TokenBudget(self.config, self.stages)
         self._decode_context = 0
@@ -262,6 +266,8 @@ class Scheduler:
         self._admit(plan, rows, max_rows, tokens_left, preemptions)
 
         if rows:
+            if self.speculation is not None:
+                self._ask_for_drafts(plan, rows, self.speculation)
             self.token_budget.on_scheduled(plan, rows, num_decodes, context)
             return self._finish_plan(plan, rows)
         if self._rows_in_flight and len(self.requests) >= self.stages:
@@ -379,6 +385,41 @@ class Scheduler:
         self.stats.num_draft_tokens += len(drafts)
         return self._decode_row(request, count, self._advance(request, count), drafts)
 
+    def _ask_for_drafts(self, plan: SchedulerOutput, rows: list[Request], speculation: SpeculationManager) -> None:
+        """Have the workers make drafts after this step, if the next plan can use them, and give them slots.
+
+        Where blocks are scarce, rows have no slots in advance, and fewer drafts.
+        """
+        drafting = [] if self._has_prompts else [request for request in rows if self._can_have_drafts(request)]
+        plan.num_drafts = speculation.num_drafts(drafting, len(rows), has_prompts=plan.num_prefill_tokens > 0)
+        if not plan.num_drafts:
+            return
+        self._last_drafting_step = plan.step
+        extended: dict[Request, list[int]] = {}
+        for request in drafting:
+            known, computed = len(request.token_ids), request.num_computed_tokens
+            end = min(computed + plan.num_drafts, request.max_tokens)
+            if 0 < self.kv.pages_needed(request.block_ids, end) <= self._spare_pages:
+                extended[request] = self.kv.extend(
+                    request.block_ids, request.hashes, computed, end, known, request.num_prompt_tokens
+                )
+        unchanged, changed = rows[: len(plan.decodes)], rows[len(plan.decodes) :]
+        for request, row in zip(changed, plan.scheduled, strict=True):
+            row.new_block_ids += extended.get(request, [])
+        moved = [request for request in unchanged if request in extended]
+        if moved:
+            plan.scheduled[:0] = [self._decode_row(request, 1, extended[request], []) for request in moved]
+            unchanged = [request for request in unchanged if request not in extended]
+            plan.decodes = [request.slot for request in unchanged]  # type: ignore[misc]  # a decode has a slot
+            if not self.workers_keep_tokens:
+                plan.token_ids = [request.token_ids[-1] for request in unchanged]
+            rows[:] = [*unchanged, *moved, *changed]
+
+    def _can_have_drafts(self, request: Request) -> bool:
+        """Whether a request that has a row in the current plan samples there, and goes on."""
+        least = request.num_computed_tokens - self._drafted.get(request, 0)
+        return request.grammar is None and not request.num_pending_tokens and least < request.max_tokens - 2
+
     @property
     def _has_prompts(self) -> bool:
         """Whether the next plan has prompts to compute: then a step has no time to spare for drafts."""
@@ -388,7 +429,7 @@ class Scheduler:
         """Whether the next plan of a single stage must wait for the one in flight, because it can have drafts then."""
         if self.speculation is None or self.stages > 1 or not self._rows_in_flight or self._has_prompts:
             return False
-        if self._drafted:
+        if self._drafted or self._last_drafting_step > self._last_finished_step:
             return True
         return self._spare_pages > 0 and bool(self.speculation.draft(self.decoding, len(self.structured_output.ready)))
 
@@ -691,6 +732,8 @@ class Scheduler:
                 self.structured_output.on_sampled(request, token_id, logprobs)
             else:
                 client_outputs.outputs.append(self._make_output(request, [token_id], [logprobs]))
+        if self.speculation is not None and result.draft_token_ids:
+            self.speculation.add_drafts({rows[row]: drafts for row, drafts in result.draft_token_ids.items()})
         self._count_generated(outputs)
         return outputs
 

@@ -1,6 +1,7 @@
 """Speculative decoding: which requests get drafts, and how many.
 
-A drafter guesses the next tokens of a request. A row with drafts samples at the place of each, with the noise of that
+A drafter guesses the next tokens of a request: this module's by n-grams, that of `quire.engine.scheduler.model_drafts`
+by a model. A row with drafts samples at the place of each, with the noise of that
 place, so that a draft counts exactly when it is the token that would have been sampled: the answer is the same, and
 only the number of steps is lower (see `quire.engine.scheduler.scheduler`).
 
@@ -12,7 +13,7 @@ expected rate is chosen, which is none where a step with more tokens takes longe
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from heapq import merge
 from itertools import accumulate, islice
 
@@ -23,9 +24,9 @@ from quire.engine.protocol.scheduler_output import SchedulerOutput
 from quire.engine.scheduler.ngram import RECENT_MATCH, RecentTexts, TokenLookup
 from quire.engine.scheduler.request import Request
 
-_MAX_ROWS = 32
+MAX_ROWS = 32
 """With more rows, the processor is busy without drafts, and looking for them takes time."""
-_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Numbers of tokens for which step times are measured; a step belongs to the next larger one."""
 _SMOOTHING = 0.2
 """Weight of a new measurement."""
@@ -36,16 +37,17 @@ _WARM_UP = {False: 3, True: 1}
 """First steps of a size to ignore, without and with drafts: they may compile, or record a graph."""
 _OUTLIER_FACTOR = 3.0
 """A measurement is clipped to this multiple of the expected time."""
-_MIN_CHANCE = 0.1
+MIN_CHANCE = 0.1
 """Probability to count below which a draft is not worth a place in a step, however little that seems to take."""
-_MIN_GAIN = 1.05
+MIN_GAIN = 1.05
 """Expected gain below which there are no drafts, as they cost time outside of the step, too."""
 
 
 class StepTimes:
     """Measured seconds of steps without prompts, by their number of tokens, without and with drafts."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_age: Mapping[bool, int] = _MAX_AGE) -> None:
+        self._max_age = max_age
         self._seconds: dict[tuple[bool, int], float] = {}
         self._tokens: dict[tuple[bool, int], int] = {}
         """Tokens of the last step of each size."""
@@ -56,14 +58,14 @@ class StepTimes:
     def learn(self, num_tokens: int, seconds: float, *, has_drafts: bool) -> None:
         """Record that a step took `seconds`."""
         self._num_steps += 1
-        key = has_drafts, bisect_left(_SIZES, num_tokens)
+        key = has_drafts, bisect_left(SIZES, num_tokens)
         self._num_seen[key] = self._num_seen.get(key, 0) + 1
         if (known := self._seconds.get(key)) is not None:
             self._seconds[key] = known + _SMOOTHING * (min(seconds, _OUTLIER_FACTOR * known) - known)
         elif self._num_seen[key] > _WARM_UP[has_drafts]:
             self._seconds[key] = seconds
         self._tokens[key], self._learned_at[key] = num_tokens, self._num_steps
-        for old in [key for key, step in self._learned_at.items() if step < self._num_steps - _MAX_AGE[key[0]]]:
+        for old in [key for key, step in self._learned_at.items() if step < self._num_steps - self._max_age[key[0]]]:
             self._seconds.pop(old, None)
 
     def relative(self, num_rows: int, sizes: Iterable[float]) -> list[float]:
@@ -72,7 +74,7 @@ class StepTimes:
 
         Between known sizes the time is interpolated; beyond the largest one it is assumed to be constant.
         """
-        base = self._seconds.get((False, bisect_left(_SIZES, num_rows)))
+        base = self._seconds.get((False, bisect_left(SIZES, num_rows)))
         if base is None:
             return []
         points = [
@@ -105,20 +107,20 @@ class SpeculationManager:
         num_rows, repeats = len(decodes) + num_others, self.state_block_size is not None
         num_tokens = num_others + sum(request.num_pending_tokens for request in decodes) if repeats else num_rows
         room = self.max_sampled_tokens - num_tokens
-        if not decodes or num_rows > _MAX_ROWS or room <= 0:
+        if not decodes or num_rows > MAX_ROWS or room <= 0:
             return {}
         most = num_tokens + min(room, len(decodes) * self.config.num_speculative_tokens)
-        sizes = [size for size in _SIZES if num_tokens < size < most] + [most]
+        sizes = [size for size in SIZES if num_tokens < size < most] + [most]
         counts = [size - num_tokens for size in sizes]
         times = self._relative_times(num_rows, num_tokens, sizes)
         if not times or not any(
-            num_rows + count > _MIN_GAIN * time * num_rows for count, time in zip(counts, times, strict=True)
+            num_rows + count > MIN_GAIN * time * num_rows for count, time in zip(counts, times, strict=True)
         ):
             return {}
         proposals, chances = [], []
         for request in decodes:
             drafts, probability = self.propose(request)
-            chance = [each for place in range(len(drafts)) if (each := probability ** (place + 1)) >= _MIN_CHANCE]
+            chance = [each for place in range(len(drafts)) if (each := probability ** (place + 1)) >= MIN_CHANCE]
             if chance:
                 proposals.append((request, drafts))
                 chances.append(chance)
@@ -130,7 +132,7 @@ class SpeculationManager:
         if repeats:
             loads = [size + gains[count] for size, count in zip(sizes, counts, strict=True)]
             times = self._relative_times(num_rows, num_tokens, loads)
-        best, best_count = _MIN_GAIN, 0
+        best, best_count = MIN_GAIN, 0
         for count, time in zip(counts, times, strict=True):
             rate = (num_rows + gains[count]) / (num_rows * time)
             if rate > best:
@@ -150,6 +152,13 @@ class SpeculationManager:
         base, *times = self.times.relative(num_rows, [num_tokens, *sizes]) or (1.0,)
         return [time / base for time in times]
 
+    def num_drafts(self, requests: Sequence[Request], num_rows: int, *, has_prompts: bool) -> int | None:
+        """Return `SchedulerOutput.num_drafts` of a plan with `num_rows`, of which these can have drafts afterwards."""
+        return None
+
+    def add_drafts(self, drafts: Mapping[Request, list[int]]) -> None:
+        """Take the drafts that the workers have made, of these requests' next tokens."""
+
     def on_result(self, plan: SchedulerOutput, now: float) -> None:
         """Record that the result of a plan arrived at this time, in seconds."""
         last, self._last_result_at = self._last_result_at, now
@@ -160,7 +169,7 @@ class SpeculationManager:
     def on_finish(self, request: Request, num_running: int) -> None:
         """Remember the answer of a finished request for those that repeat it, unless so many run that nothing has
         drafts."""
-        if num_running <= _MAX_ROWS:
+        if num_running <= MAX_ROWS:
             begin = max(0, request.num_prompt_tokens - RECENT_MATCH)
             self.recent.add(request.token_ids[begin:], request.core_request.cache_salt)
 

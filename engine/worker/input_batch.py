@@ -58,6 +58,15 @@ class StepRows:
     """The number of drafts of each row, its last tokens; None: no row has drafts."""
 
 
+@dataclass(frozen=True)
+class Span:
+    """Tokens of some rows as a batch."""
+
+    batch: Batch
+    rows: Ints
+    """For each of these rows, its row in the batch, or, if each token is a row of its own, that of its first token."""
+
+
 class InputBatch:
     """The state of each running request, by request slot. It is the same on every rank.
 
@@ -81,7 +90,8 @@ class InputBatch:
         """`states` are the groups with recurrent states, in pages of `blocks_per_page` blocks. `is_shared`: whether
         device and host share their memory; None: they do on a CPU."""
         self._states, self._blocks_per_page = states, blocks_per_page
-        self._block_size, self._groups, self._device = block_size, groups, torch.device(device)
+        self.block_size = self._block_size = block_size
+        self._groups, self._device = groups, torch.device(device)
         self._slots, self._max_length, self._width = slots, max_length, -(-max_length // block_size)
         self._tables_start = slots * max_length
         self._host_memory = np.zeros(slots * (max_length + groups * self._width), np.int32)
@@ -99,6 +109,8 @@ class InputBatch:
         self.num_prompt_tokens = np.zeros(slots, np.int64)
         self.num_tokens = np.zeros(slots, np.int64)
         self.num_computed_tokens = np.zeros(slots, np.int64)
+        self.num_drafter_tokens = np.zeros(slots, np.int64)
+        """Tokens whose KV a drafter has computed after its last step, drafts included."""
         self.num_blocks = np.zeros(slots, np.int64)
         """In each group."""
         self.score_from = np.zeros(slots, np.int64)
@@ -195,15 +207,16 @@ class InputBatch:
         """Indices in `memory` of the tokens at these positions."""
         return slots * self._max_length + positions
 
-    def append_sampled(self, rows: StepRows, places: Tensor, tokens: Tensor) -> None:
-        """Write the sampled tokens, on the device, at the indices that `batch` returned.
-
-        They are appended to the rows without drafts. Those of a row with drafts are known when a plan contains them.
-        """
+    def write_sampled(self, places: Tensor, tokens: Tensor) -> None:
+        """Write the sampled tokens, on the device, at the indices that `batch` returned."""
         if self._is_shared:  # the same, but faster
             self._host_memory[places.numpy()] = tokens.numpy()
         else:
             self.memory.index_copy_(0, places, tokens.int())
+
+    def append_sampled(self, rows: StepRows) -> None:
+        """Append the written tokens to the rows without drafts. Those of a row with drafts are known when a plan
+        contains them."""
         sampling = rows.sampling
         if rows.num_drafts is not None:
             sampling = sampling[rows.num_drafts[sampling] == 0]
@@ -214,7 +227,7 @@ class InputBatch:
         assert self.params[slot] is None, f"slot {slot} is taken"
         self.params[slot] = params
         self.num_prompt_tokens[slot] = request.num_prompt_tokens
-        self.num_computed_tokens[slot] = request.num_computed_tokens
+        self.num_computed_tokens[slot] = self.num_drafter_tokens[slot] = request.num_computed_tokens
         self.num_tokens[slot] = self.num_blocks[slot] = 0
         self._extend_tokens(slot, request.token_ids)
         self._extend_tables(slot, request.block_ids)
@@ -299,6 +312,40 @@ class InputBatch:
             for group in range(1, self._groups)
         )
         return replace(batch, other_groups=other_groups), kept
+
+    def capacity(self, slots: Ints) -> Ints:
+        """Tokens of each request that there are slots for."""
+        found: Ints = np.minimum(self.num_blocks[slots] * self._block_size, self._max_length)
+        return found
+
+    def span(self, slots: Ints, first: Ints, counts: Ints, *, ahead: int, as_decodes: bool) -> Span:
+        """A batch of `counts` tokens of each row from position `first` on, whatever is computed of them, within the
+        rows' capacity. The tables reach `ahead` tokens further, or as far as the rows do.
+
+        `as_decodes`: each token is a row of its own, since KV is written before any row attends.
+        """
+        starts = np.concatenate(([0], counts.cumsum()))
+        owners = np.repeat(slots, counts)
+        positions = np.arange(starts[-1]) + np.repeat(first - starts[:-1], counts)
+        rows: Ints = np.arange(len(slots))
+        if as_decodes:
+            slots, counts, first, rows = owners, np.ones_like(owners), positions, starts[:-1]
+            starts = np.arange(len(owners) + 1)
+        lengths = first + counts
+        blocks, offsets = np.divmod(positions, self._block_size)
+        width = min(self._width, -(-(int(lengths.max()) + ahead) // self._block_size))
+        mappings = [table[owners, blocks] * self._block_size + offsets for table in self._tables]
+        token_ids, tables, sent = self._gather(
+            self.token_indices(owners, positions), slots, width, positions, lengths, starts, *mappings
+        )
+        places, ends, query_starts, *slot_mappings = sent
+        batch = Batch(
+            *(token_ids, places, slot_mappings[0], tables[0], ends, query_starts, query_starts[1:] - 1),
+            host=HostMetadata(counts, lengths, {}),
+        )
+        others = zip(slot_mappings[1:], tables[1:], strict=True)
+        other_groups = tuple(replace(batch, slot_mapping=slots, block_tables=table) for slots, table in others)
+        return Span(replace(batch, other_groups=other_groups), rows)
 
     def _segments(self, rows: StepRows, starts: Ints, table: npt.NDArray[np.int32]) -> tuple[Ints, Ints, Ints, Ints]:
         """The fields of `StateSegments`: a row ends a segment at each block boundary for which `table` has a page, and

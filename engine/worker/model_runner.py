@@ -16,7 +16,8 @@ from torch import Tensor
 
 from quire import kernels
 from quire.engine.config.engine_config import EngineConfig
-from quire.engine.config.kv_cache_groups import cache_specs, count_planes, place_layers
+from quire.engine.config.kv_cache_groups import cached_layers, count_planes, place_layers
+from quire.engine.distributed.communicator import Parallel
 from quire.engine.distributed.expert_group import ExpertCommunicator
 from quire.engine.distributed.parallel_state import ParallelState
 from quire.engine.layers.attention import Batch, LayerCache
@@ -29,6 +30,15 @@ from quire.engine.protocol.scheduler_output import SchedulerOutput
 from quire.engine.worker import memory, warm_up
 from quire.engine.worker.async_copies import Array, AsyncOutput, AsyncRead, send
 from quire.engine.worker.cuda_graphs import DecodeGraphs
+from quire.engine.worker.drafter import (
+    Drafter,
+    Drafts,
+    SampledStep,
+    count_accepted,
+    load_drafter,
+    make_drafter,
+    may_draft,
+)
 from quire.engine.worker.eplb import ExpertLoadBalancer
 from quire.engine.worker.input_batch import InputBatch, StepRows, split_micro_batches
 from quire.engine.worker.oom import OOMHandler
@@ -46,10 +56,13 @@ bring no gain."""
 
 def allocate_caches(config: EngineConfig, stage: int, device: torch.device) -> list[LayerCache]:
     """Allocate the KV caches of a stage's layers on one rank: planes of blocks, each shared by layers of different
-    groups."""
-    cache, groups, arch = config.cache, config.cache.groups, config.model.architecture
+    groups. On the last stage those of the drafter's layers follow."""
+    cache, groups, architectures = config.cache, config.cache.groups, [config.model.architecture]
     tp, dtype = config.parallel.tensor_parallel_size, getattr(torch, config.model.dtype)
-    specs = cache_specs(arch, tp, config.model.max_model_len, config.model.dtype)
+    specs, stages = cached_layers(config.model, config.parallel, config.scheduler.speculative)
+    if (drafter := config.drafter) is not None:
+        architectures.append(drafter.model.architecture)
+    all_layers = [(arch.layers, number) for arch in architectures for number in range(arch.num_layers)]
     planes = {
         shape: kernels.allocate_kv_cache(
             layers=count,
@@ -65,18 +78,19 @@ def allocate_caches(config: EngineConfig, stage: int, device: torch.device) -> l
     }
     places = place_layers(specs, groups, stage)
     caches: list[LayerCache] = []
-    layers = config.parallel.stages[stage]
+    layers = stages[stage]
     for layer in layers:
-        kept, state = LayerCache(), arch.layers[layer].state
+        own_layers, number = all_layers[layer]
+        kept, spec = LayerCache(), own_layers[number]
         if (place := places.get((layer, False))) is not None:
             kept = kept._replace(memory=planes[place.shape][place.plane], group=place.group)
             if place.index_shape is not None and place.index_plane is not None:
                 kept = kept._replace(keys=planes[place.index_shape][place.index_plane])
-        elif (source := arch.layers[layer].kv_source) is not None:
-            kept = caches[layers.index(source)]._replace(state=None)
-        if state is not None:
+        elif spec.kv_source is not None:
+            kept = caches[layers.index(layer - number + spec.kv_source)]._replace(state=None)
+        if spec.state is not None:
             place = places[layer, True]
-            shapes = state.state_shape(tp), state.input_shape(tp)
+            shapes = spec.state.state_shape(tp), spec.state.input_shape(tp)
             pages = kernels.recurrent_states(planes[place.shape][place.plane], cache.blocks_per_page, *shapes, dtype)
             kept = kept._replace(state=pages, state_group=place.group)
         caches.append(kept)
@@ -114,6 +128,14 @@ class ModelRunner:
         minimum, maximum = _SCORE_CHUNK_TOKENS
         self._score_chunk_size = max(minimum, min(maximum, config.scheduler.max_num_seqs))
         self._model = load_model(config, rank, parallel_state.tp, device, experts=parallel_state.experts)
+        self._drafts = config.drafter is not None and parallel_state.pipeline.is_last
+        """Whether this stage has a drafter, on this rank or the first one."""
+        self._drafter: Drafter | None = None
+        drafter_model, drafter_parallel = None, parallel_state.tp
+        if self._drafts and (drafter := config.drafter) is not None:
+            drafter_parallel = parallel_state.tp if drafter.parallel.tensor_parallel_size > 1 else Parallel()
+            if parallel_state.tp.rank < drafter.parallel.tensor_parallel_size:
+                drafter_model = load_drafter(drafter, drafter_parallel, device)
         wait_for_kernels()
         self._balancer = (
             ExpertLoadBalancer.of(self._model, config, parallel_state, device)
@@ -143,15 +165,23 @@ class ModelRunner:
         )
         self._sampler = Sampler(arch.vocab_size, model.eos_token_ids, device)
         self._graphs: DecodeGraphs | None = None
+        self._caches: list[LayerCache] = []
+        num_layers = len(config.parallel.stages[parallel_state.pipeline.stage])
+
+        def allocate(config: EngineConfig) -> None:
+            caches = allocate_caches(config, parallel_state.pipeline.stage, device)
+            self._caches = caches[:num_layers]
+            if drafter_model is not None and (drafter := config.drafter) is not None:
+                self._drafter = make_drafter(drafter, drafter_parallel, device, caches[num_layers:], drafter_model)
+
         self.num_blocks = cache.num_blocks
         """Blocks in the KV cache, the same on every rank of the replica."""
         if meter is not None and cache.num_blocks:
-            self._caches = allocate_caches(
-                config.with_blocks(cache.blocks_per_page), parallel_state.pipeline.stage, device
-            )
+            allocate(config.with_blocks(cache.blocks_per_page))
             self.num_blocks = memory.determine_num_blocks(config, rank, meter, lambda plan: self._launch(plan).result())
         config = config.with_blocks(self.num_blocks)
-        self._caches = allocate_caches(config, parallel_state.pipeline.stage, device) if cache.num_blocks else []
+        if cache.num_blocks:
+            allocate(config)
         # GPU kernels are compiled or loaded at their first launch.
         self._warm_up_plans = warm_up.decode_steps(config) if meter is not None and model.pooling is None else iter(())
         self._shows_progress = rank == 0 and config.parallel.is_first_local_replica
@@ -195,6 +225,8 @@ class ModelRunner:
         end of graphs that use it."""
         if self._graphs is not None:
             self._graphs.close()
+        if self._drafter is not None:
+            self._drafter.close()
 
     @torch.inference_mode()
     def launch(self, plan: SchedulerOutput) -> AsyncOutput:
@@ -251,6 +283,7 @@ class ModelRunner:
             return self._run_without_rows()
         has_prompts = plan.num_tokens > plan.num_rows
         logits_indices_only = self._logits_indices_only and has_prompts and not rows.scoring and rows.num_drafts is None
+        first = self._input_batch.num_computed_tokens[rows.slots]
         batch, places = self._input_batch.batch(rows, replica_tokens, logits_indices_only=logits_indices_only)
         if self._dbo_token_threshold is not None and max(replica_tokens) >= self._dbo_token_threshold:
             batch = replace(batch, micro_batches=split_micro_batches(batch, rows.counts))
@@ -271,9 +304,25 @@ class ModelRunner:
         if result is not None:
             tokens, reading = self._sample(plan, rows, logits, result)
             readings.append(reading)
+        drafts = self._drafts and plan.num_drafts is not None
+        if self._pipeline.is_first or drafts:
+            sampled = self._write_sampled(rows, places, tokens)
         if self._pipeline.is_first:
-            self._append_sampled(rows, places, tokens)
+            self._input_batch.append_sampled(rows)
+        if drafts and self._drafter is not None:
+            accepted, drafting = count_accepted(rows, batch, sampled), may_draft(rows, [*plan.masks])
+            step = SampledStep(rows, first, batch, hidden, accepted, drafting, plan.num_drafts or 0)
+            readings += self._report_drafts(self._drafter.draft(step, self._input_batch), result)
         return readings
+
+    def _report_drafts(self, drafts: Drafts | None, result: ModelRunnerOutput | None) -> list[AsyncRead]:
+        if drafts is None or result is None:
+            return []
+
+        def fill(tokens: Array) -> None:
+            result.draft_token_ids = drafts.by_row(tokens)
+
+        return [AsyncRead([drafts.tokens], fill)]
 
     def _clear_new_blocks(self, plan: SchedulerOutput) -> None:
         """Set the blocks to zero that the rows will fill in part: attention reads whole blocks, and they may contain
@@ -372,18 +421,19 @@ class ModelRunner:
 
         return [AsyncRead([torch.cat(parts) for parts in zip(*slices, strict=True)], fill)]
 
-    def _append_sampled(self, rows: StepRows, places: Tensor, tokens: Tensor | None) -> None:
-        """Append the sampled tokens to the input batch, so that a single stage continues without a round trip through
-        the core or the host.
+    def _write_sampled(self, rows: StepRows, places: Tensor, tokens: Tensor | None) -> Tensor:
+        """Write the sampled tokens into the input batch, so that a single stage continues without a round trip through
+        the core or the host, and a drafter can read them. Returns them.
 
         The first rank broadcasts the tokens, rather than each rank sampling by itself: the ranks synchronize anyway,
         and the result does not depend on every rank rounding in the same way.
         """
-        if not len(rows.sampling):
-            return
         if tokens is None:
             tokens = torch.empty(len(rows.sampling), dtype=torch.int64, device=self._device)
-        self._input_batch.append_sampled(rows, places, self._tp.broadcast(tokens))
+        if len(rows.sampling):
+            tokens = self._tp.broadcast(tokens)
+            self._input_batch.write_sampled(places, tokens)
+        return tokens
 
     def _run_without_rows(self, batch: Batch | None = None) -> list[AsyncRead]:
         """Run a plan without rows: each stage waits for the previous one and for its own ranks, and signals the next.

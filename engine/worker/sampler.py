@@ -82,15 +82,19 @@ class Sampler:
         self._penalize(logits, input_batch, slots, lengths)
         if masks:
             self._mask(logits, slots, np.flatnonzero(masked), masks)
-        drawn = (np.ascontiguousarray(controls[name]) for name in ("temperature", "top_k", "top_p", "min_p", "seed"))
-        hosts = (torch.from_numpy(values) for values in (*drawn, lengths))
-        tokens = kernels.sample(logits, *hosts)
+        tokens = kernels.sample(logits, *_controls(controls), torch.from_numpy(lengths))
         counts = controls["logprobs"][logprob_rows]
         columns: tuple[Tensor, ...] = ()
         if raw is not None:
             columns = kernels.score_tokens(raw, tokens[self._send(logprob_rows)], int(counts.max()))
             self._score_given(raw, columns, input_batch, slots[logprob_rows])
         return SamplerOutput(tokens, logprob_rows, counts, columns)
+
+    def draft(self, logits: Tensor, input_batch: InputBatch, slots: Ints, lengths: Tensor) -> Tensor:
+        """Guess what `sample` will return, int64 `[rows]`: with the same noise, and without what depends on the tokens
+        before. `lengths` are on the device."""
+        self._bias(logits, input_batch, slots)
+        return kernels.sample(logits, *_controls(input_batch.controls[slots]), lengths)
 
     def score(self, logits: Tensor, tokens: Ints, num_top: int) -> tuple[Tensor, ...]:
         """For `logits` (float32 `[rows, vocab]`) and one token per row, the columns of `PromptLogprobs`."""
@@ -233,6 +237,13 @@ class _TokenPairs:
     def keys(self, vocab_size: int) -> Ints:
         """One unique number for each pair."""
         return np.array(self.rows, np.int64) * vocab_size + np.array(self.tokens, np.int64)
+
+
+def _controls(controls: npt.NDArray[Any]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The arguments of `kernels.sample` between logits and positions."""
+    names = "temperature", "top_k", "top_p", "min_p", "seed"
+    temperature, top_k, top_p, min_p, seeds = (torch.from_numpy(np.ascontiguousarray(controls[name])) for name in names)
+    return temperature, top_k, top_p, min_p, seeds
 
 
 def _params(input_batch: InputBatch, slot: int) -> SamplingParams:

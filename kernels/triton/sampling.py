@@ -575,11 +575,16 @@ def _controls(
     """
     host = torch.empty((len(seeds), 8), dtype=torch.int32, pin_memory=device.type == "cuda")
     packed = host.numpy()
-    packed.view(np.int64)[:, 0], packed.view(np.int64)[:, 1] = seeds.numpy(), positions.numpy()
+    packed.view(np.int64)[:, 0] = seeds.numpy()
+    if not positions.is_cuda:
+        packed.view(np.int64)[:, 1] = positions.numpy()
     for place, control in enumerate((temperature, top_p, min_p), start=4):
         packed.view(np.float32)[:, place] = control.numpy()
     packed[:, 7] = np.clip(top_k.numpy(), 0, width)
-    return host.to(device, non_blocking=True)
+    controls = host.to(device, non_blocking=True)
+    if positions.is_cuda:
+        controls.view(torch.int64)[:, 1] = positions
+    return controls
 
 
 def _rounds(top_p: float) -> int:

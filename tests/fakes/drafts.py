@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from quire.engine.config.engine_config import SpeculativeConfig
+from quire.engine.scheduler.model_drafts import ModelSpeculationManager
 from quire.engine.scheduler.request import Request
 from quire.engine.scheduler.speculation import SpeculationManager
 
@@ -39,3 +41,16 @@ class Guesser(SpeculationManager):
             if drafts:
                 found[request] = drafts
         return found
+
+
+class Always(ModelSpeculationManager):
+    """Has the workers make `most` drafts after each step, or with `varies` sometimes fewer, or none, or not even that;
+    whatever they cost."""
+
+    def __init__(self, most: int = 4, max_sampled_tokens: int = 16, *, varies: bool = False, **config: Any) -> None:
+        super().__init__(SpeculativeConfig(num_speculative_tokens=most, **config), max_sampled_tokens)
+        self.rng, self.varies = random.Random(0), varies
+
+    def num_drafts(self, requests: Sequence[Request], num_rows: int, *, has_prompts: bool) -> int | None:
+        most = self.config.num_speculative_tokens if requests else 0
+        return self.rng.choice([None, *range(most + 1), most]) if self.varies else most

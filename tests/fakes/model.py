@@ -70,6 +70,8 @@ class FakeModel:
     fails: Callable[[SchedulerOutput], bool] = lambda plan: False
     """Whether there is no memory for a step; those behind it are skipped until a plan says that the core knows."""
     is_skipping: bool = False
+    guess: Callable[[list[int]], int] = next_token
+    """The drafter's next token, where a plan asks for drafts."""
 
     def __post_init__(self) -> None:
         self.kv = [[None] * self.block_size for _ in range(self.num_blocks)]
@@ -120,7 +122,24 @@ class FakeModel:
             return ModelRunnerOutput(plan.step, [-1] * len(slots), vectors=self._pool(slots))
         sampled = [self._sample(self.rows[slot], plan.masks.get(slot)) for slot in slots]
         accepted = {number: tokens[1:] for number, tokens in enumerate(sampled) if len(tokens) > 1}
-        return ModelRunnerOutput(plan.step, [tokens[0] for tokens in sampled], [], scores, accepted)
+        result = ModelRunnerOutput(plan.step, [tokens[0] for tokens in sampled], [], scores, accepted)
+        for number, (slot, tokens) in enumerate(zip(slots, sampled, strict=True)):
+            if plan.num_drafts and tokens[0] >= 0 and slot not in plan.masks:
+                result.draft_token_ids[number] = self._draft(self.rows[slot], tokens, plan.num_drafts)
+        return result
+
+    def _draft(self, row: Row, sampled: list[int], most: int) -> list[int]:
+        """As many drafts as there are slots for; what was in these slots is lost."""
+        tokens = row.tokens if row.tokens[row.computed :] == sampled else row.tokens + sampled
+        tokens, newest = list(tokens), row.computed + len(row.drafts)
+        room = len(row.blocks) // len(self.groups) * self.block_size
+        count = max(0, min(most, room - newest))
+        for position in range(len(tokens), len(tokens) + count - 1):
+            for group in range(len(self.groups)):
+                self.kv[self._block(row, position // self.block_size, group)][position % self.block_size] = None
+        for _ in range(count):
+            tokens.append(self.guess(tokens))
+        return tokens[len(tokens) - count :]
 
     def _pool(self, slots: list[int]) -> dict[int, bytes]:
         rows = [self.rows[slot] for slot in slots]

@@ -57,7 +57,9 @@ def test_what_is_given(tmp_path: Path, given: dict[str, Any], expected: Speculat
     ("given", "message"),
     [
         ({"speculative_config": {"method": "eagle3"}}, "method 'eagle3' is not supported; omit it"),
-        ({"speculative_config": {"model": "a/b"}}, "method 'a/b' is not supported"),
+        ({"speculative_config": {"model": "a/b", "method": "medusa"}}, "method 'medusa' is not supported"),
+        ({"speculative_config": {"method": "draft_model"}}, "method draft_model needs a model"),
+        ({"spec_method": "none", "speculative_config": {"draft_tensor_parallel_size": 1}}, "needs a draft model"),
         ({"speculative_config": {"method": ["ngram"]}}, "method ['ngram'] is not supported"),
         ({"speculative_config": {"method": "ngram", "model": "a/b"}}, "model does not apply to ngram"),
         ({"speculative_config": {"method": "ngram", "draft_sample_method": "x"}}, "draft_sample_method is not"),

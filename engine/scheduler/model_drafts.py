@@ -1,0 +1,147 @@
+"""Speculative decoding with the drafts of a model, which the workers make at the end of a step (see
+`quire.engine.worker.drafter`).
+
+When a plan is made, the number of drafts to make after it is chosen, like the number of n-gram drafts, by the expected
+rate: the share of a request's recent drafts that were right, and the measured times of steps, which include making
+drafts. Where none pay, they are tried again once in a while.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
+
+from quire.engine.config.engine_config import SpeculativeConfig
+from quire.engine.protocol.scheduler_output import SchedulerOutput
+from quire.engine.scheduler.request import Request
+from quire.engine.scheduler.speculation import MAX_ROWS, MIN_CHANCE, MIN_GAIN, SIZES, SpeculationManager, StepTimes
+
+_MAX_AGE = {False: 256, True: 512}
+"""See `StepTimes`. Measuring a step without drafts takes two steps without any."""
+_TRY_AFTER = 64, 256
+"""Steps without drafts after which some are made, to learn whether they have become better; and their maximum, as each
+try that fails doubles them."""
+_NUM_TRIED = 2
+_DECAY = 0.95
+"""Factor by which a draft counts less with each later one: about the last 20 count."""
+_PRIOR = 0.8
+"""Assumed probability of a draft to be right before there has been any."""
+_PRIOR_WEIGHT = 4.0
+"""Drafts as which the share of all requests counts for one of them."""
+
+
+class Acceptance:
+    """The share of recent drafts that were right."""
+
+    def __init__(self) -> None:
+        self._hits = self._guesses = 0.0
+
+    def learn(self, num_right: int, *, has_wrong: bool) -> None:
+        """Record drafts that were right, and whether the one after them was not."""
+        for is_hit in [True] * num_right + [False] * has_wrong:
+            self._hits, self._guesses = self._hits * _DECAY + is_hit, self._guesses * _DECAY + 1.0
+
+    def share(self, prior: float) -> float:
+        """With `prior` in place of drafts that there have not been."""
+        return (self._hits + _PRIOR_WEIGHT * prior) / (self._guesses + _PRIOR_WEIGHT)
+
+
+class ModelSpeculationManager(SpeculationManager):
+    """Decides how many drafts the workers make, and keeps them until the next plan."""
+
+    def __init__(self, config: SpeculativeConfig, max_sampled_tokens: int, state_block_size: int | None = None) -> None:
+        super().__init__(config, max_sampled_tokens, state_block_size)
+        self.times = StepTimes(_MAX_AGE)
+        self._drafts: dict[Request, tuple[int, list[int]]] = {}
+        """The last drafts of each request, and its number of tokens when they were made."""
+        self._acceptance: dict[Request, Acceptance] = {}
+        self._overall = Acceptance()
+        self._num_without, self._try_after = 0, _TRY_AFTER[0]
+        """Plans since the last one with drafts, and their number at which some are tried."""
+
+    def num_drafts(self, requests: Sequence[Request], num_rows: int, *, has_prompts: bool) -> int | None:
+        if num_rows > MAX_ROWS:
+            return None
+        depth = self._choose_depth(requests, num_rows)
+        if depth or has_prompts:  # prompts are followed, as catching up later delays other requests
+            return depth
+        return None
+
+    def _choose_depth(self, requests: Sequence[Request], num_rows: int) -> int:
+        if not requests or (room := self.max_sampled_tokens - num_rows) <= 0:
+            return 0
+        most = min(self.config.num_speculative_tokens, room // len(requests))
+        times = self.times.relative(num_rows, [num_rows + depth * len(requests) for depth in range(1, most + 1)])
+        if not times:  # without drafts, which are to be measured first
+            return 0
+        shares = [self.probability(request) for request in requests]
+        best, best_depth, gain, limit = MIN_GAIN, 0, 0.0, 0.0
+        for depth, time in enumerate(times, 1):
+            gain += sum(share**depth for share in shares)
+            rate = (num_rows + gain) / (num_rows * time)
+            limit = max(limit, (num_rows + depth * len(requests)) / (num_rows * time))  # if all are right
+            if rate > best and max(shares) ** depth >= MIN_CHANCE:
+                best, best_depth = rate, depth
+        if best_depth:
+            self._num_without, self._try_after = 0, _TRY_AFTER[0]
+            return best_depth
+        self._num_without += 1
+        if self._num_without <= self._try_after or limit <= MIN_GAIN:
+            return 0
+        self._num_without, self._try_after = 0, min(2 * self._try_after, _TRY_AFTER[1])
+        return min(_NUM_TRIED, most)
+
+    def probability(self, request: Request) -> float:
+        """Estimated probability of a draft to be right if those before it are."""
+        overall = self._overall.share(_PRIOR)
+        known = self._acceptance.get(request)
+        return overall if known is None else known.share(overall)
+
+    def draft(self, decodes: Sequence[Request], num_others: int = 0) -> dict[Request, list[int]]:
+        """Return the drafts that have been made of these requests' next tokens."""
+        room, found = self.max_sampled_tokens - len(decodes) - num_others, {}
+        for request in decodes:
+            length, drafts = self._drafts.get(request, (-1, []))
+            count = min(len(drafts), room, self.max_drafts(request))
+            if length == len(request.token_ids) and count > 0:
+                found[request] = drafts[:count]
+                room -= count
+        return found
+
+    def add_drafts(self, drafts: Mapping[Request, list[int]]) -> None:
+        for request, made in drafts.items():
+            self._learn(request)
+            if request.finish_reason is None:
+                self._drafts[request] = len(request.token_ids), made
+
+    def _learn(self, request: Request) -> None:
+        """Compare the last drafts with the tokens that have followed."""
+        start, drafts = self._drafts.pop(request, (0, []))
+        pairs = [*zip(drafts, request.token_ids[start:], strict=False)]
+        right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        if pairs:
+            for acceptance in (self._overall, self._acceptance.setdefault(request, Acceptance())):
+                acceptance.learn(right, has_wrong=right < len(pairs))
+            if right == len(pairs):  # a try that succeeds is followed by another one
+                self._num_without = self._try_after
+
+    def on_result(self, plan: SchedulerOutput, now: float) -> None:
+        """Record times of steps that verify about as many drafts as they make, or none."""
+        made = plan.num_rows * (plan.num_drafts or 0)
+        if bisect_left(SIZES, plan.num_tokens) == bisect_left(SIZES, plan.num_rows + made):
+            super().on_result(plan, now)
+        else:
+            self._last_result_at = now
+
+    def on_finish(self, request: Request, num_running: int) -> None:
+        self._learn(request)
+        self._acceptance.pop(request, None)
+
+
+def make_speculation(
+    config: SpeculativeConfig, max_sampled_tokens: int, state_block_size: int | None
+) -> SpeculationManager:
+    """The manager of this method's drafts; see `SpeculationManager`."""
+    made = SpeculationManager if config.model is None else ModelSpeculationManager
+    return made(config, max_sampled_tokens, state_block_size)

@@ -1,0 +1,242 @@
+"""Drafters that are models: at the end of a step, the last stage guesses the next tokens of the rows that have sampled.
+
+The drafts travel to the core in `ModelRunnerOutput.draft_token_ids`, and are verified in a later step. A drafter's
+layers are numbered after the target's, and take part in its KV cache groups: their KV is in the blocks of the same
+requests, for the same positions. So prefix caching, preemption and freeing cover it.
+
+Drafts are sampled with the noise of their places, as the target's tokens are: where both distributions are alike, so
+are the tokens (common random numbers; Daliri, Musco and Suresh, drafter-invariant speculative decoding, 2024).
+
+Nothing here waits for a GPU: how many drafts have counted in a step is known on the device only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.engine.config.engine_config import EngineConfig
+from quire.engine.distributed.communicator import Parallel
+from quire.engine.layers.attention import Batch, HostMetadata, LayerCache
+from quire.engine.models.decoder import Decoder
+from quire.engine.models.loader import load
+from quire.engine.worker.async_copies import send
+from quire.engine.worker.cuda_graphs import DecodeGraphs
+from quire.engine.worker.input_batch import InputBatch, Ints, StepRows
+from quire.engine.worker.sampler import Sampler
+
+
+@dataclass(frozen=True)
+class SampledStep:
+    """What a drafter knows of a step that has been sampled. The sampled tokens are in the input batch's memory."""
+
+    rows: StepRows
+    first: Ints
+    """`[rows]`, tokens that were computed before the step."""
+    batch: Batch
+    """The target's."""
+    hidden: Tensor
+    """The target's output: the residual stream after its last layer, `[tokens, hidden_size]`; with
+    `Batch.logits_indices_only`, of the rows' last tokens only."""
+    num_accepted: Tensor | None
+    """int64 on the device, for each row that samples, in order: drafts that count; None: no row has drafts."""
+    drafting: Ints
+    """The rows to make drafts for, of those that sample; see `may_draft`."""
+    count: int
+    """Maximum drafts of a row."""
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """The drafts of a step."""
+
+    rows: Ints
+    """Numbers of the rows that have drafts."""
+    counts: Ints
+    """How many of `tokens` each of them has: there are slots for their KV."""
+    tokens: Tensor
+    """int64 `[rows, drafts]`, on the device."""
+
+    def by_row(self, tokens: np.ndarray) -> dict[int, list[int]]:
+        """`ModelRunnerOutput.draft_token_ids`, given `tokens` on the host."""
+        rows = zip(self.rows.tolist(), self.counts.tolist(), tokens.tolist(), strict=True)
+        return {row: found[:count] for row, count, found in rows}
+
+
+class Drafter(Protocol):
+    """A model that guesses tokens, on a rank of the last stage."""
+
+    needs_hidden_states: bool
+    """Whether it reads `SampledStep.hidden` of all tokens."""
+
+    def draft(self, step: SampledStep, input_batch: InputBatch) -> Drafts | None:
+        """Compute the drafter's KV of the step's tokens, and make drafts; None: no row has drafts."""
+
+    def close(self) -> None:
+        """Release graphs."""
+
+
+class DraftModel:
+    """A smaller model with the same vocabulary, which reads a request's tokens as the target does.
+
+    `InputBatch.num_drafter_tokens` says for how many of a request's tokens its KV is complete. In each step it computes
+    those that follow, up to the newest one, whatever the target has computed: where steps have passed without it, it
+    catches up, in chunks of a step's size. A row that is still behind has no drafts. Blocks of the prefix cache that
+    were filled in such steps have a gap, with which its guesses are worse.
+
+    On a CPU its passes of few tokens are replayed; on a GPU they run without graphs.
+    """
+
+    needs_hidden_states = False
+
+    def __init__(
+        self, config: EngineConfig, model: Decoder, caches: Sequence[LayerCache], parallel: Parallel, sampler: Sampler
+    ) -> None:
+        """`config` is `EngineConfig.drafter`."""
+        self._model, self._caches, self._parallel, self._sampler = model, caches, parallel, sampler
+        self._budget = config.scheduler.max_num_batched_tokens + config.scheduler.max_num_seqs
+        self._max_replayed, self._graphs = 0, None
+        device = caches[0].memory.device if caches and caches[0].memory is not None else torch.device("cpu")
+        if device.type == "cpu" and config.graphs.sizes:
+            self._graphs = DecodeGraphs(model, caches, config, device, 0, parallel)
+            self._max_replayed = config.graphs.sizes[-1]
+
+    def close(self) -> None:
+        if self._graphs is not None:
+            self._graphs.close()
+
+    def draft(self, step: SampledStep, input_batch: InputBatch) -> Drafts | None:
+        rows, first = step.rows, step.first
+        slots, room = rows.slots, input_batch.capacity(rows.slots)
+        # Where a token has been sampled, it follows; after drafts that do not count, what follows it has no meaning.
+        samples = np.zeros(len(slots), bool)
+        samples[rows.sampling] = True
+        ends = np.minimum(first + rows.counts + samples, room)
+        # What it has computed after the newest token that was known then had no meaning.
+        starts = np.minimum(input_batch.num_drafter_tokens[slots], first + 1)
+        wanted = np.maximum(ends - starts, 0)
+        counts = np.clip(self._budget - (wanted.cumsum() - wanted), 0, wanted)
+        input_batch.num_drafter_tokens[slots] = starts + counts
+        fed = np.flatnonzero(counts)
+        if not len(fed):
+            return None
+        newest = first + rows.counts  # at most; less the drafts that do not count
+        most = np.minimum(step.count, room - newest)
+        drafting = step.drafting[(counts == wanted)[step.drafting] & (most[step.drafting] > 0)]
+        span = input_batch.span(
+            *(slots[fed], starts[fed], counts[fed]),
+            ahead=step.count,
+            as_decodes=int(counts.max()) <= step.count + 1 and int(counts.sum()) <= self._max_replayed,
+        )
+        hidden = self._forward(span.batch)
+        if not len(drafting):
+            return None
+        numbers = np.searchsorted(fed, drafting)
+        least = newest - (0 if rows.num_drafts is None else rows.num_drafts)
+        starts_of_rows = (counts[fed].cumsum() - counts[fed])[numbers]
+        least_places = starts_of_rows + (least - starts)[drafting]
+        device = span.batch.positions.device
+        places, positions, limits, row_numbers = send(
+            np.stack([least_places, least[drafting], room[drafting], span.rows[numbers]]), device
+        )
+        if step.num_accepted is not None:
+            of_sampling = send(np.searchsorted(np.unique(rows.sampling), drafting), device)
+            accepted = step.num_accepted[of_sampling]
+            places, positions = places + accepted, positions + accepted
+        ahead = RowsAhead.of(span.batch, row_numbers, limits, newest[drafting], input_batch.block_size)
+        tokens = [self._sample(hidden[places], input_batch, slots[drafting], positions + 1)]
+        for number in range(1, int(most[drafting].max())):
+            positions = positions + 1
+            hidden = self._forward(ahead.batch(tokens[-1], positions, number))
+            tokens.append(self._sample(hidden, input_batch, slots[drafting], positions + 1))
+        return Drafts(drafting, most[drafting], torch.stack(tokens, dim=1))
+
+    def _forward(self, batch: Batch) -> Tensor:
+        replayed = None if self._graphs is None else self._graphs.run(None, batch)
+        return self._model(None, batch, self._caches) if replayed is None else replayed
+
+    def _sample(self, hidden: Tensor, input_batch: InputBatch, slots: Ints, lengths: Tensor) -> Tensor:
+        """The next token of each row, the same on every rank."""
+        logits = self._model.logits(hidden)
+        if self._parallel.rank > 0:
+            return self._parallel.broadcast(torch.empty(len(slots), dtype=torch.int64, device=logits.device))
+        return self._parallel.broadcast(self._sampler.draft(logits, input_batch, slots, lengths))
+
+
+@dataclass(frozen=True)
+class RowsAhead:
+    """Makes the batches of one guessed token for each row, whose positions are known on the device only."""
+
+    tables: tuple[Tensor, ...]
+    """The block tables of these rows in each KV cache group."""
+    limits: Tensor
+    """`[rows]`, the slots of each row. What is beyond them is not stored."""
+    newest: Ints
+    """Positions of the newest tokens, at most."""
+    block_size: int
+
+    @staticmethod
+    def of(batch: Batch, rows: Tensor, limits: Tensor, newest: Ints, block_size: int) -> RowsAhead:
+        """For these rows of a batch whose tables reach far enough."""
+        tables = tuple(each.block_tables.index_select(0, rows) for each in (batch, *batch.other_groups))
+        return RowsAhead(tables, limits, newest, block_size)
+
+    def batch(self, token_ids: Tensor, positions: Tensor, number: int) -> Batch:
+        """The batch of tokens at these positions, `number` after the newest that are not guessed."""
+        within = torch.minimum(positions, self.limits - 1)
+        blocks, offsets = within // self.block_size, within % self.block_size
+        is_kept = positions < self.limits
+        mappings = [
+            torch.where(is_kept, table.gather(1, blocks[:, None])[:, 0] * self.block_size + offsets, -1)
+            for table in self.tables
+        ]
+        rows = len(token_ids)
+        starts = torch.arange(rows + 1, device=token_ids.device)
+        lengths = self.newest + number + 1 if token_ids.is_cuda else (within + 1).numpy()
+        batch = Batch(
+            *(token_ids, within, mappings[0], self.tables[0], within + 1, starts, starts[:rows]),
+            host=HostMetadata(np.ones(rows, np.int64), lengths),
+        )
+        others = zip(mappings[1:], self.tables[1:], strict=True)
+        return replace(
+            batch, other_groups=tuple(replace(batch, slot_mapping=slots, block_tables=table) for slots, table in others)
+        )
+
+
+def may_draft(rows: StepRows, masked: Sequence[int]) -> Ints:
+    """The rows that sample, without those of these slots: a grammar restricts what they sample, and forces tokens."""
+    sampling: Ints = np.unique(rows.sampling)
+    return sampling[~np.isin(rows.slots[sampling], list(masked))] if masked else sampling
+
+
+def count_accepted(rows: StepRows, batch: Batch, tokens: Tensor) -> Tensor | None:
+    """`SampledStep.num_accepted`: a draft counts if it is the token that was sampled at its place, and if those before
+    it count. `tokens` are the sampled ones."""
+    if rows.num_drafts is None:
+        return None
+    drafts = rows.num_drafts[np.unique(rows.sampling)]
+    ends = (drafts + 1).cumsum()
+    at = np.arange(drafts.max(initial=0))
+    is_draft = at < drafts[:, None]
+    places = np.where(is_draft, (ends - drafts - 1)[:, None] + at, 0)
+    guesses = batch.token_ids[(batch.logits_indices + 1).clamp(max=len(batch.token_ids) - 1)]
+    is_right = (tokens == guesses)[send(places, tokens.device)] & send(is_draft, tokens.device)
+    return is_right.long().cumprod(dim=1).sum(dim=1)
+
+
+def make_drafter(
+    config: EngineConfig, parallel: Parallel, device: torch.device, caches: Sequence[LayerCache], model: Decoder
+) -> Drafter:
+    """The drafter of a rank, with its loaded model. `config` is `EngineConfig.drafter`, `parallel` its ranks."""
+    arch = config.model.architecture
+    return DraftModel(config, model, caches, parallel, Sampler(arch.vocab_size, config.model.eos_token_ids, device))
+
+
+def load_drafter(config: EngineConfig, parallel: Parallel, device: torch.device) -> Decoder:
+    """The weights of a drafter."""
+    return load(config, parallel.rank, parallel, device)

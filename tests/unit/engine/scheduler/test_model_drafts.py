@@ -1,0 +1,221 @@
+"""Drafts that the workers make change the number of steps, and nothing else."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from quire.engine.config.engine_config import SpeculativeConfig
+from quire.engine.protocol.scheduler_output import CachedRequestData, SchedulerOutput
+from quire.engine.scheduler.model_drafts import ModelSpeculationManager
+from quire.engine.scheduler.request import Request
+from tests.fakes.configs import Windows, engine_config
+from tests.fakes.drafts import Always
+from tests.fakes.model import FAILURE, next_token
+from tests.unit.engine.scheduler.test_scheduler import AHEAD, Engine, continuation, tightened
+from tests.unit.engine.scheduler.test_speculation import request
+
+MOST = 4
+
+
+def wrong(tokens: list[int]) -> int:
+    return (next_token(tokens) + 1) % 97
+
+
+def mixed(tokens: list[int]) -> int:
+    return next_token(tokens) if sum(tokens) % 3 else 0
+
+
+GUESSES = {"right": next_token, "wrong": wrong, "mixed": mixed}
+
+
+@pytest.mark.parametrize("guess", GUESSES)
+@pytest.mark.parametrize("varies", [False, True], ids=["always", "varies"])
+@pytest.mark.parametrize(("windows", "tight"), [((None,), False), ((None,), True), ((None, 9, 9), True), ((6,), False)])
+@pytest.mark.parametrize(("stages", "depth"), AHEAD)
+def test_output_does_not_depend_on_drafts(
+    stages: int, depth: int, windows: Windows, tight: bool, varies: bool, guess: str
+) -> None:
+    """With aborts, stop tokens, preemption, prefix hits, and every block that is read or drafted into checked by the
+    fake model."""
+    config = engine_config(stages=stages, depth=depth, windows=windows, max_num_batched_tokens=32, num_blocks=1200)
+    running, rng = Engine(tightened(config) if tight else config), random.Random(depth)
+    running.scheduler.speculation, running.model.guess = Always(MOST, varies=varies), GUESSES[guess]
+    prompts: dict[str, list[int]] = {}
+
+    def disturb(turn: int) -> None:
+        if turn < 100 and turn % 5 == 0:
+            prompt = [rng.randrange(5) for _ in range(rng.randrange(1, 60))]
+            prompts[str(turn)] = prompt
+            running.add(str(turn), prompt, max_tokens=40, stop_token_ids=[rng.randrange(97) for _ in range(turn % 4)])
+            if rng.random() < 0.2:
+                running.abort(str(rng.randrange(turn + 1) // 5 * 5))
+
+    running.run(disturb, at_least=100)
+    for request_id in running.outputs:
+        assert len(running.ends(request_id)) == 1
+        tokens = running.tokens(request_id)
+        assert tokens == continuation(prompts[request_id], len(tokens))
+    stats = running.scheduler.snapshot()
+    assert stats.num_drafts > 10
+    assert stats.generated_tokens == sum(len(running.tokens(request_id)) for request_id in running.outputs)
+    assert stats.num_accepted_tokens == sum(stats.accepted_per_position)
+    if guess == "wrong":
+        assert stats.num_accepted_tokens == 0
+    else:
+        assert stats.num_accepted_tokens > stats.num_draft_tokens // 5
+
+
+@pytest.mark.parametrize(("stages", "depth"), AHEAD)
+@pytest.mark.parametrize(("guess", "steps"), [("right", 1 + 8), ("wrong", 41)])
+def test_steps_are_counted_exactly(stages: int, depth: int, guess: str, steps: int) -> None:
+    """A prompt's step gives the first of 41 tokens, and drafts. Right guesses make each later step worth five."""
+    running = Engine(engine_config(stages=stages, depth=depth))
+    running.scheduler.speculation, running.model.guess = Always(MOST), GUESSES[guess]
+    running.add("a", [1, 2, 3], max_tokens=41)
+    running.run()
+    assert running.tokens("a") == continuation([1, 2, 3], 41)
+    assert len([plan for plan in running.model.plans if plan.num_rows]) == steps
+    stats = running.scheduler.snapshot()
+    assert stats.accepted_per_position[: MOST + 1] == [8 if guess == "right" else 0] * MOST + [0]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_drafts_never_preempt(seed: int) -> None:
+    config = engine_config(num_blocks=20 + seed, max_num_batched_tokens=32, max_model_len=76)
+    plain, drafting = Engine(config), Engine(config)
+    drafting.scheduler.speculation, drafting.model.guess = Always(16, 32), wrong
+    for running in (plain, drafting):
+        for number in range(2):
+            running.add(str(number), [number] * 8, max_tokens=30)
+        running.run()
+        assert running.tokens("1") == continuation([1] * 8, 30)
+    assert drafting.scheduler.stats.preemptions == plain.scheduler.stats.preemptions == 0
+    assert drafting.scheduler.stats.num_drafts
+
+
+def test_prompts_come_first() -> None:
+    """No drafts are made that the next plan cannot use, but the drafter follows the prompt."""
+    running = Engine(engine_config(max_num_batched_tokens=16))
+    running.scheduler.speculation = Always()
+    running.add("a", [1], max_tokens=60)
+    running.turn()
+    running.add("b", [2] * 60, max_tokens=2)
+    running.run()
+    prompts = [plan for plan in running.model.plans if any(row.num_tokens > 5 for row in plan.scheduled)]
+    assert [plan.num_drafts for plan in prompts] == [0] * (len(prompts) - 1) + [4]
+    assert running.scheduler.snapshot().num_accepted_tokens
+
+
+def test_a_failed_step_takes_its_drafts_along() -> None:
+    running = Engine(engine_config(depth=2))
+    running.scheduler.speculation, running.model.guess = Always(), mixed
+    failing = {6, 11}
+    running.model.fails = lambda plan: plan.step in failing
+    for number in range(6):
+        running.add(str(number), [number, 2, 3], max_tokens=20)
+    running.run()
+    assert ["error"] in [running.ends(str(number)) for number in range(6)]
+    for number in range(6):
+        tokens = running.tokens(str(number))
+        assert tokens == continuation([number, 2, 3], len(tokens))
+        assert running.ends(str(number)) == (["length"] if len(tokens) == 20 else ["error"])
+        if len(tokens) < 20:
+            assert running.outputs[str(number)][-1].error == FAILURE
+
+
+def plan(num_tokens: int, num_drafts: int, drafts: int = 0) -> SchedulerOutput:
+    """Of one row."""
+    row = CachedRequestData(0, num_tokens, [], [], [0] * drafts)
+    return SchedulerOutput(0, [], [], [row], num_drafts=num_drafts or None)
+
+
+class Run:
+    """One request whose steps take `seconds(tokens, drafts made)`, and of whose drafts `right` in a row are right."""
+
+    def __init__(self, seconds: Callable[[int, int], float], right: Callable[[int], int], most: int = 5) -> None:
+        self.manager = ModelSpeculationManager(SpeculativeConfig(num_speculative_tokens=most), 64)
+        self.seconds, self.right, self.request, self.now = seconds, right, request([1, 2, 3]), 0.0
+        self.request.max_tokens = 1 << 30
+        self.depths: list[int] = []
+        self.steps = 0
+
+    def run(self, steps: int) -> float:
+        """Returns the tokens per second."""
+        begin, before = self.now, len(self.request.token_ids)
+        for _ in range(steps):
+            self.steps += 1
+            drafts = self.manager.draft([self.request]).get(self.request, [])
+            depth = self.manager.num_drafts([self.request], 1, has_prompts=False) or 0
+            self.depths.append(depth)
+            self.now += self.seconds(1 + len(drafts), depth)
+            right = min(self.right(self.steps), len(drafts))
+            self.request.token_ids += [7] * (right + 1)
+            self.manager.on_result(plan(1 + len(drafts), depth, len(drafts)), self.now)
+            coming = min(self.right(self.steps + 1), depth)
+            if depth:
+                self.manager.add_drafts({self.request: [7] * coming + [9] * (depth - coming)})
+        return (len(self.request.token_ids) - before) / (self.now - begin)
+
+
+def test_good_drafts_are_used_fully() -> None:
+    running = Run(lambda tokens, drafts: 1.0 + 0.02 * tokens + 0.1 * drafts, lambda step: 5)
+    assert running.run(400) > 3.0
+    assert running.depths[-50:].count(5) >= 45
+
+
+def test_drafts_that_do_not_pay_end_soon_and_cost_next_to_nothing() -> None:
+    """Wrong ones, and right ones that take longer than they save."""
+    for running in (
+        Run(lambda tokens, drafts: 1.0 + 0.1 * drafts, lambda step: 0),
+        Run(lambda tokens, drafts: float(tokens + drafts), lambda step: 5),
+    ):
+        running.run(50)
+        assert running.run(1000) > 0.98
+
+
+def test_drafts_become_good_again() -> None:
+    running = Run(lambda tokens, drafts: 1.0 + 0.05 * drafts, lambda step: 5 if step > 500 else 0)
+    running.run(500)
+    running.run(400)
+    assert running.run(100) > 3.0
+
+
+def test_depth_is_what_is_right_mostly() -> None:
+    """Two of the drafts are right each time, and each takes time."""
+    running = Run(lambda tokens, drafts: 1.0 + 0.1 * tokens + 0.2 * drafts, lambda step: 2)
+    running.run(200)
+    assert 1.5 <= sum(running.depths[-50:]) / 50 <= 3.5
+
+
+def test_many_rows_have_no_drafts_and_no_drafter() -> None:
+    made = ModelSpeculationManager(SpeculativeConfig(num_speculative_tokens=3), 64)
+    assert made.num_drafts([request([1])], 33, has_prompts=True) is None
+    assert made.num_drafts([], 2, has_prompts=True) == 0
+    assert made.num_drafts([], 2, has_prompts=False) is None
+
+
+def test_drafts_of_other_tokens_are_not_used() -> None:
+    made, one = ModelSpeculationManager(SpeculativeConfig(num_speculative_tokens=3), 64), request([1, 2])
+    made.add_drafts({one: [5, 6, 7]})
+    assert made.draft([one]) == {one: [5, 6, 7]}
+    one.token_ids.append(5)
+    assert made.draft([one]) == {}
+    ending: Request = request([1, 2])
+    ending.max_tokens = 5
+    made.add_drafts({ending: [5, 6, 7]})
+    assert made.draft([ending]) == {ending: [5, 6]}
+
+
+def test_no_more_tokens_are_sampled_than_memory_is_reserved_for() -> None:
+    config = engine_config(max_num_seqs=6)
+    running = Engine(replace(config, scheduler=replace(config.scheduler)))
+    running.scheduler.speculation = Always(16, running.scheduler.config.max_sampled_tokens)
+    for number in range(6):
+        running.add(str(number), [number, 2, 3], max_tokens=20)
+    running.run()
+    for made in running.model.plans:
+        assert sum(1 + len(row.draft_token_ids) for row in made.scheduled if row.draft_token_ids) <= 17
