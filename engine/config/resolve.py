@@ -38,7 +38,7 @@ MIN_WATCHDOG_SECONDS = 3.0
 _HOST_OPTIONS = frozenset(
     {
         *("model", "tokenizer", "revision", "node_rank", "master_addr", "master_port", "distributed_timeout_seconds"),
-        *("download_dir", "cluster_token", "cluster_token_file"),
+        *("spec_model", "download_dir", "cluster_token", "cluster_token_file"),
         *("data_parallel_size_local", "data_parallel_start_rank", "data_parallel_address", "data_parallel_rpc_port"),
         *("gpu_memory_utilization", "kv_cache_memory_bytes", "watchdog_seconds", "packed_cache"),
     }

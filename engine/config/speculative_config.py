@@ -72,7 +72,7 @@ def drafter_options(options: EngineOptions, model: ModelConfig) -> EngineOptions
     """Return the options with which the draft model of `model` is resolved, as if it were a model of its own."""
     return replace(
         options,
-        model=(options.speculative_config or {})["model"],
+        model=_model_of(options) or "",
         tokenizer=str(model.tokenizer),
         revision=None,
         runner="generate",
@@ -92,7 +92,7 @@ def _drafter(
     options: EngineOptions, model: ModelConfig, parallel: ParallelConfig, tp: int, available: Devices
 ) -> ModelConfig:
     """Resolve the draft model. Raises `ConfigError` if it cannot guess the tokens of `model`."""
-    where = f"--speculative-config: model {(options.speculative_config or {})['model']}"
+    where = f"draft model {_model_of(options)}"
     try:
         drafter = model_config.resolve(drafter_options(options, model), available)
         arch = drafter.architecture
@@ -108,7 +108,7 @@ def _drafter(
     elif any(isinstance(each.attention, AttentionSpec) and each.attention.is_chunked for each in arch.layers):
         reason = "it has chunked attention"
     if reason:
-        raise ConfigError(f"{where} is not supported as a draft model: {reason}")
+        raise ConfigError(f"{where} is not supported: {reason}")
     if arch.vocab_size != model.architecture.vocab_size:
         raise ConfigError(
             f"{where} has a vocabulary of {arch.vocab_size:,} tokens, and {model.path} of "
@@ -124,19 +124,25 @@ def _drafter(
 
 def _method(options: EngineOptions, given: dict[str, Any]) -> str:
     """Return the method; a model without one is a draft model."""
-    method, model = given.pop("method", None), given.pop("model", None)
-    if isinstance(model, str) and model not in _METHODS:
-        method = method or "draft_model"
-        if method != "draft_model" and method in _METHODS:
-            raise ConfigError(f"--speculative-config: model does not apply to {method}; omit it")
-    named = method or model or options.spec_method
-    if not isinstance(named, str) or named not in _METHODS:
-        raise ConfigError(f"--speculative-config: method {named!r} {_UNSUPPORTED}, or use ngram")
-    if model is not None and not isinstance(model, str):
-        raise ConfigError(f"--speculative-config: model must be a folder or a repository, got {model!r}")
-    if named == "draft_model" and (model is None or model in _METHODS):
-        raise ConfigError("--speculative-config: method draft_model needs a model, a folder or a repository")
-    return _METHODS[named]
+    method, named = given.pop("method", None), given.pop("model", None)
+    if named is not None and not isinstance(named, str):
+        raise ConfigError(f"--speculative-config: model must be a folder or a repository, got {named!r}")
+    model = _model_of(options)
+    method = method or (named if named in _METHODS else None) or options.spec_method
+    method = "draft_model" if method == "auto" and model is not None else method
+    if not isinstance(method, str) or method not in _METHODS:
+        raise ConfigError(f"--speculative-config: method {method!r} {_UNSUPPORTED}, or use ngram or draft_model")
+    if method == "draft_model" and model is None:
+        raise ConfigError("the speculative method draft_model needs a model: --spec-model FOLDER")
+    if method not in ("draft_model", "none") and model is not None:
+        raise ConfigError(f"the speculative method {method} has no model of its own; omit {model}, or use draft_model")
+    return _METHODS[method]
+
+
+def _model_of(options: EngineOptions) -> str | None:
+    """Return the folder or repository of the draft model; in --speculative-config a method may be in its place."""
+    named = (options.speculative_config or {}).get("model")
+    return options.spec_model if named is None or named in _METHODS else named
 
 
 def _settings(options: EngineOptions, given: dict[str, Any]) -> dict[str, Any]:

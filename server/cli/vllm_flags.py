@@ -347,7 +347,6 @@ IGNORED: dict[str, str] = {
 
 REFUSED: dict[str, str] = {
     "LoRA adapters are not supported; merge the adapter into the model": "--enable-lora --lora-modules+",
-    "draft models are not supported; use --spec-method ngram, the answers are the same": "--spec-model=",
     "it is not supported; omit it, prefixes are kept in the KV cache of each replica": (
         "--ec-transfer-config= --kv-events-config= --kv-transfer-config="
     ),
@@ -423,7 +422,6 @@ EARLIER: dict[str, str] = {
 """Flags of earlier versions of vLLM that have no effect, by the reason."""
 
 EARLIER_REFUSED: dict[str, str] = {
-    "draft models are not supported; use --spec-method ngram, the answers are the same": "--speculative-model=",
     "use --spec-tokens": "--num-speculative-tokens=",
     "it is read from the model's folder (modules.json)": "--override-pooler-config=",
 }
@@ -432,6 +430,7 @@ EARLIER_REFUSED: dict[str, str] = {
 EARLIER_RENAMED: dict[str, tuple[str, Callable[[list[str]], list[str]]]] = {
     "--rope-scaling=": ("`--hf-overrides.rope_scaling`", _overrides("rope_scaling", json.loads)),
     "--rope-theta=": ("`--hf-overrides.rope_theta`", _overrides("rope_theta", float)),
+    "--speculative-model=": ("`--spec-model`", lambda values: ["--spec-model", *values]),
     "--task=": (
         "`generate`: `--runner generate`; `embed`, `embedding`, `score`: `--runner pooling`; `classify`, `reward`: "
         "nothing, as the architecture says so",

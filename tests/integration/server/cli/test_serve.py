@@ -47,10 +47,11 @@ FLAGS = """
 --no-trust-request-chat-template --no-ui --no-vllm-metrics --node-rank --num-redundant-experts --optimize
 --otlp-traces-endpoint --override-generation-config --packed-cache --pipeline-layer-partition --pipeline-parallel-size
 --port --quantization --reasoning-parser --request-timeout --restart --revision --root-path --runner --scheduling-policy
---seed --served-model-name --shutdown-timeout --spec-method --spec-tokens --speculative-config --ssl-ca-certs
---ssl-cert-reqs --ssl-certfile --ssl-keyfile --strict-parameters --tensor-parallel-size --timeout-keep-alive --tokenizer
---tool-call-parser --torch-profiler-dir --trust-remote-code --trust-request-chat-template --uds --ui --vllm-metrics
---watchdog-seconds -asc -dp -dpa -dpl -dpp -dpr -h -pp -q -sc -tp
+--seed --served-model-name --shutdown-timeout --spec-method --spec-model --spec-tokens --speculative-config
+--ssl-ca-certs --ssl-cert-reqs --ssl-certfile --ssl-keyfile --strict-parameters --tensor-parallel-size
+--timeout-keep-alive --tokenizer --tool-call-parser --torch-profiler-dir --trust-remote-code
+--trust-request-chat-template --uds --ui --vllm-metrics --watchdog-seconds -asc -dp -dpa -dpl -dpp -dpr -h -pp -q -sc
+-tp
 """
 
 RUN = """

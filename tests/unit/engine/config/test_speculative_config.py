@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from quire.engine.config.engine_config import SpeculativeConfig
+from quire.engine.config.engine_config import EngineConfig, SpeculativeConfig
+from quire.engine.config.memory_plan import MemoryPlan
+from quire.engine.config.options import DEMO_MODEL, EngineOptions
+from quire.engine.config.plan_text import plan_text
 from quire.engine.config.resolve import resolve
 from quire.engine.protocol.errors import ConfigError
 from tests.unit.engine.config.test_resolve import folder, options
@@ -58,10 +62,13 @@ def test_what_is_given(tmp_path: Path, given: dict[str, Any], expected: Speculat
     [
         ({"speculative_config": {"method": "eagle3"}}, "method 'eagle3' is not supported; omit it"),
         ({"speculative_config": {"model": "a/b", "method": "medusa"}}, "method 'medusa' is not supported"),
-        ({"speculative_config": {"method": "draft_model"}}, "method draft_model needs a model"),
+        ({"speculative_config": {"method": "draft_model"}}, "draft_model needs a model: --spec-model"),
+        ({"spec_method": "draft_model"}, "draft_model needs a model: --spec-model"),
+        ({"spec_method": "ngram", "spec_model": "a/b"}, "method ngram has no model of its own; omit a/b"),
+        ({"speculative_config": {"model": 7}}, "model must be a folder or a repository, got 7"),
         ({"spec_method": "none", "speculative_config": {"draft_tensor_parallel_size": 1}}, "needs a draft model"),
         ({"speculative_config": {"method": ["ngram"]}}, "method ['ngram'] is not supported"),
-        ({"speculative_config": {"method": "ngram", "model": "a/b"}}, "model does not apply to ngram"),
+        ({"speculative_config": {"method": "ngram", "model": "a/b"}}, "method ngram has no model of its own"),
         ({"speculative_config": {"method": "ngram", "draft_sample_method": "x"}}, "draft_sample_method is not"),
         (
             {"speculative_config": {"num_speculative_tokens": 0}},
@@ -88,3 +95,74 @@ def test_memory_is_reserved_for_the_logits_of_drafts(tmp_path: Path) -> None:
     few = resolve(options(folder(tmp_path), max_num_seqs=2)).scheduler
     assert few.max_sampled_tokens == 1 + NGRAM.num_speculative_tokens
     assert resolve(options(folder(tmp_path), max_num_seqs=2, spec_method="none")).scheduler.max_sampled_tokens == 2
+
+
+def demo(**given: Any) -> EngineConfig:
+    return resolve(EngineOptions(**{"device": "cpu", "dtype": "float32", "max_model_len": 256} | given))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"spec_model": str(DEMO_MODEL)},
+        {"spec_model": str(DEMO_MODEL), "spec_method": "draft_model", "spec_tokens": 5},
+        {"speculative_config": {"method": "draft_model", "model": str(DEMO_MODEL), "num_speculative_tokens": 5}},
+        {"speculative_config": {"model": str(DEMO_MODEL)}, "spec_method": "draft_model", "spec_model": "a/b"},
+        {"speculative_config": {"model": "draft_model"}, "spec_model": str(DEMO_MODEL)},
+    ],
+)
+def test_a_draft_model_is_resolved_like_a_model(given: dict[str, Any]) -> None:
+    config = demo(**given)
+    found = config.scheduler.speculative
+    assert found is not None
+    assert (found.method, found.num_speculative_tokens, found.tensor_parallel_size) == ("draft_model", 5, 1)
+    assert found.model is not None
+    assert found.model.architecture == config.model.architecture
+    assert (found.model.dtype, found.model.max_model_len) == ("float32", 256)
+
+
+def test_its_weights_and_cache_are_planned_on_the_last_stage() -> None:
+    """A layer of the target takes as much as one of the drafter, which is the same model."""
+    sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    plain, drafting = demo(**sizes), demo(**sizes, spec_model=str(DEMO_MODEL))
+    first = demo(**sizes, speculative_config={"model": str(DEMO_MODEL), "draft_tensor_parallel_size": 1})
+    (whole,) = MemoryPlan.of(demo()).weights
+    before, after, on_first = MemoryPlan.of(plain), MemoryPlan.of(drafting), MemoryPlan.of(first)
+    assert [b // a for a, b in zip(before.kv_block, after.kv_block, strict=True)] == [1, 3]
+    assert [b // a for a, b in zip(before.kv_block, on_first.kv_block, strict=True)] == [1, 5]
+    assert after.weights[0] == on_first.weights[0] == before.weights[0]
+    assert on_first.weights[1] - before.weights[1] == whole
+    assert 0.5 * whole < after.weights[1] - before.weights[1] < 0.6 * whole
+    text = "draft model LlamaForCausalLM from"
+    assert f"stage 1 also has the {text}" in plan_text(drafting)
+    assert f"stage 1 (rank 2) also has the {text}" in plan_text(first)
+    assert "draft model" not in plan_text(plain)
+
+
+@pytest.mark.parametrize(
+    ("changes", "given", "message"),
+    [
+        ({"vocab_size": 99}, {}, "has a vocabulary of 99 tokens, and"),
+        ({"vocab_size": 99}, {}, "of 3,072; a draft model needs the same vocabulary"),
+        ({"max_position_embeddings": 200}, {}, "has 200 positions, less than the 256 tokens of a request"),
+        ({"architectures": ["BertModel"], "model_type": "bert"}, {}, "draft model "),
+        ({}, {"tensor_parallel_size": 4, "draft_tensor_parallel_size": 2}, "must be 1 or 4, got 2"),
+        ({}, {"prompt_lookup_min": 3}, "apply to ngram only"),
+    ],
+)
+def test_a_draft_model_that_cannot_guess_is_refused(
+    tmp_path: Path, changes: dict[str, Any], given: dict[str, Any], message: str
+) -> None:
+    settings = json.loads((DEMO_MODEL / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(settings | changes))
+    (tmp_path / "model.safetensors").symlink_to(DEMO_MODEL / "model.safetensors")
+    tp = given.pop("tensor_parallel_size", 1)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        demo(speculative_config={"model": str(tmp_path)} | given, tensor_parallel_size=tp)
+
+
+def test_target_and_drafter_are_quantized_alike() -> None:
+    found = demo(spec_model=str(DEMO_MODEL), quantization="int8").scheduler.speculative
+    assert found is not None
+    assert found.model is not None
+    assert found.model.quantization == "int8"

@@ -269,7 +269,7 @@ def test_a_profiler_is_torchs_or_refused(capsys: pytest.CaptureFixture[str], mon
 
 
 def test_flags_of_earlier_versions(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--spec-method ngram" in refusal(capsys, "--speculative-model", "m")
+    assert read("--speculative-model", "m")[0].spec_model == "m"
     assert "use --spec-tokens" in refusal(capsys, "--num-speculative-tokens", "5")
     assert "modules.json" in refusal(capsys, "--override-pooler-config", "{}")
     notes = read("--calculate-kv-scales", "--disable-async-output-proc", "--eplb-window-size", "9", "--engine-use-ray")[
@@ -324,7 +324,7 @@ def test_a_config_file_of_vllm(tmp_path: Path) -> None:
         "--swap-space",
         "--compilation-config",
     ]
-    file.write_text("spec-model: m")
+    file.write_text("enable-lora: true")
     with pytest.raises(SystemExit):
         read("--config", str(file))
 
