@@ -10,6 +10,9 @@ so that each token is followed by a given one. Its answers are therefore known, 
 - new: no two tokens of the answer have followed each other before;
 - misleading: any two tokens of the answer have followed each other in the prompt, but were followed by another one;
 - repeated: as new, but an earlier request has got the same answer.
+
+The load draft is another: the bundled demo model, in float32, answers questions, one after another, and its draft model
+(scripts/train_demo_model.py --draft) guesses.
 """
 
 from __future__ import annotations
@@ -31,11 +34,27 @@ from shapes import SHAPES, VOCABULARY, write_pair_tokenizer
 from transformers import Qwen2Config
 
 from quire import LLM, SamplingParams
+from quire.engine.config.options import DEMO_MODEL
 
 PRECISIONS: dict[str, dict[str, Any]] = {
     "int8": {"dtype": "float32", "quantization": "int8"},
     "bfloat16": {"dtype": "bfloat16"},
 }
+QUESTIONS = [
+    "What is the meaning of the name Quire?",
+    "How can I get a model up and running?",
+    "Is the HTTP API compatible with the one of OpenAI?",
+    "Can Grafana show the state of my server?",
+    "Can you describe how PP splits the layers?",
+    "How can I make the pipeline stages uneven?",
+    "How is a worker node added to the cluster?",
+    "What helps against too many preemptions?",
+    "My client gets a 404, why?",
+    "Which parameter controls how random the answers are?",
+    "What happens in the decode phase?",
+    "Who decides to which replica my request goes?",
+]
+"""In wordings that the demo model has not been trained on."""
 SMALL = 1e-3
 """Scale of what the layers add to the embedding of a token, which alone decides the next one."""
 
@@ -114,7 +133,7 @@ def make_prompt(load: str, following: list[int], rng: random.Random, count: int,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--precision", nargs="+", default=["int8"], choices=PRECISIONS)
-    parser.add_argument("--load", nargs="+", default=["copy", "new", "misleading", "repeated"])
+    parser.add_argument("--load", nargs="+", default=["copy", "new", "misleading", "repeated", "draft"])
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 8, 32, 128])
     parser.add_argument("--tokens", type=int, default=128, help="tokens of each answer")
     parser.add_argument("--rounds", type=int, default=5)
@@ -123,6 +142,11 @@ def main() -> None:
     options = parser.parse_args()
     print(cpu_name())
     print(f"{'':9} {'load':10} {'streams':>7} {'off tok/s':>9} {'on tok/s':>9} {'ratio':>6}")
+    if "draft" in options.load:
+        report_draft_model(options.rounds)
+        options.load.remove("draft")
+    if not options.load:
+        return
     with tempfile.TemporaryDirectory() as name:
         following = make_model(Path(name), options.layers)
         for precision in options.precision:
@@ -138,6 +162,38 @@ def main() -> None:
                 for load in options.load:
                     for streams in options.streams:
                         report(precision, load, streams, off, on, following, options)
+
+
+def report_draft_model(rounds: int) -> None:
+    """Print the row of the demo model with its draft model, whose answers are compared."""
+    engine: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 4, "enable_prefix_caching": False}
+    params = SamplingParams(temperature=0.0, max_tokens=200)
+    asked = [[{"role": "user", "content": question}] for question in QUESTIONS]
+
+    def seconds(llm: LLM, most: int) -> tuple[float, list[list[int]]]:
+        begun, answers = time.perf_counter(), []
+        for messages in asked:
+            (output,) = llm.chat(messages, msgspec.structs.replace(params, max_tokens=most), use_tqdm=False)
+            answers.append(output.outputs[0].token_ids)
+        return time.perf_counter() - begun, answers
+
+    def rate(llm: LLM) -> tuple[float, list[list[int]]]:
+        prefills, _ = seconds(llm, 1)
+        total, answers = seconds(llm, 200)
+        return (sum(map(len, answers)) - len(answers)) / (total - prefills), answers
+
+    with (
+        LLM(str(DEMO_MODEL), spec_method="none", **engine) as off,
+        LLM(str(DEMO_MODEL), spec_model=str(DEMO_MODEL.with_name("demo_draft")), **engine) as on,
+    ):
+        rates: list[tuple[float, float]] = []
+        for _ in range(rounds + 1):
+            (before, plain), (after, drafted) = rate(off), rate(on)
+            assert plain == drafted, "speculation has changed an answer"
+            rates.append((before, after))
+    before, after = (statistics.median(column) for column in zip(*rates[1:], strict=True))
+    ratio = statistics.median(after / before for before, after in rates[1:])
+    print(f"{'float32':9} {'draft':10} {1:7} {before:9.1f} {after:9.1f} {ratio:6.2f}", flush=True)
 
 
 def report(

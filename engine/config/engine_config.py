@@ -440,6 +440,11 @@ class EngineConfig:
         scheduler = dataclasses.replace(self.scheduler, speculative=None)
         return dataclasses.replace(self, model=speculative.model, parallel=parallel, scheduler=scheduler)
 
+    @property
+    def with_drafter(self) -> list[EngineConfig]:
+        """This configuration, and that of `drafter` if there is one."""
+        return [self] if (drafter := self.drafter) is None else [self, drafter]
+
     def with_blocks(self, num_blocks: int) -> EngineConfig:
         """Return a copy with another number of KV blocks; 0 keeps the number."""
         return dataclasses.replace(

@@ -258,10 +258,14 @@ def by_chunks(batch: Batch, num_queries: int, chunk: int, block_size: int) -> Ba
 
 
 def attention_config(config: EngineConfig) -> kernels.AttentionConfig:
-    """What a rank requires of `kernels.paged_attention`: the kinds of the model's layers, with the rank's sizes."""
-    arch, tp = config.model.architecture, config.parallel.tensor_parallel_size
-    specs = {layer.attention: None for layer in arch.layers} if config.cache.num_blocks else {}
-    kinds = (_kernel_layer(spec, tp) for spec in specs if spec is not None)
+    """What a rank requires of `kernels.paged_attention`: the kinds of the layers of the model, and of a drafter, with
+    the rank's sizes."""
+    kinds = (
+        _kernel_layer(layer.attention, each.parallel.tensor_parallel_size)
+        for each in (config.with_drafter if config.cache.num_blocks else ())
+        for layer in each.model.architecture.layers
+        if layer.attention is not None
+    )
     return kernels.AttentionConfig(
         tuple(dict.fromkeys(kinds)),
         config.cache.block_size,

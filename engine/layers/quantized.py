@@ -78,8 +78,14 @@ class QuantizedParameters(nn.Module):
 
 
 def quantized_formats(config: EngineConfig) -> tuple[QuantizedFormat, ...]:
-    """What a rank requires of products by quantized weights."""
+    """What a rank requires of products by quantized weights, of the model and of a drafter."""
     found: dict[QuantizedFormat, None] = {}
+    for each in config.with_drafter:
+        found |= dict.fromkeys(_formats(each))
+    return tuple(found)
+
+
+def _formats(config: EngineConfig) -> Iterator[QuantizedFormat]:
     arch = config.model.architecture
     for number, matrix, form in matrix_forms(config):
         is_product = number is not None or matrix.module == arch.outer_matrices(1)[1].module
@@ -89,8 +95,7 @@ def quantized_formats(config: EngineConfig) -> tuple[QuantizedFormat, ...]:
                 group = ORDERED_GROUP
             rounds = form.rounds_inputs(matrix.columns, config.parallel.device)
             kind = form.values, group, form.has_offsets, form.wide, rounds
-            found[QuantizedFormat(*kind, has_order=form.has_order, has_rounding=form.has_rounding)] = None
-    return tuple(found)
+            yield QuantizedFormat(*kind, has_order=form.has_order, has_rounding=form.has_rounding)
 
 
 class Quantizable(Protocol):
