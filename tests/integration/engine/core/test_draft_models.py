@@ -1,0 +1,111 @@
+"""Draft models of many kinds, on ranks in threads: each drafts for itself, and so is always right."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.engine.config.engine_config import EngineConfig
+from quire.engine.config.options import DEMO_MODEL, EngineOptions
+from quire.engine.config.resolve import resolve
+from quire.engine.protocol.errors import ConfigError
+from quire.engine.protocol.sampling_params import SamplingParams
+from quire.engine.worker import model_runner
+from quire.engine.worker.input_batch import InputBatch
+from tests.fakes.core_with_ranks import Ranks
+from tests.fakes.drafts import Always
+from tests.fakes.families import write
+from tests.fakes.threads import ThreadExecutor
+
+DEMO_DRAFT = DEMO_MODEL.with_name("demo_draft")
+FAMILIES = ["Gemma 3", "DeepSeek V2", "Gemma 4, layer inputs, shared keys and values"]
+SLOW = ["Mistral, windows", "gpt-oss", "Qwen3 MoE", "GPT-2", "Falcon-RW, ALiBi", "MiMo-V2-Flash"]
+STEPS = 26
+QUESTION = [1, 299, 201, 702, 742, 223, 43, 864, 276, 406, 780, 342, 989, 33, 2, 201, 1, 295, 201]
+"""How can I get a model up and running?"""
+
+
+def configured(folder: Path, drafter: Path, tp: int = 1, pp: int = 1, **options: Any) -> EngineConfig:
+    return resolve(
+        EngineOptions(
+            **{"model": str(folder), "device": "cpu", "dtype": "float32", "max_model_len": 256, "max_num_seqs": 8}
+            | {"spec_model": str(drafter), "tensor_parallel_size": tp, "pipeline_parallel_size": pp, "tokenizer": None}
+            | options
+        )
+    )
+
+
+def requests(vocabulary: int) -> list[tuple[list[int], SamplingParams]]:
+    """Greedy and sampled, two of which start alike."""
+    rng = random.Random(0)
+    shared = [rng.randrange(3, vocabulary) for _ in range(40)]
+    prompts = [[7], [rng.randrange(3, vocabulary) for _ in range(33)], [*shared, 5, 6], [*shared, 7, 8, 9]]
+    return [
+        (prompt, SamplingParams(temperature=temperature, seed=seed, max_tokens=STEPS, ignore_eos=True))
+        for seed, (prompt, temperature) in enumerate(zip(prompts, (0.0, 1.0, 0.0, 0.7), strict=True))
+    ]
+
+
+def check(config: EngineConfig, *, least: float = 1.0) -> None:
+    """Tokens are those without drafts, in chunks and with prefix hits, and at least this share of drafts counts."""
+    asked = requests(min(config.model.architecture.vocab_size, 100))
+    with Ranks(config, ThreadExecutor(config)) as ranks:
+        exact = ranks.tokens(asked, speculative=None)
+        for settings in ({}, {"max_num_batched_tokens": 16}, {"max_num_seqs": 1, "depth": 2}):
+            found = ranks.tokens(asked, speculation=Always(4, 16), **settings)
+            assert found == exact
+            assert ranks.stats.num_accepted_tokens >= least * ranks.stats.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("family", "grid"),
+    [
+        *((family, (1, 1)) for family in FAMILIES),
+        *(pytest.param(family, (2, 2), marks=pytest.mark.slow) for family in FAMILIES + SLOW),
+    ],
+    ids=str,
+)
+def test_every_family_drafts(family: str, grid: tuple[int, int], tmp_path: Path) -> None:
+    """With windows, latent and shared keys and values, and experts; also on a second stage of two ranks."""
+    write(family, tmp_path)
+    check(configured(tmp_path, tmp_path, *grid))
+
+
+def test_tokens_in_memory_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where the host does not know what has been sampled."""
+    monkeypatch.setattr(model_runner, "InputBatch", partial(InputBatch, is_shared=False))
+    check(configured(DEMO_MODEL, DEMO_MODEL))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"kv_cache_dtype": "int8"}, {"quantization": "int8"}, {"enforce_eager": True}, {"block_size": 4}],
+    ids=str,
+)
+def test_with_other_options(options: dict[str, Any]) -> None:
+    check(configured(DEMO_MODEL, DEMO_MODEL, **options), least=1.0 if "block_size" in options else 0.8)
+
+
+def test_the_bundled_draft_model_is_mostly_right() -> None:
+    """Of an answer of the demo model, not of random tokens."""
+    config = configured(DEMO_MODEL, DEMO_DRAFT)
+    with Ranks(config, ThreadExecutor(config)) as ranks:
+        params = SamplingParams(temperature=0.0, max_tokens=40)
+        asked = [(QUESTION, params), (QUESTION, SamplingParams(temperature=1.0, seed=3, max_tokens=40))]
+        exact = ranks.tokens(asked, speculative=None)
+        assert ranks.tokens(asked, speculation=Always(4, 16)) == exact
+        assert ranks.stats.num_accepted_tokens > 0.6 * ranks.stats.num_draft_tokens
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"), [("LFM2", "it has recurrent states"), ("Llama 4", "it has chunked attention")]
+)
+def test_what_cannot_draft_is_refused(family: str, reason: str, tmp_path: Path) -> None:
+    write(family, tmp_path / "drafter")
+    write("Llama", tmp_path / "target")
+    with pytest.raises(ConfigError, match=f"draft model .* is not supported: {reason}"):
+        configured(tmp_path / "target", tmp_path / "drafter")
