@@ -23,11 +23,13 @@ _TRY_AFTER = 64, 256
 """Steps without drafts after which some are made, to learn whether they have become better; and their maximum, as each
 try that fails doubles them."""
 _NUM_TRIED = 2
+_DECIDE_EVERY = 8
+"""Plans without drafts, of as many rows, for which a decision holds: it takes some of the time of a short step."""
 _DECAY = 0.95
 """Factor by which a draft counts less with each later one: about the last 20 count."""
-_PRIOR = 0.8
-"""Assumed probability of a draft to be right before there has been any."""
-_PRIOR_WEIGHT = 4.0
+_PRIOR, _PRIOR_WEIGHT = 0.8, 1.0
+"""Assumed probability of a draft to be right before there has been any, and drafts as which that counts."""
+_OVERALL_WEIGHT = 4.0
 """Drafts as which the share of all requests counts for one of them."""
 
 
@@ -42,9 +44,9 @@ class Acceptance:
         for is_hit in [True] * num_right + [False] * has_wrong:
             self._hits, self._guesses = self._hits * _DECAY + is_hit, self._guesses * _DECAY + 1.0
 
-    def share(self, prior: float) -> float:
-        """With `prior` in place of drafts that there have not been."""
-        return (self._hits + _PRIOR_WEIGHT * prior) / (self._guesses + _PRIOR_WEIGHT)
+    def share(self, prior: float, weight: float) -> float:
+        """As if there had been `weight` more drafts, of which `prior` were right."""
+        return (self._hits + weight * prior) / (self._guesses + weight)
 
 
 class ModelSpeculationManager(SpeculationManager):
@@ -59,6 +61,8 @@ class ModelSpeculationManager(SpeculationManager):
         self._overall = Acceptance()
         self._num_without, self._try_after = 0, _TRY_AFTER[0]
         """Plans since the last one with drafts, and their number at which some are tried."""
+        self._declined: tuple[int, int] | None = None
+        """Rows, and those that can have drafts, of the last plan for which no drafts pay."""
 
     def num_drafts(self, requests: Sequence[Request], num_rows: int, *, has_prompts: bool) -> int | None:
         if num_rows > MAX_ROWS:
@@ -71,6 +75,10 @@ class ModelSpeculationManager(SpeculationManager):
     def _choose_depth(self, requests: Sequence[Request], num_rows: int) -> int:
         if not requests or (room := self.max_sampled_tokens - num_rows) <= 0:
             return 0
+        if self._declined == (num_rows, len(requests)) and self._num_without % _DECIDE_EVERY:
+            self._num_without += 1
+            return 0
+        self._declined = None
         most = min(self.config.num_speculative_tokens, room // len(requests))
         times = self.times.relative(num_rows, [num_rows + depth * len(requests) for depth in range(1, most + 1)])
         if not times:  # without drafts, which are to be measured first
@@ -88,15 +96,16 @@ class ModelSpeculationManager(SpeculationManager):
             return best_depth
         self._num_without += 1
         if self._num_without <= self._try_after or limit <= MIN_GAIN:
+            self._declined = num_rows, len(requests)
             return 0
         self._num_without, self._try_after = 0, min(2 * self._try_after, _TRY_AFTER[1])
         return min(_NUM_TRIED, most)
 
     def probability(self, request: Request) -> float:
         """Estimated probability of a draft to be right if those before it are."""
-        overall = self._overall.share(_PRIOR)
+        overall = self._overall.share(_PRIOR, _PRIOR_WEIGHT)
         known = self._acceptance.get(request)
-        return overall if known is None else known.share(overall)
+        return overall if known is None else known.share(overall, _OVERALL_WEIGHT)
 
     def draft(self, decodes: Sequence[Request], num_others: int = 0) -> dict[Request, list[int]]:
         """Return the drafts that have been made of these requests' next tokens."""

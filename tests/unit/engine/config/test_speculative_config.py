@@ -98,7 +98,8 @@ def test_memory_is_reserved_for_the_logits_of_drafts(tmp_path: Path) -> None:
 
 
 def demo(**given: Any) -> EngineConfig:
-    return resolve(EngineOptions(**{"device": "cpu", "dtype": "float32", "max_model_len": 256} | given))
+    defaults: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_model_len": 256}
+    return resolve(EngineOptions(**defaults | given))
 
 
 @pytest.mark.parametrize(

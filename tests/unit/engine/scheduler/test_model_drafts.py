@@ -180,7 +180,7 @@ def test_drafts_that_do_not_pay_end_soon_and_cost_next_to_nothing() -> None:
 def test_drafts_become_good_again() -> None:
     running = Run(lambda tokens, drafts: 1.0 + 0.05 * drafts, lambda step: 5 if step > 500 else 0)
     running.run(500)
-    running.run(400)
+    running.run(600)
     assert running.run(100) > 3.0
 
 
