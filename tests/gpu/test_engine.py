@@ -25,6 +25,7 @@ from quire.engine.protocol.scheduler_output import SchedulerOutput
 from quire.engine.trace import TraceWriter
 from tests.fakes.checkpoints import generate
 from tests.fakes.core_with_ranks import Ranks
+from tests.fakes.drafts import Always
 from tests.fakes.families import CASES, SIZES, write_model
 from tests.gpu.conftest import DEVICE
 
@@ -83,6 +84,29 @@ def test_execution_mode_does_not_change_tokens(
     family: str, changes: dict[str, Any], folders: Callable[[str], Path]
 ) -> None:
     assert serve(folders(family), **changes) == serve(folders(family))
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma 3", "DeepSeek V3"])
+def test_a_model_that_drafts_for_itself_is_right(family: str, folders: Callable[[str], Path]) -> None:
+    """With the same noise at temperature 1, running ahead of the device."""
+    folder = str(folders(family))
+    options = EngineOptions(
+        model=folder,
+        spec_model=folder,
+        device=DEVICE.type,
+        dtype="float32",
+        max_model_len=128,
+        max_num_seqs=8,
+        kv_cache_memory_bytes=1 << 24,
+    )
+    requests = [
+        (prompt, SamplingParams(temperature=seed % 2, seed=seed, max_tokens=26, ignore_eos=True))
+        for seed, prompt in enumerate(PROMPTS)
+    ]
+    with Ranks(resolve(options)) as ranks:
+        exact = ranks.tokens(requests, speculative=None)
+        assert ranks.tokens(requests, speculation=Always(4, 64), depth=2) == exact
+        assert ranks.stats.num_accepted_tokens >= 0.95 * ranks.stats.num_draft_tokens > 0
 
 
 @pytest.mark.parametrize("cache", ["bfloat16", "int8", "fp8"])

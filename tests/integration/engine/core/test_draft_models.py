@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.config.options import DEMO_MODEL, EngineOptions
@@ -15,6 +17,7 @@ from quire.engine.config.resolve import resolve
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.worker import model_runner
+from quire.engine.worker.drafter import DraftModel, Drafts
 from quire.engine.worker.input_batch import InputBatch
 from tests.fakes.core_with_ranks import Ranks
 from tests.fakes.drafts import Always
@@ -30,13 +33,9 @@ QUESTION = [1, 299, 201, 702, 742, 223, 43, 864, 276, 406, 780, 342, 989, 33, 2,
 
 
 def configured(folder: Path, drafter: Path, tp: int = 1, pp: int = 1, **options: Any) -> EngineConfig:
-    return resolve(
-        EngineOptions(
-            **{"model": str(folder), "device": "cpu", "dtype": "float32", "max_model_len": 256, "max_num_seqs": 8}
-            | {"spec_model": str(drafter), "tensor_parallel_size": tp, "pipeline_parallel_size": pp, "tokenizer": None}
-            | options
-        )
-    )
+    plain: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_model_len": 256, "max_num_seqs": 8}
+    plain |= {"tensor_parallel_size": tp, "pipeline_parallel_size": pp} | options
+    return resolve(EngineOptions(model=str(folder), spec_model=str(drafter), **plain))
 
 
 def requests(vocabulary: int) -> list[tuple[list[int], SamplingParams]]:
@@ -55,7 +54,8 @@ def check(config: EngineConfig, *, least: float = 1.0) -> None:
     asked = requests(min(config.model.architecture.vocab_size, 100))
     with Ranks(config, ThreadExecutor(config)) as ranks:
         exact = ranks.tokens(asked, speculative=None)
-        for settings in ({}, {"max_num_batched_tokens": 16}, {"max_num_seqs": 1, "depth": 2}):
+        ways: list[dict[str, Any]] = [{}, {"max_num_batched_tokens": 16}, {"max_num_seqs": 1, "depth": 2}]
+        for settings in ways:
             found = ranks.tokens(asked, speculation=Always(4, 16), **settings)
             assert found == exact
             assert ranks.stats.num_accepted_tokens >= least * ranks.stats.num_draft_tokens > 0
@@ -75,9 +75,26 @@ def test_every_family_drafts(family: str, grid: tuple[int, int], tmp_path: Path)
     check(configured(tmp_path, tmp_path, *grid))
 
 
-def test_tokens_in_memory_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, where the host does not know what has been sampled."""
+class NoSizesFromData(TorchDispatchMode):
+    """Every tensor's size is known without its device's data."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert not {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags) or (
+            func.overloadpacket.__name__ == "index" and not any(each.dtype == torch.bool for each in args[1])
+        ), f"{func} waits for the device"
+        return func(*args, **kwargs or {})
+
+
+def test_nothing_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With tokens in a memory of its own, as on a GPU, where the host does not know what has been sampled."""
+    draft = DraftModel.draft
+
+    def watched(*args: Any) -> Drafts | None:
+        with NoSizesFromData():
+            return draft(*args)
+
     monkeypatch.setattr(model_runner, "InputBatch", partial(InputBatch, is_shared=False))
+    monkeypatch.setattr(DraftModel, "draft", watched)
     check(configured(DEMO_MODEL, DEMO_MODEL))
 
 
