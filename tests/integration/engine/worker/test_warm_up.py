@@ -16,6 +16,8 @@ from quire.engine.config.engine_config import ExpertParallelConfig
 from quire.engine.distributed.parallel_state import connect
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.worker import warm_up
+from quire.engine.worker.drafter import Drafts, SampledStep
+from quire.engine.worker.input_batch import InputBatch
 from quire.engine.worker.model_runner import ModelRunner
 from tests.fakes.checkpoints import generate, write_checkpoint
 from tests.fakes.model_logits import CPU, configure
@@ -97,6 +99,33 @@ def test_warm_up_leaves_no_state(tmp_path: Path, family: str) -> None:
     groups = len(config.cache.groups)
     Driver(lambda plan: runner.launch(plan).result(), 8, runner.num_blocks, 4, groups=groups).decode(requests, 8, 100)
     assert [request.output for request in requests] == generate(folder, prompts, 8)
+
+
+def test_a_drafter_is_warmed_up_and_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is part of the largest step, and of the decode steps, in which it samples, too."""
+    folder = write_checkpoint("qwen3", tmp_path)
+    options = {"block_size": 4, "max_num_seqs": 8, "max_model_len": 128}
+    plain = configure(folder, **options)
+    config = configure(folder, **options, spec_model=str(folder), spec_tokens=3)
+    calls = Calls(monkeypatch)
+    runner = ModelRunner(config, 0, connect(config.parallel, 0, None, CPU), CPU, Meter())
+    assert 8 in calls.rows
+    drafted: list[int] = []
+    assert runner._drafter is not None
+    draft = runner._drafter.draft
+
+    def watched(step: SampledStep, input_batch: InputBatch) -> Drafts | None:
+        found = draft(step, input_batch)
+        drafted.append(0 if found is None else found.tokens.numel())
+        return found
+
+    monkeypatch.setattr(runner._drafter, "draft", watched)
+    runner.finalize()
+    assert max(drafted) == 3 * 8
+    assert not any(plan.num_drafts for plan in warm_up.decode_steps(plain))
+    requests = [Request(prompt, SamplingParams(temperature=0.0)) for prompt in ([5, 6, 7, 8, 9, 10, 11], [3])]
+    Driver(lambda plan: runner.launch(plan).result(), 8, runner.num_blocks, 4).decode(requests, 8, 100)
+    assert [request.output for request in requests] == generate(folder, [request.prompt for request in requests], 8)
 
 
 def test_warm_up_is_skipped_without_a_meter_and_for_embedding_models(tmp_path: Path) -> None:
