@@ -42,7 +42,7 @@ def resolve(
     settings = _settings(options, given)
     if method == "none":
         return None
-    obstacle = _obstacle(model, parallel, method)
+    obstacle = _obstacle(model, parallel)
     is_chosen = method != "auto" or bool(settings)
     if obstacle and is_chosen:
         raise ConfigError(f"speculative decoding is not supported {obstacle}; omit it, the answers are the same")
@@ -167,11 +167,9 @@ def _settings(options: EngineOptions, given: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, (_, value) in values.items()}
 
 
-def _obstacle(model: ModelConfig, parallel: ParallelConfig, method: str) -> str | None:
+def _obstacle(model: ModelConfig, parallel: ParallelConfig) -> str | None:
     if model.pooling is not None:
         return "by embedding models"
     if parallel.is_coupled:
         return "with experts shared by replicas"
-    if method not in ("auto", "ngram") and any(layer.state is not None for layer in model.architecture.layers):
-        return f"with {method} for models with recurrent states, only with ngram"
     return None

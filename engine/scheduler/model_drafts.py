@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from itertools import takewhile
+from itertools import accumulate, takewhile
 
 from quire.engine.config.engine_config import SpeculativeConfig
 from quire.engine.protocol.scheduler_output import SchedulerOutput
@@ -80,13 +80,15 @@ class ModelSpeculationManager(SpeculationManager):
             return 0
         self._declined = None
         most = min(self.config.num_speculative_tokens, room // len(requests))
-        times = self.times.relative(num_rows, [num_rows + depth * len(requests) for depth in range(1, most + 1)])
+        shares = [self.probability(request) for request in requests]
+        gains = [*accumulate(sum(share**depth for share in shares) for depth in range(1, most + 1))]
+        repeated = gains if self.state_block_size is not None else [0.0] * most
+        sizes = [num_rows + depth * len(requests) + again for depth, again in enumerate(repeated, 1)]
+        times = self.times.relative(num_rows, sizes)
         if not times:  # without drafts, which are to be measured first
             return 0
-        shares = [self.probability(request) for request in requests]
-        best, best_depth, gain, limit = MIN_GAIN, 0, 0.0, 0.0
-        for depth, time in enumerate(times, 1):
-            gain += sum(share**depth for share in shares)
+        best, best_depth, limit = MIN_GAIN, 0, 0.0
+        for depth, (time, gain) in enumerate(zip(times, gains, strict=True), 1):
             rate = (num_rows + gain) / (num_rows * time)
             limit = max(limit, (num_rows + depth * len(requests)) / (num_rows * time))  # if all are right
             if rate > best and max(shares) ** depth >= MIN_CHANCE:
@@ -138,7 +140,8 @@ class ModelSpeculationManager(SpeculationManager):
     def on_result(self, plan: SchedulerOutput, now: float) -> None:
         """Record times of steps that verify about as many drafts as they make, or none."""
         made = plan.num_rows * (plan.num_drafts or 0)
-        if bisect_left(SIZES, plan.num_tokens) == bisect_left(SIZES, plan.num_rows + made):
+        verified = sum(len(row.draft_token_ids) for row in plan.scheduled)
+        if bisect_left(SIZES, plan.num_rows + verified) == bisect_left(SIZES, plan.num_rows + made):
             super().on_result(plan, now)
         else:
             self._last_result_at = now

@@ -399,6 +399,8 @@ class Scheduler:
         for request in drafting:
             known, computed = len(request.token_ids), request.num_computed_tokens
             end = min(computed + plan.num_drafts, request.max_tokens)
+            if self.kv.states:  # drafts end with the block
+                break
             if 0 < self.kv.pages_needed(request.block_ids, end) <= self._spare_pages:
                 extended[request] = self.kv.extend(
                     request.block_ids, request.hashes, computed, end, known, request.num_prompt_tokens

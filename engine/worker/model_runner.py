@@ -166,11 +166,13 @@ class ModelRunner:
         self._sampler = Sampler(arch.vocab_size, model.eos_token_ids, device)
         self._graphs: DecodeGraphs | None = None
         self._caches: list[LayerCache] = []
+        self._all_caches: list[LayerCache] = []
+        """The same, and those of the drafter's layers after them."""
         num_layers = len(config.parallel.stages[parallel_state.pipeline.stage])
 
         def allocate(config: EngineConfig) -> None:
             caches = allocate_caches(config, parallel_state.pipeline.stage, device)
-            self._caches = caches[:num_layers]
+            self._all_caches, self._caches = caches, caches[:num_layers]
             if drafter_model is not None and (drafter := config.drafter) is not None:
                 self._drafter = make_drafter(drafter, drafter_parallel, device, caches[num_layers:], drafter_model)
 
@@ -332,7 +334,7 @@ class ModelRunner:
         blocks = {block for ids in new for block, group in zip(ids, groups, strict=False) if not group.is_state}
         if blocks:
             places = send(np.array(sorted(blocks), np.int64), self._device)
-            for cache in self._caches:
+            for cache in self._all_caches:
                 if cache.memory is not None:
                     cache.memory.view(torch.uint8).index_fill_(1, places, 0)
 

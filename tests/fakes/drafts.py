@@ -47,8 +47,17 @@ class Always(ModelSpeculationManager):
     """Has the workers make `most` drafts after each step, or with `varies` sometimes fewer, or none, or not even that;
     whatever they cost."""
 
-    def __init__(self, most: int = 4, max_sampled_tokens: int = 16, *, varies: bool = False, **config: Any) -> None:
-        super().__init__(SpeculativeConfig(num_speculative_tokens=most, **config), max_sampled_tokens)
+    def __init__(
+        self,
+        most: int = 4,
+        max_sampled_tokens: int = 16,
+        state_block_size: int | None = None,
+        *,
+        varies: bool = False,
+        **config: Any,
+    ) -> None:
+        made = SpeculativeConfig(num_speculative_tokens=most, **config)
+        super().__init__(made, max_sampled_tokens, state_block_size)
         self.rng, self.varies = random.Random(0), varies
 
     def num_drafts(self, requests: Sequence[Request], num_rows: int, *, has_prompts: bool) -> int | None:
