@@ -388,7 +388,7 @@ def train_draft(arguments: argparse.Namespace) -> None:
     random.seed(arguments.seed)
     start = time.monotonic()
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
-    teacher = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
+    teacher: Any = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
     model, chats = build_draft(tokenizer), Chats(arguments.seed, practice=10000)
     train(model, batches(chats, tokenizer, tokens=2048), arguments.steps, arguments.minutes, teacher)
     save(model, tokenizer, arguments.output, with_tokenizer=False)

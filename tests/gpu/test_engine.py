@@ -90,20 +90,13 @@ def test_execution_mode_does_not_change_tokens(
 def test_a_model_that_drafts_for_itself_is_right(family: str, folders: Callable[[str], Path]) -> None:
     """With the same noise at temperature 1, running ahead of the device."""
     folder = str(folders(family))
-    options = EngineOptions(
-        model=folder,
-        spec_model=folder,
-        device=DEVICE.type,
-        dtype="float32",
-        max_model_len=128,
-        max_num_seqs=8,
-        kv_cache_memory_bytes=1 << 24,
-    )
+    options: dict[str, Any] = {"device": DEVICE.type, "dtype": "float32", "kv_cache_memory_bytes": 1 << 24}
+    config = resolve(EngineOptions(model=folder, spec_model=folder, max_model_len=128, max_num_seqs=8, **options))
     requests = [
         (prompt, SamplingParams(temperature=seed % 2, seed=seed, max_tokens=26, ignore_eos=True))
         for seed, prompt in enumerate(PROMPTS)
     ]
-    with Ranks(resolve(options)) as ranks:
+    with Ranks(config) as ranks:
         exact = ranks.tokens(requests, speculative=None)
         assert ranks.tokens(requests, speculation=Always(4, 64), depth=2) == exact
         assert ranks.stats.num_accepted_tokens >= 0.95 * ranks.stats.num_draft_tokens > 0

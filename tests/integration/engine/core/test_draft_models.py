@@ -75,7 +75,7 @@ def test_every_family_drafts(family: str, grid: tuple[int, int], tmp_path: Path)
     check(configured(tmp_path, tmp_path, *grid))
 
 
-class NoSizesFromData(TorchDispatchMode):
+class NoSizesFromData(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Every tensor's size is known without its device's data."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -90,7 +90,7 @@ def test_nothing_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     draft = DraftModel.draft
 
     def watched(*args: Any) -> Drafts | None:
-        with NoSizesFromData():
+        with NoSizesFromData():  # type: ignore[no-untyped-call]
             return draft(*args)
 
     monkeypatch.setattr(model_runner, "InputBatch", partial(InputBatch, is_shared=False))
