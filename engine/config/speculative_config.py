@@ -80,6 +80,7 @@ def drafter_options(options: EngineOptions, model: ModelConfig) -> EngineOptions
         dtype=cast(Literal["float32", "bfloat16", "float16"], model.dtype),
         quantization=options.quantization if model.is_quantized_online else None,
         max_model_len=None,
+        load_format="dummy" if options.load_format == "dummy" else "auto",
         hf_overrides=None,
         generation_config="vllm",
         override_generation_config=None,
