@@ -133,12 +133,14 @@ def shared_settings(options: EngineOptions, config: EngineConfig) -> dict[str, s
     A host without replicas resolves for no device, and has no values that depend on it.
     """
     model, parallel = config.model, config.parallel
+    drafter = None if config.drafter is None else config.drafter.model.architecture
     resolved = {
         "runner": "generate" if model.pooling is None else "pooling",
         "pipeline_layer_partition": ",".join(str(len(layers)) for layers in parallel.stages),
         "quantization": model.requested_quantization or (model.quantized and model.quantized.name),
         "max_model_len": model.max_model_len,
         "load_format": model.load_format,
+        "spec_model": drafter and f"{drafter.name} with {drafter.num_layers} layers of {drafter.hidden_size}",
     }
     of_the_device = {
         "device": parallel.device,

@@ -126,3 +126,16 @@ def test_what_cannot_draft_is_refused(family: str, reason: str, tmp_path: Path) 
     write("Llama", tmp_path / "target")
     with pytest.raises(ConfigError, match=f"draft model .* is not supported: {reason}"):
         configured(tmp_path / "target", tmp_path / "drafter")
+
+
+def test_a_request_continues_on_another_replica_as_it_would_have() -> None:
+    """After the output so far, of which its drafter has seen nothing."""
+    config = configured(DEMO_MODEL, DEMO_MODEL)
+    asked = requests(100)
+    with Ranks(config, ThreadExecutor(config)) as ranks:
+        exact = ranks.tokens(asked, speculative=None)
+        for cut in (1, 7, STEPS - 2):
+            reported = [tokens[:cut] for tokens in exact]
+            found = ranks.tokens(asked, reported=reported, speculation=Always(4, 16))
+            assert [[*before, *after] for before, after in zip(reported, found, strict=True)] == exact
+            assert ranks.stats.num_accepted_tokens == ranks.stats.num_draft_tokens
