@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -63,7 +63,7 @@ class DecoderLayer(nn.Module):
         self.scalar = Weight((1,), whole(1)) if spec.has_scalar else None
         has_one_reader = not spec.is_parallel or self.feed_forward_norm is not None
         if has_one_reader and spec.normed_residuals is None:
-            if self.state is None and self.laurel is None:
+            if self.state is None and self.laurel is None and not spec.reads_embedding:
                 _feed(self.attention_norm, self.attention)
             _feed(self.feed_forward_norm, self.feed_forward)
 
@@ -78,7 +78,8 @@ class DecoderLayer(nn.Module):
         last_tokens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Run the layer. `x` is not yet added to `residual`, in the arguments as in the result. `layer_input` is the
-        layer's own. With several residual streams, they are in `x`, and `residual` is None.
+        layer's own, or the embedded token if the layer reads it. With several residual streams, they are in `x`, and
+        `residual` is None.
 
         With `last_tokens`, the indices of the requests' last tokens, only these are returned: the model's last layer
         needs only keys and values of the others.
@@ -89,7 +90,8 @@ class DecoderLayer(nn.Module):
         if self.alt_up is not None:
             predicted = self.alt_up.predict(x)
             x = predicted[:, self.alt_up.active].contiguous()
-        normed, mixed, residual = self._attend(x, residual, batch, cos_sin, cache, last_tokens)
+        beside = layer_input if self.spec.reads_embedding else None
+        normed, mixed, residual = self._attend(x, residual, batch, cos_sin, cache, last_tokens, beside)
         if self.feed_forward is None:
             return mixed, residual
         is_mixture = isinstance(self.feed_forward, MixtureOfExperts)
@@ -151,9 +153,10 @@ class DecoderLayer(nn.Module):
         cos_sin: Tensor | None,
         cache: LayerCache,
         last_tokens: Tensor | None = None,
+        beside: Tensor | None = None,
     ) -> tuple[Tensor | kernels.RoundedRows, Tensor, Tensor]:
         """The input of the feed-forward layer, the output of the mixers, and the residual stream. Without a
-        feed-forward layer the first is the second."""
+        feed-forward layer the first is the second. The mixers read `beside` before their normalized input."""
         if not self.spec.mixers:
             if last_tokens is not None:
                 x, residual = x[last_tokens], None if residual is None else residual[last_tokens]
@@ -164,6 +167,9 @@ class DecoderLayer(nn.Module):
         if factors is not None:
             assert isinstance(normed, Tensor)
             residual = normed * factors[0]
+        if beside is not None:
+            assert isinstance(normed, Tensor)
+            normed = torch.cat((beside, normed), dim=-1)
         outputs = []
         if self.attention is not None:
             place = batch.for_group(cache.group), cos_sin, cache.for_attention
@@ -338,8 +344,12 @@ class Decoder(nn.Module):
             if isinstance(spec, attention_spec.AttentionSpec) and spec.is_chunked and spec.window is not None
         }
         """The chunks of the layers with chunked attention, by their number in this stage."""
-        self.supports_logits_indices_only = last and all(
-            isinstance(mixer, attention_spec.AttentionSpec) for mixer in arch.layers[layers.stop - 1].mixers
+        self._aux = [number - layers.start for number in arch.aux_layers]
+        """The layers whose inputs are kept, by their number in this stage."""
+        self.supports_logits_indices_only = (
+            last
+            and not arch.aux_layers
+            and all(isinstance(mixer, attention_spec.AttentionSpec) for mixer in arch.layers[layers.stop - 1].mixers)
         )
         """Whether batches may set `logits_indices_only`."""
         if last:
@@ -349,7 +359,7 @@ class Decoder(nn.Module):
 
     def forward(self, x: Tensor | None, batch: Batch, caches: Sequence[LayerCache]) -> Tensor:
         """The output of this stage, given that of the previous one: `[tokens, stage_width]`, or after the last stage
-        the residual stream `[tokens, hidden_size]`.
+        the residual stream `[tokens, hidden_size]`, with the inputs of `aux_layers` behind it.
 
         The first stage takes None and starts from the batch's token ids. `caches` are those of the layers. With the
         batch's `logits_indices_only`, the output has only each request's last token.
@@ -364,15 +374,21 @@ class Decoder(nn.Module):
         given, (x, inputs) = x, self._divided(x)
         cos_sin = self._cos_sin(batch)
         last_tokens, last = batch.query_starts[1:] - 1 if batch.logits_indices_only else None, len(self.layers) - 1
+        kept: dict[int, Tensor] = {}
         for number, (layer, own, cache) in enumerate(zip(self.layers.values(), inputs, caches, strict=True)):
             assert isinstance(layer, DecoderLayer)
+            if number in self._aux:
+                kept[number] = x if residual is None else residual + x
             turns = None if layer.spec.attention is None else cos_sin[layer.spec.attention.rope]
             x, residual = layer(x, residual, batch, turns, cache, own, last_tokens if number == last else None)
         assert x is not None
-        return self._joined(x if residual is None else residual + x, given)
+        x = x if residual is None else residual + x
+        kept[len(self.layers)] = x
+        return self._joined(x, given, kept)
 
     def _in_phases(self, x: Tensor, batch: Batch, caches: Sequence[LayerCache]) -> Generator[None, None, Tensor]:
         """All layers, yielding as `DecoderLayer.in_phases` does."""
+        assert not self._arch.aux_layers
         residual, batch = None, self._prepared(batch, caches)
         given, (x, inputs) = x, self._divided(x)
         cos_sin = self._cos_sin(batch)
@@ -380,23 +396,32 @@ class Decoder(nn.Module):
             assert isinstance(layer, DecoderLayer)
             turns = None if layer.spec.attention is None else cos_sin[layer.spec.attention.rope]
             x, residual = yield from layer.in_phases(x, residual, batch, turns, cache, own)
-        return self._joined(x if residual is None else residual + x, given)
+        return self._joined(x if residual is None else residual + x, given, {})
 
     def _divided(self, x: Tensor) -> tuple[Tensor, Sequence[Tensor | None]]:
         """The residual streams, and the own input of each of the stage's layers, of `[tokens, stage_width]`."""
-        if self._arch.layer_input is None and not self._arch.passes_embedding:
-            return x, [None] * len(self.layers)
-        x, inputs = x.tensor_split((self._arch.stream_width,), dim=-1)
+        arch = self._arch
+        if arch.layer_input is None and not arch.passes_embedding:
+            return x[:, : arch.stream_width].contiguous() if arch.aux_layers else x, [None] * len(self.layers)
+        x, inputs, _ = x.tensor_split((arch.stream_width, arch.stage_width - arch.aux_width), dim=-1)
         if self._arch.layer_input is None:
             return x.contiguous(), [inputs] * len(self.layers)
         own = inputs.chunk(self._arch.num_layers, dim=-1)
         return x.contiguous(), [own[int(number)] for number in self.layers]
 
-    def _joined(self, x: Tensor, given: Tensor) -> Tensor:
-        """What this stage passes on: the residual streams with what goes beside them in what it was given."""
-        if self._is_last or self._arch.stage_width == self._arch.stream_width:
-            return x if self.merger is None else self.merger.merge(x)
-        return torch.cat((x, given[:, self._arch.stream_width :]), dim=-1)
+    def _joined(self, x: Tensor, given: Tensor, kept: Mapping[int, Tensor]) -> Tensor:
+        """What this stage passes on: the residual streams with what goes beside them in what it was given, and the
+        inputs of `aux_layers` that are among those it has `kept`, by their number in this stage."""
+        arch = self._arch
+        end = arch.stage_width - arch.aux_width
+        if self._is_last:
+            x = x if self.merger is None else self.merger.merge(x)
+        elif end > arch.stream_width:
+            x = torch.cat((x, given[:, arch.stream_width : end]), dim=-1)
+        if not arch.aux_layers:
+            return x
+        passed = given[:, end:].chunk(len(self._aux), dim=-1)
+        return torch.cat((x, *(kept.get(number, before) for number, before in zip(self._aux, passed, strict=True))), -1)
 
     def _prepared(self, batch: Batch, caches: Sequence[LayerCache]) -> Batch:
         """The batch with what the layers of this forward pass share."""
@@ -424,20 +449,25 @@ class Decoder(nn.Module):
             x = x + self.positions(batch.positions)
         x = _apply(self.embedding_norm, x)
         if self._arch.passes_embedding:
-            return torch.cat((x, x), dim=-1)
-        if self.layer_inputs is None:
-            return x
-        inputs = self.layer_inputs(batch.token_ids, x)
-        return torch.cat((x if self.expansion is None else self.expansion.expand(x), inputs), dim=-1)
+            x = torch.cat((x, x), dim=-1)
+        elif self.layer_inputs is not None:
+            inputs = self.layer_inputs(batch.token_ids, x)
+            x = torch.cat((x if self.expansion is None else self.expansion.expand(x), inputs), dim=-1)
+        return F.pad(x, (0, self._arch.aux_width)) if self._arch.aux_layers else x
 
     def features(self, x: Tensor) -> Tensor:
-        """Normalize the last stage's `[rows, hidden_size]`: the input of the head and of pooling."""
-        return _apply(self.norm, x)
+        """Normalize the last stage's `[rows, hidden_size]`, or the part of its output that is that: the input of the
+        head and of pooling."""
+        return _apply(self.norm, x[:, : self._arch.hidden_size].contiguous() if self._arch.aux_layers else x)
 
     def logits(self, x: Tensor) -> Tensor:
         """The last stage's `[rows, hidden_size]` → float32 `[rows, vocab_size]`, the same on every rank."""
+        return self.logits_of(self.features(x))
+
+    def logits_of(self, features: Tensor) -> Tensor:
+        """The same of what is normalized."""
         arch = self._arch
-        out: Tensor = self.head(self.features(x))
+        out: Tensor = self.head(features)
         if arch.logit_multiplier != 1.0:
             out = out * arch.logit_multiplier
         return out if not arch.logit_softcap else (out / arch.logit_softcap).tanh() * arch.logit_softcap

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,8 @@ from quire.engine.models import encoder_spec
 from quire.engine.models.checkpoint import StoredSlice, find
 from quire.engine.models.checkpoint_files import Checkpoint, open_files
 from quire.engine.models.decoder import Decoder
+from quire.engine.models.draft_head import DraftHead
+from quire.engine.models.draft_head_spec import DraftHeadSpec
 from quire.engine.models.encoder import Encoder
 from quire.engine.models.families import FAMILIES
 from quire.engine.models.families.tensors import NeededTensor, checkpoint_tensors
@@ -139,6 +141,71 @@ def load_model(
     return decoder
 
 
+def load_draft_head(
+    config: EngineConfig,
+    model: ModelConfig,
+    parallel: Parallel,
+    device: torch.device,
+    target: Decoder,
+    *,
+    pack: bool = True,
+) -> DraftHead:
+    """The head `model`, whose architecture is a `DraftHeadSpec`, with its weights, for `target`: the last stage of the
+    model of `config`. An embedding that neither the head nor this stage has is read again."""
+    arch = model.architecture
+    assert isinstance(arch, DraftHeadSpec)
+    with _defaults(device, getattr(torch, model.dtype)), without_memory():
+        head = DraftHead(arch, model.max_model_len, parallel, target)
+    parts: list[tuple[nn.Module, ModelConfig]] = [(head, model)]
+    if (embedding := head.embedding) is not None and not (arch.has_embedding or arch.is_in_target):
+        head.embedding = None
+        parts.append((nn.ModuleDict({"embedding": embedding}), config.model))
+    quantization = model.quantization if pack else "as it is"
+    for module, source in parts:
+        needed = needed_tensors(module, source)
+        if source.load_format == "dummy":
+            _fill(_units(module, needed, quantization), partial(_fill_randomly, source.seed), readers=1, bar=False)
+            continue
+        shapes = {name: NeededTensor(places[0][2].shape, places[0][2].is_transposed) for name, places in needed.items()}
+        checkpoint = Checkpoint(source, FAMILIES[source.architecture.name].prefix, shapes)
+        needed = _quantized_places(module, needed, checkpoint, keep=pack and source.keeps_quantized)
+        read = partial(_read, checkpoint, staging=None if device.type == "cpu" else PinnedStaging(device))
+        _fill(_units(module, needed, quantization), read, readers=_READERS, bar=False)
+        if module is head and not arch.is_in_target and parallel.rank == 0:
+            _report_surplus(sorted(checkpoint.names - {*shapes, *_OUTSIDE_HEADS}), source)
+    if embedding is not None:
+        head.embedding = embedding
+    if arch.has_head and arch.draft_vocab_size < arch.vocab_size:
+        head.token_ids = _draft_tokens(model, arch).to(device)
+    return head
+
+
+_OUTSIDE_HEADS = ("d2t", "t2d", "model.d2t", "model.t2d", "model.embed_tokens.weight", "lm_head.weight")
+"""Tensors of EAGLE's checkpoints that are read otherwise, or are copies of the target's."""
+
+
+def _draft_tokens(model: ModelConfig, arch: DraftHeadSpec) -> Tensor:
+    """The tokens that the logits of the head are of, `[draft_vocab_size]`: its checkpoint has their distances from
+    0, 1, 2, …"""
+    numbers = torch.arange(arch.draft_vocab_size)
+    if model.load_format == "dummy":
+        return numbers
+    files = open_files(model.path, model.load_format)
+    info = files.headers.get("d2t") or files.headers["model.d2t"]
+    tokens = numbers + files.view(info).long() if info.shape == numbers.shape else numbers[:0]
+    if (
+        not len(tokens)
+        or int(tokens.min()) < 0
+        or int(tokens.max()) >= arch.vocab_size
+        or len(tokens.unique()) < len(tokens)
+    ):
+        raise ConfigError(
+            f"{info.file}: d2t, of shape {list(info.shape)}, does not give {arch.draft_vocab_size} different tokens "
+            f"below {arch.vocab_size}"
+        )
+    return tokens
+
+
 def build(model: ModelConfig, layers: range, parallel: Parallel, experts: ExpertGroup | None = None) -> Model:
     """The model, or a stage of it, uninitialized; embedding models have no head."""
     arch = model.architecture
@@ -182,11 +249,11 @@ def load_dense(model: ModelConfig, module: Dense | Norm, device: torch.device) -
     return weight.to(device, torch.float32, copy=True), bias[0].to(device, torch.float32, copy=True) if bias else None
 
 
-def needed_tensors(decoder: Model, model: ModelConfig) -> Needed:
-    """The checkpoint tensors that this stage needs."""
+def needed_tensors(decoder: nn.Module, model: ModelConfig) -> Needed:
+    """The checkpoint tensors that this stage, or a part of it, needs."""
     needed: Needed = defaultdict(list)
-    if not isinstance(decoder, Decoder | Encoder):
-        for place in decoder.places:
+    if isinstance(model.architecture, TransformersModelSpec):
+        for place in cast("TransformersDecoder", decoder).places:
             needed[place[2].name].append(place)
         return needed
     for path, weight in decoder.named_parameters():
@@ -196,7 +263,7 @@ def needed_tensors(decoder: Model, model: ModelConfig) -> Needed:
     return needed
 
 
-def _quantized_places(decoder: Model, needed: Needed, checkpoint: Checkpoint, *, keep: bool) -> Needed:
+def _quantized_places(decoder: nn.Module, needed: Needed, checkpoint: Checkpoint, *, keep: bool) -> Needed:
     """The places with those of quantized tensors as their readers give them. With `keep`, layers that can be computed
     from them have codes and factors in place of a weight."""
     places: dict[int, list[Place]] = defaultdict(list)
@@ -294,7 +361,7 @@ class _Unit:
 
 
 def _units(
-    decoder: Model, needed: Needed, quantization: kernels.Quantization | Literal["as it is"] | None
+    decoder: nn.Module, needed: Needed, quantization: kernels.Quantization | Literal["as it is"] | None
 ) -> list[_Unit]:
     """All units of the model. Those that exist in two forms for a while come first, the largest at the front."""
     places: dict[int, list[Place]] = defaultdict(list)

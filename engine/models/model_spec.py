@@ -308,6 +308,8 @@ class LayerSpec:
     laurel: LaurelSpec | None = None
     block: SharedBlockSpec | None = None
     """What attention and feed-forward layer are of; None: they are the layer's own."""
+    reads_embedding: bool = False
+    """The attention reads the embedded token beside the normalized residual stream (EAGLE-3)."""
 
     @property
     def kv_source(self) -> int | None:
@@ -385,6 +387,9 @@ class ModelSpec:
     alt_up: AltUpSpec | None = None
     separate_experts: bool = False
     """The checkpoint has the experts one by one, where others of the architecture stack them."""
+    aux_layers: tuple[int, ...] = ()
+    """Layers whose input, the residual stream, a head that drafts reads (EAGLE-3); `num_layers` stands for the output
+    of the last one. It travels to the last stage beside what the stages pass on."""
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -401,10 +406,15 @@ class ModelSpec:
 
     @property
     def stage_width(self) -> int:
-        """Features of a token that a stage passes to the next one: the residual streams, the layers' own inputs, and
-        the embedded token if layers read it."""
+        """Features of a token that a stage passes to the next one: the residual streams, the layers' own inputs, the
+        embedded token if layers read it, and the inputs of `aux_layers`."""
         passed = 0 if self.layer_input is None else self.num_layers * self.layer_input.size
-        return self.stream_width + passed + self.passes_embedding * self.hidden_size
+        return self.stream_width + passed + self.passes_embedding * self.hidden_size + self.aux_width
+
+    @property
+    def aux_width(self) -> int:
+        """Features of a token in the inputs of `aux_layers`."""
+        return len(self.aux_layers) * self.hidden_size
 
     @property
     def passes_embedding(self) -> bool:

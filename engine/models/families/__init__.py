@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from quire.engine.models.draft_head_spec import DraftHeadSpec
 from quire.engine.models.families import (
     bert,
     bloom,
@@ -77,6 +78,8 @@ FAMILIES: dict[str, Family] = {
 def family_of(arch: ModelSpec) -> Family:
     """How to read the checkpoint of a model that is one of FAMILIES."""
     family = FAMILIES[arch.name]
+    if isinstance(arch, DraftHeadSpec):
+        family = family.of_draft_head(arch)
     return family.with_separate_experts() if arch.separate_experts else family
 
 

@@ -22,7 +22,7 @@ from quire.engine.models.families.family import (
     rope,
     yarn_temperature,
 )
-from quire.engine.models.families.moe import NAMES_BY_EXPERT, STACKED_EXPERTS, sigmoid_experts
+from quire.engine.models.families.moe import MTP_LAYER, NAMES_BY_EXPERT, STACKED_EXPERTS, sigmoid_experts
 from quire.engine.models.model_spec import LayerSpec, ModelSpec, MoESpec
 from quire.engine.protocol.errors import ConfigError
 
@@ -233,18 +233,21 @@ FAMILIES = {
         names,
         _V3,
         after_layers="multi-token prediction",
+        draft_heads={"mtp": MTP_LAYER},
     ),
     "DeepseekV32ForCausalLM": Family(
         _sparse,
         names,
         {**_V3, **_INDEX, "max_position_embeddings": 163840},
         after_layers="multi-token prediction",
+        draft_heads={"mtp": MTP_LAYER},
     ),
     "GlmMoeDsaForCausalLM": Family(
         _sparse,
         names,
         {**_V3, **_INDEX, **_GLM},
         after_layers="multi-token prediction",
+        draft_heads={"mtp": MTP_LAYER},
     ),
     "Mistral4ForCausalLM": Family(mistral4, mistral4_names, MISTRAL4),
     **dict.fromkeys(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from quire.engine.models.attention_spec import AttentionSpec
+from quire.engine.models.draft_head_spec import DraftHeadSpec
 from quire.engine.models.model_spec import LayerSpec, MLPSpec, ModelSpec, MoESpec
 from quire.engine.models.spec_parts import Activation, NormSpec, QueryScaleSpec, RopeSpec
 from quire.engine.protocol.errors import ConfigError
@@ -26,6 +28,23 @@ class HeadLayer(NamedTuple):
     activation: Literal["Identity", "Tanh", "ReLU", "GELU"] = "Identity"
     """The name of a torch class."""
     bias: bool = True
+
+
+@dataclass(frozen=True)
+class DraftHeadLayout:
+    """How a checkpoint stores a head that drafts (`quire.engine.models.draft_head_spec`).
+
+    In names, `{after}` is the number of the target's layers, and `{layer}` what stands before the names of the head's
+    own layer, which are those of the family otherwise.
+    """
+
+    layer: str
+    names: Mapping[str, str]
+    """Of our modules outside the layer, or of those in it that have other names."""
+    hidden_first: bool = False
+    """The projection reads the hidden state before the embedded token."""
+    count: str = "num_nextn_predict_layers"
+    """The setting of the target's config.json with the number of heads."""
 
 
 HeadOf = Callable[[Mapping[str, Any]], Sequence[HeadLayer | tuple[str, NormSpec]]]
@@ -66,7 +85,9 @@ class Family:
     classifier: tuple[HeadLayer, ...] | HeadOf = (HeadLayer("score", bias=False),)
     """The head of `…ForSequenceClassification`; its last layer has a row for each label."""
     after_layers: str = ""
-    """What extra layers after the last one are, in checkpoints that have some; they are not supported."""
+    """What extra layers after the last one are, in checkpoints that have some; they are not part of the model."""
+    draft_heads: Mapping[str, DraftHeadLayout] = field(default_factory=dict)
+    """How checkpoints store heads that draft, by method: mtp with the model, others in a checkpoint of their own."""
 
     def complete(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """config.json with the names that `architecture` reads, and with the defaults."""
@@ -76,6 +97,19 @@ class Family:
 
     def names_of(self, arch: ModelSpec) -> Mapping[str, str]:
         return self.names(arch) if callable(self.names) else self.names
+
+    def of_draft_head(self, arch: DraftHeadSpec) -> Family:
+        """How to read a head that drafts; embedding and head are the target's unless the layout names others."""
+        layout, own = self.draft_heads[arch.method], self.names_of(arch)
+        prefix = arch.stored_layer or layout.layer.replace("{after}", str(arch.target_layers))
+        outer = {module: own[module] for module in ("embedding", "head") if module in own}
+        inner = {
+            module: re.sub(r"^.*\blayers\.\{layer\}", prefix, name)
+            for module, name in own.items()
+            if module.startswith("layers.")
+        }
+        others = {module: name.replace("{layer}", prefix) for module, name in layout.names.items()}
+        return replace(self, names={**outer, **inner, **others})
 
     def stacks_experts(self, arch: ModelSpec) -> bool:
         """Whether a model's experts are stacked in one tensor."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from quire.engine.models.families.family import (
     Config,
+    DraftHeadLayout,
     Family,
     architecture,
     attention,
@@ -156,6 +157,26 @@ def _smollm3(name: str, config: Config) -> ModelSpec:
     return architecture(name, config, layers, norm)
 
 
+_EAGLE = DraftHeadLayout(layer="model.layers.0", names={"projection": "model.fc"})
+_EAGLE3 = DraftHeadLayout(
+    layer="model.layers.0",
+    names={
+        "embedding_norm": "{layer}.input_layernorm",
+        "hidden_norm": "{layer}.hidden_norm",
+        "layers.attention_norm": "{layer}.hidden_norm",
+        "projection": "model.fc",
+    },
+)
+_MIMO_MTP = DraftHeadLayout(
+    layer="model.mtp_layers.0",
+    names={
+        "embedding_norm": "{layer}.token_layernorm",
+        "hidden_norm": "{layer}.hidden_layernorm",
+        "projection": "{layer}.input_proj",
+        "norm": "{layer}.final_layernorm",
+    },
+    hidden_first=True,
+)
 MISTRAL = {"sliding_window": 4096, "num_key_value_heads": 8, "max_position_embeddings": 131072}
 QWEN = {
     "use_sliding_window": False,
@@ -165,10 +186,14 @@ QWEN = {
     "max_position_embeddings": 32768,
 }
 FAMILIES = {
-    "LlamaForCausalLM": Family(_llama, NAMES, {"max_position_embeddings": 2048}),
+    "LlamaForCausalLM": Family(
+        _llama, NAMES, {"max_position_embeddings": 2048}, draft_heads={"eagle": _EAGLE, "eagle3": _EAGLE3}
+    ),
     "MistralForCausalLM": Family(mistral, NAMES, MISTRAL),
     "Qwen2ForCausalLM": Family(qwen2, NAMES, QWEN),
-    "MiMoForCausalLM": Family(qwen2, NAMES, QWEN, ignored_prefixes=("model.mtp_layers.",)),
+    "MiMoForCausalLM": Family(
+        qwen2, NAMES, QWEN, ignored_prefixes=("model.mtp_layers.",), draft_heads={"mtp": _MIMO_MTP}
+    ),
     "InternLM2ForCausalLM": Family(
         _internlm2, _INTERNLM2, {"max_position_embeddings": 2048, "bias": True}, rows=grouped_rows
     ),

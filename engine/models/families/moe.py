@@ -5,6 +5,7 @@ from __future__ import annotations
 from quire.engine.models.families.family import (
     NOT_TEXT,
     Config,
+    DraftHeadLayout,
     Family,
     Runs,
     activation,
@@ -34,6 +35,17 @@ STACKED_EXPERTS = {
     "layers.feed_forward.experts.down.weight": "model.layers.{layer}.mlp.experts.down_proj",
 }
 """Names of experts that are stacked in two tensors."""
+
+MTP_LAYER = DraftHeadLayout(
+    layer="model.layers.{after}",
+    names={
+        "embedding_norm": "{layer}.enorm",
+        "hidden_norm": "{layer}.hnorm",
+        "projection": "{layer}.eh_proj",
+        "norm": "{layer}.shared_head.norm",
+    },
+)
+"""Multi-token prediction as DeepSeek stores it: a layer after the last one, with copies of embedding and head."""
 
 MIXTRAL_NAMES = NAMES | {
     "layers.feed_forward.router": "model.layers.{layer}.block_sparse_moe.gate",
@@ -324,7 +336,13 @@ FAMILIES = {
             **dict.fromkeys(_MULTIPLIERS, 1.0),
         },
     ),
-    "Glm4MoeForCausalLM": Family(_glm4_moe, _GLM4_NAMES, _GLM4, after_layers="multi-token prediction"),
+    "Glm4MoeForCausalLM": Family(
+        _glm4_moe,
+        _GLM4_NAMES,
+        _GLM4,
+        after_layers="multi-token prediction",
+        draft_heads={"mtp": MTP_LAYER},
+    ),
     "Glm4vMoeForConditionalGeneration": Family(
         _glm4_moe,
         of_multimodal(_GLM4_NAMES),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from quire.engine.models.attention_spec import AttentionSpec
 from quire.engine.models.families.family import (
     Config,
+    DraftHeadLayout,
     Family,
     Runs,
     activation,
@@ -157,6 +159,16 @@ _QWEN35_MOE_DEFAULTS = _DEFAULTS | {
     "num_experts": 256,
 }
 _NOT_TEXT = ("mtp.", "model.visual.")
+_NEXT_MTP = DraftHeadLayout(
+    layer="mtp.layers.0",
+    names={
+        "embedding_norm": "mtp.pre_fc_norm_embedding",
+        "hidden_norm": "mtp.pre_fc_norm_hidden",
+        "projection": "mtp.fc",
+        "norm": "mtp.norm",
+    },
+)
+_QWEN35_MTP = replace(_NEXT_MTP, count="mtp_num_hidden_layers")
 
 FAMILIES = {
     "Qwen3NextForCausalLM": Family(
@@ -174,10 +186,23 @@ FAMILIES = {
         },
         rows=_next_rows,
         ignored_prefixes=_NOT_TEXT,
+        draft_heads={"mtp": _NEXT_MTP},
     ),
-    "Qwen3_5ForCausalLM": Family(_qwen35, _QWEN35_NAMES, _QWEN35_DEFAULTS, rows=_gate_rows, ignored_prefixes=_NOT_TEXT),
+    "Qwen3_5ForCausalLM": Family(
+        _qwen35,
+        _QWEN35_NAMES,
+        _QWEN35_DEFAULTS,
+        rows=_gate_rows,
+        ignored_prefixes=_NOT_TEXT,
+        draft_heads={"mtp": _QWEN35_MTP},
+    ),
     "Qwen3_5ForConditionalGeneration": Family(
-        _qwen35, of_multimodal(_QWEN35_NAMES), _QWEN35_DEFAULTS, rows=_gate_rows, ignored_prefixes=_NOT_TEXT
+        _qwen35,
+        of_multimodal(_QWEN35_NAMES),
+        _QWEN35_DEFAULTS,
+        rows=_gate_rows,
+        ignored_prefixes=_NOT_TEXT,
+        draft_heads={"mtp": _QWEN35_MTP},
     ),
     "Qwen3_5MoeForCausalLM": Family(
         _qwen35_moe, _QWEN35_NAMES, _QWEN35_MOE_DEFAULTS, rows=_gate_rows, ignored_prefixes=_NOT_TEXT

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from quire.engine.models.attention_spec import AttentionSpec, MLASpec
+from quire.engine.models.draft_head_spec import DraftHeadSpec
 from quire.engine.models.encoder_spec import EncoderSpec
 from quire.engine.models.families import FAMILIES, family_of
 from quire.engine.models.families.family import Family
@@ -201,6 +202,9 @@ def _parameters(
 
 def _outer(arch: ModelSpec, has_head: bool) -> _Parameters:
     """The parameters before and after the layers."""
+    if isinstance(arch, DraftHeadSpec):
+        yield from _outer_of_draft_head(arch)
+        return
     width = arch.hidden_size
     yield from _linear("embedding", {"": arch.vocab_size}, width)
     if arch.position_embeddings:
@@ -223,6 +227,19 @@ def _outer(arch: ModelSpec, has_head: bool) -> _Parameters:
             yield from _linear("distance_bias", {"": arch.relative_buckets}, arch.num_heads)
     elif has_head:
         yield from _linear("head", {"": arch.vocab_size}, width, bias=arch.head_bias)
+
+
+def _outer_of_draft_head(arch: DraftHeadSpec) -> _Parameters:
+    """Those of a head that drafts. Embedding and head of its target are among them if they are in its checkpoint."""
+    if arch.has_embedding or arch.is_in_target:
+        yield from _linear("embedding", {"": arch.vocab_size}, arch.hidden_size)
+    yield from _norm("embedding_norm", arch.embedding_norm, arch.hidden_size)
+    yield from _norm("hidden_norm", arch.hidden_norm, arch.hidden_size)
+    if arch.projection_inputs:
+        yield from _linear("projection", {"": arch.hidden_size}, arch.projection_inputs, bias=arch.projection_bias)
+    yield from _norm("norm", arch.norm, arch.hidden_size)
+    if arch.has_head:
+        yield from _linear("head", {"": arch.draft_vocab_size}, arch.hidden_size)
 
 
 def _inner(layer: LayerSpec, width: int) -> _Parameters:

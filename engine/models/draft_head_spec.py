@@ -1,0 +1,66 @@
+"""The description of a head that drafts: layers that continue a target's hidden states. No torch here.
+
+At each position it reads the target's hidden state there and the *next* token, and predicts the token after that one.
+Multi-token prediction (DeepSeek-V3, 2024) trains such a head with the model, and stores it in the model's checkpoint.
+EAGLE (Li et al. 2024) and EAGLE-3 (Li et al. 2025) train it for a finished model, and store it in a checkpoint of its
+own; EAGLE-3 reads the residual streams of three layers, projected, in place of the last layer's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from quire.engine.models.model_spec import ModelSpec
+from quire.engine.models.spec_parts import NormSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftHeadSpec(ModelSpec):
+    """A head that drafts. `name` is that of the family whose layers it has, and `vocab_size` the target's."""
+
+    method: Literal["mtp", "eagle", "eagle3"]
+    target_layers: int
+    target_hidden_size: int
+    reads_layers: tuple[int, ...] = ()
+    """The target's layers whose inputs it reads (`ModelSpec.aux_layers`); empty: the target's normalized output."""
+    hidden_norm: NormSpec | None = None
+    """Of the hidden state; `embedding_norm` is that of the embedded token."""
+    joins: Literal["embedding first", "hidden first"] | None = None
+    """How a projection combines the embedded token and the hidden state; None: the layer's attention reads both, and a
+    projection combines the inputs of `reads_layers`."""
+    projection_bias: bool = False
+    draft_vocab_size: int = 0
+    """Tokens that its own head has logits of."""
+    has_embedding: bool = False
+    """Whether it has an embedding of its own; otherwise it uses the target's."""
+    has_head: bool = False
+    """The same for the head that computes logits."""
+    feeds_normed: bool = False
+    """What stands for the target's hidden state behind a draft: its own output, after `norm` or before."""
+    stored_layer: str = ""
+    """What stands before the names of its layer's tensors, if that is not the same for all checkpoints."""
+
+    @property
+    def is_in_target(self) -> bool:
+        """Whether the target's checkpoint has it."""
+        return self.method == "mtp"
+
+    @property
+    def projection_inputs(self) -> int:
+        """Features that the projection reads; 0: there is none."""
+        return 2 * self.hidden_size if self.joins else len(self.reads_layers) * self.target_hidden_size
+
+    def stage_parameters(self, stages: Sequence[range], stage: int, tp: int) -> int:
+        """Parameters on one rank, without an embedding that is a copy of the target's."""
+        hidden = self.hidden_size
+        count = sum(layer.num_parameters(hidden, tp) for layer in self.layers)
+        count += sum(
+            norm.num_parameters(hidden)
+            for norm in (self.embedding_norm, self.hidden_norm, self.norm)
+            if norm is not None
+        )
+        count += hidden * (self.projection_inputs + self.projection_bias)
+        count += self.has_embedding * self.vocab_per_rank(tp) * hidden
+        return count + self.has_head * -(-self.draft_vocab_size // tp) * hidden

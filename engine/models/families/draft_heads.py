@@ -1,0 +1,151 @@
+"""Heads that draft: from the target's config.json, or that of a checkpoint of their own, to a `DraftHeadSpec`.
+
+Layouts and settings are those of the publishers: SafeAILab's, vLLM's speculators and ModelOpt for EAGLE, and the
+model's own publisher for multi-token prediction. No torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+from quire.engine.models.attention_spec import AttentionSpec, MLASpec
+from quire.engine.models.draft_head_spec import DraftHeadSpec
+from quire.engine.models.families import FAMILIES, from_hf_config
+from quire.engine.models.families.family import require
+from quire.engine.models.model_spec import ModelSpec, TransformersModelSpec
+from quire.engine.protocol.errors import ConfigError
+
+ARCHITECTURES = {
+    "eagle": ("EagleLlamaForCausalLM", "LlamaForCausalLMEagle", "LlamaForCausalLM"),
+    "eagle3": (
+        *("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM"),
+        *("Eagle3Speculator", "Eagle3DraftModel"),
+    ),
+}
+"""Names in config.json of the heads of each method. The first publishers left the name of the layer's family."""
+MTP_FAMILIES = tuple(name for name, family in FAMILIES.items() if "mtp" in family.draft_heads)
+"""Architectures with a head for multi-token prediction whose layout is known."""
+
+
+def mtp_head(config: Mapping[str, Any], target: ModelSpec) -> DraftHeadSpec:
+    """Return the first head for multi-token prediction in the checkpoint of `target`, whose config.json is `config`.
+
+    Its layer is like the target's last one with attention. Raises `ConfigError` if there is none, or if its layout is
+    not known.
+    """
+    if target.name not in MTP_FAMILIES or isinstance(target, TransformersModelSpec):
+        raise ConfigError(f"mtp is not supported for {target.name}; supported: {', '.join(MTP_FAMILIES)}")
+    layout = FAMILIES[target.name].draft_heads["mtp"]
+    if config.get(layout.count, 1) in (0, None):
+        raise ConfigError(f"mtp: {target.name} has no head for multi-token prediction ({layout.count} is 0)")
+    layer = next((each for each in reversed(target.layers) if each.attention is not None), target.layers[-1])
+    if isinstance(layer.attention, MLASpec) and layer.attention.shares_selection:
+        raise ConfigError(f"mtp is not supported for {target.name} with layers that share a selection (indexer_types)")
+    return DraftHeadSpec(
+        name=target.name,
+        method="mtp",
+        hidden_size=target.hidden_size,
+        vocab_size=target.vocab_size,
+        max_position=target.max_position,
+        layers=(layer,),
+        norm=target.norm,
+        tie_embeddings=False,
+        separate_experts=target.separate_experts,
+        target_layers=target.num_layers,
+        target_hidden_size=target.hidden_size,
+        embedding_norm=target.norm,
+        hidden_norm=target.norm,
+        joins="hidden first" if layout.hidden_first else "embedding first",
+        feeds_normed=True,
+    )
+
+
+def eagle_head(method: str, config: Mapping[str, Any], names: Collection[str], target: ModelSpec) -> DraftHeadSpec:
+    """Return the head that `config`, its config.json, describes. `names` are those of its checkpoint's tensors.
+
+    Raises `ConfigError` if it is not supported, or does not fit `target`.
+    """
+    if isinstance(target, TransformersModelSpec) or target.alt_up is not None:
+        raise ConfigError(f"{method} is not supported for {target.name}, whose layers' outputs are not accessible")
+    config = {**(config.get("transformer_layer_config") or {}), **config}
+    known, stated = ARCHITECTURES[method], config.get("architectures") or ["LlamaForCausalLM"]
+    if not any(name in known for name in stated):
+        raise ConfigError(f"{method}: {', '.join(stated)} is not supported; supported: {', '.join(known)}")
+    settings = config.get("eagle_config") or {}
+    require(config, "model_type", "llama", "eagle", "eagle3")
+    require(config, "num_hidden_layers", 1)
+    require(config, "quantization_config", None)
+    require(settings, "use_mtp_layernorm", False)
+    require(settings, "use_last_layernorm", True)
+    require(settings, "use_input_layernorm_in_first_layer", True)
+    base = from_hf_config({**config, "architectures": ["LlamaForCausalLM"]})
+    (layer,), hidden, norm = base.layers, base.hidden_size, base.norm
+    assert isinstance(layer.attention, AttentionSpec)
+    is_third, own_names = method == "eagle3", {name.removeprefix("model.") for name in names}
+    width = int(config.get("target_hidden_size") or hidden) if is_third else hidden
+    if width != target.hidden_size:
+        raise ConfigError(f"{method}: the head is for a model of hidden size {width}, not {target.hidden_size}")
+    if base.vocab_size != target.vocab_size:
+        raise ConfigError(
+            f"{method}: the head is for a vocabulary of {base.vocab_size} tokens, not {target.vocab_size}"
+        )
+    common: dict[str, Any] = {
+        "name": base.name,
+        "method": method,
+        "hidden_size": hidden,
+        "vocab_size": target.vocab_size,
+        "max_position": base.max_position,
+        "tie_embeddings": False,
+        "logit_multiplier": float(config.get("logit_scale") or 1.0),
+        "target_layers": target.num_layers,
+        "target_hidden_size": width,
+    }
+    if not is_third:
+        return DraftHeadSpec(
+            **common,
+            layers=(replace(layer, attention_norm=None),),
+            norm=None,
+            joins="embedding first",
+            projection_bias="fc.bias" in own_names,
+        )
+    reads = _read_layers(config, target.num_layers) if settings.get("use_aux_hidden_state", True) else ()
+    is_normed = bool(config.get("norm_before_residual", False))
+    attention = replace(layer.attention, input_size=2 * hidden)
+    has_embedding, has_head = "embed_tokens.weight" in own_names, "lm_head.weight" in own_names
+    if not has_embedding and hidden != target.hidden_size:
+        raise ConfigError(f"eagle3: the head has no embedding of its own hidden size {hidden} (embed_tokens.weight)")
+    draft_vocab = int(config.get("draft_vocab_size") or target.vocab_size)
+    if draft_vocab > target.vocab_size or (draft_vocab < target.vocab_size and not {"d2t"} <= own_names):
+        raise ConfigError(
+            f"eagle3: the head has logits of {draft_vocab} tokens, the model {target.vocab_size}, and its checkpoint "
+            "does not say which they are (d2t)"
+        )
+    if not has_head and (draft_vocab, hidden) != (target.vocab_size, target.hidden_size):
+        raise ConfigError(f"eagle3: the head has no matrix for the logits of its {draft_vocab} tokens (lm_head.weight)")
+    return DraftHeadSpec(
+        **common,
+        layers=(replace(layer, attention=attention, attention_norm=None if is_normed else norm, reads_embedding=True),),
+        norm=norm,
+        embedding_norm=norm,
+        hidden_norm=norm if is_normed else None,
+        reads_layers=reads,
+        projection_bias="fc.bias" in own_names,
+        draft_vocab_size=draft_vocab,
+        has_embedding=has_embedding,
+        has_head=has_head,
+        stored_layer="model.midlayer" if any(name.startswith("midlayer.") for name in own_names) else "",
+    )
+
+
+def _read_layers(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    """Return the layers whose inputs the head reads: as ModelOpt and SGLang state them, by the layers' outputs; as vLLM
+    and its speculators do, by inputs; or those of the paper's code."""
+    outputs = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    inputs = config.get("eagle_aux_hidden_state_layer_ids") or config.get("aux_hidden_state_layer_ids")
+    stated = [int(number) + 1 for number in outputs] if outputs else [int(number) for number in inputs or ()]
+    found = tuple(stated or (2, num_layers // 2, num_layers - 3))
+    if not all(0 <= number <= num_layers for number in found):
+        raise ConfigError(f"eagle3: the head reads layers {found}, but the model has {num_layers}")
+    return found
