@@ -197,7 +197,7 @@ def _draft_tokens(model: ModelConfig, arch: DraftHeadSpec) -> Tensor:
         not len(tokens)
         or int(tokens.min()) < 0
         or int(tokens.max()) >= arch.vocab_size
-        or len(tokens.unique()) < len(tokens)
+        or len({*tokens.tolist()}) < len(tokens)
     ):
         raise ConfigError(
             f"{info.file}: d2t, of shape {list(info.shape)}, does not give {arch.draft_vocab_size} different tokens "

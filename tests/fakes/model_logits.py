@@ -51,7 +51,7 @@ def logits(config: EngineConfig, tokens: Tensor, parallel: Parallel) -> Tensor:
         caches: list[LayerCache] = []
         for number in layers:
             source = arch.layers[number].kv_source
-            own = _cache(arch.layers[number], parallel.size, blocks, dtype)
+            own = layer_cache(arch.layers[number], parallel.size, blocks, dtype)
             caches.append(own if source is None else own._replace(memory=caches[layers.index(source)].memory))
         hidden = decoder(hidden, batch, caches)
     assert hidden is not None
@@ -59,7 +59,7 @@ def logits(config: EngineConfig, tokens: Tensor, parallel: Parallel) -> Tensor:
     return decoder.logits(hidden)
 
 
-def _cache(spec: LayerSpec, tp: int, blocks: int, dtype: torch.dtype) -> LayerCache:
+def layer_cache(spec: LayerSpec, tp: int, blocks: int, dtype: torch.dtype) -> LayerCache:
     """The cache of a layer, with blocks of four tokens."""
     memory = keys = state = None
     if spec.attention is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from quire.engine.models.attention_spec import AttentionSpec, MLASpec
 from quire.engine.models.draft_head_spec import DraftHeadSpec
@@ -62,8 +62,11 @@ def mtp_head(config: Mapping[str, Any], target: ModelSpec) -> DraftHeadSpec:
     )
 
 
-def eagle_head(method: str, config: Mapping[str, Any], names: Collection[str], target: ModelSpec) -> DraftHeadSpec:
-    """Return the head that `config`, its config.json, describes. `names` are those of its checkpoint's tensors.
+def eagle_head(
+    method: Literal["eagle", "eagle3"], config: Mapping[str, Any], names: Collection[str] | None, target: ModelSpec
+) -> DraftHeadSpec:
+    """Return the head that `config`, its config.json, describes. `names` are those of its checkpoint's tensors; None:
+    they are not known, and those of its first publisher.
 
     Raises `ConfigError` if it is not supported, or does not fit `target`.
     """
@@ -83,7 +86,10 @@ def eagle_head(method: str, config: Mapping[str, Any], names: Collection[str], t
     base = from_hf_config({**config, "architectures": ["LlamaForCausalLM"]})
     (layer,), hidden, norm = base.layers, base.hidden_size, base.norm
     assert isinstance(layer.attention, AttentionSpec)
-    is_third, own_names = method == "eagle3", {name.removeprefix("model.") for name in names}
+    is_third = method == "eagle3"
+    if names is None:
+        names = ["midlayer.", "d2t", "lm_head.weight"] if is_third else ["fc.bias"] * bool(config.get("bias", True))
+    own_names = {name.removeprefix("model.") for name in names}
     width = int(config.get("target_hidden_size") or hidden) if is_third else hidden
     if width != target.hidden_size:
         raise ConfigError(f"{method}: the head is for a model of hidden size {width}, not {target.hidden_size}")
@@ -117,7 +123,7 @@ def eagle_head(method: str, config: Mapping[str, Any], names: Collection[str], t
     if not has_embedding and hidden != target.hidden_size:
         raise ConfigError(f"eagle3: the head has no embedding of its own hidden size {hidden} (embed_tokens.weight)")
     draft_vocab = int(config.get("draft_vocab_size") or target.vocab_size)
-    if draft_vocab > target.vocab_size or (draft_vocab < target.vocab_size and not {"d2t"} <= own_names):
+    if draft_vocab > target.vocab_size or (draft_vocab < target.vocab_size and "d2t" not in own_names):
         raise ConfigError(
             f"eagle3: the head has logits of {draft_vocab} tokens, the model {target.vocab_size}, and its checkpoint "
             "does not say which they are (d2t)"

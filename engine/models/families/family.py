@@ -99,10 +99,10 @@ class Family:
         return self.names(arch) if callable(self.names) else self.names
 
     def of_draft_head(self, arch: DraftHeadSpec) -> Family:
-        """How to read a head that drafts; embedding and head are the target's unless the layout names others."""
+        """How to read a head that drafts; modules outside the layer are the target's unless the layout names others."""
         layout, own = self.draft_heads[arch.method], self.names_of(arch)
         prefix = arch.stored_layer or layout.layer.replace("{after}", str(arch.target_layers))
-        outer = {module: own[module] for module in ("embedding", "head") if module in own}
+        outer = {module: own[module] for module in ("embedding", "norm", "head") if module in own}
         inner = {
             module: re.sub(r"^.*\blayers\.\{layer\}", prefix, name)
             for module, name in own.items()

@@ -1,0 +1,59 @@
+"""Resolves heads that draft (`ModelConfig` of the target → that of the head). No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+from quire.engine.config import model_files
+from quire.engine.config.checkpoint_tensors import by_needed_name, check_tensors
+from quire.engine.config.engine_config import ModelConfig
+from quire.engine.config.model_files import TensorInfo
+from quire.engine.models.draft_head_spec import DraftHeadSpec
+from quire.engine.models.families import FAMILIES, draft_heads, of_text
+from quire.engine.models.families.tensors import checkpoint_tensors
+from quire.engine.protocol.errors import ConfigError
+
+
+def mtp(target: ModelConfig) -> ModelConfig:
+    """Return the head for multi-token prediction in the target's checkpoint. Raises `ConfigError` if there is none."""
+    if target.load_format not in ("safetensors", "pt", "dummy"):
+        raise ConfigError(f"mtp is not supported with --load-format {target.load_format}")
+    config = model_files.with_overrides(model_files.read_json(target.path / "config.json"), target.hf_overrides)
+    return replace(target, architecture=draft_heads.mtp_head(of_text(config), target.architecture), packed_cache=0.0)
+
+
+def eagle(
+    method: Literal["eagle", "eagle3"], path: Path, load_format: Literal["safetensors", "pt"], target: ModelConfig
+) -> ModelConfig:
+    """Return the head in the folder `path`. Raises `ConfigError` if it is not supported or does not fit the target."""
+    names = model_files.tensor_names(path, load_format)
+    config = model_files.read_json(path / "config.json")
+    try:
+        arch = draft_heads.eagle_head(method, config, names, target.architecture)
+    except ConfigError as error:
+        raise ConfigError(f"{path / 'config.json'}: {error}") from None
+    return replace(
+        target,
+        path=path,
+        architecture=arch,
+        load_format="dummy" if target.load_format == "dummy" else load_format,
+        hf_overrides={},
+        packed_cache=0.0,
+        quantized=None,
+        quantized_outer=frozenset(),
+    )
+
+
+def with_aux_layers(target: ModelConfig, head: ModelConfig) -> ModelConfig:
+    """Return the target with what the head reads of it."""
+    assert isinstance(head.architecture, DraftHeadSpec)
+    return replace(target, architecture=replace(target.architecture, aux_layers=head.architecture.reads_layers))
+
+
+def check(head: ModelConfig, headers: Mapping[str, TensorInfo]) -> None:
+    """Raise `ConfigError` naming the tensors of the head that are missing or do not fit."""
+    needed = checkpoint_tensors(head.architecture, has_head=True)
+    check_tensors(head, needed, by_needed_name(headers, FAMILIES[head.architecture.name].prefix, needed))

@@ -1,0 +1,225 @@
+"""Heads that draft against the forward passes of `tests.fakes.draft_heads`: the same weights in float32."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from quire import kernels
+from quire.engine.config import draft_heads
+from quire.engine.config.engine_config import EngineConfig, ModelConfig
+from quire.engine.config.model_files import read_headers
+from quire.engine.distributed.communicator import Parallel
+from quire.engine.layers.attention import Batch, LayerCache
+from quire.engine.models.decoder import Decoder
+from quire.engine.models.draft_head import DraftHead
+from quire.engine.models.loader import load, load_draft_head
+from quire.engine.protocol.errors import ConfigError
+from tests.fakes.draft_heads import HEAD, MTP_CASES, Reference, write_eagle, write_eagle3, write_mtp
+from tests.fakes.families import write
+from tests.fakes.model_logits import CPU, configure, layer_cache
+from tests.fakes.ranks import on_ranks
+
+Write = Callable[[Path], Reference]
+COUNT = 23
+CASES: dict[str, Write] = {
+    "EAGLE": partial(write_eagle, "Llama"),
+    "EAGLE-3": partial(write_eagle3, "Llama"),
+    "EAGLE-3, norm before the residual": partial(write_eagle3, "Qwen3", norm_before_residual=True),
+    "EAGLE-3, another width": partial(write_eagle3, "Llama", hidden_size=32, target_hidden_size=48),
+    **{f"MTP, {case}": partial(write_mtp, case) for case in MTP_CASES},
+}
+
+
+def head_of(case: str, folder: Path, model: ModelConfig) -> ModelConfig:
+    if case.startswith("MTP"):
+        return draft_heads.mtp(model)
+    return draft_heads.eagle("eagle3" if "EAGLE-3" in case else "eagle", folder / HEAD, "safetensors", model)
+
+
+def with_head(case: str, folder: Path, **options: Any) -> tuple[EngineConfig, ModelConfig]:
+    config = configure(folder, max_model_len=64, **options)
+    head = head_of(case, folder, config.model)
+    return replace(config, model=draft_heads.with_aux_layers(config.model, head)), head
+
+
+def a_batch(token_ids: Tensor, start: int) -> Batch:
+    """One request's tokens from position `start` on."""
+    count = len(token_ids)
+    positions = torch.arange(start, start + count)
+    return Batch(
+        token_ids=token_ids,
+        positions=positions,
+        slot_mapping=positions,
+        block_tables=torch.arange(16)[None],
+        sequence_lengths=torch.tensor([start + count]),
+        query_starts=torch.tensor([0, count]),
+        logits_indices=positions - start,
+        segments=kernels.StateSegments(*map(torch.tensor, ([0, count], [0, 1], [0 if start else -1], [0]))),
+    )
+
+
+class Stages:
+    """A model's stages on one rank, with caches, one after the other in this process; and its head."""
+
+    def __init__(self, config: EngineConfig, head: ModelConfig, parallel: Parallel) -> None:
+        arch, dtype = config.model.architecture, torch.float32
+        self.stages: list[tuple[Decoder, list[LayerCache]]] = []
+        for stage, layers in enumerate(config.parallel.stages):
+            decoder = load(config, stage * parallel.size + parallel.rank, parallel, CPU)
+            caches = [layer_cache(arch.layers[number], parallel.size, 16, dtype) for number in layers]
+            self.stages.append((decoder, caches))
+        self.head = load_draft_head(config, head, parallel, CPU, self.stages[-1][0])
+        self.caches = [layer_cache(layer, parallel.size, 16, dtype) for layer in head.architecture.layers]
+
+    def output(self, batch: Batch) -> Tensor:
+        hidden = None
+        for decoder, caches in self.stages:
+            hidden = decoder(hidden, batch, caches)
+        assert hidden is not None
+        return hidden
+
+
+def run(config: EngineConfig, head: ModelConfig, tokens: Tensor, cuts: list[int], parallel: Parallel) -> list[Tensor]:
+    """Target's logits, what the head reads, feeds back, and its logits, at all positions but the last, of steps that
+    end at `cuts`."""
+    model, found = Stages(config, head, parallel), []
+    for start, end in zip((0, *cuts), cuts, strict=False):
+        batch = a_batch(tokens[start:end], start)
+        output = model.output(batch)
+        states = model.head.hidden_states(output)
+        out = model.head(tokens[start + 1 : end + 1], states, batch, model.caches)
+        target = model.stages[-1][0]
+        found.append((target.logits(output), states, model.head.fed_back(out), model.head.logits(out)))
+    return [torch.cat(parts) for parts in zip(*found, strict=True)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_heads_compute_what_the_papers_say(case: str, tmp_path: Path) -> None:
+    """At once, in parts, and token by token."""
+    reference = CASES[case](tmp_path)
+    tokens = torch.randint(0, 131, (COUNT + 1,), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        logits = reference.target(tokens[None]).logits[0, :-1]
+        states = reference.states(tokens)[:-1]
+        expected = [logits, states, *reference.step(tokens[1:], states)]
+    for tp, pp, cuts in ((1, 1, [COUNT]), (1, 2, [5, 6, COUNT]), (2, 1, [*range(1, COUNT + 1)]), (2, 2, [7, COUNT])):
+        config, head = with_head(case, tmp_path, tensor_parallel_size=tp, pipeline_parallel_size=pp)
+        for results in on_ranks(tp, partial(run, config, head, tokens, cuts)):
+            for result, right in zip(results, expected, strict=True):
+                assert (result == -torch.inf).equal(right == -torch.inf)
+                is_known = right > -torch.inf
+                assert (result - right)[is_known].abs().max() <= 1e-4 * right[is_known].abs().max()
+
+
+@pytest.mark.parametrize("case", ["EAGLE-3", "MTP, DeepSeek V3", "MTP, Qwen3-Next"])
+def test_drafts_after_drafts_read_what_the_head_feeds_back(case: str, tmp_path: Path) -> None:
+    reference = CASES[case](tmp_path)
+    tokens = torch.randint(0, 131, (COUNT,), generator=torch.Generator().manual_seed(1)).tolist()
+    config, head = with_head(case, tmp_path)
+
+    def drafts(parallel: Parallel) -> list[int]:
+        model = Stages(config, head, parallel)
+        known = list(tokens)
+        batch = a_batch(torch.tensor(known[:-1]), 0)
+        out = model.head(torch.tensor(known[1:]), model.head.hidden_states(model.output(batch)), batch, model.caches)
+        for _ in range(3):
+            known.append(int(model.head.logits(out[-1:]).argmax()))
+            batch = a_batch(torch.tensor(known[-2:-1]), len(known) - 2)
+            out = model.head(torch.tensor(known[-1:]), model.head.fed_back(out[-1:]), batch, model.caches)
+        return known[len(tokens) :]
+
+    assert on_ranks(1, drafts) == [reference.drafts(tokens, 3)]
+
+
+@pytest.mark.parametrize("case", ["EAGLE", "EAGLE-3", "EAGLE-3, another width", "MTP, GLM-4 MoE"])
+def test_heads_have_the_parameters_that_are_planned(case: str, tmp_path: Path) -> None:
+    CASES[case](tmp_path)
+    for tp in (1, 2, 4):
+        config, head = with_head(case, tmp_path, tensor_parallel_size=tp)
+        arch, checkpoint = head.architecture, replace(head, load_format="dummy")
+
+        def count(parallel: Parallel, config: EngineConfig = config, head: ModelConfig = checkpoint) -> int:
+            target = load(config, parallel.rank, parallel, CPU)
+            module: DraftHead = load_draft_head(config, head, parallel, CPU, target, pack=False)
+            return sum(weight.numel() for weight in module.parameters())
+
+        assert on_ranks(tp, count) == [arch.stage_parameters([range(1)], 0, tp)] * tp
+
+
+def test_weights_are_quantized_while_loading(tmp_path: Path) -> None:
+    write_eagle3("Llama", tmp_path)
+    tokens = torch.randint(0, 131, (COUNT + 1,), generator=torch.Generator().manual_seed(1))
+    exact, rounded = (
+        on_ranks(1, partial(run, *with_head("EAGLE-3", tmp_path, quantization=quantization), tokens, [COUNT]))[0][-1]
+        for quantization in (None, "int8")
+    )
+    known = exact > -torch.inf
+    assert 0 < (exact - rounded)[known].abs().mean() <= 0.2 * exact[known].abs().mean()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": 140}, "head is for a vocabulary of 140 tokens, not 131"),
+        ({"target_hidden_size": 64}, "head is for a model of hidden size 64, not 48"),
+        ({"hidden_size": 32, "target_hidden_size": 48}, "no embedding of its own hidden size 32"),
+        ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "Eagle3DeepseekV2ForCausalLM is not supported"),
+        ({"num_hidden_layers": 2}, "num_hidden_layers 2 is not supported"),
+        ({"eagle_config": {"use_last_layernorm": False}}, "use_last_layernorm False is not supported"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}}, r"reads layers \(2, 3, 5\)"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config .* is not supported"),
+        ({"draft_vocab_size": 140}, "logits of 140 tokens, the model 131"),
+    ],
+)
+def test_eagle_heads_that_do_not_fit_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    write_eagle3("Llama", tmp_path)
+    file = tmp_path / HEAD / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    with pytest.raises(ConfigError, match=message):
+        with_head("EAGLE-3", tmp_path)
+
+
+def test_tensors_of_eagle_heads_are_checked(tmp_path: Path) -> None:
+    write_eagle3("Llama", tmp_path)
+    file = tmp_path / HEAD / "model.safetensors"
+    whole = load_file(file)
+    save_file({name: each for name, each in whole.items() if name not in ("fc.weight", "norm.weight")}, file)
+    _, head = with_head("EAGLE-3", tmp_path)
+    with pytest.raises(ConfigError, match=r"model.fc.weight is missing; model.norm.weight is missing"):
+        draft_heads.check(head, read_headers(file.parent))
+    save_file(whole | {"d2t": whole["d2t"] * 0 - 1}, file)
+    config, head = with_head("EAGLE-3", tmp_path)
+    with pytest.raises(ConfigError, match=r"d2t, of shape .60., does not give 60 different tokens below 131"):
+        on_ranks(1, partial(Stages, config, head))
+    save_file({name: each for name, each in whole.items() if name != "d2t"}, file)
+    with pytest.raises(ConfigError, match=r"logits of 60 tokens, the model 131, .* does not say which they are"):
+        with_head("EAGLE-3", tmp_path)
+
+
+def test_models_whose_heads_are_not_known_are_refused(tmp_path: Path) -> None:
+    write("Llama", tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"mtp is not supported for LlamaForCausalLM; supported: .*DeepseekV3ForCausalLM"
+    ):
+        draft_heads.mtp(configure(tmp_path).model)
+
+
+def test_a_checkpoint_without_its_head_is_refused(tmp_path: Path) -> None:
+    write("DeepSeek V3", tmp_path)
+    head = draft_heads.mtp(configure(tmp_path).model)
+    with pytest.raises(ConfigError, match=r"model.layers.4.enorm.weight is missing"):
+        draft_heads.check(head, read_headers(tmp_path))
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_nextn_predict_layers": 0}))
+    with pytest.raises(ConfigError, match=r"no head for multi-token prediction .num_nextn_predict_layers is 0."):
+        draft_heads.mtp(configure(tmp_path).model)
