@@ -20,7 +20,7 @@ FOLDERS = ("quire", "server", "engine", "kernels")
 SPEC = (
     *("engine.models.families", "engine.models.model_spec", "engine.models.encoder_spec"),
     *("engine.models.attention_spec", "engine.models.recurrent_spec", "engine.models.spec_parts"),
-    "engine.models.quantization",
+    *("engine.models.draft_head_spec", "engine.models.quantization"),
 )
 """What models are, in numbers: the part of `engine.models` without torch."""
 BASE = (
