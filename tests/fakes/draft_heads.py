@@ -6,7 +6,7 @@ A case's target and the layers of heads for multi-token prediction are transform
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,7 +108,7 @@ def write_eagle(target: str, folder: Path) -> Reference:
     model = write(target, folder)
     width, vocab = model.config.hidden_size, model.config.vocab_size
     config = SIZES | {"hidden_size": width, "num_hidden_layers": 1, "vocab_size": vocab, "model_type": "llama"}
-    layer: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config)).eval()
+    layer: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config)).train(False)
     torch.nn.init.normal_(layer.model.layers[0].post_attention_layernorm.weight, 1.0, 0.2)
     tensors = {f"layers.0.{name}": each.detach() for name, each in layer.model.layers[0].state_dict().items()}
     del tensors["layers.0.input_layernorm.weight"]
@@ -178,7 +178,7 @@ def write_mtp(case: str, folder: Path) -> Reference:
         if name.startswith("model.layers.0.")
     }
     tensors[f"{names['norm']}.weight"] = own["model.norm.weight"]
-    shapes = {f"{names['projection']}.weight": (width, 2 * width)}
+    shapes: dict[str, tuple[int, ...]] = {f"{names['projection']}.weight": (width, 2 * width)}
     shapes |= {f"{names[each]}.weight": (width,) for each in ("embedding", "hidden")}
     tensors |= _random(shapes)
     file = folder / "model.safetensors"
@@ -206,7 +206,7 @@ def write_mtp(case: str, folder: Path) -> Reference:
     return Reference(model, (), lambda states: states, step)
 
 
-def _random(shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
+def _random(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(3)
     found = {}
     for name, shape in shapes.items():
@@ -228,7 +228,8 @@ def _rms(x: Tensor, weight: Tensor) -> Tensor:
 def _attention(x: Tensor, part: dict[str, Tensor], config: dict[str, Any]) -> Tensor:
     """Grouped-query attention with rotary positions, `[tokens, features]` → `[tokens, hidden]`."""
     query, key, value = (
-        (x @ part[f"self_attn.{name}_proj"].T).unflatten(-1, (-1, config["head_dim"])).transpose(0, 1) for name in "qkv"
+        torch.unflatten(x @ part[f"self_attn.{name}_proj"].T, -1, (-1, config["head_dim"])).transpose(0, 1)
+        for name in "qkv"
     )
     half = config["head_dim"] // 2
     angles = torch.arange(len(x))[:, None] * config["rope_theta"] ** (-torch.arange(half) / half)
@@ -245,4 +246,5 @@ def _attention(x: Tensor, part: dict[str, Tensor], config: dict[str, Any]) -> Te
     key, value = (each.repeat_interleave(len(query) // len(each), 0) for each in (key, value))
     scores = query @ key.transpose(1, 2) * config["head_dim"] ** -0.5
     scores = scores + torch.full((len(x), len(x)), -torch.inf).triu(1)
-    return (scores.softmax(-1) @ value).transpose(0, 1).flatten(1) @ part["self_attn.o_proj"].T
+    mixed: Tensor = (scores.softmax(-1) @ value).transpose(0, 1).flatten(1)
+    return mixed @ part["self_attn.o_proj"].T

@@ -82,7 +82,7 @@ class Stages:
         self.caches = [layer_cache(layer, parallel.size, 16, dtype) for layer in head.architecture.layers]
 
     def output(self, batch: Batch) -> Tensor:
-        hidden = None
+        hidden: Tensor | None = None
         for decoder, caches in self.stages:
             hidden = decoder(hidden, batch, caches)
         assert hidden is not None
