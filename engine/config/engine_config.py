@@ -349,7 +349,7 @@ _MIN_SHARE = 256
 class SpeculativeConfig:
     """How the next tokens of a request are guessed."""
 
-    method: Literal["ngram", "draft_model"] = "ngram"
+    method: Literal["ngram", "draft_model", "mtp", "eagle", "eagle3"] = "ngram"
     num_speculative_tokens: int = 16
     """Maximum draft tokens of a row."""
     prompt_lookup_min: int = 2
@@ -359,6 +359,11 @@ class SpeculativeConfig:
     target's (see `EngineConfig.drafter`)."""
     tensor_parallel_size: int = 1
     """Ranks of the last stage that `model` is sharded over: all of them, or only the first one has it."""
+
+    @property
+    def reads_hidden_states(self) -> bool:
+        """Whether `model` is a head on the target, which reads its hidden states and runs in each of its steps."""
+        return self.method in ("mtp", "eagle", "eagle3")
 
 
 @dataclass(frozen=True, kw_only=True)

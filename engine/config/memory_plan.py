@@ -19,6 +19,7 @@ from quire.engine.config.engine_config import (
 )
 from quire.engine.config.kv_cache_groups import KVCacheShape, block_bytes, cached_layers, count_planes
 from quire.engine.models.attention_spec import MLASpec
+from quire.engine.models.draft_head_spec import DraftHeadSpec
 from quire.engine.models.model_spec import ExpertParallelMoESpec, ModelSpec, MoESpec
 from quire.engine.models.quantization.form import INT4_GROUPS, Form, form_of
 from quire.engine.models.spec_parts import MatrixShape
@@ -49,8 +50,10 @@ class MemoryPlan:
         workspace, graphs = _workspace(config), _graphs(config)
         if (drafter := config.drafter) is not None:
             weights[-1] += _weight_bytes(drafter.model, drafter.parallel, 0)
+            weights[-1] += _copied_embedding_bytes(config, drafter.model.architecture)
             workspace = max(workspace, _workspace(drafter))
-            graphs += _graphs(drafter) if config.parallel.device == "cpu" else 0
+            has_graphs = config.parallel.device == "cpu" and not isinstance(drafter.model.architecture, DraftHeadSpec)
+            graphs += _graphs(drafter) if has_graphs else 0
         return MemoryPlan(
             weights=tuple(weights),
             kv_block=tuple(_kv_block_bytes(cache, count_planes(specs, cache.groups, stage)) for stage in stages),
@@ -68,6 +71,14 @@ def _workspace(config: EngineConfig) -> int:
     logits *= model.pooling is None
     activations = (_activations(config, arch) + attention) * DTYPE_BYTES[model.dtype]
     return activations + logits + _selection_bytes(config, arch) + _eplb_buffer_bytes(config, arch)
+
+
+def _copied_embedding_bytes(config: EngineConfig, drafter: ModelSpec) -> int:
+    """Bytes of the target's embedding on the last stage, if a head reads it there and it is on another one."""
+    if not isinstance(drafter, DraftHeadSpec) or drafter.has_embedding or len(config.parallel.stages) == 1:
+        return 0
+    embedding, _ = config.model.architecture.outer_matrices(config.parallel.tensor_parallel_size)
+    return embedding_bytes(config.model, config.parallel.device, embedding)
 
 
 def _graphs(config: EngineConfig) -> int:

@@ -48,10 +48,13 @@ def plan_text(config: EngineConfig) -> str:
         )
     if (drafter := config.drafter) is not None:
         where = "" if drafter.parallel.tensor_parallel_size == tp else f" (rank {pp * tp - tp})"
+        speculative = config.scheduler.speculative
+        kind = f"draft model {drafter.model.architecture.name}"
+        if speculative is not None and speculative.reads_hidden_states:
+            kind = f"{speculative.method} head"
         lines.append(
-            f"  stage {pp - 1}{where} also has the draft model {drafter.model.architecture.name} from "
-            f"{drafter.model.path}, for up to {config.scheduler.max_drafts} tokens at once; its weights and KV cache "
-            "are included"
+            f"  stage {pp - 1}{where} also has the {kind} from {drafter.model.path}, for up to "
+            f"{config.scheduler.max_drafts} tokens at once; its weights and KV cache are included"
         )
     if not cache.num_blocks:
         return "\n".join([*lines, limits])

@@ -19,6 +19,7 @@ from quire.engine.config import (
     checkpoint_tensors,
     cuda_graph_sizes,
     devices,
+    draft_heads,
     gguf_folder,
     memory_plan,
     model_config,
@@ -87,6 +88,8 @@ def resolve(
     scheduler = scheduler_config.resolve(options, model, available)
     speculative = speculative_config.resolve(options, model, parallel, scheduler, available)
     scheduler = replace(scheduler, speculative=speculative)
+    if speculative is not None and speculative.model is not None and speculative.reads_hidden_states:
+        model = draft_heads.with_aux_layers(model, speculative.model)
     cache = cache_config.resolve(options, model, parallel, scheduler)
     if available.kind == "cuda" and remote_devices is None:
         cache_config.check_gpus(options, cache, available)

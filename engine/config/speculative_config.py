@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Literal, cast
 
-from quire.engine.config import model_config, parallel_config
+from quire.engine.config import draft_heads, model_config, model_files, model_folder, parallel_config
 from quire.engine.config.devices import Devices
 from quire.engine.config.engine_config import ModelConfig, ParallelConfig, SchedulerConfig, SpeculativeConfig
 from quire.engine.config.options import EngineOptions
@@ -15,7 +15,16 @@ from quire.engine.models.model_spec import TransformersModelSpec
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.stats import MAX_DRAFT_TOKENS
 
-_METHODS = {"auto": "auto", "ngram": "ngram", "[ngram]": "ngram", "none": "none", "draft_model": "draft_model"}
+_HEADS = {"mtp": 1, "eagle": 3, "eagle3": 3}
+"""Methods whose drafter is a head on the target, and their default maximum of drafts."""
+_MTP = ("deepseek_mtp", "glm4_moe_mtp", "mimo_mtp", "qwen3_next_mtp", "qwen3_5_mtp")
+"""vLLM's names of the heads of families."""
+_METHODS = {"auto": "auto", "ngram": "ngram", "[ngram]": "ngram", "none": "none", "draft_model": "draft_model"} | {
+    **{method: method for method in _HEADS},
+    **dict.fromkeys(_MTP, "mtp"),
+}
+_SHOWN = "ngram", "draft_model", *_HEADS
+_HeadMethod = Literal["mtp", "eagle", "eagle3"]
 _UNSUPPORTED = "is not supported; omit it, the answers are the same"
 _LIMITS = {
     "num_speculative_tokens": (1, MAX_DRAFT_TOKENS),
@@ -49,11 +58,20 @@ def resolve(
     is_default = parallel.device == "cpu" and scheduler.max_num_batched_tokens > 1
     if obstacle or not (is_chosen or is_default):
         return None
-    if method != "draft_model":
+    if method in ("auto", "ngram"):
         return SpeculativeConfig(**settings)
     if "prompt_lookup_min" in settings:
         raise ConfigError(
             "--speculative-config: prompt_lookup_min and prompt_lookup_max apply to ngram only; omit them"
+        )
+    if method in _HEADS:
+        head = _head(cast(_HeadMethod, method), options, model, parallel)
+        settings = {"num_speculative_tokens": _HEADS[method]} | settings
+        return SpeculativeConfig(
+            method=cast(_HeadMethod, method),
+            model=head,
+            tensor_parallel_size=parallel.tensor_parallel_size,
+            **settings,
         )
     sizes = dict.fromkeys((1, parallel.tensor_parallel_size))
     if tp is not None and tp not in sizes:
@@ -68,8 +86,33 @@ def resolve(
     )
 
 
+def _head(method: _HeadMethod, options: EngineOptions, model: ModelConfig, parallel: ParallelConfig) -> ModelConfig:
+    """Resolve a head. Raises `ConfigError` if it is not supported, or does not fit `model`.
+
+    The tensors of EAGLE's checkpoints tell what the head consists of: they are downloaded here.
+    """
+    named = _model_of(options) or options.model
+    try:
+        if method == "mtp":
+            head = draft_heads.mtp(model)
+        else:
+            path = model_folder.locate(named, None, options.download_dir, has_tokenizer=False)
+            load_format = model_files.find_load_format(named, None, path)
+            if load_format not in ("safetensors", "pt"):
+                raise ConfigError(f"weights in the format {load_format} are not supported for heads")
+            if model.load_format != "dummy":
+                model_files.fetch_weights(named, None, options.download_dir, path, load_format, [])
+            head = draft_heads.eagle(method, path, load_format, model)
+        model_config.check_rank(head, head.architecture, parallel)
+    except ConfigError as error:
+        raise ConfigError(f"{method} head of {named}: {error}") from None
+    return head
+
+
 def drafter_options(options: EngineOptions, model: ModelConfig) -> EngineOptions:
     """Return the options with which the draft model of `model` is resolved, as if it were a model of its own."""
+    if _model_of(options) in (None, options.model):  # it is in the checkpoint of `model`
+        return options
     return replace(
         options,
         model=_model_of(options) or "",
@@ -132,12 +175,15 @@ def _method(options: EngineOptions, given: dict[str, Any]) -> str:
     method = method or (named if named in _METHODS else None) or options.spec_method
     method = "draft_model" if method == "auto" and model is not None else method
     if not isinstance(method, str) or method not in _METHODS:
-        raise ConfigError(f"--speculative-config: method {method!r} {_UNSUPPORTED}, or use ngram or draft_model")
-    if method == "draft_model" and model is None:
-        raise ConfigError("the speculative method draft_model needs a model: --spec-model FOLDER")
-    if method not in ("draft_model", "none") and model is not None:
+        raise ConfigError(f"--speculative-config: method {method!r} {_UNSUPPORTED}, or use {', '.join(_SHOWN)}")
+    method = _METHODS[method]
+    if method in ("draft_model", "eagle", "eagle3") and model is None:
+        raise ConfigError(f"the speculative method {method} needs a model: --spec-model FOLDER")
+    if method == "mtp" and model not in (None, options.model):
+        raise ConfigError(f"the speculative method mtp uses the checkpoint of {options.model}; omit {model}")
+    if method in ("auto", "ngram") and model is not None:
         raise ConfigError(f"the speculative method {method} has no model of its own; omit {model}, or use draft_model")
-    return _METHODS[method]
+    return method
 
 
 def _model_of(options: EngineOptions) -> str | None:

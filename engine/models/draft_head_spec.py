@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from quire.engine.models.model_spec import ModelSpec
-from quire.engine.models.spec_parts import NormSpec
+from quire.engine.models.spec_parts import MatrixShape, NormSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +52,16 @@ class DraftHeadSpec(ModelSpec):
         """Features that the projection reads; 0: there is none."""
         return 2 * self.hidden_size if self.joins else len(self.reads_layers) * self.target_hidden_size
 
+    @property
+    def stage_width(self) -> int:
+        """Features of a token that are in memory beside the residual stream: what the head reads."""
+        return self.hidden_size + self.projection_inputs
+
+    def outer_matrices(self, tp: int) -> tuple[MatrixShape, MatrixShape]:
+        """See `ModelSpec`; those that it has in common with its target have no rows."""
+        embedding = MatrixShape(self.has_embedding * self.vocab_per_rank(tp), self.hidden_size, module="embedding")
+        return embedding, embedding._replace(rows=self.has_head * -(-self.draft_vocab_size // tp), module="head")
+
     def stage_parameters(self, stages: Sequence[range], stage: int, tp: int) -> int:
         """Parameters on one rank, without an embedding that is a copy of the target's."""
         hidden = self.hidden_size
@@ -62,5 +72,4 @@ class DraftHeadSpec(ModelSpec):
             if norm is not None
         )
         count += hidden * (self.projection_inputs + self.projection_bias)
-        count += self.has_embedding * self.vocab_per_rank(tp) * hidden
-        return count + self.has_head * -(-self.draft_vocab_size // tp) * hidden
+        return count + sum(each.elements for each in self.outer_matrices(tp))

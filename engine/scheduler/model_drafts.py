@@ -68,7 +68,8 @@ class ModelSpeculationManager(SpeculationManager):
         if num_rows > MAX_ROWS:
             return None
         depth = self._choose_depth(requests, num_rows)
-        if depth or has_prompts:  # prompts are followed, as catching up later delays other requests
+        # Prompts are followed, as catching up later delays other requests. A head cannot catch up.
+        if depth or has_prompts or self.config.reads_hidden_states:
             return depth
         return None
 

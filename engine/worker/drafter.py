@@ -24,7 +24,6 @@ from quire.engine.config.engine_config import EngineConfig
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.attention import Batch, HostMetadata, LayerCache
 from quire.engine.models.decoder import Decoder
-from quire.engine.models.loader import load
 from quire.engine.worker.async_copies import send
 from quire.engine.worker.cuda_graphs import DecodeGraphs
 from quire.engine.worker.input_batch import InputBatch, Ints, StepRows
@@ -71,9 +70,6 @@ class Drafts:
 class Drafter(Protocol):
     """A model that guesses tokens, on a rank of the last stage."""
 
-    needs_hidden_states: bool
-    """Whether it reads `SampledStep.hidden` of all tokens."""
-
     def draft(self, step: SampledStep, input_batch: InputBatch) -> Drafts | None:
         """Compute the drafter's KV of the step's tokens, and make drafts; None: no row has drafts."""
 
@@ -91,8 +87,6 @@ class DraftModel:
 
     On a CPU its passes of few tokens are replayed; on a GPU they run without graphs.
     """
-
-    needs_hidden_states = False
 
     def __init__(
         self, config: EngineConfig, model: Decoder, caches: Sequence[LayerCache], parallel: Parallel, sampler: Sampler
@@ -161,11 +155,7 @@ class DraftModel:
         return self._model(None, batch, self._caches) if replayed is None else replayed
 
     def _sample(self, hidden: Tensor, input_batch: InputBatch, slots: Ints, lengths: Tensor) -> Tensor:
-        """The next token of each row, the same on every rank."""
-        logits = self._model.logits(hidden)
-        if self._parallel.rank > 0:
-            return self._parallel.broadcast(torch.empty(len(slots), dtype=torch.int64, device=logits.device))
-        return self._parallel.broadcast(self._sampler.draft(logits, input_batch, slots, lengths))
+        return sample_drafts(self._model.logits(hidden), self._parallel, self._sampler, input_batch, slots, lengths)
 
 
 @dataclass(frozen=True)
@@ -208,6 +198,15 @@ class RowsAhead:
         )
 
 
+def sample_drafts(
+    logits: Tensor, parallel: Parallel, sampler: Sampler, input_batch: InputBatch, slots: Ints, lengths: Tensor
+) -> Tensor:
+    """The next token of each row, int64 `[rows]`, the same on every rank; `lengths` tokens are before it."""
+    if parallel.rank > 0:
+        return parallel.broadcast(torch.empty(len(slots), dtype=torch.int64, device=logits.device))
+    return parallel.broadcast(sampler.draft(logits, input_batch, slots, lengths))
+
+
 def may_draft(rows: StepRows, masked: Sequence[int]) -> Ints:
     """The rows that sample, without those of these slots: a grammar restricts what they sample, and forces tokens."""
     sampling: Ints = np.unique(rows.sampling)
@@ -227,16 +226,3 @@ def count_accepted(rows: StepRows, batch: Batch, tokens: Tensor) -> Tensor | Non
     guesses = batch.token_ids[(batch.logits_indices + 1).clamp(max=len(batch.token_ids) - 1)]
     is_right = (tokens == guesses)[send(places, tokens.device)] & send(is_draft, tokens.device)
     return is_right.long().cumprod(dim=1).sum(dim=1)
-
-
-def make_drafter(
-    config: EngineConfig, parallel: Parallel, device: torch.device, caches: Sequence[LayerCache], model: Decoder
-) -> Drafter:
-    """The drafter of a rank, with its loaded model. `config` is `EngineConfig.drafter`, `parallel` its ranks."""
-    arch = config.model.architecture
-    return DraftModel(config, model, caches, parallel, Sampler(arch.vocab_size, config.model.eos_token_ids, device))
-
-
-def load_drafter(config: EngineConfig, parallel: Parallel, device: torch.device) -> Decoder:
-    """The weights of a drafter."""
-    return load(config, parallel.rank, parallel, device)

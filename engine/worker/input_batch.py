@@ -318,6 +318,15 @@ class InputBatch:
         found: Ints = np.minimum(self.num_blocks[slots] * self._block_size, self._max_length)
         return found
 
+    def following(self, slots: Ints, first: Ints, counts: Ints) -> Tensor:
+        """The token after each of `counts` tokens of each row from position `first` on, int64 on the device. Call this
+        after `batch`."""
+        positions = np.arange(counts.sum()) + np.repeat(first - (counts.cumsum() - counts), counts)
+        places = self.token_indices(np.repeat(slots, counts), np.minimum(positions + 1, self._max_length - 1))
+        if self._is_shared:
+            return torch.from_numpy(self._host_memory[places].astype(np.int64))
+        return self.memory.index_select(0, send(places, self._device)).long()
+
     def span(self, slots: Ints, first: Ints, counts: Ints, *, ahead: int, as_decodes: bool) -> Span:
         """A batch of `counts` tokens of each row from position `first` on, whatever is computed of them, within the
         rows' capacity. The tables reach `ahead` tokens further, or as far as the rows do.

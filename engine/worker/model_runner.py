@@ -35,10 +35,9 @@ from quire.engine.worker.drafter import (
     Drafts,
     SampledStep,
     count_accepted,
-    load_drafter,
-    make_drafter,
     may_draft,
 )
+from quire.engine.worker.drafters import load_drafter, make_drafter
 from quire.engine.worker.eplb import ExpertLoadBalancer
 from quire.engine.worker.input_batch import InputBatch, StepRows, split_micro_batches
 from quire.engine.worker.oom import OOMHandler
@@ -135,7 +134,7 @@ class ModelRunner:
         if self._drafts and (drafter := config.drafter) is not None:
             drafter_parallel = parallel_state.tp if drafter.parallel.tensor_parallel_size > 1 else Parallel()
             if parallel_state.tp.rank < drafter.parallel.tensor_parallel_size:
-                drafter_model = load_drafter(drafter, drafter_parallel, device)
+                drafter_model = load_drafter(config, drafter_parallel, device, self._model)
         wait_for_kernels()
         self._balancer = (
             ExpertLoadBalancer.of(self._model, config, parallel_state, device)
@@ -146,11 +145,13 @@ class ModelRunner:
         if model.pooling is not None:
             self._pooler = Pooler(model.pooling, [load_dense(model, each, device) for each in model.pooling.weighted])
 
+        speculative = config.scheduler.speculative
         # The choice of an expert's copy and the token counts need the positions of the whole batch.
         self._logits_indices_only = (
             isinstance(self._model, Decoder)
             and self._model.supports_logits_indices_only
             and parallel_state.experts is None
+            and not (self._drafts and speculative is not None and speculative.reads_hidden_states)
             and not (self._pooler is not None and self._pooler.needs_all_tokens)
         )
         is_single_rank = parallel_state.tp.size == parallel_state.pipeline.size == 1 and self._replicas is None
