@@ -1,0 +1,91 @@
+"""Heads that draft change no token, in any layout, and their drafts are those of a reference that computes each from
+the whole text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.engine.config.engine_config import EngineConfig
+from quire.engine.protocol.sampling_params import SamplingParams
+from quire.engine.scheduler.request import Request
+from tests.fakes.core_with_ranks import Ranks
+from tests.fakes.draft_heads import HEAD, Reference, write_eagle, write_eagle3, write_mtp
+from tests.fakes.drafts import Always
+from tests.fakes.model_logits import configure
+from tests.fakes.threads import ThreadExecutor
+
+CASES: dict[str, tuple[str, Callable[[Path], Reference]]] = {
+    "EAGLE-3": ("eagle3", partial(write_eagle3, "Llama")),
+    "EAGLE": ("eagle", partial(write_eagle, "Qwen3")),
+    "MTP, DeepSeek V3": ("mtp", partial(write_mtp, "DeepSeek V3")),
+    "MTP, MiMo": ("mtp", partial(write_mtp, "MiMo")),
+    "EAGLE-3, MLA": ("eagle3", partial(write_eagle3, "DeepSeek V3")),
+    "EAGLE-3, another width, windows": (
+        "eagle3",
+        partial(write_eagle3, "Qwen2, some windows", hidden_size=32, target_hidden_size=48),
+    ),
+    "EAGLE-3, gpt-oss": ("eagle3", partial(write_eagle3, "gpt-oss")),
+    "MTP, GLM-4 MoE": ("mtp", partial(write_mtp, "GLM-4 MoE")),
+    "MTP, DeepSeek V3.2": ("mtp", partial(write_mtp, "DeepSeek V3.2")),
+}
+PROMPTS = [[*range(40, 73)], [5, 6, 7, 8] * 3, [100]]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+KINDS = (
+    GREEDY,
+    SamplingParams(temperature=0.8, seed=7, max_tokens=24, ignore_eos=True),
+    SamplingParams(temperature=1.2, seed=3, top_p=0.9, max_tokens=20, frequency_penalty=0.5, logprobs=2),
+)
+REQUESTS = [(prompt, params) for prompt in PROMPTS for params in KINDS]
+
+
+class Recording(Always):
+    """Keeps all drafts, with the tokens that they follow."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.made: list[tuple[list[int], list[int]]] = []
+
+    def add_drafts(self, drafts: Mapping[Request, list[int]]) -> None:
+        self.made += [(list(request.token_ids), made) for request, made in drafts.items()]
+        super().add_drafts(drafts)
+
+
+def configured(folder: Path, case: str, tp: int = 1, pp: int = 1, **options: Any) -> EngineConfig:
+    method, _ = CASES[case]
+    chosen: dict[str, Any] = {"method": method, "num_speculative_tokens": 3}
+    chosen |= {} if method == "mtp" else {"model": str(folder / HEAD)}
+    options = {"max_model_len": 128, "max_num_seqs": 16, "speculative_config": chosen, **options}
+    return configure(folder, tensor_parallel_size=tp, pipeline_parallel_size=pp, **options)
+
+
+DEFAULT = {("EAGLE-3", 2, 2), ("EAGLE", 1, 1), ("MTP, DeepSeek V3", 1, 2), ("MTP, MiMo", 2, 1)}
+GRIDS = [
+    pytest.param(case, tp, pp, marks=[] if (case, tp, pp) in DEFAULT else [pytest.mark.slow])
+    for case in CASES
+    for tp, pp in ((1, 1), (2, 1), (1, 2), (2, 2))
+]
+
+
+@pytest.mark.parametrize(("case", "tp", "pp"), GRIDS)
+def test_tokens_are_those_without_speculation(case: str, tp: int, pp: int, tmp_path: Path) -> None:
+    """In chunks of prompts, with drafts always and now and then, preempted; and greedy drafts are the oracle's."""
+    reference = CASES[case][1](tmp_path)
+    config = configured(tmp_path, case, tp, pp)
+    with Ranks(config, ThreadExecutor(config)) as ranks:
+        depth, blocks = max(2, pp), 14 * len(config.cache.groups)
+        expected = ranks.tokens(REQUESTS, speculative=None)
+        for speculation in (Always(3, 64), Always(3, 64, varies=True)):
+            assert ranks.tokens(REQUESTS, speculation=speculation, depth=depth, max_num_batched_tokens=24) == expected
+            assert ranks.stats.num_draft_tokens > 30
+        assert ranks.tokens(REQUESTS, speculation=Always(3, 64), depth=depth, num_blocks=blocks) == expected
+        assert ranks.stats.preemptions
+        greedy, recording = [(prompt, GREEDY) for prompt in PROMPTS], Recording(3, 64)
+        ranks.tokens(greedy, speculation=recording, depth=depth, enable_prefix_caching=False)
+        assert len(recording.made) > 30
+        for known, made in recording.made:
+            assert made == reference.drafts(known, len(made))
