@@ -6,7 +6,8 @@ A case's target and the layers of heads for multi-token prediction are transform
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,8 +55,9 @@ class Reference:
         return known[len(tokens) :]
 
 
-def write_eagle3(target: str, folder: Path, **settings: Any) -> Reference:
-    """A head with a draft vocabulary for the case `target` of `families`, in `folder / HEAD`."""
+def write_eagle3(target: str, folder: Path, *, texts: Sequence[list[int]] = (), **settings: Any) -> Reference:
+    """A head with a draft vocabulary for the case `target` of `families`, in `folder / HEAD`. Its logits are random, or
+    fitted to `texts`."""
     model = write(target, folder)
     width, number, vocab = model.config.hidden_size, model.config.num_hidden_layers, model.config.vocab_size
     config = SIZES | {"hidden_size": width, "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"}
@@ -81,26 +83,38 @@ def write_eagle3(target: str, folder: Path, **settings: Any) -> Reference:
     )
     if hidden != width:
         tensors |= _random({"embed_tokens.weight": (vocab, hidden)})
-    chosen = torch.randperm(vocab)[:drafted].sort().values
+    often = [token for token, _ in Counter(token for text in texts for token in text).most_common(drafted)]
+    others = [token for token in torch.randperm(vocab).tolist() if token not in often]
+    chosen = torch.tensor([*often, *others][:drafted]).sort().values
     mask = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, chosen, True)
-    _save(folder / HEAD, config, tensors | {"d2t": chosen - torch.arange(drafted), "t2d": mask})
     embedding = tensors.get("embed_tokens.weight", model.get_input_embeddings().weight)
     part = {name.removeprefix("midlayer.").removesuffix(".weight"): each for name, each in tensors.items()}
 
-    def step(tokens: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+    def stream(tokens: Tensor, states: Tensor) -> Tensor:
         embedded = _rms(F.embedding(tokens, embedding), part["input_layernorm"])
         normed = _rms(states, part["hidden_norm"])
         residual = normed if config.get("norm_before_residual") else states
         residual = residual + _attention(torch.cat((embedded, normed), -1), part, config)
         x = _rms(residual, part["post_attention_layernorm"])
         inner = F.silu(x @ part["mlp.gate_proj"].T) * (x @ part["mlp.up_proj"].T)
-        out = residual + inner @ part["mlp.down_proj"].T
+        return residual + inner @ part["mlp.down_proj"].T
+
+    def step(tokens: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        out = stream(tokens, states)
         logits = torch.full((len(out), vocab), -torch.inf)
         logits[:, chosen] = _rms(out, part["norm"]) @ part["lm_head"].T
         return out, logits
 
     reads = tuple(config.get("reads", (2, number // 2, number - 3)))
-    return Reference(model, reads, lambda states: states @ part["fc"].T, step)
+    reference = Reference(model, reads, lambda states: states @ part["fc"].T, step)
+    if texts:
+        known = [torch.tensor(text) for text in texts]
+        seen = torch.cat([_rms(stream(text[1:], reference.states(text)[:-1]), part["norm"])[:-1] for text in known])
+        wanted = (torch.cat([text[2:] for text in known])[:, None] == chosen).float()
+        part["lm_head"] = torch.linalg.lstsq(seen, wanted).solution.T
+    tensors["lm_head.weight"] = part["lm_head"]
+    _save(folder / HEAD, config, tensors | {"d2t": chosen - torch.arange(drafted), "t2d": mask})
+    return reference
 
 
 def write_eagle(target: str, folder: Path) -> Reference:

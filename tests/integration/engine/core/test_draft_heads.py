@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ import pytest
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.scheduler.request import Request
+from tests.fakes.checkpoints import generate
 from tests.fakes.core_with_ranks import Ranks
 from tests.fakes.draft_heads import HEAD, Reference, write_eagle, write_eagle3, write_mtp
 from tests.fakes.drafts import Always
+from tests.fakes.families import write
 from tests.fakes.model_logits import configure
 from tests.fakes.threads import ThreadExecutor
 
@@ -89,3 +92,27 @@ def test_tokens_are_those_without_speculation(case: str, tp: int, pp: int, tmp_p
         assert len(recording.made) > 30
         for known, made in recording.made:
             assert made == reference.drafts(known, len(made))
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), pytest.param(2, 2, marks=pytest.mark.slow)])
+def test_acceptance_is_that_of_the_oracle(tp: int, pp: int, tmp_path: Path) -> None:
+    """A head that has learned the answers saves steps, as many as a run step by step by the reference."""
+    write("Llama", tmp_path / "target")
+    answers = generate(tmp_path / "target", PROMPTS, 40)
+    texts = [prompt + answer for prompt, answer in zip(PROMPTS, answers, strict=True)]
+    reference = write_eagle3("Llama", tmp_path / "both", texts=texts)
+    config = configured(tmp_path / "both", "EAGLE-3", tp, pp)
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    with Ranks(config, ThreadExecutor(config)) as ranks:
+        for prompt, text in zip(PROMPTS, texts, strict=True):
+            found = ranks.tokens([(prompt, params)], speculation=Always(3, 64), enable_prefix_caching=False)
+            assert found == [text[len(prompt) :]]
+            accepted, length = [0, 0, 0], len(prompt) + 1
+            while length < len(text) - 1:
+                drafts = reference.drafts(text[:length], min(3, len(text) - length - 1))
+                pairs = zip(drafts, text[length:], strict=False)
+                right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+                accepted = [count + (number < right) for number, count in enumerate(accepted)]
+                length += right + 1
+            assert ranks.stats.accepted_per_position[:4] == [*accepted, 0]
+            assert sum(accepted) > 10

@@ -60,7 +60,10 @@ def test_what_is_given(tmp_path: Path, given: dict[str, Any], expected: Speculat
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"speculative_config": {"method": "eagle3"}}, "method 'eagle3' is not supported; omit it"),
+        ({"speculative_config": {"method": "eagle3"}}, "method eagle3: needs a model, the folder or repository"),
+        ({"speculative_config": {"method": "mtp"}}, "method mtp: mtp is not supported for LlamaForCausalLM; supported"),
+        ({"speculative_config": {"method": "mtp", "model": "a/b"}}, "model a/b: the head is in the checkpoint of the"),
+        ({"speculative_config": {"method": "mtp", "prompt_lookup_min": 2}}, "apply to ngram only"),
         ({"speculative_config": {"model": "a/b", "method": "medusa"}}, "method 'medusa' is not supported"),
         ({"speculative_config": {"method": "draft_model"}}, "draft_model needs a model: --spec-model"),
         ({"spec_method": "draft_model"}, "draft_model needs a model: --spec-model"),
