@@ -221,19 +221,21 @@ class EngineOptions:
     scheduling_policy: Literal["fcfs", "priority"] = flag(
         "fcfs", "scheduling order: by arrival, or by the `priority` of requests (lower is earlier)"
     )
-    spec_method: Literal["auto", "none", "ngram", "draft_model"] = flag(
+    spec_method: Literal["auto", "none", "ngram", "draft_model", "mtp", "eagle", "eagle3"] = flag(
         "auto",
         "speculative decoding, which changes no answer: ngram guesses that a text repeats itself, draft_model lets "
-        "--spec-model guess, wherever that pays (auto: draft_model with --spec-model, else ngram on CPU, none on GPU)",
+        "--spec-model guess, eagle and eagle3 let the head in --spec-model, mtp that in the model's checkpoint, "
+        "wherever that pays (auto: draft_model with --spec-model, else ngram on CPU, none on GPU)",
     )
     spec_model: str | None = flag(
         None,
-        "folder or repository of a smaller model with the same vocabulary, which guesses tokens",
+        "folder or repository of a smaller model with the same vocabulary, or of a head, which guesses tokens",
         metavar="MODEL",
     )
     spec_tokens: int | None = flag(
         None,
-        "maximum tokens guessed at once for a request by speculative decoding (default: 16, of a draft model 5)",
+        "maximum tokens guessed at once for a request by speculative decoding (default: ngram 16, "
+        "draft_model 5, eagle and eagle3 3, mtp 1)",
     )
     speculative_config: Mapping[str, Any] | None = flag(
         None,

@@ -114,7 +114,9 @@ def fetch_weights(options: EngineOptions, config: EngineConfig) -> None:
     _fetch_weights(options, config.model)
     speculative = config.scheduler.speculative
     if speculative is not None and speculative.model is not None:
-        _fetch_weights(speculative_config.drafter_options(options, config.model), speculative.model)
+        if speculative.method != "mtp":  # whose head is in the model's checkpoint
+            options = speculative_config.drafter_options(options, config.model)
+        _fetch_weights(options, speculative.model)
 
 
 def _fetch_weights(options: EngineOptions, model: ModelConfig) -> None:

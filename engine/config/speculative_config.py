@@ -111,8 +111,6 @@ def _head(method: _HeadMethod, options: EngineOptions, model: ModelConfig, paral
 
 def drafter_options(options: EngineOptions, model: ModelConfig) -> EngineOptions:
     """Return the options with which the draft model of `model` is resolved, as if it were a model of its own."""
-    if _model_of(options) in (None, options.model):  # it is in the checkpoint of `model`
-        return options
     return replace(
         options,
         model=_model_of(options) or "",

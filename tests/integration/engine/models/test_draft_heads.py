@@ -16,12 +16,14 @@ from torch import Tensor
 
 from quire import kernels
 from quire.engine.config import draft_heads
-from quire.engine.config.engine_config import EngineConfig, ModelConfig
+from quire.engine.config.engine_config import EngineConfig, ModelConfig, SpeculativeConfig
+from quire.engine.config.memory_plan import MemoryPlan
 from quire.engine.config.model_files import read_headers
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.attention import Batch, LayerCache
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.draft_head import DraftHead
+from quire.engine.models.draft_head_spec import DraftHeadSpec
 from quire.engine.models.loader import load, load_draft_head
 from quire.engine.protocol.errors import ConfigError
 from tests.fakes.draft_heads import HEAD, MTP_CASES, Reference, write_eagle, write_eagle3, write_mtp
@@ -147,6 +149,7 @@ def test_heads_have_the_parameters_that_are_planned(case: str, tmp_path: Path) -
     for tp in (1, 2, 4):
         config, head = with_head(case, tmp_path, tensor_parallel_size=tp)
         arch, checkpoint = head.architecture, replace(head, load_format="dummy")
+        assert isinstance(arch, DraftHeadSpec)
 
         def count(parallel: Parallel, config: EngineConfig = config, head: ModelConfig = checkpoint) -> int:
             target = load(config, parallel.rank, parallel, CPU)
@@ -154,6 +157,11 @@ def test_heads_have_the_parameters_that_are_planned(case: str, tmp_path: Path) -
             return sum(weight.numel() for weight in module.parameters())
 
         assert on_ranks(tp, count) == [arch.stage_parameters([range(1)], 0, tp)] * tp
+        method = "mtp" if arch.is_in_target else "eagle3" if arch.reads_layers else "eagle"
+        speculative = SpeculativeConfig(method=method, model=head, tensor_parallel_size=tp)
+        drafting = replace(config, scheduler=replace(config.scheduler, speculative=speculative))
+        (before,), (after,) = MemoryPlan.of(config).weights, MemoryPlan.of(drafting).weights
+        assert after - before == 4 * arch.stage_parameters([range(1)], 0, tp)
 
 
 def test_weights_are_quantized_while_loading(tmp_path: Path) -> None:

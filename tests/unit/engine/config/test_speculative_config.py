@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +61,9 @@ def test_what_is_given(tmp_path: Path, given: dict[str, Any], expected: Speculat
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"speculative_config": {"method": "eagle3"}}, "method eagle3: needs a model, the folder or repository"),
-        ({"speculative_config": {"method": "mtp"}}, "method mtp: mtp is not supported for LlamaForCausalLM; supported"),
-        ({"speculative_config": {"method": "mtp", "model": "a/b"}}, "model a/b: the head is in the checkpoint of the"),
+        ({"speculative_config": {"method": "eagle3"}}, "eagle3 needs a model: --spec-model"),
+        ({"spec_method": "mtp"}, "mtp is not supported for LlamaForCausalLM; supported: "),
+        ({"speculative_config": {"method": "mtp", "model": "a/b"}}, "mtp uses the checkpoint of"),
         ({"speculative_config": {"method": "mtp", "prompt_lookup_min": 2}}, "apply to ngram only"),
         ({"speculative_config": {"model": "a/b", "method": "medusa"}}, "method 'medusa' is not supported"),
         ({"speculative_config": {"method": "draft_model"}}, "draft_model needs a model: --spec-model"),
@@ -170,3 +171,39 @@ def test_target_and_drafter_are_quantized_alike() -> None:
     assert found is not None
     assert found.model is not None
     assert found.model.quantization == "int8"
+
+
+MIMO = {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1, "num_key_value_heads": 4}
+
+
+@pytest.mark.parametrize("method", ["mtp", "mimo_mtp", "deepseek_mtp"])
+def test_the_head_of_a_checkpoint(method: str, tmp_path: Path) -> None:
+    found = speculative_of(tmp_path, MIMO, speculative_config={"method": method, "num_speculative_tokens": 2})
+    assert (found.method, found.num_speculative_tokens, found.reads_hidden_states) == ("mtp", 2, True)
+    assert found.model is not None
+    assert found.model.path == tmp_path
+    assert speculative_of(tmp_path, MIMO, spec_method="mtp").num_speculative_tokens == 1
+
+
+def speculative_of(tmp_path: Path, changes: dict[str, Any], **given: Any) -> SpeculativeConfig:
+    found = resolve(options(folder(tmp_path, **changes), **given)).scheduler.speculative
+    assert found is not None
+    return found
+
+
+def test_a_head_is_in_the_plan(tmp_path: Path) -> None:
+    given = options(folder(tmp_path, **MIMO), pipeline_parallel_size=2, tensor_parallel_size=2)
+    plain, drafting = resolve(given), resolve(replace(given, spec_method="mtp"))
+    assert f"stage 1 also has the mtp head from {tmp_path}, for up to 1 tokens at once" in plan_text(drafting)
+    before, after = MemoryPlan.of(plain), MemoryPlan.of(drafting)
+    assert after.weights[0] == before.weights[0]
+    layer, vectors = 256 * (256 + 256 + 640 * 3) // 2 * 4, 256 * (5 + 2 * 256) * 4
+    biases = (256 + 2 * 128) // 2 * 4
+    assert after.weights[1] - before.weights[1] == layer + 256 * 256 * 4 // 2 + vectors + biases + 2048 * 256 * 4 // 2
+    assert after.kv_block[1] * 3 == before.kv_block[1] * 4
+
+
+def test_recurrent_states_have_no_heads(tmp_path: Path) -> None:
+    sizes = {"linear_num_value_heads": 4, "linear_num_key_heads": 4, "num_hidden_layers": 4}
+    with pytest.raises(ConfigError, match="speculative decoding is not supported for models with recurrent states"):
+        speculative_of(tmp_path, {"architectures": ["Qwen3_5ForCausalLM"], **sizes}, spec_method="mtp")
