@@ -107,7 +107,7 @@ def load_model(
     model, stage = config.model, config.parallel.stages[config.parallel.stage_of(rank)]
     with _defaults(device, getattr(torch, model.dtype)), without_memory():
         decoder = build(model, stage, parallel, experts)
-    is_dummy, is_built = model.load_format == "dummy", isinstance(model.architecture, TransformersModelSpec)
+    is_dummy = model.load_format == "dummy"
     if not isinstance(decoder, Decoder | Encoder):
         decoder.find(None if is_dummy else Checkpoint(model, "", {}).names)
         if isinstance(model.quantized, Online):
@@ -118,13 +118,14 @@ def load_model(
         units = _units(decoder, needed, quantization)
         _fill(units, partial(_fill_randomly, model.seed), readers=1, bar=False)
         return decoder
-    prefix = "" if is_built else FAMILIES[model.architecture.name].prefix
-    shapes = {name: NeededTensor(places[0][2].shape, places[0][2].is_transposed) for name, places in needed.items()}
-    checkpoint = Checkpoint(model, prefix, shapes)
+    checkpoint = _open(model, needed)
     needed = _quantized_places(decoder, needed, checkpoint, keep=pack and model.keeps_quantized)
     units = _units(decoder, needed, quantization)
     if rank == 0:
         surplus = _surplus(checkpoint.names, model) if isinstance(decoder, Decoder | Encoder) else decoder.surplus
+        speculative = config.scheduler.speculative
+        if speculative is not None and speculative.method == "mtp":  # what follows the layers is the head
+            surplus = [name for name in surplus if _layer_of(name) < model.architecture.num_layers]
         _report_surplus(surplus, model)
     bar = rank == 0 and config.parallel.is_first_local_replica
     if device.type == "cpu":
@@ -166,13 +167,12 @@ def load_draft_head(
         if source.load_format == "dummy":
             _fill(_units(module, needed, quantization), partial(_fill_randomly, source.seed), readers=1, bar=False)
             continue
-        shapes = {name: NeededTensor(places[0][2].shape, places[0][2].is_transposed) for name, places in needed.items()}
-        checkpoint = Checkpoint(source, FAMILIES[source.architecture.name].prefix, shapes)
+        checkpoint, names = _open(source, needed), {*needed}
         needed = _quantized_places(module, needed, checkpoint, keep=pack and source.keeps_quantized)
         read = partial(_read, checkpoint, staging=None if device.type == "cpu" else PinnedStaging(device))
         _fill(_units(module, needed, quantization), read, readers=_READERS, bar=False)
         if module is head and not arch.is_in_target and parallel.rank == 0:
-            _report_surplus(sorted(checkpoint.names - {*shapes, *_OUTSIDE_HEADS}), source)
+            _report_surplus(sorted(checkpoint.names - names - {*_OUTSIDE_HEADS}), source)
     if embedding is not None:
         head.embedding = embedding
     if arch.has_head and arch.draft_vocab_size < arch.vocab_size:
@@ -204,6 +204,13 @@ def _draft_tokens(model: ModelConfig, arch: DraftHeadSpec) -> Tensor:
             f"below {arch.vocab_size}"
         )
     return tokens
+
+
+def _open(model: ModelConfig, needed: Needed) -> Checkpoint:
+    """The checkpoint that these tensors are in. Raises `ConfigError` naming those that are missing or do not fit."""
+    is_built = isinstance(model.architecture, TransformersModelSpec)
+    shapes = {name: NeededTensor(places[0][2].shape, places[0][2].is_transposed) for name, places in needed.items()}
+    return Checkpoint(model, "" if is_built else FAMILIES[model.architecture.name].prefix, shapes)
 
 
 def build(model: ModelConfig, layers: range, parallel: Parallel, experts: ExpertGroup | None = None) -> Model:
