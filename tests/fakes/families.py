@@ -742,7 +742,7 @@ MODELS = {
     "Ministral3ForCausalLM": "Ministral 3, text",
     "Mistral3ForConditionalGeneration": "Mistral Small 3.1, 3.2; Ministral 3; Mistral Small 4; for text",
     "Qwen2ForCausalLM": "Qwen1.5 and Qwen2.5, QwQ; DeepSeek-R1-Distill-Qwen",
-    "MiMoForCausalLM": "MiMo-7B, without its MTP layers",
+    "MiMoForCausalLM": "MiMo-7B",
     "InternLM2ForCausalLM": "InternLM2, InternLM2.5",
     "Qwen3ForCausalLM": "Qwen3, dense",
     "SeedOssForCausalLM": "Seed-OSS 36B",

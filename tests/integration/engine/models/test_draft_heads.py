@@ -38,6 +38,7 @@ CASES: dict[str, Write] = {
     "EAGLE-3": partial(write_eagle3, "Llama"),
     "EAGLE-3, norm before the residual": partial(write_eagle3, "Qwen3", norm_before_residual=True),
     "EAGLE-3, another width": partial(write_eagle3, "Llama", hidden_size=32, target_hidden_size=48),
+    "EAGLE-3, a target with layer inputs": partial(write_eagle3, "Gemma 4, layer inputs, shared keys and values"),
     **{f"MTP, {case}": partial(write_mtp, case) for case in MTP_CASES},
 }
 
@@ -78,7 +79,10 @@ class Stages:
         self.stages: list[tuple[Decoder, list[LayerCache]]] = []
         for stage, layers in enumerate(config.parallel.stages):
             decoder = load(config, stage * parallel.size + parallel.rank, parallel, CPU)
-            caches = [layer_cache(arch.layers[number], parallel.size, 16, dtype) for number in layers]
+            caches: list[LayerCache] = []
+            for number in layers:
+                own, source = layer_cache(arch.layers[number], parallel.size, 16, dtype), arch.layers[number].kv_source
+                caches.append(own if source is None else own._replace(memory=caches[layers.index(source)].memory))
             self.stages.append((decoder, caches))
         self.head = load_draft_head(config, head, parallel, CPU, self.stages[-1][0])
         self.caches = [layer_cache(layer, parallel.size, 16, dtype) for layer in head.architecture.layers]
@@ -157,8 +161,7 @@ def test_heads_have_the_parameters_that_are_planned(case: str, tmp_path: Path) -
             return sum(weight.numel() for weight in module.parameters())
 
         assert on_ranks(tp, count) == [arch.stage_parameters([range(1)], 0, tp)] * tp
-        method = "mtp" if arch.is_in_target else "eagle3" if arch.reads_layers else "eagle"
-        speculative = SpeculativeConfig(method=method, model=head, tensor_parallel_size=tp)
+        speculative = SpeculativeConfig(method=arch.method, model=head, tensor_parallel_size=tp)
         drafting = replace(config, scheduler=replace(config.scheduler, speculative=speculative))
         (before,), (after,) = MemoryPlan.of(config).weights, MemoryPlan.of(drafting).weights
         assert after - before == 4 * arch.stage_parameters([range(1)], 0, tp)

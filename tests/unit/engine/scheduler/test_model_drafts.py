@@ -198,6 +198,13 @@ def test_many_rows_have_no_drafts_and_no_drafter() -> None:
     assert made.num_drafts([], 2, has_prompts=False) is None
 
 
+def test_heads_run_in_every_step_of_few_rows() -> None:
+    """They cannot catch up later."""
+    made = ModelSpeculationManager(SpeculativeConfig(method="eagle3", num_speculative_tokens=3), 64)
+    assert made.num_drafts([], 2, has_prompts=False) == 0
+    assert made.num_drafts([], 33, has_prompts=False) is None
+
+
 def test_drafts_of_other_tokens_are_not_used() -> None:
     made, one = ModelSpeculationManager(SpeculativeConfig(num_speculative_tokens=3), 64), request([1, 2])
     made.add_drafts({one: [5, 6, 7]})
