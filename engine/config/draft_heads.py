@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 from quire.engine.config import model_files
-from quire.engine.config.checkpoint_tensors import by_needed_name, check_tensors
 from quire.engine.config.engine_config import ModelConfig
-from quire.engine.config.model_files import TensorInfo
 from quire.engine.models.draft_head_spec import DraftHeadSpec
-from quire.engine.models.families import FAMILIES, draft_heads, of_text
-from quire.engine.models.families.tensors import checkpoint_tensors
+from quire.engine.models.families import draft_heads, of_text
 from quire.engine.protocol.errors import ConfigError
 
 
@@ -35,6 +31,8 @@ def eagle(
         arch = draft_heads.eagle_head(method, config, names, target.architecture)
     except ConfigError as error:
         raise ConfigError(f"{path / 'config.json'}: {error}") from None
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{path / 'config.json'} has a value that {method} cannot use: {error}") from None
     return replace(
         target,
         path=path,
@@ -51,9 +49,3 @@ def with_aux_layers(target: ModelConfig, head: ModelConfig) -> ModelConfig:
     """Return the target with what the head reads of it."""
     assert isinstance(head.architecture, DraftHeadSpec)
     return replace(target, architecture=replace(target.architecture, aux_layers=head.architecture.reads_layers))
-
-
-def check(head: ModelConfig, headers: Mapping[str, TensorInfo]) -> None:
-    """Raise `ConfigError` naming the tensors of the head that are missing or do not fit."""
-    needed = checkpoint_tensors(head.architecture, has_head=True)
-    check_tensors(head, needed, by_needed_name(headers, FAMILIES[head.architecture.name].prefix, needed))

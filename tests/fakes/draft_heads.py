@@ -160,6 +160,7 @@ _MIMO |= {"layer": "model.mtp_layers.0"}
 MTP_CASES = {
     "DeepSeek V3": ("DeepSeek V3", {"first_k_dense_replace": 0}, _AFTER, "num_nextn_predict_layers"),
     "DeepSeek V3.2": ("DeepSeek V3.2", {"first_k_dense_replace": 0}, _AFTER, "num_nextn_predict_layers"),
+    "GLM-5": ("GLM-5", {"first_k_dense_replace": 0}, _AFTER, "num_nextn_predict_layers"),
     "GLM-4 MoE": ("GLM-4 MoE", {"first_k_dense_replace": 0}, _AFTER, "num_nextn_predict_layers"),
     "MiMo": ("Qwen2, tied", {}, _MIMO, "num_nextn_predict_layers"),
     "Qwen3-Next": ("Qwen3-Next", {"decoder_sparse_step": 1}, _MTP, "num_nextn_predict_layers"),

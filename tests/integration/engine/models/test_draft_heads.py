@@ -18,12 +18,14 @@ from quire import kernels
 from quire.engine.config import draft_heads
 from quire.engine.config.engine_config import EngineConfig, ModelConfig, SpeculativeConfig
 from quire.engine.config.memory_plan import MemoryPlan
-from quire.engine.config.model_files import read_headers
+from quire.engine.config.options import EngineOptions
+from quire.engine.config.resolve import fetch_weights, resolve
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.attention import Batch, LayerCache
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.draft_head import DraftHead
 from quire.engine.models.draft_head_spec import DraftHeadSpec
+from quire.engine.models.families.tensors import checkpoint_tensors
 from quire.engine.models.loader import load, load_draft_head
 from quire.engine.protocol.errors import ConfigError
 from tests.fakes.draft_heads import HEAD, MTP_CASES, Reference, write_eagle, write_eagle3, write_mtp
@@ -190,6 +192,8 @@ def test_weights_are_quantized_while_loading(tmp_path: Path) -> None:
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}}, r"reads layers \(2, 3, 5\)"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config .* is not supported"),
         ({"draft_vocab_size": 140}, "logits of 140 tokens, the model 131"),
+        ({"draft_vocab_size": "many"}, "a value that eagle3 cannot use: .*many"),
+        ({"hidden_size": None}, "a value that LlamaForCausalLM cannot use"),
     ],
 )
 def test_eagle_heads_that_do_not_fit_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -200,14 +204,54 @@ def test_eagle_heads_that_do_not_fit_are_refused(changes: dict[str, Any], messag
         with_head("EAGLE-3", tmp_path)
 
 
+def test_heads_as_their_publishers_write_them(tmp_path: Path) -> None:
+    """Pickled, as the paper's authors do, or with the settings of the layer apart, as vLLM's speculators."""
+    write_eagle3("Llama", tmp_path, norm_before_residual=True)
+    _, expected = with_head("EAGLE-3", tmp_path)
+    folder, file = tmp_path / HEAD, tmp_path / HEAD / "config.json"
+    config, tensors = json.loads(file.read_text()), load_file(folder / "model.safetensors")
+    own = ("draft_vocab_size", "norm_before_residual")
+    layer = {name: value for name, value in config.items() if name not in (*own, "architectures")}
+    outer = {name: config[name] for name in own} | {"architectures": ["Eagle3Speculator"]}
+    file.write_text(json.dumps(outer | {"transformer_layer_config": layer}))
+    save_file(
+        {name.replace("midlayer.", "layers.0."): each for name, each in tensors.items()}, folder / "model.safetensors"
+    )
+    loaded, head = with_head("EAGLE-3", tmp_path)
+    arch = head.architecture
+    assert isinstance(arch, DraftHeadSpec)
+    assert replace(arch, stored_layer="model.midlayer") == expected.architecture
+    tokens = torch.randint(0, 131, (COUNT + 1,), generator=torch.Generator().manual_seed(1))
+    before = on_ranks(1, partial(run, loaded, head, tokens, [COUNT]))[0]
+
+    (folder / "model.safetensors").unlink()
+    torch.save(tensors, folder / "pytorch_model.bin")
+    file.write_text(json.dumps(config))
+    pickled = draft_heads.eagle("eagle3", folder, "pt", configure(tmp_path, max_model_len=64).model)
+    assert pickled.architecture == expected.architecture
+    for result, right in zip(on_ranks(1, partial(run, loaded, pickled, tokens, [COUNT]))[0], before, strict=True):
+        assert result.equal(right)
+
+
+def test_names_of_a_part_of_a_model_with_images(tmp_path: Path) -> None:
+    write("Qwen3.5 with a vision part", tmp_path)
+    head = draft_heads.mtp(configure(tmp_path).model)
+    names = checkpoint_tensors(head.architecture, has_head=True)
+    assert {"mtp.fc.weight", "mtp.layers.0.self_attn.q_proj.weight", "model.language_model.embed_tokens.weight"} <= {
+        *names
+    }
+
+
 def test_tensors_of_eagle_heads_are_checked(tmp_path: Path) -> None:
     write_eagle3("Llama", tmp_path)
     file = tmp_path / HEAD / "model.safetensors"
     whole = load_file(file)
     save_file({name: each for name, each in whole.items() if name not in ("fc.weight", "norm.weight")}, file)
-    _, head = with_head("EAGLE-3", tmp_path)
+    options = EngineOptions(
+        model=str(tmp_path), device="cpu", spec_method="eagle3", spec_model=str(file.parent), max_model_len=64
+    )
     with pytest.raises(ConfigError, match=r"model.fc.weight is missing; model.norm.weight is missing"):
-        draft_heads.check(head, read_headers(file.parent))
+        fetch_weights(options, resolve(options))
     save_file(whole | {"d2t": whole["d2t"] * 0 - 1}, file)
     config, head = with_head("EAGLE-3", tmp_path)
     with pytest.raises(ConfigError, match=r"d2t, of shape .60., does not give 60 different tokens below 131"):
@@ -226,10 +270,11 @@ def test_models_whose_heads_are_not_known_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_without_its_head_is_refused(tmp_path: Path) -> None:
+    """Before a rank starts."""
     write("DeepSeek V3", tmp_path)
-    head = draft_heads.mtp(configure(tmp_path).model)
+    options = EngineOptions(model=str(tmp_path), device="cpu", spec_method="mtp")
     with pytest.raises(ConfigError, match=r"model.layers.4.enorm.weight is missing"):
-        draft_heads.check(head, read_headers(tmp_path))
+        fetch_weights(options, resolve(options))
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"num_nextn_predict_layers": 0}))
     with pytest.raises(ConfigError, match=r"no head for multi-token prediction .num_nextn_predict_layers is 0."):
