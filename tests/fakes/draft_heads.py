@@ -170,13 +170,13 @@ MTP_CASES = {
 is before, in and after the layer, and the setting with the number of heads."""
 
 
-def write_mtp(case: str, folder: Path) -> Reference:
+def write_mtp(case: str, folder: Path, **sizes: int) -> Reference:
     """A target with a head for multi-token prediction in its checkpoint."""
     target, one_layer, names, count = MTP_CASES[case]
-    model = write(target, folder)
+    model = write(target, folder, **sizes)
     architecture, changes = CASES[target]
     config, after = model.config, model.config.num_hidden_layers
-    settings = SIZES | changes | one_layer | {"num_hidden_layers": 1}
+    settings = SIZES | changes | sizes | one_layer | {"num_hidden_layers": 1}
     if getattr(config, "layer_types", None):
         settings["layer_types"] = ["full_attention"]
     layer = write_model(architecture, settings, folder / "layer")

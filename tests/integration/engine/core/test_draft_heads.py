@@ -14,6 +14,10 @@ import pytest
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.scheduler.request import Request
+from quire.engine.worker import model_runner
+from quire.engine.worker.drafter import Drafts
+from quire.engine.worker.head_drafter import HeadDrafter
+from quire.engine.worker.input_batch import InputBatch
 from tests.fakes.checkpoints import generate
 from tests.fakes.core_with_ranks import Ranks
 from tests.fakes.draft_heads import HEAD, Reference, write_eagle, write_eagle3, write_mtp
@@ -21,6 +25,7 @@ from tests.fakes.drafts import Always
 from tests.fakes.families import write
 from tests.fakes.model_logits import configure
 from tests.fakes.threads import ThreadExecutor
+from tests.integration.engine.core.test_draft_models import NoSizesFromData
 
 CASES: dict[str, tuple[str, Callable[[Path], Reference]]] = {
     "EAGLE-3": ("eagle3", partial(write_eagle3, "Llama")),
@@ -116,3 +121,35 @@ def test_acceptance_is_that_of_the_oracle(tp: int, pp: int, tmp_path: Path) -> N
                 length += right + 1
             assert ranks.stats.accepted_per_position[:4] == [*accepted, 0]
             assert sum(accepted) > 10
+
+
+@pytest.mark.parametrize("case", ["EAGLE-3", "EAGLE"])
+def test_nothing_waits_for_the_device(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With tokens in a memory of its own, as on a GPU, where the host does not know what has been sampled."""
+    draft = HeadDrafter.draft
+
+    def watched(*args: Any) -> Drafts | None:
+        with NoSizesFromData():
+            return draft(*args)
+
+    monkeypatch.setattr(model_runner, "InputBatch", partial(InputBatch, is_shared=False))
+    monkeypatch.setattr(HeadDrafter, "draft", watched)
+    reference = CASES[case][1](tmp_path)
+    config, greedy, recording = configured(tmp_path, case), [(prompt, GREEDY) for prompt in PROMPTS], Recording(3, 64)
+    with Ranks(config, ThreadExecutor(config)) as ranks:
+        expected = ranks.tokens(REQUESTS, speculative=None)
+        assert ranks.tokens(REQUESTS, speculation=Always(3, 64), depth=2) == expected
+        ranks.tokens(greedy, speculation=recording, depth=2, enable_prefix_caching=False)
+        for known, made in recording.made:
+            assert made == reference.drafts(known, len(made))
+
+
+def test_a_head_beside_ranks_as_processes(tmp_path: Path) -> None:
+    """With the real manager, whatever it costs."""
+    write_eagle3("Llama", tmp_path)
+    config = configured(tmp_path, "EAGLE-3", tp=2)
+    with Ranks(config) as ranks:
+        expected = ranks.tokens(REQUESTS, speculative=None)
+        assert ranks.tokens(REQUESTS) == expected
+        assert ranks.tokens(REQUESTS, speculation=Always(3, 64)) == expected
+        assert ranks.stats.num_draft_tokens > 30

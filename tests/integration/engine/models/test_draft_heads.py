@@ -31,6 +31,7 @@ from quire.engine.protocol.errors import ConfigError
 from tests.fakes.draft_heads import HEAD, MTP_CASES, Reference, write_eagle, write_eagle3, write_mtp
 from tests.fakes.families import write
 from tests.fakes.model_logits import CPU, configure, layer_cache
+from tests.fakes.quantized_checkpoints import quantize
 from tests.fakes.ranks import on_ranks
 
 Write = Callable[[Path], Reference]
@@ -180,6 +181,20 @@ def test_weights_are_quantized_while_loading(tmp_path: Path) -> None:
     assert 0 < (exact - rounded)[known].abs().mean() <= 0.2 * exact[known].abs().mean()
 
 
+@pytest.mark.parametrize("name", ["compressed-tensors, 4 bits", "fp8 of blocks"])
+def test_heads_in_quantized_checkpoints(name: str, tmp_path: Path) -> None:
+    write_mtp("MiMo", tmp_path, hidden_size=64, intermediate_size=128)
+    quantize(tmp_path, name)
+    tokens = torch.randint(0, 131, (COUNT + 1,), generator=torch.Generator().manual_seed(1))
+    kept, whole = (
+        on_ranks(1, partial(run, *with_head("MTP", folder), tokens, [COUNT]))[0]
+        for folder in (tmp_path, tmp_path / "whole")
+    )
+    assert with_head("MTP", tmp_path)[1].keeps_quantized
+    for result, right in zip(kept, whole, strict=True):
+        assert (result - right).abs().max() <= 1e-3 * right.abs().max()
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -237,9 +252,8 @@ def test_names_of_a_part_of_a_model_with_images(tmp_path: Path) -> None:
     write("Qwen3.5 with a vision part", tmp_path)
     head = draft_heads.mtp(configure(tmp_path).model)
     names = checkpoint_tensors(head.architecture, has_head=True)
-    assert {"mtp.fc.weight", "mtp.layers.0.self_attn.q_proj.weight", "model.language_model.embed_tokens.weight"} <= {
-        *names
-    }
+    needed = ("mtp.fc.weight", "mtp.layers.0.self_attn.q_proj.weight", "model.language_model.embed_tokens.weight")
+    assert {*needed} <= {*names}
 
 
 def test_tensors_of_eagle_heads_are_checked(tmp_path: Path) -> None:
