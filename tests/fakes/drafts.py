@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from quire.engine.config.engine_config import SpeculativeConfig
@@ -63,3 +63,15 @@ class Always(ModelSpeculationManager):
     def num_drafts(self, requests: Sequence[Request], num_rows: int, *, has_prompts: bool) -> int | None:
         most = self.config.num_speculative_tokens if requests else 0
         return self.rng.choice([None, *range(most + 1), most]) if self.varies else most
+
+
+class Recording(Always):
+    """Keeps all drafts, with the tokens that they follow."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.made: list[tuple[list[int], list[int]]] = []
+
+    def add_drafts(self, drafts: Mapping[Request, list[int]]) -> None:
+        self.made += [(list(request.token_ids), made) for request, made in drafts.items()]
+        super().add_drafts(drafts)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -25,7 +25,8 @@ from quire.engine.protocol.scheduler_output import SchedulerOutput
 from quire.engine.trace import TraceWriter
 from tests.fakes.checkpoints import generate
 from tests.fakes.core_with_ranks import Ranks
-from tests.fakes.drafts import Always
+from tests.fakes.draft_heads import HEAD, write_eagle3, write_mtp
+from tests.fakes.drafts import Always, Recording
 from tests.fakes.families import CASES, SIZES, write_model
 from tests.gpu.conftest import DEVICE
 
@@ -100,6 +101,29 @@ def test_a_model_that_drafts_for_itself_is_right(family: str, folders: Callable[
         exact = ranks.tokens(requests, speculative=None)
         assert ranks.tokens(requests, speculation=Always(4, 64), depth=2) == exact
         assert ranks.stats.num_accepted_tokens >= 0.95 * ranks.stats.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("method", ["eagle3", "mtp"])
+def test_heads_change_no_token(method: Literal["eagle3", "mtp"], tmp_path: Path) -> None:
+    """And draft as on a CPU, running ahead of the device."""
+    reference = write_eagle3("Llama", tmp_path) if method == "eagle3" else write_mtp("DeepSeek V3", tmp_path)
+    options = EngineOptions(
+        model=str(tmp_path),
+        spec_method=method,
+        spec_model=str(tmp_path / HEAD) if method == "eagle3" else None,
+        spec_tokens=3,
+        device=DEVICE.type,  # type: ignore[arg-type]
+        dtype="float32",
+        max_model_len=128,
+        max_num_seqs=8,
+        kv_cache_memory_bytes=1 << 24,
+    )
+    requests = [(prompt, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)) for prompt in PROMPTS]
+    with Ranks(resolve(options)) as ranks:
+        exact, recording = ranks.tokens(requests, speculative=None), Recording(3, 64)
+        assert ranks.tokens(requests, speculation=recording, depth=2, enable_prefix_caching=False) == exact
+    same = [made == reference.drafts(known, len(made)) for known, made in recording.made]
+    assert sum(same) >= 0.95 * len(same) > 0
 
 
 @pytest.mark.parametrize("cache", ["bfloat16", "int8", "fp8"])

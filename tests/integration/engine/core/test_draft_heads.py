@@ -3,7 +3,7 @@ the whole text."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -13,7 +13,6 @@ import pytest
 
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.protocol.sampling_params import SamplingParams
-from quire.engine.scheduler.request import Request
 from quire.engine.worker import model_runner
 from quire.engine.worker.drafter import Drafts
 from quire.engine.worker.head_drafter import HeadDrafter
@@ -21,7 +20,7 @@ from quire.engine.worker.input_batch import InputBatch
 from tests.fakes.checkpoints import generate
 from tests.fakes.core_with_ranks import Ranks
 from tests.fakes.draft_heads import HEAD, Reference, write_eagle, write_eagle3, write_mtp
-from tests.fakes.drafts import Always
+from tests.fakes.drafts import Always, Recording
 from tests.fakes.families import write
 from tests.fakes.model_logits import configure
 from tests.fakes.threads import ThreadExecutor
@@ -49,18 +48,6 @@ KINDS = (
     SamplingParams(temperature=1.2, seed=3, top_p=0.9, max_tokens=20, frequency_penalty=0.5, logprobs=2),
 )
 REQUESTS = [(prompt, params) for prompt in PROMPTS for params in KINDS]
-
-
-class Recording(Always):
-    """Keeps all drafts, with the tokens that they follow."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.made: list[tuple[list[int], list[int]]] = []
-
-    def add_drafts(self, drafts: Mapping[Request, list[int]]) -> None:
-        self.made += [(list(request.token_ids), made) for request, made in drafts.items()]
-        super().add_drafts(drafts)
 
 
 def configured(folder: Path, case: str, tp: int = 1, pp: int = 1, **options: Any) -> EngineConfig:
@@ -129,7 +116,7 @@ def test_nothing_waits_for_the_device(case: str, tmp_path: Path, monkeypatch: py
     draft = HeadDrafter.draft
 
     def watched(*args: Any) -> Drafts | None:
-        with NoSizesFromData():
+        with NoSizesFromData():  # type: ignore[no-untyped-call]
             return draft(*args)
 
     monkeypatch.setattr(model_runner, "InputBatch", partial(InputBatch, is_shared=False))
