@@ -49,6 +49,13 @@ class SampledStep:
     count: int
     """Maximum drafts of a row."""
 
+    def accepted_of(self, rows: Ints) -> Tensor | int:
+        """The number of drafts that count of each of these rows, which sample."""
+        if self.num_accepted is None:
+            return 0
+        places = np.searchsorted(np.unique(self.rows.sampling), rows)
+        return self.num_accepted[send(places, self.num_accepted.device)]
+
 
 @dataclass(frozen=True)
 class Drafts:
@@ -138,10 +145,8 @@ class DraftModel:
         places, positions, limits, row_numbers = send(
             np.stack([least_places, least[drafting], room[drafting], span.rows[numbers]]), device
         )
-        if step.num_accepted is not None:
-            of_sampling = send(np.searchsorted(np.unique(rows.sampling), drafting), device)
-            accepted = step.num_accepted[of_sampling]
-            places, positions = places + accepted, positions + accepted
+        accepted = step.accepted_of(drafting)
+        places, positions = places + accepted, positions + accepted
         ahead = RowsAhead.of(span.batch, row_numbers, limits, newest[drafting], input_batch.block_size)
         tokens = [self._sample(hidden[places], input_batch, slots[drafting], positions + 1)]
         for number in range(1, int(most[drafting].max())):

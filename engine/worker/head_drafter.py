@@ -44,10 +44,8 @@ class HeadDrafter:
         last = rows.counts.cumsum() - 1 - num_drafts
         numbers = np.stack([last, newest - num_drafts, room])[:, drafting]
         places, positions, limits = send(numbers, out.device)
-        if step.num_accepted is not None:
-            of_sampling = send(np.searchsorted(np.unique(rows.sampling), drafting), out.device)
-            accepted = step.num_accepted[of_sampling]
-            places, positions = places + accepted, positions + accepted
+        accepted = step.accepted_of(drafting)
+        places, positions = places + accepted, positions + accepted
         own, count = slots[drafting], int(most[drafting].max())
         out = out[places]
         common = self._parallel, self._sampler, input_batch, own
