@@ -41,8 +41,12 @@ class Reference:
     @torch.no_grad()
     def states(self, tokens: Tensor) -> Tensor:
         """What the head reads at each position, `[tokens, hidden]`."""
-        found = self.target(tokens[None], output_hidden_states=True).hidden_states
-        return self.combine(torch.cat([found[number][0] for number in self.reads or [-1]], dim=-1))
+        streams: list[Tensor] = []
+        hook = self.target.model.norm.register_forward_pre_hook(lambda norm, inputs: streams.append(inputs[0]))
+        *inputs, normed = self.target(tokens[None], output_hidden_states=True).hidden_states
+        hook.remove()
+        inputs += streams[-1:]
+        return self.combine(torch.cat([inputs[each][0] for each in self.reads], -1) if self.reads else normed[0])
 
     @torch.no_grad()
     def drafts(self, tokens: list[int], count: int) -> list[int]:

@@ -72,7 +72,8 @@ def eagle_head(
     """
     if isinstance(target, TransformersModelSpec) or target.alt_up is not None:
         raise ConfigError(f"{method} is not supported for {target.name}, whose layers' outputs are not accessible")
-    config = {**(config.get("transformer_layer_config") or {}), **config}
+    is_speculator = "transformer_layer_config" in config
+    config = {"norm_before_residual": is_speculator, **(config.get("transformer_layer_config") or {}), **config}
     known, stated = ARCHITECTURES[method], config.get("architectures") or ["LlamaForCausalLM"]
     if not any(name in known for name in stated):
         raise ConfigError(f"{method}: {', '.join(stated)} is not supported; supported: {', '.join(known)}")
@@ -117,7 +118,7 @@ def eagle_head(
             projection_bias="fc.bias" in own_names,
         )
     reads = _read_layers(config, target.num_layers) if settings.get("use_aux_hidden_state", True) else ()
-    is_normed = bool(config.get("norm_before_residual", False))
+    is_normed = bool(config["norm_before_residual"])
     attention = replace(layer.attention, input_size=2 * hidden)
     has_embedding, has_head = "embed_tokens.weight" in own_names, "lm_head.weight" in own_names
     if not has_embedding and hidden != target.hidden_size:
@@ -146,12 +147,15 @@ def eagle_head(
 
 
 def _read_layers(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    """Return the layers whose inputs the head reads: as ModelOpt and SGLang state them, by the layers' outputs; as vLLM
-    and its speculators do, by inputs; or those of the paper's code."""
-    outputs = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    inputs = config.get("eagle_aux_hidden_state_layer_ids") or config.get("aux_hidden_state_layer_ids")
-    stated = [int(number) + 1 for number in outputs] if outputs else [int(number) for number in inputs or ()]
-    found = tuple(stated or (2, num_layers // 2, num_layers - 3))
+    """Return the layers whose inputs the head reads: those that are stated, or those of the paper's code.
+
+    Publishers name them by the layers' outputs or by their inputs. As SGLang does, numbers from 1 on are taken for
+    outputs, because the paper's first one is the input of layer 2.
+    """
+    names, stated = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids"), ()
+    for place in (config.get("eagle_config") or {}, config):
+        stated = next((each for name in names if (each := place.get(name))), stated)
+    found = tuple(int(number) + (stated[0] == 1) for number in stated) or (2, num_layers // 2, num_layers - 3)
     if not all(0 <= number <= num_layers for number in found):
         raise ConfigError(f"eagle3: the head reads layers {found}, but the model has {num_layers}")
     return found

@@ -40,6 +40,9 @@ CASES: dict[str, Write] = {
     "EAGLE": partial(write_eagle, "Llama"),
     "EAGLE-3": partial(write_eagle3, "Llama"),
     "EAGLE-3, norm before the residual": partial(write_eagle3, "Qwen3", norm_before_residual=True),
+    "EAGLE-3, the last layers": partial(
+        write_eagle3, "Llama", eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 3, 4]}, reads=[0, 3, 4]
+    ),
     "EAGLE-3, another width": partial(write_eagle3, "Llama", hidden_size=32, target_hidden_size=48),
     "EAGLE-3, a target with layer inputs": partial(write_eagle3, "Gemma 4, layer inputs, shared keys and values"),
     **{f"MTP, {case}": partial(write_mtp, case) for case in MTP_CASES},
@@ -225,9 +228,9 @@ def test_heads_as_their_publishers_write_them(tmp_path: Path) -> None:
     _, expected = with_head("EAGLE-3", tmp_path)
     folder, file = tmp_path / HEAD, tmp_path / HEAD / "config.json"
     config, tensors = json.loads(file.read_text()), load_file(folder / "model.safetensors")
-    own = ("draft_vocab_size", "norm_before_residual")
-    layer = {name: value for name, value in config.items() if name not in (*own, "architectures")}
-    outer = {name: config[name] for name in own} | {"architectures": ["Eagle3Speculator"]}
+    layer = {name: value for name, value in config.items() if name not in ("draft_vocab_size", "architectures")}
+    del layer["norm_before_residual"]  # it is their default
+    outer = {"draft_vocab_size": config["draft_vocab_size"], "architectures": ["Eagle3Speculator"]}
     file.write_text(json.dumps(outer | {"transformer_layer_config": layer}))
     save_file(
         {name.replace("midlayer.", "layers.0."): each for name, each in tensors.items()}, folder / "model.safetensors"
@@ -254,6 +257,25 @@ def test_names_of_a_part_of_a_model_with_images(tmp_path: Path) -> None:
     names = checkpoint_tensors(head.architecture, has_head=True)
     needed = ("mtp.fc.weight", "mtp.layers.0.self_attn.q_proj.weight", "model.language_model.embed_tokens.weight")
     assert {*needed} <= {*names}
+
+
+@pytest.mark.parametrize(
+    ("stated", "expected"),
+    [
+        ({}, (2, 2, 1)),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}, (2, 3, 4)),
+        ({"eagle_aux_hidden_state_layer_ids": [2, 3, 4]}, (2, 3, 4)),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 1, 2]}}, (2, 2, 3)),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": []}}, (2, 2, 1)),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, ()),
+    ],
+)
+def test_layers_that_are_read(stated: dict[str, Any], expected: tuple[int, ...], tmp_path: Path) -> None:
+    write_eagle3("Llama", tmp_path)
+    file = tmp_path / HEAD / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | stated))
+    config, _ = with_head("EAGLE-3", tmp_path)
+    assert config.model.architecture.aux_layers == expected
 
 
 def test_tensors_of_eagle_heads_are_checked(tmp_path: Path) -> None:
