@@ -6,7 +6,7 @@ model's own publisher for multi-token prediction. No torch here.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -152,7 +152,8 @@ def _read_layers(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
     Publishers name them by the layers' outputs or by their inputs. As SGLang does, numbers from 1 on are taken for
     outputs, because the paper's first one is the input of layer 2.
     """
-    names, stated = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids"), ()
+    names = "eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids"
+    stated: Sequence[int] = ()
     for place in (config.get("eagle_config") or {}, config):
         stated = next((each for name in names if (each := place.get(name))), stated)
     found = tuple(int(number) + (stated[0] == 1) for number in stated) or (2, num_layers // 2, num_layers - 3)
