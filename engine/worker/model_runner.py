@@ -285,9 +285,7 @@ class ModelRunner:
         if not plan.num_rows and not any(replica_tokens):
             return self._run_without_rows()
         has_prompts = plan.num_tokens > plan.num_rows
-        drafter = None if plan.num_drafts is None else self._drafter
-        needs_all = rows.scoring or rows.num_drafts is not None or (drafter and drafter.needs_hidden_states)
-        logits_indices_only = self._logits_indices_only and has_prompts and not needs_all
+        logits_indices_only = self._logits_indices_only and has_prompts and not rows.scoring and rows.num_drafts is None
         first = self._input_batch.num_computed_tokens[rows.slots]
         batch, places = self._input_batch.batch(rows, replica_tokens, logits_indices_only=logits_indices_only)
         if self._dbo_token_threshold is not None and max(replica_tokens) >= self._dbo_token_threshold:
@@ -314,10 +312,10 @@ class ModelRunner:
             sampled = self._write_sampled(rows, places, tokens)
         if self._pipeline.is_first:
             self._input_batch.append_sampled(rows)
-        if drafter is not None:
+        if drafts and self._drafter is not None:
             accepted, drafting = count_accepted(rows, batch, sampled), may_draft(rows, [*plan.masks])
             step = SampledStep(rows, first, batch, hidden, accepted, drafting, plan.num_drafts or 0)
-            readings += self._report_drafts(drafter.draft(step, self._input_batch), result)
+            readings += self._report_drafts(self._drafter.draft(step, self._input_batch), result)
         return readings
 
     def _report_drafts(self, drafts: Drafts | None, result: ModelRunnerOutput | None) -> list[AsyncRead]:

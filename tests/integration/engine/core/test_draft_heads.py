@@ -39,6 +39,8 @@ CASES: dict[str, tuple[str, Callable[[Path], Reference]]] = {
     "EAGLE-3, gpt-oss": ("eagle3", partial(write_eagle3, "gpt-oss")),
     "MTP, GLM-4 MoE": ("mtp", partial(write_mtp, "GLM-4 MoE")),
     "MTP, DeepSeek V3.2": ("mtp", partial(write_mtp, "DeepSeek V3.2")),
+    "MTP, Qwen3-Next": ("mtp", partial(write_mtp, "Qwen3-Next")),
+    "EAGLE-3, recurrent states": ("eagle3", partial(write_eagle3, "OLMo hybrid")),
 }
 PROMPTS = [[*range(40, 73)], [5, 6, 7, 8] * 3, [100]]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
@@ -58,7 +60,13 @@ def configured(folder: Path, case: str, tp: int = 1, pp: int = 1, **options: Any
     return configure(folder, tensor_parallel_size=tp, pipeline_parallel_size=pp, **options)
 
 
-DEFAULT = {("EAGLE-3", 2, 2), ("EAGLE", 1, 1), ("MTP, DeepSeek V3", 1, 2), ("MTP, MiMo", 2, 1)}
+DEFAULT = {
+    ("EAGLE-3", 2, 2),
+    ("MTP, Qwen3-Next", 1, 1),
+    ("EAGLE", 1, 1),
+    ("MTP, DeepSeek V3", 1, 2),
+    ("MTP, MiMo", 2, 1),
+}
 GRIDS = [
     pytest.param(case, tp, pp, marks=[] if (case, tp, pp) in DEFAULT else [pytest.mark.slow])
     for case in CASES
@@ -73,13 +81,14 @@ def test_tokens_are_those_without_speculation(case: str, tp: int, pp: int, tmp_p
     config = configured(tmp_path, case, tp, pp)
     with Ranks(config, ThreadExecutor(config)) as ranks:
         depth, blocks = max(2, pp), 14 * len(config.cache.groups)
+        states = config.cache.block_size if any(group.is_state for group in config.cache.groups) else None
         expected = ranks.tokens(REQUESTS, speculative=None)
-        for speculation in (Always(3, 64), Always(3, 64, varies=True)):
+        for speculation in (Always(3, 64, states), Always(3, 64, states, varies=True)):
             assert ranks.tokens(REQUESTS, speculation=speculation, depth=depth, max_num_batched_tokens=24) == expected
             assert ranks.stats.num_draft_tokens > 30
-        assert ranks.tokens(REQUESTS, speculation=Always(3, 64), depth=depth, num_blocks=blocks) == expected
+        assert ranks.tokens(REQUESTS, speculation=Always(3, 64, states), depth=depth, num_blocks=blocks) == expected
         assert ranks.stats.preemptions
-        greedy, recording = [(prompt, GREEDY) for prompt in PROMPTS], Recording(3, 64)
+        greedy, recording = [(prompt, GREEDY) for prompt in PROMPTS], Recording(3, 64, states)
         ranks.tokens(greedy, speculation=recording, depth=depth, enable_prefix_caching=False)
         assert len(recording.made) > 30
         for known, made in recording.made:

@@ -201,9 +201,3 @@ def test_a_head_is_in_the_plan(tmp_path: Path) -> None:
     biases = (256 + 2 * 128) // 2 * 4
     assert after.weights[1] - before.weights[1] == layer + 256 * 256 * 4 // 2 + vectors + biases + 2048 * 256 * 4 // 2
     assert after.kv_block[1] * 3 == before.kv_block[1] * 4
-
-
-def test_recurrent_states_have_no_heads(tmp_path: Path) -> None:
-    sizes = {"linear_num_value_heads": 4, "linear_num_key_heads": 4, "num_hidden_layers": 4}
-    with pytest.raises(ConfigError, match="speculative decoding is not supported for models with recurrent states"):
-        speculative_of(tmp_path, {"architectures": ["Qwen3_5ForCausalLM"], **sizes}, spec_method="mtp")
