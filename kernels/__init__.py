@@ -10,7 +10,14 @@ from __future__ import annotations
 from quire.kernels import coded_words, reference
 from quire.kernels.attention_config import AttentionConfig, AttentionLayer, HostMetadata
 from quire.kernels.backends import BackendUnavailable
-from quire.kernels.cache import RecurrentState, StateSegments, allocate_kv_cache, kv_cache_dtype, recurrent_states
+from quire.kernels.cache import (
+    RecurrentState,
+    StateSegments,
+    allocate_kv_cache,
+    heads_as_blocks,
+    kv_cache_dtype,
+    recurrent_states,
+)
 from quire.kernels.coded_words import RoundedRows, RowRounding
 from quire.kernels.dispatch import by_device, paged_attention, prepare
 from quire.kernels.experts import PackedExperts, fused_experts, pack_experts
@@ -51,6 +58,7 @@ __all__ = [
     "causal_conv",
     "fused_experts",
     "gumbel_noise",
+    "heads_as_blocks",
     "kv_cache_dtype",
     "linear_attention",
     "pack_embedding",
@@ -69,6 +77,7 @@ __all__ = [
     "route",
     "sample",
     "score_tokens",
+    "select_blocks",
     "select_tokens",
     "selective_scan",
     "sparse_attention",
@@ -89,6 +98,7 @@ attention = by_device(reference.attention)
 causal_conv = by_device(reference.causal_conv)
 linear_attention = by_device(reference.linear_attention)
 selective_scan = by_device(reference.selective_scan)
+select_blocks = by_device(reference.select_blocks)
 select_tokens = by_device(reference.select_tokens)
 sparse_attention = by_device(reference.sparse_attention)
 apply_bitmask = by_device(reference.apply_bitmask)

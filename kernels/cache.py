@@ -93,6 +93,17 @@ def allocate_kv_cache(
     return memory.transpose(1, 2)
 
 
+def heads_as_blocks(cache: Tensor) -> tuple[Tensor, int]:
+    """View a layer's cache `[num_tensors, blocks, kv_heads, …]` as one with a KV head in each block: head h of block b is
+    block `b * step + h`. Returns the view and `step`."""
+    tensors, blocks, heads, *row = cache.shape
+    of_tensor, of_block, of_head, *strides = cache.stride()
+    step = of_block // of_head
+    assert step * of_head == of_block
+    shape, stride = (tensors, (blocks - 1) * step + heads, 1, *row), (of_tensor, of_head, of_head, *strides)
+    return cache.as_strided(shape, stride), step
+
+
 class RecurrentState(NamedTuple):
     """The recurrent states of a layer: a page holds that of a request after some token."""
 

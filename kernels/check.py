@@ -172,6 +172,11 @@ def _calls(device: torch.device, dtype: torch.dtype, config: AttentionConfig) ->
     sides, shares = (blocks[:1, :, :1] * 2).round(), torch.randint(-4, 5, (20, 6), generator=noise).to(device).float()
     indexed = (query * 2).round(), shares, sides, *batch[1:]
     yield "select_tokens", lambda module: (module.select_tokens(*indexed, 7), module.select_tokens(*indexed, 30))
+    in_blocks = (query * 2).round(), *indexed[2:]
+    yield (
+        "select_blocks",
+        lambda module: (module.select_blocks(*in_blocks, 16, 5, 1), module.select_blocks(*in_blocks, 24, 40, 2)),
+    )
     slots, counts = torch.randint(640, (20, 33), generator=noise).to(device), torch.arange(20, device=device) + 14
     yield (
         "sparse_attention",

@@ -35,6 +35,7 @@ __all__ = [
     "route",
     "sample",
     "score_tokens",
+    "select_blocks",
     "select_tokens",
     "sparse_attention",
     "uniform_noise",
@@ -256,6 +257,52 @@ def select_tokens(
             best = best.sort().values
             chosen[rows, :count] = slots[best.where(best <= (rows + (length - end))[:, None], 0)]
     return chosen
+
+
+def select_blocks(
+    query: Tensor,
+    cache: Tensor,
+    block_tables: Tensor,
+    sequence_lengths: Tensor,
+    query_starts: Tensor,
+    size: int,
+    count: int,
+    local: int,
+) -> Tensor:
+    """Choose `count` blocks of `size` tokens for each head of a query to attend to (MiniMax-M3, 2026); returns their
+    numbers in the request in ascending order, int64 `[tokens, heads, count]`.
+
+    The query's own block and the `local` - 1 before it are chosen, from 1 to `count` of them, and of the others before
+    it those with the highest scores, of equal ones the earlier. The score of a block is the largest `query @ key` of its
+    tokens, in float32, NaN being the lowest. A query with fewer blocks has all of them, followed by block 0 again. Other
+    arguments are those of `select_tokens`.
+    """
+    chosen = torch.empty(*query.shape[:2], count, dtype=torch.int64, device=query.device)
+    starts, lengths = query_starts.tolist(), sequence_lengths.tolist()
+    for request, (start, end) in enumerate(pairwise(starts)):
+        length, number = lengths[request], -(-lengths[request] // size)
+        keys = read_kv(cache[0], block_tables[request], length, torch.float32)[:, 0]
+        piece = max(1, _SCORE_ELEMENTS // (length * query.shape[1]))
+        for rows in torch.split(torch.arange(start, end, device=query.device), piece):
+            products = query[rows].float() @ keys.T  # [queries, heads, length]
+            products = products.where(products == products, -torch.inf)
+            scores = (
+                F.pad(products, (0, number * size - length), value=-torch.inf).unflatten(-1, (number, size)).amax(-1)
+            )
+            chosen[rows] = choose_blocks(scores, (rows + (length - end)) // size, count, local)
+    return chosen
+
+
+def choose_blocks(scores: Tensor, own: Tensor, count: int, local: int) -> Tensor:
+    """The choice of `select_blocks` by the blocks' scores `[tokens, heads, blocks]`, those of blocks after the queries'
+    `own` `[tokens]` having any value."""
+    numbers = torch.arange(scores.shape[-1], device=scores.device)
+    is_after = numbers > own[:, None]
+    is_local = (numbers > own[:, None] - local) & ~is_after
+    scores = scores.masked_fill(is_local[:, None], torch.inf).masked_fill(is_after[:, None], -torch.inf)
+    best = scores.sort(descending=True, stable=True).indices[..., :count].sort().values
+    best = best.where(best <= own[:, None, None], 0)
+    return F.pad(best, (0, count - best.shape[-1]))
 
 
 def sparse_attention(query: Tensor, cache: Tensor, slots: Tensor, counts: Tensor, scale: float) -> Tensor:

@@ -37,7 +37,6 @@ from quire.engine.config.engine_config import DTYPE_BYTES, EngineConfig
 from quire.engine.config.kv_cache_groups import KVCacheShape, block_bytes
 from quire.engine.config.machine import Machine
 from quire.engine.config.memory_plan import MemoryPlan, read_bytes
-from quire.engine.models.attention_spec import MLASpec
 from quire.engine.models.model_spec import LayerSpec, MoESpec
 
 Limit = Literal["bandwidth", "compute", "communication"]
@@ -164,13 +163,9 @@ class _Floors:
         sums = new * parameters + experts + 3 * new * states
         if attention is None:
             return 2 * sums
-        index, most = 0, attention.window or context
-        if isinstance(attention, MLASpec):
-            features, most = attention.head_dim + attention.v_head_dim, min(most, attention.top_k or context)
-            if attention.indexer is not None and context > most:
-                index = attention.indexer.num_heads * attention.indexer.head_dim
-        else:
-            features = attention.head_dim + attention.value_dim
+        most = min(attention.window or context, attention.top_k or context)
+        index = attention.index_features(tp) if context > most else 0
+        features = attention.head_dim + (attention.v_head_dim or attention.head_dim)
         pairs, scored = (_pairs(tokens, context, min(context, window)) for window in (most, context))
         attended = pairs * features * attention.num_heads / tp + scored * index
         return 2 * (sums + requests * attended)
@@ -193,7 +188,7 @@ class _Floors:
         unread = 0.0
         for layer, count in self._layers[stage].items():
             attention = layer.attention
-            if isinstance(attention, MLASpec) and attention.top_k is not None:
+            if attention is not None and attention.top_k is not None:
                 row = block_bytes(KVCacheShape(*attention.kv_shape(tp)), cache.block_size, cache.dtype)
                 unread += count * max(0, context - tokens * attention.top_k) * row / cache.block_size
         return unread

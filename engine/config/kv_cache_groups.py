@@ -24,7 +24,6 @@ from quire.engine.config.engine_config import (
     ParallelConfig,
     SpeculativeConfig,
 )
-from quire.engine.models.attention_spec import MLASpec
 from quire.engine.models.model_spec import ModelSpec
 
 SCALE_BYTES = 4
@@ -96,7 +95,7 @@ def cache_specs(arch: ModelSpec, tp: int, max_model_len: int, dtype: str) -> lis
         if layer.attention is not None and layer.kv_source is None:
             window = layer.attention.window
             shape = KVCacheShape(*layer.attention.kv_shape(tp))
-            index = layer.attention.index_shape() if isinstance(layer.attention, MLASpec) else None
+            index = layer.attention.index_shape()
             window = window if window and window < max_model_len else None
             kept.append(KVCacheSpec(shape, window, index_shape=index and KVCacheShape(*index)))
         if layer.state is not None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,7 +16,15 @@ from torch import Tensor, nn
 from quire import kernels
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.distributed.communicator import Parallel
-from quire.engine.layers.linear import ColumnParallelLinear, Linear, Partition, RowParallelLinear, divided, kv_heads
+from quire.engine.layers.linear import (
+    ColumnParallelLinear,
+    Linear,
+    Partition,
+    RowParallelLinear,
+    divided,
+    kv_heads,
+    replicated,
+)
 from quire.engine.layers.norm import AcrossHeadsNorm, PerHeadNorm, make_norm
 from quire.engine.layers.weight import Weight
 from quire.engine.models import attention_spec, spec_parts
@@ -87,6 +98,27 @@ class Batch:
             return self.host
         return HostMetadata(self.query_starts.diff().cpu().numpy(), self.sequence_lengths.cpu().numpy())
 
+    def runs(self, forms: npt.NDArray[np.generic]) -> Iterator[tuple[int, int, slice]]:
+        """Successive requests of the same form: from one to before another, and their tokens."""
+        starts = [0, *self.host_metadata().counts.cumsum().tolist()]
+        for first, last in pairwise((0, *(np.flatnonzero(forms[1:] != forms[:-1]) + 1).tolist(), len(forms))):
+            yield first, last, slice(starts[first], starts[last])
+
+    def requests(self, begin: int, end: int, rows: slice) -> Batch:
+        """A batch with only these requests, whose tokens are `rows`."""
+        counts, lengths, _ = self.host_metadata()
+        starts = self.query_starts[begin : end + 1]
+        return Batch(
+            token_ids=self.token_ids[rows],
+            positions=self.positions[rows],
+            slot_mapping=self.slot_mapping[rows],
+            block_tables=self.block_tables[begin:end],
+            sequence_lengths=self.sequence_lengths[begin:end],
+            query_starts=starts - starts[0],
+            logits_indices=self.logits_indices,
+            host=HostMetadata(counts[begin:end], lengths[begin:end]),
+        )
+
 
 class IndexedCache(NamedTuple):
     """What a layer with an indexer keeps of each token, in the same slot of both."""
@@ -116,6 +148,28 @@ class LayerCache(NamedTuple):
         return self.memory if self.memory is None or self.keys is None else IndexedCache(self.memory, self.keys)
 
 
+class BlockIndexer(nn.Module):
+    """Queries and keys for the selection described by `quire.engine.models.attention_spec.BlockIndexerSpec`: a query for
+    each of the rank's KV heads, and a key that all ranks have."""
+
+    def __init__(
+        self, spec: attention_spec.BlockIndexerSpec, num_kv_heads: int, hidden_size: int, parallel: Parallel
+    ) -> None:
+        super().__init__()
+        self._head_dim = spec.head_dim
+        heads = kv_heads("", num_kv_heads, spec.head_dim, parallel)
+        self.query = ColumnParallelLinear(hidden_size, [heads], bias=False)
+        self.key = replicated(hidden_size, spec.head_dim)
+        self.query_norm = make_norm(spec.norm, spec.head_dim)
+        self.key_norm = make_norm(spec.norm, spec.head_dim)
+
+    def forward(self, x: Tensor, batch: Batch, cos_sin: Tensor, keys: Tensor) -> Tensor:
+        """Write the tokens' keys to the cache `keys`; returns their queries `[tokens, kv_heads, head_dim]`."""
+        query = self.query_norm(self.query(x).unflatten(-1, (-1, self._head_dim)))
+        key = self.key_norm(self.key(x))[:, None]
+        return kernels.rotary_write_kv(query, key, None, cos_sin, keys, batch.slot_mapping)
+
+
 class Attention(nn.Module):
     """Attention as described by `quire.engine.models.attention_spec.AttentionSpec`."""
 
@@ -137,21 +191,24 @@ class Attention(nn.Module):
         self.key_norm = None if spec.kv_source is not None else head_norm(spec, parts[1], parallel)
         self._value_norm = None if spec.value_norm is None else make_norm(spec.value_norm, spec.value_dim)
         self.sinks = Weight((heads.length,), heads.shard()) if spec.has_sinks else None
+        self.indexer = None
+        if spec.indexer is not None:
+            self.indexer = BlockIndexer(spec.indexer, spec.num_kv_heads, hidden_size, parallel)
         self._slopes = None
         if spec.alibi:
             self._slopes = spec.alibi * alibi_slopes(spec.num_heads)[heads.start : heads.start + heads.length]
 
     @property
-    def reads_input(self) -> Linear:
-        """The layer that alone multiplies the input."""
-        return self.qkv
+    def reads_input(self) -> Linear | None:
+        """The layer that alone multiplies the input, if there is one."""
+        return self.qkv if self.indexer is None else None
 
     def forward(
         self,
         x: Tensor | kernels.RoundedRows,
         batch: Batch,
         cos_sin: Tensor,
-        cache: Tensor,
+        cache: Tensor | IndexedCache,
         last_tokens: Tensor | None = None,
         added: Tensor | None = None,
     ) -> Tensor:
@@ -161,7 +218,12 @@ class Attention(nn.Module):
 
         Writes the keys and values of all tokens to this layer's `cache`, unless it is the cache of another layer.
         """
-        spec = self._spec
+        spec, index_query = self._spec, None
+        cache, keys = cache if isinstance(cache, IndexedCache) else (cache, None)
+        if self.indexer is not None:
+            assert isinstance(x, Tensor)
+            assert keys is not None
+            index_query = self.indexer(x, batch, cos_sin, keys)
         qkv: Tensor = self.qkv(x)
         qkv = qkv if added is None else qkv + added
         query, *others = qkv.split_with_sizes(self._widths, dim=-1)
@@ -191,10 +253,26 @@ class Attention(nn.Module):
             query = kernels.rotary_write_kv(query, key, value, cos_sin, cache, batch.slot_mapping)
         if last_tokens is not None:
             query, batch = query[last_tokens], batch.with_last_tokens_only()
+            index_query = None if index_query is None else index_query[last_tokens]
             gates = [gate[last_tokens] for gate in gates]
         if spec.is_chunked and spec.window is not None:
             batch = batch.chunks or by_chunks(batch, len(query), spec.window, cache.shape[3])
-        mixed = kernels.paged_attention(
+        if index_query is None:
+            mixed = self._attend(query, batch, cache)
+        else:
+            assert keys is not None
+            mixed = self._attend_sparsely(query, index_query, batch, cache, keys)
+        if spec.value_dim < spec.head_dim:
+            mixed = mixed[..., : spec.value_dim]
+        for gate in gates:
+            mixed = mixed * gate.sigmoid()
+        out: Tensor = self.output(mixed.flatten(1))
+        return out if spec.output_multiplier == 1.0 else out * spec.output_multiplier
+
+    def _attend(self, query: Tensor, batch: Batch, cache: Tensor) -> Tensor:
+        """`[tokens, heads, head_dim]` → the same."""
+        spec = self._spec
+        return kernels.paged_attention(
             query,
             cache,
             batch.block_tables,
@@ -207,12 +285,54 @@ class Attention(nn.Module):
             slopes=self._slopes,
             host=batch.host,
         )
-        if spec.value_dim < spec.head_dim:
-            mixed = mixed[..., : spec.value_dim]
-        for gate in gates:
-            mixed = mixed * gate.sigmoid()
-        out: Tensor = self.output(mixed.flatten(1))
-        return out if spec.output_multiplier == 1.0 else out * spec.output_multiplier
+
+    def _attend_sparsely(self, query: Tensor, index_query: Tensor, batch: Batch, cache: Tensor, keys: Tensor) -> Tensor:
+        """Like `_attend`, but the queries of requests that are longer than the selection attend to it."""
+        assert self._spec.indexer is not None
+        is_long = batch.host_metadata().lengths > self._spec.indexer.top_k
+        if not is_long.any():
+            return self._attend(query, batch, cache)
+        mixed = torch.empty_like(query)
+        for first, last, rows in batch.runs(is_long):
+            part = batch.requests(first, last, rows)
+            if is_long[first]:
+                mixed[rows] = self._attend_to_blocks(query[rows], index_query[rows], part, cache, keys)
+            else:
+                mixed[rows] = self._attend(query[rows], part, cache)
+        return mixed
+
+    def _attend_to_blocks(
+        self, query: Tensor, index_query: Tensor, batch: Batch, cache: Tensor, keys: Tensor
+    ) -> Tensor:
+        """Each KV head of a query attends to its own blocks. Nothing is read from the device."""
+        spec, (tokens, heads), block_size = self._spec.indexer, index_query.shape[:2], cache.shape[3]
+        assert spec is not None
+        blocks = kernels.select_blocks(
+            *(index_query, keys, batch.block_tables, batch.sequence_lengths, batch.query_starts),
+            *(spec.block_size, spec.num_blocks, spec.num_local_blocks),
+        )
+        number = torch.arange(tokens, device=query.device)
+        request = torch.searchsorted(batch.query_starts, number, right=True) - 1
+        positions = batch.sequence_lengths[request] - batch.query_starts[request + 1] + number
+        before = (positions // spec.block_size + 1 - spec.num_blocks).clamp(min=0)  # blocks that are not selected
+        counts = (positions + 1 - before * spec.block_size).clamp(min=1)
+        offsets = torch.arange(spec.block_size, device=query.device)
+        by_head, step = kernels.heads_as_blocks(cache)
+        head = torch.arange(heads, device=query.device)[:, None]
+        grouped, mixed = query.unflatten(1, (heads, -1)), torch.empty_like(query)
+        size = max(1, attention_spec.SCORES_AT_ONCE // (heads * spec.top_k))
+        for start in range(0, tokens, size):
+            rows = slice(start, start + size)
+            places = (blocks[rows, :, :, None] * spec.block_size + offsets).flatten(2)  # [rows, heads, top_k]
+            places = places.clamp(max=batch.block_tables.shape[1] * block_size - 1)
+            pages = batch.block_tables[request[rows, None, None], places // block_size]
+            slots = (pages * step + head) * block_size + places % block_size
+            found = kernels.sparse_attention(
+                *(grouped[rows].flatten(0, 1), by_head, slots.flatten(0, 1)),
+                *(counts[rows].repeat_interleave(heads), self._spec.scale),
+            )
+            mixed[rows] = found.unflatten(0, (-1, heads)).flatten(1, 2)
+        return mixed
 
 
 def scale_queries(query: Tensor, positions: Tensor, spec: spec_parts.QueryScaleSpec | None) -> Tensor:

@@ -13,7 +13,6 @@ selected rows, in the latent space. Shorter requests attend to all rows, as with
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 
 from quire import kernels
 from quire.engine.distributed.communicator import Parallel
-from quire.engine.layers.attention import Batch, HostMetadata, IndexedCache, Selection, scale_queries
+from quire.engine.layers.attention import Batch, IndexedCache, Selection, scale_queries
 from quire.engine.layers.linear import (
     ColumnParallelLinear,
     Linear,
@@ -163,8 +162,7 @@ class MLA(nn.Module):
             return self.absorbed(query, batch, cache)
         starts = [0, *counts.cumsum().tolist()]
         mixed = query.new_empty(*query.shape[:2], self._spec.v_head_dim)
-        for first, last in pairwise((0, *(np.flatnonzero(np.diff(forms)) + 1).tolist(), len(counts))):
-            rows = slice(starts[first], starts[last])
+        for first, last, rows in batch.runs(forms):
             if slots is not None and forms[first] == _SPARSE:
                 mixed[rows] = self.sparse(query[rows], slots[rows], batch.positions[rows], cache)
                 continue
@@ -172,7 +170,7 @@ class MLA(nn.Module):
             for begin, end in self._group_requests(lengths, first, last) if is_plain else [(first, last)]:
                 rows = slice(starts[begin], starts[end])
                 form = self.plain if is_plain else self.absorbed
-                mixed[rows] = form(query[rows], _requests(batch, begin, end, rows), cache)
+                mixed[rows] = form(query[rows], batch.requests(begin, end, rows), cache)
         return mixed
 
     def _group_requests(self, lengths: Ints, first: int, last: int) -> Iterator[tuple[int, int]]:
@@ -273,19 +271,3 @@ class MLA(nn.Module):
         most = self._max_heads(length)
         for start in range(0, self._heads, most):
             yield slice(start, start + most)
-
-
-def _requests(batch: Batch, begin: int, end: int, rows: slice) -> Batch:
-    """A batch with only these requests, whose tokens are `rows`."""
-    counts, lengths, _ = batch.host_metadata()
-    starts = batch.query_starts[begin : end + 1]
-    return Batch(
-        token_ids=batch.token_ids[rows],
-        positions=batch.positions[rows],
-        slot_mapping=batch.slot_mapping[rows],
-        block_tables=batch.block_tables[begin:end],
-        sequence_lengths=batch.sequence_lengths[begin:end],
-        query_starts=starts - starts[0],
-        logits_indices=batch.logits_indices,
-        host=HostMetadata(counts[begin:end], lengths[begin:end]),
-    )

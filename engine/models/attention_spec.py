@@ -15,7 +15,39 @@ KEYS_AND_VALUES_AT_ONCE = 1 << 24
 """Maximum number of key and value elements that MLA computes from its cache at once, and of elements of queries with
 which it attends to selected tokens at once."""
 SCORES_AT_ONCE = 1 << 22
-"""Number of scores, in float32, that selecting tokens has in memory at once."""
+"""Number of scores, in float32, that selecting tokens has in memory at once, and of slots of selected blocks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockIndexerSpec:
+    """Scores blocks of the tokens before a query, so that it attends only to the best ones (MiniMax-M3, 2026).
+
+    A token has one key, of `head_dim` features, in a cache of its own on every rank. Each KV head has a query, and its
+    heads attend to the blocks with its highest scores: the largest `query @ key` of a block's tokens. Queries and keys
+    are normalized and rotated like those of the attention.
+    """
+
+    head_dim: int
+    norm: NormSpec
+    """Of a head's query, and with another weight of the key."""
+    block_size: int
+    """Tokens of a block."""
+    num_blocks: int
+    """Blocks that a query attends to at most."""
+    num_local_blocks: int
+    """Those of them that are the query's own and the ones just before, whatever their scores."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.num_local_blocks <= self.num_blocks or self.block_size < 1:
+            raise ConfigError(
+                f"{self.num_local_blocks} local blocks of {self.block_size} tokens among {self.num_blocks} that a query "
+                "attends to are not supported: its own block must be among them"
+            )
+
+    @property
+    def top_k(self) -> int:
+        """Tokens that a query attends to at most."""
+        return self.num_blocks * self.block_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +95,19 @@ class AttentionSpec:
     """The number of the layer before whose keys and values are read, and none are computed; None: the layer's own."""
     input_size: int = 0
     """Features that queries, keys and values are computed from; 0: those of the hidden state."""
+    indexer: BlockIndexerSpec | None = None
+    """What selects the blocks that a query attends to; None: it attends to all tokens."""
+
+    def __post_init__(self) -> None:
+        if self.indexer is not None and self.rope is not None and self.rope.dim > self.indexer.head_dim:
+            raise ConfigError(
+                f"index_head_dim {self.indexer.head_dim} is less than the {self.rope.dim} rotary features"
+            )
+
+    @property
+    def top_k(self) -> int | None:
+        """Tokens that a query attends to at most, if they are selected."""
+        return None if self.indexer is None else self.indexer.top_k
 
     @property
     def value_dim(self) -> int:
@@ -80,6 +125,9 @@ class AttentionSpec:
     def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
         heads = self.num_heads // tp
         yield MatrixShape(self._qkv_rows(tp), self.input_size or hidden, 1, "attention.qkv")
+        if self.indexer is not None:
+            yield MatrixShape(self.index_features(tp), hidden, 1, "attention.indexer.query")
+            yield MatrixShape(self.indexer.head_dim, hidden, 1, "attention.indexer.key")
         yield MatrixShape(hidden, heads * self.value_dim, 1, "attention.output", self.num_heads * self.value_dim)
 
     def _qkv_rows(self, tp: int) -> int:
@@ -97,15 +145,29 @@ class AttentionSpec:
             has_keys = self.kv_source is None
             normed = 1 + has_keys if self.qk_norm_over == "head" else heads + has_keys * kv_heads
             count += self.qk_norm.num_parameters(normed * self.head_dim)
+        if self.indexer is not None:
+            count += 2 * self.indexer.norm.num_parameters(self.indexer.head_dim)
         return count + self.has_sinks * heads
 
     def workspace(self, length: int, tp: int) -> int:
-        """Elements that attention over a sequence of `length` needs in addition to the tokens' own."""
-        return 0
+        """Elements that attention over a sequence of `length` needs in addition to the tokens' own. Sparse attention
+        needs scores, the selected blocks, and slots of 8 bytes, which are computed from numbers as long."""
+        if self.indexer is None or length <= self.indexer.top_k:
+            return 0
+        blocks = length * self.kv_heads_per_rank(tp) * self.indexer.num_blocks
+        return 4 * (SCORES_AT_ONCE + blocks) + 16 * min(SCORES_AT_ONCE, blocks * self.indexer.block_size)
 
     def kv_shape(self, tp: int) -> tuple[int, int, int]:
         """A token's entry in the KV cache of a rank: sides (keys and values), heads, elements per head."""
         return 2, self.kv_heads_per_rank(tp), self.head_dim
+
+    def index_shape(self) -> tuple[int, int, int] | None:
+        """A token's entry in the indexer's cache of every rank."""
+        return None if self.indexer is None else (1, 1, self.indexer.head_dim)
+
+    def index_features(self, tp: int) -> int:
+        """Features of a token that a rank scores it with."""
+        return 0 if self.indexer is None else self.kv_heads_per_rank(tp) * self.indexer.head_dim
 
     def layout_errors(self, tp: int) -> Iterator[str]:
         """What `tp` ranks cannot divide."""
@@ -222,6 +284,10 @@ class MLASpec:
     def index_shape(self) -> tuple[int, int, int] | None:
         """A token's entry in the indexer's cache of every rank."""
         return None if self.indexer is None else (1, 1, self.indexer.head_dim)
+
+    def index_features(self, tp: int) -> int:
+        """Features of a token that every rank scores it with."""
+        return 0 if self.indexer is None else self.indexer.num_heads * self.indexer.head_dim
 
     def layout_errors(self, tp: int) -> Iterator[str]:
         """What `tp` ranks cannot divide."""

@@ -17,7 +17,6 @@ from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.attention import Batch, LayerCache
 from quire.engine.layers.linear import GatedLinear, Linear
 from quire.engine.layers.moe import Experts
-from quire.engine.models.attention_spec import MLASpec
 from quire.engine.models.checkpoint_files import Checkpoint
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.families import FAMILIES
@@ -234,7 +233,7 @@ def _forward(config: EngineConfig, decoder: Decoder, stage: int, batch: Batch, h
             memory = (
                 _plane(batch, layer.attention.kv_shape(1)) if source is None else caches[layers.index(source)].memory
             )
-            if isinstance(layer.attention, MLASpec) and (index_shape := layer.attention.index_shape()) is not None:
+            if (index_shape := layer.attention.index_shape()) is not None:
                 keys = _plane(batch, index_shape)
         if layer.state is not None:  # no state is kept
             shapes = layer.state.state_shape(1), layer.state.input_shape(1)

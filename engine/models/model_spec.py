@@ -22,7 +22,8 @@ class MLPSpec:
     """`down(activation(gate(x)) * up(x))`, or without a gate `down(activation(up(x)))`."""
 
     intermediate_size: int
-    activation: Activation = "silu"
+    activation: Activation | Literal["swiglu_oai"] = "silu"
+    """swiglu_oai is gpt-oss's: `min(gate, 7) * sigmoid(1.702 gate) * (clamp(up, ±7) + 1)`."""
     is_gated: bool = True
     bias: bool = False
     output_bias: bool | None = None
@@ -73,7 +74,6 @@ class MoESpec:
     intermediate_size: int
     """Inner features of each expert."""
     activation: Activation | Literal["swiglu_oai"] = "silu"
-    """swiglu_oai is gpt-oss's: `min(gate, 7) * sigmoid(1.702 gate) * (clamp(up, ±7) + 1)`."""
     is_gated: bool = True
     """See `MLPSpec`."""
     latent_size: int = 0

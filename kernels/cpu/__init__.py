@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quire.kernels import reference
 from quire.kernels.cache import StateSegments
 from quire.kernels.cpu.build import CannotBuild, load
 from quire.kernels.quantized import VALUES
@@ -34,12 +35,16 @@ __all__ = [
     "route",
     "sample",
     "scale_rows",
+    "select_blocks",
     "select_tokens",
     "selective_scan",
     "sparse_attention",
     "tiled_linear",
     "uniform_noise",
 ]
+
+_LARGEST_BLOCK = 256
+"""Tokens of a block whose score is computed in C++ (`kStepKeys`)."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
@@ -56,6 +61,26 @@ def rotary_write_kv(
     query: Tensor, key: Tensor, value: Tensor | None, cos_sin: Tensor, cache: Tensor, slots: Tensor
 ) -> Tensor:
     out: Tensor = torch.ops.quire.rotary_write_kv(query, key, value, cos_sin, cache, slots)
+    return out
+
+
+def select_blocks(
+    query: Tensor,
+    cache: Tensor,
+    block_tables: Tensor,
+    sequence_lengths: Tensor,
+    query_starts: Tensor,
+    size: int,
+    count: int,
+    local: int,
+) -> Tensor:
+    if size > _LARGEST_BLOCK:
+        return reference.select_blocks(
+            *(query, cache, block_tables, sequence_lengths, query_starts, size, count, local)
+        )
+    out: Tensor = torch.ops.quire.select_blocks(
+        *(query, cache, block_tables, sequence_lengths, query_starts, size, count, local)
+    )
     return out
 
 

@@ -57,6 +57,7 @@ __all__ = [
     "route",
     "sample",
     "score_tokens",
+    "select_blocks",
     "select_tokens",
     "selective_scan",
     "sparse_attention",
@@ -78,6 +79,10 @@ def paged_attention(query: Tensor, cache: Tensor, *batch: Any, **options: Any) -
 
 def sparse_attention(query: Tensor, cache: Tensor, *batch: Any, **options: Any) -> Tensor:
     return _of(cache, _attention).sparse_attention(query, cache, *batch, **options)
+
+
+def select_blocks(query: Tensor, cache: Tensor, *batch: Any, **options: Any) -> Tensor:
+    return _of(cache, _selection).select_blocks(query, cache, *batch, **options)
 
 
 def select_tokens(query: Tensor, weights: Tensor, cache: Tensor, *batch: Any, **options: Any) -> Tensor:

@@ -1,5 +1,5 @@
 """Selection of the tokens that sparse attention attends to: scores, a program for each query and some of the keys; then
-the tokens, a program for each query.
+the tokens, a program for each query. Of blocks, the scores are computed here, and torch sorts them.
 
 The scores of a tile of keys depend on the query and these keys alone, so a result does not depend on the batch.
 """
@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels import reference
 from quire.kernels.cache import LARGEST
 from quire.kernels.triton.sampling import _kth_of_row, _tile_of
 
@@ -179,3 +180,98 @@ def select_tokens(
             num_warps=8,
         )
     return slots
+
+
+@triton.jit(do_not_specialize=["tables", "lengths", "starts", "requests", "first", "table_row", "blocks"])
+def _block_scores_kernel(
+    query,
+    cache,
+    row_scales,
+    tables,
+    lengths,
+    starts,
+    scores,
+    own,
+    requests,
+    first,
+    heads,
+    query_token,
+    query_head,
+    table_row,
+    blocks,
+    cache_block,
+    cache_row,
+    SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEYS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Compute the scores of a strided subset of the blocks before that of one query, whose number goes to `own`."""
+    number = tl.program_id(0).to(tl.int64)
+    token = first + tl.program_id(0)
+    request, seen = _place_of(starts, lengths, requests, token)
+    last = tl.maximum(seen - 1, 0) // SIZE
+    if tl.program_id(1) == 0:
+        tl.store(own + number, last.to(tl.int64))
+    head, column = tl.arange(0, HEADS), tl.arange(0, WIDTH)
+    is_head, is_column = head < heads, (column < HEAD_DIM)[None, :]
+    rows = query + token.to(tl.int64) * query_token + head * query_head
+    queries = tl.load(rows[:, None] + column[None, :], mask=is_head[:, None] & is_column, other=0.0)
+    for block in range(tl.program_id(1), last, tl.num_programs(1)):
+        most = tl.full([HEADS], float("-inf"), tl.float32)
+        for start in range(0, SIZE, KEYS):
+            offset = start + tl.arange(0, KEYS)
+            is_key, place = offset < SIZE, block * SIZE + offset
+            page = tl.load(tables + request * table_row + place // BLOCK, mask=is_key, other=0).to(tl.int64)
+            at = cache + page * cache_block + place % BLOCK * cache_row
+            keys = tl.load(at[:, None] + column[None, :], mask=is_key[:, None] & is_column, other=0.0)
+            products = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision=PRECISION)
+            if QUANTIZED:
+                scale_at = row_scales + page * (cache_block // 4) + BLOCK * HEAD_DIM // 4 + place % BLOCK
+                products *= tl.load(scale_at, mask=is_key, other=0.0)[None, :]
+            is_number = (products == products) & is_key[None, :]
+            most = tl.maximum(most, tl.max(tl.where(is_number, products, float("-inf")), axis=1))
+        tl.store(scores + (number * heads + head) * blocks + block, most, mask=is_head)
+
+
+def select_blocks(
+    query: Tensor,
+    cache: Tensor,
+    block_tables: Tensor,
+    sequence_lengths: Tensor,
+    query_starts: Tensor,
+    size: int,
+    count: int,
+    local: int,
+) -> Tensor:
+    """See `quire.kernels.reference`. Rows of a quantized cache must be a multiple of 4. Never waits for the device."""
+    tokens, heads, head_dim = query.shape
+    block_size, is_quantized, requests = cache.shape[3], cache.dtype in LARGEST, len(sequence_lengths)
+    query = query if query.stride(-1) == 1 else query.contiguous()
+    chosen = torch.empty((tokens, heads, count), dtype=torch.int64, device=query.device)
+    blocks = -(-block_tables.shape[1] * block_size // size)
+    pieces = min(tokens, max(1, _SCORES // (heads * blocks)))
+    scores = torch.empty((pieces, heads, blocks), dtype=torch.float32, device=query.device)
+    own = torch.empty(pieces, dtype=torch.int64, device=query.device)
+    for first in range(0, tokens, pieces):
+        some = min(pieces, tokens - first)
+        _block_scores_kernel[some, max(1, min(blocks, _PROGRAMS // some))](
+            *(query, cache, cache[0].view(torch.float32) if is_quantized else query, block_tables, sequence_lengths),
+            *(query_starts, scores, own, requests, first, heads, *query.stride()[:2], block_tables.stride(0), blocks),
+            *(cache.stride(1), head_dim if is_quantized else cache.stride(3)),
+            SIZE=size,
+            HEAD_DIM=head_dim,
+            WIDTH=max(16, triton.next_power_of_2(head_dim)),
+            HEADS=max(16, triton.next_power_of_2(heads)),
+            KEYS=min(_KEYS, max(16, triton.next_power_of_2(size))),
+            BLOCK=block_size,
+            QUANTIZED=is_quantized,
+            PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+            num_warps=4,
+        )
+        chosen[first : first + some] = reference.choose_blocks(scores[:some], own[:some], count, local)
+    return chosen

@@ -137,6 +137,24 @@ _VISION = {
         "num_position_embeddings": 16,
     }
 }
+_M3 = {
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 20,
+    "dense_intermediate_size": 80,
+    "shared_intermediate_size": 24,
+    "head_dim": 16,
+    "partial_rotary_factor": 0.5,
+    "moe_layer_freq": [0, 1, 1, 1],
+    "sparse_attention_config": {
+        "sparse_num_index_heads": 2,
+        "sparse_index_dim": 12,
+        "sparse_block_size": 6,
+        "sparse_topk_blocks": 4,
+        "sparse_local_block": 1,
+        "sparse_attention_freq": [0, 1, 1, 1],
+    },
+}
 _DEEPSEEK_YARN = {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1}
 
 _GEMMA4 = {
@@ -620,6 +638,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "linear_attn_beta_factor": 0.8,
         },
     ),
+    "MiniMax-M3": ("MiniMaxM3VLForCausalLM", _M3),
+    "MiniMax-M3 with a vision part": (
+        "MiniMaxM3SparseForConditionalGeneration",
+        {
+            "vision_config": {
+                "hidden_size": 16,
+                "intermediate_size": 16,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+            }
+            | {"image_size": 28, "patch_size": 14},
+            "projector_hidden_size": 16,
+            "text_config": SIZES | _M3,
+        },
+    ),
     "OLMo hybrid": (
         "OlmoHybridForCausalLM",
         {
@@ -821,6 +854,8 @@ MODELS = {
     "BailingHybridForCausalLM": "Ling and Ring with Kimi Delta Attention",
     "MiniMaxForCausalLM": "MiniMax-Text-01, in transformers' format",
     "MiniMaxText01ForCausalLM": "MiniMax-Text-01",
+    "MiniMaxM3VLForCausalLM": "MiniMax-M3, text, in transformers' format",
+    "MiniMaxM3SparseForConditionalGeneration": "MiniMax-M3, for text",
     "MiniMaxM1ForCausalLM": "MiniMax-M1",
     "OlmoHybridForCausalLM": "OLMo Hybrid",
     "JambaForCausalLM": "Jamba, Jamba 1.5, 1.6, 1.7, Reasoning",

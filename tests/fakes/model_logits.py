@@ -15,7 +15,6 @@ from quire.engine.config.resolve import resolve
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.distributed.expert_group import ExpertCommunicator, ExpertGroup
 from quire.engine.layers.attention import Batch, LayerCache
-from quire.engine.models.attention_spec import MLASpec
 from quire.engine.models.encoder import Encoder
 from quire.engine.models.loader import load_model
 from quire.engine.models.model_spec import LayerSpec
@@ -64,7 +63,7 @@ def layer_cache(spec: LayerSpec, tp: int, blocks: int, dtype: torch.dtype) -> La
     memory = keys = state = None
     if spec.attention is not None:
         memory = _plane(spec.attention.kv_shape(tp), blocks, dtype)
-        if isinstance(spec.attention, MLASpec) and (index_shape := spec.attention.index_shape()) is not None:
+        if (index_shape := spec.attention.index_shape()) is not None:
             keys = _plane(index_shape, blocks, dtype)
     if spec.state is not None:
         matrices = torch.zeros(1, *spec.state.state_shape(tp))

@@ -1,10 +1,13 @@
-"""MiniMax-Text-01 and M1: layers with lightning attention, and a few with attention; experts as in Mixtral."""
+"""MiniMax-Text-01 and M1: layers with lightning attention, and a few with attention; experts as in Mixtral. M3:
+attention to selected blocks of tokens, and experts as in M2 beside a shared one."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from quire.engine.models.attention_spec import BlockIndexerSpec
 from quire.engine.models.families.family import (
+    NOT_TEXT,
     Config,
     Family,
     Runs,
@@ -12,13 +15,15 @@ from quire.engine.models.families.family import (
     architecture,
     attention,
     head_dim,
+    in_language_model,
     layers_by_kind,
     require,
     rms_norm,
     rope,
 )
 from quire.engine.models.families.llama import NAMES
-from quire.engine.models.model_spec import LayerSpec, ModelSpec, MoESpec
+from quire.engine.models.families.moe import MIXTRAL_NAMES, NAMES_BY_EXPERT, STACKED_EXPERTS
+from quire.engine.models.model_spec import LayerSpec, MLPSpec, ModelSpec, MoESpec
 from quire.engine.models.recurrent_spec import LightningSpec
 from quire.engine.models.spec_parts import NormSpec
 from quire.engine.protocol.errors import ConfigError
@@ -76,6 +81,66 @@ def _as_published(name: str, config: Config) -> ModelSpec:
     return _minimax(name, config)
 
 
+def _minimax_m3(name: str, config: Config) -> ModelSpec:
+    """The publisher's config.json has the settings of sparse attention in a dictionary, and numbers for kinds of layers."""
+    sparse = config.get("sparse_attention_config") or {}
+    config = {**config, **{_INDEX[key]: value for key, value in sparse.items() if key in _INDEX}}
+    for setting, value in (("qk_norm_type", "per_head"), ("use_qk_norm", True), ("use_gemma_norm", True)):
+        require(config, setting, value)
+    for setting, value in (("scoring_func", "sigmoid"), ("use_routing_bias", True), ("n_shared_experts", 1)):
+        require(config, setting, value)
+    require(config, "hidden_act", "silu", "swigluoai")  # in transformers the former means the same
+    require(config, "swiglu_alpha", 1.702)
+    require(config, "swiglu_limit", 7.0)
+    require(sparse, "use_sparse_attention", True)
+    require(sparse, "sparse_score_type", "max")
+    require(sparse, "sparse_init_block", 0)
+    require(config, "index_n_heads", config["num_key_value_heads"])
+    count = int(config["num_hidden_layers"])
+    kinds = config.get("layer_types") or [
+        _M3_KINDS[bool(each)] for each in sparse.get("sparse_attention_freq") or [0] * count
+    ]
+    of_values = sparse.get("sparse_disable_index_value") or [1] * len(kinds)
+    if any(kind == _M3_KINDS[1] and not each for kind, each in zip(kinds, of_values, strict=True)):
+        raise ConfigError("sparse_disable_index_value: values of the indexer are not supported")
+    mixtures = [("dense", "sparse")[bool(each)] for each in config.get("moe_layer_freq") or [1] * count]
+    mixtures = config.get("mlp_layer_types") or mixtures
+    if not len(kinds) == len(mixtures) == count or not set(mixtures) <= {"dense", "sparse"}:
+        raise ConfigError(
+            f"the types of attention and feed-forward must be those of the {count} layers: {kinds}, {mixtures}"
+        )
+    norm, rope_spec = rms_norm(config, offset=1.0), rope(config, head_dim(config))
+    indexer = BlockIndexerSpec(
+        head_dim=int(config["index_head_dim"]),
+        norm=norm,
+        block_size=int(config["index_block_size"]),
+        num_blocks=int(config["index_topk_blocks"]),
+        num_local_blocks=int(config["index_local_blocks"]),
+    )
+    mixers = {
+        kind: {"attention": attention(config, rope_spec, qk_norm=norm, indexer=each)}
+        for kind, each in zip(_M3_KINDS, (None, indexer), strict=True)
+    }
+    dense, shared = (
+        MLPSpec(intermediate_size=int(config[f"{part}_intermediate_size"]), activation="swiglu_oai")
+        for part in ("dense", "shared")
+    )
+    experts = MoESpec(
+        num_experts=int(config["num_local_experts"]),
+        top_k=int(config["num_experts_per_tok"]),
+        intermediate_size=int(config["intermediate_size"]),
+        activation="swiglu_oai",
+        scoring="sigmoid",
+        renormalize=True,
+        scale=float(config["routed_scaling_factor"]),
+        correction_bias=True,
+        shared=shared,
+    )
+    inner = [experts if kind == "sparse" else dense for kind in mixtures]
+    layers = layers_by_kind(kinds, mixers, inner, attention_norm=norm, feed_forward_norm=norm)
+    return architecture(name, config, layers, norm)
+
+
 def _rows(layer: LayerSpec, module: str, part: str) -> Runs | None:
     """Each head has its query, key and value together."""
     if not isinstance(layer.state, LightningSpec) or module != "layers.state.input" or part == "gate":
@@ -110,11 +175,66 @@ _ORIGINAL_FACTORS = {
     for original, part in (("full_attention", "full_attn"), ("linear_attention", "linear_attn"), ("mlp", "mlp"))
     for factor in ("alpha", "beta")
 }
+_M3_KINDS = ("full_attention", "minimax_m3_sparse")
+_INDEX = {
+    "sparse_num_index_heads": "index_n_heads",
+    "sparse_index_dim": "index_head_dim",
+    "sparse_block_size": "index_block_size",
+    "sparse_topk_blocks": "index_topk_blocks",
+    "sparse_local_block": "index_local_blocks",
+}
+_M3 = {
+    "max_position_embeddings": 524288,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_local_experts": 128,
+    "num_experts_per_tok": 4,
+    "dense_intermediate_size": 12288,
+    "shared_intermediate_size": 3072,
+    "routed_scaling_factor": 2.0,
+    "rope_theta": 5000000.0,
+    "hidden_act": "silu",
+    "index_n_heads": 4,
+    "index_head_dim": 128,
+    "index_block_size": 128,
+    "index_topk_blocks": 16,
+    "index_local_blocks": 1,
+}
+_M3_NAMES = {  # of transformers
+    **NAMES_BY_EXPERT,
+    **STACKED_EXPERTS,
+    "layers.feed_forward.gate_up": "model.layers.{layer}.mlp.gate_up_proj",
+    "layers.feed_forward.shared.gate_up": "model.layers.{layer}.mlp.shared_experts.gate_up_proj",
+    "layers.feed_forward.router.correction_bias": "model.layers.{layer}.mlp.gate.e_score_correction_bias",
+    "layers.attention.indexer.query": "model.layers.{layer}.self_attn.indexer.q_proj",
+    "layers.attention.indexer.key": "model.layers.{layer}.self_attn.indexer.k_proj",
+    "layers.attention.indexer.query_norm": "model.layers.{layer}.self_attn.indexer.q_norm",
+    "layers.attention.indexer.key_norm": "model.layers.{layer}.self_attn.indexer.k_norm",
+}
+_M3_PUBLISHED_NAMES = {
+    **MIXTRAL_NAMES,
+    "layers.feed_forward.shared.gate_up": "model.layers.{layer}.block_sparse_moe.shared_experts.{part}_proj",
+    "layers.feed_forward.shared.down": "model.layers.{layer}.block_sparse_moe.shared_experts.down_proj",
+    "layers.feed_forward.router.correction_bias": "model.layers.{layer}.block_sparse_moe.e_score_correction_bias",
+    "layers.attention.indexer.query": "model.layers.{layer}.self_attn.index_q_proj",
+    "layers.attention.indexer.key": "model.layers.{layer}.self_attn.index_k_proj",
+    "layers.attention.indexer.query_norm": "model.layers.{layer}.self_attn.index_q_norm",
+    "layers.attention.indexer.key_norm": "model.layers.{layer}.self_attn.index_k_norm",
+}
 _BUFFERS = r"self_attn\.(slope_rate|query_decay|key_decay|diagonal_decay)$"
 FAMILIES = {
     "MiniMaxForCausalLM": Family(_minimax, _NAMES, _DEFAULTS, rows=_rows, ignored_pattern=_BUFFERS),
     **dict.fromkeys(
         ("MiniMaxText01ForCausalLM", "MiniMaxM1ForCausalLM"),
         Family(_as_published, _NAMES, _DEFAULTS, _ORIGINAL_FACTORS, rows=_rows, ignored_pattern=_BUFFERS),
+    ),
+    "MiniMaxM3VLForCausalLM": Family(_minimax_m3, _M3_NAMES, _M3),
+    "MiniMaxM3SparseForConditionalGeneration": Family(
+        _minimax_m3,
+        in_language_model(_M3_PUBLISHED_NAMES),
+        _M3,
+        ignored_prefixes=(*NOT_TEXT, "patch_merge_mlp."),
+        ignored_pattern=r"rotary_emb\.inv_freq$|(^|\.)mtp\.",
+        after_layers="multi-token prediction",
     ),
 }

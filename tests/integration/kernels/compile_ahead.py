@@ -142,6 +142,7 @@ def run_all(types: list[torch.dtype]) -> None:
             keys = allocate_kv_cache(1, 64, 1, 16, 128, of_cache, query.device, num_tensors=1)[0]
             queries, per_query = torch.zeros(9, 64, 128, dtype=dtype), torch.zeros(9, 64)
             slots = platform.select_tokens(queries, per_query, keys, table, lengths, starts, 2048)
+            platform.select_blocks(queries[:, :4], keys, table, lengths, starts, 128, 16, 1)
             counts = torch.full((9,), 2048)
             platform.sparse_attention(query, side.expand(2, -1, -1, -1, -1), slots, counts, 0.1)
         pages = torch.zeros(3, 32, 128, 128), torch.zeros(3, 3, 8192, dtype=dtype)

@@ -125,6 +125,75 @@ def test_selection_does_not_depend_on_other_requests_or_chunks() -> None:
         assert torch.equal(alone, whole[row : row + 1])
 
 
+def blocks_of(given: Case, *sizes: int, module: Any = kernels) -> Tensor:
+    found: Tensor = module.select_blocks(given.query, *given[2:], *sizes)
+    return found
+
+
+def test_the_reference_chooses_the_best_blocks() -> None:
+    """Against the largest products of one head of one query after another."""
+    given, size, count, local = case(REQUESTS, heads=3), 10, 5, 2
+    found = blocks_of(given, size, count, local, module=reference)
+    for request, (context, queries) in enumerate(REQUESTS):
+        table = given.tables[request]
+        for place in range(queries):
+            row, position = int(given.starts[request]) + place, context + place
+            slots = torch.tensor([int(table[i // BLOCK]) * BLOCK + i % BLOCK for i in range(position + 1)])
+            keys, own = given.cache[0].flatten(0, 2)[slots], position // size
+            for head in range(3):
+                products = keys @ given.query[row, head]
+                scores = torch.stack(
+                    [part.max() for part in products.split(size)][: max(own - local + 1, 0)] or [keys[0, 0]]
+                )
+                best = scores.topk(count - local).indices.tolist() if own >= count else range(own - local + 1)
+                expected = [*sorted(best), *range(max(own - local + 1, 0), own + 1)]
+                assert found[row, head].tolist() == [*expected, *[0] * (count - len(expected))]
+
+
+@pytest.mark.parametrize("cache_dtype", [None, torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "head_dim"), [(1, 32), (4, 128), (7, 80), (2, 12)])
+def test_selection_of_blocks_is_that_of_the_reference(
+    heads: int, head_dim: int, dtype: torch.dtype, cache_dtype: torch.dtype | None
+) -> None:
+    sizes = [(4, 6, 1), (16, 3, 1), (16, 4, 4), (20, 7, 2), (128, 2, 1), (128, 16, 1), (300, 2, 1)]
+    check_blocks(REQUESTS, sizes, heads, head_dim, dtype, cache_dtype=cache_dtype or dtype)
+
+
+def check_blocks(requests: list[tuple[int, int]], sizes: list[tuple[int, int, int]], *of: Any, **options: Any) -> None:
+    """The selection is that of the reference, but for blocks whose scores differ by rounding."""
+    given = case(requests, *of, **options)
+    for each in sizes:
+        found, expected = blocks_of(given, *each), blocks_of(given, *each, module=reference)
+        assert found.dtype == torch.int64
+        assert found.shape == expected.shape
+        is_exact = given.query.dtype == given.cache.dtype
+        assert torch.equal(found, expected) if is_exact else (found == expected).float().mean() > 0.9
+
+
+def test_of_blocks_with_equal_scores_the_earlier_are_chosen() -> None:
+    given = case([(199, 1), (80, 7)])
+    query = given.query.clone()
+    query[:] = 0.0
+    query[5] = torch.nan
+    found = blocks_of(given._replace(query=query), 8, 5, 2)
+    for row, own in ((0, 24), (1, 10), (5, 10), (7, 10)):
+        assert found[row].tolist() == [[0, 1, 2, own - 1, own]] * 6
+
+
+def test_selection_of_blocks_does_not_depend_on_other_requests_or_chunks() -> None:
+    given, sizes = case([(2000, 1), (400, 70), (0, 600), (900, 1)], 4, 64), (32, 6, 1)
+    whole = blocks_of(given, *sizes)
+    for number in range(4):
+        rows = slice(int(given.starts[number]), int(given.starts[number + 1]))
+        assert torch.equal(blocks_of(given.of(number, number + 1), *sizes), whole[rows])
+    first, last = int(given.starts[1]), int(given.starts[2])
+    for row in range(first, last, 13):  # one query after another
+        part = given.query[row : row + 1], given.cache, given.tables[1:2]
+        alone = kernels.select_blocks(*part, torch.tensor([401 + row - first]), torch.tensor([0, 1]), *sizes)
+        assert torch.equal(alone, whole[row : row + 1])
+
+
 @pytest.mark.parametrize("cache_dtype", [None, *LARGEST])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("heads", "head_dim", "num_tensors"), [(4, 24, 1), (16, 576, 1), (64, 96, 1), (8, 64, 2)])

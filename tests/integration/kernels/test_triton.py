@@ -233,6 +233,18 @@ def test_selection(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("cache_dtype", [None, *LARGEST])
+def test_selection_of_blocks(cache_dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests, of = [(0, 1), (130, 1), (0, 9), (60, 3)], (4, 24, torch.float16)
+    test_sparse.check_blocks(requests, [(16, 3, 1), (24, 2, 2), (128, 2, 1)], *of, cache_dtype=cache_dtype)
+    if cache_dtype is None:
+        monkeypatch.setattr(
+            importlib.import_module("quire.kernels.triton.selection"), "_SCORES", 1
+        )  # one query at a time
+        test_sparse.check_blocks(requests, [(16, 3, 1)], *of)
+        test_sparse.test_of_blocks_with_equal_scores_the_earlier_are_chosen()
+
+
+@pytest.mark.parametrize("cache_dtype", [None, *LARGEST])
 @pytest.mark.parametrize(("heads", "head_dim", "num_tensors"), [(4, 24, 1), (16, 576, 1), (8, 64, 2)])
 def test_attention_to_selected_tokens(
     heads: int, head_dim: int, num_tensors: int, cache_dtype: torch.dtype | None
