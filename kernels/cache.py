@@ -94,8 +94,8 @@ def allocate_kv_cache(
 
 
 def heads_as_blocks(cache: Tensor) -> tuple[Tensor, int]:
-    """View a layer's cache `[num_tensors, blocks, kv_heads, …]` as one with a KV head in each block: head h of block b is
-    block `b * step + h`. Returns the view and `step`."""
+    """View a layer's cache `[num_tensors, blocks, kv_heads, …]` as one whose blocks have one KV head: head h of block b
+    is block `b * step + h`. Returns the view and `step`."""
     tensors, blocks, heads, *row = cache.shape
     of_tensor, of_block, of_head, *strides = cache.stride()
     step = of_block // of_head

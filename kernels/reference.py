@@ -273,9 +273,9 @@ def select_blocks(
     numbers in the request in ascending order, int64 `[tokens, heads, count]`.
 
     The query's own block and the `local` - 1 before it are chosen, from 1 to `count` of them, and of the others before
-    it those with the highest scores, of equal ones the earlier. The score of a block is the largest `query @ key` of its
-    tokens, in float32, NaN being the lowest. A query with fewer blocks has all of them, followed by block 0 again. Other
-    arguments are those of `select_tokens`.
+    it those with the highest scores, of equal ones the earlier. The score of a block is the largest `query @ key` of
+    its tokens, in float32, NaN being the lowest. A query with fewer blocks has all of them, followed by block 0 again.
+    The other arguments are those of `select_tokens`.
     """
     chosen = torch.empty(*query.shape[:2], count, dtype=torch.int64, device=query.device)
     starts, lengths = query_starts.tolist(), sequence_lengths.tolist()
@@ -286,9 +286,8 @@ def select_blocks(
         for rows in torch.split(torch.arange(start, end, device=query.device), piece):
             products = query[rows].float() @ keys.T  # [queries, heads, length]
             products = products.where(products == products, -torch.inf)
-            scores = (
-                F.pad(products, (0, number * size - length), value=-torch.inf).unflatten(-1, (number, size)).amax(-1)
-            )
+            products = F.pad(products, (0, number * size - length), value=-torch.inf)
+            scores = torch.unflatten(products, -1, (number, size)).amax(-1)
             chosen[rows] = choose_blocks(scores, (rows + (length - end)) // size, count, local)
     return chosen
 

@@ -149,8 +149,8 @@ class LayerCache(NamedTuple):
 
 
 class BlockIndexer(nn.Module):
-    """Queries and keys for the selection described by `quire.engine.models.attention_spec.BlockIndexerSpec`: a query for
-    each of the rank's KV heads, and a key that all ranks have."""
+    """Queries and keys of the selection that `quire.engine.models.attention_spec.BlockIndexerSpec` describes: a query
+    for each of the rank's KV heads, and a key that all ranks have."""
 
     def __init__(
         self, spec: attention_spec.BlockIndexerSpec, num_kv_heads: int, hidden_size: int, parallel: Parallel
@@ -319,7 +319,7 @@ class Attention(nn.Module):
         offsets = torch.arange(spec.block_size, device=query.device)
         by_head, step = kernels.heads_as_blocks(cache)
         head = torch.arange(heads, device=query.device)[:, None]
-        grouped, mixed = query.unflatten(1, (heads, -1)), torch.empty_like(query)
+        grouped, mixed = torch.unflatten(query, 1, (heads, -1)), torch.empty_like(query)
         size = max(1, attention_spec.SCORES_AT_ONCE // (heads * spec.top_k))
         for start in range(0, tokens, size):
             rows = slice(start, start + size)
@@ -331,7 +331,7 @@ class Attention(nn.Module):
                 *(grouped[rows].flatten(0, 1), by_head, slots.flatten(0, 1)),
                 *(counts[rows].repeat_interleave(heads), self._spec.scale),
             )
-            mixed[rows] = found.unflatten(0, (-1, heads)).flatten(1, 2)
+            mixed[rows] = torch.unflatten(found, 0, (-1, heads)).flatten(1, 2)
         return mixed
 
 

@@ -40,8 +40,8 @@ class BlockIndexerSpec:
     def __post_init__(self) -> None:
         if not 0 < self.num_local_blocks <= self.num_blocks or self.block_size < 1:
             raise ConfigError(
-                f"{self.num_local_blocks} local blocks of {self.block_size} tokens among {self.num_blocks} that a query "
-                "attends to are not supported: its own block must be among them"
+                f"{self.num_local_blocks} local blocks among {self.num_blocks} of {self.block_size} tokens are not "
+                "supported: a query attends to its own block"
             )
 
     @property

@@ -150,6 +150,7 @@ MODELS = {
     "gpt-oss-120b": Published(116_829_156_672, quantization="mxfp4"),
     "MiniMax-M2.5": Published("229B", quantization="fp8"),
     "MiniMax-M2.7": Published("229B", quantization="fp8"),
+    "MiniMax-M3": Published(426_174_572_928),
     "MiMo-V2-Flash": Published("309B", quantization="fp8"),
     "granite-3.1-2b-instruct": Published(2_533_531_648),
     "granite-3.1-8b-instruct": Published(8_170_848_256),

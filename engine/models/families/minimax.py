@@ -82,13 +82,16 @@ def _as_published(name: str, config: Config) -> ModelSpec:
 
 
 def _minimax_m3(name: str, config: Config) -> ModelSpec:
-    """The publisher's config.json has the settings of sparse attention in a dictionary, and numbers for kinds of layers."""
+    """The publisher's config.json has the settings of sparse attention in a dictionary, and numbers of kinds."""
     sparse = config.get("sparse_attention_config") or {}
     config = {**config, **{_INDEX[key]: value for key, value in sparse.items() if key in _INDEX}}
-    for setting, value in (("qk_norm_type", "per_head"), ("use_qk_norm", True), ("use_gemma_norm", True)):
-        require(config, setting, value)
-    for setting, value in (("scoring_func", "sigmoid"), ("use_routing_bias", True), ("n_shared_experts", 1)):
-        require(config, setting, value)
+    require(config, "qk_norm_type", "per_head")
+    require(config, "use_qk_norm", True)
+    require(config, "use_gemma_norm", True)
+    require(config, "attention_output_gate", False)
+    require(config, "scoring_func", "sigmoid")
+    require(config, "use_routing_bias", True)
+    require(config, "n_shared_experts", 1)
     require(config, "hidden_act", "silu", "swigluoai")  # in transformers the former means the same
     require(config, "swiglu_alpha", 1.702)
     require(config, "swiglu_limit", 7.0)

@@ -143,7 +143,7 @@ def test_the_reference_chooses_the_best_blocks() -> None:
             for head in range(3):
                 products = keys @ given.query[row, head]
                 scores = torch.stack(
-                    [part.max() for part in products.split(size)][: max(own - local + 1, 0)] or [keys[0, 0]]
+                    [part.max() for part in torch.split(products, size)][: max(own - local + 1, 0)] or [keys[0, 0]]
                 )
                 best = scores.topk(count - local).indices.tolist() if own >= count else range(own - local + 1)
                 expected = [*sorted(best), *range(max(own - local + 1, 0), own + 1)]

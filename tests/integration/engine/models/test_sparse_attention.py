@@ -26,10 +26,19 @@ STEPS = 16
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("case", "tp", "pp"), [("DeepSeek V3.2", 1, 1), ("GLM-5, shared selection", 2, 2)])
+@pytest.mark.parametrize(
+    ("case", "tp", "pp"),
+    [("DeepSeek V3.2", 1, 1), ("GLM-5, shared selection", 2, 2), ("MiniMax-M3", 2, 2)],
+)
 def test_a_long_context(case: str, tp: int, pp: int, tmp_path: Path) -> None:
     """The tokens are those of transformers, however the prompt is divided, after a prefix hit and after preemption."""
-    settings = {"max_position_embeddings": 8192, "index_topk": 256, "index_n_heads": 8}
+    settings: dict[str, Any] = {"max_position_embeddings": 8192, "index_topk": 256, "index_n_heads": 8}
+    if case == "MiniMax-M3":
+        sparse = CASES[case][1]["sparse_attention_config"]
+        settings = {
+            "max_position_embeddings": 8192,
+            "sparse_attention_config": sparse | {"sparse_block_size": 32, "sparse_topk_blocks": 8},
+        }
     write(case, tmp_path, **settings)
     rng = random.Random(0)
     long = [rng.randrange(3, 130) for _ in range(4000)]
@@ -63,6 +72,17 @@ def test_the_plan_counts_what_is_allocated(tmp_path: Path) -> None:
         assert size == MemoryPlan.of(config).kv_block[0]
 
 
+def test_the_plan_counts_the_keys_of_blocks(tmp_path: Path) -> None:
+    """Only layers with sparse attention have keys, beside the same keys and values as the others."""
+    write_config(tmp_path, "MiniMax-M3")
+    config = configure(tmp_path, load_format="dummy", tensor_parallel_size=2)
+    caches = allocate_caches(config, 0, CPU)
+    assert [cache.keys is not None for cache in caches] == [False, True, True, True]
+    size = sum(part[0, 0].nbytes for cache in caches for part in (cache.keys,) if part is not None)
+    size += sum(2 * cache.memory[0, 0].nbytes for cache in caches if cache.memory is not None)
+    assert size == MemoryPlan.of(config).kv_block[0]
+
+
 def test_stages_start_with_layers_that_select(tmp_path: Path) -> None:
     kinds = ["full", "full", "shared", "full", "shared", "shared", "shared", "full"]
     write_config(tmp_path, "GLM-5", num_hidden_layers=8, indexer_types=kinds)
@@ -91,6 +111,28 @@ def test_what_is_not_possible_is_refused(changes: dict[str, Any], message: str) 
     architecture, differences = CASES["GLM-5"]
     with pytest.raises(ConfigError, match=message):
         from_hf_config(SIZES | differences | {"architectures": [architecture]} | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sparse_local_block": 0}, "0 local blocks among 4 of 6 tokens are not supported"),
+        ({"sparse_local_block": 5}, "5 local blocks among 4 of 6 tokens are not supported"),
+        ({"sparse_num_index_heads": 1}, "index_n_heads 1 is not supported; supported: 2"),
+        ({"sparse_index_dim": 6}, "index_head_dim 6 is less than the 8 rotary features"),
+        ({"sparse_init_block": 1}, "sparse_init_block 1 is not supported"),
+        ({"sparse_score_type": "mean"}, "sparse_score_type 'mean' is not supported"),
+        ({"use_sparse_attention": False}, "use_sparse_attention False is not supported"),
+        ({"sparse_disable_index_value": [0, 1, 1, 0]}, "values of the indexer are not supported"),
+        ({"sparse_attention_freq": [0, 1]}, "must be those of the 4 layers"),
+    ],
+)
+def test_blocks_that_are_not_possible_are_refused(changes: dict[str, Any], message: str) -> None:
+    architecture, differences = CASES["MiniMax-M3"]
+    sparse = differences["sparse_attention_config"] | changes
+    config = SIZES | differences | {"architectures": [architecture], "sparse_attention_config": sparse}
+    with pytest.raises(ConfigError, match=message):
+        from_hf_config(config)
 
 
 def test_a_layer_sees_both_of_its_caches() -> None:
