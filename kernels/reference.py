@@ -76,6 +76,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((rotated.to(x.dtype), rest), dim=-1)
 
 
+_LIMITED = {"silu_7": 7.0, "silu_16": 16.0}
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
@@ -94,9 +95,13 @@ def act_mul(x: Tensor, activation: str) -> Tensor:
     """A gated activation (Shazeer 2020): `activate(gate, activation) * up` for `x = [..., gate ‖ up]`.
 
     "swiglu_oai" (gpt-oss) is `gate * sigmoid(1.702 * gate) * (up + 1)`, with gates clamped to at most 7 and ups to
-    [-7, 7].
+    [-7, 7]. "silu_7" and "silu_16" (Step 3.5) are "silu" with the activated gates clamped to at most the number, and
+    ups in both directions.
     """
     gate, up = x.chunk(2, dim=-1)
+    if activation in _LIMITED:
+        limit = _LIMITED[activation]
+        return (F.silu(gate.float()).clamp(max=limit) * up.float().clamp(-limit, limit)).to(x.dtype)
     if activation == "swiglu_oai":
         gate, up = gate.float().clamp(max=7.0), up.float().clamp(-7.0, 7.0)
         return (gate * torch.sigmoid(1.702 * gate) * (up + 1)).to(x.dtype)

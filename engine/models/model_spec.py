@@ -13,7 +13,7 @@ from typing import Literal
 
 from quire.engine.models.attention_spec import AttentionSpec, MLASpec
 from quire.engine.models.recurrent_spec import RecurrentSpec
-from quire.engine.models.spec_parts import Activation, MatrixShape, NormSpec
+from quire.engine.models.spec_parts import Activation, GatedActivation, MatrixShape, NormSpec
 from quire.engine.protocol.errors import ConfigError
 
 
@@ -22,8 +22,7 @@ class MLPSpec:
     """`down(activation(gate(x)) * up(x))`, or without a gate `down(activation(up(x)))`."""
 
     intermediate_size: int
-    activation: Activation | Literal["swiglu_oai"] = "silu"
-    """swiglu_oai is gpt-oss's: `min(gate, 7) * sigmoid(1.702 gate) * (clamp(up, ±7) + 1)`."""
+    activation: GatedActivation = "silu"
     is_gated: bool = True
     bias: bool = False
     output_bias: bool | None = None
@@ -73,7 +72,7 @@ class MoESpec:
     top_k: int
     intermediate_size: int
     """Inner features of each expert."""
-    activation: Activation | Literal["swiglu_oai"] = "silu"
+    activation: GatedActivation = "silu"
     is_gated: bool = True
     """See `MLPSpec`."""
     latent_size: int = 0

@@ -37,6 +37,14 @@ inline Floats swiglu_oai(Floats gate, Floats up) {
   return gate / (1.0f + exp(gate * -1.702f)) * (up + 1.0f);
 }
 
+// A gated activation that is limited to `kLimit`, and ups in both directions (Step 3.5). NaN propagates.
+template <int kLimit>
+Floats limited_silu(Floats gate, Floats up) {
+  const Floats limit = broadcast(kLimit), inner = silu(gate);
+  up = up > limit ? limit : up < -limit ? -limit : up;
+  return (inner > limit ? limit : inner) * up;
+}
+
 // Calls `body(f)` for the activation of that name, where `f(gate, up)` is the gated activation.
 template <typename Body>
 void for_gated(std::string_view name, Body&& body) {
@@ -46,6 +54,8 @@ void for_gated(std::string_view name, Body&& body) {
   if (name == "relu") return body([](Floats gate, Floats up) { return relu(gate) * up; });
   if (name == "relu2") return body([](Floats gate, Floats up) { return relu2(gate) * up; });
   if (name == "swiglu_oai") return body([](Floats gate, Floats up) { return swiglu_oai(gate, up); });
+  if (name == "silu_7") return body([](Floats gate, Floats up) { return limited_silu<7>(gate, up); });
+  if (name == "silu_16") return body([](Floats gate, Floats up) { return limited_silu<16>(gate, up); });
   STD_TORCH_CHECK(false, "no CPU kernel for the activation ", name);
 }
 

@@ -300,11 +300,15 @@ def activated(x, KIND: tl.constexpr):
 
 @triton.jit
 def gated(gate, up, KIND: tl.constexpr):
-    """`activation(gate) * up` of float32 numbers; "swiglu_oai" (gpt-oss) clamps both."""
+    """`activation(gate) * up` of float32 numbers; "swiglu_oai" (gpt-oss), "silu_7" and "silu_16" (Step) clamp both."""
     if KIND == "swiglu_oai":
         gate = tl.minimum(gate, 7.0, propagate_nan=tl.PropagateNan.ALL)
         up = tl.clamp(up, -7.0, 7.0, propagate_nan=tl.PropagateNan.ALL)
         return gate * tl.sigmoid(1.702 * gate) * (up + 1.0)
+    elif KIND == "silu_7" or KIND == "silu_16":
+        limit: tl.constexpr = 7.0 if KIND == "silu_7" else 16.0
+        up = tl.clamp(up, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
+        return tl.minimum(activated(gate, "silu"), limit, propagate_nan=tl.PropagateNan.ALL) * up
     else:
         return activated(gate, KIND) * up
 
@@ -404,4 +408,4 @@ def act_mul_rounded(
     return codes.view(dtype), scales
 
 
-KINDS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_oai")
+KINDS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_oai", "silu_7", "silu_16")

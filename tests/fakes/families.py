@@ -155,6 +155,34 @@ _M3 = {
         "sparse_attention_freq": [0, 1, 1, 1],
     },
 }
+_STEP: dict[str, Any] = {
+    "head_dim": 16,
+    "sliding_window": 24,
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    "moe_intermediate_size": 20,
+}
+_STEP_AS_PUBLISHED = {
+    "num_attention_groups": 2,
+    "moe_num_experts": 6,
+    "moe_top_k": 2,
+    "share_expert_dim": 24,
+    "moe_router_scaling_factor": 3.0,
+    "num_nextn_predict_layers": 1,
+    "moe_layers_enum": "1,2,3,4",
+    "layer_types": [*_STEP["layer_types"], "sliding_attention"],
+    "attention_other_setting": {
+        "attention_type": "sliding_attention",
+        "num_attention_heads": 8,
+        "num_attention_groups": 2,
+        "head_dim": 16,
+    },
+    "rope_theta": [50000.0, 10000.0, 10000.0, 50000.0, 10000.0],
+    "partial_rotary_factors": [0.5, 1.0, 1.0, 0.5, 1.0],
+    "rope_scaling": {key: value for key, value in _LLAMA3.items() if key != "rope_theta"},
+    "yarn_only_types": ["full_attention"],
+    "swiglu_limits": [0.0, 0.0, 7.0, 7.0, 0.0],
+    "swiglu_limits_shared": [0.0, 16.0, 0.0, 16.0, 0.0],
+}
 _DEEPSEEK_YARN = {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1}
 
 _GEMMA4 = {
@@ -653,6 +681,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "text_config": SIZES | _M3,
         },
     ),
+    "Step 3.7": (
+        "Step3p7ForConditionalGeneration",
+        {
+            "vision_config": {
+                "hidden_size": 16,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "mlp_ratio": 2.0,
+                "image_size": 56,
+                "patch_size": 14,
+                "max_position_embeddings": 16,
+            },
+            "text_config": SIZES | _STEP | _STEP_AS_PUBLISHED,
+        },
+    ),
     "OLMo hybrid": (
         "OlmoHybridForCausalLM",
         {
@@ -857,6 +900,8 @@ MODELS = {
     "MiniMaxM3VLForCausalLM": "MiniMax-M3, text, in transformers' format",
     "MiniMaxM3SparseForConditionalGeneration": "MiniMax-M3, for text",
     "MiniMaxM1ForCausalLM": "MiniMax-M1",
+    "Step3p5ForCausalLM": "Step 3.5 Flash",
+    "Step3p7ForConditionalGeneration": "Step 3.7 Flash, for text",
     "OlmoHybridForCausalLM": "OLMo Hybrid",
     "JambaForCausalLM": "Jamba, Jamba 1.5, 1.6, 1.7, Reasoning",
     "MambaForCausalLM": "Mamba",
@@ -915,6 +960,12 @@ RENAMED: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         "MiniMaxForCausalLM",
         _TEXT01,
         _TEXT01_AS_PUBLISHED | {"model_type": "minimax_m1"},
+    ),
+    "Step 3.5": (
+        "Step3p5ForCausalLM",
+        "Step3p7ForConditionalGeneration",
+        CASES["Step 3.7"][1],
+        SIZES | _STEP | _STEP_AS_PUBLISHED | {"model_type": "step3p5"},
     ),
     "Falcon 7B of RefinedWeb": (
         "RWForCausalLM",

@@ -64,7 +64,9 @@ def test_norms(shape: tuple[int, ...], offset: float, dtype: torch.dtype, device
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_oai"])
+@pytest.mark.parametrize(
+    "activation", ["silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_oai", "silu_7", "silu_16"]
+)
 def test_activations(activation: str, dtype: torch.dtype, device: torch.device) -> None:
     x = random(device, dtype, 33, 2 * 1100) * 4
     close(kernels.act_mul(x, activation), reference.act_mul(x, activation), dtype)

@@ -38,6 +38,7 @@ from quire.engine.models.families import (
     phimoe,
     qwen_next,
     qwen_vl,
+    step,
     zamba,
 )
 from quire.engine.models.families.family import Family
@@ -70,6 +71,7 @@ FAMILIES: dict[str, Family] = {
     **zamba.FAMILIES,
     **kimi_linear.FAMILIES,
     **minimax.FAMILIES,
+    **step.FAMILIES,
     **ENCODERS,
 }
 """By the architecture's name in config.json."""

@@ -317,6 +317,11 @@ def _attention(spec: AttentionSpec, hidden: int) -> _Parameters:
     rest = {"gate": spec.num_heads * spec.gate_dim} if spec.output_gate else {}
     yield from _linear(f"{module}.qkv", {"q": queries, **own, **rest}, width, bias=spec.qkv_bias)
     yield from _linear(f"{module}.output", {"": hidden}, spec.num_heads * spec.value_dim, bias=spec.output_bias)
+    if (indexer := spec.indexer) is not None:
+        yield from _linear(f"{module}.indexer.query", {"": spec.num_kv_heads * indexer.head_dim}, width)
+        yield from _linear(f"{module}.indexer.key", {"": indexer.head_dim}, width)
+        yield from _norm(f"{module}.indexer.query_norm", indexer.norm, indexer.head_dim)
+        yield from _norm(f"{module}.indexer.key_norm", indexer.norm, indexer.head_dim)
     if spec.has_sinks:
         yield module, "sinks", {"": (spec.num_heads,)}
     for name, part, size in (("query_norm", "q", queries), ("key_norm", "k", keys))[: 1 + bool(own)]:

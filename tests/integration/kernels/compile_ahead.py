@@ -115,7 +115,7 @@ def run_all(types: list[torch.dtype]) -> None:
         x, weight = torch.zeros(4, 4096, dtype=dtype), torch.zeros(4096, dtype=dtype)
         platform.rms_norm(x, weight, 1e-6)
         platform.add_rms_norm(x, x, weight, 1e-6, 1.0)
-        for activation in ("silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_oai"):
+        for activation in ("silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_oai", "silu_7", "silu_16"):
             platform.act_mul(x, activation)
         lengths, starts, table = torch.tensor([700, 20]), torch.tensor([0, 1, 9]), torch.zeros(2, 64, dtype=torch.int64)
         for heads, kv_heads, head_dim in ((32, 8, 128), (16, 8, 256), (32, 32, 80)):

@@ -26,6 +26,8 @@ ACTIVATIONS: dict[str, Callable[[float, float], float]] = {
     "swiglu_oai": lambda gate, up: (
         min(gate, 7.0) / (1 + math.exp(-1.702 * min(gate, 7.0))) * (min(max(up, -7.0), 7.0) + 1)
     ),
+    "silu_7": lambda gate, up: min(gate / (1 + math.exp(-gate)), 7.0) * min(max(up, -7.0), 7.0),
+    "silu_16": lambda gate, up: min(gate / (1 + math.exp(-gate)), 16.0) * min(max(up, -16.0), 16.0),
 }
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 SCORINGS: tuple[reference.Scoring, ...] = ("softmax", "sigmoid", "topk_softmax")

@@ -85,7 +85,7 @@ def test_int4_is_the_product_of_the_rounded_groups(rows: int, outs: int, ins: in
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("rows", "size", "ins"), [(1, 1, 32), (3, 5, 64), (14, 24, 96), (33, 40, 256)])
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "swiglu_oai"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "swiglu_oai", "silu_7"])
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
 def test_gated_products_are_the_product_and_its_activation(
     rows: int, size: int, ins: int, dtype: torch.dtype, activation: str, quantization: kernels.Quantization | None

@@ -62,7 +62,9 @@ def test_norms_of_heads_inside_of_wider_rows() -> None:
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_oai"])
+@pytest.mark.parametrize(
+    "activation", ["silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_oai", "silu_7", "silu_16"]
+)
 def test_activations(activation: str, dtype: torch.dtype) -> None:
     x = (torch.randn(3, 2 * 1100) * 4).to(dtype)
     close(kernels.act_mul(x, activation), reference.act_mul(x, activation), dtype)
