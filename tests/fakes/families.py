@@ -156,6 +156,7 @@ _M3 = {
     },
 }
 _STEP: dict[str, Any] = {
+    "pad_token_id": 0,
     "head_dim": 16,
     "sliding_window": 24,
     "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],

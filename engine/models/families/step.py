@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from quire.engine.models.families.family import (
@@ -18,74 +19,72 @@ from quire.engine.models.families.family import (
     rope,
 )
 from quire.engine.models.families.llama import NAMES
-from quire.engine.models.model_spec import MLPSpec, ModelSpec, MoESpec
+from quire.engine.models.model_spec import LayerSpec, MLPSpec, ModelSpec, MoESpec
 from quire.engine.models.spec_parts import GatedActivation, RopeSpec
 from quire.engine.protocol.errors import ConfigError
 
 
 def _step(name: str, config: Config) -> ModelSpec:
-    """Lists may have entries of layers for multi-token prediction after those of the layers."""
     require(config, "hidden_act", "silu")
     require(config, "attention_bias", False)
     require(config, "mlp_bias", False)
     require(config, "moe_router_activation", "sigmoid")
     require(config, "yarn_only_types", ["full_attention"])
+    require(config, "use_rope_layers", None, [])
     require(config, "sink", False)
-    for setting in (
-        "use_head_wise_attn_gate",
-        "use_qk_norm",
-        "zero_centered",
-        "norm_expert_weight",
-        "use_moe_router_bias",
-    ):
+    for setting in ("use_head_wise_attn_gate", "use_qk_norm", "zero_centered"):
         require(config, setting, True)
-    count = int(config["num_hidden_layers"])
-    kinds = (config.get("layer_types") or ["full_attention"] * count)[:count]
-    norm, dim, sliding = rms_norm(config, offset=1.0), head_dim(config), config.get("attention_other_setting") or {}
-    for setting, value in (("num_attention_groups", config["num_key_value_heads"]), ("head_dim", dim)):
-        require(sliding, setting, value)
-    heads = config.get("num_sliding_attention_heads") or sliding.get("num_attention_heads")
-    common: dict[str, Any] = {
-        "scale": float(config.get("query_pre_attn_scalar") or dim) ** -0.5,
-        "qk_norm": norm,
-        "output_gate": "heads",
-    }
-    windows = {
-        "num_heads": int(heads or config["num_attention_heads"]),
-        "window": int(config.get("sliding_window") or 0),
-    }
-    mixers = {
-        kind: {"attention": attention(config, _rope(config, kind, kinds), **common, **changes)}
-        for kind, changes in (("full_attention", {}), ("sliding_attention", windows))
-        if kind in kinds
-    }
-    inner = [
-        _experts(config, number) if is_sparse else _mlp(config, "intermediate_size", number)
-        for number, is_sparse in enumerate(_are_sparse(config, count))
-    ]
-    layers = layers_by_kind(kinds, mixers, inner, attention_norm=norm, feed_forward_norm=norm)
+    for setting in ("norm_expert_weight", "use_moe_router_bias"):
+        require(config, setting, True)
+    norm, other = rms_norm(config, offset=1.0), config.get("attention_other_setting") or {}
+    require(other, "num_attention_groups", config["num_key_value_heads"])
+    require(other, "head_dim", head_dim(config))
+    heads = config.get("num_sliding_attention_heads") or other.get("num_attention_heads")
+    windows = {"num_heads": int(heads or config["num_attention_heads"]), "window": config.get("sliding_window")}
+    layers: list[LayerSpec] = []
+    for number, is_sparse in enumerate(_are_sparse(config)):
+        kind = _of_layer(config, "layer_types", number, "full_attention")
+        full = attention(
+            config,
+            _rope(config, kind, number),
+            scale=float(config.get("query_pre_attn_scalar") or head_dim(config)) ** -0.5,
+            qk_norm=norm,
+            output_gate="heads",
+        )
+        kinds = {"full_attention": {"attention": full}, "sliding_attention": {"attention": replace(full, **windows)}}
+        inner = _experts(config, number) if is_sparse else _mlp(config, "intermediate_size", number)
+        layers += layers_by_kind([kind], kinds, [inner], attention_norm=norm, feed_forward_norm=norm)
     return architecture(name, config, layers, norm)
 
 
-def _rope(config: Config, kind: str, kinds: list[str]) -> RopeSpec:
-    """In the publisher's config.json, lists have the settings of each layer, and full attention alone is scaled."""
-    settings, number = config.get("rope_parameters") or {}, kinds.index(kind)
+def _of_layer(config: Config, setting: str, number: int, default: Any) -> Any:
+    """A setting of one layer. Lists may go on with layers for multi-token prediction."""
+    value = config.get(setting)
+    if not isinstance(value, list):
+        return default if value is None else value
+    if number >= len(value):
+        raise ConfigError(f"{setting} has {len(value)} entries, but num_hidden_layers is {config['num_hidden_layers']}")
+    return value[number]
+
+
+def _rope(config: Config, kind: str, number: int) -> RopeSpec:
+    """In the publisher's config.json, each layer has settings, and full attention alone is scaled."""
+    settings = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(settings.get(kind), Mapping):
-        theta, factors = config["rope_theta"], config.get("partial_rotary_factors") or [1.0] * len(kinds)
-        scaling = (settings or config.get("rope_scaling") or {}) if kind == "full_attention" else {}
-        theta = theta[number] if isinstance(theta, list) else theta
-        settings = {kind: {"rope_theta": theta, "partial_rotary_factor": factors[number], **scaling}}
-    return rope({**config, "rope_parameters": settings[kind], "rope_scaling": None}, head_dim(config))
+        factor = _of_layer(config, "partial_rotary_factors", number, 1.0)
+        own = {"rope_theta": _of_layer(config, "rope_theta", number, 10000.0), "partial_rotary_factor": factor}
+        settings = {kind: {**(settings if kind == "full_attention" else {}), **own}}
+    return rope({**config, "rope_parameters": settings[kind]}, head_dim(config))
 
 
-def _are_sparse(config: Config, count: int) -> list[bool]:
+def _are_sparse(config: Config) -> list[bool]:
     """Whether the layers have experts."""
-    if kinds := config.get("mlp_layer_types"):
-        return [kind == "sparse" for kind in kinds[:count]]
-    if (numbers := config.get("moe_layers_enum")) is None:
-        return [number >= 3 for number in range(count)]
-    numbers = numbers.split(",") if isinstance(numbers, str) else numbers
-    return [number in {int(each) for each in numbers if str(each).strip()} for number in range(count)]
+    count, numbers = int(config["num_hidden_layers"]), config.get("moe_layers_enum")
+    if config.get("mlp_layer_types"):
+        return [_of_layer(config, "mlp_layer_types", number, "sparse") == "sparse" for number in range(count)]
+    listed = numbers.split(",") if isinstance(numbers, str) else numbers
+    chosen = range(3, count) if listed is None else {int(number) for number in listed if str(number).strip()}
+    return [number in chosen for number in range(count)]
 
 
 def _experts(config: Config, number: int) -> MoESpec:
@@ -109,7 +108,7 @@ def _mlp(config: Config, size: str, number: int) -> MLPSpec:
 
 def _activation(config: Config, setting: str, number: int) -> GatedActivation:
     """With the limit of the layer."""
-    limit = (config.get(setting) or {number: 0})[number] or 0
+    limit = _of_layer(config, setting, number, 0) or 0
     if limit not in _LIMITED:
         raise ConfigError(f"{setting}: a limit of {limit} is not supported; supported: {', '.join(map(str, _LIMITED))}")
     return _LIMITED[limit]

@@ -19,8 +19,8 @@ _SIZES = (
     *("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
 )
 """Whole numbers of at least 1."""
-_BY_LAYER = ("intermediate_size",)
-"""Sizes that may be lists, with a number for each layer."""
+_BY_LAYER = ("intermediate_size", "rope_theta")
+"""Settings that may be lists, with a number for each layer."""
 _OPTIONAL_SIZES = (
     *("num_key_value_heads", "num_kv_heads", "head_dim", "n_inner", "ffn_hidden_size", "q_lora_rank"),
     *("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts"),
@@ -63,12 +63,17 @@ def check_values(config: Mapping[str, Any], nullable: Collection[str], max_layer
     for settings in (config, *filter(None, ropes.values())):
         for name in settings.keys() & set(_POSITIVE):
             value = settings[name]
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if value is not None and not (is_number and value > 0 and math.isfinite(value)):
+            values = value if name in _BY_LAYER and isinstance(value, list) else [value]
+            if value is not None and not all(map(_is_positive, values)):
                 raise ConfigError(f"{name} must be a number above 0, got {_json(value)}")
     heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
     if heads and kv_heads and heads % kv_heads:
         raise ConfigError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+
+
+def _is_positive(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and value > 0 and math.isfinite(value)
 
 
 def _json(value: Any) -> str:

@@ -40,7 +40,7 @@ QUANTIZED = (
     *WITH_OTHER_MATRICES,
     *("Qwen3-Next", "Qwen3.5 MoE", "OLMo hybrid", "Kimi Linear", "Ling hybrid", "MiniMax", "LFM2-MoE"),
     *("Mamba", "Mamba-2", "Bamba", "Falcon-H1", "Jamba", "Granite 4, experts"),
-    *("DeepSeek V3.2", "GLM-5, shared selection", "Llama 4"),
+    *("DeepSeek V3.2", "GLM-5, shared selection", "Llama 4", "Step 3.7"),
 )
 """Cases that are quantized while loading: with recurrent states, sparse attention, or other matrices."""
 _DISTANCES = {"int8": 0.5, "fp8": 0.6}
@@ -174,6 +174,26 @@ def test_windows_of_mimo_have_the_heads_of_other_layers(name: str) -> None:
         from_hf_config({**config, name: 48})
     with pytest.raises(ConfigError, match="add_full_attention_sink_bias True is not supported"):
         from_hf_config({**config, "add_full_attention_sink_bias": True})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"swiglu_limits": [0, 0, 5.0, 0]}, "swiglu_limits: a limit of 5.0 is not supported; supported: 0, 7, 16"),
+        ({"swiglu_limits_shared": [0, 7]}, "swiglu_limits_shared has 2 entries, but num_hidden_layers is 4"),
+        ({"rope_theta": [1e4]}, "rope_theta has 1 entries, but num_hidden_layers is 4"),
+        ({"layer_types": ["full_attention"]}, "layer_types has 1 entries, but num_hidden_layers is 4"),
+        ({"layer_types": ["chunked_attention"] * 4}, "layers of type chunked_attention are not supported"),
+        ({"attention_other_setting": {"num_attention_groups": 4}}, "num_attention_groups 4 is not supported"),
+        ({"use_head_wise_attn_gate": False}, "use_head_wise_attn_gate False is not supported"),
+        ({"yarn_only_types": ["sliding_attention"]}, "yarn_only_types .'sliding_attention'. is not supported"),
+    ],
+)
+def test_settings_of_step_that_would_change_answers_are_refused(changes: dict[str, Any], message: str) -> None:
+    *_, config = RENAMED["Step 3.5"]
+    from_hf_config({**config, "architectures": ["Step3p5ForCausalLM"]})
+    with pytest.raises(ConfigError, match=message):
+        from_hf_config({**config, **changes, "architectures": ["Step3p5ForCausalLM"]})
 
 
 def test_every_family_has_a_case_and_a_line_in_the_document() -> None:
