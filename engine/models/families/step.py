@@ -40,7 +40,8 @@ def _step(name: str, config: Config) -> ModelSpec:
     require(other, "num_attention_groups", config["num_key_value_heads"])
     require(other, "head_dim", head_dim(config))
     heads = config.get("num_sliding_attention_heads") or other.get("num_attention_heads")
-    windows = {"num_heads": int(heads or config["num_attention_heads"]), "window": config.get("sliding_window")}
+    windows: dict[str, Any] = {"num_heads": int(heads or config["num_attention_heads"])}
+    windows["window"] = config.get("sliding_window")
     layers: list[LayerSpec] = []
     for number, is_sparse in enumerate(_are_sparse(config)):
         kind = _of_layer(config, "layer_types", number, "full_attention")
