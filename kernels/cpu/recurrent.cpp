@@ -127,16 +127,15 @@ class HeadState {
   std::vector<float> memory_;
 };
 
-// Queries, keys and decays of a chunk's tokens, for one head.
+// Queries, keys and decays of a chunk's tokens, for one head. A token has a decay, or one for each feature.
 struct Chunk {
-  explicit Chunk(int64_t key_dim)
-      : key_dim(key_dim), query(kChunk * key_dim), key(kChunk * key_dim), decay(kChunk * key_dim), dot(kChunk),
-        beta(kChunk) {}
+  Chunk(int64_t key_dim, int64_t decays)
+      : key_dim(key_dim), decays(decays), query(kChunk * key_dim), key(kChunk * key_dim), decay(kChunk * decays),
+        dot(kChunk), beta(kChunk) {}
 
   template <typename T>
-  void prepare(int64_t token, const T* query_row, const T* key_row, const float* decays, bool per_feature, float scale,
-               float eps) {
-    float *q = query.data() + token * key_dim, *k = key.data() + token * key_dim, *d = decay.data() + token * key_dim;
+  void prepare(int64_t token, const T* query_row, const T* key_row, const float* logarithms, float scale, float eps) {
+    float *q = query.data() + token * key_dim, *k = key.data() + token * key_dim;
     Floats q_length{}, k_length{}, both{};
     for_vectors(key_dim, [&](int64_t i, auto n) {
       const Floats a = load(query_row + i, n), b = load(key_row + i, n);
@@ -147,33 +146,31 @@ struct Chunk {
     const float by_k = eps > 0 ? 1 / std::sqrt(sum(k_length) + eps) : 1.0f;
     for (int64_t i = 0; i < key_dim; ++i) q[i] *= by_q, k[i] *= by_k;
     dot[token] = sum(both) * by_q * by_k;
-    if (per_feature)
-      for (int64_t i = 0; i < key_dim; ++i) d[i] = std::exp(decays[i]);
-    else
-      std::fill_n(d, key_dim, std::exp(decays[0]));
+    for (int64_t i = 0; i < decays; ++i) decay[token * decays + i] = std::exp(logarithms[i]);
   }
 
-  int64_t key_dim;
+  int64_t key_dim, decays;
   std::vector<float> query, key, decay, dot, beta;
 };
 
 // Runs a tile through the tokens of a chunk. A token's update is added to the state when the next token reads it, so
 // that the state is read and written once for each token.
-template <typename T>
-void run_tile(float* state, const Chunk& chunk, int64_t tokens, bool is_delta, bool has_beta, const T* value, int64_t value_stride,
-              T* out, int64_t out_stride, int64_t width) {
+template <bool kOneDecay, typename T>
+void run_tile(float* state, const Chunk& chunk, int64_t tokens, bool is_delta, bool has_beta, const T* value,
+              int64_t value_stride, T* out, int64_t out_stride, int64_t width) {
   using Row = Floats[kVectors];
   const int64_t key_dim = chunk.key_dim;
   Row update{};
   const float* before = chunk.key.data();  // the key of `update`
   for (int64_t token = 0; token < tokens; ++token) {
     const float *q = chunk.query.data() + token * key_dim, *k = chunk.key.data() + token * key_dim;
-    const float* d = chunk.decay.data() + token * key_dim;
+    const float* d = chunk.decay.data() + token * chunk.decays;
+    const float decay = d[0];
     Row seen{}, answer{};
     for (int64_t i = 0; i < key_dim; ++i) {
       for (int v = 0; v < kVectors; ++v) {
         float* const place = state + i * kTile + v * kLanes;
-        const Floats now = (read<Floats>(place) + before[i] * update[v]) * d[i];
+        const Floats now = (read<Floats>(place) + before[i] * update[v]) * (kOneDecay ? decay : d[i]);
         std::memcpy(place, &now, sizeof(now));
         seen[v] += k[i] * now;
         answer[v] += q[i] * now;
@@ -218,7 +215,8 @@ Tensor linear_attention(const Tensor& query, const Tensor& key, const Tensor& va
     T* const results = out.mutable_data_ptr<T>();
     parallel_for(0, work, 1, [&](int64_t begin, int64_t end) {
       HeadState state(key_dim, value_dim);
-      Chunk chunk(key_dim);
+      Chunk chunk(key_dim, per_feature ? key_dim : 1);
+      const auto run = per_feature ? run_tile<false, T> : run_tile<true, T>;
       for (int64_t item = begin; item < end; ++item) {
         const int64_t row = item / heads, head = item % heads, key_head = head / (heads / key_heads);
         const int64_t first = segments.first()[row], last = segments.first()[row + 1];
@@ -237,15 +235,15 @@ Tensor linear_attention(const Tensor& query, const Tensor& key, const Tensor& va
               chunk.prepare(token,
                             queries.data<const T>() + (from + token) * queries.stride(0) + key_head * queries.stride(1),
                             keys.data<const T>() + (from + token) * keys.stride(0) + key_head * keys.stride(1),
-                            decay.const_data_ptr<float>() + (per_feature ? at * key_dim : at), per_feature,
-                            static_cast<float>(scale), static_cast<float>(eps));
+                            decay.const_data_ptr<float>() + at * chunk.decays, static_cast<float>(scale),
+                            static_cast<float>(eps));
               if (betas) chunk.beta[token] = beta.const_data_ptr<float>()[at];
             }
             for (int64_t tile = 0; tile < state.tiles(); ++tile)
-              run_tile(state.tile(tile), chunk, count, is_delta, betas.has_value(),
-                       values.data<const T>() + from * values.stride(0) + head * values.stride(1) + tile * kTile,
-                       values.stride(0), results + (from * heads + head) * value_dim + tile * kTile, heads * value_dim,
-                       std::min(kTile, value_dim - tile * kTile));
+              run(state.tile(tile), chunk, count, is_delta, betas.has_value(),
+                  values.data<const T>() + from * values.stride(0) + head * values.stride(1) + tile * kTile,
+                  values.stride(0), results + (from * heads + head) * value_dim + tile * kTile, heads * value_dim,
+                  std::min(kTile, value_dim - tile * kTile));
           }
           if (write[segment] >= 0) state.write(page(write[segment]));
         }
@@ -254,6 +252,8 @@ Tensor linear_attention(const Tensor& query, const Tensor& key, const Tensor& va
   });
   return out;
 }
+
+constexpr int kScanned = 4;  // vectors of channels that are scanned together, as far as a row has so many
 
 // Runs some channels of the state of one row, `[state_size, channels]`, through the row's tokens.
 template <typename T>
@@ -264,28 +264,42 @@ void scan(const T* x, int64_t x_stride, const float* steps, const float* rates, 
   const int64_t* const read = segments.read.const_data_ptr<int64_t>();
   const int64_t* const write = segments.write.const_data_ptr<int64_t>();
   const int64_t first = segments.first()[row], last = segments.first()[row + 1];
-  std::vector<Floats> state(state_size), rate(state_size);
-  for_vectors(end - begin, [&](int64_t at, auto n) {
-    const int64_t channel = begin + at;
-    for (int64_t i = 0; i < state_size; ++i) {
-      rate[i] = load(rates + i * channels + channel, n);
-      state[i] = read[first] < 0 ? Floats{} : load(matrices + read[first] * page + i * channels + channel, n);
-    }
+  std::vector<Floats> states(state_size * kScanned), all_rates(state_size * kScanned);
+  const auto run = [&]<int N>(int64_t channel, auto n) {
+    using Row = Floats[N];
+    Row *const state = reinterpret_cast<Row*>(states.data()), *const rate = reinterpret_cast<Row*>(all_rates.data());
+    const auto each = [&](auto&& body) {
+      for (int64_t i = 0; i < state_size; ++i)
+        for (int v = 0; v < N; ++v) body(i, v, i * channels + channel + v * kLanes);
+    };
+    each([&](int64_t i, int v, int64_t place) {
+      rate[i][v] = load(rates + place, n);
+      state[i][v] = read[first] < 0 ? Floats{} : load(matrices + read[first] * page + place, n);
+    });
     for (int64_t segment = first; segment < last; ++segment) {
       for (int64_t token = starts[segment]; token < starts[segment + 1]; ++token) {
-        const Floats step = load(steps + token * channels + channel, n);
-        const Floats update = step * load(x + token * x_stride + channel, n);
-        Floats answer{};
-        for (int64_t i = 0; i < state_size; ++i) {
-          state[i] = exp(step * rate[i]) * state[i] + static_cast<float>(keys[token * key_stride + i]) * update;
-          answer += static_cast<float>(queries[token * query_stride + i]) * state[i];
+        Row step, update, answer{};
+        for (int v = 0; v < N; ++v) {
+          step[v] = load(steps + token * channels + channel + v * kLanes, n);
+          update[v] = step[v] * load(x + token * x_stride + channel + v * kLanes, n);
         }
-        store(out + token * channels + channel, answer, n);
+        for (int64_t i = 0; i < state_size; ++i) {
+          const float key = keys[token * key_stride + i], query = queries[token * query_stride + i];
+          for (int v = 0; v < N; ++v) {
+            state[i][v] = exp(step[v] * rate[i][v]) * state[i][v] + key * update[v];
+            answer[v] += query * state[i][v];
+          }
+        }
+        for (int v = 0; v < N; ++v) store(out + token * channels + channel + v * kLanes, answer[v], n);
       }
-      for (int64_t i = 0; write[segment] >= 0 && i < state_size; ++i)
-        store(matrices + write[segment] * page + i * channels + channel, state[i], n);
+      if (write[segment] >= 0)
+        each([&](int64_t i, int v, int64_t place) { store(matrices + write[segment] * page + place, state[i][v], n); });
     }
-  });
+  };
+  int64_t channel = begin;
+  for (; channel + kScanned * kLanes <= end; channel += kScanned * kLanes)
+    run.template operator()<kScanned>(channel, AllLanes());
+  for_vectors(end - channel, [&](int64_t at, auto n) { run.template operator()<1>(channel + at, n); });
 }
 
 Tensor selective_scan(const Tensor& x, const Tensor& step, const Tensor& rates, const Tensor& key, const Tensor& query,
