@@ -278,5 +278,10 @@ def tiny(name: str) -> dict[str, Any]:
         if "linear_attn_config" in part:
             layers = {"full_attn_layers": [4], "kda_layers": [1, 2, 3]}
             part["linear_attn_config"] |= {"head_dim": HEAD, "num_heads": HEADS, **layers}
+        if "sparse_attention_config" in part:
+            own = part["sparse_attention_config"] | {"sparse_num_index_heads": part["num_key_value_heads"]}
+            own |= dict.fromkeys(("sparse_attention_freq", "sparse_disable_index_value"), part["moe_layer_freq"])
+            own |= {"sparse_index_dim": HEAD, "sparse_block_size": 8, "sparse_topk_blocks": 3}
+            part["sparse_attention_config"] = own
         part["initializer_range"] = 0.2  # far enough from uniform that rounding cannot change the likeliest token
     return small | _CHANGES.get(name, {})

@@ -68,7 +68,7 @@ _SMALL = {
     "kv_channels": HEAD,
     "hidden_size_per_layer_input": 8,
     "index_head_dim": HEAD,
-    "index_n_heads": 4,
+    "index_n_heads": 2,  # as many as KV heads, which MiniMax-M3 needs
     "rotary_dim": HEAD // 2,
 }
 
