@@ -345,6 +345,10 @@ _MIN_SHARE = 256
 """Minimum tokens of a stage's share: a smaller step takes about as long, because it reads the same weights."""
 
 
+_DRAFTING_ROWS = 8
+"""Rows that can have all drafts of a model at once, whatever `max_num_seqs` is."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SpeculativeConfig:
     """How the next tokens of a request are guessed."""
@@ -398,7 +402,9 @@ class SchedulerConfig:
     @property
     def max_sampled_tokens(self) -> int:
         """Maximum tokens that a step samples; a row with drafts samples several."""
-        return min(max(self.max_num_seqs, 1 + self.max_drafts), self.max_num_batched_tokens)
+        has_model = self.speculative is not None and self.speculative.model is not None
+        rows = min(self.max_num_seqs, _DRAFTING_ROWS if has_model else 1)
+        return min(max(self.max_num_seqs, rows * (1 + self.max_drafts)), self.max_num_batched_tokens)
 
     def share(self, tokens: int, stages: int) -> int:
         """Maximum tokens of a plan if `tokens` are pending or in flight: those of one of the `stages`, rounded up."""

@@ -90,6 +90,10 @@ class SchedulerOutput(msgspec.Struct, array_like=True):
         return len(self.decodes) + sum(row.num_tokens for row in self.scheduled)
 
     @property
+    def num_draft_tokens(self) -> int:
+        return sum(len(row.draft_token_ids) for row in self.scheduled)
+
+    @property
     def num_prefill_tokens(self) -> int:
         """Tokens of the rows that are new or have prompt tokens."""
         new = {row.slot for row in self.new}

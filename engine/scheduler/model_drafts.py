@@ -112,7 +112,7 @@ class ModelSpeculationManager(SpeculationManager):
 
     def draft(self, decodes: Sequence[Request], num_others: int = 0) -> dict[Request, list[int]]:
         """Return the drafts that have been made of these requests' next tokens."""
-        room, found = self.max_sampled_tokens - len(decodes) - num_others, {}
+        room, found = self.max_sampled_tokens - self.num_tokens(decodes, num_others), {}
         for request in decodes:
             length, drafts = self._drafts.get(request, (-1, []))
             count = min(len(drafts), room, self.max_drafts(request))
@@ -138,11 +138,10 @@ class ModelSpeculationManager(SpeculationManager):
             if right == len(pairs):  # a try that succeeds is followed by another one
                 self._num_without = self._try_after
 
-    def on_result(self, plan: SchedulerOutput, now: float) -> None:
+    def on_result(self, plan: SchedulerOutput, now: float | None) -> None:
         """Record times of steps that verify about as many drafts as they make, or none."""
-        made = plan.num_rows * (plan.num_drafts or 0)
-        verified = sum(len(row.draft_token_ids) for row in plan.scheduled)
-        if bisect_left(SIZES, plan.num_rows + verified) == bisect_left(SIZES, plan.num_rows + made):
+        made = (plan.num_rows - len(plan.masks)) * (plan.num_drafts or 0)
+        if bisect_left(SIZES, plan.num_rows + plan.num_draft_tokens) == bisect_left(SIZES, plan.num_rows + made):
             super().on_result(plan, now)
         else:
             self._last_result_at = now

@@ -241,7 +241,7 @@ class Scheduler:
         rows = self._schedule_decodes(plan, max_rows, tokens_left)
         num_plain, context = len(rows), self._context_of_decodes(len(rows))
         tokens_left = max(0, tokens_left - plan.num_tokens)
-        max_rows = min(max_rows, self.config.max_sampled_tokens - (plan.num_tokens - num_plain))
+        max_rows = min(max_rows, self.config.max_sampled_tokens - plan.num_draft_tokens)
         tokens_left = self._schedule_chunks(plan, rows, self.structured_output.ready, max_rows, tokens_left)
         num_decodes = len(rows)
         context += sum(request.num_computed_tokens for request in rows[num_plain:])
@@ -396,11 +396,9 @@ class Scheduler:
             return
         self._last_drafting_step = plan.step
         extended: dict[Request, list[int]] = {}
-        for request in drafting:
+        for request in () if self.kv.states else drafting:  # with states, drafts end with the block
             known, computed = len(request.token_ids), request.num_computed_tokens
             end = min(computed + plan.num_drafts, request.max_tokens)
-            if self.kv.states:  # drafts end with the block
-                break
             if 0 < self.kv.pages_needed(request.block_ids, end) <= self._spare_pages:
                 extended[request] = self.kv.extend(
                     request.block_ids, request.hashes, computed, end, known, request.num_prompt_tokens
@@ -440,7 +438,7 @@ class Scheduler:
     ) -> int:
         """Schedule the requests of `queue` that fit; returns the tokens left in the budget."""
         for request in queue[:]:
-            if len(rows) == max_rows or not tokens_left:
+            if len(rows) >= max_rows or not tokens_left:
                 break
             count = self._chunk(request, tokens_left)
             # A request without a slot was preempted by an earlier row.
@@ -555,7 +553,7 @@ class Scheduler:
         would be admitted and preempted again.
         """
         for _ in repeat(None) if at_most is None else range(at_most):
-            if len(rows) == max_rows or not tokens_left or not self._free_slots:
+            if len(rows) >= max_rows or not tokens_left or not self._free_slots:
                 break
             if self.stats.preemptions != preemptions or self._next_victim is not None:
                 break
@@ -706,7 +704,7 @@ class Scheduler:
         self.kv.mark_written(plan.step)
         self._tokens_in_flight -= plan.num_tokens
         if self.speculation is not None:
-            self.speculation.on_result(plan, time.perf_counter())
+            self.speculation.on_result(plan, None if result.failure else time.perf_counter())
         if result.prompt_logprobs:
             self._emit_prompt_logprobs(rows, result.prompt_logprobs, outputs)
         if result.vectors:

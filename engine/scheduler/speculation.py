@@ -104,8 +104,7 @@ class SpeculationManager:
 
         The step has `num_others` rows of one token besides.
         """
-        num_rows, repeats = len(decodes) + num_others, self.state_block_size is not None
-        num_tokens = num_others + sum(request.num_pending_tokens for request in decodes) if repeats else num_rows
+        num_rows, num_tokens = len(decodes) + num_others, self.num_tokens(decodes, num_others)
         room = self.max_sampled_tokens - num_tokens
         if not decodes or num_rows > MAX_ROWS or room <= 0:
             return {}
@@ -129,7 +128,7 @@ class SpeculationManager:
         ordered = list(islice(merge(*chances, reverse=True), room))
         gains = [0.0, *accumulate(ordered)]
         counts = [min(count, len(ordered)) for count in counts]
-        if repeats:
+        if self.state_block_size is not None:
             loads = [size + gains[count] for size, count in zip(sizes, counts, strict=True)]
             times = self._relative_times(num_rows, num_tokens, loads)
         best, best_count = MIN_GAIN, 0
@@ -147,6 +146,12 @@ class SpeculationManager:
                 drafts_of[request], left = drafts[:count], left - count
         return drafts_of
 
+    def num_tokens(self, decodes: Sequence[Request], num_others: int) -> int:
+        """Return the tokens of a step with these decodes and `num_others` rows of one token, without drafts."""
+        if self.state_block_size is None:
+            return len(decodes) + num_others
+        return num_others + sum(max(1, request.num_pending_tokens) for request in decodes)
+
     def _relative_times(self, num_rows: int, num_tokens: int, sizes: Sequence[float]) -> list[float]:
         """Return the times of steps with drafts as multiples of the time of the `num_tokens` alone, if known."""
         base, *times = self.times.relative(num_rows, [num_tokens, *sizes]) or (1.0,)
@@ -159,12 +164,20 @@ class SpeculationManager:
     def add_drafts(self, drafts: Mapping[Request, list[int]]) -> None:
         """Take the drafts that the workers have made, of these requests' next tokens."""
 
-    def on_result(self, plan: SchedulerOutput, now: float) -> None:
-        """Record that the result of a plan arrived at this time, in seconds."""
+    def on_result(self, plan: SchedulerOutput, now: float | None) -> None:
+        """Record that the result of a plan arrived at this time, in seconds; None: the step failed.
+
+        Only steps of decodes are measured, and those without drafts only if each row has one token.
+        """
         last, self._last_result_at = self._last_result_at, now
-        has_prompts = plan.new or any(row.has_prompt_tokens for row in plan.scheduled)
-        if last is not None and plan.num_rows and not has_prompts:
-            self.times.learn(plan.num_tokens, now - last, has_drafts=plan.num_tokens > plan.num_rows)
+        if last is None or now is None or not plan.num_rows:
+            return
+        has_drafts, has_prompts = (
+            plan.num_draft_tokens > 0,
+            plan.new or any(r.has_prompt_tokens for r in plan.scheduled),
+        )
+        if not has_prompts and (has_drafts or plan.num_tokens == plan.num_rows):
+            self.times.learn(plan.num_tokens, now - last, has_drafts=has_drafts)
 
     def on_finish(self, request: Request, num_running: int) -> None:
         """Remember the answer of a finished request for those that repeat it, unless so many run that nothing has

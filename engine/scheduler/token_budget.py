@@ -112,9 +112,9 @@ class TokenBudget:
     def on_scheduled(self, plan: SchedulerOutput, rows: Sequence[Request], decodes: int, context: int) -> None:
         """Record the load of a plan whose first rows are decodes (of several tokens each if a grammar forces some).
 
-        Not of one with drafts, which cost less than the tokens of prompts.
+        Not of one with drafts, which cost less than the tokens of prompts, or after which some are made.
         """
-        if self.step_time is None or any(row.draft_token_ids for row in plan.scheduled):
+        if self.step_time is None or plan.num_drafts or any(row.draft_token_ids for row in plan.scheduled):
             return
         prompt_context = 0.0
         chunks = plan.scheduled[decodes - len(plan.decodes) :]

@@ -29,6 +29,9 @@ from quire.engine.worker.cuda_graphs import DecodeGraphs
 from quire.engine.worker.input_batch import InputBatch, Ints, StepRows
 from quire.engine.worker.sampler import Sampler
 
+_CATCH_UP_TOKENS = 256
+"""Tokens of a step that a draft model may compute for rows that are behind."""
+
 
 @dataclass(frozen=True)
 class SampledStep:
@@ -89,7 +92,8 @@ class DraftModel:
 
     `InputBatch.num_drafter_tokens` says for how many of a request's tokens its KV is complete. In each step it computes
     those that follow, up to the newest one, whatever the target has computed: where steps have passed without it, it
-    catches up, in chunks of a step's size. A row that is still behind has no drafts. Blocks of the prefix cache that
+    catches up, a few rows at a time so that no step takes long. A row that is still behind has no drafts. Blocks of
+    the prefix cache that
     were filled in such steps have a gap, with which its guesses are worse.
 
     On a CPU its passes of few tokens are replayed; on a GPU they run without graphs.
@@ -100,7 +104,6 @@ class DraftModel:
     ) -> None:
         """`config` is `EngineConfig.drafter`."""
         self._model, self._caches, self._parallel, self._sampler = model, caches, parallel, sampler
-        self._budget = config.scheduler.max_num_batched_tokens + config.scheduler.max_num_seqs
         self._max_replayed, self._graphs = 0, None
         device = caches[0].memory.device if caches and caches[0].memory is not None else torch.device("cpu")
         if device.type == "cpu" and config.graphs.sizes:
@@ -121,7 +124,8 @@ class DraftModel:
         # What it has computed after the newest token that was known then had no meaning.
         starts = np.minimum(input_batch.num_drafter_tokens[slots], first + 1)
         wanted = np.maximum(ends - starts, 0)
-        counts = np.clip(self._budget - (wanted.cumsum() - wanted), 0, wanted)
+        late = np.where(wanted > rows.counts + 1, wanted, 0)
+        counts = np.where(late, np.clip(_CATCH_UP_TOKENS - (late.cumsum() - late), 0, late), wanted)
         input_batch.num_drafter_tokens[slots] = starts + counts
         fed = np.flatnonzero(counts)
         if not len(fed):

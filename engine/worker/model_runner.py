@@ -307,6 +307,7 @@ class ModelRunner:
         if result is not None:
             tokens, reading = self._sample(plan, rows, logits, result)
             readings.append(reading)
+        del logits  # a drafter needs the memory
         drafts = self._drafts and plan.num_drafts is not None
         if self._pipeline.is_first or drafts:
             sampled = self._write_sampled(rows, places, tokens)

@@ -34,7 +34,10 @@ GUESSES = {"right": next_token, "wrong": wrong, "mixed": mixed}
 
 @pytest.mark.parametrize("guess", GUESSES)
 @pytest.mark.parametrize("varies", [False, True], ids=["always", "varies"])
-@pytest.mark.parametrize(("windows", "tight"), [((None,), False), ((None,), True), ((None, 9, 9), True), ((6,), False)])
+@pytest.mark.parametrize(
+    ("windows", "tight"),
+    [((None,), False), ((None,), True), ((None, 9, 9), True), ((6,), False), ((None, "state", "state"), False)],
+)
 @pytest.mark.parametrize(("stages", "depth"), AHEAD)
 def test_output_does_not_depend_on_drafts(
     stages: int, depth: int, windows: Windows, tight: bool, varies: bool, guess: str
@@ -43,7 +46,9 @@ def test_output_does_not_depend_on_drafts(
     fake model."""
     config = engine_config(stages=stages, depth=depth, windows=windows, max_num_batched_tokens=32, num_blocks=1200)
     running, rng = Engine(tightened(config) if tight else config), random.Random(depth)
-    running.scheduler.speculation, running.model.guess = Always(MOST, varies=varies), GUESSES[guess]
+    states = config.cache.block_size if "state" in windows else None
+    running.scheduler.speculation = Always(MOST, 16, states, varies=varies)
+    running.model.guess = GUESSES[guess]
     prompts: dict[str, list[int]] = {}
 
     def disturb(turn: int) -> None:
@@ -138,6 +143,8 @@ class Run:
 
     def __init__(self, seconds: Callable[[int, int], float], right: Callable[[int], int], most: int = 5) -> None:
         self.manager = ModelSpeculationManager(SpeculativeConfig(num_speculative_tokens=most), 64)
+        self.num_masked = 0
+        """Rows of structured output besides."""
         self.seconds, self.right, self.request, self.now = seconds, right, request([1, 2, 3]), 0.0
         self.request.max_tokens = 1 << 30
         self.depths: list[int] = []
@@ -148,13 +155,16 @@ class Run:
         begin, before = self.now, len(self.request.token_ids)
         for _ in range(steps):
             self.steps += 1
-            drafts = self.manager.draft([self.request]).get(self.request, [])
-            depth = self.manager.num_drafts([self.request], 1, has_prompts=False) or 0
+            drafts = self.manager.draft([self.request], self.num_masked).get(self.request, [])
+            depth = self.manager.num_drafts([self.request], 1 + self.num_masked, has_prompts=False) or 0
             self.depths.append(depth)
             self.now += self.seconds(1 + len(drafts), depth)
             right = min(self.right(self.steps), len(drafts))
             self.request.token_ids += [7] * (right + 1)
-            self.manager.on_result(plan(1 + len(drafts), depth, len(drafts)), self.now)
+            made = plan(1 + len(drafts), depth, len(drafts))
+            made.scheduled += [CachedRequestData(1 + row, 1, [], []) for row in range(self.num_masked)]
+            made.masks = {1 + row: b"" for row in range(self.num_masked)}
+            self.manager.on_result(made, self.now)
             coming = min(self.right(self.steps + 1), depth)
             if depth:
                 self.manager.add_drafts({self.request: [7] * coming + [9] * (depth - coming)})
@@ -175,6 +185,34 @@ def test_drafts_that_do_not_pay_end_soon_and_cost_next_to_nothing() -> None:
     ):
         running.run(50)
         assert running.run(1000) > 0.98
+
+
+@pytest.mark.parametrize("num_masked", [1, 2, 6])
+def test_rows_that_have_no_drafts_do_not_hide_what_drafts_cost(num_masked: int) -> None:
+    running = Run(lambda tokens, drafts: 1.0 + 0.5 * (tokens - 1 + drafts), lambda step: 1)
+    running.num_masked = num_masked
+    running.run(50)
+    assert running.run(1000) > 0.98
+
+
+def test_forced_tokens_are_not_the_time_of_a_step_with_drafts() -> None:
+    """Nor are tokens that are computed again."""
+    manager = ModelSpeculationManager(SpeculativeConfig(num_speculative_tokens=5), 64)
+    for now in range(10):
+        forced = SchedulerOutput(now, [], [], [CachedRequestData(0, 5, [1, 2, 3, 4, 5], [])])
+        manager.on_result(forced, float(now))
+    assert manager.times.relative(1, [5]) == manager.times.relative(5, [6]) == []
+
+
+def test_a_step_has_no_more_tokens_than_its_limit_when_some_are_computed_again() -> None:
+    running = Engine(engine_config(windows=(None, "state", "state"), max_num_batched_tokens=16, num_blocks=1200))
+    running.scheduler.speculation = Always(4, 16, 4)
+    for number in range(6):
+        running.add(str(number), [number, 2, 3], max_tokens=40)
+    running.run()  # the fake model checks it
+    for number in range(6):
+        assert running.tokens(str(number)) == continuation([number, 2, 3], 40)
+    assert max(plan.num_tokens for plan in running.model.plans) > 12
 
 
 def test_drafts_become_good_again() -> None:

@@ -283,6 +283,15 @@ def test_with_recurrent_states_drafts_end_with_a_block_and_count_twice() -> None
     assert made.draft([copying]) == {copying: [*range(20, 24)]}
 
 
+def test_models_with_recurrent_states_run_ahead_where_drafts_do_not_pay() -> None:
+    """Also while the newest tokens are in flight, of which none is pending."""
+    made, copying = manager(lambda tokens: 1.0 + 0.5 * (tokens - 1)), [request(REPEATING) for _ in range(4)]
+    made.state_block_size = 64
+    for each in copying:
+        each.num_computed_tokens = 60
+    assert made.draft(copying) == {}
+
+
 def test_requests_that_repeat_themselves_get_the_drafts() -> None:
     copying, random_text = request(REPEATING), request([*range(60)])
     made = manager(lambda tokens: max(1.0, tokens / 8))
