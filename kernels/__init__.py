@@ -16,6 +16,7 @@ from quire.kernels.cache import (
     allocate_kv_cache,
     heads_as_blocks,
     kv_cache_dtype,
+    page_rows,
     recurrent_states,
 )
 from quire.kernels.coded_words import RoundedRows, RowRounding
@@ -65,6 +66,7 @@ __all__ = [
     "pack_experts",
     "pack_gated",
     "pack_linear",
+    "page_rows",
     "paged_attention",
     "penalize",
     "prepare",

@@ -131,6 +131,15 @@ def recurrent_states(
     )
 
 
+def page_rows(cache: Tensor, blocks_per_page: int, first: int, count: int, width: int) -> Tensor:
+    """View a part of each page of a layer's `cache` `[1, blocks, …]` as a cache of `count` rows of `width` elements,
+    which begin with the page's element `first`: `[1, pages, 1, count, width]`."""
+    memory = cache[0].flatten(1)
+    pages = len(memory) // blocks_per_page
+    rows = memory[: pages * blocks_per_page].view(pages, -1)[:, first : first + count * width]
+    return torch.unflatten(rows, 1, (count, width))[None, :, None]
+
+
 class StateSegments(NamedTuple):
     """A step as layers with recurrent states see it: rows of one or several segments, at whose ends the state is
     stored. No row writes a page that another row reads, because rows run at the same time. All tensors are int64."""

@@ -182,7 +182,7 @@ def _calls(device: torch.device, dtype: torch.dtype, config: AttentionConfig) ->
         "sparse_attention",
         lambda module: (
             module.sparse_attention(query, blocks, slots, counts, 0.1),
-            module.sparse_attention(query, sides.expand(2, -1, -1, -1, -1), slots, counts, 0.1),
+            module.sparse_attention(query, sides.expand(2, -1, -1, -1, -1), slots, counts, 0.1, options["sinks"]),
         ),
     )
     for case in backends.check_cases(device, dtype, config):

@@ -96,12 +96,15 @@ def act_mul(x: Tensor, activation: str) -> Tensor:
 
     "swiglu_oai" (gpt-oss) is `gate * sigmoid(1.702 * gate) * (up + 1)`, with gates clamped to at most 7 and ups to
     [-7, 7]. "silu_7" and "silu_16" (Step 3.5) are "silu" with the activated gates clamped to at most the number, and
-    ups in both directions.
+    ups in both directions; "silu_clamped" (DeepSeek-V4) is "silu" with gates clamped to at most 10 before it, and ups
+    to [-10, 10].
     """
     gate, up = x.chunk(2, dim=-1)
     if activation in _LIMITED:
         limit = _LIMITED[activation]
         return (F.silu(gate.float()).clamp(max=limit) * up.float().clamp(-limit, limit)).to(x.dtype)
+    if activation == "silu_clamped":
+        return F.silu(gate.clamp(max=10.0)) * up.clamp(-10.0, 10.0)
     if activation == "swiglu_oai":
         gate, up = gate.float().clamp(max=7.0), up.float().clamp(-7.0, 7.0)
         return (gate * torch.sigmoid(1.702 * gate) * (up + 1)).to(x.dtype)
@@ -309,11 +312,14 @@ def choose_blocks(scores: Tensor, own: Tensor, count: int, local: int) -> Tensor
     return F.pad(best, (0, count - best.shape[-1]))
 
 
-def sparse_attention(query: Tensor, cache: Tensor, slots: Tensor, counts: Tensor, scale: float) -> Tensor:
+def sparse_attention(
+    query: Tensor, cache: Tensor, slots: Tensor, counts: Tensor, scale: float, sinks: Tensor | None = None
+) -> Tensor:
     """Attention of each query to its own tokens of a paged KV cache, which are in the first `counts` of its `slots`.
 
     `query` is `[tokens, heads, head_dim]`, `slots` int64 `[tokens, top_k]`, and `counts` int64 `[tokens]` from 1 to
-    top_k. `cache` and `scale` are those of `paged_attention`, and so is the result: that of a decode with these tokens.
+    top_k. `cache`, `scale` and `sinks` are those of `paged_attention`, and so is the result: that of a decode with
+    these tokens.
     """
     output, top_k = torch.empty_like(query), slots.shape[1]
     place = torch.arange(top_k, device=query.device)
@@ -323,7 +329,7 @@ def sparse_attention(query: Tensor, cache: Tensor, slots: Tensor, counts: Tensor
         is_beyond = place >= counts[rows, None]
         values.masked_fill_(is_beyond[:, None, :, None], 0.0)
         distances = is_beyond.to(torch.int64)[:, None]  # what is in the future is hidden
-        mixed = _attend(query[rows, None].float(), keys, values, distances, scale, 0, 0.0, None, None)
+        mixed = _attend(query[rows, None].float(), keys, values, distances, scale, 0, 0.0, sinks, None)
         output[rows] = mixed[:, 0].to(query.dtype)
     return output
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from quire.engine.config.devices import FP8_CAPABILITY, Devices
-from quire.engine.config.engine_config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from quire.engine.config.engine_config import DTYPE_BYTES, CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from quire.engine.config.kv_cache_groups import cached_layers, count_blocks_per_page, group_layers
 from quire.engine.config.options import EngineOptions
-from quire.engine.models.attention_spec import AttentionSpec
+from quire.engine.models.attention_spec import AttentionSpec, CompressedAttentionSpec
 from quire.engine.models.encoder_spec import EncoderSpec
 from quire.engine.protocol.errors import ConfigError
 
@@ -21,7 +21,8 @@ def resolve(
         dtype = "bfloat16" if model.is_quantized_online and model.dtype == "float32" else model.dtype
     dtype = dtype.removesuffix("_e4m3")
     _check_chunks(model, options.block_size)
-    specs, stages = cached_layers(model, parallel, scheduler.speculative)
+    _check_entries(model, options.block_size, dtype)
+    specs, stages = cached_layers(model, parallel, scheduler.speculative, options.block_size)
     page = count_blocks_per_page(specs, options.block_size, dtype)
     max_len, row, size = model.max_model_len, scheduler.max_num_batched_tokens, options.block_size
     return CacheConfig(
@@ -45,6 +46,28 @@ def _check_chunks(model: ModelConfig, block_size: int) -> None:
             raise ConfigError(
                 f"--block-size {block_size} does not divide the {attention.window} tokens of a chunk that "
                 f"{model.architecture.name} attends to"
+            )
+
+
+def _check_entries(model: ModelConfig, block_size: int, dtype: str) -> None:
+    """Check that a block has whole entries of compressed attention, if they are indexed, and numbers of a float
+    type."""
+    for attention in dict.fromkeys(layer.attention for layer in model.architecture.layers):
+        if not isinstance(attention, CompressedAttentionSpec):
+            continue
+        if dtype not in DTYPE_BYTES:
+            raise ConfigError(
+                f"--kv-cache-dtype {dtype} is not supported for {model.architecture.name}, whose cache has what "
+                "entries are computed from; use auto"
+            )
+        if (
+            attention.compressor is not None
+            and attention.indexer is not None
+            and block_size % attention.compressor.ratio
+        ):
+            raise ConfigError(
+                f"--block-size {block_size} is not a multiple of the {attention.compressor.ratio} tokens that "
+                f"{model.architecture.name} compresses to one entry"
             )
 
 

@@ -15,7 +15,7 @@ from quire.engine.config.pooling import Norm
 from quire.engine.models.families import FAMILIES
 from quire.engine.models.families.tensors import NeededTensor, checkpoint_tensors, weight_names
 from quire.engine.models.model_spec import ModelSpec, TransformersModelSpec
-from quire.engine.models.quantization.method import FLOATS, Method, Scheme
+from quire.engine.models.quantization.method import FLOATS, INTEGERS, Method, Scheme
 from quire.engine.models.quantization.online import Online, OnlineScheme
 from quire.engine.protocol.errors import ConfigError
 
@@ -71,6 +71,8 @@ def _quantized_weight(
 ) -> StoredWeight | None:
     """The weight as the settings say that it is stored; None if it is not quantized."""
     module = name.removesuffix(".weight")
+    if tensor.has_integers:
+        return None
     before = None
     if isinstance(method, Online):
         before = _quantized_weight(method.stored, name, tensor, headers)
@@ -96,6 +98,9 @@ def _plain_problems(name: str, tensor: NeededTensor, headers: Mapping[str, Tenso
         yield f"{name} is missing"
     elif headers[name].shape != tensor.shape:
         yield f"{name} has the shape {list(headers[name].shape)}, expected {list(tensor.shape)}"
+    elif tensor.has_integers:
+        if headers[name].dtype not in INTEGERS:
+            yield f"{name} is of type {headers[name].dtype}, expected {' or '.join(INTEGERS)}"
     elif headers[name].dtype not in FLOATS:
         yield f"{name} is of type {headers[name].dtype}, which is not supported without a quantization_config"
 
@@ -119,8 +124,9 @@ def _quantized_problems(
 
 def by_needed_name(headers: Mapping[str, T], prefix: str, needed: Collection[str]) -> dict[str, T]:
     """The headers, by names of tensors, under the names that are needed: a checkpoint of the model without its head
-    lacks their prefix; in the first ones of BERT, converted from TensorFlow, norms have a gamma and a beta; and in
-    older ones of models that take images, the language model has its own prefixes and head."""
+    lacks their prefix; in the first ones of BERT, converted from TensorFlow, norms have a gamma and a beta; in older
+    ones of models that take images, the language model has its own prefixes and head; and transformers writes DeepSeek
+    V4 by some names of its own."""
     is_bare = not any(name.startswith(prefix) for name in headers)
 
     def needed_name(name: str) -> str:
@@ -130,7 +136,9 @@ def by_needed_name(headers: Mapping[str, T], prefix: str, needed: Collection[str
             other = name.removeprefix("language_model.")
             if not other.startswith("lm_head."):
                 other = f"model.language_model.{other.removeprefix('model.')}"
-        return next((each for each in (name, new, prefix + new) if each in needed), other)
+        written = name.removeprefix("model.").replace(".attn.norm.", ".attn.kv_norm.")
+        written = written.replace("embed_tokens.", "embed.").replace("hc_head.hc_", "hc_head_")
+        return next((each for each in (name, new, prefix + new, written) if each in needed), other)
 
     return {needed_name(name): info for name, info in headers.items()}
 

@@ -287,6 +287,8 @@ class KVCacheGroup:
     """Layer numbers, by stage."""
     is_state: bool = False
     """The layers keep a recurrent state instead of keys and values: a page holds the state after some token."""
+    fills_pages: bool = False
+    """A block takes a page, because the layers keep more of a token than in other groups."""
 
     def max_blocks(self, num_tokens: int, row_tokens: int, block_size: int) -> int:
         """Maximum number of blocks in use at once by a request of `num_tokens`, in rows of at most `row_tokens`."""
@@ -306,7 +308,7 @@ class KVCacheGroup:
         if self.is_state:
             return 3
         blocks = self.max_blocks(num_tokens, row_tokens, block_size)
-        return blocks if blocks_per_page == 1 else min(blocks, 1 + -(-blocks // blocks_per_page))
+        return blocks if blocks_per_page == 1 or self.fills_pages else min(blocks, 1 + -(-blocks // blocks_per_page))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -336,7 +338,10 @@ class CacheConfig:
     def blocks_moved(self, num_tokens: int, row_tokens: int) -> int:
         """Blocks of a request that a row reads, and states that it reads and writes."""
         return sum(
-            2 * self.blocks_per_page if group.is_state else group.max_blocks(num_tokens, row_tokens, self.block_size)
+            2 * self.blocks_per_page
+            if group.is_state
+            else group.max_blocks(num_tokens, row_tokens, self.block_size)
+            * (self.blocks_per_page if group.fills_pages else 1)
             for group in self.groups
         )
 

@@ -34,9 +34,10 @@ from typing import Literal
 
 from quire.engine.config import parallel_config
 from quire.engine.config.engine_config import DTYPE_BYTES, EngineConfig
-from quire.engine.config.kv_cache_groups import KVCacheShape, block_bytes
+from quire.engine.config.kv_cache_groups import KVCacheShape, block_bytes, tokens_per_row
 from quire.engine.config.machine import Machine
 from quire.engine.config.memory_plan import MemoryPlan, read_bytes
+from quire.engine.models.attention_spec import CompressedAttentionSpec
 from quire.engine.models.model_spec import LayerSpec, MoESpec
 
 Limit = Literal["bandwidth", "compute", "communication"]
@@ -163,9 +164,12 @@ class _Floors:
         sums = new * parameters + experts + 3 * new * states
         if attention is None:
             return 2 * sums
-        most = min(attention.window or context, attention.top_k or context)
+        if isinstance(attention, CompressedAttentionSpec):
+            features, most = 2 * attention.head_dim, min(context, attention.window) + attention.max_entries(context)
+        else:
+            features = attention.head_dim + (attention.v_head_dim or attention.head_dim)
+            most = min(attention.window or context, attention.top_k or context)
         index = attention.index_features(tp) if context > most else 0
-        features = attention.head_dim + (attention.v_head_dim or attention.head_dim)
         pairs, scored = (_pairs(tokens, context, min(context, window)) for window in (most, context))
         attended = pairs * features * attention.num_heads / tp + scored * index
         return 2 * (sums + requests * attended)
@@ -188,7 +192,12 @@ class _Floors:
         unread = 0.0
         for layer, count in self._layers[stage].items():
             attention = layer.attention
-            if attention is not None and attention.top_k is not None:
+            if isinstance(attention, CompressedAttentionSpec):
+                row = block_bytes(KVCacheShape(*attention.kv_shape(tp)), 1, cache.dtype)
+                stored = context / tokens_per_row(self._arch, cache.block_size)  # also in layers without entries
+                ratio, most = attention.compressor_ratio, tokens * attention.max_entries(context)
+                unread += count * max(0.0, stored - (min(context // ratio, most) if ratio else 0)) * row
+            elif attention is not None and attention.top_k is not None:
                 row = block_bytes(KVCacheShape(*attention.kv_shape(tp)), cache.block_size, cache.dtype)
                 unread += count * max(0, context - tokens * attention.top_k) * row / cache.block_size
         return unread

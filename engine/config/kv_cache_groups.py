@@ -8,6 +8,12 @@ planes, because no two groups have a block in common. A layer that reads the key
 A layer with a recurrent state keeps one state for each request, in the memory of several blocks. Where a model has such
 layers, blocks are allocated in pages that hold a state each. A layer may have keys and values, a state, both or
 neither, and is in as many groups.
+
+A layer with compressed attention is in a group for the tokens of its window, whose blocks take a page each, and in one
+for its entries, of which a block has few. Both use the layer's own plane. A plane has room for an entry of every
+`tokens_per_row` tokens, which divides the ratios of all layers: of layers with larger ratios most of it is not used.
+That way all groups have blocks of as many tokens. Of DeepSeek-V4's layers, with ratios 4 and 128, entries take 1.8
+times the bytes that they have.
 """
 
 from __future__ import annotations
@@ -24,6 +30,7 @@ from quire.engine.config.engine_config import (
     ParallelConfig,
     SpeculativeConfig,
 )
+from quire.engine.models.attention_spec import CompressedAttentionSpec
 from quire.engine.models.model_spec import ModelSpec
 
 SCALE_BYTES = 4
@@ -40,6 +47,8 @@ class KVCacheShape(NamedTuple):
     num_heads: int
     head_dim: int
     """Values per head and tensor."""
+    tokens_per_row: int = 1
+    """Tokens of which one may have a row, in a plane for entries."""
 
 
 class KVCacheSpec(NamedTuple):
@@ -53,6 +62,8 @@ class KVCacheSpec(NamedTuple):
     """Size of a recurrent state; 0: these are keys and values."""
     index_shape: KVCacheShape | None = None
     """What sparse attention keeps of a token in addition, in a plane of its own; None: nothing."""
+    page_row: int = 0
+    """Values of a token whose block takes a page of the plane; 0: it takes a block."""
 
     @property
     def shapes(self) -> tuple[KVCacheShape, ...]:
@@ -60,9 +71,9 @@ class KVCacheSpec(NamedTuple):
         return (self.shape,) if self.index_shape is None else (self.shape, self.index_shape)
 
     @property
-    def kind(self) -> tuple[bool, int]:
+    def kind(self) -> tuple[bool, bool, int]:
         """What the layers of a group have in common."""
-        return self.state_bytes > 0, self.window or 0
+        return self.state_bytes > 0, self.page_row > 0, self.window or 0
 
 
 class LayerPlacement(NamedTuple):
@@ -77,12 +88,14 @@ class LayerPlacement(NamedTuple):
 
 
 LayerSpecs = Sequence[Sequence[KVCacheSpec]]
-"""What each layer keeps: none or one for keys and values, and none or one for a state."""
+"""What each layer keeps: none or one for keys and values, and none or one for a state, or for a window in pages."""
 
 
-def cache_specs(arch: ModelSpec, tp: int, max_model_len: int, dtype: str) -> list[list[KVCacheSpec]]:
+def cache_specs(arch: ModelSpec, tp: int, max_model_len: int, dtype: str, block_size: int) -> list[list[KVCacheSpec]]:
     """Return what each layer keeps on one of `tp` ranks, for a model of type `dtype`. A window of at least
-    `max_model_len` becomes None."""
+    `max_model_len` becomes None, unless its blocks take pages."""
+    if any(isinstance(layer.attention, CompressedAttentionSpec) for layer in arch.layers):
+        return _compressed_specs(arch, block_size)
     shapes = [KVCacheShape(*each.attention.kv_shape(tp)) for each in arch.layers if each.attention is not None]
     states = [each.state.state_bytes(tp, DTYPE_BYTES[dtype]) for each in arch.layers if each.state is not None]
     if shapes:
@@ -105,31 +118,61 @@ def cache_specs(arch: ModelSpec, tp: int, max_model_len: int, dtype: str) -> lis
 
 
 def cached_layers(
-    model: ModelConfig, parallel: ParallelConfig, speculative: SpeculativeConfig | None
+    model: ModelConfig, parallel: ParallelConfig, speculative: SpeculativeConfig | None, block_size: int
 ) -> tuple[list[list[KVCacheSpec]], list[range]]:
     """Return what each layer keeps on a rank, and the layers of each stage.
 
     The layers of a model that guesses tokens follow those of the target, on the last stage.
     """
-    specs = cache_specs(model.architecture, parallel.tensor_parallel_size, model.max_model_len, model.dtype)
+    specs = cache_specs(
+        *(model.architecture, parallel.tensor_parallel_size, model.max_model_len, model.dtype, block_size)
+    )
     stages = list(parallel.stages)
     if speculative is not None and speculative.model is not None:
         tp, drafter = speculative.tensor_parallel_size, speculative.model
-        specs += cache_specs(drafter.architecture, tp, model.max_model_len, model.dtype)
+        specs += cache_specs(drafter.architecture, tp, model.max_model_len, model.dtype, block_size)
         stages[-1] = range(stages[-1].start, len(specs))
     return specs, stages
 
 
+def _compressed_specs(arch: ModelSpec, block_size: int) -> list[list[KVCacheSpec]]:
+    """The same for a model whose layers all have compressed attention."""
+    attentions = [layer.attention for layer in arch.layers if isinstance(layer.attention, CompressedAttentionSpec)]
+    assert len(attentions) == arch.num_layers
+    window, specs = max(each.kept_window for each in attentions), []
+    for attention in attentions:
+        shape = KVCacheShape(*attention.kv_shape(1), tokens_per_row(arch, block_size))
+        kept = [KVCacheSpec(shape, window, page_row=attention.head_dim + attention.inputs_width)]
+        if attention.compressor is not None:
+            index = attention.index_shape()
+            index_shape = index and KVCacheShape(*index, attention.compressor.ratio)
+            kept.append(KVCacheSpec(shape, None, index_shape=index_shape))
+        specs.append(kept)
+    return specs
+
+
+def tokens_per_row(arch: ModelSpec, block_size: int) -> int:
+    """Tokens of which one may have a row, in the planes of a model with compressed attention."""
+    attentions = [layer.attention for layer in arch.layers if isinstance(layer.attention, CompressedAttentionSpec)]
+    return math.gcd(block_size, *(each.compressor_ratio for each in attentions))
+
+
 def count_blocks_per_page(specs: LayerSpecs, block_size: int, dtype: str) -> int:
-    """Return the blocks of a cache of type `dtype` that take as much memory as the largest state; 1 without states."""
-    states = (spec for kept in specs for spec in kept if spec.state_bytes)
-    return max((-(-spec.state_bytes // block_bytes(spec.shape, block_size, dtype)) for spec in states), default=1)
+    """Return the blocks of a cache of type `dtype` that take as much memory as the largest state, or as a block that
+    takes a page; 1 if there are none."""
+    sizes = (
+        (spec.state_bytes or block_size * spec.page_row * DTYPE_BYTES[dtype], spec.shape)
+        for kept in specs
+        for spec in kept
+        if spec.state_bytes or spec.page_row
+    )
+    return max((-(-size // block_bytes(shape, block_size, dtype)) for size, shape in sizes), default=1)
 
 
 def block_bytes(shape: KVCacheShape, block_size: int, dtype: str) -> int:
     """Return the bytes of a block in a plane. Quantized rows have a scale each."""
     row = shape.head_dim * DTYPE_BYTES[dtype] if dtype in DTYPE_BYTES else shape.head_dim + SCALE_BYTES
-    return shape.num_tensors * shape.num_heads * block_size * row
+    return shape.num_tensors * shape.num_heads * (block_size // shape.tokens_per_row) * row
 
 
 def group_layers(
@@ -143,13 +186,15 @@ def group_layers(
     kinds = sorted({spec.kind for kept in specs for spec in kept})
     counts = [sum(spec.kind == kind for kept in specs for spec in kept) for kind in kinds]
     candidates, costs = [], []
-    least = 1 if len(kinds) > 1 else max(counts)  # layers of one kind need no more than one group
+    # Layers of one kind need no more than one group; those whose blocks take pages use one plane in both groups.
+    least = max(counts) if len(kinds) == 1 or any(fills_pages for _, fills_pages, _ in kinds) else 1
     for size in range(max(counts), least - 1, -1):
         numbers = [-(-count // size) for count in counts]
         groups = tuple(
             KVCacheGroup(
-                window=kind[1] or None,
+                window=kind[2] or None,
                 is_state=kind[0],
+                fills_pages=kind[1],
                 layers=tuple(_group_slice(specs, stage, kind, index, number) for stage in stages),
             )
             for kind, number in zip(kinds, numbers, strict=True)
@@ -164,7 +209,9 @@ def group_layers(
     return next(groups for groups, cost in zip(candidates, costs, strict=True) if cost <= _MAX_OVERHEAD * min(costs))
 
 
-def _group_slice(specs: LayerSpecs, stage: range, kind: tuple[bool, int], index: int, number: int) -> tuple[int, ...]:
+def _group_slice(
+    specs: LayerSpecs, stage: range, kind: tuple[bool, bool, int], index: int, number: int
+) -> tuple[int, ...]:
     """Return the layers of group `index` of the `number` groups of the stage's layers of this kind."""
     layers = [layer for layer in stage if any(spec.kind == kind for spec in specs[layer])]
     return tuple(layers[len(layers) * index // number : len(layers) * (index + 1) // number])
@@ -173,7 +220,8 @@ def _group_slice(specs: LayerSpecs, stage: range, kind: tuple[bool, int], index:
 def _kept(specs: LayerSpecs, group: KVCacheGroup, stage: int) -> Iterator[tuple[int, KVCacheSpec]]:
     """Each of the group's layers, and what it keeps there."""
     for layer in group.layers[stage]:
-        yield layer, next(spec for spec in specs[layer] if (spec.state_bytes > 0) == group.is_state)
+        of_group = group.is_state, group.fills_pages
+        yield layer, next(spec for spec in specs[layer] if spec.kind[:2] == of_group)
 
 
 def count_planes(specs: LayerSpecs, groups: Iterable[KVCacheGroup], stage: int) -> Counter[KVCacheShape]:
@@ -187,14 +235,17 @@ def count_planes(specs: LayerSpecs, groups: Iterable[KVCacheGroup], stage: int) 
 def place_layers(
     specs: LayerSpecs, groups: Iterable[KVCacheGroup], stage: int
 ) -> dict[tuple[int, bool], LayerPlacement]:
-    """Return the location of what each layer of a stage keeps, by its number and whether it is a state."""
-    placements = {}
-    for number, group in enumerate(groups):
+    """Return the location of what each layer of a stage keeps, by its number and whether it takes pages."""
+    placements: dict[tuple[int, bool], LayerPlacement] = {}
+    for number, group in sorted(enumerate(groups), key=lambda each: not each[1].fills_pages):
         used: Counter[KVCacheShape] = Counter()
         for layer, spec in _kept(specs, group, stage):
             planes = []
             for shape in spec.shapes:
                 planes.append(used[shape])
                 used[shape] += 1
-            placements[layer, group.is_state] = LayerPlacement(number, spec.shape, spec.index_shape, *planes)
+            if (window := placements.get((layer, True))) is not None and not group.is_state:
+                planes[0] = window.plane
+            takes_pages = group.is_state or group.fills_pages
+            placements[layer, takes_pages] = LayerPlacement(number, spec.shape, spec.index_shape, *planes)
     return placements

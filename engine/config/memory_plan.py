@@ -45,7 +45,7 @@ class MemoryPlan:
         """With the model that guesses tokens, on the last stage."""
         model, cache = config.model, config.cache
         stages = range(config.parallel.pipeline_parallel_size)
-        specs, _ = cached_layers(model, config.parallel, config.scheduler.speculative)
+        specs, _ = cached_layers(model, config.parallel, config.scheduler.speculative, cache.block_size)
         weights = [_weight_bytes(model, config.parallel, stage) for stage in stages]
         workspace, graphs = _workspace(config), _graphs(config)
         if (drafter := config.drafter) is not None:
@@ -103,6 +103,7 @@ def _activations(config: EngineConfig, arch: ModelSpec) -> int:
         default=0,
     )
     count = tokens * (arch.hidden_size + 3 * arch.stream_width + 2 * arch.stage_width) + inner
+    count += 0 if arch.hyper is None else 4 * tokens * arch.stream_width  # in float32
     if parallel.is_coupled:
         max_top_k = max(layer.feed_forward.top_k for layer in arch.layers if isinstance(layer.feed_forward, MoESpec))
         outgoing = (
@@ -164,12 +165,7 @@ def _weight_bytes(model: ModelConfig, parallel: ParallelConfig, stage: int) -> i
             if is_stored
             else packed_bytes(head.rows, head.columns, model.quantization and "int8", width)
         )
-    mixtures = [arch.layers[n].feed_forward for n in stages[stage]]
-    wide = sum(mixture.num_float32_parameters(arch.hidden_size) for mixture in mixtures if isinstance(mixture, MoESpec))
-    attentions = [arch.layers[n].attention for n in stages[stage]]
-    indexers = [each.indexer for each in attentions if isinstance(each, MLASpec) and each.indexer is not None]
-    wide += sum(indexer.num_float32_parameters(arch.hidden_size) for indexer in indexers)
-    return unpacked * width + wide * (4 - width) + packed
+    return unpacked * width + arch.num_float32_parameters(stages, stage) * (4 - width) + packed
 
 
 def embedding_bytes(model: ModelConfig, device: str, embedding: MatrixShape) -> int:

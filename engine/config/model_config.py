@@ -261,7 +261,9 @@ def _quantization_settings(path: Path, hf_config: dict[str, Any]) -> Any:
     """Return the settings of a quantized checkpoint, from config.json or from the file that older tools write."""
     settings = hf_config.get("quantization_config") or hf_config.get("compression_config")
     if settings:
-        return settings
+        # DeepSeek-V4 has beside the settings what belongs to them.
+        own = {name: hf_config[name] for name in ("expert_dtype",) if name in hf_config}
+        return {**own, **settings} if isinstance(settings, dict) and settings.get("quant_method") == "fp8" else settings
     files = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
     for name, method in files.items():
         if (path / name).exists():

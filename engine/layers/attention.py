@@ -74,6 +74,8 @@ class Batch:
     chunks: Batch | None = None
     """In a KV cache group of layers with chunked attention, its batch `by_chunks`, which they share; None: each layer
     makes it."""
+    entries: Batch | None = None
+    """In the KV cache group of windows of compressed attention, the same step for the group of its entries."""
     micro_batches: tuple[Batch, ...] = ()
     """The two halves of the step with dual-batch overlap, where one half's all-to-all overlaps the other's computation;
     else empty."""
@@ -128,6 +130,47 @@ class IndexedCache(NamedTuple):
     """The indexer's, `[1, blocks, 1, block_size, row]`."""
 
 
+class CompressedCache(NamedTuple):
+    """What a layer with compressed attention keeps (see `quire.engine.layers.compressed`)."""
+
+    memory: Tensor
+    """`[1, blocks, 1, rows of a block, head_dim]`, of tokens and of entries. A block of tokens is a page, whose first
+    rows are theirs."""
+    block_size: int
+    """Tokens."""
+    blocks_per_page: int
+    inputs: Tensor | None = None
+    """`[1, pages, 1, block_size, features]`, what compressors need of tokens; None: there are no entries."""
+    keys: Tensor | None = None
+    """The indexer's, of entries, `[1, blocks, 1, rows of a block, row]`."""
+
+    def rows_of(self, slots: Tensor) -> Tensor:
+        """The rows in `memory` of tokens, by their slots. -1 stays -1."""
+        rows = slots // self.block_size * self.memory.shape[3] + slots % self.block_size
+        return rows.where(slots >= 0, -1)
+
+    def page(self, blocks: Tensor) -> Tensor:
+        """The pages of these blocks."""
+        return blocks // self.blocks_per_page
+
+    def pages_of(self, slots: Tensor) -> Tensor:
+        """The rows in `inputs` of tokens, by their slots. -1 stays -1."""
+        rows = self.page(slots // self.block_size) * self.block_size + slots % self.block_size
+        return rows.where(slots >= 0, -1)
+
+    def entry_slots(self, blocks: Tensor, ends: Tensor, memory: Tensor) -> Tensor:
+        """The slots in `memory`, or `keys`, of entries whose last tokens are at positions `ends` and in `blocks`."""
+        rows = memory.shape[3]
+        return blocks * rows + ends % self.block_size // (self.block_size // rows)
+
+    def entries_of(self, slots: Tensor) -> Tensor:
+        """The rows in `memory` of entries with these slots in `keys`."""
+        assert self.keys is not None
+        (of_keys, rows), size = (self.keys.shape[3], self.memory.shape[3]), self.block_size
+        last = (slots % of_keys + 1) * (size // of_keys) - 1  # the token in its block
+        return slots // of_keys * rows + last // (size // rows)
+
+
 class LayerCache(NamedTuple):
     """The KV cache of a layer."""
 
@@ -141,10 +184,16 @@ class LayerCache(NamedTuple):
     """The KV cache group whose segments the recurrent state uses."""
     keys: Tensor | None = None
     """See `IndexedCache`."""
+    compressed: CompressedCache | None = None
+    """With compressed attention, instead of `memory` and `keys`."""
+    entries_group: int | None = None
+    """The KV cache group of its entries."""
 
     @property
-    def for_attention(self) -> Tensor | IndexedCache | None:
+    def for_attention(self) -> Tensor | IndexedCache | CompressedCache | None:
         """What the layer's attention uses."""
+        if self.compressed is not None:
+            return self.compressed
         return self.memory if self.memory is None or self.keys is None else IndexedCache(self.memory, self.keys)
 
 
@@ -378,13 +427,13 @@ def by_chunks(batch: Batch, num_queries: int, chunk: int, block_size: int) -> Ba
 
 
 def attention_config(config: EngineConfig) -> kernels.AttentionConfig:
-    """What a rank requires of `kernels.paged_attention`: the kinds of the layers of the model, and of a drafter, with
-    the rank's sizes."""
+    """What a rank requires of `kernels.paged_attention`: the kinds of the layers of the model, and of a drafter, that
+    use it, with the rank's sizes."""
     kinds = (
         _kernel_layer(layer.attention, each.parallel.tensor_parallel_size)
         for each in (config.with_drafter if config.cache.num_blocks else ())
         for layer in each.model.architecture.layers
-        if layer.attention is not None
+        if isinstance(layer.attention, attention_spec.AttentionSpec | attention_spec.MLASpec)
     )
     return kernels.AttentionConfig(
         tuple(dict.fromkeys(kinds)),

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quire import kernels
@@ -108,14 +109,14 @@ class MixtureOfExperts(nn.Module):
         self.placement = placement
 
     def forward(self, x: Tensor, batch: Batch | None = None) -> Tensor:
-        """`[tokens, hidden_size]` → the same, on every rank. `batch` is needed only with `group`."""
+        """`[tokens, hidden_size]` → the same, on every rank. `batch` is needed only with `group`, or with a table."""
         return self.combine(self.compute(self.dispatch(x, batch)))
 
     def dispatch(self, x: Tensor, batch: Batch | None = None) -> MoEInFlight:
         """Route the tokens and start the dispatch."""
         group = self._group
         if group is None or self.placement is None:
-            return MoEInFlight(x, LocalDispatch(self._weighed(x, *self.router(x))))
+            return MoEInFlight(x, LocalDispatch(self._weighed(x, *self.router(x, batch and batch.token_ids))))
         if group.dp.size == 1:
             return MoEInFlight(x, LocalDispatch(self._routed(x, batch, slice(None))))
         assert batch is not None
@@ -147,7 +148,7 @@ class MixtureOfExperts(nn.Module):
     def _routed(self, x: Tensor, batch: Batch | None, own: slice) -> RoutedTokens:
         """Route `x`, the tokens `own` of the batch. The choice of an expert's copy depends only on the token's
         position."""
-        weights, experts = self.router(x)
+        weights, experts = self.router(x, batch and batch.token_ids[own])
         if own != slice(None) or self._parallel.rank == 0:
             counted = torch.ones_like(experts)
             if batch is not None:
@@ -196,10 +197,25 @@ class ExpertRouter(ReplicatedLinear):
         if spec.correction_bias:
             self.correction_bias = Weight((count,), whole(count), dtype=torch.float32)  # it encodes fine differences
         self.expert_scale = Weight((count,), whole(count), dtype=torch.float32) if spec.expert_scale else None
+        self.table = None
+        if spec.table_size:
+            self.table = Weight((shape := (spec.table_size, spec.top_k)), whole(*shape), dtype=torch.int32)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """`[tokens, hidden_size]` → weights (float32) and expert numbers (int64), `[tokens, top_k]` each."""
+    def forward(self, x: Tensor, token_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """`[tokens, hidden_size]` → weights (float32) and expert numbers (int64), `[tokens, top_k]` each. `token_ids`
+        are needed only with a table."""
         spec = self._spec
+        if spec.scoring == "sqrt_softplus":
+            scores = F.softplus(self.logits(x)).sqrt()
+            if self.table is not None:
+                assert token_ids is not None
+                experts = self.table[token_ids].long()
+            else:
+                choice = scores if self.correction_bias is None else scores + self.correction_bias
+                experts = choice.sort(dim=-1, descending=True, stable=True).indices[:, : spec.top_k]
+            weights = scores.gather(-1, experts)
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20) if spec.renormalize else weights
+            return weights * spec.scale, experts
         if spec.scoring == "sparse_mixer":
             return sparse_mixer(self.logits(x), spec.top_k, spec.sparse_mixer_distance)
         x = x if self.norm is None else self.norm(x) * self._input_scale

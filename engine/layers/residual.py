@@ -1,6 +1,8 @@
-"""Residual streams other than the usual one (Gemma 3n); replicated on all ranks."""
+"""Residual streams other than the usual one (Gemma 3n, DeepSeek-V4); replicated on all ranks."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -9,7 +11,7 @@ from torch import Tensor, nn
 from quire.engine.layers.linear import Partition, replicated, stacked
 from quire.engine.layers.norm import make_norm
 from quire.engine.layers.weight import Weight, whole
-from quire.engine.models.model_spec import AltUpSpec, LaurelSpec
+from quire.engine.models.model_spec import AltUpSpec, HyperConnectionSpec, LaurelSpec
 
 _SMALLEST_SQUARE = 1e-5
 """Of a projected stream's mean square, as in the authors' code."""
@@ -88,3 +90,66 @@ class Laurel(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """`[tokens, hidden_size]` → the same."""
         return x + self.norm(self.up(self.down(x)))  # type: ignore[no-any-return]
+
+
+class Mixing(NamedTuple):
+    """How streams go on beside a layer, float32."""
+
+    streams: Tensor
+    """`[tokens, streams, hidden_size]`"""
+    outputs: Tensor
+    """`[tokens, streams]`, the weight of the layer's output in each stream."""
+    mixed: Tensor
+    """`[tokens, streams, streams]`, the weight of each stream (first) in each stream (second)."""
+
+
+class HyperConnection(nn.Module):
+    """The streams before and after an attention or a feed-forward layer, as described by
+    `quire.engine.models.model_spec.HyperConnectionSpec`."""
+
+    def __init__(self, spec: HyperConnectionSpec, hidden_size: int) -> None:
+        super().__init__()
+        self._spec, self._hidden_size, shape = spec, hidden_size, (spec.num_weights, spec.num_streams * hidden_size)
+        self._norm = make_norm(spec.norm, shape[1])
+        self.function = Weight(shape, whole(*shape), dtype=torch.float32)
+        self.base = Weight(shape[:1], whole(shape[0]), dtype=torch.float32)
+        self.scale = Weight((3,), whole(3), dtype=torch.float32)
+
+    def before(self, x: Tensor) -> tuple[Tensor, Mixing]:
+        """The streams `[tokens, streams * hidden_size]` → the layer's input `[tokens, hidden_size]`."""
+        count, eps = self._spec.num_streams, self._spec.eps
+        sizes, weights = (count, count, count**2), F.linear(self._norm(x.float()), self.function)
+        parts = weights.split_with_sizes(sizes, dim=-1), self.scale, self.base.split_with_sizes(sizes)
+        inputs, outputs, mixed = (part * scale + base for part, scale, base in zip(*parts, strict=True))
+        streams, mixed = (torch.unflatten(each, -1, (count, -1)) for each in (x, mixed))
+        mixed = mixed.softmax(dim=-1) + eps
+        mixed = mixed / (mixed.sum(dim=-2, keepdim=True) + eps)
+        for _ in range(self._spec.iterations - 1):
+            mixed = mixed / (mixed.sum(dim=-1, keepdim=True) + eps)
+            mixed = mixed / (mixed.sum(dim=-2, keepdim=True) + eps)
+        collapsed = ((inputs.sigmoid() + eps)[..., None] * streams).sum(dim=1)
+        return collapsed.to(x.dtype), Mixing(streams, 2 * outputs.sigmoid(), mixed)
+
+    def after(self, x: Tensor, mixing: Mixing) -> Tensor:
+        """The layer's output `[tokens, hidden_size]` → the streams `[tokens, streams * hidden_size]`."""
+        streams, outputs, mixed = mixing
+        outputs, mixed = outputs.to(x.dtype), mixed.to(x.dtype)
+        return (outputs[..., None] * x[:, None] + mixed.transpose(1, 2) @ streams).flatten(1)
+
+
+class HyperHead(nn.Module):
+    """The sum of the streams after the layers, with weights that are computed from them."""
+
+    def __init__(self, spec: HyperConnectionSpec, hidden_size: int) -> None:
+        super().__init__()
+        self._eps, shape = spec.eps, (spec.num_streams, spec.num_streams * hidden_size)
+        self._norm = make_norm(spec.norm, shape[1])
+        self.function = Weight(shape, whole(*shape), dtype=torch.float32)
+        self.base = Weight(shape[:1], whole(shape[0]), dtype=torch.float32)
+        self.scale = Weight((1,), whole(1), dtype=torch.float32)
+
+    def merge(self, x: Tensor) -> Tensor:
+        """`[tokens, streams * hidden_size]` → `[tokens, hidden_size]`"""
+        weights = (F.linear(self._norm(x.float()), self.function) * self.scale + self.base).sigmoid() + self._eps
+        streams = torch.unflatten(x, -1, (weights.shape[1], -1))
+        return (weights[..., None] * streams).sum(dim=1).to(x.dtype)

@@ -293,3 +293,174 @@ class MLASpec:
         """What `tp` ranks cannot divide."""
         if self.num_heads % tp:
             yield f"{self.num_heads} attention heads"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressorSpec:
+    """Compresses each group of `ratio` tokens to one entry (DeepSeek-V4, 2026): the sum of their vectors, weighted for
+    each feature by the softmax of their gates over the group. A bias is added to the gate of each place in a group."""
+
+    ratio: int
+    overlaps: bool
+    """An entry is of its own group and of the one before, for which tokens have another vector and gate."""
+    norm: NormSpec
+    """Of the entries."""
+
+    def __post_init__(self) -> None:
+        if self.ratio < 1:
+            raise ConfigError(f"a compression rate of {self.ratio} is not supported; it must be at least 1")
+
+    @property
+    def span(self) -> int:
+        """Tokens that an entry is computed from."""
+        return self.ratio * (1 + self.overlaps)
+
+    def width(self, head_dim: int) -> int:
+        """Features of a token's vectors, and as many of its gates, for entries of `head_dim`."""
+        return (1 + self.overlaps) * head_dim
+
+    def num_other_parameters(self, head_dim: int) -> int:
+        """Parameters other than the matrices."""
+        return self.num_float32_parameters(head_dim) + self.norm.num_parameters(head_dim)
+
+    def num_float32_parameters(self, head_dim: int) -> int:
+        """Parameters that are always float32: the biases."""
+        return self.ratio * self.width(head_dim)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EntryIndexerSpec:
+    """Scores entries as `IndexerSpec` does tokens; their keys are compressed like them. Replicated on all ranks."""
+
+    num_heads: int
+    head_dim: int
+    top_k: int
+    """Entries that a query attends to at most."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressedAttentionSpec:
+    """Attention to the tokens of a window and to compressed entries of all tokens (DeepSeek-V4, 2026).
+
+    One vector of `head_dim` for each token or entry is the key and value of all heads. Its last `rope.dim` features are
+    rotated, an entry's by the position of its first token; the same features of results are rotated back, so that they
+    depend on distances. A query attends to an entry when its own token or one before is the last of the entry's group.
+    """
+
+    num_heads: int
+    head_dim: int
+    q_lora_rank: int
+    """Size of the vector that queries are computed from."""
+    scale: float
+    rope: RopeSpec
+    norm: NormSpec
+    """Of keys, and of what queries are computed from."""
+    query_norm: NormSpec
+    """Of each head's query; without a weight."""
+    window: int
+    """Tokens that a query attends to, including its own."""
+    output_groups: int
+    """The heads are divided into so many groups, whose results are projected separately to `output_rank` features."""
+    output_rank: int
+    compressor: CompressorSpec | None = None
+    """None: there are no entries."""
+    indexer: EntryIndexerSpec | None = None
+    """What selects entries; None: a query attends to all of them."""
+
+    def __post_init__(self) -> None:
+        if self.rope.dim > self.head_dim:
+            raise ConfigError(f"head_dim {self.head_dim} is less than the {self.rope.dim} rotary features")
+        if self.indexer is not None and self.compressor is None:
+            raise ConfigError("an indexer needs entries to select from")
+        if self.num_heads % self.output_groups:
+            raise ConfigError(f"{self.num_heads} heads cannot be divided into o_groups {self.output_groups}")
+        if self.indexer is not None and self.rope.dim > self.indexer.head_dim:
+            raise ConfigError(
+                f"index_head_dim {self.indexer.head_dim} is less than the {self.rope.dim} rotary features"
+            )
+
+    @property
+    def compressor_ratio(self) -> int:
+        """Tokens of an entry; 0: there are no entries."""
+        return 0 if self.compressor is None else self.compressor.ratio
+
+    @property
+    def kept_window(self) -> int:
+        """Tokens of which vectors are kept: for the window, and for the entry of a query's own token."""
+        return self.window if self.compressor is None else max(self.window, self.compressor.span)
+
+    @property
+    def inputs_width(self) -> int:
+        """Values of a token that compressors need: vectors and gates."""
+        if self.compressor is None:
+            return 0
+        sizes = self.head_dim + (0 if self.indexer is None else self.indexer.head_dim)
+        return 2 * self.compressor.width(sizes)
+
+    def max_entries(self, length: int) -> int:
+        """Entries that a query attends to at most, after `length` tokens."""
+        if self.compressor is None:
+            return 0
+        count = length // self.compressor.ratio
+        return count if self.indexer is None else min(count, self.indexer.top_k)
+
+    def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
+        inner = self.output_groups * self.output_rank
+        yield MatrixShape(self.q_lora_rank + self.head_dim, hidden, 1, "attention.down")
+        yield MatrixShape(self.num_heads * self.head_dim // tp, self.q_lora_rank, 1, "attention.query")
+        yield MatrixShape(hidden, inner // tp, 1, "attention.output", inner)
+        if self.compressor is not None:
+            rows = 2 * self.compressor.width(self.head_dim)
+            yield MatrixShape(rows, hidden, 1, "attention.compressor.inputs")
+        if self.compressor is not None and self.indexer is not None:
+            rows = 2 * self.compressor.width(self.indexer.head_dim)
+            yield MatrixShape(rows, hidden, 1, "attention.indexer.compressor.inputs")
+            queries = self.indexer.num_heads * self.indexer.head_dim
+            yield MatrixShape(queries, self.q_lora_rank, 1, "attention.indexer.query")
+
+    def num_other_parameters(self, hidden: int, tp: int) -> int:
+        """Parameters other than the matrices; the projections of groups are included, as they are never quantized."""
+        count = self.output_rank * self.num_heads * self.head_dim // tp + self.num_heads // tp
+        count += self.norm.num_parameters(self.q_lora_rank + self.head_dim)
+        if self.compressor is not None:
+            count += self.compressor.num_other_parameters(self.head_dim)
+        if self.compressor is not None and self.indexer is not None:
+            count += self.compressor.num_other_parameters(self.indexer.head_dim) + self.indexer.num_heads * hidden
+        return count
+
+    def num_float32_parameters(self, hidden: int) -> int:
+        """Parameters that are always float32."""
+        if self.compressor is None:
+            return 0
+        count = self.compressor.num_float32_parameters(self.head_dim)
+        if self.indexer is not None:
+            count += self.compressor.num_float32_parameters(self.indexer.head_dim) + self.indexer.num_heads * hidden
+        return count
+
+    def workspace(self, length: int, tp: int) -> int:
+        """See `AttentionSpec`: what compressors need of some groups, the slots of some queries, and scores."""
+        return 32 * SCORES_AT_ONCE
+
+    def kv_shape(self, tp: int) -> tuple[int, int, int]:
+        """The vector of a token or entry on every rank."""
+        return 1, 1, self.head_dim
+
+    def index_shape(self) -> tuple[int, int, int] | None:
+        """An entry's key in the indexer's cache of every rank."""
+        return None if self.indexer is None else (1, 1, self.indexer.head_dim)
+
+    def index_features(self, tp: int) -> int:
+        """Features of a token that a rank scores it with; those of an entry are divided among its tokens."""
+        if self.indexer is None:
+            return 0
+        return self.indexer.num_heads * self.indexer.head_dim // self.compressor_ratio
+
+    def layout_errors(self, tp: int) -> Iterator[str]:
+        """What `tp` ranks cannot divide."""
+        if self.num_heads % tp:
+            yield f"{self.num_heads} attention heads"
+        if self.output_groups % tp:
+            yield f"{self.output_groups} groups of the attention's output"
+
+
+AnyAttentionSpec = AttentionSpec | MLASpec | CompressedAttentionSpec

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quire.engine.layers.weight import Shard, Weight
-from quire.engine.models.attention_spec import MLASpec
+from quire.engine.models.attention_spec import CompressedAttentionSpec, MLASpec
 from quire.engine.models.families import family_of
 from quire.engine.models.families.family import Family
 from quire.engine.models.families.tensors import StoredTensor, stored_tensor
@@ -138,6 +138,13 @@ def _rotary_first(layer: LayerSpec, module: str, shard: Shard) -> Rows | None:
         if (indexer := attention.indexer) is not None and name in ("indexer.query", "indexer.key", "indexer.key_norm"):
             return _per_head(shard.shape[0], indexer.head_dim, 0, indexer.rope)
         return None
+    if isinstance(attention, CompressedAttentionSpec):
+        head = attention.head_dim
+        if name == "indexer.query" and attention.indexer is not None:
+            head = attention.indexer.head_dim
+        elif name not in ("query", "key_norm") and (name, shard.part) != ("down", "kv"):
+            return None
+        return _per_head(shard.shape[0], head, head - attention.rope.dim, attention.rope)
     is_rotary = name in ("query_norm", "key_norm") or (name == "qkv" and shard.part != "v")
     if is_rotary and attention is not None and attention.rope is not None and attention.rope.is_interleaved:
         return _per_head(shard.shape[0], attention.head_dim, 0, attention.rope)

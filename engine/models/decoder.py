@@ -13,6 +13,7 @@ from quire import kernels
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.distributed.expert_group import ExpertGroup
 from quire.engine.layers.attention import Attention, Batch, LayerCache, Selection, by_chunks
+from quire.engine.layers.compressed import CompressedAttention
 from quire.engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from quire.engine.layers.layer_input import LayerInput, LayerInputs
 from quire.engine.layers.linear import replicated
@@ -21,7 +22,7 @@ from quire.engine.layers.mlp import MLP
 from quire.engine.layers.moe import MixtureOfExperts
 from quire.engine.layers.norm import LayerNorm, RMSNorm, make_norm
 from quire.engine.layers.recurrent import make_mixer
-from quire.engine.layers.residual import AltUp, Laurel, StreamProjections
+from quire.engine.layers.residual import AltUp, HyperConnection, HyperHead, Laurel, StreamProjections
 from quire.engine.layers.rotary import Rotary
 from quire.engine.layers.shared_block import SharedBlock, attention_adapter, feed_forward_adapter
 from quire.engine.layers.weight import Weight, whole
@@ -59,6 +60,9 @@ class DecoderLayer(nn.Module):
         self.feed_forward_post_norm = _norm(spec.feed_forward_post_norm, hidden_size)
         self.layer_input = None if spec.layer_input is None else LayerInput(spec.layer_input, hidden_size)
         self.alt_up = None if spec.alt_up is None else AltUp(spec.alt_up, hidden_size)
+        self.attention_connection, self.feed_forward_connection = (
+            None if spec.hyper is None else HyperConnection(spec.hyper, hidden_size) for _ in range(2)
+        )
         self.laurel = None if spec.laurel is None else Laurel(spec.laurel, hidden_size)
         self.scalar = Weight((1,), whole(1)) if spec.has_scalar else None
         has_one_reader = not spec.is_parallel or self.feed_forward_norm is not None
@@ -86,6 +90,13 @@ class DecoderLayer(nn.Module):
         """
         if self.block is not None:
             return self._with_block(x if residual is None else residual + x, batch, cos_sin, cache, layer_input)
+        if self.attention_connection is not None:
+            run = self._with_streams(x, batch, cos_sin, cache)
+            while True:
+                try:
+                    next(run)
+                except StopIteration as end:
+                    return end.value, None
         predicted = None
         if self.alt_up is not None:
             predicted = self.alt_up.predict(x)
@@ -121,6 +132,24 @@ class DecoderLayer(nn.Module):
         normed = _apply(self.attention_norm, x + self.block_output(block))
         return self.state(normed, batch.for_group(cache.state_group), cache.state), x
 
+    def _with_streams(
+        self, x: Tensor, batch: Batch, cos_sin: Tensor | None, cache: LayerCache
+    ) -> Generator[None, None, Tensor]:
+        """All residual streams after the layer, with hyper-connections, yielding as `in_phases` does."""
+        assert self.attention_connection is not None
+        assert self.feed_forward_connection is not None
+        assert self.attention is not None
+        assert isinstance(self.feed_forward, MixtureOfExperts)
+        collapsed, mixing = self.attention_connection.before(x)
+        place = batch.for_group(cache.group), cos_sin, cache.for_attention
+        attended = self.attention(_apply(self.attention_norm, collapsed), *place)
+        collapsed, mixing = self.feed_forward_connection.before(self.attention_connection.after(attended, mixing))
+        in_flight = self.feed_forward.dispatch(_apply(self.feed_forward_norm, collapsed), batch)
+        yield
+        in_flight = self.feed_forward.compute(in_flight)
+        yield
+        return self.feed_forward_connection.after(self.feed_forward.combine(in_flight), mixing)
+
     def in_phases(
         self,
         x: Tensor,
@@ -129,8 +158,10 @@ class DecoderLayer(nn.Module):
         cos_sin: Tensor | None,
         cache: LayerCache,
         layer_input: Tensor | None = None,
-    ) -> Generator[None, None, tuple[Tensor, Tensor]]:
+    ) -> Generator[None, None, tuple[Tensor, Tensor | None]]:
         """Like `forward`, but yield whenever tokens are in transit to or from experts."""
+        if self.attention_connection is not None:
+            return (yield from self._with_streams(x, batch, cos_sin, cache)), None
         normed, mixed, residual = self._attend(x, residual, batch, cos_sin, cache)
         if isinstance(self.feed_forward, MixtureOfExperts):
             assert isinstance(normed, Tensor)
@@ -214,7 +245,7 @@ def _norm(spec: spec_parts.NormSpec | None, hidden_size: int) -> RMSNorm | Layer
 
 def _feed(norm: RMSNorm | LayerNorm | None, layer: nn.Module | None) -> None:
     """Let a norm round for a layer that does nothing but multiply its input."""
-    reader = layer.reads_input if isinstance(layer, Attention | MLA | MLP) else None
+    reader = layer.reads_input if isinstance(layer, Attention | MLA | CompressedAttention | MLP) else None
     if isinstance(norm, RMSNorm) and reader is not None:
         norm.feed(reader)
 
@@ -237,8 +268,8 @@ def _apply(norm: RMSNorm | LayerNorm | None, x: Tensor) -> Tensor:
 
 
 def _attention(
-    spec: attention_spec.AttentionSpec | attention_spec.MLASpec | None, hidden_size: int, parallel: Parallel
-) -> Attention | MLA | None:
+    spec: attention_spec.AnyAttentionSpec | None, hidden_size: int, parallel: Parallel
+) -> Attention | MLA | CompressedAttention | None:
     match spec:
         case None:
             return None
@@ -246,6 +277,8 @@ def _attention(
             return Attention(spec, hidden_size, parallel)
         case attention_spec.MLASpec():
             return MLA(spec, hidden_size, parallel)
+        case attention_spec.CompressedAttentionSpec():
+            return CompressedAttention(spec, hidden_size, parallel)
 
 
 def _feed_forward(
@@ -332,10 +365,14 @@ class Decoder(nn.Module):
             }
         )
         self._is_last = last
-        self.expansion, self.merger = (
-            StreamProjections(arch.alt_up, width) if arch.alt_up is not None and each else None
-            for each in (first, last)
-        )
+        self.expansion: StreamProjections | None = None
+        self.merger: StreamProjections | HyperHead | None = None
+        if arch.alt_up is not None:
+            self.expansion, self.merger = (
+                StreamProjections(arch.alt_up, width) if each else None for each in (first, last)
+            )
+        elif arch.hyper is not None and last:
+            self.merger = HyperHead(arch.hyper, width)
         self._is_sparse = any(isinstance(each, attention_spec.MLASpec) and each.top_k for each in attentions)
         mixers = enumerate(arch.layers[number].attention for number in layers)
         self._chunks = {
@@ -427,6 +464,10 @@ class Decoder(nn.Module):
         """The batch with what the layers of this forward pass share."""
         if self._is_sparse:
             batch = replace(batch, selection=Selection())
+        for windows, entries in {(each.group, each.entries_group) for each in caches if each.entries_group is not None}:
+            groups = [replace(batch, other_groups=()), *batch.other_groups]
+            groups[windows] = replace(groups[windows], entries=groups[entries])
+            batch = replace(groups[0], other_groups=tuple(groups[1:]))
         if not self._chunks:
             return batch
         groups, tokens = [replace(batch, other_groups=()), *batch.other_groups], len(batch.positions)
@@ -450,6 +491,8 @@ class Decoder(nn.Module):
         x = _apply(self.embedding_norm, x)
         if self._arch.passes_embedding:
             x = torch.cat((x, x), dim=-1)
+        elif self._arch.hyper is not None:
+            x = x.repeat(1, self._arch.hyper.num_streams)
         elif self.layer_inputs is not None:
             inputs = self.layer_inputs(batch.token_ids, x)
             x = torch.cat((x if self.expansion is None else self.expansion.expand(x), inputs), dim=-1)

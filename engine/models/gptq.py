@@ -17,6 +17,7 @@ from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.attention import Batch, LayerCache
 from quire.engine.layers.linear import GatedLinear, Linear
 from quire.engine.layers.moe import Experts
+from quire.engine.models.attention_spec import CompressedAttentionSpec
 from quire.engine.models.checkpoint_files import Checkpoint
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.families import FAMILIES
@@ -140,6 +141,11 @@ def layers(
     it compute of the texts, and an expert the tokens that are routed to it; its weights that have more inputs than
     tokens are rounded to the nearest. `config` is in float32, with a stage for each layer if it can have them.
     `largest` has the largest magnitude of a weight and those that it shares a scale with, if scales depend on it."""
+    if any(isinstance(layer.attention, CompressedAttentionSpec) for layer in config.model.architecture.layers):
+        raise ConfigError(
+            f"GPTQ is not supported for {config.model.architecture.name}, whose attention is compressed; use "
+            "--method rtn"
+        )
     kernels.prepare("cpu")()
     batches = list(_batches(texts))
     hidden: list[Tensor | None] = [None] * len(batches)

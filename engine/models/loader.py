@@ -209,7 +209,11 @@ def _draft_tokens(model: ModelConfig, arch: DraftHeadSpec) -> Tensor:
 def _open(model: ModelConfig, needed: Needed) -> Checkpoint:
     """The checkpoint that these tensors are in. Raises `ConfigError` naming those that are missing or do not fit."""
     is_built = isinstance(model.architecture, TransformersModelSpec)
-    shapes = {name: NeededTensor(places[0][2].shape, places[0][2].is_transposed) for name, places in needed.items()}
+    firsts = {name: places[0] for name, places in needed.items()}
+    shapes = {
+        name: NeededTensor(stored.shape, stored.is_transposed, not weight.is_floating_point())
+        for name, (weight, _, stored) in firsts.items()
+    }
     return Checkpoint(model, "" if is_built else FAMILIES[model.architecture.name].prefix, shapes)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from quire.engine.models.attention_spec import AttentionSpec, MLASpec
+from quire.engine.models.attention_spec import AnyAttentionSpec, AttentionSpec, CompressedAttentionSpec, MLASpec
 from quire.engine.models.recurrent_spec import RecurrentSpec
 from quire.engine.models.spec_parts import Activation, GatedActivation, MatrixShape, NormSpec
 from quire.engine.protocol.errors import ConfigError
@@ -78,7 +78,7 @@ class MoESpec:
     latent_size: int = 0
     """Features that the hidden state is projected to for the experts, whose sum is projected back (Nemotron 3); 0: they
     have the hidden state's own."""
-    scoring: Literal["softmax", "sigmoid", "topk_softmax", "sparse_mixer"] = "softmax"
+    scoring: Literal["softmax", "sigmoid", "topk_softmax", "sparse_mixer", "sqrt_softplus"] = "softmax"
     """topk_softmax: the softmax over the chosen experts' logits. sparse_mixer: experts are chosen one after another,
     each with its softmax among those not yet chosen whose logits are close to its own (Liu et al. 2024)."""
     sparse_mixer_distance: float = 0.0
@@ -106,6 +106,9 @@ class MoESpec:
     which are then divided by their number's root (Gemma 4); None: there are none."""
     expert_scale: bool = False
     """The weight of each expert is multiplied by a number of the checkpoint."""
+    table_size: int = 0
+    """Above 0: a token's experts are those that a table of the checkpoint has for its id, of so many ids; scores are
+    only their weights (DeepSeek-V4)."""
 
     def __post_init__(self) -> None:
         eligible = self.num_experts // self.groups * self.top_groups
@@ -150,12 +153,13 @@ class MoESpec:
         count += self.bias * number * ((1 + self.is_gated) * size + (self.latent_size or hidden))
         count += self.shared_gate * hidden
         count += 5 * (0 if self.norm is None else self.norm.num_parameters(hidden))
-        count += self.expert_scale * self.num_experts
+        count += self.expert_scale * self.num_experts + self.table_size * self.top_k
         return count if self.shared is None else count + self.shared.num_other_parameters(hidden, tp)
 
     def num_float32_parameters(self, hidden: int) -> int:
-        """Parameters that are always float32: those that decide the routing."""
-        return self.num_experts * (hidden + self.correction_bias + self.expert_scale) + self.shared_gate * hidden
+        """Parameters that are always float32: those that decide the routing. Tables have int32."""
+        count = self.num_experts * (hidden + self.correction_bias + self.expert_scale) + self.table_size * self.top_k
+        return count + self.shared_gate * hidden
 
     def layout_errors(self, tp: int) -> Iterator[str]:
         """What `tp` ranks cannot divide."""
@@ -265,6 +269,39 @@ class AltUpSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HyperConnectionSpec:
+    """Manifold-constrained hyper-connections (Xie et al. 2026): there are several residual streams, all of them the
+    embedded token before the layers. The input of an attention or a feed-forward layer is a sum of the streams, and
+    its output is added to each of them, after they are mixed. The weights of all three are computed from the streams,
+    in float32. Those of the mixing are made doubly stochastic, by dividing rows and columns by their sums
+    `iterations` times. After the layers there is a last sum."""
+
+    num_streams: int
+    iterations: int
+    eps: float
+    """Added to weights and to sums."""
+    norm: NormSpec
+    """Of the streams together that weights are computed from; without a weight."""
+
+    def __post_init__(self) -> None:
+        if self.num_streams < 1 or self.iterations < 1:
+            raise ConfigError(f"hc_mult {self.num_streams} and hc_sinkhorn_iters {self.iterations} must be at least 1")
+
+    @property
+    def num_weights(self) -> int:
+        """Weights of a token before and after an attention or a feed-forward layer."""
+        return self.num_streams * (2 + self.num_streams)
+
+    def num_parameters(self, hidden: int) -> int:
+        """Parameters in a layer; all are float32."""
+        return 2 * (self.num_weights * (self.num_streams * hidden + 1) + 3)
+
+    def num_last_parameters(self, hidden: int) -> int:
+        """Parameters after the layers."""
+        return self.num_streams * (self.num_streams * hidden + 1) + 1
+
+
+@dataclass(frozen=True, kw_only=True)
 class LaurelSpec:
     """A learned residual of low rank (Menghani et al. 2024): the attention's input plus `norm(up(down(input)))` is
     averaged with the residual stream after attention, with the size of one of them."""
@@ -283,7 +320,7 @@ class LayerSpec:
     """Mixers of tokens (attention, a recurrent state, or both in parallel) and a feed-forward layer, each with norms
     before and after (None: none), added to the residual stream. Either may be missing."""
 
-    attention: AttentionSpec | MLASpec | None
+    attention: AnyAttentionSpec | None
     state: RecurrentSpec | None = None
     feed_forward: MLPSpec | MoESpec | None
     attention_norm: NormSpec | None
@@ -304,6 +341,8 @@ class LayerSpec:
     """The model's, if there is one."""
     alt_up: AltUpSpec | None = None
     """The model's, if there is one."""
+    hyper: HyperConnectionSpec | None = None
+    """The model's, if there is one."""
     laurel: LaurelSpec | None = None
     block: SharedBlockSpec | None = None
     """What attention and feed-forward layer are of; None: they are the layer's own."""
@@ -316,15 +355,15 @@ class LayerSpec:
         return self.attention.kv_source if isinstance(self.attention, AttentionSpec) else None
 
     @property
-    def mixers(self) -> list[AttentionSpec | MLASpec | RecurrentSpec]:
+    def mixers(self) -> list[AnyAttentionSpec | RecurrentSpec]:
         return [each for each in (self.attention, self.state) if each is not None]
 
     @property
-    def parts(self) -> list[AttentionSpec | MLASpec | RecurrentSpec | MLPSpec | MoESpec]:
+    def parts(self) -> list[AnyAttentionSpec | RecurrentSpec | MLPSpec | MoESpec]:
         return [*self.mixers, *([] if self.feed_forward is None else [self.feed_forward])]
 
     @property
-    def _held_parts(self) -> list[AttentionSpec | MLASpec | RecurrentSpec | MLPSpec | MoESpec]:
+    def _held_parts(self) -> list[AnyAttentionSpec | RecurrentSpec | MLPSpec | MoESpec]:
         """The parts whose parameters count among the layer's."""
         is_held = self.block is None or self.block.is_held
         return [part for part in self.parts if is_held or part is self.state]
@@ -357,6 +396,7 @@ class LayerSpec:
         if self.block is not None and self.block.is_held and isinstance(self.attention, AttentionSpec):
             count += self.block.norm.num_parameters(self.attention.input_size + hidden)
         count += 0 if self.alt_up is None else self.alt_up.num_parameters(hidden)
+        count += 0 if self.hyper is None else self.hyper.num_parameters(hidden)
         return count + sum(norm.num_parameters(hidden) for norm in self.norms) + self.has_scalar
 
 
@@ -384,6 +424,7 @@ class ModelSpec:
     head_bias: bool = False
     layer_input: LayerInputSpec | None = None
     alt_up: AltUpSpec | None = None
+    hyper: HyperConnectionSpec | None = None
     separate_experts: bool = False
     """The checkpoint has the experts one by one, where others of the architecture stack them."""
     aux_layers: tuple[int, ...] = ()
@@ -401,7 +442,8 @@ class ModelSpec:
     @property
     def stream_width(self) -> int:
         """Features of a token in the residual streams between layers."""
-        return self.hidden_size * (1 if self.alt_up is None else self.alt_up.num_streams)
+        streams = self.alt_up or self.hyper
+        return self.hidden_size * (1 if streams is None else streams.num_streams)
 
     @property
     def stage_width(self) -> int:
@@ -472,11 +514,27 @@ class ModelSpec:
                 count += self.layer_input.norm.num_parameters(size)
         if self.alt_up is not None:
             count += (first + last) * self.alt_up.num_projections(self.hidden_size)
+        if self.hyper is not None:
+            count += last * self.hyper.num_last_parameters(self.hidden_size)
         if last:
             count += 0 if self.tie_embeddings and first else embedding
             count += self.head_bias * self.vocab_per_rank(tp)
             count += self.norm.num_parameters(self.hidden_size) if self.norm is not None else 0
         return count
+
+    def num_float32_parameters(self, stages: Sequence[range], stage: int) -> int:
+        """Parameters on one rank of a stage that have 32 bits, whatever the model's type."""
+        hidden, count = self.hidden_size, 0
+        for layer in (self.layers[number] for number in stages[stage]):
+            if isinstance(layer.feed_forward, MoESpec):
+                count += layer.feed_forward.num_float32_parameters(hidden)
+            if isinstance(layer.attention, CompressedAttentionSpec):
+                count += layer.attention.num_float32_parameters(hidden)
+            elif isinstance(layer.attention, MLASpec) and layer.attention.indexer is not None:
+                count += layer.attention.indexer.num_float32_parameters(hidden)
+            count += 0 if layer.hyper is None else layer.hyper.num_parameters(hidden)
+        is_last = stage == len(stages) - 1
+        return count + (self.hyper.num_last_parameters(hidden) if is_last and self.hyper is not None else 0)
 
     def layout_errors(self, tp: int) -> list[str]:
         """What `tp` ranks cannot divide."""

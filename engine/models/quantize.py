@@ -56,7 +56,7 @@ class Source:
         """By the name of the tensor."""
         surplus = [name for name, info in named.items() if name not in needed and len(info.shape) > 1]
         self.settings["ignore"] += [name.removesuffix(".weight") for name in surplus]
-        if any(name == prefix + info.name for name, info in named.items()):
+        if prefix and any(name == prefix + info.name for name, info in named.items()):
             self.settings["ignore"] = recipes.without_prefix(self.settings["ignore"], prefix)
         for name, tensor in needed.items():
             if name not in named or len(tensor.shape) == 1:

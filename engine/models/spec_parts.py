@@ -8,9 +8,10 @@ from typing import Literal, NamedTuple
 from quire.engine.protocol.errors import ConfigError
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
-GatedActivation = Activation | Literal["swiglu_oai", "silu_7", "silu_16"]
+GatedActivation = Activation | Literal["swiglu_oai", "silu_7", "silu_16", "silu_clamped"]
 """With gates alone: swiglu_oai is gpt-oss's, `min(gate, 7) * sigmoid(1.702 gate) * (clamp(up, ±7) + 1)`; silu_7 and
-silu_16 are Step 3.5's, `min(silu(gate), 7) * clamp(up, ±7)`."""
+silu_16 are Step 3.5's, `min(silu(gate), 7) * clamp(up, ±7)`; silu_clamped is DeepSeek-V4's,
+`silu(min(gate, 10)) * clamp(up, ±10)`."""
 
 
 class MatrixShape(NamedTuple):

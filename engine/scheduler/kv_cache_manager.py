@@ -13,8 +13,8 @@ Invariants (`check_integrity`):
 - a published hash maps to one block, which keeps its content until it is allocated again.
 
 Blocks are allocated in pages, which are the unit of reference counts and eviction: the blocks of a page follow each
-other, and belong to one request until another finds them in the prefix cache. Without recurrent states a page is a
-block.
+other, and belong to one request until another finds them in the prefix cache. In groups that fill pages, a block is a
+page, whose first block stands for it. Without recurrent states and such groups a page is a block.
 
 A recurrent state takes a page, whose first block stands for it in the list: at the place of the last block that the
 state includes. A row reads the state at its start, and writes the state at its end and at each place in between that
@@ -80,6 +80,7 @@ class KVCacheManager:
         self.num_groups = len(groups)
         self.states = frozenset(number for number, group in enumerate(groups) if group.is_state)
         """Groups with recurrent states."""
+        self._in_pages = frozenset(number for number, group in enumerate(groups) if group.fills_pages)
         # A token sees the state after the token before it.
         windows = {number: 2 if group.is_state else group.window for number, group in enumerate(groups)}
         self.windows = {number: window for number, window in windows.items() if window is not None}
@@ -130,6 +131,8 @@ class KVCacheManager:
             last = blocks[group - self.num_groups] if blocks else FREED
             if group in self.states:
                 count += not self._is_own(last)
+            elif group in self._in_pages:
+                count += missing
             else:
                 count += -(-max(0, missing - self._room_after(last)) // self._blocks_per_page)
         return count
@@ -138,13 +141,14 @@ class KVCacheManager:
         """Maximum new pages in use at once by a request of `num_tokens`, in rows of `row_tokens`, after its prefix."""
         if not self.windows:
             return self.num_blocks_for(num_tokens) - len(cached)
-        computed, size, page, count = self.num_tokens_in(len(cached)), self.block_size, self._blocks_per_page, 0
+        computed, size, count = self.num_tokens_in(len(cached)), self.block_size, 0
         for number, group in enumerate(self._groups):
             if group.is_state:
                 count += 1
                 continue
             behind = self._first_visible_block(number, computed)
             max_blocks = group.max_blocks(num_tokens - behind * size, min(row_tokens, num_tokens - computed), size)
+            page = 1 if group.fills_pages else self._blocks_per_page
             count += -(-max(0, max_blocks - (computed // size - behind)) // page)
         return count
 
@@ -263,6 +267,9 @@ class KVCacheManager:
         for group in set(range(groups)) - self.states:
             last = blocks[group - groups] if blocks else FREED
             for place in range(group, count, groups):
+                if group in self._in_pages:
+                    new[place] = self._allocate_page()
+                    continue
                 if self._room_after(last):
                     last += 1
                     self._references[last // size] += 1
@@ -293,7 +300,7 @@ class KVCacheManager:
         current = {group: blocks[(first - 1) * groups + group] if first else FREED for group in self.states}
         shared = [group for group, state in current.items() if not self._is_own(state)]
         for group in shared:
-            new[group - groups] = self._allocate_state()
+            new[group - groups] = self._allocate_page()
         # The state of sampled tokens that the one at `start` replaces in the prefix cache.
         before = start - size
         is_replaced = before >= num_prompt and before % STATE_INTERVAL > 0 and end - start == 1
@@ -304,7 +311,7 @@ class KVCacheManager:
                 if is_replaced:
                     page = self._take_back(hashes[(before // size - 1) * groups + group])
                 if page == FREED and self._free:
-                    page = self._allocate_state()
+                    page = self._allocate_page()
             if page == FREED:  # write over the state that the row reads
                 self._unpublish(state)
                 page, blocks[(first - 1) * groups + group] = state, FREED
@@ -312,7 +319,7 @@ class KVCacheManager:
         for boundary in range((first + 1) * size, end, size):
             for group in self.states:
                 if self._free and self.is_kept(group, boundary, known):
-                    new[(boundary // size - 1 - first) * groups + group] = self._allocate_state()
+                    new[(boundary // size - 1 - first) * groups + group] = self._allocate_page()
 
     def _is_own(self, state: int) -> bool:
         """Whether a request has this state, and no other request uses it."""
@@ -329,7 +336,7 @@ class KVCacheManager:
         self._references[page] = 1
         return block
 
-    def _allocate_state(self) -> int:
+    def _allocate_page(self) -> int:
         page = self.allocate(1)[0]
         self._num_used[page] = self._blocks_per_page
         return page * self._blocks_per_page

@@ -21,6 +21,8 @@ from quire.engine.distributed.communicator import Parallel
 from quire.engine.distributed.expert_group import ExpertCommunicator
 from quire.engine.distributed.parallel_state import ParallelState
 from quire.engine.layers.attention import Batch, LayerCache
+from quire.engine.layers.compressed import compressed_cache
+from quire.engine.models.attention_spec import CompressedAttentionSpec
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.encoder import Encoder
 from quire.engine.models.loader import load_dense, load_model
@@ -58,7 +60,7 @@ def allocate_caches(config: EngineConfig, stage: int, device: torch.device) -> l
     groups. On the last stage those of the drafter's layers follow."""
     cache, groups, architectures = config.cache, config.cache.groups, [config.model.architecture]
     tp, dtype = config.parallel.tensor_parallel_size, getattr(torch, config.model.dtype)
-    specs, stages = cached_layers(config.model, config.parallel, config.scheduler.speculative)
+    specs, stages = cached_layers(config.model, config.parallel, config.scheduler.speculative, cache.block_size)
     if (drafter := config.drafter) is not None:
         architectures.append(drafter.model.architecture)
     all_layers = [(arch.layers, number) for arch in architectures for number in range(arch.num_layers)]
@@ -67,7 +69,7 @@ def allocate_caches(config: EngineConfig, stage: int, device: torch.device) -> l
             layers=count,
             num_blocks=cache.num_blocks,
             kv_heads=shape.num_heads,
-            block_size=cache.block_size,
+            block_size=cache.block_size // shape.tokens_per_row,
             head_dim=shape.head_dim,
             dtype=kernels.kv_cache_dtype(cache.dtype),
             device=device,
@@ -81,7 +83,16 @@ def allocate_caches(config: EngineConfig, stage: int, device: torch.device) -> l
     for layer in layers:
         own_layers, number = all_layers[layer]
         kept, spec = LayerCache(), own_layers[number]
-        if (place := places.get((layer, False))) is not None:
+        if isinstance(spec.attention, CompressedAttentionSpec):
+            windows, entries = places[layer, True], places.get((layer, False))
+            keys = None
+            if entries is not None and entries.index_shape is not None and entries.index_plane is not None:
+                keys = planes[entries.index_shape][entries.index_plane]
+            memory = planes[windows.shape][windows.plane]
+            parts = compressed_cache(spec.attention, memory, keys, cache.block_size, cache.blocks_per_page)
+            group = None if entries is None else entries.group
+            kept = LayerCache(compressed=parts, group=windows.group, entries_group=group)
+        elif (place := places.get((layer, False))) is not None:
             kept = kept._replace(memory=planes[place.shape][place.plane], group=place.group)
             if place.index_shape is not None and place.index_plane is not None:
                 kept = kept._replace(keys=planes[place.index_shape][place.index_plane])

@@ -99,8 +99,10 @@ def select_tokens(
     return out
 
 
-def sparse_attention(query: Tensor, cache: Tensor, slots: Tensor, counts: Tensor, scale: float) -> Tensor:
-    out: Tensor = torch.ops.quire.sparse_attention(query, cache, slots, counts, scale)
+def sparse_attention(
+    query: Tensor, cache: Tensor, slots: Tensor, counts: Tensor, scale: float, sinks: Tensor | None = None
+) -> Tensor:
+    out: Tensor = torch.ops.quire.sparse_attention(query, cache, slots, counts, scale, sinks)
     return out
 
 

@@ -45,6 +45,14 @@ Floats limited_silu(Floats gate, Floats up) {
   return (inner > limit ? limit : inner) * up;
 }
 
+// The gated activation of DeepSeek-V4. NaN propagates.
+inline Floats silu_clamped(Floats gate, Floats up) {
+  const Floats limit = broadcast(10.0f);
+  gate = gate > limit ? limit : gate;
+  up = up > limit ? limit : up < -limit ? -limit : up;
+  return silu(gate) * up;
+}
+
 // Calls `body(f)` for the activation of that name, where `f(gate, up)` is the gated activation.
 template <typename Body>
 void for_gated(std::string_view name, Body&& body) {
@@ -56,6 +64,7 @@ void for_gated(std::string_view name, Body&& body) {
   if (name == "swiglu_oai") return body([](Floats gate, Floats up) { return swiglu_oai(gate, up); });
   if (name == "silu_7") return body([](Floats gate, Floats up) { return limited_silu<7>(gate, up); });
   if (name == "silu_16") return body([](Floats gate, Floats up) { return limited_silu<16>(gate, up); });
+  if (name == "silu_clamped") return body([](Floats gate, Floats up) { return silu_clamped(gate, up); });
   STD_TORCH_CHECK(false, "no CPU kernel for the activation ", name);
 }
 

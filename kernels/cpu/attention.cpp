@@ -540,9 +540,10 @@ Tensor paged_attention(const Tensor& query, const Tensor& cache, const Tensor& b
 
 // See `reference.sparse_attention`.
 Tensor sparse_attention(const Tensor& query, const Tensor& cache, const Tensor& slots, const Tensor& counts,
-                        double scale) {
+                        double scale, const std::optional<Tensor>& sinks) {
   const int64_t tokens = query.size(0), heads = query.size(1), head_dim = query.size(2), kv_heads = cache.size(2);
   STD_TORCH_CHECK(heads % kv_heads == 0 && slots.size(0) == tokens && slots.stride(1) == 1);
+  STD_TORCH_CHECK(!sinks || (sinks->numel() == heads && sinks->is_contiguous()), "sinks must be [heads]");
   const Tensor rows = query.stride(2) == 1 ? query : as_contiguous(query), lengths = as_contiguous(counts);
   Tensor out = empty(query.sizes(), query.scalar_type());
   std::vector<int64_t> starts(tokens + 1);
@@ -560,7 +561,7 @@ Tensor sparse_attention(const Tensor& query, const Tensor& cache, const Tensor& 
               static_cast<float>(scale) * kLog2E,
               0.0f,
               kNoWindow,
-              nullptr,
+              sinks ? sinks->const_data_ptr<float>() : nullptr,
               nullptr,
               true,
               Places(cache, head_dim),
@@ -578,7 +579,8 @@ Tensor sparse_attention(const Tensor& query, const Tensor& cache, const Tensor& 
 
 }  // namespace
 
-QUIRE_OPERATION(sparse_attention, "(Tensor query, Tensor cache, Tensor slots, Tensor counts, float scale) -> Tensor")
+QUIRE_OPERATION(sparse_attention,
+                "(Tensor query, Tensor cache, Tensor slots, Tensor counts, float scale, Tensor? sinks=None) -> Tensor")
 
 QUIRE_OPERATION(
     paged_attention,

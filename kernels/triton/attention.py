@@ -576,7 +576,9 @@ _PARTIALS = 1 << 25
 """Number of partial results of sparse attention in memory at once."""
 
 
-def sparse_attention(query: Tensor, cache: Tensor, slots: Tensor, counts: Tensor, scale: float) -> Tensor:
+def sparse_attention(
+    query: Tensor, cache: Tensor, slots: Tensor, counts: Tensor, scale: float, sinks: Tensor | None = None
+) -> Tensor:
     """See `quire.kernels.reference`: a decode for each query. Heads in a quantized cache must be a multiple of 4. Never
     waits for the device."""
     if query.stride(-1) != 1:
@@ -607,10 +609,11 @@ def sparse_attention(query: Tensor, cache: Tensor, slots: Tensor, counts: Tensor
         rows = slice(begin, begin + size)
         part, scales = query[rows], cache[0].view(torch.float32) if is_quantized else query
         _decode(
-            *(part, (part, cache, scales, slots[rows]), counts[rows], starts, query, query, out[rows], kv_heads),
+            *(part, (part, cache, scales, slots[rows]), counts[rows], starts, query),
+            *(query if sinks is None else sinks, out[rows], kv_heads),
             *((scale * _LOG2E, 0.0, 0), strides, options),
             most=slots.shape[1],
-            has_sinks=False,
+            has_sinks=sinks is not None,
             has_slots=True,
         )
     return out

@@ -300,7 +300,8 @@ def activated(x, KIND: tl.constexpr):
 
 @triton.jit
 def gated(gate, up, KIND: tl.constexpr):
-    """`activation(gate) * up` of float32 numbers; "swiglu_oai" (gpt-oss), "silu_7" and "silu_16" (Step) clamp both."""
+    """`activation(gate) * up` of float32 numbers; "swiglu_oai" (gpt-oss), "silu_7" and "silu_16" (Step), and
+    "silu_clamped" (DeepSeek-V4) clamp both."""
     if KIND == "swiglu_oai":
         gate = tl.minimum(gate, 7.0, propagate_nan=tl.PropagateNan.ALL)
         up = tl.clamp(up, -7.0, 7.0, propagate_nan=tl.PropagateNan.ALL)
@@ -309,6 +310,9 @@ def gated(gate, up, KIND: tl.constexpr):
         limit: tl.constexpr = 7.0 if KIND == "silu_7" else 16.0
         up = tl.clamp(up, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
         return tl.minimum(activated(gate, "silu"), limit, propagate_nan=tl.PropagateNan.ALL) * up
+    elif KIND == "silu_clamped":
+        gate = tl.minimum(gate, 10.0, propagate_nan=tl.PropagateNan.ALL)
+        return activated(gate, "silu") * tl.clamp(up, -10.0, 10.0, propagate_nan=tl.PropagateNan.ALL)
     else:
         return activated(gate, KIND) * up
 
@@ -408,4 +412,4 @@ def act_mul_rounded(
     return codes.view(dtype), scales
 
 
-KINDS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_oai", "silu_7", "silu_16")
+KINDS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_oai", "silu_7", "silu_16", "silu_clamped")

@@ -58,7 +58,8 @@ def engine_config(
 ) -> EngineConfig:
     """A small configuration; `stages` of one rank each, by default one plan in flight for each.
 
-    `windows` are those of the cache groups; with states, a page has three blocks.
+    `windows` are those of the cache groups. With states, and with -9, a window of 9 whose blocks fill pages, a page
+    has three blocks.
     """
     layers = TINY.num_layers // stages
     of_stages = tuple(tuple(range(s * layers, (s + 1) * layers)) for s in range(stages))
@@ -93,10 +94,12 @@ def engine_config(
             groups=tuple(
                 KVCacheGroup(is_state=True, layers=of_stages)
                 if window == "state"
-                else KVCacheGroup(window=window, layers=of_stages)
+                else KVCacheGroup(window=abs(window), layers=of_stages, fills_pages=window < 0)
+                if window
+                else KVCacheGroup(layers=of_stages)
                 for window in windows
             ),
-            blocks_per_page=3 if "state" in windows else 1,
+            blocks_per_page=3 if any(each == "state" or (each or 0) < 0 for each in windows) else 1,
         ),
         scheduler=SchedulerConfig(
             max_num_seqs=max_num_seqs,

@@ -184,6 +184,29 @@ _STEP_AS_PUBLISHED = {
     "swiglu_limits": [0.0, 0.0, 7.0, 7.0, 0.0],
     "swiglu_limits_shared": [0.0, 16.0, 0.0, 16.0, 0.0],
 }
+_COMPRESSED = {
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "partial_rotary_factor": 0.5,
+    "q_lora_rank": 24,
+    "o_groups": 4,
+    "o_lora_rank": 12,
+    "sliding_window": 14,
+    "layer_types": [
+        "sliding_attention",
+        *("compressed_sparse_attention", "heavily_compressed_attention", "compressed_sparse_attention"),
+    ],
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+    "mlp_layer_types": ["hash_moe", "moe", "hash_moe", "moe"],
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "index_topk": 6,
+    "index_head_dim": 12,
+    "index_n_heads": 16,
+    "hc_mult": 3,
+    "hc_sinkhorn_iters": 3,
+}
+_RATES_AS_PUBLISHED = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
 _DEEPSEEK_YARN = {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1}
 
 _GEMMA4 = {
@@ -804,6 +827,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "GlmMoeDsaForCausalLM",
         _LATENT | _INDEXED | {"indexer_types": ["full", "full", "shared", "full"], "attention_bias": True},
     ),
+    "DeepSeek V4": ("DeepseekV4ForCausalLM", _COMPRESSED),
+    "DeepSeek V4, rates as published": (
+        "DeepseekV4ForCausalLM",
+        _COMPRESSED | {"compress_rates": _RATES_AS_PUBLISHED, "rope_parameters": dict(_YARN), "index_topk": 20},
+    ),
     "DeepSeek V3, yarn rope": ("DeepseekV3ForCausalLM", _LATENT | {"rope_parameters": _DEEPSEEK_YARN}),
 }
 
@@ -914,6 +942,7 @@ MODELS = {
     "Mistral4ForCausalLM": "Mistral Small 4, text",
     "DeepseekV32ForCausalLM": "DeepSeek V3.2, V3.2-Exp",
     "GlmMoeDsaForCausalLM": "GLM-5",
+    "DeepseekV4ForCausalLM": "DeepSeek V4 Flash, V4 Pro",
 }
 """What people call the models of an architecture."""
 
@@ -1053,6 +1082,12 @@ def _internlm2(tensors: dict[str, Tensor], kv_heads: int) -> dict[str, Tensor]:
 
 
 _PUBLISHED_NAMES: dict[str, dict[str, str]] = {
+    "DeepseekV4ForCausalLM": {
+        "model.embed_tokens.": "embed.",
+        "model.hc_head.hc_": "hc_head_",
+        "attn.norm.": "attn.kv_norm.",
+        "model.": "",
+    },
     "Kimi_K25ForConditionalGeneration": {"language_model.model.blocks.": "language_model.model.layers."},
     "Qwen3VLMoeForConditionalGeneration": {},
     "KimiLinearForCausalLM": {"layers.0.block_sparse_moe": "layers.0.mlp"},
@@ -1113,6 +1148,14 @@ def write_model(architecture: str, settings: dict[str, Any], folder: Path) -> An
         for parameter in model.parameters():  # transformers starts biases at 0 and norms at 1, which hides them
             if parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter), alpha=0.2)
+        for name, tensor in model.state_dict().items():  # which start at 0, too
+            if name.endswith(("compressor.position_bias", "indexer.position_bias")):
+                tensor.normal_()
+            elif name.endswith(".tid2eid"):
+                experts = model.config.n_routed_experts
+                tensor.copy_(torch.rand(len(tensor), experts).topk(tensor.shape[1], dim=-1).indices)
+            elif architecture == "DeepseekV4ForCausalLM" and name.endswith("e_score_correction_bias"):
+                tensor.normal_(std=0.2)
     model.save_pretrained(folder)
     if architecture in TEXT_PARTS:
         _name_as_part(architecture, settings, folder)

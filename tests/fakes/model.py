@@ -167,6 +167,10 @@ class FakeModel:
             for position in range(row.computed, end) if not kind.is_state else ():
                 block = self._block(row, position // self.block_size, group)
                 self.states.pop(block // self.blocks_per_page, None)
+                if kind.fills_pages:
+                    assert block % self.blocks_per_page == 0
+                    for other in range(block + 1, block + self.blocks_per_page):
+                        self.kv[other] = [None] * self.block_size
                 self.kv[block][position % self.block_size] = history[position]
         row.computed = end
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,17 @@ from torch import Tensor
 
 from quire import kernels
 from quire.engine.config.engine_config import EngineConfig
+from quire.engine.config.kv_cache_groups import cache_specs, count_blocks_per_page
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import resolve
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.distributed.expert_group import ExpertCommunicator, ExpertGroup
 from quire.engine.layers.attention import Batch, LayerCache
+from quire.engine.layers.compressed import compressed_cache
+from quire.engine.models.attention_spec import CompressedAttentionSpec
 from quire.engine.models.encoder import Encoder
 from quire.engine.models.loader import load_model
-from quire.engine.models.model_spec import LayerSpec
+from quire.engine.models.model_spec import LayerSpec, ModelSpec
 
 CPU = torch.device("cpu")
 
@@ -45,12 +49,18 @@ def logits(config: EngineConfig, tokens: Tensor, parallel: Parallel) -> Tensor:
         logits_indices=positions,
         segments=kernels.StateSegments(*map(torch.tensor, ([0, count], [0, 1], [-1], [0]))),
     )
+    blocks_per_page = _blocks_per_page(arch, config.model.dtype)
+    if blocks_per_page:  # a page for each block of tokens, then blocks of entries
+        entries = replace(batch, block_tables=batch.block_tables + blocks * blocks_per_page)
+        tables = batch.block_tables * blocks_per_page
+        slots = tables[0, positions // 4] * 4 + positions % 4
+        batch = replace(batch, block_tables=tables, slot_mapping=slots, other_groups=(entries,))
     for stage, layers in enumerate(config.parallel.stages):
         decoder = load_model(config, stage * parallel.size + parallel.rank, parallel, CPU, experts=experts)
         caches: list[LayerCache] = []
         for number in layers:
             source = arch.layers[number].kv_source
-            own = layer_cache(arch.layers[number], parallel.size, blocks, dtype)
+            own = layer_cache(arch.layers[number], parallel.size, blocks, dtype, blocks_per_page)
             caches.append(own if source is None else own._replace(memory=caches[layers.index(source)].memory))
         hidden = decoder(hidden, batch, caches)
     assert hidden is not None
@@ -58,9 +68,24 @@ def logits(config: EngineConfig, tokens: Tensor, parallel: Parallel) -> Tensor:
     return decoder.logits(hidden)
 
 
-def layer_cache(spec: LayerSpec, tp: int, blocks: int, dtype: torch.dtype) -> LayerCache:
+def _blocks_per_page(arch: ModelSpec, dtype: str) -> int:
+    """Blocks of entries that take as much memory as one of tokens; 0: the model has no entries."""
+    if not any(isinstance(layer.attention, CompressedAttentionSpec) for layer in arch.layers):
+        return 0
+    return count_blocks_per_page(cache_specs(arch, 1, arch.max_position, dtype, 4), 4, dtype)
+
+
+def layer_cache(spec: LayerSpec, tp: int, blocks: int, dtype: torch.dtype, blocks_per_page: int = 1) -> LayerCache:
     """The cache of a layer, with blocks of four tokens."""
     memory = keys = state = None
+    if isinstance(spec.attention, CompressedAttentionSpec):
+        count, size = blocks * (blocks_per_page + 1), spec.attention.head_dim
+        memory = kernels.allocate_kv_cache(1, count, 1, 1, size, dtype, CPU, 1)[0]
+        if spec.attention.indexer is not None:
+            keys = kernels.allocate_kv_cache(1, count, 1, 1, spec.attention.indexer.head_dim, dtype, CPU, 1)[0]
+        return LayerCache(
+            compressed=compressed_cache(spec.attention, memory, keys, 4, blocks_per_page), entries_group=1
+        )
     if spec.attention is not None:
         memory = _plane(spec.attention.kv_shape(tp), blocks, dtype)
         if (index_shape := spec.attention.index_shape()) is not None:

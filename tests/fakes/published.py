@@ -141,6 +141,7 @@ MODELS = {
     "DeepSeek-V2-Chat": Published(235_741_434_880),
     "DeepSeek-R1": Published(671_026_419_200, quantization="fp8"),
     "DeepSeek-V3.2": Published("671B", quantization="fp8"),
+    "DeepSeek-V4-Flash": Published("284B", quantization="fp8"),
     "Kimi-K2-Instruct": Published("1.03T", quantization="fp8"),
     "Kimi-Linear-48B-A3B-Instruct": Published("49.1B", 1_048_576),
     "GLM-4.5-Air": Published("106B"),

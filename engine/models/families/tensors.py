@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from quire.engine.models.attention_spec import AttentionSpec, MLASpec
+from quire.engine.models.attention_spec import AttentionSpec, CompressedAttentionSpec, MLASpec
 from quire.engine.models.draft_head_spec import DraftHeadSpec
 from quire.engine.models.encoder_spec import EncoderSpec
 from quire.engine.models.families import FAMILIES, family_of
@@ -113,6 +113,7 @@ class NeededTensor(NamedTuple):
 
     shape: Shape
     is_transposed: bool = False
+    has_integers: bool = False
 
     @property
     def weight_shape(self) -> Shape:
@@ -132,7 +133,7 @@ def checkpoint_tensors(arch: ModelSpec, *, has_head: bool) -> dict[str, NeededTe
                 experts = range(layer.feed_forward.num_experts)
             for expert in experts:
                 name = stored.name.format(layer=number, expert=expert)
-                found[name] = NeededTensor(stored.shape, stored.is_transposed)
+                found[name] = NeededTensor(stored.shape, stored.is_transposed, kind == "table")
     return found
 
 
@@ -219,6 +220,8 @@ def _outer(arch: ModelSpec, has_head: bool) -> _Parameters:
         projections = {str(number): width for number in range(arch.alt_up.num_streams - 1)}
         yield from _linear("expansion", projections, width)
         yield from _linear("merger", projections, width)
+    if arch.hyper is not None:
+        yield from _connection("merger", arch.hyper.num_streams, 1, arch.hyper.num_streams * width)
     yield from _norm("norm", arch.norm, width)
     if isinstance(arch, EncoderSpec):
         if arch.token_types:
@@ -260,6 +263,10 @@ def _inner(layer: LayerSpec, width: int) -> _Parameters:
         yield "layers.alt_up", "correction", {"": (count, count)}
         if alt_up.scales_output:
             yield "layers.alt_up", "scale", {"": (width,)}
+    if layer.hyper is not None:
+        for name in ("attention", "feed_forward"):
+            sizes = layer.hyper.num_weights, 3, layer.hyper.num_streams * width
+            yield from _connection(f"layers.{name}_connection", *sizes)
     if layer.laurel is not None:
         yield from _linear("layers.laurel.down", {"": layer.laurel.rank}, width)
         yield from _linear("layers.laurel.up", {"": width}, layer.laurel.rank)
@@ -268,6 +275,8 @@ def _inner(layer: LayerSpec, width: int) -> _Parameters:
         yield from _block(layer, layer.block, width)
     elif isinstance(layer.attention, MLASpec):
         yield from _mla(layer.attention, width)
+    elif isinstance(layer.attention, CompressedAttentionSpec):
+        yield from _compressed_attention(layer.attention, width)
     elif isinstance(layer.attention, AttentionSpec):
         yield from _attention(layer.attention, width)
     match layer.state:
@@ -350,6 +359,32 @@ def _mla(spec: MLASpec, width: int) -> _Parameters:
     if spec.output_gate:
         yield from _linear(f"{module}.gate", {"": spec.num_heads}, width)
     yield from _linear(f"{module}.output", {"": width}, spec.num_heads * spec.v_head_dim, bias=spec.bias)
+
+
+def _compressed_attention(spec: CompressedAttentionSpec, width: int) -> _Parameters:
+    module, heads = "layers.attention", spec.num_heads * spec.head_dim
+    yield from _linear(f"{module}.down", {"q": spec.q_lora_rank, "kv": spec.head_dim}, width)
+    yield from _norm(f"{module}.query_norm", spec.norm, spec.q_lora_rank)
+    yield from _linear(f"{module}.query", {"": heads}, spec.q_lora_rank)
+    yield from _norm(f"{module}.key_norm", spec.norm, spec.head_dim)
+    yield module, "sinks", {"": (spec.num_heads,)}
+    inner = spec.output_groups * spec.output_rank
+    yield from _linear(f"{module}.group_output", {"": inner}, heads // spec.output_groups)
+    yield from _linear(f"{module}.output", {"": width}, inner)
+    compressors = {module: spec.head_dim}
+    if spec.indexer is not None:
+        compressors[f"{module}.indexer"] = spec.indexer.head_dim
+        yield from _linear(
+            f"{module}.indexer.query", {"": spec.indexer.num_heads * spec.indexer.head_dim}, spec.q_lora_rank
+        )
+        yield from _linear(f"{module}.indexer.weights", {"": spec.indexer.num_heads}, width)
+    if (compressor := spec.compressor) is None:
+        return
+    for owner, size in compressors.items():
+        features = compressor.width(size)
+        yield from _linear(f"{owner}.compressor.inputs", dict.fromkeys(("kv", "gate"), features), width)
+        yield f"{owner}.compressor", "position_bias", {"": (compressor.ratio, features)}
+        yield from _norm(f"{owner}.compressor.norm", compressor.norm, size)
 
 
 def _gated_delta_net(spec: GatedDeltaNetSpec, width: int) -> _Parameters:
@@ -436,6 +471,8 @@ def _mixture(spec: MoESpec, width: int) -> _Parameters:
     for name in ("correction_bias", "expert_scale"):
         if getattr(spec, name):
             yield f"{module}.router", name, {"": (spec.num_experts,)}
+    if spec.table_size:
+        yield f"{module}.router", "table", {"": (spec.table_size, spec.top_k)}
     for name in ("router.norm", "input_norm", "output_norm", "shared_input_norm", "shared_output_norm"):
         yield from _norm(f"{module}.{name}", spec.norm, width)
     inputs, parts = spec.latent_size or width, {"gate": size, "up": size} if spec.is_gated else {"up": size}
@@ -448,6 +485,12 @@ def _mixture(spec: MoESpec, width: int) -> _Parameters:
         yield from _mlp(f"{module}.shared", spec.shared, width)
     if spec.shared_gate:
         yield from _linear(f"{module}.shared_gate", {"": 1}, width)
+
+
+def _connection(module: str, weights: int, scales: int, columns: int) -> _Parameters:
+    """A connection of residual streams."""
+    for name, shape in (("function", (weights, columns)), ("base", (weights,)), ("scale", (scales,))):
+        yield module, name, {"": shape}
 
 
 def _linear(module: str, rows: Mapping[str, int], columns: int, *, bias: bool = False) -> _Parameters:

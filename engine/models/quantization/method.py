@@ -10,6 +10,8 @@ from typing import ClassVar, Literal
 Shape = tuple[int, ...]
 FLOATS = ("F32", "BF16", "F16")
 """Types of plain tensors, and of most factors."""
+INTEGERS = ("I64", "I32")
+"""Types of tables."""
 
 
 @dataclass(frozen=True)

@@ -19,17 +19,21 @@ class MxFp4(Scheme):
     group: int = 32
     packed: str = ".weight_packed"
     scale: str = ".weight_scale"
+    other_scale: str | None = None
+    """Another name of scales."""
 
     def tensors(self, module: str, shape: Shape) -> dict[str, Stored]:
         *rows, columns = shape
         groups = columns // self.group
+        others = () if self.other_scale is None else (module + self.other_scale,)
         return {
-            module + self.packed: Stored(("U8",), ((*rows, columns // 2), (*rows, groups, self.group // 2))),
-            module + self.scale: Stored(("U8", "F8_E8M0"), ((*rows, groups),)),
+            module + self.packed: Stored(("U8", "I8"), ((*rows, columns // 2), (*rows, groups, self.group // 2))),
+            module + self.scale: Stored(("U8", "F8_E8M0"), ((*rows, groups),), other_names=others),
         }
 
 
 GPT_OSS = MxFp4(packed="_blocks", scale="_scales")
+DEEPSEEK = MxFp4(packed=".weight", scale=".weight_scale_inv", other_scale=".scale")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -69,6 +69,8 @@ _SMALL = {
     "hidden_size_per_layer_input": 8,
     "index_head_dim": HEAD,
     "index_n_heads": 2,  # as many as KV heads, which MiniMax-M3 needs
+    "o_groups": 2,
+    "o_lora_rank": 24,
     "rotary_dim": HEAD // 2,
 }
 

@@ -115,7 +115,7 @@ def run_all(types: list[torch.dtype]) -> None:
         x, weight = torch.zeros(4, 4096, dtype=dtype), torch.zeros(4096, dtype=dtype)
         platform.rms_norm(x, weight, 1e-6)
         platform.add_rms_norm(x, x, weight, 1e-6, 1.0)
-        for activation in ("silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_oai", "silu_7", "silu_16"):
+        for activation in elementwise.KINDS:
             platform.act_mul(x, activation)
         lengths, starts, table = torch.tensor([700, 20]), torch.tensor([0, 1, 9]), torch.zeros(2, 64, dtype=torch.int64)
         for heads, kv_heads, head_dim in ((32, 8, 128), (16, 8, 256), (32, 32, 80)):
@@ -144,7 +144,8 @@ def run_all(types: list[torch.dtype]) -> None:
             slots = platform.select_tokens(queries, per_query, keys, table, lengths, starts, 2048)
             platform.select_blocks(queries[:, :4], keys, table, lengths, starts, 128, 16, 1)
             counts = torch.full((9,), 2048)
-            platform.sparse_attention(query, side.expand(2, -1, -1, -1, -1), slots, counts, 0.1)
+            for sinks in (None, per_head):
+                platform.sparse_attention(query, side.expand(2, -1, -1, -1, -1), slots, counts, 0.1, sinks)
         pages = torch.zeros(3, 32, 128, 128), torch.zeros(3, 3, 8192, dtype=dtype)
         mixed, gates = torch.zeros(9, 12288, dtype=dtype), torch.zeros(9, 32)
         segments = StateSegments(starts, torch.tensor([0, 2]), starts[:2], starts[:2])

@@ -28,6 +28,7 @@ ACTIVATIONS: dict[str, Callable[[float, float], float]] = {
     ),
     "silu_7": lambda gate, up: min(gate / (1 + math.exp(-gate)), 7.0) * min(max(up, -7.0), 7.0),
     "silu_16": lambda gate, up: min(gate / (1 + math.exp(-gate)), 16.0) * min(max(up, -16.0), 16.0),
+    "silu_clamped": lambda gate, up: min(gate, 10.0) / (1 + math.exp(-min(gate, 10.0))) * min(max(up, -10.0), 10.0),
 }
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 SCORINGS: tuple[reference.Scoring, ...] = ("softmax", "sigmoid", "topk_softmax")

@@ -208,7 +208,7 @@ FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-GATED = [*FORMULAS, "swiglu_oai", "silu_7", "silu_16"]
+GATED = [*FORMULAS, "swiglu_oai", "silu_7", "silu_16", "silu_clamped"]
 
 
 @pytest.mark.parametrize("activation", GATED)

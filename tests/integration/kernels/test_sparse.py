@@ -230,6 +230,12 @@ def test_with_all_tokens_it_is_the_attention_of_a_decode(head_dim: int) -> None:
     found = kernels.sparse_attention(given.query, sides, slots, given.lengths, 0.1)
     expected = kernels.paged_attention(given.query, sides, given.tables, given.lengths, given.starts, 0.1)
     assert torch.equal(found, expected)
+    sinks = torch.randn(given.query.shape[1]) * 3
+    found = kernels.sparse_attention(given.query, sides, slots, given.lengths, 0.1, sinks)
+    batch = sides, given.tables, given.lengths, given.starts
+    with_sinks = kernels.paged_attention(given.query, *batch, 0.1, sinks=sinks)
+    torch.testing.assert_close(found, with_sinks, rtol=1e-5, atol=1e-5)
+    assert (with_sinks - expected).abs().max() > 0.01
 
 
 def test_rows_beyond_the_count_are_not_used() -> None:

@@ -63,7 +63,7 @@ def test_norms_of_heads_inside_of_wider_rows() -> None:
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(
-    "activation", ["silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_oai", "silu_7", "silu_16"]
+    "activation", ["silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_oai", "silu_7", "silu_16", "silu_clamped"]
 )
 def test_activations(activation: str, dtype: torch.dtype) -> None:
     x = (torch.randn(3, 2 * 1100) * 4).to(dtype)

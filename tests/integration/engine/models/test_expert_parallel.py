@@ -22,7 +22,7 @@ from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.sampling_params import SamplingParams
 from tests.fakes.checkpoints import generate
 from tests.fakes.core_with_ranks import Ranks
-from tests.fakes.families import CASES, SIZES, write_model
+from tests.fakes.families import CASES, SIZES, name_as_published, write_model
 from tests.fakes.model_logits import configure, logits
 from tests.fakes.ranks import expert_groups, on_ranks
 from tests.fakes.threads import ThreadExecutor
@@ -38,6 +38,7 @@ FAMILIES = {
     "DeepSeek V3": {},
     "Gemma 4, experts": {"num_experts": 8, "tie_word_embeddings": False},
     "Nemotron 3, latent experts": {"n_routed_experts": 8},
+    "DeepSeek V4": {"n_routed_experts": 8},
 }
 """As in `tests.fakes.families`, with experts that four ranks can share."""
 PLACEMENTS = ("linear", "round_robin")
@@ -46,7 +47,9 @@ STEPS = 24
 
 def write(family: str, folder: Path) -> Any:
     architecture, changes = CASES[family]
-    return write_model(architecture, SIZES | changes | FAMILIES[family], folder)
+    model = write_model(architecture, SIZES | changes | FAMILIES[family], folder)
+    name_as_published(architecture, folder, model)
+    return model
 
 
 def spread(folder: Path, **options: Any) -> EngineConfig:

@@ -33,7 +33,7 @@ from tests.fakes.threads import ThreadExecutor
 STEPS = 64
 WITH_OTHER_MATRICES = (
     *("Gemma 3n", "Gemma 4, experts", "Gemma 4, layer inputs, shared keys and values"),
-    *("Nemotron 3", "Nemotron 3, latent experts", "Zamba2", "LFM3", "MiniMax-M3"),
+    *("Nemotron 3", "Nemotron 3, latent experts", "Zamba2", "LFM3", "MiniMax-M3", "DeepSeek V4"),
 )
 """Cases with matrices that others do not have."""
 QUANTIZED = (

@@ -38,7 +38,7 @@ def run(config: EngineConfig) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"quantization": "int8"}], ids=str)
-@pytest.mark.parametrize("case", ["Gemma", "GPT-2", "Qwen2 MoE"])
+@pytest.mark.parametrize("case", ["Gemma", "GPT-2", "Qwen2 MoE", "DeepSeek V4"])
 def test_the_bits_are_the_same(
     case: str, options: dict[str, Any], cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

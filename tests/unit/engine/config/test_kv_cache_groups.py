@@ -9,7 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.engine.config.engine_config import CacheConfig, KVCacheGroup
-from quire.engine.config.kv_cache_groups import KVCacheShape, KVCacheSpec, count_planes, group_layers, place_layers
+from quire.engine.config.kv_cache_groups import (
+    KVCacheShape,
+    KVCacheSpec,
+    count_blocks_per_page,
+    count_planes,
+    group_layers,
+    place_layers,
+)
 
 SHAPE = KVCacheShape(num_tensors=2, num_heads=2, head_dim=64)
 LATENT = KVCacheShape(num_tensors=1, num_heads=1, head_dim=576)
@@ -113,3 +120,37 @@ def test_a_request_needs_blocks_in_all_groups() -> None:
         groups=(KVCacheGroup(), KVCacheGroup(window=9), KVCacheGroup(window=9)),
     )
     assert cache.max_blocks(100, 1) == 25 + 3 + 3
+
+
+ENTRY = KVCacheShape(1, 1, 512, tokens_per_row=4)
+ENTRY_KEYS = KVCacheShape(1, 1, 128, tokens_per_row=4)
+
+
+def test_layers_with_entries_use_one_plane_for_them_and_their_tokens() -> None:
+    window = KVCacheSpec(ENTRY, 128, page_row=3072)
+    kept = [[window], [window, KVCacheSpec(ENTRY, None, index_shape=ENTRY_KEYS)], [window, KVCacheSpec(ENTRY, None)]]
+    specs, stages = kept * 3, [range(4), range(4, 9)]
+    page = count_blocks_per_page(specs, 16, "bfloat16")
+    assert page == 16 * 3072 // (4 * 512)
+    groups = group_layers(specs, stages, lambda group: group.max_pages(100_000, 512, 16, page))
+    assert [(group.window, group.fills_pages) for group in groups] == [(None, False), (128, True)]
+    for stage, layers in enumerate(stages):
+        places, planes = place_layers(specs, groups, stage), count_planes(specs, groups, stage)
+        assert planes[ENTRY] == len(layers)
+        assert [places[layer, True].plane for layer in layers] == [*range(len(layers))]
+        for layer in layers:
+            if layer % 3:
+                assert places[layer, False].plane == places[layer, True].plane
+                assert places[layer, False].group != places[layer, True].group
+        indexed = [places[layer, False].index_plane for layer in layers if layer % 3 == 1]
+        assert indexed == [*range(planes[ENTRY_KEYS])]
+
+
+def test_blocks_that_fill_pages_count_as_pages() -> None:
+    groups = KVCacheGroup(window=9, fills_pages=True), KVCacheGroup()
+    cache = CacheConfig(
+        block_size=4, num_blocks=0, dtype="float32", enable_prefix_caching=True, groups=groups, blocks_per_page=5
+    )
+    windows, entries = 1 + -(-(8 + 16 - 1) // 4), 1 + -(-25 // 5)
+    assert cache.max_blocks(100, 16) == 5 * (windows + entries)
+    assert cache.blocks_moved(100, 16) == 5 * windows + 25

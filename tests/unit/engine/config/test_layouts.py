@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from dataclasses import replace
@@ -25,6 +26,7 @@ from quire.engine.models.attention_spec import AttentionSpec
 from quire.engine.models.families.tensors import weight_names
 from quire.engine.models.model_spec import MLPSpec, MoESpec
 from quire.engine.protocol.errors import ConfigError
+from tests.fakes import published
 from tests.fakes.model_configs import MODEL_CONFIGS, write_config
 
 GPUS = {"Llama 3 70B": "8xH100", "Mixtral 8x7B": "4xA100-40G", "DeepSeek R1": "16xH200", "Qwen3 0.6B": "2xA10G"}
@@ -282,6 +284,22 @@ def test_sparse_attention_bounds_the_keys_of_a_token(tmp_path: Path) -> None:
         seconds[architecture] = [estimate(layout.config, machine, n).decode_one.seconds for n in (4095, 65535, 131_071)]
     (_, near, far), (_, indexed_near, indexed_far) = seconds.values()
     assert indexed_far - indexed_near == pytest.approx((far - near) * 128 / 576, rel=1e-3)
+
+
+def test_compressed_attention_bounds_the_entries_of_a_token(tmp_path: Path) -> None:
+    """Beyond a selection, a decode of one request reads the keys of an entry for 4 tokens, and an entry for 128."""
+    folder = tmp_path / "v4"
+    folder.mkdir()
+    settings = published.config("DeepSeek-V4-Flash")
+    del settings["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(settings))
+    given = {"tensor_parallel_size": 8, "max_model_len": 1_048_576}
+    machine = describe("8xH200", 1, 50.0)
+    found, _ = layouts(options(str(folder), **given), machine, given=given)
+    layout = next(each for each in found if each.config.parallel.experts is None)
+    near, far = (estimate(layout.config, machine, n).decode_one.seconds for n in (65_535, 1_048_575))
+    read = (far - near) * machine.device.bandwidth
+    assert read == pytest.approx((1_048_576 - 65_536) * (21 * 2 * 128 / 4 + 20 * 2 * 512 / 128), rel=0.01)
 
 
 def links_of(tmp_path: Path, name: str, machine: Machine, given: dict[str, Any], changes: dict[str, float]) -> float:

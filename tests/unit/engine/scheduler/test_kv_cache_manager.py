@@ -183,3 +183,28 @@ def test_check_windows_notices_what_is_given_back_too_early_or_kept() -> None:
     kv.check_windows(blocks, 40, 4)
     with pytest.raises(AssertionError, match="in the window"):
         kv.check_windows(blocks, 36, 4)
+
+
+def test_blocks_that_fill_pages_share_none() -> None:
+    groups = [KVCacheGroup(), KVCacheGroup(window=5, fills_pages=True)]
+    kv = KVCacheManager(30, 2, True, groups, blocks_per_page=3)
+    blocks: list[int] = []
+    assert kv.pages_needed(blocks, 8) == 2 + 4  # four blocks of the first group in two pages
+    kv.extend(blocks, [], 0, 8, 8, 8)
+    assert kv.num_free == 10 - 6
+    assert [block % 3 for block in blocks[1::2]] == [0] * 4
+    assert len({block // 3 for block in blocks}) == 6
+    kv.check_integrity([blocks])
+    hashes: list[bytes] = []
+    extend_hashes(hashes, list(range(8)), 2, num_groups=2)
+    for block, digest in zip(blocks, hashes, strict=True):
+        kv.publish(block, digest)
+    kv.free_out_of_window(blocks, 8)
+    assert blocks[1::2][:2] == [FREED, FREED]
+    assert kv.pages_needed(blocks, 10) == 1 + 0  # there is room for the first group's in its last page
+    kv.check_integrity([kv.without_freed(blocks)])
+    assert kv.match(hashes) == blocks
+    kv.free(kv.without_freed(blocks))
+    assert kv.num_free == 10
+    kv.check_integrity([])
+    assert kv.match(hashes) == blocks

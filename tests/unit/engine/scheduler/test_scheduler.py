@@ -130,7 +130,15 @@ def continuation(prompt: list[int], count: int) -> list[int]:
 AHEAD = [(1, 1), (1, 2), (1, 3), (2, 2), (3, 3)]
 """Stages, and plans in flight: one for each stage, or more than one on a single stage, which then runs ahead."""
 ONE_STAGE = [(stages, depth) for stages, depth in AHEAD if stages == 1]
-WINDOWS: list[Windows] = [(None,), (None, 9, 9), (1, None), (6,), (None, 4, 30, 2), (None, "state", "state")]
+WINDOWS: list[Windows] = [
+    (None,),
+    (None, 9, 9),
+    (1, None),
+    (6,),
+    (None, 4, 30, 2),
+    (None, "state", "state"),
+    (None, -9),
+]
 """Of the groups of layers; the first has none."""
 AHEAD_AND_WINDOWS = pytest.mark.parametrize(
     ("stages", "depth", "windows"), [(*ahead, windows) for ahead in AHEAD for windows in WINDOWS]

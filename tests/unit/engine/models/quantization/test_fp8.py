@@ -33,7 +33,9 @@ def shapes(stored: Stored) -> set[tuple[int, ...]]:
 
 def test_blocks_have_a_scale_each_also_the_last_ones() -> None:
     scheme = read(DEEPSEEK).scheme(Q)
-    assert scheme == Unpacked(values="fp8", rows=128, group=128, scale=".weight_scale_inv", activations="fp8")
+    assert scheme == Unpacked(
+        values="fp8", rows=128, group=128, scale=".weight_scale_inv", other_scale=".scale", activations="fp8"
+    )
     tensors = scheme.tensors(Q, (300, 130))
     assert tensors.keys() == {f"{Q}.weight", f"{Q}.weight_scale_inv"}
     assert tensors[f"{Q}.weight"] == Stored(("F8_E4M3",), ((300, 130),))
@@ -54,7 +56,7 @@ def test_a_stack_of_experts_has_blocks_in_both_orders() -> None:
     assert shapes(weight) == {(4, 300, 130), (4, 130, 300)}
     assert shapes(scale) == {(4, 3, 2), (4, 2, 3), (4, 3, 1, 2, 1)}
     assert weight.other_names == (EXPERTS,)
-    assert scale.other_names == (f"{EXPERTS}_scale_inv",)
+    assert f"{EXPERTS}_scale_inv" in scale.other_names
     assert scheme.problem((4, 300, 130)) is None
     assert "square" in str(scheme.problem((4, 300, 300)))
 
@@ -129,3 +131,20 @@ def test_methods_are_values() -> None:
     assert pickle.loads(pickle.dumps(method)) == method
     assert hash(method) == hash(read(settings(ignored_layers=["a", "re:b"])))
     assert method != read(settings(ignored_layers=["a"]))
+
+
+def test_experts_of_deepseek_v4_are_in_mxfp4() -> None:
+    method = read({**DEEPSEEK, "expert_dtype": "fp4"})
+    scheme = method.scheme("layers.0.ffn.experts.3.w1")
+    assert scheme is not None
+    tensors = scheme.tensors("layers.0.ffn.experts.3.w1", (96, 64))
+    weight, scale = tensors.values()
+    assert weight.dtypes == ("U8", "I8")
+    assert (96, 32) in weight.shapes
+    assert shapes(scale) == {(96, 2)}
+    assert "layers.0.ffn.experts.3.w1.scale" in scale.other_names
+    assert isinstance(method.scheme("layers.0.ffn.shared_experts.w1"), Unpacked)
+    with pytest.raises(ConfigError, match="expert_dtype fp4 is supported with a weight_block_size only"):
+        read(settings(expert_dtype="fp4"))
+    with pytest.raises(ConfigError, match="expert_dtype int4 is not supported"):
+        read(settings(expert_dtype="int4"))

@@ -35,7 +35,7 @@ def test_experts_of_a_layer_may_be_skipped() -> None:
 
 def test_tensors() -> None:
     assert GPT_OSS.tensors("experts.down_proj", (32, 2880, 2880)) == {
-        "experts.down_proj_blocks": Stored(("U8",), ((32, 2880, 1440), (32, 2880, 90, 16))),
+        "experts.down_proj_blocks": Stored(("U8", "I8"), ((32, 2880, 1440), (32, 2880, 90, 16))),
         "experts.down_proj_scales": Stored(("U8", "F8_E8M0"), ((32, 2880, 90),)),
     }
     assert list(MxFp4().tensors("up_proj", (64, 64))) == ["up_proj.weight_packed", "up_proj.weight_scale"]

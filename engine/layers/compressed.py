@@ -1,0 +1,282 @@
+"""Attention to a window of tokens and to compressed entries (DeepSeek-V4, 2026), with the heads sharded over the ranks
+of a stage.
+
+A layer's plane of the KV cache has rows of one vector, which is key and value of all heads. In the blocks of a request
+in the first group of layers, which are pages, rows are those of tokens, and are followed by what compressors need of
+these tokens. In the blocks of the second group, rows are those of entries. So one list of rows has all that a query
+attends to: the tokens of its window, then its entries. What compressors need is kept as long as an entry may be
+computed from it, and is written again with a token that is computed again.
+
+In the cache and in queries, a head's rotary features come first, with pairs in halves. Compressors and results have
+them last, with pairs side by side, as in the checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from quire import kernels
+from quire.engine.distributed.communicator import Parallel
+from quire.engine.layers.attention import Batch, CompressedCache
+from quire.engine.layers.linear import (
+    ColumnParallelLinear,
+    Linear,
+    Partition,
+    ReplicatedLinear,
+    RowParallelLinear,
+    divided,
+    replicated,
+)
+from quire.engine.layers.mla import PerHeadUp
+from quire.engine.layers.norm import make_norm
+from quire.engine.layers.rotary import Rotary
+from quire.engine.layers.weight import Weight, whole
+from quire.engine.models import attention_spec
+
+
+class Ends(NamedTuple):
+    """Tokens of a step that may be the last of their group."""
+
+    tokens: Tensor
+    """`[groups]`, their indices."""
+    positions: Tensor
+    requests: Tensor
+    are_last: Tensor
+    """Whether they are. Others are given only where the host does not know it."""
+
+
+class Compressor(nn.Module):
+    """Computes entries of `head_dim` features, as described by `quire.engine.models.attention_spec.CompressorSpec`.
+    Replicated on all ranks."""
+
+    def __init__(self, spec: attention_spec.CompressorSpec, hidden_size: int, head_dim: int) -> None:
+        super().__init__()
+        self._spec, self._head_dim = spec, head_dim
+        width = spec.width(head_dim)
+        self.inputs_width = 2 * width
+        self.inputs = ColumnParallelLinear(
+            hidden_size, [Partition(name, width, 0, width) for name in ("kv", "gate")], bias=False
+        )
+        self.position_bias = Weight((spec.ratio, width), whole(spec.ratio, width), dtype=torch.float32)
+        self.norm = make_norm(spec.norm, head_dim)
+
+    def entries(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """The entries `[groups, head_dim]` of `rows` `[groups, span, 2 * width]`, what `inputs` computed for the tokens
+        at `positions` `[groups, span]`. Negative positions are before the first token."""
+        values, gates = rows.float().chunk(2, dim=-1)
+        gates = gates + self.position_bias.repeat(1 + self._spec.overlaps, 1)
+        if self._spec.overlaps:  # the first features of tokens are for the next group's entry
+            own = self._head_dim
+            values, gates = (
+                torch.cat((x[:, : self._spec.ratio, :own], x[:, self._spec.ratio :, own:]), dim=1)
+                for x in (values, gates)
+            )
+        is_before = (positions < 0)[..., None]
+        weights = gates.masked_fill(is_before, -torch.inf).softmax(dim=1)
+        out: Tensor = self.norm((values.masked_fill(is_before, 0.0) * weights).sum(dim=1).to(rows.dtype))
+        return out
+
+
+class EntryIndexer(nn.Module):
+    """Selects the entries of each query, as described by `quire.engine.models.attention_spec.EntryIndexerSpec`.
+
+    Its weights are replicated: all ranks select the same entries.
+    """
+
+    def __init__(self, spec: attention_spec.CompressedAttentionSpec, hidden_size: int) -> None:
+        super().__init__()
+        assert spec.compressor is not None
+        assert spec.indexer is not None
+        self._spec = spec.indexer
+        self.compressor = Compressor(spec.compressor, hidden_size, spec.indexer.head_dim)
+        self.query = replicated(spec.q_lora_rank, spec.indexer.num_heads * spec.indexer.head_dim)
+        self.weights = ReplicatedLinear(hidden_size, spec.indexer.num_heads, bias=False)
+        self._scale = (spec.indexer.num_heads * spec.indexer.head_dim) ** -0.5
+
+    def forward(
+        self, x: Tensor, latent_query: Tensor, cos_sin: Tensor, keys: Tensor, tables: Tensor, counts: Tensor
+    ) -> Tensor:
+        """The slots in `keys` of the selected ones of `counts` `[tokens]` entries, `[tokens, top_k]`, which are in the
+        blocks `tables` `[tokens, blocks]`. The first ones are valid, up to their number."""
+        query = self.query(latent_query).unflatten(-1, (self._spec.num_heads, -1))
+        query, _ = kernels.rotary(query, query[:, :0], cos_sin)
+        starts = torch.arange(len(x) + 1, device=x.device)
+        weights = self.weights.logits(x) * self._scale
+        return kernels.select_tokens(query, weights, keys, tables, counts.clamp(min=1), starts, self._spec.top_k)
+
+
+class CompressedAttention(nn.Module):
+    """Attention as described by `quire.engine.models.attention_spec.CompressedAttentionSpec`."""
+
+    def __init__(self, spec: attention_spec.CompressedAttentionSpec, hidden_size: int, parallel: Parallel) -> None:
+        super().__init__()
+        self._spec = spec
+        self._heads, self._groups = spec.num_heads // parallel.size, spec.output_groups // parallel.size
+        sizes = {"q": spec.q_lora_rank, "kv": spec.head_dim}
+        self.down = ColumnParallelLinear(
+            hidden_size, [Partition(name, size, 0, size) for name, size in sizes.items()], bias=False
+        )
+        self.query_norm = make_norm(spec.norm, spec.q_lora_rank)
+        self.query = ColumnParallelLinear(
+            spec.q_lora_rank, [divided("", spec.num_heads * spec.head_dim, parallel)], bias=False
+        )
+        self._head_norm = make_norm(spec.query_norm, spec.head_dim)
+        self.key_norm = make_norm(spec.norm, spec.head_dim)
+        heads, inner = divided("", spec.num_heads, parallel), spec.output_groups * spec.output_rank
+        self.sinks = Weight((heads.length,), heads.shard())
+        of_group = spec.num_heads // spec.output_groups * spec.head_dim
+        self.group_output = PerHeadUp(of_group, [divided("", inner, parallel)], bias=False)
+        self.output = RowParallelLinear(inner, hidden_size, parallel, bias=False)
+        self.compressor = None if spec.compressor is None else Compressor(spec.compressor, hidden_size, spec.head_dim)
+        self.indexer = None if spec.indexer is None else EntryIndexer(spec, hidden_size)
+        self._rotary = Rotary(spec.rope, 0)
+
+    @property
+    def reads_input(self) -> Linear | None:
+        """The layer that alone multiplies the input, if there is one."""
+        return self.down if self.compressor is None else None
+
+    def forward(self, x: Tensor | kernels.RoundedRows, batch: Batch, cos_sin: Tensor, cache: CompressedCache) -> Tensor:
+        """`[tokens, hidden_size]` → the same; writes the tokens' rows, and the entries that they complete."""
+        spec = self._spec
+        latent_query, key = self.down(x).split_with_sizes((spec.q_lora_rank, spec.head_dim), dim=-1)
+        latent_query = self.query_norm(latent_query)
+        query = self._head_norm(self.query(latent_query).unflatten(-1, (self._heads, spec.head_dim)))
+        slots, key = cache.rows_of(batch.slot_mapping), self.key_norm(key)[:, None]
+        query = kernels.rotary_write_kv(query, key, None, cos_sin, cache.memory, slots)
+        chosen = None
+        if self.compressor is not None:
+            assert isinstance(x, Tensor)
+            self._compress(x, batch, cache)
+            if self.indexer is not None:
+                assert cache.keys is not None
+                assert batch.entries is not None
+                tables = batch.entries.block_tables[_requests(batch)]
+                counts = (batch.positions + 1) // spec.compressor_ratio
+                chosen = self.indexer(x, latent_query, cos_sin, cache.keys, tables, counts)
+        mixed = self._attend(query, batch, cache, chosen)
+        cos, sin = cos_sin.chunk(2, dim=-1)
+        mixed, _ = kernels.rotary(mixed, mixed[:, :0], torch.cat((cos, -sin), dim=-1))
+        grouped = _rotary_last(mixed, spec.rope.dim).reshape(len(mixed), self._groups, -1)
+        weight = self.group_output.weight.view(self._groups, spec.output_rank, -1)
+        out: Tensor = self.output(torch.einsum("tgi,gri->tgr", grouped, weight).flatten(1))
+        return out
+
+    def _compress(self, x: Tensor, batch: Batch, cache: CompressedCache) -> None:
+        """Write what compressors need of the tokens, and the entries of the groups that end with one of them."""
+        spec = self._spec
+        assert spec.compressor is not None
+        assert self.compressor is not None
+        compressors = [(self.compressor, cache.memory)]
+        if self.indexer is not None:
+            assert cache.keys is not None
+            compressors.append((self.indexer.compressor, cache.keys))
+        assert cache.inputs is not None
+        assert batch.entries is not None
+        size, pages = cache.block_size, cache.pages_of(batch.slot_mapping)
+        new = torch.cat([each.inputs(x) for each, _ in compressors], dim=-1)[:, None]
+        nothing, no_turns = new[:, :0], new.new_empty(len(new), 0, dtype=torch.float32)
+        kernels.rotary_write_kv(nothing, new, None, no_turns, cache.inputs, pages)
+        inputs = cache.inputs[0, :, 0]  # [pages, block_size, features]
+        for ends in self._ends(batch):
+            before = torch.arange(1 - spec.compressor.span, 1, device=x.device)
+            positions = ends.positions[:, None] + before  # [groups, span]
+            blocks, offsets = positions.clamp(min=0) // size, positions.clamp(min=0) % size
+            found = cache.page(batch.block_tables[ends.requests[:, None], blocks])
+            rows = inputs[found, offsets]  # [groups, span, features]
+            places = batch.entries.block_tables[ends.requests, ends.positions // size]
+            turns, start = self._rotary(ends.positions + 1 - spec.compressor.ratio), 0
+            for compressor, memory in compressors:
+                width = compressor.inputs_width
+                entry = compressor.entries(rows[..., start : start + width], positions)
+                entry, start = _rotary_first(entry, spec.rope.dim)[:, None], start + width
+                to = cache.entry_slots(places, ends.positions, memory)
+                to = to.where(ends.are_last, -1)
+                kernels.rotary_write_kv(entry[:, :0], entry, None, turns, memory, to)
+
+    def _ends(self, batch: Batch) -> Iterator[Ends]:
+        """The last tokens of groups, as many at once as fit. In a step of one token for each request, which may be
+        replayed later, all tokens are given; those whose token is not stored are not last."""
+        ratio, device, requests = self._spec.compressor_ratio, batch.positions.device, _requests(batch)
+        if len(batch.positions) == len(batch.sequence_lengths):
+            places = torch.arange(len(batch.positions), device=device)
+        else:
+            counts, lengths, _ = batch.host_metadata()
+            starts = counts.cumsum() - counts
+            positions = np.arange(counts.sum()) + np.repeat(lengths - counts - starts, counts)
+            places = torch.from_numpy(np.flatnonzero((positions + 1) % ratio == 0)).to(device)
+        span, width = self._spec.compressor.span if self._spec.compressor else 0, self._spec.inputs_width
+        for tokens in torch.split(places, max(1, attention_spec.SCORES_AT_ONCE // (span * width))):
+            at = batch.positions[tokens]
+            are_last = ((at + 1) % ratio == 0) & (batch.slot_mapping[tokens] >= 0)
+            yield Ends(tokens, at, requests[tokens], are_last)
+
+    def _attend(self, query: Tensor, batch: Batch, cache: CompressedCache, chosen: Tensor | None) -> Tensor:
+        """`[tokens, heads, head_dim]` → the same. `chosen` are the slots of the selected entries, `[tokens, top_k]`."""
+        spec, size, device = self._spec, cache.block_size, query.device
+        most = 0 if spec.compressor is None else spec.max_entries(int(batch.host_metadata().lengths.max(initial=1)))
+        requests, sides = _requests(batch), cache.memory.expand(2, *cache.memory.shape[1:])
+        sinks, mixed = self.sinks.float(), torch.empty_like(query)
+        window, number = torch.arange(spec.window, device=device), torch.arange(most, device=device)
+        places = torch.arange(spec.window + most, device=device)
+        size_of_part = max(1, attention_spec.SCORES_AT_ONCE // len(places))
+        for tokens in torch.split(torch.arange(len(query), device=device), size_of_part):
+            at, owner = batch.positions[tokens, None], requests[tokens, None]
+            seen = (at + 1).clamp(max=spec.window)  # tokens of the window, [tokens, 1]
+            positions = (at - seen + 1 + window).clamp(max=at)
+            slots = cache.rows_of(batch.block_tables[owner, positions // size] * size + positions % size)
+            counts = seen
+            if spec.compressor is not None and most:
+                assert batch.entries is not None
+                if chosen is None:
+                    ends = ((number + 1) * spec.compressor.ratio - 1).expand(len(tokens), -1)
+                    columns = (ends // size).clamp(max=batch.entries.block_tables.shape[1] - 1)
+                    entries = cache.entry_slots(batch.entries.block_tables[owner, columns], ends, cache.memory)
+                else:
+                    entries = cache.entries_of(chosen[tokens, :most])
+                counts = seen + ((at + 1) // spec.compressor.ratio).clamp(max=most)
+                slots = torch.cat((slots, entries), dim=1)
+                following = (spec.window + places - seen).clamp(max=len(places) - 1)
+                slots = slots.gather(1, torch.where(places < seen, places, following))
+            mixed[tokens] = kernels.sparse_attention(query[tokens], sides, slots, counts[:, 0], spec.scale, sinks)
+        return mixed
+
+
+def compressed_cache(
+    spec: attention_spec.CompressedAttentionSpec,
+    memory: Tensor,
+    keys: Tensor | None,
+    block_size: int,
+    blocks_per_page: int,
+) -> CompressedCache:
+    """The cache of a layer in a plane `memory`, and one for the keys of its indexer."""
+    inputs = None
+    if spec.compressor is not None:
+        first = block_size * spec.head_dim
+        inputs = kernels.page_rows(memory, blocks_per_page, first, block_size, spec.inputs_width)
+    return CompressedCache(memory, block_size, blocks_per_page, inputs, keys)
+
+
+def _requests(batch: Batch) -> Tensor:
+    """The request of each token, `[tokens]`."""
+    tokens = torch.arange(len(batch.positions), device=batch.positions.device)
+    if len(batch.positions) == len(batch.sequence_lengths):
+        return tokens
+    return torch.searchsorted(batch.query_starts, tokens, right=True) - 1
+
+
+def _rotary_first(x: Tensor, rotary: int) -> Tensor:
+    """The checkpoint's features in our order."""
+    plain, turned = x.tensor_split((x.shape[-1] - rotary,), dim=-1)
+    return torch.cat((turned[..., ::2], turned[..., 1::2], plain), dim=-1)
+
+
+def _rotary_last(x: Tensor, rotary: int) -> Tensor:
+    """Our features in the checkpoint's order."""
+    first, second, plain = x.tensor_split((rotary // 2, rotary), dim=-1)
+    return torch.cat((plain, torch.stack((first, second), dim=-1).flatten(-2)), dim=-1)

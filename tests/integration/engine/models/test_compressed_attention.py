@@ -1,0 +1,213 @@
+"""Models whose layers attend to a window and to compressed entries (DeepSeek V4)."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from quire.engine.config.memory_plan import MemoryPlan
+from quire.engine.layers.attention import CompressedCache
+from quire.engine.models.attention_spec import CompressedAttentionSpec
+from quire.engine.models.families import from_hf_config
+from quire.engine.protocol.errors import ConfigError
+from quire.engine.protocol.sampling_params import SamplingParams
+from quire.engine.worker.model_runner import allocate_caches
+from tests.fakes.checkpoints import generate
+from tests.fakes.core_with_ranks import Ranks
+from tests.fakes.drafts import Guesser
+from tests.fakes.families import CASES, SIZES, write, write_model
+from tests.fakes.model_logits import CPU, configure, logits
+from tests.fakes.quantized_checkpoints import fp8, mxfp4
+from tests.fakes.ranks import on_ranks
+from tests.fakes.threads import ThreadExecutor
+
+STEPS = 24
+ARCHITECTURE, CHANGES = CASES["DeepSeek V4"]
+
+
+def greedy(prompts: list[list[int]], count: int = STEPS) -> list[tuple[list[int], SamplingParams]]:
+    return [(prompt, SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)) for prompt in prompts]
+
+
+def write_config(folder: Path, **changes: Any) -> None:
+    config = SIZES | CHANGES | {"architectures": [ARCHITECTURE]} | changes
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 2)])
+def test_a_long_context(tp: int, pp: int, tmp_path: Path) -> None:
+    """The tokens are those of transformers, however the prompt is divided, and after a prefix hit."""
+    settings = {"max_position_embeddings": 8192, "index_topk": 64, "sliding_window": 128, "initializer_range": 0.1}
+    write("DeepSeek V4, rates as published", tmp_path, **settings)
+    rng = random.Random(0)
+    long = [rng.randrange(3, 130) for _ in range(3000)]
+    prompts = [long, [*long[:2200], 7, 8, 9]]
+    expected = generate(tmp_path, prompts, STEPS)
+    config = configure(
+        tmp_path, tensor_parallel_size=tp, pipeline_parallel_size=pp, max_model_len=4096, max_num_batched_tokens=700
+    )
+    with Ranks(config, ThreadExecutor(config)) as ranks:
+        assert ranks.tokens(greedy(prompts), max_num_batched_tokens=700) == expected
+        assert ranks.stats.prefix_hit_tokens >= 2100
+
+
+@pytest.mark.slow
+def test_tokens_do_not_depend_on_preemption_nor_on_drafts(tmp_path: Path) -> None:
+    write("DeepSeek V4", tmp_path)
+    rng = random.Random(0)
+    prompts = [[rng.randrange(3, 130) for _ in range(length)] for length in (3, 17, 40, 61, 90, 30, 18, 7)]
+    config = configure(tmp_path, max_model_len=128, max_num_seqs=8, block_size=4)
+    with Ranks(config, ThreadExecutor(config)) as ranks:
+        expected = ranks.tokens(greedy(prompts), max_num_batched_tokens=16)
+        tight = config.cache.max_blocks(128, 5) + config.cache.blocks_per_page
+        assert tight < config.cache.num_blocks
+        assert ranks.tokens(greedy(prompts), max_num_batched_tokens=5, num_blocks=tight) == expected
+        assert ranks.stats.preemptions > 0
+        texts = [prompt + tokens for prompt, tokens in zip(prompts, expected, strict=True)]
+
+        def mostly_right(known: list[int], rng: random.Random) -> int:
+            following = [text[len(known)] for text in texts if text[: len(known)] == known and len(text) > len(known)]
+            return following[0] if following and rng.random() < 0.7 else rng.randrange(100)
+
+        drafted = ranks.tokens(greedy(prompts), max_num_batched_tokens=64, speculation=Guesser(mostly_right, 5, 64))
+        assert drafted == expected
+        assert 0 < ranks.stats.num_accepted_tokens < ranks.stats.num_draft_tokens
+
+
+def test_the_plan_counts_what_is_allocated(tmp_path: Path) -> None:
+    """A layer's tokens and entries are in one plane, and the keys of indexers in others."""
+    write_config(tmp_path)
+    config = configure(tmp_path, load_format="dummy")
+    caches = [each.compressed for each in allocate_caches(config, 0, CPU)]
+    assert all(cache is not None for cache in caches)
+    assert [cache.keys is not None for cache in caches if cache] == [False, True, False, True]
+    parts = [part for cache in caches if cache for part in (cache.memory, cache.keys) if part is not None]
+    assert len({part.data_ptr() for part in parts}) == 6
+    assert sum(part[0, 0].nbytes for part in parts) == MemoryPlan.of(config).kv_block[0]
+    windows, entries = sorted(config.cache.groups, key=lambda group: group.window is None)
+    assert (windows.fills_pages, windows.window) == (True, 14)
+    assert (entries.fills_pages, entries.window) == (False, None)
+    for cache, layer in zip(caches, config.model.architecture.layers, strict=True):
+        assert cache is not None
+        assert isinstance(layer.attention, CompressedAttentionSpec)
+        assert (cache.inputs is None) == (layer.attention.compressor is None)
+        if cache.inputs is not None:  # they follow the rows of a page's tokens, and end within it
+            page = config.cache.blocks_per_page * cache.memory[0, 0].numel()
+            assert cache.inputs.stride(1) == page
+            first = (cache.inputs.data_ptr() - cache.memory.data_ptr()) // cache.memory.element_size()
+            assert first == config.cache.block_size * layer.attention.head_dim
+            assert first + cache.inputs[0, 0].numel() <= page
+
+
+@pytest.mark.parametrize(
+    ("tp", "settings", "message"),
+    [
+        (1, {"kv_cache_dtype": "int8"}, "--kv-cache-dtype int8 is not supported for DeepseekV4ForCausalLM"),
+        (1, {"block_size": 6}, "--block-size 6 is not a multiple of the 4 tokens"),
+        (8, {}, "does not divide this model's 4 attention heads and 4 groups of the attention's output"),
+    ],
+)
+def test_options_that_are_not_possible_are_refused(
+    tp: int, settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    write_config(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        configure(tmp_path, load_format="dummy", tensor_parallel_size=tp, **settings)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"scoring_func": "sigmoid"}, "scoring_func 'sigmoid' is not supported"),
+        ({"swiglu_limit": 7.0}, "swiglu_limit 7.0 is not supported"),
+        ({"layer_types": ["full_attention"] * 4}, "layer_types .* for each of 4 layers"),
+        ({"mlp_layer_types": ["moe"]}, "mlp_layer_types .* for each of 4 layers"),
+        ({"layer_types": None, "compress_ratios": [0, 4, 8, 4]}, "compress_ratios .8. are not supported"),
+        ({"index_head_dim": 4}, "index_head_dim 4 is less than the 8 rotary features"),
+        ({"o_groups": 3}, "4 heads cannot be divided into o_groups 3"),
+        ({"hc_mult": 0}, "hc_mult 0 and hc_sinkhorn_iters 3 must be at least 1"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope scaling 'dynamic' is not supported"),
+    ],
+)
+def test_configs_that_are_not_possible_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        from_hf_config(SIZES | CHANGES | {"architectures": [ARCHITECTURE]} | changes)
+
+
+def test_configs_as_published_have_ratios_and_a_number_of_layers_with_tables() -> None:
+    config = SIZES | CHANGES | {"architectures": [ARCHITECTURE], "compress_rates": None, "partial_rotary_factor": None}
+    modern = config | {"mlp_layer_types": ["hash_moe"] + ["moe"] * 3, "qk_rope_head_dim": 8}
+    published = modern | {"layer_types": None, "mlp_layer_types": None, "num_hash_layers": 1}
+    assert from_hf_config(published | {"compress_ratios": [0, 4, 128, 4, 0]}) == from_hf_config(modern)
+
+
+def test_weights_as_published_are_in_fp8_and_those_of_experts_in_mxfp4(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "q_lora_rank": 32, "o_lora_rank": 16, "head_dim": 32}
+    stored, plain = tmp_path / "stored", tmp_path / "plain"
+    write("DeepSeek V4", plain, **sizes, partial_rotary_factor=0.25)
+    config, tensors = json.loads((plain / "config.json").read_text()), load_file(plain / "model.safetensors")
+    packed, numbers = dict(tensors), dict(tensors)
+    for name, weight in tensors.items():
+        module, is_expert = name.removesuffix(".weight"), ".ffn.experts." in name
+        if is_expert:
+            parts, (rounded,) = mxfp4(weight.T[None])
+            codes, scales = parts.values()
+            packed[name], rounded = codes[0].flatten(1).view(torch.int8), rounded.T.contiguous()
+            packed[f"{module}.scale"] = scales[0].view(torch.float8_e8m0fnu)
+        elif re.search(r"attn\.(indexer\.)?w(q_[ab]|kv|o_[ab])\.|shared_experts", name):
+            packed[name], packed[f"{module}.scale"], rounded = _fp8(weight)
+        else:
+            continue
+        numbers[name] = rounded
+    stored.mkdir()
+    save_file(numbers, plain / "model.safetensors", {"format": "pt"})
+    save_file(packed | {"mtp.0.attn.wkv.weight": torch.zeros(3)}, stored / "model.safetensors", {"format": "pt"})
+    settings = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [32, 32]}
+    published = config | {"quantization_config": settings, "expert_dtype": "fp4"}
+    (stored / "config.json").write_text(json.dumps(published))
+    tokens = torch.randint(0, 131, (60,), generator=torch.Generator().manual_seed(1))
+    expected = on_ranks(1, partial(logits, configure(plain, max_model_len=64), tokens))[0]
+    for tp in (1, 2):
+        resolved = configure(stored, max_model_len=64, tensor_parallel_size=tp)
+        for found in on_ranks(tp, partial(logits, resolved, tokens)):
+            assert (found - expected).abs().max() <= 1e-3 * expected.abs().max()
+
+
+def test_a_checkpoint_may_have_the_names_that_transformers_writes(tmp_path: Path) -> None:
+    model = write_model(ARCHITECTURE, SIZES | CHANGES, tmp_path)
+    assert "model.hc_head.hc_fn" in load_file(tmp_path / "model.safetensors")
+    tokens = torch.randint(0, 131, (60,), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        expected = model(tokens[None]).logits[0]
+    (found,) = on_ranks(1, partial(logits, configure(tmp_path, max_model_len=64), tokens))
+    assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+def _fp8(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, scales of blocks of 32 by 32, which are powers of two, and the numbers."""
+    exponents = fp8(weight, (32, 32), ".scale")[0][".scale"].log2().ceil()
+    rows, columns = (torch.arange(size) // 32 for size in weight.shape)
+    scales = exponents.exp2()[rows[:, None], columns]
+    codes = (weight / scales).to(torch.float8_e4m3fn)
+    return codes, (exponents + 127).to(torch.uint8).view(torch.float8_e8m0fnu), codes.float() * scales
+
+
+def test_pages_are_those_of_blocks_of_tokens() -> None:
+    memory = torch.zeros(1, 12, 1, 2, 3)  # pages of 4 blocks, with 2 rows for 8 tokens each
+    cache = CompressedCache(memory, 8, 4, torch.zeros(1, 3, 1, 8, 5), torch.zeros(1, 12, 1, 1, 7))
+    slots = torch.tensor([4 * 8 + 3, 8 * 8, -1])  # tokens of blocks 4 and 8
+    assert cache.rows_of(slots).tolist() == [4 * 2 + 3, 8 * 2, -1]
+    assert cache.pages_of(slots).tolist() == [8 + 3, 16, -1]
+    ends = torch.tensor([3, 7, 15])
+    assert cache.entry_slots(torch.tensor([5, 5, 6]), ends, memory).tolist() == [10, 11, 13]
+    assert cache.entries_of(torch.tensor([5, 6])).tolist() == [11, 13]  # of all 8 tokens of blocks 5 and 6
