@@ -119,7 +119,12 @@ def test_the_bundled_draft_model_is_mostly_right() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "reason"), [("LFM2", "it has recurrent states"), ("Llama 4", "it has chunked attention")]
+    ("family", "reason"),
+    [
+        ("LFM2", "it has recurrent states"),
+        ("Llama 4", "it has chunked attention"),
+        ("DeepSeek V4", "it has compressed attention"),
+    ],
 )
 def test_what_cannot_draft_is_refused(family: str, reason: str, tmp_path: Path) -> None:
     write(family, tmp_path / "drafter")

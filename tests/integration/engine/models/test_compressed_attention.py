@@ -114,6 +114,9 @@ def test_the_plan_counts_what_is_allocated(tmp_path: Path) -> None:
     [
         (1, {"kv_cache_dtype": "int8"}, "--kv-cache-dtype int8 is not supported for DeepseekV4ForCausalLM"),
         (1, {"block_size": 6}, "--block-size 6 is not a multiple of the 4 tokens"),
+        (1, {"spec_method": "mtp"}, "mtp is not supported for models with compressed attention; use ngram"),
+        (1, {"spec_model": "a/b"}, "draft_model is not supported for models with compressed attention; use ngram"),
+        (1, {"spec_method": "eagle3", "spec_model": "a/b"}, "eagle3 is not supported for models with compressed"),
         (8, {}, "does not divide this model's 4 attention heads and 4 groups of the attention's output"),
     ],
 )
