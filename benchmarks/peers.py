@@ -233,12 +233,16 @@ class LlamaCpp(Peer):
         target = cache / shape.name / f"{kind}.gguf"
         if target.exists():
             return target
-        part = target.with_suffix(".part")
         if kind == "q4_k_m":
-            halves = self.prepare(shape, "16-bit", cache)
+            halves, part = self.prepare(shape, "16-bit", cache), target.with_suffix(".part")
             _convert([str(self.place.with_name("llama-quantize")), str(halves), str(part), kind.upper()], target)
             part.rename(target)
             return target
+        return self.convert(source, kind, target)
+
+    def convert(self, source: Path, kind: str, target: Path) -> Path:
+        """Write a checkpoint as `target` in llama.cpp's format: f32, f16 or q8_0."""
+        part = target.with_suffix(".part")
         script = next((path for root in self._roots() for path in root.rglob("convert_hf_to_gguf.py")), None)
         if script is None:
             raise RuntimeError(f"no convert_hf_to_gguf.py near {self._root}; it is part of llama.cpp's sources")

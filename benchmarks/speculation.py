@@ -11,6 +11,9 @@ so that each token is followed by a given one. Its answers are therefore known, 
 - misleading: any two tokens of the answer have followed each other in the prompt, but were followed by another one;
 - repeated: as new, but an earlier request has got the same answer.
 
+With `--llama-cpp FOLDER` (see peers.py), llama.cpp's server answers the same prompts in the same rounds, with weights
+in 8 bits (q8_0), without drafts and with those of its own lookup.
+
 The load draft is another: the bundled demo model, in float32, answers questions, one after another, and its draft model
 (scripts/train_demo_model.py --draft) guesses.
 """
@@ -18,17 +21,23 @@ The load draft is another: the bundled demo model, in float32, answers questions
 from __future__ import annotations
 
 import argparse
+import asyncio
+import os
 import random
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
+from load import Address, post
 from machine import cpu_name
+from peers import Launch, LlamaCpp, Server
 from safetensors.torch import save_file
 from shapes import SHAPES, VOCABULARY, write_pair_tokenizer
 from transformers import Qwen2Config
@@ -139,9 +148,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--edit-every", type=int, default=24)
     parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--llama-cpp", type=Path, help="folder with llama-server and its sources")
+    parser.add_argument("--lookup", default="--spec-type ngram-simple", help="arguments that turn on its lookup")
     options = parser.parse_args()
     print(cpu_name())
-    print(f"{'':9} {'load':10} {'streams':>7} {'off tok/s':>9} {'on tok/s':>9} {'ratio':>6}")
+    others = "  llama.cpp off, on, ratio" if options.llama_cpp else ""
+    print(f"{'':9} {'load':10} {'streams':>7} {'off tok/s':>9} {'on tok/s':>9} {'ratio':>6}{others}")
     if "draft" in options.load:
         report_draft_model(options.rounds)
         options.load.remove("draft")
@@ -158,10 +170,48 @@ def main() -> None:
             with (
                 LLM(name, spec_method="none", enable_prefix_caching=False, **engine) as off,
                 LLM(name, enable_prefix_caching=False, **engine) as on,
+                llama_cpp(options, Path(name)) as peers,
             ):
                 for load in options.load:
                     for streams in options.streams:
-                        report(precision, load, streams, off, on, following, options)
+                        report(precision, load, streams, off, on, peers, following, options)
+
+
+class LookupServer(LlamaCpp):
+    """llama.cpp's server with these arguments."""
+
+    def __init__(self, place: Path, arguments: Sequence[str]) -> None:
+        super().__init__(place)
+        self._arguments = arguments
+
+    def launch(self, model: Path, precision: str, port: int, threads: int) -> Launch:
+        command = [str(self.place), "-m", str(model), "-t", str(threads), "-tb", str(threads), "--port", str(port)]
+        return Launch([*command, *self._arguments], {})
+
+
+@contextmanager
+def llama_cpp(options: argparse.Namespace, folder: Path) -> Iterator[list[Server]]:
+    """Servers of the model without drafts and with them; none if there is no llama.cpp."""
+    if options.llama_cpp is None:
+        yield []
+        return
+    place = LlamaCpp.find(options.llama_cpp)
+    if place is None:
+        raise SystemExit(f"there is no llama-server in {options.llama_cpp}: {LlamaCpp.remedy}")
+    model = LlamaCpp(place, options.llama_cpp).convert(folder, "q8_0", folder / "q8_0.gguf")
+    threads = int(os.environ.get("OMP_NUM_THREADS", len(os.sched_getaffinity(0))))
+    slots = ["-np", str(max(options.streams)), "-c", str(max(options.streams) * 2048)]
+    servers = [
+        Server(LookupServer(place, [*slots, *arguments]), "int8", model, threads, folder / f"llama-{number}.log")
+        for number, arguments in enumerate(([], options.lookup.split()))
+    ]
+    try:
+        for server in servers:
+            asyncio.run(server.start([1, 2, 3], "", 300))
+        yield servers
+    finally:
+        for server in servers:
+            server.stop()
 
 
 def report_draft_model(rounds: int) -> None:
@@ -202,20 +252,39 @@ def report(
     streams: int,
     off: LLM,
     on: LLM,
+    peers: Sequence[Server],
     following: list[int],
     options: argparse.Namespace,
 ) -> None:
     """Print one row: the median of the rounds after the first."""
     rng, count = random.Random(streams), options.tokens
-    rates: list[tuple[float, float]] = []
+    rates: list[list[float]] = []
     for number in range(options.rounds + 1):
         prompts = [make_prompt(load, following, rng, count, options.edit_every) for _ in range(streams)]
         salt = f"{precision} {load} {streams} {number}"  # so that nothing is known of the rounds before
-        before, after = (rate(llm, load, prompts, salt, following, count) for llm in (off, on))
-        rates.append((before, after))
-    before, after = (statistics.median(column) for column in zip(*rates[1:], strict=True))
-    ratio = statistics.median(after / before for before, after in rates[1:])
-    print(f"{precision:9} {load:10} {streams:7} {before:9.1f} {after:9.1f} {ratio:6.2f}", flush=True)
+        rates.append([rate(llm, load, prompts, salt, following, count) for llm in (off, on)])
+        rates[-1] += [peer_rate(server, prompts, following, count) for server in peers]
+    columns = ""
+    for at in range(0, 2 + len(peers), 2):
+        before, after = (statistics.median(row[column] for row in rates[1:]) for column in (at, at + 1))
+        ratio = statistics.median(row[at + 1] / row[at] for row in rates[1:])
+        columns += f" {before:9.1f} {after:9.1f} {ratio:6.2f}"
+    print(f"{precision:9} {load:10} {streams:7}{columns}", flush=True)
+
+
+def peer_rate(server: Server, prompts: list[list[int]], following: list[int], count: int) -> float:
+    """The same as `rate` of llama.cpp's server."""
+
+    async def seconds(most: int) -> float:
+        body = {"n_predict": most, "temperature": 0, "ignore_eos": True, "return_tokens": True, "cache_prompt": False}
+        begun, place = time.perf_counter(), Address(server.address.port, "/completion")
+        answers = await asyncio.gather(*(post(place, body | {"prompt": prompt}) for prompt in prompts))
+        for prompt, found in zip(prompts, answers, strict=True):
+            assert found["tokens"] == answer(following, prompt[-1], most), "the model does not copy"
+        return time.perf_counter() - begun
+
+    first = asyncio.run(seconds(1))
+    return len(prompts) * (count - 1) / (asyncio.run(seconds(count)) - first)
 
 
 def rate(llm: LLM, load: str, prompts: list[list[int]], salt: str, following: list[int], count: int) -> float:
