@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
@@ -327,7 +328,9 @@ class ModelRunner:
         if drafts and self._drafter is not None:
             accepted, drafting = count_accepted(rows, batch, sampled), may_draft(rows, [*plan.masks])
             step = SampledStep(rows, first, batch, hidden, accepted, drafting, plan.num_drafts or 0)
-            readings += self._report_drafts(self._drafter.draft(step, self._input_batch), result)
+            draft = partial(self._drafter.draft, step, self._input_batch)
+            made = draft() if self._oom_handler is None else self._oom_handler.attempt("drafts", draft)
+            readings += self._report_drafts(made, result)
         return readings
 
     def _report_drafts(self, drafts: Drafts | None, result: ModelRunnerOutput | None) -> list[AsyncRead]:

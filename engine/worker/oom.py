@@ -70,10 +70,25 @@ class OOMHandler:
             self._reason = f"out of memory on {self._device.type} in a step of {size}; {REMEDY}"
             logger.error("step %d failed: %s: %s", plan.step, self._reason, _line(error))
             traceback.clear_frames(error.__traceback__)  # the frames keep the step's tensors alive
+        self._release()
+        return failed(self._reason)
+
+    def attempt(self, name: str, call: Callable[[], T]) -> T | None:
+        """Return the result of a part of a step that the step can do without, or None if it runs out of memory."""
+        try:
+            return call()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            logger.warning("out of memory on %s: no %s in this step: %s", self._device.type, name, _line(error))
+            traceback.clear_frames(error.__traceback__)
+        self._release()
+        return None
+
+    def _release(self) -> None:
         gc.collect()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-        return failed(self._reason)
 
 
 def _line(error: Exception) -> str:

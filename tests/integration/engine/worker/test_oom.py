@@ -18,14 +18,17 @@ from torch import Tensor
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.distributed.parallel_state import connect
 from quire.engine.executor.uni import UniExecutor
+from quire.engine.layers.attention import Batch
 from quire.engine.models.decoder import DecoderLayer
 from quire.engine.protocol.engine_core import EngineCoreOutput
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.runner_output import ModelRunnerOutput, WorkerFailed, WorkerReady
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.worker import worker
+from quire.engine.worker.drafter import DraftModel
 from tests.fakes.checkpoints import write_checkpoint
 from tests.fakes.core_with_ranks import Ranks
+from tests.fakes.drafts import Always
 from tests.fakes.model_logits import CPU, configure
 from tests.integration.engine.worker.test_memory import FakeMeter
 
@@ -69,12 +72,18 @@ class Scarcity:
         self.steps, self.tokens, self._calls = frozenset(steps), [], 0
 
 
+SETTINGS: dict[str, Any] = {
+    "block_size": 4,
+    "max_num_seqs": 4,
+    "max_model_len": 128,
+    "max_num_batched_tokens": 48,
+    "enforce_eager": True,
+}
+
+
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
-    folder = write_checkpoint("qwen3", tmp_path_factory.mktemp("qwen3"))
-    return configure(
-        folder, block_size=4, max_num_seqs=4, max_model_len=128, max_num_batched_tokens=48, enforce_eager=True
-    )
+    return configure(write_checkpoint("qwen3", tmp_path_factory.mktemp("qwen3")), **SETTINGS)
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["depth 1", "depth 2"])
@@ -134,6 +143,25 @@ def test_only_requests_of_the_failed_step_fail(
     assert not any(tensor() is not None for tensor in scarcity.tensors)
     scarcity.at()
     assert [tokens(outputs) for outputs in ranks.run(requests())] == expected
+
+
+def test_steps_do_without_drafts_for_which_there_is_no_memory(
+    config: EngineConfig, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafting = configure(config.model.path, **SETTINGS, speculative_config={"model": str(config.model.path)})
+    forward, calls = DraftModel._forward, itertools.count()
+
+    def scarce(drafter: DraftModel, batch: Batch) -> Tensor:
+        if next(calls) % 7 == 5:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(drafter, batch)
+
+    monkeypatch.setattr(DraftModel, "_forward", scarce)
+    with Ranks(drafting, UniExecutor(drafting)) as ranks:
+        ended = ranks.run(requests(), speculation=Always(3, 16))
+        assert [tokens(outputs) for outputs in ended] == expected
+        assert ranks.stats.num_accepted_tokens
+    assert next(calls) > 20
 
 
 def test_a_rank_that_always_lacks_memory_answers_everybody(ranks: Ranks, scarcity: Scarcity) -> None:
