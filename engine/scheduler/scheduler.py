@@ -76,9 +76,8 @@ class Scheduler:
         """Running requests with structured output."""
         self.speculation: SpeculationManager | None = None
         if self.config.speculative is not None:
-            self.speculation = make_speculation(
-                *(self.config.speculative, self.config.max_sampled_tokens), cache.block_size if self.kv.states else None
-            )
+            block_size = cache.block_size if self.kv.states else None
+            self.speculation = make_speculation(self.config.speculative, self.config.max_sampled_tokens, block_size)
         self._drafted: dict[Request, int] = {}
         """The requests with drafts in flight, and their number."""
         self._last_drafting_step = -1
@@ -306,6 +305,7 @@ class Scheduler:
         ready = ready[: min(max_rows, tokens_left)]
         if self.kv.states and self.speculation is not None:  # a decode may have several pending tokens
             counts = accumulate(max(1, request.num_pending_tokens) for request in ready)
+            # No row is left out forever: pending tokens are no more than a step may sample, and so fit into a step.
             ready = ready[: max(1, sum(count <= tokens_left for count in counts))]
         drafts = self._draft(ready)
         for request in ready:
