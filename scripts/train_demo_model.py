@@ -120,13 +120,23 @@ def train_tokenizer(chats: Chats) -> PreTrainedTokenizerFast:
 
 def build_model(tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
     """The untrained model: six layers, eight query heads, four KV heads, tied embeddings; float32."""
+    return _build(tokenizer, layers=6, heads=8)
+
+
+def build_draft(tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
+    """The untrained draft model: two layers, four query heads, two KV heads, tied embeddings; float32."""
+    return _build(tokenizer, layers=2, heads=4)
+
+
+def _build(tokenizer: PreTrainedTokenizerBase, layers: int, heads: int) -> LlamaForCausalLM:
+    """A model whose layers add nothing yet."""
     config = LlamaConfig(
         vocab_size=VOCABULARY,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=6,
-        num_attention_heads=8,
-        num_key_value_heads=4,
+        hidden_size=32 * heads,
+        intermediate_size=64 * heads,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
         head_dim=32,
         max_position_embeddings=2048,
         tie_word_embeddings=True,
@@ -134,36 +144,12 @@ def build_model(tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    return initialized(config)
-
-
-def initialized(config: LlamaConfig) -> LlamaForCausalLM:
-    """The model whose layers add nothing yet."""
     model = LlamaForCausalLM(config)
     torch.nn.init.normal_(model.model.embed_tokens.weight, std=0.05)
     for layer in model.model.layers:
         torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
         torch.nn.init.zeros_(layer.mlp.down_proj.weight)
     return model
-
-
-def build_draft(tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
-    """The untrained draft model: two layers, four query heads, two KV heads, tied embeddings; float32."""
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    return initialized(config)
 
 
 def render(tokenizer: PreTrainedTokenizerBase, chat: Chat, messages: int, prompt: bool = False) -> str:

@@ -16,7 +16,7 @@ from tests.fakes.configs import Windows, engine_config
 from tests.fakes.drafts import Always
 from tests.fakes.model import FAILURE, next_token
 from tests.unit.engine.scheduler.test_scheduler import AHEAD, Engine, continuation, tightened
-from tests.unit.engine.scheduler.test_speculation import request
+from tests.unit.engine.scheduler.test_speculation import check_disturbed, request
 
 MOST = 4
 
@@ -45,33 +45,11 @@ def test_output_does_not_depend_on_drafts(
     """With aborts, stop tokens, preemption, prefix hits, and every block that is read or drafted into checked by the
     fake model."""
     config = engine_config(stages=stages, depth=depth, windows=windows, max_num_batched_tokens=32, num_blocks=1200)
-    running, rng = Engine(tightened(config) if tight else config), random.Random(depth)
+    running = Engine(tightened(config) if tight else config)
     states = config.cache.block_size if "state" in windows else None
     running.scheduler.speculation = Always(MOST, 16, states, varies=varies)
     running.model.guess = GUESSES[guess]
-    prompts: dict[str, list[int]] = {}
-
-    def disturb(turn: int) -> None:
-        if turn < 100 and turn % 5 == 0:
-            prompt = [rng.randrange(5) for _ in range(rng.randrange(1, 60))]
-            prompts[str(turn)] = prompt
-            running.add(str(turn), prompt, max_tokens=40, stop_token_ids=[rng.randrange(97) for _ in range(turn % 4)])
-            if rng.random() < 0.2:
-                running.abort(str(rng.randrange(turn + 1) // 5 * 5))
-
-    running.run(disturb, at_least=100)
-    for request_id in running.outputs:
-        assert len(running.ends(request_id)) == 1
-        tokens = running.tokens(request_id)
-        assert tokens == continuation(prompts[request_id], len(tokens))
-    stats = running.scheduler.snapshot()
-    assert stats.num_drafts > 10
-    assert stats.generated_tokens == sum(len(running.tokens(request_id)) for request_id in running.outputs)
-    assert stats.num_accepted_tokens == sum(stats.accepted_per_position)
-    if guess == "wrong":
-        assert stats.num_accepted_tokens == 0
-    else:
-        assert stats.num_accepted_tokens > stats.num_draft_tokens // 5
+    check_disturbed(running, random.Random(depth), is_wrong=guess == "wrong")
 
 
 @pytest.mark.parametrize(("stages", "depth"), AHEAD)
