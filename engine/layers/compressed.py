@@ -154,11 +154,7 @@ class CompressedAttention(nn.Module):
             assert isinstance(x, Tensor)
             self._compress(x, batch, cache)
             if self.indexer is not None:
-                assert cache.keys is not None
-                assert batch.entries is not None
-                tables = batch.entries.block_tables[_requests(batch)]
-                counts = (batch.positions + 1) // spec.compressor_ratio
-                chosen = self.indexer(x, latent_query, cos_sin, cache.keys, tables, counts)
+                chosen = self._select(self.indexer, (x, latent_query, cos_sin), batch, cache)
         mixed = self._attend(query, batch, cache, chosen)
         cos, sin = cos_sin.chunk(2, dim=-1)
         mixed, _ = kernels.rotary(mixed, mixed[:, :0], torch.cat((cos, -sin), dim=-1))
@@ -166,6 +162,19 @@ class CompressedAttention(nn.Module):
         weight = self.group_output.weight.view(self._groups, spec.output_rank, -1)
         out: Tensor = self.output(torch.einsum("tgi,gri->tgr", grouped, weight).flatten(1))
         return out
+
+    def _select(
+        self, indexer: EntryIndexer, inputs: tuple[Tensor, Tensor, Tensor], batch: Batch, cache: CompressedCache
+    ) -> Tensor:
+        """The slots of the selected entries, `[tokens, top_k]`, of as many tokens at once as their tables fit."""
+        assert cache.keys is not None
+        assert batch.entries is not None
+        tables, counts = batch.entries.block_tables, (batch.positions + 1) // self._spec.compressor_ratio
+        size = max(1, attention_spec.SCORES_AT_ONCE // tables.shape[1])
+        if len(tables) == len(counts) <= size:
+            return indexer(*inputs, cache.keys, tables, counts)
+        parts = zip(*(each.split(size) for each in (*inputs, _requests(batch), counts)), strict=True)
+        return torch.cat([indexer(*part, cache.keys, tables[owners], ends) for *part, owners, ends in parts])
 
     def _compress(self, x: Tensor, batch: Batch, cache: CompressedCache) -> None:
         """Write what compressors need of the tokens, and the entries of the groups that end with one of them."""
@@ -209,7 +218,8 @@ class CompressedAttention(nn.Module):
             counts, lengths, _ = batch.host_metadata()
             starts = counts.cumsum() - counts
             positions = np.arange(counts.sum()) + np.repeat(lengths - counts - starts, counts)
-            places = torch.from_numpy(np.flatnonzero((positions + 1) % ratio == 0)).to(device)
+            found = torch.from_numpy(np.flatnonzero((positions + 1) % ratio == 0))
+            places = found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found
         span, width = self._spec.compressor.span if self._spec.compressor else 0, self._spec.inputs_width
         for tokens in torch.split(places, max(1, attention_spec.SCORES_AT_ONCE // (span * width))):
             at = batch.positions[tokens]

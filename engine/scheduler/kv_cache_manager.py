@@ -19,7 +19,8 @@ page, whose first block stands for it. Without recurrent states and such groups 
 A recurrent state takes a page, whose first block stands for it in the list: at the place of the last block that the
 state includes. A row reads the state at its start, and writes the state at its end and at each place in between that
 has a page. States stay in the prefix cache at multiples of `STATE_INTERVAL` tokens, at the last boundary of a prompt,
-and at the last boundary of the tokens sampled so far; at other places the page is used for the next state.
+and at the last boundary of the tokens sampled so far; at other places the page is used for the next state. Where blocks
+fill pages, those in the windows of these places stay.
 
 A block outside a window is freed before the row that no longer sees it is scheduled, while rows in flight may still
 read it. Workers run plans in order, so these rows run before the block is written again.
@@ -252,6 +253,9 @@ class KVCacheManager:
 
     def is_kept(self, group: int, boundary: int, num_known: int) -> bool:
         """Whether the block before `boundary` belongs in the prefix cache of a request with `num_known` tokens."""
+        if group in self._in_pages:  # in the window of the tokens at the places where states are kept
+            window = self.windows[group] + self.block_size
+            return num_known - window < boundary or -boundary % STATE_INTERVAL < window
         if group not in self.states:
             return True
         newest = (num_known - 1) // self.block_size * self.block_size

@@ -529,7 +529,7 @@ class Scheduler:
             known = max(len(request.token_ids), request.num_computed_tokens)
             for index in range(request.num_published, full):
                 block, boundary = request.block_ids[index], kv.num_tokens_in(index) + kv.block_size
-                if block >= 0 and (not kv.states or kv.is_kept(index % kv.num_groups, boundary, known)):
+                if block >= 0 and kv.is_kept(index % kv.num_groups, boundary, known):
                     kv.publish(block, request.hashes[index], step)
             request.num_published = full
 

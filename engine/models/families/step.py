@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +32,8 @@ def _step(name: str, config: Config) -> ModelSpec:
     require(config, "yarn_only_types", ["full_attention"])
     require(config, "use_rope_layers", None, [])
     require(config, "sink", False)
+    require(config, "use_bidirectional_attention", False, None)
+    require(config, "gating", True, "per-head")
     for setting in ("use_head_wise_attn_gate", "use_qk_norm", "zero_centered"):
         require(config, setting, True)
     for setting in ("norm_expert_weight", "use_moe_router_bias"):
@@ -55,7 +57,16 @@ def _step(name: str, config: Config) -> ModelSpec:
         kinds = {"full_attention": {"attention": full}, "sliding_attention": {"attention": replace(full, **windows)}}
         inner = _experts(config, number) if is_sparse else _mlp(config, "intermediate_size", number)
         layers += layers_by_kind([kind], kinds, [inner], attention_norm=norm, feed_forward_norm=norm)
+    _check_layers(config, layers)
     return architecture(name, config, layers, norm)
+
+
+def _check_layers(config: Config, layers: Sequence[LayerSpec]) -> None:
+    """Check that the settings of single layers, which transformers writes, say what the others do."""
+    for number, settings in (config.get("per_layer_config") or {}).items():
+        attention = layers[int(number)].attention if int(number) < len(layers) else None
+        if attention is not None and dict(settings) != {"num_attention_heads": attention.num_heads}:
+            raise ConfigError(f"per_layer_config of layer {number} is not supported: {dict(settings)}")
 
 
 def _of_layer(config: Config, setting: str, number: int, default: Any) -> Any:

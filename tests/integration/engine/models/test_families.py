@@ -186,6 +186,9 @@ def test_windows_of_mimo_have_the_heads_of_other_layers(name: str) -> None:
         ({"layer_types": ["chunked_attention"] * 4}, "layers of type chunked_attention are not supported"),
         ({"attention_other_setting": {"num_attention_groups": 4}}, "num_attention_groups 4 is not supported"),
         ({"use_head_wise_attn_gate": False}, "use_head_wise_attn_gate False is not supported"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention True is not supported"),
+        ({"gating": False}, "gating False is not supported"),
+        ({"per_layer_config": {"1": {"num_attention_heads": 2}}}, "per_layer_config of layer 1 is not supported"),
         ({"yarn_only_types": ["sliding_attention"]}, "yarn_only_types .'sliding_attention'. is not supported"),
     ],
 )

@@ -932,6 +932,17 @@ def test_states_of_one_prompt_serve_others_while_there_is_room() -> None:
     assert [engine.outputs[name][-1].num_cached_tokens for name in ("a", "b", "c")] == [60, 60, 60]
 
 
+def test_a_long_prompt_leaves_others_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where blocks take pages, those that its window has passed go first."""
+    monkeypatch.setattr(kv_cache_manager, "STATE_INTERVAL", 1024)
+    config = engine_config(windows=(None, -9), max_model_len=1024, num_blocks=3 * 110, max_num_batched_tokens=16)
+    engine, first = Engine(config), [number % 90 for number in range(63)]
+    for name, prompt in (("first", first), ("long", [95, *range(80)] * 8), ("again", [*first, 96, 7])):
+        engine.add(name, prompt, max_tokens=3)
+        engine.run()
+    assert engine.outputs["again"][-1].num_cached_tokens == 60
+
+
 def test_requests_with_states_alone_are_not_preempted() -> None:
     """A state has one size: two requests fit into two pages each, and snapshots give way."""
     config = engine_config(windows=("state",), max_num_seqs=4, num_blocks=3 * 5)
