@@ -16,6 +16,8 @@ from torch import Tensor
 
 from quire.engine.config.memory_plan import MemoryPlan
 from quire.engine.layers.attention import CompressedCache
+from quire.engine.layers.compressed import EntryIndexer
+from quire.engine.models import attention_spec
 from quire.engine.models.attention_spec import CompressedAttentionSpec
 from quire.engine.models.families import from_hf_config
 from quire.engine.protocol.errors import ConfigError
@@ -214,3 +216,20 @@ def test_pages_are_those_of_blocks_of_tokens() -> None:
     ends = torch.tensor([3, 7, 15])
     assert cache.entry_slots(torch.tensor([5, 5, 6]), ends, memory).tolist() == [10, 11, 13]
     assert cache.entries_of(torch.tensor([5, 6])).tolist() == [11, 13]  # of all 8 tokens of blocks 5 and 6
+
+
+def test_a_few_tokens_at_once_compute_what_all_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write("DeepSeek V4", tmp_path)
+    config, tokens = configure(tmp_path, max_model_len=256), torch.arange(3, 103)
+    (expected,) = on_ranks(1, partial(logits, config, tokens))
+    sizes, select = [], EntryIndexer.forward
+
+    def counted(indexer: EntryIndexer, x: Tensor, *rest: Tensor) -> Tensor:
+        sizes.append(len(x))
+        return select(indexer, x, *rest)
+
+    monkeypatch.setattr(attention_spec, "SCORES_AT_ONCE", 500)
+    monkeypatch.setattr(EntryIndexer, "forward", counted)
+    (found,) = on_ranks(1, partial(logits, config, tokens))
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert 1 < max(sizes) < 100
