@@ -206,6 +206,9 @@ def _selection(
     where = case.tables, case.lengths, case.starts
     named = f"{len(requests)} requests, {count} heads of {dim}, {top_k} tokens"
     yield "select_tokens", named, lambda module: module.select_tokens(query, weights, keys, *where, top_k)
+    size, blocks = 32, max(2, top_k // 32)
+    named_blocks = f"{len(requests)} requests, {count} heads of {dim}, {blocks} blocks of {size} tokens"
+    yield "select_blocks", named_blocks, lambda module: module.select_blocks(query, keys, *where, size, blocks, 1)
     slots = torch.randint(keys.shape[1] * BLOCK, (len(query), top_k), device=device)
     counts = torch.randint(1, top_k + 1, (len(query),), device=device)
     yield (
