@@ -172,8 +172,9 @@ class CompressedAttention(nn.Module):
         tables, counts = batch.entries.block_tables, (batch.positions + 1) // self._spec.compressor_ratio
         size = max(1, attention_spec.SCORES_AT_ONCE // tables.shape[1])
         if len(tables) == len(counts) <= size:
-            return indexer(*inputs, cache.keys, tables, counts)
-        parts = zip(*(each.split(size) for each in (*inputs, _requests(batch), counts)), strict=True)
+            chosen: Tensor = indexer(*inputs, cache.keys, tables, counts)
+            return chosen
+        parts = zip(*(torch.split(each, size) for each in (*inputs, _requests(batch), counts)), strict=True)
         return torch.cat([indexer(*part, cache.keys, tables[owners], ends) for *part, owners, ends in parts])
 
     def _compress(self, x: Tensor, batch: Batch, cache: CompressedCache) -> None:
