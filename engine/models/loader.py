@@ -517,6 +517,9 @@ def _fill_randomly(seed: int, place: Place) -> None:
     if len(shard.shape) == 1 and stored.name.endswith("weight"):  # a norm's weight
         _put(weight, shard, torch.ones(()))
         return
+    if not weight.is_floating_point():  # a table of experts, which differ within a row
+        _put(weight, shard, torch.arange(shard.shape[-1]).expand(shard.shape)[shard.source].to(weight.dtype))
+        return
     key = (seed << 32 ^ zlib.crc32(f"{stored.name} {shard.part} {stored.expert}".encode())) & (1 << 63) - 1
     _put(weight, shard, _random(key, shard, weight))
 
