@@ -91,12 +91,8 @@ class DecoderLayer(nn.Module):
         if self.block is not None:
             return self._with_block(x if residual is None else residual + x, batch, cos_sin, cache, layer_input)
         if self.attention_connection is not None:
-            run = self._with_streams(x, batch, cos_sin, cache)
-            while True:
-                try:
-                    next(run)
-                except StopIteration as end:
-                    return end.value, None
+            (x,) = _interleave([self._with_streams(x, batch, cos_sin, cache)])
+            return x, None
         predicted = None
         if self.alt_up is not None:
             predicted = self.alt_up.predict(x)

@@ -65,6 +65,7 @@ class ModelSpeculationManager(SpeculationManager):
         """Rows, and those that can have drafts, of the last plan for which no drafts pay."""
 
     def num_drafts(self, requests: Sequence[Request], num_rows: int, *, has_prompts: bool) -> int | None:
+        """Return `SchedulerOutput.num_drafts` of a plan with `num_rows`, of which these can have drafts afterwards."""
         if num_rows > MAX_ROWS:
             return None
         depth = self._choose_depth(requests, num_rows)
@@ -122,6 +123,7 @@ class ModelSpeculationManager(SpeculationManager):
         return found
 
     def add_drafts(self, drafts: Mapping[Request, list[int]]) -> None:
+        """Take the drafts that the workers have made, of these requests' next tokens."""
         for request, made in drafts.items():
             self._learn(request)
             if request.finish_reason is None:

@@ -39,7 +39,7 @@ from quire.engine.protocol.scheduler_output import CachedRequestData, NewRequest
 from quire.engine.protocol.stats import ITERATION_TOKENS, EngineStats
 from quire.engine.scheduler.grammar import GrammarCompiler
 from quire.engine.scheduler.kv_cache_manager import KVCacheManager, extend_hashes
-from quire.engine.scheduler.model_drafts import make_speculation
+from quire.engine.scheduler.model_drafts import ModelSpeculationManager, make_speculation
 from quire.engine.scheduler.request import Request, Share
 from quire.engine.scheduler.request_queue import RequestQueue, discard, insert, order
 from quire.engine.scheduler.speculation import SpeculationManager
@@ -265,7 +265,7 @@ class Scheduler:
         self._admit(plan, rows, max_rows, tokens_left, preemptions)
 
         if rows:
-            if self.speculation is not None:
+            if isinstance(self.speculation, ModelSpeculationManager):
                 self._ask_for_drafts(plan, rows, self.speculation)
             self.token_budget.on_scheduled(plan, rows, num_decodes, context)
             return self._finish_plan(plan, rows)
@@ -385,7 +385,7 @@ class Scheduler:
         self.stats.num_draft_tokens += len(drafts)
         return self._decode_row(request, count, self._advance(request, count), drafts)
 
-    def _ask_for_drafts(self, plan: SchedulerOutput, rows: list[Request], speculation: SpeculationManager) -> None:
+    def _ask_for_drafts(self, plan: SchedulerOutput, rows: list[Request], speculation: ModelSpeculationManager) -> None:
         """Have the workers make drafts after this step, if the next plan can use them, and give them slots.
 
         Where blocks are scarce, rows have no slots in advance, and fewer drafts.
@@ -732,7 +732,7 @@ class Scheduler:
                 self.structured_output.on_sampled(request, token_id, logprobs)
             else:
                 client_outputs.outputs.append(self._make_output(request, [token_id], [logprobs]))
-        if self.speculation is not None and result.draft_token_ids:
+        if isinstance(self.speculation, ModelSpeculationManager) and result.draft_token_ids:
             self.speculation.add_drafts({rows[row]: drafts for row, drafts in result.draft_token_ids.items()})
         self._count_generated(outputs)
         return outputs

@@ -157,13 +157,6 @@ class SpeculationManager:
         base, *times = self.times.relative(num_rows, [num_tokens, *sizes]) or (1.0,)
         return [time / base for time in times]
 
-    def num_drafts(self, requests: Sequence[Request], num_rows: int, *, has_prompts: bool) -> int | None:
-        """Return `SchedulerOutput.num_drafts` of a plan with `num_rows`, of which these can have drafts afterwards."""
-        return None
-
-    def add_drafts(self, drafts: Mapping[Request, list[int]]) -> None:
-        """Take the drafts that the workers have made, of these requests' next tokens."""
-
     def on_result(self, plan: SchedulerOutput, now: float | None) -> None:
         """Record that the result of a plan arrived at this time, in seconds; None: the step failed.
 

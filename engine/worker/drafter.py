@@ -93,8 +93,7 @@ class DraftModel:
     `InputBatch.num_drafter_tokens` says for how many of a request's tokens its KV is complete. In each step it computes
     those that follow, up to the newest one, whatever the target has computed: where steps have passed without it, it
     catches up, a few rows at a time so that no step takes long. A row that is still behind has no drafts. Blocks of
-    the prefix cache that
-    were filled in such steps have a gap, with which its guesses are worse.
+    the prefix cache that were filled in such steps have a gap, with which its guesses are worse.
 
     On a CPU its passes of few tokens are replayed; on a GPU they run without graphs.
     """

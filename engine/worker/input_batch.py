@@ -90,7 +90,7 @@ class InputBatch:
         """`states` are the groups with recurrent states, in pages of `blocks_per_page` blocks. `is_shared`: whether
         device and host share their memory; None: they do on a CPU."""
         self._states, self._blocks_per_page = states, blocks_per_page
-        self.block_size = self._block_size = block_size
+        self.block_size = block_size
         self._groups, self._device = groups, torch.device(device)
         self._slots, self._max_length, self._width = slots, max_length, -(-max_length // block_size)
         self._tables_start = slots * max_length
@@ -279,8 +279,8 @@ class InputBatch:
             # Every token is a row of its own: KV is written before any row attends. So the step is one of decodes.
             slots, counts, first, starts = owners, np.ones_like(owners), positions, np.arange(len(owners) + 1)
         lengths = first + counts
-        blocks, offsets = np.divmod(positions, self._block_size)
-        width = -(-int(lengths.max(initial=1)) // self._block_size)
+        blocks, offsets = np.divmod(positions, self.block_size)
+        width = -(-int(lengths.max(initial=1)) // self.block_size)
         tokens = self.token_indices(owners, positions)
         segments = {group: self._segments(rows, starts, self._tables[group]) for group in self._states}
         token_ids, tables, sent = self._gather(
@@ -292,7 +292,7 @@ class InputBatch:
             starts,
             rows.sampling if logits_indices_only else last,
             tokens[last] + 1,
-            *[table[owners, blocks] * self._block_size + offsets for table in self._tables],
+            *[table[owners, blocks] * self.block_size + offsets for table in self._tables],
             *chain.from_iterable(segments.values()),
         )
         places, ends, query_starts, sampled, kept, *others = sent
@@ -315,7 +315,7 @@ class InputBatch:
 
     def capacity(self, slots: Ints) -> Ints:
         """Tokens of each request that there are slots for."""
-        found: Ints = np.minimum(self.num_blocks[slots] * self._block_size, self._max_length)
+        found: Ints = np.minimum(self.num_blocks[slots] * self.block_size, self._max_length)
         return found
 
     def following(self, slots: Ints, first: Ints, counts: Ints) -> Tensor:
@@ -341,9 +341,9 @@ class InputBatch:
             slots, counts, first, rows = owners, np.ones_like(owners), positions, starts[:-1]
             starts = np.arange(len(owners) + 1)
         lengths = first + counts
-        blocks, offsets = np.divmod(positions, self._block_size)
-        width = min(self._width, -(-(int(lengths.max()) + ahead) // self._block_size))
-        mappings = [table[owners, blocks] * self._block_size + offsets for table in self._tables]
+        blocks, offsets = np.divmod(positions, self.block_size)
+        width = min(self._width, -(-(int(lengths.max()) + ahead) // self.block_size))
+        mappings = [table[owners, blocks] * self.block_size + offsets for table in self._tables]
         token_ids, tables, sent = self._gather(
             self.token_indices(owners, positions), slots, width, positions, lengths, starts, *mappings
         )
@@ -359,7 +359,7 @@ class InputBatch:
     def _segments(self, rows: StepRows, starts: Ints, table: npt.NDArray[np.int32]) -> tuple[Ints, Ints, Ints, Ints]:
         """The fields of `StateSegments`: a row ends a segment at each block boundary for which `table` has a page, and
         before its drafts, whose state is not stored."""
-        size, first = self._block_size, self.num_computed_tokens[rows.slots]
+        size, first = self.block_size, self.num_computed_tokens[rows.slots]
         counts = rows.counts if rows.num_drafts is None else rows.counts - rows.num_drafts
         ends = first + counts
         read = np.where(first > 0, table[rows.slots, (first - 1) // size], -1).astype(np.int64)
