@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from typing import Any
@@ -42,6 +43,13 @@ def pytest_sessionfinish() -> None:
     """Extension modules report what is frozen as leaked."""
     gc.unfreeze()
     shutil.rmtree(os.environ["QUIRE_PACKED_CACHE"], ignore_errors=True)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Random tensors of a test and of its fixtures do not depend on what ran before in this process."""
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)

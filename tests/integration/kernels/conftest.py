@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from quire.kernels import dispatch
 
@@ -19,9 +18,3 @@ def implementation(request: pytest.FixtureRequest) -> Iterator[str]:
         elif request.param not in dispatch.PLATFORMS:
             pytest.skip(f"the {request.param} kernels cannot be compiled here")
         yield request.param
-
-
-@pytest.fixture(autouse=True)
-def _same_numbers() -> None:
-    """Whatever ran before in this process."""
-    torch.manual_seed(0)
