@@ -423,7 +423,10 @@ def _share_priority(processes: Sequence[psutil.Process]) -> None:
 class Server:
     """A peer serving one model at one precision, as a tree of processes."""
 
-    def __init__(self, peer: Peer, precision: str, model: Path, threads: int, log: Path) -> None:
+    def __init__(
+        self, peer: Peer, precision: str, model: Path, threads: int, log: Path, arguments: Sequence[str] = ()
+    ) -> None:
+        """`arguments` are added to the command of the peer."""
         self.peer, self.precision, self.model = peer, precision, model
         self.name = f"{peer.name} {precision}"
         self.spins = False
@@ -433,7 +436,8 @@ class Server:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.address = Address(port, peer.path)
-        self._launch = peer.launch(model, precision, port, threads)
+        launch = peer.launch(model, precision, port, threads)
+        self._launch = Launch([*launch.command, *arguments], launch.environment)
         self._threads = threads
         self._process: psutil.Popen | None = None
 

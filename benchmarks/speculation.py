@@ -11,8 +11,8 @@ so that each token is followed by a given one. Its answers are therefore known, 
 - misleading: any two tokens of the answer have followed each other in the prompt, but were followed by another one;
 - repeated: as new, but an earlier request has got the same answer.
 
-With `--llama-cpp FOLDER` (see peers.py), llama.cpp's server answers the same prompts in the same rounds, with weights
-in 8 bits (q8_0), without drafts and with those of its own lookup.
+With `--peer llama.cpp=FOLDER` or `--peer vllm=FOLDER` (see peers.py), these servers answer the same prompts in the same
+rounds, without drafts and with those of their own lookup: llama.cpp with weights in 8 bits (q8_0), vLLM in bfloat16.
 
 The load draft is another: the bundled demo model, in float32, answers questions, one after another, and its draft model
 (scripts/train_demo_model.py --draft) guesses.
@@ -27,8 +27,9 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ import msgspec
 import torch
 from load import Address, post
 from machine import cpu_name
-from peers import Launch, LlamaCpp, Server
+from peers import LlamaCpp, Server, Vllm, find
 from safetensors.torch import save_file
 from shapes import SHAPES, VOCABULARY, write_pair_tokenizer
 from transformers import Qwen2Config
@@ -64,6 +65,8 @@ QUESTIONS = [
     "Who decides to which replica my request goes?",
 ]
 """In wordings that the demo model has not been trained on."""
+LLAMA_CPP_LOOKUP = ["--spec-type", "ngram-simple"]
+VLLM_LOOKUP = ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_max": 4}']
 SMALL = 1e-3
 """Scale of what the layers add to the embedding of a token, which alone decides the next one."""
 
@@ -148,11 +151,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--edit-every", type=int, default=24)
     parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--llama-cpp", type=Path, help="folder with llama-server and its sources")
-    parser.add_argument("--lookup", default="--spec-type ngram-simple", help="arguments that turn on its lookup")
+    parser.add_argument("--peer", action="append", default=[], metavar="NAME=PATH", help="llama.cpp or vllm")
     options = parser.parse_args()
+    peers = {name: Path(place) for name, _, place in (each.partition("=") for each in options.peer)}
     print(cpu_name())
-    others = "  llama.cpp off, on, ratio" if options.llama_cpp else ""
+    others = "".join(f"  {name} off, on, ratio" for name in peers)
     print(f"{'':9} {'load':10} {'streams':>7} {'off tok/s':>9} {'on tok/s':>9} {'ratio':>6}{others}")
     if "draft" in options.load:
         report_draft_model(options.rounds)
@@ -170,44 +173,32 @@ def main() -> None:
             with (
                 LLM(name, spec_method="none", enable_prefix_caching=False, **engine) as off,
                 LLM(name, enable_prefix_caching=False, **engine) as on,
-                llama_cpp(options, Path(name)) as peers,
+                serving(peers, Path(name), max(options.streams)) as servers,
             ):
                 for load in options.load:
                     for streams in options.streams:
-                        report(precision, load, streams, off, on, peers, following, options)
-
-
-class LookupServer(LlamaCpp):
-    """llama.cpp's server with these arguments."""
-
-    def __init__(self, place: Path, arguments: Sequence[str]) -> None:
-        super().__init__(place)
-        self._arguments = arguments
-
-    def launch(self, model: Path, precision: str, port: int, threads: int) -> Launch:
-        command = [str(self.place), "-m", str(model), "-t", str(threads), "-tb", str(threads), "--port", str(port)]
-        return Launch([*command, *self._arguments], {})
+                        report(precision, load, streams, off, on, servers, following, options)
 
 
 @contextmanager
-def llama_cpp(options: argparse.Namespace, folder: Path) -> Iterator[list[Server]]:
-    """Servers of the model without drafts and with them; none if there is no llama.cpp."""
-    if options.llama_cpp is None:
-        yield []
-        return
-    place = LlamaCpp.find(options.llama_cpp)
-    if place is None:
-        raise SystemExit(f"there is no llama-server in {options.llama_cpp}: {LlamaCpp.remedy}")
-    model = LlamaCpp(place, options.llama_cpp).convert(folder, "q8_0", folder / "q8_0.gguf")
+def serving(peers: Mapping[str, Path], folder: Path, streams: int) -> Iterator[list[Server]]:
+    """Run each peer with the model in `folder` for at most this many streams: without drafts, and with those of its
+    lookup."""
     threads = int(os.environ.get("OMP_NUM_THREADS", len(os.sched_getaffinity(0))))
-    slots = ["-np", str(max(options.streams)), "-c", str(max(options.streams) * 2048)]
-    servers = [
-        Server(LookupServer(place, [*slots, *arguments]), "int8", model, threads, folder / f"llama-{number}.log")
-        for number, arguments in enumerate(([], options.lookup.split()))
-    ]
+    servers: list[Server] = []
     try:
-        for server in servers:
-            asyncio.run(server.start([1, 2, 3], "", 300))
+        for name, given in peers.items():
+            peer = find({"llama.cpp": LlamaCpp, "vllm": Vllm}[name], given)
+            if peer is None:
+                raise SystemExit(f"there is no {name} in {given}")
+            model, precision, settings, lookup = folder, "16-bit", ["--no-enable-prefix-caching"], VLLM_LOOKUP
+            if isinstance(peer, LlamaCpp):
+                model, precision, lookup = peer.convert(folder, "q8_0", folder / "q8_0.gguf"), "int8", LLAMA_CPP_LOOKUP
+                settings = ["-np", str(streams), "-c", str(streams * 2048)]
+            for arguments in ([], lookup):
+                log = folder / f"{name}-{len(servers)}.log"
+                servers.append(Server(peer, precision, model, threads, log, [*settings, *arguments]))
+                asyncio.run(servers[-1].start([1, 2, 3], "", 600))
         yield servers
     finally:
         for server in servers:
@@ -252,7 +243,7 @@ def report(
     streams: int,
     off: LLM,
     on: LLM,
-    peers: Sequence[Server],
+    servers: Sequence[Server],
     following: list[int],
     options: argparse.Namespace,
 ) -> None:
@@ -262,10 +253,12 @@ def report(
     for number in range(options.rounds + 1):
         prompts = [make_prompt(load, following, rng, count, options.edit_every) for _ in range(streams)]
         salt = f"{precision} {load} {streams} {number}"  # so that nothing is known of the rounds before
-        rates.append([rate(llm, load, prompts, salt, following, count) for llm in (off, on)])
-        rates[-1] += [peer_rate(server, prompts, following, count) for server in peers]
+        turns = [partial(rate, llm, load, prompts, salt, following, count) for llm in (off, on)]
+        turns += [partial(peer_rate, server, prompts, following, count) for server in servers]
+        order = range(len(turns)) if number % 2 else reversed(range(len(turns)))
+        rates.append([found for _, found in sorted((at, turns[at]()) for at in order)])
     columns = ""
-    for at in range(0, 2 + len(peers), 2):
+    for at in range(0, 2 + len(servers), 2):
         before, after = (statistics.median(row[column] for row in rates[1:]) for column in (at, at + 1))
         ratio = statistics.median(row[at + 1] / row[at] for row in rates[1:])
         columns += f" {before:9.1f} {after:9.1f} {ratio:6.2f}"
@@ -273,18 +266,28 @@ def report(
 
 
 def peer_rate(server: Server, prompts: list[list[int]], following: list[int], count: int) -> float:
-    """The same as `rate` of llama.cpp's server."""
+    """The same as `rate` of another server."""
 
     async def seconds(most: int) -> float:
-        body = {"n_predict": most, "temperature": 0, "ignore_eos": True, "return_tokens": True, "cache_prompt": False}
-        begun, place = time.perf_counter(), Address(server.address.port, "/completion")
-        answers = await asyncio.gather(*(post(place, body | {"prompt": prompt}) for prompt in prompts))
+        begun = time.perf_counter()
+        answers = await asyncio.gather(*(completion(server, prompt, most) for prompt in prompts))
         for prompt, found in zip(prompts, answers, strict=True):
-            assert found["tokens"] == answer(following, prompt[-1], most), "the model does not copy"
+            assert found == answer(following, prompt[-1], most), "the model does not copy"
         return time.perf_counter() - begun
 
     first = asyncio.run(seconds(1))
     return len(prompts) * (count - 1) / (asyncio.run(seconds(count)) - first)
+
+
+async def completion(server: Server, prompt: list[int], most: int) -> list[int]:
+    body: dict[str, Any] = {"prompt": prompt, "temperature": 0, "ignore_eos": True}
+    if isinstance(server.peer, LlamaCpp):
+        body |= {"n_predict": most, "return_tokens": True, "cache_prompt": False}
+        tokens: list[int] = (await post(Address(server.address.port, "/completion"), body))["tokens"]
+    else:
+        body |= {"model": str(server.model), "max_tokens": most, "return_token_ids": True}
+        tokens = (await post(server.address, body))["choices"][0]["token_ids"]
+    return tokens
 
 
 def rate(llm: LLM, load: str, prompts: list[list[int]], salt: str, following: list[int], count: int) -> float:
