@@ -1,0 +1,287 @@
+"""`AsyncLLM`: a model for asyncio programs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import weakref
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal
+
+from quire.engine.cluster.cluster_token import with_cluster_token
+from quire.engine.config.engine_config import EngineConfig
+from quire.engine.config.options import EngineOptions
+from quire.engine.config.resolve import fetch_weights, resolve
+from quire.engine.protocol.sampling_params import SamplingParams
+from quire.server.frontend.chat_formats import ChatFormats
+from quire.server.frontend.conversation import Message
+from quire.server.frontend.dp_coordinator import connect_hosts
+from quire.server.frontend.embedding_output import VectorOptions
+from quire.server.frontend.frontend import Frontend
+from quire.server.frontend.inputs import EmbeddingOptions
+from quire.server.llm import pooling
+from quire.server.llm.offline_request import OfflineRequest
+from quire.server.llm.prompts import PromptLike, chat_input, process_chat, process_prompt
+from quire.server.llm_outputs import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+    ScoringRequestOutput,
+)
+
+if TYPE_CHECKING:
+    from quire.server.cli.engine_args import EngineArgs
+
+logger = logging.getLogger(__name__)
+
+
+class AsyncLLM:
+    """A model for asyncio programs. The engine starts with the first request, or with `start`.
+
+    `options` are the fields of `quire.engine.config.options.EngineOptions`. Raises `ConfigError` for options or models
+    that are not supported.
+    """
+
+    def __init__(
+        self,
+        model: str = EngineOptions.model,
+        *,
+        chat_template: str | None = None,
+        log_level: str = "warning",
+        **options: Any,
+    ) -> None:
+        asked = with_cluster_token(EngineOptions(model=model, **options))
+        self.config: EngineConfig = resolve(asked)
+        fetch_weights(asked, self.config)
+        self._chat_template = chat_template
+        self._log_level = log_level
+        self._starting: asyncio.Task[Frontend] | None = None
+        self._requests: weakref.WeakValueDictionary[str, OfflineRequest] = weakref.WeakValueDictionary()
+        """What `abort` finds."""
+
+    @classmethod
+    def from_engine_args(
+        cls,
+        engine_args: EngineArgs,
+        *,
+        chat_template: str | None = None,
+        log_level: str = "warning",
+        **ignored: Any,
+    ) -> AsyncLLM:
+        """Make the model of `AsyncEngineArgs`. vLLM's other arguments, such as `usage_context`, have no effect."""
+        if ignored:
+            logger.info("from_engine_args: %s: no effect", ", ".join(ignored))
+        return cls(**vars(engine_args.options), chat_template=chat_template, log_level=log_level)
+
+    async def start(self) -> Frontend:
+        """Load the model; raises `EngineUnavailable` with the reason if that fails."""
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._start())
+        return await asyncio.shield(self._starting)
+
+    async def _start(self) -> Frontend:
+        frontend = await Frontend.start(
+            self.config,
+            name=str(self.config.model.path),
+            formats=ChatFormats(self._chat_template, trust_request_chat_template=True),
+            log_level=self._log_level,
+            hosts=await asyncio.to_thread(connect_hosts, self.config),
+        )
+        try:
+            await frontend.ready()
+        except BaseException:
+            await frontend.close()
+            raise
+        return frontend
+
+    async def generate(
+        self,
+        prompt: PromptLike,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+    ) -> AsyncIterator[RequestOutput]:
+        """Generate text for a prompt. Each result holds all output so far; the last one is `finished`.
+
+        Leaving the loop, or cancelling its task, aborts the request. Raises `InvalidParameter`, `RequestFailed` and
+        `EngineUnavailable`.
+        """
+        request = await self._submit(prompt, sampling_params, request_id, priority)
+        async for _ in request.run():
+            yield request.result()
+
+    async def add_request(
+        self, request_id: str, prompt: PromptLike, params: SamplingParams | None = None, priority: int = 0
+    ) -> AsyncIterator[RequestOutput]:
+        """Start a request; returns what `generate` yields, which need not be read at once.
+
+        The request is aborted when the iterator is deleted.
+        """
+        return _Results(await self._submit(prompt, params, request_id, priority))
+
+    async def abort(self, request_id: str) -> None:
+        """Abort a request of `generate` or `add_request`, whose reader gets `RequestFailed`; ignores unknown ids."""
+        if (request := self._requests.get(request_id)) is not None:
+            request.abort()
+
+    async def _submit(
+        self, prompt: PromptLike, params: SamplingParams | None, request_id: str | None, priority: int
+    ) -> OfflineRequest:
+        frontend = await self.start()
+        request = OfflineRequest(frontend, *await process_prompt(frontend, prompt, params, priority), request_id)
+        self._requests[request.id] = request
+        return request
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+        **chat: Any,
+    ) -> AsyncIterator[RequestOutput]:
+        """Answer a conversation; otherwise like `generate`. `chat` are the options of `LLM.chat`."""
+        frontend, given = await self.start(), replace(chat_input(**chat), messages=messages)
+        request = OfflineRequest(frontend, *await process_chat(frontend, given, sampling_params, priority), request_id)
+        async for _ in request.run():
+            yield request.result()
+
+    async def embed(
+        self,
+        prompt: PromptLike,
+        request_id: str | None = None,
+        priority: int = 0,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        truncation_side: Literal["left", "right"] = "right",
+        add_special_tokens: bool = True,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        prompt_name: str | None = None,
+    ) -> EmbeddingRequestOutput:
+        """Compute the vector of a prompt, with an embedding model (`runner`); the options are those of
+        `/v1/embeddings`.
+
+        Cancelling the task aborts the request. Raises the same errors as `generate`.
+        """
+        frontend = await self.start()
+        rendering = EmbeddingOptions(
+            add_special_tokens=add_special_tokens,
+            truncate=truncate_prompt_tokens,
+            truncation_side=truncation_side,
+            prompt_name=prompt_name,
+        )
+        vectors = VectorOptions(dimensions=dimensions, normalize=normalize)
+        return await pooling.embed(frontend, prompt, rendering, vectors, request_id, priority)
+
+    async def classify(
+        self,
+        prompt: PromptLike,
+        request_id: str | None = None,
+        priority: int = 0,
+        *,
+        use_activation: bool | None = None,
+        **rendering: Any,
+    ) -> ClassificationRequestOutput:
+        """Compute the probability of each label, with a classifier; without `use_activation` its logit.
+
+        `rendering` are `truncate_prompt_tokens`, `truncation_side` and `add_special_tokens` of `embed`, which raises
+        the same errors.
+        """
+        frontend, vectors = await self.start(), VectorOptions(normalize=use_activation)
+        return await pooling.classify(frontend, prompt, pooling.options(**rendering), vectors, request_id, priority)
+
+    async def encode(
+        self,
+        prompt: PromptLike,
+        request_id: str | None = None,
+        priority: int = 0,
+        *,
+        pooling_task: Literal["embed", "classify"] | None = None,
+        dimensions: int | None = None,
+        use_activation: bool | None = None,
+        **rendering: Any,
+    ) -> PoolingRequestOutput[PoolingOutput]:
+        """Compute what the model's pooling makes of a prompt: a vector, or the probability of each label.
+
+        `pooling_task` checks which of them; the other options are those of `classify` and `embed`.
+        """
+        frontend, vectors = await self.start(), VectorOptions(dimensions=dimensions, normalize=use_activation)
+        return await pooling.encode(
+            pooling_task or "pool",
+            frontend,
+            prompt,
+            pooling.options(**rendering),
+            vectors,
+            request_id,
+            priority,
+        )
+
+    async def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        request_id: str | None = None,
+        priority: int = 0,
+        *,
+        use_activation: bool | None = None,
+        **rendering: Any,
+    ) -> list[ScoringRequestOutput]:
+        """Score each text of `data_1` with its counterpart in `data_2`, or a single one with all of them.
+
+        A cross-encoder scores pairs, with `use_activation` as in `classify`; an embedding model compares vectors by
+        their cosine similarity, or if that is False by their dot product. The other options are those of `classify`.
+        """
+        return await pooling.score(
+            await self.start(),
+            data_1,
+            data_2,
+            pooling.options(**rendering),
+            use_activation,
+            request_id,
+            priority,
+        )
+
+    async def shutdown(self) -> None:
+        """Abort running requests and stop the engine. If hosts share experts, wait until all of them shut down."""
+        if self._starting is not None:
+            starting, self._starting = self._starting, None
+            await asyncio.wait((starting,))
+            if not starting.cancelled() and starting.exception() is None:
+                await starting.result().close(together=True)
+
+    async def __aenter__(self) -> AsyncLLM:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.shutdown()
+
+
+AsyncLLMEngine = AsyncLLM
+"""vLLM's name."""
+
+
+class _Results(AsyncIterator[RequestOutput]):
+    """The results of a request that has started, which is aborted when nobody can read them any more."""
+
+    def __init__(self, request: OfflineRequest) -> None:
+        self._steps, self._result = request.run(), request.result
+        loop = asyncio.get_running_loop()
+        weakref.finalize(self, _close_in, loop, request).atexit = False
+
+    async def __anext__(self) -> RequestOutput:
+        await anext(self._steps)
+        return self._result()
+
+
+def _close_in(loop: asyncio.AbstractEventLoop, request: OfflineRequest) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop is closed
+        loop.call_soon_threadsafe(request.close)

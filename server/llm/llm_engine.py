@@ -1,0 +1,88 @@
+"""`LLMEngine`: requests step by step."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from quire.engine.protocol.errors import InvalidParameter
+from quire.engine.protocol.sampling_params import SamplingParams
+from quire.server.llm.async_llm import AsyncLLM
+from quire.server.llm.own_loop import OwnLoop
+from quire.server.llm.prompts import PromptLike
+from quire.server.llm_outputs import RequestOutput
+
+if TYPE_CHECKING:
+    from quire.server.cli.engine_args import EngineArgs
+
+
+class LLMEngine(OwnLoop):
+    """vLLM's synchronous engine: add requests, then call `step` while there are unfinished ones. For one thread."""
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        self._llm = llm
+        self._unfinished: dict[str, AsyncIterator[RequestOutput]] = {}
+        self._next: dict[str, asyncio.Future[RequestOutput]] = {}
+        """Wait for the next result of each request."""
+        super().__init__(llm)
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs, **options: Any) -> LLMEngine:
+        """Load the model of `EngineArgs`; `options` as in `AsyncLLM.from_engine_args`."""
+        return cls(AsyncLLM.from_engine_args(engine_args, **options))
+
+    def add_request(
+        self, request_id: str, prompt: PromptLike, params: SamplingParams | None = None, priority: int = 0
+    ) -> None:
+        """Start a request. Raises `InvalidParameter`, also if `step` has more to return of one with this id, and
+        `EngineUnavailable`.
+        """
+        if request_id in self._unfinished:
+            raise InvalidParameter(
+                f"a request with the id {request_id} is already running, or `step` has more to return of it",
+                "request_id",
+            )
+        self._unfinished[request_id] = self._wait(self._llm.add_request(request_id, prompt, params, priority))
+
+    def step(self) -> list[RequestOutput]:
+        """Wait until requests have new output, and return theirs so far; the last one of a request is `finished`.
+
+        Raises `RequestFailed` and `EngineUnavailable` for a request that has failed; the others go on.
+        """
+        return self._wait(self._step()) if self._unfinished else []
+
+    async def _step(self) -> list[RequestOutput]:
+        for request_id, results in self._unfinished.items():
+            if request_id not in self._next:
+                self._next[request_id] = asyncio.ensure_future(anext(results))
+        await asyncio.wait(self._next.values(), return_when=asyncio.FIRST_COMPLETED)
+        outputs: list[RequestOutput] = []
+        for request_id in [request_id for request_id, task in self._next.items() if task.done()]:
+            error = self._next[request_id].exception()
+            if error is not None and outputs:
+                break  # the next step raises it
+            output = self._next.pop(request_id)
+            if error is not None or output.result().finished:
+                del self._unfinished[request_id]
+            outputs.append(output.result())
+        return outputs
+
+    def has_unfinished_requests(self) -> bool:
+        """Return whether `step` has more to return."""
+        return bool(self._unfinished)
+
+    def get_num_unfinished_requests(self) -> int:
+        """Return of how many requests `step` has more to return."""
+        return len(self._unfinished)
+
+    def abort_request(self, request_ids: str | Sequence[str]) -> None:
+        """Abort requests, of which `step` returns nothing more; ignores unknown ids."""
+        self._wait(self._abort([request_ids] if isinstance(request_ids, str) else request_ids))
+
+    async def _abort(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            if self._unfinished.pop(request_id, None) is not None:
+                if (task := self._next.pop(request_id, None)) is not None:
+                    task.cancel()
+                await self._llm.abort(request_id)
