@@ -9,16 +9,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
 import zmq
 
 from quire.engine import log
-from quire.engine.cluster.security import Dropped, Security, join, split
+from quire.engine.cluster.security import Dropped, Security, join
 from quire.engine.config.engine_config import CacheConfig
 from quire.engine.core.launch import Endpoints
 from quire.engine.protocol.engine_core import (
@@ -48,8 +46,10 @@ from quire.engine.protocol.supervision import (
 from quire.server.frontend.fair_share import SHARE, Share
 from quire.server.frontend.metrics import Metrics
 from quire.server.frontend.output_stream import DEADLINE, EngineUnavailable, OutputStream
+from quire.server.frontend.replica import Replica, ReplicaInfo
 from quire.server.frontend.router import Router
-from quire.server.frontend.tracing import TRACE, RequestTimes, SequenceTrace
+from quire.server.frontend.running_request import CLEARING_TOKENS, Prompt, RunningRequest
+from quire.server.frontend.tracing import TRACE
 
 PROBE_SECONDS = 30.0
 """Timeout of a probe. A step can take long, especially on a CPU."""
@@ -59,12 +59,8 @@ MAX_DEATHS = 2
 """Deaths of its replicas after which a request is suspected to be their cause."""
 _SAME_MOMENT_SECONDS = 1.0
 """Replicas that die within this time count as one death: no engine restarts so soon."""
-_CLEARING_TOKENS = 16
-"""New tokens of a request without a death, after which earlier deaths do not count."""
 SHUTTING_DOWN = "the server is shutting down"
 """The reason of a regular shutdown."""
-_RECONNECT_MILLISECONDS = 10
-"""Interval between attempts to connect to a core that is starting."""
 
 RANK_HEADER = "X-data-parallel-rank"
 DATA_PARALLEL_RANK: ContextVar[int | None] = ContextVar("data_parallel_rank", default=None)
@@ -76,123 +72,6 @@ logger = logging.getLogger(__name__)
 
 class QueueFull(RuntimeError):
     """Too many requests are waiting for the engine."""
-
-
-@dataclass(slots=True)
-class _Prompt:
-    """The unfinished requests of one prompt, for metrics."""
-
-    n: int
-    """How many it had."""
-    num_open: int
-    max_tokens: int = 0
-    """Tokens of the longest finished one."""
-
-
-@dataclass(slots=True)
-class _RunningRequest:
-    """A request in the engine, and its times (`time.monotonic`)."""
-
-    stream: OutputStream
-    arrived: float
-    submit: EngineCoreRequest
-    """The original request; the other fields hold the state to resume from."""
-    prompt: _Prompt
-    replica: int | None = None
-    """None: it waits for a replica."""
-    last_replica: int | None = None
-    """The one that it is or was on."""
-    first_output: float | None = None
-    """When its first tokens, or its embedding, came."""
-    queue_seconds: float = 0.0
-    """Time until it was first scheduled."""
-    prefill_seconds: float = 0.0
-    """Time from when it was first scheduled to its first output."""
-    last_output: float | None = None
-    delivered: list[int] = field(default_factory=list)
-    num_scored_tokens: int = 0
-    """Prompt tokens whose log-probabilities have been delivered."""
-    num_repeated: int = 0
-    """How many of these the replica that resumed the request will send again."""
-    num_cached_tokens: int | None = None
-    """The value of the first output, repeated with the output of the replica that resumed the request."""
-    num_deaths: int = 0
-    """Deaths of its replicas in a row, with fewer than `_CLEARING_TOKENS` new tokens in between."""
-    died_at: float = 0.0
-    """When the last of them died."""
-    num_resumed: int = 0
-    """Tokens delivered when it was last resumed."""
-    trace: SequenceTrace | None = None
-
-    @property
-    def resume_request(self) -> EngineCoreRequest:
-        """Return the request to send to another replica."""
-        return msgspec.structs.replace(self.submit, output_token_ids=self.delivered)
-
-
-ReplicaState = Literal["loading", "up", "draining", "restarting", "dead"]
-"""loading: for the first time; draining: it gets no new requests; restarting: it has died and is expected back; dead:
-for good.
-"""
-
-
-@dataclass(frozen=True)
-class ReplicaInfo:
-    """A replica, as users see it."""
-
-    index: int
-    host: str
-    state: ReplicaState
-    num_requests_running: int
-    num_requests_waiting: int
-    reason: str | None
-    """Why it has died, if it is not up."""
-
-
-class _Replica:
-    """The connection to one engine core, and its state."""
-
-    def __init__(self, number: int, address: str, context: zmq.Context[zmq.Socket[bytes]], security: Security) -> None:
-        self.number, self.address = number, address
-        self.state: ReplicaState = "loading"
-        self.reason: str | None = None
-        """Why it has died, if it is not up."""
-        self.move_timer: asyncio.TimerHandle | None = None
-        """Moves the requests of a replica that drains."""
-        self.is_drained = False
-        """Whether `on_drained` was called."""
-        self.incarnation = 0
-        """The number that its outputs have; others are late outputs of an earlier start."""
-        self.is_unresponsive = False
-        """It has not answered a probe in time, and has sent nothing since."""
-        self._context, self._security = context, security
-        self._encode = msgspec.msgpack.Encoder().encode
-        self._socket: zmq.Socket[bytes] | None = None
-
-    def cancel_move(self) -> None:
-        """Stop the timer, if it runs."""
-        if self.move_timer is not None:
-            self.move_timer.cancel()
-
-    def open(self) -> None:
-        """Connect to a core that is up."""
-        self._socket = self._context.socket(zmq.PUSH)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.set_hwm(0)
-        self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MILLISECONDS)
-        self._security.connect(self._socket, self.address)
-
-    def send(self, message: ToCore) -> None:
-        """Send a message, unless the core is dead: the next core at this address would receive it."""
-        if self._socket is not None:
-            self._socket.send_multipart(split(self._encode(message)), zmq.NOBLOCK)
-
-    def close(self) -> None:
-        """Close the socket and discard unread messages."""
-        self.cancel_move()
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
 
 
 class EngineClient:
@@ -230,7 +109,7 @@ class EngineClient:
         self._max_num_seqs = max_num_seqs
         self._max_queue = max_queue
         self._metrics = metrics
-        self._running: dict[str, _RunningRequest] = {}
+        self._running: dict[str, RunningRequest] = {}
         self._num_waiting: Counter[Share] = Counter()
         """Requests without output, with fair sharing."""
         self._suspects: list[str] = []
@@ -255,7 +134,7 @@ class EngineClient:
         self._cache, self._is_pooling = cache, is_pooling
         self._router: Router | None = None
         """None: there has been only one replica."""
-        self._replicas: dict[int, _Replica] = {}
+        self._replicas: dict[int, Replica] = {}
         for number, address in endpoints.requests.items():
             self._add(number, address)
         self._awaited = set(endpoints.requests if awaited is None else awaited)
@@ -337,7 +216,7 @@ class EngineClient:
             raise EngineUnavailable("the engine is restarting")
         raise EngineUnavailable(f"the engine has not answered for {PROBE_SECONDS:g} seconds")
 
-    async def _probe(self, replica: _Replica) -> bool:
+    async def _probe(self, replica: Replica) -> bool:
         """Return whether the replica has answered in time; False also if it has died."""
         answer = await self._call(replica, Probe(self.index, self.next_call()))
         if not answer.done() and replica.state == "up":
@@ -346,7 +225,7 @@ class EngineClient:
         return answer.done() and not answer.cancelled()
 
     async def _call(
-        self, replica: _Replica, message: Probe | StartProfile | StopProfile | ClockPing
+        self, replica: Replica, message: Probe | StartProfile | StopProfile | ClockPing
     ) -> asyncio.Future[Any]:
         """Send a message and wait for its reply: the future is done, cancelled if the replica has died, or pending."""
         key = replica.number, message.call_id
@@ -390,7 +269,7 @@ class EngineClient:
         assert best is not None
         return Clock(-best.offset, best.error)
 
-    def _replica(self, number: int) -> _Replica:
+    def _replica(self, number: int) -> Replica:
         if (replica := self._replicas.get(number)) is None:
             raise EngineUnavailable(f"replica {number} was removed")
         return replica
@@ -424,7 +303,7 @@ class EngineClient:
             self._num_waiting[share] += len(requests)
         for number, (request_id, prompt_ids, params) in enumerate(requests):
             if number % n == 0:
-                prompt = _Prompt(n, num_open=n)
+                prompt = Prompt(n, num_open=n)
             submit = EngineCoreRequest(
                 self.index,
                 request_id,
@@ -436,7 +315,7 @@ class EngineClient:
                 weight=share.weight,
                 second_segment=second_segments[number] if second_segments else 0,
             )
-            running = self._running[request_id] = _RunningRequest(stream, now, submit, prompt)
+            running = self._running[request_id] = RunningRequest(stream, now, submit, prompt)
             if trace is not None and (added := trace.add(number, len(prompt_ids), now)) is not None:
                 running.trace = stream.traces[request_id] = added
             self._place(running, submit, rank)
@@ -452,7 +331,7 @@ class EngineClient:
         if (state := self._replicas[rank].state) != "up":
             raise EngineUnavailable(f"{RANK_HEADER}: replica {rank} is {state}; omit it to use another replica")
 
-    def _place(self, running: _RunningRequest, request: EngineCoreRequest, rank: int | None = None) -> None:
+    def _place(self, running: RunningRequest, request: EngineCoreRequest, rank: int | None = None) -> None:
         """Send a request to this replica, or to the best one; without one that is up, it waits (see `_on_up`)."""
         if not (live := self._live_replicas() if rank is None else [rank]):
             running.replica = None
@@ -477,7 +356,7 @@ class EngineClient:
         if ended:
             self._check_drained()
 
-    def _on_finished(self, request_id: str, running: _RunningRequest, reason: FinishReason) -> None:
+    def _on_finished(self, request_id: str, running: RunningRequest, reason: FinishReason) -> None:
         """Update router, queue and metrics for a request that has left `_running`."""
         if running.last_output is None:
             self._on_started(running)
@@ -487,39 +366,12 @@ class EngineClient:
         if request_id in self._suspects:
             self._clear_suspect(request_id)
 
-    def _count_finished(self, running: _RunningRequest, reason: FinishReason) -> None:
+    def _count_finished(self, running: RunningRequest, reason: FinishReason) -> None:
         """Add a finished request to the metrics of its last replica, or of the first one if it had none."""
         replica = min(self._replicas, default=0) if running.last_replica is None else running.last_replica
-        observe, params, prompt = partial(self._metrics.observe, replica), running.submit.params, running.prompt
-        num_prompt_tokens, num_tokens = len(running.submit.prompt_token_ids), len(running.delivered)
-        times = RequestTimes(time.monotonic() - running.arrived, num_tokens=num_tokens)
-        self._metrics.finished(replica, reason, times.e2e)
-        observe("request_prompt_tokens", num_prompt_tokens)
-        decode_seconds = 0.0
-        if running.first_output is not None:
-            decode_seconds = (running.last_output or running.first_output) - running.first_output
-            times = RequestTimes(times.e2e, running.queue_seconds, running.prefill_seconds, decode_seconds, num_tokens)
-            observe("request_inference_time_seconds", running.prefill_seconds + decode_seconds)
-            observe("request_prefill_kv_computed_tokens", num_prompt_tokens - (running.num_cached_tokens or 0))
-        running.stream.times = times
-        if running.trace is not None:
-            running.trace.finish(reason, running.last_output, times)
-        if self._is_pooling:
-            return
-        observe("request_generation_tokens", num_tokens)
-        if params.max_tokens is not None:
-            observe("request_params_max_tokens", params.max_tokens)
-        if running.first_output is not None:
-            observe("request_decode_time_seconds", decode_seconds)
-        if num_tokens > 1:
-            observe("request_time_per_output_token_seconds", decode_seconds / (num_tokens - 1))
-        prompt.num_open -= 1
-        prompt.max_tokens = max(prompt.max_tokens, num_tokens)
-        if not prompt.num_open:
-            observe("request_params_n", prompt.n)
-            observe("request_max_num_generation_tokens", prompt.max_tokens)
+        running.finish(reason, self._metrics, replica, is_pooling=self._is_pooling)
 
-    def _on_started(self, running: _RunningRequest) -> None:
+    def _on_started(self, running: RunningRequest) -> None:
         """Count a request as waiting no more."""
         if running.submit.share:
             share = Share(running.submit.share, running.submit.weight)
@@ -598,7 +450,7 @@ class EngineClient:
         """Add a replica that is starting, or note the address at which one starts again."""
         replica = self._replicas.get(number)
         if replica is None:
-            self._replicas[number] = _Replica(number, address, self._context, self._security)
+            self._replicas[number] = Replica(number, address, self._context, self._security)
             if self._router is None and len(self._replicas) > 1:
                 self._router = Router(
                     list(self._replicas), cache=self._cache, max_num_seqs=self._max_num_seqs, first=self.index
@@ -609,7 +461,7 @@ class EngineClient:
         replica.address, replica.reason = address, None
         replica.state = "loading" if replica.state == "dead" else replica.state
 
-    def _on_draining(self, replica: _Replica, seconds: float) -> None:
+    def _on_draining(self, replica: Replica, seconds: float) -> None:
         """Send no new requests to a replica, and move its running ones after a while."""
         replica.state = "draining"
         self._awaited.discard(replica.number)
@@ -617,7 +469,7 @@ class EngineClient:
         replica.move_timer = self.loop.call_later(seconds, self._move, replica)
         self._check_drained()
 
-    def _move(self, replica: _Replica) -> None:
+    def _move(self, replica: Replica) -> None:
         """Let the requests of a replica that drains go on elsewhere."""
         moved = {i: running for i, running in self._running.items() if running.replica == replica.number}
         if moved:
@@ -639,7 +491,7 @@ class EngineClient:
                     replica.cancel_move()
                     self.on_drained(replica.number)
 
-    def _on_removed(self, replica: _Replica) -> None:
+    def _on_removed(self, replica: Replica) -> None:
         """Disconnect from a replica that has no requests."""
         self._disconnect(replica)
         self._awaited.discard(replica.number)
@@ -647,7 +499,7 @@ class EngineClient:
         if self._router is not None:
             self._router.on_replica_removed(replica.number)
 
-    def _disconnect(self, replica: _Replica) -> None:
+    def _disconnect(self, replica: Replica) -> None:
         """Close the connection to a replica, which will answer no more."""
         replica.close()
         for (number, _), answer in self._calls.items():
@@ -656,7 +508,7 @@ class EngineClient:
         for pieces in self.traces.values():
             pieces.put_nowait(replica.number)
 
-    def _on_up(self, replica: _Replica, up: ReplicaUp) -> None:
+    def _on_up(self, replica: Replica, up: ReplicaUp) -> None:
         """Connect to a replica, and send it the requests that wait for one."""
         if self._failed.done() or (replica.state, replica.incarnation) == ("up", up.incarnation):
             return
@@ -686,7 +538,7 @@ class EngineClient:
         if not self._ready.done() and not self._is_loading and self._last_up is not None:
             self._ready.set_result(self._last_up)
 
-    def _on_lost(self, replica: _Replica, lost: ReplicaLost) -> None:
+    def _on_lost(self, replica: Replica, lost: ReplicaLost) -> None:
         """Resume the requests of a dead replica on others, or when a replica is back."""
         if replica.state == "dead" or self._failed.done():
             return
@@ -711,7 +563,7 @@ class EngineClient:
             where = "go on elsewhere" if self._live_replicas() else "wait until it is back"
             logger.warning("%s has died; %d requests %s", self._subject(replica.number), len(moved), where)
 
-    def _suspect(self, moved: dict[str, _RunningRequest], reason: str) -> None:
+    def _suspect(self, moved: dict[str, RunningRequest], reason: str) -> None:
         """Find out which request of a dead replica has caused its death, and fail it.
 
         A request whose replicas have died `MAX_DEATHS` times in a row, while it hardly made progress, is a suspect. If
@@ -737,9 +589,9 @@ class EngineClient:
                 running.trace.error = error
             self._on_finished(first, running, "error")
 
-    def _clear_deaths(self, request_id: str, running: _RunningRequest) -> None:
+    def _clear_deaths(self, request_id: str, running: RunningRequest) -> None:
         """Forget the deaths of a request's replicas once it has made progress."""
-        if len(running.delivered) - running.num_resumed >= _CLEARING_TOKENS:
+        if len(running.delivered) - running.num_resumed >= CLEARING_TOKENS:
             running.num_deaths = 0
             if request_id in self._suspects:
                 self._clear_suspect(request_id)
@@ -751,7 +603,7 @@ class EngineClient:
         if is_first and self._suspects:
             self._resume(self._running[self._suspects[0]])
 
-    def _resume(self, running: _RunningRequest) -> None:
+    def _resume(self, running: RunningRequest) -> None:
         """Let a request go on after the tokens delivered so far."""
         request, running.num_resumed = running.resume_request, len(running.delivered)
         running.num_repeated = 0 if request.output_token_ids else running.num_scored_tokens
@@ -866,7 +718,7 @@ class EngineClient:
         if self._replicas[outputs.replica].state == "draining":
             self._check_drained()
 
-    def _record_progress(self, running: _RunningRequest, output: EngineCoreOutput) -> None:
+    def _record_progress(self, running: RunningRequest, output: EngineCoreOutput) -> None:
         """Store the state for resuming the request elsewhere, and remove what a previous replica has delivered."""
         if (scores := output.prompt_logprobs) is not None:
             repeated = min(running.num_repeated, len(scores))

@@ -1,0 +1,80 @@
+"""The connection to an engine core, and the state of its replica."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+import zmq
+
+from quire.engine.cluster.security import Security, split
+from quire.engine.protocol.engine_core import ToCore
+
+_RECONNECT_MILLISECONDS = 10
+"""Interval between attempts to connect to a core that is starting."""
+
+ReplicaState = Literal["loading", "up", "draining", "restarting", "dead"]
+"""loading: for the first time; draining: it gets no new requests; restarting: it has died and is expected back; dead:
+for good.
+"""
+
+
+@dataclass(frozen=True)
+class ReplicaInfo:
+    """A replica, as users see it."""
+
+    index: int
+    host: str
+    state: ReplicaState
+    num_requests_running: int
+    num_requests_waiting: int
+    reason: str | None
+    """Why it has died, if it is not up."""
+
+
+class Replica:
+    """The connection to one engine core, and its state."""
+
+    def __init__(self, number: int, address: str, context: zmq.Context[zmq.Socket[bytes]], security: Security) -> None:
+        self.number, self.address = number, address
+        self.state: ReplicaState = "loading"
+        self.reason: str | None = None
+        """Why it has died, if it is not up."""
+        self.move_timer: asyncio.TimerHandle | None = None
+        """Moves the requests of a replica that drains."""
+        self.is_drained = False
+        """Whether `on_drained` was called."""
+        self.incarnation = 0
+        """The number that its outputs have; others are late outputs of an earlier start."""
+        self.is_unresponsive = False
+        """It has not answered a probe in time, and has sent nothing since."""
+        self._context, self._security = context, security
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._socket: zmq.Socket[bytes] | None = None
+
+    def cancel_move(self) -> None:
+        """Stop the timer, if it runs."""
+        if self.move_timer is not None:
+            self.move_timer.cancel()
+
+    def open(self) -> None:
+        """Connect to a core that is up."""
+        self._socket = self._context.socket(zmq.PUSH)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.set_hwm(0)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MILLISECONDS)
+        self._security.connect(self._socket, self.address)
+
+    def send(self, message: ToCore) -> None:
+        """Send a message, unless the core is dead: the next core at this address would receive it."""
+        if self._socket is not None:
+            self._socket.send_multipart(split(self._encode(message)), zmq.NOBLOCK)
+
+    def close(self) -> None:
+        """Close the socket and discard unread messages."""
+        self.cancel_move()
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
