@@ -38,7 +38,7 @@ import msgspec
 import torch
 from load import Address, post
 from machine import cpu_name
-from peers import LlamaCpp, Server, Vllm, find
+from peers import LlamaCpp, Peer, Server, Vllm, find
 from safetensors.torch import save_file
 from shapes import SHAPES, VOCABULARY, write_pair_tokenizer
 from transformers import Qwen2Config
@@ -65,6 +65,7 @@ QUESTIONS = [
     "Who decides to which replica my request goes?",
 ]
 """In wordings that the demo model has not been trained on."""
+PEERS: dict[str, type[Peer]] = {"llama.cpp": LlamaCpp, "vllm": Vllm}
 LLAMA_CPP_LOOKUP = ["--spec-type", "ngram-simple"]
 VLLM_LOOKUP = ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_max": 4}']
 SMALL = 1e-3
@@ -188,7 +189,7 @@ def serving(peers: Mapping[str, Path], folder: Path, streams: int) -> Iterator[l
     servers: list[Server] = []
     try:
         for name, given in peers.items():
-            peer = find({"llama.cpp": LlamaCpp, "vllm": Vllm}[name], given)
+            peer = find(PEERS[name], given)
             if peer is None:
                 raise SystemExit(f"there is no {name} in {given}")
             model, precision, settings, lookup = folder, "16-bit", ["--no-enable-prefix-caching"], VLLM_LOOKUP
