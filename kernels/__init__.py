@@ -19,7 +19,7 @@ from quire.kernels.cache import (
     page_rows,
     recurrent_states,
 )
-from quire.kernels.coded_words import RoundedRows, RowRounding
+from quire.kernels.coded_words import RoundedRows, RowRounding, plain_rows, rows_for
 from quire.kernels.dispatch import by_device, paged_attention, prepare
 from quire.kernels.experts import PackedExperts, fused_experts, pack_experts
 from quire.kernels.linear import (
@@ -69,6 +69,7 @@ __all__ = [
     "page_rows",
     "paged_attention",
     "penalize",
+    "plain_rows",
     "prepare",
     "read_kv",
     "recurrent_states",
@@ -77,6 +78,7 @@ __all__ = [
     "rotary",
     "rotary_write_kv",
     "route",
+    "rows_for",
     "sample",
     "score_tokens",
     "select_blocks",

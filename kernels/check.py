@@ -320,13 +320,15 @@ def rounds(name: str, x: Tensor, rounding: RowRounding, module: Any) -> Any:
         gated = rounded_as(reference.act_mul(both, "silu"), *module.act_mul_rounded(both, "silu", *rounding))
         plain = reference.activate(x, "relu2")
         return *gated, *rounded_as(plain, *module.act_mul_rounded(x, "relu2", *rounding, gated=False))
-    weight = x[0].abs() + 0.5
+    weight, kept = x[0].abs() + 0.5, torch.empty_like(x)
     if name == "rms_norm_rounded":
         plain = reference.rms_norm(x, weight, 1e-6, 1.0)
-        return rounded_as(plain, *module.rms_norm_rounded(x, weight, 1e-6, 1.0, *rounding))
+        alone = rounded_as(plain, *module.rms_norm_rounded(x, weight, 1e-6, 1.0, *rounding))
+        return *alone, *rounded_as(plain, *module.rms_norm_rounded(x, weight, 1e-6, 1.0, *rounding, kept)), kept
     plain, _ = reference.add_rms_norm(x, x.flip(0), weight, 1e-6)
-    codes, scales, total = module.add_rms_norm_rounded(x, x.flip(0), weight, 1e-6, 0.0, *rounding)
-    return *rounded_as(plain, codes, scales), total
+    alone = rounded_as(plain, *module.add_rms_norm_rounded(x, x.flip(0), weight, 1e-6, 0.0, *rounding)[:2])
+    codes, scales, total = module.add_rms_norm_rounded(x, x.flip(0), weight, 1e-6, 0.0, *rounding, kept)
+    return *alone, *rounded_as(plain, codes, scales), total, kept
 
 
 def rounded_as(plain: Tensor, codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
@@ -344,8 +346,13 @@ def _multiply_rounded(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor, mo
 
 
 def _mix_rounded(x: Tensor, shares: Tensor, ids: Tensor, *parts: Any) -> Any:
+    """Inputs that are rounded there, and before."""
     *weights, module = parts
-    return module.rounded_fused_experts(x, shares, ids, *weights, "silu")
+    codes, scales = coded_words.round_rows(x, weights[0].dtype, weights[1].shape[2])
+    return (
+        module.rounded_fused_experts(x, shares, ids, *weights, "silu"),
+        module.rounded_fused_experts(codes, shares, ids, *weights, "silu", x_scales=scales, dtype=x.dtype),
+    )
 
 
 def _calls_of_packed(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:

@@ -220,25 +220,64 @@ class RoundedRows:
     scales: Tensor
     dtype: torch.dtype
     """The type that they had."""
+    rounding: RowRounding
+    plain: Tensor | None = None
+    """The rows as they were, if some readers do not round them so."""
 
-    def __getitem__(self, rows: Tensor) -> RoundedRows:
+    @property
+    def shape(self) -> torch.Size:
+        return self.codes.shape
+
+    def __getitem__(self, rows: Tensor, /) -> RoundedRows:
         """Some of the rows."""
         codes = self.codes.view(torch.uint8)[rows].view(self.codes.dtype)
-        return RoundedRows(codes, self.scales[rows], self.dtype)
+        plain = None if self.plain is None else self.plain[rows]
+        return RoundedRows(codes, self.scales[rows], self.dtype, self.rounding, plain)
+
+
+def plain_rows(x: Tensor | RoundedRows) -> Tensor:
+    """Rows as they were before they were rounded."""
+    if isinstance(x, Tensor):
+        return x
+    assert x.plain is not None
+    return x.plain
+
+
+def rows_for(x: Tensor | RoundedRows, rounding: RowRounding | None) -> Tensor | RoundedRows:
+    """Rows for a product that rounds its inputs so."""
+    return x if isinstance(x, RoundedRows) and x.rounding == rounding else plain_rows(x)
 
 
 def rms_norm_rounded(
-    x: Tensor, weight: Tensor, eps: float, offset: float, dtype: torch.dtype, groups: int
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    offset: float,
+    dtype: torch.dtype,
+    groups: int,
+    plain: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`round_rows` of `reference.rms_norm` of rows `[rows, columns]`."""
-    return round_rows(rms_norm(x, weight, eps, offset), dtype, groups)
+    """`round_rows` of `reference.rms_norm` of rows `[rows, columns]`, which is stored in `plain`, if given."""
+    normed = rms_norm(x, weight, eps, offset)
+    if plain is not None:
+        plain.copy_(normed)
+    return round_rows(normed, dtype, groups)
 
 
 def add_rms_norm_rounded(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float, dtype: torch.dtype, groups: int
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    offset: float,
+    dtype: torch.dtype,
+    groups: int,
+    plain: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`round_rows` of `reference.add_rms_norm`: codes, scales, and the sum."""
+    """`round_rows` of `reference.add_rms_norm`, which is stored in `plain`, if given: codes, scales, and the sum."""
     normed, total = add_rms_norm(x, residual, weight, eps, offset)
+    if plain is not None:
+        plain.copy_(normed)
     return *round_rows(normed, dtype, groups), total
 
 
@@ -292,12 +331,19 @@ def rounded_fused_experts(
     activation: str,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
+    x_scales: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`reference.fused_experts` with weights and scales as those of `rounded_matmul`, `[experts, …]`."""
+    """`reference.fused_experts` with weights and scales as those of `rounded_matmul`, `[experts, …]`, as are `x_scales`
+    and `dtype`."""
+    dtype, rounding = dtype or x.dtype, RowRounding(gate_up.dtype, gate_up_scales.shape[2])
+    if x_scales is None:
+        x, x_scales = round_rows(x, *rounding)
 
-    def feed_forward(expert: int, rows: Tensor) -> Tensor:
-        both = rounded_matmul(rows, gate_up[expert], gate_up_scales[expert], _bias_at(gate_up_bias, expert))
+    def feed_forward(expert: int, rows: RoundedRows) -> Tensor:
+        bias = _bias_at(gate_up_bias, expert)
+        both = rounded_matmul(rows.codes, gate_up[expert], gate_up_scales[expert], bias, rows.scales, rows.dtype)
         inner = (act_mul if gate_up.shape[1] > down.shape[2] else activate)(both, activation)
         return rounded_matmul(inner, down[expert], down_scales[expert], _bias_at(down_bias, expert))
 
-    return by_expert(x, weights, ids, len(down), feed_forward)
+    return by_expert(RoundedRows(x, x_scales, dtype, rounding), weights, ids, len(down), feed_forward)

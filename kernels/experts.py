@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels import coded_words, linear, packed, quantized, reference
+from quire.kernels.coded_words import RoundedRows, RowRounding
 from quire.kernels.dispatch import by_device
 from quire.kernels.quantized import QuantizedWeight
 
@@ -36,6 +37,15 @@ class PackedExperts(ABC):
     @abstractmethod
     def __call__(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         """The weighted sums `[tokens, hidden]`; see `fused_experts`."""
+
+    @property
+    def row_rounding(self) -> RowRounding | None:
+        """As in `linear.PackedLinear`."""
+        return None
+
+    def of_rounded(self, x: RoundedRows, weights: Tensor, ids: Tensor) -> Tensor:
+        """As in `linear.PackedLinear`."""
+        raise AssertionError(f"{type(self).__name__} does not take rounded inputs")
 
     @abstractmethod
     def state(self, index: int) -> list[Tensor]:
@@ -242,6 +252,14 @@ class RoundedExperts(PackedExperts):
 
     def __call__(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         return _rounded_fused_experts(x, weights, ids, *self._weights)
+
+    @property
+    def row_rounding(self) -> RowRounding | None:
+        codes, scales, *_ = self._weights
+        return RowRounding(codes.dtype, scales.shape[2])
+
+    def of_rounded(self, x: RoundedRows, weights: Tensor, ids: Tensor) -> Tensor:
+        return _rounded_fused_experts(x.codes, weights, ids, *self._weights, x.scales, x.dtype)
 
     def state(self, index: int) -> list[Tensor]:
         return _tensors_at(self._weights, index)

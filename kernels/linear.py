@@ -230,7 +230,7 @@ class PackedGatedLinear(PackedLinear):
     def rounded(self, x: Tensor | RoundedRows, bias: Tensor | None, rounding: RowRounding) -> RoundedRows:
         """The result, rounded for the product that multiplies it."""
         both = self._product.of_rounded(x, bias) if isinstance(x, RoundedRows) else self._product(x, bias)
-        return RoundedRows(*_act_mul_rounded(both, self._activation, *rounding), both.dtype)
+        return RoundedRows(*_act_mul_rounded(both, self._activation, *rounding), both.dtype, rounding)
 
     @property
     def layout(self) -> str:

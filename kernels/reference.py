@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, Protocol, Self, TypeVar
 
 import numpy as np
 import torch
@@ -504,11 +504,24 @@ def fused_experts(
     return by_expert(x, weights, ids, len(gate_up), feed_forward)
 
 
-def by_expert(
-    x: Tensor, weights: Tensor, ids: Tensor, experts: int, feed_forward: Callable[[int, Tensor], Tensor]
-) -> Tensor:
+class Rows(Protocol):
+    """A tensor of rows, or what stands for one."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def __getitem__(self, rows: Tensor, /) -> Self: ...
+
+
+R = TypeVar("R", bound=Rows)
+
+
+def by_expert(x: R, weights: Tensor, ids: Tensor, experts: int, feed_forward: Callable[[int, R], Tensor]) -> Tensor:
     """The weighted sum of `feed_forward(expert, rows)` over each token's experts; skips experts without rows."""
-    total = torch.zeros_like(x, dtype=torch.float32)
+    total = torch.zeros(x.shape, dtype=torch.float32, device=ids.device)
     for expert in torch.unique(ids).tolist():
         if 0 <= expert < experts:
             tokens, places = torch.nonzero(ids == expert, as_tuple=True)

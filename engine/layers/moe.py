@@ -50,7 +50,7 @@ def slice_of_each(num_experts: int, parallel: Parallel) -> LocalExperts:
 class MoEInFlight:
     """The state of a layer's work on a batch, between `dispatch` and `combine`."""
 
-    x: Tensor
+    x: Tensor | kernels.RoundedRows
     dispatch: ExpertDispatch
     shared: Tensor | None = None
 
@@ -108,23 +108,37 @@ class MixtureOfExperts(nn.Module):
                 self._copies.copy_(counts)
         self.placement = placement
 
-    def forward(self, x: Tensor, batch: Batch | None = None) -> Tensor:
+    @property
+    def row_rounding(self) -> kernels.RowRounding | None:
+        """What inputs may be rounded to before, if they are also kept as they are; None: nothing reads them rounded."""
+        of_shared = None if self.shared is None or self.shared_input_norm else self.shared.reads_input.row_rounding
+        return self._expert_rounding or of_shared
+
+    @property
+    def _expert_rounding(self) -> kernels.RowRounding | None:
+        """The same for the experts: only if they read what the layer reads, and it is on this rank."""
+        is_sent = self._group is not None and self._group.dp.size > 1
+        is_changed = self.input_norm is not None or self.latent_down is not None or self._weighs_inputs
+        return None if is_sent or is_changed else self.experts.row_rounding
+
+    def forward(self, x: Tensor | kernels.RoundedRows, batch: Batch | None = None) -> Tensor:
         """`[tokens, hidden_size]` → the same, on every rank. `batch` is needed only with `group`, or with a table."""
         return self.combine(self.compute(self.dispatch(x, batch)))
 
-    def dispatch(self, x: Tensor, batch: Batch | None = None) -> MoEInFlight:
+    def dispatch(self, x: Tensor | kernels.RoundedRows, batch: Batch | None = None) -> MoEInFlight:
         """Route the tokens and start the dispatch."""
-        group = self._group
+        group, rows = self._group, kernels.plain_rows(x)
         if group is None or self.placement is None:
-            return MoEInFlight(x, LocalDispatch(self._weighed(x, *self.router(x, batch and batch.token_ids))))
+            return MoEInFlight(x, LocalDispatch(self._weighed(rows, *self.router(rows, batch and batch.token_ids))))
         if group.dp.size == 1:
-            return MoEInFlight(x, LocalDispatch(self._routed(x, batch, slice(None))))
+            return MoEInFlight(x, LocalDispatch(self._routed(rows, batch, slice(None))))
         assert batch is not None
         if group.config.all2all_backend == "allgather_reducescatter":
-            return MoEInFlight(x, AllGatherDispatch(group, self._routed(x, batch, slice(None)), batch.replica_tokens))
-        own = even_slice(len(x), group.tp.rank, group.tp.size)
-        routed = self._routed(x[own], batch, own)
-        return MoEInFlight(x, AllToAllDispatch(group, routed, self.placement.num_local_experts, own.start, len(x)))
+            routed = self._routed(rows, batch, slice(None))
+            return MoEInFlight(x, AllGatherDispatch(group, routed, batch.replica_tokens))
+        own, count = even_slice(len(rows), group.tp.rank, group.tp.size), self.placement.num_local_experts
+        routed = self._routed(rows[own], batch, own)
+        return MoEInFlight(x, AllToAllDispatch(group, routed, count, own.start, len(rows)))
 
     def compute(self, in_flight: MoEInFlight) -> MoEInFlight:
         """Compute this rank's part of the shared expert, then its experts' outputs, and start sending them back."""
@@ -132,7 +146,9 @@ class MixtureOfExperts(nn.Module):
         x, weights, ids = in_flight.dispatch.received()
         if self._group is not None and self.placement is not None:
             ids = ids - self._group.rank * self.placement.num_local_experts
-        in_flight.dispatch.send_back(self.experts(x, weights, ids))
+        rounding = self._expert_rounding
+        rows = x if rounding is None else kernels.rows_for(in_flight.x, rounding)
+        in_flight.dispatch.send_back(self.experts(rows, weights, ids))
         return MoEInFlight(in_flight.x, in_flight.dispatch, shared)
 
     def combine(self, in_flight: MoEInFlight) -> Tensor:
@@ -167,11 +183,12 @@ class MixtureOfExperts(nn.Module):
             return RoutedTokens(x, weights, experts)
         return RoutedTokens(x * weights.to(x.dtype), torch.ones_like(weights), experts)
 
-    def _shared(self, x: Tensor) -> Tensor | None:
+    def _shared(self, x: Tensor | kernels.RoundedRows) -> Tensor | None:
         if self.shared is None:
             return None
-        shared = self.shared.partial(x if self.shared_input_norm is None else self.shared_input_norm(x))
-        return shared if self.shared_gate is None else shared * self.shared_gate(x)
+        rows = kernels.rows_for(x, self.shared.reads_input.row_rounding)
+        shared = self.shared.partial(rows if self.shared_input_norm is None else self.shared_input_norm(rows))
+        return shared if self.shared_gate is None else shared * self.shared_gate(kernels.plain_rows(x))
 
 
 class SharedGate(ReplicatedLinear):
@@ -351,8 +368,16 @@ class Experts(ExpertStack):
         for target, source in zip(self.state(place), state, strict=True):
             target.copy_(source)
 
-    def forward(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    @property
+    def row_rounding(self) -> kernels.RowRounding | None:
+        """As in `Linear`."""
+        return None if self._product is None else self._product.row_rounding
+
+    def forward(self, x: Tensor | kernels.RoundedRows, weights: Tensor, ids: Tensor) -> Tensor:
         """This rank's part of the sum. `ids` are local to this rank; ids out of range are ignored."""
+        if isinstance(x, kernels.RoundedRows):
+            assert self._product is not None
+            return self._product.of_rounded(x, weights, ids)
         if self._product is not None:
             return self._product(x, weights, ids)
         return kernels.fused_experts(

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quire import kernels
 from quire.engine.distributed.communicator import Parallel
-from quire.engine.layers.linear import Linear
 from quire.engine.layers.weight import Shard, Weight, whole
 from quire.engine.models.spec_parts import NormSpec
+
+
+class RoundsInputs(Protocol):
+    """A layer whose inputs may be rounded before."""
+
+    @property
+    def row_rounding(self) -> kernels.RowRounding | None: ...
 
 
 class RMSNorm(nn.Module):
@@ -20,12 +28,13 @@ class RMSNorm(nn.Module):
         super().__init__()
         self._norm = norm
         self.weight = Weight((size,), whole(size)) if norm.has_weight else None
-        self._next: list[Linear] = []  # it is a child of the model elsewhere
+        self._next: list[RoundsInputs] = []  # it is a child of the model elsewhere
+        self._keeps = False
 
-    def feed(self, layer: Linear) -> None:
-        """Round results as `layer` rounds its inputs: nothing else reads them."""
+    def feed(self, layer: RoundsInputs, *, keeps: bool = False) -> None:
+        """Round results as `layer` rounds its inputs; `keeps`: other layers read them, too, which may not."""
         if self.weight is not None:
-            self._next = [layer]
+            self._next, self._keeps = [layer], keeps
 
     @property
     def _rounding(self) -> kernels.RowRounding | None:
@@ -37,7 +46,9 @@ class RMSNorm(nn.Module):
         parameters = self.weight, self._norm.eps, self._norm.offset
         if (rounding := self._rounding) is None:
             return kernels.rms_norm(x, *parameters)
-        return kernels.RoundedRows(*kernels.rms_norm_rounded(x, *parameters, *rounding), x.dtype)
+        plain = torch.empty_like(x) if self._keeps else None
+        rows = kernels.rms_norm_rounded(x, *parameters, *rounding, plain)
+        return kernels.RoundedRows(*rows, x.dtype, rounding, plain)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor | kernels.RoundedRows, Tensor]:
         """`residual + x`, normalized and as it is."""
@@ -47,8 +58,9 @@ class RMSNorm(nn.Module):
         parameters = self.weight, self._norm.eps, self._norm.offset
         if (rounding := self._rounding) is None:
             return kernels.add_rms_norm(x, residual, *parameters)
-        codes, scales, total = kernels.add_rms_norm_rounded(x, residual, *parameters, *rounding)
-        return kernels.RoundedRows(codes, scales, x.dtype), total
+        plain = torch.empty_like(x) if self._keeps else None
+        codes, scales, total = kernels.add_rms_norm_rounded(x, residual, *parameters, *rounding, plain)
+        return kernels.RoundedRows(codes, scales, x.dtype, rounding, plain), total
 
 
 class LayerNorm(nn.Module):

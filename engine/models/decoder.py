@@ -160,7 +160,6 @@ class DecoderLayer(nn.Module):
             return (yield from self._with_streams(x, batch, cos_sin, cache)), None
         normed, mixed, residual = self._attend(x, residual, batch, cos_sin, cache)
         if isinstance(self.feed_forward, MixtureOfExperts):
-            assert isinstance(normed, Tensor)
             in_flight = self.feed_forward.dispatch(normed, batch)
             yield
             in_flight = self.feed_forward.compute(in_flight)
@@ -240,9 +239,11 @@ def _norm(spec: spec_parts.NormSpec | None, hidden_size: int) -> RMSNorm | Layer
 
 
 def _feed(norm: RMSNorm | LayerNorm | None, layer: nn.Module | None) -> None:
-    """Let a norm round for a layer that does nothing but multiply its input."""
+    """Let a norm round for a layer that does nothing but multiply its input, or for the experts of a mixture."""
     reader = layer.reads_input if isinstance(layer, Attention | MLA | CompressedAttention | MLP) else None
-    if isinstance(norm, RMSNorm) and reader is not None:
+    if isinstance(norm, RMSNorm) and isinstance(layer, MixtureOfExperts):
+        norm.feed(layer, keeps=True)
+    elif isinstance(norm, RMSNorm) and reader is not None:
         norm.feed(reader)
 
 

@@ -64,6 +64,7 @@ def _rms_norm_kernel(
     weight,
     normed,
     scales,
+    plain,
     total,
     groups,
     inner,
@@ -73,11 +74,12 @@ def _rms_norm_kernel(
     eps,
     offset,
     ADDS: tl.constexpr,
+    KEEPS: tl.constexpr,
     GROUP: tl.constexpr,
     LARGEST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row, which is rounded in groups unless LARGEST is 0.
+    """One row, which is rounded in groups unless LARGEST is 0, and stored as it is, too, if KEEPS.
 
     It is at `row // inner * x_outer + row % inner * x_inner` in `x`; the other tensors are contiguous.
     """
@@ -92,6 +94,8 @@ def _rms_norm_kernel(
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / columns + eps)
     factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32) + offset
     result = (wide * scale * factor).to(values.dtype)
+    if KEEPS:
+        tl.store(plain + row * columns + column, result, mask=inside)
     if LARGEST > 0.0:
         wide = tl.where(inside, result.to(tl.float32), 0.0)
         store_rounded(normed + row * columns, scales + row * groups, wide, 0, columns, groups, GROUP, LARGEST)
@@ -122,20 +126,33 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset
 
 
 def rms_norm_rounded(
-    x: Tensor, weight: Tensor, eps: float, offset: float, dtype: torch.dtype, groups: int
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    offset: float,
+    dtype: torch.dtype,
+    groups: int,
+    plain: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `quire.kernels.coded_words`."""
     codes, scales = rounded_rows(x, x.shape[1], dtype, groups)
-    _launch_norm(x, None, weight, codes, None, scales, eps, offset)
+    _launch_norm(x, None, weight, codes, None, scales, eps, offset, plain)
     return codes.view(dtype), scales
 
 
 def add_rms_norm_rounded(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float, dtype: torch.dtype, groups: int
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    offset: float,
+    dtype: torch.dtype,
+    groups: int,
+    plain: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `quire.kernels.coded_words`."""
     (codes, scales), total = rounded_rows(x, x.shape[1], dtype, groups), torch.empty_like(x)
-    _launch_norm(x, residual, weight, codes, total, scales, eps, offset)
+    _launch_norm(x, residual, weight, codes, total, scales, eps, offset, plain)
     return codes.view(dtype), scales, total
 
 
@@ -155,8 +172,9 @@ def _launch_norm(
     scales: Tensor | None,
     eps: float,
     offset: float,
+    plain: Tensor | None = None,
 ) -> None:
-    """With `scales`, the result is rounded to the type of `normed`; bytes are 8-bit floats."""
+    """With `scales`, the result is rounded to the type of `normed`; bytes are 8-bit floats. `plain` is contiguous."""
     rows, inner, x_outer, x_inner = _rows(x)
     count, columns, groups = x.numel() // x.shape[-1], x.shape[-1], 1 if scales is None else scales.shape[1]
     if not count:
@@ -164,9 +182,11 @@ def _launch_norm(
     block = triton.next_power_of_2(columns)
     _rms_norm_kernel[(count,)](
         *(rows, rows if residual is None else residual.contiguous(), weight, normed),
-        *(weight if scales is None else scales, normed if total is None else total, groups),
+        *(weight if scales is None else scales, normed if plain is None else plain),
+        *(normed if total is None else total, groups),
         *(inner, columns, x_outer, x_inner, eps, offset),
         ADDS=residual is not None,
+        KEEPS=plain is not None,
         GROUP=ROUNDED_GROUP if groups > 1 else block,
         LARGEST=0.0 if scales is None else _largest(normed),
         BLOCK=block,

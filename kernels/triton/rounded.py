@@ -232,13 +232,15 @@ def rounded_fused_experts(
     activation: str,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
+    x_scales: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """See `coded_words`. Does not wait for the device."""
     if activation not in KINDS:
         raise KeyError(activation)
-    experts, count, top_k = len(down), ids.numel(), ids.shape[1]
+    experts, count, top_k, dtype = len(down), ids.numel(), ids.shape[1], dtype or x.dtype
     if not count or not experts:
-        return torch.zeros_like(x)
+        return torch.zeros_like(x, dtype=dtype)
     weights, ids = weights.contiguous(), ids.contiguous()
     rows = min(64, _block_rows(count, experts))
     pairs, blocks = sort_pairs(ids, experts, rows)
@@ -247,7 +249,7 @@ def rounded_fused_experts(
         rounded: Tensor, x_scales: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, per_row: int
     ) -> Tensor:
         features, groups = scales.shape[1:]
-        out = x.new_empty(count, features)
+        out = x.new_empty(count, features, dtype=dtype)
         shape = _shape(rows, x.device, grouped=groups > 1, is_int8=codes.dtype == torch.int8)
         _rounded_grouped_kernel[len(blocks), triton.cdiv(features, shape.features)](
             *(rounded, x_scales, codes, scales, codes if bias is None else bias, out, pairs, blocks),
@@ -262,8 +264,9 @@ def rounded_fused_experts(
         )
         return out
 
-    rounded = round_rows(x, gate_up.dtype, gate_up_scales.shape[2])
-    both = grouped(*rounded, gate_up, gate_up_scales, gate_up_bias, top_k)
+    if x_scales is None:
+        x, x_scales = round_rows(x, gate_up.dtype, gate_up_scales.shape[2])
+    both = grouped(x, x_scales, gate_up, gate_up_scales, gate_up_bias, top_k)
     is_gated = gate_up.shape[1] > down.shape[2]
     inner = act_mul_rounded(both, activation, down.dtype, down_scales.shape[2], is_gated)
     outer = grouped(*inner, down, down_scales, down_bias, 1)

@@ -217,8 +217,9 @@ def run_coded(capability: int, types: list[torch.dtype]) -> None:
             if kind == torch.int8 or capability >= 89:
                 matrix = torch.zeros(2048, 2048, dtype=kind)
                 for groups in (1, 16):
-                    elementwise.rms_norm_rounded(rows[:4], rows[0], 1e-6, 0.0, kind, groups)
-                    elementwise.add_rms_norm_rounded(rows[:4], rows[:4], rows[0], 1e-6, 0.0, kind, groups)
+                    for plain in (None, torch.empty_like(rows[:4])):
+                        elementwise.rms_norm_rounded(rows[:4], rows[0], 1e-6, 0.0, kind, groups, plain)
+                        elementwise.add_rms_norm_rounded(rows[:4], rows[:4], rows[0], 1e-6, 0.0, kind, groups, plain)
                     elementwise.act_mul_rounded(torch.cat((rows[:4], rows[:4]), 1), "silu", kind, groups)
                     elementwise.act_mul_rounded(rows[:4], "relu2", kind, groups, gated=False)
                 for count, groups in ((4, 1), (400, 1), *(((400, 16),) if kind != torch.int8 else ())):

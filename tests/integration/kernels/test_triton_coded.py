@@ -287,6 +287,13 @@ def test_norms_and_activations_are_rounded_in_the_same_kernel(
         assert torch.equal(found[1][:2], expected_scales[:2]), name
         assert found[1][2].isnan().any(), name
     assert torch.equal(total[:2], (residual + x)[:2])
+    plain, added = torch.empty_like(x), torch.empty_like(x)
+    kept = elementwise.rms_norm_rounded(x, weight, 1e-6, 1.0, kind, groups, plain)
+    also_kept = elementwise.add_rms_norm_rounded(x, residual, weight, 1e-6, 0.0, kind, groups, added)
+    for with_plain, without in zip((*kept, *also_kept), (codes, scales, added_codes, added_scales, total), strict=True):
+        assert torch.equal(with_plain[:2].float(), without[:2].float())
+    assert torch.equal(plain[:2], elementwise.rms_norm(x, weight, 1e-6, 1.0)[:2])
+    assert torch.equal(added[:2], elementwise.add_rms_norm(x, residual, weight, 1e-6)[0][:2])
 
 
 def test_a_product_takes_rows_that_are_rounded_already() -> None:
@@ -334,6 +341,11 @@ def test_experts_of_rounded_rows(values: str, groups: int, tokens: int, dtype: t
         error = (found.float() - expected.float()).norm() / expected.float().norm()
         assert error < (0.01 if values == "int8" else 0.04)
         assert found.dtype == dtype
+        codes, scales = module.round_rows(x, kind, groups)
+        before = module.rounded_fused_experts(
+            codes, weights, ids, *packed, "silu", *biases, x_scales=scales, dtype=dtype
+        )
+        assert torch.equal(before, found), "rounded before"
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])

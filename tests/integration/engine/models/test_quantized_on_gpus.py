@@ -230,24 +230,36 @@ def test_inputs_are_rounded_as_the_publisher_does(name: str, dtype: torch.dtype,
     assert (result - expected).norm() <= 0.02 * expected.norm()  # a number in the middle may be rounded either way
 
 
-@pytest.mark.parametrize(("name", "kind"), [("compressed-tensors, int8", "dense"), ("fp8 of 128", "latent")])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("compressed-tensors, int8", "dense"),
+        ("compressed-tensors, int8", "experts"),
+        ("fp8 of 128", "latent"),
+        ("fp8", "latent"),
+    ],
+)
 def test_norms_and_activations_round_for_the_next_product(
     name: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only attention's output, of each layer, is rounded in a pass of its own, and what experts share."""
+    """Only attention's output, of each layer, is rounded in a pass of its own."""
     write(tmp_path, name, kind)
-    multiply, seen = linear._rounded_matmul, list[bool]()
+    multiply, mix, seen = linear._rounded_matmul, experts._rounded_fused_experts, list[str]()
 
-    def watched(x: Tensor, *args: Any) -> Tensor:
-        seen.append(x.dtype in (torch.int8, torch.float8_e4m3fn))
-        return multiply(x, *args)
+    def watched(product: Any, passed: str, x: Tensor, *args: Any) -> Tensor:
+        seen.append(passed if x.dtype in (torch.int8, torch.float8_e4m3fn) else passed.upper())
+        return product(x, *args)  # type: ignore[no-any-return]
 
-    monkeypatch.setattr(linear, "_rounded_matmul", watched)
+    monkeypatch.setattr(linear, "_rounded_matmul", partial(watched, multiply, "linear"))
+    monkeypatch.setattr(experts, "_rounded_fused_experts", partial(watched, mix, "experts"))
     logits(configure(tmp_path), torch.arange(5), Parallel())
     if kind == "dense":
-        assert seen == [True, False, True, True] * 2  # qkv, output, gate and up, down
-    else:  # down, query, output, gate and up, down
-        assert seen == [True, True, False, True, True, True, True, False, False, True]
+        assert seen == ["linear", "LINEAR", "linear", "linear"] * 2  # qkv, output, gate and up, down
+    elif kind == "experts":
+        assert seen == ["linear", "LINEAR", "experts"] * 2
+    else:  # down, query, output; gate and up, down, in the second layer of what experts share
+        attention = ["linear", "linear", "LINEAR"]
+        assert seen == [*attention, "linear", "linear", *attention, "linear", "linear", "experts"]
 
 
 @pytest.mark.parametrize(("kind", "zero"), [("dense", -100), ("experts", 0)])
