@@ -95,6 +95,12 @@ Tensor causal_conv(const Tensor& x, const Tensor& weight, const std::optional<Te
 constexpr int kVectors = 2;                       // of a tile's row
 constexpr int64_t kTile = kVectors * kLanes;      // columns of a state that are processed together
 constexpr int64_t kChunk = 64;                    // tokens whose queries and keys are prepared together
+constexpr int64_t kAhead = 8;                     // tokens whose queries and keys, which lie far apart, are prefetched
+
+template <typename T>
+void prefetch(const T* row, int64_t width) {
+  for (int64_t i = 0; i < width; i += 64 / int64_t{sizeof(T)}) __builtin_prefetch(row + i);
+}
 
 // The state of one head `[key_dim, value_dim]`, in tiles `[key_dim, kTile]` that fit into the first-level cache.
 class HeadState {
@@ -224,6 +230,12 @@ Tensor linear_attention(const Tensor& query, const Tensor& key, const Tensor& va
         const auto page = [&](int64_t number) {
           return states.data<float>() + number * states.stride(0) + head * states.stride(1);
         };
+        const auto query_row = [&](int64_t token) {
+          return queries.data<const T>() + token * queries.stride(0) + key_head * queries.stride(1);
+        };
+        const auto key_row = [&](int64_t token) {
+          return keys.data<const T>() + token * keys.stride(0) + key_head * keys.stride(1);
+        };
         if (read[first] < 0) state.clear();
         else state.read(page(read[first]));
         for (int64_t segment = first; segment < last; ++segment) {
@@ -231,10 +243,10 @@ Tensor linear_attention(const Tensor& query, const Tensor& key, const Tensor& va
           for (int64_t from = segments.start()[segment]; from < stop; from += kChunk) {
             const int64_t count = std::min(kChunk, stop - from);
             for (int64_t token = 0; token < count; ++token) {
-              const int64_t at = (from + token) * heads + head;
-              chunk.prepare(token,
-                            queries.data<const T>() + (from + token) * queries.stride(0) + key_head * queries.stride(1),
-                            keys.data<const T>() + (from + token) * keys.stride(0) + key_head * keys.stride(1),
+              const int64_t at = (from + token) * heads + head, ahead = std::min(from + token + kAhead, stop - 1);
+              prefetch(query_row(ahead), key_dim);
+              prefetch(key_row(ahead), key_dim);
+              chunk.prepare(token, query_row(from + token), key_row(from + token),
                             decay.const_data_ptr<float>() + at * chunk.decays, static_cast<float>(scale),
                             static_cast<float>(eps));
               if (betas) chunk.beta[token] = beta.const_data_ptr<float>()[at];
