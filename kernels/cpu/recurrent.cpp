@@ -174,12 +174,14 @@ void run_tile(float* state, const Chunk& chunk, int64_t tokens, bool is_delta, b
     const float decay = d[0];
     Row seen{}, answer{};
     for (int64_t i = 0; i < key_dim; ++i) {
+      // Read once: to the compiler, what is stored might change them.
+      const float of_before = before[i], of_key = k[i], of_query = q[i], by = kOneDecay ? decay : d[i];
       for (int v = 0; v < kVectors; ++v) {
         float* const place = state + i * kTile + v * kLanes;
-        const Floats now = (read<Floats>(place) + before[i] * update[v]) * (kOneDecay ? decay : d[i]);
+        const Floats now = (read<Floats>(place) + of_before * update[v]) * by;
         std::memcpy(place, &now, sizeof(now));
-        seen[v] += k[i] * now;
-        answer[v] += q[i] * now;
+        seen[v] += of_key * now;
+        answer[v] += of_query * now;
       }
     }
     for_vectors(width, [&](int64_t at, auto n) {
