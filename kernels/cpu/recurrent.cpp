@@ -95,6 +95,7 @@ Tensor causal_conv(const Tensor& x, const Tensor& weight, const std::optional<Te
 constexpr int kVectors = 2;                       // of a tile's row
 constexpr int64_t kTile = kVectors * kLanes;      // columns of a state that are processed together
 constexpr int64_t kChunk = 64;                    // tokens whose queries and keys are prepared together
+constexpr int64_t kTogether = 4;                  // heads with one key head, at most, that share a chunk
 constexpr int64_t kAhead = 8;                     // tokens whose queries and keys, which lie far apart, are prefetched
 
 template <typename T>
@@ -133,14 +134,15 @@ class HeadState {
   std::vector<float> memory_;
 };
 
-// Queries, keys and decays of a chunk's tokens, for one head. A token has a decay, or one for each feature.
+// Queries and keys of a chunk's tokens, for one key head, and decays, for one head. A token has a decay, or one for each
+// feature.
 struct Chunk {
   Chunk(int64_t key_dim, int64_t decays)
       : key_dim(key_dim), decays(decays), query(kChunk * key_dim), key(kChunk * key_dim), decay(kChunk * decays),
         dot(kChunk), beta(kChunk) {}
 
   template <typename T>
-  void prepare(int64_t token, const T* query_row, const T* key_row, const float* logarithms, float scale, float eps) {
+  void prepare(int64_t token, const T* query_row, const T* key_row, float scale, float eps) {
     float *q = query.data() + token * key_dim, *k = key.data() + token * key_dim;
     Floats q_length{}, k_length{}, both{};
     for_vectors(key_dim, [&](int64_t i, auto n) {
@@ -152,6 +154,9 @@ struct Chunk {
     const float by_k = eps > 0 ? 1 / std::sqrt(sum(k_length) + eps) : 1.0f;
     for (int64_t i = 0; i < key_dim; ++i) q[i] *= by_q, k[i] *= by_k;
     dot[token] = sum(both) * by_q * by_k;
+  }
+
+  void prepare_decay(int64_t token, const float* logarithms) {
     for (int64_t i = 0; i < decays; ++i) decay[token * decays + i] = std::exp(logarithms[i]);
   }
 
@@ -222,14 +227,16 @@ Tensor linear_attention(const Tensor& query, const Tensor& key, const Tensor& va
     const int64_t work = segments.num_rows() * heads;
     T* const results = out.mutable_data_ptr<T>();
     parallel_for(0, work, 1, [&](int64_t begin, int64_t end) {
-      HeadState state(key_dim, value_dim);
+      const int64_t sharing = heads / key_heads;  // a key head
+      std::vector<HeadState> heads_together(std::min(sharing, kTogether), HeadState(key_dim, value_dim));
       Chunk chunk(key_dim, per_feature ? key_dim : 1);
       const auto run = per_feature ? run_tile<false, T> : run_tile<true, T>;
-      for (int64_t item = begin; item < end; ++item) {
-        const int64_t row = item / heads, head = item % heads, key_head = head / (heads / key_heads);
+      for (int64_t item = begin, together; item < end; item += together) {
+        const int64_t row = item / heads, first_head = item % heads, key_head = first_head / sharing;
         const int64_t first = segments.first()[row], last = segments.first()[row + 1];
+        together = std::min({sharing - first_head % sharing, end - item, kTogether});
         if (first == last) continue;
-        const auto page = [&](int64_t number) {
+        const auto page = [&](int64_t number, int64_t head) {
           return states.data<float>() + number * states.stride(0) + head * states.stride(1);
         };
         const auto query_row = [&](int64_t token) {
@@ -238,28 +245,39 @@ Tensor linear_attention(const Tensor& query, const Tensor& key, const Tensor& va
         const auto key_row = [&](int64_t token) {
           return keys.data<const T>() + token * keys.stride(0) + key_head * keys.stride(1);
         };
-        if (read[first] < 0) state.clear();
-        else state.read(page(read[first]));
+        const auto each_head = [&](auto&& body) {
+          for (int64_t i = 0; i < together; ++i) body(heads_together[i], first_head + i);
+        };
+        each_head([&](HeadState& state, int64_t head) {
+          if (read[first] < 0) state.clear();
+          else state.read(page(read[first], head));
+        });
         for (int64_t segment = first; segment < last; ++segment) {
           const int64_t stop = segments.start()[segment + 1];
           for (int64_t from = segments.start()[segment]; from < stop; from += kChunk) {
             const int64_t count = std::min(kChunk, stop - from);
             for (int64_t token = 0; token < count; ++token) {
-              const int64_t at = (from + token) * heads + head, ahead = std::min(from + token + kAhead, stop - 1);
+              const int64_t ahead = std::min(from + token + kAhead, stop - 1);
               prefetch(query_row(ahead), key_dim);
               prefetch(key_row(ahead), key_dim);
-              chunk.prepare(token, query_row(from + token), key_row(from + token),
-                            decay.const_data_ptr<float>() + at * chunk.decays, static_cast<float>(scale),
+              chunk.prepare(token, query_row(from + token), key_row(from + token), static_cast<float>(scale),
                             static_cast<float>(eps));
-              if (betas) chunk.beta[token] = beta.const_data_ptr<float>()[at];
             }
-            for (int64_t tile = 0; tile < state.tiles(); ++tile)
-              run(state.tile(tile), chunk, count, is_delta, betas.has_value(),
-                  values.data<const T>() + from * values.stride(0) + head * values.stride(1) + tile * kTile,
-                  values.stride(0), results + (from * heads + head) * value_dim + tile * kTile, heads * value_dim,
-                  std::min(kTile, value_dim - tile * kTile));
+            each_head([&](HeadState& state, int64_t head) {
+              for (int64_t token = 0; token < count; ++token) {
+                const int64_t at = (from + token) * heads + head;
+                chunk.prepare_decay(token, decay.const_data_ptr<float>() + at * chunk.decays);
+                if (betas) chunk.beta[token] = beta.const_data_ptr<float>()[at];
+              }
+              for (int64_t tile = 0; tile < state.tiles(); ++tile)
+                run(state.tile(tile), chunk, count, is_delta, betas.has_value(),
+                    values.data<const T>() + from * values.stride(0) + head * values.stride(1) + tile * kTile,
+                    values.stride(0), results + (from * heads + head) * value_dim + tile * kTile, heads * value_dim,
+                    std::min(kTile, value_dim - tile * kTile));
+            });
           }
-          if (write[segment] >= 0) state.write(page(write[segment]));
+          if (write[segment] >= 0)
+            each_head([&](HeadState& state, int64_t head) { state.write(page(write[segment], head)); });
         }
       }
     });
