@@ -320,7 +320,8 @@ struct Float8Integers : Integers<8> {
     const auto codes = std::bit_cast<__m512i>(word), sixteen = _mm512_set1_epi16(15);
     const __m512i shifts = _mm512_andnot_si512(_mm512_srli_epi16(codes, k ? 11 : 3), sixteen);
     const __m512i mantissas = _mm512_slli_epi16(k ? _mm512_srli_epi16(codes, 8) : codes, 10);
-    const __m512i with_one = _mm512_ternarylogic_epi32(mantissas, _mm512_set1_epi16(0x1C00), _mm512_set1_epi16(0x2000), 0xEA);
+    const __m512i with_one =  // and, or
+        _mm512_ternarylogic_epi32(mantissas, _mm512_set1_epi16(0x1C00), _mm512_set1_epi16(0x2000), 0xEA);
     const __m512i size = _mm512_avg_epu16(_mm512_srlv_epi16(with_one, shifts), _mm512_setzero_si512());
     const __mmask32 is_negative = _mm512_test_epi16_mask(codes, _mm512_set1_epi16(k ? -0x8000 : 0x80));
     return std::bit_cast<Shorts>(_mm512_mask_sub_epi16(size, is_negative, _mm512_setzero_si512(), size));
@@ -492,7 +493,9 @@ struct Coded : Groups, Steps<Coded<Values>, Floats, 1, 4, 4> {
   [[gnu::always_inline]] void add_all(Floats (&sums)[R][V], const char* step, int first, const char* x,
                                       int64_t stride) const {
     const char *words = step + head_bytes() + first * kLanes * 4, *const end = step + step_bytes();
-    for (; words < end; words += kTile * part * bits / 8, x += part_bytes()) add_part(sums, step, words, first, x, stride);
+    for (; words < end; words += kTile * part * bits / 8, x += part_bytes()) {
+      add_part(sums, step, words, first, x, stride);
+    }
   }
 
   template <int R, int V>
