@@ -57,11 +57,14 @@ __all__ = [
     "apply_bitmask",
     "attention",
     "causal_conv",
+    "compress_tokens",
     "fused_experts",
     "gumbel_noise",
     "heads_as_blocks",
     "kv_cache_dtype",
     "linear_attention",
+    "mhc_post",
+    "mhc_pre",
     "pack_embedding",
     "pack_experts",
     "pack_gated",
@@ -105,6 +108,9 @@ selective_scan = by_device(reference.selective_scan)
 select_blocks = by_device(reference.select_blocks)
 select_tokens = by_device(reference.select_tokens)
 sparse_attention = by_device(reference.sparse_attention)
+compress_tokens = by_device(reference.compress_tokens)
+mhc_pre = by_device(reference.mhc_pre)
+mhc_post = by_device(reference.mhc_post)
 apply_bitmask = by_device(reference.apply_bitmask)
 score_tokens = by_device(reference.score_tokens)
 penalize = by_device(reference.penalize)

@@ -133,11 +133,14 @@ def recurrent_states(
 
 def page_rows(cache: Tensor, blocks_per_page: int, first: int, count: int, width: int) -> Tensor:
     """View a part of each page of a layer's `cache` `[1, blocks, …]` as a cache of `count` rows of `width` elements,
-    which begin with the page's element `first`: `[1, pages, 1, count, width]`."""
-    memory = cache[0].flatten(1)
-    pages = len(memory) // blocks_per_page
-    rows = memory[: pages * blocks_per_page].view(pages, -1)[:, first : first + count * width]
-    return torch.unflatten(rows, 1, (count, width))[None, :, None]
+    which begin with the page's element `first`: `[1, blocks, 1, count, width]`, where a page has the number of its first
+    block. Other blocks must not be used: theirs overlap."""
+    _, blocks, *block = cache.shape
+    size = math.prod(block)
+    assert cache[0].is_contiguous()
+    assert first + count * width <= blocks_per_page * size
+    shape, strides = (1, max(0, blocks - blocks_per_page + 1), 1, count, width), (size, size, size, width, 1)
+    return cache.as_strided(shape, strides, cache.storage_offset() + first)
 
 
 class StateSegments(NamedTuple):

@@ -24,8 +24,11 @@ __all__ = [
     "add_rms_norm",
     "attention",
     "by_expert",
+    "compress_tokens",
     "fused_experts",
     "gumbel_noise",
+    "mhc_post",
+    "mhc_pre",
     "paged_attention",
     "penalize",
     "read_kv",
@@ -341,6 +344,106 @@ def _read_slots(side: Tensor, slots: Tensor) -> Tensor:
         return side[blocks, :, offsets].float().transpose(1, 2)
     values, scales = (each.view(torch.uint8)[blocks, :, offsets].view(side.dtype) for each in QuantizedRows.of(side))
     return (values.float() * scales.contiguous().view(torch.float32)).transpose(1, 2)
+
+
+def compress_tokens(
+    inputs: Tensor,
+    position_bias: Tensor,
+    weight: Tensor,
+    eps: float,
+    cos_sin: Tensor,
+    cache: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    query_starts: Tensor,
+    block_tables: Tensor,
+    entry_tables: Tensor,
+) -> None:
+    """Compress the groups of tokens that end with one of the step's tokens to entries (DeepSeek-V4, 2026), and store
+    them.
+
+    A group has `ratio` tokens, the last one at a position where `(position + 1) % ratio` is 0. An entry is the RMSNorm,
+    with `weight` `[head_dim]` and `eps`, of a sum of the tokens' values; the weights of the sum are, for each feature, a
+    softmax of the tokens' gates plus `position_bias`, float32 `[ratio, width]`, by the place in the group. If width is
+    `2 * head_dim`, the first head_dim features are for the next group: the sum has the first features of the tokens of
+    the group before, if there is one, and the last ones of the group's own. Everything but the result is float32.
+
+    `inputs` `[1, blocks, 1, block_size, 2 * width]` has the values and then the gates of the tokens, in the blocks
+    `block_tables`. The entry is stored in `cache` `[1, blocks, 1, rows, row]`, in the block of `entry_tables` of its last
+    token; a row is for `block_size // rows` tokens. Before, its last rotary_dim features, which are pairs side by side,
+    become the first ones, in halves, and are rotated as by `rotary`; `cos_sin` `[tokens, rotary_dim]` is that of the
+    entry that ends with a token. `positions` and `slots` are `[tokens]`; nothing is stored for a token whose slot is -1.
+    Both tables are like those of `paged_attention`, and so are `query_starts`.
+    """
+    (ratio, width), head_dim, block_size, rows = position_bias.shape, len(weight), inputs.shape[3], cache.shape[3]
+    parts = width // head_dim
+    requests = torch.arange(len(query_starts) - 1, device=slots.device).repeat_interleave(query_starts.diff())
+    ends = (((positions + 1) % ratio == 0) & (slots >= 0)).nonzero()[:, 0]
+    before = torch.arange(1 - parts * ratio, 1, device=slots.device)
+    for tokens in torch.split(ends, max(1, _SCORE_ELEMENTS // (2 * parts * ratio * width))):
+        at, request, last = positions[tokens, None] + before, requests[tokens, None], positions[tokens]
+        seen = at.clamp(min=0)
+        found = inputs[0, block_tables[request, seen // block_size], 0, seen % block_size].float()
+        values, gates = torch.unflatten(found, 1, (parts, ratio)).chunk(2, dim=-1)  # [groups, parts, ratio, width]
+        gates = (gates + position_bias).masked_fill(torch.unflatten(at < 0, 1, (parts, ratio))[..., None], -torch.inf)
+        values, gates = (
+            torch.cat([x[:, part, :, part * head_dim : (part + 1) * head_dim] for part in range(parts)], dim=1)
+            for x in (values, gates)
+        )
+        weights = gates.softmax(dim=1)
+        entry = F.rms_norm((values.where(weights > 0, 0.0) * weights).sum(dim=1), (head_dim,), weight.float(), eps)
+        plain, pairs = entry.tensor_split((head_dim - cos_sin.shape[1],), dim=1)
+        entry = torch.cat((pairs[:, ::2], pairs[:, 1::2], plain), dim=1)[:, None]
+        entry, _ = rotary(entry, entry[:, :0], cos_sin[tokens])
+        places = last % block_size // (block_size // rows)
+        write_kv(entry, None, cache, entry_tables[requests[tokens], last // block_size] * rows + places)
+
+
+def mhc_pre(
+    x: Tensor,
+    function: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    num_streams: int,
+    norm_eps: float,
+    eps: float,
+    iterations: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What a layer with manifold-constrained hyper-connections (Xie et al. 2026) reads of the residual streams `x`
+    `[tokens, num_streams * hidden_size]`, and the weights with which `mhc_post` mixes them afterwards.
+
+    Weights are `function`, `[num_streams * (2 + num_streams), num_streams * hidden_size]`, times the RMSNorm of the
+    streams together, with `norm_eps`; each of their three parts is multiplied by one of `scale` `[3]`, and `base` is
+    added. All of it is float32.
+
+    - The layer's input, `[tokens, hidden_size]` like `x`: the sum of the streams, weighted by the sigmoids of the first
+      `num_streams` weights plus `eps`.
+    - Float32 `[tokens, num_streams]`, the weight of the layer's output in each stream: twice a sigmoid.
+    - Float32 `[tokens, num_streams, num_streams]`, the weight of each stream (first) in each stream (second): a softmax
+      over the second plus `eps`, made doubly stochastic by dividing by the sums over the first and, `iterations` - 1
+      times, by those over the second and then the first (Sinkhorn & Knopp 1967), with `eps` added to sums.
+    """
+    wide = x.float()
+    weights = F.linear(F.rms_norm(wide, wide.shape[1:], None, norm_eps), function)
+    sizes = (num_streams, num_streams, num_streams**2)
+    parts = zip(weights.split_with_sizes(sizes, dim=1), scale, base.split_with_sizes(sizes), strict=True)
+    inputs, outputs, mixed = (part * factor + added for part, factor, added in parts)
+    mixed = torch.unflatten(mixed, 1, (num_streams, -1)).softmax(dim=2) + eps
+    mixed = mixed / (mixed.sum(dim=1, keepdim=True) + eps)
+    for _ in range(iterations - 1):
+        mixed = mixed / (mixed.sum(dim=2, keepdim=True) + eps)
+        mixed = mixed / (mixed.sum(dim=1, keepdim=True) + eps)
+    streams = torch.unflatten(wide, 1, (num_streams, -1))
+    read = ((inputs.sigmoid() + eps)[..., None] * streams).sum(dim=1)
+    return read.to(x.dtype), 2 * outputs.sigmoid(), mixed
+
+
+def mhc_post(x: Tensor, streams: Tensor, outputs: Tensor, mixed: Tensor) -> Tensor:
+    """The residual streams after a layer with hyper-connections, like `streams` `[tokens, num_streams * hidden_size]`,
+    which are those before it: mixed, plus the layer's output `x` `[tokens, hidden_size]`, with the weights of `mhc_pre`,
+    in float32."""
+    before = torch.unflatten(streams, 1, (mixed.shape[1], -1)).float()
+    return (outputs[..., None] * x.float()[:, None] + mixed.mT @ before).flatten(1).to(x.dtype)
 
 
 def _group_requests(counts: Tensor, blocks: Tensor, block_elements: int) -> Iterator[tuple[Tensor, int, int]]:

@@ -136,31 +136,25 @@ class CompressedCache(NamedTuple):
     memory: Tensor
     """`[1, blocks, 1, rows of a block, head_dim]`, of tokens and of entries. A block of tokens is a page, whose first
     rows are theirs."""
-    block_size: int
-    """Tokens."""
-    blocks_per_page: int
+    tokens: Tensor
+    """The same rows of tokens, `[1, blocks, 1, block_size, head_dim]`."""
     inputs: Tensor | None = None
-    """`[1, pages, 1, block_size, features]`, what compressors need of tokens; None: there are no entries."""
+    """`[1, blocks, 1, block_size, features]`, what compressors need of tokens; None: there are no entries."""
     keys: Tensor | None = None
     """The indexer's, of entries, `[1, blocks, 1, rows of a block, row]`."""
 
+    @property
+    def block_size(self) -> int:
+        """Tokens."""
+        return self.tokens.shape[3]
+
     def rows_of(self, slots: Tensor) -> Tensor:
-        """The rows in `memory` of tokens, by their slots. -1 stays -1."""
-        rows = slots // self.block_size * self.memory.shape[3] + slots % self.block_size
-        return rows.where(slots >= 0, -1)
+        """The rows in `memory` of tokens, by their slots."""
+        return slots // self.block_size * self.memory.shape[3] + slots % self.block_size
 
-    def page(self, blocks: Tensor) -> Tensor:
-        """The pages of these blocks."""
-        return blocks // self.blocks_per_page
-
-    def pages_of(self, slots: Tensor) -> Tensor:
-        """The rows in `inputs` of tokens, by their slots. -1 stays -1."""
-        rows = self.page(slots // self.block_size) * self.block_size + slots % self.block_size
-        return rows.where(slots >= 0, -1)
-
-    def entry_slots(self, blocks: Tensor, ends: Tensor, memory: Tensor) -> Tensor:
-        """The slots in `memory`, or `keys`, of entries whose last tokens are at positions `ends` and in `blocks`."""
-        rows = memory.shape[3]
+    def entry_slots(self, blocks: Tensor, ends: Tensor) -> Tensor:
+        """The rows in `memory` of entries whose last tokens are at positions `ends` and in `blocks`."""
+        rows = self.memory.shape[3]
         return blocks * rows + ends % self.block_size // (self.block_size // rows)
 
     def entries_of(self, slots: Tensor) -> Tensor:

@@ -13,10 +13,6 @@ them last, with pairs side by side, as in the checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
-
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -39,25 +35,13 @@ from quire.engine.layers.weight import Weight, whole
 from quire.engine.models import attention_spec
 
 
-class Ends(NamedTuple):
-    """Tokens of a step that may be the last of their group."""
-
-    tokens: Tensor
-    """`[groups]`, their indices."""
-    positions: Tensor
-    requests: Tensor
-    are_last: Tensor
-    """Whether they are. Others are given only where the host does not know it."""
-
-
 class Compressor(nn.Module):
     """Computes entries of `head_dim` features, as described by `quire.engine.models.attention_spec.CompressorSpec`.
     Replicated on all ranks."""
 
     def __init__(self, spec: attention_spec.CompressorSpec, hidden_size: int, head_dim: int) -> None:
         super().__init__()
-        self._spec, self._head_dim = spec, head_dim
-        width = spec.width(head_dim)
+        width, self._eps = spec.width(head_dim), spec.norm.eps
         self.inputs_width = 2 * width
         self.inputs = ColumnParallelLinear(
             hidden_size, [Partition(name, width, 0, width) for name in ("kv", "gate")], bias=False
@@ -65,21 +49,13 @@ class Compressor(nn.Module):
         self.position_bias = Weight((spec.ratio, width), whole(spec.ratio, width), dtype=torch.float32)
         self.norm = make_norm(spec.norm, head_dim)
 
-    def entries(self, rows: Tensor, positions: Tensor) -> Tensor:
-        """The entries `[groups, head_dim]` of `rows` `[groups, span, 2 * width]`, what `inputs` computed for the tokens
-        at `positions` `[groups, span]`. Negative positions are before the first token."""
-        values, gates = rows.float().chunk(2, dim=-1)
-        gates = gates + self.position_bias.repeat(1 + self._spec.overlaps, 1)
-        if self._spec.overlaps:  # the first features of tokens are for the next group's entry
-            own = self._head_dim
-            values, gates = (
-                torch.cat((x[:, : self._spec.ratio, :own], x[:, self._spec.ratio :, own:]), dim=1)
-                for x in (values, gates)
-            )
-        is_before = (positions < 0)[..., None]
-        weights = gates.masked_fill(is_before, -torch.inf).softmax(dim=1)
-        out: Tensor = self.norm((values.masked_fill(is_before, 0.0) * weights).sum(dim=1).to(rows.dtype))
-        return out
+    def forward(self, inputs: Tensor, cos_sin: Tensor, cache: Tensor, batch: Batch) -> None:
+        """Write the entries of the groups that end with one of the step's tokens to `cache`, from the tokens' `inputs`
+        in the KV cache. See `kernels.compress_tokens`."""
+        assert batch.entries is not None
+        assert self.norm.weight is not None
+        where = batch.slot_mapping, batch.positions, batch.query_starts, batch.block_tables, batch.entries.block_tables
+        kernels.compress_tokens(inputs, self.position_bias, self.norm.weight, self._eps, cos_sin, cache, *where)
 
 
 class EntryIndexer(nn.Module):
@@ -147,8 +123,8 @@ class CompressedAttention(nn.Module):
         latent_query, key = self.down(x).split_with_sizes((spec.q_lora_rank, spec.head_dim), dim=-1)
         latent_query = self.query_norm(latent_query)
         query = self._head_norm(self.query(latent_query).unflatten(-1, (self._heads, spec.head_dim)))
-        slots, key = cache.rows_of(batch.slot_mapping), self.key_norm(key)[:, None]
-        query = kernels.rotary_write_kv(query, key, None, cos_sin, cache.memory, slots)
+        key = self.key_norm(key)[:, None]
+        query = kernels.rotary_write_kv(query, key, None, cos_sin, cache.tokens, batch.slot_mapping)
         chosen = None
         if self.compressor is not None:
             assert isinstance(x, Tensor)
@@ -187,45 +163,13 @@ class CompressedAttention(nn.Module):
             assert cache.keys is not None
             compressors.append((self.indexer.compressor, cache.keys))
         assert cache.inputs is not None
-        assert batch.entries is not None
-        size, pages = cache.block_size, cache.pages_of(batch.slot_mapping)
         new = torch.cat([each.inputs(x) for each, _ in compressors], dim=-1)[:, None]
         nothing, no_turns = new[:, :0], new.new_empty(len(new), 0, dtype=torch.float32)
-        kernels.rotary_write_kv(nothing, new, None, no_turns, cache.inputs, pages)
-        inputs = cache.inputs[0, :, 0]  # [pages, block_size, features]
-        for ends in self._ends(batch):
-            before = torch.arange(1 - spec.compressor.span, 1, device=x.device)
-            positions = ends.positions[:, None] + before  # [groups, span]
-            blocks, offsets = positions.clamp(min=0) // size, positions.clamp(min=0) % size
-            found = cache.page(batch.block_tables[ends.requests[:, None], blocks])
-            rows = inputs[found, offsets]  # [groups, span, features]
-            places = batch.entries.block_tables[ends.requests, ends.positions // size]
-            turns, start = self._rotary(ends.positions + 1 - spec.compressor.ratio), 0
-            for compressor, memory in compressors:
-                width = compressor.inputs_width
-                entry = compressor.entries(rows[..., start : start + width], positions)
-                entry, start = _rotary_first(entry, spec.rope.dim)[:, None], start + width
-                to = cache.entry_slots(places, ends.positions, memory)
-                to = to.where(ends.are_last, -1)
-                kernels.rotary_write_kv(entry[:, :0], entry, None, turns, memory, to)
-
-    def _ends(self, batch: Batch) -> Iterator[Ends]:
-        """The last tokens of groups, as many at once as fit. In a step of one token for each request, which may be
-        replayed later, all tokens are given; those whose token is not stored are not last."""
-        ratio, device, requests = self._spec.compressor_ratio, batch.positions.device, _requests(batch)
-        if len(batch.positions) == len(batch.sequence_lengths):
-            places = torch.arange(len(batch.positions), device=device)
-        else:
-            counts, lengths, _ = batch.host_metadata()
-            starts = counts.cumsum() - counts
-            positions = np.arange(counts.sum()) + np.repeat(lengths - counts - starts, counts)
-            found = torch.from_numpy(np.flatnonzero((positions + 1) % ratio == 0))
-            places = found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found
-        span, width = self._spec.compressor.span if self._spec.compressor else 0, self._spec.inputs_width
-        for tokens in torch.split(places, max(1, attention_spec.SCORES_AT_ONCE // (span * width))):
-            at = batch.positions[tokens]
-            are_last = ((at + 1) % ratio == 0) & (batch.slot_mapping[tokens] >= 0)
-            yield Ends(tokens, at, requests[tokens], are_last)
+        kernels.rotary_write_kv(nothing, new, None, no_turns, cache.inputs, batch.slot_mapping)
+        cos_sin = self._rotary(batch.positions + 1 - spec.compressor.ratio)
+        inputs = cache.inputs.split_with_sizes([each.inputs_width for each, _ in compressors], dim=-1)
+        for (compressor, memory), own in zip(compressors, inputs, strict=True):
+            compressor(own, cos_sin, memory, batch)
 
     def _attend(self, query: Tensor, batch: Batch, cache: CompressedCache, chosen: Tensor | None) -> Tensor:
         """`[tokens, heads, head_dim]` → the same. `chosen` are the slots of the selected entries, `[tokens, top_k]`."""
@@ -247,7 +191,7 @@ class CompressedAttention(nn.Module):
                 if chosen is None:
                     ends = ((number + 1) * spec.compressor.ratio - 1).expand(len(tokens), -1)
                     columns = (ends // size).clamp(max=batch.entries.block_tables.shape[1] - 1)
-                    entries = cache.entry_slots(batch.entries.block_tables[owner, columns], ends, cache.memory)
+                    entries = cache.entry_slots(batch.entries.block_tables[owner, columns], ends)
                 else:
                     entries = cache.entries_of(chosen[tokens, :most])
                 counts = seen + ((at + 1) // spec.compressor.ratio).clamp(max=most)
@@ -266,11 +210,12 @@ def compressed_cache(
     blocks_per_page: int,
 ) -> CompressedCache:
     """The cache of a layer in a plane `memory`, and one for the keys of its indexer."""
+    tokens = kernels.page_rows(memory, blocks_per_page, 0, block_size, spec.head_dim)
     inputs = None
     if spec.compressor is not None:
         first = block_size * spec.head_dim
         inputs = kernels.page_rows(memory, blocks_per_page, first, block_size, spec.inputs_width)
-    return CompressedCache(memory, block_size, blocks_per_page, inputs, keys)
+    return CompressedCache(memory, tokens, inputs, keys)
 
 
 def _requests(batch: Batch) -> Tensor:
@@ -279,12 +224,6 @@ def _requests(batch: Batch) -> Tensor:
     if len(batch.positions) == len(batch.sequence_lengths):
         return tokens
     return torch.searchsorted(batch.query_starts, tokens, right=True) - 1
-
-
-def _rotary_first(x: Tensor, rotary: int) -> Tensor:
-    """The checkpoint's features in our order."""
-    plain, turned = x.tensor_split((x.shape[-1] - rotary,), dim=-1)
-    return torch.cat((turned[..., ::2], turned[..., 1::2], plain), dim=-1)
 
 
 def _rotary_last(x: Tensor, rotary: int) -> Tensor:

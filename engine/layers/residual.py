@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from quire import kernels
 from quire.engine.layers.linear import Partition, replicated, stacked
 from quire.engine.layers.norm import make_norm
 from quire.engine.layers.weight import Weight, whole
@@ -93,14 +94,12 @@ class Laurel(nn.Module):
 
 
 class Mixing(NamedTuple):
-    """How streams go on beside a layer, float32."""
+    """What `kernels.mhc_post` needs of the streams before a layer."""
 
     streams: Tensor
-    """`[tokens, streams, hidden_size]`"""
+    """`[tokens, streams * hidden_size]`"""
     outputs: Tensor
-    """`[tokens, streams]`, the weight of the layer's output in each stream."""
     mixed: Tensor
-    """`[tokens, streams, streams]`, the weight of each stream (first) in each stream (second)."""
 
 
 class HyperConnection(nn.Module):
@@ -109,32 +108,21 @@ class HyperConnection(nn.Module):
 
     def __init__(self, spec: HyperConnectionSpec, hidden_size: int) -> None:
         super().__init__()
-        self._spec, self._hidden_size, shape = spec, hidden_size, (spec.num_weights, spec.num_streams * hidden_size)
-        self._norm = make_norm(spec.norm, shape[1])
+        self._spec, shape = spec, (spec.num_weights, spec.num_streams * hidden_size)
         self.function = Weight(shape, whole(*shape), dtype=torch.float32)
         self.base = Weight(shape[:1], whole(shape[0]), dtype=torch.float32)
         self.scale = Weight((3,), whole(3), dtype=torch.float32)
 
     def before(self, x: Tensor) -> tuple[Tensor, Mixing]:
         """The streams `[tokens, streams * hidden_size]` → the layer's input `[tokens, hidden_size]`."""
-        count, eps = self._spec.num_streams, self._spec.eps
-        sizes, weights = (count, count, count**2), F.linear(self._norm(x.float()), self.function)
-        parts = weights.split_with_sizes(sizes, dim=-1), self.scale, self.base.split_with_sizes(sizes)
-        inputs, outputs, mixed = (part * scale + base for part, scale, base in zip(*parts, strict=True))
-        streams, mixed = (torch.unflatten(each, -1, (count, -1)) for each in (x, mixed))
-        mixed = mixed.softmax(dim=-1) + eps
-        mixed = mixed / (mixed.sum(dim=-2, keepdim=True) + eps)
-        for _ in range(self._spec.iterations - 1):
-            mixed = mixed / (mixed.sum(dim=-1, keepdim=True) + eps)
-            mixed = mixed / (mixed.sum(dim=-2, keepdim=True) + eps)
-        collapsed = ((inputs.sigmoid() + eps)[..., None] * streams).sum(dim=1)
-        return collapsed.to(x.dtype), Mixing(streams, 2 * outputs.sigmoid(), mixed)
+        count, eps, steps = self._spec.num_streams, self._spec.eps, self._spec.iterations
+        weights = self.function, self.base, self.scale
+        read, outputs, mixed = kernels.mhc_pre(x, *weights, count, self._spec.norm.eps, eps, steps)
+        return read, Mixing(x, outputs, mixed)
 
     def after(self, x: Tensor, mixing: Mixing) -> Tensor:
         """The layer's output `[tokens, hidden_size]` → the streams `[tokens, streams * hidden_size]`."""
-        streams, outputs, mixed = mixing
-        outputs, mixed = outputs.to(x.dtype), mixed.to(x.dtype)
-        return (outputs[..., None] * x[:, None] + mixed.transpose(1, 2) @ streams).flatten(1)
+        return kernels.mhc_post(x, *mixing)
 
 
 class HyperHead(nn.Module):

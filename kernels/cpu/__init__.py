@@ -18,10 +18,13 @@ __all__ = [
     "causal_conv",
     "coded_experts",
     "coded_linear",
+    "compress_tokens",
     "int4_linear",
     "int8_linear",
     "linear_attention",
     "load",
+    "mhc_post",
+    "mhc_pre",
     "pack_coded_tiles",
     "pack_int4_tiles",
     "pack_int8_tiles",
@@ -103,6 +106,46 @@ def sparse_attention(
     query: Tensor, cache: Tensor, slots: Tensor, counts: Tensor, scale: float, sinks: Tensor | None = None
 ) -> Tensor:
     out: Tensor = torch.ops.quire.sparse_attention(query, cache, slots, counts, scale, sinks)
+    return out
+
+
+def compress_tokens(
+    inputs: Tensor,
+    position_bias: Tensor,
+    weight: Tensor,
+    eps: float,
+    cos_sin: Tensor,
+    cache: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    query_starts: Tensor,
+    block_tables: Tensor,
+    entry_tables: Tensor,
+) -> None:
+    torch.ops.quire.compress_tokens(
+        *(inputs, position_bias, weight, eps, cos_sin, cache, slots, positions),
+        *(query_starts, block_tables, entry_tables),
+    )
+
+
+def mhc_pre(
+    x: Tensor,
+    function: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    num_streams: int,
+    norm_eps: float,
+    eps: float,
+    iterations: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    out: tuple[Tensor, Tensor, Tensor] = torch.ops.quire.mhc_pre(
+        x, function, base, scale, num_streams, norm_eps, eps, iterations
+    )
+    return out
+
+
+def mhc_post(x: Tensor, streams: Tensor, outputs: Tensor, mixed: Tensor) -> Tensor:
+    out: Tensor = torch.ops.quire.mhc_post(x, streams, outputs, mixed)
     return out
 
 

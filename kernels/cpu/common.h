@@ -74,6 +74,11 @@ class View {
 // `x`, or a contiguous copy.
 inline Tensor as_contiguous(const Tensor& x) { return x.is_contiguous() ? x : torch::stable::contiguous(x); }
 
+// `x` with contiguous elements of `type`.
+inline Tensor of_type(const Tensor& x, ScalarType type) {
+  return as_contiguous(x.scalar_type() == type ? x : torch::stable::to(x, type));
+}
+
 inline int64_t num_threads() { return torch::stable::get_num_threads(); }
 
 // Least elements worth waking a thread for.

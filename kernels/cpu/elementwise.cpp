@@ -30,11 +30,6 @@ Tensor act_mul(const Tensor& x, std::string_view activation) {
   return out;
 }
 
-// `x` with contiguous elements of `type`.
-Tensor of_type(const Tensor& x, ScalarType type) {
-  return as_contiguous(x.scalar_type() == type ? x : torch::stable::to(x, type));
-}
-
 // A tensor's rows along its last dimension, which is contiguous; the other dimensions are folded into two.
 struct Rows {
   Tensor tensor;

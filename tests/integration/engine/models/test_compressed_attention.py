@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from quire import kernels
 from quire.engine.config.memory_plan import MemoryPlan
 from quire.engine.layers.attention import CompressedCache
 from quire.engine.layers.compressed import EntryIndexer
@@ -105,7 +106,7 @@ def test_the_plan_counts_what_is_allocated(tmp_path: Path) -> None:
         assert (cache.inputs is None) == (layer.attention.compressor is None)
         if cache.inputs is not None:  # they follow the rows of a page's tokens, and end within it
             page = config.cache.blocks_per_page * cache.memory[0, 0].numel()
-            assert cache.inputs.stride(1) == page
+            assert cache.inputs.stride(1) == cache.memory.stride(1)
             first = (cache.inputs.data_ptr() - cache.memory.data_ptr()) // cache.memory.element_size()
             assert first == config.cache.block_size * layer.attention.head_dim
             assert first + cache.inputs[0, 0].numel() <= page
@@ -208,13 +209,16 @@ def _fp8(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def test_pages_are_those_of_blocks_of_tokens() -> None:
-    memory = torch.zeros(1, 12, 1, 2, 3)  # pages of 4 blocks, with 2 rows for 8 tokens each
-    cache = CompressedCache(memory, 8, 4, torch.zeros(1, 3, 1, 8, 5), torch.zeros(1, 12, 1, 1, 7))
-    slots = torch.tensor([4 * 8 + 3, 8 * 8, -1])  # tokens of blocks 4 and 8
-    assert cache.rows_of(slots).tolist() == [4 * 2 + 3, 8 * 2, -1]
-    assert cache.pages_of(slots).tolist() == [8 + 3, 16, -1]
-    ends = torch.tensor([3, 7, 15])
-    assert cache.entry_slots(torch.tensor([5, 5, 6]), ends, memory).tolist() == [10, 11, 13]
+    memory = torch.arange(12 * 2 * 15.0).view(1, 12, 1, 2, 15)  # pages of 4 blocks, with 2 rows for 8 tokens each
+    cache = CompressedCache(memory, kernels.page_rows(memory, 4, 0, 8, 3), kernels.page_rows(memory, 4, 24, 8, 5))
+    assert cache.inputs is not None
+    for block in (0, 4, 8):
+        page = memory[0, block : block + 4].flatten()
+        assert torch.equal(cache.tokens[0, block, 0], page[:24].view(8, 3))
+        assert torch.equal(cache.inputs[0, block, 0], page[24:64].view(8, 5))
+    assert cache.rows_of(torch.tensor([4 * 8 + 3, 8 * 8])).tolist() == [4 * 2 + 3, 8 * 2]
+    assert cache.entry_slots(torch.tensor([5, 5, 6]), torch.tensor([3, 7, 15])).tolist() == [10, 11, 13]
+    cache = cache._replace(keys=torch.zeros(1, 12, 1, 1, 7))
     assert cache.entries_of(torch.tensor([5, 6])).tolist() == [11, 13]  # of all 8 tokens of blocks 5 and 6
 
 
