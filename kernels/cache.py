@@ -133,7 +133,7 @@ def recurrent_states(
 
 def page_rows(cache: Tensor, blocks_per_page: int, first: int, count: int, width: int) -> Tensor:
     """View a part of each page of a layer's `cache` `[1, blocks, …]` as a cache of `count` rows of `width` elements,
-    which begin with the page's element `first`: `[1, blocks, 1, count, width]`, where a page has the number of its first
+    which begin with the page's element `first`: `[1, blocks, 1, count, width]`. A page has the number of its first
     block. Other blocks must not be used: theirs overlap."""
     _, blocks, *block = cache.shape
     size = math.prod(block)

@@ -185,6 +185,24 @@ def _calls(device: torch.device, dtype: torch.dtype, config: AttentionConfig) ->
             module.sparse_attention(query, sides.expand(2, -1, -1, -1, -1), slots, counts, 0.1, options["sinks"]),
         ),
     )
+    function, start = (torch.randn(shape, generator=noise).to(device) for shape in ((24, 320), (24,)))
+    streams = random(20, 320)
+
+    def connect(module: Any) -> tuple[Tensor, ...]:
+        read, *mixing = module.mhc_pre(streams, function / 18, start, start[:3].contiguous(), 4, 1e-6, 1e-6, 20)
+        return read, *mixing, module.mhc_post(key[:, 0], streams, *mixing)
+
+    yield "mhc_pre", connect
+    yield "mhc_post", connect
+
+    def compress(module: Any) -> list[Tensor]:
+        caches = [torch.zeros(1, 40, 1, 4, size, dtype=dtype, device=device) for size in (40, 20)]
+        for cache, ratio in zip(caches, (8, 4), strict=True):
+            given = blocks[:1, :, :1], cos_sin[:ratio, :40].contiguous(), weight[: cache.shape[4]], 1e-6, cos_sin[:, :8]
+            module.compress_tokens(*given, cache, torch.arange(20, device=device), *batch[1:], table)
+        return caches
+
+    yield "compress_tokens", compress
     for case in backends.check_cases(device, dtype, config):
         yield "paged_attention", functools.partial(_attend, case)
     segments = StateSegments(integers(0, 12, 19, 20), integers(0, 2, 3), integers(-1, 1, 2), integers(1, 0, 2))

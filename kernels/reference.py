@@ -354,30 +354,31 @@ def compress_tokens(
     cos_sin: Tensor,
     cache: Tensor,
     slots: Tensor,
-    positions: Tensor,
-    query_starts: Tensor,
     block_tables: Tensor,
+    sequence_lengths: Tensor,
+    query_starts: Tensor,
     entry_tables: Tensor,
 ) -> None:
     """Compress the groups of tokens that end with one of the step's tokens to entries (DeepSeek-V4, 2026), and store
     them.
 
     A group has `ratio` tokens, the last one at a position where `(position + 1) % ratio` is 0. An entry is the RMSNorm,
-    with `weight` `[head_dim]` and `eps`, of a sum of the tokens' values; the weights of the sum are, for each feature, a
+    with `weight` `[head_dim]` and `eps`, of a sum of the tokens' values. The weights of the sum are, for each feature, a
     softmax of the tokens' gates plus `position_bias`, float32 `[ratio, width]`, by the place in the group. If width is
     `2 * head_dim`, the first head_dim features are for the next group: the sum has the first features of the tokens of
     the group before, if there is one, and the last ones of the group's own. Everything but the result is float32.
 
     `inputs` `[1, blocks, 1, block_size, 2 * width]` has the values and then the gates of the tokens, in the blocks
-    `block_tables`. The entry is stored in `cache` `[1, blocks, 1, rows, row]`, in the block of `entry_tables` of its last
-    token; a row is for `block_size // rows` tokens. Before, its last rotary_dim features, which are pairs side by side,
-    become the first ones, in halves, and are rotated as by `rotary`; `cos_sin` `[tokens, rotary_dim]` is that of the
-    entry that ends with a token. `positions` and `slots` are `[tokens]`; nothing is stored for a token whose slot is -1.
-    Both tables are like those of `paged_attention`, and so are `query_starts`.
+    `block_tables`. The entry is stored in `cache` `[1, blocks, 1, rows, row]`, in the block of `entry_tables` that its
+    last token is in; a row is for `block_size // rows` tokens. Before, its last rotary_dim features, which are pairs
+    side by side, become the first ones, in halves, and are rotated as by `rotary`: `cos_sin` `[tokens, rotary_dim]` has,
+    for each token, the rotation of an entry that ends with it. Nothing is stored for a token with -1 in `slots`
+    `[tokens]`. The other arguments are those of `paged_attention`.
     """
     (ratio, width), head_dim, block_size, rows = position_bias.shape, len(weight), inputs.shape[3], cache.shape[3]
     parts = width // head_dim
-    requests = torch.arange(len(query_starts) - 1, device=slots.device).repeat_interleave(query_starts.diff())
+    requests = torch.arange(len(sequence_lengths), device=slots.device).repeat_interleave(query_starts.diff())
+    positions = torch.arange(len(slots), device=slots.device) + (sequence_lengths - query_starts[1:])[requests]
     ends = (((positions + 1) % ratio == 0) & (slots >= 0)).nonzero()[:, 0]
     before = torch.arange(1 - parts * ratio, 1, device=slots.device)
     for tokens in torch.split(ends, max(1, _SCORE_ELEMENTS // (2 * parts * ratio * width))):
@@ -439,9 +440,9 @@ def mhc_pre(
 
 
 def mhc_post(x: Tensor, streams: Tensor, outputs: Tensor, mixed: Tensor) -> Tensor:
-    """The residual streams after a layer with hyper-connections, like `streams` `[tokens, num_streams * hidden_size]`,
-    which are those before it: mixed, plus the layer's output `x` `[tokens, hidden_size]`, with the weights of `mhc_pre`,
-    in float32."""
+    """The residual streams after a layer with hyper-connections: those before it, `streams` `[tokens, num_streams *
+    hidden_size]`, mixed, plus the layer's output `x` `[tokens, hidden_size]`. `outputs` and `mixed` are the weights that
+    `mhc_pre` computes; sums are float32."""
     before = torch.unflatten(streams, 1, (mixed.shape[1], -1)).float()
     return (outputs[..., None] * x.float()[:, None] + mixed.mT @ before).flatten(1).to(x.dtype)
 

@@ -54,8 +54,10 @@ class Compressor(nn.Module):
         in the KV cache. See `kernels.compress_tokens`."""
         assert batch.entries is not None
         assert self.norm.weight is not None
-        where = batch.slot_mapping, batch.positions, batch.query_starts, batch.block_tables, batch.entries.block_tables
-        kernels.compress_tokens(inputs, self.position_bias, self.norm.weight, self._eps, cos_sin, cache, *where)
+        kernels.compress_tokens(
+            *(inputs, self.position_bias, self.norm.weight, self._eps, cos_sin, cache, batch.slot_mapping),
+            *(batch.block_tables, batch.sequence_lengths, batch.query_starts, batch.entries.block_tables),
+        )
 
 
 class EntryIndexer(nn.Module):

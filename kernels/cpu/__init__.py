@@ -117,14 +117,14 @@ def compress_tokens(
     cos_sin: Tensor,
     cache: Tensor,
     slots: Tensor,
-    positions: Tensor,
-    query_starts: Tensor,
     block_tables: Tensor,
+    sequence_lengths: Tensor,
+    query_starts: Tensor,
     entry_tables: Tensor,
 ) -> None:
     torch.ops.quire.compress_tokens(
-        *(inputs, position_bias, weight, eps, cos_sin, cache, slots, positions),
-        *(query_starts, block_tables, entry_tables),
+        *(inputs, position_bias, weight, eps, cos_sin, cache, slots),
+        *(block_tables, sequence_lengths, query_starts, entry_tables),
     )
 
 

@@ -6,7 +6,7 @@ namespace quire {
 namespace {
 
 struct Group {
-  int64_t request, token;  // `token`: the last one, by its place in the step
+  int64_t request, token, last;  // the last token, by its place in the step, and its position
 };
 
 // Computes an entry in float32. `rows` are the inputs of the group's tokens, and of those of the group before.
@@ -54,8 +54,8 @@ void finish(const float* entry, const float* weight, float eps, const float* cos
 }
 
 void compress_tokens(const Tensor& inputs, const Tensor& position_bias, const Tensor& weight, double eps,
-                     const Tensor& rotations, Tensor cache, const Tensor& slots, const Tensor& positions,
-                     const Tensor& query_starts, const Tensor& block_tables, const Tensor& entry_tables) {
+                     const Tensor& rotations, Tensor cache, const Tensor& slots, const Tensor& block_tables,
+                     const Tensor& sequence_lengths, const Tensor& query_starts, const Tensor& entry_tables) {
   const int64_t ratio = position_bias.size(0), width = position_bias.size(1), head_dim = weight.size(0);
   const int64_t span = width / head_dim * ratio, block_size = inputs.size(3), rows = cache.size(3);
   const int64_t half = rotations.size(1) / 2;
@@ -66,13 +66,14 @@ void compress_tokens(const Tensor& inputs, const Tensor& position_bias, const Te
   const Places layout(cache, head_dim);
   const Tensor bias = of_type(position_bias, ScalarType::Float), weights = of_type(weight, ScalarType::Float);
   const Tensor cos_sin = as_contiguous(rotations), begins = as_contiguous(query_starts);
-  const Tensor places = as_contiguous(slots), at = as_contiguous(positions);
-  const int64_t *slot = places.const_data_ptr<int64_t>(), *position = at.const_data_ptr<int64_t>();
+  const Tensor places = as_contiguous(slots), lengths = as_contiguous(sequence_lengths);
+  const int64_t *slot = places.const_data_ptr<int64_t>(), *length = lengths.const_data_ptr<int64_t>();
   const int64_t* const start = begins.const_data_ptr<int64_t>();
   std::vector<Group> groups;
-  for (int64_t request = 0; request < begins.size(0) - 1; ++request) {
+  for (int64_t request = 0; request < lengths.size(0); ++request) {
     for (int64_t token = start[request]; token < start[request + 1]; ++token) {
-      if ((position[token] + 1) % ratio == 0 && slot[token] >= 0) groups.push_back({request, token});
+      const int64_t position = length[request] - start[request + 1] + token;
+      if ((position + 1) % ratio == 0 && slot[token] >= 0) groups.push_back({request, token, position});
     }
   }
   if (groups.empty()) return;
@@ -84,8 +85,8 @@ void compress_tokens(const Tensor& inputs, const Tensor& position_bias, const Te
         std::vector<float> memory(2 * head_dim);
         float *const entry = memory.data(), *const rotated = entry + head_dim;
         for (int64_t i = begin; i < end; ++i) {
-          const auto [request, token] = groups[i];
-          const int64_t last = position[token], count = std::min(span, last + 1);
+          const auto [request, token, last] = groups[i];
+          const int64_t count = std::min(span, last + 1);
           const int64_t* const table = tables.data<const int64_t>() + request * tables.stride(0);
           for (int64_t row = 0; row < count; ++row) {
             const int64_t place = last + 1 - count + row;
@@ -108,6 +109,7 @@ void compress_tokens(const Tensor& inputs, const Tensor& position_bias, const Te
 
 QUIRE_OPERATION(compress_tokens,
                 "(Tensor inputs, Tensor position_bias, Tensor weight, float eps, Tensor rotations, Tensor(a!) cache, "
-                "Tensor slots, Tensor positions, Tensor query_starts, Tensor block_tables, Tensor entry_tables) -> ()")
+                "Tensor slots, Tensor block_tables, Tensor sequence_lengths, Tensor query_starts, Tensor entry_tables) "
+                "-> ()")
 
 }  // namespace quire

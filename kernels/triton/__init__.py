@@ -18,6 +18,7 @@ from torch import Tensor
 from quire.kernels import reference
 from quire.kernels.cache import FP8_CAPABILITY, LARGEST, SCALE_BYTES
 from quire.kernels.triton import attention as _attention
+from quire.kernels.triton import compression as _compression
 from quire.kernels.triton import elementwise as _elementwise
 from quire.kernels.triton import selection as _selection
 from quire.kernels.triton.coded import coded_fused_experts, coded_matmul
@@ -30,6 +31,7 @@ from quire.kernels.triton.elementwise import (
     rms_norm_rounded,
 )
 from quire.kernels.triton.experts import fused_experts
+from quire.kernels.triton.hyper_connections import mhc_post, mhc_pre
 from quire.kernels.triton.logits import penalize, score_tokens
 from quire.kernels.triton.recurrent import causal_conv, linear_attention, selective_scan
 from quire.kernels.triton.rounded import round_rows, rounded_fused_experts, rounded_matmul
@@ -44,8 +46,11 @@ __all__ = [
     "causal_conv",
     "coded_fused_experts",
     "coded_matmul",
+    "compress_tokens",
     "fused_experts",
     "linear_attention",
+    "mhc_post",
+    "mhc_pre",
     "paged_attention",
     "penalize",
     "rms_norm",
@@ -87,6 +92,19 @@ def select_blocks(query: Tensor, cache: Tensor, *batch: Any, **options: Any) -> 
 
 def select_tokens(query: Tensor, weights: Tensor, cache: Tensor, *batch: Any, **options: Any) -> Tensor:
     return _of(cache, _selection).select_tokens(query, weights, cache, *batch, **options)
+
+
+def compress_tokens(
+    inputs: Tensor,
+    position_bias: Tensor,
+    weight: Tensor,
+    eps: float,
+    cos_sin: Tensor,
+    cache: Tensor,
+    *batch: Any,
+) -> None:
+    module: Any = reference if cache.dtype in LARGEST else _compression
+    module.compress_tokens(inputs, position_bias, weight, eps, cos_sin, cache, *batch)
 
 
 def _of(cache: Tensor, module: ModuleType, reads: bool = True) -> Any:

@@ -146,6 +146,15 @@ def run_all(types: list[torch.dtype]) -> None:
             counts = torch.full((9,), 2048)
             for sinks in (None, per_head):
                 platform.sparse_attention(query, side.expand(2, -1, -1, -1, -1), slots, counts, 0.1, sinks)
+        streams, function = torch.zeros(4, 4 * 4096, dtype=dtype), torch.zeros(24, 4 * 4096)
+        read, outputs, mixed = platform.mhc_pre(streams, function, function[:, 0], function[0, :3], 4, 1e-6, 1e-6, 20)
+        platform.mhc_post(read, streams, outputs, mixed)
+        for head_dim, ratio, width in ((512, 128, 512), (512, 4, 1024), (128, 4, 256)):
+            entries = torch.zeros(1, 64, 1, 4, head_dim, dtype=dtype)
+            platform.compress_tokens(
+                *(torch.zeros(1, 64, 1, 16, 2 * width, dtype=dtype), torch.zeros(ratio, width), entries[0, 0, 0, 0]),
+                *(1e-6, torch.zeros(9, 64), entries, starts.new_zeros(9), table, lengths, starts, table),
+            )
         pages = torch.zeros(3, 32, 128, 128), torch.zeros(3, 3, 8192, dtype=dtype)
         mixed, gates = torch.zeros(9, 12288, dtype=dtype), torch.zeros(9, 32)
         segments = StateSegments(starts, torch.tensor([0, 2]), starts[:2], starts[:2])

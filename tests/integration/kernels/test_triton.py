@@ -21,7 +21,15 @@ from quire import kernels
 from quire.kernels import check, dispatch, reference
 from quire.kernels.cache import LARGEST, allocate_kv_cache
 from quire.kernels.quantized import QuantizedFormat
-from tests.integration.kernels import test_attention, test_experts, test_recurrent, test_sampling, test_sparse
+from tests.integration.kernels import (
+    test_attention,
+    test_experts,
+    test_recurrent,
+    test_sampling,
+    test_sparse,
+)
+from tests.integration.kernels import test_compression as entries
+from tests.integration.kernels import test_hyper_connections as connections
 
 if sys.platform != "linux":
     pytest.skip("Triton has no wheel for this platform", allow_module_level=True)
@@ -97,6 +105,28 @@ def test_keys_that_are_values_are_stored_once_and_not_without_a_slot(without: li
         results.append((module.rotary_write_kv(query, key, None, turns, cache, slots), cache))
     close(results[0], results[1])
     assert int(results[0][1].any(-1).sum()) == 7 - len(without)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("tokens", "streams", "hidden"), [(1, 4, 300), (19, 3, 200), (3, 1, 20), (0, 4, 8)])
+def test_hyper_connections(tokens: int, streams: int, hidden: int, dtype: torch.dtype) -> None:
+    connections.check_connection(tokens, streams, hidden, dtype)
+
+
+def test_a_token_of_hyper_connections_does_not_depend_on_others() -> None:
+    connections.test_a_token_does_not_depend_on_others("triton")
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(
+    ("ratio", "rows", "head_dim", "parts", "rotary"), [(4, 4, 24, 2, 8), (40, 4, 32, 1, 8), (5, 2, 6, 2, 0)]
+)
+def test_compression(ratio: int, rows: int, head_dim: int, parts: int, rotary: int, dtype: torch.dtype) -> None:
+    entries.check_entries(entries.case(ratio, head_dim, parts, rotary, dtype), rows)
+
+
+def test_entries_in_a_quantized_cache_are_the_references() -> None:
+    entries.test_entries_in_a_quantized_cache(torch.int8)
 
 
 SHAPES = [(14, 2, 16), (6, 1, 80), (3, 3, 33), (4, 1, 128), (2, 1, 256)]
@@ -465,7 +495,7 @@ def test_every_kernel_compiles_ahead(capability: int, types: list[str]) -> None:
     *variants, last = done.stdout.splitlines()
     assert last == f"{len(variants)} kernels compiled for sm_{capability}"
     names = {line.split()[0] for line in variants}
-    assert len(names) == 25, names
+    assert len(names) == 29, names
     for name in (
         "_act_mul",
         "_decodes",

@@ -1,0 +1,140 @@
+"""Entries that groups of tokens are compressed to."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire import kernels
+from quire.kernels import reference
+from quire.kernels.cache import LARGEST, allocate_kv_cache, dequantize
+
+BLOCK, EPS, CPU = 16, 1e-5, torch.device("cpu")
+REQUESTS = [(0, 1), (15, 1), (0, 40), (5, 3), (127, 1), (90, 39), (31, 2), (3, 1)]
+"""Tokens before, and tokens of the step."""
+
+
+class Case(NamedTuple):
+    """What `kernels.compress_tokens` is called with, but for the cache."""
+
+    inputs: Tensor
+    bias: Tensor
+    weight: Tensor
+    cos_sin: Tensor
+    slots: Tensor
+    tables: Tensor
+    lengths: Tensor
+    starts: Tensor
+    entry_tables: Tensor
+
+    def run(self, rows: int, module: Any = kernels, dtype: torch.dtype | None = None) -> Tensor:
+        """The entries' cache `[blocks, rows, head_dim]`, which was full of sevens."""
+        head_dim, blocks = len(self.weight), int(self.entry_tables.max()) + 1
+        cache = allocate_kv_cache(1, blocks, 1, rows, head_dim, dtype or self.inputs.dtype, CPU, 1)[0]
+        reference.write_kv(torch.full((blocks * rows, 1, head_dim), 7.0), None, cache, torch.arange(blocks * rows))
+        inputs, bias, weight, cos_sin, *where = self
+        module.compress_tokens(inputs, bias, weight, EPS, cos_sin, cache, *where)
+        return dequantize(cache)[0, :, 0] if cache.dtype in LARGEST else cache[0, :, 0]
+
+
+def case(ratio: int, head_dim: int, parts: int, rotary: int = 8, dtype: torch.dtype = torch.float32) -> Case:
+    """Random inputs in shuffled blocks; some tokens have no slot."""
+    noise = torch.Generator().manual_seed(0)
+    lengths = torch.tensor([sum(request) for request in REQUESTS])
+    starts = torch.tensor([0, *(count for _, count in REQUESTS)]).cumsum(0)
+    width, tokens = -(-int(lengths.max()) // BLOCK), int(starts[-1])
+    tables, entries = (torch.randperm(len(REQUESTS) * width, generator=noise).view(-1, width) for _ in range(2))
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=noise)
+
+    inputs = (random(1, tables.numel(), 1, BLOCK, 2 * parts * head_dim) * 2).to(dtype)
+    slots = torch.arange(tokens)
+    slots[30] = slots[-1] = -1
+    return Case(
+        *(inputs, random(ratio, parts * head_dim), random(head_dim).to(dtype), random(tokens, rotary)),
+        *(slots, tables, lengths, starts, entries),
+    )
+
+
+@pytest.mark.parametrize(("ratio", "rows"), [(4, 4), (8, 4), (128, 2)])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_the_reference_is_the_formula(ratio: int, rows: int, parts: int) -> None:
+    """One entry after another, and one feature after another."""
+    given, head_dim, rotary = case(ratio, 12, parts), 12, 8
+    expected = torch.full((given.entry_tables.numel(), rows, head_dim), 7.0)
+    for request, (context, count) in enumerate(REQUESTS):
+        for place in range(count):
+            token, position = int(given.starts[request]) + place, context + place
+            if (position + 1) % ratio or given.slots[token] < 0:
+                continue
+            group = range(position + 1 - ratio, position + 1)
+            own = (parts - 1) * head_dim
+            seen = [(at, own, at - group[0]) for at in group]
+            if parts == 2 and group[0] > 0:
+                seen = [(at - ratio, 0, at - group[0]) for at in group] + seen
+            sums = torch.zeros(head_dim)
+            for feature in range(head_dim):
+                values, gates = [], []
+                for at, first, number in seen:
+                    row = given.inputs[0, given.tables[request, at // BLOCK], 0, at % BLOCK]
+                    values.append(row[first + feature])
+                    gates.append(row[parts * head_dim + first + feature] + given.bias[number, first + feature])
+                sums[feature] = torch.stack(values) @ torch.stack(gates).softmax(0)
+            normed = sums / (sums.square().mean() + EPS).sqrt() * given.weight
+            turned = torch.view_as_complex(normed[-rotary:].view(-1, 2)) * torch.complex(*given.cos_sin[token].chunk(2))
+            entry = torch.cat((turned.real, turned.imag, normed[:-rotary]))
+            block = given.entry_tables[request, position // BLOCK]
+            expected[block, position % BLOCK // (BLOCK // rows)] = entry
+    assert (expected != 7.0).any()
+    torch.testing.assert_close(given.run(rows, reference), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("ratio", "rows", "head_dim", "parts", "rotary"),
+    [(4, 4, 128, 2, 64), (128, 4, 128, 1, 64), (8, 2, 20, 2, 0), (5, 4, 34, 1, 34), (1, 16, 6, 2, 4)],
+)
+def test_entries_are_those_of_the_reference(
+    ratio: int, rows: int, head_dim: int, parts: int, rotary: int, dtype: torch.dtype
+) -> None:
+    check_entries(case(ratio, head_dim, parts, rotary, dtype), rows)
+
+
+def check_entries(given: Case, rows: int) -> None:
+    found, expected = given.run(rows), given.run(rows, reference)
+    step = 2e-5 if found.dtype == torch.float32 else 8 * torch.finfo(found.dtype).eps
+    torch.testing.assert_close(found, expected, rtol=step, atol=step)
+    changed = (found != 7.0).any(-1)
+    assert torch.equal(changed, (expected != 7.0).any(-1))
+    assert changed.any()
+    assert not changed.all()
+
+
+@pytest.mark.parametrize("dtype", LARGEST)
+def test_entries_in_a_quantized_cache(dtype: torch.dtype) -> None:
+    given = case(4, 32, 2)
+    torch.testing.assert_close(given.run(4, dtype=dtype), given.run(4, reference, dtype), rtol=0.2, atol=0.05)
+
+
+def test_an_entry_does_not_depend_on_other_requests_or_chunks() -> None:
+    given = case(4, 32, 2)
+    together = given.run(4)
+    for request in range(len(REQUESTS)):
+        for token in range(int(given.starts[request]), int(given.starts[request + 1])):
+            seen = given.lengths[request] - given.starts[request + 1] + token + 1
+            one, rows = slice(request, request + 1), slice(token, token + 1)
+            alone = given._replace(
+                cos_sin=given.cos_sin[rows],
+                slots=given.slots[rows],
+                tables=given.tables[one],
+                lengths=seen[None],
+                starts=torch.tensor([0, 1]),
+                entry_tables=given.entry_tables[one],
+            ).run(4)
+            changed = (alone != 7.0).any(-1)
+            assert int(changed.sum()) == (int(seen) % 4 == 0 and int(given.slots[token]) >= 0)
+            assert torch.equal(alone[changed], together[: len(alone)][changed])
