@@ -186,14 +186,10 @@ def _calls(device: torch.device, dtype: torch.dtype, config: AttentionConfig) ->
         ),
     )
     function, start = (torch.randn(shape, generator=noise).to(device) for shape in ((24, 320), (24,)))
-    streams = random(20, 320)
-
-    def connect(module: Any) -> tuple[Tensor, ...]:
-        read, *mixing = module.mhc_pre(streams, function / 18, start, start[:3].contiguous(), 4, 1e-6, 1e-6, 20)
-        return read, *mixing, module.mhc_post(key[:, 0], streams, *mixing)
-
-    yield "mhc_pre", connect
-    yield "mhc_post", connect
+    streams = random(5, 320)
+    yield "mhc_pre", lambda module: module.mhc_pre(streams, function / 18, start, start[:3], 4, 1e-6, 1e-6, 3)
+    parts, mixing = function[:5, :4].contiguous(), function[:5, :16].reshape(5, 4, 4)
+    yield "mhc_post", lambda module: module.mhc_post(key[:5, 0], streams, parts, mixing)
 
     def compress(module: Any) -> list[Tensor]:
         caches = [torch.zeros(1, 40, 1, 4, size, dtype=dtype, device=device) for size in (40, 20)]

@@ -363,16 +363,16 @@ def compress_tokens(
     them.
 
     A group has `ratio` tokens, the last one at a position where `(position + 1) % ratio` is 0. An entry is the RMSNorm,
-    with `weight` `[head_dim]` and `eps`, of a sum of the tokens' values. The weights of the sum are, for each feature, a
-    softmax of the tokens' gates plus `position_bias`, float32 `[ratio, width]`, by the place in the group. If width is
-    `2 * head_dim`, the first head_dim features are for the next group: the sum has the first features of the tokens of
-    the group before, if there is one, and the last ones of the group's own. Everything but the result is float32.
+    with `weight` `[head_dim]` and `eps`, of a sum of the tokens' values. The weights of the sum are, for each feature,
+    a softmax of the tokens' gates plus `position_bias`, float32 `[ratio, width]`, by the place in the group. If width
+    is `2 * head_dim`, the first head_dim features are for the next group: the sum has the first features of the tokens
+    of the group before, if there is one, and the last ones of the group's own. Everything but the result is float32.
 
     `inputs` `[1, blocks, 1, block_size, 2 * width]` has the values and then the gates of the tokens, in the blocks
     `block_tables`. The entry is stored in `cache` `[1, blocks, 1, rows, row]`, in the block of `entry_tables` that its
     last token is in; a row is for `block_size // rows` tokens. Before, its last rotary_dim features, which are pairs
-    side by side, become the first ones, in halves, and are rotated as by `rotary`: `cos_sin` `[tokens, rotary_dim]` has,
-    for each token, the rotation of an entry that ends with it. Nothing is stored for a token with -1 in `slots`
+    side by side, become the first ones, in halves, and are rotated as by `rotary`. `cos_sin` `[tokens, rotary_dim]`
+    has the rotation of the entry that ends with each token. Nothing is stored for a token with -1 in `slots`
     `[tokens]`. The other arguments are those of `paged_attention`.
     """
     (ratio, width), head_dim, block_size, rows = position_bias.shape, len(weight), inputs.shape[3], cache.shape[3]
@@ -441,8 +441,8 @@ def mhc_pre(
 
 def mhc_post(x: Tensor, streams: Tensor, outputs: Tensor, mixed: Tensor) -> Tensor:
     """The residual streams after a layer with hyper-connections: those before it, `streams` `[tokens, num_streams *
-    hidden_size]`, mixed, plus the layer's output `x` `[tokens, hidden_size]`. `outputs` and `mixed` are the weights that
-    `mhc_pre` computes; sums are float32."""
+    hidden_size]`, mixed, plus the layer's output `x` `[tokens, hidden_size]`. `outputs` and `mixed` are the weights
+    that `mhc_pre` computes; sums are float32."""
     before = torch.unflatten(streams, 1, (mixed.shape[1], -1)).float()
     return (outputs[..., None] * x.float()[:, None] + mixed.mT @ before).flatten(1).to(x.dtype)
 
