@@ -135,7 +135,8 @@ def mhc_pre(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `quire.kernels.reference`."""
     (tokens, width), functions = x.shape, num_streams * (2 + num_streams)
-    hidden, parts, x = width // num_streams, triton.cdiv(width, _PART), x.contiguous()
+    hidden, parts = width // num_streams, triton.cdiv(width, _PART)
+    x, function, base, scale = (each.contiguous() for each in (x, function, base, scale))
     read = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
     products, outputs, mixed = (
         torch.empty(shape, dtype=torch.float32, device=x.device)
@@ -168,7 +169,7 @@ def mhc_post(x: Tensor, streams: Tensor, outputs: Tensor, mixed: Tensor) -> Tens
     out = torch.empty(streams.shape, dtype=x.dtype, device=x.device)
     if tokens:
         _mhc_post_kernel[tokens, triton.cdiv(hidden, _BLOCK)](
-            *(x.contiguous(), streams.contiguous(), outputs, mixed, out, hidden),
+            *(x.contiguous(), streams.contiguous(), outputs.contiguous(), mixed.contiguous(), out, hidden),
             STREAMS=count,
             PLACES=triton.next_power_of_2(count),
             BLOCK=_BLOCK,
