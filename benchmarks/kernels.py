@@ -1,4 +1,5 @@
-"""CPU kernels compared with the reference at the sizes of Qwen2.5-0.5B; attention also with the machine's floor.
+"""CPU kernels compared with the reference at the sizes of Qwen2.5-0.5B, and of DeepSeek-V4-Flash for what only that has;
+attention also with the machine's floor.
 
 .venv/bin/python benchmarks/kernels.py --threads 2 [--only attention] [--json]
 
@@ -22,6 +23,7 @@ from quire.kernels import reference
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INTERMEDIATE, BLOCK = 14, 2, 64, 896, 4864, 16
 CPU = torch.device("cpu")
+GROUPS = "attention", "elementwise", "deepseek_v4", "sampling"
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,31 @@ class Bench:
             yield self.compare(f"rotary_write_kv, {tokens} tokens", "rotary_write_kv", *heads, turns, cache, slots)
             yield self.compare(f"act_mul silu, {tokens} tokens", "act_mul", gates, "silu")
 
+    def deepseek_v4(self) -> Iterator[Result]:
+        streams, hidden, half = 4, 4096, torch.bfloat16
+        function, base = torch.randn(24, streams * hidden) / 128, torch.randn(24)
+        for tokens in (1, 32, 512):
+            x, output = torch.randn(tokens, streams * hidden).to(half), torch.randn(tokens, hidden).to(half)
+            given = x, function, base, base[:3], streams, 1e-6, 1e-6, 20
+            yield self.compare(f"mhc_pre, {tokens} tokens", "mhc_pre", *given)
+            weights = kernels.mhc_pre(*given)[1:]
+            yield self.compare(f"mhc_post, {tokens} tokens", "mhc_post", output, x, *weights)
+        for ratio, head_dim, width in ((4, 512, 1024), (4, 128, 256), (128, 512, 512)):
+            inputs = torch.randn(1, 64, 1, BLOCK, 2 * width).to(half)
+            entries = torch.zeros(1, 64, 1, 4, head_dim, dtype=half)
+            bias, table = torch.randn(ratio, width), torch.randperm(64)[None]
+            for tokens, length, what in (
+                (1, 1023, "no group ends"),
+                (1, 1024, "a group ends"),
+                (512, 1024, "512 tokens"),
+            ):
+                yield self.compare(
+                    f"compress_tokens, {ratio} to {head_dim}, {what}",
+                    "compress_tokens",
+                    *(inputs, bias, torch.ones(head_dim, dtype=half), 1e-6, torch.randn(tokens, 64), entries),
+                    *(torch.arange(tokens), table, torch.tensor([length]), torch.tensor([0, tokens]), table),
+                )
+
     def sampling(self) -> Iterator[Result]:
         filters: dict[str, dict[str, float]] = {
             "greedy": {"temperature": 0.0},
@@ -149,7 +176,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--seconds", type=float, default=0.5, help="of each measurement")
-    parser.add_argument("--only", choices=("attention", "elementwise", "sampling"))
+    parser.add_argument("--only", choices=GROUPS)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -162,7 +189,7 @@ def main() -> None:
             f"f32 matmul {machine.f32_gflop_s:.0f} GFLOP/s"
         )
     bench, results = Bench(machine, options.seconds), []
-    for group in ("attention", "elementwise", "sampling"):
+    for group in GROUPS:
         if options.only not in (None, group):
             continue
         for result in getattr(bench, group)():
