@@ -1,4 +1,5 @@
-"""Contexts of 32k tokens in models with recurrent states, and of 16k with sparse attention."""
+"""Contexts of 32k tokens in models with recurrent states and with compressed attention, and of 16k with other kinds of
+sparse attention."""
 
 from __future__ import annotations
 
@@ -15,10 +16,24 @@ from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import resolve
 from quire.engine.protocol.sampling_params import SamplingParams
 from tests.fakes.core_with_ranks import Ranks
-from tests.fakes.families import write
+from tests.fakes.families import CASES, write
 from tests.fakes.threads import ThreadExecutor
 
 STEPS = 16
+_M3: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "moe_layer_freq": [0, 1],
+    "sparse_attention_config": CASES["MiniMax-M3"][1]["sparse_attention_config"]
+    | {"sparse_block_size": 32, "sparse_topk_blocks": 8, "sparse_attention_freq": [1, 1]},
+}
+_V4 = {
+    "num_hidden_layers": 2,
+    "layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"],
+    "mlp_layer_types": ["hash_moe", "moe"],
+    "index_topk": 64,
+    "sliding_window": 128,
+    "initializer_range": 0.1,
+}
 
 
 def generate(folder: Path, prompt: list[int], chunk: int, attention: str) -> list[int]:
@@ -45,6 +60,8 @@ def generate(folder: Path, prompt: list[int], chunk: int, attention: str) -> lis
         ("Granite 4, dense", {}, 32768, 32768, "sdpa"),
         # With few heads of an indexer, many of its scores are 0, and transformers does not say which it takes.
         ("DeepSeek V3.2", {"num_hidden_layers": 2, "index_topk": 256}, 16384, 256, "eager"),
+        ("MiniMax-M3", _M3, 16384, 256, "eager"),
+        ("DeepSeek V4, rates as published", _V4, 32768, 1024, "eager"),
     ],
 )
 def test_tokens_are_those_of_transformers(
