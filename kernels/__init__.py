@@ -29,6 +29,7 @@ from quire.kernels.linear import (
     Quantization,
     pack_embedding,
     pack_gated,
+    pack_groups,
     pack_linear,
 )
 from quire.kernels.quantized import QuantizedFormat, QuantizedWeight
@@ -68,6 +69,7 @@ __all__ = [
     "pack_embedding",
     "pack_experts",
     "pack_gated",
+    "pack_groups",
     "pack_linear",
     "page_rows",
     "paged_attention",

@@ -100,6 +100,12 @@ def pack_linear(weight: Tensor | QuantizedWeight, quantization: Quantization | N
     return packing(weight, quantization)(weight)
 
 
+def pack_groups(weight: Tensor, groups: int) -> PackedLinear:
+    """Pack `weight` `[groups * out, in]` for a matmul of each group's inputs with its own rows; calls take
+    `[rows, groups * in]` and return `[rows, groups * out]`."""
+    return GroupedLinear([pack_linear(part) for part in weight.chunk(groups)])
+
+
 def pack_embedding(weight: QuantizedWeight) -> PackedEmbedding:
     """Pack `weight` `[out, in]` for lookups of rows, which stay as they are to the last bit, and for a matmul, which
     does not round `x` to 8 bits."""
@@ -256,6 +262,26 @@ class TiledLinear(PackedLinear):
 
     def state(self) -> list[Tensor]:
         return [self._weight]
+
+
+class GroupedLinear(PackedLinear):
+    """Matmuls of equal parts of the inputs by weights of their own."""
+
+    def __init__(self, parts: Sequence[PackedLinear]) -> None:
+        self._parts = list(parts)
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        assert bias is None
+        inputs = x.chunk(len(self._parts), dim=1)
+        return torch.cat([part(each, None) for part, each in zip(self._parts, inputs, strict=True)], dim=1)
+
+    def state(self) -> list[Tensor]:
+        return [tensor for part in self._parts for tensor in part.state()]
+
+    def restore(self, state: Sequence[Tensor]) -> None:
+        size = len(state) // len(self._parts)
+        for number, part in enumerate(self._parts):
+            part.restore(state[number * size : (number + 1) * size])
 
 
 class OneDNNLinear(PackedLinear):

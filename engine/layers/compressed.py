@@ -28,7 +28,6 @@ from quire.engine.layers.linear import (
     divided,
     replicated,
 )
-from quire.engine.layers.mla import PerHeadUp
 from quire.engine.layers.norm import make_norm
 from quire.engine.layers.rotary import Rotary
 from quire.engine.layers.weight import Weight, whole
@@ -88,13 +87,39 @@ class EntryIndexer(nn.Module):
         return kernels.select_tokens(query, weights, keys, tables, counts.clamp(min=1), starts, self._spec.top_k)
 
 
+class GroupedLinear(ColumnParallelLinear):
+    """Projects groups of features separately, each by its own rows of the weight, which are never quantized."""
+
+    def __init__(self, in_features: int, part: Partition, groups: int) -> None:
+        super().__init__(in_features, [part], bias=False)
+        self._groups = groups
+
+    @property
+    def may_be_quantized(self) -> bool:
+        return False
+
+    def pack(self, quantization: kernels.Quantization | None) -> None:
+        """On a GPU, do nothing: one product of all groups reads the weight as it is."""
+        if self.weight.device.type == "cpu":
+            self._product = kernels.pack_groups(self.weight, self._groups)
+            self.weight.data = self.weight.data.new_empty(0)
+
+    def forward(self, x: Tensor | kernels.RoundedRows) -> Tensor:
+        """`[tokens, groups * in_features]` → `[tokens, rows of this rank]`"""
+        assert isinstance(x, Tensor)
+        if self._product is not None:
+            return self._product(x, None)
+        grouped, weight = (torch.unflatten(each, dim, (self._groups, -1)) for each, dim in ((x, 1), (self.weight, 0)))
+        return torch.bmm(grouped.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1).flatten(1)
+
+
 class CompressedAttention(nn.Module):
     """Attention as described by `quire.engine.models.attention_spec.CompressedAttentionSpec`."""
 
     def __init__(self, spec: attention_spec.CompressedAttentionSpec, hidden_size: int, parallel: Parallel) -> None:
         super().__init__()
         self._spec = spec
-        self._heads, self._groups = spec.num_heads // parallel.size, spec.output_groups // parallel.size
+        self._heads, groups = spec.num_heads // parallel.size, spec.output_groups // parallel.size
         sizes = {"q": spec.q_lora_rank, "kv": spec.head_dim}
         self.down = ColumnParallelLinear(
             hidden_size, [Partition(name, size, 0, size) for name, size in sizes.items()], bias=False
@@ -108,7 +133,7 @@ class CompressedAttention(nn.Module):
         heads, inner = divided("", spec.num_heads, parallel), spec.output_groups * spec.output_rank
         self.sinks = Weight((heads.length,), heads.shard())
         of_group = spec.num_heads // spec.output_groups * spec.head_dim
-        self.group_output = PerHeadUp(of_group, [divided("", inner, parallel)], bias=False)
+        self.group_output = GroupedLinear(of_group, divided("", inner, parallel), groups)
         self.output = RowParallelLinear(inner, hidden_size, parallel, bias=False)
         self.compressor = None if spec.compressor is None else Compressor(spec.compressor, hidden_size, spec.head_dim)
         self.indexer = None if spec.indexer is None else EntryIndexer(spec, hidden_size)
@@ -136,9 +161,7 @@ class CompressedAttention(nn.Module):
         mixed = self._attend(query, batch, cache, chosen)
         cos, sin = cos_sin.chunk(2, dim=-1)
         mixed, _ = kernels.rotary(mixed, mixed[:, :0], torch.cat((cos, -sin), dim=-1))
-        grouped = _rotary_last(mixed, spec.rope.dim).reshape(len(mixed), self._groups, -1)
-        weight = self.group_output.weight.view(self._groups, spec.output_rank, -1)
-        out: Tensor = self.output(torch.einsum("tgi,gri->tgr", grouped, weight).flatten(1))
+        out: Tensor = self.output(self.group_output(_rotary_last(mixed, spec.rope.dim).flatten(1)))
         return out
 
     def _select(
