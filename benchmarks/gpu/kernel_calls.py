@@ -104,6 +104,7 @@ def calls(device: torch.device, dtype: torch.dtype, *, tiny: bool) -> Iterator[N
     yield from _elementwise(device, dtype, 3, (200, 72), 80)
     yield from _attention(device, dtype, [(37, 1), (0, 20), (583, 17), (18, 1)], [(6, 2, 80)], (8, 1, 96))
     yield from _selection(device, dtype, [(37, 1), (0, 20), (583, 17), (18, 1)], (6, 80), 24)
+    yield from _deepseek_v4(device, dtype, [(36, 1), (0, 20), (583, 17), (18, 1)], 72, (20, 4))
     yield from _experts(device, dtype, 5, (5, 2, 200, 48))
     yield from _quantized(device, dtype, 5, (5, 2, 256, 128))
     yield from _recurrent(device, dtype, 5, (2, 6, 80))
@@ -119,6 +120,8 @@ def calls(device: torch.device, dtype: torch.dtype, *, tiny: bool) -> Iterator[N
     for requests in (decodes, mixed):
         yield from _attention(device, dtype, requests, heads, (32, 1, 576))
         yield from _selection(device, dtype, requests, (64, 128), 2048)
+        for entries in ((512, 4), (128, 4), (512, 128)):
+            yield from _deepseek_v4(device, dtype, requests, 4096, entries)
     yield from _experts(device, dtype, 64, (8, 2, 4096, 1792))
     yield from _experts(device, dtype, 2048, (64, 6, 2048, 1408))
     for tokens in (1, 64, 2048):
@@ -216,6 +219,33 @@ def _selection(
         named,
         lambda module: module.sparse_attention(case.query, case.cache, slots, counts, dim**-0.5),
     )
+
+
+def _deepseek_v4(
+    device: torch.device, dtype: torch.dtype, requests: list[tuple[int, int]], hidden: int, entries: tuple[int, int]
+) -> Iterator[Named]:
+    """`entries` are their size and the tokens of one. Those of few tokens are of the group before, too."""
+    (size, ratio), streams = entries, 4
+    width, rotary = size * (1 + (ratio <= 4)), min(64, size // 2)
+    case = attention_case(requests, (1, 1, 2 * width), dtype, device, num_tensors=1)
+    tokens, named = len(case.query), f"{len(requests)} requests, {size} features of {ratio} tokens"
+    bias, weight = torch.randn(ratio, width, device=device), torch.randn(size, device=device).to(dtype)
+    turns, slots = torch.randn(tokens, rotary, device=device), torch.arange(tokens, device=device)
+    where = slots, case.tables, case.lengths, case.starts, case.tables.flip(1)
+
+    def compress(module: Any) -> Tensor:
+        cache = torch.zeros(1, case.tables.numel(), 1, 4, size, device=device, dtype=dtype)
+        module.compress_tokens(case.cache[:1], bias, weight, 1e-6, turns, cache, *where)
+        return cache
+
+    yield "compress_tokens", named, compress
+    x, output = (torch.randn(tokens, count * hidden, device=device).to(dtype) for count in (streams, 1))
+    function = torch.randn(24, streams * hidden, device=device) / (streams * hidden) ** 0.5
+    given = x, function, function[:, 0].contiguous(), function[0, :3].contiguous(), streams, 1e-6, 1e-6, 20
+    named = f"{tokens} tokens, {streams} streams of {hidden}"
+    yield "mhc_pre", named, lambda module: module.mhc_pre(*given)
+    weights = reference.mhc_pre(*given)[1:]
+    yield "mhc_post", named, lambda module: module.mhc_post(output, x, *weights)
 
 
 def _attends(sizes: str, case: Case) -> Named:
