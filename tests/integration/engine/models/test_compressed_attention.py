@@ -61,7 +61,7 @@ def test_a_long_context(tp: int, pp: int, tmp_path: Path) -> None:
     )
     with Ranks(config, ThreadExecutor(config)) as ranks:
         assert ranks.tokens(greedy(prompts), max_num_batched_tokens=700) == expected
-        assert ranks.stats.prefix_hit_tokens >= 2100
+        assert ranks.stats.prefix_hit_tokens >= 2048
 
 
 @pytest.mark.slow
