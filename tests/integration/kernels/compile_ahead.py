@@ -151,9 +151,9 @@ def run_all(types: list[torch.dtype]) -> None:
         platform.mhc_post(read, streams, outputs, mixed)
         for head_dim, ratio, width in ((512, 128, 512), (512, 4, 1024), (128, 4, 256)):
             entries = torch.zeros(1, 64, 1, 4, head_dim, dtype=dtype)
-            inputs, bias = torch.zeros(1, 64, 1, 16, 2 * width, dtype=dtype), torch.zeros(ratio, width)
+            inputs, of_places = torch.zeros(1, 64, 1, 16, 2 * width, dtype=dtype), torch.zeros(ratio, width)
             where = starts.new_zeros(9), table, lengths, starts, table
-            platform.compress_tokens(inputs, bias, entries[0, 0, 0, 0], 1e-6, torch.zeros(9, 64), entries, *where)
+            platform.compress_tokens(inputs, of_places, entries[0, 0, 0, 0], 1e-6, torch.zeros(9, 64), entries, *where)
         pages = torch.zeros(3, 32, 128, 128), torch.zeros(3, 3, 8192, dtype=dtype)
         mixed, gates = torch.zeros(9, 12288, dtype=dtype), torch.zeros(9, 32)
         segments = StateSegments(starts, torch.tensor([0, 2]), starts[:2], starts[:2])
