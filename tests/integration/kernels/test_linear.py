@@ -235,3 +235,15 @@ def test_a_row_that_is_not_a_number_stays_none(quantization: kernels.Quantizatio
     out = kernels.pack_linear(torch.randn(8, 64), quantization)(x, None)
     assert out[1].isnan().all()
     assert not out[[0, 2]].isnan().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("groups", "rows"), [(1, 3), (4, 1), (4, 9)])
+def test_groups_of_inputs_have_weights_of_their_own(groups: int, rows: int, dtype: torch.dtype) -> None:
+    x, weight, other = (torch.randn(shape).to(dtype) for shape in ((rows, groups * 48), *[(groups * 40, 48)] * 2))
+    packed = kernels.pack_groups(other, groups)
+    packed.restore(kernels.pack_groups(weight, groups).state())
+    parts = zip(x.double().chunk(groups, dim=1), weight.double().chunk(groups), strict=True)
+    expected = torch.cat([one @ by.T for one, by in parts], dim=1)
+    step = max(1e-5, torch.finfo(dtype).eps)
+    torch.testing.assert_close(packed(x, None).double(), expected, rtol=2 * step, atol=10 * step)
