@@ -36,7 +36,20 @@ def check_model(model: ModelConfig, headers: Mapping[str, TensorInfo]) -> None:
     """Raise `ConfigError` naming the tensors of one of Quire's own models that are missing or do not fit."""
     needed = checkpoint_tensors(model.architecture, has_head=model.pooling is None)
     needed |= {name: NeededTensor(shape) for name, shape in classifier_tensors(model).items()}
-    check_tensors(model, needed, by_needed_name(headers, FAMILIES[model.architecture.name].prefix, needed))
+    named = by_needed_name(headers, FAMILIES[model.architecture.name].prefix, needed)
+    check_tensors(model, needed, with_stacks(named, needed))
+
+
+def with_stacks(headers: Mapping[str, TensorInfo], needed: Mapping[str, NeededTensor]) -> dict[str, TensorInfo]:
+    """The headers, where stacks of experts that are stored as one matrix, `[experts * rows, columns]`, have the shape
+    of a stack (DBRX)."""
+
+    def stacked(name: str, info: TensorInfo) -> TensorInfo:
+        shape = needed[name].shape if name in needed else ()
+        is_flat = len(shape) == 3 and info.shape == (shape[0] * shape[1], shape[2])
+        return replace(info, shape=shape) if is_flat else info
+
+    return {name: stacked(name, info) for name, info in headers.items()}
 
 
 def classifier_tensors(model: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -32,6 +32,7 @@ from quire.engine.layers.linear import (
     replicated,
 )
 from quire.engine.layers.norm import RMSNorm, make_norm
+from quire.engine.layers.weight import Weight
 from quire.engine.models import attention_spec
 
 Ints = npt.NDArray[np.int64]
@@ -88,7 +89,7 @@ class MLA(nn.Module):
         self._spec = spec
         self._heads = spec.num_heads // parallel.size
         row = spec.kv_lora_rank + spec.rope.dim
-        queries = divided("", spec.num_heads * spec.head_dim, parallel)
+        queries = divided("", spec.num_heads * spec.query_dim, parallel)
         keys_and_values = divided("", spec.num_heads * (spec.qk_nope_head_dim + spec.v_head_dim), parallel)
         parts = [Partition("kv", row, 0, row)]
         self.query_norm = None
@@ -96,14 +97,17 @@ class MLA(nn.Module):
             parts.insert(0, Partition("q", spec.q_lora_rank, 0, spec.q_lora_rank))
             self.query_norm = make_norm(spec.norm, spec.q_lora_rank)
         self.down = ColumnParallelLinear(hidden_size, parts, bias=spec.bias)
-        self.query = ColumnParallelLinear(spec.q_lora_rank or hidden_size, [queries], bias=False)
-        if isinstance(self.query_norm, RMSNorm) and spec.indexer is None:
+        self.query = ColumnParallelLinear(spec.query_inputs(hidden_size), [queries], bias=False)
+        if isinstance(self.query_norm, RMSNorm) and spec.indexer is None and spec.output_gate != "queries":
             self.query_norm.feed(self.query)
         self.latent_norm = make_norm(spec.norm, spec.kv_lora_rank)
         self.up = PerHeadUp(spec.kv_lora_rank, [keys_and_values], bias=False)
         self.gate = None
-        if spec.output_gate:
-            self.gate = ColumnParallelLinear(hidden_size, [divided("", spec.num_heads, parallel)], bias=False)
+        if spec.gate_dim:
+            gates = divided("", spec.num_heads * spec.gate_dim, parallel)
+            self.gate = ColumnParallelLinear(hidden_size, [gates], bias=False)
+        heads = divided("", spec.num_heads, parallel)
+        self.sinks = Weight((heads.length,), heads.shard()) if spec.has_sinks else None
         self.output = RowParallelLinear(spec.num_heads * spec.v_head_dim, hidden_size, parallel, bias=spec.bias)
         self.indexer = None
         if spec.indexer is not None:
@@ -129,23 +133,28 @@ class MLA(nn.Module):
         """
         spec, hidden, selection = self._spec, x, batch.selection or Selection()
         cache, keys = cache if isinstance(cache, IndexedCache) else (cache, None)
-        gate = None if self.gate is None else self.gate(x).float().sigmoid().to(x.dtype)  # [tokens, heads]
+        gate = None if self.gate is None else self.gate(x).unflatten(-1, (self._heads, spec.gate_dim))
         down = self.down(x)
         if self.query_norm is not None:
             latent_query, down = down.split((spec.q_lora_rank, down.shape[-1] - spec.q_lora_rank), dim=-1)
-            x = self.query_norm(latent_query)
-        if self.indexer is not None:
-            assert keys is not None
-            assert isinstance(hidden, Tensor)
-            selection.slots = self.indexer(hidden, x, batch, cos_sin, keys)
-        query = self.query(x).unflatten(-1, (self._heads, spec.head_dim))  # a head's rotary features come first
+            x = normed = self.query_norm(latent_query)
+            if self.indexer is not None:
+                assert keys is not None
+                assert isinstance(hidden, Tensor)
+                selection.slots = self.indexer(hidden, normed, batch, cos_sin, keys)
+            if spec.output_gate == "queries":
+                x = torch.cat((normed, latent_query), dim=-1)
+        query = self.query(x).unflatten(-1, (self._heads, spec.query_dim))  # a head's rotary features come first
+        if spec.output_gate == "queries":
+            query, gate = query.split_with_sizes((spec.head_dim, spec.v_head_dim), dim=-1)
+            query = query.contiguous()
         query = scale_queries(query, batch.positions, spec.query_scale)
         rotary_key, latent = down.split((spec.rope.dim, spec.kv_lora_rank), dim=-1)
         key = torch.cat((rotary_key, self.latent_norm(latent)), dim=-1)[:, None]
         query = kernels.rotary_write_kv(query, key, None, cos_sin, cache, batch.slot_mapping)
         mixed = self._attend(query, batch, cache, None if spec.top_k is None else selection.slots)
         if gate is not None:
-            mixed = mixed * gate.unsqueeze(-1)
+            mixed = mixed * gate.float().sigmoid().to(mixed.dtype)
         out: Tensor = self.output(mixed.flatten(1))
         return out
 
@@ -200,13 +209,14 @@ class MLA(nn.Module):
     def sparse(self, query: Tensor, slots: Tensor, positions: Tensor, cache: Tensor) -> Tensor:
         """Like `absorbed`, but each query attends only to the rows in `slots` `[tokens, top_k]`."""
         spec, (keys, values) = self._spec, self._matrices()
+        sinks = None if self.sinks is None else self.sinks.float()
         counts, sides = (positions + 1).clamp(max=slots.shape[1]), cache.expand(2, *cache.shape[1:])
         mixed = query.new_empty(*query.shape[:2], spec.v_head_dim)
         size = max(1, attention_spec.KEYS_AND_VALUES_AT_ONCE // (self._heads * (spec.rope.dim + spec.kv_lora_rank)))
         for start in range(0, len(query), size):
             rows = slice(start, start + size)
             latent = self._latent_query(query[rows], keys)
-            found = kernels.sparse_attention(latent, sides, slots[rows], counts[rows], spec.scale)
+            found = kernels.sparse_attention(latent, sides, slots[rows], counts[rows], spec.scale, sinks)
             mixed[rows] = torch.einsum("thl,hvl->thv", found[..., spec.rope.dim :], values)
         return mixed
 
@@ -221,6 +231,7 @@ class MLA(nn.Module):
             batch.query_starts,
             spec.scale,
             host=batch.host,
+            sinks=None if self.sinks is None else self.sinks.float(),
         )
         return torch.einsum("thl,hvl->thv", mixed[..., spec.rope.dim :], values)
 
@@ -260,6 +271,7 @@ class MLA(nn.Module):
                 batch.sequence_lengths,
                 batch.query_starts,
                 spec.scale,
+                sinks=None if self.sinks is None else self.sinks[heads].float(),
             )
             mixed[:, heads] = out[..., : spec.v_head_dim]
         return mixed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -81,7 +82,33 @@ class LayerNorm(nn.Module):
         return self(residual), residual
 
 
-def make_norm(norm: NormSpec, size: int) -> RMSNorm | LayerNorm:
+class GatedNorm(nn.Module):
+    """A norm whose result is multiplied by a gate of low rank that is computed from it."""
+
+    def __init__(self, norm: NormSpec, size: int) -> None:
+        super().__init__()
+        rank = norm.gate_rank
+        self.norm = make_norm(replace(norm, gate_rank=0), size)
+        self.gate_down = Weight((rank, size), whole(rank, size))
+        self.gate_up = Weight((size, rank), whole(size, rank))
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed: Tensor = self.norm(x)
+        gate = F.linear(F.silu(F.linear(normed, self.gate_down)), self.gate_up)
+        return (normed * gate.float().sigmoid()).to(x.dtype)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """`residual + x`, normalized and as it is."""
+        residual = residual + x
+        return self(residual), residual
+
+
+Norm = RMSNorm | LayerNorm | GatedNorm
+
+
+def make_norm(norm: NormSpec, size: int) -> Norm:
+    if norm.gate_rank:
+        return GatedNorm(norm, size)
     return RMSNorm(norm, size) if norm.kind == "rms" else LayerNorm(norm, size)
 
 

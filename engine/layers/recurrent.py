@@ -42,6 +42,8 @@ def make_mixer(spec: recurrent_spec.RecurrentSpec, hidden_size: int, parallel: P
             return KimiDeltaAttention(spec, hidden_size, parallel)
         case recurrent_spec.LightningSpec():
             return LightningAttention(spec, hidden_size, parallel)
+        case recurrent_spec.GroupedMambaSpec():
+            return GroupedMamba(spec, hidden_size, parallel)
         case recurrent_spec.MambaSpec():
             return Mamba(spec, hidden_size, parallel)
     raise AssertionError(spec)
@@ -73,12 +75,12 @@ class GatedDeltaNet(nn.Module):
         parts = [
             divided(name, size, parallel) for name, size in (("q", keys), ("k", keys), ("v", values), ("z", values))
         ]
+        gates = [divided(name, spec.num_heads, parallel) for name in ("b", "a")]
         self._sizes = [part.length for part in parts]
         heads = divided("", spec.num_heads, parallel)
-        self.input = ColumnParallelLinear(hidden_size, parts, bias=False)
-        self.gates = ColumnParallelLinear(
-            hidden_size, [divided("b", spec.num_heads, parallel), divided("a", spec.num_heads, parallel)], bias=False
-        )
+        joint = [*parts, *gates] if spec.has_joint_input else parts
+        self.input = ColumnParallelLinear(hidden_size, joint, bias=False)
+        self.gates = None if spec.has_joint_input else ColumnParallelLinear(hidden_size, gates, bias=False)
         self.conv = CausalConv(parts[:3], spec.conv_size)
         self.decay = Weight((heads.length,), heads.shard())
         self.step_bias = Weight((heads.length,), heads.shard())
@@ -89,8 +91,8 @@ class GatedDeltaNet(nn.Module):
         """See `make_mixer`."""
         spec = self._spec
         assert batch.segments is not None
-        mixed, gate = self.input(x).split((sum(self._sizes[:3]), self._sizes[3]), dim=-1)
-        beta, step = self.gates(x).float().chunk(2, dim=-1)
+        mixed, gate, *rest = self.input(x).tensor_split((sum(self._sizes[:3]), sum(self._sizes)), dim=-1)
+        beta, step = (rest[0] if self.gates is None else self.gates(x)).float().chunk(2, dim=-1)
         query, key, value = self.conv(mixed, batch, state).split(self._sizes[:3], dim=-1)
         out = kernels.linear_attention(
             query.unflatten(-1, (-1, spec.key_head_dim)),
@@ -299,3 +301,39 @@ class Mamba(nn.Module):
         rates = -self.decay.float().exp().T
         out = kernels.selective_scan(value, step, rates, key, query, state.matrices, batch.segments)
         return self.output((out + value * self.skip) * F.silu(gate))  # type: ignore[no-any-return]
+
+
+class GroupedMamba(nn.Module):
+    """A state space as described by `quire.engine.models.recurrent_spec.GroupedMambaSpec`."""
+
+    def __init__(self, spec: recurrent_spec.GroupedMambaSpec, hidden_size: int, parallel: Parallel) -> None:
+        super().__init__()
+        self._sizes, width = [spec.rank, spec.state_size, spec.state_size], spec.group_width
+        groups, channels = divided("", spec.groups, parallel), divided("", spec.width, parallel)
+
+        def grouped(*sizes: int) -> Weight:
+            return Weight((groups.length, *sizes), groups.shard(*sizes))
+
+        parts = [divided(name, spec.width, parallel) for name in ("x", "z")]
+        self.input = ColumnParallelLinear(hidden_size, parts, bias=spec.bias)
+        self.conv = CausalConv([channels], spec.conv_size, bias=spec.conv_bias)
+        self.select = grouped(sum(self._sizes), width)
+        self.step, self.step_bias = grouped(width, spec.rank), grouped(width)
+        self.decay, self.skip = grouped(width, spec.state_size), grouped(width)
+        self.output = RowParallelLinear(spec.width, hidden_size, parallel, bias=spec.bias)
+
+    def forward(self, x: Tensor, batch: Batch, state: kernels.RecurrentState) -> Tensor:
+        """See `make_mixer`."""
+        assert batch.segments is not None
+        value, gate = self.input(x).chunk(2, dim=-1)
+        value = self.conv(value, batch, state).unflatten(-1, self.skip.shape)  # [tokens, groups, channels]
+        selected = torch.einsum("tgc,grc->gtr", value, self.select)
+        step, keys, queries = selected.split_with_sizes(self._sizes, dim=-1)
+        step = torch.einsum("gtr,gcr->gtc", step, self.step).float() + self.step_bias.float()[:, None]
+        step, rates = F.softplus(step), -self.decay.float().exp().transpose(1, 2)
+        out = torch.empty_like(value)
+        for group in range(value.shape[1]):
+            own = step[group], rates[group].contiguous(), keys[group], queries[group]
+            matrices = state.matrices[:, group : group + 1]
+            out[:, group] = kernels.selective_scan(value[:, group], *own, matrices, batch.segments)
+        return self.output((out + value * self.skip).flatten(1) * F.silu(gate))  # type: ignore[no-any-return]

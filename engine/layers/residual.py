@@ -94,12 +94,15 @@ class Laurel(nn.Module):
 
 
 class Mixing(NamedTuple):
-    """What `kernels.mhc_post` needs of the streams before a layer."""
+    """The streams before a layer, and how they go on after it; all weights are float32."""
 
     streams: Tensor
     """`[tokens, streams * hidden_size]`"""
     outputs: Tensor
-    mixed: Tensor
+    """`[tokens, streams]`, the weight of the layer's output in each stream."""
+    mixed: Tensor | None
+    """`[tokens, streams, streams]`, the weight of each stream (first) in each stream (second); None: streams are not
+    mixed."""
 
 
 class HyperConnection(nn.Module):
@@ -111,7 +114,7 @@ class HyperConnection(nn.Module):
         self._spec, shape = spec, (spec.num_weights, spec.num_streams * hidden_size)
         self.function = Weight(shape, whole(*shape), dtype=torch.float32)
         self.base = Weight(shape[:1], whole(shape[0]), dtype=torch.float32)
-        self.scale = Weight((3,), whole(3), dtype=torch.float32)
+        self.scale = Weight((spec.num_scales,), whole(spec.num_scales), dtype=torch.float32)
 
     def before(self, x: Tensor) -> tuple[Tensor, Mixing]:
         """The streams `[tokens, streams * hidden_size]` → the layer's input `[tokens, hidden_size]`."""
@@ -122,7 +125,28 @@ class HyperConnection(nn.Module):
 
     def after(self, x: Tensor, mixing: Mixing) -> Tensor:
         """The layer's output `[tokens, hidden_size]` → the streams `[tokens, streams * hidden_size]`."""
-        return kernels.mhc_post(x, *mixing)
+        assert mixing.mixed is not None
+        return kernels.mhc_post(x, mixing.streams, mixing.outputs, mixing.mixed)
+
+
+class UnmixedHyperConnection(HyperConnection):
+    """The same with streams that stay as they are, apart from what is added to them (Hunyuan 4)."""
+
+    def before(self, x: Tensor) -> tuple[Tensor, Mixing]:
+        spec, wide, count = self._spec, x.float(), self._spec.num_streams
+        weights = F.linear(F.rms_norm(wide, wide.shape[1:], None, spec.norm.eps), self.function)
+        parts = zip(weights.split(count, dim=1), self.scale, self.base.split(count), strict=True)
+        inputs, outputs = (part * factor + added for part, factor, added in parts)
+        read = ((inputs.sigmoid() + spec.eps)[..., None] * torch.unflatten(x, 1, (count, -1))).sum(dim=1)
+        return read.to(x.dtype), Mixing(x, spec.magnitude * outputs.sigmoid() + spec.output_eps, None)
+
+    def after(self, x: Tensor, mixing: Mixing) -> Tensor:
+        streams = torch.unflatten(mixing.streams, 1, (self._spec.num_streams, -1))
+        return (mixing.outputs[..., None] * x[:, None] + streams).to(x.dtype).flatten(1)
+
+
+def make_hyper_connection(spec: HyperConnectionSpec, hidden_size: int) -> HyperConnection:
+    return (HyperConnection if spec.iterations else UnmixedHyperConnection)(spec, hidden_size)
 
 
 class HyperHead(nn.Module):

@@ -41,13 +41,14 @@ class SharedBlock(nn.Module):
         cos_sin: Tensor,
         cache: Tensor,
         attention_adapter: Adapter | None,
-        feed_forward_adapter: Adapter,
+        feed_forward_adapter: Adapter | None,
     ) -> Tensor:
         """`[tokens, input_size]`, and what is the layer's own, → `[tokens, hidden_size]`."""
         normed = self.attention_norm(x)
         added = None if attention_adapter is None else attention_adapter(normed)
         normed = self.feed_forward_norm(self.attention(normed, batch, cos_sin, cache, added=added))
-        return self.feed_forward(normed, feed_forward_adapter(normed))  # type: ignore[no-any-return]
+        added = () if feed_forward_adapter is None else (feed_forward_adapter(normed),)
+        return self.feed_forward(normed, *added)  # type: ignore[no-any-return]
 
 
 class Adapter(nn.Module):
@@ -73,7 +74,9 @@ def attention_adapter(spec: SharedBlockSpec, attention: AttentionSpec, parallel:
     return Adapter(attention.input_size, spec.rank, parts)
 
 
-def feed_forward_adapter(spec: SharedBlockSpec, mlp: MLPSpec, hidden_size: int, parallel: Parallel) -> Adapter:
+def feed_forward_adapter(spec: SharedBlockSpec, mlp: MLPSpec, hidden_size: int, parallel: Parallel) -> Adapter | None:
     """A layer's changes to gates and ups."""
+    if not spec.rank:
+        return None
     parts = [divided(name, mlp.intermediate_size, parallel) for name in ("gate", "up")]
     return Adapter(hidden_size, spec.rank, {"gate_up": parts})

@@ -191,6 +191,8 @@ class IndexerSpec:
     """Of the keys."""
     rope: RopeSpec
     """Of the first features of queries and keys."""
+    rotates_last: bool = False
+    """In the checkpoint, these are the last ones; loading reorders them."""
 
     def __post_init__(self) -> None:
         if self.rope.dim > self.head_dim:
@@ -230,8 +232,12 @@ class MLASpec:
     bias: bool = False
     query_scale: QueryScaleSpec | None = None
     window: int | None = None
-    output_gate: bool = False
-    """Each head's output is multiplied by the sigmoid of a gate."""
+    output_gate: Literal["heads", "features", "queries"] | None = None
+    """The output is multiplied by the sigmoid of a gate. "heads": one for each head, and "features": one for each
+    feature, computed from the hidden state. "queries": one for each feature, which is computed together with the
+    queries, and both from the latent query, normalized and as it is (A.X K2)."""
+    has_sinks: bool = False
+    """See `AttentionSpec`."""
     top_k: int | None = None
     """Tokens that a query attends to at most, those with the highest scores; None: all."""
     indexer: IndexerSpec | None = None
@@ -240,10 +246,25 @@ class MLASpec:
     def __post_init__(self) -> None:
         if self.indexer is not None and self.q_lora_rank is None:
             raise ConfigError("sparse attention (index_topk) needs q_lora_rank")
+        assert self.q_lora_rank is not None or self.output_gate != "queries"
 
     @property
     def head_dim(self) -> int:
         return self.qk_nope_head_dim + self.rope.dim
+
+    @property
+    def query_dim(self) -> int:
+        """Rows of a head in the projection to queries."""
+        return self.head_dim + (self.v_head_dim if self.output_gate == "queries" else 0)
+
+    @property
+    def gate_dim(self) -> int:
+        """Gates of a head that are computed from the hidden state."""
+        return {"heads": 1, "features": self.v_head_dim}.get(self.output_gate or "", 0)
+
+    def query_inputs(self, hidden: int) -> int:
+        """Features that queries are computed from."""
+        return (self.q_lora_rank or hidden) * (2 if self.output_gate == "queries" else 1)
 
     @property
     def shares_selection(self) -> bool:
@@ -253,9 +274,9 @@ class MLASpec:
     def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
         heads = self.num_heads // tp
         yield MatrixShape((self.q_lora_rank or 0) + self.kv_lora_rank + self.rope.dim, hidden, 1, "attention.down")
-        yield MatrixShape(heads * self.head_dim, self.q_lora_rank or hidden, 1, "attention.query")
-        if self.output_gate:
-            yield MatrixShape(heads, hidden, 1, "attention.gate")
+        yield MatrixShape(heads * self.query_dim, self.query_inputs(hidden), 1, "attention.query")
+        if self.gate_dim:
+            yield MatrixShape(heads * self.gate_dim, hidden, 1, "attention.gate")
         yield MatrixShape(hidden, heads * self.v_head_dim, 1, "attention.output", self.num_heads * self.v_head_dim)
         if self.indexer is not None:
             yield from self.indexer.matrices(hidden, self.q_lora_rank or 0)
@@ -266,6 +287,7 @@ class MLASpec:
         count = self.num_heads // tp * (self.qk_nope_head_dim + self.v_head_dim) * self.kv_lora_rank
         count += self.bias * ((self.q_lora_rank or 0) + self.kv_lora_rank + self.rope.dim + hidden)
         count += 0 if self.indexer is None else self.indexer.num_other_parameters(hidden)
+        count += self.has_sinks * self.num_heads // tp
         return count + self.norm.num_parameters(self.kv_lora_rank) + self.norm.num_parameters(self.q_lora_rank or 0)
 
     def workspace(self, length: int, tp: int) -> int:

@@ -132,11 +132,12 @@ def _rotary_first(layer: LayerSpec, module: str, shard: Shard) -> Rows | None:
     attention, name = layer.attention, module.removeprefix("layers.attention.")
     if isinstance(attention, MLASpec):
         if name == "query":
-            return _per_head(shard.shape[0], attention.head_dim, attention.qk_nope_head_dim, attention.rope)
+            return _per_head(shard.shape[0], attention.query_dim, attention.qk_nope_head_dim, attention.rope)
         if name == "down" and shard.part == "kv":
             return _per_head(shard.shape[0], shard.shape[0], attention.kv_lora_rank, attention.rope)
         if (indexer := attention.indexer) is not None and name in ("indexer.query", "indexer.key", "indexer.key_norm"):
-            return _per_head(shard.shape[0], indexer.head_dim, 0, indexer.rope)
+            first = indexer.head_dim - indexer.rope.dim if indexer.rotates_last else 0
+            return _per_head(shard.shape[0], indexer.head_dim, first, indexer.rope)
         return None
     if isinstance(attention, CompressedAttentionSpec):
         head = attention.head_dim

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from quire.engine.config import model_files
-from quire.engine.config.checkpoint_tensors import by_needed_name, check_tensors, logical_names
+from quire.engine.config.checkpoint_tensors import by_needed_name, check_tensors, logical_names, with_stacks
 from quire.engine.config.engine_config import ModelConfig
 from quire.engine.config.model_files import TensorInfo
 from quire.engine.models.checkpoint import StoredSlice
@@ -146,7 +146,7 @@ class Checkpoint:
     def __init__(self, model: ModelConfig, prefix: str, needed: Mapping[str, NeededTensor]) -> None:
         """Raises `ConfigError` naming the tensors that are missing or have another shape."""
         self._files, self._model = open_model(model), model
-        self.headers = by_needed_name(self._files.headers, prefix, needed)
+        self.headers = with_stacks(by_needed_name(self._files.headers, prefix, needed), needed)
         self._quantized = check_tensors(model, needed, self.headers)
 
     @property
@@ -178,6 +178,7 @@ class Checkpoint:
     def __getitem__(self, stored: StoredSlice) -> Sliceable:
         """The tensor, or the codes or factors of a quantized one; other slices have the stored type, or float32."""
         if stored.name not in self._quantized:
-            return self._files.view(self.headers[stored.name])
+            info = self.headers[stored.name]
+            return self._files.view(info).reshape(info.shape)
         reader = self.reader(stored.name, stored.shape)
         return reader if stored.part is None else reader.part(stored.part, stored.group)

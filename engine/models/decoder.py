@@ -20,9 +20,9 @@ from quire.engine.layers.linear import replicated
 from quire.engine.layers.mla import MLA
 from quire.engine.layers.mlp import MLP
 from quire.engine.layers.moe import MixtureOfExperts
-from quire.engine.layers.norm import LayerNorm, RMSNorm, make_norm
+from quire.engine.layers.norm import Norm, RMSNorm, make_norm
 from quire.engine.layers.recurrent import make_mixer
-from quire.engine.layers.residual import AltUp, HyperConnection, HyperHead, Laurel, StreamProjections
+from quire.engine.layers.residual import AltUp, HyperHead, Laurel, StreamProjections, make_hyper_connection
 from quire.engine.layers.rotary import Rotary
 from quire.engine.layers.shared_block import SharedBlock, attention_adapter, feed_forward_adapter
 from quire.engine.layers.weight import Weight, whole
@@ -61,7 +61,7 @@ class DecoderLayer(nn.Module):
         self.layer_input = None if spec.layer_input is None else LayerInput(spec.layer_input, hidden_size)
         self.alt_up = None if spec.alt_up is None else AltUp(spec.alt_up, hidden_size)
         self.attention_connection, self.feed_forward_connection = (
-            None if spec.hyper is None else HyperConnection(spec.hyper, hidden_size) for _ in range(2)
+            None if spec.hyper is None else make_hyper_connection(spec.hyper, hidden_size) for _ in range(2)
         )
         self.laurel = None if spec.laurel is None else Laurel(spec.laurel, hidden_size)
         self.scalar = Weight((1,), whole(1)) if spec.has_scalar else None
@@ -135,12 +135,15 @@ class DecoderLayer(nn.Module):
         assert self.attention_connection is not None
         assert self.feed_forward_connection is not None
         assert self.attention is not None
-        assert isinstance(self.feed_forward, MixtureOfExperts)
+        assert self.feed_forward is not None
         collapsed, mixing = self.attention_connection.before(x)
         place = batch.for_group(cache.group), cos_sin, cache.for_attention
         attended = self.attention(_apply(self.attention_norm, collapsed), *place)
         collapsed, mixing = self.feed_forward_connection.before(self.attention_connection.after(attended, mixing))
-        in_flight = self.feed_forward.dispatch(_apply(self.feed_forward_norm, collapsed), batch)
+        normed = _apply(self.feed_forward_norm, collapsed)
+        if not isinstance(self.feed_forward, MixtureOfExperts):
+            return self.feed_forward_connection.after(self.feed_forward(normed), mixing)
+        in_flight = self.feed_forward.dispatch(normed, batch)
         yield
         in_flight = self.feed_forward.compute(in_flight)
         yield
@@ -234,11 +237,11 @@ class DecoderLayer(nn.Module):
         return x if self.spec.residual_multiplier == 1.0 else x * self.spec.residual_multiplier
 
 
-def _norm(spec: spec_parts.NormSpec | None, hidden_size: int) -> RMSNorm | LayerNorm | None:
+def _norm(spec: spec_parts.NormSpec | None, hidden_size: int) -> Norm | None:
     return None if spec is None else make_norm(spec, hidden_size)
 
 
-def _feed(norm: RMSNorm | LayerNorm | None, layer: nn.Module | None) -> None:
+def _feed(norm: Norm | None, layer: nn.Module | None) -> None:
     """Let a norm round for a layer that does nothing but multiply its input, or for the experts of a mixture."""
     reader = layer.reads_input if isinstance(layer, Attention | MLA | CompressedAttention | MLP) else None
     if isinstance(norm, RMSNorm) and isinstance(layer, MixtureOfExperts):
@@ -247,9 +250,7 @@ def _feed(norm: RMSNorm | LayerNorm | None, layer: nn.Module | None) -> None:
         norm.feed(reader)
 
 
-def _add(
-    norm: RMSNorm | LayerNorm | None, x: Tensor, residual: Tensor | None
-) -> tuple[Tensor | kernels.RoundedRows, Tensor]:
+def _add(norm: Norm | None, x: Tensor, residual: Tensor | None) -> tuple[Tensor | kernels.RoundedRows, Tensor]:
     """`residual + x`, normalized and as it is."""
     if norm is not None and residual is not None:
         return norm.add(x, residual)
@@ -257,7 +258,7 @@ def _add(
     return _apply(norm, residual), residual
 
 
-def _apply(norm: RMSNorm | LayerNorm | None, x: Tensor) -> Tensor:
+def _apply(norm: Norm | None, x: Tensor) -> Tensor:
     if norm is None:
         return x
     out: Tensor = norm(x)

@@ -12,7 +12,7 @@ from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.attention import Batch, LayerCache, Selection
 from quire.engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from quire.engine.layers.linear import ColumnParallelLinear, Partition
-from quire.engine.layers.norm import LayerNorm, RMSNorm, make_norm
+from quire.engine.layers.norm import Norm, make_norm
 from quire.engine.layers.rotary import Rotary
 from quire.engine.models import attention_spec
 from quire.engine.models.decoder import Decoder, DecoderLayer
@@ -103,5 +103,5 @@ class DraftHead(nn.Module):
         return x if self.norm is None else self.norm(x)
 
 
-def _norm(spec: NormSpec | None, size: int) -> RMSNorm | LayerNorm | None:
+def _norm(spec: NormSpec | None, size: int) -> Norm | None:
     return None if spec is None else make_norm(spec, size)

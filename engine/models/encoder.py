@@ -15,7 +15,7 @@ from quire.engine.layers.attention import Batch, head_norm
 from quire.engine.layers.embedding import VocabParallelEmbedding
 from quire.engine.layers.linear import ColumnParallelLinear, RowParallelLinear, divided, kv_heads
 from quire.engine.layers.mlp import MLP
-from quire.engine.layers.norm import LayerNorm, RMSNorm, make_norm
+from quire.engine.layers.norm import Norm, make_norm
 from quire.engine.layers.rotary import Rotary
 from quire.engine.layers.weight import Shard, Weight, whole
 from quire.engine.models import encoder_spec, model_spec, spec_parts
@@ -123,15 +123,15 @@ class EncoderLayer(nn.Module):
         x = self._add(x, mixed, self.attention_post_norm)
         return self._add(x, self.feed_forward(_apply(self.feed_forward_norm, x)), self.feed_forward_post_norm)
 
-    def _add(self, x: Tensor, more: Tensor, norm: RMSNorm | LayerNorm | None) -> Tensor:
+    def _add(self, x: Tensor, more: Tensor, norm: Norm | None) -> Tensor:
         return _apply(norm, x + more) if self._is_post_norm else x + _apply(norm, more)
 
 
-def _norm(spec: spec_parts.NormSpec | None, hidden_size: int) -> RMSNorm | LayerNorm | None:
+def _norm(spec: spec_parts.NormSpec | None, hidden_size: int) -> Norm | None:
     return None if spec is None else make_norm(spec, hidden_size)
 
 
-def _apply(norm: RMSNorm | LayerNorm | None, x: Tensor) -> Tensor:
+def _apply(norm: Norm | None, x: Tensor) -> Tensor:
     if norm is None:
         return x
     out: Tensor = norm(x)

@@ -219,7 +219,7 @@ class SharedBlockSpec:
     norm: NormSpec
     """Of both inputs."""
     rank: int
-    """Of the adapters."""
+    """Of the adapters; 0: there are none (Zamba)."""
     adapts_attention: bool
     is_held: bool = True
     """The block counts among the layer's parameters."""
@@ -227,6 +227,8 @@ class SharedBlockSpec:
     def matrices(self, hidden: int, tp: int, attention: AttentionSpec, feed_forward: MLPSpec) -> Iterator[MatrixShape]:
         """Those of the layer's own."""
         yield MatrixShape(hidden, hidden, 1, "block_output")
+        if not self.rank:
+            return
         yield MatrixShape(self.rank, hidden, 1, "feed_forward_adapter.down")
         yield MatrixShape(2 * feed_forward.intermediate_size // tp, self.rank, 1, "feed_forward_adapter.up.gate_up")
         if self.adapts_attention:
@@ -274,27 +276,36 @@ class HyperConnectionSpec:
     embedded token before the layers. The input of an attention or a feed-forward layer is a sum of the streams, and
     its output is added to each of them, after they are mixed. The weights of all three are computed from the streams,
     in float32. Those of the mixing are made doubly stochastic, by dividing rows and columns by their sums
-    `iterations` times. After the layers there is a last sum."""
+    `iterations` times; without iterations, streams are not mixed (Hunyuan 4). After the layers there is a last sum."""
 
     num_streams: int
     iterations: int
     eps: float
     """Added to weights and to sums."""
+    magnitude: float = 2.0
+    """The largest weight of an output in a stream."""
+    output_eps: float = 0.0
+    """Added to these weights."""
     norm: NormSpec
     """Of the streams together that weights are computed from; without a weight."""
 
     def __post_init__(self) -> None:
-        if self.num_streams < 1 or self.iterations < 1:
+        if self.num_streams < 1 or self.iterations < 0:
             raise ConfigError(f"hc_mult {self.num_streams} and hc_sinkhorn_iters {self.iterations} must be at least 1")
 
     @property
     def num_weights(self) -> int:
         """Weights of a token before and after an attention or a feed-forward layer."""
-        return self.num_streams * (2 + self.num_streams)
+        return self.num_streams * (2 + (self.num_streams if self.iterations else 0))
+
+    @property
+    def num_scales(self) -> int:
+        """Factors on these weights: on those of inputs, of outputs, and of the mixing."""
+        return 3 if self.iterations else 2
 
     def num_parameters(self, hidden: int) -> int:
         """Parameters in a layer; all are float32."""
-        return 2 * (self.num_weights * (self.num_streams * hidden + 1) + 3)
+        return 2 * (self.num_weights * (self.num_streams * hidden + 1) + self.num_scales)
 
     def num_last_parameters(self, hidden: int) -> int:
         """Parameters after the layers."""

@@ -87,6 +87,8 @@ class GatedDeltaNetSpec(ValueHeadsSpec):
     """Of each head's output, before its gate."""
     beta_scale: float = 1.0
     """The largest weight of an update; with 2 a state may change its sign (Grazzi et al. 2024)."""
+    has_joint_input: bool = False
+    """The checkpoint has the weights of updates and decays in one matrix with queries, keys, values and gates."""
 
     def state_shape(self, tp: int) -> tuple[int, int, int]:
         return self.num_value_heads // tp, self.key_head_dim, self.value_head_dim
@@ -96,8 +98,10 @@ class GatedDeltaNetSpec(ValueHeadsSpec):
         return (2 * self.num_key_heads * self.key_head_dim + self.width) // tp
 
     def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
-        yield MatrixShape(self.channels(tp) + self.width // tp, hidden, 1, "state.input")
-        yield MatrixShape(2 * self.num_value_heads // tp, hidden, 1, "state.gates")
+        inner, heads = self.channels(tp) + self.width // tp, 2 * self.num_value_heads // tp
+        yield MatrixShape(inner + (heads if self.has_joint_input else 0), hidden, 1, "state.input")
+        if not self.has_joint_input:
+            yield MatrixShape(heads, hidden, 1, "state.gates")
         yield MatrixShape(hidden, self.width // tp, 1, "state.output", self.width)
 
     def num_other_parameters(self, hidden: int, tp: int) -> int:
@@ -298,3 +302,38 @@ class MambaSpec(RecurrentSpec):
     def layout_errors(self, tp: int) -> Iterator[str]:
         if self.width % tp:
             yield f"{self.width} channels of Mamba"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupedMambaSpec(MambaSpec):
+    """The same with groups of channels, each of which has its own vector, keys and queries (Zamba)."""
+
+    groups: int
+
+    def __post_init__(self) -> None:
+        if self.groups < 1 or self.width % self.groups:
+            raise ConfigError(f"{self.width} channels of Mamba cannot be divided among {self.groups} heads")
+
+    @property
+    def num_heads(self) -> int:
+        return self.groups
+
+    @property
+    def group_width(self) -> int:
+        """Channels of a group."""
+        return self.width // self.groups
+
+    def state_shape(self, tp: int) -> tuple[int, int, int]:
+        return self.groups // tp, self.state_size, self.group_width
+
+    def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
+        yield MatrixShape(2 * self.width // tp, hidden, 1, "state.input")
+        yield MatrixShape(hidden, self.width // tp, 1, "state.output", self.width)
+
+    def num_other_parameters(self, hidden: int, tp: int) -> int:
+        own = 2 * (self.rank + self.state_size)  # what vectors, keys and queries, and steps are computed with
+        return super().num_other_parameters(hidden, tp) + self.width // tp * own
+
+    def layout_errors(self, tp: int) -> Iterator[str]:
+        if self.groups % tp:
+            yield f"{self.groups} heads of Mamba"

@@ -40,9 +40,11 @@ class NormSpec:
     offset: float = 0.0
     """Added to the weight: Gemma stores weights minus 1."""
     has_weight: bool = True
+    gate_rank: int = 0
+    """Above 0: the result `y` is multiplied by a gate of low rank, `sigmoid(up(silu(down(y))))` (A.X K2)."""
 
     def num_parameters(self, size: int) -> int:
-        return size * (self.has_weight + self.bias)
+        return size * (self.has_weight + self.bias + 2 * self.gate_rank)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -466,6 +466,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "StableLM, parallel": ("StableLmForCausalLM", {"partial_rotary_factor": 0.5, "use_parallel_residual": True}),
     "StarCoder2": ("Starcoder2ForCausalLM", {"tie_word_embeddings": True, **_WINDOWS}),
     "Mixtral": ("MixtralForCausalLM", {"num_local_experts": 5, "sliding_window": None}),
+    "DBRX": (
+        "DbrxForCausalLM",
+        {
+            "d_model": SIZES["hidden_size"],
+            "attn_config": {"kv_n_heads": 2, "clip_qkv": 0.8, "rope_theta": 5000.0},
+            "ffn_config": {"ffn_hidden_size": 20, "moe_num_experts": 5, "moe_top_k": 2},
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+        },
+    ),
     "Qwen2 MoE": (
         "Qwen2MoeForCausalLM",
         _EXPERTS | {"num_experts": 6, "shared_expert_intermediate_size": 24, "decoder_sparse_step": 2},
@@ -560,6 +569,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3NextForCausalLM",
         _HYBRID | _EXPERTS | {"num_experts": 6, "shared_expert_intermediate_size": 24, "decoder_sparse_step": 2},
     ),
+    "Lara Mini": (
+        "LaraMiniForCausalLM",
+        _HYBRID
+        | _EXPERTS
+        | _WINDOWS
+        | {"num_experts": 6, "shared_expert_intermediate_size": 24, "tie_word_embeddings": True}
+        | {"layer_types": ["linear_attention", "sliding_attention", "full_attention", "linear_attention"]},
+    ),
     "Qwen3.5": ("Qwen3_5ForCausalLM", _HYBRID | {"tie_word_embeddings": True}),
     "Qwen3.5 MoE": (
         "Qwen3_5MoeForCausalLM",
@@ -637,6 +654,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_experts_per_tok": 2, "moe_intermediate_size": 40, "moe_latent_size": 20, "n_routed_experts": 5}
         | {"moe_shared_expert_intermediate_size": 28}
         | {"layers_block_type": ["linear_attention", "moe", "full_attention", "moe", "linear_attention", "moe"]},
+    ),
+    "Zamba": (
+        "ZambaForCausalLM",
+        {
+            "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid", "linear_attention"],
+            "num_hidden_layers": 5,
+            "num_key_value_heads": 4,
+            "n_mamba_heads": 4,
+            "mamba_d_state": 8,
+            "mamba_dt_rank": 6,
+            "initializer_range": 0.1,
+            "tie_word_embeddings": True,
+        },
     ),
     "Zamba2": ("Zamba2ForCausalLM", _ZAMBA),
     "Zamba2, one block, rope, biases": (
@@ -827,6 +857,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "GlmMoeDsaForCausalLM",
         _LATENT | _INDEXED | {"indexer_types": ["full", "full", "shared", "full"], "attention_bias": True},
     ),
+    "A.X K2": ("AXK2ForCausalLM", _LATENT | _INDEXED | {"n_group": None, "topk_group": None, "gated_norm_rank": 6}),
+    "Hunyuan 4": (
+        "HYV4ForCausalLM",
+        _LATENT
+        | _INDEXED
+        | {"n_group": 1, "topk_group": 1, "hc_mult": 3, "indexer_types": ["full", "full", "shared", "full"]}
+        | {"rope_interleave": False, "indexer_rope_interleave": False},  # transformers rotates halves
+    ),
     "DeepSeek V4": ("DeepseekV4ForCausalLM", _COMPRESSED),
     "DeepSeek V4, rates as published": (
         "DeepseekV4ForCausalLM",
@@ -882,6 +920,7 @@ MODELS = {
     "StableLmForCausalLM": "StableLM 2 1.6B, StableLM 3B, but for 12B, which transformers' implementation runs",
     "Starcoder2ForCausalLM": "StarCoder2",
     "MixtralForCausalLM": "Mixtral 8x7B, 8x22B",
+    "DbrxForCausalLM": "DBRX",
     "Qwen2MoeForCausalLM": "Qwen1.5-MoE, Qwen2-57B-A14B",
     "Qwen3MoeForCausalLM": "Qwen3-30B-A3B, 235B-A22B, Coder",
     "GraniteMoeForCausalLM": "PowerMoE, Granite 3 MoE",
@@ -896,6 +935,7 @@ MODELS = {
     "HunYuanMoEV1ForCausalLM": "Hunyuan-A13B",
     "GptOssForCausalLM": "gpt-oss 20B, 120B",
     "Qwen3NextForCausalLM": "Qwen3-Next-80B-A3B, Qwen3-Coder-Next",
+    "LaraMiniForCausalLM": "Lara 4 Mini",
     "Qwen3_5ForCausalLM": "Qwen3.5, dense, without its vision part",
     "Qwen3_5ForConditionalGeneration": "Qwen3.5, dense, for text",
     "Qwen3_5MoeForCausalLM": "Qwen3.5 MoE, without its vision part",
@@ -920,6 +960,7 @@ MODELS = {
     "BambaForCausalLM": "Bamba",
     "GraniteMoeHybridForCausalLM": "Granite 4",
     "NemotronHForCausalLM": "Nemotron-H, Nemotron Nano 2, Nemotron 3",
+    "ZambaForCausalLM": "Zamba 7B",
     "Zamba2ForCausalLM": "Zamba2",
     "FalconH1ForCausalLM": "Falcon-H1",
     "KimiLinearForCausalLM": "Kimi-Linear-48B-A3B",
@@ -942,6 +983,8 @@ MODELS = {
     "Mistral4ForCausalLM": "Mistral Small 4, text",
     "DeepseekV32ForCausalLM": "DeepSeek V3.2, V3.2-Exp",
     "GlmMoeDsaForCausalLM": "GLM-5",
+    "AXK2ForCausalLM": "A.X K2 Light",
+    "HYV4ForCausalLM": "Hunyuan 4, text",
     "DeepseekV4ForCausalLM": "DeepSeek V4 Flash, V4 Pro",
 }
 """What people call the models of an architecture."""
@@ -1088,6 +1131,13 @@ _PUBLISHED_NAMES: dict[str, dict[str, str]] = {
         "attn.norm.": "attn.kv_norm.",
         "model.": "",
     },
+    "HYV4ForCausalLM": {
+        "mlp.linear_gate.": "mlp.gate_proj.",
+        "shared_experts.linear_gate.": "shared_experts.gate_proj.",
+        "hc_pre.hc_head.": "hc_head.",
+        "hc_pre.hc_attn_layer.": "hc_attn_layer.hc_pre.",
+        "hc_pre.hc_mlp_layer.": "hc_mlp_layer.hc_pre.",
+    },
     "Kimi_K25ForConditionalGeneration": {"language_model.model.blocks.": "language_model.model.layers."},
     "Qwen3VLMoeForConditionalGeneration": {},
     "KimiLinearForCausalLM": {"layers.0.block_sparse_moe": "layers.0.mlp"},
@@ -1101,8 +1151,8 @@ kind."""
 
 def name_as_published(architecture: str, folder: Path, model: Any) -> None:
     """Rename the tensors of architectures that transformers writes by other names than their publishers. Also with
-    convolutions of the sizes of queries, keys and values, where transformers writes three equal parts, and with stacked
-    experts as `[experts, in, out]`."""
+    convolutions of the sizes of queries, keys and values, where transformers writes three equal parts, and with
+    Qwen3-VL's stacked experts as `[experts, in, out]`."""
     if architecture not in _PUBLISHED_NAMES:
         return
     path = folder / "model.safetensors"
@@ -1110,7 +1160,8 @@ def name_as_published(architecture: str, folder: Path, model: Any) -> None:
     for theirs, ours in _PUBLISHED_NAMES[architecture].items():
         for name in [name for name in tensors if theirs in name]:
             tensors[name.replace(theirs, ours)] = tensors.pop(name)
-    for name in [name for name in tensors if name.endswith((".experts.gate_up_proj", ".experts.down_proj"))]:
+    stacks = (".experts.gate_up_proj", ".experts.down_proj")
+    for name in [name for name in tensors if name.endswith(stacks)] if architecture.startswith("Qwen3VLMoe") else ():
         tensors[name] = tensors[name].transpose(1, 2).contiguous()
     for module, layer in model.named_modules():
         if isinstance(getattr(layer, "conv1d", None), torch.nn.Conv1d) and hasattr(layer, "q_proj"):

@@ -68,12 +68,45 @@ _NAMES = {
     r"model\.(layers\.\d+)\.mlp\.up_proj": r"\1.feed_forward.w3",
     r"model\.(layers\.\d+)\.mlp\.gate": r"\1.feed_forward.gate",
 }
+LATENT: dict[str, Any] = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "moe": {
+        "expert_parallel": 1,
+        "expert_model_parallel": 1,
+        "route_every_n": 1,
+        "first_k_dense_replace": 1,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "num_expert_groups": 1,
+        "num_expert_groups_per_tok": 1,
+        "routed_scale": 1.5,
+        "expert_hidden_dim": 20,
+        "num_shared_experts": 2,
+    },
+}
+"""Settings of latent attention."""
+_LATENT_NAMES = _NAMES | {
+    r"model\.(layers\.\d+)\.self_attn\.q_a_proj": r"\1.attention.wq_a",
+    r"model\.(layers\.\d+)\.self_attn\.q_a_layernorm": r"\1.attention.q_a_norm",
+    r"model\.(layers\.\d+)\.self_attn\.q_b_proj": r"\1.attention.wq_b",
+    r"model\.(layers\.\d+)\.self_attn\.kv_a_proj_with_mqa": r"\1.attention.wkv_a_with_mqa",
+    r"model\.(layers\.\d+)\.self_attn\.kv_a_layernorm": r"\1.attention.kv_a_norm",
+    r"model\.(layers\.\d+)\.self_attn\.kv_b_proj": r"\1.attention.wkv_b",
+    r"model\.(layers\.\d+)\.mlp\.gate": r"\1.gate",
+    r"model\.(layers\.\d+)\.mlp\.shared_experts\.gate_proj": r"\1.shared_experts.w1",
+    r"model\.(layers\.\d+)\.mlp\.shared_experts\.down_proj": r"\1.shared_experts.w2",
+    r"model\.(layers\.\d+)\.mlp\.shared_experts\.up_proj": r"\1.shared_experts.w3",
+}
 
 
-def mistral_name(name: str) -> str:
-    """The name of a tensor of transformers."""
+def mistral_name(name: str, *, is_latent: bool = False) -> str:
+    """The name of a tensor of transformers; also of a model with latent attention."""
     module, _, kind = name.rpartition(".")
-    for pattern, found in _NAMES.items():
+    for pattern, found in (_LATENT_NAMES if is_latent else _NAMES).items():
         if match := re.fullmatch(pattern, module):
             return f"{match.expand(found)}.{kind}"
     raise AssertionError(name)
@@ -82,6 +115,7 @@ def mistral_name(name: str) -> str:
 def stored(state: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
     """The tensors of a model of transformers as Mistral stores them: rotary pairs side by side, experts one by one."""
     heads = {"q": params["n_heads"], "k": params["n_kv_heads"]}
+    is_latent = "kv_lora_rank" in params
     tensors = {}
     for name, tensor in state.items():
         if match := re.search(r"self_attn\.([qk])_proj", name):
@@ -89,12 +123,12 @@ def stored(state: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str, Any
             tensors[mistral_name(name)] = halves.transpose(1, 2).reshape(tensor.shape).contiguous()
         elif match := re.fullmatch(r"model\.(layers\.\d+)\.mlp\.experts\.(gate_up|down)_proj", name):
             for number, expert in enumerate(tensor):
-                place = f"{match[1]}.feed_forward.experts.{number}"
+                place = f"{match[1]}.{'' if is_latent else 'feed_forward.'}experts.{number}"
                 if match[2] == "down":
                     tensors[f"{place}.w2.weight"] = expert.clone()
                 else:
                     for kind, part in zip(("w1", "w3"), expert.chunk(2), strict=True):
                         tensors[f"{place}.{kind}.weight"] = part.clone()
         else:
-            tensors[mistral_name(name)] = tensor.clone()
+            tensors[mistral_name(name, is_latent=is_latent)] = tensor.clone()
     return tensors

@@ -172,6 +172,7 @@ MODELS = {
     "c4ai-command-r-v01": Published(34_980_831_232, 131_072),
     "c4ai-command-r-plus": Published(103_810_674_688, 131_072),
     "c4ai-command-a-03-2025": Published(111_057_580_032),
+    "dbrx-base": Published(131_596_523_520, 32_768),
     "starcoder2-3b": Published(3_030_371_328),
     "starcoder2-7b": Published(7_173_923_840),
     "gpt2": Published(124_439_808, 1_024),
@@ -246,12 +247,18 @@ _CHANGES: dict[str, dict[str, Any]] = {
         "hybrid_layer_pattern": [0, 1, 1, 1],
     },
     "gemma-4-E4B-it": {"audio_token_id": 258881, "image_token_id": 258880, "video_token_id": 258884},
+    "dbrx-base": {
+        "attn_config": {"clip_qkv": 8, "kv_n_heads": 2, "rope_theta": 500000},
+        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 8, "moe_top_k": 2},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+    },
     "Mistral-Small-3.1-24B-Instruct-2503": {"tie_word_embeddings": False},
     **{key: {"time_step_min": 1e-9} for key in ("Nemotron-H-8B-Base-8K", "Nemotron-H-56B-Base-8K")},
 }
 """Other changes. MiMo rotates a third of a head, and transformers has its own rule for KV heads and windows; for tokens
 that stand for images transformers reads other rows of the layers' own embeddings, so Gemma 4 has none of them among its
-128; Mistral's checkpoint has a head, which transformers would tie; Nemotron-H: see docs/reference/models.md."""
+128; DBRX's rope_theta is where transformers does not read it; Mistral's checkpoint has a head, which transformers would
+tie; Nemotron-H: see docs/reference/models.md."""
 
 
 def tiny(name: str) -> dict[str, Any]:

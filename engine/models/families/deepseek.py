@@ -71,7 +71,7 @@ def _are_mixtures(config: Config) -> list[bool]:
     return [kind == "sparse" for kind in kinds]
 
 
-def _sparse(name: str, config: Config) -> ModelSpec:
+def sparse(name: str, config: Config) -> ModelSpec:
     """Layers that run their indexer, or (GLM-5) attend to what the last one before has selected."""
     arch = _deepseek(name, config)
     kinds = _indexer_types(config)
@@ -164,7 +164,7 @@ _COMMON = {"rms_norm_eps": 1e-6, "q_lora_rank": 1536, "kv_lora_rank": 512, "v_he
     "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64,
 }
-_V3 = {
+V3 = {
     **_COMMON,
     "max_position_embeddings": 4096,
     "first_k_dense_replace": 3,
@@ -175,7 +175,7 @@ _V3 = {
     "num_experts_per_tok": 8,
     "norm_topk_prob": True,
 }
-_INDEX = {"index_topk": 2048, "index_head_dim": 128, "index_n_heads": 64, "indexer_rope_interleave": False}
+INDEX = {"index_topk": 2048, "index_head_dim": 128, "index_n_heads": 64, "indexer_rope_interleave": False}
 _GLM = {"rms_norm_eps": 1e-5, "q_lora_rank": 2048, "v_head_dim": 256, "qk_nope_head_dim": 192} | {
     "n_group": 1,
     "topk_group": 1,
@@ -231,27 +231,27 @@ FAMILIES = {
     "DeepseekV3ForCausalLM": Family(
         _deepseek,
         names,
-        _V3,
+        V3,
         after_layers="multi-token prediction",
         draft_heads={"mtp": MTP_LAYER},
     ),
     "DeepseekV32ForCausalLM": Family(
-        _sparse,
+        sparse,
         names,
-        {**_V3, **_INDEX, "max_position_embeddings": 163840},
+        {**V3, **INDEX, "max_position_embeddings": 163840},
         after_layers="multi-token prediction",
         draft_heads={"mtp": MTP_LAYER},
     ),
     "GlmMoeDsaForCausalLM": Family(
-        _sparse,
+        sparse,
         names,
-        {**_V3, **_INDEX, **_GLM},
+        {**V3, **INDEX, **_GLM},
         after_layers="multi-token prediction",
         draft_heads={"mtp": MTP_LAYER},
     ),
     "Mistral4ForCausalLM": Family(mistral4, mistral4_names, MISTRAL4),
     **dict.fromkeys(
         ("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration"),  # its publisher's, and transformers'
-        Family(_deepseek, _kimi_names, _V3, ignored_prefixes=NOT_TEXT),
+        Family(_deepseek, _kimi_names, V3, ignored_prefixes=NOT_TEXT),
     ),
 }

@@ -27,6 +27,8 @@ def _deepseek_v4(name: str, config: Config) -> ModelSpec:
     require(config, "num_key_value_heads", 1)
     require(config, "attention_bias", False)
     require(config, "mlp_bias", False)
+    if int(config["hc_sinkhorn_iters"]) < 1:
+        raise ConfigError(f"hc_sinkhorn_iters {config['hc_sinkhorn_iters']} is not supported; it must be at least 1")
     norm, size = rms_norm(config), int(config["moe_intermediate_size"])
     unweighted = rms_norm(config, has_weight=False)
     hyper = HyperConnectionSpec(

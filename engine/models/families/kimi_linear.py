@@ -136,7 +136,7 @@ def _bailing_hybrid(name: str, config: Config) -> ModelSpec:
         "linear_attention" if number % every else "full_attention"
         for number in range(1, int(config["num_hidden_layers"]) + 1)
     ]
-    return _hybrid(name, config, kinds, state, _latent(config, norm, rope_spec, scale=scale, output_gate=True))
+    return _hybrid(name, config, kinds, state, _latent(config, norm, rope_spec, scale=scale, output_gate="heads"))
 
 
 _KIMI_NAMES = NAMES | {

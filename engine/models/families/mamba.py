@@ -95,7 +95,7 @@ def _alone(name: str, config: Config) -> ModelSpec:
     return architecture(name, config, [layer] * int(config["num_hidden_layers"]), norm)
 
 
-def _mamba(config: Config, norm: NormSpec | None) -> MambaSpec:
+def mamba(config: Config, norm: NormSpec | None) -> MambaSpec:
     """The state space with Jamba's names in config.json."""
     require(config, "hidden_act", "silu")
     hidden, rank = int(config["hidden_size"]), config["mamba_dt_rank"]
@@ -119,7 +119,7 @@ def _mamba_alone(name: str, config: Config) -> ModelSpec:
     norm, inner = rms_norm(config, eps=float(config["layer_norm_epsilon"])), config.get("mixer_rms_eps")
     layer = LayerSpec(
         attention=None,
-        state=_mamba(settings, None if inner is None else NormSpec(eps=float(inner), has_weight=False)),
+        state=mamba(settings, None if inner is None else NormSpec(eps=float(inner), has_weight=False)),
         attention_norm=norm,
         feed_forward=None,
         feed_forward_norm=None,
@@ -131,7 +131,7 @@ def _jamba(name: str, config: Config) -> ModelSpec:
     """Attention has no positions. Some layers have experts."""
     norm, every = rms_norm(config), range(int(config["num_hidden_layers"]))
     mixers: dict[str, dict[str, Any]] = {
-        "linear_attention": {"attention": None, "state": _mamba(config, norm)},
+        "linear_attention": {"attention": None, "state": mamba(config, norm)},
         "full_attention": {"attention": attention(config, None)},
     }
     period, offset = int(config["attn_layer_period"]), int(config["attn_layer_offset"])

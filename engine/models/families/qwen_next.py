@@ -1,4 +1,5 @@
-"""Qwen3-Next and Qwen3.5: three layers with the gated delta rule for each one with attention, whose output is gated."""
+"""Qwen3-Next and Qwen3.5: three layers with the gated delta rule for each one with attention, whose output is gated.
+Lara Mini: layers with the gated delta rule beside windows, and full attention without positions."""
 
 from __future__ import annotations
 
@@ -55,14 +56,7 @@ def _hybrid(name: str, config: Config, feed_forwards: list[MLPSpec | MoESpec]) -
     mixers: dict[str, dict[str, Any]] = {
         "linear_attention": {
             "attention": None,
-            "state": GatedDeltaNetSpec(
-                num_value_heads=int(config["linear_num_value_heads"]),
-                num_key_heads=int(config["linear_num_key_heads"]),
-                key_head_dim=int(config["linear_key_head_dim"]),
-                value_head_dim=int(config["linear_value_head_dim"]),
-                conv_size=int(config["linear_conv_kernel_dim"]),
-                norm=rms_norm(config),
-            ),
+            "state": _delta_net(config),
         },
         "full_attention": {
             "attention": attention(config, rope(config, head_dim(config)), qk_norm=norm, output_gate="features")
@@ -73,6 +67,33 @@ def _hybrid(name: str, config: Config, feed_forwards: list[MLPSpec | MoESpec]) -
         "linear_attention" if number % every else "full_attention" for number in range(1, count + 1)
     ]
     layers = layers_by_kind(kinds, mixers, feed_forwards, attention_norm=norm, feed_forward_norm=norm)
+    return architecture(name, config, layers, norm)
+
+
+def _delta_net(config: Config, **changes: Any) -> GatedDeltaNetSpec:
+    return GatedDeltaNetSpec(
+        num_value_heads=int(config["linear_num_value_heads"]),
+        num_key_heads=int(config["linear_num_key_heads"]),
+        key_head_dim=int(config["linear_key_head_dim"]),
+        value_head_dim=int(config["linear_value_head_dim"]),
+        conv_size=int(config["linear_conv_kernel_dim"]),
+        norm=rms_norm(config),
+        **changes,
+    )
+
+
+def _lara_mini(name: str, config: Config) -> ModelSpec:
+    require(config, "hidden_act", "silu")
+    norm, count = rms_norm(config), int(config["num_hidden_layers"])
+    turns, window = rope(config, head_dim(config)), int(config["sliding_window"])
+    mixers: dict[str, dict[str, Any]] = {
+        "linear_attention": {"attention": None, "state": _delta_net(config, has_joint_input=True)},
+        "sliding_attention": {"attention": attention(config, turns, qk_norm=norm, window=window)},
+        "full_attention": {"attention": attention(config, None, qk_norm=norm)},
+    }
+    kinds = config.get("layer_types") or [_LARA_KINDS[number % len(_LARA_KINDS)] for number in range(count)]
+    experts = replace(_experts(config, renormalize=bool(config["norm_topk_prob"])), shared_gate=False)
+    layers = layers_by_kind(kinds, mixers, [experts] * count, attention_norm=norm, feed_forward_norm=norm)
     return architecture(name, config, layers, norm)
 
 
@@ -159,6 +180,15 @@ _QWEN35_MOE_DEFAULTS = _DEFAULTS | {
     "num_experts": 256,
 }
 _NOT_TEXT = ("mtp.", "model.visual.")
+_LARA_KINDS = (*("linear_attention", "sliding_attention", "linear_attention", "full_attention", "sliding_attention"),)
+_LARA_NAMES = (
+    _NAMES
+    | STACKED_EXPERTS
+    | {
+        "layers.state.input": "model.layers.{layer}.linear_attn.in_proj",
+        "layers.state.norm": "model.layers.{layer}.linear_attn.out_norm",
+    }
+)
 _NEXT_MTP = DraftHeadLayout(
     layer="mtp.layers.0",
     names={
@@ -187,6 +217,27 @@ FAMILIES = {
         rows=_next_rows,
         ignored_prefixes=_NOT_TEXT,
         draft_heads={"mtp": _NEXT_MTP},
+    ),
+    "LaraMiniForCausalLM": Family(
+        _lara_mini,
+        _LARA_NAMES,
+        {
+            "linear_conv_kernel_dim": 4,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_num_key_heads": 8,
+            "linear_num_value_heads": 16,
+            "head_dim": 128,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 131072,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "num_experts_per_tok": 4,
+            "num_experts": 128,
+            "norm_topk_prob": True,
+            "sliding_window": 512,
+            "tie_word_embeddings": True,
+        },
     ),
     "Qwen3_5ForCausalLM": Family(
         _qwen35,

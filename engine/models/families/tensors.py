@@ -26,6 +26,7 @@ from quire.engine.models.model_spec import (
 )
 from quire.engine.models.recurrent_spec import (
     GatedDeltaNetSpec,
+    GroupedMambaSpec,
     KimiDeltaSpec,
     LightningSpec,
     Mamba2Spec,
@@ -265,7 +266,7 @@ def _inner(layer: LayerSpec, width: int) -> _Parameters:
             yield "layers.alt_up", "scale", {"": (width,)}
     if layer.hyper is not None:
         for name in ("attention", "feed_forward"):
-            sizes = layer.hyper.num_weights, 3, layer.hyper.num_streams * width
+            sizes = layer.hyper.num_weights, layer.hyper.num_scales, layer.hyper.num_streams * width
             yield from _connection(f"layers.{name}_connection", *sizes)
     if layer.laurel is not None:
         yield from _linear("layers.laurel.down", {"": layer.laurel.rank}, width)
@@ -290,6 +291,8 @@ def _inner(layer: LayerSpec, width: int) -> _Parameters:
             yield from _kimi_delta(layer.state, width)
         case LightningSpec():
             yield from _lightning(layer.state, width)
+        case GroupedMambaSpec():
+            yield from _grouped_mamba(layer.state, width)
         case MambaSpec():
             yield from _mamba(layer.state, width)
     if isinstance(layer.feed_forward, MoESpec):
@@ -308,6 +311,8 @@ def _block(layer: LayerSpec, block: SharedBlockSpec, width: int) -> _Parameters:
     yield from _norm("layers.block.attention_norm", block.norm, attention.input_size)
     yield from _norm("layers.block.feed_forward_norm", block.norm, width)
     yield from _linear("layers.block_output", {"": width}, width)
+    if not rank:
+        return
     gate_up = dict.fromkeys(("gate", "up"), mlp.intermediate_size)
     yield from _linear("layers.feed_forward_adapter.down", {"gate_up": rank}, width)
     yield from _linear("layers.feed_forward_adapter.up.gate_up", gate_up, rank)
@@ -346,7 +351,7 @@ def _mla(spec: MLASpec, width: int) -> _Parameters:
     yield from _linear(f"{module}.down", latents, width, bias=spec.bias)
     if spec.q_lora_rank is not None:
         yield from _norm(f"{module}.query_norm", spec.norm, spec.q_lora_rank)
-    yield from _linear(f"{module}.query", {"": spec.num_heads * spec.head_dim}, spec.q_lora_rank or width)
+    yield from _linear(f"{module}.query", {"": spec.num_heads * spec.query_dim}, spec.query_inputs(width))
     yield from _norm(f"{module}.latent_norm", spec.norm, spec.kv_lora_rank)
     up = spec.num_heads * (spec.qk_nope_head_dim + spec.v_head_dim)
     yield from _linear(f"{module}.up", {"": up}, spec.kv_lora_rank)
@@ -356,8 +361,10 @@ def _mla(spec: MLASpec, width: int) -> _Parameters:
         yield from _linear(f"{module}.indexer.key", {"": indexer.head_dim}, width)
         yield from _norm(f"{module}.indexer.key_norm", indexer.norm, indexer.head_dim)
         yield from _linear(f"{module}.indexer.weights", {"": indexer.num_heads}, width)
-    if spec.output_gate:
-        yield from _linear(f"{module}.gate", {"": spec.num_heads}, width)
+    if spec.gate_dim:
+        yield from _linear(f"{module}.gate", {"": spec.num_heads * spec.gate_dim}, width)
+    if spec.has_sinks:
+        yield module, "sinks", {"": (spec.num_heads,)}
     yield from _linear(f"{module}.output", {"": width}, spec.num_heads * spec.v_head_dim, bias=spec.bias)
 
 
@@ -391,8 +398,11 @@ def _gated_delta_net(spec: GatedDeltaNetSpec, width: int) -> _Parameters:
     module, heads = "layers.state", {"": (spec.num_heads,)}
     keys, values = spec.num_key_heads * spec.key_head_dim, spec.num_value_heads * spec.value_head_dim
     convolved = {"q": keys, "k": keys, "v": values}
-    yield from _linear(f"{module}.input", {**convolved, "z": values}, width)
-    yield from _linear(f"{module}.gates", {"b": spec.num_heads, "a": spec.num_heads}, width)
+    gates = {"b": spec.num_heads, "a": spec.num_heads}
+    inputs = {**convolved, "z": values, **(gates if spec.has_joint_input else {})}
+    yield from _linear(f"{module}.input", inputs, width)
+    if not spec.has_joint_input:
+        yield from _linear(f"{module}.gates", gates, width)
     yield from _conv(convolved, spec.conv_size)
     yield module, "decay", heads
     yield module, "step_bias", heads
@@ -452,6 +462,16 @@ def _mamba(spec: MambaSpec, width: int) -> _Parameters:
     yield from _linear(f"{module}.output", {"": width}, spec.width, bias=spec.bias)
 
 
+def _grouped_mamba(spec: GroupedMambaSpec, width: int) -> _Parameters:
+    module, size, keys = "layers.state", spec.group_width, spec.state_size
+    yield from _linear(f"{module}.input", dict.fromkeys("xz", spec.width), width, bias=spec.bias)
+    yield from _conv({"": spec.width}, spec.conv_size, bias=spec.conv_bias)
+    shapes = {"select": (spec.rank + 2 * keys, size), "step": (size, spec.rank), "step_bias": (size,)}
+    for name, shape in {**shapes, "decay": (size, keys), "skip": (size,)}.items():
+        yield module, name, {"": (spec.groups, *shape)}
+    yield from _linear(f"{module}.output", {"": width}, spec.width, bias=spec.bias)
+
+
 def _conv(channels: Mapping[str, int], size: int, *, bias: bool = False) -> _Parameters:
     yield "layers.state.conv", "weight", {part: (number, 1, size) for part, number in channels.items()}
     if bias:
@@ -501,6 +521,10 @@ def _linear(module: str, rows: Mapping[str, int], columns: int, *, bias: bool = 
 
 def _norm(module: str, spec: NormSpec | None, size: int) -> _Parameters:
     if spec is not None:
+        if spec.gate_rank:
+            yield module, "gate_down", {"": (spec.gate_rank, size)}
+            yield module, "gate_up", {"": (size, spec.gate_rank)}
+            module = f"{module}.norm"
         if spec.has_weight:
             yield module, "weight", {"": (size,)}
         if spec.bias and spec.kind == "layer":

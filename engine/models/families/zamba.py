@@ -1,4 +1,5 @@
-"""Zamba2: Mamba-2 layers, of which some have attention and an MLP before them whose weights they share."""
+"""Zamba and Zamba2: Mamba or Mamba-2 layers, of which some have attention and an MLP before them whose weights they
+share."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from typing import Any
 from quire.engine.models.families.family import (
     Config,
     Family,
+    Runs,
     activation,
     architecture,
     attention,
@@ -15,8 +17,9 @@ from quire.engine.models.families.family import (
     rms_norm,
     rope,
 )
-from quire.engine.models.families.mamba import kinds_of_layers, mamba2
+from quire.engine.models.families.mamba import kinds_of_layers, mamba, mamba2
 from quire.engine.models.model_spec import LayerSpec, MLPSpec, ModelSpec, SharedBlockSpec
+from quire.engine.models.recurrent_spec import GroupedMambaSpec
 from quire.engine.protocol.errors import ConfigError
 
 _PUBLISHED_KINDS = (
@@ -80,6 +83,51 @@ def _zamba2(name: str, config: Config) -> ModelSpec:
     return architecture(name, config, layers, norm, max_position=int(config["max_position_embeddings"]))
 
 
+def _zamba(name: str, config: Config) -> ModelSpec:
+    """Mamba with heads. All layers with a block have the same one, without adapters."""
+    hidden, count = int(config["hidden_size"]), int(config["num_hidden_layers"])
+    require(config, "attention_hidden_size", None, 2 * hidden)
+    period, offset = int(config["attn_layer_period"]), int(config["attn_layer_offset"])
+    kinds = kinds_of_layers(config)
+    if not kinds:
+        after = ("hybrid" if number % period == offset else "linear_attention" for number in range(count - 3))
+        kinds = ["linear_attention", "linear_attention", "hybrid", *after][:count]
+    if len(kinds) != count or set(kinds) - {"linear_attention", "hybrid"}:
+        raise ConfigError(f"layers_block_type must be {count} times linear_attention or hybrid")
+    norm = rms_norm(config)
+    plain = mamba({**config, "hidden_act": config["hidden_mamba_act"]}, None)
+    state = GroupedMambaSpec(**vars(plain), groups=int(config["n_mamba_heads"]))
+    dim = int(config.get("attention_head_dim") or 2 * hidden // int(config["num_attention_heads"]))
+    settings = {**config, "head_dim": dim}
+    shared: dict[str, Any] = {
+        "attention": attention(
+            settings, None, scale=(dim / 2) ** -0.5, input_size=2 * hidden, qkv_bias=False, output_bias=False
+        ),
+        "feed_forward": MLPSpec(
+            intermediate_size=int(config["intermediate_size"]), activation=activation(config["hidden_act"])
+        ),
+    }
+    common: dict[str, Any] = {"state": state, "attention_norm": norm, "feed_forward_norm": None}
+    with_block = [number for number, kind in enumerate(kinds) if kind == "hybrid"]
+    layers = []
+    for number in range(count):
+        if number not in with_block:
+            layers.append(LayerSpec(attention=None, feed_forward=None, **common))
+            continue
+        block = SharedBlockSpec(
+            source=with_block[0], use=with_block.index(number), norm=norm, rank=0, adapts_attention=False
+        )
+        layers.append(LayerSpec(**shared, **common, block=block))
+    return architecture(name, config, layers, norm, max_position=int(config["max_position_embeddings"]))
+
+
+def _alternating(layer: LayerSpec, module: str, part: str) -> Runs | None:
+    """Rows of inputs and of gates alternate."""
+    if module != "layers.state.input" or not isinstance(layer.state, GroupedMambaSpec):
+        return None
+    return [range("xz".index(part), 2 * layer.state.width, 2)]
+
+
 _MAMBA, _BLOCK = "model.layers.{layer}.{beside_mamba_decoder}", "model.layers.{block}.shared_transformer"
 _NAMES = {
     "embedding": "model.embed_tokens",
@@ -108,7 +156,51 @@ _NAMES = {
         for part in "qkv"
     },
 }
+_FIRST_BLOCK = "model.layers.{block}.shared_transf"
+_FIRST_NAMES = {
+    **{module: name for module, name in _NAMES.items() if not module.startswith(("layers.block.", "layers.state."))},
+    "layers.state.input": f"{_MAMBA}mamba.in_proj",
+    "layers.state.conv": f"{_MAMBA}mamba.conv1d",
+    "layers.state.select": f"{_MAMBA}mamba.x_proj_weight",
+    "layers.state.step": f"{_MAMBA}mamba.dt_proj_weight",
+    "layers.state.step_bias": f"{_MAMBA}mamba.dt_proj_bias",
+    "layers.state.decay": f"{_MAMBA}mamba.A_log",
+    "layers.state.skip": f"{_MAMBA}mamba.D",
+    "layers.state.output": f"{_MAMBA}mamba.out_proj",
+    "layers.block.attention_norm": f"{_FIRST_BLOCK}.input_layernorm",
+    "layers.block.attention.qkv": f"{_FIRST_BLOCK}.self_attn.{{part}}_proj",
+    "layers.block.attention.output": f"{_FIRST_BLOCK}.self_attn.o_proj",
+    "layers.block.feed_forward_norm": f"{_FIRST_BLOCK}.pre_ff_layernorm",
+    "layers.block.feed_forward.gate_up": f"{_FIRST_BLOCK}.feed_forward.{{part}}_proj",
+    "layers.block.feed_forward.down": f"{_FIRST_BLOCK}.feed_forward.down_proj",
+}
 FAMILIES = {
+    "ZambaForCausalLM": Family(
+        _zamba,
+        _FIRST_NAMES,
+        {
+            "max_position_embeddings": 4096,
+            "hidden_size": 3712,
+            "intermediate_size": 14848,
+            "num_hidden_layers": 76,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "n_mamba_heads": 2,
+            "hidden_act": "gelu",
+            "hidden_mamba_act": "silu",
+            "rms_norm_eps": 1e-5,
+            "attn_layer_period": 6,
+            "attn_layer_offset": 4,
+            "mamba_d_state": 16,
+            "mamba_d_conv": 4,
+            "mamba_expand": 2,
+            "mamba_dt_rank": "auto",
+            "mamba_conv_bias": True,
+            "mamba_proj_bias": False,
+            "tie_word_embeddings": True,
+        },
+        rows=_alternating,
+    ),
     "Zamba2ForCausalLM": Family(
         _zamba2,
         _NAMES,

@@ -17,7 +17,7 @@ from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers import attention
 from quire.engine.layers.attention import Batch, by_chunks
 from quire.engine.models import decoder
-from quire.engine.models.attention_spec import AttentionSpec
+from quire.engine.models.attention_spec import AttentionSpec, MLASpec
 from quire.engine.models.decoder import Decoder, DecoderLayer
 from quire.engine.models.families import ENCODERS, FAMILIES, from_hf_config, of_text
 from quire.engine.models.model_spec import MoESpec
@@ -40,7 +40,7 @@ QUANTIZED = (
     *WITH_OTHER_MATRICES,
     *("Qwen3-Next", "Qwen3.5 MoE", "OLMo hybrid", "Kimi Linear", "Ling hybrid", "MiniMax", "LFM2-MoE"),
     *("Mamba", "Mamba-2", "Bamba", "Falcon-H1", "Jamba", "Granite 4, experts"),
-    *("DeepSeek V3.2", "GLM-5, shared selection", "Llama 4", "Step 3.7"),
+    *("DeepSeek V3.2", "GLM-5, shared selection", "A.X K2", "Hunyuan 4", "Llama 4", "Step 3.7"),
 )
 """Cases that are quantized while loading: with recurrent states, sparse attention, or other matrices."""
 _DISTANCES = {"int8": 0.5, "fp8": 0.6}
@@ -197,6 +197,44 @@ def test_settings_of_step_that_would_change_answers_are_refused(changes: dict[st
     from_hf_config({**config, "architectures": ["Step3p5ForCausalLM"]})
     with pytest.raises(ConfigError, match=message):
         from_hf_config({**config, **changes, "architectures": ["Step3p5ForCausalLM"]})
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "message"),
+    [
+        ("A.X K2", {"n_group": 2, "topk_group": 1}, "n_group 2 is not supported; supported: None, 1"),
+        ("Hunyuan 4", {"swiglu_limit": 7.0}, "swiglu_limit 7.0 is not supported; supported: 10.0"),
+        ("Hunyuan 4", {"enable_ihc": False}, "enable_ihc False is not supported"),
+        ("Hunyuan 4", {"learnable_sink": False}, "learnable_sink False is not supported"),
+        ("DeepSeek V4", {"hc_sinkhorn_iters": 0}, "hc_sinkhorn_iters 0 is not supported"),
+    ],
+)
+def test_settings_of_latent_attention_that_would_change_answers_are_refused(
+    case: str, changes: dict[str, Any], message: str
+) -> None:
+    architecture, own = CASES[case]
+    from_hf_config({**SIZES, **own, "architectures": [architecture]})
+    with pytest.raises(ConfigError, match=message):
+        from_hf_config({**SIZES, **own, **changes, "architectures": [architecture]})
+
+
+def test_hunyuan_4_has_its_published_number_of_parameters() -> None:
+    """770 billion, without the layer for multi-token prediction."""
+    sizes = {
+        "vocab_size": 120832,
+        "hidden_size": 6144,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "num_hidden_layers": 78,
+        "num_attention_heads": 64,
+        "n_routed_experts": 256,
+        "q_lora_rank": 2048,
+        "index_n_heads": 32,
+    }
+    arch = from_hf_config({**sizes, "architectures": ["HYV4ForCausalLM"]})
+    assert arch.stage_parameters([range(arch.num_layers)], 0, 1) == 769_907_408_797
+    indexers = [isinstance(each.attention, MLASpec) and each.attention.indexer is not None for each in arch.layers]
+    assert [number for number, has_indexer in enumerate(indexers) if has_indexer][:4] == [0, 1, 5, 9]
 
 
 def test_every_family_has_a_case_and_a_line_in_the_document() -> None:

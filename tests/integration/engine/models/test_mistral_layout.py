@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,8 @@ from safetensors.torch import save_file
 from transformers import (
     Ministral3Config,
     Ministral3ForCausalLM,
+    Mistral4Config,
+    Mistral4ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
@@ -20,7 +24,7 @@ from transformers import (
 
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import fetch_weights, resolve
-from tests.fakes.mistral_layout import PARAMS, stored, write_folder
+from tests.fakes.mistral_layout import LATENT, PARAMS, stored, write_folder
 from tests.fakes.model_logits import configure, logits
 from tests.fakes.ranks import on_ranks
 
@@ -41,6 +45,19 @@ _THETA = {"rope_theta": PARAMS["rope_theta"]}
 _YARN = {"factor": 4.0, "original_max_position_embeddings": 128, "beta": 32.0, "alpha": 1.0}
 _HF_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, **_THETA}
 _PLAIN = {"rope_parameters": {"rope_type": "default", **_THETA}}
+_WHOLE = {"partial_rotary_factor": 1.0, "llama_4_scaling_beta": 0.0, "original_max_position_embeddings": 128}
+_SCALED = {"original_max_position_embeddings": 128, "beta": 0.1}
+_HF_LATENT = {
+    **{name: value for name, value in LATENT.items() if name != "moe"},
+    "head_dim": 8,  # the rotary part alone, all of it
+    "num_key_value_heads": PARAMS["n_heads"],
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+    "moe_intermediate_size": 20,
+    "n_shared_experts": 2,
+}
 _CASES: dict[str, tuple[type[Any], type[Any], dict[str, Any], dict[str, Any]]] = {
     "dense": (MistralConfig, MistralForCausalLM, {}, _PLAIN),
     "windows, tied": (
@@ -53,10 +70,7 @@ _CASES: dict[str, tuple[type[Any], type[Any], dict[str, Any], dict[str, Any]]] =
     "growing queries": (
         Ministral3Config,
         Ministral3ForCausalLM,
-        {
-            "yarn": {**_YARN, "apply_scale": False},
-            "llama_4_scaling": {"original_max_position_embeddings": 128, "beta": 0.1},
-        },
+        {"yarn": {**_YARN, "apply_scale": False}, "llama_4_scaling": _SCALED},
         {"rope_parameters": {**_HF_YARN, "attention_factor": 1.0, "llama_4_scaling_beta": 0.1}},
     ),
     "experts": (
@@ -64,6 +78,24 @@ _CASES: dict[str, tuple[type[Any], type[Any], dict[str, Any], dict[str, Any]]] =
         MixtralForCausalLM,
         {"moe": {"num_experts": 4, "num_experts_per_tok": 2}},
         {"num_local_experts": 4, "num_experts_per_tok": 2, **_PLAIN},
+    ),
+    "latent attention": (
+        Mistral4Config,
+        Mistral4ForCausalLM,
+        LATENT,
+        _HF_LATENT | {"rope_parameters": {**_PLAIN["rope_parameters"], **_WHOLE}},
+    ),
+    "latent attention, yarn": (
+        Mistral4Config,
+        Mistral4ForCausalLM,
+        LATENT | {"yarn": _YARN},
+        _HF_LATENT | {"rope_parameters": {**_HF_YARN, **_WHOLE, "mscale": 1.0, "mscale_all_dim": 1.0}},
+    ),
+    "latent attention, growing queries": (
+        Mistral4Config,
+        Mistral4ForCausalLM,
+        LATENT | {"yarn": {**_YARN, "apply_scale": False}, "llama_4_scaling": _SCALED},
+        _HF_LATENT | {"rope_parameters": {**_HF_YARN, **_WHOLE, "attention_factor": 1.0, "llama_4_scaling_beta": 0.1}},
     ),
 }
 
@@ -73,9 +105,9 @@ def test_logits_are_those_of_transformers(case: str, tmp_path: Path, monkeypatch
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     config_class, model_class, params, changes = _CASES[case]
     torch.manual_seed(0)
-    model = model_class(config_class(**_SIZES | changes)).train(False)
+    model = model_class(config_class(**deepcopy(_SIZES | changes))).train(False)  # it changes rope_parameters
     folder = write_folder(tmp_path / "model", **params)
-    tensors = stored(model.state_dict(), PARAMS)
+    tensors = stored(model.state_dict(), PARAMS | params)
     if params.get("tied_embeddings"):
         del tensors["output.weight"]
     names = sorted(tensors)
@@ -94,24 +126,37 @@ def test_logits_are_those_of_transformers(case: str, tmp_path: Path, monkeypatch
             assert (result - expected).abs().max() <= 1e-4 * expected.abs().max(), (tp, pp)
 
 
-def test_fp8_weights_have_a_scale_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _of_transformers(state: dict[str, Any], stored_now: dict[str, Any], params: dict[str, Any]) -> dict[str, Any]:
+    """transformers' tensors, where those in `stored_now` have changed: `stored` only moves numbers."""
+    changed = {}
+    for name, tensor in state.items():
+        numbers = stored({name: torch.arange(tensor.numel(), dtype=torch.float64).view(tensor.shape)}, params)
+        changed[name] = tensor.clone()
+        for part, places in numbers.items():
+            if part in stored_now:
+                changed[name].view(-1)[places.flatten().long()] = stored_now[part].flatten()
+    return changed
+
+
+@pytest.mark.parametrize("case", ["dense", "latent attention"])
+def test_fp8_weights_have_a_scale_each(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of each expert, which transformers has in two stacks."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config_class, model_class, params, changes = _CASES[case]
     torch.manual_seed(0)
-    model = MistralForCausalLM(MistralConfig(**_SIZES | _PLAIN)).train(False)
+    model = model_class(config_class(**deepcopy(_SIZES | changes))).train(False)
     quantization = {"qformat_weight": "fp8_e4m3", "qscheme_act": "TENSOR"}
-    folder = write_folder(tmp_path / "model", quantization=quantization)
-    factors = {}
-    for name, parameter in model.named_parameters():
-        if name.endswith("_proj.weight"):
-            factors[name] = parameter.abs().max() / 448
-            codes = (parameter / factors[name]).to(torch.float8_e4m3fn)
-            parameter.data = codes.float() * factors[name]
-    tensors = stored(model.state_dict(), PARAMS)
-    for name, factor in factors.items():
-        found = next(iter(stored({name: model.state_dict()[name]}, PARAMS)))
-        tensors[found] = (tensors[found] / factor).to(torch.float8_e4m3fn)
-        tensors[found.replace(".weight", ".qscale_weight")] = factor.detach()
-        tensors[found.replace(".weight", ".qscale_act")] = torch.tensor(0.1)
+    folder = write_folder(tmp_path / "model", quantization=quantization, **params)
+    is_quantized = re.compile(r"layers\.\d+\.(attention|feed_forward|shared_experts|experts\.\d+)\.w\w+\.weight")
+    tensors, exact = stored(model.state_dict(), PARAMS | params), {}
+    for name in filter(is_quantized.fullmatch, list(tensors)):
+        factor = tensors[name].abs().max() / 448
+        tensors[name] = (tensors[name] / factor).to(torch.float8_e4m3fn)
+        tensors[name.replace(".weight", ".qscale_weight")] = factor
+        tensors[name.replace(".weight", ".qscale_act")] = torch.tensor(0.1)
+        exact[name] = tensors[name].float() * factor
+    assert len(exact) == {"dense": 3 * 7, "latent attention": 3 * 5 + 3 + 2 * (3 + 6 * 3)}[case]
+    model.load_state_dict(_of_transformers(model.state_dict(), exact, PARAMS | params))
     save_file(tensors, folder / "consolidated.safetensors")
     tokens = torch.randint(0, 320, (40,), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():

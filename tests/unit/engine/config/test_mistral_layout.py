@@ -15,12 +15,13 @@ from quire.engine.config.model_folder import locate
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import fetch_weights, resolve
 from quire.engine.config.tekken import special_tokens
+from quire.engine.models.families import from_hf_config
 from quire.engine.protocol.errors import ConfigError, InvalidParameter
 from quire.server.frontend.chat_template import ChatTemplates
 from quire.server.frontend.tokenizer import Tokenizer
 from quire.server.parsers.reasoning import detect_reasoning
 from quire.server.parsers.tool_formats import detect_tools
-from tests.fakes.mistral_layout import PARAMS, PATTERN, SPECIAL, WORDS, tekken, write_folder
+from tests.fakes.mistral_layout import LATENT, PARAMS, PATTERN, SPECIAL, WORDS, tekken, write_folder
 from tests.unit.server.frontend.test_sentencepiece import train
 
 
@@ -42,6 +43,11 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("layers.0.attention.kv_fake_quantizer.qscale_act", "model.layers.0.self_attn.kv_scale"),
         ("layers.2.feed_forward.experts.7.w3.weight", "model.layers.2.block_sparse_moe.experts.7.w3.weight"),
         ("layers.2.feed_forward.gate.weight", "model.layers.2.block_sparse_moe.gate.weight"),
+        ("layers.3.gate.weight", "model.layers.3.mlp.gate.weight"),
+        ("layers.3.experts.10.w2.qscale_weight", "model.layers.3.mlp.experts.10.down_proj.weight_scale"),
+        ("layers.3.shared_experts.w1.qscale_act", "model.layers.3.mlp.shared_experts.gate_proj.input_scale"),
+        ("layers.3.attention.wkv_a_with_mqa.weight", "model.layers.3.self_attn.kv_a_proj_with_mqa.weight"),
+        ("layers.3.attention.q_a_norm.weight", "model.layers.3.self_attn.q_a_layernorm.weight"),
         ("layers.0.attention_norm.weight", "model.layers.0.input_layernorm.weight"),
         ("vision_encoder.transformer.layers.0.attention.wq.weight", None),
         ("vision_language_adapter.w_in.bias", None),
@@ -127,10 +133,88 @@ def test_newer_settings() -> None:
     }
 
 
+def test_latent_attention_is_that_of_mistral_4() -> None:
+    found = hf_config(
+        {
+            **NEMO,
+            **LATENT,
+            "yarn": {"original_max_position_embeddings": 8192, "factor": 36, "beta": 32, "alpha": 1},
+            "llama_4_scaling": {"original_max_position_embeddings": 8192, "beta": 0.1},
+        }
+    )
+    assert found["architectures"] == ["Mistral4ForCausalLM"]
+    assert found["model_type"] == "mistral4"
+    sizes = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    assert [found[name] for name in sizes] == [24, 32, 12, 8, 10]
+    experts = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts")
+    assert [found[name] for name in experts] == [6, 2, 20, 2]
+    assert (found["first_k_dense_replace"], found["routed_scaling_factor"]) == (1, 1.5)
+    assert found["rope_parameters"] == {
+        "rope_type": "yarn",
+        "rope_theta": 1000000.0,
+        "factor": 36,
+        "original_max_position_embeddings": 8192,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    }
+
+
+LARGE_3: dict[str, Any] = {
+    "dim": 7168,
+    "n_layers": 61,
+    "head_dim": 128,
+    "hidden_dim": 16384,
+    "n_heads": 128,
+    "n_kv_heads": 128,
+    "rope_theta": 10000.0,
+    "norm_eps": 1e-06,
+    "vocab_size": 131072,
+    "tied_embeddings": False,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "moe": {"first_k_dense_replace": 3, "num_experts": 128, "num_experts_per_tok": 4}
+    | {"expert_hidden_dim": 4096, "num_shared_experts": 1},
+}
+SMALL_4: dict[str, Any] = {
+    **LARGE_3,
+    "dim": 4096,
+    "n_layers": 36,
+    "hidden_dim": 12288,
+    "n_heads": 32,
+    "n_kv_heads": 32,
+    "q_lora_rank": 1024,
+    "kv_lora_rank": 256,
+    "qk_nope_head_dim": 64,
+    "moe": {"num_experts": 128, "num_experts_per_tok": 4, "expert_hidden_dim": 2048, "num_shared_experts": 1},
+}
+"""Sizes of Mistral Large 3 and Mistral Small 4."""
+
+
+@pytest.mark.parametrize(("params", "billions"), [(LARGE_3, 673), (SMALL_4, 119)])
+def test_models_with_latent_attention_have_their_published_numbers_of_parameters(
+    params: dict[str, Any], billions: int
+) -> None:
+    arch = from_hf_config(hf_config(params))
+    assert round(arch.stage_parameters([range(arch.num_layers)], 0, 1) / 1e9) == billions
+
+
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"kv_lora_rank": 256}, "kv_lora_rank 256 is not supported in Mistral's own layout; use the model's config"),
+        ({"q_lora_rank": 256}, "q_lora_rank 256 is not supported in Mistral's own layout; use the model's config"),
+        ({"kv_lora_rank": 256}, "kv_lora_rank is not supported without moe in Mistral's own layout"),
+        (LATENT | {"q_lora_rank": None}, "kv_lora_rank is not supported without q_lora_rank"),
+        (LATENT | {"sliding_window": 32}, "sliding_window is not supported beside kv_lora_rank"),
+        (LATENT | {"moe": {**LATENT["moe"], "num_expert_groups": 2}}, "moe.num_expert_groups 2 is not supported"),
+        (LATENT | {"moe": {**LATENT["moe"], "route_every_n": 2}}, "moe.route_every_n 2 is not supported"),
+        (LATENT | {"moe": {**LATENT["moe"], "noise": 2}}, "moe.noise 2 is not supported in Mistral's own layout"),
+        (LATENT | {"moe": {"num_experts": 8, "num_experts_per_tok": 2}}, "moe lacks expert_hidden_dim"),
         ({"model_type": "mamba"}, "model_type 'mamba' is not supported"),
         ({"causal": False, "use_biases": True}, "use_biases True is not supported"),
         ({"dim": None}, "no dim"),
