@@ -596,6 +596,9 @@ class TransformersModelSpec(ModelSpec):
     """Parameters after the layers."""
     read_directly: frozenset[str] = frozenset()
     """Linear layers whose weights the model reads directly, with `*` for layer numbers: they are not packed."""
+    continues_by_token: bool = False
+    """Layers with recurrent states read them only if they get one token: what continues a request runs one token after
+    another."""
 
     def vocab_per_rank(self, tp: int) -> int:
         return self.head.rows

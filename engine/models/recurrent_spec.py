@@ -8,6 +8,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from quire.engine.models.spec_parts import MatrixShape, NormSpec
 from quire.engine.protocol.errors import ConfigError
@@ -337,3 +338,53 @@ class GroupedMambaSpec(MambaSpec):
     def layout_errors(self, tp: int) -> Iterator[str]:
         if self.groups % tp:
             yield f"{self.groups} heads of Mamba"
+
+
+class KeptTensor(NamedTuple):
+    """One state of a layer that transformers builds."""
+
+    kind: str
+    """conv or recurrent."""
+    number: int
+    """Among the layer's states of this kind."""
+    module: str
+    """Path of the module that uses it."""
+    shape: tuple[int, ...]
+    """On one rank, for one request."""
+    is_float32: bool
+    """Whatever the type of the model; else it has that type."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformersStateSpec(RecurrentSpec):
+    """The states of a layer as transformers builds it, one after another in one row of float32. Sizes are those of one
+    rank, in the layout in which the layer was measured; the layer's parameters are counted elsewhere."""
+
+    tensors: tuple[KeptTensor, ...]
+
+    def places(self) -> Iterator[tuple[KeptTensor, slice]]:
+        """Each state, and where in the row it lies."""
+        start = 0
+        for tensor in self.tensors:
+            end = start + math.prod(tensor.shape)
+            yield tensor, slice(start, end)
+            start = end
+
+    @property
+    def num_heads(self) -> int:
+        return 1
+
+    def state_shape(self, tp: int) -> tuple[int, int, int]:
+        return 1, 1, sum(math.prod(tensor.shape) for tensor in self.tensors)
+
+    def channels(self, tp: int) -> int:
+        return 0
+
+    def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
+        return iter(())
+
+    def num_other_parameters(self, hidden: int, tp: int) -> int:
+        return 0
+
+    def layout_errors(self, tp: int) -> Iterator[str]:
+        return iter(())

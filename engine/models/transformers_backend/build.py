@@ -16,9 +16,10 @@ from transformers.pytorch_utils import Conv1D
 
 from quire.engine.config.model_files import read_json, with_overrides
 from quire.engine.distributed.communicator import Parallel
-from quire.engine.layers.weight import Weight
+from quire.engine.layers.weight import Weight, whole
 from quire.engine.models.transformers_backend.experts import PlannedExperts, can_replace
 from quire.engine.models.transformers_backend.sharding import (
+    WHOLE,
     PlannedEmbedding,
     PlannedLinear,
     ShardingPlan,
@@ -154,7 +155,13 @@ def _replace_parameters(path: str, module: nn.Module, plan: ShardingPlan, parall
     prefix = f"{path}." if path else ""
     for name, parameter in module._parameters.items():
         if parameter is not None and not isinstance(parameter, Weight):
-            module._parameters[name] = planned_parameter(prefix + name, parameter, plan[prefix + name], parallel)
+            style = plan[prefix + name]
+            if isinstance(module, nn.Conv1d) and style in ("", *WHOLE):  # not a stack of experts' matrices
+                module._parameters[name] = Weight(
+                    tuple(parameter.shape), whole(*parameter.shape), dtype=parameter.dtype
+                )
+            else:
+                module._parameters[name] = planned_parameter(prefix + name, parameter, style, parallel)
     for name, buffer in list(module._buffers.items()):
         # Routers have their correction biases in buffers, which the checkpoint contains.
         is_stored = name not in module._non_persistent_buffers_set
@@ -178,8 +185,13 @@ def _tie(model: Any) -> dict[str, str]:
             and target.endswith(".weight")
             and (ours.shards, ours.shape, ours.dtype) == (theirs.shards, theirs.shape, theirs.dtype)
         ):
-            embedding = model.get_submodule(source.rpartition(".")[0])
-            module.share(theirs, embedding if isinstance(embedding, PlannedEmbedding) else None)
+            owner = model.get_submodule(source.rpartition(".")[0])
+            if not isinstance(owner, PlannedLinear):
+                module.share(theirs, owner if isinstance(owner, PlannedEmbedding) else None)
+            elif owner.bias is module.bias is None:  # layers share it, packed as well
+                model.set_submodule(target.rpartition(".")[0], owner)
+            else:
+                read[target] = source
         else:
             read[target] = source
     return read

@@ -8,7 +8,7 @@ chunking tensors along a dimension, and transposing matrices.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -80,6 +80,7 @@ def needed(
     """The checkpoint slices of `model`'s parameters; without a checkpoint, each tensor has the name and shape of
     transformers' parameter."""
     renamed, transposed = differences(model)
+    shapes = {path: weight.shards[0].shape for path, weight in model.named_parameters() if isinstance(weight, Weight)}
     for path, weight in model.named_parameters():
         assert isinstance(weight, Weight)
         own = renamed.get(path, path)
@@ -90,7 +91,7 @@ def needed(
             for shard in weight.shards:
                 yield weight, shard, _slice_of(stored, weight, shard, path in transposed)
         else:
-            converted = list(_converted(name, weight, sources, path in transposed))
+            converted = list(_converted(name, weight, sources, path in transposed, shapes))
             weight.shards = tuple(shard for shard, _ in converted)
             yield from ((weight, shard, stored) for shard, stored in converted)
 
@@ -117,9 +118,14 @@ def _slice_of(name: str, weight: Weight, shard: Shard, is_transposed: bool) -> S
 
 
 def _converted(
-    name: str, weight: Weight, sources: list[TensorSource], is_transposed: bool
+    name: str,
+    weight: Weight,
+    sources: list[TensorSource],
+    is_transposed: bool,
+    shapes: Mapping[str, tuple[int, ...]],
 ) -> Iterator[tuple[Shard, StoredSlice]]:
-    """The shards of a parameter that transformers makes from `sources`, as slices of these."""
+    """The shards of a parameter that transformers makes from `sources`, as slices of these. `shapes` are those of all
+    parameters."""
     converter = sources[0].converter
     kinds = [type(operation).__name__ for operation in converter.operations]
     unsupported = ConfigError(
@@ -152,14 +158,16 @@ def _converted(
                 for number, (source,) in enumerate(groups):
                     if (cut := _within(whole, number, parts)) is not None:
                         yield cut, _slice_of(source.name, weight, cut, is_transposed)
-        case ["Chunk"] if len(sources) == 1 and dims[0] >= 0:
-            count = len(converter.target_patterns)
-            number = next(i for i, pattern in enumerate(converter.target_patterns) if pattern in name)
+        case ["Chunk" | "Split"] if len(sources) == 1 and dims[0] >= 0:
+            targets = converter.target_patterns
+            number = next(i for i, pattern in enumerate(targets) if pattern in name)
             for shard in weight.shards:
                 part = _along(shard, dim, unsupported)
-                size = part.shape[dim]
-                shape = (*part.shape[:dim], size * count, *part.shape[dim + 1 :])
-                cut = replace(part, shape=shape, start=number * size + part.start)
+                sizes = [part.shape[dim]] * len(targets)
+                if kinds == ["Split"]:
+                    sizes = [shapes[name.replace(targets[number], target)][dim] for target in targets]
+                shape = (*part.shape[:dim], sum(sizes), *part.shape[dim + 1 :])
+                cut = replace(part, shape=shape, start=sum(sizes[:number]) + part.start)
                 yield cut, _slice_of(sources[0].name, weight, cut, is_transposed)
         case ["Transpose"] if len(weight.shape) - of_matrix == 2 and len(sources) == 1:
             (operation,) = converter.operations

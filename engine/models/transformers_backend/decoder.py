@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,17 +17,23 @@ from quire.engine.layers.weight import Shard, Weight
 from quire.engine.models.checkpoint import StoredSlice
 from quire.engine.models.model_spec import TransformersModelSpec
 from quire.engine.models.quantization.online import Online, with_stars
+from quire.engine.models.recurrent_spec import TransformersStateSpec
 from quire.engine.models.transformers_backend import attention, build
 from quire.engine.models.transformers_backend.checkpoint import CheckpointNames, differences, needed
 from quire.engine.models.transformers_backend.sharding import PlannedLinear, without_numbers
+from quire.engine.models.transformers_backend.states import RecurrentStates, StateCache, has_states
 
 
 class _BaseOutput(nn.Module):
-    """Stands in for the base model: returns its previous output."""
+    """Stands in for the base model, and has its attributes: returns its previous output."""
 
-    def __init__(self) -> None:
+    def __init__(self, base: nn.Module) -> None:
         super().__init__()
         self.output: Any = None
+        self._base = [base]  # in a list, as it is not a part of this
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_base"][0], name)
 
     @property
     def decoder(self) -> _BaseOutput:
@@ -77,8 +83,13 @@ class TransformersDecoder(nn.Module):
         self.hf_model = model
         self.paged = attention.PagedAttention()
         attention.attach(model, self.paged)
+        self.cache = StateCache(config=config) if has_states(config) else None
+        """For the states of layers that have them."""
+        self.states: RecurrentStates | None = None
+        """What runs these layers, once `keep_states` knows the states."""
+        self.layers, self._dtype = layers, dtype
         self._base = [build.base_of(model)]  # in a list, as it is already a child of `hf_model`
-        self._base_output = _BaseOutput()
+        self._base_output = _BaseOutput(self._base[0])
         self._output: type[Any] | None = None
 
     @staticmethod
@@ -98,6 +109,12 @@ class TransformersDecoder(nn.Module):
             trust_remote_code=model.trust_remote_code,
         )
         decoder.keep_unpacked(arch.read_directly)
+        states = {
+            number: layer.state
+            for number, layer in enumerate(arch.layers)
+            if isinstance(layer.state, TransformersStateSpec)
+        }
+        decoder.keep_states(states, by_token=arch.continues_by_token)
         if model.pooling is not None:
             build.drop_head(decoder.hf_model)
         return decoder
@@ -131,15 +148,26 @@ class TransformersDecoder(nn.Module):
             if isinstance(module, PlannedLinear):
                 module.is_read_directly = without_numbers(path) in direct
 
+    def keep_states(self, specs: Mapping[int, TransformersStateSpec], *, by_token: bool) -> None:
+        """Run the modules that have the recurrent states `specs`, by layer, one request after another; see
+        `RecurrentStates`."""
+        own = {number: spec for number, spec in specs.items() if number in self.layers}
+        if own:
+            arguments = self.hf_model, self.cache, own, self.layers.start, self._dtype
+            self.states = RecurrentStates(*arguments, by_token=by_token)
+
     def forward(self, x: Tensor | None, batch: Batch, caches: Sequence[LayerCache]) -> Tensor:
         """As `Decoder.forward`: `[tokens, hidden_size]` after this stage, given that after the previous stage."""
-        self.paged.begin(batch, caches)
+        self.paged.begin(batch, [each for each in caches if each.memory is not None])
+        if self.states is not None:
+            self.states.begin(batch, caches)
         return self.run(x, batch.token_ids, batch.positions)
 
     def run(self, x: Tensor | None, token_ids: Tensor, positions: Tensor) -> Tensor:
         """Run the base model on a flat batch, with the attached attention function."""
         start: dict[str, Tensor] = {"input_ids": token_ids[None]} if x is None else {"inputs_embeds": x[None]}
-        output = self._base[0](**start, position_ids=positions[None], use_cache=False)
+        cached = {"use_cache": False} if self.cache is None else {"use_cache": True, "cache": self.cache}
+        output = self._base[0](**start, position_ids=positions[None], **cached)
         self._output = type(output)
         hidden: Tensor = output.last_hidden_state[0]
         return hidden

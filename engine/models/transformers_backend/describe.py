@@ -4,8 +4,8 @@
 A pickled request arrives on standard input; the answer goes to standard output. Only config.json (and code beside it)
 is read. First, the model runs over two tokens, with linear layers and experts that return zeros and weights that take
 no memory: this shows each layer's attention calls and the sizes on each rank. Then a small random model of the same
-kind runs both in transformers and in Quire, with two requests at once, one of them in two chunks. If the logits differ,
-the model depends on something other than its attention calls.
+kind runs both in transformers and in Quire, with two requests at once, in chunks. If the logits differ, the model
+depends on something other than its attention calls and the states that transformers' cache has.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import sys
 import threading
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -33,6 +35,7 @@ from quire.engine.models.attention_spec import AttentionSpec
 from quire.engine.models.families.family import extended_length, stated_length
 from quire.engine.models.families.transformers_backend import DescribeRequest
 from quire.engine.models.model_spec import MLPSpec, TransformersLayerSpec, TransformersModelSpec
+from quire.engine.models.recurrent_spec import TransformersStateSpec
 from quire.engine.models.spec_parts import MatrixShape
 from quire.engine.models.transformers_backend import attention, build
 from quire.engine.models.transformers_backend.checkpoint import differences
@@ -40,6 +43,7 @@ from quire.engine.models.transformers_backend.decoder import TransformersDecoder
 from quire.engine.models.transformers_backend.experts import PlannedExperts, is_experts
 from quire.engine.models.transformers_backend.sharding import PlannedEmbedding, PlannedLinear, without_numbers
 from quire.engine.models.transformers_backend.shrink import LENGTH, shrink
+from quire.engine.models.transformers_backend.states import RecordingCache, has_states
 from quire.engine.protocol.errors import ConfigError
 
 _LENGTHS = (
@@ -49,8 +53,11 @@ _LENGTHS = (
 _UNLIMITED = 1 << 20
 _TOLERANCE = 1e-3
 """Maximum difference of logits, as a fraction of the largest logit."""
-_ATTENDING = frozenset(("full_attention", "sliding_attention"))
-_STATEFUL = frozenset(("linear_attention", "conv", "hybrid", "hybrid_sliding"))
+_KINDS = frozenset(
+    ("full_attention", "sliding_attention", "linear_attention", "conv", "hybrid", "hybrid_sliding", "mlp", "moe")
+)
+"""The supported types of layers: with attention, a recurrent state, both or neither."""
+_OTHER_STATE = "it keeps a recurrent state outside of transformers' cache, which is not supported"
 _BLOCK, _REQUEST_BLOCKS = 4, 6
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 
@@ -76,9 +83,10 @@ def _describe(request: DescribeRequest) -> TransformersModelSpec:
     name = _check_kind(config, request.architecture)
     torch.set_num_threads(1)
     described = _measure(name, config, request)
+    by_token = any(layer.state is not None for layer in described.layers)
     if request.is_checked:
-        _compare(config, request, described.read_directly)
-    return described
+        by_token = _compare(config, request, described.read_directly)
+    return replace(described, continues_by_token=by_token)
 
 
 def _check_kind(config: Any, architecture: str | None) -> str:
@@ -88,10 +96,7 @@ def _check_kind(config: Any, architecture: str | None) -> str:
         raise ConfigError("it is an encoder-decoder model, which is not supported")
     if parts := [each for each in config.sub_configs if re.search("vision|audio|image|video", each)]:
         raise ConfigError(f"it takes more than text ({', '.join(parts)}), which is not supported")
-    kinds = set(getattr(text, "layer_types", None) or ()) - _ATTENDING
-    if stateful := sorted(kinds & _STATEFUL):
-        raise ConfigError(f"it keeps a recurrent state (layers of {', '.join(stateful)}), which is not supported")
-    if kinds:
+    if kinds := set(getattr(text, "layer_types", None) or ()) - _KINDS:
         raise ConfigError(f"its layers of {', '.join(sorted(kinds))} are not supported")
     return architecture or str((config.architectures or [type(config).__name__])[0])
 
@@ -128,15 +133,35 @@ class _MirroredRank(Parallel):
         return torch.cat([x] * self.size, dim=-1)
 
 
-def _measure(name: str, config: Any, request: DescribeRequest) -> TransformersModelSpec:
-    tp = request.tensor_parallel_size
-    decoder = _build(
-        config, request, torch.float32, _META, _MirroredRank(tp), range(1), 1, request.length or _UNLIMITED
-    )
-    _check_class(decoder.hf_model, name)
-    recorder = attention.CallRecorder()
+def _build_without_weights(
+    config: Any, request: DescribeRequest, dtype: torch.dtype
+) -> tuple[TransformersDecoder, attention.CallRecorder]:
+    """A whole model, and what records its calls of attention."""
+    parallel, length = _MirroredRank(request.tensor_parallel_size), request.length or _UNLIMITED
+    decoder, recorder = _build(config, request, dtype, _META, parallel, range(1), 1, length), attention.CallRecorder()
     attention.attach(decoder.hf_model, recorder)
     _replace_by_zeros(decoder)
+    return decoder, recorder
+
+
+def _states(config: Any, request: DescribeRequest) -> tuple[dict[int, TransformersStateSpec], list[int]]:
+    """The states that each layer keeps in transformers' cache, and the layers that call attention, in order."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        decoder, _ = _build_without_weights(config, request, torch.bfloat16)
+    finally:
+        torch.set_default_dtype(before)
+    decoder.cache = cache = RecordingCache(decoder.hf_model.config, decoder.hf_model)
+    with torch.inference_mode():
+        decoder.run(None, torch.tensor([1, 2]), torch.tensor([0, 1]))
+    return cache.specs(), cache.attention_layers
+
+
+def _measure(name: str, config: Any, request: DescribeRequest) -> TransformersModelSpec:
+    tp = request.tensor_parallel_size
+    decoder, recorder = _build_without_weights(config, request, torch.float32)
+    _check_class(decoder.hf_model, name)
     try:
         with torch.inference_mode():
             hidden = decoder.run(None, torch.tensor([1, 2]), torch.tensor([0, 1]))
@@ -149,18 +174,28 @@ def _measure(name: str, config: Any, request: DescribeRequest) -> TransformersMo
     direct = _read_directly(decoder)
     sizes = _sizes(decoder, direct)
     calls = recorder.calls
-    if not calls:
-        raise ConfigError(build.NO_INTERFACE)
+    states: dict[int, TransformersStateSpec] = {}
     count, rest = divmod(len(calls), sizes.layers or 1)
+    attending = [number // max(1, count) for number in range(len(calls))]
+    if decoder.cache is not None:
+        states, attending = _states(config, request)
+        if not states:
+            raise ConfigError(_OTHER_STATE)
+        count, rest = 1, int(len(calls) != len(attending) or attending != sorted(set(attending)))
+    elif not calls:
+        raise ConfigError(build.NO_INTERFACE)
     if rest or not sizes.layers:
         raise ConfigError(f"{sizes.layers} layers call attention {len(calls)} times, which is not supported")
+    places: list[tuple[int, attention.RecordedCall | None]] = list(zip(attending, calls, strict=True))
+    places += [(number, None) for number in range(sizes.layers) if number not in attending]
     layers = []
-    for number, call in enumerate(calls):
-        layer = number // count
-        is_first_call = number % count == 0
+    for place, (layer, call) in enumerate(sorted(places, key=lambda place: place[0])):
+        is_first_call = place % count == 0
         layers.append(
             TransformersLayerSpec(
-                attention=AttentionSpec(
+                attention=None
+                if call is None
+                else AttentionSpec(
                     num_heads=call.heads * tp,
                     num_kv_heads=call.kv_heads * tp,
                     head_dim=max(call.key_dim, call.value_dim),
@@ -170,6 +205,7 @@ def _measure(name: str, config: Any, request: DescribeRequest) -> TransformersMo
                     softcap=call.settings.softcap,
                     has_sinks=call.has_sinks,
                 ),
+                state=states.get(layer),
                 feed_forward=MLPSpec(intermediate_size=sizes.widest * tp),
                 linears=tuple(sizes.linears[layer]) if is_first_call else (),
                 others=sizes.others[layer] if is_first_call else 0,
@@ -215,8 +251,11 @@ def _check_class(model: Any, name: str) -> None:
         taken = {model.input_modalities} if isinstance(model.input_modalities, str) else set(model.input_modalities)
         if taken != {"text"}:
             raise ConfigError(f"it takes more than text ({', '.join(sorted(taken))}), which is not supported")
-    if getattr(model, "_is_stateful", False):
-        raise ConfigError("it keeps a recurrent state, which is not supported")
+    is_in_cache = has_states(model.config)
+    if is_in_cache or getattr(model, "_is_stateful", False):
+        takes_cache = getattr(model, "_supports_default_dynamic_cache", lambda: True)()
+        if not (is_in_cache and takes_cache):
+            raise ConfigError(_OTHER_STATE)
     if not model._can_set_attn_implementation():
         raise ConfigError(build.NO_INTERFACE)
 
@@ -308,7 +347,6 @@ def _replace_by_zeros(decoder: TransformersDecoder) -> None:
     for module in decoder.hf_model.modules():
         if isinstance(module, Linear):
             module._product = _Zeros(len(module.weight))
-            continue
         for name, weight in module._parameters.items():
             if weight is not None and weight.device.type == "meta":
                 module._parameters[name] = nn.Parameter(
@@ -318,13 +356,14 @@ def _replace_by_zeros(decoder: TransformersDecoder) -> None:
             module.forward = lambda x, *others, **more: torch.zeros_like(x)
 
 
-def _compare(config: Any, request: DescribeRequest, direct: frozenset[str]) -> None:
-    """Compare a small model in transformers and here."""
+def _compare(config: Any, request: DescribeRequest, direct: frozenset[str]) -> bool:
+    """Compare a small model in transformers and here. Returns whether it must continue requests by token."""
     tp = request.tensor_parallel_size
     try:
         small = type(config).from_dict(shrink(config.to_dict(), 1 << (tp - 1).bit_length()))
         small.architectures = config.architectures
         reference, state = _reference(small, request)
+        specs = _states(small, request)[0] if has_states(small) else {}
     except Exception as error:
         if request.is_verbose:
             raise
@@ -334,14 +373,18 @@ def _compare(config: Any, request: DescribeRequest, direct: frozenset[str]) -> N
     first, second = (torch.randint(4, 100, (count,), generator=torch.Generator().manual_seed(7)) for count in (21, 12))
     with torch.inference_mode():
         expected = [reference(tokens[None], use_cache=False).logits[0].float() for tokens in (first, second)]
-    actual = _quire_logits(small, request, direct, state, [first, second])
-    for ours, right in zip(actual, expected, strict=True):
-        difference = float((ours - right).abs().max() / right.abs().max())
-        if not difference <= _TOLERANCE:
-            raise ConfigError(
-                "a small model of its kind gives different logits here than in transformers (by "
-                f"{difference:.2g} of the largest): its output depends on more than attention to earlier tokens"
-            )
+    for by_token in (False, True) if specs else (False,):
+        actual = _quire_logits(small, request, direct, state, specs, [first, second], by_token=by_token)
+        pairs = zip(actual, expected, strict=True)
+        difference = max(float((ours - right).abs().max() / right.abs().max()) for ours, right in pairs)
+        if difference <= _TOLERANCE:
+            return by_token
+    raise ConfigError(
+        "a small model of its kind gives different logits here than in transformers (by "
+        f"{difference:.2g} of the largest): its output depends on more than attention to earlier tokens"
+        + " and the states in transformers' cache"
+        * bool(specs)
+    )
 
 
 def _reference(small: Any, request: DescribeRequest) -> tuple[Any, dict[str, Tensor]]:
@@ -361,9 +404,16 @@ def _reference(small: Any, request: DescribeRequest) -> tuple[Any, dict[str, Ten
 
 
 def _quire_logits(
-    small: Any, request: DescribeRequest, direct: frozenset[str], state: dict[str, Tensor], prompts: list[Tensor]
+    small: Any,
+    request: DescribeRequest,
+    direct: frozenset[str],
+    state: dict[str, Tensor],
+    specs: dict[int, TransformersStateSpec],
+    prompts: list[Tensor],
+    *,
+    by_token: bool,
 ) -> list[Tensor]:
-    """Logits of the prompts, run together over the requested ranks, the first prompt in two chunks."""
+    """Logits of the prompts, run together over the requested ranks, in chunks."""
     tp, count = request.tensor_parallel_size, int(small.get_text_config(decoder=True).num_hidden_layers)
     stages = min(request.pipeline_parallel_size, count)
     cuts = [range(stage * count // stages, (stage + 1) * count // stages) for stage in range(stages)]
@@ -373,6 +423,8 @@ def _quire_logits(
         [_build_with_weights(small, request, direct, layers, count, parallel, state) for layers in cuts]
         for parallel in ranks
     ]
+    for decoder in chain(*grid):
+        decoder.keep_states(specs, by_token=by_token)
 
     def run(stages: list[TransformersDecoder]) -> list[Tensor]:
         try:
@@ -433,16 +485,19 @@ class _GrowingCaches(attention.PagedAttention):
 
 
 def _run(stages: list[TransformersDecoder], prompts: list[Tensor]) -> list[Tensor]:
-    """Run two steps: the first 13 tokens of one prompt and 9 of the other, then the rest of both."""
+    """Run the prompts, of 21 and 12 tokens, together in three steps."""
     functions = [_GrowingCaches() for _ in stages]
+    pages = [_pages(decoder) for decoder in stages]
     for decoder, function in zip(stages, functions, strict=True):
         attention.attach(decoder.hf_model, function)
     done = [0] * len(prompts)
     results: list[list[Tensor]] = [[] for _ in prompts]
-    for counts in ([13, 9], [len(prompts[0]) - 13, len(prompts[1]) - 9]):
+    for counts in ([13, 1], [7, 10], [1, 1]):
         batch, x = _batch(prompts, done, counts), None
-        for decoder, function in zip(stages, functions, strict=True):
+        for decoder, function, caches in zip(stages, functions, pages, strict=True):
             function.restart(batch)
+            if decoder.states is not None:
+                decoder.states.begin(batch, caches)
             x = decoder.run(x, batch.token_ids, batch.positions)
         assert x is not None
         logits = stages[-1].logits(x)
@@ -450,6 +505,18 @@ def _run(stages: list[TransformersDecoder], prompts: list[Tensor]) -> list[Tenso
             results[number].append(part)
             done[number] += counts[number]
     return [torch.cat(parts) for parts in results]
+
+
+def _pages(decoder: TransformersDecoder) -> list[LayerCache]:
+    """A stage's pages of states: two for each request."""
+    caches = []
+    for number in decoder.layers:
+        spec = None if decoder.states is None else decoder.states.specs.get(number)
+        state = None
+        if spec is not None:
+            state = kernels.RecurrentState(torch.zeros(4, *spec.state_shape(1)), torch.zeros(4, *spec.input_shape(1)))
+        caches.append(LayerCache(state=state))
+    return caches
 
 
 def _batch(prompts: list[Tensor], done: list[int], counts: list[int]) -> Batch:
@@ -464,7 +531,24 @@ def _batch(prompts: list[Tensor], done: list[int], counts: list[int]) -> Batch:
         sequence_lengths=torch.tensor([int(places[-1]) + 1 for places in positions]),
         query_starts=torch.tensor([0, *counts]).cumsum(0),
         logits_indices=torch.zeros(0, dtype=torch.int64),
+        segments=_segments(done, counts),
     )
+
+
+def _segments(done: list[int], counts: list[int]) -> kernels.StateSegments:
+    """Rows of more than 4 tokens have two segments, as where the state is kept for the prefix cache. Request r has the
+    pages 2 r and 2 r + 1."""
+    starts, rows, read, write = [0], [0], list[int](), list[int]()
+    for request, (before, count) in enumerate(zip(done, counts, strict=True)):
+        read.append(2 * request if before else -1)
+        if count > 4:
+            starts.append(starts[-1] + 3)
+            write.append(2 * request + 1)
+            read.append(2 * request + 1)
+        write.append(2 * request)
+        starts.append(sum(counts[: request + 1]))
+        rows.append(len(write))
+    return kernels.StateSegments(*map(torch.tensor, (starts, rows, read, write)))
 
 
 def _first_line(error: Exception) -> str:

@@ -20,12 +20,13 @@ from quire.engine.layers.embedding import TiedLinear, VocabParallelEmbedding
 from quire.engine.layers.weight import Shard, Weight, whole
 from quire.engine.protocol.errors import ConfigError
 
-_WHOLE = ("replicated_with_grad_allreduce", "replicate", "mla_kv_a_proj", "local_params")
+WHOLE = ("replicated_with_grad_allreduce", "replicate", "mla_kv_a_proj", "local_params")
+"""The styles of what all ranks have."""
 _GATHERED = ("colwise_gather_output", "colwise_rep")
 _SPLIT = ("rowwise_split_input", "rowwise_rep")
 _HOOKS = ("moe_tp_experts", "moe_identity_expert", "all_reduce")
 _SHARDED = ("colwise", "rowwise", "packed_colwise", "packed_rowwise", "embedding_rowwise")
-_SUPPORTED = frozenset((*_WHOLE, *_GATHERED, *_SPLIT, *_HOOKS, *_SHARDED))
+_SUPPORTED = frozenset((*WHOLE, *_GATHERED, *_SPLIT, *_HOOKS, *_SHARDED))
 
 
 def without_numbers(path: str) -> str:
@@ -88,7 +89,7 @@ class PlannedLinear(TiedLinear):
         elif style in ("rowwise", *_SPLIT):
             start, length = cut(name, columns, parallel)
             self.weight = Weight((rows, length), Shard((rows, columns), start, length, dim=1), dtype=dtype)
-        elif style in ("", *_WHOLE):
+        elif style in ("", *WHOLE):
             self.weight = Weight((rows, columns), whole(rows, columns), dtype=dtype)
         else:
             raise ConfigError(f"--tensor-parallel-size: the style {style} of {name}, a linear layer, is not supported")
@@ -155,7 +156,7 @@ def planned_parameter(name: str, like: Tensor, style: str, parallel: Parallel) -
                 Shard(shape, half + start, length, dim=dim, offset=length),
             )
             return Weight((*shape[:dim], 2 * length, *shape[dim + 1 :]), *shards, dtype=like.dtype)
-    if style not in ("", *_WHOLE):
+    if style not in ("", *WHOLE):
         raise ConfigError(f"--tensor-parallel-size: the style {style} of {name}, a parameter, is not supported")
     return Weight(shape, whole(*shape), dtype=like.dtype)
 
@@ -178,7 +179,7 @@ def hook(path: str, module: nn.Module, style: str, parallel: Parallel) -> None:
         module.register_forward_hook(lambda module, inputs, output: _summed(output, parallel))
     elif style == "moe_identity_expert":
         module.register_forward_pre_hook(lambda module, inputs: (inputs[0] / parallel.size, *inputs[1:]))
-    elif style not in ("", *_WHOLE) and not isinstance(module, nn.Embedding):
+    elif style not in ("", *WHOLE) and not isinstance(module, nn.Embedding):
         raise ConfigError(
             f"--tensor-parallel-size: the style {style} of {path} ({type(module).__name__}) is not supported"
         )

@@ -17,7 +17,7 @@ _LAYERS = 4
 _LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers", "num_decoder_layers")
 _HEADS = (
     *("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "encoder_attention_heads"),
-    "swa_num_attention_heads",
+    *("swa_num_attention_heads", "linear_num_heads"),
 )
 _KV_HEADS = ("num_key_value_heads", "n_head_kv", "num_kv_heads", "multi_query_group_num", "swa_num_key_value_heads")
 _WIDTHS = ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "embedding_size", "embed_dim", "n_embed", "dim")
@@ -54,6 +54,13 @@ _WINDOWS = (
     "sliding_window_size",
     "index_topk",
 )
+_STATE_HEADS = (
+    ("mamba_expand", "mamba_n_heads", "mamba_d_head"),
+    ("mamba_expand", "n_mamba_heads", "mamba_headdim"),
+    ("expand", "num_heads", "head_dim"),
+    ("expand", "mamba_num_heads", "mamba_head_dim"),
+)
+"""Names for Mamba-2: a factor on the hidden size, and the heads and their size that the product is divided into."""
 _SMALL = {
     "q_lora_rank": 24,
     "kv_lora_rank": 24,
@@ -63,6 +70,13 @@ _SMALL = {
     "v_head_dim": HEAD,
     "head_dim": HEAD,
     "swa_head_dim": HEAD,
+    "attention_head_dim": HEAD,
+    "mamba_d_state": HEAD,
+    "ssm_state_size": HEAD,
+    "state_size": HEAD,
+    "linear_head_dim": HEAD,
+    "linear_key_head_dim": HEAD,
+    "linear_value_head_dim": HEAD,
     "swa_v_head_dim": HEAD,
     "global_head_dim": HEAD,
     "kv_channels": HEAD,
@@ -103,6 +117,12 @@ def shrink(values: Mapping[str, Any], ranks: int = 1) -> dict[str, Any]:
             small[name] = value if value <= 1 else heads if value == was_heads else max(2, ranks)
         elif name in _WIDTHS:
             small[name] = heads * HEAD
+        elif name == "linear_num_key_heads":
+            small[name] = max(2, ranks)
+        elif name == "linear_num_value_heads":
+            small[name] = max(2, ranks) * max(1, value // (values.get("linear_num_key_heads") or value))
+        elif name == "attention_hidden_size":  # Zamba's attention sees two hidden states
+            small[name] = 2 * heads * HEAD
         elif name in _INNER:
             small[name] = inner if value else value
         elif name in _EXPERTS:
@@ -131,6 +151,10 @@ def shrink(values: Mapping[str, Any], ranks: int = 1) -> dict[str, Any]:
             small[name] = min(value, 3) if value >= 0 else value
         elif name in ("num_nextn_predict_layers", "num_kv_shared_layers"):
             small[name] = min(value, 1)
+    for name, number, size in _STATE_HEADS:
+        factor, has_sizes = values.get(name), small.get(number) is not None and small.get(size) is not None
+        if isinstance(factor, int) and has_sizes and not small.get("mamba_d_ssm"):
+            small |= {number: factor * heads, size: HEAD}
     for name, value in small.items():
         if name.endswith("_token_id") and isinstance(value, list):
             small[name] = [min(each, 3) for each in value]
@@ -141,6 +165,8 @@ def shrink(values: Mapping[str, Any], ranks: int = 1) -> dict[str, Any]:
         small["per_layer_config"] = {
             places[str(number)]: shrink(value, ranks) for number, value in own.items() if str(number) in places
         }
+    if isinstance(numbers := small.get("hybrid_layer_ids"), list):
+        small["hybrid_layer_ids"] = [kept.index(number) for number in numbers if number in kept]
     for name in ("rope_parameters", "rope_scaling"):
         if isinstance(small.get(name), dict):
             small[name] = _shrink_rope(small[name], _rotary_dims(values, small))
@@ -158,17 +184,13 @@ def _layer_count(values: Mapping[str, Any]) -> int:
 
 
 def _kept_layers(values: Mapping[str, Any]) -> list[int]:
-    """Up to `_LAYERS` layers, including the first of each kind."""
+    """Up to `_LAYERS` layers: the first of each kind, then the second of each, and so on."""
     count = _layer_count(values)
     lists = [v for v in values.values() if isinstance(v, list) and count and len(v) == count]
     kinds = [tuple(map(str, kind)) for kind in zip(*lists, strict=True)] or [()] * count
-    first = {kind: number for number, kind in reversed(list(enumerate(kinds)))}
-    kept = set(sorted(first.values())[:_LAYERS])
-    for number in range(count):
-        if len(kept) >= _LAYERS:
-            break
-        kept.add(number)
-    return sorted(kept)
+    earlier = [kinds[:number].count(kind) for number, kind in enumerate(kinds)]
+    """How many layers of its kind come before each layer."""
+    return sorted(sorted(range(count), key=lambda number: (earlier[number], number))[:_LAYERS])
 
 
 def _rotary_dims(values: Mapping[str, Any], small: Mapping[str, Any]) -> tuple[int, int]:

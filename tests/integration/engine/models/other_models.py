@@ -51,6 +51,31 @@ CASES = {
         {"ffn_dim": 80, "word_embed_proj_dim": 24, "do_layer_norm_before": False, "tie_word_embeddings": True},
         ((1, 1),),
     ),
+    "Zamba": Other(
+        "ZambaForCausalLM",
+        {"layers_block_type": ["linear_attention", "hybrid"] * 2, "attention_hidden_size": 96, "attention_head_dim": 24}
+        | {"mamba_d_state": 8, "mamba_dt_rank": 4},
+        ((1, 1),),
+    ),
+    "LaraMini": Other(
+        "LaraMiniForCausalLM",
+        {"layer_types": ["linear_attention", "sliding_attention", "linear_attention", "full_attention"]}
+        | {"sliding_window": 24, "head_dim": 12, "num_experts": 6, "num_experts_per_tok": 2}
+        | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+        | {
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 12,
+        },
+    ),
+    "Zaya": Other(
+        "ZayaForCausalLM",
+        {"layer_types": ["hybrid", "hybrid_sliding"] * 2, "sliding_window": 24, "head_dim": 16, "num_experts": 6}
+        | {"num_experts_per_tok": 1, "moe_intermediate_size": 32, "router_hidden_size": 16}
+        | {"initializer_range": 0.5, "tie_word_embeddings": True},
+        ((1, 1),),
+    ),
 }
 
 

@@ -27,6 +27,7 @@ from quire.engine.protocol.sampling_params import SamplingParams
 from tests.fakes import families
 from tests.fakes.checkpoints import generate
 from tests.fakes.core_with_ranks import Ranks
+from tests.fakes.drafts import Guesser
 from tests.fakes.families import write_model
 from tests.fakes.model_logits import CPU, configure, logits
 from tests.fakes.ranks import on_ranks
@@ -98,6 +99,33 @@ def test_logits_are_those_of_transformers(case: str, tp: int, pp: int, tmp_path:
         assert (result - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
+@pytest.mark.parametrize("case", ["Zamba", "LaraMini", pytest.param("Zaya", marks=pytest.mark.slow)])
+def test_states_survive_preemption_and_drafts(case: str, tmp_path: Path) -> None:
+    """Zamba's modules read a state only if they get one token."""
+    others.write(case, tmp_path)
+    expected = generate(tmp_path, prompts(), STEPS)
+    config = configure(tmp_path, max_model_len=128, max_num_seqs=4, block_size=4, **_BY_TRANSFORMERS)
+    arch = config.model.architecture
+    assert isinstance(arch, TransformersModelSpec)
+    assert arch.continues_by_token == (case == "Zamba")
+    params = SamplingParams(temperature=0.0, max_tokens=STEPS, ignore_eos=True)
+    requests = [(prompt, params) for prompt in prompts()]
+    texts = [prompt + tokens for prompt, tokens in zip(prompts(), expected, strict=True)]
+
+    def mostly_right(known: list[int], rng: random.Random) -> int:
+        following = [text[len(known)] for text in texts if text[: len(known)] == known and len(text) > len(known)]
+        return following[0] if following and rng.random() < 0.7 else rng.randrange(130)
+
+    with Ranks(config, ThreadExecutor(config)) as ranks:
+        tight = config.cache.max_blocks(128, 16) + config.cache.blocks_per_page
+        assert tight < config.cache.num_blocks
+        assert ranks.tokens(requests, max_num_batched_tokens=16, num_blocks=tight) == expected
+        assert ranks.stats.preemptions > 0
+        drafts = Guesser(mostly_right, 3, 64, config.cache.block_size)
+        assert ranks.tokens(requests, max_num_batched_tokens=16, speculation=drafts) == expected
+        assert ranks.stats.num_accepted_tokens > 0
+
+
 def test_enough_architectures_have_no_mapping_of_ours() -> None:
     cases = others.CASES.values()
     assert len({case.architecture for case in cases if (2, 1) in case.layouts} - FAMILIES.keys()) >= 7
@@ -149,7 +177,8 @@ def test_code_in_the_folder_runs_where_it_is_trusted(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(
     ("architecture", "changes", "reason"),
     [
-        ("FalconMambaForCausalLM", {}, "keeps a recurrent state"),
+        ("RwkvForCausalLM", {}, "keeps a recurrent state outside of transformers' cache"),
+        ("InklingForCausalLM", {}, "its attention takes position_bias"),
         ("BloomForCausalLM", {}, "does not use transformers' attention interface"),
         ("BertLMHeadModel", {}, "its attention sees later tokens"),
         ("DogeForCausalLM", {}, "its attention takes a mask of its own"),
