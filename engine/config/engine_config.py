@@ -352,6 +352,8 @@ _MIN_SHARE = 256
 
 _DRAFTING_ROWS = 8
 """Rows that can have all drafts of a model at once, whatever `max_num_seqs` is."""
+_NUM_LOOKUP_TOKENS = 16
+"""See `SpeculativeConfig.num_lookup_tokens`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -359,10 +361,10 @@ class SpeculativeConfig:
     """How the next tokens of a request are guessed."""
 
     method: Literal["ngram", "draft_model", "mtp", "eagle", "eagle3"] = "ngram"
-    num_speculative_tokens: int = 16
-    """Maximum draft tokens of a row."""
+    num_speculative_tokens: int = _NUM_LOOKUP_TOKENS
+    """Maximum drafts that the method makes for a row."""
     prompt_lookup_min: int = 2
-    """Minimum tokens that must have occurred before."""
+    """Minimum tokens that must have occurred before, for n-grams."""
     model: ModelConfig | None = None
     """The model that guesses, on the last stage; None: the scheduler guesses. Its layers are numbered after the
     target's (see `EngineConfig.drafter`)."""
@@ -373,6 +375,11 @@ class SpeculativeConfig:
     def reads_hidden_states(self) -> bool:
         """Whether `model` is a head on the target, which reads its hidden states and runs in each of its steps."""
         return self.method in ("mtp", "eagle", "eagle3")
+
+    @property
+    def num_lookup_tokens(self) -> int:
+        """Maximum n-gram drafts of a row. There are some beside those of a model, too."""
+        return self.num_speculative_tokens if self.method == "ngram" else _NUM_LOOKUP_TOKENS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -402,14 +409,16 @@ class SchedulerConfig:
     @property
     def max_drafts(self) -> int:
         """Maximum draft tokens of a row."""
-        return 0 if self.speculative is None else self.speculative.num_speculative_tokens
+        made = self.speculative
+        return 0 if made is None else max(made.num_speculative_tokens, made.num_lookup_tokens)
 
     @property
     def max_sampled_tokens(self) -> int:
         """Maximum tokens that a step samples; a row with drafts samples several."""
-        has_model = self.speculative is not None and self.speculative.model is not None
-        rows = min(self.max_num_seqs, _DRAFTING_ROWS if has_model else 1)
-        return min(max(self.max_num_seqs, rows * (1 + self.max_drafts)), self.max_num_batched_tokens)
+        most = max(self.max_num_seqs, 1 + self.max_drafts)
+        if self.speculative is not None and self.speculative.model is not None:
+            most = max(most, min(self.max_num_seqs, _DRAFTING_ROWS) * (1 + self.speculative.num_speculative_tokens))
+        return min(most, self.max_num_batched_tokens)
 
     def share(self, tokens: int, stages: int) -> int:
         """Maximum tokens of a plan if `tokens` are pending or in flight: those of one of the `stages`, rounded up."""

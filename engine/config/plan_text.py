@@ -46,15 +46,14 @@ def plan_text(config: EngineConfig) -> str:
             f"  stage {stage} ({ranks}): layers {layers.start}-{layers.stop - 1}, per rank weights "
             f"{format_bytes(sizes.weights[stage])}, {cached}"
         )
-    if (drafter := config.drafter) is not None:
+    if (drafter := config.drafter) is not None and (speculative := config.scheduler.speculative) is not None:
         where = "" if drafter.parallel.tensor_parallel_size == tp else f" (rank {pp * tp - tp})"
-        speculative = config.scheduler.speculative
         kind = f"draft model {drafter.model.architecture.name}"
-        if speculative is not None and speculative.reads_hidden_states:
+        if speculative.reads_hidden_states:
             kind = f"{speculative.method} head"
         lines.append(
             f"  stage {pp - 1}{where} also has the {kind} from {drafter.model.path}, for up to "
-            f"{config.scheduler.max_drafts} tokens at once; its weights and KV cache are included"
+            f"{speculative.num_speculative_tokens} tokens at once; its weights and KV cache are included"
         )
     if not cache.num_blocks:
         return "\n".join([*lines, limits])

@@ -60,10 +60,6 @@ def resolve(
         return None
     if method in ("auto", "ngram"):
         return SpeculativeConfig(**settings)
-    if "prompt_lookup_min" in settings:
-        raise ConfigError(
-            "--speculative-config: prompt_lookup_min and prompt_lookup_max apply to ngram only; omit them"
-        )
     if _has_compressed_attention(model):
         raise ConfigError(
             f"--speculative-config: {method} is not supported for models with compressed attention; use ngram"

@@ -1,9 +1,10 @@
 """Speculative decoding with the drafts of a model, which the workers make at the end of a step (see
-`quire.engine.worker.drafter`).
+`quire.engine.worker.drafter`), and with n-grams beside them.
 
 When a plan is made, the number of drafts to make after it is chosen, like the number of n-gram drafts, by the expected
 rate: the share of a request's recent drafts that were right, and the measured times of steps, which include making
-drafts. Where none pay, they are tried again once in a while.
+drafts. It is none where n-grams promise as many tokens, or where none pay; then some are tried once in a while. Of the
+drafts that a request has when the next plan is made, it gets those that promise more tokens.
 """
 
 from __future__ import annotations
@@ -15,16 +16,26 @@ from itertools import accumulate, takewhile
 from quire.engine.config.engine_config import SpeculativeConfig
 from quire.engine.protocol.scheduler_output import SchedulerOutput
 from quire.engine.scheduler.request import Request
-from quire.engine.scheduler.speculation import MAX_ROWS, MIN_CHANCE, MIN_GAIN, SIZES, SpeculationManager, StepTimes
+from quire.engine.scheduler.speculation import (
+    MAX_ROWS,
+    MIN_CHANCE,
+    MIN_GAIN,
+    SIZES,
+    Kind,
+    SpeculationManager,
+    StepTimes,
+)
 
-_MAX_AGE = {False: 256, True: 512}
-"""See `StepTimes`. Measuring a step without drafts takes two steps without any."""
+_MAX_AGE_PLAIN = 256
+"""See `StepTimes`. Measuring a plain step takes two steps: the first one may still check drafts."""
 _TRY_AFTER = 64, 256
 """Steps without drafts after which some are made, to learn whether they have become better; and their maximum, as each
 try that fails doubles them."""
 _NUM_TRIED = 2
 _DECIDE_EVERY = 8
 """Plans without drafts, of as many rows, for which a decision holds: it takes some of the time of a short step."""
+_NOTHING: tuple[list[int], float] = [], 0.0
+"""What a request has that looks up nothing; see `SpeculationManager.look_up`."""
 _DECAY = 0.95
 """Factor by which a draft counts less with each later one: about the last 20 count."""
 _PRIOR, _PRIOR_WEIGHT = 0.8, 1.0
@@ -54,7 +65,7 @@ class ModelSpeculationManager(SpeculationManager):
 
     def __init__(self, config: SpeculativeConfig, max_sampled_tokens: int, state_block_size: int | None = None) -> None:
         super().__init__(config, max_sampled_tokens, state_block_size)
-        self.times = StepTimes(_MAX_AGE)
+        self.times = StepTimes(_MAX_AGE_PLAIN)
         self._drafts: dict[Request, tuple[int, list[int]]] = {}
         """The last drafts of each request, and its number of tokens when they were made."""
         self._acceptance: dict[Request, Acceptance] = {}
@@ -82,17 +93,26 @@ class ModelSpeculationManager(SpeculationManager):
             return 0
         self._declined = None
         most = min(self.config.num_speculative_tokens, room // len(requests))
-        shares = [self.probability(request) for request in requests]
+        lookups = self.look_up(requests, num_rows - len(requests))
+        base, shares = float(num_rows), []  # the tokens of a step without the model, and the requests that need it
+        for request in requests:
+            share, (_, looked_up) = self.probability(request), lookups.get(request, _NOTHING)
+            if _promise(share, most) > looked_up:
+                shares.append(share)
+            else:
+                base += looked_up
+        if not shares:
+            return 0
         gains = [*accumulate(sum(share**depth for share in shares) for depth in range(1, most + 1))]
         repeated = gains if self.state_block_size is not None else [0.0] * most
         sizes = [num_rows + depth * len(requests) + again for depth, again in enumerate(repeated, 1)]
-        times = self.times.relative(num_rows, sizes)
+        times = self.times.relative("makes", num_rows, sizes)
         if not times:  # without drafts, which are to be measured first
             return 0
         best, best_depth, limit = MIN_GAIN, 0, 0.0
         for depth, (time, gain) in enumerate(zip(times, gains, strict=True), 1):
-            rate = (num_rows + gain) / (num_rows * time)
-            limit = max(limit, (num_rows + depth * len(requests)) / (num_rows * time))  # if all are right
+            rate = (base + gain) / (base * time)
+            limit = max(limit, (base + depth * len(shares)) / (base * time))  # if all are right
             if rate > best and max(shares) ** depth >= MIN_CHANCE:
                 best, best_depth = rate, depth
         if best_depth:
@@ -100,7 +120,7 @@ class ModelSpeculationManager(SpeculationManager):
             return best_depth
         self._num_without += 1
         if self._num_without <= self._try_after or limit <= MIN_GAIN:
-            self._declined = num_rows, len(requests)
+            self._declined = None if lookups else (num_rows, len(requests))
             return 0
         self._num_without, self._try_after = 0, min(2 * self._try_after, _TRY_AFTER[1])
         return min(_NUM_TRIED, most)
@@ -112,15 +132,20 @@ class ModelSpeculationManager(SpeculationManager):
         return overall if known is None else known.share(overall, _OVERALL_WEIGHT)
 
     def draft(self, decodes: Sequence[Request], num_others: int = 0) -> dict[Request, list[int]]:
-        """Return the drafts that have been made of these requests' next tokens."""
-        room, found = self.max_sampled_tokens - self.num_tokens(decodes, num_others), {}
+        """Return the drafts of these requests: n-grams, or those that a model has made of their next tokens."""
+        found = self.look_up(decodes, num_others)
         for request in decodes:
-            length, drafts = self._drafts.get(request, (-1, []))
-            count = min(len(drafts), room, self.max_drafts(request))
-            if length == len(request.token_ids) and count > 0:
-                found[request] = drafts[:count]
-                room -= count
-        return found
+            length, made = self._drafts.get(request, (-1, []))
+            made = made[: max(0, self.max_drafts(request))]
+            promise = _promise(self.probability(request), len(made))
+            if length == len(request.token_ids) and promise > found.get(request, _NOTHING)[1]:
+                found[request] = made, promise
+        room, kept = max(0, self.max_sampled_tokens - self.num_tokens(decodes, num_others)), {}
+        for request, (drafts, _) in found.items():
+            if fitting := drafts[:room]:
+                kept[request] = fitting
+                room -= len(fitting)
+        return kept
 
     def add_drafts(self, drafts: Mapping[Request, list[int]]) -> None:
         """Take the drafts that the workers have made, of these requests' next tokens."""
@@ -140,17 +165,23 @@ class ModelSpeculationManager(SpeculationManager):
             if right == len(pairs):  # a try that succeeds is followed by another one
                 self._num_without = self._try_after
 
-    def on_result(self, plan: SchedulerOutput, now: float | None) -> None:
-        """Record times of steps that verify about as many drafts as they make, or none."""
+    def kind(self, plan: SchedulerOutput) -> Kind | None:
         made = (plan.num_rows - len(plan.masks)) * (plan.num_drafts or 0)
-        if bisect_left(SIZES, plan.num_rows + plan.num_draft_tokens) == bisect_left(SIZES, plan.num_rows + made):
-            super().on_result(plan, now)
-        else:
-            self._last_result_at = now
+        if not made:
+            return super().kind(plan)
+        sizes = [bisect_left(SIZES, plan.num_rows + count) for count in (made, plan.num_draft_tokens)]
+        return "makes" if sizes[0] == sizes[1] else None
 
     def on_finish(self, request: Request, num_running: int) -> None:
+        super().on_finish(request, num_running)
         self._learn(request)
         self._acceptance.pop(request, None)
+
+
+def _promise(probability: float, count: int) -> float:
+    """Return the expected number of drafts that count, of `count` that are right with this probability if those before
+    them are."""
+    return sum(probability**place for place in range(1, count + 1))
 
 
 def make_speculation(

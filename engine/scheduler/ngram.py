@@ -40,14 +40,18 @@ class Scores:
         self._hits[at] = self._hits[at] * _DECAY + is_hit
         self._guesses[at] = self._guesses[at] * _DECAY + 1.0
 
-    def probability(self, num_matched: int) -> float:
-        """Estimated probability of the next token to be right.
+    def chances(self, num_matched: int, count: int) -> list[float]:
+        """Return the estimated probabilities of 1, 2, … `count` tokens after a match to be all right.
 
-        The share of recent guesses after matches of this length that were right; without any, by the rule of
-        succession: after n tokens that were repeated, the next one is with a probability of about n / (n + 1).
+        Of each it is the share of recent guesses after matches of this length that were right; without any, by the rule
+        of succession: after n tokens that were repeated, the next one is with a probability of about n / (n + 1).
         """
-        at, expected = _length_class(num_matched), num_matched / (num_matched + 1)
-        return (self._hits[at] + _PRIOR_WEIGHT * expected) / (self._guesses[at] + _PRIOR_WEIGHT)
+        chance, found = 1.0, []
+        for length in range(num_matched, num_matched + count):
+            at, expected = _length_class(length), length / (length + 1)
+            chance *= (self._hits[at] + _PRIOR_WEIGHT * expected) / (self._guesses[at] + _PRIOR_WEIGHT)
+            found.append(chance)
+        return found
 
 
 class RecentTexts:
@@ -164,10 +168,10 @@ class TokenLookup:
             return self._until_gap(self._tokens[source : source + count].tolist())
         return self._until_gap(np.resize(self._tokens[source : self._end], count).tolist())
 
-    @property
-    def probability(self) -> float:
-        """Estimated probability of a proposed token to be right if those before it are."""
-        return self._scores.probability(self._num_matched)
+    def chances(self, count: int) -> list[float]:
+        """Return the estimated probabilities of the first, the second, … of `count` proposed tokens to be right after
+        others that are."""
+        return self._scores.chances(self._num_matched, count)
 
     @property
     def _text(self) -> np.ndarray:

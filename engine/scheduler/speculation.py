@@ -1,9 +1,9 @@
 """Speculative decoding: which requests get drafts, and how many.
 
-A drafter guesses the next tokens of a request: this module's by n-grams, that of `quire.engine.scheduler.model_drafts`
-by a model. A row with drafts samples at the place of each, with the noise of that
-place, so that a draft counts exactly when it is the token that would have been sampled: the answer is the same, and
-only the number of steps is lower (see `quire.engine.scheduler.scheduler`).
+Drafts are guesses of a request's next tokens: by n-grams, here, and also by a model, in
+`quire.engine.scheduler.model_drafts`. A row with drafts samples at the place of each, with the noise of that place, so
+that a draft counts exactly when it is the token that would have been sampled: the answer is the same, and only the
+number of steps is lower (see `quire.engine.scheduler.scheduler`).
 
 Drafts are used when they pay. The expected number of tokens of a step follows from how often recent guesses were right,
 also those that were not used; its time is measured. Of the possible numbers of drafts, the one with the highest
@@ -12,12 +12,11 @@ expected rate is chosen, which is none where a step with more tokens takes longe
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from heapq import merge
 from itertools import accumulate, islice
-
-import numpy as np
+from typing import Literal
 
 from quire.engine.config.engine_config import SpeculativeConfig
 from quire.engine.protocol.scheduler_output import SchedulerOutput
@@ -30,11 +29,14 @@ SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Numbers of tokens for which step times are measured; a step belongs to the next larger one."""
 _SMOOTHING = 0.2
 """Weight of a new measurement."""
-_MAX_AGE = {False: 64, True: 512}
-"""Steps after which a measurement without or with drafts is forgotten. Without drafts it is measured again at once: it
-is what drafts must be better than. With drafts, what is not known is assumed to be cheap, and so tried."""
-_WARM_UP = {False: 3, True: 1}
-"""First steps of a size to ignore, without and with drafts: they may compile, or record a graph."""
+Kind = Literal["plain", "checks", "makes"]
+"""Of a step: one token for each row; with drafts; or with about as many drafts as a model makes at its end."""
+_MAX_AGE = 512
+"""Steps after which a measurement with drafts is forgotten. What is not known is assumed to be cheap, and so tried."""
+_MAX_AGE_PLAIN = 64
+"""The same for plain steps, which are measured again at once: drafts must be better than they are."""
+_WARM_UP: Mapping[Kind, int] = {"plain": 3, "checks": 1, "makes": 1}
+"""First steps of a size to ignore: they may compile, or record a graph."""
 _OUTLIER_FACTOR = 3.0
 """A measurement is clipped to this multiple of the expected time."""
 MIN_CHANCE = 0.1
@@ -44,50 +46,58 @@ MIN_GAIN = 1.05
 
 
 class StepTimes:
-    """Measured seconds of steps without prompts, by their number of tokens, without and with drafts."""
+    """Measured seconds of steps without prompts, by their kind and number of tokens."""
 
-    def __init__(self, max_age: Mapping[bool, int] = _MAX_AGE) -> None:
-        self._max_age = max_age
-        self._seconds: dict[tuple[bool, int], float] = {}
-        self._tokens: dict[tuple[bool, int], int] = {}
-        """Tokens of the last step of each size."""
-        self._learned_at: dict[tuple[bool, int], int] = {}
-        self._num_seen: dict[tuple[bool, int], int] = {}
+    def __init__(self, max_age_plain: int = _MAX_AGE_PLAIN) -> None:
+        self._max_age: Mapping[Kind, int] = {"plain": max_age_plain, "checks": _MAX_AGE, "makes": _MAX_AGE}
+        self._seconds: dict[tuple[Kind, int], float] = {}
+        """By kind and size, a place in `SIZES`; so are the others."""
+        self._tokens: dict[tuple[Kind, int], int] = {}
+        """Tokens of the last step."""
+        self._learned_at: dict[tuple[Kind, int], int] = {}
+        self._num_seen: dict[tuple[Kind, int], int] = {}
         self._num_steps = 0
 
-    def learn(self, num_tokens: int, seconds: float, *, has_drafts: bool) -> None:
+    def learn(self, kind: Kind, num_tokens: int, seconds: float) -> None:
         """Record that a step took `seconds`."""
         self._num_steps += 1
-        key = has_drafts, bisect_left(SIZES, num_tokens)
+        key = kind, bisect_left(SIZES, num_tokens)
         self._num_seen[key] = self._num_seen.get(key, 0) + 1
         if (known := self._seconds.get(key)) is not None:
             self._seconds[key] = known + _SMOOTHING * (min(seconds, _OUTLIER_FACTOR * known) - known)
-        elif self._num_seen[key] > _WARM_UP[has_drafts]:
+        elif self._num_seen[key] > _WARM_UP[kind]:
             self._seconds[key] = seconds
         self._tokens[key], self._learned_at[key] = num_tokens, self._num_steps
         for old in [key for key, step in self._learned_at.items() if step < self._num_steps - self._max_age[key[0]]]:
             self._seconds.pop(old, None)
 
-    def relative(self, num_rows: int, sizes: Iterable[float]) -> list[float]:
-        """Return the times of steps with drafts and these numbers of tokens, as multiples of the time without drafts;
+    def relative(self, kind: Kind, num_rows: int, sizes: Iterable[float]) -> list[float]:
+        """Return the times of steps of this kind and these numbers of tokens, as multiples of the time of a plain step;
         empty if that is not known.
 
         Between known sizes the time is interpolated; beyond the largest one it is assumed to be constant.
         """
-        base = self._seconds.get((False, bisect_left(SIZES, num_rows)))
+        base = self._seconds.get(("plain", bisect_left(SIZES, num_rows)))
         if base is None:
             return []
-        points = [
-            (self._tokens[key], seconds)
-            for key, seconds in sorted(self._seconds.items())
-            if key[0] and self._tokens[key] > num_rows
-        ]
-        known, seconds = zip((num_rows, base), *points, strict=True)
-        return [float(time) for time in np.interp(list(sizes), known, seconds) / base]
+        known, seconds = [num_rows], [base]
+        for key in ((kind, size) for size in range(len(SIZES) + 1)):
+            if (time := self._seconds.get(key)) is not None and self._tokens[key] > num_rows:
+                known.append(self._tokens[key])
+                seconds.append(time)
+        found = []
+        for size in sizes:
+            place = bisect_right(known, size)  # of the next larger one
+            time = seconds[max(0, place - 1)]
+            if 0 < place < len(known):
+                step = known[place] - known[place - 1]
+                time += (size - known[place - 1]) / step * (seconds[place] - time)
+            found.append(time / base)
+        return found
 
 
 class SpeculationManager:
-    """Makes the drafts of each plan.
+    """Makes the drafts of each plan, by n-grams.
 
     `state_block_size`: the block size of a model with recurrent states. There drafts end with the block of the last
     known token, and those that count are computed again in the next step.
@@ -104,11 +114,15 @@ class SpeculationManager:
 
         The step has `num_others` rows of one token besides.
         """
+        return {request: drafts for request, (drafts, _) in self.look_up(decodes, num_others).items()}
+
+    def look_up(self, decodes: Sequence[Request], num_others: int) -> dict[Request, tuple[list[int], float]]:
+        """Return the n-gram drafts of these requests that pay, and the expected number of each request's that count."""
         num_rows, num_tokens = len(decodes) + num_others, self.num_tokens(decodes, num_others)
         room = self.max_sampled_tokens - num_tokens
         if not decodes or num_rows > MAX_ROWS or room <= 0:
             return {}
-        most = num_tokens + min(room, len(decodes) * self.config.num_speculative_tokens)
+        most = num_tokens + min(room, len(decodes) * self.config.num_lookup_tokens)
         sizes = [size for size in SIZES if num_tokens < size < most] + [most]
         counts = [size - num_tokens for size in sizes]
         times = self._relative_times(num_rows, num_tokens, sizes)
@@ -118,11 +132,10 @@ class SpeculationManager:
             return {}
         proposals, chances = [], []
         for request in decodes:
-            drafts, probability = self.propose(request)
-            chance = [each for place in range(len(drafts)) if (each := probability ** (place + 1)) >= MIN_CHANCE]
-            if chance:
+            drafts, chance = self.propose(request)
+            if likely := [each for each in chance if each >= MIN_CHANCE]:
                 proposals.append((request, drafts))
-                chances.append(chance)
+                chances.append(likely)
         if not proposals:
             return {}
         ordered = list(islice(merge(*chances, reverse=True), room))
@@ -139,12 +152,12 @@ class SpeculationManager:
         if not best_count:
             return {}
         least = ordered[best_count - 1]
-        drafts_of, left = {}, best_count
+        found, left = {}, best_count
         for (request, drafts), chance in zip(proposals, chances, strict=True):
             count = min(left, sum(each >= least for each in chance))
             if count:
-                drafts_of[request], left = drafts[:count], left - count
-        return drafts_of
+                found[request], left = (drafts[:count], sum(chance[:count])), left - count
+        return found
 
     def num_tokens(self, decodes: Sequence[Request], num_others: int) -> int:
         """Return the tokens of a step with these decodes and `num_others` rows of one token, without drafts."""
@@ -154,23 +167,26 @@ class SpeculationManager:
 
     def _relative_times(self, num_rows: int, num_tokens: int, sizes: Sequence[float]) -> list[float]:
         """Return the times of steps with drafts as multiples of the time of the `num_tokens` alone, if known."""
-        base, *times = self.times.relative(num_rows, [num_tokens, *sizes]) or (1.0,)
+        base, *times = self.times.relative("checks", num_rows, [num_tokens, *sizes]) or (1.0,)
         return [time / base for time in times]
 
     def on_result(self, plan: SchedulerOutput, now: float | None) -> None:
         """Record that the result of a plan arrived at this time, in seconds; None: the step failed.
 
-        Only steps of decodes are measured, and those without drafts only if each row has one token.
+        Only steps of decodes are measured.
         """
         last, self._last_result_at = self._last_result_at, now
         if last is None or now is None or not plan.num_rows:
             return
-        has_drafts, has_prompts = (
-            plan.num_draft_tokens > 0,
-            plan.new or any(r.has_prompt_tokens for r in plan.scheduled),
-        )
-        if not has_prompts and (has_drafts or plan.num_tokens == plan.num_rows):
-            self.times.learn(plan.num_tokens, now - last, has_drafts=has_drafts)
+        has_prompts = plan.new or any(row.has_prompt_tokens for row in plan.scheduled)
+        if not has_prompts and (kind := self.kind(plan)) is not None:
+            self.times.learn(kind, plan.num_tokens, now - last)
+
+    def kind(self, plan: SchedulerOutput) -> Kind | None:
+        """Return the kind of a step of decodes; None: another one, such as one with tokens that a grammar forces."""
+        if plan.num_draft_tokens:
+            return "checks"
+        return "plain" if plan.num_tokens == plan.num_rows else None
 
     def on_finish(self, request: Request, num_running: int) -> None:
         """Remember the answer of a finished request for those that repeat it, unless so many run that nothing has
@@ -179,19 +195,20 @@ class SpeculationManager:
             begin = max(0, request.num_prompt_tokens - RECENT_MATCH)
             self.recent.add(request.token_ids[begin:], request.core_request.cache_salt)
 
-    def propose(self, request: Request) -> tuple[list[int], float]:
-        """Return the tokens expected next, and the probability of each to be right if those before it are."""
+    def propose(self, request: Request) -> tuple[list[int], list[float]]:
+        """Return the tokens expected next, and the probabilities of each to count."""
         lookup = request.lookup
         if lookup is None:
             asked = request.core_request
             predicted, salt = asked.params.predicted_token_ids, asked.cache_salt
             lookup = request.lookup = TokenLookup(self.config.prompt_lookup_min, predicted, self.recent, salt)
+            lookup.extend(request.token_ids[: request.num_prompt_tokens])  # what is predicted follows it
         lookup.extend(request.token_ids)
-        most = self.max_drafts(request)
+        most = min(self.config.num_lookup_tokens, self.max_drafts(request))
         drafts = lookup.propose(most) if most > 0 else []
-        return drafts, lookup.probability
+        return drafts, lookup.chances(len(drafts))
 
     def max_drafts(self, request: Request) -> int:
-        """Return the maximum drafts of a request; 0 or less: none."""
-        most = min(self.config.num_speculative_tokens, request.max_tokens - len(request.token_ids) - 1)
+        """Return how many drafts a request has room for; 0 or less: none."""
+        most = request.max_tokens - len(request.token_ids) - 1
         return most if self.state_block_size is None else min(most, -len(request.token_ids) % self.state_block_size)

@@ -112,7 +112,8 @@ def _plan(
         plan.new.append(NewRequestData(slot, tokens[:known], known, computed, blocks, row_params))
         plan.scheduled.append(CachedRequestData(slot, count, [], []))
     plan.has_work = True if config.parallel.is_coupled else None
-    plan.num_drafts = None if config.drafter is None else config.scheduler.max_drafts
+    if (speculative := config.scheduler.speculative) is not None and speculative.model is not None:
+        plan.num_drafts = speculative.num_speculative_tokens
     return plan
 
 

@@ -386,8 +386,7 @@ class Metrics:
         if self._config is not None:
             yield self._cache_config(self._config.cache, present)
         name = "spec_decode_num_accepted_tokens_per_pos"
-        speculative = None if self._config is None else self._config.scheduler.speculative
-        places = range(0 if speculative is None else speculative.num_speculative_tokens)
+        places = range(0 if self._config is None else self._config.scheduler.max_drafts)
         positions = {replica: self._newest(replica) + _POSITIONS for replica in known}
         yield self._family(
             *(name, "counter", "Draft tokens that were what was sampled, by their position in the row."),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from quire.engine.config.engine_config import SpeculativeConfig
 from quire.engine.scheduler.model_drafts import ModelSpeculationManager
 from quire.engine.scheduler.request import Request
-from quire.engine.scheduler.speculation import SpeculationManager
+from quire.engine.scheduler.speculation import Kind, SpeculationManager, StepTimes
 
 Guess = Callable[[list[int], random.Random], int]
 """The guessed next token of these tokens."""
@@ -43,9 +43,27 @@ class Guesser(SpeculationManager):
         return found
 
 
+class FreeSteps(StepTimes):
+    """Every step takes the same time."""
+
+    def relative(self, kind: Kind, num_rows: int, sizes: Iterable[float]) -> list[float]:
+        return [1.0 for _ in sizes]
+
+
+class Mixed(ModelSpeculationManager):
+    """Chooses between n-grams and the drafts of a model as if no step took longer for them."""
+
+    def __init__(
+        self, most: int = 4, max_sampled_tokens: int = 64, state_block_size: int | None = None, **config: Any
+    ) -> None:
+        made = SpeculativeConfig(**{"method": "draft_model", "num_speculative_tokens": most} | config)
+        super().__init__(made, max_sampled_tokens, state_block_size)
+        self.times = FreeSteps()
+
+
 class Always(ModelSpeculationManager):
     """Has the workers make `most` drafts after each step, or with `varies` sometimes fewer, or none, or not even that;
-    whatever they cost."""
+    whatever they cost. There are no n-grams beside them."""
 
     def __init__(
         self,
@@ -63,6 +81,9 @@ class Always(ModelSpeculationManager):
     def num_drafts(self, requests: Sequence[Request], num_rows: int, *, has_prompts: bool) -> int | None:
         most = self.config.num_speculative_tokens if requests else 0
         return self.rng.choice([None, *range(most + 1), most]) if self.varies else most
+
+    def propose(self, request: Request) -> tuple[list[int], list[float]]:
+        return [], []
 
 
 class Recording(Always):

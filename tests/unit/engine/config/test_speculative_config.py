@@ -64,7 +64,6 @@ def test_what_is_given(tmp_path: Path, given: dict[str, Any], expected: Speculat
         ({"speculative_config": {"method": "eagle3"}}, "eagle3 needs a model: --spec-model"),
         ({"spec_method": "mtp"}, "mtp is not supported for LlamaForCausalLM; supported: "),
         ({"speculative_config": {"method": "mtp", "model": "a/b"}}, "mtp uses the checkpoint of"),
-        ({"speculative_config": {"method": "mtp", "prompt_lookup_min": 2}}, "apply to ngram only"),
         ({"speculative_config": {"model": "a/b", "method": "medusa"}}, "method 'medusa' is not supported"),
         ({"speculative_config": {"method": "draft_model"}}, "draft_model needs a model: --spec-model"),
         ({"spec_method": "draft_model"}, "draft_model needs a model: --spec-model"),
@@ -97,7 +96,7 @@ def test_embedding_models_have_no_speculation(tmp_path: Path) -> None:
 
 def test_memory_is_reserved_for_the_logits_of_drafts(tmp_path: Path) -> None:
     few = resolve(options(folder(tmp_path), max_num_seqs=2)).scheduler
-    assert few.max_sampled_tokens == 1 + NGRAM.num_speculative_tokens
+    assert few.max_sampled_tokens == 1 + few.max_drafts == 1 + NGRAM.num_speculative_tokens == 17
     assert resolve(options(folder(tmp_path), max_num_seqs=2, spec_method="none")).scheduler.max_sampled_tokens == 2
 
 
@@ -124,6 +123,18 @@ def test_a_draft_model_is_resolved_like_a_model(given: dict[str, Any]) -> None:
     assert found.model is not None
     assert found.model.architecture == config.model.architecture
     assert (found.model.dtype, found.model.max_model_len) == ("float32", 256)
+    assert (found.prompt_lookup_min, found.num_lookup_tokens) == (2, 16)
+
+
+def test_n_grams_beside_a_draft_model_have_a_minimum_too() -> None:
+    config = demo(speculative_config={"model": str(DEMO_MODEL), "prompt_lookup_min": 3, "num_speculative_tokens": 20})
+    found = config.scheduler.speculative
+    assert found is not None
+    assert (found.prompt_lookup_min, found.num_lookup_tokens, config.scheduler.max_drafts) == (3, 16, 20)
+    few = demo(speculative_config={"model": str(DEMO_MODEL), "num_speculative_tokens": 2}, max_num_seqs=4).scheduler
+    assert (few.max_drafts, few.max_sampled_tokens) == (16, 17)
+    many = demo(speculative_config={"model": str(DEMO_MODEL), "num_speculative_tokens": 5}, max_num_seqs=8).scheduler
+    assert many.max_sampled_tokens == 8 * 6
 
 
 def test_its_weights_and_cache_are_planned_on_the_last_stage() -> None:
@@ -138,6 +149,7 @@ def test_its_weights_and_cache_are_planned_on_the_last_stage() -> None:
     assert after.weights[0] == on_first.weights[0] == before.weights[0]
     assert on_first.weights[1] - before.weights[1] == whole
     assert 0.5 * whole < after.weights[1] - before.weights[1] < 0.6 * whole
+    assert drafting.scheduler.max_drafts == 16  # n-grams beside them
     text = "draft model LlamaForCausalLM from"
     assert f"stage 1 also has the {text}" in plan_text(drafting)
     assert f"stage 1 (rank 2) also has the {text}" in plan_text(first)
@@ -152,7 +164,6 @@ def test_its_weights_and_cache_are_planned_on_the_last_stage() -> None:
         ({"max_position_embeddings": 200}, {}, "has 200 positions, less than the 256 tokens of a request"),
         ({"architectures": ["BertModel"], "model_type": "bert"}, {}, "draft model "),
         ({}, {"tensor_parallel_size": 4, "draft_tensor_parallel_size": 2}, "must be 1 or 4, got 2"),
-        ({}, {"prompt_lookup_min": 3}, "apply to ngram only"),
     ],
 )
 def test_a_draft_model_that_cannot_guess_is_refused(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import takewhile
 
 import pytest
 
@@ -12,11 +13,12 @@ from quire.engine.config.engine_config import SpeculativeConfig
 from quire.engine.protocol.scheduler_output import CachedRequestData, SchedulerOutput
 from quire.engine.scheduler.model_drafts import ModelSpeculationManager
 from quire.engine.scheduler.request import Request
+from quire.engine.scheduler.speculation import SpeculationManager
 from tests.fakes.configs import Windows, engine_config
-from tests.fakes.drafts import Always
+from tests.fakes.drafts import Always, FreeSteps, Mixed
 from tests.fakes.model import FAILURE, next_token
 from tests.unit.engine.scheduler.test_scheduler import AHEAD, Engine, continuation, tightened
-from tests.unit.engine.scheduler.test_speculation import check_disturbed, request
+from tests.unit.engine.scheduler.test_speculation import REPEATING, check_disturbed, request
 
 MOST = 4
 
@@ -116,14 +118,93 @@ def plan(num_tokens: int, num_drafts: int, drafts: int = 0) -> SchedulerOutput:
     return SchedulerOutput(0, [], [], [row], num_drafts=num_drafts or None)
 
 
+@pytest.mark.parametrize("windows", [(None,), (None, 9, 9), (None, "state", "state")])
+@pytest.mark.parametrize(("stages", "depth"), AHEAD)
+def test_output_does_not_depend_on_which_drafts_are_used(stages: int, depth: int, windows: Windows) -> None:
+    """Prompts of five distinct tokens have wrong n-grams, and answers that are repeated have right ones."""
+    config = engine_config(stages=stages, depth=depth, windows=windows, max_num_batched_tokens=32, num_blocks=1200)
+    running = Engine(tightened(config))
+    states = config.cache.block_size if "state" in windows else None
+    running.scheduler.speculation, running.model.guess = Mixed(MOST, 16, states), next_token
+    check_disturbed(running, random.Random(depth), is_wrong=False)
+    assert any(plan.num_drafts for plan in running.model.plans)
+
+
+@pytest.mark.parametrize("method", ["draft_model", "mtp"])
+@pytest.mark.parametrize(("stages", "depth"), AHEAD)
+def test_a_text_that_is_predicted_needs_no_drafts_of_a_model(stages: int, depth: int, method: str) -> None:
+    """It takes as many steps as with n-grams alone, and a model that is always wrong is never asked. It only follows
+    the prompt, and a head the answer, too."""
+    predicted, steps = continuation([1, 2, 3], 60), []
+    for speculation in (SpeculationManager(SpeculativeConfig(), 64), Mixed(method=method)):
+        running = Engine(engine_config(max_num_seqs=40, stages=stages, depth=depth))
+        running.scheduler.speculation, running.model.guess = speculation, wrong
+        speculation.times = FreeSteps()
+        running.add("a", [1, 2, 3], max_tokens=60, predicted_token_ids=predicted)
+        running.run()
+        assert running.tokens("a") == predicted
+        steps.append([plan.num_tokens for plan in running.model.plans if plan.num_rows])
+        assert running.scheduler.stats.num_accepted_tokens == 60 - len(steps[-1])
+    assert steps[0] == steps[1]
+    assert len(steps[0]) <= 7
+    asked = [plan.num_drafts for plan in running.model.plans if plan.num_rows]
+    assert asked == [0, *[0 if method == "mtp" else None] * (len(asked) - 1)]
+
+
+def test_wrong_ngrams_give_way_to_a_model_that_is_right() -> None:
+    """One step for a prediction that is wrong after its first token, and one without drafts, in which the model makes
+    the next ones."""
+    running = Engine(engine_config(max_num_seqs=40))
+    running.scheduler.speculation = Mixed()
+    running.add("a", [1, 2, 3], max_tokens=41, predicted_token_ids=[next_token([1, 2, 3]), *[98] * 60])
+    running.run()
+    assert running.tokens("a") == continuation([1, 2, 3], 41)
+    tokens = [plan.num_tokens for plan in running.model.plans if plan.num_rows]
+    assert tokens == [3, 17, 1, *[5] * 7, 3]
+    assert running.scheduler.stats.accepted_per_position[:5] == [8, 8, 7, 7, 0]
+
+
+def test_each_request_has_its_own_drafts() -> None:
+    """The model is asked for the one whose text is new, and its drafts do not replace a longer copy."""
+    running = Engine(engine_config(max_num_seqs=40))
+    running.scheduler.speculation = Mixed()
+    running.add("copied", [1, 2, 3], max_tokens=60, predicted_token_ids=continuation([1, 2, 3], 60))
+    running.add("new", [4, 5, 6], max_tokens=60)
+    running.run()
+    for name, prompt in (("copied", [1, 2, 3]), ("new", [4, 5, 6])):
+        assert running.tokens(name) == continuation(prompt, 60)
+    steps = [[len(row.draft_token_ids) for row in plan.scheduled] for plan in running.model.plans if plan.num_rows]
+    assert [sorted(counts) for counts in steps[1:4]] == [[4, 16]] * 3
+    assert len(steps) == 1 + 12
+
+
+def test_a_request_has_the_drafts_that_promise_more() -> None:
+    """By how often those of each kind were right."""
+    made, copying = Mixed(), request(REPEATING)
+    made.add_drafts({copying: [1, 2, 3, 4]})
+    assert made.draft([copying]) == {copying: [*range(20, 36)]}
+    assert made.num_drafts([copying], 1, has_prompts=False) is None
+    new = request([*range(40)])
+    assert made.num_drafts([new], 1, has_prompts=False) == 4
+    made.add_drafts({new: [1, 2, 3, 4]})
+    assert made.draft([new]) == {new: [1, 2, 3, 4]}
+
+
 class Run:
     """One request whose steps take `seconds(tokens, drafts made)`, and of whose drafts `right` in a row are right."""
 
-    def __init__(self, seconds: Callable[[int, int], float], right: Callable[[int], int], most: int = 5) -> None:
-        self.manager = ModelSpeculationManager(SpeculativeConfig(num_speculative_tokens=most), 64)
+    def __init__(
+        self,
+        seconds: Callable[[int, int], float],
+        right: Callable[[int], int],
+        text: Callable[[int], int] = lambda place: place,
+    ) -> None:
+        """`text` is its token at each place."""
+        config = SpeculativeConfig(method="draft_model", num_speculative_tokens=5)
+        self.manager, self.text = ModelSpeculationManager(config, 64), text
         self.num_masked = 0
         """Rows of structured output besides."""
-        self.seconds, self.right, self.request, self.now = seconds, right, request([1, 2, 3]), 0.0
+        self.seconds, self.right, self.request, self.now = seconds, right, request([0, 1, 2]), 0.0
         self.request.max_tokens = 1 << 30
         self.depths: list[int] = []
         self.steps = 0
@@ -137,16 +218,43 @@ class Run:
             depth = self.manager.num_drafts([self.request], 1 + self.num_masked, has_prompts=False) or 0
             self.depths.append(depth)
             self.now += self.seconds(1 + len(drafts), depth)
-            right = min(self.right(self.steps), len(drafts))
-            self.request.token_ids += [7] * (right + 1)
+            following = self.following(len(drafts) + 1)
+            right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(drafts, following, strict=False)))
+            self.request.token_ids += following[: right + 1]
             made = plan(1 + len(drafts), depth, len(drafts))
             made.scheduled += [CachedRequestData(1 + row, 1, [], []) for row in range(self.num_masked)]
             made.masks = {1 + row: b"" for row in range(self.num_masked)}
             self.manager.on_result(made, self.now)
             coming = min(self.right(self.steps + 1), depth)
             if depth:
-                self.manager.add_drafts({self.request: [7] * coming + [9] * (depth - coming)})
+                self.manager.add_drafts({self.request: self.following(coming) + [1 << 21] * (depth - coming)})
         return (len(self.request.token_ids) - before) / (self.now - begin)
+
+    def following(self, count: int) -> list[int]:
+        length = len(self.request.token_ids)
+        return [self.text(place) for place in range(length, length + count)]
+
+
+def test_a_copy_is_not_delayed_by_a_model() -> None:
+    """A good one that takes long, and one that is wrong."""
+    for running in (
+        Run(lambda tokens, drafts: 1.0 + 0.02 * tokens + 0.6 * drafts, lambda step: 5, lambda place: place % 30),
+        Run(lambda tokens, drafts: 1.0 + 0.02 * tokens, lambda step: 0, lambda place: place % 30),
+    ):
+        running.run(100)
+        assert running.run(400) > 0.95 * 17 / 1.34
+        assert running.depths[-400:].count(0) >= 390
+
+
+def test_a_model_is_not_delayed_by_what_looks_like_a_copy() -> None:
+    """The same pair of tokens is followed by another one each time, which the model knows."""
+    running = Run(
+        lambda tokens, drafts: 1.0 + 0.02 * tokens + 0.05 * drafts,
+        lambda step: 5,
+        lambda place: place % 3 or place,
+    )
+    running.run(100)
+    assert running.run(300) > 0.9 * 6 / 1.37
 
 
 def test_good_drafts_are_used_fully() -> None:
@@ -179,7 +287,7 @@ def test_forced_tokens_are_not_the_time_of_a_step_with_drafts() -> None:
     for now in range(10):
         forced = SchedulerOutput(now, [], [], [CachedRequestData(0, 5, [1, 2, 3, 4, 5], [])])
         manager.on_result(forced, float(now))
-    assert manager.times.relative(1, [5]) == manager.times.relative(5, [6]) == []
+    assert manager.times.relative("plain", 1, [5]) == manager.times.relative("plain", 5, [6]) == []
 
 
 def test_a_step_has_no_more_tokens_than_its_limit_when_some_are_computed_again() -> None:

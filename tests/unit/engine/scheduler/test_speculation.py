@@ -17,7 +17,7 @@ from quire.engine.scheduler.ngram import RECENT_MATCH, RecentTexts, TokenLookup
 from quire.engine.scheduler.request import Request, Share
 from quire.engine.scheduler.speculation import SpeculationManager, StepTimes
 from tests.fakes.configs import Windows, engine_config
-from tests.fakes.drafts import Guess, Guesser
+from tests.fakes.drafts import FreeSteps, Guess, Guesser
 from tests.fakes.model import FAILURE, next_token
 from tests.unit.engine.scheduler.test_scheduler import AHEAD, Engine, continuation, tightened
 
@@ -213,12 +213,12 @@ def test_a_lookup_learns_how_far_to_trust_matches() -> None:
         text += [new, 1, 2]
         made.extend(text)
         made.propose(1)
-    assert made.probability < 0.2
+    assert made.chances(1)[0] < 0.2
     repeated = TokenLookup(2)
     for end in range(1, 100):
         repeated.extend([number % 9 for number in range(end)])
         repeated.propose(1)
-    assert repeated.probability > 0.9
+    assert repeated.chances(1)[0] > 0.9
 
 
 def test_a_corpus_is_expected_from_its_start_and_not_beyond() -> None:
@@ -249,9 +249,9 @@ def manager(seconds: Callable[[int], float], rows: Sequence[int] = (1, 2, 4, 8, 
     made = SpeculationManager(SpeculativeConfig(num_speculative_tokens=16), 64)
     for _ in range(4):
         for tokens in rows:
-            made.times.learn(tokens, seconds(tokens), has_drafts=False)
+            made.times.learn("plain", tokens, seconds(tokens))
         for tokens in (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64):
-            made.times.learn(tokens, seconds(tokens), has_drafts=True)
+            made.times.learn("checks", tokens, seconds(tokens))
     return made
 
 
@@ -309,23 +309,23 @@ def test_unknown_times_are_tried_and_forgotten_ones_again() -> None:
     made, copying = SpeculationManager(SpeculativeConfig(num_speculative_tokens=7), 64), request(REPEATING)
     assert made.draft([copying]) == {}
     for _ in range(4):
-        made.times.learn(1, 9.0, has_drafts=False)
-    made.times.learn(8, 99.0, has_drafts=True)
+        made.times.learn("plain", 1, 9.0)
+    made.times.learn("checks", 8, 99.0)
     assert len(made.draft([copying])[copying]) == 7  # first steps do not count
-    made.times.learn(8, 99.0, has_drafts=True)
+    made.times.learn("checks", 8, 99.0)
     assert made.draft([copying]) == {}
     for _ in range(600):
-        made.times.learn(1, 1.0, has_drafts=False)
+        made.times.learn("plain", 1, 1.0)
     assert len(made.draft([copying])[copying]) == 7
 
 
 def test_an_outlier_does_not_end_speculation() -> None:
     times = StepTimes()
     for _ in range(5):
-        times.learn(1, 1.0, has_drafts=False)
-        times.learn(8, 1.1, has_drafts=True)
-    times.learn(8, 100.0, has_drafts=True)
-    assert times.relative(1, [8])[0] < 2.0
+        times.learn("plain", 1, 1.0)
+        times.learn("checks", 8, 1.1)
+    times.learn("checks", 8, 100.0)
+    assert times.relative("checks", 1, [8])[0] < 2.0
 
 
 def test_steps_with_prompts_are_not_measured() -> None:
@@ -333,7 +333,7 @@ def test_steps_with_prompts_are_not_measured() -> None:
     made.on_result(SchedulerOutput(0, [], [], [], [0]), 10.0)
     made.on_result(SchedulerOutput(1, [], [], [CachedRequestData(0, 40, [], [])]), 90.0)
     made.on_result(SchedulerOutput(2, [], [], [CachedRequestData(0, 8, [], [], [1] * 7)]), 91.0)
-    assert made.times.relative(1, [8, 64]) == [1.0, 1.0]
+    assert made.times.relative("checks", 1, [8, 64]) == [1.0, 1.0]
 
 
 def test_bad_guesses_that_cost_end_soon() -> None:
@@ -343,7 +343,7 @@ def test_bad_guesses_that_cost_end_soon() -> None:
     drafted = 0
     for _ in range(400):
         drafts = made.draft([text]).get(text, [])
-        made.times.learn(1 + len(drafts), 1.0 + len(drafts), has_drafts=bool(drafts))
+        made.times.learn("checks" if drafts else "plain", 1 + len(drafts), 1.0 + len(drafts))
         drafted += bool(drafts)
         text.token_ids.append(rng.randrange(5))
     assert drafted < 20
@@ -358,7 +358,7 @@ def test_rows_of_others_count() -> None:
 def test_no_more_tokens_are_sampled_than_memory_is_reserved_for() -> None:
     made = SpeculationManager(SpeculativeConfig(num_speculative_tokens=16), 20)
     for _ in range(4):
-        made.times.learn(4, 1.0, has_drafts=False)
+        made.times.learn("plain", 4, 1.0)
     drafts = made.draft([request(REPEATING) for _ in range(4)])
     assert sum(map(len, drafts.values())) == 16
 
@@ -367,6 +367,9 @@ def test_a_prediction_becomes_drafts() -> None:
     """From the first token on, before anything has been generated."""
     predicted = request([7, 8, 9], predicted_token_ids=[1, 2, 3, 4])
     assert manager(lambda tokens: 1.0).draft([predicted]) == {predicted: [1, 2, 3, 4]}
+    started = request([7, 8, 9], predicted_token_ids=[1, 2, 3, 4])
+    started.token_ids = [7, 8, 9, 1]  # of which the first three are the prompt
+    assert manager(lambda tokens: 1.0).draft([started]) == {started: [2, 3, 4]}
 
 
 def test_what_was_guessed_after_the_end_does_not_count() -> None:
@@ -446,16 +449,16 @@ def test_all_requests_learn_how_far_to_trust_recent_answers() -> None:
     made = TokenLookup(2, (), recent)
     made.extend([1, 2, 3, 4])
     made.propose(1)
-    assert made.probability < 0.1
+    assert made.chances(1)[0] < 0.1
 
 
-def test_the_answers_of_finished_requests_become_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_answers_of_finished_requests_become_drafts() -> None:
     """Of those with the same salt. The output is the same."""
     steps = []
     for salts in ([b"", b""], [b"", b"salt"]):
         running = Engine(engine_config(max_num_seqs=40))
         speculation = running.scheduler.speculation = SpeculationManager(SpeculativeConfig(), 64)
-        monkeypatch.setattr(speculation.times, "relative", lambda rows, sizes: [1.0 for _ in sizes])
+        speculation.times = FreeSteps()
         for name, salt in zip("ab", salts, strict=True):
             before = len(running.model.plans)
             running.add(name, [11, 12, 13, 14, 15], max_tokens=60, cache_salt=salt)
