@@ -224,7 +224,7 @@ class EngineOptions:
     spec_method: Literal["auto", "none", "ngram", "draft_model", "mtp", "eagle", "eagle3"] = flag(
         "auto",
         "speculative decoding, which changes no answer: ngram guesses that a text repeats itself, draft_model lets "
-        "--spec-model guess, eagle and eagle3 let the head in --spec-model, mtp that in the model's checkpoint, "
+        "--spec-model guess, too, eagle and eagle3 let the head in --spec-model, mtp that in the model's checkpoint, "
         "wherever that pays (auto: draft_model with --spec-model, else ngram on CPU, none on GPU)",
     )
     spec_model: str | None = flag(
@@ -235,7 +235,7 @@ class EngineOptions:
     spec_tokens: int | None = flag(
         None,
         "maximum tokens guessed at once for a request by speculative decoding (default: ngram 16, "
-        "draft_model 5, eagle and eagle3 3, mtp 1)",
+        "draft_model 5, eagle and eagle3 3, mtp 1; n-grams beside these 16)",
     )
     speculative_config: Mapping[str, Any] | None = flag(
         None,

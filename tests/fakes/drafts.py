@@ -86,8 +86,8 @@ class Always(ModelSpeculationManager):
         return [], []
 
 
-class Recording(Always):
-    """Keeps all drafts, with the tokens that they follow."""
+class _Recorder(ModelSpeculationManager):
+    """Keeps all drafts of the model, with the tokens that they follow."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -96,3 +96,11 @@ class Recording(Always):
     def add_drafts(self, drafts: Mapping[Request, list[int]]) -> None:
         self.made += [(list(request.token_ids), made) for request, made in drafts.items()]
         super().add_drafts(drafts)
+
+
+class Recording(_Recorder, Always):
+    pass
+
+
+class RecordingMixed(_Recorder, Mixed):
+    pass

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.protocol.sampling_params import SamplingParams
@@ -20,7 +21,7 @@ from quire.engine.worker.input_batch import InputBatch
 from tests.fakes.checkpoints import generate
 from tests.fakes.core_with_ranks import Ranks
 from tests.fakes.draft_heads import HEAD, Reference, write_eagle, write_eagle3, write_mtp
-from tests.fakes.drafts import Always, Recording
+from tests.fakes.drafts import Always, Recording, RecordingMixed
 from tests.fakes.families import write
 from tests.fakes.model_logits import configure
 from tests.fakes.threads import ThreadExecutor
@@ -76,7 +77,8 @@ GRIDS = [
 
 @pytest.mark.parametrize(("case", "tp", "pp"), GRIDS)
 def test_tokens_are_those_without_speculation(case: str, tp: int, pp: int, tmp_path: Path) -> None:
-    """In chunks of prompts, with drafts always and now and then, preempted; and greedy drafts are the oracle's."""
+    """In chunks of prompts, with drafts always and now and then, preempted; and greedy drafts are the oracle's, also
+    behind n-grams."""
     reference = CASES[case][1](tmp_path)
     config = configured(tmp_path, case, tp, pp)
     with Ranks(config, ThreadExecutor(config)) as ranks:
@@ -88,10 +90,18 @@ def test_tokens_are_those_without_speculation(case: str, tp: int, pp: int, tmp_p
             assert ranks.stats.num_draft_tokens > 30
         assert ranks.tokens(REQUESTS, speculation=Always(3, 64, states), depth=depth, num_blocks=blocks) == expected
         assert ranks.stats.preemptions
-        greedy, recording = [(prompt, GREEDY) for prompt in PROMPTS], Recording(3, 64, states)
+        greedy, exact = [(prompt, GREEDY) for prompt in PROMPTS], expected[:: len(KINDS)]
+        predicted = [replace(GREEDY, predicted_token_ids=[*tokens[:9], 1, 1, 1]) for tokens in exact]
+        recording, mixed = Recording(3, 64, states), RecordingMixed(3, 64, states, method=CASES[case][0])
         ranks.tokens(greedy, speculation=recording, depth=depth, enable_prefix_caching=False)
+        found = ranks.tokens(
+            [*zip(PROMPTS, predicted, strict=True)], speculation=mixed, depth=depth, enable_prefix_caching=False
+        )
+        assert found == exact
+        assert ranks.stats.num_accepted_tokens >= 6 * len(PROMPTS)
         assert len(recording.made) > 30
-        for known, made in recording.made:
+        assert len(mixed.made) > 3
+        for known, made in recording.made + mixed.made:
             assert made == reference.drafts(known, len(made))
 
 

@@ -21,7 +21,7 @@ from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.scheduler.ngram import TokenLookup
 from quire.engine.scheduler.speculation import SpeculationManager
 from tests.fakes.core_with_ranks import Ranks
-from tests.fakes.drafts import Always, Guess, Guesser
+from tests.fakes.drafts import Always, FreeSteps, Guess, Guesser, Mixed
 from tests.fakes.families import write
 from tests.integration.engine.core.test_continuation import KINDS, logprobs, tokens
 
@@ -60,6 +60,7 @@ class Case:
             "ngram": self.guesser(repeated, 4),
             "model": Always(3, 64, self.state_block_size),
             "varying model": Always(5, 64, self.state_block_size, varies=True),
+            "ngram and model": Mixed(3, 64, self.state_block_size),
         }
 
     @property
@@ -133,13 +134,13 @@ def check(found: list[list[EngineCoreOutput]], expected: list[list[EngineCoreOut
             assert row.top_logprobs == pytest.approx(exact_row.top_logprobs, abs=1e-4)
 
 
-@pytest.mark.parametrize("drafter", ["right", "mixed", "wrong", "ngram", "model", "varying model"])
+@pytest.mark.parametrize("drafter", ["right", "mixed", "wrong", "ngram", "model", "varying model", "ngram and model"])
 @pytest.mark.parametrize("preempted", [False, True], ids=["calm", "preempted"])
 def test_tokens_are_those_without_speculation(case: Case, drafter: str, preempted: bool) -> None:
     check_drafts(case, drafter, preempted)
 
 
-@pytest.mark.parametrize("drafter", ["right", "mixed", "wrong", "ngram", "model", "varying model"])
+@pytest.mark.parametrize("drafter", ["right", "mixed", "wrong", "ngram", "model", "varying model", "ngram and model"])
 @pytest.mark.parametrize("preempted", [False, True], ids=["calm", "preempted"])
 def test_tokens_of_families_are_those_without_speculation(family: Case, drafter: str, preempted: bool) -> None:
     check_drafts(family, drafter, preempted)
@@ -225,6 +226,16 @@ def test_a_cached_prefix_has_the_drafters_keys(case: Case) -> None:
     assert case.ranks.stats.num_draft_tokens == case.ranks.stats.num_accepted_tokens
 
 
+def test_a_model_that_is_right_is_not_delayed_by_wrong_n_grams(case: Case) -> None:
+    """A prediction whose first token only is right takes one step; the model is asked again in the next one."""
+    params = SamplingParams(temperature=0.0, max_tokens=31, ignore_eos=True)
+    (exact,) = case.ranks.tokens([(PROMPTS[0], params)], speculative=None)
+    params.predicted_token_ids = [exact[0], *[2] * 40]
+    depth = max(2, case.ranks.config.parallel.pipeline_parallel_size)
+    assert case.ranks.tokens([(PROMPTS[0], params)], speculation=Mixed(4, 64), depth=depth) == [exact]
+    assert case.ranks.stats.num_accepted_tokens >= 20
+
+
 class Pausing(Always):
     """Makes no drafts in between."""
 
@@ -280,6 +291,23 @@ def test_garbage_changes_nothing(random_model: Path, grid: tuple[int, int], pree
         check(found, expected)
         assert ranks.stats.num_draft_tokens > 10 * ranks.stats.num_accepted_tokens
         assert (ranks.stats.preemptions > 0) == preempted
+
+
+def test_a_prediction_beside_a_model_that_is_always_wrong_saves_its_steps(random_model: Path) -> None:
+    """Exactly those that it saves alone: 60 tokens take the prompt's step, three with 16 drafts and one with the rest.
+    What comes behind it is drafted by the model, which has followed nothing of it, and catches up."""
+    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    with Ranks(configured(1, 1, model=str(random_model))) as ranks:
+        (exact,) = ranks.tokens([(PROMPTS[0], params)], speculative=None)
+        params.predicted_token_ids = exact
+        alone = SpeculationManager(SpeculativeConfig(), 64)
+        alone.times = FreeSteps()
+        for speculation in (alone, Mixed(3, 64)):
+            assert ranks.tokens([(PROMPTS[0], params)], speculation=speculation) == [exact]
+            assert (ranks.stats.num_drafts, ranks.stats.num_accepted_tokens) == (4, 60 - 5)
+        params.predicted_token_ids = exact[:30]
+        assert ranks.tokens([(PROMPTS[0], params)], speculation=Mixed(3, 64)) == [exact]
+        assert ranks.stats.num_accepted_tokens >= 25
 
 
 def test_a_drafter_is_followed_or_not_by_what_it_costs(case: Case) -> None:
