@@ -56,8 +56,8 @@ class Mixed(ModelSpeculationManager):
     def __init__(
         self, most: int = 4, max_sampled_tokens: int = 64, state_block_size: int | None = None, **config: Any
     ) -> None:
-        made = SpeculativeConfig(**{"method": "draft_model", "num_speculative_tokens": most} | config)
-        super().__init__(made, max_sampled_tokens, state_block_size)
+        settings: dict[str, Any] = {"method": "draft_model", "num_speculative_tokens": most} | config
+        super().__init__(SpeculativeConfig(**settings), max_sampled_tokens, state_block_size)
         self.times = FreeSteps()
 
 
