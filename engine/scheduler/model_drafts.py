@@ -3,8 +3,9 @@
 
 When a plan is made, the number of drafts to make after it is chosen, like the number of n-gram drafts, by the expected
 rate: the share of a request's recent drafts that were right, and the measured times of steps, which include making
-drafts. It is none where n-grams promise as many tokens, or where none pay; then some are tried once in a while. Of the
-drafts that a request has when the next plan is made, it gets those that promise more tokens.
+drafts. It is none where n-grams are expected to go on and promise as many tokens, or where none pay; then some are
+tried once in a while. Of the drafts that a request has when the next plan is made, it gets those that promise more
+tokens.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ try that fails doubles them."""
 _NUM_TRIED = 2
 _DECIDE_EVERY = 8
 """Plans without drafts, of as many rows, for which a decision holds: it takes some of the time of a short step."""
-_NOTHING: tuple[list[int], float] = [], 0.0
+_NOTHING: tuple[list[int], list[float]] = [], []
 """What a request has that looks up nothing; see `SpeculationManager.look_up`."""
 _DECAY = 0.95
 """Factor by which a draft counts less with each later one: about the last 20 count."""
@@ -96,7 +97,8 @@ class ModelSpeculationManager(SpeculationManager):
         lookups = self.look_up(requests, num_rows - len(requests))
         base, shares = float(num_rows), []  # the tokens of a step without the model, and the requests that need it
         for request in requests:
-            share, (_, looked_up) = self.probability(request), lookups.get(request, _NOTHING)
+            share, (_, chances) = self.probability(request), lookups.get(request, _NOTHING)
+            looked_up = sum(chances) * chances[-1] if chances else 0.0  # only if all of this step are right
             if _promise(share, most) > looked_up:
                 shares.append(share)
             else:
@@ -138,8 +140,8 @@ class ModelSpeculationManager(SpeculationManager):
             length, made = self._drafts.get(request, (-1, []))
             made = made[: max(0, self.max_drafts(request))]
             promise = _promise(self.probability(request), len(made))
-            if length == len(request.token_ids) and promise > found.get(request, _NOTHING)[1]:
-                found[request] = made, promise
+            if length == len(request.token_ids) and promise > sum(found.get(request, _NOTHING)[1]):
+                found[request] = made, []
         room, kept = max(0, self.max_sampled_tokens - self.num_tokens(decodes, num_others)), {}
         for request, (drafts, _) in found.items():
             if fitting := drafts[:room]:

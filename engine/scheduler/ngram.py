@@ -6,6 +6,8 @@ Source: prompt lookup decoding (Saxena 2023).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
 
 import numpy as np
 
@@ -15,6 +17,8 @@ _DECAY = 0.95
 """Factor by which a guess counts less with each later one: about the last 20 count."""
 _PRIOR_WEIGHT = 1.0
 """Guesses as which the rule of succession counts."""
+_OVERALL_WEIGHT = 4.0
+"""Guesses as which the share of all requests counts for one of them."""
 _MAX_MISSES = 2
 """Consecutive tokens that may differ from those that are being repeated, as if they had been replaced."""
 _CORPUS_MATCH = 4
@@ -31,27 +35,33 @@ _MULTIPLIER, _KEY_BITS = 0x9E3779B97F4A7C15, (1 << 64) - 1
 class Scores:
     """How many recent guesses were right, by the number of tokens that had matched before."""
 
-    def __init__(self) -> None:
+    def __init__(self, overall: Scores | None = None) -> None:
+        """`overall` are those of all requests, which learn from this one, too."""
         self._hits, self._guesses = [0.0] * 6, [0.0] * 6
+        self._overall = overall
 
     def learn(self, num_matched: int, *, is_hit: bool) -> None:
         """Record whether the token after a match was right."""
         at = _length_class(num_matched)
         self._hits[at] = self._hits[at] * _DECAY + is_hit
         self._guesses[at] = self._guesses[at] * _DECAY + 1.0
+        if self._overall is not None:
+            self._overall.learn(num_matched, is_hit=is_hit)
 
     def chances(self, num_matched: int, count: int) -> list[float]:
-        """Return the estimated probabilities of 1, 2, … `count` tokens after a match to be all right.
+        """Return the estimated probabilities of 1, 2, … `count` tokens after a match to be all right."""
+        return [*accumulate(map(self._probability, range(num_matched, num_matched + count)), mul)]
 
-        Of each it is the share of recent guesses after matches of this length that were right; without any, by the rule
-        of succession: after n tokens that were repeated, the next one is with a probability of about n / (n + 1).
+    def _probability(self, num_matched: int) -> float:
+        """Of the next token: the share of recent guesses after matches of this length that were right.
+
+        Without any, it is the share of all requests, or without these by the rule of succession: after n tokens that
+        were repeated, the next one is with a probability of about n / (n + 1).
         """
-        chance, found = 1.0, []
-        for length in range(num_matched, num_matched + count):
-            at, expected = _length_class(length), length / (length + 1)
-            chance *= (self._hits[at] + _PRIOR_WEIGHT * expected) / (self._guesses[at] + _PRIOR_WEIGHT)
-            found.append(chance)
-        return found
+        at, expected, weight = _length_class(num_matched), num_matched / (num_matched + 1), _PRIOR_WEIGHT
+        if self._overall is not None:
+            expected, weight = self._overall._probability(num_matched), _OVERALL_WEIGHT
+        return (self._hits[at] + weight * expected) / (self._guesses[at] + weight)
 
 
 class RecentTexts:
@@ -108,10 +118,16 @@ class TokenLookup:
     """
 
     def __init__(
-        self, minimum: int, corpus: Sequence[int] = (), recent: RecentTexts | None = None, salt: bytes = b""
+        self,
+        minimum: int,
+        corpus: Sequence[int] = (),
+        recent: RecentTexts | None = None,
+        salt: bytes = b"",
+        overall: Scores | None = None,
     ) -> None:
         """A match has at least `minimum` tokens. `corpus` is text to repeat in addition to the request's own and to
-        those of `recent`, with this salt."""
+        those of `recent`, with this salt. `overall` are the scores of requests without such a text, which is expected
+        to be repeated whatever others do."""
         self._minimum, self._num_known = minimum, 0
         self._recent, self._salt = recent, salt
         self._others: np.ndarray | None = None
@@ -122,7 +138,7 @@ class TokenLookup:
         """End of the tokens in the array."""
         self._source = _MAX_MATCH if corpus else None
         """Where the next token is expected to be; None: nowhere."""
-        self._own_scores = Scores()
+        self._own_scores = Scores(None if corpus else overall)
         self._num_missed = 0
         """Consecutive tokens before `_source` that differ."""
         self._searched = 0

@@ -20,7 +20,7 @@ from typing import Literal
 
 from quire.engine.config.engine_config import SpeculativeConfig
 from quire.engine.protocol.scheduler_output import SchedulerOutput
-from quire.engine.scheduler.ngram import RECENT_MATCH, RecentTexts, TokenLookup
+from quire.engine.scheduler.ngram import RECENT_MATCH, RecentTexts, Scores, TokenLookup
 from quire.engine.scheduler.request import Request
 
 MAX_ROWS = 32
@@ -106,7 +106,7 @@ class SpeculationManager:
     def __init__(self, config: SpeculativeConfig, max_sampled_tokens: int, state_block_size: int | None = None) -> None:
         self.config, self.max_sampled_tokens, self.state_block_size = config, max_sampled_tokens, state_block_size
         self.times = StepTimes()
-        self.recent = RecentTexts()
+        self.recent, self.scores = RecentTexts(), Scores()
         self._last_result_at: float | None = None
 
     def draft(self, decodes: Sequence[Request], num_others: int = 0) -> dict[Request, list[int]]:
@@ -116,8 +116,8 @@ class SpeculationManager:
         """
         return {request: drafts for request, (drafts, _) in self.look_up(decodes, num_others).items()}
 
-    def look_up(self, decodes: Sequence[Request], num_others: int) -> dict[Request, tuple[list[int], float]]:
-        """Return the n-gram drafts of these requests that pay, and the expected number of each request's that count."""
+    def look_up(self, decodes: Sequence[Request], num_others: int) -> dict[Request, tuple[list[int], list[float]]]:
+        """Return the n-gram drafts of these requests that pay, and the probabilities of each to count."""
         num_rows, num_tokens = len(decodes) + num_others, self.num_tokens(decodes, num_others)
         room = self.max_sampled_tokens - num_tokens
         if not decodes or num_rows > MAX_ROWS or room <= 0:
@@ -156,7 +156,7 @@ class SpeculationManager:
         for (request, drafts), chance in zip(proposals, chances, strict=True):
             count = min(left, sum(each >= least for each in chance))
             if count:
-                found[request], left = (drafts[:count], sum(chance[:count])), left - count
+                found[request], left = (drafts[:count], chance[:count]), left - count
         return found
 
     def num_tokens(self, decodes: Sequence[Request], num_others: int) -> int:
@@ -201,7 +201,9 @@ class SpeculationManager:
         if lookup is None:
             asked = request.core_request
             predicted, salt = asked.params.predicted_token_ids, asked.cache_salt
-            lookup = request.lookup = TokenLookup(self.config.prompt_lookup_min, predicted, self.recent, salt)
+            lookup = request.lookup = TokenLookup(
+                self.config.prompt_lookup_min, predicted, self.recent, salt, self.scores
+            )
             lookup.extend(request.token_ids[: request.num_prompt_tokens])  # what is predicted follows it
         lookup.extend(request.token_ids)
         most = min(self.config.num_lookup_tokens, self.max_drafts(request))
