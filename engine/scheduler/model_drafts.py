@@ -95,27 +95,30 @@ class ModelSpeculationManager(SpeculationManager):
         self._declined = None
         most = min(self.config.num_speculative_tokens, room // len(requests))
         lookups = self.look_up(requests, num_rows - len(requests))
-        base, shares = float(num_rows), []  # the tokens of a step without the model, and the requests that need it
+        # Of each request, how many drafts count of those that could be made, by their number, and of n-grams.
+        options: list[tuple[list[float], float]] = []
         for request in requests:
-            share, (_, chances) = self.probability(request), lookups.get(request, _NOTHING)
-            looked_up = sum(chances) * chances[-1] if chances else 0.0  # only if all of this step are right
-            if _promise(share, most) > looked_up:
-                shares.append(share)
-            else:
-                base += looked_up
-        if not shares:
+            _, chances = lookups.get(request, _NOTHING)
+            going_on = chances[-1] if chances else 0.0  # if those of this step are right
+            options.append((_promises(self.probability(request), most), sum(chances) * going_on))
+        base = num_rows + sum(looked_up for _, looked_up in options)
+        gains = [
+            sum(max(0.0, promises[depth] - looked_up) for promises, looked_up in options)
+            for depth in range(1, most + 1)
+        ]
+        if not any(gains):
             return 0
-        gains = [*accumulate(sum(share**depth for share in shares) for depth in range(1, most + 1))]
         repeated = gains if self.state_block_size is not None else [0.0] * most
         sizes = [num_rows + depth * len(requests) + again for depth, again in enumerate(repeated, 1)]
         times = self.times.relative("makes", num_rows, sizes)
         if not times:  # without drafts, which are to be measured first
             return 0
-        best, best_depth, limit = MIN_GAIN, 0, 0.0
+        best, best_depth, limit, surest = MIN_GAIN, 0, 0.0, max(promises[1] for promises, _ in options)
         for depth, (time, gain) in enumerate(zip(times, gains, strict=True), 1):
             rate = (base + gain) / (base * time)
-            limit = max(limit, (base + depth * len(shares)) / (base * time))  # if all are right
-            if rate > best and max(shares) ** depth >= MIN_CHANCE:
+            most_right = sum(max(0.0, depth - looked_up) for _, looked_up in options)
+            limit = max(limit, (base + most_right) / (base * time))
+            if rate > best and surest**depth >= MIN_CHANCE:
                 best, best_depth = rate, depth
         if best_depth:
             self._num_without, self._try_after = 0, _TRY_AFTER[0]
@@ -139,7 +142,7 @@ class ModelSpeculationManager(SpeculationManager):
         for request in decodes:
             length, made = self._drafts.get(request, (-1, []))
             made = made[: max(0, self.max_drafts(request))]
-            promise = _promise(self.probability(request), len(made))
+            promise = _promises(self.probability(request), len(made))[-1]
             if length == len(request.token_ids) and promise > sum(found.get(request, _NOTHING)[1]):
                 found[request] = made, []
         room, kept = max(0, self.max_sampled_tokens - self.num_tokens(decodes, num_others)), {}
@@ -180,10 +183,10 @@ class ModelSpeculationManager(SpeculationManager):
         self._acceptance.pop(request, None)
 
 
-def _promise(probability: float, count: int) -> float:
-    """Return the expected number of drafts that count, of `count` that are right with this probability if those before
-    them are."""
-    return sum(probability**place for place in range(1, count + 1))
+def _promises(probability: float, most: int) -> list[float]:
+    """Return the expected numbers that count of 0 to `most` drafts, each right with this probability if those before it
+    are."""
+    return [*accumulate((probability**place for place in range(1, most + 1)), initial=0.0)]
 
 
 def make_speculation(
