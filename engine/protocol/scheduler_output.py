@@ -46,19 +46,27 @@ class CachedRequestData(msgspec.Struct, array_like=True):
     num_accepted: int = 0
     """Drafts of the request's last row that count and are not computed again: their KV is in the cache. They are among
     `new_token_ids`."""
+    is_chained: bool = False
+    """The row continues where the request's row of the plan before ends, which is not known yet: with the last token
+    that is sampled there, and the drafts that are made there, of which it has at most `num_tokens` - 1."""
+
+    @property
+    def num_drafts(self) -> int:
+        """The last of the row's `num_tokens`; at most, of a chained row."""
+        return self.num_tokens - 1 if self.is_chained else len(self.draft_token_ids)
 
     @property
     def has_prompt_tokens(self) -> bool:
         """Whether the row has tokens that are neither drafts nor sampled (or forced by a grammar)."""
-        return self.num_tokens > max(1, len(self.new_token_ids)) + len(self.draft_token_ids)
+        return self.num_tokens > max(1, len(self.new_token_ids)) + self.num_drafts
 
 
 class SchedulerOutput(msgspec.Struct, array_like=True):
     """The plan of a step. Each rank applies `freed_slots`, then `new`, then runs the rows: `decodes`, then `scheduled`.
 
     A row samples when its computed tokens reach its known tokens. With a single stage the workers keep the tokens that
-    they sample; these are known from then on, and plans contain them only after drafts. A plan without rows is a
-    heartbeat, which every rank passes on.
+    they sample; these are known from then on, and plans contain them only after drafts, unless a row is chained. A plan
+    without rows is a heartbeat, which every rank passes on.
     """
 
     step: int
@@ -91,7 +99,7 @@ class SchedulerOutput(msgspec.Struct, array_like=True):
 
     @property
     def num_draft_tokens(self) -> int:
-        return sum(len(row.draft_token_ids) for row in self.scheduled)
+        return sum(row.num_drafts for row in self.scheduled)
 
     @property
     def num_prefill_tokens(self) -> int:

@@ -44,6 +44,11 @@ _PRIOR, _PRIOR_WEIGHT = 0.8, 1.0
 _OVERALL_WEIGHT = 4.0
 """Drafts as which the share of all requests counts for one of them."""
 
+_MAX_STOPS, _STOP_DECAY = 1 / 16, 0.99
+"""Share of recent rows that end with a stop token, above which the core waits for results, and the factor by which a
+row counts less with each later one. A row that is chained to such a row is computed in vain: a whole step, while
+waiting for a result takes a small part of one."""
+
 
 class Acceptance:
     """The share of recent drafts that were right."""
@@ -75,6 +80,8 @@ class ModelSpeculationManager(SpeculationManager):
         """Plans since the last one with drafts, and their number at which some are tried."""
         self._declined: tuple[int, int] | None = None
         """Rows, and those that can have drafts, of the last plan for which no drafts pay."""
+        self._stops = 0.0
+        """The share of recent rows with drafts that end with a stop token."""
 
     def num_drafts(self, requests: Sequence[Request], num_rows: int, *, has_prompts: bool) -> int | None:
         """Return `SchedulerOutput.num_drafts` of a plan with `num_rows`, of which these can have drafts afterwards."""
@@ -169,6 +176,20 @@ class ModelSpeculationManager(SpeculationManager):
                 acceptance.learn(right, has_wrong=right < len(pairs))
             if right == len(pairs):  # a try that succeeds is followed by another one
                 self._num_without = self._try_after
+
+    def may_chain(self, requests: Sequence[Request], num_drafts: int) -> bool:
+        """Whether these requests should have rows with `num_drafts` of the model before it is known where those before
+        them end: not if n-grams, which need the text, promise more."""
+        if self._stops > _MAX_STOPS:
+            return False
+        return all(
+            sum(chances) <= _promises(self.probability(request), num_drafts)[-1]
+            for request, (_, chances) in self.look_up(requests, 0).items()
+        )
+
+    def on_verified(self, *, is_stop: bool) -> None:
+        """Learn how often rows end their requests with a stop token, from one row."""
+        self._stops = _STOP_DECAY * self._stops + (1 - _STOP_DECAY) * is_stop
 
     def kind(self, plan: SchedulerOutput) -> Kind | None:
         made = (plan.num_rows - len(plan.masks)) * (plan.num_drafts or 0)

@@ -14,10 +14,11 @@ A request with structured output waits for each sampled token (see `quire.engine
 pipeline stages, one plan per stage is in flight, and a decode waits for its token.
 
 With speculation, a decode whose tokens are all known can have drafts (see `quire.engine.scheduler.speculation`). Its
-row advances past them, and it waits for the result, which takes back those that do not count. While drafts pay, a
-single stage does not run ahead. A recurrent state cannot go back, so it is kept as it is before the drafts, and the
-request's next row computes those that count once more. Drafts of a model are made by the workers at the end of a step,
-in slots that the rows get in advance, and arrive with its result.
+row advances past them, and it waits for the result, which takes back those that do not count. A recurrent state cannot
+go back, so it is kept as it is before the drafts, and the request's next row computes those that count once more.
+Drafts of a model are made by the workers at the end of a step, in slots that the rows get in advance, and arrive with
+its result. While drafts pay, a single stage runs ahead only if all rows can be chained: they continue where the workers
+are at the end of the step in flight (`_chain`).
 `quire.engine.scheduler.token_budget` decides how many tokens a plan contains.
 """
 
@@ -37,6 +38,7 @@ from quire.engine.protocol.logprobs import PromptLogprobs, TokenLogprobs
 from quire.engine.protocol.runner_output import ModelRunnerOutput
 from quire.engine.protocol.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from quire.engine.protocol.stats import ITERATION_TOKENS, EngineStats
+from quire.engine.scheduler.drafts_in_flight import DraftsInFlight
 from quire.engine.scheduler.grammar import GrammarCompiler
 from quire.engine.scheduler.kv_cache_manager import KVCacheManager, extend_hashes
 from quire.engine.scheduler.model_drafts import ModelSpeculationManager, make_speculation
@@ -78,10 +80,12 @@ class Scheduler:
         if self.config.speculative is not None:
             block_size = cache.block_size if self.kv.states else None
             self.speculation = make_speculation(self.config.speculative, self.config.max_sampled_tokens, block_size)
-        self._drafted: dict[Request, int] = {}
-        """The requests with drafts in flight, and their number."""
-        self._last_drafting_step = -1
-        """The last step at whose end the workers make drafts."""
+        self._drafted = DraftsInFlight()
+        self._last_drafting_step, self._last_num_drafts = -1, 0
+        """The last step at whose end the workers make drafts, and how many for a row, at most."""
+        self._all_ranks_draft = config.drafter is None or config.drafter.parallel.tensor_parallel_size == (
+            config.parallel.tensor_parallel_size
+        )
         self.waiting = RequestQueue()
         self.token_budget = TokenBudget(self.config, self.stages)
         self._decode_context = 0
@@ -225,7 +229,7 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput | None:
         """Return the next plan, or None if nothing can run until a plan in flight has finished."""
         if self._awaits_drafts():
-            return None
+            return self._chain()
         plan = SchedulerOutput(step=self._step, freed_slots=[], new=[], scheduled=[])
         self._next_victim = None
         is_shared = len(self.waiting.shares) > 1
@@ -380,9 +384,7 @@ class Scheduler:
         if needed > self._spare_pages:
             return self._extend_decode(request)
         self._end_decode(request)
-        self._drafted[request] = len(drafts)
-        self.stats.num_drafts += 1
-        self.stats.num_draft_tokens += len(drafts)
+        self._drafted.add(request, len(drafts))
         return self._decode_row(request, count, self._advance(request, count), drafts)
 
     def _ask_for_drafts(self, plan: SchedulerOutput, rows: list[Request], speculation: ModelSpeculationManager) -> None:
@@ -394,7 +396,7 @@ class Scheduler:
         plan.num_drafts = speculation.num_drafts(drafting, len(rows), has_prompts=plan.num_prefill_tokens > 0)
         if not plan.num_drafts:
             return
-        self._last_drafting_step = plan.step
+        self._last_drafting_step, self._last_num_drafts = plan.step, plan.num_drafts
         extended: dict[Request, list[int]] = {}
         for request in () if self.kv.states else drafting:  # with states, drafts end with the block
             known, computed = len(request.token_ids), request.num_computed_tokens
@@ -417,7 +419,7 @@ class Scheduler:
 
     def _can_have_drafts(self, request: Request) -> bool:
         """Whether a request that has a row in the current plan samples there, and goes on."""
-        least = request.num_computed_tokens - self._drafted.get(request, 0)
+        least = request.num_computed_tokens - self._drafted.num_drafts(request)
         return request.grammar is None and not request.num_pending_tokens and least < request.max_tokens - 2
 
     @property
@@ -432,6 +434,49 @@ class Scheduler:
         if self._drafted or self._last_drafting_step > self._last_finished_step:
             return True
         return self._spare_pages > 0 and bool(self.speculation.draft(self.decoding, len(self.structured_output.ready)))
+
+    def _chain(self) -> SchedulerOutput | None:
+        """Return a plan whose rows continue where those of the plan in flight end, with the drafts made there; None if
+        it must wait for the result.
+
+        A chained row moves forward by the maximum number of tokens, and is placed within the limits even then.
+        """
+        count = self._last_num_drafts if self._last_drafting_step == self._step - 1 else 0
+        rows = sorted((*self.decoding, *self._drafted), key=order)
+        if not self._can_chain(rows, 1 + count):
+            return None
+        assert isinstance(self.speculation, ModelSpeculationManager)
+        plan = SchedulerOutput(step=self._step, freed_slots=[], new=[], scheduled=[])
+        for request in rows:
+            assert request.slot is not None
+            assert not request.unsent_to_workers
+            if self.kv.windows:
+                self._free_out_of_window(request)
+            self._end_decode(request)
+            self._drafted.add(request, count)
+            new_blocks = self._advance(request, 1 + count)
+            plan.scheduled.append(CachedRequestData(request.slot, 1 + count, [], new_blocks, is_chained=True))
+        self._ask_for_drafts(plan, rows, self.speculation)
+        return self._finish_plan(plan, rows)
+
+    def _can_chain(self, rows: list[Request], count: int) -> bool:
+        """Whether all of these requests can have chained rows of `count` tokens in the next plan."""
+        if not isinstance(self.speculation, ModelSpeculationManager):
+            return False
+        if not self._all_ranks_draft or self.kv.states or self.structured_output:
+            return False
+        if not (self._drafted or count > 1) or len(self._rows_in_flight) > 1:
+            return False
+        if len(self.waiting) > 0 and (self._free_slots or len(self.waiting.shares) > 1):  # one may be admitted
+            return False
+        if any(r.last_step != self._step - 1 or r.num_computed_tokens + count >= r.max_tokens for r in rows):
+            return False
+        ends = [(request.block_ids, request.num_computed_tokens + count) for request in rows]
+        pages = sum(max(0, self.kv.pages_needed(*end)) for end in ends)
+        most = self.speculation.max_sampled_tokens
+        if not 0 < len(rows) * count <= most or pages + len(rows) * self.kv.num_groups > self.kv.num_free:
+            return False
+        return self.speculation.may_chain(rows, count - 1)
 
     def _schedule_chunks(
         self, plan: SchedulerOutput, rows: list[Request], queue: Sequence[Request], max_rows: int, tokens_left: int
@@ -503,7 +548,8 @@ class Scheduler:
         """
         num_published = request.num_published
         self._publish(request)
-        self.kv.free_out_of_window(request.block_ids, request.num_computed_tokens, num_published)
+        position = request.num_computed_tokens - self._drafted.num_drafts(request)
+        self.kv.free_out_of_window(request.block_ids, position, num_published)
 
     def _advance(self, request: Request, count: int) -> list[int]:
         """Move a request forward by `count` tokens; returns the blocks allocated for them, which must be free."""
@@ -721,7 +767,8 @@ class Scheduler:
                 row = rows.index(request)
                 sampled = [token_id, *result.accepted.get(row, [])]
                 scores = [logprobs, *result.accepted_logprobs.get(row, [])]
-                client_outputs.outputs.append(self._verify(request, sampled, scores))
+                num_made = len(result.draft_token_ids.get(row, []))
+                client_outputs.outputs.append(self._verify(request, sampled, scores, num_made))
                 continue
             tokens = request.token_ids
             tokens.append(token_id)
@@ -794,25 +841,35 @@ class Scheduler:
                 output.vector = vector
                 outputs.setdefault(request.client, EngineCoreOutputs()).outputs.append(output)
 
-    def _verify(self, request: Request, sampled: list[int], logprobs: list[TokenLogprobs | None]) -> EngineCoreOutput:
-        """Process the result of a row with drafts: take back those that do not count, and return the output.
+    def _verify(
+        self, request: Request, sampled: list[int], logprobs: list[TokenLogprobs | None], num_made: int
+    ) -> EngineCoreOutput:
+        """Process the result of the oldest row in flight of a request with drafts: take back those that do not count,
+        and return the output.
 
-        `sampled` are the tokens at the places of the drafts that count, and the one after them.
+        `sampled` are the tokens at the places of the drafts that count, and the one after them; `num_made` drafts of
+        what follows were made, which a chained row has.
         """
-        num_drafts, num_accepted = self._drafted.pop(request), len(sampled) - 1
+        num_drafts, num_missing = self._drafted.on_result(request, num_made)
+        num_accepted = len(sampled) - 1
         num_computed = 0 if self.kv.states else num_accepted
-        request.num_computed_tokens -= num_drafts - num_computed
+        request.num_computed_tokens -= num_drafts - num_computed + num_missing
         ends = (at + 1 for at, token_id in enumerate(sampled) if token_id in request.stops)
         sampled = sampled[: min(next(ends, len(sampled)), request.max_tokens - len(request.token_ids))]
         request.token_ids += sampled
         output = self._make_output(request, sampled, logprobs[: len(sampled)])
         num_told = min(num_accepted, len(sampled))  # those after the end count nowhere
         output.num_accepted_tokens, output.num_rejected_tokens = num_told, num_drafts - num_told
+        self.stats.num_drafts += num_drafts > 0
+        self.stats.num_draft_tokens += num_drafts
         self.stats.num_accepted_tokens += num_told
         for place in range(num_told):
             self.stats.accepted_per_position[place] += 1
-        if request.finish_reason is None:
-            request.unsent_to_workers, request.num_accepted = sampled, num_computed
+        if isinstance(self.speculation, ModelSpeculationManager):
+            self.speculation.on_verified(is_stop=request.finish_reason == "stop")
+        if request.finish_reason is None and request not in self._drafted:
+            if request.last_step <= self._last_finished_step:  # otherwise it is chained: the workers know
+                request.unsent_to_workers, request.num_accepted = sampled, num_computed
             insert(self.decoding, request)
             self._decode_context += request.num_computed_tokens
             request.decode_until = 0  # the next row tells the workers
@@ -856,6 +913,7 @@ class Scheduler:
         """Assert that requests, slots, blocks and queues agree. Called by tests after every step."""
         self.kv.check_integrity(self.kv.without_freed(request.block_ids) for request in self.running)
         self.structured_output.check_integrity(self._last_finished_step)
+        self._drafted.check_integrity(len(self._rows_in_flight))
         waiting = self.waiting.check_integrity(self.running)
         assert {id(r) for r in (*self.running, *waiting)} == {id(r) for r in self.requests.values()}
         slots = [request.slot for request in self.running] + self._free_slots
@@ -869,10 +927,14 @@ class Scheduler:
         assert all(r.num_pending_tokens for r in self.prefilling)
         assert self._decode_context == sum(r.num_computed_tokens for r in self.decoding)
         assert all(r.num_computed_tokens == r.max_tokens - 1 for r in in_last_step)
+        # There are slots for the drafts in flight, and for those that are made next.
+        most_drafts = 0 if self.speculation is None else self.speculation.config.num_speculative_tokens
+        max_row = self.config.max_num_batched_tokens + 2 * most_drafts
         for request in self.running:
-            self.kv.check_windows(request.block_ids, request.num_computed_tokens, self.config.max_num_batched_tokens)
-            ahead = self._drafted[request] + 1 if request in self._drafted else self.config.depth
-            assert request.num_computed_tokens < len(request.token_ids) + ahead
+            least = request.num_computed_tokens - self._drafted.num_drafts(request)
+            assert len(request.block_ids) >= self.kv.num_blocks_for(request.num_computed_tokens)
+            self.kv.check_windows(request.block_ids, least, max_row)
+            assert least < len(request.token_ids) + self.config.depth
             assert max(request.num_computed_tokens + 1, len(request.token_ids)) <= request.max_tokens
         assert all(r.num_scored_tokens < r.num_prompt_tokens for r in self.requests.values())
         assert all(r.slot is None and not r.block_ids and not r.num_computed_tokens for r in waiting)

@@ -114,7 +114,7 @@ class TokenBudget:
 
         Not of one with drafts, which cost less than the tokens of prompts, or after which some are made.
         """
-        if self.step_time is None or plan.num_drafts or any(row.draft_token_ids for row in plan.scheduled):
+        if self.step_time is None or plan.num_drafts or plan.num_draft_tokens:
             return
         prompt_context = 0.0
         chunks = plan.scheduled[decodes - len(plan.decodes) :]

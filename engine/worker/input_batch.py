@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -123,13 +124,16 @@ class InputBatch:
         """The numeric fields of `params`, as arrays."""
         self.params: list[SamplingParams | None] = [None] * slots
 
-    def apply(self, plan: SchedulerOutput) -> StepRows:
-        """Update the state to the start of `plan`, and return the rows that the plan runs."""
+    def apply(self, plan: SchedulerOutput, chained_drafts: Mapping[int, int] = MappingProxyType({})) -> StepRows:
+        """Update the state to the start of `plan`, and return the rows that the plan runs.
+
+        `chained_drafts` are the numbers of drafts of chained rows, by slot; see `StepEnd.resume`.
+        """
         for slot in plan.freed_slots:
             self.params[slot] = None
         for request in plan.new:
             self._add(request)
-        has_drafts = False
+        has_drafts = any(chained_drafts.values())
         for row in plan.scheduled:
             self.num_computed_tokens[row.slot] += row.num_accepted
             if row.new_token_ids:
@@ -149,12 +153,16 @@ class InputBatch:
         slots = np.array(plan.decodes + [row.slot for row in plan.scheduled], np.int64)
         counts = np.ones(len(slots), np.int64)
         if plan.scheduled:
-            counts[len(plan.decodes) :] = [row.num_tokens for row in plan.scheduled]
+            counts[len(plan.decodes) :] = [
+                1 + chained_drafts.get(row.slot, 0) if row.is_chained else row.num_tokens for row in plan.scheduled
+            ]
         known: Ints = self.num_tokens[slots]
         num_drafts: Ints | None = None
         if has_drafts:
             num_drafts = np.zeros(len(slots), np.int64)
-            num_drafts[len(plan.decodes) :] = [len(row.draft_token_ids) for row in plan.scheduled]
+            num_drafts[len(plan.decodes) :] = [
+                chained_drafts.get(row.slot, len(row.draft_token_ids)) for row in plan.scheduled
+            ]
             sampling = np.flatnonzero(self.num_computed_tokens[slots] + counts == known + num_drafts)
             repeats: Ints = num_drafts[sampling] + 1
             starts: Ints = np.repeat(known[sampling] - repeats.cumsum() + repeats, repeats)
@@ -216,7 +224,7 @@ class InputBatch:
 
     def append_sampled(self, rows: StepRows) -> None:
         """Append the written tokens to the rows without drafts. Those of a row with drafts are known when a plan
-        contains them."""
+        contains them, or chains a row to it."""
         sampling = rows.sampling
         if rows.num_drafts is not None:
             sampling = sampling[rows.num_drafts[sampling] == 0]

@@ -32,6 +32,7 @@ from quire.engine.protocol.runner_output import LOST_REPLICAS, ModelRunnerOutput
 from quire.engine.protocol.scheduler_output import SchedulerOutput
 from quire.engine.worker import memory, warm_up
 from quire.engine.worker.async_copies import Array, AsyncOutput, AsyncRead, send
+from quire.engine.worker.chained_rows import StepEnd
 from quire.engine.worker.cuda_graphs import DecodeGraphs
 from quire.engine.worker.drafter import (
     Drafter,
@@ -42,7 +43,7 @@ from quire.engine.worker.drafter import (
 )
 from quire.engine.worker.drafters import load_drafter, make_drafter
 from quire.engine.worker.eplb import ExpertLoadBalancer
-from quire.engine.worker.input_batch import InputBatch, StepRows, split_micro_batches
+from quire.engine.worker.input_batch import InputBatch, Ints, StepRows, split_micro_batches
 from quire.engine.worker.oom import OOMHandler
 from quire.engine.worker.pooler import Pooler
 from quire.engine.worker.sampler import Sampler
@@ -142,6 +143,8 @@ class ModelRunner:
         self._drafts = config.drafter is not None and parallel_state.pipeline.is_last
         """Whether this stage has a drafter, on this rank or the first one."""
         self._drafter: Drafter | None = None
+        self._step_end: StepEnd | None = None
+        """Of the last step, if a row of the next one can be chained to one of it."""
         drafter_model, drafter_parallel = None, parallel_state.tp
         if self._drafts and (drafter := config.drafter) is not None:
             drafter_parallel = parallel_state.tp if drafter.parallel.tensor_parallel_size > 1 else Parallel()
@@ -291,12 +294,14 @@ class ModelRunner:
         if result is not None:
             result.expert_load = expert_load
         self._tp.begin_step()
-        rows = self._input_batch.apply(plan)
+        end, self._step_end = self._step_end, None
+        rows = self._input_batch.apply(plan, {} if end is None else end.resume(plan, self._input_batch))
+        assert end is not None or not any(row.is_chained for row in plan.scheduled), "chained to no step"
         if self._has_states:
             self._clear_new_blocks(plan)
         if not plan.num_rows and not any(replica_tokens):
             return self._run_without_rows()
-        has_prompts = plan.num_tokens > plan.num_rows
+        has_prompts = int(rows.counts.sum()) > plan.num_rows
         logits_indices_only = self._logits_indices_only and has_prompts and not rows.scoring and rows.num_drafts is None
         first = self._input_batch.num_computed_tokens[rows.slots]
         batch, places = self._input_batch.batch(rows, replica_tokens, logits_indices_only=logits_indices_only)
@@ -317,19 +322,24 @@ class ModelRunner:
         logits = self._decoder.logits(hidden[batch.logits_indices])
         tokens = None
         if result is not None:
-            tokens, reading = self._sample(plan, rows, logits, result)
+            tokens, reading = self._sample(plan, rows, batch, logits, result)
             readings.append(reading)
         del logits  # a drafter needs the memory
         drafts = self._drafts and plan.num_drafts is not None
         if self._pipeline.is_first or drafts:
             sampled = self._write_sampled(rows, places, tokens)
+            accepted = count_accepted(rows, batch, sampled) if self._drafts else None
         if self._pipeline.is_first:
             self._input_batch.append_sampled(rows)
+            if self._drafts:
+                self._step_end = StepEnd(rows, accepted, self._device)
         if drafts and self._drafter is not None:
-            accepted, drafting = count_accepted(rows, batch, sampled), may_draft(rows, [*plan.masks])
+            drafting = may_draft(rows, [*plan.masks])
             step = SampledStep(rows, first, batch, hidden, accepted, drafting, plan.num_drafts or 0)
             draft = partial(self._drafter.draft, step, self._input_batch)
             made = draft() if self._oom_handler is None else self._oom_handler.attempt("drafts", draft)
+            if self._step_end is not None:
+                self._step_end.drafts = made
             readings += self._report_drafts(made, result)
         return readings
 
@@ -390,16 +400,16 @@ class ModelRunner:
         return self._pipeline.receive((tokens, self._stage_width), self._dtype)
 
     def _sample(
-        self, plan: SchedulerOutput, rows: StepRows, logits: Tensor, result: ModelRunnerOutput
+        self, plan: SchedulerOutput, rows: StepRows, batch: Batch, logits: Tensor, result: ModelRunnerOutput
     ) -> tuple[Tensor, AsyncRead]:
         """Sample the tokens of each row that samples, int64 on the device."""
         slots = rows.slots[rows.sampling]
         sampled = self._sampler.sample(logits, self._input_batch, slots, rows.lengths, plan.masks)
 
-        def fill(tokens: Array, *columns: Array) -> None:
+        def fill(tokens: Array, token_ids: Array, *columns: Array) -> None:
             logprobs = sampled.logprobs(*columns) if columns else []
             if rows.num_drafts is not None:
-                _verify(plan, rows, tokens.tolist(), logprobs, result)
+                _verify(rows, rows.num_drafts, token_ids, tokens.tolist(), logprobs, result)
                 return
             if len(tokens) == len(result.token_ids):
                 result.token_ids, result.logprobs = tokens.tolist(), logprobs
@@ -411,7 +421,8 @@ class ModelRunner:
                 for row, reported in zip(rows.sampling.tolist(), logprobs, strict=True):
                     result.logprobs[row] = reported
 
-        return sampled.tokens, AsyncRead([sampled.tokens, *sampled.columns], fill)
+        token_ids = batch.token_ids[: 0 if rows.num_drafts is None else None]  # only the drafts are read
+        return sampled.tokens, AsyncRead([sampled.tokens, token_ids, *sampled.columns], fill)
 
     def _score(self, rows: StepRows, hidden: Tensor, result: ModelRunnerOutput | None) -> list[AsyncRead]:
         """Log-probabilities of the prompt tokens that follow the rows' tokens, on the first rank only.
@@ -468,20 +479,21 @@ class ModelRunner:
 
 
 def _verify(
-    plan: SchedulerOutput,
     rows: StepRows,
+    num_drafts: Ints,
+    token_ids: Array,
     tokens: list[int],
     logprobs: list[TokenLogprobs | None],
     result: ModelRunnerOutput,
 ) -> None:
-    """Store the sampled tokens of a step with drafts: those of a row up to the first that is not its draft."""
+    """Store the sampled tokens of a step with drafts: those of a row up to the first that is not its draft. `token_ids`
+    are those of the batch."""
     if logprobs:
         result.logprobs = [None] * len(result.token_ids)
-    drafts = dict(enumerate((row.draft_token_ids for row in plan.scheduled), len(plan.decodes)))
-    at, sampling = 0, rows.sampling.tolist()
+    at, sampling, ends = 0, rows.sampling.tolist(), rows.counts.cumsum().tolist()
     while at < len(sampling):
         row = sampling[at]
-        guesses = drafts.get(row, [])
+        guesses = token_ids[ends[row] - num_drafts[row] : ends[row]].tolist()
         sampled = tokens[at : at + len(guesses) + 1]
         matching = takewhile(lambda pair: pair[0] == pair[1], zip(sampled, guesses, strict=False))
         end = at + 1 + sum(1 for _ in matching)

@@ -78,6 +78,9 @@ class Always(ModelSpeculationManager):
         super().__init__(made, max_sampled_tokens, state_block_size)
         self.rng, self.varies = random.Random(0), varies
 
+    def may_chain(self, requests: Sequence[Request], num_drafts: int) -> bool:
+        return True
+
     def num_drafts(self, requests: Sequence[Request], num_rows: int, *, has_prompts: bool) -> int | None:
         most = self.config.num_speculative_tokens if requests else 0
         return self.rng.choice([None, *range(most + 1), most]) if self.varies else most

@@ -42,6 +42,11 @@ class Row:
     """Positions whose logits score the next prompt token."""
     drafts: list[int] = field(default_factory=list)
     """Of the step that runs."""
+    unknown: list[int] = field(default_factory=list)
+    """What the last step has sampled after drafts, which only a chained row may use before a plan contains it."""
+    made: list[int] = field(default_factory=list)
+    """The drafts that were made at the end of the last step."""
+    last_step: int = -1
     histories: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     """By group of layers: the number (see `FakeModel.numbers`) of each computed token."""
 
@@ -72,6 +77,8 @@ class FakeModel:
     is_skipping: bool = False
     guess: Callable[[list[int]], int] = next_token
     """The drafter's next token, where a plan asks for drafts."""
+    drafts_fit: Callable[[SchedulerOutput], bool] = lambda plan: True
+    """Whether there is memory for making drafts at the end of a step."""
 
     def __post_init__(self) -> None:
         self.kv = [[None] * self.block_size for _ in range(self.num_blocks)]
@@ -103,14 +110,14 @@ class FakeModel:
             CachedRequestData(slot, 1, [] if token_id is None else [token_id], [])
             for slot, token_id in zip_longest(plan.decodes, plan.token_ids)
         ]
-        scheduled += plan.scheduled
+        scheduled += [self._unchained(row, plan.step) if row.is_chained else row for row in plan.scheduled]
         for row in scheduled:  # all KV of a step is written before any row attends
             self._write(row)
         self._update_states(scheduled)
-        slots = plan.decodes + [scheduled.slot for scheduled in plan.scheduled]
+        slots = [row.slot for row in scheduled]
         assert len(set(slots)) == len(slots)
         assert plan.masks.keys() <= {scheduled.slot for scheduled in plan.scheduled}
-        counts = [1] * len(plan.decodes) + [scheduled.num_tokens for scheduled in plan.scheduled]
+        counts = [row.num_tokens for row in scheduled]
         scores = {
             number: scored
             for number, (slot, count) in enumerate(zip(slots, counts, strict=True))
@@ -124,9 +131,21 @@ class FakeModel:
         accepted = {number: tokens[1:] for number, tokens in enumerate(sampled) if len(tokens) > 1}
         result = ModelRunnerOutput(plan.step, [tokens[0] for tokens in sampled], [], scores, accepted)
         for number, (slot, tokens) in enumerate(zip(slots, sampled, strict=True)):
-            if plan.num_drafts and tokens[0] >= 0 and slot not in plan.masks:
-                result.draft_token_ids[number] = self._draft(self.rows[slot], tokens, plan.num_drafts)
+            state = self.rows[slot]
+            state.last_step, state.made, state.unknown = plan.step, [], tokens if state.drafts else []
+            if plan.num_drafts and tokens[0] >= 0 and slot not in plan.masks and self.drafts_fit(plan):
+                result.draft_token_ids[number] = state.made = self._draft(state, tokens, plan.num_drafts)
         return result
+
+    def _unchained(self, chained: CachedRequestData, step: int) -> CachedRequestData:
+        """The row as it is if the plan contains what it continues from."""
+        row = self.rows[chained.slot]
+        assert row.last_step == step - 1, "the plan before has no row of this slot"
+        assert (chained.new_token_ids, chained.draft_token_ids, chained.num_accepted) == ([], [], 0)
+        drafts, accepted = row.made[: chained.num_tokens - 1], max(0, len(row.unknown) - 1)
+        return CachedRequestData(
+            chained.slot, 1 + len(drafts), row.unknown, chained.new_block_ids, drafts, accepted, is_chained=True
+        )
 
     def _draft(self, row: Row, sampled: list[int], most: int) -> list[int]:
         """As many drafts as there are slots for; what was in these slots is lost."""
