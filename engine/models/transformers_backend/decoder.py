@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -90,6 +91,8 @@ class TransformersDecoder(nn.Module):
         self.layers, self._dtype = layers, dtype
         self._base = [build.base_of(model)]  # in a list, as it is already a child of `hf_model`
         self._base_output = _BaseOutput(self._base[0])
+        names = inspect.signature(self._base[0].forward).parameters
+        self._cache_name = "cache" if "cache" in names else "past_key_values"  # as before transformers 5.24
         self._output: type[Any] | None = None
 
     @staticmethod
@@ -166,7 +169,7 @@ class TransformersDecoder(nn.Module):
     def run(self, x: Tensor | None, token_ids: Tensor, positions: Tensor) -> Tensor:
         """Run the base model on a flat batch, with the attached attention function."""
         start: dict[str, Tensor] = {"input_ids": token_ids[None]} if x is None else {"inputs_embeds": x[None]}
-        cached = {"use_cache": False} if self.cache is None else {"use_cache": True, "cache": self.cache}
+        cached = {"use_cache": False} if self.cache is None else {"use_cache": True, self._cache_name: self.cache}
         output = self._base[0](**start, position_ids=positions[None], **cached)
         self._output = type(output)
         hidden: Tensor = output.last_hidden_state[0]
