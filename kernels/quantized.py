@@ -286,11 +286,7 @@ def pack_coded(
     bits = 4 if len(VALUES[weight.values]) == 16 else 8
     wide = bits == 8 or weight.wide
     groups, columns = weight.scales.shape[-1], weight.codes.shape[-1]
-    codes, scales, offsets = weight.codes, weight.scales.float(), weight.offsets
-    if weight.values == "fp8":
-        codes, powers = lift_floats(codes)
-        scales = torch.ldexp(scales, -powers)
-        offsets = None if offsets is None else torch.ldexp(offsets, powers)
+    scales, offsets = weight.scales.float(), weight.offsets
     factors: tuple[Tensor | None, Tensor | None] = None, None
     assert columns % groups == 0
     group = columns // groups
@@ -307,29 +303,10 @@ def pack_coded(
             (scales / of_rows[:, None]).repeat_interleave(parts, dim=1),
             None if offsets is None else offsets.repeat_interleave(parts, dim=1),
         )
-    tiles = pack(codes, *factors, size, bits, wide, gated)
+    tiles = pack(weight.codes, *factors, size, bits, wide, gated)
     of_rows = interleave_gated(of_rows) if gated else of_rows
     count = sum(each is not None for each in factors)
     return CodedTiles(weight.values, size, count, tiles, F.pad(of_rows, (0, -len(of_rows) % TILE)))
-
-
-def lift_floats(codes: Tensor) -> tuple[Tensor, Tensor]:
-    """Multiply the values of fp8 codes `[out, in]` of each feature by the highest power of two that they have room for,
-    so that the largest is at least 224. This is exact: kernels that round values in steps of a constant size then do so
-    in small parts of the largest. Returns the codes and the exponents `[out, 1]`."""
-    sizes = codes & 0x7F
-    largest = values_on(codes.device, "fp8")[sizes.amax(dim=1).int()]
-    room = 448.0 / largest  # NaN or infinite if nothing can be multiplied
-    powers = torch.where(room.isfinite(), torch.frexp(room).exponent - 1, 0)
-    (rows,) = torch.where(powers > 0)
-    if len(rows) == 0:
-        return codes, powers[:, None]
-    chosen, lifts = sizes[rows], powers[rows, None]
-    lifted = chosen + (8 * lifts).to(torch.uint8)  # the exponent is above three bits of mantissa
-    for mantissa in range(8):  # subnormal numbers
-        products = torch.ldexp(torch.full_like(lifts, mantissa, dtype=torch.float32), lifts - 9)
-        lifted = torch.where(chosen == mantissa, products.to(torch.float8_e4m3fn).view(torch.uint8), lifted)
-    return codes.index_copy(0, rows, lifted | codes[rows] & 0x80), powers[:, None]
 
 
 def common_factor(scales: Tensor, wide: bool) -> Tensor:
@@ -400,7 +377,7 @@ def coded_linear(
 ) -> Tensor:
     """Multiply `x` `[rows, in]` by `CodedTiles`, with sums in float32; `[rows, features]` of the type of `x`.
 
-    A kernel may round `x` to 16 bits in each group, values of 4 bits to 13, and those of fp8 to multiples of 1/16.
+    A kernel may round `x` to 16 bits in each group, and values of 4 bits to 13.
     With an activation, weight and bias are in the order of `interleave_gated`, and the result is gated.
     """
     weight = unpack_coded(CodedTiles(values, group, factors, tiles, scales)) * scales[:, None]

@@ -5,8 +5,8 @@
 //
 // Codes become integers of 16 bits, which are multiplied by rows of such integers: sums of a group are exact, and
 // rounding a row, with a scale for each group, changes a product by about 1e-4 of its size at most. Codes of Float8
-// become bfloat16 for rows of bfloat16 where these are multiplied in pairs; else such integers where one instruction
-// multiplies and adds pairs of these, or float32. A product does not depend on whether a piece is widened.
+// become float32, or bfloat16 for rows of bfloat16 where these are multiplied in pairs. A product does not depend on
+// whether a piece is widened.
 
 #pragma once
 
@@ -18,7 +18,7 @@ namespace quire {
 
 constexpr int64_t kMaxGroup = 256;
 
-// What precedes the numbers of a group of a row, or of a part of one.
+// What precedes the numbers of a group of a row.
 struct GroupHead {
   float scale;   // of sums of products
   float total;   // of the row, which offsets are multiplied by
@@ -302,59 +302,10 @@ struct Float8 {
   }
 };
 
-#ifdef __AVX512VNNI__
-// The same as multiples of 1/16, which changes only values below 1/2, by 1/32 at most. The largest of a feature is at
-// least 224 unless all are 0 (`quantized.lift_floats`). Pairs of integers are multiplied at twice the rate of float32.
-struct Float8Integers : Integers<8> {
-  using Unpacked = Words;
-  static constexpr bool kAlwaysWidens = true;
-  static constexpr int64_t kPart = 64;
-  static constexpr float unit = 0x1p-4f;
-
-  explicit Float8Integers(Float8) {}
-
-  static Words unpack(Words word) { return word; }
-
-  // With exponent bits e, (8 + mantissa) * 2^(e - 6), rounded; 0 for the smallest e, whose values are below 1/64.
-  static Shorts part(Words word, int k) {
-    const auto codes = std::bit_cast<__m512i>(word), sixteen = _mm512_set1_epi16(15);
-    const __m512i shifts = _mm512_andnot_si512(_mm512_srli_epi16(codes, k ? 11 : 3), sixteen);
-    const __m512i mantissas = _mm512_slli_epi16(k ? _mm512_srli_epi16(codes, 8) : codes, 10);
-    const __m512i with_one =  // and, or
-        _mm512_ternarylogic_epi32(mantissas, _mm512_set1_epi16(0x1C00), _mm512_set1_epi16(0x2000), 0xEA);
-    const __m512i size = _mm512_avg_epu16(_mm512_srlv_epi16(with_one, shifts), _mm512_setzero_si512());
-    const __mmask32 is_negative = _mm512_test_epi16_mask(codes, _mm512_set1_epi16(k ? -0x8000 : 0x80));
-    return std::bit_cast<Shorts>(_mm512_mask_sub_epi16(size, is_negative, _mm512_setzero_si512(), size));
-  }
-
-  template <typename T>
-  static GroupHead fill(const T* x, int64_t count, int64_t group, char* to) {
-    return fill_pairs(x, count, group, to, 0, 7680.0f);
-  }
-};
-#endif
-
 #ifdef __AVX512BF16__
-// Pairs of bfloat16 that have been widened.
-struct WidePairs {
-  using Wide = void;
-  using Total = Floats;
-  using Unpacked = Words;
-  static constexpr int kBits = 16, kNumberBytes = 2, kParts = 1;
-  float unit;
-  explicit WidePairs(float unit) : unit(unit) {}
-  static Words unpack(Words word) { return word; }
-  static Words part(Words word, int) { return word; }
-  static Floats add(Floats total, Words part, const char* x) {
-    return BFloat16Pairs::add(total, reinterpret_cast<const char*>(&part), x);
-  }
-  static Floats finish(Floats total, const GroupHead&) { return total; }
-};
-
-// The same as Float8 for rows of bfloat16. A part is codes k and k + 2 as bfloat16.
+// The same for rows of bfloat16. A part is codes k and k + 2 as bfloat16.
 struct Float8Pairs {
-  using Wide = WidePairs;
-  static constexpr bool kAlwaysWidens = true;
+  using Wide = void;
   using Total = Floats;
   struct Unpacked {
     Words even, odd;
@@ -382,10 +333,10 @@ struct Float8Pairs {
 
   static Words part(Unpacked word, int k) { return k ? word.odd : word.even; }
 
-  static Floats add(Floats total, Words part, const char* x) { return WidePairs::add(total, part, x); }
+  static Floats add(Floats total, Words part, const char* x) {
+    return BFloat16Pairs::add(total, reinterpret_cast<const char*>(&part), x);
+  }
   static Floats finish(Floats total, const GroupHead&) { return total; }
-
-  static void widen(Words part, char* to) { store(to, part); }
 
   static GroupHead fill(const BFloat16* x, int64_t count, int64_t group, char* to) {
     BFloat16 numbers[kMaxGroup];
@@ -420,7 +371,6 @@ void with_values(std::string_view name, const Tensor& table, Body&& body) {
 // The layout of a step, and its factors.
 struct Groups {
   int64_t bits, group, factors, factor_bytes;
-  int64_t part = group;  // inputs of a group whose sums are exact, and which have a head in a row
 
   // `bytes` are those of a step, which tell whether factors are float16 or float32.
   Groups(int64_t bits, int64_t group, int64_t factors, int64_t bytes)
@@ -454,17 +404,15 @@ struct Groups {
   }
 };
 
-// Whether pieces are widened for many rows. With 16 lanes, unpacking fits between the multiplications of 8 rows, except
-// that of values with `kAlwaysWidens`.
-template <typename Values>
-constexpr bool kWidensCodes = kLanes < 16 || requires { Values::kAlwaysWidens; };
+// Whether pieces are widened for many rows. With 16 lanes, unpacking fits between the multiplications of 8 rows.
+constexpr bool kWidensCodes = kLanes < 16;
 
-// A part of a row is its head, then a word of numbers for each part of a word of codes.
+// A group of a row is its head, then a word of numbers for each part of a word of codes.
 template <typename Values>
 struct Coded : Groups, Steps<Coded<Values>, Floats, 1, 4, 4> {
   using Groups::inputs, Groups::step_bytes, Groups::steps;
   using Unpacked = typename Values::Unpacked;
-  static constexpr bool kWidens = kWidensCodes<Values> && !std::is_void_v<typename Values::Wide>;
+  static constexpr bool kWidens = kWidensCodes && !std::is_void_v<typename Values::Wide>;
   using Wide = std::conditional_t<kWidens, Coded<typename Values::Wide>, Coded>;
   static constexpr int kParts = Values::kParts;
   // At a time. They have sums of the group, too.
@@ -474,9 +422,7 @@ struct Coded : Groups, Steps<Coded<Values>, Floats, 1, 4, 4> {
 
   template <typename From>
   Coded(From values, int64_t group, int64_t factors, int64_t bytes)
-      : Groups(Values::kBits, group, factors, bytes), values(values) {
-    if constexpr (requires { Values::kPart; }) part = group % Values::kPart == 0 ? Values::kPart : group;
-  }
+      : Groups(Values::kBits, group, factors, bytes), values(values) {}
 
   Coded(Values values, const Groups& of) : Groups(of), values(values) { bits = Values::kBits; }
 
@@ -485,24 +431,15 @@ struct Coded : Groups, Steps<Coded<Values>, Floats, 1, 4, 4> {
     else return *this;
   }
 
-  int64_t part_bytes() const { return sizeof(GroupHead) + part * Values::kNumberBytes; }
-  int64_t x_bytes() const { return group / part * part_bytes(); }
+  int64_t x_bytes() const { return sizeof(GroupHead) + group * Values::kNumberBytes; }
 
   // Inlined, so that sums stay in registers.
   template <int R, int V>
   [[gnu::always_inline]] void add_all(Floats (&sums)[R][V], const char* step, int first, const char* x,
                                       int64_t stride) const {
-    const char *words = step + head_bytes() + first * kLanes * 4, *const end = step + step_bytes();
-    for (; words < end; words += kTile * part * bits / 8, x += part_bytes()) {
-      add_part(sums, step, words, first, x, stride);
-    }
-  }
-
-  template <int R, int V>
-  [[gnu::always_inline]] void add_part(Floats (&sums)[R][V], const char* step, const char* words, int first,
-                                       const char* x, int64_t stride) const {
     typename Values::Total totals[R][V] = {};
-    const char *const end = words + kTile * part * bits / 8, *row = x + sizeof(GroupHead);
+    const char *words = step + head_bytes() + first * kLanes * 4, *const end = step + step_bytes();
+    const char* row = x + sizeof(GroupHead);
     for (; words < end; words += kTile * 4, row += kParts * 4) {
       Unpacked unpacked[V];
 #pragma GCC unroll 8
@@ -544,9 +481,9 @@ struct Coded : Groups, Steps<Coded<Values>, Floats, 1, 4, 4> {
 
   template <typename T>
   void fill(const T* x, int64_t inputs, char* to, int64_t) const {
-    for (int64_t i = 0; i < steps(inputs) * group; i += part, to += part_bytes()) {
-      const int64_t count = std::clamp<int64_t>(inputs - i, 0, part);
-      const GroupHead head = values.fill(x + std::min(i, inputs), count, part, to + sizeof(GroupHead));
+    for (int64_t i = 0; i < inputs; i += group, to += x_bytes()) {
+      const int64_t count = std::min(group, inputs - i);
+      const GroupHead head = values.fill(x + i, count, group, to + sizeof(GroupHead));
       std::memcpy(to, &head, sizeof(head));
     }
   }
@@ -557,30 +494,19 @@ struct Coded : Groups, Steps<Coded<Values>, Floats, 1, 4, 4> {
 };
 
 // The form of weights of these values for rows of T.
-#if defined(__AVX512BF16__)
-template <typename T>
-using Float8For = std::conditional_t<std::is_same_v<T, BFloat16>, Float8Pairs, Float8Integers>;
-#define QUIRE_CODED_FLOAT8(declare) QUIRE_CODED(declare, Float8Integers) QUIRE_CODED(declare, Float8Pairs)
-#elif defined(__AVX512VNNI__)
-template <typename>
-using Float8For = Float8Integers;
-#define QUIRE_CODED_FLOAT8(declare) QUIRE_CODED(declare, Float8Integers)
+#ifdef __AVX512BF16__
+template <typename Values, typename T>
+using CodedFor = Coded<
+    std::conditional_t<std::is_same_v<Values, Float8> && std::is_same_v<T, BFloat16>, Float8Pairs, Values>>;
+#define QUIRE_BFLOAT16_CODED(declare) QUIRE_CODED(declare, Float8Pairs)
 #else
-template <typename>
-using Float8For = Float8;
-#define QUIRE_CODED_FLOAT8(declare) QUIRE_CODED(declare, Float8)
+template <typename Values, typename>
+using CodedFor = Coded<Values>;
+#define QUIRE_BFLOAT16_CODED(declare)
 #endif
 
-template <typename Values, typename T>
-using CodedFor = Coded<std::conditional_t<std::is_same_v<Values, Float8>, Float8For<T>, Values>>;
-
-#if defined(__AVX512BF16__)
-#define QUIRE_WIDE_CODED(declare) \
-  QUIRE_MULTIPLY(declare, Pairs)  \
-  QUIRE_MULTIPLY(declare, WidePairs)
-#elif defined(__AVX512VNNI__)
-#define QUIRE_WIDE_CODED(declare) QUIRE_MULTIPLY(declare, Pairs)
-#elif defined(__AVX512F__)
+#ifdef __AVX512F__
+static_assert(!kWidensCodes);
 #define QUIRE_WIDE_CODED(declare)
 #else
 #define QUIRE_WIDE_CODED(declare) \
@@ -601,7 +527,8 @@ using CodedFor = Coded<std::conditional_t<std::is_same_v<Values, Float8>, Float8
   QUIRE_CODED(declare, Nibbles)        \
   QUIRE_CODED(declare, SmallTable)     \
   QUIRE_CODED(declare, Table)          \
-  QUIRE_CODED_FLOAT8(declare)          \
+  QUIRE_CODED(declare, Float8)         \
+  QUIRE_BFLOAT16_CODED(declare)        \
   QUIRE_WIDE_CODED(declare)
 
 QUIRE_ALL_CODED(extern)

@@ -139,34 +139,7 @@ def test_each_code_is_its_number(rows: int, dtype: torch.dtype) -> None:
     codes[:, 1:] = 0
     x = torch.ones(rows, 8, dtype=dtype)
     product = kernels.pack_linear(QuantizedWeight("fp8", dtype, codes, torch.ones(len(codes), 1)))
-    expected, rtol = numbers.nan_to_num().to(dtype).expand(rows, -1), 3e-7 if dtype == torch.float32 else 0
-    torch.testing.assert_close(product(x, None), expected, rtol=rtol, atol=0)
-
-
-def test_lifting_8_bit_floats_is_exact() -> None:
-    """Features of any size, of zeros, of subnormal numbers only, and with what is no number."""
-    codes = torch.randint(0, 256, (64, 40), dtype=torch.uint8)
-    largest = (2 * torch.arange(64, dtype=torch.uint8))[:, None]
-    codes = torch.minimum(codes & 0x7F, largest) | codes & 0x80
-    codes[63, 5] = 0xFF
-    lifted, powers = quantized.lift_floats(codes)
-    table = VALUES["fp8"]
-    expected = torch.ldexp(table[codes.int()], powers)
-    torch.testing.assert_close(table[lifted.int()], expected, rtol=0, atol=0, equal_nan=True)
-    assert (expected[1:63].abs().amax(dim=1) >= 224).all()
-    assert not powers[[0, 63]].any()
-
-
-@pytest.mark.parametrize("factors", [0, 1])
-def test_8_bit_floats_of_small_features(factors: int) -> None:
-    """A scale for the whole tensor leaves small features with the smallest codes."""
-    numbers = (torch.randn(64, 512) * torch.logspace(-2.5, 2, 64)[:, None]).clamp(-448, 448)
-    codes = numbers.to(torch.float8_e4m3fn).view(torch.uint8)
-    weight = QuantizedWeight("fp8", torch.float32, codes, torch.ones(64, 4 if factors else 1))
-    x = torch.randn(32, 512)
-    expected = x.double() @ weight.dequantize().double().T
-    errors = kernels.pack_linear(weight)(x, None) - expected
-    assert (errors.norm(dim=0) <= 2e-4 * expected.norm(dim=0)).all()
+    torch.testing.assert_close(product(x, None), numbers.nan_to_num().to(dtype).expand(rows, -1), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("is_padded", [False, True])
