@@ -92,8 +92,9 @@ class DraftModel:
 
     `InputBatch.num_drafter_tokens` says for how many of a request's tokens its KV is complete. In each step it computes
     those that follow, up to the newest one, whatever the target has computed: where steps have passed without it, it
-    catches up, a few rows at a time so that no step takes long. A row that is still behind has no drafts. Blocks of
-    the prefix cache that were filled in such steps have a gap, with which its guesses are worse.
+    catches up, a few rows at a time so that no step takes long, and by no more than its windows, as the blocks before
+    them are freed. A row that is still behind has no drafts. Where there is such a gap, or one in blocks of the prefix
+    cache that were filled in such steps, its guesses are worse.
 
     On a CPU its passes of few tokens are replayed; on a GPU they run without graphs.
     """
@@ -103,6 +104,9 @@ class DraftModel:
     ) -> None:
         """`config` is `EngineConfig.drafter`."""
         self._model, self._caches, self._parallel, self._sampler = model, caches, parallel, sampler
+        windows = (layer.attention.window for layer in config.model.architecture.layers if layer.attention is not None)
+        self._max_behind = min((window for window in windows if window), default=config.model.max_model_len)
+        """Tokens before a row's first one that have blocks in all groups."""
         self._max_replayed, self._graphs = 0, None
         device = caches[0].memory.device if caches and caches[0].memory is not None else torch.device("cpu")
         if device.type == "cpu" and config.graphs.sizes:
@@ -122,6 +126,7 @@ class DraftModel:
         ends = np.minimum(first + rows.counts + samples, room)
         # What it has computed after the newest token that was known then had no meaning.
         starts = np.minimum(input_batch.num_drafter_tokens[slots], first + 1)
+        starts = np.maximum(starts, first + 1 - self._max_behind)
         wanted = np.maximum(ends - starts, 0)
         late = np.where(wanted > rows.counts + 1, wanted, 0)
         counts = np.where(late, np.clip(_CATCH_UP_TOKENS - (late.cumsum() - late), 0, late), wanted)

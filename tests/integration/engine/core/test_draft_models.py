@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quire.engine.config.engine_config import EngineConfig
@@ -20,7 +21,7 @@ from quire.engine.worker import model_runner
 from quire.engine.worker.drafter import DraftModel, Drafts
 from quire.engine.worker.input_batch import InputBatch
 from tests.fakes.core_with_ranks import Ranks
-from tests.fakes.drafts import Always
+from tests.fakes.drafts import Always, Mixed
 from tests.fakes.families import write
 from tests.fakes.threads import ThreadExecutor
 
@@ -116,6 +117,25 @@ def test_the_bundled_draft_model_is_mostly_right() -> None:
         exact = ranks.tokens(asked, speculative=None)
         assert ranks.tokens(asked, speculation=Always(4, 16)) == exact
         assert ranks.stats.num_accepted_tokens > 0.6 * ranks.stats.num_draft_tokens
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_what_catches_up_writes_no_block_outside_its_windows(depth: int, tmp_path: Path) -> None:
+    """They belong to other requests by then, and maybe to layers of the target."""
+    write("Llama", tmp_path / "target")
+    write("Mistral, windows", tmp_path / "draft")
+    config = configured(tmp_path / "target", tmp_path / "draft", block_size=4)
+    params = SamplingParams(temperature=0.0, max_tokens=180, ignore_eos=True)
+    asked = [([3 + number, *range(10 + 5 * number)], params) for number in range(4)]
+    with Ranks(config, ThreadExecutor(config)) as ranks:
+        exact = ranks.tokens(asked, speculative=None, enable_prefix_caching=False)
+        predicted = [
+            (prompt, replace(params, predicted_token_ids=tokens[:100]))
+            for (prompt, _), tokens in zip(asked, exact, strict=True)
+        ]
+        # While the predictions are right, the draft model is not asked.
+        assert ranks.tokens(predicted, speculation=Mixed(4, 64), depth=depth, enable_prefix_caching=False) == exact
+        assert ranks.stats.num_accepted_tokens > 300
 
 
 @pytest.mark.parametrize(
