@@ -52,9 +52,10 @@ class Compressor(nn.Module):
         """Write the entries of the groups that end with one of the step's tokens to `cache`, from the tokens' `inputs`
         in the KV cache. See `kernels.compress_tokens`."""
         assert batch.entries is not None
-        assert self.norm.weight is not None
+        weight = self.norm.weight
+        assert isinstance(weight, Tensor)
         kernels.compress_tokens(
-            *(inputs, self.position_bias, self.norm.weight, self._eps, cos_sin, cache, batch.slot_mapping),
+            *(inputs, self.position_bias, weight, self._eps, cos_sin, cache, batch.slot_mapping),
             *(batch.block_tables, batch.sequence_lengths, batch.query_starts, batch.entries.block_tables),
         )
 

@@ -25,7 +25,7 @@ class StepEnd:
         """Bring the state of the plan's chained rows up to date, and write their drafts behind their tokens. Returns
         the number of drafts of each, by slot.
 
-        On a GPU this waits until the step has sampled, while the drafts may still be in the making.
+        On a GPU this waits until the step has sampled, while drafts are still being made.
         """
         chained = [(row.slot, row.num_tokens - 1) for row in plan.scheduled if row.is_chained]
         if not chained:

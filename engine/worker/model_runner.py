@@ -248,7 +248,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, plan: SchedulerOutput) -> AsyncOutput:
-        """Start a step of this stage, queued behind those started before it. On a GPU, this waits for none of them.
+        """Start a step of this stage, queued behind those started before it. On a GPU, this waits for none of them,
+        except to know where chained rows begin (`StepEnd.resume`).
 
         The returned object gives the step's result: the tokens on the first rank of the last stage, None on the others.
         """

@@ -48,7 +48,7 @@ from quire.server.frontend.metrics import Metrics
 from quire.server.frontend.output_stream import DEADLINE, EngineUnavailable, OutputStream
 from quire.server.frontend.replica import Replica, ReplicaInfo
 from quire.server.frontend.router import Router
-from quire.server.frontend.running_request import CLEARING_TOKENS, Prompt, RunningRequest
+from quire.server.frontend.running_request import CLEARING_TOKENS, PromptRequests, RunningRequest
 from quire.server.frontend.tracing import TRACE
 
 PROBE_SECONDS = 30.0
@@ -303,7 +303,7 @@ class EngineClient:
             self._num_waiting[share] += len(requests)
         for number, (request_id, prompt_ids, params) in enumerate(requests):
             if number % n == 0:
-                prompt = Prompt(n, num_open=n)
+                prompt = PromptRequests(n, num_open=n)
             submit = EngineCoreRequest(
                 self.index,
                 request_id,

@@ -18,7 +18,7 @@ CLEARING_TOKENS = 16
 
 
 @dataclass(slots=True)
-class Prompt:
+class PromptRequests:
     """The unfinished requests of one prompt, for metrics."""
 
     n: int
@@ -36,7 +36,7 @@ class RunningRequest:
     arrived: float
     submit: EngineCoreRequest
     """The original request; the other fields hold the state to resume from."""
-    prompt: Prompt
+    prompt: PromptRequests
     replica: int | None = None
     """None: it waits for a replica."""
     last_replica: int | None = None

@@ -29,6 +29,7 @@ from tests.fakes.draft_heads import HEAD, write_eagle3, write_mtp
 from tests.fakes.drafts import Always, Recording
 from tests.fakes.families import CASES, SIZES, write_model
 from tests.gpu.conftest import DEVICE
+from tests.integration.engine.core.test_chained_rows import num_chained, watch
 
 COUNT = 16
 TRITON = "auto" if DEVICE.type == "cpu" else "triton"
@@ -88,8 +89,10 @@ def test_execution_mode_does_not_change_tokens(
 
 
 @pytest.mark.parametrize("family", ["Llama", "Gemma 3", "DeepSeek V3"])
-def test_a_model_that_drafts_for_itself_is_right(family: str, folders: Callable[[str], Path]) -> None:
-    """With the same noise at temperature 1, running ahead of the device."""
+def test_a_model_that_drafts_for_itself_is_right(
+    family: str, folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the same noise at temperature 1, and rows chained to those in flight."""
     folder = str(folders(family))
     options: dict[str, Any] = {"device": DEVICE.type, "dtype": "float32", "kv_cache_memory_bytes": 1 << 24}
     config = resolve(EngineOptions(model=folder, spec_model=folder, max_model_len=128, max_num_seqs=8, **options))
@@ -98,14 +101,15 @@ def test_a_model_that_drafts_for_itself_is_right(family: str, folders: Callable[
         for seed, prompt in enumerate(PROMPTS)
     ]
     with Ranks(config) as ranks:
-        exact = ranks.tokens(requests, speculative=None)
+        exact, plans = ranks.tokens(requests, speculative=None), watch(ranks, monkeypatch)
         assert ranks.tokens(requests, speculation=Always(4, 64), depth=2) == exact
+        assert num_chained(plans) > 0
         assert ranks.stats.num_accepted_tokens >= 0.95 * ranks.stats.num_draft_tokens > 0
 
 
 @pytest.mark.parametrize("method", ["eagle3", "mtp"])
 def test_heads_change_no_token(method: Literal["eagle3", "mtp"], tmp_path: Path) -> None:
-    """And draft as on a CPU, running ahead of the device."""
+    """And draft as on a CPU."""
     reference = write_eagle3("Llama", tmp_path) if method == "eagle3" else write_mtp("DeepSeek V3", tmp_path)
     options = EngineOptions(
         model=str(tmp_path),

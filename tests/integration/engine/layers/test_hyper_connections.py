@@ -30,6 +30,7 @@ def test_streams_are_those_of_transformers(dtype: torch.dtype) -> None:
     post, comb, expected = theirs(streams)
     found, mixing = ours.before(x)
     torch.testing.assert_close(found, expected[0])
+    assert mixing.mixed is not None
     assert (mixing.mixed.sum(1) - 1).abs().max() < 1e-4
     after = post[..., None] * output.float()[:, None] + comb.mT @ streams.float()  # transformers rounds the weights
     torch.testing.assert_close(ours.after(output, mixing), after[0].flatten(1).to(dtype))
