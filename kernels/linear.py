@@ -103,7 +103,7 @@ def pack_linear(weight: Tensor | QuantizedWeight, quantization: Quantization | N
 def pack_groups(weight: Tensor, groups: int) -> PackedLinear:
     """Pack `weight` `[groups * out, in]` for a matmul of each group's inputs with its own rows; calls take
     `[rows, groups * in]` and return `[rows, groups * out]`."""
-    return GroupedLinear([pack_linear(part) for part in weight.chunk(groups)])
+    return PackedGroups([pack_linear(part) for part in weight.chunk(groups)])
 
 
 def pack_embedding(weight: QuantizedWeight) -> PackedEmbedding:
@@ -264,7 +264,7 @@ class TiledLinear(PackedLinear):
         return [self._weight]
 
 
-class GroupedLinear(PackedLinear):
+class PackedGroups(PackedLinear):
     """Matmuls of equal parts of the inputs by weights of their own."""
 
     def __init__(self, parts: Sequence[PackedLinear]) -> None:
