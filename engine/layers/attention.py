@@ -440,7 +440,8 @@ def attention_config(config: EngineConfig) -> kernels.AttentionConfig:
 def _kernel_layer(spec: attention_spec.AttentionSpec | attention_spec.MLASpec, tp: int) -> kernels.AttentionLayer:
     num_tensors, kv_heads, size = spec.kv_shape(tp)
     if isinstance(spec, attention_spec.MLASpec):
-        return kernels.AttentionLayer(spec.num_heads // tp, kv_heads, size, spec.scale, is_mla=num_tensors == 1)
+        heads, is_mla = spec.num_heads // tp, num_tensors == 1
+        return kernels.AttentionLayer(heads, kv_heads, size, spec.scale, is_mla=is_mla, has_sinks=spec.has_sinks)
     return kernels.AttentionLayer(
         *(spec.num_heads // tp, kv_heads, size, spec.scale, 0 if spec.is_chunked else spec.window or 0, spec.softcap),
         has_sinks=spec.has_sinks,
