@@ -290,8 +290,8 @@ class HyperConnectionSpec:
     """Of the streams together that weights are computed from; without a weight."""
 
     def __post_init__(self) -> None:
-        if self.num_streams < 1 or self.iterations < 0:
-            raise ConfigError(f"hc_mult {self.num_streams} and hc_sinkhorn_iters {self.iterations} must be at least 1")
+        if self.num_streams < 1:
+            raise ConfigError(f"hc_mult {self.num_streams} must be at least 1")
 
     @property
     def num_weights(self) -> int:

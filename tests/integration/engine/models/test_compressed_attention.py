@@ -141,7 +141,7 @@ def test_options_that_are_not_possible_are_refused(
         ({"layer_types": None, "compress_ratios": [0, 4, 8, 4]}, "compress_ratios .8. are not supported"),
         ({"index_head_dim": 4}, "index_head_dim 4 is less than the 8 rotary features"),
         ({"o_groups": 3}, "4 heads cannot be divided into o_groups 3"),
-        ({"hc_mult": 0}, "hc_mult 0 and hc_sinkhorn_iters 3 must be at least 1"),
+        ({"hc_mult": 0}, "hc_mult 0 must be at least 1"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope scaling 'dynamic' is not supported"),
     ],
 )
