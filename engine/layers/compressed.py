@@ -21,6 +21,7 @@ from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.attention import Batch, CompressedCache
 from quire.engine.layers.linear import (
     ColumnParallelLinear,
+    GroupedLinear,
     Linear,
     Partition,
     ReplicatedLinear,
@@ -88,32 +89,6 @@ class EntryIndexer(nn.Module):
         return kernels.select_tokens(query, weights, keys, tables, counts.clamp(min=1), starts, self._spec.top_k)
 
 
-class GroupedLinear(ColumnParallelLinear):
-    """Projects groups of features separately, each by its own rows of the weight, which are never quantized."""
-
-    def __init__(self, in_features: int, part: Partition, groups: int) -> None:
-        super().__init__(in_features, [part], bias=False)
-        self._groups = groups
-
-    @property
-    def may_be_quantized(self) -> bool:
-        return False
-
-    def pack(self, quantization: kernels.Quantization | None) -> None:
-        """On a GPU, do nothing: one product of all groups reads the weight as it is."""
-        if self.weight.device.type == "cpu":
-            self._product = kernels.pack_groups(self.weight, self._groups)
-            self.weight.data = self.weight.data.new_empty(0)
-
-    def forward(self, x: Tensor | kernels.RoundedRows) -> Tensor:
-        """`[tokens, groups * in_features]` → `[tokens, rows of this rank]`"""
-        assert isinstance(x, Tensor)
-        if self._product is not None:
-            return self._product(x, None)
-        grouped, weight = (torch.unflatten(each, dim, (self._groups, -1)) for each, dim in ((x, 1), (self.weight, 0)))
-        return torch.bmm(grouped.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1).flatten(1)
-
-
 class CompressedAttention(nn.Module):
     """Attention as described by `quire.engine.models.attention_spec.CompressedAttentionSpec`."""
 
@@ -134,7 +109,8 @@ class CompressedAttention(nn.Module):
         heads, inner = divided("", spec.num_heads, parallel), spec.output_groups * spec.output_rank
         self.sinks = Weight((heads.length,), heads.shard())
         of_group = spec.num_heads // spec.output_groups * spec.head_dim
-        self.group_output = GroupedLinear(of_group, divided("", inner, parallel), groups)
+        rows = divided("", inner, parallel)
+        self.group_output = GroupedLinear(Weight((rows.length, of_group), rows.shard(of_group)), groups)
         self.output = RowParallelLinear(inner, hidden_size, parallel, bias=False)
         self.compressor = None if spec.compressor is None else Compressor(spec.compressor, hidden_size, spec.head_dim)
         self.indexer = None if spec.indexer is None else EntryIndexer(spec, hidden_size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -155,6 +156,34 @@ class RowParallelLinear(Linear):
     def partial(self, x: Tensor | kernels.RoundedRows) -> Tensor:
         """This rank's part of that sum."""
         return self.product(x, self.bias if self._parallel.rank == 0 else None)  # only one rank adds the bias
+
+
+class GroupedLinear(Linear):
+    """Projects groups of features separately, each by weights of its own, which are never quantized."""
+
+    def __init__(self, weight: Weight, groups: int) -> None:
+        """`weight` is `[groups * out, in]` or `[groups, out, in]`, as checkpoints have it."""
+        super().__init__()
+        self.weight, self._groups = weight, groups
+
+    @property
+    def may_be_quantized(self) -> bool:
+        return False
+
+    def pack(self, quantization: kernels.Quantization | None) -> None:
+        """On a GPU, do nothing: one product of all groups reads the weight as it is."""
+        if self.weight.device.type == "cpu":
+            self._product = kernels.pack_groups(self.weight.flatten(0, -2), self._groups)
+            self.weight.data = self.weight.data.new_empty(0)
+
+    def forward(self, x: Tensor | kernels.RoundedRows) -> Tensor:
+        """`[tokens, groups * in]` → `[tokens, groups * out]`"""
+        assert isinstance(x, Tensor)
+        if self._product is not None:
+            return self._product(x, None)
+        weight = self.weight.view(self._groups, -1, self.weight.shape[-1])
+        grouped = torch.unflatten(x, 1, (self._groups, -1))
+        return torch.bmm(grouped.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1).flatten(1)
 
 
 class ReplicatedLinear(Linear):

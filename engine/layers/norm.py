@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from quire import kernels
 from quire.engine.distributed.communicator import Parallel
+from quire.engine.layers.linear import ReplicatedLinear
 from quire.engine.layers.weight import Shard, Weight, whole
 from quire.engine.models.spec_parts import NormSpec
 
@@ -87,15 +88,14 @@ class GatedNorm(nn.Module):
 
     def __init__(self, norm: NormSpec, size: int) -> None:
         super().__init__()
-        rank = norm.gate_rank
         self.norm = make_norm(replace(norm, gate_rank=0), size)
-        self.gate_down = Weight((rank, size), whole(rank, size))
-        self.gate_up = Weight((size, rank), whole(size, rank))
+        self.gate_down = ReplicatedLinear(size, norm.gate_rank, bias=False)
+        self.gate_up = ReplicatedLinear(norm.gate_rank, size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         normed: Tensor = self.norm(x)
-        gate = F.linear(F.silu(F.linear(normed, self.gate_down)), self.gate_up)
-        return (normed * gate.float().sigmoid()).to(x.dtype)
+        gate = self.gate_up.logits(F.silu(self.gate_down.logits(normed)))
+        return (normed * gate.sigmoid()).to(x.dtype)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """`residual + x`, normalized and as it is."""

@@ -14,6 +14,7 @@ from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.attention import Batch
 from quire.engine.layers.linear import (
     ColumnParallelLinear,
+    GroupedLinear,
     Partition,
     RowParallelLinear,
     divided,
@@ -317,8 +318,9 @@ class GroupedMamba(nn.Module):
         parts = [divided(name, spec.width, parallel) for name in ("x", "z")]
         self.input = ColumnParallelLinear(hidden_size, parts, bias=spec.bias)
         self.conv = CausalConv([channels], spec.conv_size, bias=spec.conv_bias)
-        self.select = grouped(sum(self._sizes), width)
-        self.step, self.step_bias = grouped(width, spec.rank), grouped(width)
+        self.select = GroupedLinear(grouped(sum(self._sizes), width), groups.length)
+        self.step = GroupedLinear(grouped(width, spec.rank), groups.length)
+        self.step_bias = grouped(width)
         self.decay, self.skip = grouped(width, spec.state_size), grouped(width)
         self.output = RowParallelLinear(spec.width, hidden_size, parallel, bias=spec.bias)
 
@@ -326,14 +328,15 @@ class GroupedMamba(nn.Module):
         """See `make_mixer`."""
         assert batch.segments is not None
         value, gate = self.input(x).chunk(2, dim=-1)
-        value = self.conv(value, batch, state).unflatten(-1, self.skip.shape)  # [tokens, groups, channels]
-        selected = torch.einsum("tgc,grc->gtr", value, self.select)
+        value = self.conv(value, batch, state)
+        selected = self.select(value).unflatten(-1, (len(self.skip), -1))  # [tokens, groups, numbers]
         step, keys, queries = selected.split_with_sizes(self._sizes, dim=-1)
-        step = torch.einsum("gtr,gcr->gtc", step, self.step).float() + self.step_bias.float()[:, None]
+        value = value.unflatten(-1, self.skip.shape)
+        step = self.step(step.flatten(1)).view_as(value).float() + self.step_bias.float()
         step, rates = F.softplus(step), -self.decay.float().exp().transpose(1, 2)
         out = torch.empty_like(value)
         for group in range(value.shape[1]):
-            own = step[group], rates[group].contiguous(), keys[group], queries[group]
+            own = step[:, group], rates[group].contiguous(), keys[:, group], queries[:, group]
             matrices = state.matrices[:, group : group + 1]
             out[:, group] = kernels.selective_scan(value[:, group], *own, matrices, batch.segments)
         return self.output((out + value * self.skip).flatten(1) * F.silu(gate))  # type: ignore[no-any-return]

@@ -69,7 +69,7 @@ _LAYER = "model.layers.{layer}"
 _GATED_NORMS = {
     f"layers.{ours}.{part}": f"{_LAYER}.{theirs}.{name}"
     for ours, theirs in (("attention_norm", "input_layernorm"), ("feed_forward_norm", "post_attention_layernorm"))
-    for part, name in (("norm", "norm"), ("gate_down", "W_down.weight"), ("gate_up", "W_up.weight"))
+    for part, name in (("norm", "norm"), ("gate_down", "W_down"), ("gate_up", "W_up"))
 }
 _HYPER = {
     "merger": "model.hc_head.hc_head_",

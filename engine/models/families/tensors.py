@@ -466,8 +466,9 @@ def _grouped_mamba(spec: GroupedMambaSpec, width: int) -> _Parameters:
     module, size, keys = "layers.state", spec.group_width, spec.state_size
     yield from _linear(f"{module}.input", dict.fromkeys("xz", spec.width), width, bias=spec.bias)
     yield from _conv({"": spec.width}, spec.conv_size, bias=spec.conv_bias)
-    shapes = {"select": (spec.rank + 2 * keys, size), "step": (size, spec.rank), "step_bias": (size,)}
-    for name, shape in {**shapes, "decay": (size, keys), "skip": (size,)}.items():
+    yield f"{module}.select", "weight", {"": (spec.groups, spec.rank + 2 * keys, size)}
+    yield f"{module}.step", "weight", {"": (spec.groups, size, spec.rank)}
+    for name, shape in {"step_bias": (size,), "decay": (size, keys), "skip": (size,)}.items():
         yield module, name, {"": (spec.groups, *shape)}
     yield from _linear(f"{module}.output", {"": width}, spec.width, bias=spec.bias)
 
@@ -522,8 +523,8 @@ def _linear(module: str, rows: Mapping[str, int], columns: int, *, bias: bool = 
 def _norm(module: str, spec: NormSpec | None, size: int) -> _Parameters:
     if spec is not None:
         if spec.gate_rank:
-            yield module, "gate_down", {"": (spec.gate_rank, size)}
-            yield module, "gate_up", {"": (size, spec.gate_rank)}
+            yield from _linear(f"{module}.gate_down", {"": spec.gate_rank}, size)
+            yield from _linear(f"{module}.gate_up", {"": size}, spec.gate_rank)
             module = f"{module}.norm"
         if spec.has_weight:
             yield module, "weight", {"": (size,)}
