@@ -37,6 +37,8 @@ def _hy_v4(name: str, config: Config) -> ModelSpec:
     Published weights rotate neighbouring features, as in vLLM and SGLang; transformers rotates halves.
     """
     require(config, "swiglu_limit", 10.0)
+    require(config, "gated_mla", True)
+    require(config, "gating_type", "elementwise")
     require(config, "enable_ihc", True)
     require(config, "learnable_sink", True)
     count = int(config["num_hidden_layers"])

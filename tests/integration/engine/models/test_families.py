@@ -204,6 +204,8 @@ def test_settings_of_step_that_would_change_answers_are_refused(changes: dict[st
     [
         ("A.X K2", {"n_group": 2, "topk_group": 1}, "n_group 2 is not supported; supported: None, 1"),
         ("Hunyuan 4", {"swiglu_limit": 7.0}, "swiglu_limit 7.0 is not supported; supported: 10.0"),
+        ("Hunyuan 4", {"gated_mla": False}, "gated_mla False is not supported"),
+        ("Hunyuan 4", {"gating_type": "headwise"}, "gating_type 'headwise' is not supported; supported: 'elementwise'"),
         ("Hunyuan 4", {"enable_ihc": False}, "enable_ihc False is not supported"),
         ("Hunyuan 4", {"learnable_sink": False}, "learnable_sink False is not supported"),
         ("DeepSeek V4", {"hc_sinkhorn_iters": 0}, "hc_sinkhorn_iters 0 is not supported"),
