@@ -187,9 +187,19 @@ def _calls(device: torch.device, dtype: torch.dtype, config: AttentionConfig) ->
     )
     function, start = (torch.randn(shape, generator=noise).to(device) for shape in ((24, 320), (24,)))
     streams = random(5, 320)
-    yield "mhc_pre", lambda module: module.mhc_pre(streams, function / 18, start, start[:3], 4, 1e-6, 1e-6, 3)
-    parts, mixing = function[:5, :4].contiguous(), function[:5, :16].reshape(5, 4, 4)
-    yield "mhc_post", lambda module: module.mhc_post(key[:5, 0], streams, parts, mixing)
+    connections = (24, 3, 3), (8, 2, 0), (4, 1, 0)  # weights, their parts, and iterations
+    yield (
+        "mhc_pre",
+        lambda module: [
+            module.mhc_pre(streams, function[:rows] / 18, start[:rows], start[:parts], 4, 1e-6, 1e-6, steps)
+            for rows, parts, steps in connections
+        ],
+    )
+    written, mixing = function[:5, :4].contiguous(), function[:5, :16].reshape(5, 4, 4)
+    yield (
+        "mhc_post",
+        lambda module: [module.mhc_post(key[:5, 0], streams, written, each) for each in (mixing, mixing[:, :0, :0])],
+    )
 
     def compress(module: Any) -> list[Tensor]:
         caches = [torch.zeros(1, 40, 1, 4, size, dtype=dtype, device=device) for size in (40, 20)]

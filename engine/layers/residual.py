@@ -100,8 +100,8 @@ class Mixing(NamedTuple):
     """`[tokens, streams * hidden_size]`"""
     outputs: Tensor
     """`[tokens, streams]`, the weight of the layer's output in each stream."""
-    mixed: Tensor | None
-    """`[tokens, streams, streams]`, the weight of each stream (first) in each stream (second); None: streams are not
+    mixed: Tensor
+    """`[tokens, streams, streams]`, the weight of each stream (first) in each stream (second); empty: streams are not
     mixed."""
 
 
@@ -118,35 +118,14 @@ class HyperConnection(nn.Module):
 
     def before(self, x: Tensor) -> tuple[Tensor, Mixing]:
         """The streams `[tokens, streams * hidden_size]` → the layer's input `[tokens, hidden_size]`."""
-        count, eps, steps = self._spec.num_streams, self._spec.eps, self._spec.iterations
-        weights = self.function, self.base, self.scale
-        read, outputs, mixed = kernels.mhc_pre(x, *weights, count, self._spec.norm.eps, eps, steps)
+        spec, weights = self._spec, (self.function, self.base, self.scale)
+        constants = spec.num_streams, spec.norm.eps, spec.eps, spec.iterations, spec.magnitude, spec.output_eps
+        read, outputs, mixed = kernels.mhc_pre(x, *weights, *constants)
         return read, Mixing(x, outputs, mixed)
 
     def after(self, x: Tensor, mixing: Mixing) -> Tensor:
         """The layer's output `[tokens, hidden_size]` → the streams `[tokens, streams * hidden_size]`."""
-        assert mixing.mixed is not None
         return kernels.mhc_post(x, mixing.streams, mixing.outputs, mixing.mixed)
-
-
-class UnmixedHyperConnection(HyperConnection):
-    """The same with streams that stay as they are, apart from what is added to them (Hunyuan 4)."""
-
-    def before(self, x: Tensor) -> tuple[Tensor, Mixing]:
-        spec, wide, count = self._spec, x.float(), self._spec.num_streams
-        weights = F.linear(F.rms_norm(wide, wide.shape[1:], None, spec.norm.eps), self.function)
-        parts = zip(weights.split(count, dim=1), self.scale, self.base.split(count), strict=True)
-        inputs, outputs = (part * factor + added for part, factor, added in parts)
-        read = ((inputs.sigmoid() + spec.eps)[..., None] * torch.unflatten(x, 1, (count, -1))).sum(dim=1)
-        return read.to(x.dtype), Mixing(x, spec.magnitude * outputs.sigmoid() + spec.output_eps, None)
-
-    def after(self, x: Tensor, mixing: Mixing) -> Tensor:
-        streams = torch.unflatten(mixing.streams, 1, (self._spec.num_streams, -1))
-        return (mixing.outputs[..., None] * x[:, None] + streams).to(x.dtype).flatten(1)
-
-
-def make_hyper_connection(spec: HyperConnectionSpec, hidden_size: int) -> HyperConnection:
-    return (HyperConnection if spec.iterations else UnmixedHyperConnection)(spec, hidden_size)
 
 
 class HyperHead(nn.Module):
@@ -154,14 +133,12 @@ class HyperHead(nn.Module):
 
     def __init__(self, spec: HyperConnectionSpec, hidden_size: int) -> None:
         super().__init__()
-        self._eps, shape = spec.eps, (spec.num_streams, spec.num_streams * hidden_size)
-        self._norm = make_norm(spec.norm, shape[1])
+        self._spec, shape = spec, (spec.num_streams, spec.num_streams * hidden_size)
         self.function = Weight(shape, whole(*shape), dtype=torch.float32)
         self.base = Weight(shape[:1], whole(shape[0]), dtype=torch.float32)
         self.scale = Weight((1,), whole(1), dtype=torch.float32)
 
     def merge(self, x: Tensor) -> Tensor:
         """`[tokens, streams * hidden_size]` → `[tokens, hidden_size]`"""
-        weights = (F.linear(self._norm(x.float()), self.function) * self.scale + self.base).sigmoid() + self._eps
-        streams = torch.unflatten(x, -1, (weights.shape[1], -1))
-        return (weights[..., None] * streams).sum(dim=1).to(x.dtype)
+        spec, weights = self._spec, (self.function, self.base, self.scale)
+        return kernels.mhc_pre(x, *weights, spec.num_streams, spec.norm.eps, spec.eps)[0]

@@ -22,7 +22,7 @@ from quire.engine.layers.mlp import MLP
 from quire.engine.layers.moe import MixtureOfExperts
 from quire.engine.layers.norm import Norm, RMSNorm, make_norm
 from quire.engine.layers.recurrent import make_mixer
-from quire.engine.layers.residual import AltUp, HyperHead, Laurel, StreamProjections, make_hyper_connection
+from quire.engine.layers.residual import AltUp, HyperConnection, HyperHead, Laurel, StreamProjections
 from quire.engine.layers.rotary import Rotary
 from quire.engine.layers.shared_block import SharedBlock, attention_adapter, feed_forward_adapter
 from quire.engine.layers.weight import Weight, whole
@@ -61,7 +61,7 @@ class DecoderLayer(nn.Module):
         self.layer_input = None if spec.layer_input is None else LayerInput(spec.layer_input, hidden_size)
         self.alt_up = None if spec.alt_up is None else AltUp(spec.alt_up, hidden_size)
         self.attention_connection, self.feed_forward_connection = (
-            None if spec.hyper is None else make_hyper_connection(spec.hyper, hidden_size) for _ in range(2)
+            None if spec.hyper is None else HyperConnection(spec.hyper, hidden_size) for _ in range(2)
         )
         self.laurel = None if spec.laurel is None else Laurel(spec.laurel, hidden_size)
         self.scalar = Weight((1,), whole(1)) if spec.has_scalar else None

@@ -136,10 +136,12 @@ def mhc_pre(
     num_streams: int,
     norm_eps: float,
     eps: float,
-    iterations: int,
+    iterations: int = 0,
+    magnitude: float = 2.0,
+    output_eps: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     out: tuple[Tensor, Tensor, Tensor] = torch.ops.quire.mhc_pre(
-        x, function, base, scale, num_streams, norm_eps, eps, iterations
+        *(x, function, base, scale, num_streams, norm_eps, eps, iterations, magnitude, output_eps)
     )
     return out
 

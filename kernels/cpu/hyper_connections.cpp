@@ -62,16 +62,17 @@ void make_stochastic(float* mixed, int64_t streams, float eps, int64_t iteration
 
 std::tuple<Tensor, Tensor, Tensor> mhc_pre(const Tensor& x, const Tensor& function, const Tensor& base,
                                            const Tensor& scale, int64_t num_streams, double norm_eps, double eps,
-                                           int64_t iterations) {
-  const int64_t tokens = x.size(0), width = x.size(1), hidden = width / num_streams;
-  const int64_t functions = num_streams * (2 + num_streams);
+                                           int64_t iterations, double magnitude, double output_eps) {
+  const int64_t tokens = x.size(0), width = x.size(1), hidden = width / num_streams, kinds = scale.size(0);
+  const int64_t written = kinds > 1 ? num_streams : 0, mixes = kinds > 2 ? num_streams : 0;
+  const int64_t functions = num_streams + written + mixes * mixes;
   STD_TORCH_CHECK(hidden * num_streams == width && function.size(0) == functions && function.size(1) == width &&
-                      base.size(0) == functions && scale.size(0) == 3,
+                      base.size(0) == functions && 1 <= kinds && kinds <= 3,
                   "the weights of a hyper-connection have another shape");
   const Tensor rows = as_contiguous(x), matrix = of_type(function, ScalarType::Float);
   const Tensor bases = of_type(base, ScalarType::Float), scales = of_type(scale, ScalarType::Float);
-  Tensor read = empty({tokens, hidden}, x.scalar_type()), outputs = empty({tokens, num_streams}, ScalarType::Float);
-  Tensor mixed = empty({tokens, num_streams, num_streams}, ScalarType::Float);
+  Tensor read = empty({tokens, hidden}, x.scalar_type()), outputs = empty({tokens, written}, ScalarType::Float);
+  Tensor mixed = empty({tokens, mixes, mixes}, ScalarType::Float);
   const Tensor memory = empty({tokens, functions}, ScalarType::Float);
   const float *from = matrix.const_data_ptr<float>(), *b = bases.const_data_ptr<float>();
   const float* s = scales.const_data_ptr<float>();
@@ -104,13 +105,16 @@ std::tuple<Tensor, Tensor, Tensor> mhc_pre(const Tensor& x, const Tensor& functi
         for (int64_t i = 0; i < functions; ++i) {
           weights[i] = weights[i] * factor * s[std::min<int64_t>(i / num_streams, 2)] + b[i];
         }
-        for (int64_t i = 0; i < num_streams; ++i) {
-          weights[i] = sigmoid(weights[i]) + static_cast<float>(eps);
-          outputs.mutable_data_ptr<float>()[token * num_streams + i] = 2.0f * sigmoid(weights[num_streams + i]);
+        for (int64_t i = 0; i < num_streams; ++i) weights[i] = sigmoid(weights[i]) + static_cast<float>(eps);
+        for (int64_t i = 0; i < written; ++i) {
+          outputs.mutable_data_ptr<float>()[token * written + i] =
+              static_cast<float>(magnitude) * sigmoid(weights[num_streams + i]) + static_cast<float>(output_eps);
         }
-        make_stochastic(weights + 2 * num_streams, num_streams, static_cast<float>(eps), iterations);
-        std::copy(weights + 2 * num_streams, weights + functions,
-                  mixed.mutable_data_ptr<float>() + token * num_streams * num_streams);
+        if (mixes > 0) {
+          make_stochastic(weights + 2 * num_streams, num_streams, static_cast<float>(eps), iterations);
+          std::copy(weights + 2 * num_streams, weights + functions,
+                    mixed.mutable_data_ptr<float>() + token * mixes * mixes);
+        }
         T* to = read.mutable_data_ptr<T>() + token * hidden;
         for_vectors(hidden, [&](int64_t i, auto n) {
           Floats total = {};
@@ -126,8 +130,10 @@ std::tuple<Tensor, Tensor, Tensor> mhc_pre(const Tensor& x, const Tensor& functi
 
 Tensor mhc_post(const Tensor& x, const Tensor& streams, const Tensor& outputs, const Tensor& mixed) {
   const int64_t tokens = x.size(0), hidden = x.size(1), count = outputs.size(1);
+  const bool mixes = mixed.size(1) > 0;
   STD_TORCH_CHECK(streams.size(0) == tokens && streams.size(1) == count * hidden &&
-                      streams.scalar_type() == x.scalar_type() && mixed.size(1) == count && mixed.size(2) == count,
+                      streams.scalar_type() == x.scalar_type() &&
+                      (!mixes || (mixed.size(1) == count && mixed.size(2) == count)),
                   "the streams have another shape");
   const Tensor added = as_contiguous(x), before = as_contiguous(streams);
   const Tensor of_output = of_type(outputs, ScalarType::Float), of_streams = of_type(mixed, ScalarType::Float);
@@ -139,6 +145,12 @@ Tensor mhc_post(const Tensor& x, const Tensor& streams, const Tensor& outputs, c
       for (int64_t row = begin; row < end; ++row) {
         const int64_t token = row / count, stream = row % count;
         const float own = of_output.const_data_ptr<float>()[row];
+        if (!mixes) {
+          for_vectors(hidden, [&](int64_t i, auto n) {
+            store(to + row * hidden + i, load(layer + token * hidden + i, n) * own + load(from + row * hidden + i, n), n);
+          });
+          continue;
+        }
         const float* weights = of_streams.const_data_ptr<float>() + token * count * count + stream;
         for_vectors(hidden, [&](int64_t i, auto n) {
           Floats total = load(layer + token * hidden + i, n) * own;
@@ -156,7 +168,7 @@ Tensor mhc_post(const Tensor& x, const Tensor& streams, const Tensor& outputs, c
 
 QUIRE_OPERATION(mhc_pre,
                 "(Tensor x, Tensor function, Tensor base, Tensor scale, int num_streams, float norm_eps, float eps, "
-                "int iterations) -> (Tensor, Tensor, Tensor)")
+                "int iterations, float magnitude, float output_eps) -> (Tensor, Tensor, Tensor)")
 QUIRE_OPERATION(mhc_post, "(Tensor x, Tensor streams, Tensor outputs, Tensor mixed) -> Tensor")
 
 }  // namespace quire

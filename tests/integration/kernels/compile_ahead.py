@@ -147,8 +147,11 @@ def run_all(types: list[torch.dtype]) -> None:
             for sinks in (None, per_head):
                 platform.sparse_attention(query, side.expand(2, -1, -1, -1, -1), slots, counts, 0.1, sinks)
         streams, function = torch.zeros(4, 4 * 4096, dtype=dtype), torch.zeros(24, 4 * 4096)
-        read, outputs, mixed = platform.mhc_pre(streams, function, function[:, 0], function[0, :3], 4, 1e-6, 1e-6, 20)
-        platform.mhc_post(read, streams, outputs, mixed)
+        for rows, kinds, steps in ((24, 3, 20), (8, 2, 0), (4, 1, 0)):
+            parts = function[:rows], function[:rows, 0], function[0, :kinds]
+            read, outputs, mixed = platform.mhc_pre(streams, *parts, 4, 1e-6, 1e-6, steps)
+            if kinds > 1:
+                platform.mhc_post(read, streams, outputs, mixed)
         for head_dim, ratio, width in ((512, 128, 512), (512, 4, 1024), (128, 4, 256)):
             entries = torch.zeros(1, 64, 1, 4, head_dim, dtype=dtype)
             inputs, of_places = torch.zeros(1, 64, 1, 16, 2 * width, dtype=dtype), torch.zeros(ratio, width)

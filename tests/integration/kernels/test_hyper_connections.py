@@ -12,9 +12,10 @@ from quire.kernels import reference
 EPS = 1e-6, 1e-5
 
 
-def weights(streams: int, hidden: int) -> tuple[Tensor, Tensor, Tensor]:
-    count, width = streams * (2 + streams), streams * hidden
-    return torch.randn(count, width) * width**-0.5, torch.randn(count), torch.randn(3)
+def weights(streams: int, hidden: int, kinds: int = 3) -> tuple[Tensor, Tensor, Tensor]:
+    """Those of what is read, of what is written, and of the mixing, or the first `kinds` of them."""
+    count, width = sum((streams, streams, streams**2)[:kinds]), streams * hidden
+    return torch.randn(count, width) * width**-0.5, torch.randn(count), torch.randn(kinds)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -25,14 +26,38 @@ def test_the_operations_are_those_of_the_reference(tokens: int, streams: int, hi
     check_connection(tokens, streams, hidden, dtype)
 
 
-def check_connection(tokens: int, streams: int, hidden: int, dtype: torch.dtype) -> None:
-    given, x = weights(streams, hidden), (torch.randn(tokens, streams * hidden) * 3).to(dtype)
-    found, expected = (module.mhc_pre(x, *given, streams, *EPS, 5) for module in (kernels, reference))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kinds", [1, 2])
+@pytest.mark.parametrize(("tokens", "streams", "hidden"), [(1, 4, 512), (9, 3, 33), (3, 1, 20), (0, 4, 8)])
+def test_streams_that_are_not_mixed_are_those_of_the_reference(
+    tokens: int, streams: int, hidden: int, kinds: int, dtype: torch.dtype
+) -> None:
+    check_connection(tokens, streams, hidden, dtype, kinds)
+
+
+def check_connection(tokens: int, streams: int, hidden: int, dtype: torch.dtype, kinds: int = 3) -> None:
+    given, x = weights(streams, hidden, kinds), (torch.randn(tokens, streams * hidden) * 3).to(dtype)
+    numbers = (5,) if kinds == 3 else (0, 1.5, 0.25)
+    found, expected = (module.mhc_pre(x, *given, streams, *EPS, *numbers) for module in (kernels, reference))
     step = 2e-5 if dtype == torch.float32 else 8 * torch.finfo(dtype).eps
     torch.testing.assert_close(found, expected, rtol=step, atol=step)
+    if kinds == 1:
+        assert not found[1].numel()
+        return
     output = torch.randn(tokens, hidden).to(dtype)
     after = kernels.mhc_post(output, x, *found[1:])
     torch.testing.assert_close(after, reference.mhc_post(output, x, *expected[1:]), rtol=step, atol=step)
+
+
+def test_what_is_added_to_streams_that_are_not_mixed() -> None:
+    """As with all weights, of which those of the mixing are left out."""
+    (function, base, scale), x, output = weights(3, 16), torch.randn(5, 48), torch.randn(5, 16)
+    read, written, mixed = reference.mhc_pre(x, function, base, scale, 3, *EPS, 4)
+    found = reference.mhc_pre(x, function[:6], base[:6], scale[:2], 3, *EPS, 0, 3.0, 0.5)
+    torch.testing.assert_close(found[0], read)
+    torch.testing.assert_close(found[1], written * 1.5 + 0.5)
+    after = reference.mhc_post(output, x, found[1], found[2])
+    torch.testing.assert_close(after, reference.mhc_post(output, x, found[1], torch.eye(3).expand_as(mixed)))
 
 
 def test_the_reference_is_the_formula() -> None:
@@ -62,13 +87,16 @@ def test_the_reference_is_the_formula() -> None:
     torch.testing.assert_close(ratios, expected_ratios, rtol=2e-2, atol=2e-2)
 
 
-def test_a_token_does_not_depend_on_others(implementation: str) -> None:
+@pytest.mark.parametrize("kinds", [1, 2, 3])
+def test_a_token_does_not_depend_on_others(kinds: int, implementation: str) -> None:
     if implementation == "reference":
         pytest.skip("torch's products may")
-    given, x = weights(4, 300), torch.randn(23, 1200)
+    given, x = weights(4, 300, kinds), torch.randn(23, 1200)
     together = kernels.mhc_pre(x, *given, 4, *EPS, 20)
     for rows in (slice(0, 1), slice(5, 8), slice(17, 23)):
         alone = kernels.mhc_pre(x[rows], *given, 4, *EPS, 20)
         assert all(torch.equal(one, all_of[rows]) for one, all_of in zip(alone, together, strict=True))
+        if kinds == 1:
+            continue
         after = kernels.mhc_post(together[0], x, *together[1:])
         assert torch.equal(kernels.mhc_post(alone[0], x[rows], *alone[1:]), after[rows])

@@ -113,8 +113,13 @@ def test_hyper_connections(tokens: int, streams: int, hidden: int, dtype: torch.
     connections.check_connection(tokens, streams, hidden, dtype)
 
 
+@pytest.mark.parametrize("kinds", [1, 2])
+def test_hyper_connections_that_do_not_mix(kinds: int) -> None:
+    connections.check_connection(19, 3, 200, torch.float32, kinds)
+
+
 def test_a_token_of_hyper_connections_does_not_depend_on_others() -> None:
-    connections.test_a_token_does_not_depend_on_others("triton")
+    connections.test_a_token_does_not_depend_on_others(3, "triton")
 
 
 @pytest.mark.parametrize("dtype", TYPES)
