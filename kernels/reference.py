@@ -369,12 +369,13 @@ def compress_tokens(
     of the group before, if there is one, and the last ones of the group's own. Everything but the result is float32.
 
     `inputs` `[1, blocks, 1, block_size, 2 * width]` has the values and then the gates of the tokens, in the blocks
-    `block_tables`. The entry is stored in `cache` `[1, blocks, 1, rows, row]`, in the block of `entry_tables` that its
-    last token is in; a row is for `block_size // rows` tokens. Before, its last rotary_dim features, which are pairs
-    side by side, become the first ones, in halves, and are rotated as by `rotary`. `cos_sin` `[tokens, rotary_dim]`
-    has the rotation of the entry that ends with each token. Nothing is stored for a token with -1 in `slots`
-    `[tokens]`. The other arguments are those of `paged_attention`.
+    `block_tables`. The entry is stored in `cache` `[1, blocks, 1, rows, head_dim]`, of a float type, in the block of
+    `entry_tables` that its last token is in; a row is for `block_size // rows` tokens. Before, its last rotary_dim
+    features, which are pairs side by side, become the first ones, in halves, and are rotated as by `rotary`. `cos_sin`
+    `[tokens, rotary_dim]` has the rotation of the entry that ends with each token. Nothing is stored for a token with
+    -1 in `slots` `[tokens]`. The other arguments are those of `paged_attention`.
     """
+    assert cache.dtype not in LARGEST
     (ratio, width), head_dim, block_size, rows = position_bias.shape, len(weight), inputs.shape[3], cache.shape[3]
     parts = width // head_dim
     requests = torch.arange(len(sequence_lengths), device=slots.device).repeat_interleave(query_starts.diff())

@@ -79,7 +79,7 @@ void compress_tokens(const Tensor& inputs, const Tensor& position_bias, const Te
   if (groups.empty()) return;
   const View from(inputs), to(cache), tables(block_tables), entries(entry_tables);
   for_type(inputs.scalar_type(), [&]<typename T>() {
-    for_kv_type(cache.scalar_type(), [&]<typename C>() {
+    for_type(cache.scalar_type(), [&]<typename C>() {
       parallel_for(0, std::ssize(groups), grain(4 * span * head_dim), [&](int64_t begin, int64_t end) {
         std::vector<const T*> found(span);
         std::vector<float> memory(2 * head_dim);

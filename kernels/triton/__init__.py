@@ -18,10 +18,10 @@ from torch import Tensor
 from quire.kernels import reference
 from quire.kernels.cache import FP8_CAPABILITY, LARGEST, SCALE_BYTES
 from quire.kernels.triton import attention as _attention
-from quire.kernels.triton import compression as _compression
 from quire.kernels.triton import elementwise as _elementwise
 from quire.kernels.triton import selection as _selection
 from quire.kernels.triton.coded import coded_fused_experts, coded_matmul
+from quire.kernels.triton.compression import compress_tokens
 from quire.kernels.triton.elementwise import (
     act_mul,
     act_mul_rounded,
@@ -92,19 +92,6 @@ def select_blocks(query: Tensor, cache: Tensor, *batch: Any, **options: Any) -> 
 
 def select_tokens(query: Tensor, weights: Tensor, cache: Tensor, *batch: Any, **options: Any) -> Tensor:
     return _of(cache, _selection).select_tokens(query, weights, cache, *batch, **options)
-
-
-def compress_tokens(
-    inputs: Tensor,
-    position_bias: Tensor,
-    weight: Tensor,
-    eps: float,
-    cos_sin: Tensor,
-    cache: Tensor,
-    *batch: Any,
-) -> None:
-    module: Any = reference if cache.dtype in LARGEST else _compression
-    module.compress_tokens(inputs, position_bias, weight, eps, cos_sin, cache, *batch)
 
 
 def _of(cache: Tensor, module: ModuleType, reads: bool = True) -> Any:

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.cache import LARGEST
 from quire.kernels.triton.selection import _place_of
 
 _ROWS = 16
@@ -101,9 +102,10 @@ def compress_tokens(
     query_starts: Tensor,
     entry_tables: Tensor,
 ) -> None:
-    """See `quire.kernels.reference`. The cache has a float type, and heads are even. Never waits for the device."""
+    """See `quire.kernels.reference`. Heads are even. Never waits for the device."""
     (ratio, width), head_dim = position_bias.shape, len(weight)
     assert head_dim % 2 == 0
+    assert cache.dtype not in LARGEST
     span = width // head_dim * ratio
     if not len(slots):
         return

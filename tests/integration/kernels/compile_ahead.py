@@ -148,8 +148,8 @@ def run_all(types: list[torch.dtype]) -> None:
                 platform.sparse_attention(query, side.expand(2, -1, -1, -1, -1), slots, counts, 0.1, sinks)
         streams, function = torch.zeros(4, 4 * 4096, dtype=dtype), torch.zeros(24, 4 * 4096)
         for rows, kinds, steps in ((24, 3, 20), (8, 2, 0), (4, 1, 0)):
-            parts = function[:rows], function[:rows, 0], function[0, :kinds]
-            read, outputs, mixed = platform.mhc_pre(streams, *parts, 4, 1e-6, 1e-6, steps)
+            connection = function[:rows], function[:rows, 0], function[0, :kinds]
+            read, outputs, mixed = platform.mhc_pre(streams, *connection, 4, 1e-6, 1e-6, steps)
             if kinds > 1:
                 platform.mhc_post(read, streams, outputs, mixed)
         for head_dim, ratio, width in ((512, 128, 512), (512, 4, 1024), (128, 4, 256)):

@@ -130,10 +130,6 @@ def test_compression(ratio: int, rows: int, head_dim: int, parts: int, rotary: i
     entries.check_entries(entries.case(ratio, head_dim, parts, rotary, dtype), rows)
 
 
-def test_entries_in_a_quantized_cache_are_the_references() -> None:
-    entries.test_entries_in_a_quantized_cache(torch.int8)
-
-
 SHAPES = [(14, 2, 16), (6, 1, 80), (3, 3, 33), (4, 1, 128), (2, 1, 256)]
 REQUESTS = [(0, 1), (0, 17), (40, 1), (5, 3), (7, 1), (1100, 1), (600, 9), (511, 1)]
 
