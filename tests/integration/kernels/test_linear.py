@@ -247,3 +247,4 @@ def test_groups_of_inputs_have_weights_of_their_own(groups: int, rows: int, dtyp
     expected = torch.cat([one @ by.T for one, by in parts], dim=1)
     step = max(1e-5, torch.finfo(dtype).eps)
     torch.testing.assert_close(packed(x, None).double(), expected, rtol=2 * step, atol=10 * step)
+    assert torch.equal(packed(x[-1:], None), packed(x, None)[-1:])  # whatever other rows there are
