@@ -69,8 +69,17 @@ class Acceptance:
 class ModelSpeculationManager(SpeculationManager):
     """Decides how many drafts the workers make, and keeps them until the next plan."""
 
-    def __init__(self, config: SpeculativeConfig, max_sampled_tokens: int, state_block_size: int | None = None) -> None:
+    def __init__(
+        self,
+        config: SpeculativeConfig,
+        max_sampled_tokens: int,
+        state_block_size: int | None = None,
+        *,
+        ranks_wait_for_cpu: bool = False,
+    ) -> None:
+        """`ranks_wait_for_cpu`: several ranks compute on CPUs, so that all wait for one whose core makes a plan."""
         super().__init__(config, max_sampled_tokens, state_block_size)
+        self._ranks_wait_for_cpu = ranks_wait_for_cpu
         self.times = StepTimes(_MAX_AGE_PLAIN)
         self._drafts: dict[Request, tuple[int, list[int]]] = {}
         """The last drafts of each request, and its number of tokens when they were made."""
@@ -180,7 +189,7 @@ class ModelSpeculationManager(SpeculationManager):
     def may_chain(self, requests: Sequence[Request], num_drafts: int) -> bool:
         """Whether these requests should have rows with `num_drafts` of the model before it is known where those before
         them end: not if n-grams, which need the text, promise more."""
-        if self._stops > _MAX_STOPS:
+        if self._ranks_wait_for_cpu or self._stops > _MAX_STOPS:
             return False
         return all(
             sum(chances) <= _promises(self.probability(request), num_drafts)[-1]
@@ -211,8 +220,9 @@ def _promises(probability: float, most: int) -> list[float]:
 
 
 def make_speculation(
-    config: SpeculativeConfig, max_sampled_tokens: int, state_block_size: int | None
+    config: SpeculativeConfig, max_sampled_tokens: int, state_block_size: int | None, *, ranks_wait_for_cpu: bool
 ) -> SpeculationManager:
-    """The manager of this method's drafts; see `SpeculationManager`."""
-    made = SpeculationManager if config.model is None else ModelSpeculationManager
-    return made(config, max_sampled_tokens, state_block_size)
+    """The manager of this method's drafts; see `SpeculationManager` and `ModelSpeculationManager`."""
+    if config.model is None:
+        return SpeculationManager(config, max_sampled_tokens, state_block_size)
+    return ModelSpeculationManager(config, max_sampled_tokens, state_block_size, ranks_wait_for_cpu=ranks_wait_for_cpu)

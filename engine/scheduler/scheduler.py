@@ -79,7 +79,12 @@ class Scheduler:
         self.speculation: SpeculationManager | None = None
         if self.config.speculative is not None:
             block_size = cache.block_size if self.kv.states else None
-            self.speculation = make_speculation(self.config.speculative, self.config.max_sampled_tokens, block_size)
+            self.speculation = make_speculation(
+                self.config.speculative,
+                self.config.max_sampled_tokens,
+                block_size,
+                ranks_wait_for_cpu=config.parallel.device == "cpu" and config.parallel.tensor_parallel_size > 1,
+            )
         self._drafted = DraftsInFlight()
         self._last_drafting_step, self._last_num_drafts = -1, 0
         """The last step at whose end the workers make drafts, and how many for a row, at most."""

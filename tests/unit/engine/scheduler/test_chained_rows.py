@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from quire.engine.config.engine_config import SpeculativeConfig
 from quire.engine.protocol.scheduler_output import CachedRequestData, SchedulerOutput
 from quire.engine.scheduler.drafts_in_flight import DraftsInFlight
 from quire.engine.scheduler.model_drafts import ModelSpeculationManager
+from quire.engine.scheduler.scheduler import Scheduler
 from tests.fakes.configs import Windows, engine_config
 from tests.fakes.drafts import Always, Mixed
 from tests.fakes.model import FAILURE, next_token
@@ -278,6 +280,20 @@ def test_what_n_grams_know_better_is_not_chained() -> None:
     copying, new = request(REPEATING), request([*range(40)])
     assert made.may_chain([new], 3)
     assert not made.may_chain([new, copying], 3)
+
+
+def test_ranks_on_cpus_wait_for_each_other_and_so_for_no_plan() -> None:
+    for tp, may_chain in ((1, True), (2, False)):
+        config = engine_config(depth=2)
+        speculative = replace(SpeculativeConfig(num_speculative_tokens=3), model=config.model)
+        config = replace(
+            config,
+            scheduler=replace(config.scheduler, speculative=speculative),
+            parallel=replace(config.parallel, tensor_parallel_size=tp),
+        )
+        manager = Scheduler(config).speculation
+        assert isinstance(manager, ModelSpeculationManager)
+        assert manager.may_chain([], 3) == may_chain
 
 
 class Thrifty(Always):
