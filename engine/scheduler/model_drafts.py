@@ -16,6 +16,7 @@ from itertools import accumulate, takewhile
 
 from quire.engine.config.engine_config import SpeculativeConfig
 from quire.engine.protocol.scheduler_output import SchedulerOutput
+from quire.engine.scheduler.ngram import OVERALL_WEIGHT, Acceptance
 from quire.engine.scheduler.request import Request
 from quire.engine.scheduler.speculation import (
     MAX_ROWS,
@@ -37,33 +38,12 @@ _DECIDE_EVERY = 8
 """Plans without drafts, of as many rows, for which a decision holds: it takes some of the time of a short step."""
 _NOTHING: tuple[list[int], list[float]] = [], []
 """What a request has that looks up nothing; see `SpeculationManager.look_up`."""
-_DECAY = 0.95
-"""Factor by which a draft counts less with each later one: about the last 20 count."""
 _PRIOR, _PRIOR_WEIGHT = 0.8, 1.0
 """Assumed probability of a draft to be right before there has been any, and drafts as which that counts."""
-_OVERALL_WEIGHT = 4.0
-"""Drafts as which the share of all requests counts for one of them."""
-
 _MAX_STOPS, _STOP_DECAY = 1 / 16, 0.99
 """Share of recent rows that end with a stop token, above which the core waits for results, and the factor by which a
 row counts less with each later one. A row that is chained to such a row is computed in vain: a whole step, while
 waiting for a result takes a small part of one."""
-
-
-class Acceptance:
-    """The share of recent drafts that were right."""
-
-    def __init__(self) -> None:
-        self._hits = self._guesses = 0.0
-
-    def learn(self, num_right: int, *, has_wrong: bool) -> None:
-        """Record drafts that were right, and whether the one after them was not."""
-        for is_hit in [True] * num_right + [False] * has_wrong:
-            self._hits, self._guesses = self._hits * _DECAY + is_hit, self._guesses * _DECAY + 1.0
-
-    def share(self, prior: float, weight: float) -> float:
-        """As if there had been `weight` more drafts, of which `prior` were right."""
-        return (self._hits + weight * prior) / (self._guesses + weight)
 
 
 class ModelSpeculationManager(SpeculationManager):
@@ -150,7 +130,7 @@ class ModelSpeculationManager(SpeculationManager):
         """Estimated probability of a draft to be right if those before it are."""
         overall = self._overall.share(_PRIOR, _PRIOR_WEIGHT)
         known = self._acceptance.get(request)
-        return overall if known is None else known.share(overall, _OVERALL_WEIGHT)
+        return overall if known is None else known.share(overall, OVERALL_WEIGHT)
 
     def draft(self, decodes: Sequence[Request], num_others: int = 0) -> dict[Request, list[int]]:
         """Return the drafts of these requests: n-grams, or those that a model has made of their next tokens."""
@@ -182,7 +162,8 @@ class ModelSpeculationManager(SpeculationManager):
         right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         if pairs:
             for acceptance in (self._overall, self._acceptance.setdefault(request, Acceptance())):
-                acceptance.learn(right, has_wrong=right < len(pairs))
+                for is_hit in [True] * right + [False] * (right < len(pairs)):
+                    acceptance.learn(is_hit=is_hit)
             if right == len(pairs):  # a try that succeeds is followed by another one
                 self._num_without = self._try_after
 

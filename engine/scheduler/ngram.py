@@ -17,7 +17,7 @@ _DECAY = 0.95
 """Factor by which a guess counts less with each later one: about the last 20 count."""
 _PRIOR_WEIGHT = 1.0
 """Guesses as which the rule of succession counts."""
-_OVERALL_WEIGHT = 4.0
+OVERALL_WEIGHT = 4.0
 """Guesses as which the share of all requests counts for one of them."""
 _MAX_MISSES = 2
 """Consecutive tokens that may differ from those that are being repeated, as if they had been replaced."""
@@ -32,19 +32,31 @@ _RECENT_TOKENS = 1 << 15
 _MULTIPLIER, _KEY_BITS = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
 
+class Acceptance:
+    """The share of recent guesses that were right."""
+
+    def __init__(self) -> None:
+        self._hits = self._guesses = 0.0
+
+    def learn(self, *, is_hit: bool) -> None:
+        self._hits, self._guesses = self._hits * _DECAY + is_hit, self._guesses * _DECAY + 1.0
+
+    def share(self, prior: float, weight: float) -> float:
+        """As if there had been `weight` more guesses, of which the share `prior` was right."""
+        return (self._hits + weight * prior) / (self._guesses + weight)
+
+
 class Scores:
     """How many recent guesses were right, by the number of tokens that had matched before."""
 
     def __init__(self, overall: Scores | None = None) -> None:
         """`overall` are those of all requests, which learn from this one, too."""
-        self._hits, self._guesses = [0.0] * 6, [0.0] * 6
+        self._acceptance = [Acceptance() for _ in range(6)]
         self._overall = overall
 
     def learn(self, num_matched: int, *, is_hit: bool) -> None:
         """Record whether the token after a match was right."""
-        at = _length_class(num_matched)
-        self._hits[at] = self._hits[at] * _DECAY + is_hit
-        self._guesses[at] = self._guesses[at] * _DECAY + 1.0
+        self._acceptance[_length_class(num_matched)].learn(is_hit=is_hit)
         if self._overall is not None:
             self._overall.learn(num_matched, is_hit=is_hit)
 
@@ -58,10 +70,10 @@ class Scores:
         Without any, it is the share of all requests, or without these by the rule of succession: after n tokens that
         were repeated, the next one is with a probability of about n / (n + 1).
         """
-        at, expected, weight = _length_class(num_matched), num_matched / (num_matched + 1), _PRIOR_WEIGHT
+        expected, weight = num_matched / (num_matched + 1), _PRIOR_WEIGHT
         if self._overall is not None:
-            expected, weight = self._overall._probability(num_matched), _OVERALL_WEIGHT
-        return (self._hits[at] + weight * expected) / (self._guesses[at] + weight)
+            expected, weight = self._overall._probability(num_matched), OVERALL_WEIGHT
+        return self._acceptance[_length_class(num_matched)].share(expected, weight)
 
 
 class RecentTexts:
