@@ -67,7 +67,7 @@ class Floor:
     """Lower bounds in seconds of the steps of a shape on a machine, each the larger of two bounds.
 
     Bytes / bandwidth: every weight once per step, and the KV cache of every decoding request once, both in the bytes of
-    the precision. Operations / matmul rate: two per weight and token (weights of the head only for tokens that are
+    the precision, but no weight in more than the two that the checkpoint has. Operations / matmul rate: two per weight and token (weights of the head only for tokens that are
     followed by a sampled one), and four per pair of tokens, head and channel in attention.
     """
 
@@ -79,7 +79,8 @@ class Floor:
         """Seconds of a step of `tokens` tokens that reads `context` cached tokens and attends `attended` pairs of
         tokens."""
         shape, width = self.shape, WEIGHT_BYTES[self.precision]
-        moved = width * (shape.layer_weights + shape.head_weights + context * shape.kv_numbers)
+        moved = min(width, WEIGHT_BYTES["16-bit"]) * (shape.layer_weights + shape.head_weights)
+        moved += width * context * shape.kv_numbers
         operations = 2 * (tokens * shape.layer_weights + sampled * shape.head_weights)
         operations += shape.attention_operations(attended)
         return max(moved / self.machine.bandwidth, operations / self.machine.rate(self.precision))

@@ -96,7 +96,7 @@ class Quire(Peer):
     name = "quire"
     remedy = "scripts/setup"
     precisions: ClassVar = {
-        "f32": "float32",
+        "f32": "float32, weights as stored (bfloat16)",
         "16-bit": "bfloat16",
         "int8": "int8 weights and activations",
         "4-bit": "W4A16 in groups of 128 (compressed-tensors), bfloat16 head",

@@ -31,6 +31,7 @@ from quire.kernels.linear import (
     pack_gated,
     pack_groups,
     pack_linear,
+    widens_weights,
 )
 from quire.kernels.quantized import QuantizedFormat, QuantizedWeight
 
@@ -91,6 +92,7 @@ __all__ = [
     "selective_scan",
     "sparse_attention",
     "uniform_noise",
+    "widens_weights",
 ]
 
 rms_norm = by_device(reference.rms_norm)

@@ -386,16 +386,16 @@ def _calls_of_packed(device: torch.device, dtype: torch.dtype) -> Iterator[tuple
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=noise).to(device, dtype)
 
-    x, weight, bias, per_word = random(5, 96), random(70, 96), random(70), 2 if dtype == torch.bfloat16 else 1
+    x, weight, bias = random(5, 96), random(70, 96), random(70)
     yield "quantize_rows", lambda module: module.quantize_rows(x)
     yield "quantize_weight", lambda module: module.quantize_weight(weight)
     scales = torch.rand(5, generator=noise).to(device)
     yield "scale_rows", lambda module: module.scale_rows(x.clone(), scales, bias[:1].expand(96).contiguous(), dtype)
+    per_word = _per_word(weight)
     yield "pack_tiles", lambda module: (module.pack_tiles(weight, per_word), module.pack_tiles(weight, per_word, True))
     yield "pack_int8_tiles", lambda module: (*module.pack_int8_tiles(weight), *module.pack_int8_tiles(weight, True))
     yield "pack_int4_tiles", lambda module: module.pack_int4_tiles(weight, 32)
-    tiles, int8, int4 = packed.pack_tiles(weight, per_word), packed.pack_int8_tiles(weight), packed.pack_int4_tiles
-    yield "tiled_linear", lambda module: module.tiled_linear(x, tiles, bias, 70)
+    int8, int4 = packed.pack_int8_tiles(weight), packed.pack_int4_tiles
     yield "int8_linear", lambda module: module.int8_linear(x, *int8, bias, 70)
     yield "int4_linear", lambda module: module.int4_linear(x, int4(weight, 32), bias, 70)
     gate_up, down = random(3, 96, 96) / 10, random(3, 96, 48) / 7
@@ -413,12 +413,23 @@ def _calls_of_packed(device: torch.device, dtype: torch.dtype) -> Iterator[tuple
             module.pack_coded_tiles(codes, *factors, 32, 4, False),
         ),
     )
-    stacked = torch.stack([packed.pack_tiles(expert, per_word, True) for expert in gate_up])
-    downs = torch.stack([packed.pack_tiles(expert, per_word) for expert in down])
-    yield (
-        "packed_experts",
-        lambda module: module.packed_experts(x, shares, ids, stacked, None, None, downs, None, None, "silu"),
-    )
+    for stored in (dtype, torch.bfloat16, torch.float16) if dtype == torch.float32 else (dtype,):
+        yield "tiled_linear", functools.partial(_multiply_tiles, x, bias, weight.to(stored))
+        yield "packed_experts", functools.partial(_mix_tiles, x, shares, ids, gate_up.to(stored), down.to(stored))
+
+
+def _multiply_tiles(x: Tensor, bias: Tensor, weight: Tensor, module: Any) -> Any:
+    return module.tiled_linear(x, packed.pack_tiles(weight, _per_word(weight)), bias, len(weight))
+
+
+def _mix_tiles(x: Tensor, shares: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor, module: Any) -> Any:
+    first = torch.stack([packed.pack_tiles(expert, _per_word(gate_up), True) for expert in gate_up])
+    second = torch.stack([packed.pack_tiles(expert, _per_word(down)) for expert in down])
+    return module.packed_experts(x, shares, ids, first, None, None, second, None, None, "silu")
+
+
+def _per_word(weight: Tensor) -> int:
+    return 2 if weight.dtype == torch.bfloat16 else 1
 
 
 def _random_codes(noise: torch.Generator, values: str, groups: int, *shape: int) -> QuantizedWeight:

@@ -74,17 +74,18 @@ def pack_experts(
     down_bias: Tensor | None = None,
     quantization: linear.Quantization | None = None,
     gated: bool = True,
+    inputs: torch.dtype | None = None,
 ) -> PackedExperts:
     """Pack `gate_up` `[experts, 2 * size, hidden]`, or if not `gated` `[experts, size, hidden]`, and `down` `[experts,
     hidden, size]`; see `fused_experts`. Columns in another order may be more than the inputs.
 
     Both may be overwritten: experts are most of a model, so the packed weights reuse their memory if they fit. Kernels
-    and quantization are selected as in `pack_linear`.
+    and quantization are selected as in `pack_linear`, which has `inputs`, too.
     """
     biases = (gate_up_bias, down_bias)
     if isinstance(gate_up, QuantizedWeight) or isinstance(down, QuantizedWeight):
-        return _pack_quantized(gate_up, down, activation, *biases, gated)
-    packing = linear.packing(gate_up[0], quantization)
+        return _pack_quantized(gate_up, down, activation, *biases, gated, inputs)
+    packing = linear.packing(gate_up[0], quantization, inputs)
     if packing is linear.PlainLinear:
         return PlainExperts(gate_up, down, activation, *biases)
     if packing is linear.TiledLinear or packing is linear.Int8Linear or packing is linear.Int4Linear:
@@ -100,6 +101,7 @@ def _pack_quantized(
     gate_up_bias: Tensor | None,
     down_bias: Tensor | None,
     gated: bool,
+    inputs: torch.dtype | None,
 ) -> PackedExperts:
     biases = (gate_up_bias, down_bias)
     if isinstance(gate_up, QuantizedWeight) and isinstance(down, QuantizedWeight):
@@ -118,7 +120,7 @@ def _pack_quantized(
     products = [
         [linear.pack_linear(weights.at(expert)) for expert in range(len(weights.codes))]
         if isinstance(weights, QuantizedWeight)
-        else [linear.pack_linear(weight) for weight in weights]
+        else [linear.pack_linear(weight, inputs=inputs) for weight in weights]
         for weights in (gate_up, down)
     ]
     return ExpertByExpert(products[0], products[1], activation, *biases, gated)

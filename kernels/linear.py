@@ -88,22 +88,26 @@ class PackedEmbedding(PackedLinear):
         """Rows of the weight, `[rows, in]` in float32; inputs are padded."""
 
 
-def pack_linear(weight: Tensor | QuantizedWeight, quantization: Quantization | None = None) -> PackedLinear:
+def pack_linear(
+    weight: Tensor | QuantizedWeight, quantization: Quantization | None = None, *, inputs: torch.dtype | None = None
+) -> PackedLinear:
     """Pack `weight` `[out, in]` for a matmul; the caller may free it. Quantization is for tensors on CPUs only.
 
+    `inputs` is the type of what it multiplies, if that is not its own: float32, and 16 bits for the weight, which is
+    then widened in registers.
     int8: one scale per output feature and one per row of `x`, computed at run time (W8A8, dynamic).
     int4: a scale and a zero per group of up to 128 weights of an output feature; `in` must be a multiple of 32.
     A quantized weight keeps its codes.
     """
     if isinstance(weight, QuantizedWeight):
         return _pack_quantized(weight)
-    return packing(weight, quantization)(weight)
+    return packing(weight, quantization, inputs)(weight)
 
 
-def pack_groups(weight: Tensor, groups: int) -> PackedLinear:
+def pack_groups(weight: Tensor, groups: int, *, inputs: torch.dtype | None = None) -> PackedLinear:
     """Pack `weight` `[groups * out, in]` for a matmul of each group's inputs with its own rows; calls take
     `[rows, groups * in]` and return `[rows, groups * out]`."""
-    return PackedGroups([pack_linear(part) for part in weight.chunk(groups)])
+    return PackedGroups([pack_linear(part, inputs=inputs) for part in weight.chunk(groups)])
 
 
 def pack_embedding(weight: QuantizedWeight) -> PackedEmbedding:
@@ -115,12 +119,16 @@ def pack_embedding(weight: QuantizedWeight) -> PackedEmbedding:
 
 
 def pack_gated(
-    weight: Tensor | QuantizedWeight, activation: str, quantization: Quantization | None = None
+    weight: Tensor | QuantizedWeight,
+    activation: str,
+    quantization: Quantization | None = None,
+    *,
+    inputs: torch.dtype | None = None,
 ) -> PackedLinear:
     """Pack `weight` `[2 * size, in]`, gates before ups, for a matmul and `act_mul`; calls return `[rows, size]`."""
     if isinstance(weight, QuantizedWeight):
         return _pack_quantized(weight, activation)
-    pack = packing(weight, quantization)
+    pack = packing(weight, quantization, inputs)
     if pack is TiledLinear or pack is Int8Linear or pack is Int4Linear:
         return pack(weight, activation)
     return PackedGatedLinear(pack(weight), activation)
@@ -172,8 +180,15 @@ def rounds_inputs(weight: QuantizedWeight) -> bool:
     return False
 
 
-def packing(weight: Tensor, quantization: Quantization | None) -> Callable[[Tensor], PackedLinear]:
-    """The class that packs a weight of this type and shape `[out, in]`."""
+def widens_weights() -> bool:
+    """Whether products of float32 on CPUs take weights of 16 bits."""
+    return "cpu" in dispatch.PLATFORMS and (isa.has("avx2") or isa.has("asimddp"))
+
+
+def packing(
+    weight: Tensor, quantization: Quantization | None, inputs: torch.dtype | None = None
+) -> Callable[[Tensor], PackedLinear]:
+    """The class that packs a weight of this type and shape `[out, in]`; `inputs` is as in `pack_linear`."""
     if weight.device.type != "cpu":
         return PlainLinear
     if quantization == "int4":
@@ -181,8 +196,12 @@ def packing(weight: Tensor, quantization: Quantization | None) -> Callable[[Tens
     is_compiled = "cpu" in dispatch.PLATFORMS
     if quantization == "int8":
         return Int8OneDNNLinear if isa.has("amx_tile") or (isa.has("avx512_vnni") and not is_compiled) else Int8Linear
+    if inputs not in (None, weight.dtype):
+        assert inputs == torch.float32
+        assert widens_weights()
+        return TiledLinear
     has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    if weight.dtype == torch.float32 and not (is_compiled and (isa.has("avx2") or isa.has("asimddp"))):
+    if weight.dtype == torch.float32 and not widens_weights():
         return OneDNNLinear if has_onednn else PlainLinear
     # With AVX2 only, oneDNN does not support bfloat16.
     if (

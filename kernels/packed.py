@@ -125,7 +125,8 @@ def _gated(both: Tensor, activation: str, features: int) -> Tensor:
 
 
 def tiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, features: int, activation: str = "") -> Tensor:
-    """Multiply `x` `[rows, in]` by packed tiles of its type; returns `[rows, features]`.
+    """Multiply `x` `[rows, in]` by packed tiles of its type, or of a narrower one than its float32, which gives the
+    same sums; returns `[rows, features]` of the type of `x`.
 
     A word is one float32, one float16 or two bfloat16. With an activation, weight and bias are in the order of
     `interleave_gated`, and the result is gated.
@@ -134,7 +135,7 @@ def tiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, features: int, 
         both = F.linear(x.float(), _unpack_tiles(weight, len(weight) * TILE, x.shape[1]).float())
         both = both if bias is None else both + bias
         return _gated(both, activation, features).to(x.dtype)
-    return F.linear(x, _unpack_tiles(weight, features, x.shape[1]), bias)
+    return F.linear(x, _unpack_tiles(weight, features, x.shape[1]).to(x.dtype), bias)
 
 
 def int8_linear(

@@ -33,6 +33,8 @@ class ModelConfig:
     tokenizer: Path
     architecture: ModelSpec
     dtype: str
+    stored_dtype: str | None = None
+    """The 16-bit type in which products of float32 keep the checkpoint's weights, and widen them; None: `dtype`."""
     quantization: Literal["int8", "int4"] | None
     """How weights are quantized when they are packed, on CPUs; on GPUs, `quantized` says it."""
     max_model_len: int
@@ -60,6 +62,11 @@ class ModelConfig:
     """Which of embedding and head (`ModelSpec.outer_matrices`) the checkpoint stores quantized."""
     w8a8: tuple[Literal["int8", "fp8"], ...] = ("int8",)
     """Types in which the device multiplies quantized weights by inputs that are rounded to the same."""
+
+    @property
+    def weight_dtype(self) -> str:
+        """The type of matrices that are not quantized, and of embeddings."""
+        return self.stored_dtype or self.dtype
 
     @property
     def is_quantized_online(self) -> bool:

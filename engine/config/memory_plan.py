@@ -142,13 +142,14 @@ def _kv_block_bytes(cache: CacheConfig, planes: Counter[KVCacheShape]) -> int:
 
 
 def _weight_bytes(model: ModelConfig, parallel: ParallelConfig, stage: int) -> int:
-    """Bytes of one rank's weights: linear layers and head packed, the rest in the model's data type."""
+    """Bytes of one rank's weights: linear layers and head packed, the rest but embeddings in the model's data type."""
     arch, stages, tp = (
         parallel_config.rank_spec(model.architecture, parallel),
         parallel.stages,
         parallel.tensor_parallel_size,
     )
     width, first, last = DTYPE_BYTES[model.dtype], stage == 0, stage == len(stages) - 1
+    stored = DTYPE_BYTES[model.weight_dtype]
     held = arch.held_layers(stages[stage])
     layers = [(number, each) for number, layer in held for each in layer.matrices(arch.hidden_size, tp)]
     embedding, head = arch.outer_matrices(tp)
@@ -163,15 +164,17 @@ def _weight_bytes(model: ModelConfig, parallel: ParallelConfig, stage: int) -> i
         packed += (
             matrix_bytes(model, parallel.device, None, head)
             if is_stored
-            else packed_bytes(head.rows, head.columns, model.quantization and "int8", width)
+            else packed_bytes(head.rows, head.columns, model.quantization and "int8", stored)
         )
+    unpacked -= arch.embedded_parameters(tp) * first
+    packed += arch.embedded_parameters(tp) * stored * first
     return unpacked * width + arch.num_float32_parameters(stages, stage) * (4 - width) + packed
 
 
 def embedding_bytes(model: ModelConfig, device: str, embedding: MatrixShape) -> int:
-    """Bytes of an embedding's weight on a rank: in the model's data type, unless the checkpoint stores it quantized."""
+    """Bytes of an embedding's weight on a rank, which `--quantization` leaves as it is."""
     if form_of_matrix(model, device, None, embedding) is None:
-        return embedding.elements * DTYPE_BYTES[model.dtype]
+        return embedding.elements * DTYPE_BYTES[model.weight_dtype]
     return matrix_bytes(model, device, None, embedding)
 
 
@@ -188,7 +191,7 @@ def read_bytes(config: EngineConfig, arch: ModelSpec, stage: int, weights: int, 
     has_copy = parallel.device == "cpu" and form_of_matrix(model, parallel.device, None, embedding) is None
     is_head = arch.tie_embeddings and len(parallel.stages) == 1 and not has_copy
     if stage == 0:
-        read -= arch.embedded_parameters(tp) * DTYPE_BYTES[model.dtype]
+        read -= arch.embedded_parameters(tp) * DTYPE_BYTES[model.weight_dtype]
         read -= 0 if is_head else embedding_bytes(model, parallel.device, embedding)
     for number in parallel.stages[stage]:
         mixture = arch.layers[number].feed_forward
@@ -209,7 +212,8 @@ def matrix_bytes(model: ModelConfig, device: str, number: int | None, matrix: Ma
     form = form_of_matrix(model, device, number, matrix)
     if form is not None:
         return matrix.number * form.packed_bytes(matrix.rows, matrix.columns, device)
-    width = DTYPE_BYTES[model.dtype]
+    is_dequantized = any(model.schemes.get((number, matrix.module), ()))
+    width = DTYPE_BYTES[model.dtype if is_dequantized else model.weight_dtype]
     return matrix.number * packed_bytes(matrix.rows, matrix.columns, model.quantization, width)
 
 
@@ -353,7 +357,7 @@ def quantized_text(config: EngineConfig) -> str:
         return f"requantized from {name}"
     sizes, layers = Counter[str](), defaultdict[tuple[str, str], set[int | None]](set)
     for number, each, form in matrix_forms(config):
-        text = _form_text(form, each.columns, config.model.dtype, config.parallel.device)
+        text = _form_text(form, each.columns, config.model.weight_dtype, config.parallel.device)
         path = each.module.rpartition(".")[0] if number is not None else each.module
         part = path.rpartition(".")[2].replace("_", " ")
         sizes[text] += each.elements

@@ -29,7 +29,7 @@ from quire.engine.models import quantization
 from quire.engine.models.encoder_spec import EncoderSpec, bidirectional
 from quire.engine.models.families import ENCODERS, FAMILIES, from_hf_config, of_text, transformers_backend
 from quire.engine.models.families.values import check_values
-from quire.engine.models.model_spec import ModelSpec
+from quire.engine.models.model_spec import ModelSpec, TransformersModelSpec
 from quire.engine.models.quantization import online
 from quire.engine.models.quantization.form import INT4_GROUPS
 from quire.engine.models.quantization.method import Method
@@ -77,11 +77,13 @@ def resolve(options: EngineOptions, available: Devices) -> ModelConfig:
     if load_format == "dummy":
         quantized = None
     _check_attention_backend(options, arch, available)
+    dtype = _choose_dtype(options, available, hf_config)
     return ModelConfig(
         path=path,
         tokenizer=tokenizer,
         architecture=arch,
-        dtype=_choose_dtype(options, available, hf_config),
+        dtype=dtype,
+        stored_dtype=_stored_dtype(dtype, available, hf_config, arch),
         quantization=packed,
         max_model_len=_choose_max_model_len(options, arch, pooler),
         load_format=load_format,
@@ -253,8 +255,18 @@ def _choose_dtype(options: EngineOptions, available: Devices, hf_config: dict[st
         return options.dtype
     if available.kind == "cpu":
         return "float32"
-    checkpoint_dtype = hf_config.get("dtype") or hf_config.get("torch_dtype")
+    checkpoint_dtype = _checkpoint_dtype(hf_config)
     return checkpoint_dtype if checkpoint_dtype in DTYPE_BYTES else "bfloat16"
+
+
+def _stored_dtype(dtype: str, available: Devices, hf_config: dict[str, Any], arch: ModelSpec) -> str | None:
+    checkpoint_dtype = _checkpoint_dtype(hf_config)
+    widens = available.kind == "cpu" and dtype == "float32" and not isinstance(arch, TransformersModelSpec)
+    return checkpoint_dtype if widens and checkpoint_dtype in ("bfloat16", "float16") else None
+
+
+def _checkpoint_dtype(hf_config: dict[str, Any]) -> Any:
+    return hf_config.get("dtype") or hf_config.get("torch_dtype")
 
 
 def _quantization_settings(path: Path, hf_config: dict[str, Any]) -> Any:

@@ -48,9 +48,9 @@ class VocabParallelEmbedding(nn.Module):
 
     def _vectors(self, rows: Tensor) -> Tensor:
         if self.packed is None:
-            return F.embedding(rows, self.weight)
+            return F.embedding(rows, self.weight).to(self.weight.input_dtype)
         vectors = self.packed.rows(rows.flatten())[:, : self._width]
-        return vectors.to(self.weight.dtype).view(*rows.shape, self._width)
+        return vectors.to(self.weight.input_dtype).view(*rows.shape, self._width)
 
 
 class TiedLinear(Linear):

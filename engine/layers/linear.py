@@ -69,7 +69,7 @@ class Linear(nn.Module):
     def _packed(
         self, weight: Tensor | QuantizedWeight, quantization: kernels.Quantization | None
     ) -> kernels.PackedLinear:
-        return kernels.pack_linear(weight, quantization)
+        return kernels.pack_linear(weight, quantization, inputs=self.weight.input_dtype)
 
     @property
     def row_rounding(self) -> kernels.RowRounding | None:
@@ -113,7 +113,7 @@ class GatedLinear(ColumnParallelLinear):
     def _packed(
         self, weight: Tensor | QuantizedWeight, quantization: kernels.Quantization | None
     ) -> kernels.PackedLinear:
-        return kernels.pack_gated(weight, self._activation, quantization)
+        return kernels.pack_gated(weight, self._activation, quantization, inputs=self.weight.input_dtype)
 
     def forward(self, x: Tensor | kernels.RoundedRows) -> Tensor:
         """`[tokens, in_features]` → `[tokens, gates of this rank]`."""

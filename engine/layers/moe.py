@@ -342,6 +342,7 @@ class Experts(ExpertStack):
             down_bias=self._down_bias,
             quantization=quantization,
             gated=self._spec.is_gated,
+            inputs=self.gate_up.weight.input_dtype,
         )
         for weight in self.parameters():
             weight.data = weight.data.new_empty(0)

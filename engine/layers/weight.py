@@ -73,10 +73,12 @@ class Weight(nn.Parameter):
     """
 
     shards: tuple[Shard, ...]
+    input_dtype: torch.dtype
+    """The type of what it is multiplied by: its own, unless `store_as` has changed that."""
 
     def __new__(cls, shape: tuple[int, ...], *shards: Shard, dtype: torch.dtype | None = None) -> Weight:
         weight = super().__new__(cls, torch.empty(shape, dtype=dtype), requires_grad=False)
-        weight.shards = shards
+        weight.shards, weight.input_dtype = shards, weight.dtype
         if not _HAS_MEMORY.get():
             weight.untyped_storage().resize_(0)
         return weight
@@ -89,3 +91,10 @@ class Weight(nn.Parameter):
         storage = self.untyped_storage()
         if not storage.size():
             storage.resize_(self.nbytes)
+
+    def store_as(self, dtype: torch.dtype) -> None:
+        """Load the weight in this narrower type, in which the checkpoint has it. Only a layer that is then packed, or
+        that widens what it looks up, can have such a weight."""
+        data = torch.empty(self.shape, dtype=dtype, device=self.device)
+        data.untyped_storage().resize_(0)
+        self.data = data

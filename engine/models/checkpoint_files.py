@@ -22,7 +22,7 @@ from quire.engine.models.families import FAMILIES
 from quire.engine.models.families.tensors import NeededTensor, StackSlice, stacked_experts
 from quire.engine.models.gguf_files import GgufFiles
 from quire.engine.models.model_spec import ModelSpec
-from quire.engine.models.quantization.method import Scheme, Shape
+from quire.engine.models.quantization.method import DTYPES, Scheme, Shape
 from quire.engine.models.quantization.online import OnlineScheme
 from quire.engine.models.quantized_tensors import READERS
 from quire.engine.models.quantized_tensors.online import OnlineReader
@@ -160,6 +160,10 @@ class Checkpoint:
             return None
         scheme, module, _ = self._quantized[name]
         return scheme.of_embedding() if module == self._model.embedding_name else scheme
+
+    def dtype(self, name: str) -> str:
+        """The type of a needed tensor; "quantized" if it is."""
+        return "quantized" if name in self._quantized else DTYPES[self.headers[name].dtype]
 
     def file(self, name: str) -> Path:
         """The file that a needed tensor, or its codes, are in."""

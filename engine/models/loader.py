@@ -115,11 +115,15 @@ def load_model(
     needed = needed_tensors(decoder, model)
     quantization = model.quantization if pack else "as it is"
     if is_dummy:
+        if pack:
+            _store_narrow(decoder, model, needed, None)
         units = _units(decoder, needed, quantization)
         _fill(units, partial(_fill_randomly, model.seed), readers=1, bar=False)
         return decoder
     checkpoint = _open(model, needed)
     needed = _quantized_places(decoder, needed, checkpoint, keep=pack and model.keeps_quantized)
+    if pack:
+        _store_narrow(decoder, model, needed, checkpoint, warns=rank == 0)
     units = _units(decoder, needed, quantization)
     if rank == 0:
         surplus = _surplus(checkpoint.names, model) if isinstance(decoder, Decoder | Encoder) else decoder.surplus
@@ -165,10 +169,14 @@ def load_draft_head(
     for module, source in parts:
         needed = needed_tensors(module, source)
         if source.load_format == "dummy":
+            if pack:
+                _store_narrow(module, source, needed, None)
             _fill(_units(module, needed, quantization), partial(_fill_randomly, source.seed), readers=1, bar=False)
             continue
         checkpoint, names = _open(source, needed), {*needed}
         needed = _quantized_places(module, needed, checkpoint, keep=pack and source.keeps_quantized)
+        if pack:
+            _store_narrow(module, source, needed, checkpoint)
         read = partial(_read, checkpoint, staging=None if device.type == "cpu" else PinnedStaging(device))
         _fill(_units(module, needed, quantization), read, readers=_READERS, bar=False)
         if module is head and not arch.is_in_target and parallel.rank == 0:
@@ -307,6 +315,41 @@ def _quantized_places(decoder: nn.Module, needed: Needed, checkpoint: Checkpoint
     for place in chain(*places.values()):
         found[place[2].name].append(place)
     return found
+
+
+def _store_narrow(
+    decoder: nn.Module, model: ModelConfig, needed: Needed, checkpoint: Checkpoint | None, *, warns: bool = False
+) -> None:
+    """Let embeddings, and layers whose products widen their weights, load these in 16 bits if the checkpoint has them
+    so. Without a checkpoint, dummy weights are as config.json says."""
+    if model.stored_dtype is None:
+        return
+    if not kernels.widens_weights():
+        if warns:
+            logger.warning("without compiled kernels, weights stored in %s are kept in float32", model.stored_dtype)
+        return
+    names: dict[int, set[str]] = defaultdict(set)
+    for weight, _, stored in chain(*needed.values()):
+        names[id(weight)].add(stored.name)
+    wide = set[str]()
+    for layer in decoder.modules():
+        matrices: list[Quantizable] = []
+        if isinstance(layer, ExpertStack):
+            matrices = [layer.gate_up, layer.down]
+        elif isinstance(layer, VocabParallelEmbedding) or (isinstance(layer, Linear) and layer.may_be_quantized):
+            matrices = [layer]
+        own = set[str]().union(*(names[id(matrix.weight)] for matrix in matrices if matrix.quantized is None))
+        types = {checkpoint.dtype(name) for name in own} if checkpoint is not None else {model.stored_dtype}
+        if own and types == {model.stored_dtype}:
+            for matrix in matrices:
+                matrix.weight.store_as(getattr(torch, model.stored_dtype))
+        elif "float32" in types:
+            wide |= own
+    if wide and warns:
+        logger.warning(
+            "%s: config.json says %s, but tensors are float32, which takes more memory than planned %s",
+            *(model.path, model.stored_dtype, _listed(sorted(wide))),
+        )
 
 
 def _form(places: list[Place], checkpoint: Checkpoint) -> Form | None:

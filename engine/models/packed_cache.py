@@ -134,7 +134,14 @@ def _key(config: EngineConfig, rank: int) -> str:
     model, parallel = config.model, config.parallel
     place = (parallel.tensor_parallel_size, parallel.tp_rank_of(rank), parallel.stages[parallel.stage_of(rank)])
     experts = (parallel.experts, parallel.replicas, parallel.replica) if parallel.experts is not None else None
-    loaded = (model.architecture, model.dtype, model.quantization, model.quantized, model.load_format)
+    loaded = (
+        model.architecture,
+        model.dtype,
+        model.stored_dtype,
+        model.quantization,
+        model.quantized,
+        model.load_format,
+    )
     hashes = sorted(handshake.fingerprint(model.path).items())
     # In seconds, as layers of images keep them.
     times = [int((model.path / name).stat().st_mtime) for name, _ in hashes]

@@ -306,16 +306,17 @@ Tensor packed_experts(const Tensor& x, const Tensor& weights, const Tensor& ids,
   const Matrices first(gate_up, gate_up_scales, gate_up_bias), second(down, down_scales, down_bias);
   STD_TORCH_CHECK(gate_up.scalar_type() == down.scalar_type());
   return mix_experts(x, weights, ids, first, second, activation, gated, [&](auto run) {
+    if (!first.scales && gate_up.scalar_type() != ScalarType::Byte) {
+      return for_tiled(x.scalar_type(), gate_up.scalar_type(),
+                       [&]<typename Form, typename T>() { run.template operator()<Form, T>({}, {}); });
+    }
     for_type(x.scalar_type(), [&]<typename T>() {
       if (first.scales && second.scales) {
         STD_TORCH_CHECK(std::max(x.size(1), first.tiles * (gated ? kHalf : kTile)) <= kMostBytes,
                         "more than 65,536 inputs are not supported: sums may overflow 32 bits");
         run.template operator()<Byte, T>({}, {});
-      } else if (gate_up.scalar_type() == ScalarType::Byte) {
-        run.template operator()<Int4, T>(Int4::of_step(gate_up.size(3)), Int4::of_step(down.size(3)));
       } else {
-        STD_TORCH_CHECK(x.scalar_type() == gate_up.scalar_type());
-        run.template operator()<Tiled<T>, T>({}, {});
+        run.template operator()<Int4, T>(Int4::of_step(gate_up.size(3)), Int4::of_step(down.size(3)));
       }
     });
   });

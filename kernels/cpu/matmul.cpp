@@ -78,13 +78,14 @@ Tensor linear(Form form, const Tensor& x, const Tensor& weight, const float* sca
   return out;
 }
 
-// weight: [tiles, in, 32] float32 or float16, or [tiles, in / 2, 32, 2] bfloat16, the type of x and of the result.
+// weight: [tiles, in, 32] float32 or float16, or [tiles, in / 2, 32, 2] bfloat16: the type of x, which is that of the
+// result, or a narrower one than its float32.
 Tensor tiled_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, int64_t features,
                     std::string_view activation) {
-  STD_TORCH_CHECK(x.scalar_type() == weight.scalar_type());
   Tensor out;
-  for_type(x.scalar_type(),
-           [&]<typename T>() { out = linear<Tiled<T>, T>({}, x, weight, nullptr, bias, features, activation); });
+  for_tiled(x.scalar_type(), weight.scalar_type(), [&]<typename Form, typename T>() {
+    out = linear<Form, T>({}, x, weight, nullptr, bias, features, activation);
+  });
   return out;
 }
 

@@ -142,7 +142,7 @@ struct Float : FloatSteps<Float, 1, 4> {
   }
 };
 
-// Weights of float16.
+// Weights of float16, and rows of float32. Sums are those of `Float` to the last bit.
 struct Float16 : FloatSteps<Float16, 1, 2> {
   using Wide = Float;
   static Wide wide() { return {}; }
@@ -154,6 +154,32 @@ struct Float16 : FloatSteps<Float16, 1, 2> {
   static void widen(const char* from, int64_t steps, char* to) {
     for (int64_t i = 0; i < steps * kTile; i += kLanes) {
       store(reinterpret_cast<float*>(to) + i, load(reinterpret_cast<const Half*>(from) + i));
+    }
+  }
+};
+
+// Weights of bfloat16, two inputs per word, and rows of float32. Sums are those of `Float` to the last bit.
+struct BFloat16Floats : FloatSteps<BFloat16Floats, 2, 4> {
+  using Wide = Float;
+  static Wide wide() { return {}; }
+
+  static Floats first(Words pairs) { return std::bit_cast<Floats>(pairs << 16); }
+  static Floats second(Words pairs) { return std::bit_cast<Floats>(pairs & 0xFFFF0000); }
+
+  static Floats add(Floats sum, const char* weights, const char* x) {
+    const Words pairs = read<Words>(weights);
+    sum += first(pairs) * read<float>(x);
+    return sum + second(pairs) * read<float>(x + 4);
+  }
+
+  static void widen(const char* from, int64_t steps, char* to) {
+    auto* wide = reinterpret_cast<float*>(to);
+    for (int64_t k = 0; k < steps; ++k, wide += 2 * kTile) {
+      for (int i = 0; i < kTile; i += kLanes) {
+        const Words pairs = read<Words>(from + (k * kTile + i) * 4);
+        store(wide + i, first(pairs));
+        store(wide + kTile + i, second(pairs));
+      }
     }
   }
 };
@@ -178,31 +204,7 @@ struct BFloat16Pairs : Steps<BFloat16Pairs, Floats, 2, 4, 4> {
   }
 };
 #else
-// Weights of bfloat16, two inputs per word.
-struct BFloat16Pairs : FloatSteps<BFloat16Pairs, 2, 4> {
-  using Wide = Float;
-  static Wide wide() { return {}; }
-
-  static Floats first(Words pairs) { return std::bit_cast<Floats>(pairs << 16); }
-  static Floats second(Words pairs) { return std::bit_cast<Floats>(pairs & 0xFFFF0000); }
-
-  static Floats add(Floats sum, const char* weights, const char* x) {
-    const Words pairs = read<Words>(weights);
-    sum += first(pairs) * read<float>(x);
-    return sum + second(pairs) * read<float>(x + 4);
-  }
-
-  static void widen(const char* from, int64_t steps, char* to) {
-    auto* wide = reinterpret_cast<float*>(to);
-    for (int64_t k = 0; k < steps; ++k, wide += 2 * kTile) {
-      for (int i = 0; i < kTile; i += kLanes) {
-        const Words pairs = read<Words>(from + (k * kTile + i) * 4);
-        store(wide + i, first(pairs));
-        store(wide + kTile + i, second(pairs));
-      }
-    }
-  }
-};
+using BFloat16Pairs = BFloat16Floats;
 #endif
 
 // How all rows are rounded to bytes, if each does not have its own scale.
@@ -412,10 +414,22 @@ struct Int4 : Steps<Int4, Floats, 1, 4, 1> {
   }
 };
 
-// The form of tiles of T.
-template <typename T>
-using Tiled = std::conditional_t<std::is_same_v<T, float>, Float,
-                                 std::conditional_t<std::is_same_v<T, Half>, Float16, BFloat16Pairs>>;
+// The form of tiles of W, and of rows of T.
+template <typename W, typename T>
+using Tiled = std::conditional_t<
+    std::is_same_v<W, float>, Float,
+    std::conditional_t<std::is_same_v<W, Half>, Float16,
+                       std::conditional_t<std::is_same_v<T, float>, BFloat16Floats, BFloat16Pairs>>>;
+
+// Calls `body<Form, T>()` for rows and tiles of these types: the same or, for rows of float32, a narrower one of tiles.
+template <typename Body>
+void for_tiled(ScalarType rows, ScalarType tiles, Body&& body) {
+  for_type(tiles, [&]<typename W>() {
+    if (rows == tiles) return body.template operator()<Tiled<W, W>, W>();
+    STD_TORCH_CHECK(rows == ScalarType::Float, "rows of ", rows, " are not multiplied by weights of ", tiles);
+    body.template operator()<Tiled<W, float>, float>();
+  });
+}
 
 // A thread's sums of a block of rows for one tile.
 template <typename Form>

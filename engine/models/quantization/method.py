@@ -8,8 +8,10 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 Shape = tuple[int, ...]
-FLOATS = ("F32", "BF16", "F16")
-"""Types of plain tensors, and of most factors."""
+DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+"""Types of plain tensors, by safetensors' names."""
+FLOATS = tuple(DTYPES)
+"""Those, which most factors have, too."""
 INTEGERS = ("I64", "I32")
 """Types of tables."""
 

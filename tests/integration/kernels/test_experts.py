@@ -213,6 +213,21 @@ def test_fused_experts_are_the_loop_over_tokens(
         close(out, expected, TOLERANCES[dtype])
 
 
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("tokens", "num_experts", "top_k", "size", "hidden"), SHAPES)
+def test_float32_by_experts_of_16_bits_is_that_by_wide_experts(
+    tokens: int, num_experts: int, top_k: int, size: int, hidden: int, stored: torch.dtype, implementation: str
+) -> None:
+    x, routes = torch.randn(tokens, hidden), routed(tokens, num_experts, top_k)
+    gate_up, down, *_ = random_experts(num_experts, size, hidden, stored)
+    wide = experts.TiledExperts(gate_up.float(), down.float(), "silu", None, None, gated=True)
+    narrow = experts.TiledExperts(gate_up, down, "silu", None, None, gated=True)
+    assert {each.dtype for each in narrow.state(0)} == {stored}
+    found, expected = narrow(x, *routes), wide(x, *routes)
+    close(found, expected, 1e-6)
+    assert implementation == "reference" or torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_every_activation(activation: str) -> None:
     x, (weights, ids) = torch.randn(6, 32) * 6, routed(6, 4, 2)

@@ -50,6 +50,21 @@ def test_full_precision_is_the_plain_product(
         close(pack(weight)(x, bias), expected, tolerance)
 
 
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("rows", "outs", "ins"), SHAPES + ODD_SHAPES)
+def test_float32_by_weights_of_16_bits_is_that_by_wide_weights(
+    rows: int, outs: int, ins: int, stored: torch.dtype, implementation: str
+) -> None:
+    """To the last bit; the reference's products are torch's, which depend on where a matrix is in memory."""
+    x, weight, bias = torch.randn(rows, ins), torch.randn(2 * outs, ins).to(stored), torch.randn(2 * outs)
+    for activation, each in itertools.product(("", "silu"), (None, bias)):
+        narrow, wide = (linear.TiledLinear(part, activation) for part in (weight, weight.float()))
+        assert narrow.state()[0].dtype == stored
+        found, expected = narrow(x, each), wide(x, each)
+        close(found, expected, 1e-6)
+        assert implementation == "reference" or torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("rows", "outs", "ins"), SHAPES[1:] + ODD_SHAPES[1:])
 def test_int8_is_exact_on_the_rounded_numbers(rows: int, outs: int, ins: int, dtype: torch.dtype) -> None:
