@@ -130,7 +130,7 @@ def measure(requests: int, steps: int, shares: int) -> dict[str, float]:
         sampled = len(plan.scheduled) and plan.scheduled[0].num_tokens > 1
         result = ModelRunnerOutput(plan.step, [7] * plan.num_rows)
         if sampled:  # still prefilling: only the last chunk of a prompt samples
-            ends = {request.slot for request in scheduler.decoding}
+            ends = {request.slot for request in scheduler.running.decoding}
             result.token_ids = [7] * len(plan.decodes) + [7 if row.slot in ends else -1 for row in plan.scheduled]
         times.append(clock())
         news = scheduler.update(plan, result)
@@ -139,7 +139,7 @@ def measure(requests: int, steps: int, shares: int) -> dict[str, float]:
             outputs.stats = msgspec.structs.replace(scheduler.snapshot())
             encode(outputs)
         times.append(clock())
-        if len(scheduler.decoding) == requests and not sampled:
+        if len(scheduler.running.decoding) == requests and not sampled:
             spent = [times[1] - times[0], times[2] - times[1], times[4] - times[3], times[5] - times[4]]
             for name, seconds in zip(PARTS, spent, strict=True):
                 parts[name].append(seconds * 1e6)

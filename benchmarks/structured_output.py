@@ -73,7 +73,7 @@ def run(
 ) -> tuple[float, float, float]:
     """Seconds per step, per token of an unconstrained request, and per token of a constrained one."""
     scheduler = Scheduler(config)
-    scheduler._step, scheduler._last_finished_step = step, step - 1  # the ranks continue counting
+    scheduler.in_flight.next_step, scheduler.in_flight.last_finished = step, step - 1  # the ranks continue counting
     for index in range(REQUESTS):
         is_bound = index < constrained
         params = SamplingParams(max_tokens=None, ignore_eos=True, structured_outputs=ENDLESS if is_bound else None)

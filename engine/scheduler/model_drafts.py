@@ -14,7 +14,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, takewhile
 
-from quire.engine.config.engine_config import SpeculativeConfig
+from quire.engine.config.engine_config import EngineConfig, SpeculativeConfig
 from quire.engine.protocol.scheduler_output import SchedulerOutput
 from quire.engine.scheduler.ngram import OVERALL_WEIGHT, Acceptance
 from quire.engine.scheduler.request import Request
@@ -200,10 +200,14 @@ def _promises(probability: float, most: int) -> list[float]:
     return [*accumulate((probability**place for place in range(1, most + 1)), initial=0.0)]
 
 
-def make_speculation(
-    config: SpeculativeConfig, max_sampled_tokens: int, state_block_size: int | None, *, ranks_wait_for_cpu: bool
-) -> SpeculationManager:
-    """The manager of this method's drafts; see `SpeculationManager` and `ModelSpeculationManager`."""
-    if config.model is None:
-        return SpeculationManager(config, max_sampled_tokens, state_block_size)
-    return ModelSpeculationManager(config, max_sampled_tokens, state_block_size, ranks_wait_for_cpu=ranks_wait_for_cpu)
+def make_speculation(config: EngineConfig) -> SpeculationManager | None:
+    """The manager of the drafts of this engine's method, if it has one; see `SpeculationManager` and
+    `ModelSpeculationManager`."""
+    speculative, most = config.scheduler.speculative, config.scheduler.max_sampled_tokens
+    if speculative is None:
+        return None
+    block_size = config.cache.block_size if any(group.is_state for group in config.cache.groups) else None
+    if speculative.model is None:
+        return SpeculationManager(speculative, most, block_size)
+    ranks_wait_for_cpu = config.parallel.device == "cpu" and config.parallel.tensor_parallel_size > 1
+    return ModelSpeculationManager(speculative, most, block_size, ranks_wait_for_cpu=ranks_wait_for_cpu)

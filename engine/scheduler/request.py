@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from quire.engine.protocol.engine_core import EngineCoreRequest, FinishReason
+from quire.engine.protocol.engine_core import EngineCoreOutput, EngineCoreRequest, FinishReason
+from quire.engine.protocol.logprobs import TokenLogprobs
 from quire.engine.scheduler.grammar import Grammar
 from quire.engine.scheduler.ngram import TokenLookup
 
@@ -114,3 +115,22 @@ class Request:
     def num_pending_tokens(self) -> int:
         """Known tokens that are not scheduled yet."""
         return max(0, len(self.token_ids) - self.num_computed_tokens)
+
+    def output(
+        self,
+        token_ids: list[int],
+        logprobs: list[TokenLogprobs] | None = None,
+        finish_reason: FinishReason | None = None,
+        stop_token_id: int | None = None,
+    ) -> EngineCoreOutput:
+        """Return an output with these tokens, and with how far the request is."""
+        return EngineCoreOutput(
+            self.request_id,
+            token_ids,
+            logprobs,
+            finish_reason,
+            stop_token_id,
+            num_cached_tokens=self.num_cached_tokens or 0,
+            running_seconds=self.running_seconds,
+            preempted_after=self.preempted_after,
+        )

@@ -120,6 +120,27 @@ class RequestQueue:
                 share.waiting = [entry for entry in share.waiting if entry[1].finish_reason is None]
                 heapq.heapify(share.waiting)
 
+    def by_place(self, running: list[Request]) -> list[Request]:
+        """Return the running requests, the first one to preempt last.
+
+        A request's place is the number of requests of its share before it, divided by the weight.
+        """
+        if len(self._shares) <= 1:
+            return running
+        seen: Counter[bytes] = Counter()
+        places: list[tuple[float, tuple[int, int], Request]] = []
+        for request in running:
+            share = request.share
+            places.append((seen[share.key] / share.weight, request.order, request))
+            seen[share.key] += 1
+        return [request for _, _, request in sorted(places)]
+
+    def overloaded(self, below: Share) -> Share | None:
+        """Return the most loaded share, if its load is above that of `below` even without its newest request."""
+        shares = [share for share in self.shares if share.num_running > 1]
+        share = max(shares, key=_load_without_newest, default=below)
+        return share if _load_without_newest(share) > below.load else None
+
     def pending(self, limit: int) -> int:
         """Pending tokens of approximately the first `limit` requests."""
         first = itertools.islice(itertools.chain.from_iterable(share.waiting for share in self.shares), limit)
@@ -137,3 +158,7 @@ class RequestQueue:
             assert share.load == share.num_running / share.weight
         assert all(request.share is self._shares[request.share.key] for request in (*waiting, *running))
         return waiting
+
+
+def _load_without_newest(share: Share) -> float:
+    return (share.num_running - 1) / share.weight

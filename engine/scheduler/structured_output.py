@@ -167,14 +167,8 @@ class StructuredOutputManager:
 
     def _advance(self, request: Request, grammar: Grammar, arrived: _Arrived) -> EngineCoreOutput:
         """Advance the grammar by the sampled token, and append the tokens that it forces."""
-        output = EngineCoreOutput(
-            request.request_id,
-            [*request.unsent_to_client, arrived.token_id],
-            logprobs=None if arrived.logprobs is None else [arrived.logprobs],
-            num_cached_tokens=request.num_cached_tokens or 0,
-            running_seconds=request.running_seconds,
-            preempted_after=request.preempted_after,
-        )
+        tokens = [*request.unsent_to_client, arrived.token_id]
+        output = request.output(tokens, None if arrived.logprobs is None else [arrived.logprobs])
         request.unsent_to_client = []
         request.unsent_to_workers = [] if self._workers_keep_tokens else [arrived.token_id]
         try:

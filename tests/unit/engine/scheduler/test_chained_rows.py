@@ -185,7 +185,7 @@ def test_nothing_is_chained_where_the_core_must_know_more() -> None:
         assert running.scheduler.snapshot().num_drafts
         assert not chained(running)
     running = engine()
-    running.scheduler._all_ranks_draft = False
+    running.scheduler.draft_steps.all_ranks_draft = False
     running.add("a", [1], max_tokens=30)
     running.run()
     assert not chained(running)

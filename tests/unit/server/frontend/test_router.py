@@ -51,7 +51,7 @@ class Engine:
         self.is_busy = plan is not None
         if plan is None:
             return None
-        rows = self.scheduler._rows_in_flight[plan.step]
+        rows = self.scheduler.in_flight.rows[plan.step]
         sampled = [7 if row.num_computed_tokens >= len(row.token_ids) else -1 for row in rows]
         self.under_way = plan, ModelRunnerOutput(plan.step, sampled)
         self.tokens += plan.num_tokens

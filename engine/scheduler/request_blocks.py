@@ -1,0 +1,107 @@
+"""The KV blocks of requests: which a request needs, which it gets, and what the prefix cache has of them.
+
+`quire.engine.scheduler.kv_cache_manager` knows blocks, and this module knows whose they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quire.engine.scheduler.drafts_in_flight import DraftsInFlight
+from quire.engine.scheduler.kv_cache_manager import KVCacheManager, extend_hashes
+from quire.engine.scheduler.plans_in_flight import PlansInFlight
+from quire.engine.scheduler.request import Request
+
+
+class RequestBlocks:
+    """Owns `block_ids`, `hashes` and `num_published` of all requests."""
+
+    def __init__(self, kv: KVCacheManager, in_flight: PlansInFlight, drafts: DraftsInFlight) -> None:
+        self.kv, self._in_flight, self._drafts = kv, in_flight, drafts
+
+    def find_prefix(self, request: Request, row_tokens: int) -> list[int] | None:
+        """Return the blocks of a waiting request's cached prefix, or None if it cannot be admitted now.
+
+        It is admitted only if blocks for all its known tokens, in rows of `row_tokens`, are free, so that it is not
+        preempted at once.
+        """
+        kv = self.kv
+        if kv.enable_prefix_caching:
+            self._extend_hashes(request)
+        # At least one token is computed, because the logits of the last token are not cached.
+        cached = kv.match(request.hashes[: kv.num_full_blocks(request.num_reusable_tokens)])
+        for prefix in (cached, []) if kv.states else (cached,):  # pages that are not full may hold a prefix
+            needed = kv.max_pages_needed(len(request.token_ids), row_tokens, prefix)
+            if kv.can_allocate(needed, cached_blocks=kv.without_freed(prefix)):
+                return prefix
+        return None
+
+    def start(self, request: Request, prefix: list[int]) -> None:
+        """Give an admitted request the blocks of its cached prefix."""
+        self.kv.touch(self.kv.without_freed(prefix))
+        request.block_ids, request.num_published = prefix, len(prefix)
+
+    def free(self, request: Request) -> None:
+        """Take all blocks of a request. Those that are full stay in the prefix cache."""
+        self._publish(request)
+        self.kv.free(self.kv.without_freed(request.block_ids))
+        request.block_ids, request.num_published = [], 0
+
+    def pages_needed(self, request: Request, count: int) -> int:
+        """Return the pages to allocate for `count` more tokens."""
+        return self.kv.pages_needed(request.block_ids, request.num_computed_tokens + count)
+
+    def extend(self, request: Request, end: int) -> list[int]:
+        """Give a request the blocks that it lacks for `end` tokens, which must be free; returns them."""
+        start, known = request.num_computed_tokens, len(request.token_ids)
+        return self.kv.extend(request.block_ids, request.hashes, start, end, known, request.num_prompt_tokens)
+
+    def advance(self, request: Request, count: int) -> list[int]:
+        """Move a request forward by `count` tokens in the next plan; returns the blocks allocated for them, which must
+        be free."""
+        end = request.num_computed_tokens + count
+        new_blocks = self.extend(request, end)
+        request.num_computed_tokens, request.last_step = end, self._in_flight.next_step
+        if not self.kv.states:  # in a step, rows read states before others are written
+            self._publish(request)
+        return new_blocks
+
+    def free_out_of_window(self, request: Request) -> None:
+        """Free the blocks outside the request's windows. The request must not have a row in the current plan.
+
+        All rows of a step write KV before any row attends, so a later row could overwrite what this one still reads.
+        """
+        if self.kv.windows:
+            num_published = request.num_published
+            self._publish(request)
+            position = request.num_computed_tokens - self._drafts.num_drafts(request)
+            self.kv.free_out_of_window(request.block_ids, position, num_published)
+
+    def _publish(self, request: Request) -> None:
+        """Add the request's full blocks of known, scheduled tokens to the prefix cache."""
+        kv = self.kv
+        if not kv.enable_prefix_caching:
+            return
+        full = min(request.num_computed_tokens, len(request.token_ids)) // kv.block_size * kv.num_groups
+        if full > request.num_published:
+            self._extend_hashes(request)
+            step = request.last_step if self._in_flight.contains(request) else None
+            known = max(len(request.token_ids), request.num_computed_tokens)
+            for index in range(request.num_published, full):
+                block, boundary = request.block_ids[index], kv.num_tokens_in(index) + kv.block_size
+                if block >= 0 and kv.is_kept(index % kv.num_groups, boundary, known):
+                    kv.publish(block, request.hashes[index], step)
+            request.num_published = full
+
+    def _extend_hashes(self, request: Request) -> None:
+        salt, kv = request.core_request.cache_salt, self.kv
+        extend_hashes(request.hashes, request.token_ids, kv.block_size, salt, kv.num_groups)
+
+    def check_integrity(self, running: Sequence[Request], max_row: int) -> None:
+        """Assert that the running requests have the blocks that they need, if a row has at most `max_row` tokens."""
+        self.kv.check_integrity(self.kv.without_freed(request.block_ids) for request in running)
+        for request in running:
+            assert len(request.block_ids) >= self.kv.num_blocks_for(request.num_computed_tokens)
+            self.kv.check_windows(
+                request.block_ids, request.num_computed_tokens - self._drafts.num_drafts(request), max_row
+            )
