@@ -16,7 +16,7 @@ from itertools import accumulate, takewhile
 
 from quire.engine.config.engine_config import EngineConfig, SpeculativeConfig
 from quire.engine.protocol.scheduler_output import SchedulerOutput
-from quire.engine.scheduler.ngram import OVERALL_WEIGHT, Acceptance
+from quire.engine.scheduler.ngram import Acceptance
 from quire.engine.scheduler.request import Request
 from quire.engine.scheduler.speculation import (
     MAX_ROWS,
@@ -38,8 +38,9 @@ _DECIDE_EVERY = 8
 """Plans without drafts, of as many rows, for which a decision holds: it takes some of the time of a short step."""
 _NOTHING: tuple[list[int], list[float]] = [], []
 """What a request has that looks up nothing; see `SpeculationManager.look_up`."""
-_PRIOR, _PRIOR_WEIGHT = 0.8, 1.0
-"""Assumed probability of a draft to be right before there has been any, and drafts as which that counts."""
+_AS_MATCHED = 4
+"""A model's drafts are estimated like tokens after a match of this length: before any are known, 4 in 5 are expected to
+be right."""
 _MAX_STOPS, _STOP_DECAY = 1 / 16, 0.99
 """Share of recent rows that end with a stop token, above which the core waits for results, and the factor by which a
 row counts less with each later one. A row that is chained to such a row is computed in vain: a whole step, while
@@ -63,8 +64,10 @@ class ModelSpeculationManager(SpeculationManager):
         self.times = StepTimes(_MAX_AGE_PLAIN)
         self._drafts: dict[Request, tuple[int, list[int]]] = {}
         """The last drafts of each request, and its number of tokens when they were made."""
-        self._acceptance: dict[Request, Acceptance] = {}
-        self._overall = Acceptance()
+        self._overall_made = Acceptance()
+        """Of the model's drafts."""
+        self._made: dict[Request, Acceptance] = {}
+        """Those of each request."""
         self._num_without, self._try_after = 0, _TRY_AFTER[0]
         """Plans since the last one with drafts, and their number at which some are tried."""
         self._declined: tuple[int, int] | None = None
@@ -128,9 +131,7 @@ class ModelSpeculationManager(SpeculationManager):
 
     def probability(self, request: Request) -> float:
         """Estimated probability of a draft to be right if those before it are."""
-        overall = self._overall.share(_PRIOR, _PRIOR_WEIGHT)
-        known = self._acceptance.get(request)
-        return overall if known is None else known.share(overall, OVERALL_WEIGHT)
+        return self._made.get(request, self._overall_made).probability(_AS_MATCHED)
 
     def draft(self, decodes: Sequence[Request], num_others: int = 0) -> dict[Request, list[int]]:
         """Return the drafts of these requests: n-grams, or those that a model has made of their next tokens."""
@@ -161,9 +162,9 @@ class ModelSpeculationManager(SpeculationManager):
         pairs = [*zip(drafts, request.token_ids[start:], strict=False)]
         right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         if pairs:
-            for acceptance in (self._overall, self._acceptance.setdefault(request, Acceptance())):
-                for is_hit in [True] * right + [False] * (right < len(pairs)):
-                    acceptance.learn(is_hit=is_hit)
+            made = self._made.setdefault(request, Acceptance(self._overall_made))
+            for is_hit in [True] * right + [False] * (right < len(pairs)):
+                made.learn(_AS_MATCHED, is_hit=is_hit)
             if right == len(pairs):  # a try that succeeds is followed by another one
                 self._num_without = self._try_after
 
@@ -191,7 +192,7 @@ class ModelSpeculationManager(SpeculationManager):
     def on_finish(self, request: Request, num_running: int) -> None:
         super().on_finish(request, num_running)
         self._learn(request)
-        self._acceptance.pop(request, None)
+        self._made.pop(request, None)
 
 
 def _promises(probability: float, most: int) -> list[float]:

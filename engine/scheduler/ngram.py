@@ -17,12 +17,14 @@ _DECAY = 0.95
 """Factor by which a guess counts less with each later one: about the last 20 count."""
 _PRIOR_WEIGHT = 1.0
 """Guesses as which the rule of succession counts."""
-OVERALL_WEIGHT = 4.0
+_OVERALL_WEIGHT = 4.0
 """Guesses as which the share of all requests counts for one of them."""
 _MAX_MISSES = 2
 """Consecutive tokens that may differ from those that are being repeated, as if they had been replaced."""
 _CORPUS_MATCH = 4
 """Tokens as whose repetition the start of a corpus counts."""
+_NUM_LENGTHS = 6
+"""Of matches, told apart by powers of two; see `_length_class`."""
 _UNKNOWN = -1
 """In front of the tokens, so that a comparison with tokens before the first one fails."""
 RECENT_MATCH = 4
@@ -33,47 +35,36 @@ _MULTIPLIER, _KEY_BITS = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
 
 class Acceptance:
-    """The share of recent guesses that were right."""
-
-    def __init__(self) -> None:
-        self._hits = self._guesses = 0.0
-
-    def learn(self, *, is_hit: bool) -> None:
-        self._hits, self._guesses = self._hits * _DECAY + is_hit, self._guesses * _DECAY + 1.0
-
-    def share(self, prior: float, weight: float) -> float:
-        """As if there had been `weight` more guesses, of which the share `prior` was right."""
-        return (self._hits + weight * prior) / (self._guesses + weight)
-
-
-class Scores:
     """How many recent guesses were right, by the number of tokens that had matched before."""
 
-    def __init__(self, overall: Scores | None = None) -> None:
-        """`overall` are those of all requests, which learn from this one, too."""
-        self._acceptance = [Acceptance() for _ in range(6)]
+    def __init__(self, overall: Acceptance | None = None) -> None:
+        """`overall` is that of all requests, which learns from this one, too."""
+        self._hits, self._guesses = [0.0] * _NUM_LENGTHS, [0.0] * _NUM_LENGTHS
         self._overall = overall
 
     def learn(self, num_matched: int, *, is_hit: bool) -> None:
         """Record whether the token after a match was right."""
-        self._acceptance[_length_class(num_matched)].learn(is_hit=is_hit)
+        length = _length_class(num_matched)
+        self._hits[length] = self._hits[length] * _DECAY + is_hit
+        self._guesses[length] = self._guesses[length] * _DECAY + 1.0
         if self._overall is not None:
             self._overall.learn(num_matched, is_hit=is_hit)
 
     def chances(self, num_matched: int, count: int) -> list[float]:
         """Return the estimated probabilities of 1, 2, … `count` tokens after a match to be all right."""
-        return [*accumulate(map(self._probability, range(num_matched, num_matched + count)), mul)]
+        return [*accumulate(map(self.probability, range(num_matched, num_matched + count)), mul)]
 
-    def _probability(self, num_matched: int) -> float:
-        """Of the next token: the share of recent guesses after matches of this length that were right.
+    def probability(self, num_matched: int) -> float:
+        """Return that of the next token: the share of recent guesses after matches of this length that were right.
 
         Without any, it is the share of all requests, or without these by the rule of succession: after n tokens that
         were repeated, the next one is with a probability of about n / (n + 1).
         """
         expected, weight = num_matched / (num_matched + 1), _PRIOR_WEIGHT
         if self._overall is not None:
-            expected, weight = self._overall._probability(num_matched), OVERALL_WEIGHT
-        return self._acceptance[_length_class(num_matched)].share(expected, weight)
+            expected, weight = self._overall.probability(num_matched), _OVERALL_WEIGHT
+        length = _length_class(num_matched)
+        return (self._hits[length] + weight * expected) / (self._guesses[length] + weight)
 
 
 class RecentTexts:
@@ -84,7 +75,7 @@ class RecentTexts:
     """
 
     def __init__(self, size: int = _RECENT_TOKENS) -> None:
-        self.scores = Scores()
+        self.acceptance = Acceptance()
         self._size = size
         self._older: tuple[np.ndarray, dict[int, int]] | None = None
         self._begin()
@@ -135,11 +126,11 @@ class TokenLookup:
         corpus: Sequence[int] = (),
         recent: RecentTexts | None = None,
         salt: bytes = b"",
-        overall: Scores | None = None,
+        overall: Acceptance | None = None,
     ) -> None:
         """A match has at least `minimum` tokens. `corpus` is text to repeat in addition to the request's own and to
-        those of `recent`, with this salt. `overall` are the scores of requests without such a text, which is expected
-        to be repeated whatever others do."""
+        those of `recent`, with this salt. `overall` is that of requests without such a text, which is expected to be
+        repeated whatever others do."""
         self._minimum, self._num_known = minimum, 0
         self._recent, self._salt = recent, salt
         self._others: np.ndarray | None = None
@@ -150,7 +141,7 @@ class TokenLookup:
         """End of the tokens in the array."""
         self._source = _MAX_MATCH if corpus else None
         """Where the next token is expected to be; None: nowhere."""
-        self._own_scores = Scores(None if corpus else overall)
+        self._own_acceptance = Acceptance(None if corpus else overall)
         self._num_missed = 0
         """Consecutive tokens before `_source` that differ."""
         self._searched = 0
@@ -174,7 +165,7 @@ class TokenLookup:
             if self._source is None:
                 return
             is_hit = bool(self._text[self._source] == token)
-            self._scores.learn(self._num_matched, is_hit=is_hit)
+            self._acceptance.learn(self._num_matched, is_hit=is_hit)
             self._num_matched = self._num_matched + 1 if is_hit else 0
             self._num_missed = 0 if is_hit else self._num_missed + 1
             self._source = self._source + 1 if self._num_missed <= _MAX_MISSES else None
@@ -199,15 +190,15 @@ class TokenLookup:
     def chances(self, count: int) -> list[float]:
         """Return the estimated probabilities of the first, the second, … of `count` proposed tokens to be right after
         others that are."""
-        return self._scores.chances(self._num_matched, count)
+        return self._acceptance.chances(self._num_matched, count)
 
     @property
     def _text(self) -> np.ndarray:
         return self._tokens if self._others is None else self._others
 
     @property
-    def _scores(self) -> Scores:
-        return self._own_scores if self._others is None or self._recent is None else self._recent.scores
+    def _acceptance(self) -> Acceptance:
+        return self._own_acceptance if self._others is None or self._recent is None else self._recent.acceptance
 
     def _until_gap(self, tokens: list[int]) -> list[int]:
         return tokens[: tokens.index(_UNKNOWN)] if _UNKNOWN in tokens else tokens
@@ -235,4 +226,4 @@ class TokenLookup:
 
 def _length_class(num_matched: int) -> int:
     """0, 1, 2-3, 4-7, 8-15 or more."""
-    return min(num_matched.bit_length(), 5)
+    return min(num_matched.bit_length(), _NUM_LENGTHS - 1)

@@ -20,7 +20,7 @@ from typing import Literal
 
 from quire.engine.config.engine_config import SpeculativeConfig
 from quire.engine.protocol.scheduler_output import SchedulerOutput
-from quire.engine.scheduler.ngram import RECENT_MATCH, RecentTexts, Scores, TokenLookup
+from quire.engine.scheduler.ngram import RECENT_MATCH, Acceptance, RecentTexts, TokenLookup
 from quire.engine.scheduler.request import Request
 
 MAX_ROWS = 32
@@ -106,7 +106,7 @@ class SpeculationManager:
     def __init__(self, config: SpeculativeConfig, max_sampled_tokens: int, state_block_size: int | None = None) -> None:
         self.config, self.max_sampled_tokens, self.state_block_size = config, max_sampled_tokens, state_block_size
         self.times = StepTimes()
-        self.recent, self.scores = RecentTexts(), Scores()
+        self.recent, self.acceptance = RecentTexts(), Acceptance()
         self._last_result_at: float | None = None
 
     def draft(self, decodes: Sequence[Request], num_others: int = 0) -> dict[Request, list[int]]:
@@ -202,7 +202,7 @@ class SpeculationManager:
             asked = request.core_request
             predicted, salt = asked.params.predicted_token_ids, asked.cache_salt
             lookup = request.lookup = TokenLookup(
-                self.config.prompt_lookup_min, predicted, self.recent, salt, self.scores
+                self.config.prompt_lookup_min, predicted, self.recent, salt, self.acceptance
             )
             lookup.extend(request.token_ids[: request.num_prompt_tokens])  # what is predicted follows it
         lookup.extend(request.token_ids)
