@@ -174,6 +174,9 @@ class ModelRunner:
         slots, groups = config.scheduler.max_num_seqs, len(cache.groups)
         self._groups = cache.groups
         self._has_states = any(group.is_state for group in cache.groups)
+        num_draft_ranks = 0 if config.drafter is None else config.drafter.parallel.tensor_parallel_size
+        self._chains = self._drafts and not self._has_states and num_draft_ranks == parallel_state.tp.size
+        """Whether rows can be chained to those of a step with drafts: each rank has these, and no state goes back."""
         self._input_batch = InputBatch(
             *(slots, model.max_model_len, cache.block_size, groups, device),
             states=[number for number, group in enumerate(cache.groups) if group.is_state],
@@ -332,7 +335,7 @@ class ModelRunner:
             accepted = count_accepted(rows, batch, sampled) if self._drafts else None
         if self._pipeline.is_first:
             self._input_batch.append_sampled(rows)
-            if self._drafts:
+            if self._chains and (plan.num_drafts or plan.num_draft_tokens):
                 self._step_end = StepEnd(rows, accepted, self._device)
         if drafts and self._drafter is not None:
             drafting = may_draft(rows, [*plan.masks])

@@ -15,12 +15,14 @@ from quire.engine.executor.base import StepFuture
 from quire.engine.protocol.logprobs import TokenLogprobs
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.protocol.scheduler_output import SchedulerOutput
+from quire.engine.scheduler.model_drafts import ModelSpeculationManager, make_speculation
 from quire.engine.worker import model_runner
+from quire.engine.worker.chained_rows import StepEnd
 from quire.engine.worker.drafter import DraftModel, Drafts
 from quire.engine.worker.input_batch import InputBatch
 from tests.fakes.core_with_ranks import Ranks
 from tests.fakes.draft_heads import write_eagle3
-from tests.fakes.drafts import Always
+from tests.fakes.drafts import Always, FreeSteps
 from tests.fakes.threads import ThreadExecutor
 from tests.integration.engine.core import test_draft_heads
 from tests.integration.engine.core.test_draft_models import DEMO_DRAFT, QUESTION, configured
@@ -95,20 +97,53 @@ def test_with_the_real_manager_and_ranks_as_processes(monkeypatch: pytest.Monkey
         plans = watch(ranks, monkeypatch)
         exact = ranks.tokens(ASKED, speculative=None)
         assert ranks.tokens(ASKED) == exact
+        assert not num_chained(plans)  # ranks on CPUs wait for each other
         plans.clear()
         assert ranks.tokens(ASKED, speculation=Always(4, 40)) == exact
         assert num_chained(plans) > 8
 
 
+def test_the_real_manager_chains_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all steps take the same time, so that what it decides does not depend on the machine."""
+    config = configured(DEMO_MODEL, DEMO_DRAFT)
+    with Ranks(config, ThreadExecutor(config)) as ranks:
+        plans = watch(ranks, monkeypatch)
+        exact = ranks.tokens(ASKED, speculative=None)
+        manager = make_speculation(config)
+        assert isinstance(manager, ModelSpeculationManager)
+        manager.times = FreeSteps()
+        plans.clear()
+        assert ranks.tokens(ASKED, speculation=manager, depth=2) == exact
+        assert num_chained(plans) > 0
+        assert ranks.stats.num_accepted_tokens > 0.2 * ranks.stats.num_draft_tokens
+
+
 def test_a_draft_model_on_the_first_rank_only_chains_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other rank does not have the drafts."""
+    """The other rank does not have the drafts, so that nobody keeps how a step has ended."""
     config = configured(DEMO_MODEL, DEMO_DRAFT, 2, speculative_config={"draft_tensor_parallel_size": 1})
     with Ranks(config, ThreadExecutor(config)) as ranks:
         plans = watch(ranks, monkeypatch)
+        monkeypatch.setattr(model_runner, "StepEnd", None)
         exact = ranks.tokens(ASKED, speculative=None)
         assert ranks.tokens(ASKED, speculation=Always(4, 40), depth=2) == exact
         assert ranks.stats.num_accepted_tokens
         assert not num_chained(plans)
+
+
+def test_a_step_without_drafts_keeps_nothing_to_chain_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configured(DEMO_MODEL, DEMO_DRAFT)
+    with Ranks(config, ThreadExecutor(config)) as ranks:
+        exact = ranks.tokens(ASKED[:2], speculative=None)
+        ends: list[StepEnd] = []
+
+        def kept(*args: Any) -> StepEnd:
+            ends.append(StepEnd(*args))
+            return ends[-1]
+
+        monkeypatch.setattr(model_runner, "StepEnd", kept)
+        plans = watch(ranks, monkeypatch)
+        assert ranks.tokens(ASKED[:2], speculation=Always(4, 40, varies=True), depth=2) == exact
+        assert len(ends) == sum(bool(plan.num_drafts or plan.num_draft_tokens) for plan in plans) < len(plans)
 
 
 def test_drafts_for_which_there_is_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
