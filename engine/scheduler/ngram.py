@@ -131,7 +131,9 @@ class TokenLookup:
         """A match has at least `minimum` tokens. `corpus` is text to repeat in addition to the request's own and to
         those of `recent`, with this salt. `overall` is that of requests without such a text, which is expected to be
         repeated whatever others do."""
-        self._minimum, self._num_known = minimum, 0
+        self._minimum = minimum
+        self.num_known = 0
+        """Tokens of the request that it has been given."""
         self._recent, self._salt = recent, salt
         self._others: np.ndarray | None = None
         """The recent texts that `_source` is a place in; None: it is one in the own tokens."""
@@ -148,13 +150,16 @@ class TokenLookup:
         """`_end` at the last search."""
         self._num_matched = max(minimum, _CORPUS_MATCH) if corpus else 0
         """Tokens before `_source` that equal the last ones."""
+        self.proposed: tuple[list[int], list[float]] | None = None
+        """What has been proposed after the last token, and its chances, for the caller to keep until the next one."""
 
     def extend(self, token_ids: list[int]) -> None:
         """Add the tokens of the request that are new since the last call, given all of them."""
-        first, self._num_known = self._num_known, len(token_ids)
+        first, self.num_known = self.num_known, len(token_ids)
         new, start = token_ids[first:], self._end
         if not new:
             return
+        self.proposed = None
         self._end += len(new)
         if self._end > len(self._tokens):
             self._tokens = np.concatenate((self._tokens, np.full(self._end, _UNKNOWN, np.int32)))

@@ -196,7 +196,8 @@ class SpeculationManager:
             self.recent.add(request.token_ids[begin:], request.core_request.cache_salt)
 
     def propose(self, request: Request) -> tuple[list[int], list[float]]:
-        """Return the tokens expected next, and the probabilities of each to count."""
+        """Return the tokens expected next, and the probabilities of each to count: found once for the same tokens, as a
+        step may ask several times."""
         lookup = request.lookup
         if lookup is None:
             asked = request.core_request
@@ -206,9 +207,13 @@ class SpeculationManager:
             )
             lookup.extend(request.token_ids[: request.num_prompt_tokens])  # what is predicted follows it
         lookup.extend(request.token_ids)
-        most = min(self.config.num_lookup_tokens, self.max_drafts(request))
-        drafts = lookup.propose(most) if most > 0 else []
-        return drafts, lookup.chances(len(drafts))
+        if (most := self.max_drafts(request)) <= 0:
+            return [], []
+        if lookup.proposed is None:
+            found = lookup.propose(self.config.num_lookup_tokens)
+            lookup.proposed = found, lookup.chances(len(found))
+        drafts, chances = lookup.proposed
+        return drafts[:most], chances[:most]
 
     def max_drafts(self, request: Request) -> int:
         """Return how many drafts a request has room for; 0 or less: none."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import takewhile
 
@@ -12,6 +12,7 @@ import pytest
 from quire.engine.config.engine_config import SpeculativeConfig
 from quire.engine.protocol.scheduler_output import CachedRequestData, SchedulerOutput
 from quire.engine.scheduler.model_drafts import ModelSpeculationManager
+from quire.engine.scheduler.ngram import TokenLookup
 from quire.engine.scheduler.request import Request
 from quire.engine.scheduler.speculation import SpeculationManager
 from tests.fakes.configs import Windows, engine_config
@@ -176,6 +177,34 @@ def test_each_request_has_its_own_drafts() -> None:
     steps = [[len(row.draft_token_ids) for row in plan.scheduled] for plan in running.model.plans if plan.num_rows]
     assert [sorted(counts) for counts in steps[1:4]] == [[4, 16]] * 3
     assert len(steps) == 1 + 12
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_ngrams_are_looked_up_once_for_each_new_token(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often a step asks: for the rows, whether to wait for drafts, and how many to make."""
+    asked: list[tuple[int, int]] = []
+    propose = TokenLookup.propose
+
+    def counted(lookup: TokenLookup, count: int) -> list[int]:
+        asked.append((id(lookup), lookup.num_known))
+        return propose(lookup, count)
+
+    monkeypatch.setattr(TokenLookup, "propose", counted)
+    running = Engine(engine_config(max_num_seqs=40, depth=depth))
+    speculation = running.scheduler.speculation = Mixed()
+    looked_up = []
+    look_up = speculation.look_up
+
+    def kept(decodes: Sequence[Request], num_others: int) -> dict[Request, tuple[list[int], list[float]]]:
+        looked_up.extend((id(each), len(each.token_ids)) for each in decodes)
+        return look_up(decodes, num_others)
+
+    monkeypatch.setattr(speculation, "look_up", kept)
+    for name in range(2):
+        running.add(str(name), [name, 2, 3], max_tokens=60)
+    running.run()
+    assert len(asked) == len(set(asked)) > 20
+    assert len(looked_up) > 1.5 * len(asked)
 
 
 def test_a_request_has_the_drafts_that_promise_more() -> None:
