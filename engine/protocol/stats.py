@@ -36,7 +36,8 @@ class EngineStats(msgspec.Struct, array_like=True):
     num_accepted_tokens: int = 0
     """Draft tokens that counted."""
     iteration_tokens: list[int] = msgspec.field(default_factory=lambda: [0] * (len(ITERATION_TOKENS) + 2))
-    """Histogram of the tokens of a step: the number of steps in each bucket, the last one unbounded; then the sum."""
+    """Histogram of the tokens of a step, without rejected drafts: the number of steps in each bucket, the last one
+    unbounded; then the sum."""
     accepted_per_position: list[int] = msgspec.field(default_factory=lambda: [0] * MAX_DRAFT_TOKENS)
     """Draft tokens that counted, by their place in the row."""
 

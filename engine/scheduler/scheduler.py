@@ -233,9 +233,6 @@ class Scheduler:
         output, rows = plan.finish()
         output.freed_slots = self.running.take_freed_slots()
         self.in_flight.add(output, rows)
-        if num_tokens := output.num_tokens:
-            self.stats.iteration_tokens[bisect_left(ITERATION_TOKENS, num_tokens)] += 1
-            self.stats.iteration_tokens[-1] += num_tokens
         self.stats.steps += 1
         return output, rows
 
@@ -482,7 +479,7 @@ class Scheduler:
     def update(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> dict[int, EngineCoreOutputs]:
         """Process the sampled tokens of a plan; returns the new outputs by API process."""
         assert plan.step == result.step, f"result of step {result.step} for plan {plan.step}"
-        rows, outputs = self.in_flight.rows[plan.step], OutputsByClient()
+        rows, outputs, num_accepted = self.in_flight.rows[plan.step], OutputsByClient(), self.stats.num_accepted_tokens
         if result.failure:
             self._fail(plan, result.failure, outputs)
         self.in_flight.finish(plan)
@@ -525,7 +522,18 @@ class Scheduler:
         if isinstance(self.speculation, ModelSpeculationManager) and result.draft_token_ids:
             self.speculation.add_drafts({rows[row]: drafts for row, drafts in result.draft_token_ids.items()})
         self.stats.generated_tokens += outputs.num_tokens
+        if not result.failure:
+            self._count_tokens(plan, self.stats.num_accepted_tokens - num_accepted)
         return outputs
+
+    def _count_tokens(self, plan: SchedulerOutput, num_accepted: int) -> None:
+        """Count the tokens of a step. Drafts that do not count are left out, and those that are computed again."""
+        num_tokens = plan.num_tokens
+        if self.speculation is not None:
+            num_tokens += (0 if self.kv.states else num_accepted) - plan.num_draft_tokens
+        if num_tokens:
+            self.stats.iteration_tokens[bisect_left(ITERATION_TOKENS, num_tokens)] += 1
+            self.stats.iteration_tokens[-1] += num_tokens
 
     def process_structured(self, *, is_idle: bool) -> dict[int, EngineCoreOutputs]:
         """Process sampled tokens of structured outputs, within a time budget; returns the new outputs by API process.

@@ -398,7 +398,7 @@ class Metrics:
         )
         tokens = {replica: self._newest(replica) + _SCALARS for replica in known}
         yield self._histogram(
-            *("iteration_tokens_total", "Tokens of a step of the engine loop.", ITERATION_TOKENS),
+            *("iteration_tokens_total", "Tokens of a step, without rejected drafts.", ITERATION_TOKENS),
             {replica: self._cells[start : start + _POSITIONS - _SCALARS].tolist() for replica, start in tokens.items()},
         )
         yield self._family(

@@ -116,6 +116,21 @@ def test_steps_are_counted_exactly(stages: int, depth: int, guess: str, steps: i
     assert stats.accepted_per_position[: MOST + 1] == [8 if guess == "right" else 0] * MOST + [0]
 
 
+@pytest.mark.parametrize("windows", [(None,), (None, "state", "state")])
+@pytest.mark.parametrize("guess", GUESSES)
+def test_rejected_drafts_are_not_among_the_tokens_of_steps(guess: str, windows: Windows) -> None:
+    """Each token counts once, but the last one, which is not computed, and with recurrent states the drafts before it,
+    which are not computed again."""
+    running = engine(engine_config(windows=windows, num_blocks=1200), GUESSES[guess])
+    for name in range(3):
+        running.add(str(name), [name, 2, 3], max_tokens=41)
+    running.run()
+    *steps, total = running.scheduler.stats.iteration_tokens
+    last = sum(running.outputs[str(name)][-1].num_accepted_tokens for name in range(3))
+    assert total == 3 * (3 + 40) - (last if "state" in windows else 0)
+    assert sum(steps) == len([plan for plan in running.model.plans if plan.num_rows])
+
+
 def test_plans_say_what_counted() -> None:
     running = engine(engine_config(stages=2, depth=2), GUESSES["right"])
     running.add("a", [1, 2, 3], max_tokens=10)
