@@ -84,6 +84,13 @@ class ModelConfig:
         `quantization`."""
         return self.quantized is not None and self.quantization is None
 
+    @property
+    def min_window(self) -> int:
+        """Tokens that each layer sees at least; `max_model_len` without windows."""
+        layers = (layer.attention for layer in self.architecture.layers)
+        windows = (attention.window for attention in layers if attention is not None and attention.window)
+        return min(windows, default=self.max_model_len)
+
     @cached_property
     def weight_names(self) -> Mapping[tuple[int | None, str], Sequence[str]]:
         """See `tensors.weight_names`."""

@@ -7,6 +7,9 @@ import msgspec
 from quire.engine.protocol.profile import StartProfile, StopProfile
 from quire.engine.protocol.sampling_params import SamplingParams
 
+CATCH_UP_TOKENS = 256
+"""Tokens of a step that a draft model may compute for rows that it is behind with."""
+
 
 class NewRequestData(msgspec.Struct, array_like=True):
     """A complete request, sent when it is first scheduled, and again after a preemption."""

@@ -47,6 +47,9 @@ class DraftSteps:
         rows, output, kv = [*plan.decodes, *plan.changed], plan.output, self._blocks.kv
         drafting = [request for request in rows if self._goes_on(request)] if has_time else []
         output.num_drafts = speculation.num_drafts(drafting, len(rows), has_prompts=output.num_prefill_tokens > 0)
+        if output.num_drafts is not None:
+            counts = [1] * len(plan.decodes) + [row.num_tokens for row in output.scheduled]
+            speculation.on_drafter_runs(output.step, zip(rows, counts, strict=True))
         if not output.num_drafts:
             return
         self._last_step, self._last_count = output.step, output.num_drafts

@@ -3,19 +3,21 @@
 
 When a plan is made, the number of drafts to make after it is chosen, like the number of n-gram drafts, by the expected
 rate: the share of a request's recent drafts that were right, and the measured times of steps, which include making
-drafts. It is none where n-grams are expected to go on and promise as many tokens, or where none pay; then some are
-tried once in a while. Of the drafts that a request has when the next plan is made, it gets those that promise more
-tokens.
+drafts. Where the model is behind (`quire.engine.scheduler.catch_up`), what it must compute before it drafts is spread
+over the steps that are left. The number is none where n-grams are expected to go on and promise as many tokens, or
+where none pay; then some are tried once in a while. Of the drafts that a request has when the next plan is made, it
+gets those that promise more tokens.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, takewhile
 
 from quire.engine.config.engine_config import EngineConfig, SpeculativeConfig
-from quire.engine.protocol.scheduler_output import SchedulerOutput
+from quire.engine.protocol.scheduler_output import CATCH_UP_TOKENS, SchedulerOutput
+from quire.engine.scheduler.catch_up import CatchUp
 from quire.engine.scheduler.ngram import Acceptance
 from quire.engine.scheduler.request import Request
 from quire.engine.scheduler.speculation import (
@@ -41,6 +43,8 @@ _NOTHING: tuple[list[int], list[float]] = [], []
 _AS_MATCHED = 4
 """A model's drafts are estimated like tokens after a match of this length: before any are known, 4 in 5 are expected to
 be right."""
+_MIN_MEASURED = 16
+"""Tokens of a step with which a model catches up, below which their time is not told apart from the others'."""
 _MAX_STOPS, _STOP_DECAY = 1 / 16, 0.99
 """Share of recent rows that end with a stop token, above which the core waits for results, and the factor by which a
 row counts less with each later one. A row that is chained to such a row is computed in vain: a whole step, while
@@ -70,6 +74,8 @@ class ModelSpeculationManager(SpeculationManager):
         """Those of each request."""
         self._num_without, self._try_after = 0, _TRY_AFTER[0]
         """Plans since the last one with drafts, and their number at which some are tried."""
+        behind = (1 << 30) if config.model is None else config.model.min_window
+        self._catch_up = CatchUp(0 if config.reads_hidden_states else behind)  # a head cannot
         self._declined: tuple[int, int] | None = None
         """Rows, and those that can have drafts, of the last plan for which no drafts pay."""
         self._stops = 0.0
@@ -101,19 +107,17 @@ class ModelSpeculationManager(SpeculationManager):
             going_on = chances[-1] if chances else 0.0  # if those of this step are right
             options.append((_promises(self.probability(request), most), sum(chances) * going_on))
         base = num_rows + sum(looked_up for _, looked_up in options)
-        gains = [
-            sum(max(0.0, promises[depth] - looked_up) for promises, looked_up in options)
-            for depth in range(1, most + 1)
-        ]
+        gains, late = self._gains(requests, options, most)
         if not any(gains):
             return 0
         repeated = gains if self.state_block_size is not None else [0.0] * most
         sizes = [num_rows + depth * len(requests) + again for depth, again in enumerate(repeated, 1)]
-        times = self.times.relative("makes", num_rows, sizes)
+        times, each = self.times.relative("makes", num_rows, sizes), self.times.catch_up(num_rows)
         if not times:  # without drafts, which are to be measured first
             return 0
         best, best_depth, limit, surest = MIN_GAIN, 0, 0.0, max(promises[1] for promises, _ in options)
-        for depth, (time, gain) in enumerate(zip(times, gains, strict=True), 1):
+        for depth, (time, gain, tokens) in enumerate(zip(times, gains, late, strict=True), 1):
+            time += each * tokens
             rate = (base + gain) / (base * time)
             most_right = sum(max(0.0, depth - looked_up) for _, looked_up in options)
             limit = max(limit, (base + most_right) / (base * time))
@@ -128,6 +132,26 @@ class ModelSpeculationManager(SpeculationManager):
             return 0
         self._num_without, self._try_after = 0, min(2 * self._try_after, _TRY_AFTER[1])
         return min(_NUM_TRIED, most)
+
+    def _gains(
+        self, requests: Sequence[Request], options: Sequence[tuple[list[float], float]], most: int
+    ) -> tuple[list[float], list[float]]:
+        """Return by how many tokens 1 to `most` drafts of each request are expected to be better than n-grams in a
+        step, and with how many tokens a step the model then catches up.
+
+        Both are spread over the steps that each request has left: the model catches up once, and a request that ends
+        before it has done so has no drafts.
+        """
+        behind, gains, late = self._catch_up.behind(requests), [], []
+        for depth in range(1, most + 1):
+            gain = tokens = 0.0
+            for request, (promises, looked_up), (lag, num_steps) in zip(requests, options, behind, strict=True):
+                left = max(1.0, (request.max_tokens - len(request.token_ids)) / (1.0 + promises[depth]))
+                gain += max(0.0, promises[depth] - looked_up) * max(0.0, 1.0 - num_steps / left)
+                tokens += lag / left
+            gains.append(gain)
+            late.append(min(tokens, CATCH_UP_TOKENS))
+        return gains, late
 
     def probability(self, request: Request) -> float:
         """Estimated probability of a draft to be right if those before it are."""
@@ -181,6 +205,22 @@ class ModelSpeculationManager(SpeculationManager):
     def on_verified(self, *, is_stop: bool) -> None:
         """Learn how often rows end their requests with a stop token, from one row."""
         self._stops = _STOP_DECAY * self._stops + (1 - _STOP_DECAY) * is_stop
+
+    def on_drafter_runs(self, step: int, rows: Iterable[tuple[Request, int]]) -> None:
+        """Record that the model runs at the end of a step with these rows, of so many tokens each."""
+        self._catch_up.run(step, rows)
+
+    def on_result(self, plan: SchedulerOutput, now: float | None) -> None:
+        super().on_result(plan, now)
+        self._catch_up.finish(plan.step)
+
+    def learn_time(self, plan: SchedulerOutput, seconds: float) -> None:
+        num_tokens = self._catch_up.in_step(plan.step)
+        if num_tokens < _MIN_MEASURED:
+            super().learn_time(plan, seconds)
+        elif (base := self.times.plain(plan.num_rows)) is not None:
+            expected = base * self.times.relative("makes", plan.num_rows, [plan.num_tokens])[0]
+            self.times.learn("catches up", num_tokens, max(seconds - expected, 0.01 * base))
 
     def kind(self, plan: SchedulerOutput) -> Kind | None:
         made = (plan.num_rows - len(plan.masks)) * (plan.num_drafts or 0)

@@ -89,6 +89,8 @@ class Request:
     """The last tokens of `token_ids`, which the workers receive with the next row."""
     num_accepted: int = 0
     """Drafts of its last row that count, which the workers learn with the next row."""
+    num_drafter_tokens: int = 0
+    """With a draft model: the tokens that it has computed once all plans in flight have run, at most."""
     lookup: TokenLookup | None = None
     """With n-gram speculation: finds earlier occurrences of the last tokens."""
     unsent_to_client: list[int] = field(default_factory=list)

@@ -423,6 +423,7 @@ class Scheduler:
             return False
         self.waiting.pop(request)
         self.blocks.start(request, prefix)
+        request.num_drafter_tokens = request.num_computed_tokens  # whoever has filled these blocks
         self.running.start(request)
         if request.num_cached_tokens is None:
             request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)

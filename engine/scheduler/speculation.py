@@ -29,13 +29,14 @@ SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Numbers of tokens for which step times are measured; a step belongs to the next larger one."""
 _SMOOTHING = 0.2
 """Weight of a new measurement."""
-Kind = Literal["plain", "checks", "makes"]
-"""Of a step: one token for each row; with drafts; or with about as many drafts as a model makes at its end."""
+Kind = Literal["plain", "checks", "makes", "catches up"]
+"""Of a step: one token for each row; with drafts; with about as many drafts as a model makes at its end; or what it
+takes longer if a draft model catches up, by the tokens of that."""
 _MAX_AGE = 512
 """Steps after which a measurement with drafts is forgotten. What is not known is assumed to be cheap, and so tried."""
 _MAX_AGE_PLAIN = 64
 """The same for plain steps, which are measured again at once: drafts must be better than they are."""
-_WARM_UP: Mapping[Kind, int] = {"plain": 3, "checks": 1, "makes": 1}
+_WARM_UP: Mapping[Kind, int] = {"plain": 3, "checks": 1, "makes": 1, "catches up": 1}
 """First steps of a size to ignore: they may compile, or record a graph."""
 _OUTLIER_FACTOR = 3.0
 """A measurement is clipped to this multiple of the expected time."""
@@ -49,7 +50,7 @@ class StepTimes:
     """Measured seconds of steps without prompts, by their kind and number of tokens."""
 
     def __init__(self, max_age_plain: int = _MAX_AGE_PLAIN) -> None:
-        self._max_age: Mapping[Kind, int] = {"plain": max_age_plain, "checks": _MAX_AGE, "makes": _MAX_AGE}
+        self._max_age_plain = max_age_plain
         self._seconds: dict[tuple[Kind, int], float] = {}
         """By kind and size, a place in `SIZES`; so are the others."""
         self._tokens: dict[tuple[Kind, int], int] = {}
@@ -68,8 +69,22 @@ class StepTimes:
         elif self._num_seen[key] > _WARM_UP[kind]:
             self._seconds[key] = seconds
         self._tokens[key], self._learned_at[key] = num_tokens, self._num_steps
-        for old in [key for key, step in self._learned_at.items() if step < self._num_steps - self._max_age[key[0]]]:
-            self._seconds.pop(old, None)
+        for old, step in self._learned_at.items():
+            if step < self._num_steps - (self._max_age_plain if old[0] == "plain" else _MAX_AGE):
+                self._seconds.pop(old, None)
+
+    def plain(self, num_rows: int) -> float | None:
+        """Return the seconds of a plain step; None if they are not known."""
+        return self._seconds.get(("plain", bisect_left(SIZES, num_rows)))
+
+    def catch_up(self, num_rows: int) -> float:
+        """Return the time that a token takes with which a draft model catches up, as a multiple of the time of a plain
+        step; 0 if that is not known."""
+        found = [key for key in self._seconds if key[0] == "catches up"]
+        if not found or (base := self.plain(num_rows)) is None:
+            return 0.0
+        largest = max(found)
+        return self._seconds[largest] / self._tokens[largest] / base
 
     def relative(self, kind: Kind, num_rows: int, sizes: Iterable[float]) -> list[float]:
         """Return the times of steps of this kind and these numbers of tokens, as multiples of the time of a plain step;
@@ -77,8 +92,7 @@ class StepTimes:
 
         Between known sizes the time is interpolated; beyond the largest one it is assumed to be constant.
         """
-        base = self._seconds.get(("plain", bisect_left(SIZES, num_rows)))
-        if base is None:
+        if (base := self.plain(num_rows)) is None:
             return []
         known, seconds = [num_rows], [base]
         for key in ((kind, size) for size in range(len(SIZES) + 1)):
@@ -179,8 +193,13 @@ class SpeculationManager:
         if last is None or now is None or not plan.num_rows:
             return
         has_prompts = plan.new or any(row.has_prompt_tokens for row in plan.scheduled)
-        if not has_prompts and (kind := self.kind(plan)) is not None:
-            self.times.learn(kind, plan.num_tokens, now - last)
+        if not has_prompts:
+            self.learn_time(plan, now - last)
+
+    def learn_time(self, plan: SchedulerOutput, seconds: float) -> None:
+        """Record how long a step of decodes took."""
+        if (kind := self.kind(plan)) is not None:
+            self.times.learn(kind, plan.num_tokens, seconds)
 
     def kind(self, plan: SchedulerOutput) -> Kind | None:
         """Return the kind of a step of decodes; None: another one, such as one with tokens that a grammar forces."""

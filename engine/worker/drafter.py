@@ -24,13 +24,11 @@ from quire.engine.config.engine_config import EngineConfig
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.attention import Batch, HostMetadata, LayerCache
 from quire.engine.models.decoder import Decoder
+from quire.engine.protocol.scheduler_output import CATCH_UP_TOKENS
 from quire.engine.worker.async_copies import send
 from quire.engine.worker.cuda_graphs import DecodeGraphs
 from quire.engine.worker.input_batch import InputBatch, Ints, StepRows
 from quire.engine.worker.sampler import Sampler
-
-_CATCH_UP_TOKENS = 256
-"""Tokens of a step that a draft model may compute for rows that are behind."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +91,9 @@ class DraftModel:
     `InputBatch.num_drafter_tokens` says for how many of a request's tokens its KV is complete. In each step it computes
     those that follow, up to the newest one, whatever the target has computed: where steps have passed without it, it
     catches up, a few rows at a time so that no step takes long, and by no more than its windows, as the blocks before
-    them are freed. A row that is still behind has no drafts. Where there is such a gap, or one in blocks of the prefix
-    cache that were filled in such steps, its guesses are worse.
+    them are freed. A row that is still behind has no drafts. The core expects this (`quire.engine.scheduler.catch_up`).
+    Where there is such a gap, or one in blocks of the prefix cache that were filled in such steps, its guesses are
+    worse.
 
     On a CPU its passes of few tokens are replayed; on a GPU they run without graphs.
     """
@@ -104,8 +103,7 @@ class DraftModel:
     ) -> None:
         """`config` is `EngineConfig.drafter`."""
         self._model, self._caches, self._parallel, self._sampler = model, caches, parallel, sampler
-        windows = (layer.attention.window for layer in config.model.architecture.layers if layer.attention is not None)
-        self._max_behind = min((window for window in windows if window), default=config.model.max_model_len)
+        self._max_behind = config.model.min_window
         """Tokens before a row's first one that have blocks in all groups."""
         self._max_replayed, self._graphs = 0, None
         device = caches[0].memory.device if caches and caches[0].memory is not None else torch.device("cpu")
@@ -129,7 +127,7 @@ class DraftModel:
         starts = np.maximum(starts, first + 1 - self._max_behind)
         wanted = np.maximum(ends - starts, 0)
         late = np.where(wanted > rows.counts + 1, wanted, 0)
-        counts = np.where(late, np.clip(_CATCH_UP_TOKENS - (late.cumsum() - late), 0, late), wanted)
+        counts = np.where(late, np.clip(CATCH_UP_TOKENS - (late.cumsum() - late), 0, late), wanted)
         input_batch.num_drafter_tokens[slots] = starts + counts
         fed = np.flatnonzero(counts)
         if not len(fed):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,10 @@ from quire.engine.config.options import DEMO_MODEL, EngineOptions
 from quire.engine.config.resolve import resolve
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.sampling_params import SamplingParams
+from quire.engine.scheduler.catch_up import CatchUp
+from quire.engine.scheduler.request import Request
 from quire.engine.worker import model_runner
-from quire.engine.worker.drafter import DraftModel, Drafts
+from quire.engine.worker.drafter import DraftModel, Drafts, SampledStep
 from quire.engine.worker.input_batch import InputBatch
 from tests.fakes.core_with_ranks import Ranks
 from tests.fakes.drafts import Always, Mixed
@@ -136,6 +139,45 @@ def test_what_catches_up_writes_no_block_outside_its_windows(depth: int, tmp_pat
         # While the predictions are right, the draft model is not asked.
         assert ranks.tokens(predicted, speculation=Mixed(4, 64), depth=depth, enable_prefix_caching=False) == exact
         assert ranks.stats.num_accepted_tokens > 300
+
+
+def test_the_core_knows_how_far_a_draft_model_is_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After each step in which it runs; only how many slots a row has in advance is not counted."""
+    counted: list[dict[int | None, int]] = []
+    computed: list[dict[int | None, int]] = []
+    caught_up: list[int] = []
+    run, draft = CatchUp.run, DraftModel.draft
+
+    def watched_run(books: CatchUp, step: int, rows: Iterable[tuple[Request, int]]) -> None:
+        rows = [*rows]
+        run(books, step, rows)
+        counted.append({request.slot: request.num_drafter_tokens for request, _ in rows})
+        caught_up.append(books.in_step(step))
+
+    def watched_draft(drafter: DraftModel, step: SampledStep, input_batch: InputBatch) -> Drafts | None:
+        made, slots = draft(drafter, step, input_batch), step.rows.slots
+        computed.append(dict(zip(slots.tolist(), input_batch.num_drafter_tokens[slots].tolist(), strict=True)))
+        return made
+
+    monkeypatch.setattr(CatchUp, "run", watched_run)
+    monkeypatch.setattr(DraftModel, "draft", watched_draft)
+    config = configured(DEMO_MODEL, DEMO_DRAFT)
+    with Ranks(config, ThreadExecutor(config)) as ranks:
+        params = SamplingParams(temperature=0.0, max_tokens=120, ignore_eos=True)
+        asked = [([3 + number, *range(10 + 5 * number)], params) for number in range(4)]
+        exact = ranks.tokens(asked, speculative=None, enable_prefix_caching=False)
+        predicted = [
+            (prompt, replace(params, predicted_token_ids=tokens[: 60 + 10 * number]))
+            for number, ((prompt, _), tokens) in enumerate(zip(asked, exact, strict=True))
+        ]
+        computed.clear()
+        # While the predictions are right, the draft model is not asked.
+        assert ranks.tokens(predicted, speculation=Mixed(4, 64), enable_prefix_caching=False) == exact
+    assert len(counted) == len(computed) > 4
+    for here, there in zip(counted, computed, strict=True):
+        assert here.keys() == there.keys()
+        assert all(0 <= tokens - there[slot] <= 1 for slot, tokens in here.items())
+    assert max(caught_up) > 100
 
 
 @pytest.mark.parametrize(
