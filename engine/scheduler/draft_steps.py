@@ -44,21 +44,21 @@ class DraftSteps:
         Where blocks are scarce, as `num_reserved` pages are for others, rows have no slots in advance, and fewer
         drafts.
         """
-        rows, output, kv = [*plan.decodes, *plan.changed], plan.output, self._blocks.kv
+        rows, output, kv = plan.rows, plan.output, self._blocks.kv
         drafting = [request for request in rows if self._goes_on(request)] if has_time else []
         output.num_drafts = speculation.num_drafts(drafting, len(rows), has_prompts=output.num_prefill_tokens > 0)
-        if output.num_drafts is not None:
-            counts = [1] * len(plan.decodes) + [row.num_tokens for row in output.scheduled]
-            speculation.on_drafter_runs(output.step, zip(rows, counts, strict=True))
-        if not output.num_drafts:
+        if output.num_drafts is None:
             return
-        self._last_step, self._last_count = output.step, output.num_drafts
-        added: dict[Request, list[int]] = {}
-        for request in () if kv.states else drafting:  # with states, drafts end with the block
-            end = min(request.num_computed_tokens + output.num_drafts, request.max_tokens)
-            if 0 < kv.pages_needed(request.block_ids, end) <= kv.num_free - num_reserved:
-                added[request] = self._blocks.extend(request, end)
-        plan.add_blocks(added)
+        if output.num_drafts:
+            self._last_step, self._last_count = output.step, output.num_drafts
+            added: dict[Request, list[int]] = {}
+            for request in () if kv.states else drafting:  # with states, drafts end with the block
+                end = min(request.num_computed_tokens + output.num_drafts, request.max_tokens)
+                if 0 < kv.pages_needed(request.block_ids, end) <= kv.num_free - num_reserved:
+                    added[request] = self._blocks.extend(request, end)
+            plan.add_blocks(added)
+        counts = [1] * len(plan.decodes) + [row.num_tokens for row in output.scheduled]
+        speculation.on_drafter_runs(output.step, zip(plan.rows, counts, strict=True))
 
     def _goes_on(self, request: Request) -> bool:
         """Whether a request that has a row in the current plan samples there, and can have drafts then."""

@@ -13,15 +13,27 @@ from quire.engine.scheduler.request import Request
 class PlanBuilder:
     """Adds rows to a plan. Each method sends changes of a request once, and expects it to have been moved forward."""
 
-    def __init__(self, step: int, max_rows: int = 0, tokens_left: int = 0, *, workers_keep_tokens: bool = True) -> None:
+    def __init__(
+        self,
+        step: int,
+        max_rows: int = 0,
+        tokens_left: int = 0,
+        *,
+        is_chunked: bool = True,
+        workers_keep_tokens: bool = True,
+    ) -> None:
         self.output = SchedulerOutput(step=step, freed_slots=[], new=[], scheduled=[])
         self.max_rows, self.tokens_left, self.max_chunk = max_rows, tokens_left, tokens_left
         """The limits of rows, of further tokens, and of the tokens of one prompt, for which the caller answers."""
-        self._workers_keep_tokens = workers_keep_tokens
+        self._is_chunked, self._workers_keep_tokens = is_chunked, workers_keep_tokens
         self.decodes: list[Request] = []
         """Rows of `SchedulerOutput.decodes`."""
         self.changed: list[Request] = []
         """Rows of `SchedulerOutput.scheduled`."""
+
+    @property
+    def rows(self) -> list[Request]:
+        return self.decodes + self.changed
 
     @property
     def num_rows(self) -> int:
@@ -30,6 +42,13 @@ class PlanBuilder:
     @property
     def is_full(self) -> bool:
         return not self.tokens_left or self.num_rows >= self.max_rows
+
+    def chunk(self, request: Request) -> int:
+        """Return how many of the pending tokens fit; without chunked prefill all or none."""
+        pending = request.num_pending_tokens
+        if self._is_chunked:
+            return min(pending, self.tokens_left, self.max_chunk)
+        return pending if pending <= self.tokens_left else 0
 
     def add_decode(self, request: Request, count: int, new_blocks: list[int], drafts: Sequence[int] = ()) -> None:
         """Add a decode of `count` tokens, of which the last ones are drafts."""
@@ -90,8 +109,8 @@ class PlanBuilder:
 
     def finish(self) -> tuple[SchedulerOutput, list[Request]]:
         """Return the plan and the requests of its rows."""
-        plan, decodes = self.output, self.decodes
-        plan.decodes = [request.slot for request in decodes]  # type: ignore[misc]  # a decode has a slot
+        plan = self.output
+        plan.decodes = [request.slot for request in self.decodes]  # type: ignore[misc]  # a decode has a slot
         if not self._workers_keep_tokens:
-            plan.token_ids = [request.token_ids[-1] for request in decodes]
-        return plan, decodes + self.changed
+            plan.token_ids = [request.token_ids[-1] for request in self.decodes]
+        return plan, self.rows

@@ -66,6 +66,11 @@ class RequestBlocks:
             self._publish(request)
         return new_blocks
 
+    def decode_until(self, request: Request) -> int:
+        """Return `Request.decode_until` of a decode."""
+        size = self.kv.block_size
+        return min(-(-request.num_computed_tokens // size) * size, request.max_tokens - 1)
+
     def free_out_of_window(self, request: Request) -> None:
         """Free the blocks outside the request's windows. The request must not have a row in the current plan.
 

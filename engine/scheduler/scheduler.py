@@ -181,8 +181,11 @@ class Scheduler:
             self._preempt_for_share()
         self._admits = self._next_victim is None
         max_rows, tokens_left = self.token_budget.share(self.running, self.waiting, self.in_flight.num_tokens)
-        step, keep = self.in_flight.next_step, self.workers_keep_tokens
-        plan = PlanBuilder(step, max_rows, tokens_left, workers_keep_tokens=keep)
+        plan = PlanBuilder(
+            *(self.in_flight.next_step, max_rows, tokens_left),
+            is_chunked=self.config.enable_chunked_prefill,
+            workers_keep_tokens=self.workers_keep_tokens,
+        )
         while self._window_moved:
             self.blocks.free_out_of_window(self._window_moved.pop())
 
@@ -279,7 +282,7 @@ class Scheduler:
         if self.kv.states:
             self._window_moved.append(request)
         self.running.decode_context += count
-        request.decode_until = self._decode_until(request)
+        request.decode_until = self.blocks.decode_until(request)
         plan.add_decode(request, count, new_blocks)
 
     def _draft(self, decodes: Sequence[Request]) -> dict[Request, list[int]]:
@@ -345,7 +348,7 @@ class Scheduler:
         for request in queue[:]:
             if plan.is_full:
                 break
-            count = self._chunk(plan, request)
+            count = plan.chunk(request)
             # A request without a slot was preempted by an earlier row.
             if not count or request.slot is None or request is self._next_victim:
                 continue
@@ -366,18 +369,7 @@ class Scheduler:
             plan.output.masks[request.slot] = self.structured_output.on_scheduled(request)
         else:
             self.running.begin_decode(request)
-            request.decode_until = self._decode_until(request)
-
-    def _decode_until(self, request: Request) -> int:
-        size = self.kv.block_size
-        return min(-(-request.num_computed_tokens // size) * size, request.max_tokens - 1)
-
-    def _chunk(self, plan: PlanBuilder, request: Request) -> int:
-        """Number of pending tokens that fit; without chunked prefill all or none."""
-        pending = request.num_pending_tokens
-        if self.config.enable_chunked_prefill:
-            return min(pending, plan.tokens_left, plan.max_chunk)
-        return pending if pending <= plan.tokens_left else 0
+            request.decode_until = self.blocks.decode_until(request)
 
     def _make_room(self, request: Request, count: int) -> bool:
         """Preempt until `count` more tokens fit; returns False if preempting all requests of lower priority is not
@@ -403,7 +395,7 @@ class Scheduler:
             request = self._first_waiting()
             if request is None or not self._start(plan, request):
                 break
-            count = self._chunk(plan, request)
+            count = plan.chunk(request)
             plan.add_new(request, self.kv.block_table(request.block_ids))
             self._schedule_chunk(plan, request, count)
 
@@ -418,7 +410,7 @@ class Scheduler:
         if prefix is None:
             return False
         request.num_computed_tokens = self.kv.num_tokens_in(len(prefix))
-        if not self._chunk(plan, request):
+        if not plan.chunk(request):
             request.num_computed_tokens = 0
             return False
         self.waiting.pop(request)

@@ -132,8 +132,8 @@ def test_the_time_of_catching_up_is_measured_and_not_taken_for_that_of_drafts() 
 
 @pytest.mark.parametrize(("length", "is_asked"), [(70, False), (600, True)])
 def test_after_a_crowd_the_model_is_asked_for_a_request_that_has_much_left(length: int, is_asked: bool) -> None:
-    """While 40 requests run, the model does not. One of them goes on after the others have had their 64 tokens, of which
-    the model lacks 264, which take as long as five steps."""
+    """While 40 requests run, the model does not. One of them goes on after the others have had their 64 tokens. Of this
+    one the model lacks 264 tokens, which take as long as five steps."""
     running = Engine(engine_config(max_num_seqs=40, max_num_batched_tokens=512, num_blocks=8000, max_model_len=1000))
     speculation = running.scheduler.speculation = Mixed()
     speculation.times = Costly(0.02)
