@@ -49,6 +49,9 @@ class FreeSteps(StepTimes):
     def relative(self, kind: Kind, num_rows: int, sizes: Iterable[float]) -> list[float]:
         return [1.0 for _ in sizes]
 
+    def catch_up(self, num_rows: int) -> float:
+        return 0.0
+
 
 class Mixed(ModelSpeculationManager):
     """Chooses between n-grams and the drafts of a model as if no step took longer for them."""
