@@ -192,7 +192,7 @@ def test_ngrams_are_looked_up_once_for_each_new_token(depth: int, monkeypatch: p
     monkeypatch.setattr(TokenLookup, "propose", counted)
     running = Engine(engine_config(max_num_seqs=40, depth=depth))
     speculation = running.scheduler.speculation = Mixed()
-    looked_up = []
+    looked_up: list[tuple[int, int]] = []
     look_up = speculation.look_up
 
     def kept(decodes: Sequence[Request], num_others: int) -> dict[Request, tuple[list[int], list[float]]]:
