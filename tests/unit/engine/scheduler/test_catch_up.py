@@ -57,15 +57,13 @@ def test_what_the_workers_compute_is_counted_as_they_do(max_behind: int) -> None
     for step in range(300):
         rows, firsts, counts = list[tuple[Request, int]](), list[int](), list[int]()
         for _ in range(rng.randrange(1, 6)):
-            first, count, pending = rng.randrange(600), rng.choice([1, 5, 200]), rng.choice([0, 0, 30])
-            row = request([0] * (first + count + pending))
-            row.num_computed_tokens, row.num_drafter_tokens = (
-                first + count,
-                rng.choice([0, first // 2, first, first + 4]),
-            )
-            rows.append((row, count))
-            firsts.append(first)
-            counts.append(count)
+            begin, length, pending = rng.randrange(600), rng.choice([1, 5, 200]), rng.choice([0, 0, 30])
+            row = request([0] * (begin + length + pending))
+            row.num_computed_tokens = begin + length
+            row.num_drafter_tokens = rng.choice([0, begin // 2, begin, begin + 4])
+            rows.append((row, length))
+            firsts.append(begin)
+            counts.append(length)
         known = np.array([row.num_drafter_tokens for row, _ in rows])
         first, count = np.array(firsts), np.array(counts)
         samples = np.array([not row.num_pending_tokens for row, _ in rows])
