@@ -14,11 +14,16 @@ from quire.engine.protocol.errors import ConfigError
 
 
 def mtp(target: ModelConfig) -> ModelConfig:
-    """Return the head for multi-token prediction in the target's checkpoint. Raises `ConfigError` if there is none."""
+    """Return the head for multi-token prediction in the target's checkpoint, or several. Raises `ConfigError` if there
+    is none.
+    """
     if target.load_format not in ("safetensors", "pt", "dummy"):
         raise ConfigError(f"mtp is not supported with --load-format {target.load_format}")
     config = model_files.with_overrides(model_files.read_json(target.path / "config.json"), target.hf_overrides)
-    return replace(target, architecture=draft_heads.mtp_head(of_text(config), target.architecture), packed_cache=0.0)
+    names = None if target.load_format == "dummy" else model_files.tensor_names(target.path, target.load_format)
+    return replace(
+        target, architecture=draft_heads.mtp_head(of_text(config), target.architecture, names), packed_cache=0.0
+    )
 
 
 def eagle(

@@ -31,6 +31,7 @@ from quire.engine.config.engine_config import (
     SpeculativeConfig,
 )
 from quire.engine.models.attention_spec import CompressedAttentionSpec
+from quire.engine.models.draft_head_spec import DraftHeadSpec
 from quire.engine.models.model_spec import ModelSpec
 
 SCALE_BYTES = 4
@@ -102,11 +103,13 @@ def cache_specs(arch: ModelSpec, tp: int, max_model_len: int, dtype: str, block_
         ((shared, _),) = Counter(shapes).most_common(1)
     else:  # a block has the size of a state, or a part of it, as blocks have at least one byte for each of 16 tokens
         shared = KVCacheShape(1, 1, -(-max(states, default=1) // 64) * 4)
+    # Of heads that read each other's output, the newest positions are computed again.
+    again = arch.num_heads - 1 if isinstance(arch, DraftHeadSpec) and arch.is_chained else 0
     specs = []
     for layer in arch.layers:
         kept = []
         if layer.attention is not None and layer.kv_source is None:
-            window = layer.attention.window
+            window = layer.attention.window and layer.attention.window + again
             shape = KVCacheShape(*layer.attention.kv_shape(tp))
             index = layer.attention.index_shape()
             window = window if window and window < max_model_len else None

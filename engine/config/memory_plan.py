@@ -51,7 +51,11 @@ class MemoryPlan:
         if (drafter := config.drafter) is not None:
             weights[-1] += _weight_bytes(drafter.model, drafter.parallel, 0)
             weights[-1] += _copied_embedding_bytes(config, drafter.model.architecture)
-            read = config.scheduler.max_num_batched_tokens * model.architecture.hidden_size * DTYPE_BYTES[model.dtype]
+            read = config.scheduler.max_num_batched_tokens
+            if isinstance(drafter.model.architecture, DraftHeadSpec):  # what several heads read, and keep of it
+                again = drafter.model.architecture.num_heads - 1
+                read += again and read + 4 * again * config.scheduler.max_num_seqs
+            read *= model.architecture.hidden_size * DTYPE_BYTES[model.dtype]
             workspace = max(workspace, _workspace(drafter) + read)
             has_graphs = config.parallel.device == "cpu" and not isinstance(drafter.model.architecture, DraftHeadSpec)
             graphs += _graphs(drafter) if has_graphs else 0

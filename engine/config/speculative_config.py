@@ -10,6 +10,7 @@ from quire.engine.config.devices import Devices
 from quire.engine.config.engine_config import ModelConfig, ParallelConfig, SchedulerConfig, SpeculativeConfig
 from quire.engine.config.options import EngineOptions
 from quire.engine.models.attention_spec import AttentionSpec, CompressedAttentionSpec
+from quire.engine.models.draft_head_spec import DraftHeadSpec
 from quire.engine.models.encoder_spec import EncoderSpec
 from quire.engine.models.model_spec import TransformersModelSpec
 from quire.engine.protocol.errors import ConfigError
@@ -17,7 +18,10 @@ from quire.engine.protocol.stats import MAX_DRAFT_TOKENS
 
 _HEADS = {"mtp": 1, "eagle": 3, "eagle3": 3}
 """Methods whose drafter is a head on the target, and their default maximum of drafts."""
-_MTP = ("deepseek_mtp", "glm4_moe_mtp", "mimo_mtp", "qwen3_next_mtp", "qwen3_5_mtp")
+_MTP = (
+    *("deepseek_mtp", "glm4_moe_mtp", "mimo_mtp", "mimo_v2_mtp", "qwen3_next_mtp", "qwen3_5_mtp"),
+    *("ernie_mtp", "exaone_moe_mtp", "nemotron_h_mtp", "step3p5_mtp", "bailing_hybrid_mtp", "bailing_hybrid_v3_mtp"),
+)
 """vLLM's names of the heads of families."""
 _METHODS = {"auto": "auto", "ngram": "ngram", "[ngram]": "ngram", "none": "none", "draft_model": "draft_model"} | {
     **{method: method for method in _HEADS},
@@ -66,7 +70,14 @@ def resolve(
         )
     if method in _HEADS:
         head = _head(cast(_HeadMethod, method), options, model, parallel)
-        settings = {"num_speculative_tokens": _HEADS[method]} | settings
+        assert isinstance(head.architecture, DraftHeadSpec)
+        count = head.architecture.num_heads
+        settings = {"num_speculative_tokens": max(_HEADS[method], count)} | settings
+        if 1 < count < (most := settings["num_speculative_tokens"]):
+            raise ConfigError(
+                f"{options.model} has {count} heads for multi-token prediction, which guess one token each; "
+                f"{most} tokens are too many (--spec-tokens)"
+            )
         return SpeculativeConfig(
             method=cast(_HeadMethod, method),
             model=head,

@@ -16,7 +16,7 @@ from quire.engine.layers.weight import Shard, Weight
 from quire.engine.models.attention_spec import CompressedAttentionSpec, MLASpec
 from quire.engine.models.families import family_of
 from quire.engine.models.families.family import Family
-from quire.engine.models.families.tensors import StoredTensor, stored_tensor
+from quire.engine.models.families.tensors import StoredTensor, format_name, stored_tensor
 from quire.engine.models.model_spec import LayerSpec, ModelSpec
 from quire.engine.models.spec_parts import RopeSpec
 
@@ -103,7 +103,7 @@ def find(path: str, weight: Weight, arch: ModelSpec) -> Iterator[tuple[Shard, St
         yield (
             shard,
             StoredSlice(
-                name=stored.name.format(layer=number and number[0], expert=shard.expert),
+                name=format_name(arch, stored.name, None if number is None else int(number[0]), shard.expert),
                 shape=stored.shape,
                 rows=rows,
                 is_transposed=stored.is_transposed,

@@ -20,8 +20,25 @@ from quire.engine.models.draft_head_spec import DraftHeadSpec
 from quire.engine.models.spec_parts import NormSpec
 
 
+class _AroundLayers(nn.Module):
+    """What a head has before and after its layers."""
+
+    def __init__(self, arch: DraftHeadSpec, parallel: Parallel) -> None:
+        super().__init__()
+        width = arch.hidden_size
+        self.embedding_norm, self.hidden_norm = _norm(arch.embedding_norm, width), _norm(arch.hidden_norm, width)
+        self.projection = None
+        if arch.projection_inputs:
+            outputs = Partition("", width, 0, width)
+            self.projection = ColumnParallelLinear(arch.projection_inputs, [outputs], bias=arch.projection_bias)
+        self.norm = _norm(arch.norm, width)
+        self.head = ParallelLMHead(arch.draft_vocab_size, width, parallel) if arch.has_head else None
+        """For logits; None: the target's."""
+
+
 class DraftHead(nn.Module):
-    """Layers that read a token and the target's hidden state at the position before it.
+    """Layers that read a token and the target's hidden state at the position before it; or several heads of them, whose
+    tokens are further ahead.
 
     It uses embedding and head of `target`, which is the last stage, unless it has its own. Parameters are
     uninitialized.
@@ -37,16 +54,10 @@ class DraftHead(nn.Module):
         shares_embedding = not arch.has_embedding and target.embedding is not None
         self.embedding = None if shares_embedding else VocabParallelEmbedding(arch.vocab_size, width, parallel)
         """Its own, or a copy of the target's, which is in another stage; None: the target's."""
-        self.embedding_norm, self.hidden_norm = _norm(arch.embedding_norm, width), _norm(arch.hidden_norm, width)
-        self.projection = None
-        if arch.projection_inputs:
-            outputs = Partition("", width, 0, width)
-            self.projection = ColumnParallelLinear(arch.projection_inputs, [outputs], bias=arch.projection_bias)
+        self.heads = nn.ModuleDict({str(number): _AroundLayers(arch, parallel) for number in range(arch.num_heads)})
         self.layers = nn.ModuleDict(
             {str(number): DecoderLayer(layer, width, parallel) for number, layer in enumerate(arch.layers)}
         )
-        self.norm = _norm(arch.norm, width)
-        self.head = ParallelLMHead(arch.draft_vocab_size, width, parallel) if arch.has_head else None
         self.token_ids: Tensor | None = None
         """`[draft_vocab_size]`, int64: the tokens that the logits of its own head are of; None: all, in order."""
 
@@ -54,53 +65,66 @@ class DraftHead(nn.Module):
         """What the head reads of the output of the target's last stage: `[tokens, …]` → `[tokens, hidden_size]`."""
         arch, (target,) = self.arch, self._target
         if not arch.reads_layers:
-            return target.features(output)
-        streams = output[:, arch.target_hidden_size :].contiguous()
-        return streams if self.projection is None else self.projection(streams)
+            return target.features(output) if arch.reads_normed else output
+        streams, projection = output[:, arch.target_hidden_size :].contiguous(), self._around(0).projection
+        return streams if projection is None else projection(streams)
 
-    def forward(self, token_ids: Tensor, hidden: Tensor, batch: Batch, caches: Sequence[LayerCache]) -> Tensor:
-        """The residual stream after the layers, `[tokens, hidden_size]`, of the tokens that *follow* the batch's, and
-        the hidden states at the batch's positions: the target's, or those that were fed back."""
-        arch, (target,) = self.arch, self._target
+    def forward(
+        self, token_ids: Tensor, hidden: Tensor, batch: Batch, caches: Sequence[LayerCache], number: int = 0
+    ) -> Tensor:
+        """The residual stream after the layers of head `number`, `[tokens, hidden_size]`, of the tokens that *follow*
+        the batch's, `number` + 1 places behind them, and the hidden states at the batch's positions: the target's, or
+        those that were fed back. `caches` are those of all layers."""
+        arch, (target,), around = self.arch, self._target, self._around(number)
+        count = len(arch.layers) // arch.num_heads
+        own = range(number * count, (number + 1) * count)
         embedding = target.embedding if self.embedding is None else self.embedding
         assert embedding is not None
         embedded: Tensor = embedding(token_ids)
-        embedded = embedded if self.embedding_norm is None else self.embedding_norm(embedded)
-        hidden = hidden if self.hidden_norm is None else self.hidden_norm(hidden)
+        embedded = embedded if around.embedding_norm is None else around.embedding_norm(embedded)
+        hidden = hidden if around.hidden_norm is None else around.hidden_norm(hidden)
         x, residual, beside = hidden, None, embedded
         if arch.joins is not None:
-            assert self.projection is not None
-            x = self.projection(
+            assert around.projection is not None
+            x = around.projection(
                 torch.cat((embedded, hidden) if arch.joins == "embedding first" else (hidden, embedded), dim=-1)
             )
         if any(isinstance(each.attention, attention_spec.MLASpec) and each.attention.top_k for each in arch.layers):
             batch = replace(batch, selection=Selection())
         cos_sin = {rope: rotary(batch.positions) for rope, rotary in self._rotary.items()}
-        for layer, cache in zip(self.layers.values(), caches, strict=True):
+        for each in own:
+            layer = self.layers[str(each)]
             assert isinstance(layer, DecoderLayer)
             turns = None if layer.spec.attention is None else cos_sin[layer.spec.attention.rope]
-            x, residual = layer(x, residual, batch, turns, cache, beside if layer.spec.reads_embedding else None)
+            x, residual = layer(x, residual, batch, turns, caches[each], beside if layer.spec.reads_embedding else None)
         return x if residual is None else residual + x
 
     def fed_back(self, x: Tensor) -> Tensor:
-        """What stands for the target's hidden state behind a draft, given the residual stream `[tokens, hidden_size]`
-        after the layers."""
-        return self._features(x) if self.arch.feeds_normed else x
+        """What stands for the target's hidden state behind a draft of a single head, given the residual stream
+        `[tokens, hidden_size]` after its layers."""
+        return self._features(x, 0) if self.arch.feeds_normed else x
 
-    def logits(self, x: Tensor) -> Tensor:
-        """The residual stream `[rows, hidden_size]` → float32 `[rows, vocab_size]`, the same on every rank. Tokens that
-        the head does not know have -inf."""
-        if self.head is None:
-            return self._target[0].logits_of(self._features(x))
-        out: Tensor = self.head(self._features(x))
+    def logits(self, x: Tensor, number: int = 0) -> Tensor:
+        """The residual stream `[rows, hidden_size]` of head `number` → float32 `[rows, vocab_size]`, the same on each
+        rank. Tokens that the head does not know have -inf."""
+        features, head = self._features(x, number), self._around(number).head
+        if head is None:
+            return self._target[0].logits_of(features)
+        out: Tensor = head(features)
         if self.arch.logit_multiplier != 1.0:
             out = out * self.arch.logit_multiplier
         if self.token_ids is None:
             return out
         return out.new_full((len(out), self.arch.vocab_size), -torch.inf).index_copy_(1, self.token_ids, out)
 
-    def _features(self, x: Tensor) -> Tensor:
-        return x if self.norm is None else self.norm(x)
+    def _features(self, x: Tensor, number: int) -> Tensor:
+        norm = self._around(number).norm
+        return x if norm is None else norm(x)
+
+    def _around(self, number: int) -> _AroundLayers:
+        found = self.heads[str(number)]
+        assert isinstance(found, _AroundLayers)
+        return found
 
 
 def _norm(spec: NormSpec | None, size: int) -> Norm | None:

@@ -14,7 +14,7 @@ from quire.engine.models.draft_head import DraftHead
 from quire.engine.models.draft_head_spec import DraftHeadSpec
 from quire.engine.models.loader import Model, load, load_draft_head
 from quire.engine.worker.drafter import Drafter, DraftModel
-from quire.engine.worker.head_drafter import HeadDrafter
+from quire.engine.worker.head_drafter import HeadDrafter, SeveralHeadsDrafter
 from quire.engine.worker.sampler import Sampler
 
 
@@ -39,5 +39,7 @@ def make_drafter(
     """The drafter of a rank, with its loaded model. `config` is `EngineConfig.drafter`, `parallel` its ranks."""
     sampler = Sampler(config.model.architecture.vocab_size, config.model.eos_token_ids, device)
     if isinstance(model, DraftHead):
+        if model.arch.num_heads > 1:
+            return SeveralHeadsDrafter(model, caches, parallel, sampler)
         return HeadDrafter(model, caches, parallel, sampler)
     return DraftModel(config, model, caches, parallel, sampler)

@@ -111,7 +111,8 @@ class InputBatch:
         self.num_tokens = np.zeros(slots, np.int64)
         self.num_computed_tokens = np.zeros(slots, np.int64)
         self.num_drafter_tokens = np.zeros(slots, np.int64)
-        """Tokens whose KV a drafter has computed after its last step, drafts included."""
+        """Tokens whose KV a drafter has computed after its last step, drafts included. Of a request that several heads
+        have drafts of, minus that number."""
         self.num_blocks = np.zeros(slots, np.int64)
         """In each group."""
         self.score_from = np.zeros(slots, np.int64)
@@ -326,11 +327,11 @@ class InputBatch:
         found: Ints = np.minimum(self.num_blocks[slots] * self.block_size, self._max_length)
         return found
 
-    def following(self, slots: Ints, first: Ints, counts: Ints) -> Tensor:
-        """The token after each of `counts` tokens of each row from position `first` on, int64 on the device. Call this
-        after `batch`."""
+    def following(self, slots: Ints, first: Ints, counts: Ints, distance: int = 1) -> Tensor:
+        """The token `distance` places after each of `counts` tokens of each row from position `first` on, int64 on the
+        device. Call this after `batch`."""
         positions = np.arange(counts.sum()) + np.repeat(first - (counts.cumsum() - counts), counts)
-        places = self.token_indices(np.repeat(slots, counts), np.minimum(positions + 1, self._max_length - 1))
+        places = self.token_indices(np.repeat(slots, counts), np.minimum(positions + distance, self._max_length - 1))
         if self._is_shared:
             return torch.from_numpy(self._host_memory[places].astype(np.int64))
         return self.memory.index_select(0, send(places, self._device)).long()

@@ -6,11 +6,13 @@ A case's target and the layers of heads for multi-token prediction are transform
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +20,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.fakes.families import CASES, SIZES, write, write_model
+from tests.fakes.families import CASES, RENAMED, SIZES, write, write_model, write_renamed
 
 HEAD = "head"
 """The folder of a head with a checkpoint of its own, in that of its target."""
@@ -37,12 +39,16 @@ class Reference:
     """What the head reads of them."""
     step: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
     """The next tokens `[tokens]` and hidden states → what is fed back, and logits `[tokens, vocab]`."""
+    further: Sequence[Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = ()
+    """The same for heads that read the tokens 2, 3, … places ahead."""
+    is_chained: bool = False
+    """They read what the head before them would feed back."""
 
     @torch.no_grad()
     def states(self, tokens: Tensor) -> Tensor:
         """What the head reads at each position, `[tokens, hidden]`."""
         streams: list[Tensor] = []
-        hook = self.target.model.norm.register_forward_pre_hook(lambda norm, inputs: streams.append(inputs[0]))
+        hook = _last_norm(self.target).register_forward_pre_hook(lambda norm, inputs: streams.append(inputs[0]))
         *inputs, normed = self.target(tokens[None], output_hidden_states=True).hidden_states
         hook.remove()
         inputs += streams[-1:]
@@ -52,6 +58,12 @@ class Reference:
     def drafts(self, tokens: list[int], count: int) -> list[int]:
         """Greedy drafts after `tokens`, the last of which the target has sampled: the head's most likely tokens."""
         states, known = self.states(torch.tensor(tokens))[:-1], list(tokens)
+        if self.further:
+            for ahead, step in enumerate((self.step, *self.further)[:count], 1):
+                fed_back, logits = step(torch.tensor(known[ahead:]), states)
+                known.append(int(logits[-1].argmax()))
+                states = fed_back if self.is_chained else states
+            return known[len(tokens) :]
         for _ in range(count):
             fed_back, logits = self.step(torch.tensor(known[1:]), states)
             known.append(int(logits[-1].argmax()))
@@ -161,55 +173,173 @@ _MIMO = {
 }
 _MIMO |= {"hidden": "model.mtp_layers.0.hidden_layernorm", "projection": "model.mtp_layers.0.input_proj"}
 _MIMO |= {"layer": "model.mtp_layers.0"}
-MTP_CASES = {
-    "DeepSeek V3": ("DeepSeek V3", {"first_k_dense_replace": 0}, _AFTER, "num_nextn_predict_layers"),
-    "DeepSeek V3.2": ("DeepSeek V3.2", {"first_k_dense_replace": 0}, _AFTER, "num_nextn_predict_layers"),
-    "GLM-5": ("GLM-5", {"first_k_dense_replace": 0}, _AFTER, "num_nextn_predict_layers"),
-    "GLM-4 MoE": ("GLM-4 MoE", {"first_k_dense_replace": 0}, _AFTER, "num_nextn_predict_layers"),
-    "MiMo": ("Qwen2, tied", {}, _MIMO, "num_nextn_predict_layers"),
-    "Qwen3-Next": ("Qwen3-Next", {"decoder_sparse_step": 1}, _MTP, "num_nextn_predict_layers"),
-    "Qwen3.5": ("Qwen3.5", {}, _MTP, "mtp_num_hidden_layers"),
+_NEMOTRON = {name: f"mtp.layers.0.{own}" for name, own in (("embedding", "enorm"), ("hidden", "hnorm"))}
+_NEMOTRON |= {
+    "projection": "mtp.layers.0.eh_proj",
+    "norm": "mtp.layers.1.final_layernorm",
+    "layer": "mtp.layers.{layer}",
 }
-"""The case of `families` that the target is, what a model of one layer that is the head's changes in it, names of what
-is before, in and after the layer, and the setting with the number of heads."""
+_ERNIE = {
+    "embedding": "model.mtp_emb_norm.0",
+    "hidden": "model.mtp_hidden_norm.0",
+    "projection": "model.mtp_linear_proj.0",
+    "layer": "model.mtp_block.0",
+}
+_MIMO_V2 = {name: f"model.mtp.layers.{{head}}.{own}" for name, own in (("embedding", "enorm"), ("hidden", "hnorm"))} | {
+    "projection": "model.mtp.layers.{head}.eh_proj",
+    "norm": "model.mtp.layers.{head}.final_layernorm",
+    "layer": "model.mtp.layers.{head}",
+}
 
 
-def write_mtp(case: str, folder: Path, **sizes: int) -> Reference:
-    """A target with a head for multi-token prediction in its checkpoint."""
-    target, one_layer, names, count = MTP_CASES[case]
-    model = write(target, folder, **sizes)
-    architecture, changes = CASES[target]
-    config, after = model.config, model.config.num_hidden_layers
-    settings = SIZES | changes | sizes | one_layer | {"num_hidden_layers": 1}
-    if getattr(config, "layer_types", None):
+class MtpCase(NamedTuple):
+    """A target with heads for multi-token prediction."""
+
+    target: str
+    """The case of `families`."""
+    one_layer: dict[str, Any]
+    """What a model that has a head's layers changes in it."""
+    names: Mapping[str, str]
+    """Of what is before, in and after the layers; without a norm, the target's is used."""
+    counted_by: str | None = "num_nextn_predict_layers"
+    """The setting with the number of heads."""
+    renamed: tuple[str, str] = ("", "")
+    """A name in the target's layers, and the same in the head's."""
+    stated: Mapping[str, Any] = MappingProxyType({})
+    """Other settings in the target's config.json."""
+    num_heads: int = 1
+    reads_normed: bool = True
+    is_chained: bool = False
+
+
+_STEP_HEAD: dict[str, Any] = {
+    "layer_types": ["sliding_attention"],
+    "rope_theta": [10000.0],
+    "partial_rotary_factors": [1.0],
+    "swiglu_limits": [0.0],
+    "swiglu_limits_shared": [0.0],
+}
+_STEP_TARGET = CASES["Step 3.7"][1]["text_config"]
+MTP_CASES = {
+    "DeepSeek V3": MtpCase("DeepSeek V3", {"first_k_dense_replace": 0}, _AFTER),
+    "DeepSeek V3.2": MtpCase("DeepSeek V3.2", {"first_k_dense_replace": 0}, _AFTER),
+    "GLM-5": MtpCase("GLM-5", {"first_k_dense_replace": 0}, _AFTER),
+    "GLM-4 MoE": MtpCase("GLM-4 MoE", {"first_k_dense_replace": 0}, _AFTER),
+    "MiMo": MtpCase("Qwen2, tied", {}, _MIMO),
+    "Qwen3-Next": MtpCase("Qwen3-Next", {"decoder_sparse_step": 1}, _MTP),
+    "Qwen3.5": MtpCase("Qwen3.5", {}, _MTP, "mtp_num_hidden_layers"),
+    "Nemotron 3": MtpCase(
+        "Nemotron 3", {"layers_block_type": ["full_attention", "moe"], "num_hidden_layers": 2}, _NEMOTRON
+    ),
+    "Nemotron 3, latent experts": MtpCase(
+        "Nemotron 3, latent experts",
+        {"layers_block_type": ["full_attention", "moe"], "num_hidden_layers": 2},
+        _NEMOTRON,
+    ),
+    "Ling hybrid": MtpCase(
+        "Ling hybrid", {"first_k_dense_replace": 0}, _AFTER | {"norm": "model.layers.{after}.final_layernorm"}
+    ),
+    "ERNIE 4.5 MoE": MtpCase("ERNIE 4.5 MoE", {}, _ERNIE),
+    "EXAONE MoE": MtpCase("EXAONE MoE", {"layer_types": ["sliding_attention"], "mlp_layer_types": ["dense"]}, _MTP),
+    "MiMo-V2-Flash": MtpCase(
+        "MiMo-V2-Flash",
+        {"layer_types": ["sliding_attention"], "mlp_layer_types": ["dense"]},
+        _MIMO_V2,
+        counted_by=None,
+        renamed=("post_attention_layernorm", "pre_mlp_layernorm"),
+        num_heads=3,
+        reads_normed=False,
+    ),
+    "Step 3.5": MtpCase(
+        "Step 3.5",
+        {
+            "text_config": _STEP_TARGET
+            | _STEP_HEAD
+            | {"num_hidden_layers": 1, "num_nextn_predict_layers": 0, "moe_layers_enum": "1"}
+        },
+        {name: each.replace("after}.shared", "after}.transformer.shared") for name, each in _AFTER.items()}
+        | {"logits": "model.layers.{after}.transformer.shared_head.output"},
+        stated={name: _STEP_TARGET[name][:4] + own * 3 for name, own in _STEP_HEAD.items()}
+        | {"moe_layers_enum": "1,2,3"},
+        num_heads=3,
+        reads_normed=False,
+        is_chained=True,
+    ),
+}
+
+
+def write_mtp(case: str, folder: Path, *, texts: Sequence[list[int]] = (), **sizes: int) -> Reference:
+    """A target with heads for multi-token prediction in its checkpoint. The matrices for logits that the heads have of
+    their own are random, or fitted to `texts`."""
+    chosen = MTP_CASES[case]
+    if chosen.target in RENAMED:
+        model, (_, architecture, changes, _) = write_renamed(chosen.target, folder), RENAMED[chosen.target]
+    else:
+        model, (architecture, changes) = write(chosen.target, folder, **sizes), CASES[chosen.target]
+    settings = SIZES | changes | sizes | {"num_hidden_layers": 1}
+    if getattr(model.config, "layer_types", None) and "layers_block_type" not in chosen.one_layer:
         settings["layer_types"] = ["full_attention"]
-    layer = write_model(architecture, settings, folder / "layer")
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5)) * 0.05)
-        layer.save_pretrained(folder / "layer")
-    own = load_file(folder / "layer" / "model.safetensors")
-    names = {name: each.replace("{after}", str(after)) for name, each in names.items()}
-    width = config.hidden_size
-    tensors = {
-        f"{names['layer']}.{name.removeprefix('model.layers.0.')}": each
-        for name, each in own.items()
-        if name.startswith("model.layers.0.")
-    }
-    tensors[f"{names['norm']}.weight"] = own["model.norm.weight"]
-    shapes: dict[str, tuple[int, ...]] = {f"{names['projection']}.weight": (width, 2 * width)}
-    shapes |= {f"{names[each]}.weight": (width,) for each in ("embedding", "hidden")}
-    tensors |= _random(shapes)
-    file = folder / "model.safetensors"
-    save_file(load_file(file) | tensors, file, {"format": "pt"})
-    stated = json.loads((folder / "config.json").read_text()) | {count: 1}
+    file, steps, outputs = folder / "model.safetensors", [], []
+    tensors = load_file(file)
+    for number in range(chosen.num_heads):
+        own = folder / f"head {number}"
+        layer = write_model(architecture, settings | chosen.one_layer, own)
+        steps.append(_head(chosen, model, layer, number, own, tensors, hidden_first=case == "MiMo"))
+        outputs.append(layer.get_output_embeddings())
+    reads = () if chosen.reads_normed else (model.config.get_text_config().num_hidden_layers,)
+    reference = Reference(model, reads, lambda states: states, steps[0], steps[1:], chosen.is_chained)
+    if texts:
+        _fit(reference, outputs, texts)
+    save_file(tensors, file, {"format": "pt"})
+    stated = json.loads((folder / "config.json").read_text())
+    stated |= chosen.stated if chosen.counted_by is None else {**chosen.stated, chosen.counted_by: chosen.num_heads}
     if case == "MiMo":
         stated |= {"architectures": ["MiMoForCausalLM"], "model_type": "mimo"}
     (folder / "config.json").write_text(json.dumps(stated))
-    norm = layer.model.norm
+    return reference
+
+
+def _head(
+    case: MtpCase,
+    model: Any,
+    layer: Any,
+    number: int,
+    folder: Path,
+    tensors: dict[str, Tensor],
+    *,
+    hidden_first: bool,
+) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Head `number`, whose layers are those of the model `layer`, in `folder`. Its tensors are added to `tensors`."""
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            generator = torch.Generator().manual_seed(5 + number)
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+        norm = _last_norm(layer)
+        if "norm" not in case.names:
+            norm.weight.copy_(_last_norm(model).weight)
+    layer.save_pretrained(folder)
+    after = model.config.get_text_config().num_hidden_layers
+    names = {
+        name: each.replace("{after}", str(after + number)).replace("{head}", str(number))
+        for name, each in case.names.items()
+    }
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        if (match := re.match(r"(?:model|backbone)\.layers\.(\d+)\.(.*)", name)) is not None:
+            tensors[f"{names['layer'].replace('{layer}', match[1])}.{match[2].replace(*case.renamed, 1)}"] = tensor
+    if "norm" in names:
+        tensors[f"{names['norm']}.weight"] = norm.weight.detach().clone()
+    output = model.get_output_embeddings()
+    if "logits" in names:
+        output = layer.get_output_embeddings()
+        tensors[f"{names['logits']}.weight"] = output.weight.detach()
+    width = model.get_input_embeddings().weight.shape[1]
+    shapes: dict[str, tuple[int, ...]] = {f"{names['projection']}.weight": (width, 2 * width)}
+    shapes |= {f"{names[each]}.weight": (width,) for each in ("embedding", "hidden")}
+    own = _random(shapes, 3 + number)
+    tensors |= own
 
     def normed(x: Tensor, name: str) -> Tensor:
-        before, norm.weight = norm.weight, torch.nn.Parameter(tensors[f"{names[name]}.weight"])
+        before, norm.weight = norm.weight, torch.nn.Parameter(own[f"{names[name]}.weight"])
         try:
             return norm(x)  # type: ignore[no-any-return]
         finally:
@@ -217,16 +347,45 @@ def write_mtp(case: str, folder: Path, **sizes: int) -> Reference:
 
     def step(tokens: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
         both = [normed(model.get_input_embeddings()(tokens), "embedding"), normed(states, "hidden")]
-        both = both[::-1] if case == "MiMo" else both
-        x = torch.cat(both, -1) @ tensors[f"{names['projection']}.weight"].T
-        hidden = layer.model(inputs_embeds=x[None], use_cache=False).last_hidden_state[0]
-        return hidden, model.get_output_embeddings()(hidden)
+        x = torch.cat(both[::-1] if hidden_first else both, -1) @ own[f"{names['projection']}.weight"].T
+        streams: list[Tensor] = []
+        hook = norm.register_forward_pre_hook(lambda norm, inputs: streams.append(inputs[0][0]))
+        hidden = _decoder(layer)(inputs_embeds=x[None], use_cache=False).last_hidden_state[0]
+        hook.remove()
+        return hidden if case.reads_normed else streams[-1], output(hidden)
 
-    return Reference(model, (), lambda states: states, step)
+    return step
 
 
-def _random(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(3)
+@torch.no_grad()
+def _fit(reference: Reference, outputs: Sequence[Any], texts: Sequence[list[int]]) -> None:
+    """Set the weights of `outputs`, which compute the heads' logits, to those that predict the texts best."""
+    known = [torch.tensor(text) for text in texts]
+    read = [reference.states(text) for text in known]
+    for number, (step, output) in enumerate(zip((reference.step, *reference.further), outputs, strict=True)):
+        seen: list[Tensor] = []
+        hook = output.register_forward_pre_hook(lambda module, inputs, seen=seen: seen.append(inputs[0]))
+        count = [len(text) - number - 2 for text in known]
+        fed_back = [
+            step(text[number + 1 : -1], states[:length])[0]
+            for text, states, length in zip(known, read, count, strict=True)
+        ]
+        hook.remove()
+        wanted = F.one_hot(torch.cat([text[number + 2 :] for text in known]), len(output.weight)).float()
+        output.weight.copy_(torch.linalg.lstsq(torch.cat(seen), wanted).solution.T)
+        read = fed_back if reference.is_chained else read
+
+
+def _decoder(model: Any) -> Any:
+    return getattr(model.model, "language_model", model.model)
+
+
+def _last_norm(model: Any) -> Any:
+    return _decoder(model).norm_f if hasattr(_decoder(model), "norm_f") else _decoder(model).norm
+
+
+def _random(shapes: Mapping[str, tuple[int, ...]], seed: int = 3) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
     found = {}
     for name, shape in shapes.items():
         is_norm = len(shape) == 1 and "norm" in name

@@ -6,6 +6,7 @@ model's own publisher for multi-token prediction. No torch here.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -29,36 +30,53 @@ MTP_FAMILIES = tuple(name for name, family in FAMILIES.items() if "mtp" in famil
 """Architectures with a head for multi-token prediction whose layout is known."""
 
 
-def mtp_head(config: Mapping[str, Any], target: ModelSpec) -> DraftHeadSpec:
-    """Return the first head for multi-token prediction in the checkpoint of `target`, whose config.json is `config`.
+def mtp_head(config: Mapping[str, Any], target: ModelSpec, names: Collection[str] | None) -> DraftHeadSpec:
+    """Return the head for multi-token prediction in the checkpoint of `target`, whose config.json is `config`; or all
+    heads, where they are for tokens further and further ahead. `names` are those of the checkpoint's tensors; None:
+    they are not known.
 
-    Its layer is like the target's last one with attention. Raises `ConfigError` if there is none, or if its layout is
-    not known.
+    Raises `ConfigError` if there is none, or if its layout is not known.
     """
     if target.name not in MTP_FAMILIES or isinstance(target, TransformersModelSpec):
         raise ConfigError(f"mtp is not supported for {target.name}; supported: {', '.join(MTP_FAMILIES)}")
-    layout = FAMILIES[target.name].draft_heads["mtp"]
+    family = FAMILIES[target.name]
+    layout = family.draft_heads["mtp"]
     if config.get(layout.count, 1) in (0, None):
         raise ConfigError(f"mtp: {target.name} has no head for multi-token prediction ({layout.count} is 0)")
-    layer = next((each for each in reversed(target.layers) if each.attention is not None), target.layers[-1])
-    if isinstance(layer.attention, MLASpec) and layer.attention.shares_selection:
+    if layout.layers is not None:
+        layers = tuple(layout.layers(family.complete(config)))
+    else:
+        layers = (next((each for each in reversed(target.layers) if each.attention is not None), target.layers[-1]),)
+    if any(isinstance(each.attention, MLASpec) and each.attention.shares_selection for each in layers):
         raise ConfigError(f"mtp is not supported for {target.name} with layers that share a selection (indexer_types)")
+    number = len(layers) if layout.heads == "listed" else 1
+    if layout.heads == "stored":
+        pattern = re.compile(re.escape(layout.layer).replace(r"\{layer\}", r"(\d+)"))
+        found = {int(match[1]) for name in names or () if (match := pattern.match(name))}
+        number = max(found) + 1 if found else int(config.get(layout.count, 1))
+        layers *= number
     return DraftHeadSpec(
         name=target.name,
         method="mtp",
         hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,
         max_position=target.max_position,
-        layers=(layer,),
+        layers=layers,
         norm=target.norm,
         tie_embeddings=False,
         separate_experts=target.separate_experts,
         target_layers=target.num_layers,
         target_hidden_size=target.hidden_size,
+        num_heads=number,
+        is_chained=layout.is_chained,
+        first_layer=target.num_layers if "{after}" in layout.layer else 0,
+        reads_normed=layout.reads_normed,
         embedding_norm=target.norm,
         hidden_norm=target.norm,
         joins="hidden first" if layout.hidden_first else "embedding first",
-        feeds_normed=True,
+        draft_vocab_size=target.vocab_size,
+        has_head=layout.has_own_logits,
+        feeds_normed=layout.reads_normed,
     )
 
 

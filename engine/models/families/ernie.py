@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from quire.engine.models.families.family import (
     Config,
+    DraftHeadLayout,
     Family,
     activation,
     architecture,
     attention,
     feed_forward,
     head_dim,
+    require,
     rms_norm,
     rope,
 )
@@ -32,6 +34,12 @@ def _layer(config: Config, feed_forward: MLPSpec | MoESpec) -> LayerSpec:
 def _ernie(name: str, config: Config) -> ModelSpec:
     layer = _layer(config, feed_forward(config, bias=bool(config["use_bias"])))
     return architecture(name, config, [layer] * int(config["num_hidden_layers"]), rms_norm(config))
+
+
+def _mtp(config: Config) -> list[LayerSpec]:
+    """The head's layer has no experts."""
+    require(config, "use_bias", False)
+    return [_layer(config, feed_forward(config, bias=False))]
 
 
 def _ernie_moe(name: str, config: Config) -> ModelSpec:
@@ -64,6 +72,15 @@ _COMMON = {
     "tie_word_embeddings": True,
     "use_bias": False,
 }
+_MTP = DraftHeadLayout(
+    layer="model.mtp_block.0",
+    names={
+        "heads.embedding_norm": "model.mtp_emb_norm.0",
+        "heads.hidden_norm": "model.mtp_hidden_norm.0",
+        "heads.projection": "model.mtp_linear_proj.0",
+    },
+    layers=_mtp,
+)
 _CORRECTION = "layers.feed_forward.router.correction_bias"
 FAMILIES = {
     "Ernie4_5ForCausalLM": Family(_ernie, NAMES, {**_COMMON, "num_key_value_heads": 2, "head_dim": 128}),
@@ -83,5 +100,6 @@ FAMILIES = {
         },
         leading_ones=frozenset({_CORRECTION}),
         ignored_prefixes=("model.mtp_",),
+        draft_heads={"mtp": _MTP},
     ),
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from quire.engine.models.attention_spec import AttentionSpec
 from quire.engine.models.families.family import (
     Config,
@@ -10,12 +12,14 @@ from quire.engine.models.families.family import (
     attention,
     feed_forward,
     head_dim,
+    require,
     rms_norm,
     rope,
     windows,
 )
 from quire.engine.models.families.moe import NAMES_BY_EXPERT, sigmoid_experts
 from quire.engine.models.families.olmo import POST_NORM_NAMES
+from quire.engine.models.families.qwen_next import NEXT_MTP
 from quire.engine.models.model_spec import LayerSpec, ModelSpec
 
 
@@ -79,6 +83,20 @@ def _exaone_moe(name: str, config: Config) -> ModelSpec:
     return architecture(name, config, layers, norm)
 
 
+def _mtp(config: Config) -> list[LayerSpec]:
+    """The head's layer has no experts, and rotary positions in any case. It has the window of the target's first layer,
+    unless config.json states its own."""
+    norm, first, kinds = rms_norm(config), _attentions(config)[0], config.get("mtp_layer_types")
+    window = first.window
+    if kinds:
+        require({"mtp_layer_types": kinds[0]}, "mtp_layer_types", "full_attention", "sliding_attention")
+        sizes = config.get("mtp_sliding_windows") or [config.get("sliding_window")]
+        window = int(sizes[0]) if kinds[0] == "sliding_attention" else None
+    attention = replace(first, window=window, rope=rope(config, head_dim(config)))
+    dense = feed_forward(config, bias=False)
+    return [LayerSpec(attention=attention, attention_norm=norm, feed_forward=dense, feed_forward_norm=norm)]
+
+
 _COMMON = {
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-5,
@@ -103,5 +121,6 @@ FAMILIES = {
             "routed_scaling_factor": 2.5,
         },
         ignored_prefixes=("mtp.",),
+        draft_heads={"mtp": replace(NEXT_MTP, layers=_mtp)},
     ),
 }

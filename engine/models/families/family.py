@@ -32,17 +32,30 @@ class HeadLayer(NamedTuple):
 
 @dataclass(frozen=True)
 class DraftHeadLayout:
-    """How a checkpoint stores a head that drafts (`quire.engine.models.draft_head_spec`).
+    """How a checkpoint stores a head that drafts (`quire.engine.models.draft_head_spec`), or several heads.
 
-    In names, `{after}` is the number of the target's layers, and `{layer}` what stands before the names of the head's
-    own layer, which are those of the family otherwise.
+    `layer` is what stands before the names of the tensors in the head's layers, which are those of the family
+    otherwise. In it `{layer}` is the number of the layer among those of the heads, and `{after}` that number after the
+    target's layers.
     """
 
     layer: str
     names: Mapping[str, str]
-    """Of our modules outside the layer, or of those in it that have other names."""
+    """Of our modules outside the layers, or of those in them that have other names. `{prefix}` is `layer`, and `{last}`
+    the number of the last layer. Norms after the layers are the target's unless they are named."""
+    layers: Callable[[Config], Sequence[LayerSpec]] | None = None
+    """From the target's config.json to the layers; None: one like the target's last one with attention."""
+    heads: Literal["first", "stored", "listed"] = "first"
+    """The heads that are used: the first one, or all, each for a token further ahead and with a layer of its own. Those
+    are as many as the checkpoint has, with equal layers, or one for each of `layers`."""
+    is_chained: bool = False
+    has_own_logits: bool = False
+    """Each head has a matrix for logits."""
     hidden_first: bool = False
     """The projection reads the hidden state before the embedded token."""
+    reads_normed: bool = True
+    """The head reads the target's hidden state after its last norm, and its own output after its norm; or both before
+    them."""
     count: str = "num_nextn_predict_layers"
     """The setting of the target's config.json with the number of heads."""
 
@@ -101,14 +114,18 @@ class Family:
     def of_draft_head(self, arch: DraftHeadSpec) -> Family:
         """How to read a head that drafts; modules outside the layer are the target's unless the layout names others."""
         layout, own = self.draft_heads[arch.method], self.names_of(arch)
-        prefix = arch.stored_layer or layout.layer.replace("{after}", str(arch.target_layers))
-        outer = {module: own[module] for module in ("embedding", "norm", "head") if module in own}
+        prefix = arch.stored_layer or layout.layer.replace("{after}", "{layer}")
+        outer = {"embedding": own["embedding"]}
+        outer |= {f"heads.{module}": own[module] for module in ("norm", "head") if module in own}
         inner = {
             module: re.sub(r"^.*\blayers\.\{layer\}", prefix, name)
             for module, name in own.items()
             if module.startswith("layers.")
         }
-        others = {module: name.replace("{layer}", prefix) for module, name in layout.names.items()}
+        last = str(len(arch.layers) - 1)
+        others = {
+            module: name.replace("{prefix}", prefix).replace("{last}", last) for module, name in layout.names.items()
+        }
         return replace(self, names={**outer, **inner, **others})
 
     def stacks_experts(self, arch: ModelSpec) -> bool:

@@ -19,6 +19,7 @@ from quire.engine.models.families.family import (
     yarn_temperature,
 )
 from quire.engine.models.families.llama import NAMES
+from quire.engine.models.families.moe import MTP_LAYER
 from quire.engine.models.model_spec import MLPSpec, ModelSpec, MoESpec
 from quire.engine.models.recurrent_spec import KimiDeltaSpec
 from quire.engine.models.spec_parts import NormSpec, RopeSpec
@@ -178,6 +179,8 @@ _BAILING_NAMES = {
     "layers.feed_forward.shared.down": "model.layers.{layer}.mlp.shared_experts.down_proj",
 }
 
+_BAILING_MTP = replace(MTP_LAYER, names={**MTP_LAYER.names, "heads.norm": "{prefix}.final_layernorm"})
+
 
 def _with_query(names: dict[str, str], arch: ModelSpec) -> dict[str, str]:
     """The name of the matrix of queries depends on whether they have a latent."""
@@ -238,5 +241,6 @@ FAMILIES = {
             "kda_lower_bound": -5.0,
         },
         after_layers="multi-token prediction",
+        draft_heads={"mtp": _BAILING_MTP},
     ),
 }

@@ -157,23 +157,23 @@ def _smollm3(name: str, config: Config) -> ModelSpec:
     return architecture(name, config, layers, norm)
 
 
-_EAGLE = DraftHeadLayout(layer="model.layers.0", names={"projection": "model.fc"})
+_EAGLE = DraftHeadLayout(layer="model.layers.0", names={"heads.projection": "model.fc"})
 _EAGLE3 = DraftHeadLayout(
     layer="model.layers.0",
     names={
-        "embedding_norm": "{layer}.input_layernorm",
-        "hidden_norm": "{layer}.hidden_norm",
-        "layers.attention_norm": "{layer}.hidden_norm",
-        "projection": "model.fc",
+        "heads.embedding_norm": "{prefix}.input_layernorm",
+        "heads.hidden_norm": "{prefix}.hidden_norm",
+        "layers.attention_norm": "{prefix}.hidden_norm",
+        "heads.projection": "model.fc",
     },
 )
 _MIMO_MTP = DraftHeadLayout(
     layer="model.mtp_layers.0",
     names={
-        "embedding_norm": "{layer}.token_layernorm",
-        "hidden_norm": "{layer}.hidden_layernorm",
-        "projection": "{layer}.input_proj",
-        "norm": "{layer}.final_layernorm",
+        "heads.embedding_norm": "{prefix}.token_layernorm",
+        "heads.hidden_norm": "{prefix}.hidden_layernorm",
+        "heads.projection": "{prefix}.input_proj",
+        "heads.norm": "{prefix}.final_layernorm",
     },
     hidden_first=True,
 )

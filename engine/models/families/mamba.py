@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from quire.engine.models.families.family import (
     Config,
+    DraftHeadLayout,
     Family,
     activation,
     architecture,
@@ -212,6 +213,26 @@ def _granite_hybrid(name: str, config: Config) -> ModelSpec:
 
 
 def _nemotron_h(name: str, config: Config) -> ModelSpec:
+    kinds = kinds_of_layers(config) or _nemotron_kinds(config.get("hybrid_override_pattern") or "ME*-")
+    norm = rms_norm(config, eps=float(config["layer_norm_epsilon"]))
+    return architecture(name, config, _nemotron_layers(config, kinds), norm)
+
+
+def _nemotron_mtp(config: Config) -> list[LayerSpec]:
+    """The layers of the head for multi-token prediction: attention, then experts, unless config.json states others."""
+    stated, pattern = config.get("mtp_layers_block_type"), config.get("mtp_hybrid_override_pattern")
+    kinds = kinds_of_layers({"layer_types": stated}) if stated else _nemotron_kinds(pattern or "*E")
+    if "linear_attention" in kinds:
+        raise ConfigError("mtp: layers with recurrent states are not supported in a head")
+    return _nemotron_layers(config, kinds)
+
+
+def _nemotron_kinds(pattern: str) -> list[str]:
+    letters = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+    return [letters.get(letter, letter) for letter in pattern]
+
+
+def _nemotron_layers(config: Config, kinds: Sequence[str]) -> list[LayerSpec]:
     """Each layer is one of a state space, attention without positions, an MLP, or experts. Steps are limited by
     `time_step_limit`, as by the publisher; transformers raises them to `time_step_min` in prompts, and not in decodes.
     """
@@ -248,10 +269,7 @@ def _nemotron_h(name: str, config: Config) -> ModelSpec:
         "mlp": nothing | {"feed_forward": dense, "feed_forward_norm": norm},
         "moe": nothing | {"feed_forward": experts, "feed_forward_norm": norm},
     }
-    pattern = config.get("hybrid_override_pattern")
-    letters = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
-    kinds = kinds_of_layers(config) or [letters.get(letter, letter) for letter in pattern or "ME*-"]
-    return architecture(name, config, layers_by_kind(kinds, one_of), norm)
+    return layers_by_kind(kinds, one_of)
 
 
 def _falcon_h1(name: str, config: Config) -> ModelSpec:
@@ -346,6 +364,16 @@ _NEMOTRON_NAMES = _ALONE | {
     "layers.feed_forward.latent_down": "backbone.layers.{layer}.mixer.fc1_latent_proj",
     "layers.feed_forward.latent_up": "backbone.layers.{layer}.mixer.fc2_latent_proj",
 }
+_NEMOTRON_MTP = DraftHeadLayout(
+    layer="mtp.layers.{layer}",
+    names={
+        "heads.embedding_norm": "mtp.layers.0.enorm",
+        "heads.hidden_norm": "mtp.layers.0.hnorm",
+        "heads.projection": "mtp.layers.0.eh_proj",
+        "heads.norm": "mtp.layers.{last}.final_layernorm",
+    },
+    layers=_nemotron_mtp,
+)
 _DEFAULTS = {
     "mamba_n_heads": 128,
     "mamba_d_head": "auto",
@@ -463,6 +491,7 @@ FAMILIES = {
         },
         prefix="backbone.",
         ignored_prefixes=("mtp.",),
+        draft_heads={"mtp": _NEMOTRON_MTP},
     ),
     "FalconH1ForCausalLM": Family(
         _falcon_h1,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from quire.engine.models.attention_spec import AttentionSpec
 from quire.engine.models.families.family import (
     Config,
+    DraftHeadLayout,
     Family,
     architecture,
     attention,
@@ -49,11 +50,30 @@ def _attention(config: Config, window: int | None) -> AttentionSpec:
     )
 
 
+def _with_own_key(config: Config) -> Config:
+    """config.json with windows that have the query's own key, which the publisher's setting is without."""
+    if config.get("sliding_window_size") is None:
+        return config
+    return {**config, "sliding_window": int(config["sliding_window_size"]) + 1}
+
+
+def _mtp(config: Config) -> list[LayerSpec]:
+    """The layer of each head has a window and no experts."""
+    config, norm = _with_own_key(config), rms_norm(config)
+    return [
+        LayerSpec(
+            attention=_attention(config, int(config["sliding_window"])),
+            attention_norm=norm,
+            feed_forward=feed_forward(config, bias=False),
+            feed_forward_norm=norm,
+        )
+    ]
+
+
 def _mimo(name: str, config: Config) -> ModelSpec:
     """Lists of 0 and 1 are the publisher's form of `layer_types` and `mlp_layer_types`."""
+    config = _with_own_key(config)
     count, norm = int(config["num_hidden_layers"]), rms_norm(config)
-    if config.get("sliding_window_size") is not None:  # without the query's own key
-        config = {**config, "sliding_window": int(config["sliding_window_size"]) + 1}
     if config.get("routed_scaling_factor") is None:
         config = {**config, "routed_scaling_factor": 1.0}
     is_local = config.get("hybrid_layer_pattern") or [number and (number + 1) % 6 for number in range(count)]
@@ -77,6 +97,19 @@ def _mimo(name: str, config: Config) -> ModelSpec:
     return architecture(name, config, layers, norm)
 
 
+_MTP = DraftHeadLayout(
+    layer="model.mtp.layers.{layer}",
+    names={
+        "heads.embedding_norm": "{prefix}.enorm",
+        "heads.hidden_norm": "{prefix}.hnorm",
+        "heads.projection": "{prefix}.eh_proj",
+        "heads.norm": "{prefix}.final_layernorm",
+        "layers.feed_forward_norm": "{prefix}.pre_mlp_layernorm",
+    },
+    layers=_mtp,
+    reads_normed=False,
+    heads="stored",
+)
 FAMILIES = {
     "MiMoV2FlashForCausalLM": Family(
         _mimo,
@@ -99,5 +132,6 @@ FAMILIES = {
             "norm_topk_prob": True,
         },
         ignored_prefixes=("model.mtp.",),
+        draft_heads={"mtp": _MTP},
     ),
 }

@@ -39,10 +39,10 @@ STACKED_EXPERTS = {
 MTP_LAYER = DraftHeadLayout(
     layer="model.layers.{after}",
     names={
-        "embedding_norm": "{layer}.enorm",
-        "hidden_norm": "{layer}.hnorm",
-        "projection": "{layer}.eh_proj",
-        "norm": "{layer}.shared_head.norm",
+        "heads.embedding_norm": "{prefix}.enorm",
+        "heads.hidden_norm": "{prefix}.hnorm",
+        "heads.projection": "{prefix}.eh_proj",
+        "heads.norm": "{prefix}.shared_head.norm",
     },
 )
 """Multi-token prediction as DeepSeek stores it: a layer after the last one, with copies of embedding and head."""

@@ -189,16 +189,17 @@ _LARA_NAMES = (
         "layers.state.norm": "model.layers.{layer}.linear_attn.out_norm",
     }
 )
-_NEXT_MTP = DraftHeadLayout(
+NEXT_MTP = DraftHeadLayout(
     layer="mtp.layers.0",
     names={
-        "embedding_norm": "mtp.pre_fc_norm_embedding",
-        "hidden_norm": "mtp.pre_fc_norm_hidden",
-        "projection": "mtp.fc",
-        "norm": "mtp.norm",
+        "heads.embedding_norm": "mtp.pre_fc_norm_embedding",
+        "heads.hidden_norm": "mtp.pre_fc_norm_hidden",
+        "heads.projection": "mtp.fc",
+        "heads.norm": "mtp.norm",
     },
 )
-_QWEN35_MTP = replace(_NEXT_MTP, count="mtp_num_hidden_layers")
+"""Multi-token prediction as Qwen3-Next stores it."""
+_QWEN35_MTP = replace(NEXT_MTP, count="mtp_num_hidden_layers")
 
 FAMILIES = {
     "Qwen3NextForCausalLM": Family(
@@ -216,7 +217,7 @@ FAMILIES = {
         },
         rows=_next_rows,
         ignored_prefixes=_NOT_TEXT,
-        draft_heads={"mtp": _NEXT_MTP},
+        draft_heads={"mtp": NEXT_MTP},
     ),
     "LaraMiniForCausalLM": Family(
         _lara_mini,

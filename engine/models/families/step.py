@@ -9,6 +9,7 @@ from typing import Any
 from quire.engine.models.families.family import (
     NOT_TEXT,
     Config,
+    DraftHeadLayout,
     Family,
     architecture,
     attention,
@@ -38,27 +39,42 @@ def _step(name: str, config: Config) -> ModelSpec:
         require(config, setting, True)
     for setting in ("norm_expert_weight", "use_moe_router_bias"):
         require(config, setting, True)
+    require(config.get("attention_other_setting") or {}, "num_attention_groups", config["num_key_value_heads"])
+    require(config.get("attention_other_setting") or {}, "head_dim", head_dim(config))
+    layers = [_layer(config, number, is_sparse) for number, is_sparse in enumerate(_are_sparse(config))]
+    _check_layers(config, layers)
+    return architecture(name, config, layers, rms_norm(config, offset=1.0))
+
+
+def _mtp(config: Config) -> list[LayerSpec]:
+    """The layers of the heads. Their settings follow those of the target's layers, in the publisher's config.json, or
+    are in lists of their own, as transformers writes them."""
+    count, number = int(config["num_hidden_layers"]), int(config.get("num_nextn_predict_layers", 1))
+    for setting, default in (("layer_types", "full_attention"), ("mlp_layer_types", "dense")):
+        stated = config.get(setting)
+        if stated and len(stated) == count:
+            config = {**config, setting: [*stated, *(config.get(f"mtp_{setting}") or [default] * number)]}
+    are_sparse = _are_sparse({"moe_layers_enum": [], **config, "num_hidden_layers": count + number})
+    return [_layer(config, each, are_sparse[each]) for each in range(count, count + number)]
+
+
+def _layer(config: Config, number: int, is_sparse: bool) -> LayerSpec:
     norm, other = rms_norm(config, offset=1.0), config.get("attention_other_setting") or {}
-    require(other, "num_attention_groups", config["num_key_value_heads"])
-    require(other, "head_dim", head_dim(config))
     heads = config.get("num_sliding_attention_heads") or other.get("num_attention_heads")
     windows: dict[str, Any] = {"num_heads": int(heads or config["num_attention_heads"])}
     windows["window"] = config.get("sliding_window")
-    layers: list[LayerSpec] = []
-    for number, is_sparse in enumerate(_are_sparse(config)):
-        kind = _of_layer(config, "layer_types", number, "full_attention")
-        full = attention(
-            config,
-            _rope(config, kind, number),
-            scale=float(config.get("query_pre_attn_scalar") or head_dim(config)) ** -0.5,
-            qk_norm=norm,
-            output_gate="heads",
-        )
-        kinds = {"full_attention": {"attention": full}, "sliding_attention": {"attention": replace(full, **windows)}}
-        inner = _experts(config, number) if is_sparse else _mlp(config, "intermediate_size", number)
-        layers += layers_by_kind([kind], kinds, [inner], attention_norm=norm, feed_forward_norm=norm)
-    _check_layers(config, layers)
-    return architecture(name, config, layers, norm)
+    kind = _of_layer(config, "layer_types", number, "full_attention")
+    full = attention(
+        config,
+        _rope(config, kind, number),
+        scale=float(config.get("query_pre_attn_scalar") or head_dim(config)) ** -0.5,
+        qk_norm=norm,
+        output_gate="heads",
+    )
+    kinds = {"full_attention": {"attention": full}, "sliding_attention": {"attention": replace(full, **windows)}}
+    inner = _experts(config, number) if is_sparse else _mlp(config, "intermediate_size", number)
+    (layer,) = layers_by_kind([kind], kinds, [inner], attention_norm=norm, feed_forward_norm=norm)
+    return layer
 
 
 def _check_layers(config: Config, layers: Sequence[LayerSpec]) -> None:
@@ -136,6 +152,21 @@ _NAMES = NAMES | {
     "layers.feed_forward.shared.gate_up": "model.layers.{layer}.share_expert.{part}_proj",
     "layers.feed_forward.shared.down": "model.layers.{layer}.share_expert.down_proj",
 }
+_MTP = DraftHeadLayout(
+    layer="model.layers.{after}",
+    names={
+        "heads.embedding_norm": "{prefix}.enorm",
+        "heads.hidden_norm": "{prefix}.hnorm",
+        "heads.projection": "{prefix}.eh_proj",
+        "heads.norm": "{prefix}.transformer.shared_head.norm",
+        "heads.head": "{prefix}.transformer.shared_head.output",
+    },
+    layers=_mtp,
+    heads="listed",
+    is_chained=True,
+    has_own_logits=True,
+    reads_normed=False,
+)
 _FAMILY = Family(
     _step,
     _NAMES,
@@ -161,5 +192,6 @@ _FAMILY = Family(
     },
     ignored_prefixes=(*NOT_TEXT, "vit_large_projector."),
     after_layers="multi-token prediction",
+    draft_heads={"mtp": _MTP},
 )
 FAMILIES = dict.fromkeys(("Step3p5ForCausalLM", "Step3p7ForConditionalGeneration"), _FAMILY)

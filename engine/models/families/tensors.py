@@ -109,6 +109,12 @@ def _name(names: Mapping[str, str], module: str, part: str, kind: str) -> str:
     return name.replace("{part}", part)
 
 
+def format_name(arch: ModelSpec, name: str, number: int | None, expert: int | None) -> str:
+    """`StoredTensor.name` with the number of the layer, which is `number` in the model, and of the expert."""
+    first = arch.first_layer if isinstance(arch, DraftHeadSpec) else 0
+    return name.format(layer=None if number is None else first + number, expert=expert)
+
+
 class NeededTensor(NamedTuple):
     """A tensor that a model needs, as an unquantized checkpoint stores it."""
 
@@ -133,7 +139,7 @@ def checkpoint_tensors(arch: ModelSpec, *, has_head: bool) -> dict[str, NeededTe
             if layer is not None and isinstance(layer.feed_forward, MoESpec) and "{expert}" in stored.name:
                 experts = range(layer.feed_forward.num_experts)
             for expert in experts:
-                name = stored.name.format(layer=number, expert=expert)
+                name = format_name(arch, stored.name, number, expert)
                 found[name] = NeededTensor(stored.shape, stored.is_transposed, kind == "table")
     return found
 
@@ -181,7 +187,7 @@ def weight_names(arch: ModelSpec) -> dict[tuple[int | None, str], list[str]]:
     for number, layer, module, kind, parts in _parameters(arch, has_head=True):
         if kind == "weight" and all(len(shape) == 2 for shape in parts.values()):
             tensors = {part: stored_tensor(family, arch, layer, module, kind, part, parts) for part in parts}
-            names = [one.name.format(layer=number, expert=0) for part, one in tensors.items()]
+            names = [format_name(arch, one.name, number, 0) for one in tensors.values()]
             path = module.removeprefix("layers.")
             found[number, path] = [name.removesuffix(".weight") for name in dict.fromkeys(names)]
     return found
@@ -197,6 +203,10 @@ def _parameters(
     """All parameters, with the number and the description of their layer."""
     for parameter in _outer(arch, has_head):
         yield None, None, *parameter
+    if isinstance(arch, DraftHeadSpec):
+        for number in range(arch.num_heads):
+            for parameter in _around_layers(arch):
+                yield number, arch.layers[number], *parameter
     for number, layer in enumerate(arch.layers):
         for parameter in _inner(layer, arch.hidden_size):
             yield number, layer, *parameter
@@ -204,10 +214,11 @@ def _parameters(
 
 def _outer(arch: ModelSpec, has_head: bool) -> _Parameters:
     """The parameters before and after the layers."""
-    if isinstance(arch, DraftHeadSpec):
-        yield from _outer_of_draft_head(arch)
-        return
     width = arch.hidden_size
+    if isinstance(arch, DraftHeadSpec):
+        if arch.has_embedding or arch.is_in_target:  # it may need a copy of the target's
+            yield from _linear("embedding", {"": arch.vocab_size}, width)
+        return
     yield from _linear("embedding", {"": arch.vocab_size}, width)
     if arch.position_embeddings:
         yield from _linear("positions", {"": arch.position_embeddings}, width)
@@ -233,17 +244,16 @@ def _outer(arch: ModelSpec, has_head: bool) -> _Parameters:
         yield from _linear("head", {"": arch.vocab_size}, width, bias=arch.head_bias)
 
 
-def _outer_of_draft_head(arch: DraftHeadSpec) -> _Parameters:
-    """Those of a head that drafts. Embedding and head of its target are among them if they are in its checkpoint."""
-    if arch.has_embedding or arch.is_in_target:
-        yield from _linear("embedding", {"": arch.vocab_size}, arch.hidden_size)
-    yield from _norm("embedding_norm", arch.embedding_norm, arch.hidden_size)
-    yield from _norm("hidden_norm", arch.hidden_norm, arch.hidden_size)
+def _around_layers(arch: DraftHeadSpec) -> _Parameters:
+    """What each head that drafts has before and after its layers."""
+    yield from _norm("heads.embedding_norm", arch.embedding_norm, arch.hidden_size)
+    yield from _norm("heads.hidden_norm", arch.hidden_norm, arch.hidden_size)
     if arch.projection_inputs:
-        yield from _linear("projection", {"": arch.hidden_size}, arch.projection_inputs, bias=arch.projection_bias)
-    yield from _norm("norm", arch.norm, arch.hidden_size)
+        inputs, bias = arch.projection_inputs, arch.projection_bias
+        yield from _linear("heads.projection", {"": arch.hidden_size}, inputs, bias=bias)
+    yield from _norm("heads.norm", arch.norm, arch.hidden_size)
     if arch.has_head:
-        yield from _linear("head", {"": arch.draft_vocab_size}, arch.hidden_size)
+        yield from _linear("heads.head", {"": arch.draft_vocab_size}, arch.hidden_size)
 
 
 def _inner(layer: LayerSpec, width: int) -> _Parameters:

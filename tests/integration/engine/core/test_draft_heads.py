@@ -10,19 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from msgspec.structs import replace
 
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.worker import model_runner
 from quire.engine.worker.drafter import Drafts
-from quire.engine.worker.head_drafter import HeadDrafter
+from quire.engine.worker.head_drafter import HeadDrafter, SeveralHeadsDrafter
 from quire.engine.worker.input_batch import InputBatch
-from tests.fakes.checkpoints import generate
 from tests.fakes.core_with_ranks import Ranks
 from tests.fakes.draft_heads import HEAD, Reference, write_eagle, write_eagle3, write_mtp
 from tests.fakes.drafts import Always, Recording, RecordingMixed
-from tests.fakes.families import write
+from tests.fakes.families import write, write_renamed
 from tests.fakes.model_logits import configure
 from tests.fakes.threads import ThreadExecutor
 from tests.integration.engine.core.test_draft_models import NoSizesFromData
@@ -41,6 +41,12 @@ CASES: dict[str, tuple[str, Callable[[Path], Reference]]] = {
     "MTP, GLM-4 MoE": ("mtp", partial(write_mtp, "GLM-4 MoE")),
     "MTP, DeepSeek V3.2": ("mtp", partial(write_mtp, "DeepSeek V3.2")),
     "MTP, Qwen3-Next": ("mtp", partial(write_mtp, "Qwen3-Next")),
+    "MTP, Nemotron 3": ("mtp", partial(write_mtp, "Nemotron 3")),
+    "MTP, ERNIE 4.5 MoE": ("mtp", partial(write_mtp, "ERNIE 4.5 MoE")),
+    "MTP, EXAONE MoE": ("mtp", partial(write_mtp, "EXAONE MoE")),
+    "MTP, MiMo-V2-Flash": ("mtp", partial(write_mtp, "MiMo-V2-Flash")),
+    "MTP, Ling hybrid": ("mtp", partial(write_mtp, "Ling hybrid")),
+    "MTP, Step 3.5": ("mtp", partial(write_mtp, "Step 3.5")),
     "EAGLE-3, recurrent states": ("eagle3", partial(write_eagle3, "OLMo hybrid")),
 }
 PROMPTS = [[*range(40, 73)], [5, 6, 7, 8] * 3, [100]]
@@ -67,6 +73,8 @@ DEFAULT = {
     ("EAGLE", 1, 1),
     ("MTP, DeepSeek V3", 1, 2),
     ("MTP, MiMo", 2, 1),
+    ("MTP, MiMo-V2-Flash", 1, 2),
+    ("MTP, Nemotron 3", 1, 1),
 }
 GRIDS = [
     pytest.param(case, tp, pp, marks=[] if (case, tp, pp) in DEFAULT else [pytest.mark.slow])
@@ -105,14 +113,22 @@ def test_tokens_are_those_without_speculation(case: str, tp: int, pp: int, tmp_p
             assert made == reference.drafts(known, len(made))
 
 
+LEARNING: dict[str, tuple[Callable[[Path], Any], Callable[..., Reference]]] = {
+    "EAGLE-3": (partial(write, "Llama"), partial(write_eagle3, "Llama")),
+    "MTP, Step 3.5": (partial(write_renamed, "Step 3.5"), partial(write_mtp, "Step 3.5")),
+}
+"""Cases whose heads have matrices for logits of their own: how the target is written, and both, fitted to texts."""
+
+
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), pytest.param(2, 2, marks=pytest.mark.slow)])
-def test_acceptance_is_that_of_the_oracle(tp: int, pp: int, tmp_path: Path) -> None:
-    """A head that has learned the answers saves steps, as many as a run step by step by the reference."""
-    write("Llama", tmp_path / "target")
-    answers = generate(tmp_path / "target", PROMPTS, 40)
-    texts = [prompt + answer for prompt, answer in zip(PROMPTS, answers, strict=True)]
-    reference = write_eagle3("Llama", tmp_path / "both", texts=texts)
-    config = configured(tmp_path / "both", "EAGLE-3", tp, pp)
+@pytest.mark.parametrize("case", LEARNING)
+def test_acceptance_is_that_of_the_oracle(case: str, tp: int, pp: int, tmp_path: Path) -> None:
+    """Heads that have learned the answers save steps, as many as a run step by step by the reference."""
+    write_target, write_both = LEARNING[case]
+    target = write_target(tmp_path / "target")
+    texts = [continued(target, prompt, 40) for prompt in PROMPTS]
+    reference = write_both(tmp_path / "both", texts=texts)
+    config = configured(tmp_path / "both", case, tp, pp)
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     with Ranks(config, ThreadExecutor(config)) as ranks:
         for prompt, text in zip(PROMPTS, texts, strict=True):
@@ -129,17 +145,18 @@ def test_acceptance_is_that_of_the_oracle(tp: int, pp: int, tmp_path: Path) -> N
             assert sum(accepted) > 10
 
 
-@pytest.mark.parametrize("case", ["EAGLE-3", "EAGLE"])
+@pytest.mark.parametrize("case", ["EAGLE-3", "EAGLE", "MTP, MiMo-V2-Flash"])
 def test_nothing_waits_for_the_device(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With tokens in a memory of its own, as on a GPU, where the host does not know what has been sampled."""
-    draft = HeadDrafter.draft
+    drafter = SeveralHeadsDrafter if case == "MTP, MiMo-V2-Flash" else HeadDrafter
+    draft = drafter.draft
 
     def watched(*args: Any) -> Drafts | None:
         with NoSizesFromData():  # type: ignore[no-untyped-call]
             return draft(*args)
 
     monkeypatch.setattr(model_runner, "InputBatch", partial(InputBatch, is_shared=False))
-    monkeypatch.setattr(HeadDrafter, "draft", watched)
+    monkeypatch.setattr(drafter, "draft", watched)
     reference = CASES[case][1](tmp_path)
     config, greedy, recording = configured(tmp_path, case), [(prompt, GREEDY) for prompt in PROMPTS], Recording(3, 64)
     with Ranks(config, ThreadExecutor(config)) as ranks:
@@ -150,10 +167,20 @@ def test_nothing_waits_for_the_device(case: str, tmp_path: Path, monkeypatch: py
             assert made == reference.drafts(known, len(made))
 
 
-def test_a_head_beside_ranks_as_processes(tmp_path: Path) -> None:
+@torch.no_grad()
+def continued(target: Any, tokens: list[int], count: int) -> list[int]:
+    """The tokens with the likeliest ones behind them, computed from the whole text each time."""
+    tokens = list(tokens)
+    for _ in range(count):
+        tokens.append(int(target(torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens
+
+
+@pytest.mark.parametrize("case", ["EAGLE-3", pytest.param("MTP, MiMo-V2-Flash", marks=pytest.mark.slow)])
+def test_heads_beside_ranks_as_processes(case: str, tmp_path: Path) -> None:
     """With the real manager, whatever it costs."""
-    write_eagle3("Llama", tmp_path)
-    config = configured(tmp_path, "EAGLE-3", tp=2)
+    CASES[case][1](tmp_path)
+    config = configured(tmp_path, case, tp=2)
     with Ranks(config) as ranks:
         expected = ranks.tokens(REQUESTS, speculative=None)
         assert ranks.tokens(REQUESTS) == expected

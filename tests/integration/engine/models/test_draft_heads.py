@@ -133,7 +133,34 @@ def test_heads_compute_what_the_papers_say(case: str, tmp_path: Path) -> None:
                 assert (result - right)[is_known].abs().max() <= 1e-4 * right[is_known].abs().max()
 
 
-@pytest.mark.parametrize("case", ["EAGLE-3", "MTP, DeepSeek V3", "MTP, Qwen3-Next"])
+@pytest.mark.parametrize("case", ["MiMo-V2-Flash", "Step 3.5"])
+def test_several_heads_read_tokens_further_ahead(case: str, tmp_path: Path) -> None:
+    reference = write_mtp(case, tmp_path)
+    tokens = torch.randint(0, 131, (COUNT + 3,), generator=torch.Generator().manual_seed(1))
+    states = reference.states(tokens)[:COUNT]
+
+    def logits_of_heads(config: EngineConfig, head: ModelConfig, parallel: Parallel) -> list[Tensor]:
+        model, found = Stages(config, head, parallel), [list[Tensor](), list[Tensor](), list[Tensor]()]
+        for start, end in ((0, 9), (9, 10), (10, COUNT)):
+            batch = a_batch(tokens[start:end], start)
+            read = model.head.hidden_states(model.output(batch))
+            for number, logits in enumerate(found):
+                ahead = slice(start + number + 1, end + number + 1)
+                out = model.head(tokens[ahead], read, batch, model.caches, number)
+                logits.append(model.head.logits(out, number))
+                read = out if reference.is_chained else read
+        return [torch.cat(logits) for logits in found]
+
+    for tp in (1, 2):
+        for results in on_ranks(tp, partial(logits_of_heads, *with_head("MTP", tmp_path, tensor_parallel_size=tp))):
+            read = states
+            for number, (result, step) in enumerate(zip(results, (reference.step, *reference.further), strict=True)):
+                fed_back, right = step(tokens[number + 1 : COUNT + number + 1], read)
+                read = fed_back if reference.is_chained else read
+                assert (result - right).abs().max() <= 1e-4 * right.abs().max()
+
+
+@pytest.mark.parametrize("case", ["EAGLE-3", "MTP, DeepSeek V3", "MTP, Qwen3-Next", "MTP, Nemotron 3"])
 def test_drafts_after_drafts_read_what_the_head_feeds_back(case: str, tmp_path: Path) -> None:
     reference = CASES[case](tmp_path)
     tokens = torch.randint(0, 131, (COUNT,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -153,7 +180,9 @@ def test_drafts_after_drafts_read_what_the_head_feeds_back(case: str, tmp_path: 
     assert on_ranks(1, drafts) == [reference.drafts(tokens, 3)]
 
 
-@pytest.mark.parametrize("case", ["EAGLE", "EAGLE-3", "EAGLE-3, another width", "MTP, GLM-4 MoE"])
+@pytest.mark.parametrize(
+    "case", ["EAGLE", "EAGLE-3", "EAGLE-3, another width", "MTP, GLM-4 MoE", "MTP, MiMo-V2-Flash", "MTP, Step 3.5"]
+)
 def test_heads_have_the_parameters_that_are_planned(case: str, tmp_path: Path) -> None:
     CASES[case](tmp_path)
     for tp in (1, 2, 4):

@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 
+from quire.engine.config import draft_heads
 from quire.engine.config.engine_config import EngineConfig, SpeculativeConfig
 from quire.engine.config.memory_plan import MemoryPlan
 from quire.engine.config.options import DEMO_MODEL, EngineOptions
 from quire.engine.config.plan_text import plan_text
 from quire.engine.config.resolve import resolve
+from quire.engine.models.draft_head_spec import DraftHeadSpec
+from quire.engine.models.model_spec import MoESpec
 from quire.engine.protocol.errors import ConfigError
 from tests.unit.engine.config.test_resolve import folder, options
 
@@ -187,13 +190,92 @@ def test_target_and_drafter_are_quantized_alike() -> None:
 MIMO = {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1, "num_key_value_heads": 4}
 
 
-@pytest.mark.parametrize("method", ["mtp", "mimo_mtp", "deepseek_mtp"])
+@pytest.mark.parametrize("method", ["mtp", "mimo_mtp", "deepseek_mtp", "nemotron_h_mtp"])
 def test_the_head_of_a_checkpoint(method: str, tmp_path: Path) -> None:
     found = speculative_of(tmp_path, MIMO, speculative_config={"method": method, "num_speculative_tokens": 2})
     assert (found.method, found.num_speculative_tokens, found.reads_hidden_states) == ("mtp", 2, True)
     assert found.model is not None
     assert found.model.path == tmp_path
     assert speculative_of(tmp_path, MIMO, spec_method="mtp").num_speculative_tokens == 1
+
+
+MIMO_V2: dict[str, Any] = {
+    "architectures": ["MiMoV2FlashForCausalLM"],
+    "head_dim": 32,
+    "v_head_dim": 16,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+}
+
+
+def test_several_heads_of_a_checkpoint(tmp_path: Path) -> None:
+    """Their number is the default of the drafts, and their maximum."""
+    stated = {**MIMO_V2, "num_nextn_predict_layers": 3}
+    found = speculative_of(tmp_path, stated, spec_method="mtp")
+    assert found.model is not None
+    assert isinstance(found.model.architecture, DraftHeadSpec)
+    assert (found.num_speculative_tokens, found.model.architecture.num_heads) == (3, 3)
+    assert speculative_of(tmp_path, stated, spec_method="mtp", spec_tokens=2).num_speculative_tokens == 2
+    with pytest.raises(ConfigError, match=r"has 3 heads for multi-token prediction, .*; 4 tokens are too many"):
+        speculative_of(tmp_path, stated, spec_method="mtp", spec_tokens=4)
+    one = speculative_of(tmp_path, MIMO_V2, spec_method="mtp", spec_tokens=1)
+    assert one.model is not None
+    assert len(one.model.architecture.layers) == 1
+    names = [f"model.mtp.layers.{number}.enorm.weight" for number in (0, 2, 1)]
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(names, "x")}))
+    target = resolve(options(folder(tmp_path, **MIMO_V2))).model
+    head = draft_heads.mtp(replace(target, load_format="safetensors")).architecture
+    assert isinstance(head, DraftHeadSpec)
+    assert (head.num_heads, head.layers) == (3, found.model.architecture.layers)
+
+
+EXAONE: dict[str, Any] = {
+    "architectures": ["ExaoneMoeForCausalLM"],
+    "num_key_value_heads": 4,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    "num_hidden_layers": 3,
+    "sliding_window": 32,
+}
+
+
+@pytest.mark.parametrize(
+    ("stated", "window"),
+    [
+        ({}, 32),
+        ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, None),
+        ({"mtp_layer_types": ["full_attention"]}, None),
+        ({"mtp_layer_types": ["sliding_attention"], "mtp_sliding_windows": [16]}, 16),
+    ],
+)
+def test_the_window_of_exaones_head(stated: dict[str, Any], window: int | None, tmp_path: Path) -> None:
+    """With rotary positions in any case, which the target's layers without windows do not have."""
+    found = speculative_of(tmp_path, EXAONE | stated, spec_method="mtp").model
+    assert found is not None
+    (layer,) = found.architecture.layers
+    assert layer.attention is not None
+    assert layer.attention.rope is not None
+    assert layer.attention.window == window
+
+
+def test_layers_of_nemotrons_head(tmp_path: Path) -> None:
+    def kinds(**stated: Any) -> list[tuple[bool, bool]]:
+        settings = {"architectures": ["NemotronHForCausalLM"], "hybrid_override_pattern": "ME*", "num_hidden_layers": 3}
+        settings |= {"num_key_value_heads": 4, "head_dim": 32, "moe_intermediate_size": 64, "mamba_num_heads": 8}
+        settings |= {"moe_shared_expert_intermediate_size": 64, "mamba_head_dim": 16, "ssm_state_size": 16}
+        found = speculative_of(tmp_path, settings | stated, spec_method="mtp").model
+        assert found is not None
+        return [
+            (each.attention is not None, isinstance(each.feed_forward, MoESpec)) for each in found.architecture.layers
+        ]
+
+    attention, experts, mlp = (True, False), (False, True), (False, False)
+    assert kinds() == [attention, experts]
+    assert kinds(mtp_hybrid_override_pattern="**E-") == [attention, attention, experts, mlp]
+    assert kinds(mtp_layers_block_type=["attention", "moe"], mtp_hybrid_override_pattern="*") == [attention, experts]
+    with pytest.raises(ConfigError, match="layers with recurrent states are not supported in a head"):
+        kinds(mtp_hybrid_override_pattern="*M")
 
 
 def speculative_of(tmp_path: Path, changes: dict[str, Any], **given: Any) -> SpeculativeConfig:
