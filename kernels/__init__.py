@@ -93,6 +93,7 @@ __all__ = [
     "sparse_attention",
     "uniform_noise",
     "widens_weights",
+    "wkv",
 ]
 
 rms_norm = by_device(reference.rms_norm)
@@ -109,6 +110,7 @@ attention = by_device(reference.attention)
 causal_conv = by_device(reference.causal_conv)
 linear_attention = by_device(reference.linear_attention)
 selective_scan = by_device(reference.selective_scan)
+wkv = by_device(reference.wkv)
 select_blocks = by_device(reference.select_blocks)
 select_tokens = by_device(reference.select_tokens)
 sparse_attention = by_device(reference.sparse_attention)

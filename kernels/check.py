@@ -237,6 +237,13 @@ def _calls(device: torch.device, dtype: torch.dtype, config: AttentionConfig) ->
     yield "causal_conv", convolve
     yield "linear_attention", attend
     yield "selective_scan", scan
+
+    def weigh(module: Any) -> tuple[Tensor, Tensor]:
+        kept, wide = pages[0][:, :1, :3].abs(), query.flatten(1)
+        given = wide[:, :80], wide[:, 80:160], -gates[0, 0].expand(80), pages[0][0, 1, 0], kept, segments
+        return module.wkv(*given), kept
+
+    yield "wkv", weigh
     ids = torch.randint(-1, 6, (3, 2), generator=noise).to(device)
     experts = random(5, 96, 200) / 14, random(5, 200, 48) / 7
     shares = torch.rand(3, 2, generator=noise).to(device)

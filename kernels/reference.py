@@ -44,6 +44,9 @@ __all__ = [
     "uniform_noise",
 ]
 
+LOWEST_EXPONENT = -1e38
+"""The largest exponent before the first token (`wkv`)."""
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     """RMSNorm (Zhang & Sennrich 2019) over the last dimension of `x`, with float32 sums.
@@ -842,4 +845,33 @@ def selective_scan(
             out[token] = (query[token, :, None] * state).sum(0).to(x.dtype)
         if write[segment] >= 0:
             matrices[write[segment], 0] = state
+    return out
+
+
+def wkv(key: Tensor, value: Tensor, decay: Tensor, bonus: Tensor, matrices: Tensor, segments: StateSegments) -> Tensor:
+    """The weighted means of RWKV-4 (Peng et al. 2023): `[tokens, channels]` like `value`.
+
+    A channel's output is the mean of its values so far, with weights `exp(key + bonus)` for the token's own and
+    `exp(key + n * decay)` for that with n tokens in between. `key` and `value` are `[tokens, channels]`, `decay` and
+    `bonus` float32 `[channels]`. `matrices` is that of `RecurrentState` with one head and three rows, and is updated:
+    the weighted sum of values, the sum of weights, both divided by the exponential of the third row, which is the
+    largest exponent so far.
+    """
+    out, keys, values = torch.empty_like(value, memory_format=torch.contiguous_format), key.float(), value.float()
+    starts, read, write = (each.tolist() for each in (segments.starts, segments.read, segments.write))
+    for segment, (start, end) in enumerate(pairwise(starts)):
+        state = torch.zeros_like(matrices[0, 0]) if read[segment] < 0 else matrices[read[segment], 0].clone()
+        total, weight, largest = state.unbind(0)
+        if read[segment] < 0:
+            largest = torch.full_like(largest, LOWEST_EXPONENT)
+        for token in range(start, end):
+            own = keys[token] + bonus
+            top = torch.maximum(largest, own)
+            before, own = (largest - top).exp(), (own - top).exp()
+            out[token] = ((before * total + own * values[token]) / (before * weight + own)).to(value.dtype)
+            top = torch.maximum(largest + decay, keys[token])
+            before, own = (largest + decay - top).exp(), (keys[token] - top).exp()
+            total, weight, largest = before * total + own * values[token], before * weight + own, top
+        if write[segment] >= 0:
+            matrices[write[segment], 0] = torch.stack((total, weight, largest))
     return out

@@ -312,6 +312,13 @@ def _recurrent(device: torch.device, dtype: torch.dtype, tokens: int, heads: tup
     yield "linear_attention", named, attend
     yield "selective_scan", f"2 × {tokens} tokens, {channels} channels", scan
 
+    def weigh(module: Any) -> tuple[Tensor, Tensor]:
+        kept = matrices.flatten()[: 6 * channels].view(2, 1, 3, channels).abs()
+        keys = value.flatten(1)
+        return module.wkv(keys, keys, rates[0], rates[1], kept, segments), kept
+
+    yield "wkv", f"2 × {tokens} tokens, {channels} channels", weigh
+
 
 def _quantized(
     device: torch.device, dtype: torch.dtype, tokens: int, sizes: tuple[int, int, int, int]

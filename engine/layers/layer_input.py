@@ -3,13 +3,13 @@ all ranks, except the embedding."""
 
 from __future__ import annotations
 
-import torch.nn.functional as F
+import torch
 from torch import Tensor, nn
 
 from quire import kernels
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.embedding import VocabParallelEmbedding
-from quire.engine.layers.linear import replicated
+from quire.engine.layers.linear import GroupedLinear, replicated
 from quire.engine.layers.norm import make_norm
 from quire.engine.layers.weight import Weight, whole
 from quire.engine.models.model_spec import LayerInputSpec
@@ -22,13 +22,13 @@ class LayerInputs(nn.Module):
         super().__init__()
         self._spec, self._hidden_size, width = spec, hidden_size, num_layers * spec.size
         self.embedding = VocabParallelEmbedding(spec.vocab_size, width, parallel)
-        self.projection = Weight((width, hidden_size), whole(width, hidden_size))
+        self.projection = GroupedLinear(Weight((width, hidden_size), whole(width, hidden_size)))
         self.norm = make_norm(spec.norm, spec.size)
 
     def forward(self, token_ids: Tensor, x: Tensor) -> Tensor:
         """`[tokens]`, and the embedded tokens `[tokens, hidden_size]`, → `[tokens, num_layers * size]`."""
-        projected = F.linear(x, self.projection) * self._hidden_size**-0.5
-        normed: Tensor = self.norm(projected.unflatten(-1, (-1, self._spec.size)))
+        projected: Tensor = self.projection(x) * self._hidden_size**-0.5
+        normed: Tensor = self.norm(torch.unflatten(projected, -1, (-1, self._spec.size)))
         rows: Tensor = self.embedding(token_ids.where(token_ids < self._spec.vocab_size, 0))
         return (normed.flatten(1) + rows * rows.new_full((), self._spec.size**0.5)) * 2**-0.5
 
@@ -45,5 +45,5 @@ class LayerInput(nn.Module):
 
     def forward(self, x: Tensor, layer_input: Tensor) -> Tensor:
         """The residual stream `[tokens, hidden_size]`, and the input `[tokens, size]`, → `[tokens, hidden_size]`."""
-        gate = kernels.activate(self.gate(x), self._activation)
-        return self.norm(self.projection(gate * layer_input))  # type: ignore[no-any-return]
+        gated = kernels.act_mul(torch.cat((self.gate(x), layer_input), dim=-1), self._activation)
+        return self.norm(self.projection(gated))  # type: ignore[no-any-return]

@@ -161,7 +161,7 @@ class RowParallelLinear(Linear):
 class GroupedLinear(Linear):
     """Projects groups of features separately, each by weights of its own, which are never quantized."""
 
-    def __init__(self, weight: Weight, groups: int) -> None:
+    def __init__(self, weight: Weight, groups: int = 1) -> None:
         """`weight` is `[groups * out, in]` or `[groups, out, in]`, as checkpoints have it."""
         super().__init__()
         self.weight, self._groups = weight, groups

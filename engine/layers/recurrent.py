@@ -19,14 +19,19 @@ from quire.engine.layers.linear import (
     RowParallelLinear,
     divided,
     kv_heads,
+    replicated,
     stacked,
 )
-from quire.engine.layers.norm import GroupedNorm, make_norm
-from quire.engine.layers.weight import Shard, Weight
+from quire.engine.layers.norm import GroupedNorm, PerHeadNorm, make_norm
+from quire.engine.layers.weight import Shard, Weight, whole
 from quire.engine.models import recurrent_spec
 
 _LENGTH_EPS = 1e-6
 """Added to the square of the length of queries and keys, as in the authors' code."""
+_DECAY_POWER = 8.0
+"""Of the decays in a real-gated linear recurrent unit, as in the paper."""
+_SMALLEST_STEP = 1e-30
+"""Below it, a state does not change in float32; dividing by it does not overflow."""
 
 
 def make_mixer(spec: recurrent_spec.RecurrentSpec, hidden_size: int, parallel: Parallel) -> nn.Module:
@@ -43,10 +48,16 @@ def make_mixer(spec: recurrent_spec.RecurrentSpec, hidden_size: int, parallel: P
             return KimiDeltaAttention(spec, hidden_size, parallel)
         case recurrent_spec.LightningSpec():
             return LightningAttention(spec, hidden_size, parallel)
+        case recurrent_spec.MLSTMSpec():
+            return MLSTM(spec, hidden_size, parallel)
         case recurrent_spec.GroupedMambaSpec():
             return GroupedMamba(spec, hidden_size, parallel)
         case recurrent_spec.MambaSpec():
             return Mamba(spec, hidden_size, parallel)
+        case recurrent_spec.RGLRUSpec():
+            return RGLRU(spec, hidden_size, parallel)
+        case recurrent_spec.RWKVSpec():
+            return RWKV(spec, hidden_size, parallel)
     raise AssertionError(spec)
 
 
@@ -270,6 +281,47 @@ class LightningAttention(nn.Module):
         return out if spec.output_multiplier == 1.0 else out * spec.output_multiplier
 
 
+class MLSTM(nn.Module):
+    """A matrix memory as described by `quire.engine.models.recurrent_spec.MLSTMSpec`. The last of a head's values is 1.
+
+    Exponentials of gates are limited by their cap, so that neither sums nor states need a running maximum; the authors
+    also add 1e-6 times the exponential of that maximum to divisors.
+    """
+
+    def __init__(self, spec: recurrent_spec.MLSTMSpec, hidden_size: int, parallel: Parallel) -> None:
+        super().__init__()
+        self._spec, keys = spec, spec.num_heads * spec.key_head_dim
+        sizes = {"q": keys, "k": keys, "v": spec.width, "ogate_preact": spec.width}
+        parts = [divided(name, size, parallel) for name, size in sizes.items()]
+        self._sizes = [part.length for part in parts]
+        gates = [divided(name, spec.num_heads, parallel) for name in ("i", "f")]
+        self.input = ColumnParallelLinear(hidden_size, parts, bias=False)
+        self.gates = ColumnParallelLinear(hidden_size, gates, bias=True)
+        self.norm = PerHeadNorm(spec.norm, divided("", spec.width, parallel).shard(), spec.value_head_dim)
+        self.output = RowParallelLinear(spec.width, hidden_size, parallel, bias=False)
+
+    def forward(self, x: Tensor, batch: Batch, state: kernels.RecurrentState) -> Tensor:
+        """See `make_mixer`."""
+        spec = self._spec
+        assert batch.segments is not None
+        query, key, value, gate = self.input(x).split_with_sizes(self._sizes, dim=-1)
+        beta, step = ((self.gates(x).float() / spec.gate_cap).tanh() * spec.gate_cap).chunk(2, dim=-1)
+        mixed = kernels.linear_attention(
+            query.unflatten(-1, (-1, spec.key_head_dim)),
+            key.unflatten(-1, (-1, spec.key_head_dim)),
+            F.pad(value.unflatten(-1, (-1, spec.value_head_dim)), (0, 1), value=1.0),
+            F.logsigmoid(step),
+            beta.exp(),
+            state.matrices,
+            batch.segments,
+            spec.key_head_dim**-0.5,
+            is_delta=False,
+        ).float()
+        heads = mixed[..., :-1] / mixed[..., -1:].abs().clamp(min=1.0)
+        normed = self.norm(heads).flatten(1) * gate.float().sigmoid()
+        return self.output(normed.to(x.dtype))  # type: ignore[no-any-return]
+
+
 class Mamba(nn.Module):
     """A state space as described by `quire.engine.models.recurrent_spec.MambaSpec`."""
 
@@ -340,3 +392,89 @@ class GroupedMamba(nn.Module):
             matrices = state.matrices[:, group : group + 1]
             out[:, group] = kernels.selective_scan(value[:, group], *own, matrices, batch.segments)
         return self.output((out + value * self.skip).flatten(1) * F.silu(gate))  # type: ignore[no-any-return]
+
+
+class RGLRU(nn.Module):
+    """A recurrent unit as described by `quire.engine.models.recurrent_spec.RGLRUSpec`.
+
+    It is a selective scan whose states have one element: the gate of the decay is the step. The scan multiplies inputs
+    by their steps, so they are divided by them before.
+    """
+
+    def __init__(self, spec: recurrent_spec.RGLRUSpec, hidden_size: int, parallel: Parallel) -> None:
+        super().__init__()
+        self._activation, size = spec.activation, spec.block_width
+        blocks, channels = divided("", spec.blocks, parallel), divided("", spec.width, parallel)
+        parts = [divided(name, spec.width, parallel) for name in ("x", "y")]
+        self.input = ColumnParallelLinear(hidden_size, parts, bias=True)
+        self.conv = CausalConv([channels], spec.conv_size, bias=True, silu=False)
+        self.input_gate, self.decay_gate = (
+            GroupedLinear(Weight((blocks.length, size, size), blocks.shard(size, size)), blocks.length)
+            for _ in range(2)
+        )
+        self.input_bias, self.decay_bias = (Weight((blocks.length, size), blocks.shard(size)) for _ in range(2))
+        self.decay = Weight((channels.length,), channels.shard())
+        self.output = RowParallelLinear(spec.width, hidden_size, parallel, bias=True)
+
+    def forward(self, x: Tensor, batch: Batch, state: kernels.RecurrentState) -> Tensor:
+        """See `make_mixer`."""
+        assert batch.segments is not None
+        value, gate = self.input(x).chunk(2, dim=-1)
+        value = self.conv(value, batch, state)
+        gated = value * (self.input_gate(value) + self.input_bias.flatten()).float().sigmoid()
+        step = (self.decay_gate(value) + self.decay_bias.flatten()).float().sigmoid().clamp(min=_SMALLEST_STEP)
+        rates = -_DECAY_POWER * F.softplus(self.decay.float())
+        size = (-torch.expm1(2 * step * rates)).sqrt()  # so that states keep the size of their inputs
+        gated = gated * size.where(batch.positions[:, None] > 0, 1.0)
+        one = gated.new_ones(len(x), 1)
+        out = kernels.selective_scan(gated / step, step, rates[None], one, one, state.matrices, batch.segments)
+        gated = kernels.act_mul(torch.cat((gate, out.to(x.dtype)), dim=-1), self._activation)
+        return self.output(gated)  # type: ignore[no-any-return]
+
+
+class RWKV(nn.Module):
+    """A layer as described by `quire.engine.models.recurrent_spec.RWKVSpec`."""
+
+    def __init__(self, spec: recurrent_spec.RWKVSpec, hidden_size: int, parallel: Parallel) -> None:
+        super().__init__()
+        channels, inner = divided("", spec.width, parallel), divided("", spec.inner_size, parallel)
+        self.norm, self.inner_norm = make_norm(spec.norm, hidden_size), make_norm(spec.norm, hidden_size)
+        self.mix_key, self.mix_value, self.mix_receptance, self.inner_mix_key, self.inner_mix_receptance = (
+            Weight((1, 1, hidden_size), whole(1, 1, hidden_size)) for _ in range(5)
+        )
+        self.key, self.value, self.receptance = (
+            ColumnParallelLinear(hidden_size, [channels], bias=False) for _ in range(3)
+        )
+        self.decay, self.bonus = (Weight((channels.length,), channels.shard()) for _ in range(2))
+        self.output = RowParallelLinear(spec.width, hidden_size, parallel, bias=False)
+        self.inner_key = ColumnParallelLinear(hidden_size, [inner], bias=False)
+        self.inner_receptance = replicated(hidden_size, hidden_size)
+        self.inner_value = RowParallelLinear(spec.inner_size, hidden_size, parallel, bias=False)
+        self._shift = torch.tensor([1.0, 0.0]).repeat(hidden_size, 1)  # a convolution that gives the token before
+
+    def forward(self, x: Tensor, batch: Batch, state: kernels.RecurrentState) -> Tensor:
+        """See `make_mixer`; `x` is the residual stream."""
+        assert batch.segments is not None
+        normed: Tensor = self.norm(x)
+        before = self._before(normed, batch, state.inputs[:, :1])
+        key, value, receptance = (
+            linear(torch.lerp(before, normed, mix[0]))
+            for linear, mix in (
+                (self.key, self.mix_key),
+                (self.value, self.mix_value),
+                (self.receptance, self.mix_receptance),
+            )
+        )
+        decay, bonus = -self.decay.float().exp(), self.bonus.float()
+        mean = kernels.wkv(key, value, decay, bonus, state.matrices, batch.segments)
+        mixed: Tensor = self.output(receptance.sigmoid() * mean)
+        normed = self.inner_norm(x + mixed)
+        before = self._before(normed, batch, state.inputs[:, 1:])
+        inner = kernels.activate(self.inner_key(torch.lerp(before, normed, self.inner_mix_key[0])), "relu2")
+        receptance = self.inner_receptance(torch.lerp(before, normed, self.inner_mix_receptance[0]))
+        return mixed + receptance.sigmoid() * self.inner_value(inner)  # type: ignore[no-any-return]
+
+    def _before(self, x: Tensor, batch: Batch, inputs: Tensor) -> Tensor:
+        """The token before each of `x` `[tokens, hidden_size]`; updates `inputs`."""
+        assert batch.segments is not None
+        return kernels.causal_conv(x, self._shift, None, inputs, batch.segments, silu=False)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quire import kernels
-from quire.engine.layers.linear import Partition, replicated, stacked
+from quire.engine.layers.linear import GroupedLinear, Partition, replicated, stacked
 from quire.engine.layers.norm import make_norm
 from quire.engine.layers.weight import Weight, whole
 from quire.engine.models.model_spec import AltUpSpec, HyperConnectionSpec, LaurelSpec
@@ -25,20 +24,23 @@ class AltUp(nn.Module):
         super().__init__()
         self.active, self._hidden_size, count = spec.active, hidden_size, spec.num_streams
         self.norm = make_norm(spec.norm, hidden_size)
-        self.router = Weight((count, hidden_size), whole(count, hidden_size))
-        self.prediction = Weight((count**2, count), whole(count**2, count))
-        self.correction = Weight((count, count), whole(count, count))
+        self.router, self.prediction, self.correction = (
+            GroupedLinear(Weight(shape, whole(*shape)))
+            for shape in ((count, hidden_size), (count**2, count), (count, count))
+        )
         self.scale = Weight((hidden_size,), whole(hidden_size)) if spec.scales_output else None
 
     def predict(self, x: Tensor) -> Tensor:
         """`[tokens, streams * hidden_size]` → `[tokens, streams, hidden_size]`"""
         streams = torch.unflatten(x, -1, (-1, self._hidden_size))
-        weights = F.linear(self._modalities(streams[:, self.active]), self.prediction)
-        return streams + torch.unflatten(weights, -1, (streams.shape[1], -1)) @ streams
+        count = streams.shape[1]
+        weights: Tensor = self.prediction(self._modalities(streams[:, self.active])).unflatten(-1, (count, count))
+        # In a batched product, a token's sum would depend on how many tokens there are.
+        return sum((weights[:, :, number, None] * streams[:, number, None] for number in range(count)), start=streams)
 
     def correct(self, predicted: Tensor, computed: Tensor) -> Tensor:
         """`predicted`, with what was computed for the active stream, `[tokens, hidden_size]`."""
-        weights = F.linear(self._modalities(computed), self.correction) + 1
+        weights: Tensor = self.correction(self._modalities(computed)) + 1
         return predicted + weights[..., None] * (computed - predicted[:, self.active])[:, None]
 
     def scaled(self, x: Tensor) -> Tensor:
@@ -46,31 +48,34 @@ class AltUp(nn.Module):
 
     def _modalities(self, x: Tensor) -> Tensor:
         """`[tokens, hidden_size]` → `[tokens, streams]`"""
-        routed = F.linear(self.norm(x) / self._hidden_size, self.router)
+        routed: Tensor = self.router(self.norm(x) / self._hidden_size)
         return routed.float().tanh().to(x.dtype)
 
 
-class StreamProjections(nn.Module):
-    """The projections of all streams but the first, before or after the layers."""
+class StreamProjections(GroupedLinear):
+    """The projections of all streams but the first: before the layers of the embedded tokens, after them of each
+    stream its own."""
 
-    def __init__(self, spec: AltUpSpec, hidden_size: int) -> None:
-        super().__init__()
+    def __init__(self, spec: AltUpSpec, hidden_size: int, *, is_last: bool) -> None:
         parts = [Partition(str(number), hidden_size, 0, hidden_size) for number in range(spec.num_streams - 1)]
-        self.weight = Weight((len(parts) * hidden_size, hidden_size), *stacked(parts, (hidden_size,)))
+        weight = Weight((len(parts) * hidden_size, hidden_size), *stacked(parts, (hidden_size,)))
+        super().__init__(weight, len(parts) if is_last else 1)
+        self._hidden_size = hidden_size
 
     def expand(self, x: Tensor) -> Tensor:
         """The embedded tokens `[tokens, hidden_size]` → `[tokens, streams * hidden_size]`"""
-        others = torch.unflatten(F.linear(x, self.weight), -1, (-1, x.shape[-1]))
-        return torch.cat((x, _with_size_of(x, others).flatten(1)), dim=-1)
+        return torch.cat((x, self._projected(x, x).flatten(1)), dim=-1)
 
     def merge(self, x: Tensor) -> Tensor:
         """`[tokens, streams * hidden_size]` → `[tokens, hidden_size]`"""
-        count = x.shape[-1] // self.weight.shape[1]
-        first, *others = x.chunk(count, dim=-1)
-        weights = self.weight.chunk(count - 1)
-        projected = [F.linear(each, weight) for each, weight in zip(others, weights, strict=True)]
-        merged = torch.cat((first[:, None], _with_size_of(first, torch.stack(projected, dim=1))), dim=1)
-        return merged.mean(dim=1)
+        first, others = x[:, : self._hidden_size], x[:, self._hidden_size :]
+        streams = (first, *self._projected(others, first).unbind(1))
+        return sum(streams[1:], start=first) / len(streams)
+
+    def _projected(self, x: Tensor, like: Tensor) -> Tensor:
+        """The other streams `[tokens, streams - 1, hidden_size]`, with the size of `like` `[tokens, hidden_size]`."""
+        projected: Tensor = self(x)
+        return _with_size_of(like, torch.unflatten(projected, -1, (-1, self._hidden_size)))
 
 
 def _with_size_of(x: Tensor, others: Tensor) -> Tensor:

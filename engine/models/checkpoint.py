@@ -16,7 +16,7 @@ from quire.engine.layers.weight import Shard, Weight
 from quire.engine.models.attention_spec import CompressedAttentionSpec, MLASpec
 from quire.engine.models.families import family_of
 from quire.engine.models.families.family import Family
-from quire.engine.models.families.tensors import StoredTensor, format_name, stored_tensor
+from quire.engine.models.families.tensors import StoredTensor, stored_tensor
 from quire.engine.models.model_spec import LayerSpec, ModelSpec
 from quire.engine.models.spec_parts import RopeSpec
 
@@ -57,7 +57,7 @@ class StoredSlice:
         if self.rows is not None:
             cut[0], _ = _cover(self.rows[cut[0]])
         if self.is_transposed:
-            cut.reverse()
+            cut[-2:] = cut[-1], cut[-2]
         return tuple(cut) if self.expert is None else (slice(self.expert, self.expert + 1), *cut)
 
     def arranged(self, shard: Shard, read: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ class StoredSlice:
         if self.expert is not None:
             read = read[0]
         if self.is_transposed:
-            read = read.T
+            read = read.mT
         if self.rows is not None:
             _, indices = _cover(self.rows[shard.source[0]] if shard.dim == 0 else self.rows)
             read = read if indices is None else read[torch.from_numpy(indices)]
@@ -88,9 +88,10 @@ def find(path: str, weight: Weight, arch: ModelSpec) -> Iterator[tuple[Shard, St
     """The checkpoint tensor for each shard of the parameter `path`, such as layers.3.attention.qkv.weight."""
     family = family_of(arch)
     module, _, kind = path.rpartition(".")
-    number = re.search(r"\d+", module)
+    found = re.search(r"\d+", module)
     module = re.sub(r"\.\d+", "", module)
-    layer = None if number is None else arch.layers[int(number[0])]
+    number = None if found is None else int(found[0])
+    layer = None if number is None else arch.layers[number]
     shapes = {shard.part: shard.shape for shard in weight.shards}
     parts: dict[str, tuple[StoredTensor, Rows | None]] = {}
     """The tensor of a part's first shard, and its rows: others differ in their expert."""
@@ -103,7 +104,7 @@ def find(path: str, weight: Weight, arch: ModelSpec) -> Iterator[tuple[Shard, St
         yield (
             shard,
             StoredSlice(
-                name=format_name(arch, stored.name, None if number is None else int(number[0]), shard.expert),
+                name=stored.named(arch, number, shard.expert),
                 shape=stored.shape,
                 rows=rows,
                 is_transposed=stored.is_transposed,

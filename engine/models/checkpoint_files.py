@@ -118,7 +118,7 @@ class SeparatedExperts:
             pairs = zip(name, place.stack, strict=False)
             common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
             own = stack.name.removesuffix(place.stack[common:]) + name[common:]  # the file's name may lack the prefix
-            _, *rest = stack.shape
+            _, *rest = place.shape
             columns = rest[:-1] if place.is_transposed else rest[1:]
             shape = (sum(map(len, place.rows)), *columns)
             self.headers[own] = TensorInfo(stack.file, stack.dtype, shape, own)
@@ -127,8 +127,8 @@ class SeparatedExperts:
     def view(self, info: TensorInfo) -> Tensor:
         if info.name not in self._slices:
             return self._files.view(info)
-        stack, (_, expert, rows, is_transposed) = self._slices[info.name]
-        whole = self._files.view(stack)[expert]
+        stack, (_, shape, expert, rows, is_transposed) = self._slices[info.name]
+        whole = self._files.view(stack).view(shape)[expert]
         whole = whole.T if is_transposed else whole
         parts = [whole[each.start : each.stop : each.step] for each in rows]
         return parts[0] if len(parts) == 1 else torch.cat(parts)

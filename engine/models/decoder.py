@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 
@@ -324,6 +325,23 @@ class PositionEmbedding(nn.Module):
         return F.embedding(positions + self._offset, self.weight)
 
 
+class Sinusoids(nn.Module):
+    """Sines, then cosines, of a position times frequencies from 1 down to 1/10000, as in tensor2tensor."""
+
+    def __init__(self, size: int, offset: int) -> None:
+        super().__init__()
+        with torch.device("cpu"):  # see `Rotary`
+            exponents = torch.arange(size // 2, dtype=torch.float32) * -(math.log(10000.0) / (size // 2 - 1))
+            frequencies = exponents.exp()
+        self._frequencies, self._offset = frequencies.to(torch.get_default_device()), offset
+        self._dtype, self._padding = torch.get_default_dtype(), size % 2
+
+    def forward(self, positions: Tensor) -> Tensor:
+        """`[tokens]` → `[tokens, size]`"""
+        angles = (positions + self._offset)[:, None] * self._frequencies
+        return F.pad(torch.cat((angles.sin(), angles.cos()), dim=-1), (0, self._padding)).to(self._dtype)
+
+
 class Decoder(nn.Module):
     """The layers `layers` of a model, with the embedding if they include the first one, and norm and head if they
     include the last.
@@ -347,10 +365,11 @@ class Decoder(nn.Module):
         attentions = {arch.layers[number].attention for number in layers}
         self._rotary = {rope: Rotary(rope, max_length) for rope in {each.rope for each in attentions if each}}
         self.embedding = VocabParallelEmbedding(*vocabulary) if first else None
-        has_positions = first and arch.position_embeddings
-        self.positions = (
-            PositionEmbedding(arch.position_embeddings, width, arch.position_offset) if has_positions else None
-        )
+        self.positions: PositionEmbedding | Sinusoids | None = None
+        if first and arch.position_embeddings:
+            self.positions = PositionEmbedding(arch.position_embeddings, width, arch.position_offset)
+        elif first and arch.has_sinusoids:
+            self.positions = Sinusoids(width, arch.position_offset)
         self.embedding_norm = _norm(arch.embedding_norm, width) if first else None
         self.layer_inputs = None
         if first and arch.layer_input is not None:
@@ -367,7 +386,8 @@ class Decoder(nn.Module):
         self.merger: StreamProjections | HyperHead | None = None
         if arch.alt_up is not None:
             self.expansion, self.merger = (
-                StreamProjections(arch.alt_up, width) if each else None for each in (first, last)
+                StreamProjections(arch.alt_up, width, is_last=is_last) if is_here else None
+                for is_last, is_here in ((False, first), (True, last))
             )
         elif arch.hyper is not None and last:
             self.merger = HyperHead(arch.hyper, width)

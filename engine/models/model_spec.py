@@ -427,6 +427,9 @@ class ModelSpec:
     position_embeddings: int = 0
     """Learned positions (0: none), of which the first `position_offset` are unused."""
     position_offset: int = 0
+    has_sinusoids: bool = False
+    """Positions, counted from `position_offset` on, are added to embedded tokens as sines and cosines, which are
+    computed (Vaswani et al. 2017)."""
     embedding_norm: NormSpec | None = None
     """After the embedding."""
     embedding_multiplier: float = 1.0

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from quire.engine.models.spec_parts import MatrixShape, NormSpec
+from quire.engine.models.spec_parts import Activation, MatrixShape, NormSpec
 from quire.engine.protocol.errors import ConfigError
 
 
@@ -264,6 +264,38 @@ class LightningSpec(ValueHeadsSpec):
 
 
 @dataclass(frozen=True, kw_only=True)
+class MLSTMSpec(ValueHeadsSpec):
+    """xLSTM's matrix memory (Beck et al. 2024): linear attention with a decay for each head and an exponential gate of
+    its inputs, divided by what the same attention gives for values of 1, at least 1. The output is normalized and
+    gated."""
+
+    key_head_dim: int
+    norm: NormSpec
+    """Of each head's output, with a weight for each feature of all heads."""
+    gate_cap: float
+    """The gates of inputs and decays become `cap * tanh(gate / cap)` before their exponential and sigmoid."""
+
+    def state_shape(self, tp: int) -> tuple[int, int, int]:
+        return self.num_value_heads // tp, self.key_head_dim, self.value_head_dim + 1
+
+    def channels(self, tp: int) -> int:
+        return 0
+
+    def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
+        inner = 2 * (self.num_value_heads * self.key_head_dim + self.width) // tp
+        yield MatrixShape(inner, hidden, 1, "state.input")
+        yield MatrixShape(2 * self.num_value_heads // tp, hidden, 1, "state.gates")
+        yield MatrixShape(hidden, self.width // tp, 1, "state.output", self.width)
+
+    def num_other_parameters(self, hidden: int, tp: int) -> int:
+        return 2 * self.num_value_heads // tp + self.width // tp
+
+    def layout_errors(self, tp: int) -> Iterator[str]:
+        if self.num_value_heads % tp:
+            yield f"{self.num_value_heads} heads of the xLSTM"
+
+
+@dataclass(frozen=True, kw_only=True)
 class MambaSpec(RecurrentSpec):
     """Mamba's selective state space (Gu & Dao 2023), after a causal convolution: each channel has a state of its own,
     with a decay for each of its elements."""
@@ -338,6 +370,99 @@ class GroupedMambaSpec(MambaSpec):
     def layout_errors(self, tp: int) -> Iterator[str]:
         if self.groups % tp:
             yield f"{self.groups} heads of Mamba"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RGLRUSpec(RecurrentSpec):
+    """A real-gated linear recurrent unit (De et al. 2024, "Griffin"), after a causal convolution: each channel has a
+    single number as its state, with a decay that depends on the token. The gates of inputs and decays are computed
+    from blocks of channels; the output is multiplied by an activation of the hidden state. All linear layers have
+    biases."""
+
+    width: int
+    """Channels."""
+    blocks: int
+    """Their number; gates are computed from the channels of a block."""
+    activation: Activation
+
+    def __post_init__(self) -> None:
+        if self.blocks < 1 or self.width % self.blocks:
+            raise ConfigError(
+                f"{self.width} channels of the recurrent unit cannot be divided into {self.blocks} blocks"
+            )
+
+    @property
+    def num_heads(self) -> int:
+        return self.blocks
+
+    @property
+    def block_width(self) -> int:
+        """Channels of a block."""
+        return self.width // self.blocks
+
+    def state_shape(self, tp: int) -> tuple[int, int, int]:
+        return 1, 1, self.width // tp
+
+    def channels(self, tp: int) -> int:
+        return self.width // tp
+
+    def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
+        yield MatrixShape(2 * self.width // tp, hidden, 1, "state.input")
+        yield MatrixShape(hidden, self.width // tp, 1, "state.output", self.width)
+
+    def num_other_parameters(self, hidden: int, tp: int) -> int:
+        # biases of the input, the convolution with its bias, both gates with theirs, decays
+        return self.width // tp * (2 + self.conv_size + 1 + 2 * (self.block_width + 1) + 1) + hidden
+
+    def layout_errors(self, tp: int) -> Iterator[str]:
+        if self.blocks % tp:
+            yield f"{self.blocks} blocks of the recurrent unit"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RWKVSpec(RecurrentSpec):
+    """A layer of RWKV-4 (Peng et al. 2023): weighted means of values, whose weights decay with the distance, and then a
+    feed-forward layer, both gated. They read mixes of each token with the one before it, which is a state, too. The
+    layer's input is the residual stream, and its output what both parts add to it."""
+
+    width: int
+    """Channels of keys and values."""
+    inner_size: int
+    """Of the feed-forward layer."""
+    norm: NormSpec
+    """Of both parts' inputs."""
+    hidden_size: int
+
+    @property
+    def num_heads(self) -> int:
+        return self.width
+
+    def state_shape(self, tp: int) -> tuple[int, int, int]:
+        return 1, 3, self.width // tp
+
+    def channels(self, tp: int) -> int:
+        return self.hidden_size
+
+    def input_shape(self, tp: int) -> tuple[int, int]:
+        """The last token's inputs of both parts."""
+        return 2, self.hidden_size
+
+    def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
+        for name in ("key", "value", "receptance"):
+            yield MatrixShape(self.width // tp, hidden, 1, f"state.{name}")
+        yield MatrixShape(hidden, self.width // tp, 1, "state.output", self.width)
+        yield MatrixShape(self.inner_size // tp, hidden, 1, "state.inner_key")
+        yield MatrixShape(hidden, self.inner_size // tp, 1, "state.inner_value", self.inner_size)
+        yield MatrixShape(hidden, hidden, 1, "state.inner_receptance")
+
+    def num_other_parameters(self, hidden: int, tp: int) -> int:
+        return 2 * self.width // tp + 5 * hidden + 2 * self.norm.num_parameters(hidden)
+
+    def layout_errors(self, tp: int) -> Iterator[str]:
+        if self.width % tp:
+            yield f"{self.width} channels of RWKV"
+        if self.inner_size % tp:
+            yield f"{self.inner_size} feed-forward columns"
 
 
 class KeptTensor(NamedTuple):

@@ -44,6 +44,7 @@ __all__ = [
     "sparse_attention",
     "tiled_linear",
     "uniform_noise",
+    "wkv",
 ]
 
 _LARGEST_BLOCK = 256
@@ -181,6 +182,11 @@ def selective_scan(
     x: Tensor, step: Tensor, rates: Tensor, key: Tensor, query: Tensor, matrices: Tensor, segments: StateSegments
 ) -> Tensor:
     out: Tensor = torch.ops.quire.selective_scan(x, step, rates, key, query, matrices, *segments)
+    return out
+
+
+def wkv(key: Tensor, value: Tensor, decay: Tensor, bonus: Tensor, matrices: Tensor, segments: StateSegments) -> Tensor:
+    out: Tensor = torch.ops.quire.wkv(key, value, decay, bonus, matrices, *segments)
     return out
 
 

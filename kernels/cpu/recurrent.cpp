@@ -1,5 +1,5 @@
-// Layers with a recurrent state: the causal convolution, linear attention and the selective scan (see
-// `reference.causal_conv`, `reference.linear_attention` and `reference.selective_scan`).
+// Layers with a recurrent state: the causal convolution, linear attention, the selective scan and RWKV's weighted means
+// (see `reference.causal_conv`, `reference.linear_attention`, `reference.selective_scan` and `reference.wkv`).
 
 #include "activation.h"
 #include "vec.h"
@@ -366,6 +366,71 @@ Tensor selective_scan(const Tensor& x, const Tensor& step, const Tensor& rates, 
   return out;
 }
 
+constexpr float kLowestExponent = -1e38f;  // before the first token
+
+// Runs the channels from `begin` to `end` of one row through its tokens. A page has three rows `[channels]`.
+template <typename T>
+void weigh(const T* keys, int64_t key_stride, const T* values, int64_t value_stride, const float* decays,
+           const float* bonuses, float* matrices, int64_t page, T* out, int64_t channels, int64_t begin, int64_t end,
+           const Segments& segments, int64_t row) {
+  const int64_t* const starts = segments.start();
+  const int64_t* const read = segments.read.const_data_ptr<int64_t>();
+  const int64_t* const write = segments.write.const_data_ptr<int64_t>();
+  const int64_t first = segments.first()[row], last = segments.first()[row + 1];
+  for_vectors(end - begin, [&](int64_t at, auto n) {
+    const int64_t channel = begin + at;
+    const Floats decay = load(decays + channel, n), bonus = load(bonuses + channel, n);
+    Floats total{}, weight{}, largest = broadcast(kLowestExponent);
+    if (read[first] >= 0) {
+      const float* const from = matrices + read[first] * page + channel;
+      total = load(from, n), weight = load(from + channels, n), largest = load(from + 2 * channels, n);
+    }
+    for (int64_t segment = first; segment < last; ++segment) {
+      for (int64_t token = starts[segment]; token < starts[segment + 1]; ++token) {
+        const Floats key = load(keys + token * key_stride + channel, n);
+        const Floats value = load(values + token * value_stride + channel, n);
+        Floats top = max(largest, key + bonus), before = exp(largest - top), own = exp(key + bonus - top);
+        store(out + token * channels + channel, (before * total + own * value) / (before * weight + own), n);
+        top = max(largest + decay, key), before = exp(largest + decay - top), own = exp(key - top);
+        total = before * total + own * value, weight = before * weight + own, largest = top;
+      }
+      if (write[segment] < 0) continue;
+      float* const to = matrices + write[segment] * page + channel;
+      store(to, total, n), store(to + channels, weight, n), store(to + 2 * channels, largest, n);
+    }
+  });
+}
+
+Tensor wkv(const Tensor& key, const Tensor& value, const Tensor& decay, const Tensor& bonus, Tensor matrices,
+           const Tensor& starts, const Tensor& rows, const Tensor& read, const Tensor& write) {
+  const int64_t tokens = key.size(0), channels = key.size(1);
+  STD_TORCH_CHECK(matrices.size(1) == 1 && matrices.size(2) == 3 && matrices.size(3) == channels &&
+                      matrices.stride(3) == 1 && matrices.stride(2) == channels,
+                  "the states have another shape");
+  STD_TORCH_CHECK(key.stride(1) == 1 && value.stride(1) == 1 && key.scalar_type() == value.scalar_type());
+  const Segments segments(starts, rows, read, write);
+  const Tensor decays = as_contiguous(decay), bonuses = as_contiguous(bonus);
+  Tensor out = empty({tokens, channels}, value.scalar_type());
+  const View states(matrices);
+  for_type(value.scalar_type(), [&]<typename T>() {
+    const int64_t parts = vectors(channels), work = parts * segments.num_rows();
+    const int64_t each = std::max<int64_t>(1, tokens / segments.num_rows());
+    T* const results = out.mutable_data_ptr<T>();
+    parallel_for(0, work, grain(each * kLanes * 64), [&](int64_t begin, int64_t end) {
+      while (begin < end) {
+        const int64_t row = begin / parts, part = begin % parts, count = std::min(parts - part, end - begin);
+        if (segments.first()[row] < segments.first()[row + 1])
+          weigh(key.const_data_ptr<T>(), key.stride(0), value.const_data_ptr<T>(), value.stride(0),
+                decays.const_data_ptr<float>(), bonuses.const_data_ptr<float>(), states.data<float>(),
+                states.stride(0), results, channels, part * kLanes, std::min(channels, (part + count) * kLanes),
+                segments, row);
+        begin += count;
+      }
+    });
+  });
+  return out;
+}
+
 }  // namespace
 
 QUIRE_OPERATION(causal_conv,
@@ -374,6 +439,9 @@ QUIRE_OPERATION(causal_conv,
 QUIRE_OPERATION(linear_attention,
                 "(Tensor query, Tensor key, Tensor value, Tensor decay, Tensor? beta, Tensor(a!) matrices, Tensor "
                 "starts, Tensor rows, Tensor read, Tensor write, float scale, float eps, bool is_delta) -> Tensor")
+QUIRE_OPERATION(wkv,
+                "(Tensor key, Tensor value, Tensor decay, Tensor bonus, Tensor(a!) matrices, Tensor starts, Tensor "
+                "rows, Tensor read, Tensor write) -> Tensor")
 QUIRE_OPERATION(selective_scan,
                 "(Tensor x, Tensor step, Tensor rates, Tensor key, Tensor query, Tensor(a!) matrices, Tensor starts, "
                 "Tensor rows, Tensor read, Tensor write) -> Tensor")

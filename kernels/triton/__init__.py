@@ -33,7 +33,7 @@ from quire.kernels.triton.elementwise import (
 from quire.kernels.triton.experts import fused_experts
 from quire.kernels.triton.hyper_connections import mhc_post, mhc_pre
 from quire.kernels.triton.logits import penalize, score_tokens
-from quire.kernels.triton.recurrent import causal_conv, linear_attention, selective_scan
+from quire.kernels.triton.recurrent import causal_conv, linear_attention, selective_scan, wkv
 from quire.kernels.triton.rounded import round_rows, rounded_fused_experts, rounded_matmul
 from quire.kernels.triton.routing import route
 from quire.kernels.triton.sampling import sample
@@ -66,6 +66,7 @@ __all__ = [
     "select_tokens",
     "selective_scan",
     "sparse_attention",
+    "wkv",
 ]
 
 # Fuse multiply and add, which was Triton's default before 3.10; 3.9 warns if this is not set.

@@ -1,4 +1,5 @@
-"""Layers with recurrent states: the causal convolution, linear attention and the selective scan token by token."""
+"""Layers with recurrent states: the causal convolution, and linear attention, the selective scan and RWKV's weighted
+means token by token."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.cache import StateSegments
+from quire.kernels.reference import LOWEST_EXPONENT
 
 _CHANNELS = 256
 """Channels of a program of `causal_conv`."""
@@ -273,5 +275,69 @@ def selective_scan(
             *(x.stride(0), key.stride(0), query.stride(0), matrices.stride(0)),
             KEYS=triton.next_power_of_2(len(rates)),
             VALUES=_COLUMNS,
+        )
+    return out
+
+
+@triton.jit
+def _wkv_kernel(
+    key,
+    value,
+    decay,
+    bonus,
+    matrices,
+    starts,
+    rows,
+    read,
+    write,
+    out,
+    channels,
+    key_token,
+    value_token,
+    page_size,
+    LOWEST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Some channels, through a row."""
+    row, column = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < channels
+    by, first_bonus = tl.load(decay + column, mask=inside, other=0.0), tl.load(bonus + column, mask=inside, other=0.0)
+    first, last = tl.load(rows + row), tl.load(rows + row + 1)
+    page = tl.load(read + first)
+    has_page = column < tl.where(page < 0, 0, channels)
+    place = matrices + page * page_size + column
+    total = tl.load(place, mask=has_page, other=0.0)
+    weight = tl.load(place + channels, mask=has_page, other=0.0)
+    largest = tl.load(place + 2 * channels, mask=has_page, other=LOWEST)
+    for segment in range(first, last):
+        for token in range(tl.load(starts + segment), tl.load(starts + segment + 1)):
+            k = tl.load(key + token * key_token + column, mask=inside, other=0.0).to(tl.float32)
+            v = tl.load(value + token * value_token + column, mask=inside, other=0.0).to(tl.float32)
+            top = tl.maximum(largest, k + first_bonus)
+            before, own = tl.exp(largest - top), tl.exp(k + first_bonus - top)
+            mean = (before * total + own * v) / (before * weight + own)
+            tl.store(out + token * channels + column, mean.to(out.dtype.element_ty), mask=inside)
+            top = tl.maximum(largest + by, k)
+            before, own = tl.exp(largest + by - top), tl.exp(k - top)
+            total, weight, largest = before * total + own * v, before * weight + own, top
+        page = tl.load(write + segment)
+        has_page = column < tl.where(page < 0, 0, channels)
+        place = matrices + page * page_size + column
+        tl.store(place, total, mask=has_page)
+        tl.store(place + channels, weight, mask=has_page)
+        tl.store(place + 2 * channels, largest, mask=has_page)
+
+
+def wkv(key: Tensor, value: Tensor, decay: Tensor, bonus: Tensor, matrices: Tensor, segments: StateSegments) -> Tensor:
+    """See `quire.kernels.reference`."""
+    out = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+    (tokens, channels), rows = value.shape, len(segments.rows) - 1
+    key, value = (each if each.stride(1) == 1 else each.contiguous() for each in (key, value))
+    if tokens:
+        _wkv_kernel[(rows, triton.cdiv(channels, _COLUMNS))](
+            *(key, value, decay.contiguous(), bonus.contiguous(), matrices, *segments[:2], segments.read),
+            *(segments.write, out, channels, key.stride(0), value.stride(0), matrices.stride(0)),
+            LOWEST=LOWEST_EXPONENT,
+            BLOCK=_COLUMNS,
         )
     return out

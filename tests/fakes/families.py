@@ -406,6 +406,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3nForConditionalGeneration",
         {"text_config": SIZES | _GEMMA3N, "tie_word_embeddings": True},
     ),
+    "RecurrentGemma": (
+        "RecurrentGemmaForCausalLM",
+        {"attention_window_size": 24, "w_init_variance_scale": 0.2, "tie_word_embeddings": True},
+    ),
     "Gemma 4, experts": (
         "Gemma4ForCausalLM",
         _GEMMA4 | {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 20},
@@ -428,8 +432,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "Command R": ("CohereForCausalLM", {"tie_word_embeddings": True}),
     "Command R+": ("CohereForCausalLM", {"use_qk_norm": True, "tie_word_embeddings": True}),
     "Command R7B": ("Cohere2ForCausalLM", {"sliding_window_pattern": 2, "tie_word_embeddings": True, **_WINDOWS}),
+    "GPT": ("OpenAIGPTLMHeadModel", {"tie_word_embeddings": True}),
     "GPT-2": ("GPT2LMHeadModel", {"tie_word_embeddings": True}),
     "OPT": ("OPTForCausalLM", {"ffn_dim": 80, "word_embed_proj_dim": 48, "tie_word_embeddings": True}),
+    "XGLM": ("XGLMForCausalLM", {"ffn_dim": 80, "init_std": 0.2, "tie_word_embeddings": True}),
     "GPT-J": ("GPTJForCausalLM", {"rotary_dim": 8}),
     "GPT-Neo": (
         "GPTNeoForCausalLM",
@@ -443,6 +449,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "GPT-NeoX": ("GPTNeoXForCausalLM", {"rotary_pct": 0.5}),
     "GPT-NeoX, sequential": ("GPTNeoXForCausalLM", {"use_parallel_residual": False, "rotary_pct": 1.0}),
+    "GPT-NeoX Japanese": ("GPTNeoXJapaneseForCausalLM", {"rotary_pct": 0.5, "tie_word_embeddings": True}),
     "Falcon, one KV head": ("FalconForCausalLM", {"tie_word_embeddings": True}),
     "Falcon, groups": (
         "FalconForCausalLM",
@@ -558,6 +565,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             **_WINDOWS,
         },
     ),
+    "xLSTM": (
+        "xLSTMForCausalLM",
+        # the sizes of transformers' cache are multiples of 64
+        {"hidden_size": 128, "num_heads": 4, "chunk_size": 32, "autocast_kernel_dtype": "float32"},
+    ),
+    "RWKV-4": ("RwkvForCausalLM", {"rescale_every": 2}),
     "DeepSeek V2": ("DeepseekV2ForCausalLM", _LATENT | {"topk_method": "group_limited_greedy", "q_lora_rank": None}),
     "DeepSeek V2, greedy": ("DeepseekV2ForCausalLM", _LATENT),
     "DeepSeek V2, yarn rope": (
@@ -900,6 +913,7 @@ MODELS = {
     "Gemma3nForConditionalGeneration": "Gemma 3n (E2B, E4B), for text",
     "Gemma4ForCausalLM": "Gemma 4, text",
     "Gemma4ForConditionalGeneration": "Gemma 4 (E2B, E4B, 26B-A4B, 31B), for text",
+    "RecurrentGemmaForCausalLM": "RecurrentGemma 2B, 9B",
     "Olmo2ForCausalLM": "OLMo 2",
     "Olmo3ForCausalLM": "OLMo 3",
     "OlmoeForCausalLM": "OLMoE",
@@ -907,13 +921,16 @@ MODELS = {
     "Cohere2ForCausalLM": "Command R7B, Command A",
     "Exaone4ForCausalLM": "EXAONE 4.0",
     "ExaoneMoeForCausalLM": "K-EXAONE",
+    "OpenAIGPTLMHeadModel": "GPT",
     "GPT2LMHeadModel": "GPT-2",
     "OPTForCausalLM": "OPT, but for 350M, which transformers' implementation runs",
+    "XGLMForCausalLM": "XGLM",
     "GPTJForCausalLM": "GPT-J",
     "GPTNeoForCausalLM": "GPT-Neo",
     "BloomForCausalLM": "BLOOM, BLOOMZ",
     "MptForCausalLM": "MPT 7B, 30B",
     "GPTNeoXForCausalLM": "Pythia, GPT-NeoX",
+    "GPTNeoXJapaneseForCausalLM": "GPT-NeoX Japanese",
     "FalconForCausalLM": "Falcon 7B, 40B, 180B, RW",
     "RWForCausalLM": "Falcon 7B, 40B and RW, as first published",
     "PhiForCausalLM": "Phi-1, Phi-1.5, Phi-2",
@@ -976,6 +993,8 @@ MODELS = {
     "JambaForCausalLM": "Jamba, Jamba 1.5, 1.6, 1.7, Reasoning",
     "MambaForCausalLM": "Mamba",
     "FalconMambaForCausalLM": "Falcon Mamba 7B, Falcon3-Mamba",
+    "xLSTMForCausalLM": "xLSTM 7B",
+    "RwkvForCausalLM": "RWKV-4",
     "DeepseekV2ForCausalLM": "DeepSeek V2, V2-Lite, Coder-V2",
     "DeepseekV3ForCausalLM": "DeepSeek V3, V3.1, R1; Kimi K2",
     "KimiK25ForConditionalGeneration": "Kimi K2.5, for text",
@@ -1200,8 +1219,11 @@ def write_model(architecture: str, settings: dict[str, Any], folder: Path) -> An
             if parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter), alpha=0.2)
         for name, tensor in model.state_dict().items():  # which start at 0, too
-            if name.endswith(("compressor.position_bias", "indexer.position_bias")):
+            biases = "compressor.position_bias", "indexer.position_bias", "input_gate_bias", "recurrent_gate_bias"
+            if name.endswith(biases) or name == "rwkv.embeddings.weight":
                 tensor.normal_()
+            elif "gate_preact." in name:  # exponentials of large gates multiply errors
+                tensor.normal_(std=0.1)
             elif name.endswith(".tid2eid"):
                 experts = model.config.n_routed_experts
                 tensor.copy_(torch.rand(len(tensor), experts).topk(tensor.shape[1], dim=-1).indices)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from quire import kernels
@@ -31,41 +33,48 @@ def configure(folder: Path, **options: Any) -> EngineConfig:
     return resolve(EngineOptions(model=str(folder), device="cpu", kv_cache_memory_bytes=1 << 22, **options))
 
 
-def logits(config: EngineConfig, tokens: Tensor, parallel: Parallel) -> Tensor:
-    """One request's logits at every position, all stages one after the other in this process."""
-    arch, count, hidden = config.model.architecture, len(tokens), None
-    positions = torch.arange(count)
+def logits(config: EngineConfig, tokens: Tensor, parallel: Parallel, beside: Sequence[Tensor] = ()) -> Tensor:
+    """One request's logits at every position, all stages one after the other in this process; the requests `beside` it
+    come before it in the batch."""
+    arch, hidden, requests = config.model.architecture, None, [*beside, tokens]
+    lengths = torch.tensor([len(each) for each in requests])
+    starts, numbers = F.pad(lengths.cumsum(0), (1, 0)), torch.arange(len(requests))
+    positions = torch.cat([torch.arange(len(each)) for each in requests])
     dtype: torch.dtype = getattr(torch, config.model.dtype)
-    blocks = -(-count // 4)
+    first_blocks = F.pad(((lengths + 3) // 4).cumsum(0), (1, 0))
+    blocks = int(first_blocks[-1])
+    tables = first_blocks[:-1, None] + torch.arange((int(lengths.max()) + 3) // 4)
+    tables = tables.clamp(max=blocks - 1)  # those beyond a request's own are not read
+    rows = numbers.repeat_interleave(lengths)
     spread = config.parallel.experts
     experts = None if spread is None else ExpertGroup(spread, parallel, ExpertCommunicator(), ExpertCommunicator())
     batch = Batch(
-        token_ids=tokens,
+        token_ids=torch.cat(requests),
         positions=positions,
-        slot_mapping=positions,
-        block_tables=torch.arange(blocks)[None],
-        sequence_lengths=torch.tensor([count]),
-        query_starts=torch.tensor([0, count]),
-        logits_indices=positions,
-        segments=kernels.StateSegments(*map(torch.tensor, ([0, count], [0, 1], [-1], [0]))),
+        slot_mapping=tables[rows, positions // 4] * 4 + positions % 4,
+        block_tables=tables,
+        sequence_lengths=lengths,
+        query_starts=starts,
+        logits_indices=torch.arange(len(positions)),
+        segments=kernels.StateSegments(starts, F.pad(numbers + 1, (1, 0)), torch.full_like(numbers, -1), numbers),
     )
     blocks_per_page = _blocks_per_page(arch, config.model.dtype)
     if blocks_per_page:  # a page for each block of tokens, then blocks of entries
         entries = replace(batch, block_tables=batch.block_tables + blocks * blocks_per_page)
         tables = batch.block_tables * blocks_per_page
-        slots = tables[0, positions // 4] * 4 + positions % 4
+        slots = tables[rows, positions // 4] * 4 + positions % 4
         batch = replace(batch, block_tables=tables, slot_mapping=slots, other_groups=(entries,))
     for stage, layers in enumerate(config.parallel.stages):
         decoder = load_model(config, stage * parallel.size + parallel.rank, parallel, CPU, experts=experts)
         caches: list[LayerCache] = []
         for number in layers:
             source = arch.layers[number].kv_source
-            own = layer_cache(arch.layers[number], parallel.size, blocks, dtype, blocks_per_page)
+            own = layer_cache(arch.layers[number], parallel.size, blocks, dtype, blocks_per_page, len(requests))
             caches.append(own if source is None else own._replace(memory=caches[layers.index(source)].memory))
         hidden = decoder(hidden, batch, caches)
     assert hidden is not None
     assert not isinstance(decoder, Encoder)
-    return decoder.logits(hidden)
+    return decoder.logits(hidden)[-len(tokens) :]
 
 
 def _blocks_per_page(arch: ModelSpec, dtype: str) -> int:
@@ -75,8 +84,10 @@ def _blocks_per_page(arch: ModelSpec, dtype: str) -> int:
     return count_blocks_per_page(cache_specs(arch, 1, arch.max_position, dtype, 4), 4, dtype)
 
 
-def layer_cache(spec: LayerSpec, tp: int, blocks: int, dtype: torch.dtype, blocks_per_page: int = 1) -> LayerCache:
-    """The cache of a layer, with blocks of four tokens."""
+def layer_cache(
+    spec: LayerSpec, tp: int, blocks: int, dtype: torch.dtype, blocks_per_page: int = 1, requests: int = 1
+) -> LayerCache:
+    """The cache of a layer, with blocks of four tokens, and a state for each of the requests."""
     memory = keys = state = None
     if isinstance(spec.attention, CompressedAttentionSpec):
         count, size = blocks * (blocks_per_page + 1), spec.attention.head_dim
@@ -91,8 +102,8 @@ def layer_cache(spec: LayerSpec, tp: int, blocks: int, dtype: torch.dtype, block
         if (index_shape := spec.attention.index_shape()) is not None:
             keys = _plane(index_shape, blocks, dtype)
     if spec.state is not None:
-        matrices = torch.zeros(1, *spec.state.state_shape(tp))
-        state = kernels.RecurrentState(matrices, torch.zeros(1, *spec.state.input_shape(tp), dtype=dtype))
+        matrices = torch.zeros(requests, *spec.state.state_shape(tp))
+        state = kernels.RecurrentState(matrices, torch.zeros(requests, *spec.state.input_shape(tp), dtype=dtype))
     return LayerCache(memory, state=state, keys=keys)
 
 

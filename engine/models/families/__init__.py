@@ -41,7 +41,10 @@ from quire.engine.models.families import (
     phimoe,
     qwen_next,
     qwen_vl,
+    recurrent_gemma,
+    rwkv,
     step,
+    xlstm,
     zamba,
 )
 from quire.engine.models.families.family import Family
@@ -75,6 +78,9 @@ FAMILIES: dict[str, Family] = {
     **lfm.FAMILIES,
     **mamba.FAMILIES,
     **zamba.FAMILIES,
+    **recurrent_gemma.FAMILIES,
+    **xlstm.FAMILIES,
+    **rwkv.FAMILIES,
     **kimi_linear.FAMILIES,
     **minimax.FAMILIES,
     **step.FAMILIES,

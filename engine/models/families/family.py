@@ -70,10 +70,10 @@ class Family:
 
     `names` maps our modules (without layer numbers) to the checkpoint's names. The first key that exists is used:
     `module.part.weight` and `module.weight` map to the complete name of a tensor, `module.part` and `module` to the
-    name without its last component. In these names, `{layer}` is the layer's number, `{part}` is q, k, v, gate or up,
-    and `{expert}` is an expert's number. If the name of a module with several parts does not contain the part, the
-    parts are concatenated in one tensor; if the name of experts does not contain the number, they are stacked in one
-    tensor.
+    name without its last component. In these names, `{layer}` is the layer's number, `{previous}` that of the one
+    before it, `{part}` is q, k, v, gate or up, and `{expert}` is an expert's number. If the name of a module with
+    several parts does not contain the part, the parts are concatenated in one tensor; if the name of experts does not
+    contain the number, they are stacked in one tensor.
     """
 
     architecture: Callable[[str, Config], ModelSpec]
@@ -142,7 +142,8 @@ class Family:
             found = {module: name for module, name in own.items() if not _is_stacked(module, name)}
             for module, part in ((f"{_EXPERTS}gate_up", "{part}"), (f"{_EXPERTS}down", "down")):
                 if module not in found:
-                    parent = (own.get(f"{module}.weight") or own[module]).rpartition(".")[0].removesuffix(".experts")
+                    stack = next(name for key, name in own.items() if key.startswith(module))
+                    parent = re.sub(r"\.experts\..*$|\.[^.]*$", "", stack)
                     found[module] = f"{parent}.experts.{{expert}}.{part}_proj"
             return found
 

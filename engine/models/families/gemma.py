@@ -295,7 +295,7 @@ _GEMMA4_ROPE = {
 }
 _INPUT_NAMES = {
     "layer_inputs.embedding": "model.embed_tokens_per_layer",
-    "layer_inputs.projection": "model.per_layer_model_projection.weight",
+    "layer_inputs.projection": "model.per_layer_model_projection",
     "layer_inputs.norm": "model.per_layer_projection_norm",
     "layers.layer_input.gate": "model.layers.{layer}.per_layer_input_gate",
     "layers.layer_input.projection": "model.layers.{layer}.per_layer_projection",
@@ -347,9 +347,9 @@ _GEMMA3N_NAMES = (
         "expansion": "model.altup_projections.{part}",
         "merger": "model.altup_unembed_projections.{part}",
         "layers.alt_up.norm": "model.layers.{layer}.altup.router_norm",
-        "layers.alt_up.router": "model.layers.{layer}.altup.modality_router.weight",
-        "layers.alt_up.prediction": "model.layers.{layer}.altup.prediction_coefs.weight",
-        "layers.alt_up.correction": "model.layers.{layer}.altup.correction_coefs.weight",
+        "layers.alt_up.router": "model.layers.{layer}.altup.modality_router",
+        "layers.alt_up.prediction": "model.layers.{layer}.altup.prediction_coefs",
+        "layers.alt_up.correction": "model.layers.{layer}.altup.correction_coefs",
         "layers.alt_up.scale": "model.layers.{layer}.altup.correct_output_scale",
         "layers.laurel.down": "model.layers.{layer}.laurel.linear_left",
         "layers.laurel.up": "model.layers.{layer}.laurel.linear_right",

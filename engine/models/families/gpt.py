@@ -1,9 +1,10 @@
-"""GPT-2 and its descendants: OPT, GPT-NeoX, Falcon, Phi, StableLM, StarCoder2. They use LayerNorm, and most of them
-feed-forward layers without gates."""
+"""GPT, GPT-2 and its descendants: OPT, XGLM, GPT-NeoX, Falcon, Phi, StableLM, StarCoder2. They use LayerNorm, and most
+of them feed-forward layers without gates."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from quire.engine.models.families.family import (
     Config,
@@ -21,6 +22,48 @@ from quire.engine.models.families.family import (
 )
 from quire.engine.models.families.llama import NAMES
 from quire.engine.models.model_spec import LayerSpec, ModelSpec
+
+
+def _gpt1(name: str, config: Config) -> ModelSpec:
+    """Norms follow the additions to the residual stream. So what normalizes a layer's input is the last norm of the
+    layer before it, and the first layer has none."""
+    act = str(config["afn"])
+    config = {
+        **config,
+        "hidden_size": config["n_embd"],
+        "num_attention_heads": config["n_head"],
+        "max_position_embeddings": config["n_positions"],
+        "intermediate_size": 4 * config["n_embd"],
+    }
+    norm, heads = layer_norm(config["layer_norm_epsilon"]), int(config["n_head"])
+    layers = [
+        LayerSpec(
+            attention=attention(config, None, num_kv_heads=heads, qkv_bias=True, output_bias=True),
+            attention_norm=norm if number else None,
+            feed_forward=feed_forward(
+                config, activation=activation("gelu_new" if act == "gelu" else act), is_gated=False, bias=True
+            ),
+            feed_forward_norm=norm,
+            normed_residuals=(1.0, 1.0),
+        )
+        for number in range(int(config["n_layer"]))
+    ]
+    return architecture(name, config, layers, norm, position_embeddings=int(config["n_positions"]))
+
+
+def _gpt1_names(arch: ModelSpec) -> Mapping[str, str]:
+    return {
+        "embedding": "transformer.tokens_embed",
+        "positions": "transformer.positions_embed",
+        "layers.attention_norm": "transformer.h.{previous}.ln_2",
+        "layers.attention.qkv": "transformer.h.{layer}.attn.c_attn",
+        "layers.attention.output": "transformer.h.{layer}.attn.c_proj",
+        "layers.feed_forward_norm": "transformer.h.{layer}.ln_1",
+        "layers.feed_forward.gate_up": "transformer.h.{layer}.mlp.c_fc",
+        "layers.feed_forward.down": "transformer.h.{layer}.mlp.c_proj",
+        "norm": f"transformer.h.{arch.num_layers - 1}.ln_2",
+        "head": "lm_head",
+    }
 
 
 def _gpt2(name: str, config: Config) -> ModelSpec:
@@ -113,6 +156,19 @@ _OPT_NAMES = {
 }
 
 
+def _xglm(name: str, config: Config) -> ModelSpec:
+    """OPT with computed positions, of which that of the padding would be zero if it were a position."""
+    require(config, "add_cross_attention", False)
+    require(config, "pad_token_id", 1, 0, None)
+    factor = float(config["hidden_size"]) ** 0.5 if config.get("scale_embedding", True) else 1.0
+    return replace(_opt(name, config), position_embeddings=0, has_sinusoids=True, embedding_multiplier=factor)
+
+
+_XGLM_NAMES = {module: name.replace("model.decoder.", "model.") for module, name in _OPT_NAMES.items()} | {
+    "norm": "model.layer_norm",
+}
+
+
 def _neox(name: str, config: Config) -> ModelSpec:
     norm, dim = layer_norm(config["layer_norm_eps"]), head_dim(config)
     config = {
@@ -141,6 +197,33 @@ _NEOX_NAMES = {
     "norm": "gpt_neox.final_layer_norm",
     "head": "embed_out",
 }
+
+
+def _neox_japanese(name: str, config: Config) -> ModelSpec:
+    """Without biases, but for that of the last layer's attention."""
+    config = {
+        "partial_rotary_factor": config.get("rotary_pct", 1.0),
+        "rope_theta": config.get("rotary_emb_base"),
+        **config,
+        "intermediate_size": int(config["hidden_size"] * config["intermediate_multiple_size"]),
+    }
+    norm, count = layer_norm(config["layer_norm_eps"]), int(config["num_hidden_layers"])
+    rope_spec, heads = rope(config, head_dim(config)), int(config["num_attention_heads"])
+    layers = [
+        LayerSpec(
+            attention=attention(config, rope_spec, num_kv_heads=heads, output_bias=number == count - 1),
+            attention_norm=norm,
+            feed_forward=feed_forward(config, is_gated=False),
+            feed_forward_norm=norm,
+        )
+        for number in range(count)
+    ]
+    return architecture(name, config, layers, norm)
+
+
+_NEOX_JAPANESE_NAMES = {
+    module: name.replace("gpt_neox.", "gpt_neox_japanese.") for module, name in _NEOX_NAMES.items()
+} | {"layers.attention.output.bias": "gpt_neox_japanese.layers.{layer}.attention.dense_bias"}
 
 
 def _falcon(name: str, config: Config) -> ModelSpec:
@@ -267,6 +350,21 @@ def _is_conv1d(module: str) -> bool:
 _MASKS = r"(\.attn\.|\.attention\.)(masked_)?bias$|rotary_emb\.inv_freq$"
 """Buffers that older checkpoints contain."""
 FAMILIES = {
+    "OpenAIGPTLMHeadModel": Family(
+        _gpt1,
+        _gpt1_names,
+        {
+            "vocab_size": 40478,
+            "afn": "gelu",
+            "layer_norm_epsilon": 1e-5,
+            "n_positions": 512,
+            "tie_word_embeddings": True,
+        },
+        GPT2_ALIASES,
+        prefix="transformer.",
+        is_transposed=_is_conv1d,
+        ignored_pattern=_MASKS,
+    ),
     "GPT2LMHeadModel": Family(
         _gpt2,
         _GPT2_NAMES,
@@ -286,6 +384,13 @@ FAMILIES = {
         _OPT_NAMES,
         {"max_position_embeddings": 2048, "activation_function": "relu", "tie_word_embeddings": True},
     ),
+    "XGLMForCausalLM": Family(
+        _xglm,
+        _XGLM_NAMES,
+        {"max_position_embeddings": 2048, "activation_function": "gelu", "tie_word_embeddings": True},
+        {"d_model": "hidden_size", "attention_heads": "num_attention_heads", "num_layers": "num_hidden_layers"},
+        ignored_pattern=r"embed_positions\.weights$",
+    ),
     "GPTNeoXForCausalLM": Family(
         _neox,
         _NEOX_NAMES,
@@ -297,6 +402,20 @@ FAMILIES = {
             "use_parallel_residual": True,
         },
         prefix="gpt_neox.",
+        rows=grouped_rows,
+        ignored_pattern=_MASKS,
+    ),
+    "GPTNeoXJapaneseForCausalLM": Family(
+        _neox_japanese,
+        _NEOX_JAPANESE_NAMES,
+        {
+            "max_position_embeddings": 2048,
+            "hidden_act": "gelu",
+            "layer_norm_eps": 1e-5,
+            "intermediate_multiple_size": 4,
+            "tie_word_embeddings": True,
+        },
+        prefix="gpt_neox_japanese.",
         rows=grouped_rows,
         ignored_pattern=_MASKS,
     ),

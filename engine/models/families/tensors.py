@@ -31,6 +31,9 @@ from quire.engine.models.recurrent_spec import (
     LightningSpec,
     Mamba2Spec,
     MambaSpec,
+    MLSTMSpec,
+    RGLRUSpec,
+    RWKVSpec,
     ShortConvSpec,
 )
 from quire.engine.models.spec_parts import NormSpec
@@ -43,7 +46,7 @@ class StoredTensor:
     """How the checkpoint stores a parameter, or a part of it."""
 
     name: str
-    """May contain `{layer}` and `{expert}`, still to be formatted."""
+    """May contain `{layer}`, `{previous}` and `{expert}`; see `named`."""
     shape: Shape
     joint: tuple[str, ...]
     """The parts that this tensor has."""
@@ -52,6 +55,12 @@ class StoredTensor:
     """All experts are stacked in this tensor."""
     is_grid: bool
     """It has a dimension for heads, or one of size 1, which our parameter does not have."""
+
+    def named(self, arch: ModelSpec, number: int | None, expert: int | None = None) -> str:
+        """The name with the numbers of the layer, which is `number` in the model, the one before it, and the expert."""
+        first = arch.first_layer if isinstance(arch, DraftHeadSpec) else 0
+        layer = None if number is None else first + number
+        return self.name.format(layer=layer, previous=None if layer is None else layer - 1, expert=expert)
 
 
 def stored_tensor(
@@ -73,8 +82,8 @@ def stored_tensor(
     name = _of_block(_name(names, module, part, kind), layer)
     joint = tuple(each for each in parts if each == part or _of_block(_name(names, module, each, kind), layer) == name)
     shape: Shape = (sum(parts[each][0] for each in joint), *parts[part][1:])
-    if is_transposed := len(shape) == 2 and family.is_transposed(module):
-        shape = shape[::-1]
+    if is_transposed := len(shape) > 1 and family.is_transposed(module):
+        shape = (*shape[:-2], shape[-1], shape[-2])
     is_stacked = False
     if layer is not None and module.startswith("layers.feed_forward.experts."):
         assert isinstance(layer.feed_forward, MoESpec)
@@ -109,12 +118,6 @@ def _name(names: Mapping[str, str], module: str, part: str, kind: str) -> str:
     return name.replace("{part}", part)
 
 
-def format_name(arch: ModelSpec, name: str, number: int | None, expert: int | None) -> str:
-    """`StoredTensor.name` with the number of the layer, which is `number` in the model, and of the expert."""
-    first = arch.first_layer if isinstance(arch, DraftHeadSpec) else 0
-    return name.format(layer=None if number is None else first + number, expert=expert)
-
-
 class NeededTensor(NamedTuple):
     """A tensor that a model needs, as an unquantized checkpoint stores it."""
 
@@ -139,8 +142,9 @@ def checkpoint_tensors(arch: ModelSpec, *, has_head: bool) -> dict[str, NeededTe
             if layer is not None and isinstance(layer.feed_forward, MoESpec) and "{expert}" in stored.name:
                 experts = range(layer.feed_forward.num_experts)
             for expert in experts:
-                name = format_name(arch, stored.name, number, expert)
-                found[name] = NeededTensor(stored.shape, stored.is_transposed, kind == "table")
+                found[stored.named(arch, number, expert)] = NeededTensor(
+                    stored.shape, stored.is_transposed, kind == "table"
+                )
     return found
 
 
@@ -148,6 +152,8 @@ class StackSlice(NamedTuple):
     """Where a stack has a matrix, or a bias, of an expert."""
 
     stack: str
+    shape: Shape
+    """Of the stack, with the experts first; the file may have them and their rows in one dimension."""
     expert: int
     rows: tuple[range, ...]
     """Of the expert."""
@@ -168,9 +174,8 @@ def stacked_experts(arch: ModelSpec) -> dict[str, StackSlice]:
             rows = tuple(family.rows(layer, module, part) or (range(start, start + size),))
             start += size if len(stack.joint) > 1 else 0
             for expert in range(layer.feed_forward.num_experts if stack.is_stacked else 0):
-                name = stack.name.format(layer=number)
-                found[own.name.format(layer=number, expert=expert)] = StackSlice(
-                    name, expert, rows, stack.is_transposed
+                found[own.named(arch, number, expert)] = StackSlice(
+                    stack.named(arch, number), stack.shape, expert, rows, stack.is_transposed
                 )
     return found
 
@@ -187,7 +192,7 @@ def weight_names(arch: ModelSpec) -> dict[tuple[int | None, str], list[str]]:
     for number, layer, module, kind, parts in _parameters(arch, has_head=True):
         if kind == "weight" and all(len(shape) == 2 for shape in parts.values()):
             tensors = {part: stored_tensor(family, arch, layer, module, kind, part, parts) for part in parts}
-            names = [format_name(arch, one.name, number, 0) for one in tensors.values()]
+            names = [one.named(arch, number, 0) for one in tensors.values()]
             path = module.removeprefix("layers.")
             found[number, path] = [name.removesuffix(".weight") for name in dict.fromkeys(names)]
     return found
@@ -226,7 +231,7 @@ def _outer(arch: ModelSpec, has_head: bool) -> _Parameters:
     if (spec := arch.layer_input) is not None:
         inputs = arch.num_layers * spec.size
         yield from _linear("layer_inputs.embedding", {"": spec.vocab_size}, inputs)
-        yield "layer_inputs", "projection", {"": (inputs, width)}
+        yield from _linear("layer_inputs.projection", {"": inputs}, width)
         yield from _norm("layer_inputs.norm", spec.norm, spec.size)
     if arch.alt_up is not None:
         projections = {str(number): width for number in range(arch.alt_up.num_streams - 1)}
@@ -269,9 +274,12 @@ def _inner(layer: LayerSpec, width: int) -> _Parameters:
     if (alt_up := layer.alt_up) is not None:
         count = alt_up.num_streams
         yield from _norm("layers.alt_up.norm", alt_up.norm, width)
-        for name, rows, columns in (("router", count, width), ("prediction", count**2, count)):
-            yield "layers.alt_up", name, {"": (rows, columns)}
-        yield "layers.alt_up", "correction", {"": (count, count)}
+        for name, rows, columns in (
+            ("router", count, width),
+            ("prediction", count**2, count),
+            ("correction", count, count),
+        ):
+            yield from _linear(f"layers.alt_up.{name}", {"": rows}, columns)
         if alt_up.scales_output:
             yield "layers.alt_up", "scale", {"": (width,)}
     if layer.hyper is not None:
@@ -301,10 +309,16 @@ def _inner(layer: LayerSpec, width: int) -> _Parameters:
             yield from _kimi_delta(layer.state, width)
         case LightningSpec():
             yield from _lightning(layer.state, width)
+        case MLSTMSpec():
+            yield from _mlstm(layer.state, width)
         case GroupedMambaSpec():
             yield from _grouped_mamba(layer.state, width)
         case MambaSpec():
             yield from _mamba(layer.state, width)
+        case RGLRUSpec():
+            yield from _rg_lru(layer.state, width)
+        case RWKVSpec():
+            yield from _rwkv(layer.state, width)
     if isinstance(layer.feed_forward, MoESpec):
         yield from _mixture(layer.feed_forward, width)
     elif layer.feed_forward is not None and layer.block is None:
@@ -459,6 +473,14 @@ def _lightning(spec: LightningSpec, width: int) -> _Parameters:
     yield from _linear("layers.state.output", {"": width}, spec.width)
 
 
+def _mlstm(spec: MLSTMSpec, width: int) -> _Parameters:
+    module, keys = "layers.state", spec.num_heads * spec.key_head_dim
+    yield from _linear(f"{module}.input", {"q": keys, "k": keys, "v": spec.width, "ogate_preact": spec.width}, width)
+    yield from _linear(f"{module}.gates", dict.fromkeys("if", spec.num_heads), width, bias=True)
+    yield f"{module}.norm", "weight", {"": (spec.width,)}
+    yield from _linear(f"{module}.output", {"": width}, spec.width)
+
+
 def _mamba(spec: MambaSpec, width: int) -> _Parameters:
     module, channels = "layers.state", {"": spec.width}
     yield from _linear(f"{module}.input", dict.fromkeys("xz", spec.width), width, bias=spec.bias)
@@ -481,6 +503,33 @@ def _grouped_mamba(spec: GroupedMambaSpec, width: int) -> _Parameters:
     for name, shape in {"step_bias": (size,), "decay": (size, keys), "skip": (size,)}.items():
         yield module, name, {"": (spec.groups, *shape)}
     yield from _linear(f"{module}.output", {"": width}, spec.width, bias=spec.bias)
+
+
+def _rg_lru(spec: RGLRUSpec, width: int) -> _Parameters:
+    module, size = "layers.state", spec.block_width
+    yield from _linear(f"{module}.input", dict.fromkeys("xy", spec.width), width, bias=True)
+    yield from _conv({"": spec.width}, spec.conv_size, bias=True)
+    for name in ("input", "decay"):
+        yield f"{module}.{name}_gate", "weight", {"": (spec.blocks, size, size)}
+        yield module, f"{name}_bias", {"": (spec.blocks, size)}
+    yield module, "decay", {"": (spec.width,)}
+    yield from _linear(f"{module}.output", {"": width}, spec.width, bias=True)
+
+
+def _rwkv(spec: RWKVSpec, width: int) -> _Parameters:
+    module = "layers.state"
+    for name in ("norm", "inner_norm"):
+        yield from _norm(f"{module}.{name}", spec.norm, width)
+    for name in ("mix_key", "mix_value", "mix_receptance", "inner_mix_key", "inner_mix_receptance"):
+        yield module, name, {"": (1, 1, width)}
+    for name in ("decay", "bonus"):
+        yield module, name, {"": (spec.width,)}
+    for name in ("key", "value", "receptance"):
+        yield from _linear(f"{module}.{name}", {"": spec.width}, width)
+    yield from _linear(f"{module}.output", {"": width}, spec.width)
+    yield from _linear(f"{module}.inner_key", {"": spec.inner_size}, width)
+    yield from _linear(f"{module}.inner_receptance", {"": width}, width)
+    yield from _linear(f"{module}.inner_value", {"": width}, spec.inner_size)
 
 
 def _conv(channels: Mapping[str, int], size: int, *, bias: bool = False) -> _Parameters:

@@ -174,6 +174,12 @@ def run_all(types: list[torch.dtype]) -> None:
         platform.selective_scan(
             *(mixed[:, :8192], torch.zeros(9, 8192), state[0, 0], mixed[:, :16], mixed[:, 16:32], state, segments)
         )
+        one, state, wide = torch.zeros(9, 1), torch.zeros(3, 1, 1, 4096), torch.zeros(9, 4096)  # of a recurrent unit
+        platform.selective_scan(wide, wide, state[0, 0], one, one, state, segments)
+        platform.wkv(
+            *(mixed[:, :4096], mixed[:, 4096:8192], torch.zeros(4096), torch.zeros(4096)),
+            *(torch.zeros(3, 1, 3, 4096), segments),
+        )
         weights, ids = torch.ones(4, 2), torch.zeros(4, 2, dtype=torch.int64)
         matrices = torch.zeros(8, 256, 4096, dtype=dtype), torch.zeros(8, 4096, 128, dtype=dtype)
         biases = torch.zeros(8, 256, dtype=dtype), torch.zeros(8, 4096, dtype=dtype)

@@ -101,20 +101,60 @@ def test_linear_attention_is_that_of_the_reference(
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("step", STEPS)
-def test_selective_scan_is_that_of_the_reference(step: str, dtype: torch.dtype) -> None:
-    """Of a state with one head, in the memory of several."""
+def test_values_of_an_odd_size_are_those_of_the_reference(step: str) -> None:
+    """As those of an xLSTM, of which the last is 1."""
+    query, key, value, decay, beta = attention_inputs(
+        int(STEPS[step].starts[-1]), torch.float32, per_feature=False, has_beta=True
+    )
+    assert value is not None
+    value = torch.nn.functional.pad(value[..., :32], (0, 1), value=1.0)
+    found = []
+    for ops in (kernels, reference):
+        matrices = torch.randn(10, SIZES["heads"], SIZES["key_dim"], 33, generator=torch.Generator().manual_seed(6))
+        given = (query, key, value, decay, beta, matrices, STEPS[step], 0.2)
+        found += [ops.linear_attention(*given, is_delta=False), matrices]
+    torch.testing.assert_close(found[0], found[2], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found[1], found[3], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("state_size", [SIZES["key_dim"], 1])
+@pytest.mark.parametrize("step", STEPS)
+def test_selective_scan_is_that_of_the_reference(step: str, state_size: int, dtype: torch.dtype) -> None:
+    """Of a state with one head, in the memory of several. A state of one element is that of a recurrent unit."""
     heads, _, key_dim, value_dim = SIZES.values()
-    tokens, channels, generator = int(STEPS[step].starts[-1]), heads * value_dim, torch.Generator().manual_seed(5)
-    x = torch.randn(tokens, channels + 2 * key_dim, generator=generator).to(dtype)
+    tokens, channels = int(STEPS[step].starts[-1]), heads * key_dim * value_dim // state_size
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(tokens, channels + 2 * state_size, generator=generator).to(dtype)
     steps = torch.randn(tokens, channels, generator=generator).sigmoid()
-    rates = -torch.randn(key_dim, channels, generator=generator).exp()
+    rates = -torch.randn(state_size, channels, generator=generator).exp()
 
     def run(ops: Any, kept: RecurrentState) -> Tensor:
-        matrices = kept.matrices.view(-1, 1, key_dim, channels)
-        parts = x.split_with_sizes((channels, key_dim, key_dim), dim=1)
+        matrices = kept.matrices.view(-1, 1, state_size, channels)
+        parts = x.split_with_sizes((channels, state_size, state_size), dim=1)
         out: Tensor = ops.selective_scan(parts[0], steps, rates, *parts[1:], matrices, STEPS[step])
+        return out
+
+    assert_alike(run, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1.0, 40.0])
+@pytest.mark.parametrize("step", STEPS)
+def test_wkv_is_that_of_the_reference(step: str, size: float, dtype: torch.dtype) -> None:
+    """Of a state with one head, in the memory of several. With keys whose exponentials float32 does not have, too."""
+    heads, _, key_dim, value_dim = SIZES.values()
+    tokens, channels = int(STEPS[step].starts[-1]), heads * key_dim * value_dim // 3
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(tokens, 2 * channels, generator=generator).to(dtype)
+    decay, bonus = -torch.randn(channels, generator=generator).exp(), torch.randn(channels, generator=generator)
+    key, value = x[:, :channels] * size, x[:, channels:]
+
+    def run(ops: Any, kept: RecurrentState) -> Tensor:
+        matrices = kept.matrices.view(-1, 1, 3, channels)
+        matrices[:, :, 1].abs_().add_(0.1)
+        out: Tensor = ops.wkv(key, value, decay, bonus, matrices, STEPS[step])
         return out
 
     assert_alike(run, dtype)

@@ -421,8 +421,20 @@ def test_linear_attention(step: str, per_feature: bool, is_delta: bool) -> None:
 
 
 @pytest.mark.parametrize("step", ["decodes", "short"])
-def test_selective_scan(step: str) -> None:
-    test_recurrent.test_selective_scan_is_that_of_the_reference(step, torch.float32)
+def test_linear_attention_with_values_of_an_odd_size(step: str) -> None:
+    test_recurrent.test_values_of_an_odd_size_are_those_of_the_reference(step)
+
+
+@pytest.mark.parametrize("state_size", [test_recurrent.SIZES["key_dim"], 1])
+@pytest.mark.parametrize("step", ["decodes", "short"])
+def test_selective_scan(step: str, state_size: int) -> None:
+    test_recurrent.test_selective_scan_is_that_of_the_reference(step, state_size, torch.float32)
+
+
+@pytest.mark.parametrize("size", [1.0, 40.0])
+@pytest.mark.parametrize("step", ["decodes", "short"])
+def test_wkv(step: str, size: float) -> None:
+    test_recurrent.test_wkv_is_that_of_the_reference(step, size, torch.float32)
 
 
 @pytest.mark.parametrize("width", [1, 50, 5000])
@@ -496,7 +508,7 @@ def test_every_kernel_compiles_ahead(capability: int, types: list[str]) -> None:
     *variants, last = done.stdout.splitlines()
     assert last == f"{len(variants)} kernels compiled for sm_{capability}"
     names = {line.split()[0] for line in variants}
-    assert len(names) == 29, names
+    assert len(names) == 30, names
     for name in (
         "_act_mul",
         "_decodes",

@@ -34,8 +34,19 @@ STEPS = 64
 WITH_OTHER_MATRICES = (
     *("Gemma 3n", "Gemma 4, experts", "Gemma 4, layer inputs, shared keys and values"),
     *("Nemotron 3", "Nemotron 3, latent experts", "Zamba2", "LFM3", "MiniMax-M3", "DeepSeek V4"),
+    *("RecurrentGemma", "xLSTM", "RWKV-4"),
 )
 """Cases with matrices that others do not have."""
+WHATEVER_THE_BATCH: dict[str, dict[str, Any]] = {
+    "Gemma 3n": {},
+    "Gemma 3n, another stream": {},
+    "Gemma 4, layer inputs, shared keys and values": {},
+    "xLSTM": {},
+    "RecurrentGemma": {"hidden_size": 64},
+    "RWKV-4": {"hidden_size": 64},
+}
+"""Cases whose logits are the same in every batch, bit by bit, and settings for that: torch rounds the sigmoids of what
+is left of a batch after the last whole vector otherwise."""
 QUANTIZED = (
     *WITH_OTHER_MATRICES,
     *("Qwen3-Next", "Qwen3.5 MoE", "OLMo hybrid", "Kimi Linear", "Ling hybrid", "MiniMax", "LFM2-MoE"),
@@ -59,6 +70,19 @@ def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
         config = configure(tmp_path, tensor_parallel_size=tp, pipeline_parallel_size=pp, max_model_len=length)
         for result in on_ranks(tp, partial(logits, config, tokens)):
             assert (result - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize("case", WHATEVER_THE_BATCH)
+def test_logits_do_not_depend_on_the_batch(case: str, tmp_path: Path) -> None:
+    write(case, tmp_path, **WHATEVER_THE_BATCH[case])
+    config = configure(tmp_path, max_model_len=LENGTHS.get(case, 256))
+    generator = torch.Generator().manual_seed(1)
+    one, few, others, many = (torch.randint(0, 131, (length,), generator=generator) for length in (1, 6, 25, 90))
+    for tokens, besides in ((one, ([few], [many, others])), (many, ([one], [few, one, others]))):
+        (alone,) = on_ranks(1, partial(logits, config, tokens))
+        for beside in besides:
+            (found,) = on_ranks(1, partial(logits, config, tokens, beside=beside))
+            assert torch.equal(found, alone)
 
 
 @pytest.mark.parametrize("case", RENAMED)
@@ -209,9 +233,17 @@ def test_settings_of_step_that_would_change_answers_are_refused(changes: dict[st
         ("Hunyuan 4", {"enable_ihc": False}, "enable_ihc False is not supported"),
         ("Hunyuan 4", {"learnable_sink": False}, "learnable_sink False is not supported"),
         ("DeepSeek V4", {"hc_sinkhorn_iters": 0}, "hc_sinkhorn_iters 0 is not supported"),
+        ("XGLM", {"pad_token_id": 2}, "pad_token_id 2 is not supported; supported: 1, 0, None"),
+        ("XGLM", {"add_cross_attention": True}, "add_cross_attention True is not supported"),
+        ("xLSTM", {"use_bias": True}, "use_bias True is not supported"),
+        ("xLSTM", {"weight_mode": "fused"}, "weight_mode 'fused' is not supported"),
+        ("xLSTM", {"num_heads": 5}, "num_heads 5 does not divide 64 features of keys and 128 of values"),
+        ("RecurrentGemma", {"lru_width": 50}, "50 channels of the recurrent unit cannot be divided into 4 blocks"),
+        ("RecurrentGemma", {"block_types": ["recurrent", "global"]}, "layers of type global are not supported"),
+        ("RecurrentGemma", {"embeddings_scale_by_sqrt_dim": False}, "embeddings_scale_by_sqrt_dim False is not"),
     ],
 )
-def test_settings_of_latent_attention_that_would_change_answers_are_refused(
+def test_settings_of_families_that_would_change_answers_are_refused(
     case: str, changes: dict[str, Any], message: str
 ) -> None:
     architecture, own = CASES[case]
@@ -237,6 +269,28 @@ def test_hunyuan_4_has_its_published_number_of_parameters() -> None:
     assert arch.stage_parameters([range(arch.num_layers)], 0, 1) == 769_907_408_797
     indexers = [isinstance(each.attention, MLASpec) and each.attention.indexer is not None for each in arch.layers]
     assert [number for number, has_indexer in enumerate(indexers) if has_indexer][:4] == [0, 1, 5, 9]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "settings", "count"),
+    [
+        ("xLSTMForCausalLM", {}, 6_865_424_896),
+        ("RecurrentGemmaForCausalLM", {"num_key_value_heads": 1, "intermediate_size": 15360}, 2_682_862_080),
+        ("RwkvForCausalLM", {"hidden_size": 768, "num_hidden_layers": 12}, 169_342_464),
+        ("OpenAIGPTLMHeadModel", {"n_embd": 768, "n_head": 12, "n_layer": 12}, 116_534_784),
+        (
+            "XGLMForCausalLM",
+            {"vocab_size": 256008, "d_model": 1024, "ffn_dim": 4096, "num_layers": 24, "attention_heads": 16},
+            564_463_616,
+        ),
+    ],
+)
+def test_models_have_their_published_numbers_of_parameters(
+    architecture: str, settings: dict[str, Any], count: int
+) -> None:
+    """xLSTM 7B, RecurrentGemma 2B, RWKV-4 169M, GPT, and XGLM 564M."""
+    arch = from_hf_config({**settings, "architectures": [architecture]})
+    assert arch.stage_parameters([range(arch.num_layers)], 0, 1) == count
 
 
 def test_every_family_has_a_case_and_a_line_in_the_document() -> None:

@@ -340,7 +340,8 @@ def test_gptq_takes_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.parametrize(
-    ("case", "stages"), [("Zamba2", 1), ("Gemma 3n", 3), ("GLM-5, shared selection", 3), ("Gemma 4, experts", 4)]
+    ("case", "stages"),
+    [("Zamba2", 1), ("Gemma 3n", 3), ("GLM-5, shared selection", 3), ("Gemma 4, experts", 4), ("DBRX", 4)],
 )
 def test_gptq_rounds_every_layer_once(case: str, stages: int, tmp_path: Path) -> None:
     """Also layers that share weights, keys and values or selected tokens, which are in a stage, and stacked experts."""
