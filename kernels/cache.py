@@ -9,6 +9,7 @@ follow all of its numbers, so that the rows of numbers and the scales are each a
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -111,24 +112,32 @@ class RecurrentState(NamedTuple):
     """Float32 `[pages, heads, key_head_dim, value_head_dim]`."""
     inputs: Tensor
     """The last inputs of the causal convolution, `[pages, conv_size - 1, channels]`."""
+    others: tuple[Tensor, ...] = ()
+    """The same of other convolutions in the layer."""
 
 
 def recurrent_states(
-    cache: Tensor, blocks_per_page: int, matrices: tuple[int, int, int], inputs: tuple[int, int], dtype: torch.dtype
+    cache: Tensor,
+    blocks_per_page: int,
+    matrices: tuple[int, int, int],
+    inputs: tuple[int, int],
+    dtype: torch.dtype,
+    others: Sequence[tuple[int, int]] = (),
 ) -> RecurrentState:
     """View the memory of a layer's `cache` `[num_tensors, blocks, …]` as pages of states.
 
-    `matrices` are the heads and the sizes of each one's matrix; `inputs`, of type `dtype`, the tokens and channels.
+    `matrices` are the heads and the sizes of each one's matrix; `inputs`, of type `dtype`, the tokens and channels, and
+    `others` those of other convolutions.
     """
     memory = cache.transpose(0, 1).view(torch.uint8).flatten(1)
     pages = len(memory) // blocks_per_page
     rows = memory[: pages * blocks_per_page].view(pages, -1)
-    first = 4 * math.prod(matrices)
-    last = first + math.prod(inputs) * dtype.itemsize
-    return RecurrentState(
-        torch.unflatten(rows[:, :first].view(torch.float32), 1, matrices),
-        torch.unflatten(rows[:, first:last].view(dtype), 1, inputs),
-    )
+    end, found = 4 * math.prod(matrices), []
+    kept = torch.unflatten(rows[:, :end].view(torch.float32), 1, matrices)
+    for shape in (inputs, *others):
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        found.append(torch.unflatten(rows[:, start:end].view(dtype), 1, shape))
+    return RecurrentState(kept, found[0], tuple(found[1:]))
 
 
 def page_rows(cache: Tensor, blocks_per_page: int, first: int, count: int, width: int) -> Tensor:

@@ -244,6 +244,7 @@ def select_tokens(
     sequence_lengths: Tensor,
     query_starts: Tensor,
     top_k: int,
+    tokens_per_key: int = 1,
 ) -> Tensor:
     """Choose the tokens that each query attends to (DeepSeek-V3.2, 2025); returns slots, int64 `[tokens, top_k]`.
 
@@ -252,24 +253,31 @@ def select_tokens(
     (block * block_size + offset) are in the order of the tokens. A query with fewer tokens has all of them, followed by
     the slot of the first again. `query` is `[tokens, heads, head_dim]`, `weights` float32 `[tokens, heads]`, and
     `cache` `[1, blocks, 1, block_size, row]` has the keys. The other arguments are those of `paged_attention`.
+
+    With `tokens_per_key`, the keys are of groups of so many tokens, and are what is chosen: a query sees those whose
+    tokens are all up to its own, which may be none.
     """
     block_size, chosen = cache.shape[3], torch.empty(len(query), top_k, dtype=torch.int64, device=query.device)
     starts, lengths = query_starts.tolist(), sequence_lengths.tolist()
     for request, (start, end) in enumerate(pairwise(starts)):
-        length, count = lengths[request], min(top_k, lengths[request])
+        length, keys_seen = lengths[request], lengths[request] // tokens_per_key
         chosen[start:end] = block_tables[request, 0] * block_size
-        keys = read_kv(cache[0], block_tables[request], length, torch.float32)[:, 0]
-        places = torch.arange(length, device=query.device)
+        if not keys_seen:
+            continue
+        count = min(top_k, keys_seen)
+        keys = read_kv(cache[0], block_tables[request], keys_seen, torch.float32)[:, 0]
+        places = torch.arange(keys_seen, device=query.device)
         slots = block_tables[request, places // block_size] * block_size + places % block_size
-        piece = max(1, _SCORE_ELEMENTS // (length * query.shape[1]))
+        piece = max(1, _SCORE_ELEMENTS // (keys_seen * query.shape[1]))
         for rows in torch.split(torch.arange(start, end, device=query.device), piece):
-            products = F.relu(query[rows].float() @ keys.T)  # [queries, heads, length]
+            seen = (rows + (length - end + 1))[:, None] // tokens_per_key
+            products = F.relu(query[rows].float() @ keys.T)  # [queries, heads, keys]
             scores = torch.einsum("qhk,qh->qk", products, weights[rows])
             scores = scores.where(scores == scores, -torch.inf)
-            scores.masked_fill_(places > (rows + (length - end))[:, None], -torch.inf)
+            scores.masked_fill_(places >= seen, -torch.inf)
             best = scores.sort(descending=True, stable=True).indices[:, :count]
             best = best.sort().values
-            chosen[rows, :count] = slots[best.where(best <= (rows + (length - end))[:, None], 0)]
+            chosen[rows, :count] = slots[best.where(best < seen, 0)]
     return chosen
 
 
@@ -352,7 +360,7 @@ def _read_slots(side: Tensor, slots: Tensor) -> Tensor:
 def compress_tokens(
     inputs: Tensor,
     position_bias: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     eps: float,
     cos_sin: Tensor,
     cache: Tensor,
@@ -366,20 +374,23 @@ def compress_tokens(
     them.
 
     A group has `ratio` tokens, the last one at a position where `(position + 1) % ratio` is 0. An entry is the RMSNorm,
-    with `weight` `[head_dim]` and `eps`, of a sum of the tokens' values. The weights of the sum are, for each feature,
-    a softmax of the tokens' gates plus `position_bias`, float32 `[ratio, width]`, by the place in the group. If width
-    is `2 * head_dim`, the first head_dim features are for the next group: the sum has the first features of the tokens
-    of the group before, if there is one, and the last ones of the group's own. Everything but the result is float32.
+    with `weight` `[head_dim]` and `eps`, of a sum of the tokens' values; None: the sum itself. The weights of the sum
+    are, for each feature, a softmax of the tokens' gates plus `position_bias`, float32 `[ratio, width]`, by the place
+    in the group. If width is `2 * head_dim`, the first head_dim features are for the next group: the sum has the first
+    features of the tokens of the group before, if there is one, and the last ones of the group's own. Everything but
+    the result is float32.
 
     `inputs` `[1, blocks, 1, block_size, 2 * width]` has the values and then the gates of the tokens, in the blocks
-    `block_tables`. The entry is stored in `cache` `[1, blocks, 1, rows, head_dim]`, of a float type, in the block of
-    `entry_tables` that its last token is in; a row is for `block_size // rows` tokens. Before, its last rotary_dim
-    features, which are pairs side by side, become the first ones, in halves, and are rotated as by `rotary`. `cos_sin`
-    `[tokens, rotary_dim]` has the rotation of the entry that ends with each token. Nothing is stored for a token with
-    -1 in `slots` `[tokens]`. The other arguments are those of `paged_attention`.
+    `block_tables`; without the gates, they are 0. The entry is stored in `cache` `[1, blocks, 1, rows, head_dim]`, of a
+    float type, in the block of `entry_tables` that its last token is in; a row is for `block_size // rows` tokens.
+    Before, its last rotary_dim features, which are pairs side by side, become the first ones, in halves, and are
+    rotated as by `rotary`. `cos_sin` `[tokens, rotary_dim]` has the rotation of the entry that ends with each token.
+    Nothing is stored for a token with -1 in `slots` `[tokens]`. A row of `cache` may be a part of what `inputs` has of
+    the last token of its group, if no other entry is computed from it. The other arguments are those of
+    `paged_attention`.
     """
     assert cache.dtype not in LARGEST
-    (ratio, width), head_dim, block_size, rows = position_bias.shape, len(weight), inputs.shape[3], cache.shape[3]
+    (ratio, width), block_size, (rows, head_dim) = position_bias.shape, inputs.shape[3], cache.shape[3:]
     parts = width // head_dim
     requests = torch.arange(len(sequence_lengths), device=slots.device).repeat_interleave(query_starts.diff())
     positions = torch.arange(len(slots), device=slots.device) + (sequence_lengths - query_starts[1:])[requests]
@@ -389,14 +400,16 @@ def compress_tokens(
         at, request, last = positions[tokens, None] + before, requests[tokens, None], positions[tokens]
         seen = at.clamp(min=0)
         found = inputs[0, block_tables[request, seen // block_size], 0, seen % block_size].float()
-        values, gates = torch.unflatten(found, 1, (parts, ratio)).chunk(2, dim=-1)  # [groups, parts, ratio, width]
+        values, gates = torch.unflatten(found, 1, (parts, ratio)).tensor_split((width,), dim=-1)
+        gates = gates if gates.shape[-1] else torch.zeros_like(values)  # [groups, parts, ratio, width]
         gates = (gates + position_bias).masked_fill(torch.unflatten(at < 0, 1, (parts, ratio))[..., None], -torch.inf)
         values, gates = (
             torch.cat([x[:, part, :, part * head_dim : (part + 1) * head_dim] for part in range(parts)], dim=1)
             for x in (values, gates)
         )
         weights = gates.softmax(dim=1)
-        entry = F.rms_norm((values.where(weights > 0, 0.0) * weights).sum(dim=1), (head_dim,), weight.float(), eps)
+        entry = (values.where(weights > 0, 0.0) * weights).sum(dim=1)
+        entry = entry if weight is None else F.rms_norm(entry, (head_dim,), weight.float(), eps)
         plain, pairs = entry.tensor_split((head_dim - cos_sin.shape[1],), dim=1)
         entry = torch.cat((pairs[:, ::2], pairs[:, 1::2], plain), dim=1)[:, None]
         entry, _ = rotary(entry, entry[:, :0], cos_sin[tokens])

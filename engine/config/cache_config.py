@@ -50,23 +50,19 @@ def _check_chunks(model: ModelConfig, block_size: int) -> None:
 
 
 def _check_entries(model: ModelConfig, block_size: int, dtype: str) -> None:
-    """Check that a block has whole entries of compressed attention, if they are indexed, and numbers of a float
-    type."""
+    """Check that a block has whole groups of tokens that an indexer has one key of, and numbers of a float type if
+    there are such groups, or entries of compressed attention."""
     for attention in dict.fromkeys(layer.attention for layer in model.architecture.layers):
-        if not isinstance(attention, CompressedAttentionSpec):
+        if attention is None or (attention.tokens_per_key == 1 and not isinstance(attention, CompressedAttentionSpec)):
             continue
         if dtype not in DTYPE_BYTES:
             raise ConfigError(
                 f"--kv-cache-dtype {dtype} is not supported for {model.architecture.name}, whose cache has what "
                 "entries are computed from; use auto"
             )
-        if (
-            attention.compressor is not None
-            and attention.indexer is not None
-            and block_size % attention.compressor.ratio
-        ):
+        if block_size % attention.tokens_per_key:
             raise ConfigError(
-                f"--block-size {block_size} is not a multiple of the {attention.compressor.ratio} tokens that "
+                f"--block-size {block_size} is not a multiple of the {attention.tokens_per_key} tokens that "
                 f"{model.architecture.name} compresses to one entry"
             )
 

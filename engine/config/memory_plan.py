@@ -198,7 +198,8 @@ def read_bytes(config: EngineConfig, arch: ModelSpec, stage: int, weights: int, 
         read -= arch.embedded_parameters(tp) * DTYPE_BYTES[model.weight_dtype]
         read -= 0 if is_head else embedding_bytes(model, parallel.device, embedding)
     for number in parallel.stages[stage]:
-        mixture = arch.layers[number].feed_forward
+        mixture, ngrams = arch.layers[number].feed_forward, arch.layers[number].ngrams
+        read -= 0 if ngrams is None else ngrams.embedded_parameters(tp) * DTYPE_BYTES[model.dtype]
         if isinstance(mixture, MoESpec):
             matrices = mixture.expert_matrices(arch.hidden_size, tp)
             experts = sum(matrix_bytes(model, parallel.device, number, each) for each in matrices)

@@ -26,6 +26,7 @@ from quire.engine.layers.linear import (
     replicated,
 )
 from quire.engine.layers.norm import AcrossHeadsNorm, PerHeadNorm, make_norm
+from quire.engine.layers.rotary import Rotary
 from quire.engine.layers.weight import Weight
 from quire.engine.models import attention_spec, spec_parts
 
@@ -37,7 +38,9 @@ class Selection:
     """The tokens that the queries of a step attend to. Each layer with an indexer replaces it."""
 
     slots: Tensor | None = None
-    """See `kernels.select_tokens`; None: no context is longer than the selection."""
+    """`[tokens, top_k]`, as of `kernels.select_tokens`; None: no context is longer than the selection."""
+    counts: Tensor | None = None
+    """`[tokens]`, how many of each token's slots are valid."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,13 @@ class Batch:
         starts = [0, *self.host_metadata().counts.cumsum().tolist()]
         for first, last in pairwise((0, *(np.flatnonzero(forms[1:] != forms[:-1]) + 1).tolist(), len(forms))):
             yield first, last, slice(starts[first], starts[last])
+
+    def request_of_tokens(self, count: int) -> Tensor:
+        """The number of each token's request, `[count]`, for the step's number of tokens."""
+        tokens = torch.arange(count, device=self.query_starts.device)
+        if count == len(self.sequence_lengths):
+            return tokens
+        return torch.searchsorted(self.query_starts, tokens, right=True) - 1
 
     def requests(self, begin: int, end: int, rows: slice) -> Batch:
         """A batch with only these requests, whose tokens are `rows`."""
@@ -213,6 +223,41 @@ class BlockIndexer(nn.Module):
         return kernels.rotary_write_kv(query, key, None, cos_sin, keys, batch.slot_mapping)
 
 
+class GroupIndexer(nn.Module):
+    """Queries and keys of the selection that `quire.engine.models.attention_spec.GroupIndexerSpec` describes; all
+    ranks have the same."""
+
+    def __init__(
+        self, spec: attention_spec.GroupIndexerSpec, rope: spec_parts.RopeSpec | None, hidden_size: int
+    ) -> None:
+        super().__init__()
+        self._spec, self._rotary = spec, Rotary(rope, 0)
+        sizes = {"q": spec.num_heads * spec.head_dim, "k": spec.head_dim}
+        self.inputs = ColumnParallelLinear(
+            hidden_size, [Partition(name, size, 0, size) for name, size in sizes.items()], bias=False
+        )
+        self.query_norm = make_norm(spec.norm, spec.head_dim)
+        self.key_norm = make_norm(spec.norm, spec.head_dim)
+
+    def forward(self, x: Tensor, batch: Batch, cos_sin: Tensor, keys: Tensor) -> Tensor:
+        """Write the tokens' keys, and those of groups that end with one of them, to the cache `keys`; returns the
+        tokens' queries `[tokens, heads, head_dim]`."""
+        spec, weight = self._spec, self.key_norm.weight
+        assert isinstance(weight, Tensor)
+        heads = torch.unflatten(self.inputs(x), -1, (-1, spec.head_dim))
+        query, key = heads.split_with_sizes((spec.num_heads, 1), dim=1)
+        query = self.query_norm(query)
+        query, _ = kernels.rotary(query, query[:, :0], cos_sin)
+        kernels.rotary_write_kv(key[:, :0], key, None, cos_sin[:, :0], keys, batch.slot_mapping)
+        places = torch.zeros(spec.size, spec.head_dim, dtype=torch.float32, device=x.device)  # all alike
+        kernels.compress_tokens(
+            *(keys, places, weight.float() + spec.norm.offset, spec.norm.eps),
+            *(self._rotary(batch.positions + 1 - spec.size), keys[:, :, :, spec.size - 1 :: spec.size]),
+            *(batch.slot_mapping, batch.block_tables, batch.sequence_lengths, batch.query_starts, batch.block_tables),
+        )
+        return query
+
+
 class Attention(nn.Module):
     """Attention as described by `quire.engine.models.attention_spec.AttentionSpec`."""
 
@@ -234,9 +279,11 @@ class Attention(nn.Module):
         self.key_norm = None if spec.kv_source is not None else head_norm(spec, parts[1], parallel)
         self._value_norm = None if spec.value_norm is None else make_norm(spec.value_norm, spec.value_dim)
         self.sinks = Weight((heads.length,), heads.shard()) if spec.has_sinks else None
-        self.indexer = None
-        if spec.indexer is not None:
+        self.indexer: BlockIndexer | GroupIndexer | None = None
+        if isinstance(spec.indexer, attention_spec.BlockIndexerSpec):
             self.indexer = BlockIndexer(spec.indexer, spec.num_kv_heads, hidden_size, parallel)
+        elif spec.indexer is not None:
+            self.indexer = GroupIndexer(spec.indexer, spec.rope, hidden_size)
         self._slopes = None
         if spec.alibi:
             self._slopes = spec.alibi * alibi_slopes(spec.num_heads)[heads.start : heads.start + heads.length]
@@ -332,6 +379,7 @@ class Attention(nn.Module):
     def _attend_sparsely(self, query: Tensor, index_query: Tensor, batch: Batch, cache: Tensor, keys: Tensor) -> Tensor:
         """Like `_attend`, but the queries of requests that are longer than the selection attend to it."""
         assert self._spec.indexer is not None
+        attend = self._attend_to_blocks if isinstance(self.indexer, BlockIndexer) else self._attend_to_groups
         is_long = batch.host_metadata().lengths > self._spec.indexer.top_k
         if not is_long.any():
             return self._attend(query, batch, cache)
@@ -339,7 +387,7 @@ class Attention(nn.Module):
         for first, last, rows in batch.runs(is_long):
             part = batch.requests(first, last, rows)
             if is_long[first]:
-                mixed[rows] = self._attend_to_blocks(query[rows], index_query[rows], part, cache, keys)
+                mixed[rows] = attend(query[rows], index_query[rows], part, cache, keys)
             else:
                 mixed[rows] = self._attend(query[rows], part, cache)
         return mixed
@@ -349,13 +397,12 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Each KV head of a query attends to its own blocks. Nothing is read from the device."""
         spec, (tokens, heads), block_size = self._spec.indexer, index_query.shape[:2], cache.shape[3]
-        assert spec is not None
+        assert isinstance(spec, attention_spec.BlockIndexerSpec)
         blocks = kernels.select_blocks(
             *(index_query, keys, batch.block_tables, batch.sequence_lengths, batch.query_starts),
             *(spec.block_size, spec.num_blocks, spec.num_local_blocks),
         )
-        number = torch.arange(tokens, device=query.device)
-        request = torch.searchsorted(batch.query_starts, number, right=True) - 1
+        number, request = torch.arange(tokens, device=query.device), batch.request_of_tokens(tokens)
         positions = batch.sequence_lengths[request] - batch.query_starts[request + 1] + number
         before = (positions // spec.block_size + 1 - spec.num_blocks).clamp(min=0)  # blocks that are not selected
         counts = (positions + 1 - before * spec.block_size).clamp(min=1)
@@ -376,6 +423,40 @@ class Attention(nn.Module):
             )
             mixed[rows] = torch.unflatten(found, 0, (-1, heads)).flatten(1, 2)
         return mixed
+
+    def _attend_to_groups(
+        self, query: Tensor, index_query: Tensor, batch: Batch, cache: Tensor, keys: Tensor
+    ) -> Tensor:
+        """All heads of a query attend to the same groups. Nothing is read from the device."""
+        spec = self._spec.indexer
+        assert isinstance(spec, attention_spec.GroupIndexerSpec)
+        weights = torch.ones(index_query.shape[:2], dtype=torch.float32, device=query.device)
+        chosen = kernels.select_tokens(
+            *(index_query, weights, keys[:, :, :, spec.size - 1 :: spec.size], batch.block_tables),
+            *(batch.sequence_lengths, batch.query_starts, spec.num_groups, spec.size),
+        )
+        slots, counts = tokens_of_groups(chosen, batch, spec.size, cache.shape[3])
+        return kernels.sparse_attention(query, cache, slots, counts, self._spec.scale)
+
+
+def tokens_of_groups(chosen: Tensor, batch: Batch, size: int, block_size: int) -> tuple[Tensor, Tensor]:
+    """The slots of the tokens of `chosen` groups `[tokens, groups]`, which are slots of groups of `size` tokens, and of
+    those after the last complete group: `[tokens, (groups + 1) * size - 1]`; and how many of each token's are valid,
+    `[tokens]`."""
+    tokens, most = chosen.shape
+    device, width = chosen.device, (most + 1) * size - 1
+    number, owners = torch.arange(width, device=device), batch.request_of_tokens(tokens)
+    place = torch.arange(tokens, device=device)
+    seen = (batch.sequence_lengths[owners] - batch.query_starts[owners + 1] + place + 1).clamp(min=1)
+    in_groups = (seen // size).clamp(max=most) * size
+    slots = chosen.new_empty(tokens, width)
+    for rows in torch.split(place, max(1, attention_spec.SCORES_AT_ONCE // width)):
+        of_groups = chosen[rows].repeat_interleave(size, dim=1) * size + number[: most * size] % size
+        ends, counts = seen[rows, None], in_groups[rows, None]
+        places = (ends - ends % size + number - counts).clamp(min=0).minimum(ends - 1)
+        after = batch.block_tables[owners[rows, None], places // block_size] * block_size + places % block_size
+        slots[rows] = torch.where(number < counts, F.pad(of_groups, (0, size - 1)), after)
+    return slots, in_groups + seen % size
 
 
 def scale_queries(query: Tensor, positions: Tensor, spec: spec_parts.QueryScaleSpec | None) -> Tensor:
@@ -441,7 +522,10 @@ def _kernel_layer(spec: attention_spec.AttentionSpec | attention_spec.MLASpec, t
     num_tensors, kv_heads, size = spec.kv_shape(tp)
     if isinstance(spec, attention_spec.MLASpec):
         heads, is_mla = spec.num_heads // tp, num_tensors == 1
-        return kernels.AttentionLayer(heads, kv_heads, size, spec.scale, is_mla=is_mla, has_sinks=spec.has_sinks)
+        window = spec.window or 0
+        return kernels.AttentionLayer(
+            heads, kv_heads, size, spec.scale, window, is_mla=is_mla, has_sinks=spec.has_sinks
+        )
     return kernels.AttentionLayer(
         *(spec.num_heads // tp, kv_heads, size, spec.scale, 0 if spec.is_chunked else spec.window or 0, spec.softcap),
         has_sinks=spec.has_sinks,

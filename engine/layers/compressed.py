@@ -71,22 +71,22 @@ class EntryIndexer(nn.Module):
         super().__init__()
         assert spec.compressor is not None
         assert spec.indexer is not None
-        self._spec = spec.indexer
+        self._spec, self._ratio = spec.indexer, spec.compressor.ratio
         self.compressor = Compressor(spec.compressor, hidden_size, spec.indexer.head_dim)
         self.query = replicated(spec.q_lora_rank, spec.indexer.num_heads * spec.indexer.head_dim)
         self.weights = ReplicatedLinear(hidden_size, spec.indexer.num_heads, bias=False)
         self._scale = (spec.indexer.num_heads * spec.indexer.head_dim) ** -0.5
 
-    def forward(
-        self, x: Tensor, latent_query: Tensor, cos_sin: Tensor, keys: Tensor, tables: Tensor, counts: Tensor
-    ) -> Tensor:
-        """The slots in `keys` of the selected ones of `counts` `[tokens]` entries, `[tokens, top_k]`, which are in the
-        blocks `tables` `[tokens, blocks]`. The first ones are valid, up to their number."""
+    def forward(self, x: Tensor, latent_query: Tensor, cos_sin: Tensor, keys: Tensor, batch: Batch) -> Tensor:
+        """The slots in `keys` of the selected entries, `[tokens, top_k]`. The first ones are valid, up to the number of
+        entries that a token sees."""
+        assert batch.entries is not None
         query = self.query(latent_query).unflatten(-1, (self._spec.num_heads, -1))
         query, _ = kernels.rotary(query, query[:, :0], cos_sin)
-        starts = torch.arange(len(x) + 1, device=x.device)
-        weights = self.weights.logits(x) * self._scale
-        return kernels.select_tokens(query, weights, keys, tables, counts.clamp(min=1), starts, self._spec.top_k)
+        return kernels.select_tokens(
+            *(query, self.weights.logits(x) * self._scale, keys, batch.entries.block_tables),
+            *(batch.sequence_lengths, batch.query_starts, self._spec.top_k, self._ratio),
+        )
 
 
 class CompressedAttention(nn.Module):
@@ -134,26 +134,13 @@ class CompressedAttention(nn.Module):
             assert isinstance(x, Tensor)
             self._compress(x, batch, cache)
             if self.indexer is not None:
-                chosen = self._select(self.indexer, (x, latent_query, cos_sin), batch, cache)
+                assert cache.keys is not None
+                chosen = self.indexer(x, latent_query, cos_sin, cache.keys, batch)
         mixed = self._attend(query, batch, cache, chosen)
         cos, sin = cos_sin.chunk(2, dim=-1)
         mixed, _ = kernels.rotary(mixed, mixed[:, :0], torch.cat((cos, -sin), dim=-1))
         out: Tensor = self.output(self.group_output(_rotary_last(mixed, spec.rope.dim).flatten(1)))
         return out
-
-    def _select(
-        self, indexer: EntryIndexer, inputs: tuple[Tensor, Tensor, Tensor], batch: Batch, cache: CompressedCache
-    ) -> Tensor:
-        """The slots of the selected entries, `[tokens, top_k]`, of as many tokens at once as their tables fit."""
-        assert cache.keys is not None
-        assert batch.entries is not None
-        tables, counts = batch.entries.block_tables, (batch.positions + 1) // self._spec.compressor_ratio
-        size = max(1, attention_spec.SCORES_AT_ONCE // tables.shape[1])
-        if len(tables) == len(counts) <= size:
-            chosen: Tensor = indexer(*inputs, cache.keys, tables, counts)
-            return chosen
-        parts = zip(*(torch.split(each, size) for each in (*inputs, _requests(batch), counts)), strict=True)
-        return torch.cat([indexer(*part, cache.keys, tables[owners], ends) for *part, owners, ends in parts])
 
     def _compress(self, x: Tensor, batch: Batch, cache: CompressedCache) -> None:
         """Write what compressors need of the tokens, and the entries of the groups that end with one of them."""
@@ -177,7 +164,7 @@ class CompressedAttention(nn.Module):
         """`[tokens, heads, head_dim]` → the same. `chosen` are the slots of the selected entries, `[tokens, top_k]`."""
         spec, size, device = self._spec, cache.block_size, query.device
         most = 0 if spec.compressor is None else spec.max_entries(int(batch.host_metadata().lengths.max(initial=1)))
-        requests, sides = _requests(batch), cache.memory.expand(2, *cache.memory.shape[1:])
+        requests, sides = batch.request_of_tokens(len(query)), cache.memory.expand(2, *cache.memory.shape[1:])
         sinks, mixed = self.sinks.float(), torch.empty_like(query)
         window, number = torch.arange(spec.window, device=device), torch.arange(most, device=device)
         places = torch.arange(spec.window + most, device=device)
@@ -218,14 +205,6 @@ def compressed_cache(
         first = block_size * spec.head_dim
         inputs = kernels.page_rows(memory, blocks_per_page, first, block_size, spec.inputs_width)
     return CompressedCache(memory, tokens, inputs, keys)
-
-
-def _requests(batch: Batch) -> Tensor:
-    """The request of each token, `[tokens]`."""
-    tokens = torch.arange(len(batch.positions), device=batch.positions.device)
-    if len(batch.positions) == len(batch.sequence_lengths):
-        return tokens
-    return torch.searchsorted(batch.query_starts, tokens, right=True) - 1
 
 
 def _rotary_last(x: Tensor, rotary: int) -> Tensor:

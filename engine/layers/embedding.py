@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -12,20 +14,29 @@ from quire.engine.layers.quantized import QuantizedParameters
 from quire.engine.layers.weight import Shard, Weight
 
 
-def vocab_weight(vocab_size: int, parallel: Parallel, *columns: int) -> Weight:
-    """This rank's rows `[ceil(vocab_size / ranks), *columns]`; those of the last ranks are padded."""
+def vocab_weight(vocab_size: int, parallel: Parallel, *columns: int, parts: Mapping[str, int] | None = None) -> Weight:
+    """This rank's rows `[ceil(vocab_size / ranks), *columns]`; those of the last ranks are padded. The checkpoint may
+    have them in `parts` with so many rows, one after another."""
     rows = -(-vocab_size // parallel.size)
-    start = min(parallel.rank * rows, vocab_size)
-    return Weight((rows, *columns), Shard((vocab_size, *columns), start, min(rows, vocab_size - start)))
+    first = min(parallel.rank * rows, vocab_size)
+    last, start, shards = min(first + rows, vocab_size), 0, []
+    for name, count in ({"": vocab_size} if parts is None else parts).items():
+        begin, end = max(first, start), max(first, start, min(last, start + count))
+        if end > begin or parts is None:
+            shards.append(Shard((count, *columns), begin - start, end - begin, offset=begin - first, part=name))
+        start += count
+    return Weight((rows, *columns), *shards)
 
 
 class VocabParallelEmbedding(nn.Module):
     """Token ids to vectors; each rank looks up the ids in its shard, and the ranks' results are summed."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, parallel: Parallel) -> None:
+    def __init__(
+        self, vocab_size: int, hidden_size: int, parallel: Parallel, parts: Mapping[str, int] | None = None
+    ) -> None:
         super().__init__()
         self._parallel = parallel
-        self.weight = vocab_weight(vocab_size, parallel, hidden_size)
+        self.weight = vocab_weight(vocab_size, parallel, hidden_size, parts=parts)
         self._rows, self._width = self.weight.shape
         self.quantized: QuantizedParameters | None = None
         """In place of the weight, if it is kept as the checkpoint stores it."""

@@ -8,6 +8,10 @@ rounding.
 
 With sparse attention (DeepSeek-V3.2, 2025), the queries of requests that are longer than the selection attend to the
 selected rows, in the latent space. Shorter requests attend to all rows, as without it.
+
+An indexer with a pool (GLM-5.3, 2026) keeps a token's key and gates until its group is complete. Then the group's key
+replaces the last token's own, which nothing else needs: when a token of the group is computed again, so are those after
+it.
 """
 
 from __future__ import annotations
@@ -17,11 +21,12 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quire import kernels
 from quire.engine.distributed.communicator import Parallel
-from quire.engine.layers.attention import Batch, IndexedCache, Selection, scale_queries
+from quire.engine.layers.attention import Batch, IndexedCache, Selection, scale_queries, tokens_of_groups
 from quire.engine.layers.linear import (
     ColumnParallelLinear,
     Linear,
@@ -32,7 +37,7 @@ from quire.engine.layers.linear import (
     replicated,
 )
 from quire.engine.layers.norm import RMSNorm, make_norm
-from quire.engine.layers.weight import Weight
+from quire.engine.layers.weight import Weight, whole
 from quire.engine.models import attention_spec
 
 Ints = npt.NDArray[np.int64]
@@ -63,22 +68,37 @@ class Indexer(nn.Module):
         size = spec.num_heads * spec.head_dim
         self.query = replicated(q_lora_rank, size)
         self.key = replicated(hidden_size, spec.head_dim)
+        self.gate = self.position_bias = None
+        if spec.pool > 1:
+            shape = spec.pool, spec.head_dim
+            self.gate = ReplicatedLinear(hidden_size, spec.head_dim, bias=False)
+            self.position_bias = Weight(shape, whole(*shape), dtype=torch.float32)
         self.key_norm = make_norm(spec.norm, spec.head_dim)
         self.weights = ReplicatedLinear(hidden_size, spec.num_heads, bias=False)
         self._scale = (spec.num_heads * spec.head_dim) ** -0.5
 
-    def forward(self, x: Tensor, latent_query: Tensor, batch: Batch, cos_sin: Tensor, keys: Tensor) -> Tensor | None:
-        """Write the tokens' keys to the cache `keys`, and return the slots to attend to, `[tokens, top_k]`; None if no
-        request is longer than top_k."""
+    def forward(self, x: Tensor, latent_query: Tensor, batch: Batch, cos_sin: Tensor, keys: Tensor) -> Selection:
+        """Write what is kept of the tokens to the cache `keys`, and select the tokens to attend to, if a request is
+        longer than top_k."""
+        pool, top_k = self._spec.pool, self._top_k
         query = self.query(latent_query).unflatten(-1, (self._spec.num_heads, -1))
-        key = self.key_norm(self.key(x))[:, None]
-        query = kernels.rotary_write_kv(query, key, None, cos_sin, keys, batch.slot_mapping)
-        if batch.host_metadata().lengths.max() <= self._top_k:
-            return None
-        return kernels.select_tokens(
-            *(query, self.weights.logits(x) * self._scale, keys, batch.block_tables, batch.sequence_lengths),
-            *(batch.query_starts, self._top_k),
-        )
+        key = self.key_norm(self.key(x))
+        key = key if self.gate is None else torch.cat((key, self.gate.logits(x).to(key.dtype)), dim=-1)
+        query = kernels.rotary_write_kv(query, key[:, None], None, cos_sin, keys, batch.slot_mapping)
+        place, rows = (batch.block_tables, batch.sequence_lengths, batch.query_starts), keys
+        if self.position_bias is not None:
+            no_turns = cos_sin[:, :0]
+            keys = rows[:, :, :, pool - 1 :: pool, : self._spec.head_dim]
+            kernels.compress_tokens(
+                *(rows, self.position_bias, None, 0.0, no_turns, keys, batch.slot_mapping, *place, batch.block_tables)
+            )
+        if batch.host_metadata().lengths.max() <= top_k:
+            return Selection()
+        weights = self.weights.logits(x) * self._scale
+        chosen = kernels.select_tokens(query, weights, keys, *place, top_k // pool, pool)
+        if pool > 1:
+            return Selection(*tokens_of_groups(chosen, batch, pool, rows.shape[3]))
+        return Selection(chosen, (batch.positions + 1).clamp(max=top_k))
 
 
 class MLA(nn.Module):
@@ -101,6 +121,7 @@ class MLA(nn.Module):
         if isinstance(self.query_norm, RMSNorm) and spec.indexer is None and spec.output_gate != "queries":
             self.query_norm.feed(self.query)
         self.latent_norm = make_norm(spec.norm, spec.kv_lora_rank)
+        self.rotary_norm = None if spec.rotary_norm is None else make_norm(spec.rotary_norm, spec.rope.dim)
         self.up = PerHeadUp(spec.kv_lora_rank, [keys_and_values], bias=False)
         self.gate = None
         if spec.gate_dim:
@@ -141,7 +162,8 @@ class MLA(nn.Module):
             if self.indexer is not None:
                 assert keys is not None
                 assert isinstance(hidden, Tensor)
-                selection.slots = self.indexer(hidden, normed, batch, cos_sin, keys)
+                found: Selection = self.indexer(hidden, normed, batch, cos_sin, keys)
+                selection.slots, selection.counts = found.slots, found.counts
             if spec.output_gate == "queries":
                 x = torch.cat((normed, latent_query), dim=-1)
         query = self.query(x).unflatten(-1, (self._heads, spec.query_dim))  # a head's rotary features come first
@@ -150,21 +172,22 @@ class MLA(nn.Module):
             query = query.contiguous()
         query = scale_queries(query, batch.positions, spec.query_scale)
         rotary_key, latent = down.split((spec.rope.dim, spec.kv_lora_rank), dim=-1)
-        key = torch.cat((rotary_key, self.latent_norm(latent)), dim=-1)[:, None]
+        rotary_key = rotary_key if self.rotary_norm is None else self.rotary_norm(rotary_key)
+        latent = self.latent_norm(latent)
+        latent = latent if spec.latent_multiplier == 1.0 else latent * spec.latent_multiplier
+        key = torch.cat((rotary_key, latent), dim=-1)[:, None]
         query = kernels.rotary_write_kv(query, key, None, cos_sin, cache, batch.slot_mapping)
-        mixed = self._attend(query, batch, cache, None if spec.top_k is None else selection.slots)
+        mixed = self._attend(query, batch, cache, None if spec.top_k is None else selection)
         if gate is not None:
             mixed = mixed * gate.float().sigmoid().to(mixed.dtype)
         out: Tensor = self.output(mixed.flatten(1))
         return out
 
-    def _attend(self, query: Tensor, batch: Batch, cache: Tensor, slots: Tensor | None = None) -> Tensor:
-        """`[tokens, heads, head_dim]` → `[tokens, heads, value_dim]`, in the cheaper form for each request.
-
-        `slots` are the selected tokens of each query, `[tokens, top_k]`.
-        """
-        counts, lengths, _ = batch.host_metadata()
-        forms = np.where(counts >= self._plain_from, _PLAIN, _ABSORBED)
+    def _attend(self, query: Tensor, batch: Batch, cache: Tensor, selection: Selection | None = None) -> Tensor:
+        """`[tokens, heads, head_dim]` → `[tokens, heads, value_dim]`, in the cheaper form for each request."""
+        (counts, lengths, _), slots = batch.host_metadata(), None if selection is None else selection.slots
+        is_plain = (counts >= self._plain_from) & (self._spec.window is None)  # the plain form reads all rows
+        forms = np.where(is_plain, _PLAIN, _ABSORBED)
         if slots is not None:
             forms[lengths > slots.shape[1]] = _SPARSE
         if not (forms != _ABSORBED).any():
@@ -173,7 +196,9 @@ class MLA(nn.Module):
         mixed = query.new_empty(*query.shape[:2], self._spec.v_head_dim)
         for first, last, rows in batch.runs(forms):
             if slots is not None and forms[first] == _SPARSE:
-                mixed[rows] = self.sparse(query[rows], slots[rows], batch.positions[rows], cache)
+                assert selection is not None
+                assert selection.counts is not None
+                mixed[rows] = self.sparse(query[rows], slots[rows], selection.counts[rows], cache)
                 continue
             is_plain = forms[first] == _PLAIN
             for begin, end in self._group_requests(lengths, first, last) if is_plain else [(first, last)]:
@@ -206,11 +231,12 @@ class MLA(nn.Module):
         rotary, plain = query.split_with_sizes((self._spec.rope.dim, self._spec.qk_nope_head_dim), dim=-1)
         return torch.cat((rotary, torch.einsum("thp,hpl->thl", plain, keys)), dim=-1)
 
-    def sparse(self, query: Tensor, slots: Tensor, positions: Tensor, cache: Tensor) -> Tensor:
-        """Like `absorbed`, but each query attends only to the rows in `slots` `[tokens, top_k]`."""
+    def sparse(self, query: Tensor, slots: Tensor, counts: Tensor, cache: Tensor) -> Tensor:
+        """Like `absorbed`, but each query attends only to the rows in the first `counts` `[tokens]` of its `slots`
+        `[tokens, top_k]`."""
         spec, (keys, values) = self._spec, self._matrices()
         sinks = None if self.sinks is None else self.sinks.float()
-        counts, sides = (positions + 1).clamp(max=slots.shape[1]), cache.expand(2, *cache.shape[1:])
+        sides = cache.expand(2, *cache.shape[1:])
         mixed = query.new_empty(*query.shape[:2], spec.v_head_dim)
         size = max(1, attention_spec.KEYS_AND_VALUES_AT_ONCE // (self._heads * (spec.rope.dim + spec.kv_lora_rank)))
         for start in range(0, len(query), size):
@@ -230,6 +256,7 @@ class MLA(nn.Module):
             batch.sequence_lengths,
             batch.query_starts,
             spec.scale,
+            window=spec.window or 0,
             host=batch.host,
             sinks=None if self.sinks is None else self.sinks.float(),
         )
@@ -251,11 +278,11 @@ class MLA(nn.Module):
         number = torch.arange(int(blocks.max()), device=query.device)
         expanded_tables = ((of_each.cumsum(0) - of_each)[:, None] + number).clamp(max=total - 1)
         width = max(spec.head_dim, spec.v_head_dim)
-        padded_query = torch.nn.functional.pad(query, (0, width - spec.head_dim))
+        padded_query = F.pad(query, (0, width - spec.head_dim))
         mixed = query.new_empty(*query.shape[:2], spec.v_head_dim)
         for heads in self._head_slices(len(rows)):
             weight = self.up.weight.view(self._heads, -1, spec.kv_lora_rank)[heads]
-            expanded = torch.nn.functional.linear(latent, weight.flatten(0, 1))
+            expanded = F.linear(latent, weight.flatten(0, 1))
             expanded = expanded.view(-1, *weight.shape[:2]).transpose(0, 1)  # [heads, rows, plain_dim + value_dim]
             keys, values = expanded.split_with_sizes((spec.qk_nope_head_dim, spec.v_head_dim), dim=-1)
             key_value = query.new_empty(2, *expanded.shape[:2], width)

@@ -117,7 +117,8 @@ class GatedDeltaNet(nn.Module):
             spec.key_head_dim**-0.5,
             _LENGTH_EPS,
         )
-        normed = self.norm(out).flatten(1) * F.silu(gate.float())
+        gate = gate.float().sigmoid() if spec.gate == "sigmoid" else F.silu(gate.float())
+        normed = self.norm(out).flatten(1) * gate
         return self.output(normed.to(x.dtype))  # type: ignore[no-any-return]
 
 

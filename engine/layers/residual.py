@@ -5,13 +5,21 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quire import kernels
-from quire.engine.layers.linear import GroupedLinear, Partition, replicated, stacked
+from quire.engine.layers.linear import GroupedLinear, Partition, ReplicatedLinear, replicated, stacked
 from quire.engine.layers.norm import make_norm
 from quire.engine.layers.weight import Weight, whole
-from quire.engine.models.model_spec import AltUpSpec, HyperConnectionSpec, LaurelSpec
+from quire.engine.models.model_spec import (
+    AltUpSpec,
+    ConnectionSpec,
+    GatedConnectionSpec,
+    HyperConnectionSpec,
+    LaurelSpec,
+)
+from quire.engine.models.spec_parts import NormSpec
 
 _SMALLEST_SQUARE = 1e-5
 """Of a projected stream's mean square, as in the authors' code."""
@@ -133,17 +141,94 @@ class HyperConnection(nn.Module):
         return kernels.mhc_post(x, mixing.streams, mixing.outputs, mixing.mixed)
 
 
+class StreamNorm(nn.Module):
+    """RMSNorm of each stream, with weights of its own."""
+
+    def __init__(self, norm: NormSpec, num_streams: int, hidden_size: int) -> None:
+        super().__init__()
+        self._norm, self._streams = norm, num_streams
+        self.weight = Weight((num_streams * hidden_size,), whole(num_streams * hidden_size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[tokens, streams * hidden_size]` → the same."""
+        streams = torch.unflatten(x.float(), -1, (self._streams, -1))
+        normed = F.rms_norm(streams, streams.shape[-1:], None, self._norm.eps).flatten(-2)
+        return (normed * (self.weight.float() + self._norm.offset)).to(x.dtype)
+
+
+class GatedConnection(nn.Module):
+    """The streams before and after an attention or a feed-forward layer, as described by
+    `quire.engine.models.model_spec.GatedConnectionSpec`."""
+
+    def __init__(self, spec: GatedConnectionSpec, hidden_size: int) -> None:
+        super().__init__()
+        self._streams, width = spec.num_streams, spec.num_streams * hidden_size
+        self.norm = StreamNorm(spec.norm, spec.num_streams, hidden_size)
+        self.down, self.up = replicated(width, spec.rank), replicated(spec.rank, width)
+        self.outputs = ReplicatedLinear(width, spec.num_streams, bias=False)
+
+    def before(self, x: Tensor) -> tuple[Tensor, Mixing]:
+        """The streams `[tokens, streams * hidden_size]` → the layer's input `[tokens, hidden_size]`."""
+        normed = self.norm(x)
+        gates = self.up(F.silu(self.down(normed) / self._streams))
+        outputs = 2 * (self.outputs.logits(normed) / self._streams).sigmoid()
+        return _mean_of_gated(normed, gates, self._streams), Mixing(x, outputs, outputs.new_empty(len(x), 0, 0))
+
+    def after(self, x: Tensor, mixing: Mixing) -> Tensor:
+        """The layer's output `[tokens, hidden_size]` → the streams `[tokens, streams * hidden_size]`."""
+        return kernels.mhc_post(x, mixing.streams, mixing.outputs, mixing.mixed)
+
+
+class GatedHead(nn.Module):
+    """The mean of the gated streams after the layers."""
+
+    def __init__(self, spec: GatedConnectionSpec, hidden_size: int) -> None:
+        super().__init__()
+        self._streams, width = spec.num_streams, spec.num_streams * hidden_size
+        self.norm = StreamNorm(spec.norm, spec.num_streams, hidden_size)
+        self.down = ReplicatedLinear(width, spec.rank, bias=False)
+        self.up = ReplicatedLinear(spec.rank, width, bias=False)
+
+    def merge(self, x: Tensor) -> Tensor:
+        """`[tokens, streams * hidden_size]` → `[tokens, hidden_size]`"""
+        normed = self.norm(x)
+        gates = self.up.logits(F.silu(self.down.logits(normed) / self._streams))
+        return _mean_of_gated(normed, gates, self._streams)
+
+
+def _mean_of_gated(streams: Tensor, gates: Tensor, count: int) -> Tensor:
+    """`[tokens, count * hidden_size]` → `[tokens, hidden_size]`"""
+    gated = streams * gates.sigmoid().to(streams.dtype)
+    return torch.unflatten(gated, -1, (count, -1)).mean(dim=1)
+
+
 class HyperHead(nn.Module):
-    """The sum of the streams after the layers, with weights that are computed from them."""
+    """The sum of the streams after the layers, with weights that are computed from them; or their mean."""
 
     def __init__(self, spec: HyperConnectionSpec, hidden_size: int) -> None:
         super().__init__()
         self._spec, shape = spec, (spec.num_streams, spec.num_streams * hidden_size)
+        if spec.averages:
+            return
         self.function = Weight(shape, whole(*shape), dtype=torch.float32)
         self.base = Weight(shape[:1], whole(shape[0]), dtype=torch.float32)
         self.scale = Weight((1,), whole(1), dtype=torch.float32)
 
     def merge(self, x: Tensor) -> Tensor:
         """`[tokens, streams * hidden_size]` → `[tokens, hidden_size]`"""
-        spec, weights = self._spec, (self.function, self.base, self.scale)
+        if (spec := self._spec).averages:
+            return torch.unflatten(x, -1, (spec.num_streams, -1)).mean(dim=1)
+        weights = self.function, self.base, self.scale
         return kernels.mhc_pre(x, *weights, spec.num_streams, spec.norm.eps, spec.eps)[0]
+
+
+def make_connection(spec: ConnectionSpec, hidden_size: int) -> HyperConnection | GatedConnection:
+    """The connection of a layer's streams."""
+    if isinstance(spec, GatedConnectionSpec):
+        return GatedConnection(spec, hidden_size)
+    return HyperConnection(spec, hidden_size)
+
+
+def make_merger(spec: ConnectionSpec, hidden_size: int) -> HyperHead | GatedHead:
+    """What makes one stream of several after the layers."""
+    return GatedHead(spec, hidden_size) if isinstance(spec, GatedConnectionSpec) else HyperHead(spec, hidden_size)

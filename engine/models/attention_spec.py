@@ -49,6 +49,60 @@ class BlockIndexerSpec:
         """Tokens that a query attends to at most."""
         return self.num_blocks * self.block_size
 
+    def features(self, num_kv_heads: int) -> int:
+        """Features of a token that a rank scores it with."""
+        return num_kv_heads * self.head_dim
+
+    def matrices(self, hidden: int, num_kv_heads: int) -> Iterator[MatrixShape]:
+        yield MatrixShape(self.features(num_kv_heads), hidden, 1, "attention.indexer.query")
+        yield MatrixShape(self.head_dim, hidden, 1, "attention.indexer.key")
+
+    def workspace(self, length: int, num_kv_heads: int) -> int:
+        """See `AttentionSpec`: scores, the selected blocks, and slots of 8 bytes, which are computed from numbers as
+        long."""
+        blocks = length * num_kv_heads * self.num_blocks
+        return 4 * (SCORES_AT_ONCE + blocks) + 16 * min(SCORES_AT_ONCE, blocks * self.block_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupIndexerSpec:
+    """Scores groups of the tokens before a query, so that it attends only to the best ones, and to the tokens after the
+    last complete group (Qwen4-Exp, 2026).
+
+    A token has one key, of `head_dim` features, in a cache of its own on every rank, where the group's key replaces
+    that of its last token. A group's key is the mean of the tokens' keys, normalized, and rotated by the position of
+    the first one. Its score is the sum over the heads of `relu(query @ key)`, and all heads attend to the same groups.
+    """
+
+    num_heads: int
+    head_dim: int
+    norm: NormSpec
+    """Of a head's query, and with another weight of a group's key."""
+    size: int
+    """Tokens of a group."""
+    num_groups: int
+    """Groups that a query attends to at most."""
+
+    def __post_init__(self) -> None:
+        if self.size < 1 or self.num_groups < 1:
+            raise ConfigError(f"{self.num_groups} groups of {self.size} tokens are not possible")
+
+    @property
+    def top_k(self) -> int:
+        """Tokens that a query attends to at most."""
+        return (self.num_groups + 1) * self.size - 1
+
+    def features(self, num_kv_heads: int) -> int:
+        """See `BlockIndexerSpec`; those of a group are divided among its tokens."""
+        return self.num_heads * self.head_dim // self.size
+
+    def matrices(self, hidden: int, num_kv_heads: int) -> Iterator[MatrixShape]:
+        yield MatrixShape((self.num_heads + 1) * self.head_dim, hidden, 1, "attention.indexer.inputs")
+
+    def workspace(self, length: int, num_kv_heads: int) -> int:
+        """See `AttentionSpec`: scores, and slots of 8 bytes, which are computed from numbers as long."""
+        return 32 * SCORES_AT_ONCE + 8 * length * self.top_k
+
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
@@ -95,8 +149,8 @@ class AttentionSpec:
     """The number of the layer before whose keys and values are read, and none are computed; None: the layer's own."""
     input_size: int = 0
     """Features that queries, keys and values are computed from; 0: those of the hidden state."""
-    indexer: BlockIndexerSpec | None = None
-    """What selects the blocks that a query attends to; None: it attends to all tokens."""
+    indexer: BlockIndexerSpec | GroupIndexerSpec | None = None
+    """What selects the tokens that a query attends to; None: it attends to all."""
 
     def __post_init__(self) -> None:
         if self.indexer is not None and self.rope is not None and self.rope.dim > self.indexer.head_dim:
@@ -126,8 +180,7 @@ class AttentionSpec:
         heads = self.num_heads // tp
         yield MatrixShape(self._qkv_rows(tp), self.input_size or hidden, 1, "attention.qkv")
         if self.indexer is not None:
-            yield MatrixShape(self.index_features(tp), hidden, 1, "attention.indexer.query")
-            yield MatrixShape(self.indexer.head_dim, hidden, 1, "attention.indexer.key")
+            yield from self.indexer.matrices(hidden, self.kv_heads_per_rank(tp))
         yield MatrixShape(hidden, heads * self.value_dim, 1, "attention.output", self.num_heads * self.value_dim)
 
     def _qkv_rows(self, tp: int) -> int:
@@ -150,12 +203,10 @@ class AttentionSpec:
         return count + self.has_sinks * heads
 
     def workspace(self, length: int, tp: int) -> int:
-        """Elements that attention over a sequence of `length` needs in addition to the tokens' own. Sparse attention
-        needs scores, the selected blocks, and slots of 8 bytes, which are computed from numbers as long."""
+        """Elements that attention over a sequence of `length` needs in addition to the tokens' own."""
         if self.indexer is None or length <= self.indexer.top_k:
             return 0
-        blocks = length * self.kv_heads_per_rank(tp) * self.indexer.num_blocks
-        return 4 * (SCORES_AT_ONCE + blocks) + 16 * min(SCORES_AT_ONCE, blocks * self.indexer.block_size)
+        return self.indexer.workspace(length, self.kv_heads_per_rank(tp))
 
     def kv_shape(self, tp: int) -> tuple[int, int, int]:
         """A token's entry in the KV cache of a rank: sides (keys and values), heads, elements per head."""
@@ -167,7 +218,12 @@ class AttentionSpec:
 
     def index_features(self, tp: int) -> int:
         """Features of a token that a rank scores it with."""
-        return 0 if self.indexer is None else self.kv_heads_per_rank(tp) * self.indexer.head_dim
+        return 0 if self.indexer is None else self.indexer.features(self.kv_heads_per_rank(tp))
+
+    @property
+    def tokens_per_key(self) -> int:
+        """Tokens with a key of an indexer."""
+        return self.indexer.size if isinstance(self.indexer, GroupIndexerSpec) else 1
 
     def layout_errors(self, tp: int) -> Iterator[str]:
         """What `tp` ranks cannot divide."""
@@ -183,6 +239,10 @@ class IndexerSpec:
 
     A token has one key, of `head_dim` features, in a cache of its own. The score is the sum over the heads of
     `weight * relu(query @ key)`, with weights that are computed from the hidden state. Replicated on all ranks.
+
+    With a `pool`, groups of tokens are scored (GLM-5.3, 2026). A group's key is the sum of its tokens' keys, weighted
+    for each feature by the softmax of their gates over the group, with a bias for each place in it. A query attends to
+    all tokens of the best groups, and to those after the last complete group.
     """
 
     num_heads: int
@@ -193,10 +253,17 @@ class IndexerSpec:
     """Of the first features of queries and keys."""
     rotates_last: bool = False
     """In the checkpoint, these are the last ones; loading reorders them."""
+    pool: int = 1
+    """Tokens of a group."""
 
     def __post_init__(self) -> None:
         if self.rope.dim > self.head_dim:
             raise ConfigError(f"index_head_dim {self.head_dim} is less than the {self.rope.dim} rotary features")
+
+    @property
+    def row(self) -> int:
+        """Features that are kept of a token: its key, and with a pool its gates."""
+        return self.head_dim * (1 + (self.pool > 1))
 
     def matrices(self, hidden: int, q_lora_rank: int) -> Iterator[MatrixShape]:
         yield MatrixShape(self.num_heads * self.head_dim, q_lora_rank, 1, "attention.indexer.query")
@@ -207,8 +274,9 @@ class IndexerSpec:
         return self.num_float32_parameters(hidden) + self.norm.num_parameters(self.head_dim)
 
     def num_float32_parameters(self, hidden: int) -> int:
-        """Parameters that are always float32: those that the heads' weights are computed with."""
-        return self.num_heads * hidden
+        """Parameters that are always float32: those that the heads' weights and the gates are computed with, and the
+        biases of gates."""
+        return self.num_heads * hidden + (self.pool > 1) * (hidden + self.pool) * self.head_dim
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,9 +297,14 @@ class MLASpec:
     scale: float
     rope: RopeSpec
     norm: NormSpec
+    rotary_norm: NormSpec | None = None
+    """Of the key's rotary part, before its rotation."""
+    latent_multiplier: float = 1.0
+    """Factor on the vector that keys and values are computed from, after its norm."""
     bias: bool = False
     query_scale: QueryScaleSpec | None = None
     window: int | None = None
+    """See `AttentionSpec`."""
     output_gate: Literal["heads", "features", "queries"] | None = None
     """The output is multiplied by the sigmoid of a gate. "heads": one for each head, and "features": one for each
     feature, computed from the hidden state. "queries": one for each feature, which is computed together with the
@@ -239,7 +312,8 @@ class MLASpec:
     has_sinks: bool = False
     """See `AttentionSpec`."""
     top_k: int | None = None
-    """Tokens that a query attends to at most, those with the highest scores; None: all."""
+    """Tokens that a query attends to at most, those with the highest scores; None: all. With a pool, those of
+    `top_k // pool` groups and of an incomplete one."""
     indexer: IndexerSpec | None = None
     """What selects them; None: the last layer before that has an indexer."""
 
@@ -247,6 +321,7 @@ class MLASpec:
         if self.indexer is not None and self.q_lora_rank is None:
             raise ConfigError("sparse attention (index_topk) needs q_lora_rank")
         assert self.q_lora_rank is not None or self.output_gate != "queries"
+        assert self.window is None or self.top_k is None
 
     @property
     def head_dim(self) -> int:
@@ -288,6 +363,7 @@ class MLASpec:
         count += self.bias * ((self.q_lora_rank or 0) + self.kv_lora_rank + self.rope.dim + hidden)
         count += 0 if self.indexer is None else self.indexer.num_other_parameters(hidden)
         count += self.has_sinks * self.num_heads // tp
+        count += 0 if self.rotary_norm is None else self.rotary_norm.num_parameters(self.rope.dim)
         return count + self.norm.num_parameters(self.kv_lora_rank) + self.norm.num_parameters(self.q_lora_rank or 0)
 
     def workspace(self, length: int, tp: int) -> int:
@@ -297,7 +373,8 @@ class MLASpec:
         needed = length * row + 3 * min(KEYS_AND_VALUES_AT_ONCE, 2 * length * heads * self.head_dim)
         if self.top_k is None or length <= self.top_k:
             return needed
-        return max(needed, 3 * min(KEYS_AND_VALUES_AT_ONCE, length * heads * row)) + 4 * SCORES_AT_ONCE
+        slots = 0 if self.indexer is None or self.indexer.pool == 1 else 28 * SCORES_AT_ONCE
+        return max(needed, 3 * min(KEYS_AND_VALUES_AT_ONCE, length * heads * row)) + 4 * SCORES_AT_ONCE + slots
 
     def kv_shape(self, tp: int) -> tuple[int, int, int]:
         """A token's entry in the KV cache of every rank: one vector, which is the key and value of all heads."""
@@ -305,11 +382,16 @@ class MLASpec:
 
     def index_shape(self) -> tuple[int, int, int] | None:
         """A token's entry in the indexer's cache of every rank."""
-        return None if self.indexer is None else (1, 1, self.indexer.head_dim)
+        return None if self.indexer is None else (1, 1, self.indexer.row)
 
     def index_features(self, tp: int) -> int:
-        """Features of a token that every rank scores it with."""
-        return 0 if self.indexer is None else self.indexer.num_heads * self.indexer.head_dim
+        """Features of a token that every rank scores it with; those of a group are divided among its tokens."""
+        return 0 if self.indexer is None else self.indexer.num_heads * self.indexer.head_dim // self.indexer.pool
+
+    @property
+    def tokens_per_key(self) -> int:
+        """Tokens with a key of an indexer."""
+        return 1 if self.indexer is None else self.indexer.pool
 
     def layout_errors(self, tp: int) -> Iterator[str]:
         """What `tp` ranks cannot divide."""
@@ -405,6 +487,11 @@ class CompressedAttentionSpec:
     def compressor_ratio(self) -> int:
         """Tokens of an entry; 0: there are no entries."""
         return 0 if self.compressor is None else self.compressor.ratio
+
+    @property
+    def tokens_per_key(self) -> int:
+        """Tokens with a key of an indexer."""
+        return 1 if self.indexer is None else self.compressor_ratio
 
     @property
     def kept_window(self) -> int:

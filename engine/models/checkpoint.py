@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quire.engine.layers.weight import Shard, Weight
-from quire.engine.models.attention_spec import CompressedAttentionSpec, MLASpec
+from quire.engine.models.attention_spec import CompressedAttentionSpec, GroupIndexerSpec, MLASpec
 from quire.engine.models.families import family_of
 from quire.engine.models.families.family import Family
 from quire.engine.models.families.tensors import StoredTensor, stored_tensor
@@ -136,6 +136,8 @@ def _rotary_first(layer: LayerSpec, module: str, shard: Shard) -> Rows | None:
             return _per_head(shard.shape[0], attention.query_dim, attention.qk_nope_head_dim, attention.rope)
         if name == "down" and shard.part == "kv":
             return _per_head(shard.shape[0], shard.shape[0], attention.kv_lora_rank, attention.rope)
+        if name == "rotary_norm":
+            return _per_head(shard.shape[0], shard.shape[0], 0, attention.rope)
         if (indexer := attention.indexer) is not None and name in ("indexer.query", "indexer.key", "indexer.key_norm"):
             first = indexer.head_dim - indexer.rope.dim if indexer.rotates_last else 0
             return _per_head(shard.shape[0], indexer.head_dim, first, indexer.rope)
@@ -147,8 +149,15 @@ def _rotary_first(layer: LayerSpec, module: str, shard: Shard) -> Rows | None:
         elif name not in ("query", "key_norm") and (name, shard.part) != ("down", "kv"):
             return None
         return _per_head(shard.shape[0], head, head - attention.rope.dim, attention.rope)
+    if attention is None or attention.rope is None:
+        return None
+    is_key_of_indexer = (name, shard.part) in (("indexer.key_norm", ""), ("indexer.inputs", "k"))
+    if is_key_of_indexer and isinstance(attention.indexer, GroupIndexerSpec):
+        # Until it is stored, a group's key has its rotary features last, with pairs side by side.
+        pairs = np.arange(attention.rope.dim).reshape(2, -1).T.ravel()
+        return np.concatenate((np.arange(attention.rope.dim, attention.indexer.head_dim), pairs))
     is_rotary = name in ("query_norm", "key_norm") or (name == "qkv" and shard.part != "v")
-    if is_rotary and attention is not None and attention.rope is not None and attention.rope.is_interleaved:
+    if is_rotary and attention.rope.is_interleaved:
         return _per_head(shard.shape[0], attention.head_dim, 0, attention.rope)
     return None
 

@@ -21,9 +21,18 @@ from quire.engine.layers.linear import replicated
 from quire.engine.layers.mla import MLA
 from quire.engine.layers.mlp import MLP
 from quire.engine.layers.moe import MixtureOfExperts
+from quire.engine.layers.ngrams import NGrams
 from quire.engine.layers.norm import Norm, RMSNorm, make_norm
 from quire.engine.layers.recurrent import make_mixer
-from quire.engine.layers.residual import AltUp, HyperConnection, HyperHead, Laurel, StreamProjections
+from quire.engine.layers.residual import (
+    AltUp,
+    GatedHead,
+    HyperHead,
+    Laurel,
+    StreamProjections,
+    make_connection,
+    make_merger,
+)
 from quire.engine.layers.rotary import Rotary
 from quire.engine.layers.shared_block import SharedBlock, attention_adapter, feed_forward_adapter
 from quire.engine.layers.weight import Weight, whole
@@ -62,8 +71,9 @@ class DecoderLayer(nn.Module):
         self.layer_input = None if spec.layer_input is None else LayerInput(spec.layer_input, hidden_size)
         self.alt_up = None if spec.alt_up is None else AltUp(spec.alt_up, hidden_size)
         self.attention_connection, self.feed_forward_connection = (
-            None if spec.hyper is None else HyperConnection(spec.hyper, hidden_size) for _ in range(2)
+            None if spec.hyper is None else make_connection(spec.hyper, hidden_size) for _ in range(2)
         )
+        self.ngrams = None if spec.ngrams is None else NGrams(spec.ngrams, hidden_size, parallel)
         self.laurel = None if spec.laurel is None else Laurel(spec.laurel, hidden_size)
         self.scalar = Weight((1,), whole(1)) if spec.has_scalar else None
         has_one_reader = not spec.is_parallel or self.feed_forward_norm is not None
@@ -135,12 +145,13 @@ class DecoderLayer(nn.Module):
         """All residual streams after the layer, with hyper-connections, yielding as `in_phases` does."""
         assert self.attention_connection is not None
         assert self.feed_forward_connection is not None
-        assert self.attention is not None
         assert self.feed_forward is not None
+        if self.ngrams is not None:
+            assert cache.state is not None
+            x = x + self.ngrams(x, batch.token_ids, batch.for_group(cache.state_group), cache.state)
         collapsed, mixing = self.attention_connection.before(x)
-        place = batch.for_group(cache.group), cos_sin, cache.for_attention
-        attended = self.attention(_apply(self.attention_norm, collapsed), *place)
-        collapsed, mixing = self.feed_forward_connection.before(self.attention_connection.after(attended, mixing))
+        mixed = self._mix(_apply(self.attention_norm, collapsed), batch, cos_sin, cache)
+        collapsed, mixing = self.feed_forward_connection.before(self.attention_connection.after(mixed, mixing))
         normed = _apply(self.feed_forward_norm, collapsed)
         if not isinstance(self.feed_forward, MixtureOfExperts):
             return self.feed_forward_connection.after(self.feed_forward(normed), mixing)
@@ -200,16 +211,9 @@ class DecoderLayer(nn.Module):
         if beside is not None:
             assert isinstance(normed, Tensor)
             normed = torch.cat((beside, normed), dim=-1)
-        outputs = []
-        if self.attention is not None:
-            place = batch.for_group(cache.group), cos_sin, cache.for_attention
-            last = () if last_tokens is None else (last_tokens,)
-            outputs.append(self.attention(normed, *place, *last))
-        if self.state is not None:
-            outputs.append(self.state(normed, batch.for_group(cache.state_group), cache.state))
+        mixed = self._mix(normed, batch, cos_sin, cache, last_tokens)
         if last_tokens is not None:
             normed, residual = normed[last_tokens], residual[last_tokens]
-        mixed = outputs[0] if len(outputs) == 1 else outputs[0] + outputs[1]
         mixed = self._scaled(_apply(self.attention_post_norm, mixed))
         if self.laurel is not None:
             assert isinstance(normed, Tensor)
@@ -224,6 +228,25 @@ class DecoderLayer(nn.Module):
                 assert isinstance(normed, Tensor)
                 residual = normed * factors[1]
         return normed, mixed, residual
+
+    def _mix(
+        self,
+        normed: Tensor | kernels.RoundedRows,
+        batch: Batch,
+        cos_sin: Tensor | None,
+        cache: LayerCache,
+        last_tokens: Tensor | None = None,
+    ) -> Tensor:
+        """The sum of the mixers' outputs; see `forward`."""
+        outputs = []
+        if self.attention is not None:
+            place = batch.for_group(cache.group), cos_sin, cache.for_attention
+            last = () if last_tokens is None else (last_tokens,)
+            outputs.append(self.attention(normed, *place, *last))
+        if self.state is not None:
+            outputs.append(self.state(normed, batch.for_group(cache.state_group), cache.state))
+        mixed: Tensor = outputs[0] if len(outputs) == 1 else outputs[0] + outputs[1]
+        return mixed
 
     def _finish(self, x: Tensor, mixed: Tensor, residual: Tensor, layer_input: Tensor | None) -> tuple[Tensor, Tensor]:
         """The output of the feed-forward layer, plus that of a parallel attention, and the residual stream."""
@@ -383,14 +406,14 @@ class Decoder(nn.Module):
         )
         self._is_last = last
         self.expansion: StreamProjections | None = None
-        self.merger: StreamProjections | HyperHead | None = None
+        self.merger: StreamProjections | HyperHead | GatedHead | None = None
         if arch.alt_up is not None:
             self.expansion, self.merger = (
                 StreamProjections(arch.alt_up, width, is_last=is_last) if is_here else None
                 for is_last, is_here in ((False, first), (True, last))
             )
         elif arch.hyper is not None and last:
-            self.merger = HyperHead(arch.hyper, width)
+            self.merger = make_merger(arch.hyper, width)
         self._is_sparse = any(isinstance(each, attention_spec.MLASpec) and each.top_k for each in attentions)
         mixers = enumerate(arch.layers[number].attention for number in layers)
         self._chunks = {
@@ -404,6 +427,7 @@ class Decoder(nn.Module):
         self.supports_logits_indices_only = (
             last
             and not arch.aux_layers
+            and arch.hyper is None
             and all(isinstance(mixer, attention_spec.AttentionSpec) for mixer in arch.layers[layers.stop - 1].mixers)
         )
         """Whether batches may set `logits_indices_only`."""

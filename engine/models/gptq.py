@@ -242,8 +242,11 @@ def _forward(config: EngineConfig, decoder: Decoder, stage: int, batch: Batch, h
             if (index_shape := layer.attention.index_shape()) is not None:
                 keys = _plane(batch, index_shape)
         if layer.state is not None:  # no state is kept
-            shapes = layer.state.state_shape(1), layer.state.input_shape(1)
-            state = kernels.RecurrentState(*(torch.zeros(1, *each) for each in shapes))
+            matrices, inputs, *others = (
+                torch.zeros(1, *shape)
+                for shape in (layer.state.state_shape(1), layer.state.input_shape(1), *layer.state.other_inputs)
+            )
+            state = kernels.RecurrentState(matrices, inputs, tuple(others))
         caches.append(LayerCache(memory, state=state, keys=keys))
     with torch.inference_mode():
         out: Tensor = decoder(hidden, batch, caches)

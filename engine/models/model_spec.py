@@ -286,6 +286,8 @@ class HyperConnectionSpec:
     """The largest weight of an output in a stream."""
     output_eps: float = 0.0
     """Added to these weights."""
+    averages: bool = False
+    """After the layers, the streams are averaged (GLM-5.3)."""
     norm: NormSpec
     """Of the streams together that weights are computed from; without a weight."""
 
@@ -303,13 +305,134 @@ class HyperConnectionSpec:
         """Factors on these weights: on those of inputs, of outputs, and of the mixing."""
         return 3 if self.iterations else 2
 
-    def num_parameters(self, hidden: int) -> int:
-        """Parameters in a layer; all are float32."""
+    def matrices(self, hidden: int) -> Iterator[MatrixShape]:
+        """Those of a layer: none, as they are never quantized."""
+        yield from ()
+
+    def num_float32_parameters(self, hidden: int) -> int:
+        """Parameters in a layer that are always float32: all."""
+        return self.num_other_parameters(hidden)
+
+    def num_other_parameters(self, hidden: int) -> int:
+        """Parameters in a layer other than the matrices."""
         return 2 * (self.num_weights * (self.num_streams * hidden + 1) + self.num_scales)
 
     def num_last_parameters(self, hidden: int) -> int:
-        """Parameters after the layers."""
-        return self.num_streams * (self.num_streams * hidden + 1) + 1
+        """Parameters after the layers; all are float32."""
+        return 0 if self.averages else self.num_streams * (self.num_streams * hidden + 1) + 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedConnectionSpec:
+    """Hyper-connections with a gate for each feature (Qwen4-Exp, 2026): there are several residual streams, all of them
+    the embedded token before the layers. Each is normalized and multiplied by the sigmoid of a gate, of low rank, and
+    their mean is the input of an attention or a feed-forward layer. Its output is added to each stream, with a weight
+    that is twice a sigmoid. After the layers the same mean goes to the head."""
+
+    num_streams: int
+    rank: int
+    norm: NormSpec
+    """Of each stream, with weights of its own."""
+
+    def __post_init__(self) -> None:
+        if self.num_streams < 1 or self.rank < 1:
+            raise ConfigError(f"hc_count {self.num_streams} and hc_lowrank {self.rank} must be at least 1")
+
+    def matrices(self, hidden: int) -> Iterator[MatrixShape]:
+        """Those of a layer, which are replicated."""
+        width = self.num_streams * hidden
+        for name in ("attention", "feed_forward"):
+            yield MatrixShape(self.rank, width, 1, f"{name}_connection.down")
+            yield MatrixShape(width, self.rank, 1, f"{name}_connection.up")
+
+    def num_float32_parameters(self, hidden: int) -> int:
+        """Parameters in a layer that are always float32: those that the weights of outputs are computed with."""
+        return 2 * self.num_streams**2 * hidden
+
+    def num_other_parameters(self, hidden: int) -> int:
+        """Parameters in a layer other than the matrices."""
+        width = self.num_streams * hidden
+        return self.num_float32_parameters(hidden) + 2 * self.norm.num_parameters(width)
+
+    def num_last_parameters(self, hidden: int) -> int:
+        """Parameters after the layers; all are float32."""
+        width = self.num_streams * hidden
+        return 2 * self.rank * width + self.norm.num_parameters(width)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NGramSpec:
+    """What a layer adds to the residual streams before anything else, from embeddings of a token and those just before
+    it (Qwen4-Exp, 2026).
+
+    For each number of tokens from 2 on, several heads hash them to rows of an embedding. What precedes a sequence, or
+    an end of text, counts as `end_token`. The rows of all heads together are projected to a value, and to a key for
+    each stream. A stream gets the value times a gate, which is computed from the products of its features with the key,
+    and a causal convolution of that, normalized. Replicated on all ranks, except the embedding.
+    """
+
+    size: int
+    """Features of the rows of all heads together."""
+    multipliers: tuple[int, ...]
+    """Of a token, and of those before it."""
+    head_rows: tuple[int, ...]
+    """Rows of the embedding that the heads have, those of the same number of tokens one after another."""
+    total_rows: int
+    """With unused ones at the end."""
+    parts: int
+    """Tensors in the checkpoint, with as many rows each, but for the last ones."""
+    end_token: int
+    num_streams: int
+    conv_size: int
+    """Inputs that the convolution sees, including its token's own, which are as far apart as there are tokens in the
+    longest n-gram."""
+    norm: NormSpec
+    """Of each stream, of its keys, and of the convolution's inputs."""
+
+    @property
+    def head_dim(self) -> int:
+        """Features of a row."""
+        return self.size // len(self.head_rows)
+
+    @property
+    def tokens(self) -> int:
+        """Those of the longest n-gram."""
+        return len(self.multipliers)
+
+    @property
+    def conv_span(self) -> int:
+        """Tokens from the first to the last that the convolution sees."""
+        return (self.conv_size - 1) * self.tokens + 1
+
+    @property
+    def part_rows(self) -> dict[str, int]:
+        """Rows of the embedding in each of the checkpoint's tensors."""
+        most = -(-self.total_rows // self.parts)
+        starts = range(0, self.total_rows, most)
+        return {str(number): min(most, self.total_rows - start) for number, start in enumerate(starts)}
+
+    def kept_inputs(self, hidden: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """What a layer keeps of a request, in tokens and channels: the digits of tokens' ids, once for each place that
+        they are read from, and the convolution's inputs."""
+        before = self.tokens - 1
+        return (before, before * ID_DIGITS), (self.conv_span - 1, self.num_streams * hidden)
+
+    def matrices(self, hidden: int) -> Iterator[MatrixShape]:
+        yield MatrixShape(self.num_streams * hidden, self.size, 1, "ngrams.key")
+        yield MatrixShape(hidden, self.size, 1, "ngrams.value")
+
+    def embedded_parameters(self, tp: int) -> int:
+        return -(-self.total_rows // tp) * self.head_dim
+
+    def num_other_parameters(self, hidden: int, tp: int) -> int:
+        """Parameters other than the matrices."""
+        width = self.num_streams * hidden
+        return self.embedded_parameters(tp) + 3 * self.norm.num_parameters(width) + self.conv_size * width
+
+
+ConnectionSpec = HyperConnectionSpec | GatedConnectionSpec
+ID_DIGITS = 3
+"""Digits of a token's id, of 8 bits, which all types of activations have exactly; 0: there is no token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -352,8 +475,9 @@ class LayerSpec:
     """The model's, if there is one."""
     alt_up: AltUpSpec | None = None
     """The model's, if there is one."""
-    hyper: HyperConnectionSpec | None = None
+    hyper: ConnectionSpec | None = None
     """The model's, if there is one."""
+    ngrams: NGramSpec | None = None
     laurel: LaurelSpec | None = None
     block: SharedBlockSpec | None = None
     """What attention and feed-forward layer are of; None: they are the layer's own."""
@@ -399,6 +523,10 @@ class LayerSpec:
             yield from self.layer_input.matrices(hidden)
         if self.laurel is not None:
             yield from self.laurel.matrices(hidden)
+        if self.hyper is not None:
+            yield from self.hyper.matrices(hidden)
+        if self.ngrams is not None:
+            yield from self.ngrams.matrices(hidden)
 
     def num_parameters(self, hidden: int, tp: int) -> int:
         """Parameters on one rank."""
@@ -407,7 +535,8 @@ class LayerSpec:
         if self.block is not None and self.block.is_held and isinstance(self.attention, AttentionSpec):
             count += self.block.norm.num_parameters(self.attention.input_size + hidden)
         count += 0 if self.alt_up is None else self.alt_up.num_parameters(hidden)
-        count += 0 if self.hyper is None else self.hyper.num_parameters(hidden)
+        count += 0 if self.hyper is None else self.hyper.num_other_parameters(hidden)
+        count += 0 if self.ngrams is None else self.ngrams.num_other_parameters(hidden, tp)
         return count + sum(norm.num_parameters(hidden) for norm in self.norms) + self.has_scalar
 
 
@@ -438,7 +567,7 @@ class ModelSpec:
     head_bias: bool = False
     layer_input: LayerInputSpec | None = None
     alt_up: AltUpSpec | None = None
-    hyper: HyperConnectionSpec | None = None
+    hyper: ConnectionSpec | None = None
     separate_experts: bool = False
     """The checkpoint has the experts one by one, where others of the architecture stack them."""
     aux_layers: tuple[int, ...] = ()
@@ -546,7 +675,7 @@ class ModelSpec:
                 count += layer.attention.num_float32_parameters(hidden)
             elif isinstance(layer.attention, MLASpec) and layer.attention.indexer is not None:
                 count += layer.attention.indexer.num_float32_parameters(hidden)
-            count += 0 if layer.hyper is None else layer.hyper.num_parameters(hidden)
+            count += 0 if layer.hyper is None else layer.hyper.num_float32_parameters(hidden)
         is_last = stage == len(stages) - 1
         return count + (self.hyper.num_last_parameters(hidden) if is_last and self.hyper is not None else 0)
 

@@ -8,7 +8,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from quire.engine.models.spec_parts import Activation, MatrixShape, NormSpec
 from quire.engine.protocol.errors import ConfigError
@@ -21,6 +21,8 @@ class RecurrentSpec(ABC):
 
     conv_size: int = 1
     """Tokens that the convolution sees, including its own; 1: there is none."""
+    other_inputs: tuple[tuple[int, int], ...] = ()
+    """The kept inputs of other convolutions in the layer, which every rank has: tokens and channels."""
 
     @property
     @abstractmethod
@@ -53,7 +55,8 @@ class RecurrentSpec(ABC):
 
     def state_bytes(self, tp: int, width: int) -> int:
         """Size of a request's state on a rank, for activations of `width` bytes."""
-        return 4 * math.prod(self.state_shape(tp)) + math.prod(self.input_shape(tp)) * width
+        inputs = sum(math.prod(shape) for shape in (self.input_shape(tp), *self.other_inputs))
+        return 4 * math.prod(self.state_shape(tp)) + inputs * width
 
     def workspace(self, length: int, tp: int) -> int:
         """See `AttentionSpec`."""
@@ -88,6 +91,8 @@ class GatedDeltaNetSpec(ValueHeadsSpec):
     """Of each head's output, before its gate."""
     beta_scale: float = 1.0
     """The largest weight of an update; with 2 a state may change its sign (Grazzi et al. 2024)."""
+    gate: Literal["silu", "sigmoid"] = "silu"
+    """The activation of the output's gates."""
     has_joint_input: bool = False
     """The checkpoint has the weights of updates and decays in one matrix with queries, keys, values and gates."""
 

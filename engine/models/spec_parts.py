@@ -74,7 +74,7 @@ class RopeSpec:
     unchanged."""
 
     def __post_init__(self) -> None:
-        if self.dim % 2 or self.dim < 2:
+        if self.dim % 2 or self.dim < (0 if self.kind == "none" else 2):
             raise ConfigError(f"rotary positions need an even number of features, at least 2; heads have {self.dim}")
 
 

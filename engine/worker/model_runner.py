@@ -102,8 +102,8 @@ def allocate_caches(config: EngineConfig, stage: int, device: torch.device) -> l
             kept = caches[layers.index(layer - number + spec.kv_source)]._replace(state=None)
         if spec.state is not None:
             place = places[layer, True]
-            shapes = spec.state.state_shape(tp), spec.state.input_shape(tp)
-            pages = kernels.recurrent_states(planes[place.shape][place.plane], cache.blocks_per_page, *shapes, dtype)
+            shapes = spec.state.state_shape(tp), spec.state.input_shape(tp), dtype, spec.state.other_inputs
+            pages = kernels.recurrent_states(planes[place.shape][place.plane], cache.blocks_per_page, *shapes)
             kept = kept._replace(state=pages, state_group=place.group)
         caches.append(kept)
     return caches

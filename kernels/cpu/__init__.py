@@ -96,9 +96,10 @@ def select_tokens(
     sequence_lengths: Tensor,
     query_starts: Tensor,
     top_k: int,
+    tokens_per_key: int = 1,
 ) -> Tensor:
     out: Tensor = torch.ops.quire.select_tokens(
-        *(query, weights, cache, block_tables, sequence_lengths, query_starts, top_k)
+        *(query, weights, cache, block_tables, sequence_lengths, query_starts, top_k, tokens_per_key)
     )
     return out
 
@@ -113,7 +114,7 @@ def sparse_attention(
 def compress_tokens(
     inputs: Tensor,
     position_bias: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     eps: float,
     cos_sin: Tensor,
     cache: Tensor,

@@ -6,7 +6,8 @@
 // features and heads, so that it depends on its query and key alone.
 //
 // A *unit* is what has a score: a token, or a block of them with a score for each head. A query sees the units up to its
-// own; the last `local` of them are chosen without a score.
+// own; the last `local` of them are chosen without a score. A key may be that of several tokens, and is seen with the
+// last of them.
 
 #include <functional>
 #include <limits>
@@ -22,7 +23,7 @@ constexpr int64_t kStepKeys = 256;
 constexpr int64_t kScores = 1 << 22;
 
 struct Tile {
-  int64_t request, token, queries, seen;  // `token`: the first, which sees so many tokens
+  int64_t request, token, queries, before;  // `token`: the first, whose position is `before`
   int64_t units;                          // that have a score for its last query
   int64_t scores;                         // the offset of the first query's
 
@@ -38,15 +39,18 @@ struct Problem {
   const View* weights;  // of the heads' scores; null: each head has its own score
   Places places;
   int64_t heads, head_dim, top_k;  // `top_k`: of units
-  int64_t size, local;             // tokens of a unit
+  int64_t size, local;             // keys of a unit
+  int64_t tokens;                  // of a key
   std::vector<Tile> tiles;
   std::vector<Item> items;
   std::unique_ptr<float[]> scores;
 
   int64_t rows() const { return weights ? 1 : heads; }  // of a query's scores
 
-  // For a query that sees so many tokens: the units, and those with a score.
-  int64_t units(int64_t seen) const { return (seen - 1) / size + 1; }
+  int64_t seen(int64_t position) const { return (position + 1) / tokens; }  // keys
+
+  // For a query that sees so many keys: the units, and those with a score.
+  int64_t units(int64_t seen) const { return (seen - 1 + size) / size; }
   int64_t scored(int64_t seen) const { return std::max<int64_t>(0, units(seen) - local); }
 
   int64_t step() const { return kStepKeys / size * size; }  // keys of an item
@@ -144,7 +148,7 @@ void for_form(const Problem& p, Body&& body) {
   });
 }
 
-// Writes the units that a query chooses which sees `seen` tokens, in order: all, or those with the highest `scores` and
+// Writes the units that a query chooses which sees `seen` keys, in order: all, or those with the highest `scores` and
 // the last ones. `write(unit)` returns what is written.
 template <typename Write>
 void choose(const Problem& p, float* scores, int64_t seen, int64_t* to, Write&& write) {
@@ -196,7 +200,7 @@ void select(Problem& p, const Tensor& sequence_lengths, const Tensor& query_star
         const auto [number, query] = places[i];
         const Tile& tile = p.tiles[number];
         for (int64_t row = 0; row < p.rows(); ++row) {
-          put(tile.request, tile.token + query, row, p.of(tile, query, row), tile.seen + query);
+          put(tile.request, tile.token + query, row, p.of(tile, query, row), p.seen(tile.before + query));
         }
       }
     });
@@ -204,7 +208,7 @@ void select(Problem& p, const Tensor& sequence_lengths, const Tensor& query_star
   };
   for (int64_t request = 0; request < lengths.size(0); ++request) {
     for (int64_t token = start[request]; token < start[request + 1];) {
-      const int64_t seen = length[request] - start[request + 1] + token + 1;  // keys of this query
+      const int64_t position = length[request] - start[request + 1] + token, seen = p.seen(position);
       if (p.units(seen) <= p.top_k) {
         for (int64_t row = 0; row < p.rows(); ++row) put(request, token, row, nullptr, seen);
         ++token;
@@ -214,7 +218,7 @@ void select(Problem& p, const Tensor& sequence_lengths, const Tensor& query_star
       if (needed && needed + row > kScores) finish();
       const int64_t fits = std::max<int64_t>(1, (kScores - needed) / row);
       const int64_t queries = std::min({kTileQueries, start[request + 1] - token, fits});
-      Tile tile{request, token, queries, seen, p.scored(seen + queries - 1), needed};
+      Tile tile{request, token, queries, position, p.scored(p.seen(position + queries - 1)), needed};
       needed += queries * p.rows() * tile.stride();
       for (int64_t begin = 0; begin < tile.units * p.size; begin += p.step()) {
         p.items.push_back({std::ssize(p.tiles), begin});
@@ -227,16 +231,18 @@ void select(Problem& p, const Tensor& sequence_lengths, const Tensor& query_star
 }
 
 Tensor select_tokens(const Tensor& query, const Tensor& weights, const Tensor& cache, const Tensor& block_tables,
-                     const Tensor& sequence_lengths, const Tensor& query_starts, int64_t top_k) {
+                     const Tensor& sequence_lengths, const Tensor& query_starts, int64_t top_k,
+                     int64_t tokens_per_key) {
   const int64_t tokens = query.size(0), heads = query.size(1), head_dim = query.size(2), block_size = cache.size(3);
-  STD_TORCH_CHECK(cache.size(2) == 1 && block_tables.stride(1) == 1 && query.stride(2) == 1 && top_k > 0);
+  STD_TORCH_CHECK(cache.size(2) == 1 && block_tables.stride(1) == 1 && query.stride(2) == 1 && top_k > 0 &&
+                  tokens_per_key > 0);
   STD_TORCH_CHECK(weights.size(0) == tokens && weights.size(1) == heads && weights.stride(1) == 1 &&
                       weights.scalar_type() == ScalarType::Float,
                   "weights must be float32 [tokens, heads]");
   Tensor out = empty({tokens, top_k}, ScalarType::Long);
   const View factors(weights);
   Problem p{View(query), View(cache), View(block_tables), &factors, Places(cache, head_dim), heads, head_dim, top_k,
-            1,           0,           {},                 {},       nullptr};
+            1,           0,           tokens_per_key,     {},       {},     nullptr};
   select(p, sequence_lengths, query_starts, out.mutable_data_ptr<int64_t>(), [&](int64_t request, int64_t position) {
     return p.table(request)[position / block_size] * block_size + position % block_size;
   });
@@ -251,7 +257,7 @@ Tensor select_blocks(const Tensor& query, const Tensor& cache, const Tensor& blo
   STD_TORCH_CHECK(0 < size && size <= kStepKeys && 0 < local && local <= count, "no such blocks");
   Tensor out = empty({tokens, heads, count}, ScalarType::Long);
   Problem p{View(query), View(cache), View(block_tables), nullptr, Places(cache, head_dim), heads, head_dim, count,
-            size,        local,       {},                 {},      nullptr};
+            size,        local,       1,                  {},      {},     nullptr};
   select(p, sequence_lengths, query_starts, out.mutable_data_ptr<int64_t>(),
          [](int64_t, int64_t block) { return block; });
   return out;
@@ -261,7 +267,7 @@ Tensor select_blocks(const Tensor& query, const Tensor& cache, const Tensor& blo
 
 QUIRE_OPERATION(select_tokens,
                 "(Tensor query, Tensor weights, Tensor cache, Tensor block_tables, Tensor sequence_lengths, "
-                "Tensor query_starts, int top_k) -> Tensor")
+                "Tensor query_starts, int top_k, int tokens_per_key) -> Tensor")
 
 QUIRE_OPERATION(select_blocks,
                 "(Tensor query, Tensor cache, Tensor block_tables, Tensor sequence_lengths, Tensor query_starts, "

@@ -44,6 +44,8 @@ def _compress_kernel(
     BLOCK: tl.constexpr,
     ENTRIES: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    NORMALIZED: tl.constexpr,
+    GATED: tl.constexpr,
 ):
     """Store the entry whose group ends with a token, if there is one. A block has BLOCK tokens, or ENTRIES entries."""
     token = tl.program_id(0)
@@ -61,8 +63,9 @@ def _compress_kernel(
             feature = (row // RATIO * head_dim)[:, None] + column[None, :]
             at = (inputs + block * inputs_block + place % BLOCK * inputs_row)[:, None] + feature
             mask = is_row[:, None] & inside[None, :]
-            gates = tl.load(at + width, mask=mask, other=0.0).to(tl.float32)
-            gates += tl.load(bias + (row % RATIO * width)[:, None] + feature, mask=mask, other=0.0)
+            gates = tl.load(bias + (row % RATIO * width)[:, None] + feature, mask=mask, other=0.0)
+            if GATED:
+                gates += tl.load(at + width, mask=mask, other=0.0).to(tl.float32)
             gates = tl.where(mask, gates, float("-inf"))
             highest = tl.maximum(most, tl.max(gates, axis=0))
             finite = tl.where(highest == float("-inf"), 0.0, highest)
@@ -71,8 +74,9 @@ def _compress_kernel(
             weights, total = weights * kept + tl.sum(shares, axis=0), total * kept + tl.sum(shares * values, axis=0)
             most = highest
         entry = tl.where(inside, total / tl.where(inside, weights, 1.0), 0.0)
-        factor = tl.rsqrt(tl.sum(entry * entry, axis=0) / head_dim + eps)
-        entry = entry * factor * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+        if NORMALIZED:
+            factor = tl.rsqrt(tl.sum(entry * entry, axis=0) / head_dim + eps)
+            entry = entry * factor * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
         first, second = tl.split(tl.reshape(entry, [HEAD_DIM // 2, 2]))
         pair = tl.arange(0, HEAD_DIM // 2)
         turn = pair - (head_dim // 2 - half)  # the last pairs are rotated
@@ -84,6 +88,7 @@ def _compress_kernel(
         block = tl.load(entry_tables + request * entry_row + (seen - 1) // BLOCK).to(tl.int64)
         to = cache + block * cache_block + (seen - 1) % BLOCK // (BLOCK // ENTRIES) * cache_row
         kind = cache.dtype.element_ty
+        tl.debug_barrier()  # the row may be one of the inputs, which are all read by now
         plain = 2 * half + 2 * pair
         tl.store(to + tl.where(is_rotary, turn, plain), (first * cos - second * sin).to(kind), mask=is_pair)
         tl.store(to + tl.where(is_rotary, half + turn, plain + 1), (second * cos + first * sin).to(kind), mask=is_pair)
@@ -92,7 +97,7 @@ def _compress_kernel(
 def compress_tokens(
     inputs: Tensor,
     position_bias: Tensor,
-    weight: Tensor,
+    weight: Tensor | None,
     eps: float,
     cos_sin: Tensor,
     cache: Tensor,
@@ -103,14 +108,15 @@ def compress_tokens(
     entry_tables: Tensor,
 ) -> None:
     """See `quire.kernels.reference`. Heads are even. Never waits for the device."""
-    (ratio, width), head_dim = position_bias.shape, len(weight)
+    (ratio, width), head_dim = position_bias.shape, cache.shape[4]
     assert head_dim % 2 == 0
     assert cache.dtype not in LARGEST
     span = width // head_dim * ratio
     if not len(slots):
         return
     _compress_kernel[(len(slots),)](
-        *(inputs, position_bias, weight, cos_sin.contiguous(), cache, slots, block_tables, sequence_lengths),
+        *(inputs, position_bias, position_bias if weight is None else weight, cos_sin.contiguous(), cache, slots),
+        *(block_tables, sequence_lengths),
         *(query_starts, entry_tables, len(sequence_lengths), width, head_dim, cos_sin.shape[1] // 2),
         *(inputs.stride(1), inputs.stride(3), cache.stride(1), cache.stride(3)),
         *(block_tables.stride(0), entry_tables.stride(0), eps),
@@ -120,5 +126,7 @@ def compress_tokens(
         BLOCK=inputs.shape[3],
         ENTRIES=cache.shape[3],
         HEAD_DIM=triton.next_power_of_2(head_dim),
+        NORMALIZED=weight is not None,
+        GATED=inputs.shape[4] == 2 * width,
         num_warps=8 if head_dim > 128 else 4,
     )

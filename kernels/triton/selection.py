@@ -63,12 +63,14 @@ def _scores_kernel(
     HEADS: tl.constexpr,
     KEYS: tl.constexpr,
     BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
     QUANTIZED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute a strided subset of the tiles of one query, if it sees more than `top_k` keys."""
+    """Compute a strided subset of the tiles of one query, if it sees more than `top_k` keys, each of GROUP tokens."""
     token = first + tl.program_id(0)
     request, seen = _place_of(starts, lengths, requests, token)
+    seen = seen // GROUP
     if seen > top_k:
         row, to = token.to(tl.int64), scores + tl.program_id(0).to(tl.int64) * width
         column = tl.arange(0, WIDTH)
@@ -108,11 +110,13 @@ def _choose_kernel(
     table_row,
     width,
     BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Write the slots of the `top_k` tokens with the highest scores, in order; of equal ones the first."""
+    """Write the slots of the `top_k` keys with the highest scores, in order; of equal ones the first."""
     token = first + tl.program_id(0)
     request, seen = _place_of(starts, lengths, requests, token)
+    seen = seen // GROUP
     table, to = tables + request * table_row, slots + token.to(tl.int64) * top_k
     if seen <= top_k:
         for start in range(0, top_k, TILE):
@@ -148,6 +152,7 @@ def select_tokens(
     sequence_lengths: Tensor,
     query_starts: Tensor,
     top_k: int,
+    tokens_per_key: int = 1,
 ) -> Tensor:
     """See `quire.kernels.reference`. Rows of a quantized cache must be a multiple of 4. Never waits for the device."""
     tokens, heads, head_dim = query.shape
@@ -169,6 +174,7 @@ def select_tokens(
             HEADS=min(64, max(16, triton.next_power_of_2(heads))),
             KEYS=_KEYS,
             BLOCK=block_size,
+            GROUP=tokens_per_key,
             QUANTIZED=is_quantized,
             PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
             num_warps=4,
@@ -176,6 +182,7 @@ def select_tokens(
         _choose_kernel[(count,)](
             *(scores, *batch, slots, requests, first, top_k, block_tables.stride(0), width),
             BLOCK=block_size,
+            GROUP=tokens_per_key,
             TILE=_TILE,
             num_warps=8,
         )

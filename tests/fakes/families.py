@@ -277,6 +277,78 @@ _KIMI = {
     "tie_word_embeddings": False,
 }
 
+_GLM_NEXT = (
+    _LATENT
+    | _INDEXED
+    | {
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "qk_rope_head_dim": 0,
+        "index_kpool": 4,
+        "linear_head_dim": 12,
+        "linear_num_heads": 4,
+        "hc_mult": 3,
+        "layer_types": ["linear_attention", "indexed_attention"] * 2,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    }
+)
+_DOTS = {
+    **_LATENT,
+    **_INDEXED,
+    "n_shared_experts": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "shared_experts_intermediate_size": 12,
+    "routed_scaling_factor": 1.5,
+    "layer_types": ["indexed_attention", "sliding_attention"] * 2,
+    "sliding_window": 24,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 4,
+    "swa_q_lora_rank": 16,
+    "swa_kv_lora_rank": 24,
+    "swa_head_dim": 20,
+    "swa_qk_nope_head_dim": 14,
+    "swa_v_head_dim": 12,
+}
+_QWEN4 = (
+    _HYBRID
+    | _EXPERTS
+    | {
+        "num_experts": 6,
+        "shared_expert_intermediate_size": 24,
+        "output_gate_type": "sigmoid",
+        "rope_parameters": {**_PLAIN, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]},
+        "hc_count": 3,
+        "hc_lowrank": 10,
+        "indexer_n_heads": 16,  # with few, several groups have a score of 0
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 12,
+        "indexer_budget": 20,
+        "indexer_compress_ratio": 4,
+        "ple_layer_ids": [1, 3],
+        "ple_embed_dim": 24,
+        "ple_conv_kernel_size": 3,
+        "ngram_size": 3,
+        "heads_per_ngram": 2,
+        "ngram_vocab_size_base": 20,
+        "make_ngram_vocab_size_divisible_by": 8,
+        "split_ngram_parts": 5,
+    }
+)
+_GLM_NEXT_VISION = {
+    "vision_config": {
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "projection_intermediate_size": 16,
+        "num_heads": 2,
+        "out_hidden_size": 48,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+}
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("LlamaForCausalLM", {}),
     "Llama, multi-head, tied": ("LlamaForCausalLM", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
@@ -884,6 +956,30 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         _COMPRESSED | {"compress_rates": _RATES_AS_PUBLISHED, "rope_parameters": dict(_YARN), "index_topk": 20},
     ),
     "DeepSeek V3, yarn rope": ("DeepseekV3ForCausalLM", _LATENT | {"rope_parameters": _DEEPSEEK_YARN}),
+    "dots3-note": ("Dots3NoteForCausalLM", _DOTS),
+    "Qwen4-Exp": ("Qwen4ExpForCausalLM", _QWEN4),
+    "Qwen4-Exp with a vision part, stacked experts": (
+        "Qwen4ExpForConditionalGeneration",
+        _VISION
+        | {
+            "text_config": SIZES
+            | _QWEN4
+            | {"output_gate_type": None, "ngram_size": 4, "ple_layer_ids": [2], "norm_topk_prob": False}
+            | {"ple_embed_dim": 12}
+            | {"layer_types": ["indexed_attention", "linear_attention", "indexed_attention", "linear_attention"]}
+        },
+    ),
+    "GLM-5.3": ("Glm5NextForConditionalGeneration", _GLM_NEXT_VISION | {"text_config": SIZES | _GLM_NEXT}),
+    "GLM-5.3, decays without a bound": (
+        "Glm5NextForConditionalGeneration",
+        _GLM_NEXT_VISION
+        | {
+            "text_config": SIZES
+            | _GLM_NEXT
+            | {"attention_bias": True, "index_kpool": 2, "linear_lower_bound": None, "norm_topk_prob": False}
+            | {"layer_types": ["indexed_attention", "linear_attention", "indexed_attention", "linear_attention"]}
+        },
+    ),
 }
 
 LENGTHS = {"Llama, dynamic rope": 150, "Phi-3, long factors": 150}
@@ -1005,6 +1101,11 @@ MODELS = {
     "AXK2ForCausalLM": "A.X K2 Light",
     "HYV4ForCausalLM": "Hunyuan 4, text",
     "DeepseekV4ForCausalLM": "DeepSeek V4 Flash, V4 Pro",
+    "Dots3NoteForCausalLM": "dots3-note, for text",
+    "Qwen4ExpForCausalLM": "Qwen4-Exp, without its vision part",
+    "Qwen4ExpForConditionalGeneration": "Qwen4-Exp, for text",
+    "Glm5NextForCausalLM": "GLM-5.3-Flash, without its vision part",
+    "Glm5NextForConditionalGeneration": "GLM-5.3-Flash, for text",
 }
 """What people call the models of an architecture."""
 
@@ -1052,6 +1153,12 @@ RENAMED: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         "MiniMaxForCausalLM",
         _TEXT01,
         _TEXT01_AS_PUBLISHED | {"model_type": "minimax_m1"},
+    ),
+    "GLM-5.3 without its vision part": (
+        "Glm5NextForCausalLM",
+        "Glm5NextForConditionalGeneration",
+        CASES["GLM-5.3"][1],
+        SIZES | _GLM_NEXT | {"model_type": "glm5_next"},
     ),
     "Step 3.5": (
         "Step3p5ForCausalLM",
@@ -1119,6 +1226,8 @@ def write_renamed(case: str, folder: Path) -> Any:
         tensors["model.mtp_layers.0.input_proj.weight"] = torch.zeros(3, 5)
     elif architecture == "KimiK25ForConditionalGeneration":
         config = written | {"text_config": written["text_config"] | {"model_type": "kimi_k2"}}
+    elif architecture == "Glm5NextForCausalLM":
+        tensors = {name.replace("model.language_model.", "model."): each for name, each in tensors.items()}
     elif architecture == "InternLM2ForCausalLM":
         tensors = _internlm2(tensors, written["num_key_value_heads"])
     (folder / "config.json").write_text(json.dumps({**config, **own, "architectures": [architecture]}))
@@ -1207,6 +1316,10 @@ def stack_experts(folder: Path) -> None:
     save_file(tensors, path, {"format": "pt"})
 
 
+_STARTS_AT_0 = ("DeepseekV4ForCausalLM", "Glm5NextForConditionalGeneration")
+"""Architectures whose corrections of the choice of experts start at 0."""
+
+
 def write_model(architecture: str, settings: dict[str, Any], folder: Path) -> Any:
     """A random model of transformers in `folder`, and itself."""
     kind: Any = getattr(transformers, TEXT_PARTS.get(architecture, architecture))
@@ -1220,14 +1333,16 @@ def write_model(architecture: str, settings: dict[str, Any], folder: Path) -> An
                 parameter.add_(torch.randn_like(parameter), alpha=0.2)
         for name, tensor in model.state_dict().items():  # which start at 0, too
             biases = "compressor.position_bias", "indexer.position_bias", "input_gate_bias", "recurrent_gate_bias"
-            if name.endswith(biases) or name == "rwkv.embeddings.weight":
+            if name.endswith((*biases, "compress_ape", "compress_gate")) or name == "rwkv.embeddings.weight":
                 tensor.normal_()
             elif "gate_preact." in name:  # exponentials of large gates multiply errors
                 tensor.normal_(std=0.1)
+            elif name.endswith(".ple.conv1d.weight"):
+                tensor.normal_(std=0.5)
             elif name.endswith(".tid2eid"):
                 experts = model.config.n_routed_experts
                 tensor.copy_(torch.rand(len(tensor), experts).topk(tensor.shape[1], dim=-1).indices)
-            elif architecture == "DeepseekV4ForCausalLM" and name.endswith("e_score_correction_bias"):
+            elif architecture in _STARTS_AT_0 and name.endswith("e_score_correction_bias"):
                 tensor.normal_(std=0.2)
     model.save_pretrained(folder)
     if architecture in TEXT_PARTS:

@@ -103,7 +103,9 @@ def layer_cache(
             keys = _plane(index_shape, blocks, dtype)
     if spec.state is not None:
         matrices = torch.zeros(requests, *spec.state.state_shape(tp))
-        state = kernels.RecurrentState(matrices, torch.zeros(requests, *spec.state.input_shape(tp), dtype=dtype))
+        shapes = spec.state.input_shape(tp), *spec.state.other_inputs
+        inputs, *others = (torch.zeros(requests, *shape, dtype=dtype) for shape in shapes)
+        state = kernels.RecurrentState(matrices, inputs, tuple(others))
     return LayerCache(memory, state=state, keys=keys)
 
 

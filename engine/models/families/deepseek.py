@@ -74,7 +74,7 @@ def _are_mixtures(config: Config) -> list[bool]:
 def sparse(name: str, config: Config) -> ModelSpec:
     """Layers that run their indexer, or (GLM-5) attend to what the last one before has selected."""
     arch = _deepseek(name, config)
-    kinds = _indexer_types(config)
+    kinds = indexer_types(config)
     if len(kinds) != arch.num_layers or not set(kinds) <= {"full", "shared"}:
         raise ConfigError(f"indexer_types {kinds!r}: expected full or shared for each of the {arch.num_layers} layers")
     if kinds[0] == "shared":
@@ -95,7 +95,7 @@ def sparse(name: str, config: Config) -> ModelSpec:
     return replace(arch, layers=tuple(layers))
 
 
-def _indexer_types(config: Config) -> list[str]:
+def indexer_types(config: Config) -> list[str]:
     """For each layer full or shared: stated, as a pattern of letters, or by the distance of full layers."""
     if kinds := config.get("indexer_types"):
         return list(kinds)

@@ -140,7 +140,7 @@ def _bailing_hybrid(name: str, config: Config) -> ModelSpec:
     return _hybrid(name, config, kinds, state, _latent(config, norm, rope_spec, scale=scale, output_gate="heads"))
 
 
-_KIMI_NAMES = NAMES | {
+KIMI_NAMES = NAMES | {
     "layers.attention.down.q": "model.layers.{layer}.self_attn.q_a_proj",
     "layers.attention.down.kv": "model.layers.{layer}.self_attn.kv_a_proj_with_mqa",
     "layers.attention.query_norm": "model.layers.{layer}.self_attn.q_a_layernorm",
@@ -167,7 +167,7 @@ _KIMI_NAMES = NAMES | {
 }
 _BAILING_NAMES = {
     module: name.replace("self_attn.o_proj", "attention.dense").replace("self_attn", "attention")
-    for module, name in _KIMI_NAMES.items()
+    for module, name in KIMI_NAMES.items()
     if "experts.gate_up." not in module
 } | {
     "embedding": "model.word_embeddings",
@@ -203,7 +203,7 @@ _COMMON = {
 FAMILIES = {
     "KimiLinearForCausalLM": Family(
         _kimi_linear,
-        lambda arch: _with_query(_KIMI_NAMES, arch),
+        lambda arch: _with_query(KIMI_NAMES, arch),
         _COMMON
         | {
             "model_max_length": 1048576,

@@ -42,7 +42,7 @@ _NEXT_NAMES = _NAMES | {
     "layers.state.input": "model.layers.{layer}.linear_attn.in_proj_qkvz",
     "layers.state.gates": "model.layers.{layer}.linear_attn.in_proj_ba",
 }
-_QWEN35_NAMES = _NAMES | {
+QWEN35_NAMES = _NAMES | {
     "layers.state.input": "model.layers.{layer}.linear_attn.in_proj_qkv",
     "layers.state.input.z": "model.layers.{layer}.linear_attn.in_proj_z",
     "layers.state.gates": "model.layers.{layer}.linear_attn.in_proj_{part}",
@@ -56,7 +56,7 @@ def _hybrid(name: str, config: Config, feed_forwards: list[MLPSpec | MoESpec]) -
     mixers: dict[str, dict[str, Any]] = {
         "linear_attention": {
             "attention": None,
-            "state": _delta_net(config),
+            "state": delta_net(config),
         },
         "full_attention": {
             "attention": attention(config, rope(config, head_dim(config)), qk_norm=norm, output_gate="features")
@@ -70,7 +70,7 @@ def _hybrid(name: str, config: Config, feed_forwards: list[MLPSpec | MoESpec]) -
     return architecture(name, config, layers, norm)
 
 
-def _delta_net(config: Config, **changes: Any) -> GatedDeltaNetSpec:
+def delta_net(config: Config, **changes: Any) -> GatedDeltaNetSpec:
     return GatedDeltaNetSpec(
         num_value_heads=int(config["linear_num_value_heads"]),
         num_key_heads=int(config["linear_num_key_heads"]),
@@ -87,17 +87,17 @@ def _lara_mini(name: str, config: Config) -> ModelSpec:
     norm, count = rms_norm(config), int(config["num_hidden_layers"])
     turns, window = rope(config, head_dim(config)), int(config["sliding_window"])
     mixers: dict[str, dict[str, Any]] = {
-        "linear_attention": {"attention": None, "state": _delta_net(config, has_joint_input=True)},
+        "linear_attention": {"attention": None, "state": delta_net(config, has_joint_input=True)},
         "sliding_attention": {"attention": attention(config, turns, qk_norm=norm, window=window)},
         "full_attention": {"attention": attention(config, None, qk_norm=norm)},
     }
     kinds = config.get("layer_types") or [_LARA_KINDS[number % len(_LARA_KINDS)] for number in range(count)]
-    experts = replace(_experts(config, renormalize=bool(config["norm_topk_prob"])), shared_gate=False)
+    experts = replace(gated_experts(config, renormalize=bool(config["norm_topk_prob"])), shared_gate=False)
     layers = layers_by_kind(kinds, mixers, [experts] * count, attention_norm=norm, feed_forward_norm=norm)
     return architecture(name, config, layers, norm)
 
 
-def _experts(config: Config, *, renormalize: bool) -> MoESpec:
+def gated_experts(config: Config, *, renormalize: bool) -> MoESpec:
     return MoESpec(
         num_experts=int(config["num_experts"]),
         top_k=int(config["num_experts_per_tok"]),
@@ -110,7 +110,7 @@ def _experts(config: Config, *, renormalize: bool) -> MoESpec:
 
 
 def _qwen3_next(name: str, config: Config) -> ModelSpec:
-    experts, dense = _experts(config, renormalize=bool(config["norm_topk_prob"])), feed_forward(config)
+    experts, dense = gated_experts(config, renormalize=bool(config["norm_topk_prob"])), feed_forward(config)
     step, without = int(config["decoder_sparse_step"]), set(config.get("mlp_only_layers") or ())
     return _hybrid(
         name,
@@ -127,14 +127,14 @@ def _qwen35(name: str, config: Config) -> ModelSpec:
 
 
 def _qwen35_moe(name: str, config: Config) -> ModelSpec:
-    return _hybrid(name, config, [_experts(config, renormalize=True)] * int(config["num_hidden_layers"]))
+    return _hybrid(name, config, [gated_experts(config, renormalize=True)] * int(config["num_hidden_layers"]))
 
 
 def _next_rows(layer: LayerSpec, module: str, part: str) -> Runs | None:
     """Each key head has all parts together."""
     spec = layer.state
     if not isinstance(spec, GatedDeltaNetSpec):
-        return _gate_rows(layer, module, part)
+        return gate_rows(layer, module, part)
     repeats = spec.num_value_heads // spec.num_key_heads
     if module == "layers.state.gates":
         return _interleaved({"b": repeats, "a": repeats}, part, spec.num_key_heads)
@@ -144,7 +144,7 @@ def _next_rows(layer: LayerSpec, module: str, part: str) -> Runs | None:
     return None
 
 
-def _gate_rows(layer: LayerSpec, module: str, part: str) -> Runs | None:
+def gate_rows(layer: LayerSpec, module: str, part: str) -> Runs | None:
     """Each head has its query and its gate together."""
     spec = layer.attention
     if isinstance(spec, AttentionSpec) and module == "layers.attention.qkv" and part in ("q", "gate"):
@@ -179,7 +179,7 @@ _QWEN35_MOE_DEFAULTS = _DEFAULTS | {
     "num_experts_per_tok": 8,
     "num_experts": 256,
 }
-_NOT_TEXT = ("mtp.", "model.visual.")
+NOT_TEXT = ("mtp.", "model.visual.")
 _LARA_KINDS = (*("linear_attention", "sliding_attention", "linear_attention", "full_attention", "sliding_attention"),)
 _LARA_NAMES = (
     _NAMES
@@ -216,7 +216,7 @@ FAMILIES = {
             "norm_topk_prob": True,
         },
         rows=_next_rows,
-        ignored_prefixes=_NOT_TEXT,
+        ignored_prefixes=NOT_TEXT,
         draft_heads={"mtp": NEXT_MTP},
     ),
     "LaraMiniForCausalLM": Family(
@@ -242,28 +242,28 @@ FAMILIES = {
     ),
     "Qwen3_5ForCausalLM": Family(
         _qwen35,
-        _QWEN35_NAMES,
+        QWEN35_NAMES,
         _QWEN35_DEFAULTS,
-        rows=_gate_rows,
-        ignored_prefixes=_NOT_TEXT,
+        rows=gate_rows,
+        ignored_prefixes=NOT_TEXT,
         draft_heads={"mtp": _QWEN35_MTP},
     ),
     "Qwen3_5ForConditionalGeneration": Family(
         _qwen35,
-        of_multimodal(_QWEN35_NAMES),
+        of_multimodal(QWEN35_NAMES),
         _QWEN35_DEFAULTS,
-        rows=_gate_rows,
-        ignored_prefixes=_NOT_TEXT,
+        rows=gate_rows,
+        ignored_prefixes=NOT_TEXT,
         draft_heads={"mtp": _QWEN35_MTP},
     ),
     "Qwen3_5MoeForCausalLM": Family(
-        _qwen35_moe, _QWEN35_NAMES, _QWEN35_MOE_DEFAULTS, rows=_gate_rows, ignored_prefixes=_NOT_TEXT
+        _qwen35_moe, QWEN35_NAMES, _QWEN35_MOE_DEFAULTS, rows=gate_rows, ignored_prefixes=NOT_TEXT
     ),
     "Qwen3_5MoeForConditionalGeneration": Family(
         _qwen35_moe,
-        of_multimodal(_QWEN35_NAMES | STACKED_EXPERTS),
+        of_multimodal(QWEN35_NAMES | STACKED_EXPERTS),
         _QWEN35_MOE_DEFAULTS,
-        rows=_gate_rows,
-        ignored_prefixes=_NOT_TEXT,
+        rows=gate_rows,
+        ignored_prefixes=NOT_TEXT,
     ),
 }

@@ -11,12 +11,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from quire.engine.models.attention_spec import AttentionSpec, CompressedAttentionSpec, MLASpec
+from quire.engine.models.attention_spec import AttentionSpec, CompressedAttentionSpec, GroupIndexerSpec, MLASpec
 from quire.engine.models.draft_head_spec import DraftHeadSpec
 from quire.engine.models.encoder_spec import EncoderSpec
 from quire.engine.models.families import FAMILIES, family_of
 from quire.engine.models.families.family import Family
 from quire.engine.models.model_spec import (
+    GatedConnectionSpec,
     LayerSpec,
     MLPSpec,
     ModelSpec,
@@ -237,7 +238,9 @@ def _outer(arch: ModelSpec, has_head: bool) -> _Parameters:
         projections = {str(number): width for number in range(arch.alt_up.num_streams - 1)}
         yield from _linear("expansion", projections, width)
         yield from _linear("merger", projections, width)
-    if arch.hyper is not None:
+    if isinstance(arch.hyper, GatedConnectionSpec):
+        yield from _gated_connection("merger", arch.hyper, width)
+    elif arch.hyper is not None and not arch.hyper.averages:
         yield from _connection("merger", arch.hyper.num_streams, 1, arch.hyper.num_streams * width)
     yield from _norm("norm", arch.norm, width)
     if isinstance(arch, EncoderSpec):
@@ -283,9 +286,21 @@ def _inner(layer: LayerSpec, width: int) -> _Parameters:
         if alt_up.scales_output:
             yield "layers.alt_up", "scale", {"": (width,)}
     if layer.hyper is not None:
+        streams = layer.hyper.num_streams
         for name in ("attention", "feed_forward"):
-            sizes = layer.hyper.num_weights, layer.hyper.num_scales, layer.hyper.num_streams * width
+            if isinstance(layer.hyper, GatedConnectionSpec):
+                yield from _gated_connection(f"layers.{name}_connection", layer.hyper, width)
+                yield from _linear(f"layers.{name}_connection.outputs", {"": streams}, streams * width)
+                continue
+            sizes = layer.hyper.num_weights, layer.hyper.num_scales, streams * width
             yield from _connection(f"layers.{name}_connection", *sizes)
+    if (ngrams := layer.ngrams) is not None:
+        yield from _linear("layers.ngrams.embedding", ngrams.part_rows, ngrams.head_dim)
+        yield from _linear("layers.ngrams.key", {"": ngrams.num_streams * width}, ngrams.size)
+        yield from _linear("layers.ngrams.value", {"": width}, ngrams.size)
+        for name in ("key_norm", "query_norm", "conv_norm"):
+            yield from _norm(f"layers.ngrams.{name}", ngrams.norm, ngrams.num_streams * width)
+        yield "layers.ngrams", "conv", {"": (ngrams.num_streams * width, 1, ngrams.conv_size)}
     if layer.laurel is not None:
         yield from _linear("layers.laurel.down", {"": layer.laurel.rank}, width)
         yield from _linear("layers.laurel.up", {"": width}, layer.laurel.rank)
@@ -356,8 +371,12 @@ def _attention(spec: AttentionSpec, hidden: int) -> _Parameters:
     yield from _linear(f"{module}.qkv", {"q": queries, **own, **rest}, width, bias=spec.qkv_bias)
     yield from _linear(f"{module}.output", {"": hidden}, spec.num_heads * spec.value_dim, bias=spec.output_bias)
     if (indexer := spec.indexer) is not None:
-        yield from _linear(f"{module}.indexer.query", {"": spec.num_kv_heads * indexer.head_dim}, width)
-        yield from _linear(f"{module}.indexer.key", {"": indexer.head_dim}, width)
+        if isinstance(indexer, GroupIndexerSpec):
+            sizes = {"q": indexer.num_heads * indexer.head_dim, "k": indexer.head_dim}
+            yield from _linear(f"{module}.indexer.inputs", sizes, width)
+        else:
+            yield from _linear(f"{module}.indexer.query", {"": spec.num_kv_heads * indexer.head_dim}, width)
+            yield from _linear(f"{module}.indexer.key", {"": indexer.head_dim}, width)
         yield from _norm(f"{module}.indexer.query_norm", indexer.norm, indexer.head_dim)
         yield from _norm(f"{module}.indexer.key_norm", indexer.norm, indexer.head_dim)
     if spec.has_sinks:
@@ -377,12 +396,16 @@ def _mla(spec: MLASpec, width: int) -> _Parameters:
         yield from _norm(f"{module}.query_norm", spec.norm, spec.q_lora_rank)
     yield from _linear(f"{module}.query", {"": spec.num_heads * spec.query_dim}, spec.query_inputs(width))
     yield from _norm(f"{module}.latent_norm", spec.norm, spec.kv_lora_rank)
+    yield from _norm(f"{module}.rotary_norm", spec.rotary_norm, spec.rope.dim)
     up = spec.num_heads * (spec.qk_nope_head_dim + spec.v_head_dim)
     yield from _linear(f"{module}.up", {"": up}, spec.kv_lora_rank)
     if (indexer := spec.indexer) is not None:
         queries = {"": indexer.num_heads * indexer.head_dim}
         yield from _linear(f"{module}.indexer.query", queries, spec.q_lora_rank or width)
         yield from _linear(f"{module}.indexer.key", {"": indexer.head_dim}, width)
+        if indexer.pool > 1:
+            yield from _linear(f"{module}.indexer.gate", {"": indexer.head_dim}, width)
+            yield f"{module}.indexer", "position_bias", {"": (indexer.pool, indexer.head_dim)}
         yield from _norm(f"{module}.indexer.key_norm", indexer.norm, indexer.head_dim)
         yield from _linear(f"{module}.indexer.weights", {"": indexer.num_heads}, width)
     if spec.gate_dim:
@@ -571,6 +594,14 @@ def _connection(module: str, weights: int, scales: int, columns: int) -> _Parame
     """A connection of residual streams."""
     for name, shape in (("function", (weights, columns)), ("base", (weights,)), ("scale", (scales,))):
         yield module, name, {"": shape}
+
+
+def _gated_connection(module: str, spec: GatedConnectionSpec, hidden: int) -> _Parameters:
+    """What computes gates of residual streams."""
+    width = spec.num_streams * hidden
+    yield from _norm(f"{module}.norm", spec.norm, width)
+    yield from _linear(f"{module}.down", {"": spec.rank}, width)
+    yield from _linear(f"{module}.up", {"": width}, spec.rank)
 
 
 def _linear(module: str, rows: Mapping[str, int], columns: int, *, bias: bool = False) -> _Parameters:

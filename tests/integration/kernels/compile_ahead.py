@@ -142,6 +142,7 @@ def run_all(types: list[torch.dtype]) -> None:
             keys = allocate_kv_cache(1, 64, 1, 16, 128, of_cache, query.device, num_tensors=1)[0]
             queries, per_query = torch.zeros(9, 64, 128, dtype=dtype), torch.zeros(9, 64)
             slots = platform.select_tokens(queries, per_query, keys, table, lengths, starts, 2048)
+            platform.select_tokens(queries, per_query, keys, table, lengths, starts, 128, 16)
             platform.select_blocks(queries[:, :4], keys, table, lengths, starts, 128, 16, 1)
             counts = torch.full((9,), 2048)
             for sinks in (None, per_head):
@@ -157,6 +158,7 @@ def run_all(types: list[torch.dtype]) -> None:
             inputs, of_places = torch.zeros(1, 64, 1, 16, 2 * width, dtype=dtype), torch.zeros(ratio, width)
             where = starts.new_zeros(9), table, lengths, starts, table
             platform.compress_tokens(inputs, of_places, entries[0, 0, 0, 0], 1e-6, torch.zeros(9, 64), entries, *where)
+            platform.compress_tokens(inputs, of_places, None, 0.0, torch.zeros(9, 0), entries, *where)
         pages = torch.zeros(3, 32, 128, 128), torch.zeros(3, 3, 8192, dtype=dtype)
         mixed, gates = torch.zeros(9, 12288, dtype=dtype), torch.zeros(9, 32)
         segments = StateSegments(starts, torch.tensor([0, 2]), starts[:2], starts[:2])

@@ -22,20 +22,21 @@ class Case(NamedTuple):
 
     inputs: Tensor
     bias: Tensor
-    weight: Tensor
+    weight: Tensor | None
     cos_sin: Tensor
     slots: Tensor
     tables: Tensor
     lengths: Tensor
     starts: Tensor
     entry_tables: Tensor
+    parts: int
 
     def run(self, rows: int, module: Any = kernels) -> Tensor:
         """The entries' cache `[blocks, rows, head_dim]`, which was full of sevens."""
-        head_dim, blocks = len(self.weight), int(self.entry_tables.max()) + 1
+        head_dim, blocks = self.bias.shape[1] // self.parts, int(self.entry_tables.max()) + 1
         cache = allocate_kv_cache(1, blocks, 1, rows, head_dim, self.inputs.dtype, CPU, 1)[0]
         reference.write_kv(torch.full((blocks * rows, 1, head_dim), 7.0), None, cache, torch.arange(blocks * rows))
-        inputs, bias, weight, cos_sin, *where = self
+        inputs, bias, weight, cos_sin, *where, _ = self
         module.compress_tokens(inputs, bias, weight, EPS, cos_sin, cache, *where)
         return cache[0, :, 0]
 
@@ -57,6 +58,7 @@ def case(ratio: int, head_dim: int, parts: int, rotary: int = 8, dtype: torch.dt
     return Case(
         *(inputs, random(ratio, parts * head_dim), random(head_dim).to(dtype), random(tokens, rotary)),
         *(slots, tables, lengths, starts, entries),
+        parts,
     )
 
 
@@ -84,6 +86,7 @@ def test_the_reference_is_the_formula(ratio: int, rows: int, parts: int) -> None
                     values.append(row[first + feature])
                     gates.append(row[parts * head_dim + first + feature] + given.bias[number, first + feature])
                 sums[feature] = torch.stack(values) @ torch.stack(gates).softmax(0)
+            assert given.weight is not None
             normed = sums / (sums.square().mean() + EPS).sqrt() * given.weight
             turned = torch.view_as_complex(normed[-rotary:].view(-1, 2)) * torch.complex(*given.cos_sin[token].chunk(2))
             entry = torch.cat((turned.real, turned.imag, normed[:-rotary]))
@@ -102,6 +105,47 @@ def test_entries_are_those_of_the_reference(
     ratio: int, rows: int, head_dim: int, parts: int, rotary: int, dtype: torch.dtype
 ) -> None:
     check_entries(case(ratio, head_dim, parts, rotary, dtype), rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_entries_without_a_norm_in_the_rows_of_last_tokens(dtype: torch.dtype) -> None:
+    check_entries_in_place(dtype, 20)
+
+
+def test_without_gates_they_are_0() -> None:
+    check_entries_without_gates(torch.float32, 20)
+
+
+def check_entries_without_gates(dtype: torch.dtype, head_dim: int) -> None:
+    given = case(4, head_dim, 2, 8, dtype)
+    width = given.bias.shape[1]
+    gated = given.inputs.clone()
+    gated[..., width:] = 0.0
+    expected = given._replace(inputs=gated).run(4, reference)
+    for module in (reference, kernels):
+        found = given._replace(inputs=given.inputs[..., :width]).run(4, module)
+        step = 2e-5 if dtype == torch.float32 else 8 * torch.finfo(dtype).eps
+        torch.testing.assert_close(found, expected, rtol=step, atol=step)
+
+
+def check_entries_in_place(dtype: torch.dtype, head_dim: int) -> None:
+    """Each entry replaces the values of the last token of its group, and nothing else changes."""
+    given, ratio = case(4, head_dim, 1, 0, dtype), 4
+    inputs, bias, _, cos_sin, slots, tables, lengths, starts, *_ = given
+    expected = inputs.clone()
+    of_groups = expected[:, :, :, ratio - 1 :: ratio, :head_dim]
+    entries = given._replace(weight=None, entry_tables=tables).run(BLOCK // ratio, reference)
+    is_new = (entries != 7.0).any(-1)
+    of_groups[0, :, 0][is_new] = entries[is_new]
+    found = inputs.clone()
+    rows = found[:, :, :, ratio - 1 :: ratio, :head_dim]
+    kernels.compress_tokens(found, bias, None, 0.0, cos_sin, rows, slots, tables, lengths, starts, tables)
+    step = 2e-5 if dtype == torch.float32 else 8 * torch.finfo(dtype).eps
+    torch.testing.assert_close(found, expected, rtol=step, atol=step)
+    assert not torch.equal(found, inputs)
+    normed = given._replace(weight=torch.ones(head_dim), entry_tables=tables).run(BLOCK // ratio, reference)[is_new]
+    same = torch.nn.functional.rms_norm(entries[is_new].float(), (head_dim,), None, EPS)
+    torch.testing.assert_close(normed.float(), same, rtol=0.02, atol=0.02)
 
 
 def check_entries(given: Case, rows: int) -> None:

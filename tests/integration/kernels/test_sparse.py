@@ -75,6 +75,27 @@ def test_the_reference_chooses_the_best_tokens() -> None:
             assert found[row, : min(seen, top_k)].tolist() == expected.tolist()
 
 
+@pytest.mark.parametrize("size", [3, 16])
+def test_a_query_sees_the_keys_of_complete_groups(size: int) -> None:
+    """The choice is that of a request for each query, with as many tokens as there are complete groups."""
+    requests = [(0, 1), (300, 1), (size - 2, 40), (700, 70), (90, 2), (size - 1, 1)]
+    given, top_k = case(requests, 16, 32), 6
+    owners = torch.arange(len(requests)).repeat_interleave(given.starts.diff())
+    positions = torch.cat([torch.arange(context, context + count) for context, count in requests])
+    seen = (positions + 1) // size
+    starts = torch.arange(len(positions) + 1)
+    alone = reference.select_tokens(*given[:3], given.tables[owners], seen.clamp(min=1), starts, top_k)
+    for module in (reference, kernels):
+        found = module.select_tokens(*given, top_k, size)
+        assert found.dtype == torch.int64
+        is_key = torch.arange(top_k) < seen[:, None]
+        assert torch.equal(found[is_key], alone[is_key])
+        first = given.tables[owners, :1] * BLOCK  # in place of what there is not
+        assert torch.equal(found[~is_key], first.expand_as(found)[~is_key])
+    assert (seen == 0).any()
+    assert (seen > top_k).any()
+
+
 @pytest.mark.parametrize("cache_dtype", [None, torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("heads", "head_dim"), [(6, 32), (16, 12), (64, 128), (7, 80)])

@@ -130,6 +130,12 @@ def test_compression(ratio: int, rows: int, head_dim: int, parts: int, rotary: i
     entries.check_entries(entries.case(ratio, head_dim, parts, rotary, dtype), rows)
 
 
+@pytest.mark.parametrize("dtype", TYPES)
+def test_compression_without_norm_or_gates(dtype: torch.dtype) -> None:
+    entries.check_entries_in_place(dtype, 24)
+    entries.check_entries_without_gates(dtype, 24)
+
+
 SHAPES = [(14, 2, 16), (6, 1, 80), (3, 3, 33), (4, 1, 128), (2, 1, 256)]
 REQUESTS = [(0, 1), (0, 17), (40, 1), (5, 3), (7, 1), (1100, 1), (600, 9), (511, 1)]
 
@@ -257,6 +263,7 @@ def test_selection(monkeypatch: pytest.MonkeyPatch) -> None:
     selection = importlib.import_module("quire.kernels.triton.selection")
     monkeypatch.setattr(selection, "_TILE", 64)
     test_sparse.test_of_equal_scores_the_earlier_tokens_are_chosen()
+    test_sparse.test_a_query_sees_the_keys_of_complete_groups(3)
     given = test_sparse.case([(70, 1), (90, 6), (0, 3), (200, 1)], 16, 64)
     whole = kernels.select_tokens(*given, 48)
     assert torch.equal(whole, reference.select_tokens(*given, 48))

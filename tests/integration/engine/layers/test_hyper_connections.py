@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from transformers import DeepseekV4Config
+from transformers import DeepseekV4Config, Qwen4ExpTextConfig
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HyperConnection, DeepseekV4HyperHead
+from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextHyperHead
+from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextGatedResidual
 
-from quire.engine.layers.residual import HyperConnection, HyperHead
-from quire.engine.models.model_spec import HyperConnectionSpec
+from quire.engine.layers.residual import GatedConnection, GatedHead, HyperConnection, HyperHead
+from quire.engine.models.model_spec import GatedConnectionSpec, HyperConnectionSpec
 from quire.engine.models.spec_parts import NormSpec
 
 SPEC = HyperConnectionSpec(num_streams=3, iterations=6, eps=1e-6, norm=NormSpec(eps=1e-5, has_weight=False))
+GATED = GatedConnectionSpec(num_streams=3, rank=6, norm=NormSpec(eps=1e-5, offset=1.0))
 WIDTH = 20
 
 
@@ -48,5 +53,51 @@ def test_the_last_sum_is_that_of_transformers() -> None:
 def test_parameters_are_counted() -> None:
     parameters = (sum(each.numel() for each in kind(SPEC, WIDTH).parameters()) for kind in (HyperConnection, HyperHead))
     connection, head = parameters
-    assert SPEC.num_parameters(WIDTH) == 2 * connection
+    assert SPEC.num_other_parameters(WIDTH) == 2 * connection
     assert SPEC.num_last_parameters(WIDTH) == head
+    assert not list(HyperHead(replace(SPEC, averages=True), WIDTH).parameters())
+    assert replace(SPEC, averages=True).num_last_parameters(WIDTH) == 0
+    connection, head = (
+        sum(each.numel() for each in kind(GATED, WIDTH).parameters()) for kind in (GatedConnection, GatedHead)
+    )
+    matrices = sum(each.elements for each in GATED.matrices(WIDTH))
+    assert GATED.num_other_parameters(WIDTH) + matrices == 2 * connection
+    assert GATED.num_last_parameters(WIDTH) == head
+
+
+def test_the_last_mean_is_that_of_transformers() -> None:
+    x = torch.randn(7, 3 * WIDTH)
+    found = HyperHead(replace(SPEC, averages=True), WIDTH).merge(x)
+    torch.testing.assert_close(found, Glm5NextTextHyperHead()(x.view(1, 7, 3, WIDTH))[0])
+
+
+def gated(*, is_last: bool) -> tuple[GatedConnection | GatedHead, Qwen4ExpTextGatedResidual]:
+    """Ours and transformers', with the same random weights."""
+    config = Qwen4ExpTextConfig(hidden_size=WIDTH, hc_count=3, hc_lowrank=6, rms_norm_eps=1e-5)
+    theirs = Qwen4ExpTextGatedResidual(config, use_combine=not is_last)
+    ours = GatedHead(GATED, WIDTH) if is_last else GatedConnection(GATED, WIDTH)
+    names = {"norm": "hc_norm", "down": "input_mix_weight_down", "up": "input_mix_weight_up"}
+    for mine, other in (names if is_last else names | {"outputs": "block_inject_weight"}).items():
+        weight, own = theirs.get_submodule(other).weight, ours.get_submodule(mine).weight
+        assert isinstance(weight, torch.Tensor)
+        assert isinstance(own, torch.Tensor)
+        weight.data.normal_()
+        own.data.copy_(weight)
+    return ours, theirs
+
+
+def test_gated_streams_are_those_of_transformers() -> None:
+    ours, theirs = gated(is_last=False)
+    assert isinstance(ours, GatedConnection)
+    x, output = torch.randn(7, 3 * WIDTH), torch.randn(7, WIDTH)
+    expected, _, weights = theirs(x)
+    found, mixing = ours.before(x)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(ours.after(output, mixing), x + (output[:, None] * weights[..., None]).flatten(1))
+
+
+def test_the_last_gated_mean_is_that_of_transformers() -> None:
+    ours, theirs = gated(is_last=True)
+    assert isinstance(ours, GatedHead)
+    x = torch.randn(7, 3 * WIDTH)
+    torch.testing.assert_close(ours.merge(x), theirs(x))

@@ -17,7 +17,6 @@ from torch import Tensor
 from quire import kernels
 from quire.engine.config.memory_plan import MemoryPlan
 from quire.engine.layers.attention import CompressedCache
-from quire.engine.layers.compressed import EntryIndexer
 from quire.engine.models import attention_spec
 from quire.engine.models.attention_spec import CompressedAttentionSpec
 from quire.engine.models.families import from_hf_config
@@ -226,14 +225,14 @@ def test_a_few_tokens_at_once_compute_what_all_do(tmp_path: Path, monkeypatch: p
     write("DeepSeek V4", tmp_path)
     config, tokens = configure(tmp_path, max_model_len=256), torch.arange(3, 103)
     (expected,) = on_ranks(1, partial(logits, config, tokens))
-    sizes, select = [], EntryIndexer.forward
+    sizes, attend = [], kernels.sparse_attention
 
-    def counted(indexer: EntryIndexer, x: Tensor, *rest: Tensor) -> Tensor:
-        sizes.append(len(x))
-        return select(indexer, x, *rest)
+    def counted(query: Tensor, *rest: Any) -> Tensor:
+        sizes.append(len(query))
+        return attend(query, *rest)
 
     monkeypatch.setattr(attention_spec, "SCORES_AT_ONCE", 500)
-    monkeypatch.setattr(EntryIndexer, "forward", counted)
+    monkeypatch.setattr(kernels, "sparse_attention", counted)
     (found,) = on_ranks(1, partial(logits, config, tokens))
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
     assert 1 < max(sizes) < 100

@@ -21,6 +21,7 @@ from quire.engine.models.attention_spec import AttentionSpec, MLASpec
 from quire.engine.models.decoder import Decoder, DecoderLayer
 from quire.engine.models.families import ENCODERS, FAMILIES, from_hf_config, of_text
 from quire.engine.models.model_spec import MoESpec
+from quire.engine.models.recurrent_spec import KimiDeltaSpec
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.sampling_params import SamplingParams
 from tests.fakes.checkpoints import generate
@@ -34,7 +35,7 @@ STEPS = 64
 WITH_OTHER_MATRICES = (
     *("Gemma 3n", "Gemma 4, experts", "Gemma 4, layer inputs, shared keys and values"),
     *("Nemotron 3", "Nemotron 3, latent experts", "Zamba2", "LFM3", "MiniMax-M3", "DeepSeek V4"),
-    *("RecurrentGemma", "xLSTM", "RWKV-4"),
+    *("RecurrentGemma", "xLSTM", "RWKV-4", "GLM-5.3", "Qwen4-Exp"),
 )
 """Cases with matrices that others do not have."""
 WHATEVER_THE_BATCH: dict[str, dict[str, Any]] = {
@@ -241,15 +242,49 @@ def test_settings_of_step_that_would_change_answers_are_refused(changes: dict[st
         ("RecurrentGemma", {"lru_width": 50}, "50 channels of the recurrent unit cannot be divided into 4 blocks"),
         ("RecurrentGemma", {"block_types": ["recurrent", "global"]}, "layers of type global are not supported"),
         ("RecurrentGemma", {"embeddings_scale_by_sqrt_dim": False}, "embeddings_scale_by_sqrt_dim False is not"),
+        ("GLM-5.3", {"hc_sinkhorn_iters": 0}, "hc_sinkhorn_iters 0 is not supported"),
+        ("GLM-5.3", {"swiglu_limit": 7.0}, "swiglu_limit 7.0 is not supported; supported: 10.0"),
+        ("GLM-5.3", {"qk_rope_head_dim": 8}, "qk_rope_head_dim 8 is not supported; supported: 0"),
+        ("GLM-5.3", {"index_kpool": 1}, "index_kpool 1 is not supported for index_topk 20"),
+        ("GLM-5.3", {"index_kpool": 3}, "index_kpool 3 is not supported for index_topk 20"),
+        ("GLM-5.3", {"index_kpool_always_select_tail": False}, "index_kpool_always_select_tail False is not supported"),
+        ("GLM-5.3", {"index_topk_pattern": "FFFS"}, "indexer_types: 'shared' of layer 3 is not supported"),
+        ("GLM-5.3", {"indexer_types": ["full"]}, "layer_types and indexer_types must be those of the 4 layers"),
+        ("GLM-5.3", {"mlp_layer_types": ["dense"]}, "expected dense or sparse for each of the 4 layers"),
+        ("GLM-5.3", {"q_lora_rank": None}, "sparse attention .index_topk. needs q_lora_rank"),
+        ("Qwen4-Exp", {"indexer_kv_heads": 2}, "indexer_kv_heads 2 is not supported; supported: 1"),
+        ("Qwen4-Exp", {"indexer_budget": 21}, "indexer_budget 21 is not a multiple of indexer_compress_ratio 4"),
+        ("Qwen4-Exp", {"indexer_head_dim": 4}, "index_head_dim 4 is less than the 8 rotary features"),
+        ("Qwen4-Exp", {"output_gate_type": "gelu"}, "output_gate_type 'gelu' is not supported"),
+        ("Qwen4-Exp", {"layer_types": ["linear_attention"]}, "layer_types has 1 entries, but num_hidden_layers is 4"),
+        ("Qwen4-Exp", {"ple_layer_ids": [2, 5]}, r"ple_layer_ids .2, 5. are not numbers of layers with linear"),
+        ("Qwen4-Exp", {"ple_embed_dim": 25}, "ple_embed_dim 25 cannot be divided among 4 heads"),
+        ("Qwen4-Exp", {"eos_token_id": None}, "ple_layer_ids need eos_token_id"),
     ],
 )
 def test_settings_of_families_that_would_change_answers_are_refused(
     case: str, changes: dict[str, Any], message: str
 ) -> None:
     architecture, own = CASES[case]
-    from_hf_config({**SIZES, **own, "architectures": [architecture]})
+    config = of_text({**SIZES, **own, "architectures": [architecture]})
+    from_hf_config(config)
     with pytest.raises(ConfigError, match=message):
-        from_hf_config({**SIZES, **own, **changes, "architectures": [architecture]})
+        from_hf_config({**config, **changes})
+
+
+def test_the_states_of_glm_may_have_settings_of_their_own() -> None:
+    architecture, own = CASES["GLM-5.3"]
+    config = of_text({**SIZES, **own, "architectures": [architecture]})
+    linear = {"head_dim": 8, "num_heads": 6, "short_conv_kernel_size": 3}
+    for changes, bound in (
+        ({"gate_lower_bound": -3.0}, -3.0),
+        ({"gate_lower_bound": None}, -5.0),
+        ({"gate_lower_bound": None, "safe_gate": False}, None),
+    ):
+        state = from_hf_config({**config, "linear_attn_config": linear | changes}).layers[0].state
+        assert isinstance(state, KimiDeltaSpec)
+        assert (state.value_head_dim, state.num_value_heads, state.conv_size) == (8, 6, 3)
+        assert state.lower_bound == bound
 
 
 def test_hunyuan_4_has_its_published_number_of_parameters() -> None:

@@ -28,7 +28,13 @@ STEPS = 16
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "tp", "pp"),
-    [("DeepSeek V3.2", 1, 1), ("GLM-5, shared selection", 2, 2), ("MiniMax-M3", 2, 2)],
+    [
+        ("DeepSeek V3.2", 1, 1),
+        ("GLM-5, shared selection", 2, 2),
+        ("MiniMax-M3", 2, 2),
+        ("GLM-5.3", 2, 2),
+        ("Qwen4-Exp", 2, 2),
+    ],
 )
 def test_a_long_context(case: str, tp: int, pp: int, tmp_path: Path) -> None:
     """The tokens are those of transformers, however the prompt is divided, after a prefix hit and after preemption."""
@@ -39,6 +45,10 @@ def test_a_long_context(case: str, tp: int, pp: int, tmp_path: Path) -> None:
             "max_position_embeddings": 8192,
             "sparse_attention_config": sparse | {"sparse_block_size": 32, "sparse_topk_blocks": 8},
         }
+    elif case == "Qwen4-Exp":
+        settings = {"max_position_embeddings": 8192, "indexer_budget": 256}
+    elif "text_config" in CASES[case][1]:
+        settings = {"text_config": CASES[case][1]["text_config"] | settings}
     write(case, tmp_path, **settings)
     rng = random.Random(0)
     long = [rng.randrange(3, 130) for _ in range(4000)]
@@ -70,6 +80,34 @@ def test_the_plan_counts_what_is_allocated(tmp_path: Path) -> None:
         assert len({part.data_ptr() for part in parts}) == 7
         size = sum(part[0, 0].nbytes for part in parts)
         assert size == MemoryPlan.of(config).kv_block[0]
+
+
+def test_the_plan_counts_the_keys_of_groups(tmp_path: Path) -> None:
+    """A token has its key and its gates, in float32."""
+    write_config(tmp_path, "GLM-5.3")
+    config = configure(tmp_path, load_format="dummy")
+    caches = allocate_caches(config, 0, CPU)
+    assert [cache.keys is not None for cache in caches] == [False, True, False, True]
+    rows = [part[0, 0] for cache in caches for part in (cache.memory, cache.keys) if part is not None]
+    assert {row.shape[-1] for row in rows} == {16, 24}
+    assert sum(row.nbytes for row in rows) == MemoryPlan.of(config).kv_block[0]
+
+
+@pytest.mark.parametrize("case", ["GLM-5.3", "Qwen4-Exp"])
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kv_cache_dtype": "int8"}, "--kv-cache-dtype int8 is not supported for {}"),
+        ({"block_size": 6}, "--block-size 6 is not a multiple of the 4 tokens that {}"),
+    ],
+)
+def test_caches_that_cannot_have_groups_are_refused(
+    settings: dict[str, Any], message: str, case: str, tmp_path: Path
+) -> None:
+    write_config(tmp_path, case)
+    message = message.format(CASES[case][0])
+    with pytest.raises(ConfigError, match=message):
+        configure(tmp_path, load_format="dummy", **settings)
 
 
 def test_the_plan_counts_the_keys_of_blocks(tmp_path: Path) -> None:
