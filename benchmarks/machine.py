@@ -68,8 +68,8 @@ class Floor:
 
     Bytes / bandwidth: every weight once per step, and the KV cache of every decoding request once, both in the bytes of
     the precision, but no weight in more than the two that the checkpoint has. Operations / matmul rate: two per weight
-    and token (weights of the head only for tokens that are followed by a sampled one), and four per pair of tokens, head
-    and channel in attention.
+    and token (weights of the head only for tokens that are followed by a sampled one), and four per pair of tokens,
+    head and channel in attention.
     """
 
     machine: Machine

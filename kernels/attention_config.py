@@ -37,7 +37,11 @@ class AttentionLayer:
     window: int = 0
     softcap: float = 0.0
     has_sinks: bool = False
+    has_own_sinks: bool = False
+    """Whether every query has sinks of its own."""
     has_alibi: bool = False
+    num_biases: int = 0
+    """Keys, up to a query's own, whose scores get a bias of the query and the distance."""
     is_mla: bool = False
     """Whether keys and values share memory, as in MLA."""
 

@@ -150,8 +150,13 @@ def _case(
     options: dict[str, Any] = {"window": layer.window, "softcap": layer.softcap}
     if layer.has_sinks:
         options["sinks"] = torch.linspace(-1.0, 2.0, layer.heads, device=device)
+    if layer.has_own_sinks:
+        options["sinks"] = torch.randn(len(query), layer.heads, generator=noise).to(device)
     if layer.has_alibi:
         options["slopes"] = 2.0 ** -torch.linspace(1.0, 8.0, layer.heads, device=device)
+    if layer.num_biases:
+        shape = len(query), layer.heads, layer.num_biases
+        options["biases"] = torch.randn(shape, generator=noise).to(device, dtype)
     cache = cache.expand(2, *cache.shape[1:]) if layer.is_mla else cache
     args = (query, cache, tables, torch.from_numpy(lengths).to(device), starts, layer.scale)
     return AttentionCase(args, options, HostMetadata(counts, lengths, {}))

@@ -256,6 +256,7 @@ def _calls(device: torch.device, dtype: torch.dtype, config: AttentionConfig) ->
             module.route(scores, 3, "softmax"),
             module.route(scores, 4, "topk_softmax", scale=2.0),
             module.route(scores, 6, "sigmoid", renormalize=True, correction_bias=bias, **by_groups),
+            module.route(scores, 12, "sigmoid", correction_bias=bias - 0.5, ineligible=0.0, **by_groups),
         ),
     )
     logits = torch.randn(6, 9999, generator=noise).to(device)

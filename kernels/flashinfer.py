@@ -83,8 +83,9 @@ class FlashInfer:
         """The unsupported feature that such a layer needs, or ""."""
         if layer.is_mla:
             return "latent attention"
-        if layer.has_sinks or layer.has_alibi:
-            return "sinks" if layer.has_sinks else "ALiBi"
+        if layer.has_sinks or layer.has_own_sinks or layer.has_alibi or layer.num_biases:
+            has_sinks = layer.has_sinks or layer.has_own_sinks
+            return "sinks" if has_sinks else "ALiBi" if layer.has_alibi else "biases of queries and distances"
         if layer.head_dim not in HEAD_DIMS:
             return f"heads of {layer.head_dim}"
         if dtype not in TYPES:
@@ -104,6 +105,7 @@ class FlashInfer:
         softcap: float = 0.0,
         sinks: Tensor | None = None,
         slopes: Tensor | None = None,
+        biases: Tensor | None = None,
         host: HostMetadata | None = None,
     ) -> Tensor | None:
         is_decode = len(query) == len(sequence_lengths)
@@ -115,7 +117,7 @@ class FlashInfer:
         ):
             return None
         heads, head_dim, dtype = query.shape[1], query.shape[2], query.dtype
-        if sinks is not None or slopes is not None or head_dim not in HEAD_DIMS:
+        if not sinks is slopes is biases is None or head_dim not in HEAD_DIMS:
             return None
         if dtype not in TYPES or cache.dtype != dtype or (query.is_cuda and torch.cuda.is_current_stream_capturing()):
             return None

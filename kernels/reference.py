@@ -6,6 +6,7 @@ Operations on weights packed for a CPU are in `quire.kernels.packed`.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Literal, Protocol, Self, TypeVar
@@ -194,6 +195,7 @@ def paged_attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
+    biases: Tensor | None = None,
 ) -> Tensor:
     """Causal attention over a paged KV cache (Kwon et al. 2023), with prefill chunks and decodes in one batch.
 
@@ -209,7 +211,9 @@ def paged_attention(
     - `softcap` above 0: a score s becomes `softcap * tanh(s / softcap)` (Gemma 2).
     - `slopes` float32 `[heads]`: ALiBi (Press et al. 2022) adds `slope * (key position - query position)`, after
       soft-capping.
-    - `sinks` float32 `[heads]`: one additional score per query, whose value is 0 (gpt-oss).
+    - `biases` `[tokens, heads, keys]`, of the type of the query, are added in the same place to the scores of as many
+      keys, the last of which is the query's own; keys before these have none (Inkling).
+    - `sinks` float32 `[heads]` (gpt-oss) or `[tokens, heads]`: one additional score per query, whose value is 0.
     """
     kv_heads, block_size = cache.shape[2:4]
     output = torch.empty_like(query)
@@ -231,7 +235,10 @@ def paged_attention(
         piece = max(1, _SCORE_ELEMENTS // (query.shape[1] * keys.shape[2] * len(rows)))
         for part, steps in zip(torch.split(rows, piece, dim=1), torch.split(step, piece), strict=True):
             distances = positions[:, None] - (firsts[requests, None] + steps)[..., None]  # [requests, count, tokens]
-            mixed = _attend(query[part].float(), keys, values, distances, scale, window, softcap, sinks, slopes)
+            own_sinks = sinks[part] if sinks is not None and sinks.ndim == 2 else sinks
+            own_biases = None if biases is None else biases[part].float()
+            options = scale, window, softcap, own_sinks, slopes, own_biases
+            mixed = _attend(query[part].float(), keys, values, distances, *options)
             output[part] = mixed.to(query.dtype)
     return output
 
@@ -332,8 +339,8 @@ def sparse_attention(
     """Attention of each query to its own tokens of a paged KV cache, which are in the first `counts` of its `slots`.
 
     `query` is `[tokens, heads, head_dim]`, `slots` int64 `[tokens, top_k]`, and `counts` int64 `[tokens]` from 1 to
-    top_k. `cache`, `scale` and `sinks` are those of `paged_attention`, and so is the result: that of a decode with
-    these tokens.
+    top_k. `cache`, `scale` and `sinks` `[heads]` are those of `paged_attention`, and so is the result: that of a decode
+    with these tokens.
     """
     output, top_k = torch.empty_like(query), slots.shape[1]
     place = torch.arange(top_k, device=query.device)
@@ -343,7 +350,7 @@ def sparse_attention(
         is_beyond = place >= counts[rows, None]
         values.masked_fill_(is_beyond[:, None, :, None], 0.0)
         distances = is_beyond.to(torch.int64)[:, None]  # what is in the future is hidden
-        mixed = _attend(query[rows, None].float(), keys, values, distances, scale, 0, 0.0, sinks, None)
+        mixed = _attend(query[rows, None].float(), keys, values, distances, scale, 0, 0.0, sinks, None, None)
         output[rows] = mixed[:, 0].to(query.dtype)
     return output
 
@@ -512,8 +519,10 @@ def _attend(
     softcap: float,
     sinks: Tensor | None,
     slopes: Tensor | None,
+    biases: Tensor | None,
 ) -> Tensor:
-    """Dense attention; `query` is `[requests, count, heads, head_dim]`, `distances` `[requests, count, tokens]`."""
+    """Dense attention; `query` is `[requests, count, heads, head_dim]`, `distances` `[requests, count, tokens]`,
+    `sinks` `[heads]` or `[requests, count, heads]`, and `biases` `[requests, count, heads, keys]`."""
     requests, count, heads, head_dim = query.shape
     kv_heads, tokens = keys.shape[1:3]
     grouped = query.transpose(1, 2).reshape(requests, kv_heads, -1, head_dim)
@@ -522,10 +531,15 @@ def _attend(
         scores = (scores / softcap).tanh_() * softcap
     if slopes is not None:
         scores += slopes[:, None, None] * distances[:, None]
+    if biases is not None:
+        number = (distances + biases.shape[-1] - 1)[:, None].expand_as(scores)
+        found = biases.transpose(1, 2).gather(-1, number.clamp(0, biases.shape[-1] - 1))
+        scores += found.masked_fill_(number < 0, 0.0)
     hidden = (distances > 0) | (distances <= -window) if window else distances > 0
     scores.masked_fill_(hidden[:, None], -torch.inf)
     if sinks is not None:
-        scores = torch.cat((scores, sinks[:, None, None].expand(requests, heads, count, 1)), dim=-1)
+        by_query = sinks.expand(requests, count, heads).transpose(1, 2)[..., None]
+        scores = torch.cat((scores, by_query), dim=-1)
     weights = scores.softmax(dim=-1)[..., :tokens]
     mixed = weights.reshape(requests, kv_heads, -1, tokens) @ values
     return mixed.view(requests, heads, count, head_dim).transpose(1, 2)
@@ -572,6 +586,7 @@ def route(
     groups: int = 1,
     top_groups: int = 1,
     group_score: GroupScore = "max",
+    ineligible: float = -math.inf,
     correction_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Select the `top_k` experts of each token, best first; returns float32 weights and int64 ids, `[tokens, top_k]`.
@@ -579,9 +594,9 @@ def route(
     `logits` are float32 `[tokens, experts]`. Experts are selected by their scores, which are also the weights; with
     "topk_softmax" the weights are the softmax of the selected experts' logits. `correction_bias` (float32 `[experts]`)
     is added for selection only (Wang et al. 2024). With `groups`, only experts in the `top_groups` best groups are
-    eligible; a group's score is that of its best expert or the sum of its two best (DeepSeek-V2 and V3). Ties, of
-    experts and of groups, go to the lower number. `renormalize` makes weights sum to 1 before they are scaled by
-    `scale`.
+    eligible; a group's score is that of its best expert or the sum of its two best (DeepSeek-V2 and V3). In the choice,
+    the others have the score `ineligible`. Ties, of experts and of groups, go to the lower number. `renormalize` makes
+    weights sum to 1 before they are scaled by `scale`.
     """
     scores = logits.softmax(dim=-1) if scoring == "softmax" else logits.sigmoid() if scoring == "sigmoid" else logits
     choice = scores if correction_bias is None else scores + correction_bias
@@ -591,7 +606,7 @@ def route(
         members = choice.view(len(choice), groups, choice.shape[1] // groups)
         best = members.topk(2 if group_score == "top2_sum" else 1, dim=-1).values.sum(dim=-1)
         excluded = torch.ones_like(best, dtype=torch.bool).scatter_(-1, _highest(best, top_groups), False)
-        choice = members.masked_fill(excluded[..., None], -torch.inf).flatten(-2)
+        choice = members.masked_fill(excluded[..., None], ineligible).flatten(-2)
     ids = _highest(choice, top_k)
     weights = scores.gather(-1, ids)
     if scoring == "topk_softmax":

@@ -529,7 +529,9 @@ def _kernel_layer(spec: attention_spec.AttentionSpec | attention_spec.MLASpec, t
     return kernels.AttentionLayer(
         *(spec.num_heads // tp, kv_heads, size, spec.scale, 0 if spec.is_chunked else spec.window or 0, spec.softcap),
         has_sinks=spec.has_sinks,
+        has_own_sinks=spec.has_own_sinks,
         has_alibi=bool(spec.alibi),
+        num_biases=spec.num_biases,
     )
 
 

@@ -245,6 +245,7 @@ class ExpertRouter(ReplicatedLinear):
             groups=spec.groups,
             top_groups=spec.top_groups,
             group_score=spec.group_score,
+            ineligible=spec.ineligible_score,
             correction_bias=self.correction_bias,
         )
         return weights if self.expert_scale is None else weights * self.expert_scale[experts], experts

@@ -128,6 +128,10 @@ class AttentionSpec:
     """Scores become `softcap * tanh(score / softcap)`; 0: unchanged."""
     has_sinks: bool = False
     """Each head has a logit that takes part in the softmax without a value."""
+    has_own_sinks: bool = False
+    """Each query has such logits of its own."""
+    num_biases: int = 0
+    """Keys, up to a query's own, whose scores get a bias that depends on the query and the distance."""
     alibi: float = 0.0
     """Scores decrease with the distance (Press et al. 2022), by slopes multiplied by this; 0: no ALiBi."""
     qkv_bias: bool = False

@@ -7,6 +7,7 @@ without positions are not special cases. Sizes are in features and parameters; `
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -90,6 +91,8 @@ class MoESpec:
     """Only experts of the `top_groups` best groups are eligible (DeepSeek)."""
     top_groups: int = 1
     group_score: Literal["max", "top2_sum"] = "max"
+    ineligible_score: float = -math.inf
+    """What the scores of experts that are not eligible become."""
     correction_bias: bool = False
     """Each expert has a bias that is used for the choice only."""
     router_bias: bool = False
@@ -728,6 +731,9 @@ class TransformersModelSpec(ModelSpec):
     """Parameters after the layers."""
     read_directly: frozenset[str] = frozenset()
     """Linear layers whose weights the model reads directly, with `*` for layer numbers: they are not packed."""
+    attention_calls: tuple[int, ...]
+    """The layers whose caches the calls of attention in a step use, in order. A layer that runs several times, or that
+    calls attention several times, is as many layers here, of which the first has the weights."""
     continues_by_token: bool = False
     """Layers with recurrent states read them only if they get one token: what continues a request runs one token after
     another."""

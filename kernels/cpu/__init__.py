@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -284,10 +286,11 @@ def route(
     groups: int = 1,
     top_groups: int = 1,
     group_score: str = "max",
+    ineligible: float = -math.inf,
     correction_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     weights, ids = torch.ops.quire.route(
-        logits, top_k, scoring, renormalize, scale, groups, top_groups, group_score, correction_bias
+        logits, top_k, scoring, renormalize, scale, groups, top_groups, group_score, ineligible, correction_bias
     )
     return weights, ids
 
@@ -348,9 +351,10 @@ def paged_attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
+    biases: Tensor | None = None,
 ) -> Tensor:
     out: Tensor = torch.ops.quire.paged_attention(
-        query, cache, block_tables, sequence_lengths, query_starts, scale, window, softcap, sinks, slopes
+        query, cache, block_tables, sequence_lengths, query_starts, scale, window, softcap, sinks, slopes, biases
     )
     return out
 

@@ -10,8 +10,9 @@
 //
 // Sparse attention is a decode for each query, with a table of slots instead of blocks.
 //
-// With a window, items start at the first key that the tile's first query attends to. Soft-capping and ALiBi change
-// scores before the softmax (`adjust`). A sink is a key without a value, which a tile's first item counts in advance.
+// With a window, items start at the first key that the tile's first query attends to. Soft-capping, ALiBi and biases
+// change scores before the softmax (`adjust`). A sink is a key without a value, which a tile's first item counts in
+// advance.
 //
 // Scores are exponents of 2: they are multiplied by `scale · log2 e`.
 
@@ -21,6 +22,7 @@
 #include <limits>
 #include <memory>
 #include <numeric>
+#include <optional>
 #include <utility>
 
 #include "packed_kv.h"
@@ -59,6 +61,8 @@ struct Problem {
   float unit, cap;              // of scores, as exponents of 2; `cap` is 0 for none
   int64_t window;               // most keys that a query attends to
   const float *sinks, *slopes;  // per head, or null
+  int64_t sinks_stride;         // from one token's sinks to the next one's; 0: they are the same
+  std::optional<View> biases;   // see `reference.paged_attention`
   bool has_slots;  // `tables` has the slot of each key, instead of the blocks
   Places places;
   int64_t group, head_dim, padded;  // `padded`: head_dim rounded up to whole vectors
@@ -69,7 +73,8 @@ struct Problem {
 
   int64_t rows(const Tile& tile) const { return tile.queries * group; }
   int64_t partial_size(const Tile& tile) const { return rows(tile) * (padded + 2); }
-  int64_t position(const Tile& tile) const {  // of its first query
+  int64_t token(const Tile& tile) const { return starts[tile.request] + tile.first; }  // of its first query
+  int64_t position(const Tile& tile) const {                                           // the same in the request
     return lengths[tile.request] - (starts[tile.request + 1] - starts[tile.request]) + tile.first;
   }
   // Calls `body(row, query, head)` for a tile's rows; `query` counts from the tile's first.
@@ -87,7 +92,8 @@ struct Problem {
 struct Row {
   Floats weight;  // per lane
   float largest, slope;
-  int64_t position;  // of its query
+  int64_t position;    // of its query
+  const void* biases;  // of its query and head, or null
 };
 
 // Finds the rows of `count` keys from `begin` on in the cache.
@@ -170,7 +176,19 @@ void gather(const Problem& p, const KeyRange& range, float* keys, float* values)
   }
 }
 
-// Scales a row's scores to exponents of 2, and applies soft-capping and ALiBi. `first`: the position of the first key.
+// Number `at` to `at + kLanes` of `count` biases; 0 where there are none.
+template <typename T>
+Floats biases_at(const T* biases, int64_t at, int64_t count) {
+  if (at >= 0 && at + kLanes <= count) return load(biases + at);
+  const int64_t begin = std::max<int64_t>(0, -at), end = std::min<int64_t>(kLanes, count - at);
+  if (begin >= end) return Floats{};
+  float lanes[2 * kLanes] = {};
+  store(lanes + begin, load(biases + at + begin, static_cast<int>(end - begin)));
+  return load(lanes);
+}
+
+// Scales a row's scores to exponents of 2, and applies soft-capping, ALiBi and biases. `first`: the position of the
+// first key.
 void adjust(const Problem& p, const Row& row, int64_t first, int64_t columns, float* scores) {
   const float cap = p.cap * kLog2E;
   for (int64_t i = 0; i < columns; ++i) {
@@ -179,6 +197,15 @@ void adjust(const Problem& p, const Row& row, int64_t first, int64_t columns, fl
     const Ints distance = lane_numbers() + static_cast<int32_t>(first + i * kLanes - row.position);
     store(scores + i * kLanes, x + __builtin_convertvector(distance, Floats) * (row.slope * kLog2E));
   }
+  if (!row.biases) return;
+  const int64_t count = p.biases->size(2), with_bias = row.position + 1 - count;  // the first such key
+  for_type(p.query.scalar_type(), [&]<typename T>() {
+    for (int64_t i = std::max<int64_t>(0, (with_bias - first) / kLanes); i < columns; ++i) {
+      float* at = scores + i * kLanes;
+      const int64_t number = first + i * kLanes - with_bias;
+      store(at, load(at) + biases_at(static_cast<const T*>(row.biases), number, count) * kLog2E);
+    }
+  });
 }
 
 // Masks all scores except those of the keys from `begin` to `end`.
@@ -194,7 +221,7 @@ void mask(int64_t begin, int64_t end, int64_t columns, float* scores) {
 // Online softmax: turns a row's scores of the `count` keys from position `first` on into weights. Returns the factor
 // for the previous sums.
 float softmax(const Problem& p, int64_t first, int64_t count, int64_t columns, Row& row, float* scores) {
-  const bool is_adjusted = p.cap > 0.0f || p.slopes;
+  const bool is_adjusted = p.cap > 0.0f || p.slopes || p.biases;
   if (is_adjusted) adjust(p, row, first, columns, scores);
   const float unit = is_adjusted ? 1.0f : p.unit;
   const int64_t begin = p.begin(row.position) - first, end = std::min(count, row.position + 1 - first);
@@ -237,7 +264,7 @@ struct Scratch {
 
 template <typename T>
 void load_queries(const Problem& p, const Tile& tile, float* to) {
-  const T* first = p.query.data<const T>() + (p.starts[tile.request] + tile.first) * p.query.stride(0);
+  const T* first = p.query.data<const T>() + p.token(tile) * p.query.stride(0);
   p.for_rows(tile, [&](int64_t row, int64_t query, int64_t head) {
     const T* from = first + query * p.query.stride(0) + head * p.query.stride(1);
     for_vectors(p.head_dim, [&](int64_t d, auto n) { store(to + row * p.head_dim + d, load(from + d, n), n); });
@@ -246,8 +273,7 @@ void load_queries(const Problem& p, const Tile& tile, float* to) {
 
 template <typename T>
 void store_row(const Problem& p, const Tile& tile, int64_t query, int64_t head, const float* sums, float factor) {
-  const int64_t token = p.starts[tile.request] + tile.first + query;
-  T* to = p.output.data<T>() + (token * p.output.size(1) + head) * p.head_dim;
+  T* to = p.output.data<T>() + ((p.token(tile) + query) * p.output.size(1) + head) * p.head_dim;
   for_vectors(p.head_dim, [&](int64_t d, auto n) { store(to + d, load(sums + d) * factor, n); });
 }
 
@@ -382,9 +408,14 @@ void attend(Problem& p, const Item& item, const Item* following, Scratch& scratc
   std::fill_n(scratch.sums, rows * p.padded, 0.0f);
   const bool has_sink = p.sinks && item.split == 0;
   p.for_rows(tile, [&](int64_t row, int64_t query, int64_t head) {
-    scratch.rows[row] = {Floats{has_sink ? 1.0f : 0.0f},
-                         has_sink ? std::max(p.sinks[head] * kLog2E, kLowest) : kLowest,
-                         p.slopes ? p.slopes[head] : 0.0f, p.position(tile) + query};
+    const int64_t token = p.token(tile) + query;
+    Row& to = scratch.rows[row] = {Floats{has_sink ? 1.0f : 0.0f}, kLowest, p.slopes ? p.slopes[head] : 0.0f,
+                                   p.position(tile) + query, nullptr};
+    if (has_sink) to.largest = std::max(p.sinks[token * p.sinks_stride + head] * kLog2E, kLowest);
+    if (p.biases) {
+      const int64_t offset = token * p.biases->stride(0) + head * p.biases->stride(1);
+      to.biases = p.biases->data<const char>() + offset * p.biases->element_size();
+    }
   });
   KeyRange range(p);
   const int64_t keys = item.end - item.begin, most = is_direct ? kDirectKeys : p.keys, steps = (keys + most - 1) / most;
@@ -504,15 +535,19 @@ void compute(Problem& p, int64_t first, int64_t last) {
 
 Tensor paged_attention(const Tensor& query, const Tensor& cache, const Tensor& block_tables,
                        const Tensor& sequence_lengths, const Tensor& query_starts, double scale, int64_t window,
-                       double softcap, const std::optional<Tensor>& sinks, const std::optional<Tensor>& slopes) {
-  const int64_t head_dim = query.size(2), kv_heads = cache.size(2);
-  STD_TORCH_CHECK(query.size(1) % kv_heads == 0 && block_tables.stride(1) == 1);
+                       double softcap, const std::optional<Tensor>& sinks, const std::optional<Tensor>& slopes,
+                       const std::optional<Tensor>& biases) {
+  const int64_t tokens = query.size(0), heads = query.size(1), head_dim = query.size(2), kv_heads = cache.size(2);
+  STD_TORCH_CHECK(heads % kv_heads == 0 && block_tables.stride(1) == 1);
+  STD_TORCH_CHECK(!slopes || (slopes->numel() == heads && slopes->is_contiguous()), "slopes must be [heads]");
+  const bool has_own_sinks = sinks && sinks->dim() == 2;
+  STD_TORCH_CHECK(!sinks || (sinks->numel() == (has_own_sinks ? tokens : 1) * heads && sinks->is_contiguous()),
+                  "sinks must be [heads] or [tokens, heads]");
+  STD_TORCH_CHECK(!biases || (biases->dim() == 3 && biases->size(0) == tokens && biases->size(1) == heads &&
+                              biases->stride(2) == 1 && biases->scalar_type() == query.scalar_type()),
+                  "biases must be [tokens, heads, keys], of the type of the query");
   const Tensor rows = query.stride(2) == 1 ? query : as_contiguous(query);
   const Tensor lengths = as_contiguous(sequence_lengths), starts = as_contiguous(query_starts);
-  const auto of_heads = [&](const std::optional<Tensor>& x) {
-    STD_TORCH_CHECK(!x || (x->numel() == query.size(1) && x->is_contiguous()), "sinks and slopes must be [heads]");
-    return x ? x->const_data_ptr<float>() : nullptr;
-  };
   Tensor out = empty(query.sizes(), query.scalar_type());
   Problem p{View(rows),
             View(cache),
@@ -523,11 +558,13 @@ Tensor paged_attention(const Tensor& query, const Tensor& cache, const Tensor& b
             static_cast<float>(scale) * kLog2E,
             static_cast<float>(softcap),
             window ? window : kNoWindow,
-            of_heads(sinks),
-            of_heads(slopes),
+            sinks ? sinks->const_data_ptr<float>() : nullptr,
+            slopes ? slopes->const_data_ptr<float>() : nullptr,
+            has_own_sinks ? heads : 0,
+            biases ? std::optional(View(*biases)) : std::nullopt,
             false,
             Places(cache, head_dim),
-            query.size(1) / kv_heads,
+            heads / kv_heads,
             head_dim,
             vectors(head_dim) * kLanes,
             0,
@@ -563,6 +600,8 @@ Tensor sparse_attention(const Tensor& query, const Tensor& cache, const Tensor& 
               kNoWindow,
               sinks ? sinks->const_data_ptr<float>() : nullptr,
               nullptr,
+              0,
+              std::nullopt,
               true,
               Places(cache, head_dim),
               heads / kv_heads,
@@ -585,6 +624,6 @@ QUIRE_OPERATION(sparse_attention,
 QUIRE_OPERATION(
     paged_attention,
     "(Tensor query, Tensor cache, Tensor block_tables, Tensor sequence_lengths, Tensor query_starts, float scale, "
-    "int window=0, float softcap=0.0, Tensor? sinks=None, Tensor? slopes=None) -> Tensor")
+    "int window=0, float softcap=0.0, Tensor? sinks=None, Tensor? slopes=None, Tensor? biases=None) -> Tensor")
 
 }  // namespace quire

@@ -51,7 +51,7 @@ void softmax(float* x, int64_t size) {
 // logits: float32 [tokens, experts]. Returns weights float32 and numbers int64, [tokens, top_k] each.
 std::tuple<Tensor, Tensor> route(const Tensor& logits, int64_t top_k, std::string_view scoring, bool renormalize,
                                  double scale, int64_t groups, int64_t top_groups, std::string_view group_scoring,
-                                 const std::optional<Tensor>& bias) {
+                                 double ineligible, const std::optional<Tensor>& bias) {
   const int64_t tokens = logits.size(0), experts = logits.size(1), group = experts / groups;
   STD_TORCH_CHECK(logits.scalar_type() == ScalarType::Float && logits.dim() == 2,
                   "logits must be float32 [tokens, experts]");
@@ -70,6 +70,7 @@ std::tuple<Tensor, Tensor> route(const Tensor& logits, int64_t top_k, std::strin
   parallel_for(0, tokens, grain(experts * top_k), [&](int64_t begin, int64_t end) {
     std::vector<float> scores(experts), choice(experts), group_scores(groups);
     std::vector<int64_t> best_groups(top_groups);
+    std::vector<bool> is_eligible(groups);
     for (int64_t token = begin; token < end; ++token) {
       const float* row = rows.const_data_ptr<float>() + token * experts;
       float* weight = weights.mutable_data_ptr<float>() + token * top_k;
@@ -87,9 +88,11 @@ std::tuple<Tensor, Tensor> route(const Tensor& logits, int64_t top_k, std::strin
       if (groups > 1) {
         for (int64_t i = 0; i < groups; ++i) group_scores[i] = group_score(&choice[i * group], group, is_sum_of_two);
         find_highest(group_scores.data(), groups, top_groups, best_groups.data());
-        std::fill(group_scores.begin(), group_scores.end(), -INFINITY);
-        for (const int64_t best : best_groups) group_scores[best] = 0.0f;
-        for (int64_t i = 0; i < experts; ++i) choice[i] += group_scores[i / group];
+        std::fill(is_eligible.begin(), is_eligible.end(), false);
+        for (const int64_t best : best_groups) is_eligible[best] = true;
+        for (int64_t i = 0; i < experts; ++i) {
+          if (!is_eligible[i / group]) choice[i] = static_cast<float>(ineligible);
+        }
       }
       find_highest(choice.data(), experts, top_k, id);
       for (int64_t i = 0; i < top_k; ++i) weight[i] = scores[id[i]];
@@ -344,7 +347,7 @@ Tensor coded_experts(const Tensor& x, const Tensor& weights, const Tensor& ids, 
 
 QUIRE_OPERATION(route,
                 "(Tensor logits, int top_k, str scoring, bool renormalize, float scale, int groups, int top_groups, "
-                "str group_score, Tensor? correction_bias) -> (Tensor, Tensor)")
+                "str group_score, float ineligible, Tensor? correction_bias) -> (Tensor, Tensor)")
 QUIRE_OPERATION(packed_experts,
                 "(Tensor x, Tensor weights, Tensor ids, Tensor gate_up, Tensor? gate_up_scales, Tensor? "
                 "gate_up_bias, Tensor down, Tensor? down_scales, Tensor? down_bias, str activation, bool gated) -> Tensor")

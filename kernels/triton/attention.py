@@ -8,7 +8,7 @@ in order, so a result does not depend on the batch.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -57,8 +57,10 @@ def _attend(
     row_scales,
     table,
     slopes,
+    biases,
     rows_at,
     heads_at,
+    biases_at,
     positions,
     is_row,
     begin,
@@ -67,12 +69,14 @@ def _attend(
     scale,
     softcap,
     window,
+    num_biases,
     cache_side,
     cache_block,
     cache_row,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SLOPES: tl.constexpr,
+    BIASES: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     FIRST: tl.constexpr,
     REST: tl.constexpr,
@@ -128,6 +132,11 @@ def _attend(
             distance = place[None, :] - positions[:, None]
             if SLOPES:
                 scores += slope[:, None] * distance.to(tl.float32)
+            if BIASES:
+                number = distance + (num_biases - 1)
+                has_bias = is_row[:, None] & (number >= 0) & (distance <= 0)
+                bias = tl.load(biases + biases_at[:, None] + number, mask=has_bias, other=0.0)
+                scores += bias.to(tl.float32) * 1.4426950408889634
             if MASKED:
                 scores = tl.where((distance <= 0) & is_key[None, :], scores, float("-inf"))
             if WINDOW:
@@ -165,10 +174,10 @@ def _store(at, values, is_row, FROM: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM
 
 
 @triton.jit
-def _with_sink(greatest, total, sinks, heads_at, is_row, SINKS: tl.constexpr):
-    """The factor that normalizes the weighted values; a head's sink is one more score, without a value."""
+def _with_sink(greatest, total, sinks, sinks_at, is_row, SINKS: tl.constexpr):
+    """The factor that normalizes the weighted values; a row's sink is one more score, without a value."""
     if SINKS:
-        sink = tl.load(sinks + heads_at, mask=is_row, other=float("-inf")) * 1.4426950408889634
+        sink = tl.load(sinks + sinks_at, mask=is_row, other=float("-inf")) * 1.4426950408889634
         news = tl.maximum(greatest, sink)
         base = tl.where(news == float("-inf"), 0.0, news)
         keep = tl.exp2(greatest - base)
@@ -187,12 +196,17 @@ def _prompts_kernel(
     starts,
     sinks,
     slopes,
+    biases,
     out,
     requests,
     group,
     scale,
     softcap,
     window,
+    num_biases,
+    sinks_token,
+    biases_token,
+    biases_head,
     query_token,
     query_head,
     out_token,
@@ -206,6 +220,7 @@ def _prompts_kernel(
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
     SLOPES: tl.constexpr,
+    BIASES: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     FIRST: tl.constexpr,
     REST: tl.constexpr,
@@ -243,8 +258,10 @@ def _prompts_kernel(
             row_scales + kv_head.to(tl.int64) * (cache_head // 4),
             tables + request.to(tl.int64) * table_row,
             slopes,
+            biases,
             token * query_token + heads_at * query_head,
             heads_at,
+            token * biases_token + heads_at * biases_head,
             positions,
             is_row,
             begin,
@@ -253,12 +270,14 @@ def _prompts_kernel(
             scale,
             softcap,
             window,
+            num_biases,
             cache_side,
             cache_block,
             cache_row,
             WINDOW,
             SOFTCAP,
             SLOPES,
+            BIASES,
             HEAD_DIM,
             FIRST,
             REST,
@@ -270,7 +289,7 @@ def _prompts_kernel(
             PRECISION,
             False,
         )
-        factor = _with_sink(greatest, total, sinks, heads_at, is_row, SINKS)
+        factor = _with_sink(greatest, total, sinks, token * sinks_token + heads_at, is_row, SINKS)
         to = out + token * out_token + heads_at * out_head
         _store(to, out_first * factor[:, None], is_row, 0, FIRST, HEAD_DIM)
         if REST:
@@ -300,6 +319,7 @@ def _decodes_kernel(
     lengths,
     starts,
     slopes,
+    biases,
     sums,
     partial,
     group,
@@ -308,6 +328,9 @@ def _decodes_kernel(
     scale,
     softcap,
     window,
+    num_biases,
+    biases_token,
+    biases_head,
     query_token,
     query_head,
     table_row,
@@ -318,6 +341,7 @@ def _decodes_kernel(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SLOPES: tl.constexpr,
+    BIASES: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     FIRST: tl.constexpr,
     REST: tl.constexpr,
@@ -356,8 +380,10 @@ def _decodes_kernel(
                 row_scales + kv_head.to(tl.int64) * (cache_head // 4),
                 tables + request.to(tl.int64) * table_row,
                 slopes,
+                biases,
                 start * query_token + heads_at * query_head,
                 heads_at,
+                start * biases_token + heads_at * biases_head,
                 tl.zeros([HEADS], tl.int32) + length - 1,
                 is_row,
                 begin + part * size,
@@ -366,12 +392,14 @@ def _decodes_kernel(
                 scale,
                 softcap,
                 window,
+                num_biases,
                 cache_side,
                 cache_block,
                 cache_row,
                 False,  # the single query sees all of these keys
                 SOFTCAP,
                 SLOPES,
+                BIASES,
                 HEAD_DIM,
                 FIRST,
                 REST,
@@ -403,6 +431,7 @@ def _join_kernel(
     room,
     window,
     head_dim,
+    sinks_token,
     out_token,
     out_head,
     WINDOW: tl.constexpr,
@@ -429,7 +458,7 @@ def _join_kernel(
         totals = tl.load(sums + 2 * at + 1, mask=is_part, other=0.0)
         greatest = tl.max(maxima, axis=0)
         if SINKS:
-            sink = tl.load(sinks + head) * 1.4426950408889634
+            sink = tl.load(sinks + start * sinks_token + head) * 1.4426950408889634
             greatest = tl.maximum(greatest, sink)
         keep = tl.exp2(maxima - greatest)
         total = tl.sum(totals * keep, axis=0)
@@ -458,6 +487,31 @@ def _tile(head_dim: int, width: int, is_narrow: bool) -> tuple[int, int]:
     return rows, 64 if size <= 512 else 32 if size <= 1152 else 16
 
 
+class _Terms(NamedTuple):
+    """What is added to scores or to their sum: see `reference.paged_attention`. The query is the placeholder of tensors
+    that are not read."""
+
+    sinks: Tensor
+    slopes: Tensor
+    biases: Tensor
+    num_biases: int
+    sinks_token: int
+    """From one token's sinks to the next one's; 0: they are the same."""
+    biases_strides: tuple[int, int]
+    """From one token's, or head's, to the next one's."""
+
+    @staticmethod
+    def of(
+        query: Tensor, sinks: Tensor | None = None, slopes: Tensor | None = None, biases: Tensor | None = None
+    ) -> _Terms:
+        sinks, slopes, biases = (
+            query if each is None else each if each.stride(-1) == 1 else each.contiguous()
+            for each in (sinks, slopes, biases)
+        )
+        sinks_token = sinks.stride(0) if sinks.ndim == 2 else 0
+        return _Terms(sinks, slopes, biases, biases.shape[2], sinks_token, (biases.stride(0), biases.stride(1)))
+
+
 def paged_attention(
     query: Tensor,
     cache: Tensor,
@@ -470,6 +524,7 @@ def paged_attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
+    biases: Tensor | None = None,
 ) -> Tensor:
     """See `quire.kernels.reference`. Heads in a quantized cache must be a multiple of 4. Never waits for the device."""
     if query.stride(-1) != 1:
@@ -481,9 +536,8 @@ def paged_attention(
     first, rest = _pieces(head_dim)
     most_rows, keys = _tile(head_dim, query.element_size(), limits.is_narrow(query.device))
     of_heads = min(triton.next_power_of_2(group), most_rows)
-    none = query  # a placeholder for arguments that are not read
-    sinks_, slopes_ = none if sinks is None else sinks, none if slopes is None else slopes
-    memory = query, cache, cache[0].view(torch.float32) if is_quantized else none, block_tables
+    terms = _Terms.of(query, sinks, slopes, biases)
+    memory = query, cache, cache[0].view(torch.float32) if is_quantized else query, block_tables
     scores = (2.0 * scale / softcap, softcap * _LOG2E, window) if softcap else (scale * _LOG2E, 0.0, window)
     cache_row = head_dim if is_quantized else cache.stride(3)
     strides = query.stride()[:2], (block_tables.stride(0), *cache.stride()[:3], cache_row)
@@ -491,6 +545,7 @@ def paged_attention(
         "WINDOW": window > 0,
         "SOFTCAP": softcap > 0,
         "SLOPES": slopes is not None,
+        "BIASES": biases is not None,
         "HEAD_DIM": head_dim,
         "FIRST": first,
         "REST": rest,
@@ -506,7 +561,8 @@ def paged_attention(
         # beyond shared memory or gave wrong sums.
         whole = _pieces(head_dim, in_one=is_quantized and most_rows >= 64)
         _prompts_kernel[tokens // queries + requests, kv_heads, triton.cdiv(group, of_heads)](
-            *(*memory, sequence_lengths, query_starts, sinks_, slopes_, out, requests, group, *scores),
+            *(*memory, sequence_lengths, query_starts, terms.sinks, terms.slopes, terms.biases, out, requests, group),
+            *(*scores, terms.num_biases, terms.sinks_token, *terms.biases_strides),
             *(*strides[0], out.stride(0), out.stride(1), *strides[1]),
             **(options | dict(zip(("FIRST", "REST"), whole, strict=True))),
             SINKS=sinks is not None,
@@ -515,7 +571,7 @@ def paged_attention(
             num_warps=8,
         )
     _decode(
-        *(query, memory, sequence_lengths, query_starts, slopes_, sinks_, out, kv_heads, scores, strides, options),
+        *(query, memory, sequence_lengths, query_starts, terms, out, kv_heads, scores, strides, options),
         most=block_tables.shape[1] * block_size,
         has_sinks=sinks is not None,
         has_slots=False,
@@ -528,8 +584,7 @@ def _decode(
     memory: tuple[Tensor, ...],
     lengths: Tensor,
     starts: Tensor,
-    slopes: Tensor,
-    sinks: Tensor,
+    terms: _Terms,
     out: Tensor,
     kv_heads: int,
     scores: tuple[float, float, int],
@@ -550,8 +605,8 @@ def _decode(
     partial = torch.empty((requests, heads, room, head_dim), dtype=torch.float32, device=query.device)
     cut = {"PARTS": _PARTS, "PART_KEYS": _PART_KEYS, "GROWTH": _PART_GROWTH}
     _decodes_kernel[requests, columns, max(1, min(room, _PROGRAMS // (requests * columns)))](
-        *(*memory, lengths, starts, slopes, sums, partial, group, heads, room, *scores),
-        *(*strides[0], *strides[1]),
+        *(*memory, lengths, starts, terms.slopes, terms.biases, sums, partial, group, heads, room),
+        *(*scores, terms.num_biases, *terms.biases_strides, *strides[0], *strides[1]),
         **options,
         **cut,
         HEADS=rows,
@@ -561,8 +616,8 @@ def _decode(
     )
     width = min(128, triton.next_power_of_2(head_dim))
     _join_kernel[requests, heads, triton.cdiv(head_dim, width)](
-        *(sums, partial, lengths, starts, sinks, out, heads, room, window, head_dim),
-        *(out.stride(0), out.stride(1)),
+        *(sums, partial, lengths, starts, terms.sinks, out, heads, room, window, head_dim),
+        *(terms.sinks_token, out.stride(0), out.stride(1)),
         **cut,
         WINDOW=window > 0,
         SINKS=has_sinks,
@@ -594,6 +649,7 @@ def sparse_attention(
         "WINDOW": False,
         "SOFTCAP": False,
         "SLOPES": False,
+        "BIASES": False,
         "HEAD_DIM": head_dim,
         "FIRST": first,
         "REST": rest,
@@ -609,8 +665,8 @@ def sparse_attention(
         rows = slice(begin, begin + size)
         part, scales = query[rows], cache[0].view(torch.float32) if is_quantized else query
         _decode(
-            *(part, (part, cache, scales, slots[rows]), counts[rows], starts, query),
-            *(query if sinks is None else sinks, out[rows], kv_heads),
+            *(part, (part, cache, scales, slots[rows]), counts[rows], starts, _Terms.of(query, sinks)),
+            *(out[rows], kv_heads),
             *((scale * _LOG2E, 0.0, 0), strides, options),
             most=slots.shape[1],
             has_sinks=sinks is not None,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -23,6 +25,7 @@ def _route_kernel(
     top_k,
     top_groups,
     scale,
+    ineligible,
     SCORING: tl.constexpr,
     CORRECTED: tl.constexpr,
     BY_TWO: tl.constexpr,
@@ -61,7 +64,7 @@ def _route_kernel(
             top = tl.max(tl.where(closed, best, float("-inf")), axis=0)
             opened = tl.min(tl.where(closed & (best == top), group, GROUPS), axis=0)
             closed = closed & (group != opened)
-        choice = tl.where(closed[:, None], float("-inf"), choice)
+        choice = tl.where(closed[:, None] & inside, ineligible, choice)
     place = tl.arange(0, TOP_K)
     chosen, of_chosen = tl.zeros([TOP_K], tl.int32), tl.full([TOP_K], float("-inf"), tl.float32)
     free = inside
@@ -93,6 +96,7 @@ def route(
     groups: int = 1,
     top_groups: int = 1,
     group_score: GroupScore = "max",
+    ineligible: float = -math.inf,
     correction_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `quire.kernels.reference`."""
@@ -106,7 +110,7 @@ def route(
     members = experts // groups
     _route_kernel[(tokens,)](
         *(logits, logits.stride(0), logits if correction_bias is None else correction_bias, weights, ids),
-        *(experts, groups, members, top_k, top_groups, float(scale)),
+        *(experts, groups, members, top_k, top_groups, float(scale), float(ineligible)),
         SCORING=scoring,
         CORRECTED=correction_bias is not None,
         BY_TWO=groups > 1 and group_score == "top2_sum",

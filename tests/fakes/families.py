@@ -943,6 +943,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         _LATENT | _INDEXED | {"indexer_types": ["full", "full", "shared", "full"], "attention_bias": True},
     ),
     "A.X K2": ("AXK2ForCausalLM", _LATENT | _INDEXED | {"n_group": None, "topk_group": None, "gated_norm_rank": 6}),
+    "A.X K2, groups of experts": ("AXK2ForCausalLM", _LATENT | _INDEXED | {"gated_norm_rank": 6}),
     "Hunyuan 4": (
         "HYV4ForCausalLM",
         _LATENT
@@ -1339,6 +1340,10 @@ def write_model(architecture: str, settings: dict[str, Any], folder: Path) -> An
                 tensor.normal_(std=0.1)
             elif name.endswith(".ple.conv1d.weight"):
                 tensor.normal_(std=0.5)
+            elif name.endswith(("_input.query", ".static_weight")):
+                tensor.normal_(std=0.2)
+            elif name.endswith("norm.scale"):  # which start at 1
+                tensor.add_(torch.randn_like(tensor), alpha=0.2)
             elif name.endswith(".tid2eid"):
                 experts = model.config.n_routed_experts
                 tensor.copy_(torch.rand(len(tensor), experts).topk(tensor.shape[1], dim=-1).indices)

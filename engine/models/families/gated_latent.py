@@ -13,21 +13,16 @@ from quire.engine.models.model_spec import HyperConnectionSpec, ModelSpec, MoESp
 
 
 def _axk2(name: str, config: Config) -> ModelSpec:
-    """Norms before attention and experts have gates of low rank."""
-    require(config, "n_group", None, 1)  # in groups that are not eligible, transformers gives experts a score of 0
+    """Norms before attention and experts have gates of low rank. Experts that are not eligible have a score of 0."""
     arch = deepseek.sparse(name, config)
     layers = []
     for layer in arch.layers:
-        assert isinstance(layer.attention, MLASpec)
+        attention, mixture = layer.attention, layer.feed_forward
+        assert isinstance(attention, MLASpec)
         gated = rms_norm(config, gate_rank=int(config["gated_norm_rank"]))
-        layers.append(
-            replace(
-                layer,
-                attention=replace(layer.attention, output_gate="queries"),
-                attention_norm=gated,
-                feed_forward_norm=gated if isinstance(layer.feed_forward, MoESpec) else layer.feed_forward_norm,
-            )
-        )
+        if isinstance(mixture, MoESpec):
+            layer = replace(layer, feed_forward=replace(mixture, ineligible_score=0.0), feed_forward_norm=gated)
+        layers.append(replace(layer, attention=replace(attention, output_gate="queries"), attention_norm=gated))
     return replace(arch, layers=tuple(layers))
 
 

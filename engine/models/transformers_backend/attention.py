@@ -6,9 +6,11 @@ them: attention over the paged cache, or, before anything is loaded, a recorder 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +22,9 @@ from quire.engine.layers.attention import Batch, LayerCache
 from quire.engine.protocol.errors import ConfigError
 
 NAME = "quire"
-_ATTRIBUTE = "quire_answer"
+_ATTRIBUTE, _NUM_BIASES, _BY_KEY = "quire_answer", "quire_num_biases", "quire_mask_by_key"
+_FEATURES_OF_BIAS = 16
+"""Features that a bias of each key adds to the heads of queries and keys, which are then a multiple of 16, too."""
 _IGNORED_ARGUMENTS = frozenset(
     (
         "dropout",
@@ -45,17 +49,72 @@ class AttentionSettings:
     softcap: float
 
 
+class Terms(NamedTuple):
+    """What takes part in the softmax besides scores; see `kernels.paged_attention`."""
+
+    sinks: Tensor | None = None
+    """`[heads]` or `[tokens, heads]`."""
+    biases: Tensor | None = None
+    """`[tokens, heads, keys]`."""
+
+
 class AttentionFunction(Protocol):
     """The attention that modules call. Queries, keys and values are `[tokens, heads, head_dim]`."""
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings, sinks: Tensor | None
+        self, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings, terms: Terms
     ) -> Tensor: ...
+
+    def within_tokens(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """Attention of each token's queries to vectors of its own: `[tokens, queries or keys, features]`."""
+        ...
 
 
 def attach(model: nn.Module, answer: AttentionFunction) -> None:
     for module in model.modules():
         setattr(module, _ATTRIBUTE, answer)
+
+
+def request_biases(model: nn.Module) -> None:
+    """Make modules return biases without a dimension of all keys.
+
+    - Biases of queries and distances become `[1, heads, tokens, rel_extent]`, those of each query for as many keys, the
+      last of which is its own. Modules compute the biases of all queries and keys, given their positions or distances,
+      and none for a key at a distance of `rel_extent` or more. Here, all queries are asked for in one place, and the
+      keys before it.
+    - Masks of keys, the same for all queries, become `[1, heads, 1, tokens]`.
+    """
+    module: Any
+    for path, module in model.named_modules():
+        if hasattr(module, "prepare_dynamic_mask"):
+            module.prepare_dynamic_mask = _mask_by_key
+            setattr(module, _BY_KEY, True)
+        extent = getattr(module, "rel_extent", None)
+        names = inspect.signature(module.forward).parameters if isinstance(extent, int) else {}
+        if {"query_positions", "key_positions"} <= names.keys() or "relative_distance" in names:
+            module.register_forward_pre_hook(partial(_ask_in_one_place, extent), with_kwargs=True)
+            for each in (module, model.get_submodule(path.rpartition(".")[0])):
+                setattr(each, _NUM_BIASES, extent)
+
+
+def _mask_by_key(dt_states: Tensor, **others: object) -> Tensor:
+    return dt_states[:, :, None]
+
+
+def _ask_in_one_place(
+    extent: int, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    forward: Callable[..., Any] = module.forward
+    given = inspect.signature(forward).bind(*args, **kwargs)
+    values = given.arguments
+    if (distances := values.get("relative_distance")) is not None:
+        own = torch.arange(extent - 1, -1, -1, device=distances.device)
+        values["relative_distance"] = own.expand(len(distances), extent)
+    else:
+        queries = values["query_positions"]
+        values["query_positions"] = torch.full_like(queries, extent - 1)
+        values["key_positions"] = torch.arange(extent, device=queries.device)
+    return given.args, given.kwargs
 
 
 def _attention(
@@ -68,28 +127,50 @@ def _attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    sinks: Tensor | None = None,
+    position_bias: Tensor | None = None,
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Implements the interface: `[1, heads, tokens, head_dim]` each → `[1, tokens, heads, value_dim]`.
 
+    Attention that is not causal has the tokens in the place of the heads: each attends to vectors of its own.
+
     Source: https://huggingface.co/docs/transformers/attention_interface
     """
+    answer: AttentionFunction = getattr(module, _ATTRIBUTE)
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     if attention_mask is not None:
-        raise ConfigError("its attention takes a mask of its own, which is not supported")
+        if softcap or not hasattr(module, _BY_KEY) or attention_mask.shape != (1, query.shape[1], 1, key.shape[2]):
+            raise ConfigError("its attention takes a mask of its own, which is not supported")
+        query, key = _with_biases(query, key, attention_mask[:, :: query.shape[1] // key.shape[1], 0] / scale)
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
-        raise ConfigError("its attention sees later tokens, which is not supported")
+        return answer.within_tokens(query[0], key[0], value[0], scale).transpose(0, 1)[None], None
+    others |= {} if position_bias is None or hasattr(module, _NUM_BIASES) else {"position_bias": position_bias}
+    if sinks is not None and sinks.shape != (*query.shape[:3], 1):
+        others["sinks"] = sinks
     if unknown := sorted(
         name for name, value in others.items() if name not in _IGNORED_ARGUMENTS and _has_effect(value)
     ):
         raise ConfigError(f"its attention takes {', '.join(unknown)}, which is not supported")
     if len(query) != 1 or query.shape[2] != key.shape[2]:
         raise ConfigError("its attention reads keys other than those of its own tokens, which is not supported")
-    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    if position_bias is not None and position_bias.shape[-1] != getattr(module, _NUM_BIASES):
+        raise ConfigError("its attention takes a position_bias that does not depend on distances alone")
     settings = AttentionSettings(scale, int(sliding_window or 0), float(softcap or 0.0))
-    answer: AttentionFunction = getattr(module, _ATTRIBUTE)
-    mixed = answer(query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), settings, s_aux)
+    terms = Terms(
+        sinks=s_aux if sinks is None else sinks[0, :, :, 0].T,
+        biases=None if position_bias is None else position_bias[0].transpose(0, 1),
+    )
+    mixed = answer(query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), settings, terms)
     return mixed[None], None
+
+
+def _with_biases(query: Tensor, key: Tensor, biases: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys whose products are larger by `biases` `[1, kv_heads, tokens]`, which are a feature of keys."""
+    size = -query.shape[-1] % _FEATURES_OF_BIAS or _FEATURES_OF_BIAS
+    ones = F.pad(query.new_ones(1), (0, size - 1)).expand(*query.shape[:-1], size)
+    return torch.cat((query, ones), dim=-1), torch.cat((key, F.pad(biases[..., None], (0, size - 1))), dim=-1)
 
 
 def _has_effect(value: object) -> bool:
@@ -110,14 +191,15 @@ class PagedAttention:
     def begin(self, batch: Batch, caches: Sequence[LayerCache]) -> None:
         self._batch, self._caches, self._next = batch, caches, 0
 
-    def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings, sinks: Tensor | None
-    ) -> Tensor:
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings, terms: Terms) -> Tensor:
         self._next += 1
-        return self.answer(self._next - 1, query, key, value, settings, sinks)
+        return self.answer(self._next - 1, query, key, value, settings, terms)
+
+    def within_tokens(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, scale=scale)
 
     def answer(
-        self, number: int, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings, sinks: Tensor | None
+        self, number: int, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings, terms: Terms
     ) -> Tensor:
         """Run call `number` of the step."""
         assert self._batch is not None
@@ -138,7 +220,8 @@ class PagedAttention:
             settings.scale,
             window=settings.window,
             softcap=settings.softcap,
-            sinks=None if sinks is None else sinks.float(),
+            sinks=None if terms.sinks is None else terms.sinks.float().contiguous(),
+            biases=None if terms.biases is None else terms.biases.to(query.dtype),
             host=batch.host,
         )
         return mixed[..., :value_dim]
@@ -154,20 +237,30 @@ class RecordedCall:
     value_dim: int
     settings: AttentionSettings
     has_sinks: bool
+    has_own_sinks: bool
+    num_biases: int
 
 
 class CallRecorder:
-    """Records each call and returns zeros."""
+    """Records each call, of `tokens` tokens, and returns zeros."""
+
+    tokens = 2
 
     def __init__(self) -> None:
         self.calls: list[RecordedCall] = []
 
-    def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings, sinks: Tensor | None
-    ) -> Tensor:
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings, terms: Terms) -> Tensor:
         self.calls.append(
             RecordedCall(
-                query.shape[1], key.shape[1], query.shape[2], value.shape[2], settings, has_sinks=sinks is not None
+                *(query.shape[1], key.shape[1], query.shape[2], value.shape[2], settings),
+                has_sinks=terms.sinks is not None and terms.sinks.ndim == 1,
+                has_own_sinks=terms.sinks is not None and terms.sinks.ndim == 2,
+                num_biases=0 if terms.biases is None else terms.biases.shape[2],
             )
         )
+        return query.new_zeros(*query.shape[:2], value.shape[2])
+
+    def within_tokens(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        if len(query) != self.tokens or query.shape[1] == self.tokens or len(key) != self.tokens:
+            raise ConfigError("its attention sees later tokens, which is not supported")
         return query.new_zeros(*query.shape[:2], value.shape[2])

@@ -2,7 +2,7 @@
 
 transformers renames and converts some checkpoints while loading them (`transformers/conversion_mapping.py`); its own
 rules determine the names here. Only conversions that work on slices are supported: stacking experts, concatenating or
-chunking tensors along a dimension, and transposing matrices.
+chunking tensors along a dimension, taking rows of them, and transposing matrices.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 from torch import nn
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -20,6 +21,9 @@ from quire.engine.models.checkpoint import StoredSlice
 from quire.engine.models.transformers_backend.experts import PlannedExperts
 from quire.engine.models.transformers_backend.sharding import PlannedLinear
 from quire.engine.protocol.errors import ConfigError
+
+_WITH_SCALES = frozenset(("Inkling2LoopDequantizeExperts",))
+"""Operations that change nothing where the checkpoint has weights without scales."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,7 @@ def _in_order(name: str) -> list[tuple[int, str]]:
 
 
 def needed(
-    model: nn.Module, tied: dict[str, str], names: CheckpointNames | None
+    model: Any, tied: dict[str, str], names: CheckpointNames | None
 ) -> Iterator[tuple[Weight, Shard, StoredSlice]]:
     """The checkpoint slices of `model`'s parameters; without a checkpoint, each tensor has the name and shape of
     transformers' parameter."""
@@ -91,7 +95,8 @@ def needed(
             for shard in weight.shards:
                 yield weight, shard, _slice_of(stored, weight, shard, path in transposed)
         else:
-            converted = list(_converted(name, weight, sources, path in transposed, shapes))
+            vocab_size = int(model.config.get_text_config(decoder=True).vocab_size)
+            converted = list(_converted(name, weight, sources, path in transposed, shapes, vocab_size))
             weight.shards = tuple(shard for shard, _ in converted)
             yield from ((weight, shard, stored) for shard, stored in converted)
 
@@ -123,23 +128,29 @@ def _converted(
     sources: list[TensorSource],
     is_transposed: bool,
     shapes: Mapping[str, tuple[int, ...]],
+    vocab_size: int,
 ) -> Iterator[tuple[Shard, StoredSlice]]:
     """The shards of a parameter that transformers makes from `sources`, as slices of these. `shapes` are those of all
     parameters."""
     converter = sources[0].converter
-    kinds = [type(operation).__name__ for operation in converter.operations]
+    groups = [[each for each in sources if each.part == part] for part in range(len(converter.source_patterns))]
+    groups = [group for group in groups if group]
+    parts = len(groups)
+    operations = [each for each in converter.operations if parts > 1 or type(each).__name__ not in _WITH_SCALES]
+    kinds = [type(operation).__name__ for operation in operations]
     unsupported = ConfigError(
         f"{name} is converted from {sources[0].name} by {', then '.join(kinds)}, which is not supported"
     )
     is_stack = weight.shards[0].expert is not None
     of_matrix = 1 if is_stack else 0
     """The number of dimensions before those of a shard."""
-    dims = [getattr(operation, "dim", 0) - of_matrix for operation in converter.operations]
-    dim = 1 - dims[-1] if is_transposed else dims[-1]
-    groups = [[each for each in sources if each.part == part] for part in range(len(converter.source_patterns))]
-    groups = [group for group in groups if group]
-    parts = len(groups)
+    dims = [getattr(operation, "dim", 0) - of_matrix for operation in operations]
+    dim = dims[-1] if dims else 0
+    dim = 1 - dim if is_transposed else dim
     match kinds:
+        case [] if len(sources) == 1:
+            for shard in weight.shards:
+                yield shard, _slice_of(sources[0].name, weight, shard, is_transposed)
         case ["MergeModulelist"] | ["MergeModulelist", "Concatenate"] if is_stack and dims[0] == -1:
             has_all = all(len(group) == len(weight) for group in groups)
             if not has_all or (parts > 1) != (len(kinds) == 2 and dims[1] >= 0):
@@ -169,8 +180,30 @@ def _converted(
                 shape = (*part.shape[:dim], sum(sizes), *part.shape[dim + 1 :])
                 cut = replace(part, shape=shape, start=sum(sizes[:number]) + part.start)
                 yield cut, _slice_of(sources[0].name, weight, cut, is_transposed)
+        case ["Interleave"] | ["Interleave", "Chunk"] if len(sources) == 1 and {*dims} == {0} and not is_transposed:
+            if operations[0].inverse:
+                raise unsupported
+            targets = converter.target_patterns
+            number = next(i for i, pattern in enumerate(targets) if pattern in name)
+            for shard in weight.shards:  # pairs of rows that follow each other are half of the rows apart
+                count, total = shard.shape[0], len(targets) * shard.shape[0]
+                rows = np.arange(total).reshape(-1, 2).T.flatten()[number * count : (number + 1) * count]
+                source = _slice_of(sources[0].name, weight, replace(shard, shape=(total, *shard.shape[1:])), False)
+                yield shard, replace(source, rows=rows)
+        case ["Inkling2UnpadVocab"] if len(sources) == 1 and not (is_stack or is_transposed):
+            for shard in weight.shards:
+                shape = vocab_size, *shard.shape[1:]
+                yield shard, StoredSlice(sources[0].name, shape, rows=np.arange(shard.shape[0]))
+        case ["Inkling2LoopMergeMessageQueries"] if is_stack and parts == 2 == len(sources):
+            (queries,), (of_keys,) = groups
+            for shard in weight.shards:  # of a layer: of queries, of keys and values, and of the MLP
+                assert shard.expert is not None
+                rows, shape = 2 * shard.expert + np.arange(2), (2 * len(weight), *shard.shape[1:])
+                for offset, source, start, length in ((0, queries, 0, 1), (1, of_keys, 0, 2), (3, queries, 1, 1)):
+                    cut = replace(shard, shape=(2, *shape[1:]), start=start, length=length, offset=offset)
+                    yield cut, StoredSlice(source.name, shape, rows=rows)
         case ["Transpose"] if len(weight.shape) - of_matrix == 2 and len(sources) == 1:
-            (operation,) = converter.operations
+            (operation,) = operations
             if operation.check_dims or {operation.dim0 - of_matrix, operation.dim1 - of_matrix} != {0, 1}:
                 raise unsupported
             for shard in weight.shards:

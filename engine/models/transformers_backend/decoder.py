@@ -84,10 +84,13 @@ class TransformersDecoder(nn.Module):
         self.hf_model = model
         self.paged = attention.PagedAttention()
         attention.attach(model, self.paged)
+        attention.request_biases(model)
         self.cache = StateCache(config=config) if has_states(config) else None
         """For the states of layers that have them."""
         self.states: RecurrentStates | None = None
         """What runs these layers, once `keep_states` knows the states."""
+        self.attention_calls: Sequence[int] = layers
+        """The stage's layers whose caches the calls of attention in a step use, in order."""
         self.layers, self._dtype = layers, dtype
         self._base = [build.base_of(model)]  # in a list, as it is already a child of `hf_model`
         self._base_output = _BaseOutput(self._base[0])
@@ -118,6 +121,7 @@ class TransformersDecoder(nn.Module):
             if isinstance(layer.state, TransformersStateSpec)
         }
         decoder.keep_states(states, by_token=arch.continues_by_token)
+        decoder.attention_calls = [number for number in arch.attention_calls if number in layers]
         if model.pooling is not None:
             build.drop_head(decoder.hf_model)
         return decoder
@@ -161,7 +165,7 @@ class TransformersDecoder(nn.Module):
 
     def forward(self, x: Tensor | None, batch: Batch, caches: Sequence[LayerCache]) -> Tensor:
         """As `Decoder.forward`: `[tokens, hidden_size]` after this stage, given that after the previous stage."""
-        self.paged.begin(batch, [each for each in caches if each.memory is not None])
+        self.paged.begin(batch, [caches[number - self.layers.start] for number in self.attention_calls])
         if self.states is not None:
             self.states.begin(batch, caches)
         return self.run(x, batch.token_ids, batch.positions)
@@ -169,7 +173,10 @@ class TransformersDecoder(nn.Module):
     def run(self, x: Tensor | None, token_ids: Tensor, positions: Tensor) -> Tensor:
         """Run the base model on a flat batch, with the attached attention function."""
         start: dict[str, Tensor] = {"input_ids": token_ids[None]} if x is None else {"inputs_embeds": x[None]}
-        cached = {"use_cache": False} if self.cache is None else {"use_cache": True, self._cache_name: self.cache}
+        cached: dict[str, Any] = {"use_cache": False}
+        if self.cache is not None:
+            self.cache.positions = positions
+            cached = {"use_cache": True, self._cache_name: self.cache}
         output = self._base[0](**start, position_ids=positions[None], **cached)
         self._output = type(output)
         hidden: Tensor = output.last_hidden_state[0]

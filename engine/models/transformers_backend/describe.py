@@ -92,6 +92,8 @@ def _describe(request: DescribeRequest) -> TransformersModelSpec:
 def _check_kind(config: Any, architecture: str | None) -> str:
     """Check that the model generates text from text alone; returns the architecture's name."""
     text = config.get_text_config(decoder=True)
+    if getattr(text, "recurrent_kv_cache_mode", "per_loop") != "per_loop":
+        raise ConfigError(f"recurrent_kv_cache_mode {text.recurrent_kv_cache_mode!r} is not supported; use 'per_loop'")
     if getattr(config, "is_encoder_decoder", False):
         raise ConfigError("it is an encoder-decoder model, which is not supported")
     if parts := [each for each in config.sub_configs if re.search("vision|audio|image|video", each)]:
@@ -175,22 +177,23 @@ def _measure(name: str, config: Any, request: DescribeRequest) -> TransformersMo
     sizes = _sizes(decoder, direct)
     calls = recorder.calls
     states: dict[int, TransformersStateSpec] = {}
-    count, rest = divmod(len(calls), sizes.layers or 1)
-    attending = [number // max(1, count) for number in range(len(calls))]
+    is_one_each = len(calls) == sizes.layers
+    attending = [*range(len(calls))]
     if decoder.cache is not None:
         states, attending = _states(config, request)
         if not states:
             raise ConfigError(_OTHER_STATE)
-        count, rest = 1, int(len(calls) != len(attending) or attending != sorted(set(attending)))
+        is_one_each = max((*attending, *states)) < sizes.layers
     elif not calls:
         raise ConfigError(build.NO_INTERFACE)
-    if rest or not sizes.layers:
+    total = max(sizes.layers, *(number + 1 for number in (*attending, *states)))
+    numbers, by_layer = set(attending), dict(zip(attending, calls, strict=False))
+    if not sizes.layers or len(calls) != len(numbers) or (decoder.cache is None and len(calls) < sizes.layers):
         raise ConfigError(f"{sizes.layers} layers call attention {len(calls)} times, which is not supported")
-    places: list[tuple[int, attention.RecordedCall | None]] = list(zip(attending, calls, strict=True))
-    places += [(number, None) for number in range(sizes.layers) if number not in attending]
+    widest = max(sizes.widest, *(call.heads * call.num_biases for call in calls), 0)
     layers = []
-    for place, (layer, call) in enumerate(sorted(places, key=lambda place: place[0])):
-        is_first_call = place % count == 0
+    for layer in range(total):
+        call = by_layer.get(layer)
         layers.append(
             TransformersLayerSpec(
                 attention=None
@@ -204,16 +207,18 @@ def _measure(name: str, config: Any, request: DescribeRequest) -> TransformersMo
                     window=call.settings.window or None,
                     softcap=call.settings.softcap,
                     has_sinks=call.has_sinks,
+                    has_own_sinks=call.has_own_sinks,
+                    num_biases=call.num_biases,
                 ),
                 state=states.get(layer),
-                feed_forward=MLPSpec(intermediate_size=sizes.widest * tp),
-                linears=tuple(sizes.linears[layer]) if is_first_call else (),
-                others=sizes.others[layer] if is_first_call else 0,
+                feed_forward=MLPSpec(intermediate_size=widest * tp),
+                linears=tuple(sizes.linears[layer]),
+                others=sizes.others[layer],
             )
         )
     if request.pipeline_parallel_size > 1:
-        if count != 1:
-            raise ConfigError("--pipeline-parallel-size: its layers call attention more than once")
+        if not is_one_each:
+            raise ConfigError("--pipeline-parallel-size: its layers run, or call attention, more than once")
         build.keep_stage(decoder.hf_model, range(1), sizes.layers)
     return TransformersModelSpec(
         name=name,
@@ -228,6 +233,7 @@ def _measure(name: str, config: Any, request: DescribeRequest) -> TransformersMo
         before=sizes.before,
         after=sizes.after,
         read_directly=direct,
+        attention_calls=tuple(attending),
     )
 
 
@@ -235,10 +241,10 @@ def _length(text: dict[str, Any]) -> int:
     """The model's length, with the scaling of its rotary positions; those by layer type are scaled in it already."""
     length = next((int(v) for name in _LENGTHS if isinstance(v := text.get(name), int) and v > 0), _UNLIMITED)
     rope = text.get("rope_parameters") or {}
-    if "rope_type" not in rope:
-        return length
-    factor, original = rope.get("factor") or 1.0, rope.get("original_max_position_embeddings") or length
-    return extended_length(max(length, stated_length(text)), rope["rope_type"], factor, original)
+    if "rope_type" in rope:
+        factor, original = rope.get("factor") or 1.0, rope.get("original_max_position_embeddings") or length
+        length = extended_length(max(length, stated_length(text)), rope["rope_type"], factor, original)
+    return min(length, text.get("keep_window_size") or length)  # of more keys, some are masked
 
 
 def _check_class(model: Any, name: str) -> None:
@@ -415,6 +421,7 @@ def _quire_logits(
 ) -> list[Tensor]:
     """Logits of the prompts, run together over the requested ranks, in chunks."""
     tp, count = request.tensor_parallel_size, int(small.get_text_config(decoder=True).num_hidden_layers)
+    count = max(count, *(number + 1 for number in specs), 0)  # more, if layers run several times
     stages = min(request.pipeline_parallel_size, count)
     cuts = [range(stage * count // stages, (stage + 1) * count // stages) for stage in range(stages)]
     barrier, shared = threading.Barrier(tp), [torch.empty(0)] * tp
@@ -475,13 +482,18 @@ class _GrowingCaches(attention.PagedAttention):
         self.begin(batch, self._allocated)
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, settings: attention.AttentionSettings, sinks: Tensor | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        settings: attention.AttentionSettings,
+        terms: attention.Terms,
     ) -> Tensor:
         if self._next == len(self._allocated):
             size = max(key.shape[-1], value.shape[-1])
             shape = (1, 2 * _REQUEST_BLOCKS, key.shape[1], _BLOCK, size)
             self._allocated.append(LayerCache(kernels.allocate_kv_cache(*shape, torch.float32, _CPU)[0]))
-        return super().__call__(query, key, value, settings, sinks)
+        return super().__call__(query, key, value, settings, terms)
 
 
 def _run(stages: list[TransformersDecoder], prompts: list[Tensor]) -> list[Tensor]:

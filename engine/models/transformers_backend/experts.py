@@ -63,18 +63,23 @@ class PlannedExperts(ExpertStack):
         self._products: tuple[list[kernels.PackedLinear], ...] = ()
         self._biases: tuple[Tensor | None, ...] = ()
 
+        def style_of(layer: str, name: str) -> str:
+            """Some plans are those of a checkpoint whose rows of gates and of others take turns, unlike here."""
+            style, is_joint = plan[f"{path}.{name}"], layer == "gate_up" and like.has_gate and like.is_concatenated
+            return "packed_colwise" if is_joint and style == "colwise" else style
+
         def matrices(layer: str) -> ExpertMatrices:
             name, bias = self.names[f"{layer}.weight"], self.names.get(f"{layer}.bias")
             weight = planned_stack(
                 f"{path}.{name}",
                 getattr(like, name),
-                plan[f"{path}.{name}"],
+                style_of(layer, name),
                 parallel,
                 is_transposed=self.is_transposed,
             )
             if bias is None:
                 return ExpertMatrices(weight, None)
-            style = plan[f"{path}.{bias}"]
+            style = style_of(layer, bias)
             return ExpertMatrices(weight, planned_stack(f"{path}.{bias}", getattr(like, bias), style, parallel))
 
         self.gate_up, self.down = matrices("gate_up"), matrices("down")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from itertools import accumulate
 from typing import Any
 
 HEAD = 16
@@ -52,6 +53,7 @@ _WINDOWS = (
     "window_size",
     "local_attention",
     "sliding_window_size",
+    "rel_extent",
     "index_topk",
 )
 _STATE_HEADS = (
@@ -61,6 +63,8 @@ _STATE_HEADS = (
     ("expand", "mamba_num_heads", "mamba_head_dim"),
 )
 """Names for Mamba-2: a factor on the hidden size, and the heads and their size that the product is divided into."""
+_SECTIONS = ("n_input_layers", "n_recurrent_layers", "n_output_layers")
+"""Layers before those that run several times, these layers, and those after them."""
 _SMALL = {
     "q_lora_rank": 24,
     "kv_lora_rank": 24,
@@ -86,6 +90,12 @@ _SMALL = {
     "o_groups": 2,
     "o_lora_rank": 24,
     "rotary_dim": HEAD // 2,
+    "log_scaling_n_floor": SHORT,
+    "n_layers_per_attn_res_block": 1,
+    "loop_layer_index_start": 1,
+    "loop_layer_index_end": 3,
+    "core_start": 1,
+    "core_end": 3,
 }
 
 
@@ -99,7 +109,7 @@ def shrink(values: Mapping[str, Any], ranks: int = 1) -> dict[str, Any]:
     inner = 16 * max(2, ranks)
     was_heads = next((values[name] for name in _HEADS if isinstance(values.get(name), int)), 0)
     kept = _kept_layers(values)
-    count = _layer_count(values)
+    count, sections = _layer_count(values), _sections(values)
     length = next((values[name] for name in _LENGTHS if isinstance(values.get(name), int)), 0) or math.inf
     """A window that is not below it is none."""
     for name, value in small.items():
@@ -111,6 +121,8 @@ def shrink(values: Mapping[str, Any], ranks: int = 1) -> dict[str, Any]:
             continue
         if name in _LAYER_COUNTS:
             small[name] = len(kept)
+        elif name in sections:
+            small[name] = len({*kept} & {*sections[name]})
         elif name in _HEADS:
             small[name] = heads
         elif name in _KV_HEADS:
@@ -165,6 +177,8 @@ def shrink(values: Mapping[str, Any], ranks: int = 1) -> dict[str, Any]:
         small["per_layer_config"] = {
             places[str(number)]: shrink(value, ranks) for number, value in own.items() if str(number) in places
         }
+    if isinstance(loop := small.get("loop_config"), dict):
+        small["loop_config"] = shrink(loop, ranks)
     if isinstance(numbers := small.get("hybrid_layer_ids"), list):
         small["hybrid_layer_ids"] = [kept.index(number) for number in numbers if number in kept]
     for name in ("rope_parameters", "rope_scaling"):
@@ -183,9 +197,22 @@ def _layer_count(values: Mapping[str, Any]) -> int:
     return next((values[name] for name in _LAYER_COUNTS if isinstance(values.get(name), int)), 0)
 
 
+def _sections(values: Mapping[str, Any]) -> dict[str, range]:
+    """The layers of each of `_SECTIONS`, if a config has them."""
+    sizes = [size for name in _SECTIONS if isinstance(size := values.get(name), int)]
+    if len(sizes) < len(_SECTIONS):
+        return {}
+    ends = [*accumulate(sizes)]
+    return {name: range(end - size, end) for name, size, end in zip(_SECTIONS, sizes, ends, strict=True)}
+
+
 def _kept_layers(values: Mapping[str, Any]) -> list[int]:
     """Up to `_LAYERS` layers: the first of each kind, then the second of each, and so on."""
     count = _layer_count(values)
+    if sections := _sections(values):
+        size = 2 if "mlp" in (values.get("layer_types") or ()) else 1  # a layer may be two blocks
+        first, middle, last = sections.values()
+        return sorted({*first[:size], *middle[:size], *middle[-size:], *last[-size:]})
     lists = [v for v in values.values() if isinstance(v, list) and count and len(v) == count]
     kinds = [tuple(map(str, kind)) for kind in zip(*lists, strict=True)] or [()] * count
     earlier = [kinds[:number].count(kind) for number, kind in enumerate(kinds)]

@@ -7,7 +7,7 @@ page. All other modules run over the tokens of all requests together.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
@@ -29,6 +29,9 @@ _KINDS: Mapping[str, Any] = DYNAMIC_LAYER_TYPE_MAPPING
 class StateCache(_Cache):  # type: ignore[misc]
     """transformers' cache with the states of one request. It has no keys and values: attention is paged."""
 
+    positions: Tensor
+    """`[tokens]`, of the step's tokens in their requests."""
+
     def update(self, key_states: Tensor, value_states: Tensor, *others: Any, **more: Any) -> tuple[Tensor, Tensor]:
         return key_states, value_states
 
@@ -36,7 +39,12 @@ class StateCache(_Cache):  # type: ignore[misc]
         return 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        return query_length, 0
+        """There are no masks; biases are requested for other keys than these (`attention.request_biases`)."""
+        return 1, 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> Tensor:
+        """What is added to the number of each token in the step."""
+        return self.positions - torch.arange(len(self.positions), device=self.positions.device)
 
 
 def has_states(config: Any) -> bool:
@@ -69,15 +77,20 @@ class RecurrentStates:
         self._batch: Batch | None = None
         self._caches: Sequence[LayerCache] = ()
         self._segments: dict[int, list[tuple[int, int, int, int]]] = {}
-        for layer, spec in specs.items():
-            for path in dict.fromkeys(tensor.module for tensor in spec.tensors):
-                module: Any = model.get_submodule(path)
-                places = [(tensor, place) for tensor, place in spec.places() if tensor.module == path]
-                module.forward = partial(self._run, module.forward, layer, places)
+        self._calls: Counter[str] = Counter()
+        """Of each module in this step. One that runs several times has the states of several layers, in order."""
+        layers: dict[str, dict[int, list[tuple[KeptTensor, slice]]]] = defaultdict(dict)
+        for layer, spec in sorted(specs.items()):
+            for tensor, place in spec.places():
+                layers[tensor.module].setdefault(layer, []).append((tensor, place))
+        for path, own in layers.items():
+            module: Any = model.get_submodule(path)
+            module.forward = partial(self._run, module.forward, path, list(own.items()))
 
     def begin(self, batch: Batch, caches: Sequence[LayerCache]) -> None:
         """`caches` are those of the stage's layers."""
         self._batch, self._caches, self._segments = batch, caches, {}
+        self._calls.clear()
 
     def _segments_of(self, group: int) -> list[tuple[int, int, int, int]]:
         """The segments of the step: their first token and that after the last one, and the pages read and written."""
@@ -92,12 +105,14 @@ class RecurrentStates:
     def _run(
         self,
         forward: Callable[..., Any],
-        layer: int,
-        places: Sequence[tuple[KeptTensor, slice]],
+        path: str,
+        layers: Sequence[tuple[int, Sequence[tuple[KeptTensor, slice]]]],
         *args: Any,
         **kwargs: Any,
     ) -> Any:
         """A module's `forward` over the segments of the step, one after another."""
+        layer, places = layers[self._calls[path] % len(layers)]
+        self._calls[path] += 1
         cache, kept = self._caches[layer - self._first], self._cache.layers[layer]
         assert cache.state is not None
         segments, pages = self._segments_of(cache.state_group), cache.state.matrices
@@ -192,13 +207,16 @@ class RecordingCache(StateCache):
     def specs(self) -> dict[int, TransformersStateSpec]:
         """What each layer with states keeps, after a run over one request."""
         tensors: dict[int, list[KeptTensor]] = defaultdict(list)
+        order: dict[str, list[int]] = defaultdict(list)
+        """The layers whose states each module uses, in the order of its calls."""
+        for (layer, _, _), uses in self._users.items():
+            for module in uses:
+                order[module] += [layer] * (layer not in order[module])
         for (layer, kind, number), (module, *others) in sorted((key, [*use]) for key, use in self._users.items()):
             state = getattr(self.layers[layer], f"{kind}_states")[number]
             if state is None:  # it was asked for, but this model does not have it
                 continue
-            if others or any(
-                module == each.module for before in tensors if before != layer for each in tensors[before]
-            ):
+            if others or order[module] != sorted(order[module]):
                 raise ConfigError("modules share a recurrent state, which is not supported")
             if module in self._around_attention:
                 raise ConfigError("it calls attention in a module with a recurrent state, which is not supported")

@@ -135,6 +135,12 @@ def run_all(types: list[torch.dtype]) -> None:
                 sinks=per_head,
                 slopes=per_head,
             )
+            platform.paged_attention(
+                *(query, cache.to(dtype), table, lengths, starts, 0.1),
+                window=128,
+                sinks=torch.zeros(9, heads),
+                biases=torch.zeros(9, heads, 128, dtype=dtype),
+            )
         query = torch.zeros(9, 128, 576, dtype=dtype)
         for of_cache in (dtype, *LARGEST):
             side = allocate_kv_cache(1, 64, 1, 16, 576, of_cache, query.device, num_tensors=1)[0]

@@ -44,6 +44,7 @@ def dense(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
+    biases: Tensor | None = None,
 ) -> Tensor:
     """`[queries, heads, head_dim]` in float64; the queries are the last of the tokens that have keys and values."""
     queries, heads, head_dim = query.shape
@@ -56,25 +57,38 @@ def dense(
     distance = torch.arange(tokens) - torch.arange(tokens - queries, tokens)[:, None]
     if slopes is not None:
         scores = scores + slopes.double()[:, None, None] * distance
+    if biases is not None:
+        for number, each in enumerate(biases.double().transpose(0, 1).flip(-1).unbind(-1)):  # by distance
+            scores = scores + each[..., None] * (distance == -number)
     seen = (distance <= 0) & (distance > -window) if window else distance <= 0
     weights = scores.masked_fill(~seen, -torch.inf).exp()
     total = weights.sum(-1, keepdim=True)
     if sinks is not None:
-        total += sinks.double().exp()[:, None, None]
+        total += sinks.double().exp().expand(queries, heads).T[..., None]
     mixed: Tensor = (weights / total).view(kv_heads, -1, tokens) @ v
     return mixed.view(heads, queries, head_dim).transpose(0, 1)
 
 
 def build(
-    requests: list[tuple[int, int]], heads: int, kv_heads: int, head_dim: int, block_size: int, **options: Any
+    requests: list[tuple[int, int]],
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    *,
+    num_biases: int = 0,
+    has_own_sinks: bool = False,
+    **options: Any,
 ) -> Case:
-    """Random keys and values for requests of (context, queries), written into shuffled blocks of a dirty cache."""
+    """Random keys and values for requests of (context, queries), written into shuffled blocks of a dirty cache; and,
+    on request, random biases and sinks of each query."""
     torch.manual_seed(len(requests) * 1000 + heads)
     lengths, counts = [context + count for context, count in requests], [count for _, count in requests]
     width = max(-(-length // block_size) for length in lengths)
     tables = torch.randperm(len(requests) * width + 3)[: len(requests) * width].view(-1, width)
     cache = torch.randn(2, len(requests) * width + 3, kv_heads, block_size, head_dim) * 100
     queries, expected = [], []
+    of_tokens: dict[str, list[Tensor]] = {}
     for table, length, count in zip(tables, lengths, counts, strict=True):
         query = torch.randn(count, heads, head_dim)
         key, value = torch.randn(2, length, kv_heads, head_dim)
@@ -82,7 +96,12 @@ def build(
         slots = table[place // block_size] * block_size + place % block_size
         reference.write_kv(key, value, cache, slots)
         queries.append(query)
-        expected.append(dense(query, key, value, **options).float())
+        own = {"biases": torch.randn(count, heads, num_biases)} if num_biases else {}
+        own |= {"sinks": torch.randn(count, heads)} if has_own_sinks else {}
+        for name, each in own.items():
+            of_tokens.setdefault(name, []).append(each)
+        expected.append(dense(query, key, value, **options | own).float())
+    options |= {name: torch.cat(each) for name, each in of_tokens.items()}
     return Case(torch.cat(queries), cache, tables, lengths, counts, torch.cat(expected), options)
 
 
@@ -198,6 +217,31 @@ def test_options_are_those_of_dense_attention(
     torch.testing.assert_close(case.run(), case.expected, rtol=1e-5, atol=1e-5)
     case = case._replace(cache=converted(case.cache, torch.bfloat16))
     close(case.run(), case.run(reference.paged_attention), torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("num_biases", "window", "names"), [(1, 0, ()), (100, 0, ()), (37, 37, ALL), (1024, 600, ALL)])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 64), (14, 2, 40)])
+def test_every_query_may_have_biases_and_sinks_of_its_own(
+    num_biases: int, window: int, names: tuple[str, ...], heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> None:
+    requests = [(700, 1), (1300, 40), (0, 130), (1100, 2), (511, 1), (0, 1), (230, 60), (0, 300)]
+    options = of_heads(heads, *names, window=window) | {"num_biases": num_biases, "has_own_sinks": True}
+    case = build(requests, heads, kv_heads, head_dim, 16, **options)
+    if dtype == torch.float32:
+        torch.testing.assert_close(case.run(), case.expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(case.run(reference.paged_attention), case.expected, rtol=1e-5, atol=1e-5)
+    given = dict(case.options) | {"biases": case.options["biases"].to(dtype)}
+    case = case._replace(query=case.query.to(dtype), cache=converted(case.cache, torch.bfloat16), options=given)
+    close(case.run(), case.run(reference.paged_attention), torch.bfloat16)
+
+
+def test_biases_may_be_a_part_of_wider_rows() -> None:
+    case = build([(20, 1), (0, 9)], 4, 2, 16, 16, num_biases=7)
+    wide = torch.randn(len(case.query), 6, 9)
+    wide[:, 1:5, 2:] = case.options["biases"]
+    given = case._replace(options={"biases": wide[:, 1:5, 2:]})
+    torch.testing.assert_close(given.run(), case.expected, rtol=1e-4, atol=1e-5)
 
 
 @settings(max_examples=60, deadline=None)

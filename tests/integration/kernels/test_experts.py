@@ -44,6 +44,7 @@ def route_by_loops(
     groups: int = 1,
     top_groups: int = 1,
     group_score: str = "max",
+    ineligible: float = -math.inf,
     bias: list[float] | None = None,
 ) -> dict[int, float]:
     """One token's experts and weights; sorted() keeps the order of equal ones."""
@@ -59,8 +60,8 @@ def route_by_loops(
     best = 2 if group_score == "top2_sum" else 1
     worth = [sum(sorted((choice[i] for i in group), reverse=True)[:best]) for group in members]
     open_groups = sorted(range(groups), key=lambda group: -worth[group])[:top_groups]
-    eligible = sorted(i for group in open_groups for i in members[group])
-    chosen = sorted(eligible, key=lambda i: -choice[i])[:top_k]
+    choice = [choice[i] if i // size in open_groups else ineligible for i in range(len(row))]
+    chosen = sorted(range(len(row)), key=lambda i: -choice[i])[:top_k]
     weights = [scores[i] for i in chosen]
     if scoring == "topk_softmax":
         weights = [math.exp(x) / sum(math.exp(row[i]) for i in chosen) for x in weights]
@@ -103,6 +104,11 @@ def test_grouped_routing_is_that_of_plain_loops(
     bias = torch.randn(24) if with_bias else None
     options = {"groups": 4, "top_groups": 2, "group_score": group_score, "correction_bias": bias}
     check_route(apart(50, 24), 5, scoring, renormalize=True, **options)
+
+
+def test_experts_that_are_not_eligible_may_be_better_than_some_that_are() -> None:
+    options = {"groups": 4, "top_groups": 2, "group_score": "top2_sum", "ineligible": 0.0}
+    check_route(apart(50, 24), 9, "sigmoid", correction_bias=torch.randn(24) - 0.5, **options)
 
 
 @settings(max_examples=60, deadline=None)

@@ -155,6 +155,18 @@ def test_attention_is_dense_attention(shape: tuple[int, int, int], window: int, 
     close(case.run(), case.expected)
 
 
+@pytest.mark.parametrize(("num_biases", "window", "names"), [(1, 0, ()), (40, 37, test_attention.ALL), (700, 0, ())])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_attention_with_biases_and_sinks_of_each_query(
+    num_biases: int, window: int, names: tuple[str, ...], dtype: torch.dtype
+) -> None:
+    options = test_attention.of_heads(6, *names, window=window) | {"num_biases": num_biases, "has_own_sinks": True}
+    case = test_attention.build(REQUESTS, 6, 2, 48, 16, **options)
+    given = dict(case.options) | {"biases": case.options["biases"].to(dtype)}
+    case = case._replace(query=case.query.to(dtype), cache=case.cache.to(dtype), options=given)
+    close(case.run(), case.run(reference.paged_attention), dtype)
+
+
 @pytest.mark.parametrize("block_size", [1, 3])
 def test_attention_over_odd_blocks(block_size: int) -> None:
     case = test_attention.build([(40, 1), (5, 3), (70, 2)], 4, 2, 16, block_size)

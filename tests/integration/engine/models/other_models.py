@@ -22,6 +22,11 @@ class Other(NamedTuple):
 _ONE_STAGE = ((1, 1), (2, 1))
 _MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
+_INKLING = {"head_dim": 12, "swa_head_dim": 8, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4}
+_INKLING |= {"sliding_window_size": 24, "rel_extent": 40, "d_rel": 8, "log_scaling_n_floor": 10}
+_INKLING |= {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "logits_mup_width_multiplier": 2.0}
+_INKLING_2 = _INKLING | {"n_routed_experts": 6, "unpadded_vocab_size": 131, "rel_l2_clip_threshold": 2.0}
+
 CASES = {
     "OLMo": Other("OlmoForCausalLM", {"clip_qkv": 2.0}),
     "Arcee": Other("ArceeForCausalLM"),
@@ -74,6 +79,31 @@ CASES = {
         {"layer_types": ["hybrid", "hybrid_sliding"] * 2, "sliding_window": 24, "head_dim": 16, "num_experts": 6}
         | {"num_experts_per_tok": 1, "moe_intermediate_size": 32, "router_hidden_size": 16}
         | {"initializer_range": 0.5, "tie_word_embeddings": True},
+        ((1, 1),),
+    ),
+    "Inkling": Other(
+        "InklingForCausalLM",
+        {"layer_types": ["hybrid_sliding", "hybrid"] * 2, "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]}
+        | {"n_routed_experts": 6, "unpadded_vocab_size": 131}
+        | _INKLING,
+    ),
+    "Inkling 2": Other(
+        "Inkling2ForCausalLM",
+        {"layer_types": ["hybrid_sliding", "hybrid"] * 2, "n_layers_per_attn_res_block": 2} | _INKLING_2,
+        _ONE_STAGE,
+    ),
+    "Inkling 2, loops": Other(
+        "Inkling2LoopForCausalLM",
+        {"layer_types": ["hybrid_sliding", "hybrid_sliding", "hybrid", "hybrid"], "n_layers_per_attn_res_block": 1}
+        | {"loop_layer_index_start": 1, "loop_layer_index_end": 3, "loop_num_passes": 3, "loop_gate_rank": 8}
+        | _INKLING_2,
+        _ONE_STAGE,
+    ),
+    "Doge": Other("DogeForCausalLM", layouts=((1, 1), (1, 2))),
+    "Dory": Other(
+        "DoryForCausalLM",
+        {"layer_types": ["sliding_attention", "full_attention"] * 3, "num_hidden_layers": 6, "sliding_window": 24}
+        | {"n_input_layers": 1, "n_output_layers": 2, "n_recurrent_loops": 3, "head_dim": 12},
         ((1, 1),),
     ),
 }

@@ -227,7 +227,6 @@ def test_settings_of_step_that_would_change_answers_are_refused(changes: dict[st
 @pytest.mark.parametrize(
     ("case", "changes", "message"),
     [
-        ("A.X K2", {"n_group": 2, "topk_group": 1}, "n_group 2 is not supported; supported: None, 1"),
         ("Hunyuan 4", {"swiglu_limit": 7.0}, "swiglu_limit 7.0 is not supported; supported: 10.0"),
         ("Hunyuan 4", {"gated_mla": False}, "gated_mla False is not supported"),
         ("Hunyuan 4", {"gating_type": "headwise"}, "gating_type 'headwise' is not supported; supported: 'elementwise'"),

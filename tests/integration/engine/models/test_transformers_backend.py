@@ -99,7 +99,10 @@ def test_logits_are_those_of_transformers(case: str, tp: int, pp: int, tmp_path:
         assert (result - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
-@pytest.mark.parametrize("case", ["Zamba", "LaraMini", pytest.param("Zaya", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "case",
+    ["Zamba", "LaraMini", *(pytest.param(case, marks=pytest.mark.slow) for case in ("Zaya", "Inkling 2, loops"))],
+)
 def test_states_survive_preemption_and_drafts(case: str, tmp_path: Path) -> None:
     """Zamba's modules read a state only if they get one token."""
     others.write(case, tmp_path)
@@ -178,10 +181,14 @@ def test_code_in_the_folder_runs_where_it_is_trusted(tmp_path: Path, monkeypatch
     ("architecture", "changes", "reason"),
     [
         ("RwkvForCausalLM", {}, "keeps a recurrent state outside of transformers' cache"),
-        ("InklingForCausalLM", {}, "its attention takes position_bias"),
+        (
+            "DoryForCausalLM",
+            {"recurrent_kv_cache_mode": "last_loop"},
+            "recurrent_kv_cache_mode 'last_loop' is not supported; use 'per_loop'",
+        ),
         ("BloomForCausalLM", {}, "does not use transformers' attention interface"),
         ("BertLMHeadModel", {}, "its attention sees later tokens"),
-        ("DogeForCausalLM", {}, "its attention takes a mask of its own"),
+        ("BltForCausalLM", {}, "its attention takes a mask of its own"),
         ("T5ForConditionalGeneration", {}, "not a causal language model of text"),
         (
             "NobodysForCausalLM",
