@@ -225,8 +225,9 @@ TTFT and ITL are medians over requests; the ITL of a request is the mean of its 
 and the KV cache of every decoding request once, in the bytes of the precision (of a weight at most two, as the
 checkpoint has them). The second is *operations / matmul rate*: two operations for each weight and token (for the head
 only where a token is sampled), and 4 × heads × head size × layers for each pair of tokens in attention. The TTFT
-of a stream is its prefill in one step. Its ITL is the decode step in the middle of the output. The batch is one prefill of everything, then a decode step for each further token.
-Bandwidth is the better of copying and reading 1 GiB, and the matmul rate the best of torch's products. Both are
+of a stream is its prefill in one step. Its ITL is the decode step in the middle of the output. The batch is one prefill
+of everything, then a decode step for each further token. Bandwidth is the better of copying and reading 1 GiB, and the
+matmul rate the best of torch's products. Both are
 measured in the same run, at its start and after every round, and the best of each counts (16-bit weights may be
 multiplied in float32).
 """

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.kernels import backends, coded_words, packed, quantized, reference
+from quire.kernels import backends, coded_words, fp4, packed, quantized, reference
 from quire.kernels.attention_config import AttentionConfig, AttentionLayer
 from quire.kernels.cache import FP8_CAPABILITY, StateSegments
 from quire.kernels.coded_words import CodedWords, RowRounding, pack_words, typed_codes
 from quire.kernels.flashinfer import FlashInfer
+from quire.kernels.fp4 import FP4_CAPABILITY, Fp4Weight
 from quire.kernels.quantized import VALUES, QuantizedFormat, QuantizedWeight
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,7 @@ FORMATS = (
     QuantizedFormat("int8", rounds_inputs=True),
     QuantizedFormat("fp8", rounds_inputs=True),
     QuantizedFormat("fp8", 128, rounds_inputs=True),
+    QuantizedFormat("e2m1", 16, rounds_inputs=True),
 )
 """One of each kind."""
 
@@ -81,7 +83,7 @@ def differences(
     def problem(each: tuple[str, Call]) -> str:
         """What is wrong with the kernel; "" if it agrees with the reference."""
         name, call = each
-        oracle = next(each for each in (reference, packed, quantized, coded_words) if hasattr(each, name))
+        oracle = next(each for each in (reference, packed, quantized, coded_words, fp4) if hasattr(each, name))
         try:
             return _difference(name, call(module), call(oracle), dtype)
         except Exception as error:  # from a compiler or a driver
@@ -116,6 +118,8 @@ _LEAST_STEPS = {
     "coded_experts": 2e-4,
     "rounded_matmul": 2e-3,  # Hopper's tensor cores add products of 8-bit floats with 14 bits
     "rounded_fused_experts": 2**-5,  # so an input of the second matmul may be rounded to the next code
+    "fp4_matmul": 2e-3,
+    "fp4_fused_experts": 2**-5,
 }
 
 
@@ -295,10 +299,11 @@ def _calls(device: torch.device, dtype: torch.dtype, config: AttentionConfig) ->
 def _calls_of_quantized(
     device: torch.device, dtype: torch.dtype, formats: Collection[QuantizedFormat]
 ) -> Iterator[tuple[str, Call]]:
-    """Yield the operations of `coded_words` in the same way."""
+    """Yield the operations of `coded_words` and of `fp4` in the same way."""
     noise = torch.Generator().manual_seed(0)
     ids, shares = torch.tensor([[0], [1], [-1]], device=device), torch.rand(3, 1, generator=noise).to(device)
-    has_fp8 = device.type != "cuda" or torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
+    least = {"fp8": FP8_CAPABILITY, "e2m1": FP4_CAPABILITY}
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else FP4_CAPABILITY
 
     def weight(form: QuantizedFormat, *shape: int) -> QuantizedWeight:
         random = _random_codes(noise, form.values, shape[-1] // (form.group or shape[-1]), *shape)
@@ -321,11 +326,18 @@ def _calls_of_quantized(
         size = inputs if form.rounds_inputs else -(-64 // group) * group
         x, bias = (torch.randn(shape, generator=noise).to(device, dtype) for shape in ((3, inputs), (70,)))
         weights = [weight(form, *shape) for shape in ((70, inputs), (2, 2 * size, inputs), (2, inputs, size))]
-        if not form.rounds_inputs or (form.values == "fp8" and not has_fp8):
+        is_widened = not form.rounds_inputs or capability < least.get(form.values, capability)
+        if is_widened or form.values == "e2m1":  # which a layer is without the constant scale of its inputs
             packed_one, *packed_both = map(pack_words, weights)
             yield "coded_matmul", functools.partial(_multiply_words, x, packed_one, bias)
             yield "coded_fused_experts", functools.partial(_mix_words, x, shares, ids, *packed_both)
-        else:
+        if not is_widened and form.values == "e2m1":
+            largest = torch.full((), 6.0 * 448 / 3, device=device)  # some inputs are cut off
+            scaled = [replace(each, global_scale=largest.expand(each.codes.shape[:-2])) for each in weights]
+            yield "round_fp4", functools.partial(_round_fp4, x, largest)
+            yield "fp4_matmul", functools.partial(_multiply_fp4, x, fp4.pack_fp4(scaled[0]), bias)
+            yield "fp4_fused_experts", functools.partial(_mix_fp4, x, shares, ids, *map(fp4.pack_fp4, scaled[1:]))
+        elif not is_widened:
             one, gate_up, down = ((typed_codes(each), each.scales) for each in weights)
             rounding = RowRounding(one[0].dtype, one[1].shape[1])
             yield "round_rows", functools.partial(rounds, "round_rows", x, rounding)
@@ -341,6 +353,19 @@ def _multiply_words(x: Tensor, weight: CodedWords, bias: Tensor, module: Any) ->
 
 def _mix_words(x: Tensor, shares: Tensor, ids: Tensor, gate_up: CodedWords, down: CodedWords, module: Any) -> Any:
     return module.coded_fused_experts(x, shares, ids, gate_up, down, "silu")
+
+
+def _round_fp4(x: Tensor, global_scale: Tensor, module: Any) -> Any:
+    codes, scales = module.round_fp4(x, global_scale)
+    return scales.float(), fp4.widen_fp4(codes, scales)
+
+
+def _multiply_fp4(x: Tensor, weight: Fp4Weight, bias: Tensor, module: Any) -> Any:
+    return module.fp4_matmul(x, weight, bias)
+
+
+def _mix_fp4(x: Tensor, shares: Tensor, ids: Tensor, gate_up: Fp4Weight, down: Fp4Weight, module: Any) -> Any:
+    return module.fp4_fused_experts(x, shares, ids, gate_up, down, "silu")
 
 
 def rounds(name: str, x: Tensor, rounding: RowRounding, module: Any) -> Any:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels import coded_words, linear, packed, quantized, reference
+from quire.kernels import coded_words, fp4, linear, packed, quantized, reference
 from quire.kernels.coded_words import RoundedRows, RowRounding
 from quire.kernels.dispatch import by_device
 from quire.kernels.quantized import QuantizedWeight
@@ -29,6 +29,7 @@ _pack_coded_tiles = by_device(quantized.pack_coded_tiles)
 _coded_experts = by_device(quantized.coded_experts)
 _coded_fused_experts = by_device(coded_words.coded_fused_experts)
 _rounded_fused_experts = by_device(coded_words.rounded_fused_experts)
+_fp4_fused_experts = by_device(fp4.fp4_fused_experts)
 
 
 class PackedExperts(ABC):
@@ -109,7 +110,10 @@ def _pack_quantized(
         is_plain = all(each.columns is None and each.rounding is None for each in both)
         rounds = is_plain and all(linear.rounds_inputs(each) for each in both)
         if linear.gpu_capability(gate_up.codes.device) is not None:
-            if rounds:
+            are_of_4_bits = [each.values == "e2m1" for each in both]
+            if rounds and all(are_of_4_bits):
+                return Fp4Experts(gate_up, down, activation, *biases)
+            if rounds and not any(are_of_4_bits):
                 return RoundedExperts(gate_up, down, activation, *biases)
             return CodedWordsExperts(gate_up, down, activation, *biases, gated)
         if rounds and gate_up.values == down.values:
@@ -265,6 +269,27 @@ class RoundedExperts(PackedExperts):
 
     def state(self, index: int) -> list[Tensor]:
         return _tensors_at(self._weights, index)
+
+
+class Fp4Experts(PackedExperts):
+    """Weights of 4-bit floats as they are published, on a GPU, as those of `linear.Fp4Linear`."""
+
+    def __init__(
+        self,
+        gate_up: QuantizedWeight,
+        down: QuantizedWeight,
+        activation: str,
+        gate_up_bias: Tensor | None,
+        down_bias: Tensor | None,
+    ) -> None:
+        self._weights = fp4.pack_fp4(gate_up), fp4.pack_fp4(down)
+        self._activation, self._biases = activation, _detached(gate_up_bias, down_bias)
+
+    def __call__(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        return _fp4_fused_experts(x, weights, ids, *self._weights, self._activation, *self._biases)
+
+    def state(self, index: int) -> list[Tensor]:
+        return [each for weight in self._weights for each in weight.at(index)] + _tensors_at(self._biases, index)
 
 
 def _detached(gate_up_bias: Tensor | None, down_bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels import coded_words, dispatch, isa, packed, quantized, reference
+from quire.kernels import coded_words, dispatch, fp4, isa, packed, quantized, reference
 from quire.kernels.cache import FP8_CAPABILITY
 from quire.kernels.coded_words import RoundedRows, RowRounding
 from quire.kernels.dispatch import by_device
@@ -41,6 +41,7 @@ _pack_coded_tiles = by_device(quantized.pack_coded_tiles)
 _coded_linear = by_device(quantized.coded_linear)
 _coded_matmul = by_device(coded_words.coded_matmul)
 _rounded_matmul = dispatch.rounded_matmul
+_fp4_matmul = by_device(fp4.fp4_matmul)
 _act_mul_rounded = by_device(coded_words.act_mul_rounded)
 
 _ROWS_HINT = 256
@@ -144,7 +145,11 @@ def _pack_quantized(weight: QuantizedWeight, activation: str = "") -> PackedLine
         in_order = replace(weight, columns=None, activations=None)
         return GatheredLinear(_pack_quantized(in_order, activation), weight.columns)
     if is_on_gpu:
-        product: PackedLinear = RoundedLinear(weight) if rounds else CodedWordsLinear(weight)
+        product: PackedLinear
+        if not rounds:
+            product = CodedWordsLinear(weight)
+        else:
+            product = Fp4Linear(weight) if weight.values == "e2m1" else RoundedLinear(weight)
     elif not rounds:
         return CodedLinear(weight, activation)
     elif weight.values != "int8":
@@ -162,10 +167,11 @@ def gpu_capability(device: torch.device) -> tuple[int, int] | None:
 
 
 def rounds_inputs(weight: QuantizedWeight) -> bool:
-    """Whether products round their inputs to 8 bits (W8A8, or W4A8 on CPUs): they may, and the device has an operation
-    for the types, the groups, and a static scale if there is one."""
+    """Whether products round their inputs to 8 bits (W8A8, or W4A8 on CPUs) or to 4 (W4A4): they may, and the device
+    has an operation for the types, the groups, and a static scale if there is one."""
     capability, group = gpu_capability(weight.codes.device), weight.codes.shape[-1] // weight.scales.shape[-1]
     of_rows, is_static = weight.scales.shape[-1] == 1, weight.rounding is not None
+    has_global_scale = weight.global_scale is not None
     match weight.values, weight.activations:
         case _ if weight.columns is not None:
             return False
@@ -177,6 +183,9 @@ def rounds_inputs(weight: QuantizedWeight) -> bool:
             has_groups = of_rows or group == coded_words.ROUNDED_GROUP
             is_plain = weight.offsets is None and not is_static
             return capability is not None and capability >= FP8_CAPABILITY and has_groups and is_plain
+        case "e2m1", "fp4":
+            has_groups = group == fp4.GROUP and not of_rows
+            return capability is not None and capability >= fp4.FP4_CAPABILITY and has_groups and has_global_scale
     return False
 
 
@@ -482,6 +491,19 @@ class RoundedLinear(PackedLinear):
 
     def of_rounded(self, x: RoundedRows, bias: Tensor | None) -> Tensor:
         return _rounded_matmul(x.codes, *self._weight, bias, x.scales, x.dtype)
+
+    def state(self) -> list[Tensor]:
+        return [*self._weight]
+
+
+class Fp4Linear(PackedLinear):
+    """A weight of 4-bit floats as it is published, on a GPU: `x` is rounded to them, and tensor cores multiply both."""
+
+    def __init__(self, weight: QuantizedWeight) -> None:
+        self._weight = fp4.pack_fp4(weight)
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return _fp4_matmul(x, self._weight, bias)
 
     def state(self) -> list[Tensor]:
         return [*self._weight]

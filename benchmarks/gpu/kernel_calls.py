@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire import kernels
 from quire.engine.config.options import EngineOptions
-from quire.kernels import reference
+from quire.kernels import fp4, reference
 from quire.kernels.cache import FP8_CAPABILITY
 from quire.kernels.check import rounds, tolerance
 from quire.kernels.coded_words import RowRounding, pack_words
@@ -354,6 +354,21 @@ def _quantized(
             yield operation, named, functools.partial(rounds, operation, x, rounding)
         yield "rounded_matmul", named, _multiplies("rounded_matmul", x, rounded[0][0], rounded[1][0])
         yield "rounded_fused_experts", named, _multiplies("rounded_fused_experts", x, *chosen, *rounded, "silu")
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) >= fp4.FP4_CAPABILITY:
+        global_scales = torch.rand(experts, device=device) * 448 + 448
+        both = [
+            fp4.pack_fp4(replace(random_stack("e2m1", size, device, dtype, 16), global_scale=global_scales))
+            for size in ((experts, 2 * inner, hidden), (experts, hidden, inner))
+        ]
+        one = both[0].at(0)
+        yield "round_fp4", of, functools.partial(_round_fp4, x, one.global_scale)
+        yield "fp4_matmul", of, _multiplies("fp4_matmul", x, one)
+        yield "fp4_fused_experts", of, _multiplies("fp4_fused_experts", x, *chosen, *both, "silu")
+
+
+def _round_fp4(x: Tensor, global_scale: Tensor, module: Any) -> Any:
+    codes, scales = module.round_fp4(x, global_scale)
+    return scales.float(), fp4.widen_fp4(codes, scales)
 
 
 def _ordered(stack: QuantizedWeight) -> QuantizedWeight:
@@ -368,13 +383,15 @@ def _static(stack: QuantizedWeight) -> QuantizedWeight:
     return replace(stack, rounding=rounding.expand(len(stack.codes), 2))
 
 
-def random_stack(values: str, shape: tuple[int, int, int], device: torch.device, dtype: torch.dtype) -> QuantizedWeight:
-    """Weights `[experts, out, in]` of about 1 / sqrt(in), in groups of 128 if their codes have 4 bits."""
+def random_stack(
+    values: str, shape: tuple[int, int, int], device: torch.device, dtype: torch.dtype, group: int = 128
+) -> QuantizedWeight:
+    """Weights `[experts, out, in]` of about 1 / sqrt(in), in groups if their codes have 4 bits."""
     table = VALUES[values].nan_to_num()
     codes = torch.randint(len(table), shape, dtype=torch.uint8, device=device)
     if values == "fp8":
         codes.masked_fill_((codes & 0x7F) == 0x7F, 0)  # NaN
-    groups = max(1, shape[2] // 128) if len(table) == 16 else 1
+    groups = max(1, shape[2] // group) if len(table) == 16 else 1
     scales = (torch.rand(*shape[:2], groups, device=device) + 0.5) / table.abs().max() / shape[2] ** 0.5
     offsets = torch.full_like(scales, -float(table.mean())) if values.startswith("uint") else None
     return QuantizedWeight(values, dtype, codes, scales, offsets)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -13,6 +14,7 @@ from gpu.kernel_calls import attention_case, random_stack, sampler_arguments
 from gpu.lab import Lab
 from gpu.records import Note, Record, Row
 from quire import kernels
+from quire.kernels.fp4 import FP4_CAPABILITY
 
 
 def attention(lab: Lab) -> Iterator[Record]:
@@ -42,7 +44,8 @@ def sampler(lab: Lab) -> Iterator[Record]:
 
 
 def quantized(lab: Lab) -> Iterator[Record]:
-    """The gates and ups of a layer: few rows by 4-bit weights, which are read once, and many rows by 8-bit floats.
+    """The gates and ups of a layer: few rows by 4-bit weights, which are read once, and many rows by 8-bit floats and,
+    where the card multiplies them, by 4-bit floats (NVFP4).
 
     A note for int8 and for fp8 has the times of torch's product and of the kernel."""
     device, said = _prepare(lab)
@@ -60,12 +63,24 @@ def quantized(lab: Lab) -> Iterator[Record]:
     formula = f"{rows} rows, codes and scales {moved / 1e6:,.1f} MB in {seconds * 1e6:,.1f} µs; floor: reading"
     yield Row("4 bits", moved / seconds / 1e9, lab.limit(lambda machine: machine.bandwidth / 1e9), formula)
     rows = lab.sizes.prefill
-    product = kernels.pack_linear(replace(random_stack("fp8", size, device, dtype).at(0), activations="fp8"))
     x = torch.randn(rows, shape.hidden, device=device, dtype=dtype)
-    seconds = fastest(lambda: product(x, None), lab.sizes.seconds, lab.device)
-    operations = 2 * rows * size[1] * size[2]
-    formula = f"{rows} rows, {operations / 1e12:,.3g} T operations in {seconds * 1e3:,.2f} ms; floor: {lab.precision}"
-    yield Row("fp8", operations / seconds / 1e12, lab.limit(lambda m: m.rate(lab.precision) / 1e12), formula)
+    global_scale = torch.full((), 6 * 448 / 8, device=device)  # inputs are at most about 8
+    weights = {
+        "fp8": replace(random_stack("fp8", size, device, dtype).at(0), activations="fp8"),
+        "fp4": replace(
+            random_stack("e2m1", size, device, dtype, 16).at(0), activations="fp4", global_scale=global_scale
+        ),
+    }
+    if lab.device == "cuda" and torch.cuda.get_device_capability(device) < FP4_CAPABILITY:
+        del weights["fp4"]
+        yield Note("products of 4-bit floats (fp4) are not measured: they need compute capability 10.0 or higher")
+    for key, weight in weights.items():
+        product = kernels.pack_linear(weight)
+        seconds = fastest(functools.partial(product, x, None), lab.sizes.seconds, lab.device)
+        operations = 2 * rows * size[1] * size[2]
+        of = f"{rows} rows, {operations / 1e12:,.3g} T operations in {seconds * 1e3:,.2f} ms"
+        floor = lab.limit(lambda machine: machine.rate(lab.precision) / 1e12)
+        yield Row(key, operations / seconds / 1e12, floor, f"{of}; floor: {lab.precision}")
 
 
 _WEIGHTS = 4

@@ -18,6 +18,8 @@ class Aim:
     most: float | None = None
     higher_is_better: bool = False
     """Whether the value is a rate, bounded above by the floor, and not a time, bounded below by it."""
+    is_optional: bool = False
+    """Not every card has what is measured."""
 
     def reached(self, value: float, share: float | None) -> bool:
         found = value if self.judged == "value" else share
@@ -66,6 +68,13 @@ AIMS = {
         *("TFLOP/s", "≥ 100 % of the matmul rate in 16 bits", "share"),
         least=1.0,
         higher_is_better=True,
+    ),
+    "fp4": Aim(
+        "gates and ups of 4-bit floats by 4-bit floats, 8k rows",
+        *("TFLOP/s", "≥ 200 % of the matmul rate in 16 bits", "share"),
+        least=2.0,
+        higher_is_better=True,
+        is_optional=True,
     ),
     "cold start": Aim(
         "8B from local disk to the first token, not in the page cache", "s", "< 20 s", "value", most=20.0

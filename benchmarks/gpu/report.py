@@ -74,8 +74,9 @@ def rows_of(outcomes: Iterable[Outcome]) -> list[Row]:
 
 
 def missing(outcomes: Iterable[Outcome]) -> list[str]:
-    """The targets without a figure."""
-    return [key for key in AIMS if key not in {row.key for row in rows_of(outcomes)}]
+    """The targets without a figure, but for what not every card has."""
+    found = {row.key for row in rows_of(outcomes)}
+    return [key for key, aim in AIMS.items() if key not in found and not aim.is_optional]
 
 
 def table(outcomes: Sequence[Outcome], *, judged: bool) -> list[list[str]]:

@@ -14,6 +14,8 @@ from quire.engine.protocol.errors import ConfigError
 
 FP8_CAPABILITY = (8, 9)
 """First compute capability of NVIDIA GPUs with instructions for 8-bit floats."""
+FP4_CAPABILITY = (10, 0)
+"""First compute capability of NVIDIA GPUs that multiply 4-bit floats."""
 SHARE = "QUIRE_SHARE_GPU"
 """Environment variable: 1 lets several ranks share a GPU, to test a layout."""
 

@@ -60,7 +60,7 @@ class ModelConfig:
     """How the checkpoint is quantized, or while it is loaded."""
     quantized_outer: frozenset[str] = frozenset()
     """Which of embedding and head (`ModelSpec.outer_matrices`) the checkpoint stores quantized."""
-    w8a8: tuple[Literal["int8", "fp8"], ...] = ("int8",)
+    rounded_types: tuple[Literal["int8", "fp8", "fp4"], ...] = ("int8",)
     """Types in which the device multiplies quantized weights by inputs that are rounded to the same."""
 
     @property

@@ -236,7 +236,8 @@ def form_of_matrix(model: ModelConfig, device: str, number: int | None, matrix: 
     columns = matrix.rows // (1 + has_gates) if is_first else matrix.rows
     other_name = name.replace("gate_up", "down") if is_first else name.replace("down", "gate_up")
     other = _stored_form(model, number, matrix._replace(columns=columns, module=f"{path}.{other_name}"))
-    return other and (form if other.rounds_inputs(columns, device) else replace(form, activations=None))
+    is_rounded = other is not None and other.rounds_inputs(columns, device) and other.bits == form.bits
+    return other and (form if is_rounded else replace(form, activations=None))
 
 
 def matrix_forms(config: EngineConfig) -> Iterator[tuple[int | None, MatrixShape, Form | None]]:
@@ -255,7 +256,7 @@ def _stored_form(model: ModelConfig, number: int | None, matrix: MatrixShape) ->
     if not model.keeps_quantized or not (schemes := model.schemes.get((number, matrix.module))):
         return None
     form = form_of(schemes, 0, matrix.columns, matrix.inputs or matrix.columns)
-    return form if form is None or form.activations in model.w8a8 else replace(form, activations=None)
+    return form if form is None or form.activations in model.rounded_types else replace(form, activations=None)
 
 
 def packed_bytes(rows: int, columns: int, quantization: str | None, width: int) -> int:
@@ -382,7 +383,7 @@ def _form_text(form: Form | None, columns: int, dtype: str, device: str) -> str:
         return f"{dtype} weights"
     is_multiplied = form.rounds_inputs(columns, device)
     how = f"multiplied as {form.values}" if is_multiplied else "widened in registers"
-    by = ", by inputs rounded to int8" if form.has_rounding or (is_multiplied and form.bits == 4) else ""
+    by = ", by inputs rounded to int8" if form.has_rounding or (is_multiplied and form.values == "int4") else ""
     return f"{form.values} weights, {how}{by}"
 
 

@@ -21,7 +21,7 @@ from quire.engine.config import (
     pooling,
     tokenizer_files,
 )
-from quire.engine.config.devices import FP8_CAPABILITY, Devices
+from quire.engine.config.devices import FP4_CAPABILITY, FP8_CAPABILITY, Devices
 from quire.engine.config.engine_config import DTYPE_BYTES, ModelConfig, ParallelConfig
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.pooling import Pooling
@@ -93,7 +93,7 @@ def resolve(options: EngineOptions, available: Devices) -> ModelConfig:
         packed_cache=0.0 if options.packed_cache == "off" else options.packed_cache,
         quantized=quantized,
         quantized_outer=checkpoint_tensors.quantized_outer(path, load_format, arch, quantized),
-        w8a8=_w8a8(available) if quantized is not None else ("int8",),
+        rounded_types=_rounded_types(available) if quantized is not None else ("int8",),
         eos_token_ids=_eos_token_ids(
             {generation: generation_config, str(path / "config.json"): hf_config}, tokenizer, arch.vocab_size
         ),
@@ -307,10 +307,14 @@ def _choose_quantization(
     return None
 
 
-def _w8a8(available: Devices) -> tuple[Literal["int8", "fp8"], ...]:
+def _rounded_types(available: Devices) -> tuple[Literal["int8", "fp8", "fp4"], ...]:
     """Return the types in which the device multiplies rounded inputs. GPUs of unknown compute capability have all."""
-    has_fp8 = available.kind == "cuda" and all(each >= FP8_CAPABILITY for each in available.capabilities().values())
-    return ("int8", "fp8") if has_fp8 else ("int8",)
+    if available.kind != "cuda":
+        return ("int8",)
+    least = min(available.capabilities().values(), default=FP4_CAPABILITY)
+    return (
+        ("int8", "fp8", "fp4") if least >= FP4_CAPABILITY else ("int8", "fp8") if least >= FP8_CAPABILITY else ("int8",)
+    )
 
 
 def _choose_max_model_len(options: EngineOptions, arch: ModelSpec, pooler: Pooling | None) -> int:

@@ -22,11 +22,11 @@ Part = Literal["codes", "scales", "offsets"]
 class QuantizedParameters(nn.Module):
     """What a rank keeps of the quantized weight `like`. Once it is packed, the parameters are empty."""
 
-    def __init__(self, like: Weight, form: Form, order: Tensor | None, rounding: Tensor | None) -> None:
-        """`order` is the group of each of the rank's columns, `[columns]` or `[experts, columns]`; `rounding` is as in
-        `QuantizedWeight`."""
+    def __init__(self, like: Weight, form: Form, order: Tensor | None, *of_inputs: Tensor | None) -> None:
+        """`order` is the group of each of the rank's columns, `[columns]` or `[experts, columns]`; `of_inputs` are
+        `rounding` and `global_scale` of `QuantizedWeight`."""
         super().__init__()
-        self._form, self._dtype, self._order, self._rounding = form, like.dtype, order, rounding
+        self._form, self._dtype, self._order, self._of_inputs = form, like.dtype, order, of_inputs
         self.codes = Weight(tuple(like.shape), *like.shards, dtype=torch.uint8)
         shards = [self._factors_of(shard) for shard in like.shards]
         columns = shards[0].length if shards[0].dim == 1 else shards[0].shape[1]
@@ -64,6 +64,7 @@ class QuantizedParameters(nn.Module):
         offsets = None if self.offsets is None else self.offsets.data
         for parameter in self.parameters():
             parameter.data = parameter.data.new_empty(0)
+        rounding, global_scale = (None if each is None else each.to(codes.device) for each in self._of_inputs)
         weight = QuantizedWeight(
             self._form.values,
             self._dtype,
@@ -72,7 +73,8 @@ class QuantizedParameters(nn.Module):
             offsets,
             activations=self._form.activations,
             wide=self._form.wide,
-            rounding=None if self._rounding is None else self._rounding.to(codes.device),
+            rounding=rounding,
+            global_scale=global_scale,
         )
         return weight if self._order is None else _ordered(weight, self._order, self._form.group)
 
@@ -111,11 +113,11 @@ def loaded_weight(layer: Quantizable) -> Tensor | QuantizedWeight:
 
 
 def keep_quantized(
-    layer: Quantizable, form: Form, order: Tensor | None, rounding: Tensor | None
+    layer: Quantizable, form: Form, order: Tensor | None, rounding: Tensor | None, global_scale: Tensor | None = None
 ) -> QuantizedParameters:
     """Let a layer load its weight in this form; the others are as in `QuantizedParameters`."""
     with layer.weight.device:
-        layer.quantized = QuantizedParameters(layer.weight, form, order, rounding)
+        layer.quantized = QuantizedParameters(layer.weight, form, order, rounding, global_scale)
     layer.weight.data = layer.weight.data.new_empty(0)
     return layer.quantized
 

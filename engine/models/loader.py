@@ -286,6 +286,7 @@ def _quantized_places(decoder: nn.Module, needed: Needed, checkpoint: Checkpoint
     """The places with those of quantized tensors as their readers give them. With `keep`, layers that can be computed
     from them have codes and factors in place of a weight."""
     places: dict[int, list[Place]] = defaultdict(list)
+    num_unscaled = 0
     for place in chain(*needed.values()):
         is_quantized = checkpoint.scheme(place[2].name) is not None
         places[id(place[0])].append((*place[:2], place[2].quantized()) if is_quantized else place)
@@ -304,13 +305,17 @@ def _quantized_places(decoder: nn.Module, needed: Needed, checkpoint: Checkpoint
             order = _order(own, checkpoint) if form.has_order else None
             rounding = _rounding(own, checkpoint) if form.has_rounding else None
             stored_of = {id(shard): stored for _, shard, stored in own}
+            global_scale = _global_scale(own, checkpoint) if form.activations == "fp4" else None
+            num_unscaled += form.activations == "fp4" and global_scale is None
             with without_memory():
-                kept = keep_quantized(matrix, form, order, rounding)
+                kept = keep_quantized(matrix, form, order, rounding, global_scale)
             for part, weight in kept.parts():
                 places[id(weight)] = [
                     (weight, shard, stored_of[id(whole)].quantized(part, form.group))
                     for shard, whole in zip(weight.shards, matrix.weight.shards, strict=True)
                 ]
+    if num_unscaled:
+        logger.info("%d matrices lack scales of inputs: theirs are not rounded to 4 bits on any device", num_unscaled)
     found: Needed = defaultdict(list)
     for place in chain(*places.values()):
         found[place[2].name].append(place)
@@ -402,6 +407,24 @@ def _rounding(places: list[Place], checkpoint: Checkpoint) -> Tensor:
             )
     roundings = torch.stack([found[expert] for expert in sorted(found)])
     return roundings[0] if places[0][1].expert is None else roundings
+
+
+def _global_scale(places: list[Place], checkpoint: Checkpoint) -> Tensor | None:
+    """What inputs are multiplied by before they are rounded to 4 bits, `[]` or `[experts]`: the least of weights that
+    are multiplied together, so that the largest inputs of all of them fit. None: the checkpoint lacks it, or it is no
+    positive number."""
+    found: dict[int, list[Tensor]] = defaultdict(list)
+    for _, shard, stored in places:
+        own = checkpoint.reader(stored.name, stored.shape).global_scale()
+        if own is None:
+            return None
+        own = own.float().flatten()
+        own = own[0 if len(own) == 1 else shard.expert or 0]
+        if not 0 < own < torch.inf:  # of an expert that no token was sent to
+            return None
+        found[shard.local_expert].append(own)
+    scales = torch.stack([torch.stack(found[expert]).min() for expert in sorted(found)])
+    return scales[0] if places[0][1].expert is None else scales
 
 
 @dataclass

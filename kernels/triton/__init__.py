@@ -1,5 +1,5 @@
 """Triton kernels for GPUs, with the names and meaning of the operations in `quire.kernels.reference` and
-`quire.kernels.coded_words`.
+`quire.kernels.coded_words` and `quire.kernels.fp4`.
 
 Triton specializes a kernel, and recompiles it for a second or more, when an integer becomes 1 or a multiple of 16 or an
 address a multiple of 16. Arguments that change like this from step to step, such as the number of requests and the
@@ -31,6 +31,7 @@ from quire.kernels.triton.elementwise import (
     rms_norm_rounded,
 )
 from quire.kernels.triton.experts import fused_experts
+from quire.kernels.triton.fp4 import fp4_fused_experts, fp4_matmul, round_fp4
 from quire.kernels.triton.hyper_connections import mhc_post, mhc_pre
 from quire.kernels.triton.logits import penalize, score_tokens
 from quire.kernels.triton.recurrent import causal_conv, linear_attention, selective_scan, wkv
@@ -47,6 +48,8 @@ __all__ = [
     "coded_fused_experts",
     "coded_matmul",
     "compress_tokens",
+    "fp4_fused_experts",
+    "fp4_matmul",
     "fused_experts",
     "linear_attention",
     "mhc_post",
@@ -56,6 +59,7 @@ __all__ = [
     "rms_norm",
     "rms_norm_rounded",
     "rotary_write_kv",
+    "round_fp4",
     "round_rows",
     "rounded_fused_experts",
     "rounded_matmul",

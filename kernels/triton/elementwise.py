@@ -15,7 +15,7 @@ _ELEMENTS = 1024
 
 
 @triton.jit
-def _e4m3(x):
+def to_e4m3(x):
     """The bits of |x| ≤ 448 as an 8-bit float, ties to even. Uses arithmetic, as only the newest GPUs convert them.
 
     Below 2⁻⁶ the bits count steps of 2⁻⁹. Above, they are those of the float32, whose exponent bias is 127, not 7.
@@ -32,7 +32,7 @@ def codes_of(values, scale, LARGEST: tl.constexpr):
     """Float32 `values` in units of `scale`, as 8-bit floats or integers."""
     values = tl.clamp(tl.div_rn(values, tl.where(scale > 0.0, scale, 1.0)), -LARGEST, LARGEST)
     # The alternative rounds to an integer, ties to even.
-    return _e4m3(values) if LARGEST == 448.0 else values + 12582912.0 - 12582912.0
+    return to_e4m3(values) if LARGEST == 448.0 else values + 12582912.0 - 12582912.0
 
 
 @triton.jit

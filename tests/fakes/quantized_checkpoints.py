@@ -19,6 +19,8 @@ from torch import Tensor
 
 Packed = tuple[dict[str, Tensor], Tensor]
 GROUP = 32
+INPUT_SCALE = torch.tensor(8 / (6 * 448))
+"""Of NVFP4: for inputs of up to 8."""
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 
 
@@ -186,6 +188,7 @@ def nvfp4(weight: Tensor) -> Packed:
         ".weight": (pairs[..., 0] | pairs[..., 1] << 4).to(torch.uint8),
         ".weight_scale": scales,
         ".weight_scale_2": whole,
+        ".input_scale": INPUT_SCALE.clone(),
     }
     return tensors, (E2M1[codes] * wide[..., None]).flatten(1)
 

@@ -14,6 +14,7 @@ import torch
 
 from quire import kernels
 from quire.kernels import backends, dispatch
+from tests.fakes.interpreter import with_scales_of_8_bit_floats
 
 DEVICE = torch.device(os.environ.get("QUIRE_GPU_TESTS_ON", "cuda"))
 HERE = Path(__file__).parent
@@ -50,6 +51,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
         from quire.kernels import triton
 
         monkeypatch.setattr(dispatch, "PLATFORMS", {"cpu": triton})
+        with_scales_of_8_bit_floats(monkeypatch)
     else:
         kernels.prepare(DEVICE)()
     return DEVICE

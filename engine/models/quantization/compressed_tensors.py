@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from quire.engine.models.quantization.method import FLOATS, Method, Scheme, Shape, Stored, with_names_of_stacks
@@ -168,7 +168,8 @@ def _scheme(group: Mapping[str, Any], layout: str | None, where: str) -> Scheme 
         of_layout = {"type": "float", "num_bits": 4, "group_size": SCHEMES[layout].group, "symmetric": True}
         for key, value in of_layout.items():
             choose(weights, key, (value,), f"{where}.weights", default=value)
-        return SCHEMES[layout]
+        is_fp4 = layout == "nvfp4-pack-quantized" and _activations(inputs) == "fp4"
+        return replace(SCHEMES[layout], activations="fp4" if is_fp4 else None)
     if layout in (None, "mixed-precision"):
         layout = _PACKED if kind == "int" and not inputs else "naive-quantized"
     supported = {"float": (8,), "int": (4, 8) if layout == _PACKED else range(2, 9)}.get(kind, ())
@@ -231,12 +232,19 @@ def _block(weights: Mapping[str, Any], where: str) -> tuple[int, int]:
     )
 
 
-def _activations(inputs: Mapping[str, Any] | None) -> Literal["int8", "fp8"] | None:
+def _activations(inputs: Mapping[str, Any] | None) -> Literal["int8", "fp8", "fp4"] | None:
     """8-bit inputs of a kernel have a scale for each row, so it is no coarser than what is published; groups are finer.
     Rows that are published with zero points are rounded within that rounding's own error, too. Floats lose next to
-    nothing by a scale for more of them."""
-    if not inputs or inputs.get("num_bits", 8) != 8:
+    nothing by a scale for more of them. 4-bit inputs are those of NVFP4: the scales of groups are relative to one that
+    is constant."""
+    if not inputs:
         return None
-    if str(inputs.get("type") or "int").lower() == "float":
-        return "fp8"
-    return "int8" if inputs.get("strategy") in (None, "token", "tensor") else None
+    is_float = str(inputs.get("type") or "int").lower() == "float"
+    match inputs.get("num_bits", 8):
+        case 8 if is_float:
+            return "fp8"
+        case 8:
+            return "int8" if inputs.get("strategy") in (None, "token", "tensor") else None
+        case 4 if is_float and inputs.get("group_size") == 16 and inputs.get("dynamic") is not True:
+            return "fp4"
+    return None

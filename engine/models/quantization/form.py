@@ -15,6 +15,8 @@ _WORD, _MAX_GROUP = 8, 256
 """Inputs of a word of codes, and the most of a group with one pair of factors in memory."""
 _BLOCK_BYTES, _ROUNDED_GROUP = 64, 128
 """Of a GPU: bytes of a feature in a block of codes, and the inputs of a row that are rounded with one scale."""
+_FP4_GROUP = 16
+"""The same inputs if they are rounded to 4 bits."""
 ORDERED_GROUP = 32
 """Inputs that share factors on a rank that has only a part of each group, as its columns are ordered."""
 
@@ -56,6 +58,8 @@ class Form:
             groups = -(-columns // min(group, _MAX_GROUP))
             excess = 4 * rows * (rounds and self.has_rounding)
             return order + rows * columns * self.bits // 8 + factors * size * rows * groups + 4 * rows + excess
+        if rounds and self.bits == 4:
+            return rows * columns // 2 + rows * columns // group + 4 * rows + 4
         if rounds:
             return rows * columns + 4 * rows * columns // group
         block = _BLOCK_BYTES * 8 // self.bits
@@ -65,7 +69,7 @@ class Form:
         return order + rows * -(-columns // block) * _BLOCK_BYTES + factors * size * rows * groups + 4 * rows
 
     def rounds_inputs(self, columns: int, device: str) -> bool:
-        """Whether products with `columns` inputs round them to 8 bits: see `quire.kernels.linear.rounds_inputs`."""
+        """Whether products with `columns` inputs round them: see `quire.kernels.linear.rounds_inputs`."""
         match self.values, self.activations:
             case _ if self.has_order:
                 return False
@@ -76,6 +80,8 @@ class Form:
             case "fp8", "fp8":
                 is_plain = not (self.has_offsets or self.has_rounding)
                 return device != "cpu" and is_plain and self.group in (columns, _ROUNDED_GROUP)
+            case "e2m1", "fp4":
+                return device != "cpu" and self.group == _FP4_GROUP < columns
         return False
 
 

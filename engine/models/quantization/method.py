@@ -49,9 +49,9 @@ class Scheme(ABC):
     """Scales need the precision of float32."""
     has_order: bool = False
     """Columns are assigned to groups by a table (GPTQ's act order)."""
-    activations: Literal["int8", "fp8"] | None = None
+    activations: Literal["int8", "fp8", "fp4"] | None = None
     """Type that the publisher rounds inputs to: a kernel may do so as well, with a scale for each row, or for the
-    inputs of each group in it."""
+    inputs of each group in it. Those of fp4 have a constant scale in addition, if it is stored."""
     has_rounding: bool = False
     """The publisher rounds inputs to int8 with a constant scale, and perhaps a zero point, which are stored."""
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from quire.engine.models.quantization.method import Method, Scheme
-from quire.engine.models.quantization.nvfp4 import MODELOPT
+from quire.engine.models.quantization.nvfp4 import MODELOPT, W4A16_MODELOPT
 from quire.engine.models.quantization.settings import WHERE, is_excluded, names, refuse_unknown
 from quire.engine.models.quantization.unpacked import FP8, FP8_OF_BLOCKS, FP8_OF_ROWS, MXFP8
 from quire.engine.protocol.errors import ConfigError
@@ -22,7 +22,7 @@ SCHEMES: dict[str, Scheme] = {
     "FP8_PB_WO": FP8_OF_BLOCKS,
     "MXFP8": MXFP8,
     "NVFP4": MODELOPT,
-    "W4A16_NVFP4": MODELOPT,
+    "W4A16_NVFP4": W4A16_MODELOPT,
 }
 """By `quant_algo`."""
 _MIXED = "MIXED_PRECISION"

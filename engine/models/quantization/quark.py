@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from quire.engine.models.quantization.method import Method, Scheme
 from quire.engine.models.quantization.mxfp4 import MxFp4
-from quire.engine.models.quantization.nvfp4 import MODELOPT
+from quire.engine.models.quantization.nvfp4 import W4A16_MODELOPT
 from quire.engine.models.quantization.settings import WHERE, is_excluded, matches, names, refuse_unknown
 from quire.engine.models.quantization.unpacked import FP8, FP8_OF_ROWS, MXFP8, Unpacked
 from quire.engine.protocol.errors import ConfigError
@@ -97,6 +97,6 @@ def _of_weight(weight: Any, where: str) -> Scheme:
         case [("fp8_e4m3", "per_group", 32)] if has_exponents:
             return MXFP8
         case [("fp4", "per_group", 16), ("fp8_e4m3", "per_tensor", _)]:
-            return MODELOPT
+            return W4A16_MODELOPT
     listed = " and ".join(f"{dtype} {qscheme} of {group}" for dtype, qscheme, group in layout)
     raise ConfigError(f"{where}: weights of {listed} are not supported; supported: {_SUPPORTED}")

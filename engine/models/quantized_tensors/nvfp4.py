@@ -19,3 +19,7 @@ class NvFp4Reader(Reader[NvFp4]):
         if of_weight.dim() == 3:
             of_weight = of_weight[cut[0]]
         return scales / of_weight if self.scheme.divides else scales * of_weight
+
+    def global_scale(self) -> Tensor | None:
+        stored = self._tensors.get(self.scheme.input_scale)
+        return None if stored is None else stored if self.scheme.divides else 1 / stored

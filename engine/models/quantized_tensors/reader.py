@@ -61,6 +61,11 @@ class Reader(ABC, Generic[S]):
         """The scale and the zero point of inputs, float32 `[2]`, if they are constant."""
         return None
 
+    def global_scale(self) -> Tensor | None:
+        """What inputs that are rounded to 4 bits are multiplied by, float32, one number or `[experts]`, if the
+        checkpoint has it."""
+        return None
+
     def part(self, part: Part, group: int) -> Sliceable:
         """The codes or factors, as a tensor with a factor for each `group` columns, which divide a stored group."""
         if part == "codes":

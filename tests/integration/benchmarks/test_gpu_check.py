@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from tests.fakes.interpreter import with_scales_of_8_bit_floats
+
 _ROOT = Path(__file__).parents[3]
 _PROGRAMS = _ROOT / "benchmarks"
 
@@ -52,6 +54,7 @@ def test_every_kernel_for_gpus_is_called(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(
         checks, "_implementations", lambda operation, _: [("triton", triton)] if operation in triton.__all__ else []
     )
+    with_scales_of_8_bit_floats(monkeypatch)
     torch.manual_seed(0)
     found = checks._check_type(torch.device("cpu"), torch.float32, tiny=True)
     assert {name: errors.failures for name, errors in found.items() if errors.failures} == {}
@@ -153,6 +156,7 @@ def test_kernels_have_rows_beside_their_floors(tmp_path: Path) -> None:
     assert sampler.floor == pytest.approx(4 * 1000 * 4 / 2e9 * 1e6)
     assert sampler.share == sampler.floor / sampler.value
     assert found(rows.sampler, tmp_path, machine=None)[0]["sampler"].floor is None
+    assert found(rows.quantized, tmp_path)[0].keys() == {"4 bits", "fp8", "fp4"}
 
 
 def test_the_model_has_rows(tmp_path: Path) -> None:

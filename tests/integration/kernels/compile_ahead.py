@@ -28,8 +28,9 @@ from quire.kernels import reference
 from quire.kernels import triton as platform
 from quire.kernels.cache import LARGEST, StateSegments, allocate_kv_cache
 from quire.kernels.coded_words import CodedWords, pack_words
+from quire.kernels.fp4 import Fp4Weight
 from quire.kernels.quantized import VALUES, QuantizedWeight
-from quire.kernels.triton import coded, elementwise, limits, rounded
+from quire.kernels.triton import coded, elementwise, fp4, limits, rounded
 
 SHARED_KIB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
 """That a block of threads may have (CUDA programming guide, table of compute capabilities)."""
@@ -94,6 +95,9 @@ def compile_launch(kernel: JITFunction[Any], capability: int, args: tuple[Any, .
     most = SHARED_KIB[capability] << 10
     assert out.metadata.shared <= most, f"{kernel.__name__} {meta} needs {out.metadata.shared} bytes of shared memory"
     kind = next(iter(signature.values())).removeprefix("*")
+    if kernel.__name__.startswith("_fp4"):
+        # Of 4-bit floats with scales of 16 that are 8-bit floats, tcgen05.mma on 10.0 and mma.sync on 12.0.
+        assert "kind::mxf4nvf4" in out.asm["ptx"], f"{kernel.__name__} {meta} widens its operands"
     print(
         f"{kernel.__name__} {kind} {meta}: {len(out.asm['cubin'])} bytes, shared memory {out.metadata.shared}, "
         f"{' '.join(resources(out.asm['cubin']))}"
@@ -259,6 +263,14 @@ def run_coded(capability: int, types: list[torch.dtype]) -> None:
                 coded.coded_fused_experts(rows[:count], torch.ones(count, 2), ids, first, down, "silu")
             coded.coded_fused_experts(rows[:count], torch.ones(count, 2), ids, gate_up, gate_up, "relu2", gated=False)
         coded.coded_matmul(rows[:4], static.at(0))
+        if capability >= 100:
+            scales, ones = torch.zeros(2, 2048, 128, dtype=torch.float8_e4m3fn), torch.ones(2, 2048)
+            whole = Fp4Weight(torch.zeros(2, 2048, 1024, dtype=torch.uint8), scales, ones, torch.ones(2, 1))
+            narrow = Fp4Weight(whole.codes[..., :512].contiguous(), scales[..., :64].contiguous(), *whole[2:])
+            for count in (4, 40, 400):
+                fp4.fp4_matmul(rows[:count], whole.at(0), rows[0] if count == 4 else None)
+                ids = torch.zeros(count, 2, dtype=torch.int64)
+                fp4.fp4_fused_experts(rows[:count], torch.ones(count, 2), ids, whole, narrow, "silu")
 
 
 def main() -> None:

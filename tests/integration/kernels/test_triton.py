@@ -21,6 +21,7 @@ from quire import kernels
 from quire.kernels import check, dispatch, reference
 from quire.kernels.cache import LARGEST, allocate_kv_cache
 from quire.kernels.quantized import QuantizedFormat
+from tests.fakes.interpreter import with_scales_of_8_bit_floats
 from tests.integration.kernels import (
     test_attention,
     test_experts,
@@ -44,6 +45,7 @@ def implementation() -> Any:
     """In place of the CPU's kernels."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dispatch, "PLATFORMS", {"cpu": platform})
+        with_scales_of_8_bit_floats(patch)
         yield "triton"
 
 
@@ -486,7 +488,8 @@ def test_the_check_passes_what_is_right_and_names_what_is_not(
 ) -> None:
     names = set(platform.__all__)
     config = kernels.AttentionConfig((kernels.AttentionLayer(6, 2, 24, 0.2, window=9, softcap=5.0, has_sinks=True),))
-    formats = QuantizedFormat("int8"), QuantizedFormat("int8", rounds_inputs=True)
+    of_fp4 = QuantizedFormat("e2m1", 16, rounds_inputs=True)
+    formats = QuantizedFormat("int8"), QuantizedFormat("int8", rounds_inputs=True), of_fp4
     whole, problems = check.passing(platform, torch.device("cpu"), torch.float32, config, formats)
     assert set(vars(whole)) == names
     assert not problems

@@ -390,7 +390,8 @@ def test_the_check_of_a_rank_is_of_its_formats(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
-    ("capability", "types"), [(80, ["bf16"]), (89, ["bf16"]), (90, ["bf16", "fp16", "fp32"]), (100, ["bf16"])]
+    ("capability", "types"),
+    [(80, ["bf16"]), (89, ["bf16"]), (90, ["bf16", "fp16", "fp32"]), (100, ["bf16"]), (120, ["bf16"])],
 )
 def test_every_kernel_compiles_ahead(capability: int, types: list[str]) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -412,3 +413,5 @@ def test_every_kernel_compiles_ahead(capability: int, types: list[str]) -> None:
         assert found == set(types), name
     found = {line.split()[1] for line in variants if line.startswith("_rounded_kernel")}
     assert found == ({"i8", "fp8e4nv"} if capability >= 89 else {"i8"})
+    found = {line.split()[0] for line in variants if line.startswith("_fp4")}
+    assert found == ({"_fp4_kernel", "_fp4_grouped_kernel"} if capability >= 100 else set())

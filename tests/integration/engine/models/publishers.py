@@ -1,7 +1,8 @@
 """Checkpoints as the libraries of the formats write them: `python publishers.py PLAIN OUT CASE…`.
 
 For each case there is a folder in OUT, and in it logits.pt: those of TOKENS by transformers in float32, with the
-numbers that the library says its weights stand for. Runs in an environment of its own, which has the libraries.
+numbers that the library says its weights stand for, and inputs as it rounds them to NVFP4. Runs in an environment of
+its own, which has the libraries.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,8 @@ REQUIREMENTS = (
 )
 TOKENS = torch.arange(40) * 7 % 192
 COMPRESSED = (
-    *("W4A16", "W4A16_ASYM", "W8A16", "W4A8", "W8A8", "FP8", "FP8_DYNAMIC", "FP8_BLOCK", "NVFP4A16", "MXFP4A16"),
+    *("W4A16", "W4A16_ASYM", "W8A16", "W4A8", "W8A8", "FP8", "FP8_DYNAMIC", "FP8_BLOCK"),
+    *("NVFP4A16", "NVFP4", "MXFP4A16"),
 )
 TORCHAO = {
     "Int8WeightOnlyConfig": {"version": 2},
@@ -71,10 +74,10 @@ def _load(plain: Path, **options: Any) -> Any:
 
 
 def _compressed(plain: Path, folder: Path, name: str) -> Any:
-    """In the layout of a preset of compressed-tensors, rounded to the nearest."""
+    """In the layout of a preset of compressed-tensors, rounded to the nearest. Inputs in NVFP4 are at most 8."""
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config, preset_name_to_scheme
-    from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+    from compressed_tensors.quantization.lifecycle.forward import fake_quantize, forward_quantize
     from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
     scheme = preset_name_to_scheme(name, ["Linear"])
@@ -100,6 +103,10 @@ def _compressed(plain: Path, folder: Path, name: str) -> Any:
             zero_point.copy_(zeros.reshape(shape))
         rounded = fake_quantize(weight, module.weight_scale, zero_point, args, global_scale=overall)
         numbers.get_submodule(module_name).weight.copy_(rounded)
+        if name == "NVFP4":
+            module.input_global_scale.copy_(generate_gparam(torch.tensor([-8.0]), torch.tensor([8.0])))
+            as_inputs = partial(forward_quantize, module, base_name="input", args=scheme.input_activations)
+            numbers.get_submodule(module_name).register_forward_pre_hook(lambda _, args, f=as_inputs: f(args[0]))
     compressor = ModelCompressor.from_pretrained_model(model)
     compressor.compress_model(model)
     model.save_pretrained(folder)

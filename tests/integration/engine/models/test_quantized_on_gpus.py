@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quire.engine.config.devices import Devices
@@ -29,11 +30,11 @@ from quire.engine.models.families import transformers_backend
 from quire.engine.models.loader import load
 from quire.engine.models.transformers_backend import describe
 from quire.engine.protocol.errors import ConfigError
-from quire.kernels import coded_words, experts, linear
+from quire.kernels import coded_words, experts, fp4, linear
 from quire.kernels.quantized import QuantizedFormat, QuantizedWeight
 from tests.fakes.families import write_model
 from tests.fakes.model_logits import CPU, logits
-from tests.fakes.quantized_checkpoints import FORMATS, Format, fp8
+from tests.fakes.quantized_checkpoints import E2M1, FORMATS, INPUT_SCALE, Format, fp8
 from tests.fakes.ranks import on_ranks
 from tests.integration.engine.models import test_online, test_quantized
 from tests.integration.engine.models.test_quantized import _SIZES, KINDS, KINDS_OF_MXFP4, write
@@ -230,6 +231,75 @@ def test_inputs_are_rounded_as_the_publisher_does(name: str, dtype: torch.dtype,
     assert (result - expected).norm() <= 0.02 * expected.norm()  # a number in the middle may be rounded either way
 
 
+def fp4_as_published(x: Tensor) -> Tensor:
+    """The inputs of a product as ModelOpt rounds them to NVFP4, by `INPUT_SCALE`."""
+    grouped = x.unflatten(-1, (-1, 16))  # type: ignore[no-untyped-call]
+    scales = (grouped.abs().amax(-1, keepdim=True) / (6 * INPUT_SCALE)).to(torch.float8_e4m3fn).float() * INPUT_SCALE
+    numbers = E2M1[:8].sort().values
+    nearest = (grouped.abs() / scales.clamp(min=1e-30))[..., None].sub(numbers).abs().argmin(-1)
+    rounded: Tensor = numbers[nearest] * scales * grouped.sign()
+    return rounded.flatten(-2)
+
+
+@pytest.mark.parametrize("capability", [(10, 0), (12, 0)])
+def test_inputs_are_rounded_to_4_bits_as_the_publisher_does(
+    capability: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear, "gpu_capability", lambda device: capability)
+    model = write(tmp_path, "nvfp4", "dense")
+    tokens = torch.randint(0, 131, (8,), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        plain = model(tokens[None]).logits[0]
+        for path, layer in model.named_modules():
+            if isinstance(layer, torch.nn.Linear) and path != "lm_head":
+                layer.register_forward_pre_hook(lambda _, inputs: fp4_as_published(inputs[0]))
+        expected = model(tokens[None]).logits[0]
+        results = on_ranks(2, partial(logits, configure(tmp_path, capability, tensor_parallel_size=2), tokens))
+        results.append(logits(configure(tmp_path, capability), tokens, Parallel()))
+    assert (plain - expected).norm() > 0.05 * expected.norm()
+    for result in results:  # a number in the middle may be rounded either way
+        assert (result - expected).norm() <= 0.03 * expected.norm()
+
+
+@pytest.mark.parametrize("kind", ["dense", "experts", "latent"])
+def test_fp4_products_are_by_the_numbers_and_take_the_planned_bytes(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the rounding of inputs."""
+    monkeypatch.setattr(linear, "gpu_capability", lambda device: (10, 0))
+    widen, inputs = fp4.widen_fp4, torch.full((), torch.nan)
+    monkeypatch.setattr(fp4, "round_fp4", lambda x, global_scale: (x.float() * global_scale, inputs))
+    monkeypatch.setattr(fp4, "widen_fp4", lambda codes, scales: codes if scales is inputs else widen(codes, scales))
+    model = write(tmp_path, "nvfp4", kind)
+    tokens = torch.randint(0, 131, (20,), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        expected = model(tokens[None]).logits[0]
+    for tp, ep in ((1, False), (2, False), (2, True))[: 2 if kind == "dense" else 3]:
+        config = configure(tmp_path, (10, 0), tensor_parallel_size=tp, enable_expert_parallel=ep)
+        for result in on_ranks(tp, partial(logits, config, tokens)):
+            assert (result - expected).norm() <= 1e-5 * expected.norm(), (tp, ep)
+        assert packed_bytes(config) == MemoryPlan.of(config).weights[0]
+        assert QuantizedFormat("e2m1", 16, rounds_inputs=True) in quantized_formats(config)
+
+
+def test_without_scales_of_inputs_weights_are_widened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or with one that is no positive number, as of an expert that no token was sent to."""
+    monkeypatch.setattr(linear, "gpu_capability", lambda device: (10, 0))
+    monkeypatch.setattr(linear, "_fp4_matmul", None)
+    model = write(tmp_path, "nvfp4", "dense")
+    stored = load_file(tmp_path / "model.safetensors")
+    tokens = torch.randint(0, 131, (8,), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = model(tokens[None]).logits[0]
+        for scale in (None, 0.0):
+            tensors = {name: each for name, each in stored.items() if not name.endswith("input_scale")}
+            if scale is not None:
+                tensors |= {name: torch.tensor(scale) for name in stored.keys() - tensors.keys()}
+            save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+            result = logits(configure(tmp_path, (10, 0)), tokens, Parallel())
+            assert (result - expected).norm() <= 1e-5 * expected.norm()
+
+
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
@@ -281,6 +351,14 @@ def test_the_plan_says_how_weights_are_multiplied(tmp_path: Path) -> None:
         write(folder, name, kind)
         assert new in plan_text(configure(folder))
         assert old in plan_text(configure(folder, (8, 6)))
+    for kind in ("dense", "experts"):
+        (tmp_path / kind).mkdir()
+        write(tmp_path / kind, "nvfp4", kind)
+        for capability, how in (((9, 0), "widened in registers"), ((12, 0), "multiplied as e2m1")):
+            assert f"modelopt: e2m1 weights, {how}" in plan_text(configure(tmp_path / kind, capability))
+        changed = {"quantization_config": {"quant_algo": "W4A16_NVFP4"}}
+        text = plan_text(configure(tmp_path / kind, (12, 0), hf_overrides=changed))
+        assert "modelopt: e2m1 weights, widened in registers" in text
     write_model("LlamaForCausalLM", _SIZES, tmp_path)
     text = plan_text(configure(tmp_path, quantization="int8"))
     assert "online int8: int8 weights, multiplied as int8, on cuda" in text

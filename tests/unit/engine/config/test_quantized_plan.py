@@ -73,7 +73,13 @@ def _no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plan(
-    folder: Path, name: str, tp: int, pp: int, memory: float = 10_000 * GB, device: Literal["cpu", "cuda"] = "cpu"
+    folder: Path,
+    name: str,
+    tp: int,
+    pp: int,
+    memory: float = 10_000 * GB,
+    device: Literal["cpu", "cuda"] = "cpu",
+    capability: tuple[int, int] = (9, 0),
 ) -> tuple[float, str]:
     """The bytes of all ranks' weights, and what the plan says."""
     (folder / "config.json").write_text(json.dumps(CONFIGS[name]))
@@ -87,7 +93,7 @@ def plan(
     )
     ranks = tuple(range(tp * pp))
     links = ((LinkType.UNKNOWN,) * len(ranks),) * len(ranks)
-    gpus = Devices("cuda", len(ranks), int(memory), ranks, links, capability=(9, 0))
+    gpus = Devices("cuda", len(ranks), int(memory), ranks, links, capability)
     config = resolve(options, described=gpus if device == "cuda" else Devices("cpu", 1, int(memory)))
     return tp * sum(MemoryPlan.of(config).weights), plan_text(config)
 
@@ -107,6 +113,21 @@ def test_gpus_keep_weights_as_stored(name: str, tmp_path: Path) -> None:
     assert 0.95 * STORED[name] <= size <= (1.25 if name == "gpt-oss-120b" else 1.1) * STORED[name]
     assert ("fp8 weights, multiplied as fp8, on cuda" in text) == (name == "DeepSeek R1")
     assert ("widened in registers" in text) == (name != "DeepSeek R1")
+
+
+@pytest.mark.parametrize(("capability", "has_fp4"), [((9, 0), False), ((10, 0), True), ((12, 0), True)])
+def test_where_nvfp4_is_multiplied_by_nvfp4(
+    capability: tuple[int, int], has_fp4: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Codes of 4 bits and scales of 8 for 16; where they are widened, scales of 16."""
+    for algo, is_multiplied in (("NVFP4", has_fp4), ("W4A16_NVFP4", False)):
+        settings = {"quant_method": "modelopt", "quant_algo": algo, "ignore": ["lm_head"]}
+        monkeypatch.setitem(CONFIGS, "NVFP4", MODEL_CONFIGS["Llama 3 70B"] | {"quantization_config": settings})
+        size, text = plan(tmp_path, "NVFP4", 2, 1, device="cuda", capability=capability)
+        how = "multiplied as e2m1" if is_multiplied else "widened in registers"
+        assert f"modelopt: e2m1 weights, {how}, on cuda" in text
+        outer = 2 * 128_256 * 8192 * 2
+        assert size - outer == pytest.approx(68.5e9 / 2 * (1 + 1 / 8 * (1 if is_multiplied else 2)), rel=0.01)
 
 
 def test_what_does_not_fit_is_refused_with_the_bytes_as_stored(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -152,7 +153,10 @@ MXFP4 = {**INT4, "type": "float", "group_size": 32, "scale_dtype": "torch.uint8"
 )
 def test_4_bit_floats(weights: dict[str, Any], layout: str, expected: Scheme) -> None:
     inputs = {**weights, "dynamic": "local", "observer": "static_minmax"}
-    assert scheme(weights, inputs, format=layout) == expected
+    with_inputs = replace(expected, activations="fp4") if layout.startswith("nvfp4") else expected
+    assert scheme(weights, inputs, format=layout) == with_inputs
+    for others in ({**inputs, "dynamic": True}, {**inputs, "group_size": 32}, {**inputs, "type": "int"}, TOKENS):
+        assert scheme(weights, others, format=layout) == expected
     assert method(group(weights, format=layout), format="mixed-precision").scheme(Q) == expected
     for changes in ({"group_size": 64}, {"num_bits": 8}, {"type": "int"}, {"symmetric": False}):
         (key,) = changes

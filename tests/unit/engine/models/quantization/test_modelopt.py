@@ -10,7 +10,7 @@ import pytest
 from quire.engine.models.quantization import modelopt
 from quire.engine.models.quantization.method import Scheme
 from quire.engine.models.quantization.modelopt import ModelOpt
-from quire.engine.models.quantization.nvfp4 import MODELOPT
+from quire.engine.models.quantization.nvfp4 import MODELOPT, W4A16_MODELOPT
 from quire.engine.models.quantization.unpacked import FP8, FP8_OF_BLOCKS, FP8_OF_ROWS, MXFP8
 from quire.engine.protocol.errors import ConfigError
 
@@ -69,7 +69,8 @@ def test_only_the_cache_may_be_quantized() -> None:
         ("fp8_pb_wo", FP8_OF_BLOCKS),
         ("FP8_PER_CHANNEL_PER_TOKEN", FP8_OF_ROWS),
         ("MXFP8", MXFP8),
-        ("W4A16_NVFP4", MODELOPT),
+        ("NVFP4", MODELOPT),
+        ("W4A16_NVFP4", W4A16_MODELOPT),
     ],
 )
 def test_algorithms(algo: str, scheme: Scheme) -> None:

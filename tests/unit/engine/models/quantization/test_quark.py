@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from quire.engine.models.quantization.method import Scheme
-from quire.engine.models.quantization.nvfp4 import MODELOPT
+from quire.engine.models.quantization.nvfp4 import W4A16_MODELOPT
 from quire.engine.models.quantization.quark import INT8, INT8_OF_ROWS, MXFP4, read
 from quire.engine.models.quantization.unpacked import FP8, FP8_OF_ROWS, MXFP8
 from quire.engine.protocol.errors import ConfigError
@@ -55,7 +55,7 @@ OF_MXFP4 = tensor("fp4", "per_group", 32, scale_format="e8m0", ch_axis=-1, symme
         (tensor("int8", "per_channel", ch_axis=0), INT8_OF_ROWS),
         (OF_MXFP4, MXFP4),
         (tensor("fp8_e4m3", "per_group", 32, scale_format="e8m0"), MXFP8),
-        ([tensor("fp4", "per_group", 16), tensor("fp8_e4m3", "per_tensor", is_scale_quant=True)], MODELOPT),
+        ([tensor("fp4", "per_group", 16), tensor("fp8_e4m3", "per_tensor", is_scale_quant=True)], W4A16_MODELOPT),
     ],
 )
 def test_layouts(weight: Any, scheme: Scheme) -> None:
