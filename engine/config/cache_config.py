@@ -8,6 +8,7 @@ from quire.engine.config.kv_cache_groups import cached_layers, count_blocks_per_
 from quire.engine.config.options import EngineOptions
 from quire.engine.models.attention_spec import AttentionSpec, CompressedAttentionSpec
 from quire.engine.models.encoder_spec import EncoderSpec
+from quire.engine.models.model_spec import ModelSpec
 from quire.engine.protocol.errors import ConfigError
 
 
@@ -21,8 +22,11 @@ def resolve(
         dtype = "bfloat16" if model.is_quantized_online and model.dtype == "float32" else model.dtype
     dtype = dtype.removesuffix("_e4m3")
     _check_chunks(model, options.block_size)
-    _check_entries(model, options.block_size, dtype)
-    specs, stages = cached_layers(model, parallel, scheduler.speculative, options.block_size)
+    speculative = scheduler.speculative
+    drafter = None if speculative is None else speculative.model
+    for arch in (model.architecture, *([] if drafter is None else [drafter.architecture])):
+        _check_entries(arch, options.block_size, dtype)
+    specs, stages = cached_layers(model, parallel, speculative, options.block_size)
     page = count_blocks_per_page(specs, options.block_size, dtype)
     max_len, row, size = model.max_model_len, scheduler.max_num_batched_tokens, options.block_size
     return CacheConfig(
@@ -49,21 +53,21 @@ def _check_chunks(model: ModelConfig, block_size: int) -> None:
             )
 
 
-def _check_entries(model: ModelConfig, block_size: int, dtype: str) -> None:
+def _check_entries(arch: ModelSpec, block_size: int, dtype: str) -> None:
     """Check that a block has whole groups of tokens that an indexer has one key of, and numbers of a float type if
     there are such groups, or entries of compressed attention."""
-    for attention in dict.fromkeys(layer.attention for layer in model.architecture.layers):
+    for attention in dict.fromkeys(layer.attention for layer in arch.layers):
         if attention is None or (attention.tokens_per_key == 1 and not isinstance(attention, CompressedAttentionSpec)):
             continue
         if dtype not in DTYPE_BYTES:
             raise ConfigError(
-                f"--kv-cache-dtype {dtype} is not supported for {model.architecture.name}, whose cache has what "
+                f"--kv-cache-dtype {dtype} is not supported for {arch.name}, whose cache has what "
                 "entries are computed from; use auto"
             )
         if block_size % attention.tokens_per_key:
             raise ConfigError(
                 f"--block-size {block_size} is not a multiple of the {attention.tokens_per_key} tokens that "
-                f"{model.architecture.name} compresses to one entry"
+                f"{arch.name} compresses to one entry"
             )
 
 

@@ -114,4 +114,5 @@ def _activations(arch: ModelSpec, tp: int) -> int:
         for layer in layers
     )
     inner = (layer.feed_forward.activations(tp) for layer in layers if layer.feed_forward is not None)
-    return arch.hidden_size + 2 * arch.stream_width + arch.stage_width + mixers + max(inner, default=0)
+    passed = max(arch.stage_width, arch.output_width)
+    return arch.hidden_size + 2 * arch.stream_width + passed + mixers + max(inner, default=0)

@@ -194,7 +194,7 @@ class _Floors:
             attention = layer.attention
             if isinstance(attention, CompressedAttentionSpec):
                 row = block_bytes(KVCacheShape(*attention.kv_shape(tp)), 1, cache.dtype)
-                stored = context / tokens_per_row(self._arch, cache.block_size)  # also in layers without entries
+                stored = context / tokens_per_row([self._arch], cache.block_size)  # also in layers without entries
                 ratio, most = attention.compressor_ratio, tokens * attention.max_entries(context)
                 unread += count * max(0.0, stored - (min(context // ratio, most) if ratio else 0)) * row
             elif attention is not None and attention.top_k is not None:

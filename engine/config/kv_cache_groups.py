@@ -19,8 +19,9 @@ times the bytes that they have.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import count
 from typing import NamedTuple
 
 from quire.engine.config.engine_config import (
@@ -92,11 +93,13 @@ LayerSpecs = Sequence[Sequence[KVCacheSpec]]
 """What each layer keeps: none or one for keys and values, and none or one for a state, or for a window in pages."""
 
 
-def cache_specs(arch: ModelSpec, tp: int, max_model_len: int, dtype: str, block_size: int) -> list[list[KVCacheSpec]]:
+def cache_specs(
+    arch: ModelSpec, tp: int, max_model_len: int, dtype: str, block_size: int, beside: Sequence[ModelSpec] = ()
+) -> list[list[KVCacheSpec]]:
     """Return what each layer keeps on one of `tp` ranks, for a model of type `dtype`. A window of at least
-    `max_model_len` becomes None, unless its blocks take pages."""
+    `max_model_len` becomes None, unless its blocks take pages. The models `beside` it use the same cache."""
     if any(isinstance(layer.attention, CompressedAttentionSpec) for layer in arch.layers):
-        return _compressed_specs(arch, block_size)
+        return _compressed_specs(arch, (arch, *beside), block_size)
     shapes = [KVCacheShape(*each.attention.kv_shape(tp)) for each in arch.layers if each.attention is not None]
     states = [each.state.state_bytes(tp, DTYPE_BYTES[dtype]) for each in arch.layers if each.state is not None]
     if shapes:
@@ -127,24 +130,27 @@ def cached_layers(
 
     The layers of a model that guesses tokens follow those of the target, on the last stage.
     """
-    specs = cache_specs(
-        *(model.architecture, parallel.tensor_parallel_size, model.max_model_len, model.dtype, block_size)
-    )
-    stages = list(parallel.stages)
+    models = [(model.architecture, parallel.tensor_parallel_size)]
     if speculative is not None and speculative.model is not None:
-        tp, drafter = speculative.tensor_parallel_size, speculative.model
-        specs += cache_specs(drafter.architecture, tp, model.max_model_len, model.dtype, block_size)
-        stages[-1] = range(stages[-1].start, len(specs))
-    return specs, stages
+        models.append((speculative.model.architecture, speculative.tensor_parallel_size))
+    architectures = [arch for arch, _ in models]
+    specs = [
+        kept
+        for arch, tp in models
+        for kept in cache_specs(arch, tp, model.max_model_len, model.dtype, block_size, architectures)
+    ]
+    return specs, [*parallel.stages[:-1], range(parallel.stages[-1].start, len(specs))]
 
 
-def _compressed_specs(arch: ModelSpec, block_size: int) -> list[list[KVCacheSpec]]:
-    """The same for a model whose layers all have compressed attention."""
-    attentions = [layer.attention for layer in arch.layers if isinstance(layer.attention, CompressedAttentionSpec)]
+def _compressed_specs(arch: ModelSpec, models: Sequence[ModelSpec], block_size: int) -> list[list[KVCacheSpec]]:
+    """The same for a model whose layers all have compressed attention. All such layers of the `models`, of which it is
+    one, are in the same groups."""
+    attentions = _compressed_attentions(arch)
     assert len(attentions) == arch.num_layers
-    window, specs = max(each.kept_window for each in attentions), []
+    window, row = max(each.kept_window for each in _compressed_attentions(*models)), tokens_per_row(models, block_size)
+    specs = []
     for attention in attentions:
-        shape = KVCacheShape(*attention.kv_shape(1), tokens_per_row(arch, block_size))
+        shape = KVCacheShape(*attention.kv_shape(1), row)
         kept = [KVCacheSpec(shape, window, page_row=attention.head_dim + attention.inputs_width)]
         if attention.compressor is not None:
             index = attention.index_shape()
@@ -154,10 +160,15 @@ def _compressed_specs(arch: ModelSpec, block_size: int) -> list[list[KVCacheSpec
     return specs
 
 
-def tokens_per_row(arch: ModelSpec, block_size: int) -> int:
-    """Tokens of which one may have a row, in the planes of a model with compressed attention."""
-    attentions = [layer.attention for layer in arch.layers if isinstance(layer.attention, CompressedAttentionSpec)]
-    return math.gcd(block_size, *(each.compressor_ratio for each in attentions))
+def tokens_per_row(models: Sequence[ModelSpec], block_size: int) -> int:
+    """Tokens of which one may have a row, in the planes of layers with compressed attention of models that use the same
+    cache."""
+    return math.gcd(block_size, *(each.compressor_ratio for each in _compressed_attentions(*models)))
+
+
+def _compressed_attentions(*models: ModelSpec) -> list[CompressedAttentionSpec]:
+    layers = (layer for arch in models for layer in arch.layers)
+    return [layer.attention for layer in layers if isinstance(layer.attention, CompressedAttentionSpec)]
 
 
 def count_blocks_per_page(specs: LayerSpecs, block_size: int, dtype: str) -> int:
@@ -241,14 +252,16 @@ def place_layers(
     """Return the location of what each layer of a stage keeps, by its number and whether it takes pages."""
     placements: dict[tuple[int, bool], LayerPlacement] = {}
     for number, group in sorted(enumerate(groups), key=lambda each: not each[1].fills_pages):
-        used: Counter[KVCacheShape] = Counter()
-        for layer, spec in _kept(specs, group, stage):
-            planes = []
+        used: defaultdict[KVCacheShape, set[int]] = defaultdict(set)
+        windows = {} if group.is_state else {layer: placements.get((layer, True)) for layer in group.layers[stage]}
+        # Entries are in the planes of their layers' windows, and other layers in those that are left.
+        for layer, spec in sorted(_kept(specs, group, stage), key=lambda each: windows.get(each[0]) is None):
+            planes: list[int] = []
             for shape in spec.shapes:
-                planes.append(used[shape])
-                used[shape] += 1
-            if (window := placements.get((layer, True))) is not None and not group.is_state:
-                planes[0] = window.plane
+                window = None if planes else windows.get(layer)
+                free = (plane for plane in count() if plane not in used[shape])
+                planes.append(next(free) if window is None else window.plane)
+                used[shape].add(planes[-1])
             takes_pages = group.is_state or group.fills_pages
             placements[layer, takes_pages] = LayerPlacement(number, spec.shape, spec.index_shape, *planes)
     return placements

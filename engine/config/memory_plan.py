@@ -51,11 +51,12 @@ class MemoryPlan:
         if (drafter := config.drafter) is not None:
             weights[-1] += _weight_bytes(drafter.model, drafter.parallel, 0)
             weights[-1] += _copied_embedding_bytes(config, drafter.model.architecture)
-            read = config.scheduler.max_num_batched_tokens
-            if isinstance(drafter.model.architecture, DraftHeadSpec):  # what several heads read, and keep of it
-                again = drafter.model.architecture.num_heads - 1
-                read += again and read + 4 * again * config.scheduler.max_num_seqs
-            read *= model.architecture.hidden_size * DTYPE_BYTES[model.dtype]
+            target, tokens = model.architecture, config.scheduler.max_num_batched_tokens
+            read = tokens * target.output_width
+            if isinstance(head := drafter.model.architecture, DraftHeadSpec) and (again := head.num_heads - 1):
+                # what several heads read, and keep of it
+                read += (tokens + 4 * again * config.scheduler.max_num_seqs) * head.stream_width
+            read *= DTYPE_BYTES[model.dtype]
             workspace = max(workspace, _workspace(drafter) + read)
             has_graphs = config.parallel.device == "cpu" and not isinstance(drafter.model.architecture, DraftHeadSpec)
             graphs += _graphs(drafter) if has_graphs else 0
@@ -106,7 +107,7 @@ def _activations(config: EngineConfig, arch: ModelSpec) -> int:
         ),
         default=0,
     )
-    count = tokens * (arch.hidden_size + 3 * arch.stream_width + 2 * arch.stage_width) + inner
+    count = tokens * (arch.hidden_size + 3 * arch.stream_width + 2 * max(arch.stage_width, arch.output_width)) + inner
     count += 0 if arch.hyper is None else 4 * tokens * arch.stream_width  # in float32
     if parallel.is_coupled:
         max_top_k = max(layer.feed_forward.top_k for layer in arch.layers if isinstance(layer.feed_forward, MoESpec))

@@ -9,7 +9,7 @@ from quire.engine.config import draft_heads, model_config, model_files, model_fo
 from quire.engine.config.devices import Devices
 from quire.engine.config.engine_config import ModelConfig, ParallelConfig, SchedulerConfig, SpeculativeConfig
 from quire.engine.config.options import EngineOptions
-from quire.engine.models.attention_spec import AttentionSpec, CompressedAttentionSpec
+from quire.engine.models.attention_spec import AttentionSpec
 from quire.engine.models.draft_head_spec import DraftHeadSpec
 from quire.engine.models.encoder_spec import EncoderSpec
 from quire.engine.models.model_spec import TransformersModelSpec
@@ -64,10 +64,6 @@ def resolve(
         return None
     if method in ("auto", "ngram"):
         return SpeculativeConfig(**settings)
-    if _has_compressed_attention(model):
-        raise ConfigError(
-            f"--speculative-config: {method} is not supported for models with compressed attention; use ngram"
-        )
     if method in _HEADS:
         head = _head(cast(_HeadMethod, method), options, model, parallel)
         assert isinstance(head.architecture, DraftHeadSpec)
@@ -160,8 +156,6 @@ def _drafter(
         reason = "it has recurrent states"
     elif any(isinstance(each.attention, AttentionSpec) and each.attention.is_chunked for each in arch.layers):
         reason = "it has chunked attention"
-    elif _has_compressed_attention(drafter):
-        reason = "it has compressed attention"
     if reason:
         raise ConfigError(f"{where} is not supported: {reason}")
     if arch.vocab_size != model.architecture.vocab_size:
@@ -223,11 +217,6 @@ def _settings(options: EngineOptions, given: dict[str, Any]) -> dict[str, Any]:
     elif longest is not None and shortest is not None and shortest[1] > longest[1]:
         raise ConfigError(f"{shortest[0]} is {shortest[1]}, more than prompt_lookup_max ({longest[1]})")
     return {name: value for name, (_, value) in values.items()}
-
-
-def _has_compressed_attention(model: ModelConfig) -> bool:
-    arch = model.architecture
-    return any(isinstance(layer.attention, CompressedAttentionSpec) for layer in arch.layers)
 
 
 def _obstacle(model: ModelConfig, parallel: ParallelConfig) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -199,6 +199,15 @@ class LayerCache(NamedTuple):
         if self.compressed is not None:
             return self.compressed
         return self.memory if self.memory is None or self.keys is None else IndexedCache(self.memory, self.keys)
+
+
+def with_entries(batch: Batch, caches: Sequence[LayerCache]) -> Batch:
+    """The batch with `Batch.entries` for the layers with these caches."""
+    for windows, entries in {(each.group, each.entries_group) for each in caches if each.entries_group is not None}:
+        groups = [replace(batch, other_groups=()), *batch.other_groups]
+        groups[windows] = replace(groups[windows], entries=groups[entries])
+        batch = replace(groups[0], other_groups=tuple(groups[1:]))
+    return batch
 
 
 class BlockIndexer(nn.Module):

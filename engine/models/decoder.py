@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from quire import kernels
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.distributed.expert_group import ExpertGroup
-from quire.engine.layers.attention import Attention, Batch, LayerCache, Selection, by_chunks
+from quire.engine.layers.attention import Attention, Batch, LayerCache, Selection, by_chunks, with_entries
 from quire.engine.layers.compressed import CompressedAttention
 from quire.engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from quire.engine.layers.layer_input import LayerInput, LayerInputs
@@ -423,7 +423,7 @@ class Decoder(nn.Module):
         }
         """The chunks of the layers with chunked attention, by their number in this stage."""
         self._aux = [number - layers.start for number in arch.aux_layers]
-        """The layers whose inputs are kept, by their number in this stage."""
+        """The layers whose inputs are kept, by their number in this stage; the output of the last one may follow."""
         self.supports_logits_indices_only = (
             last
             and not arch.aux_layers
@@ -482,7 +482,7 @@ class Decoder(nn.Module):
         arch = self._arch
         if arch.layer_input is None and not arch.passes_embedding:
             return x[:, : arch.stream_width].contiguous() if arch.aux_layers else x, [None] * len(self.layers)
-        x, inputs, _ = x.tensor_split((arch.stream_width, arch.stage_width - arch.aux_width), dim=-1)
+        x, inputs, _ = x.tensor_split((arch.stream_width, arch.stage_width - arch.passed_aux_width), dim=-1)
         if self._arch.layer_input is None:
             return x.contiguous(), [inputs] * len(self.layers)
         own = inputs.chunk(self._arch.num_layers, dim=-1)
@@ -492,24 +492,23 @@ class Decoder(nn.Module):
         """What this stage passes on: the residual streams with what goes beside them in what it was given, and the
         inputs of `aux_layers` that are among those it has `kept`, by their number in this stage."""
         arch = self._arch
-        end = arch.stage_width - arch.aux_width
+        end = arch.stage_width - arch.passed_aux_width
         if self._is_last:
             x = x if self.merger is None else self.merger.merge(x)
         elif end > arch.stream_width:
             x = torch.cat((x, given[:, arch.stream_width : end]), dim=-1)
         if not arch.aux_layers:
             return x
-        passed = given[:, end:].chunk(len(self._aux), dim=-1)
-        return torch.cat((x, *(kept.get(number, before) for number, before in zip(self._aux, passed, strict=True))), -1)
+        numbers = [own for number, own in zip(arch.aux_layers, self._aux, strict=True) if number < arch.num_layers]
+        passed = given[:, end:].split_with_sizes([arch.stream_width] * len(numbers), dim=-1)
+        found = {**dict(zip(numbers, passed, strict=True)), **kept}
+        return torch.cat((x, *(found[number] for number in (self._aux if self._is_last else numbers))), -1)
 
     def _prepared(self, batch: Batch, caches: Sequence[LayerCache]) -> Batch:
         """The batch with what the layers of this forward pass share."""
         if self._is_sparse:
             batch = replace(batch, selection=Selection())
-        for windows, entries in {(each.group, each.entries_group) for each in caches if each.entries_group is not None}:
-            groups = [replace(batch, other_groups=()), *batch.other_groups]
-            groups[windows] = replace(groups[windows], entries=groups[entries])
-            batch = replace(groups[0], other_groups=tuple(groups[1:]))
+        batch = with_entries(batch, caches)
         if not self._chunks:
             return batch
         groups, tokens = [replace(batch, other_groups=()), *batch.other_groups], len(batch.positions)
@@ -538,7 +537,7 @@ class Decoder(nn.Module):
         elif self.layer_inputs is not None:
             inputs = self.layer_inputs(batch.token_ids, x)
             x = torch.cat((x if self.expansion is None else self.expansion.expand(x), inputs), dim=-1)
-        return F.pad(x, (0, self._arch.aux_width)) if self._arch.aux_layers else x
+        return F.pad(x, (0, self._arch.passed_aux_width)) if self._arch.aux_layers else x
 
     def features(self, x: Tensor) -> Tensor:
         """Normalize the last stage's `[rows, hidden_size]`, or the part of its output that is that: the input of the

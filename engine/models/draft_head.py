@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from quire.engine.distributed.communicator import Parallel
-from quire.engine.layers.attention import Batch, LayerCache, Selection
+from quire.engine.layers.attention import Batch, LayerCache, Selection, with_entries
 from quire.engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
-from quire.engine.layers.linear import ColumnParallelLinear, Partition
+from quire.engine.layers.linear import ColumnParallelLinear, Partition, replicated
 from quire.engine.layers.norm import Norm, make_norm
+from quire.engine.layers.residual import make_merger
 from quire.engine.layers.rotary import Rotary
 from quire.engine.models import attention_spec
 from quire.engine.models.decoder import Decoder, DecoderLayer
@@ -31,6 +32,8 @@ class _AroundLayers(nn.Module):
         if arch.projection_inputs:
             outputs = Partition("", width, 0, width)
             self.projection = ColumnParallelLinear(arch.projection_inputs, [outputs], bias=arch.projection_bias)
+        self.embedding_projection = replicated(width, width) if arch.joins == "sum" else None
+        self.merger = None if arch.hyper is None else make_merger(arch.hyper, width)
         self.norm = _norm(arch.norm, width)
         self.head = ParallelLMHead(arch.draft_vocab_size, width, parallel) if arch.has_head else None
         """For logits; None: the target's."""
@@ -62,17 +65,18 @@ class DraftHead(nn.Module):
         """`[draft_vocab_size]`, int64: the tokens that the logits of its own head are of; None: all, in order."""
 
     def hidden_states(self, output: Tensor) -> Tensor:
-        """What the head reads of the output of the target's last stage: `[tokens, …]` → `[tokens, hidden_size]`."""
+        """What the head reads of the output of the target's last stage: `[tokens, …]` → `[tokens, hidden_size]`, or all
+        residual streams where there are several, `[tokens, stream_width]`."""
         arch, (target,) = self.arch, self._target
         if not arch.reads_layers:
             return target.features(output) if arch.reads_normed else output
         streams, projection = output[:, arch.target_hidden_size :].contiguous(), self._around(0).projection
-        return streams if projection is None else projection(streams)
+        return streams if arch.joins or projection is None else projection(streams)
 
     def forward(
         self, token_ids: Tensor, hidden: Tensor, batch: Batch, caches: Sequence[LayerCache], number: int = 0
     ) -> Tensor:
-        """The residual stream after the layers of head `number`, `[tokens, hidden_size]`, of the tokens that *follow*
+        """The residual streams after the layers of head `number`, `[tokens, stream_width]`, of the tokens that *follow*
         the batch's, `number` + 1 places behind them, and the hidden states at the batch's positions: the target's, or
         those that were fed back. `caches` are those of all layers."""
         arch, (target,), around = self.arch, self._target, self._around(number)
@@ -82,15 +86,21 @@ class DraftHead(nn.Module):
         assert embedding is not None
         embedded: Tensor = embedding(token_ids)
         embedded = embedded if around.embedding_norm is None else around.embedding_norm(embedded)
+        shape, hidden = hidden.shape, hidden.reshape(-1, arch.hidden_size)
         hidden = hidden if around.hidden_norm is None else around.hidden_norm(hidden)
         x, residual, beside = hidden, None, embedded
-        if arch.joins is not None:
+        if around.embedding_projection is not None:
+            assert around.projection is not None
+            x = around.projection(hidden).view(shape)
+            x = x + around.embedding_projection(embedded).repeat(1, x.shape[1] // embedded.shape[1])
+        elif arch.joins is not None:
             assert around.projection is not None
             x = around.projection(
                 torch.cat((embedded, hidden) if arch.joins == "embedding first" else (hidden, embedded), dim=-1)
             )
         if any(isinstance(each.attention, attention_spec.MLASpec) and each.attention.top_k for each in arch.layers):
             batch = replace(batch, selection=Selection())
+        batch = with_entries(batch, caches)
         cos_sin = {rope: rotary(batch.positions) for rope, rotary in self._rotary.items()}
         for each in own:
             layer = self.layers[str(each)]
@@ -100,12 +110,12 @@ class DraftHead(nn.Module):
         return x if residual is None else residual + x
 
     def fed_back(self, x: Tensor) -> Tensor:
-        """What stands for the target's hidden state behind a draft of a single head, given the residual stream
-        `[tokens, hidden_size]` after its layers."""
+        """What stands for the target's hidden state behind a draft of a single head, given the residual streams
+        `[tokens, stream_width]` after its layers."""
         return self._features(x, 0) if self.arch.feeds_normed else x
 
     def logits(self, x: Tensor, number: int = 0) -> Tensor:
-        """The residual stream `[rows, hidden_size]` of head `number` → float32 `[rows, vocab_size]`, the same on each
+        """The residual streams `[rows, stream_width]` of head `number` → float32 `[rows, vocab_size]`, the same on each
         rank. Tokens that the head does not know have -inf."""
         features, head = self._features(x, number), self._around(number).head
         if head is None:
@@ -118,8 +128,9 @@ class DraftHead(nn.Module):
         return out.new_full((len(out), self.arch.vocab_size), -torch.inf).index_copy_(1, self.token_ids, out)
 
     def _features(self, x: Tensor, number: int) -> Tensor:
-        norm = self._around(number).norm
-        return x if norm is None else norm(x)
+        around = self._around(number)
+        x = x if around.merger is None else around.merger.merge(x)
+        return x if around.norm is None else around.norm(x)
 
     def _around(self, number: int) -> _AroundLayers:
         found = self.heads[str(number)]

@@ -39,9 +39,10 @@ class DraftHeadSpec(ModelSpec):
     """The target's layers whose inputs it reads (`ModelSpec.aux_layers`); empty: the target's output."""
     hidden_norm: NormSpec | None = None
     """Of the hidden state; `embedding_norm` is that of the embedded token."""
-    joins: Literal["embedding first", "hidden first"] | None = None
-    """How a projection combines the embedded token and the hidden state; None: the layer's attention reads both, and a
-    projection combines the inputs of `reads_layers`."""
+    joins: Literal["embedding first", "hidden first", "sum"] | None = None
+    """How a projection combines the embedded token and the hidden state: side by side, or with one for each of them,
+    whose results are added, in all residual streams. None: the layer's attention reads both, and a projection combines
+    the inputs of `reads_layers`."""
     projection_bias: bool = False
     draft_vocab_size: int = 0
     """Tokens that its own matrix has logits of."""
@@ -66,12 +67,15 @@ class DraftHeadSpec(ModelSpec):
     @property
     def projection_inputs(self) -> int:
         """Features that the projection reads; 0: there is none."""
+        if self.joins == "sum":
+            return self.hidden_size
         return 2 * self.hidden_size if self.joins else len(self.reads_layers) * self.target_hidden_size
 
     @property
     def stage_width(self) -> int:
-        """Features of a token that are in memory beside the residual stream: what the head reads."""
-        return self.hidden_size + self.projection_inputs
+        """Features of a token that are in memory beside the residual streams: what the head reads."""
+        read = self.stream_width + self.hidden_size if self.joins == "sum" else self.projection_inputs
+        return self.hidden_size + read
 
     def outer_matrices(self, tp: int) -> tuple[MatrixShape, MatrixShape]:
         """See `ModelSpec`; those that it has in common with its target have no rows."""
@@ -87,6 +91,7 @@ class DraftHeadSpec(ModelSpec):
             for norm in (self.embedding_norm, self.hidden_norm, self.norm)
             if norm is not None
         )
-        each_head += hidden * (self.projection_inputs + self.projection_bias)
+        each_head += hidden * (self.projection_inputs + self.projection_bias + (self.joins == "sum") * hidden)
+        each_head += 0 if self.hyper is None else self.hyper.num_last_parameters(hidden)
         count = sum(layer.num_parameters(hidden, tp) for layer in self.layers) + self.num_heads * each_head
         return count + sum(each.elements for each in self.outer_matrices(tp))

@@ -574,8 +574,8 @@ class ModelSpec:
     separate_experts: bool = False
     """The checkpoint has the experts one by one, where others of the architecture stack them."""
     aux_layers: tuple[int, ...] = ()
-    """Layers whose input, the residual stream, a head that drafts reads (EAGLE-3); `num_layers` stands for the output
-    of the last one. It travels to the last stage beside what the stages pass on."""
+    """Layers whose input, all residual streams, a head that drafts reads (EAGLE-3); `num_layers` stands for the output
+    of the last one. Inputs travel to the last stage beside what the stages pass on."""
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -594,14 +594,24 @@ class ModelSpec:
     @property
     def stage_width(self) -> int:
         """Features of a token that a stage passes to the next one: the residual streams, the layers' own inputs, the
-        embedded token if layers read it, and the inputs of `aux_layers`."""
+        embedded token if layers read it, and `passed_aux_width`."""
         passed = 0 if self.layer_input is None else self.num_layers * self.layer_input.size
-        return self.stream_width + passed + self.passes_embedding * self.hidden_size + self.aux_width
+        return self.stream_width + passed + self.passes_embedding * self.hidden_size + self.passed_aux_width
 
     @property
     def aux_width(self) -> int:
-        """Features of a token in the inputs of `aux_layers`."""
-        return len(self.aux_layers) * self.hidden_size
+        """Features of a token in the inputs of `aux_layers`, which follow those of the last stage's output."""
+        return len(self.aux_layers) * self.stream_width
+
+    @property
+    def output_width(self) -> int:
+        """Features of a token in the output of the last stage."""
+        return self.hidden_size + self.aux_width
+
+    @property
+    def passed_aux_width(self) -> int:
+        """The same of what stages pass on: only the last one has the output of the last layer."""
+        return sum(number < self.num_layers for number in self.aux_layers) * self.stream_width
 
     @property
     def passes_embedding(self) -> bool:

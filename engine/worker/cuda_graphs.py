@@ -55,7 +55,7 @@ class DecodeGraphs:
         if self._sizes and self._recorder is not None:
             self._inputs = _Inputs(config, device, receives=stage > 0)
             arch, dtype = config.model.architecture, getattr(torch, config.model.dtype)
-            width = arch.hidden_size + arch.aux_width if self._is_last else arch.stage_width
+            width = arch.output_width if self._is_last else arch.stage_width
             self._output = torch.zeros(self._sizes[-1], width, dtype=dtype, device=device)
 
     @torch.inference_mode()

@@ -645,7 +645,7 @@ def sparse_attention(
     _, keys = _tile(head_dim, query.element_size(), limits.is_narrow(query.device))
     cache_row = head_dim if is_quantized else cache.stride(3)
     strides = query.stride()[:2], (slots.stride(0), *cache.stride()[:3], cache_row)
-    options = {
+    options: dict[str, Any] = {
         "WINDOW": False,
         "SOFTCAP": False,
         "SLOPES": False,
@@ -665,9 +665,8 @@ def sparse_attention(
         rows = slice(begin, begin + size)
         part, scales = query[rows], cache[0].view(torch.float32) if is_quantized else query
         _decode(
-            *(part, (part, cache, scales, slots[rows]), counts[rows], starts, _Terms.of(query, sinks)),
-            *(out[rows], kv_heads),
-            *((scale * _LOG2E, 0.0, 0), strides, options),
+            *(part, (part, cache, scales, slots[rows]), counts[rows], starts, _Terms.of(query, sinks), out[rows]),
+            *(kv_heads, (scale * _LOG2E, 0.0, 0), strides, options),
             most=slots.shape[1],
             has_sinks=sinks is not None,
             has_slots=True,

@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.fakes.families import CASES, RENAMED, SIZES, write, write_model, write_renamed
+from tests.fakes.families import CASES, RENAMED, SIZES, name_as_published, write, write_model, write_renamed
 
 HEAD = "head"
 """The folder of a head with a checkpoint of its own, in that of its target."""
@@ -382,6 +383,78 @@ def _decoder(model: Any) -> Any:
 
 def _last_norm(model: Any) -> Any:
     return _decoder(model).norm_f if hasattr(_decoder(model), "norm_f") else _decoder(model).norm
+
+
+class _Streams(Reference):
+    """The same of a head that reads all residual streams behind the last layer, side by side."""
+
+    @torch.no_grad()
+    def states(self, tokens: Tensor) -> Tensor:
+        return _merged(self.target.model, lambda: self.target(tokens[None]))
+
+
+def write_v4_mtp(
+    folder: Path, *, texts: Sequence[list[int]] = (), kind: str = "sliding_attention", **settings: Any
+) -> Reference:
+    """DeepSeek V4 with its head for multi-token prediction, whose layer has attention of a `kind`. With `texts`, the
+    head has learned what follows the token before, and little else."""
+    case = "DeepSeek V4"
+    model, (architecture, changes) = write(case, folder, **settings), CASES[case]
+    width, eps = model.config.hidden_size, model.config.rms_norm_eps
+    one_layer = {"num_hidden_layers": 1, "layer_types": [kind], "mlp_layer_types": ["moe"]}
+    layer = write_model(architecture, SIZES | changes | settings | one_layer, folder / "layer")
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5)) * 0.05)
+            if texts and name.endswith(("o_b_proj.weight", "down_proj", "down_proj.weight")):
+                parameter.mul_(0.1)
+        layer.save_pretrained(folder / "layer")
+    name_as_published(architecture, folder / "layer", layer)
+    own = load_file(folder / "layer" / "model.safetensors")
+    tensors = {f"mtp.0.{name.removeprefix('layers.0.')}": own[name] for name in own if name.startswith("layers.0.")}
+    tensors |= {f"mtp.0.{name}": own[name] for name in own if name.startswith(("norm.", "hc_head_"))}
+    shapes: dict[str, tuple[int, ...]] = {f"mtp.0.{each}_proj.weight": (width, width) for each in "eh"}
+    tensors |= _random(shapes | {f"mtp.0.{each}norm.weight": (width,) for each in "eh"})
+    part = {name: tensors[f"mtp.0.{name}.weight"] for name in ("enorm", "hnorm", "e_proj", "h_proj")}
+
+    def embedded(tokens: Tensor) -> Tensor:
+        return F.rms_norm(model.get_input_embeddings()(tokens), (width,), part["enorm"], eps)
+
+    if texts:
+        following = {before: after for text in texts for before, after in pairwise(text)}
+        wanted = model.get_output_embeddings().weight[list(following.values())]
+        known = embedded(torch.tensor([*following]))
+        with torch.no_grad():
+            part["e_proj"].copy_(torch.linalg.lstsq(known, wanted, driver="gelsd").solution.T * 4)
+            part["h_proj"].mul_(0.01)
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | tensors, file, {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"num_nextn_predict_layers": 1, "layer_types": [*config["layer_types"], kind]}
+    (folder / "config.json").write_text(json.dumps(config))
+
+    def step(tokens: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        streams = F.rms_norm(states.unflatten(-1, (-1, width)), (width,), part["hnorm"], eps)  # type: ignore[no-untyped-call]
+        x = (embedded(tokens) @ part["e_proj"].T)[:, None] + streams @ part["h_proj"].T
+        put = layer.model.layers[0].register_forward_pre_hook(
+            lambda module, inputs, others: ((x[None], *inputs[1:]), others), with_kwargs=True
+        )
+        placeholder = torch.zeros(1, len(x), width)
+        out = _merged(layer.model, lambda: layer.model(inputs_embeds=placeholder, use_cache=False))
+        put.remove()
+        hidden = layer.model.norm(layer.model.hc_head(out.view(1, len(x), -1, width)))[0]
+        return out, model.get_output_embeddings()(hidden)
+
+    return _Streams(model, (), lambda states: states, step)
+
+
+def _merged(model: Any, run: Callable[[], object]) -> Tensor:
+    """The residual streams that a model of transformers merges in a run, `[tokens, streams * hidden]`."""
+    found: list[Tensor] = []
+    hook = model.hc_head.register_forward_pre_hook(lambda module, inputs: found.append(inputs[0]))
+    run()
+    hook.remove()
+    return found[-1][0].flatten(1)
 
 
 def _random(shapes: Mapping[str, tuple[int, ...]], seed: int = 3) -> dict[str, Tensor]:

@@ -58,18 +58,14 @@ def logits(config: EngineConfig, tokens: Tensor, parallel: Parallel, beside: Seq
         logits_indices=torch.arange(len(positions)),
         segments=kernels.StateSegments(starts, F.pad(numbers + 1, (1, 0)), torch.full_like(numbers, -1), numbers),
     )
-    blocks_per_page = _blocks_per_page(arch, config.model.dtype)
-    if blocks_per_page:  # a page for each block of tokens, then blocks of entries
-        entries = replace(batch, block_tables=batch.block_tables + blocks * blocks_per_page)
-        tables = batch.block_tables * blocks_per_page
-        slots = tables[rows, positions // 4] * 4 + positions % 4
-        batch = replace(batch, block_tables=tables, slot_mapping=slots, other_groups=(entries,))
+    page = blocks_per_page(arch, config.model.dtype)
+    batch = in_pages(batch, page)
     for stage, layers in enumerate(config.parallel.stages):
         decoder = load_model(config, stage * parallel.size + parallel.rank, parallel, CPU, experts=experts)
         caches: list[LayerCache] = []
         for number in layers:
             source = arch.layers[number].kv_source
-            own = layer_cache(arch.layers[number], parallel.size, blocks, dtype, blocks_per_page, len(requests))
+            own = layer_cache(arch.layers[number], parallel.size, blocks, dtype, page, len(requests))
             caches.append(own if source is None else own._replace(memory=caches[layers.index(source)].memory))
         hidden = decoder(hidden, batch, caches)
     assert hidden is not None
@@ -77,7 +73,20 @@ def logits(config: EngineConfig, tokens: Tensor, parallel: Parallel, beside: Seq
     return decoder.logits(hidden)[-len(tokens) :]
 
 
-def _blocks_per_page(arch: ModelSpec, dtype: str) -> int:
+def in_pages(batch: Batch, blocks_per_page: int) -> Batch:
+    """The batch of requests whose blocks of four tokens are numbered from 0 on. If there are pages, each of these
+    blocks takes one, and blocks of entries are behind them."""
+    if not blocks_per_page:
+        return batch
+    tables = batch.block_tables * blocks_per_page
+    pages = int(batch.block_tables.max()) + 1
+    entries = replace(batch, block_tables=batch.block_tables + pages * blocks_per_page)
+    rows = torch.arange(len(tables)).repeat_interleave(batch.query_starts.diff())
+    slots = tables[rows, batch.positions // 4] * 4 + batch.positions % 4
+    return replace(batch, block_tables=tables, slot_mapping=slots, other_groups=(entries,))
+
+
+def blocks_per_page(arch: ModelSpec, dtype: str) -> int:
     """Blocks of entries that take as much memory as one of tokens; 0: the model has no entries."""
     if not any(isinstance(layer.attention, CompressedAttentionSpec) for layer in arch.layers):
         return 0

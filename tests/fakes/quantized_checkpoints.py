@@ -206,6 +206,39 @@ def mxfp4(weight: Tensor) -> Packed:
     return tensors, (E2M1[codes] * exponents.exp2()[..., None]).flatten(2).transpose(1, 2).contiguous()
 
 
+def write_deepseek_v4(plain: Path, stored: Path) -> None:
+    """Write the checkpoint in the folder `plain` to `stored` as DeepSeek publishes V4: in FP8, with experts in MXFP4.
+    The numbers that it stands for are written to `plain`."""
+    config, tensors = json.loads((plain / "config.json").read_text()), load_file(plain / "model.safetensors")
+    packed, numbers = dict(tensors), dict(tensors)
+    for name, weight in tensors.items():
+        module = name.removesuffix(".weight")
+        if ".ffn.experts." in name:
+            parts, (rounded,) = mxfp4(weight.T[None])
+            codes, scales = parts.values()
+            packed[name], rounded = codes[0].flatten(1).view(torch.int8), rounded.T.contiguous()
+            packed[f"{module}.scale"] = scales[0].view(torch.float8_e8m0fnu)
+        elif re.search(r"attn\.(indexer\.)?w(q_[ab]|kv|o_[ab])\.|shared_experts|\.[eh]_proj\.", name):
+            packed[name], packed[f"{module}.scale"], rounded = _fp8_by_powers(weight)
+        else:
+            continue
+        numbers[name] = rounded
+    stored.mkdir()
+    save_file(numbers, plain / "model.safetensors", {"format": "pt"})
+    save_file(packed, stored / "model.safetensors", {"format": "pt"})
+    settings = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [32, 32]}
+    (stored / "config.json").write_text(json.dumps(config | {"quantization_config": settings, "expert_dtype": "fp4"}))
+
+
+def _fp8_by_powers(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, scales of blocks of 32 by 32, which are powers of two, and the numbers."""
+    exponents = fp8(weight, (32, 32), ".scale")[0][".scale"].log2().ceil()
+    rows, columns = (torch.arange(size) // 32 for size in weight.shape)
+    scales = exponents.exp2()[rows[:, None], columns]
+    codes = (weight / scales).to(torch.float8_e4m3fn)
+    return codes, (exponents + 127).to(torch.uint8).view(torch.float8_e8m0fnu), codes.float() * scales
+
+
 @dataclass(frozen=True)
 class Format:
     """A published format: its settings in config.json, and the packer of a weight."""

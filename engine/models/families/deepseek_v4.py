@@ -6,7 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.engine.models.attention_spec import CompressedAttentionSpec, CompressorSpec, EntryIndexerSpec
-from quire.engine.models.families.family import Config, Family, architecture, require, rms_norm, rope
+from quire.engine.models.families.family import (
+    Config,
+    DraftHeadLayout,
+    Family,
+    architecture,
+    require,
+    rms_norm,
+    rope,
+)
 from quire.engine.models.model_spec import HyperConnectionSpec, LayerSpec, MLPSpec, ModelSpec, MoESpec
 from quire.engine.models.spec_parts import RopeSpec
 from quire.engine.protocol.errors import ConfigError
@@ -29,17 +37,27 @@ def _deepseek_v4(name: str, config: Config) -> ModelSpec:
     require(config, "mlp_bias", False)
     if int(config["hc_sinkhorn_iters"]) < 1:
         raise ConfigError(f"hc_sinkhorn_iters {config['hc_sinkhorn_iters']} is not supported; it must be at least 1")
+    count = int(config["num_hidden_layers"])
+    layers = _layers(config, _kinds(config)[:count], _mixtures(config))
+    return architecture(name, config, layers, rms_norm(config), hyper=layers[0].hyper if layers else None)
+
+
+def _mtp(config: Config) -> list[LayerSpec]:
+    """The layer of the head for multi-token prediction: with a window only, unless config.json says what it compresses,
+    and with experts that no table gives."""
+    return _layers(config, [*_kinds(config)[int(config["num_hidden_layers"]) :], _WINDOW][:1], ["moe"])
+
+
+def _layers(config: Config, kinds: list[str], mixtures: list[str]) -> list[LayerSpec]:
     norm, size = rms_norm(config), int(config["moe_intermediate_size"])
-    unweighted = rms_norm(config, has_weight=False)
     hyper = HyperConnectionSpec(
         num_streams=int(config["hc_mult"]),
         iterations=int(config["hc_sinkhorn_iters"]),
         eps=float(config["hc_eps"]),
-        norm=unweighted,
+        norm=rms_norm(config, has_weight=False),
     )
     attentions, experts = _attentions(config), _experts(config, size)
-    kinds, mixtures = _kinds(config), _mixtures(config)
-    layers = [
+    return [
         LayerSpec(
             attention=attentions[kind],
             attention_norm=norm,
@@ -49,11 +67,10 @@ def _deepseek_v4(name: str, config: Config) -> ModelSpec:
         )
         for kind, mixture in zip(kinds, mixtures, strict=True)
     ]
-    return architecture(name, config, layers, norm, hyper=hyper)
 
 
 def _kinds(config: Config) -> list[str]:
-    """The kind of each layer. Ratios of layers for multi-token prediction may follow."""
+    """The kind of each layer, and maybe of those of heads for multi-token prediction after them."""
     count = int(config["num_hidden_layers"])
     kinds = config.get("layer_types")
     if kinds is None and (ratios := config.get("compress_ratios")) is not None:
@@ -61,10 +78,10 @@ def _kinds(config: Config) -> list[str]:
             raise ConfigError(f"compress_ratios {sorted(unknown)} are not supported; supported: 0, 4, 128")
         kinds = [_KINDS[ratio] for ratio in ratios]
     if kinds is None:
-        kinds = [_HEAVY] * 2 + [(_HEAVY, _SPARSE)[number % 2] for number in range(count)]
+        kinds = [*[_HEAVY] * 2, *((_HEAVY, _SPARSE)[number % 2] for number in range(count))][:count]
     if len(kinds) < count or not set(kinds) <= set(_KINDS.values()):
         raise ConfigError(f"layer_types {kinds!r}: expected {', '.join(_KINDS.values())} for each of {count} layers")
-    return list(kinds[:count])
+    return list(kinds)
 
 
 def _mixtures(config: Config) -> list[str]:
@@ -151,13 +168,12 @@ def _ropes(config: Config) -> tuple[RopeSpec, RopeSpec]:
 
 
 _ATTENTION, _INDEXER, _MIXTURE = "layers.{layer}.attn", "layers.{layer}.attn.indexer", "layers.{layer}.ffn"
+_MERGER = {"function": "hc_head_fn", "base": "hc_head_base", "scale": "hc_head_scale"}
 _NAMES = {
     "embedding": "embed",
     "norm": "norm",
     "head": "head",
-    **{
-        f"merger.{part}": f"hc_head_{name}" for part, name in (("function", "fn"), ("base", "base"), ("scale", "scale"))
-    },
+    **{f"merger.{part}": name for part, name in _MERGER.items()},
     **{
         f"layers.{module}_connection.{part}": f"layers.{{layer}}.hc_{short}_{name}"
         for module, short in (("attention", "attn"), ("feed_forward", "ffn"))
@@ -194,6 +210,20 @@ _NAMES = {
     "layers.feed_forward.shared.down": f"{_MIXTURE}.shared_experts.w2",
 }
 
+_MTP = DraftHeadLayout(
+    layer="mtp.{layer}",
+    names={
+        "heads.embedding_norm": "{prefix}.enorm",
+        "heads.hidden_norm": "{prefix}.hnorm",
+        "heads.embedding_projection": "{prefix}.e_proj",
+        "heads.projection": "{prefix}.h_proj",
+        "heads.norm": "{prefix}.norm",
+        **{f"heads.merger.{part}": f"{{prefix}}.{name}" for part, name in _MERGER.items()},
+    },
+    layers=_mtp,
+    reads_normed=False,
+)
+
 FAMILIES = {
     "DeepseekV4ForCausalLM": Family(
         _deepseek_v4,
@@ -228,5 +258,6 @@ FAMILIES = {
         aliases={"num_local_experts": "n_routed_experts", "intermediate_size": "moe_intermediate_size"},
         prefix="",
         ignored_prefixes=("mtp.",),
+        draft_heads={"mtp": _MTP},
     ),
 }

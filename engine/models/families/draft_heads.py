@@ -73,7 +73,9 @@ def mtp_head(config: Mapping[str, Any], target: ModelSpec, names: Collection[str
         reads_normed=layout.reads_normed,
         embedding_norm=target.norm,
         hidden_norm=target.norm,
-        joins="hidden first" if layout.hidden_first else "embedding first",
+        joins="sum" if target.hyper else "hidden first" if layout.hidden_first else "embedding first",
+        hyper=target.hyper,  # it continues the residual streams themselves
+        reads_layers=() if target.hyper is None else (target.num_layers,),
         draft_vocab_size=target.vocab_size,
         has_head=layout.has_own_logits,
         feeds_normed=layout.reads_normed,
@@ -90,6 +92,8 @@ def eagle_head(
     """
     if isinstance(target, TransformersModelSpec) or target.alt_up is not None:
         raise ConfigError(f"{method} is not supported for {target.name}, whose layers' outputs are not accessible")
+    if target.hyper is not None:
+        raise ConfigError(f"{method} is not supported for {target.name}, which has several residual streams")
     is_speculator = "transformer_layer_config" in config
     config = {"norm_before_residual": is_speculator, **(config.get("transformer_layer_config") or {}), **config}
     known, stated = ARCHITECTURES[method], config.get("architectures") or ["LlamaForCausalLM"]

@@ -238,10 +238,7 @@ def _outer(arch: ModelSpec, has_head: bool) -> _Parameters:
         projections = {str(number): width for number in range(arch.alt_up.num_streams - 1)}
         yield from _linear("expansion", projections, width)
         yield from _linear("merger", projections, width)
-    if isinstance(arch.hyper, GatedConnectionSpec):
-        yield from _gated_connection("merger", arch.hyper, width)
-    elif arch.hyper is not None and not arch.hyper.averages:
-        yield from _connection("merger", arch.hyper.num_streams, 1, arch.hyper.num_streams * width)
+    yield from _merger("merger", arch)
     yield from _norm("norm", arch.norm, width)
     if isinstance(arch, EncoderSpec):
         if arch.token_types:
@@ -259,9 +256,20 @@ def _around_layers(arch: DraftHeadSpec) -> _Parameters:
     if arch.projection_inputs:
         inputs, bias = arch.projection_inputs, arch.projection_bias
         yield from _linear("heads.projection", {"": arch.hidden_size}, inputs, bias=bias)
+    if arch.joins == "sum":
+        yield from _linear("heads.embedding_projection", {"": arch.hidden_size}, arch.hidden_size)
+    yield from _merger("heads.merger", arch)
     yield from _norm("heads.norm", arch.norm, arch.hidden_size)
     if arch.has_head:
         yield from _linear("heads.head", {"": arch.draft_vocab_size}, arch.hidden_size)
+
+
+def _merger(name: str, arch: ModelSpec) -> _Parameters:
+    """What makes one of the residual streams with hyper-connections after the layers."""
+    if isinstance(arch.hyper, GatedConnectionSpec):
+        yield from _gated_connection(name, arch.hyper, arch.hidden_size)
+    elif arch.hyper is not None and not arch.hyper.averages:
+        yield from _connection(name, arch.hyper.num_streams, 1, arch.stream_width)
 
 
 def _inner(layer: LayerSpec, width: int) -> _Parameters:

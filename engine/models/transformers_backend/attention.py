@@ -90,7 +90,9 @@ def request_biases(model: nn.Module) -> None:
             module.prepare_dynamic_mask = _mask_by_key
             setattr(module, _BY_KEY, True)
         extent = getattr(module, "rel_extent", None)
-        names = inspect.signature(module.forward).parameters if isinstance(extent, int) else {}
+        if not isinstance(extent, int):
+            continue
+        names = inspect.signature(module.forward).parameters
         if {"query_positions", "key_positions"} <= names.keys() or "relative_distance" in names:
             module.register_forward_pre_hook(partial(_ask_in_one_place, extent), with_kwargs=True)
             for each in (module, model.get_submodule(path.rpartition(".")[0])):

@@ -188,8 +188,8 @@ def _converted(
             for shard in weight.shards:  # pairs of rows that follow each other are half of the rows apart
                 count, total = shard.shape[0], len(targets) * shard.shape[0]
                 rows = np.arange(total).reshape(-1, 2).T.flatten()[number * count : (number + 1) * count]
-                source = _slice_of(sources[0].name, weight, replace(shard, shape=(total, *shard.shape[1:])), False)
-                yield shard, replace(source, rows=rows)
+                joint = replace(shard, shape=(total, *shard.shape[1:]))
+                yield shard, replace(_slice_of(sources[0].name, weight, joint, False), rows=rows)
         case ["Inkling2UnpadVocab"] if len(sources) == 1 and not (is_stack or is_transposed):
             for shard in weight.shards:
                 shape = vocab_size, *shard.shape[1:]

@@ -20,7 +20,7 @@ from quire.engine.worker.drafter import Drafts
 from quire.engine.worker.head_drafter import HeadDrafter, SeveralHeadsDrafter
 from quire.engine.worker.input_batch import InputBatch
 from tests.fakes.core_with_ranks import Ranks
-from tests.fakes.draft_heads import HEAD, Reference, write_eagle, write_eagle3, write_mtp
+from tests.fakes.draft_heads import HEAD, Reference, write_eagle, write_eagle3, write_mtp, write_v4_mtp
 from tests.fakes.drafts import Always, Recording, RecordingMixed
 from tests.fakes.families import write, write_renamed
 from tests.fakes.model_logits import configure
@@ -48,6 +48,8 @@ CASES: dict[str, tuple[str, Callable[[Path], Reference]]] = {
     "MTP, Ling hybrid": ("mtp", partial(write_mtp, "Ling hybrid")),
     "MTP, Step 3.5": ("mtp", partial(write_mtp, "Step 3.5")),
     "EAGLE-3, recurrent states": ("eagle3", partial(write_eagle3, "OLMo hybrid")),
+    "MTP, DeepSeek V4": ("mtp", write_v4_mtp),
+    "MTP, DeepSeek V4, entries": ("mtp", partial(write_v4_mtp, kind="compressed_sparse_attention")),
 }
 PROMPTS = [[*range(40, 73)], [5, 6, 7, 8] * 3, [100]]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
@@ -75,6 +77,7 @@ DEFAULT = {
     ("MTP, MiMo", 2, 1),
     ("MTP, MiMo-V2-Flash", 1, 2),
     ("MTP, Nemotron 3", 1, 1),
+    ("MTP, DeepSeek V4", 1, 2),
 }
 GRIDS = [
     pytest.param(case, tp, pp, marks=[] if (case, tp, pp) in DEFAULT else [pytest.mark.slow])
@@ -91,6 +94,8 @@ def test_tokens_are_those_without_speculation(case: str, tp: int, pp: int, tmp_p
     config = configured(tmp_path, case, tp, pp)
     with Ranks(config, ThreadExecutor(config)) as ranks:
         depth, blocks = max(2, pp), 14 * len(config.cache.groups)
+        if any(group.fills_pages for group in config.cache.groups):
+            blocks = 3 * config.cache.max_blocks(57, 24)
         states = config.cache.block_size if any(group.is_state for group in config.cache.groups) else None
         expected = ranks.tokens(REQUESTS, speculative=None)
         for speculation in (Always(3, 64, states), Always(3, 64, states, varies=True)):
@@ -116,8 +121,9 @@ def test_tokens_are_those_without_speculation(case: str, tp: int, pp: int, tmp_p
 LEARNING: dict[str, tuple[Callable[[Path], Any], Callable[..., Reference]]] = {
     "EAGLE-3": (partial(write, "Llama"), partial(write_eagle3, "Llama")),
     "MTP, Step 3.5": (partial(write_renamed, "Step 3.5"), partial(write_mtp, "Step 3.5")),
+    "MTP, DeepSeek V4": (partial(write, "DeepSeek V4"), write_v4_mtp),
 }
-"""Cases whose heads have matrices for logits of their own: how the target is written, and both, fitted to texts."""
+"""Cases whose heads can be fitted to texts: how the target is written, and both, fitted."""
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), pytest.param(2, 2, marks=pytest.mark.slow)])
@@ -145,7 +151,7 @@ def test_acceptance_is_that_of_the_oracle(case: str, tp: int, pp: int, tmp_path:
             assert sum(accepted) > 10
 
 
-@pytest.mark.parametrize("case", ["EAGLE-3", "EAGLE", "MTP, MiMo-V2-Flash"])
+@pytest.mark.parametrize("case", ["EAGLE-3", "EAGLE", "MTP, MiMo-V2-Flash", "MTP, DeepSeek V4"])
 def test_nothing_waits_for_the_device(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With tokens in a memory of its own, as on a GPU, where the host does not know what has been sampled."""
     drafter = SeveralHeadsDrafter if case == "MTP, MiMo-V2-Flash" else HeadDrafter

@@ -29,7 +29,7 @@ from tests.fakes.families import write
 from tests.fakes.threads import ThreadExecutor
 
 DEMO_DRAFT = DEMO_MODEL.with_name("demo_draft")
-FAMILIES = ["Gemma 3", "DeepSeek V2", "Gemma 4, layer inputs, shared keys and values"]
+FAMILIES = ["Gemma 3", "DeepSeek V2", "Gemma 4, layer inputs, shared keys and values", "DeepSeek V4"]
 SLOW = ["Mistral, windows", "gpt-oss", "Qwen3 MoE", "GPT-2", "Falcon-RW, ALiBi", "MiMo-V2-Flash"]
 STEPS = 26
 QUESTION = [1, 299, 201, 702, 742, 223, 43, 864, 276, 406, 780, 342, 989, 33, 2, 201, 1, 295, 201]
@@ -181,11 +181,42 @@ def test_the_core_knows_how_far_a_draft_model_is_behind(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
+    ("target", "drafter", "grid"),
+    [
+        ("DeepSeek V4", "Mistral, windows", (1, 1)),
+        pytest.param("DeepSeek V4", "DeepSeek V2", (2, 2), marks=pytest.mark.slow),
+        pytest.param("DeepSeek V4", "DeepSeek V4, rates as published", (1, 2), marks=pytest.mark.slow),
+        pytest.param("Gemma 3", "DeepSeek V4", (2, 1), marks=pytest.mark.slow),
+    ],
+)
+def test_pages_beside_other_blocks(target: str, drafter: str, grid: tuple[int, int], tmp_path: Path) -> None:
+    """Of a model with compressed attention; also preempted, and behind n-grams that are mostly right."""
+    write(target, tmp_path / "target")
+    write(drafter, tmp_path / "drafter")
+    config = configured(tmp_path / "target", tmp_path / "drafter", *grid)
+    asked = requests(100)
+    asked += [([8, 9] * 20, params) for _, params in asked]
+    with Ranks(config, ThreadExecutor(config)) as ranks:
+        exact = ranks.tokens(asked, speculative=None)
+        predicted = [
+            (prompt, replace(params, predicted_token_ids=[*tokens[:12], 1, 2, 3]))
+            for (prompt, params), tokens in zip(asked, exact, strict=True)
+        ]
+        assert ranks.tokens(asked, speculation=Always(4, 64), depth=2, max_num_batched_tokens=16) == exact
+        assert ranks.stats.num_draft_tokens > 300
+        assert ranks.tokens(predicted, speculation=Mixed(4, 64), depth=2) == exact
+        assert ranks.stats.num_accepted_tokens > 40
+        few = 2 * config.cache.max_blocks(72, 16)
+        found = ranks.tokens(asked, speculation=Always(4, 64), num_blocks=few, max_num_batched_tokens=16)
+        assert found == exact
+        assert ranks.stats.preemptions
+
+
+@pytest.mark.parametrize(
     ("family", "reason"),
     [
         ("LFM2", "it has recurrent states"),
         ("Llama 4", "it has chunked attention"),
-        ("DeepSeek V4", "it has compressed attention"),
     ],
 )
 def test_what_cannot_draft_is_refused(family: str, reason: str, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,12 +22,12 @@ from quire.engine.models.families import from_hf_config
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.worker.model_runner import allocate_caches
+from tests.fakes import quantized_checkpoints
 from tests.fakes.checkpoints import generate
 from tests.fakes.core_with_ranks import Ranks
 from tests.fakes.drafts import Guesser
 from tests.fakes.families import CASES, SIZES, write, write_model
 from tests.fakes.model_logits import CPU, configure, logits
-from tests.fakes.quantized_checkpoints import fp8, mxfp4
 from tests.fakes.ranks import on_ranks
 from tests.fakes.threads import ThreadExecutor
 
@@ -86,6 +85,29 @@ def test_tokens_do_not_depend_on_preemption_nor_on_drafts(tmp_path: Path) -> Non
         assert 0 < ranks.stats.num_accepted_tokens < ranks.stats.num_draft_tokens
 
 
+@pytest.mark.parametrize("guess", ["garbage", "right"])
+def test_steps_are_counted_whatever_drafts_are(guess: str, tmp_path: Path) -> None:
+    """Of rejected drafts nothing is left: neither what compressors have read of them, nor entries and keys."""
+    write("DeepSeek V4", tmp_path)
+    prompt = [*range(20, 51)]
+    config = configure(tmp_path, max_model_len=128, max_num_seqs=2, block_size=8)
+    with Ranks(config, ThreadExecutor(config)) as ranks:
+        (expected,) = ranks.tokens(greedy([prompt], 40), speculative=None)
+        text: list[int] = [*prompt, *expected, 0, 0, 0, 0, 0]
+
+        def drafted(known: list[int], rng: random.Random) -> int:
+            return (text[len(known)] + (rng.randrange(1, 131) if guess == "garbage" else 0)) % 131
+
+        assert ranks.tokens(greedy([prompt], 40), speculation=Guesser(drafted, 5, 16)) == [expected]
+        drafts, accepted = ranks.stats.num_draft_tokens, ranks.stats.num_accepted_tokens
+        # Each step gives its accepted drafts and one token; the prompt's gives the first one.
+        rest = 40 - 1
+        steps = rest if guess == "garbage" else -(-rest // 6)
+        assert ranks.stats.num_drafts == steps - (guess == "garbage")
+        assert accepted == (0 if guess == "garbage" else rest - steps)
+        assert drafts >= accepted
+
+
 def test_the_plan_counts_what_is_allocated(tmp_path: Path) -> None:
     """A layer's tokens and entries are in one plane, and the keys of indexers in others."""
     write_config(tmp_path)
@@ -116,9 +138,6 @@ def test_the_plan_counts_what_is_allocated(tmp_path: Path) -> None:
     [
         (1, {"kv_cache_dtype": "int8"}, "--kv-cache-dtype int8 is not supported for DeepseekV4ForCausalLM"),
         (1, {"block_size": 6}, "--block-size 6 is not a multiple of the 4 tokens"),
-        (1, {"spec_method": "mtp"}, "mtp is not supported for models with compressed attention; use ngram"),
-        (1, {"spec_model": "a/b"}, "draft_model is not supported for models with compressed attention; use ngram"),
-        (1, {"spec_method": "eagle3", "spec_model": "a/b"}, "eagle3 is not supported for models with compressed"),
         (8, {}, "does not divide this model's 4 attention heads and 4 groups of the attention's output"),
     ],
 )
@@ -160,26 +179,9 @@ def test_weights_as_published_are_in_fp8_and_those_of_experts_in_mxfp4(tmp_path:
     sizes = {"hidden_size": 64, "intermediate_size": 96, "q_lora_rank": 32, "o_lora_rank": 16, "head_dim": 32}
     stored, plain = tmp_path / "stored", tmp_path / "plain"
     write("DeepSeek V4", plain, **sizes, partial_rotary_factor=0.25)
-    config, tensors = json.loads((plain / "config.json").read_text()), load_file(plain / "model.safetensors")
-    packed, numbers = dict(tensors), dict(tensors)
-    for name, weight in tensors.items():
-        module, is_expert = name.removesuffix(".weight"), ".ffn.experts." in name
-        if is_expert:
-            parts, (rounded,) = mxfp4(weight.T[None])
-            codes, scales = parts.values()
-            packed[name], rounded = codes[0].flatten(1).view(torch.int8), rounded.T.contiguous()
-            packed[f"{module}.scale"] = scales[0].view(torch.float8_e8m0fnu)
-        elif re.search(r"attn\.(indexer\.)?w(q_[ab]|kv|o_[ab])\.|shared_experts", name):
-            packed[name], packed[f"{module}.scale"], rounded = _fp8(weight)
-        else:
-            continue
-        numbers[name] = rounded
-    stored.mkdir()
-    save_file(numbers, plain / "model.safetensors", {"format": "pt"})
-    save_file(packed | {"mtp.0.attn.wkv.weight": torch.zeros(3)}, stored / "model.safetensors", {"format": "pt"})
-    settings = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [32, 32]}
-    published = config | {"quantization_config": settings, "expert_dtype": "fp4"}
-    (stored / "config.json").write_text(json.dumps(published))
+    quantized_checkpoints.write_deepseek_v4(plain, stored)
+    file = stored / "model.safetensors"
+    save_file(load_file(file) | {"mtp.0.attn.wkv.weight": torch.zeros(3)}, file, {"format": "pt"})
     tokens = torch.randint(0, 131, (60,), generator=torch.Generator().manual_seed(1))
     expected = on_ranks(1, partial(logits, configure(plain, max_model_len=64), tokens))[0]
     for tp in (1, 2):
@@ -196,15 +198,6 @@ def test_a_checkpoint_may_have_the_names_that_transformers_writes(tmp_path: Path
         expected = model(tokens[None]).logits[0]
     (found,) = on_ranks(1, partial(logits, configure(tmp_path, max_model_len=64), tokens))
     assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
-
-
-def _fp8(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, scales of blocks of 32 by 32, which are powers of two, and the numbers."""
-    exponents = fp8(weight, (32, 32), ".scale")[0][".scale"].log2().ceil()
-    rows, columns = (torch.arange(size) // 32 for size in weight.shape)
-    scales = exponents.exp2()[rows[:, None], columns]
-    codes = (weight / scales).to(torch.float8_e4m3fn)
-    return codes, (exponents + 127).to(torch.uint8).view(torch.float8_e8m0fnu), codes.float() * scales
 
 
 def test_pages_are_those_of_blocks_of_tokens() -> None:

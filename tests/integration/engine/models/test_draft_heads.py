@@ -22,16 +22,21 @@ from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import fetch_weights, resolve
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.attention import Batch, LayerCache
+from quire.engine.models.attention_spec import CompressedAttentionSpec
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.draft_head import DraftHead
 from quire.engine.models.draft_head_spec import DraftHeadSpec
+from quire.engine.models.families import from_hf_config
+from quire.engine.models.families.draft_heads import mtp_head
 from quire.engine.models.families.tensors import checkpoint_tensors
 from quire.engine.models.loader import load, load_draft_head
+from quire.engine.models.model_spec import MoESpec
 from quire.engine.protocol.errors import ConfigError
-from tests.fakes.draft_heads import HEAD, MTP_CASES, Reference, write_eagle, write_eagle3, write_mtp
+from tests.fakes.draft_heads import HEAD, MTP_CASES, Reference, write_eagle, write_eagle3, write_mtp, write_v4_mtp
 from tests.fakes.families import write
-from tests.fakes.model_logits import CPU, configure, layer_cache
-from tests.fakes.quantized_checkpoints import quantize
+from tests.fakes.model_logits import CPU, blocks_per_page, configure, in_pages, layer_cache
+from tests.fakes.published import FOLDER
+from tests.fakes.quantized_checkpoints import quantize, write_deepseek_v4
 from tests.fakes.ranks import on_ranks
 
 Write = Callable[[Path], Reference]
@@ -46,6 +51,8 @@ CASES: dict[str, Write] = {
     "EAGLE-3, another width": partial(write_eagle3, "Llama", hidden_size=32, target_hidden_size=48),
     "EAGLE-3, a target with layer inputs": partial(write_eagle3, "Gemma 4, layer inputs, shared keys and values"),
     **{f"MTP, {case}": partial(write_mtp, case) for case in MTP_CASES},
+    "MTP, DeepSeek V4": write_v4_mtp,
+    "MTP, DeepSeek V4, entries": partial(write_v4_mtp, kind="compressed_sparse_attention"),
 }
 
 
@@ -83,15 +90,21 @@ class Stages:
     def __init__(self, config: EngineConfig, head: ModelConfig, parallel: Parallel) -> None:
         arch, dtype = config.model.architecture, torch.float32
         self.stages: list[tuple[Decoder, list[LayerCache]]] = []
+        self.page = blocks_per_page(arch, "float32")
         for stage, layers in enumerate(config.parallel.stages):
             decoder = load(config, stage * parallel.size + parallel.rank, parallel, CPU)
             caches: list[LayerCache] = []
             for number in layers:
-                own, source = layer_cache(arch.layers[number], parallel.size, 16, dtype), arch.layers[number].kv_source
+                own = layer_cache(arch.layers[number], parallel.size, 16, dtype, self.page)
+                source = arch.layers[number].kv_source
                 caches.append(own if source is None else own._replace(memory=caches[layers.index(source)].memory))
             self.stages.append((decoder, caches))
         self.head = load_draft_head(config, head, parallel, CPU, self.stages[-1][0])
-        self.caches = [layer_cache(layer, parallel.size, 16, dtype) for layer in head.architecture.layers]
+        self.caches = [layer_cache(layer, parallel.size, 16, dtype, self.page) for layer in head.architecture.layers]
+
+    def batch(self, token_ids: Tensor, start: int) -> Batch:
+        """One request's tokens from position `start` on."""
+        return in_pages(a_batch(token_ids, start), self.page)
 
     def output(self, batch: Batch) -> Tensor:
         hidden: Tensor | None = None
@@ -106,7 +119,7 @@ def run(config: EngineConfig, head: ModelConfig, tokens: Tensor, cuts: list[int]
     end at `cuts`."""
     model, found = Stages(config, head, parallel), []
     for start, end in zip((0, *cuts), cuts, strict=False):
-        batch = a_batch(tokens[start:end], start)
+        batch = model.batch(tokens[start:end], start)
         output = model.output(batch)
         states = model.head.hidden_states(output)
         out = model.head(tokens[start + 1 : end + 1], states, batch, model.caches)
@@ -142,7 +155,7 @@ def test_several_heads_read_tokens_further_ahead(case: str, tmp_path: Path) -> N
     def logits_of_heads(config: EngineConfig, head: ModelConfig, parallel: Parallel) -> list[Tensor]:
         model, found = Stages(config, head, parallel), [list[Tensor](), list[Tensor](), list[Tensor]()]
         for start, end in ((0, 9), (9, 10), (10, COUNT)):
-            batch = a_batch(tokens[start:end], start)
+            batch = model.batch(tokens[start:end], start)
             read = model.head.hidden_states(model.output(batch))
             for number, logits in enumerate(found):
                 ahead = slice(start + number + 1, end + number + 1)
@@ -160,7 +173,9 @@ def test_several_heads_read_tokens_further_ahead(case: str, tmp_path: Path) -> N
                 assert (result - right).abs().max() <= 1e-4 * right.abs().max()
 
 
-@pytest.mark.parametrize("case", ["EAGLE-3", "MTP, DeepSeek V3", "MTP, Qwen3-Next", "MTP, Nemotron 3"])
+@pytest.mark.parametrize(
+    "case", ["EAGLE-3", "MTP, DeepSeek V3", "MTP, Qwen3-Next", "MTP, Nemotron 3", "MTP, DeepSeek V4"]
+)
 def test_drafts_after_drafts_read_what_the_head_feeds_back(case: str, tmp_path: Path) -> None:
     reference = CASES[case](tmp_path)
     tokens = torch.randint(0, 131, (COUNT,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -169,11 +184,11 @@ def test_drafts_after_drafts_read_what_the_head_feeds_back(case: str, tmp_path: 
     def drafts(parallel: Parallel) -> list[int]:
         model = Stages(config, head, parallel)
         known = list(tokens)
-        batch = a_batch(torch.tensor(known[:-1]), 0)
+        batch = model.batch(torch.tensor(known[:-1]), 0)
         out = model.head(torch.tensor(known[1:]), model.head.hidden_states(model.output(batch)), batch, model.caches)
         for _ in range(3):
             known.append(int(model.head.logits(out[-1:]).argmax()))
-            batch = a_batch(torch.tensor(known[-2:-1]), len(known) - 2)
+            batch = model.batch(torch.tensor(known[-2:-1]), len(known) - 2)
             out = model.head(torch.tensor(known[-1:]), model.head.fed_back(out[-1:]), batch, model.caches)
         return known[len(tokens) :]
 
@@ -181,7 +196,11 @@ def test_drafts_after_drafts_read_what_the_head_feeds_back(case: str, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    "case", ["EAGLE", "EAGLE-3", "EAGLE-3, another width", "MTP, GLM-4 MoE", "MTP, MiMo-V2-Flash", "MTP, Step 3.5"]
+    "case",
+    [
+        *("EAGLE", "EAGLE-3", "EAGLE-3, another width", "MTP, GLM-4 MoE"),
+        *("MTP, MiMo-V2-Flash", "MTP, Step 3.5", "MTP, DeepSeek V4, entries"),
+    ],
 )
 def test_heads_have_the_parameters_that_are_planned(case: str, tmp_path: Path) -> None:
     CASES[case](tmp_path)
@@ -225,6 +244,47 @@ def test_heads_in_quantized_checkpoints(name: str, tmp_path: Path) -> None:
     assert with_head("MTP", tmp_path)[1].keeps_quantized
     for result, right in zip(kept, whole, strict=True):
         assert (result - right).abs().max() <= 1e-3 * right.abs().max()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_head_of_deepseek_v4_as_published(tp: int, tmp_path: Path) -> None:
+    """In FP8, and its experts in MXFP4."""
+    plain, stored = tmp_path / "plain", tmp_path / "stored"
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "q_lora_rank": 32, "o_lora_rank": 16, "head_dim": 32}
+    settings: dict[str, Any] = {**sizes, "partial_rotary_factor": 0.25}
+    write_v4_mtp(plain, **settings)
+    write_deepseek_v4(plain, stored)
+    assert load_file(stored / "model.safetensors")["mtp.0.e_proj.weight"].dtype == torch.float8_e4m3fn
+    tokens = torch.randint(0, 131, (COUNT + 1,), generator=torch.Generator().manual_seed(1))
+    (expected,) = on_ranks(1, partial(run, *with_head("MTP", plain), tokens, [COUNT]))
+    for found in on_ranks(tp, partial(run, *with_head("MTP", stored, tensor_parallel_size=tp), tokens, [COUNT])):
+        for result, right in zip(found, expected, strict=True):
+            assert (result - right).abs().max() <= 1e-3 * right.abs().max()
+
+
+def test_the_layer_of_deepseek_v4_s_head_is_the_one_behind_the_model_s() -> None:
+    config = json.loads((FOLDER / "DeepSeek-V4-Flash" / "config.json").read_text())
+    target = from_hf_config(config)
+
+    def ratio(ratios: list[int]) -> int:
+        head = mtp_head(config | {"compress_ratios": ratios}, target, None)
+        (layer,) = head.layers
+        assert isinstance(layer.attention, CompressedAttentionSpec)
+        assert isinstance(layer.feed_forward, MoESpec)
+        assert (layer.attention.window, layer.feed_forward.table_size) == (128, 0)
+        return layer.attention.compressor_ratio
+
+    stated = config["compress_ratios"]
+    assert len(stated) == target.num_layers + 1
+    assert [ratio(stated), ratio(stated[:-1]), ratio([*stated[:-1], 4])] == [0, 0, 4]
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+def test_several_residual_streams_have_no_heads_of_eagle(method: str, tmp_path: Path) -> None:
+    write("DeepSeek V4", tmp_path)
+    write_eagle3("Llama", tmp_path / "other")
+    with pytest.raises(ConfigError, match=f"{method} is not supported for DeepseekV4ForCausalLM, which has several"):
+        configure(tmp_path, spec_method=method, spec_model=str(tmp_path / "other" / HEAD))
 
 
 @pytest.mark.parametrize(

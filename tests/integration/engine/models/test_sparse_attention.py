@@ -60,7 +60,8 @@ def test_a_long_context(case: str, tp: int, pp: int, tmp_path: Path) -> None:
     )
     with Ranks(config, ThreadExecutor(config)) as ranks:
         assert ranks.tokens([(prompt, params) for prompt in prompts], max_num_batched_tokens=700) == expected
-        assert ranks.stats.prefix_hit_tokens >= 2900
+        has_states = any(layer.state is not None for layer in config.model.architecture.layers)
+        assert ranks.stats.prefix_hit_tokens >= (2048 if has_states else 2900)  # states are kept every 1024 tokens
 
 
 def write_config(folder: Path, case: str, **changes: Any) -> None:

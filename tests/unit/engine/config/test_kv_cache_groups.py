@@ -146,6 +146,18 @@ def test_layers_with_entries_use_one_plane_for_them_and_their_tokens() -> None:
         assert indexed == [*range(planes[ENTRY_KEYS])]
 
 
+def test_layers_of_other_models_are_in_planes_that_entries_leave() -> None:
+    """A draft model's, beside entries of one for each token, whose rows are like its own."""
+    shape = KVCacheShape(1, 1, 512)
+    window = KVCacheSpec(shape, 128, page_row=3072)
+    specs = [[window], [window, KVCacheSpec(shape, None)], [window], *[[KVCacheSpec(shape, None)]] * 3]
+    groups = group_layers(specs, [range(6)], lambda group: group.max_pages(100_000, 512, 16, 6))
+    places = place_layers(specs, groups, 0)
+    assert count_planes(specs, groups, 0) == {shape: 4}
+    assert [places[layer, True].plane for layer in range(3)] == [0, 1, 2]
+    assert [places[layer, False].plane for layer in (1, 3, 4, 5)] == [1, 0, 2, 3]
+
+
 def test_blocks_that_fill_pages_count_as_pages() -> None:
     groups = KVCacheGroup(window=9, fills_pages=True), KVCacheGroup()
     cache = CacheConfig(
