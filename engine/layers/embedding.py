@@ -37,7 +37,7 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         self._parallel = parallel
         self.weight = vocab_weight(vocab_size, parallel, hidden_size, parts=parts)
-        self._rows, self._width = self.weight.shape
+        (self._rows, self._width), self._dtype = self.weight.shape, self.weight.dtype
         self.quantized: QuantizedParameters | None = None
         """In place of the weight, if it is kept as the checkpoint stores it."""
         self.packed: kernels.PackedEmbedding | None = None
@@ -59,9 +59,9 @@ class VocabParallelEmbedding(nn.Module):
 
     def _vectors(self, rows: Tensor) -> Tensor:
         if self.packed is None:
-            return F.embedding(rows, self.weight).to(self.weight.input_dtype)
+            return F.embedding(rows, self.weight).to(self._dtype)
         vectors = self.packed.rows(rows.flatten())[:, : self._width]
-        return vectors.to(self.weight.input_dtype).view(*rows.shape, self._width)
+        return vectors.to(self._dtype).view(*rows.shape, self._width)
 
 
 class TiedLinear(Linear):

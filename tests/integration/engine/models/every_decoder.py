@@ -92,7 +92,7 @@ def table() -> str:
         with tempfile.TemporaryDirectory() as path:
             folder = Path(path)
             write(model_type, folder)
-            is_native = name in FAMILIES.keys() - ENCODERS.keys() and not native_refusal(folder)
+            is_native = name in FAMILIES.keys() - ENCODERS.keys()
             why = [refusal(folder, tp, pp) for tp, pp in LAYOUTS]
         layouts = " and ".join(kind for kind, reason in (("TP", why[1]), ("PP", why[2])) if not reason)
         found = why[0] or f"transformers' implementation, {layouts or 'one rank'}"

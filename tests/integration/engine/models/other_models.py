@@ -22,7 +22,12 @@ class Other(NamedTuple):
 _ONE_STAGE = ((1, 1), (2, 1))
 _MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
-_INKLING = {"head_dim": 12, "swa_head_dim": 8, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4}
+_INKLING: dict[str, Any] = {
+    "head_dim": 12,
+    "swa_head_dim": 8,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 4,
+}
 _INKLING |= {"sliding_window_size": 24, "rel_extent": 40, "d_rel": 8, "log_scaling_n_floor": 10}
 _INKLING |= {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "logits_mup_width_multiplier": 2.0}
 _INKLING_2 = _INKLING | {"n_routed_experts": 6, "unpadded_vocab_size": 131, "rel_l2_clip_threshold": 2.0}

@@ -42,9 +42,7 @@ def test_mappings_read_the_configs_that_transformers_makes_by_itself(model_type:
     write(model_type, tmp_path)
     if model_type == "mimo_v2_flash":  # a third of a tiny head is an odd number of features
         assert "even number of features" in native_refusal(tmp_path)
-    elif model_type.startswith(
-        "qwen4_exp"
-    ):  # transformers' default is that there is no indexer, with which it cannot run
+    elif model_type.startswith("qwen4_exp"):  # whose default is no indexer, with which transformers cannot run
         assert "config.json lacks indexer_n_heads" in native_refusal(tmp_path)
     elif DECODERS[model_type] not in ENCODERS:
         assert not native_refusal(tmp_path)

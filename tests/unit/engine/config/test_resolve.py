@@ -173,8 +173,8 @@ def describe(request: transformers_backend.DescribeRequest) -> NoReturn:
     ("changes", "message"),
     [
         (
-            {"architectures": ["RwkvForCausalLM"]},
-            r"json: RwkvForCausalLM is not supported: it has no .*; docs/reference/models\.md lists the models",
+            {"architectures": ["CpmAntForCausalLM"]},
+            r"json: CpmAntForCausalLM is not supported: it has no .*; docs/reference/models\.md lists the models",
         ),
         ({"architectures": None}, r"json: no architectures, and no model_type that .*--hf-overrides"),
         ({"hidden_act": "mish"}, "'mish' is not supported"),
