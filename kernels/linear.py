@@ -105,10 +105,10 @@ def pack_linear(
     return packing(weight, quantization, inputs)(weight)
 
 
-def pack_groups(weight: Tensor, groups: int, *, inputs: torch.dtype | None = None) -> PackedLinear:
+def pack_groups(weight: Tensor, groups: int) -> PackedLinear:
     """Pack `weight` `[groups * out, in]` for a matmul of each group's inputs with its own rows; calls take
     `[rows, groups * in]` and return `[rows, groups * out]`."""
-    return PackedGroups([pack_linear(part, inputs=inputs) for part in weight.chunk(groups)])
+    return PackedGroups([pack_linear(part) for part in weight.chunk(groups)])
 
 
 def pack_embedding(weight: QuantizedWeight) -> PackedEmbedding:

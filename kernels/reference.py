@@ -600,7 +600,8 @@ def route(
     """
     scores = logits.softmax(dim=-1) if scoring == "softmax" else logits.sigmoid() if scoring == "sigmoid" else logits
     choice = scores if correction_bias is None else scores + correction_bias
-    if scoring == "softmax" and correction_bias is None and (groups == 1 or group_score == "max"):
+    in_order = groups == 1 or (group_score == "max" and ineligible == -math.inf)
+    if scoring == "softmax" and correction_bias is None and in_order:
         choice = logits  # the same order as the softmax, where different logits may round to equal scores
     if groups > 1:
         members = choice.view(len(choice), groups, choice.shape[1] // groups)

@@ -154,7 +154,6 @@ def _weight_bytes(model: ModelConfig, parallel: ParallelConfig, stage: int) -> i
         parallel.tensor_parallel_size,
     )
     width, first, last = DTYPE_BYTES[model.dtype], stage == 0, stage == len(stages) - 1
-    stored = DTYPE_BYTES[model.weight_dtype]
     held = arch.held_layers(stages[stage])
     layers = [(number, each) for number, layer in held for each in layer.matrices(arch.hidden_size, tp)]
     embedding, head = arch.outer_matrices(tp)
@@ -169,17 +168,18 @@ def _weight_bytes(model: ModelConfig, parallel: ParallelConfig, stage: int) -> i
         packed += (
             matrix_bytes(model, parallel.device, None, head)
             if is_stored
-            else packed_bytes(head.rows, head.columns, model.quantization and "int8", stored)
+            else packed_bytes(head.rows, head.columns, model.quantization and "int8", _width(model, None, head))
         )
-    unpacked -= arch.embedded_parameters(tp) * first
-    packed += arch.embedded_parameters(tp) * stored * first
+    embedded = arch.embedded_parameters(tp) * first
+    embedded += sum(layer.ngrams.embedded_parameters(tp) for _, layer in held if layer.ngrams is not None)
+    unpacked, packed = unpacked - embedded, packed + embedded * DTYPE_BYTES[model.weight_dtype]
     return unpacked * width + arch.num_float32_parameters(stages, stage) * (4 - width) + packed
 
 
 def embedding_bytes(model: ModelConfig, device: str, embedding: MatrixShape) -> int:
     """Bytes of an embedding's weight on a rank, which `--quantization` leaves as it is."""
     if form_of_matrix(model, device, None, embedding) is None:
-        return embedding.elements * DTYPE_BYTES[model.weight_dtype]
+        return embedding.elements * _width(model, None, embedding)
     return matrix_bytes(model, device, None, embedding)
 
 
@@ -200,7 +200,7 @@ def read_bytes(config: EngineConfig, arch: ModelSpec, stage: int, weights: int, 
         read -= 0 if is_head else embedding_bytes(model, parallel.device, embedding)
     for number in parallel.stages[stage]:
         mixture, ngrams = arch.layers[number].feed_forward, arch.layers[number].ngrams
-        read -= 0 if ngrams is None else ngrams.embedded_parameters(tp) * DTYPE_BYTES[model.dtype]
+        read -= 0 if ngrams is None else ngrams.embedded_parameters(tp) * DTYPE_BYTES[model.weight_dtype]
         if isinstance(mixture, MoESpec):
             matrices = mixture.expert_matrices(arch.hidden_size, tp)
             experts = sum(matrix_bytes(model, parallel.device, number, each) for each in matrices)
@@ -218,9 +218,17 @@ def matrix_bytes(model: ModelConfig, device: str, number: int | None, matrix: Ma
     form = form_of_matrix(model, device, number, matrix)
     if form is not None:
         return matrix.number * form.packed_bytes(matrix.rows, matrix.columns, device)
+    return matrix.number * packed_bytes(matrix.rows, matrix.columns, model.quantization, _width(model, number, matrix))
+
+
+def _width(model: ModelConfig, number: int | None, matrix: MatrixShape) -> int:
+    """Bytes of a number of a weight that is not quantized, or is dequantized."""
+    return DTYPE_BYTES[_dtype(model, number, matrix)]
+
+
+def _dtype(model: ModelConfig, number: int | None, matrix: MatrixShape) -> str:
     is_dequantized = any(model.schemes.get((number, matrix.module), ()))
-    width = DTYPE_BYTES[model.dtype if is_dequantized else model.weight_dtype]
-    return matrix.number * packed_bytes(matrix.rows, matrix.columns, model.quantization, width)
+    return model.dtype if is_dequantized else model.weight_dtype
 
 
 def form_of_matrix(model: ModelConfig, device: str, number: int | None, matrix: MatrixShape) -> Form | None:
@@ -364,7 +372,7 @@ def quantized_text(config: EngineConfig) -> str:
         return f"requantized from {name}"
     sizes, layers = Counter[str](), defaultdict[tuple[str, str], set[int | None]](set)
     for number, each, form in matrix_forms(config):
-        text = _form_text(form, each.columns, config.model.weight_dtype, config.parallel.device)
+        text = _form_text(form, each.columns, _dtype(config.model, number, each), config.parallel.device)
         path = each.module.rpartition(".")[0] if number is not None else each.module
         part = path.rpartition(".")[2].replace("_", " ")
         sizes[text] += each.elements

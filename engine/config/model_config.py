@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import logging
+import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +18,7 @@ from quire.engine.config import (
     checkpoint_tensors,
     classifier,
     devices,
+    gguf_folder,
     mistral_folder,
     model_files,
     model_folder,
@@ -32,7 +36,7 @@ from quire.engine.models.families.values import check_values
 from quire.engine.models.model_spec import ModelSpec, TransformersModelSpec
 from quire.engine.models.quantization import online
 from quire.engine.models.quantization.form import INT4_GROUPS
-from quire.engine.models.quantization.method import Method
+from quire.engine.models.quantization.method import DTYPES, Method
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.sampling_params import SamplingParams
 
@@ -83,7 +87,7 @@ def resolve(options: EngineOptions, available: Devices) -> ModelConfig:
         tokenizer=tokenizer,
         architecture=arch,
         dtype=dtype,
-        stored_dtype=_stored_dtype(dtype, available, hf_config, arch),
+        stored_dtype=_stored_dtype(dtype, available, hf_config, arch, path, load_format),
         quantization=packed,
         max_model_len=_choose_max_model_len(options, arch, pooler),
         load_format=load_format,
@@ -259,10 +263,25 @@ def _choose_dtype(options: EngineOptions, available: Devices, hf_config: dict[st
     return checkpoint_dtype if checkpoint_dtype in DTYPE_BYTES else "bfloat16"
 
 
-def _stored_dtype(dtype: str, available: Devices, hf_config: dict[str, Any], arch: ModelSpec) -> str | None:
-    checkpoint_dtype = _checkpoint_dtype(hf_config)
-    widens = available.kind == "cpu" and dtype == "float32" and not isinstance(arch, TransformersModelSpec)
-    return checkpoint_dtype if widens and checkpoint_dtype in ("bfloat16", "float16") else None
+def _stored_dtype(
+    dtype: str, available: Devices, hf_config: dict[str, Any], arch: ModelSpec, path: Path, load_format: str
+) -> str | None:
+    """The type of most of the checkpoint's matrices, if it has 16 bits, the model is float32, and its products widen
+    weights. As long as the files are not here, it is what config.json says."""
+    if available.kind != "cpu" or dtype != "float32" or isinstance(arch, TransformersModelSpec):
+        return None
+    sizes = Counter[str]()
+    with contextlib.suppress(ConfigError, OSError):
+        headers: dict[str, model_files.TensorInfo] = {}
+        if load_format == "gguf":
+            headers = gguf_folder.headers(path)
+        elif load_format in ("safetensors", "mistral"):
+            headers = model_files.read_headers(path, load_format)
+        for info in headers.values():
+            if info.dtype in DTYPES and len(info.shape) > 1:
+                sizes[DTYPES[info.dtype]] += math.prod(info.shape)
+    found = sizes.most_common(1)[0][0] if sizes else _checkpoint_dtype(hf_config)
+    return found if found in ("bfloat16", "float16") else None
 
 
 def _checkpoint_dtype(hf_config: dict[str, Any]) -> Any:
@@ -308,10 +327,11 @@ def _choose_quantization(
 
 
 def _rounded_types(available: Devices) -> tuple[Literal["int8", "fp8", "fp4"], ...]:
-    """Return the types in which the device multiplies rounded inputs. GPUs of unknown compute capability have all."""
+    """Return the types in which the device multiplies rounded inputs. Few GPUs have FP4: one of
+    unknown compute capability has not."""
     if available.kind != "cuda":
         return ("int8",)
-    least = min(available.capabilities().values(), default=FP4_CAPABILITY)
+    least = min(available.capabilities().values(), default=FP8_CAPABILITY)
     return (
         ("int8", "fp8", "fp4") if least >= FP4_CAPABILITY else ("int8", "fp8") if least >= FP8_CAPABILITY else ("int8",)
     )

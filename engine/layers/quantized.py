@@ -22,11 +22,14 @@ Part = Literal["codes", "scales", "offsets"]
 class QuantizedParameters(nn.Module):
     """What a rank keeps of the quantized weight `like`. Once it is packed, the parameters are empty."""
 
-    def __init__(self, like: Weight, form: Form, order: Tensor | None, *of_inputs: Tensor | None) -> None:
-        """`order` is the group of each of the rank's columns, `[columns]` or `[experts, columns]`; `of_inputs` are
-        `rounding` and `global_scale` of `QuantizedWeight`."""
+    def __init__(
+        self, like: Weight, form: Form, order: Tensor | None, rounding: Tensor | None, global_scale: Tensor | None
+    ) -> None:
+        """`order` is the group of each of the rank's columns, `[columns]` or `[experts, columns]`; `rounding` and
+        `global_scale` are as in `QuantizedWeight`."""
         super().__init__()
-        self._form, self._dtype, self._order, self._of_inputs = form, like.dtype, order, of_inputs
+        self._form, self._dtype, self._order = form, like.dtype, order
+        self._of_inputs = rounding, global_scale
         self.codes = Weight(tuple(like.shape), *like.shards, dtype=torch.uint8)
         shards = [self._factors_of(shard) for shard in like.shards]
         columns = shards[0].length if shards[0].dim == 1 else shards[0].shape[1]

@@ -61,6 +61,9 @@ _CACHE_FACTORS = re.compile(r"\.([kqv]|kv)_(scale|zero_point)$|\.([kqv]|qkv)_pro
 _INPUT_FACTORS = (".input_scale", ".input_scale_ub", ".input_scale_2", ".input_global_scale", ".input_zero_point")
 """Suffixes of what publishers round inputs with; here inputs are rounded with scales of their own, or not at all."""
 _READERS, _GPU_READERS = 4, 8
+_UNCALIBRATED = 6 * 448 / 64
+"""The global scale of inputs in NVFP4 of an expert whose own is missing or 0, as no token reached it when the publisher
+measured: inputs may be up to 64. It must not depend on the experts that this rank has."""
 _AHEAD_SHARE, _AHEAD_BYTES = 32, 1 << 30
 """Parameters that are loaded but not yet packed take at most this fraction of the rank's weights, and at most this
 number of bytes."""
@@ -123,7 +126,8 @@ def load_model(
     checkpoint = _open(model, needed)
     needed = _quantized_places(decoder, needed, checkpoint, keep=pack and model.keeps_quantized)
     if pack:
-        _store_narrow(decoder, model, needed, checkpoint, warns=rank == 0)
+        warns = parallel.rank == 0 and config.parallel.is_first_local_replica
+        _store_narrow(decoder, model, needed, checkpoint, warns=warns)
     units = _units(decoder, needed, quantization)
     if rank == 0:
         surplus = _surplus(checkpoint.names, model) if isinstance(decoder, Decoder | Encoder) else decoder.surplus
@@ -306,7 +310,7 @@ def _quantized_places(decoder: nn.Module, needed: Needed, checkpoint: Checkpoint
             rounding = _rounding(own, checkpoint) if form.has_rounding else None
             stored_of = {id(shard): stored for _, shard, stored in own}
             global_scale = _global_scale(own, checkpoint) if form.activations == "fp4" else None
-            num_unscaled += form.activations == "fp4" and global_scale is None
+            num_unscaled += own[0][0].is_cuda and form.activations == "fp4" and global_scale is None
             with without_memory():
                 kept = keep_quantized(matrix, form, order, rounding, global_scale)
             for part, weight in kept.parts():
@@ -315,7 +319,7 @@ def _quantized_places(decoder: nn.Module, needed: Needed, checkpoint: Checkpoint
                     for shard, whole in zip(weight.shards, matrix.weight.shards, strict=True)
                 ]
     if num_unscaled:
-        logger.info("%d matrices lack scales of inputs: theirs are not rounded to 4 bits on any device", num_unscaled)
+        logger.info("%d NVFP4 matrices have no scale of inputs; their activations are not rounded", num_unscaled)
     found: Needed = defaultdict(list)
     for place in chain(*places.values()):
         found[place[2].name].append(place)
@@ -326,12 +330,16 @@ def _store_narrow(
     decoder: nn.Module, model: ModelConfig, needed: Needed, checkpoint: Checkpoint | None, *, warns: bool = False
 ) -> None:
     """Let embeddings, and layers whose products widen their weights, load these in 16 bits if the checkpoint has them
-    so. Without a checkpoint, dummy weights are as config.json says."""
+    so. Without a checkpoint, dummy weights are as planned."""
     if model.stored_dtype is None:
         return
     if not kernels.widens_weights():
         if warns:
-            logger.warning("without compiled kernels, weights stored in %s are kept in float32", model.stored_dtype)
+            logger.warning(
+                "Quire's CPU kernels are not compiled: weights that are stored in %s take 4 bytes each, twice as much "
+                "as planned; install a C++ compiler, or use --dtype %s",
+                *(model.stored_dtype, model.stored_dtype),
+            )
         return
     names: dict[int, set[str]] = defaultdict(set)
     for weight, _, stored in chain(*needed.values()):
@@ -345,16 +353,15 @@ def _store_narrow(
             matrices = [layer]
         own = set[str]().union(*(names[id(matrix.weight)] for matrix in matrices if matrix.quantized is None))
         types = {checkpoint.dtype(name) for name in own} if checkpoint is not None else {model.stored_dtype}
-        if own and types == {model.stored_dtype}:
+        if len(types) == 1 and types <= {"bfloat16", "float16"}:
+            (dtype,) = types
             for matrix in matrices:
-                matrix.weight.store_as(getattr(torch, model.stored_dtype))
-        elif "float32" in types:
+                matrix.weight.store_as(getattr(torch, dtype))
+        elif "quantized" not in types:
             wide |= own
     if wide and warns:
-        logger.warning(
-            "%s: config.json says %s, but tensors are float32, which takes more memory than planned %s",
-            *(model.path, model.stored_dtype, _listed(sorted(wide))),
-        )
+        text = "%s: of weights planned in %s, some are float32, which takes more memory %s"
+        logger.warning(text, model.path, model.stored_dtype, _listed(sorted(wide)))
 
 
 def _form(places: list[Place], checkpoint: Checkpoint) -> Form | None:
@@ -412,16 +419,17 @@ def _rounding(places: list[Place], checkpoint: Checkpoint) -> Tensor:
 def _global_scale(places: list[Place], checkpoint: Checkpoint) -> Tensor | None:
     """What inputs are multiplied by before they are rounded to 4 bits, `[]` or `[experts]`: the least of weights that
     are multiplied together, so that the largest inputs of all of them fit. None: the checkpoint lacks it, or it is no
-    positive number."""
+    positive number, of a layer other than experts."""
     found: dict[int, list[Tensor]] = defaultdict(list)
     for _, shard, stored in places:
         own = checkpoint.reader(stored.name, stored.shape).global_scale()
-        if own is None:
-            return None
-        own = own.float().flatten()
-        own = own[0 if len(own) == 1 else shard.expert or 0]
-        if not 0 < own < torch.inf:  # of an expert that no token was sent to
-            return None
+        if own is not None:
+            own = own.float().flatten()
+            own = own[0 if len(own) == 1 else shard.expert or 0]
+        if own is None or not 0 < own < torch.inf:
+            if shard.expert is None:
+                return None
+            own = torch.tensor(_UNCALIBRATED)
         found[shard.local_expert].append(own)
     scales = torch.stack([torch.stack(found[expert]).min() for expert in sorted(found)])
     return scales[0] if places[0][1].expert is None else scales

@@ -63,7 +63,8 @@ std::tuple<Tensor, Tensor> route(const Tensor& logits, int64_t top_k, std::strin
   const bool is_sum_of_two = group_scoring == "top2_sum";
   STD_TORCH_CHECK(groups == 1 || !is_sum_of_two || group > 1, "top2_sum needs at least two experts per group");
   // Logits have the same order as their softmax, where different logits may round to equal scores.
-  const bool by_logits = kind == Scoring::kSoftmax && !bias && (groups == 1 || !is_sum_of_two);
+  const bool in_order = groups == 1 || (!is_sum_of_two && ineligible == -std::numeric_limits<double>::infinity());
+  const bool by_logits = kind == Scoring::kSoftmax && !bias && in_order;
   const Tensor rows = as_contiguous(logits);
   Tensor weights = empty({tokens, top_k}, rows.scalar_type());
   Tensor ids = empty({tokens, top_k}, ScalarType::Long);

@@ -408,6 +408,9 @@ Tensor wkv(const Tensor& key, const Tensor& value, const Tensor& decay, const Te
                       matrices.stride(3) == 1 && matrices.stride(2) == channels,
                   "the states have another shape");
   STD_TORCH_CHECK(key.stride(1) == 1 && value.stride(1) == 1 && key.scalar_type() == value.scalar_type());
+  STD_TORCH_CHECK(value.size(0) == tokens && value.size(1) == channels && decay.numel() == channels &&
+                      bonus.numel() == channels,
+                  "the values, decays or bonuses have another shape");
   const Segments segments(starts, rows, read, write);
   const Tensor decays = as_contiguous(decay), bonuses = as_contiguous(bonus);
   Tensor out = empty({tokens, channels}, value.scalar_type());

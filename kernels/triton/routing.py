@@ -29,6 +29,7 @@ def _route_kernel(
     SCORING: tl.constexpr,
     CORRECTED: tl.constexpr,
     BY_TWO: tl.constexpr,
+    IN_ORDER: tl.constexpr,
     RENORMALIZED: tl.constexpr,
     GROUPS: tl.constexpr,
     MEMBERS: tl.constexpr,
@@ -50,7 +51,7 @@ def _route_kernel(
     if CORRECTED:
         choice = scores + tl.load(correction + number, mask=inside, other=0.0)
         choice = tl.where(inside, choice, float("-inf"))
-    elif (SCORING == "softmax") & (BY_TWO == 0):
+    elif (SCORING == "softmax") & IN_ORDER:
         choice = x  # the same order as the softmax, where different logits may round to equal scores
     number = tl.where(inside, number, experts)
     if GROUPS > 1:
@@ -114,6 +115,7 @@ def route(
         SCORING=scoring,
         CORRECTED=correction_bias is not None,
         BY_TWO=groups > 1 and group_score == "top2_sum",
+        IN_ORDER=groups == 1 or (group_score == "max" and ineligible == -math.inf),
         RENORMALIZED=renormalize,
         GROUPS=triton.next_power_of_2(groups),
         MEMBERS=triton.next_power_of_2(members),

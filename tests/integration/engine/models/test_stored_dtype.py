@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from quire.engine.distributed.communicator import Parallel
 from quire.engine.models import packed_cache
 from quire.engine.models.loader import load_model
 from quire.engine.models.packed_cache import PackedCache
+from quire.kernels import dispatch
 from tests.fakes.checkpoints import write_checkpoint
 from tests.fakes.families import write
 from tests.fakes.model_logits import CPU, configure, logits
@@ -26,21 +28,31 @@ from tests.fakes.ranks import on_ranks
 
 CASES = [
     *("Llama", "GPT-2", "Gemma 3n", "Qwen3.5 MoE", "Mixtral", "gpt-oss", "Llama 4", "Nemotron-H", "Zamba2"),
-    *("DeepSeek V3", "DeepSeek V4", "Hunyuan 4"),
+    *("DeepSeek V3", "DeepSeek V4", "Hunyuan 4", "Qwen4-Exp"),
 ]
 TOKENS = torch.randint(0, 131, (70,), generator=torch.Generator().manual_seed(1))
-WIDE = {"dtype": "float32"}
 
 
-def store(folder: Path, dtype: torch.dtype, said: str = "") -> None:
-    """Let a checkpoint have all its floats in this type; config.json says another one if `said` is given."""
+def store(folder: Path, dtype: torch.dtype, said: str = "", **others: torch.dtype) -> None:
+    """Let a checkpoint have all its floats in this type, but those whose names end in one of `others`; config.json says
+    another one if `said` is given."""
     file, config = folder / "model.safetensors", json.loads((folder / "config.json").read_text())
-    tensors = {
-        name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in load_file(file).items()
-    }
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point():
+            own = [kind for end, kind in others.items() if name.endswith(f"{end}.weight")]
+            tensors[name] = tensor.to(own[0] if own else dtype)
     save_file(tensors, file, {"format": "pt"})
     config["dtype"] = said or str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config))
+
+
+def wide_copy(folder: Path) -> Path:
+    """The same numbers in float32."""
+    copy = folder.parent / f"{folder.name} wide"
+    shutil.copytree(folder, copy)
+    store(copy, torch.float32)
+    return copy
 
 
 def on_all(config: EngineConfig) -> list[torch.Tensor]:
@@ -65,18 +77,18 @@ def saving(narrow: EngineConfig, wide: EngineConfig) -> tuple[float, float]:
 def test_results_are_those_of_wide_weights_in_less_memory(case: str, tmp_path: Path) -> None:
     write(case, tmp_path)
     store(tmp_path, torch.float16 if case == "Llama" else torch.bfloat16)
+    copy = wide_copy(tmp_path)
     for tp in (1, 2):
-        narrow = configure(tmp_path, max_model_len=128, tensor_parallel_size=tp)
-        wide = configure(tmp_path, max_model_len=128, tensor_parallel_size=tp, hf_overrides=WIDE)
+        narrow, wide = (configure(each, max_model_len=128, tensor_parallel_size=tp) for each in (tmp_path, copy))
         for found, expected in zip(on_all(narrow), on_all(wide), strict=True):
             assert found.dtype == torch.float32
             assert torch.equal(found, expected)
         ratio, planned = saving(narrow, wide)
         assert ratio < 0.8
-        assert ratio == pytest.approx(planned, rel=0.1)  # tiles are padded
+        assert ratio == pytest.approx(planned, rel=0.12)  # tiles are padded
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4", "fp8", "checkpoint"])
+@pytest.mark.parametrize("quantization", ["int8", "int4", "checkpoint"])
 def test_weights_are_quantized_from_the_same_numbers(quantization: str, tmp_path: Path) -> None:
     """Of a quantized checkpoint, the rest is as it is stored."""
     write_checkpoint("qwen2" if quantization == "int8" else "llama", tmp_path)
@@ -86,22 +98,65 @@ def test_weights_are_quantized_from_the_same_numbers(quantization: str, tmp_path
         quantize(tmp_path, "compressed-tensors, 4 bits")
     else:
         options |= {"quantization": quantization}
-    narrow, wide = configure(tmp_path, **options), configure(tmp_path, **options, hf_overrides=WIDE)
+    narrow, wide = configure(tmp_path, **options), configure(wide_copy(tmp_path), **options)
     assert torch.equal(on_all(narrow)[0], on_all(wide)[0])
     ratio, planned = saving(narrow, wide)
     assert ratio < 0.95
     assert ratio == pytest.approx(planned, rel=0.05)
 
 
-def test_tensors_that_are_wider_than_config_json_says_are_not_rounded(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_tensors_tell_their_types_whatever_config_json_says(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write("Llama", tmp_path)
+    store(tmp_path, torch.float16, said="bfloat16")
+    narrow, wide = configure(tmp_path, max_model_len=128), configure(wide_copy(tmp_path), max_model_len=128)
+    assert (narrow.model.stored_dtype, wide.model.stored_dtype) == ("float16", None)
+    assert torch.equal(on_all(narrow)[0], on_all(wide)[0])
     store(tmp_path, torch.float32, said="bfloat16")
+    assert configure(tmp_path, max_model_len=128).model.stored_dtype is None
+    assert not caplog.records
+
+
+def test_parts_of_other_types_stay_wide(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Queries, keys and values are one matrix."""
+    write("Llama", tmp_path)
+    store(tmp_path, torch.bfloat16, q_proj=torch.float16, down_proj=torch.float32)
     found = on_all(configure(tmp_path, max_model_len=128))[0]
-    assert torch.equal(found, on_all(configure(tmp_path, max_model_len=128, hf_overrides=WIDE))[0])
+    assert torch.equal(found, on_all(configure(wide_copy(tmp_path), max_model_len=128))[0])
     (message,) = {record.getMessage() for record in caplog.records}
-    assert "config.json says bfloat16, but tensors are float32" in message
+    assert "of weights planned in bfloat16, some are float32, which takes more memory (16): model.layers.0." in message
+
+
+def test_without_compiled_kernels_weights_are_wide(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write("Mixtral", tmp_path)
+    store(tmp_path, torch.bfloat16)
+    config = configure(tmp_path, max_model_len=128)
+    expected = on_all(config)[0]
+    monkeypatch.setattr(dispatch, "PLATFORMS", {})
+    found = on_all(config)[0]
+    assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
+    assert "install a C++ compiler, or use --dtype bfloat16" in caplog.text
+
+
+@pytest.mark.parametrize("case", ["Gemma 3", "Qwen3.5"])
+def test_a_tied_head_of_another_stage(case: str, tmp_path: Path) -> None:
+    write(case, tmp_path)
+    store(tmp_path, torch.bfloat16)
+    narrow, wide = (
+        configure(each, max_model_len=128, pipeline_parallel_size=2) for each in (tmp_path, wide_copy(tmp_path))
+    )
+    assert narrow.model.architecture.tie_embeddings
+    assert torch.equal(on_all(narrow)[0], on_all(wide)[0])
+
+
+def test_dummy_weights_are_as_config_json_says(tmp_path: Path) -> None:
+    write("Llama", tmp_path)
+    store(tmp_path, torch.bfloat16)
+    narrow = configure(tmp_path, max_model_len=128, load_format="dummy")
+    ratio, planned = saving(narrow, configure(wide_copy(tmp_path), max_model_len=128, load_format="dummy"))
+    assert ratio == pytest.approx(planned, rel=0.1)
+    assert on_all(narrow)[0].isfinite().all()
 
 
 def test_the_plan_says_so_and_the_packed_cache_keeps_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
