@@ -175,7 +175,10 @@ def _calls(device: torch.device, dtype: torch.dtype, config: AttentionConfig) ->
     # Whole numbers have exact scores, whose order does not depend on rounding.
     sides, shares = (blocks[:1, :, :1] * 2).round(), torch.randint(-4, 5, (20, 6), generator=noise).to(device).float()
     indexed = (query * 2).round(), shares, sides, *batch[1:]
-    yield "select_tokens", lambda module: (module.select_tokens(*indexed, 7), module.select_tokens(*indexed, 30))
+    yield (
+        "select_tokens",
+        lambda module: [module.select_tokens(*indexed, *each) for each in ((7,), (30,), (5, 4), (30, 2))],
+    )
     in_blocks = (query * 2).round(), *indexed[2:]
     yield (
         "select_blocks",
@@ -210,6 +213,10 @@ def _calls(device: torch.device, dtype: torch.dtype, config: AttentionConfig) ->
         for cache, ratio in zip(caches, (8, 4), strict=True):
             given = blocks[:1, :, :1], cos_sin[:ratio, :40].contiguous(), weight[: cache.shape[4]], 1e-6, cos_sin[:, :8]
             module.compress_tokens(*given, cache, torch.arange(20, device=device), *batch[1:], table)
+        # Sums that are not normalized, of values without gates.
+        caches.append(torch.zeros(1, 40, 1, 4, blocks.shape[4], dtype=dtype, device=device))
+        given = blocks[:1, :, :1], function[:4, : blocks.shape[4]].contiguous(), None, 0.0, cos_sin[:, :8]
+        module.compress_tokens(*given, caches[-1], torch.arange(20, device=device), *batch[1:], table)
         return caches
 
     yield "compress_tokens", compress
