@@ -199,7 +199,7 @@ class _Shape(NamedTuple):
 
 
 def _shape(rows: int, device: torch.device) -> _Shape:
-    """Tiles whose instructions are whole (128 features), and that fit the shared memory. No GPU has timed them."""
+    """Tiles whose instructions are whole (128 features), and that fit the shared memory."""
     depth = 128 if limits.is_narrow(device) else 256
     if rows <= 16:
         return _Shape(16, 128, depth, 4, 4)

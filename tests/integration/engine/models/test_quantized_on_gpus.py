@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ NAMES = [*(name for name in FORMATS if name != "mxfp4"), "fp8 of 128"]
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "gpu_capability", lambda device: (9, 0))
     monkeypatch.setattr(experts, "ExpertByExpert", None)  # the experts of a layer run in one call
-    monkeypatch.setattr(linear, "packing", lambda weight, quantization: linear.PlainLinear)
+    monkeypatch.setattr(linear, "packing", lambda weight, quantization, inputs=None: linear.PlainLinear)
     monkeypatch.setitem(FORMATS, "fp8 of 128", _BLOCKS_OF_128)
 
 
@@ -283,7 +284,7 @@ def test_fp4_products_are_by_the_numbers_and_take_the_planned_bytes(
 
 
 def test_without_scales_of_inputs_weights_are_widened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or with one that is no positive number, as of an expert that no token was sent to."""
+    """Or with one that is no positive number."""
     monkeypatch.setattr(linear, "gpu_capability", lambda device: (10, 0))
     monkeypatch.setattr(linear, "_fp4_matmul", None)
     model = write(tmp_path, "nvfp4", "dense")
@@ -298,6 +299,24 @@ def test_without_scales_of_inputs_weights_are_widened(tmp_path: Path, monkeypatc
             save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
             result = logits(configure(tmp_path, (10, 0)), tokens, Parallel())
             assert (result - expected).norm() <= 1e-5 * expected.norm()
+
+
+def test_inputs_of_an_expert_without_a_scale_are_rounded_alike_on_every_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear, "gpu_capability", lambda device: (10, 0))
+    write(tmp_path, "nvfp4", "experts")
+    tensors = load_file(tmp_path / "model.safetensors")
+    unreached = [name for name in tensors if re.search(r"experts\.0\..*input_scale", name)]
+    assert unreached
+    save_file(tensors | {name: torch.zeros(()) for name in unreached}, tmp_path / "model.safetensors", {"format": "pt"})
+    tokens = torch.randint(0, 131, (20,), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = logits(configure(tmp_path, (10, 0)), tokens, Parallel())
+        config = configure(tmp_path, (10, 0), tensor_parallel_size=2, enable_expert_parallel=True)
+        assert expected.isfinite().all()
+        for result in on_ranks(2, partial(logits, config, tokens)):
+            assert (result - expected).norm() <= 1e-4 * expected.norm()
 
 
 @pytest.mark.parametrize(
