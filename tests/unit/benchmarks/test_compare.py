@@ -44,9 +44,10 @@ def test_weights_of_a_shape() -> None:
 
 
 def test_decode_is_bound_by_bytes_and_prefill_by_operations() -> None:
+    """Weights have two bytes, as in the checkpoint."""
     floor = module("machine").Floor(machine(), shape(), "f32")
-    moved = 4 * (6_000_000 + 2_000_000 + 50 * 1000)
-    assert floor.decode(50) == pytest.approx(moved / 1e9)  # more than 2 × 8 M operations
+    moved = 2 * (6_000_000 + 2_000_000) + 4 * 500 * 1000
+    assert floor.decode(500) == pytest.approx(moved / 1e9)  # more than 2 × 8 M operations
     operations = 2 * (100 * 6_000_000 + 2_000_000) + 4 * 10 * 100 * (100 * 101 // 2)
     assert floor.prefill(100) == pytest.approx(operations / 1e9)
 
