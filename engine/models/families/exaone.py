@@ -21,17 +21,29 @@ from quire.engine.models.families.moe import NAMES_BY_EXPERT, sigmoid_experts
 from quire.engine.models.families.olmo import POST_NORM_NAMES
 from quire.engine.models.families.qwen_next import NEXT_MTP
 from quire.engine.models.model_spec import LayerSpec, ModelSpec
+from quire.engine.protocol.errors import ConfigError
 
 
 def _attentions(config: Config) -> list[AttentionSpec]:
-    """That of each layer. A pattern is a period, whose last layer has no window, or such as LLLG (local, global)."""
+    """That of each layer. A pattern is a period, whose last layer has no window, or such as LLLG (local, global). With
+    `sliding_windows`, each layer has a window of its own."""
     pattern, count = config.get("sliding_window_pattern") or 0, int(config["num_hidden_layers"])
+    sizes = config.get("sliding_windows")
+    if sizes and config.get("sliding_window") is None:
+        config = {**config, "sliding_window": max(size or 0 for size in sizes)}
     if isinstance(pattern, str):
         is_local = [pattern[number % len(pattern)] == "L" and number < count - 1 for number in range(count)]
     else:
         is_local = [bool(pattern) and (number + 1) % pattern != 0 for number in range(count)]
     kinds = ["sliding_attention" if local else "full_attention" for local in is_local]
     rope_spec, norm = rope(config, head_dim(config)), rms_norm(config)
+    found = windows({"layer_types": kinds, **{key: each for key, each in config.items() if each is not None}})
+    if sizes:
+        if len(sizes) != count:
+            raise ConfigError(f"sliding_windows has {len(sizes)} entries, but num_hidden_layers is {count}")
+        if wrong := [number for number in range(count) if found[number] is not None and not sizes[number]]:
+            raise ConfigError(f"sliding_windows states no window for layers {wrong}, which layer_types gives one")
+        found = [None if window is None else int(size) for window, size in zip(found, sizes, strict=True)]
     return [
         attention(
             config,
@@ -41,7 +53,7 @@ def _attentions(config: Config) -> list[AttentionSpec]:
             qkv_bias=False,
             output_bias=False,
         )
-        for window in windows({"layer_types": kinds, **{key: each for key, each in config.items() if each is not None}})
+        for window in found
     ]
 
 
@@ -63,6 +75,8 @@ def _exaone4(name: str, config: Config) -> ModelSpec:
 
 def _exaone_moe(name: str, config: Config) -> ModelSpec:
     """The norms are Llama's, the experts DeepSeek-V3's."""
+    for limit in ("swiglu_limits", "swiglu_limit"):
+        require(config, limit, None)
     norm, dense, first = rms_norm(config), feed_forward(config, bias=False), int(config["first_k_dense_replace"])
     mixture = sigmoid_experts(
         {**config, "n_routed_experts": config["num_experts"], "n_shared_experts": config["num_shared_experts"]}
