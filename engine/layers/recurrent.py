@@ -285,8 +285,8 @@ class LightningAttention(nn.Module):
 class MLSTM(nn.Module):
     """A matrix memory as described by `quire.engine.models.recurrent_spec.MLSTMSpec`. The last of a head's values is 1.
 
-    Exponentials of gates are limited by their cap, so that neither sums nor states need a running maximum; the authors
-    also add 1e-6 times the exponential of that maximum to divisors.
+    Exponentials of gates are limited by their cap, so that in float32 neither sums nor states need a running maximum;
+    float16 has no room for them. The authors also add 1e-6 times the exponential of that maximum to divisors.
     """
 
     def __init__(self, spec: recurrent_spec.MLSTMSpec, hidden_size: int, parallel: Parallel) -> None:
@@ -305,19 +305,21 @@ class MLSTM(nn.Module):
         """See `make_mixer`."""
         spec = self._spec
         assert batch.segments is not None
-        query, key, value, gate = self.input(x).split_with_sizes(self._sizes, dim=-1)
+        *inputs, gate = self.input(x).split_with_sizes(self._sizes, dim=-1)
+        dims = spec.key_head_dim, spec.key_head_dim, spec.value_head_dim
+        query, key, value = (each.float().unflatten(-1, (-1, dim)) for each, dim in zip(inputs, dims, strict=True))
         beta, step = ((self.gates(x).float() / spec.gate_cap).tanh() * spec.gate_cap).chunk(2, dim=-1)
         mixed = kernels.linear_attention(
-            query.unflatten(-1, (-1, spec.key_head_dim)),
-            key.unflatten(-1, (-1, spec.key_head_dim)),
-            F.pad(value.unflatten(-1, (-1, spec.value_head_dim)), (0, 1), value=1.0),
+            query,
+            key,
+            F.pad(value, (0, 1), value=1.0),
             F.logsigmoid(step),
             beta.exp(),
             state.matrices,
             batch.segments,
             spec.key_head_dim**-0.5,
             is_delta=False,
-        ).float()
+        )
         heads = mixed[..., :-1] / mixed[..., -1:].abs().clamp(min=1.0)
         normed = self.norm(heads).flatten(1) * gate.float().sigmoid()
         return self.output(normed.to(x.dtype))  # type: ignore[no-any-return]

@@ -10,12 +10,17 @@ from quire.engine.models.recurrent_spec import MLSTMSpec
 from quire.engine.models.spec_parts import NormSpec
 from quire.engine.protocol.errors import ConfigError
 
+_MAX_GATE_CAP = 40.0
+"""Sums of exponentials of gates must fit float32, even over long contexts."""
+
 
 def _xlstm(name: str, config: Config) -> ModelSpec:
     """There are no positions: lengths have no limit of the model's own."""
     require(config, "use_bias", False)
     require(config, "add_out_norm", True)
     require(config, "weight_mode", "single")
+    if not 0 < (cap := float(config["gate_soft_cap"])) <= _MAX_GATE_CAP:
+        raise ConfigError(f"gate_soft_cap {cap} is not supported; supported: above 0, up to {_MAX_GATE_CAP}")
     hidden, heads, eps = int(config["hidden_size"]), int(config["num_heads"]), float(config["norm_eps"])
     keys, values = (int(hidden * config[f"{part}_dim_factor"]) for part in ("qk", "v"))
     if keys % heads or values % heads:
@@ -29,7 +34,7 @@ def _xlstm(name: str, config: Config) -> ModelSpec:
             value_head_dim=values // heads,
             key_head_dim=keys // heads,
             norm=NormSpec(eps=eps, kind="layer"),
-            gate_cap=float(config["gate_soft_cap"]),
+            gate_cap=cap,
         ),
         attention_norm=norm,
         feed_forward=feed_forward(config, intermediate_size=inner, activation="silu"),
