@@ -33,6 +33,12 @@ _WINDOW_SIZES = {
     "v_head_dim": 128,
 }
 """Of layers with windows."""
+_BY_LAYER = {
+    *_WINDOW_SIZES,
+    *("num_key_value_heads", "head_dim", "attention_bias"),  # of the first two, transformers checks what they must be
+    *("sliding_window", "index_n_heads", "index_head_dim", "index_topk"),
+}
+"""What `per_layer_config` may state."""
 _THETAS = {_SLIDING: ("swa_rope_theta", 50000.0), _FULL: ("rope_theta", 8e7), _INDEXED: ("rope_theta", 8e7)}
 
 
@@ -59,13 +65,18 @@ def _kinds(config: Config) -> list[str]:
 
 
 def _sizes(config: Config, kinds: list[str], kind: str) -> dict[str, Any]:
-    """The settings of a kind of layer: those of windows are in `per_layer_config`, or have names of their own."""
-    if kind != _SLIDING:
-        return dict(config)
+    """The settings of a kind of layer: in `per_layer_config`, or without it, under names of their own for windows."""
     by_layer = config.get("per_layer_config")
     if by_layer is not None:
-        number = kinds.index(kind)
-        return {**config, **(by_layer.get(str(number)) or by_layer.get(number) or {})}
+        numbers = [number for number, each in enumerate(kinds) if each == kind]
+        entries = [by_layer.get(str(number)) or by_layer.get(number) or {} for number in numbers]
+        if any(entry != entries[0] for entry in entries):
+            raise ConfigError(f"per_layer_config that differs among the layers of type {kind} is not supported")
+        if unknown := sorted(entries[0].keys() - _BY_LAYER):
+            raise ConfigError(f"per_layer_config of layer {numbers[0]}: {', '.join(unknown)} is not supported")
+        return {**config, **entries[0]}
+    if kind != _SLIDING:
+        return dict(config)
     own = {size: config.get(f"swa_{size}", default) for size, default in _WINDOW_SIZES.items()}
     if "swa_qk_rope_head_dim" not in config:
         own["qk_rope_head_dim"] = config.get("swa_head_dim", 256) - own["qk_nope_head_dim"]
@@ -80,8 +91,7 @@ def _attention(config: Config, kinds: list[str], kind: str) -> MLASpec:
         raise ConfigError("q_lora_rank null is not supported")
     plain, rotary, rank = (int(sizes[each]) for each in ("qk_nope_head_dim", "qk_rope_head_dim", "q_lora_rank"))
     theta, default = _THETAS[kind]
-    scaling: Config = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    settings = dict(scaling.get(kind, scaling))
+    settings = _rope_settings(config, kind)
     settings |= {"rope_theta": settings.get("rope_theta") or config.get(theta) or default}
     settings |= {"partial_rotary_factor": None}
     turns = rope({**config, "rope_parameters": settings, "partial_rotary_factor": None}, rotary, is_interleaved=True)
@@ -96,20 +106,32 @@ def _attention(config: Config, kinds: list[str], kind: str) -> MLASpec:
         norm=norm,
         rotary_norm=norm,
         latent_multiplier=(hidden / int(sizes["kv_lora_rank"])) ** 0.5,
-        bias=bool(config.get("attention_bias", False)),
+        bias=bool(sizes.get("attention_bias", False)),
         output_gate="heads",
     )
     if kind == _SLIDING:
-        return replace(spec, window=int(config.get("sliding_window") or config.get("sliding_window_size") or 512))
+        return replace(spec, window=int(sizes.get("sliding_window") or sizes.get("sliding_window_size") or 512))
     if kind == _FULL:
         return spec
     indexer = IndexerSpec(
-        num_heads=int(config["index_n_heads"]),
-        head_dim=int(config["index_head_dim"]),
+        num_heads=int(sizes["index_n_heads"]),
+        head_dim=int(sizes["index_head_dim"]),
         norm=layer_norm(1e-6),
         rope=turns,
     )
-    return replace(spec, top_k=int(config["index_topk"]), indexer=indexer)
+    return replace(spec, top_k=int(sizes["index_topk"]), indexer=indexer)
+
+
+def _rope_settings(config: Config, kind: str) -> dict[str, Any]:
+    """Those of a kind of layer, or of all; full attention may have either of its names, whatever `use_dsa` says."""
+    settings: Config = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not any(isinstance(each, Mapping) for each in settings.values()):
+        return dict(settings)
+    names = [_SLIDING] if kind == _SLIDING else sorted((_FULL, _INDEXED), key=kind.__ne__)
+    found = next((settings[name] for name in names if isinstance(settings.get(name), Mapping)), None)
+    if found is None:
+        raise ConfigError(f"rope_parameters has settings of {', '.join(settings)}, but not of {kind}")
+    return dict(found)
 
 
 def _feed_forwards(config: Config) -> list[MLPSpec | MoESpec]:
@@ -121,6 +143,8 @@ def _feed_forwards(config: Config) -> list[MLPSpec | MoESpec]:
     ]
     if len(kinds) != count or not set(kinds) <= {"dense", "sparse"}:
         raise ConfigError(f"mlp_layer_types {kinds!r}: expected dense or sparse for each of the {count} layers")
+    if not config["n_shared_experts"]:
+        raise ConfigError(f"n_shared_experts {config['n_shared_experts']} is not supported; supported: 1 or more")
     size = int(config["n_shared_experts"]) * int(config["shared_experts_intermediate_size"])
     experts = sigmoid_experts({**config, "moe_layer_freq": 1, "n_shared_experts": 0})
     experts = replace(experts, shared=feed_forward(config, intermediate_size=size, bias=False))
