@@ -37,6 +37,7 @@ from quire.engine.models.model_spec import ModelSpec, TransformersModelSpec
 from quire.engine.models.quantization import online
 from quire.engine.models.quantization.form import INT4_GROUPS
 from quire.engine.models.quantization.method import DTYPES, Method
+from quire.engine.models.recurrent_spec import RWKVSpec
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.sampling_params import SamplingParams
 
@@ -82,6 +83,10 @@ def resolve(options: EngineOptions, available: Devices) -> ModelConfig:
         quantized = None
     _check_attention_backend(options, arch, available)
     dtype = _choose_dtype(options, available, hf_config)
+    if dtype == "float16" and any(isinstance(layer.state, RWKVSpec) for layer in arch.layers):
+        raise ConfigError(
+            f"float16 is not supported for {arch.name}, whose hidden states may exceed its range; use --dtype bfloat16"
+        )
     return ModelConfig(
         path=path,
         tokenizer=tokenizer,
