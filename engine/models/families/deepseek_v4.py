@@ -237,6 +237,7 @@ FAMILIES = {
             "num_key_value_heads": 1,
             "head_dim": 512,
             "q_lora_rank": 1024,
+            "qk_rope_head_dim": None,
             "num_experts_per_tok": 6,
             "n_routed_experts": 256,
             "n_shared_experts": 1,

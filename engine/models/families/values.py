@@ -23,11 +23,12 @@ _BY_LAYER = ("intermediate_size", "rope_theta")
 """Settings that may be lists, with a number for each layer."""
 _OPTIONAL_SIZES = (
     *("num_key_value_heads", "num_kv_heads", "head_dim", "n_inner", "ffn_hidden_size", "q_lora_rank"),
-    *("qk_rope_head_dim",),
     *("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts"),
     *("moe_intermediate_size", "shared_expert_intermediate_size"),
 )
 """Whole numbers of at least 0, or null."""
+_SIZES_FROM_0 = ("qk_rope_head_dim",)
+"""Whole numbers of at least 0."""
 _POSITIVE = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "rope_theta")
 """Finite numbers above 0, or null."""
 _NAMES = ("hidden_act", "hidden_activation", "activation_function", "activation")
@@ -40,13 +41,13 @@ def check_values(config: Mapping[str, Any], nullable: Collection[str], max_layer
 
     Sizes may be null if they are `nullable`.
     """
-    for name in config.keys() & {*_SIZES, *_OPTIONAL_SIZES}:
+    for name in config.keys() & {*_SIZES, *_SIZES_FROM_0, *_OPTIONAL_SIZES}:
         value, minimum = config[name], int(name in _SIZES)
-        if value is None and (not minimum or name in nullable):
+        if value is None and (name in _OPTIONAL_SIZES or name in nullable):
             continue
         values = value if name in _BY_LAYER and isinstance(value, list) else [value]
         if any(not isinstance(each, int) or isinstance(each, bool) or each < minimum for each in values):
-            alternative = "" if minimum else "null or "
+            alternative = "null or " if name in _OPTIONAL_SIZES else ""
             raise ConfigError(f"{name} must be {alternative}a whole number of at least {minimum}, got {_json(value)}")
     for name in _LAYERS:
         if config.get(name, 0) > max_layers:
