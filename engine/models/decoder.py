@@ -102,6 +102,7 @@ class DecoderLayer(nn.Module):
         if self.block is not None:
             return self._with_block(x if residual is None else residual + x, batch, cos_sin, cache, layer_input)
         if self.attention_connection is not None:
+            assert last_tokens is None  # all tokens' streams are merged after the last layer
             (x,) = _interleave([self._with_streams(x, batch, cos_sin, cache)])
             return x, None
         predicted = None

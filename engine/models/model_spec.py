@@ -487,6 +487,10 @@ class LayerSpec:
     reads_embedding: bool = False
     """The attention reads the embedded token beside the normalized residual stream (EAGLE-3)."""
 
+    def __post_init__(self) -> None:
+        # n-grams are added to the residual streams, and what they read of earlier tokens is kept beside the state
+        assert self.ngrams is None or (self.hyper is not None and self.state is not None)
+
     @property
     def kv_source(self) -> int | None:
         """See `AttentionSpec`."""
@@ -744,6 +748,8 @@ class TransformersModelSpec(ModelSpec):
     attention_calls: tuple[int, ...]
     """The layers whose caches the calls of attention in a step use, in order. A layer that runs several times, or that
     calls attention several times, is as many layers here, of which the first has the weights."""
+    has_key_biases: bool = False
+    """Scores have biases by key, which are among the features of the keys in the KV cache."""
     continues_by_token: bool = False
     """Layers with recurrent states read them only if they get one token: what continues a request runs one token after
     another."""

@@ -157,7 +157,7 @@ _OPT_NAMES = {
 
 
 def _xglm(name: str, config: Config) -> ModelSpec:
-    """OPT with computed positions, of which that of the padding would be zero if it were a position."""
+    """OPT with computed positions. transformers zeroes row `pad_token_id` of its table, which no position uses."""
     require(config, "add_cross_attention", False)
     require(config, "pad_token_id", 1, 0, None)
     factor = float(config["hidden_size"]) ** 0.5 if config.get("scale_embedding", True) else 1.0

@@ -34,6 +34,7 @@ _LAYER_PRIME, _GAMMA, _MASK = 10007, 0x9E3779B97F4A7C15, (1 << 64) - 1
 def _qwen4(name: str, config: Config) -> ModelSpec:
     require(config, "hidden_act", "silu")
     norm, count = rms_norm(config, offset=1.0), int(config["num_hidden_layers"])
+    _check_least(config, "hc_count", 2)
     hyper = GatedConnectionSpec(num_streams=int(config["hc_count"]), rank=int(config["hc_lowrank"]), norm=norm)
     every = int(config["full_attention_interval"])
     kinds = config.get("layer_types") or [
@@ -90,6 +91,8 @@ def _ngrams(config: Config, norm: NormSpec, num_streams: int) -> dict[int, NGram
     end = end[0] if isinstance(end, list) and end else end
     if not isinstance(end, int):
         raise ConfigError("ple_layer_ids need eos_token_id in the settings of the text part")
+    _check_least(config, "split_ngram_parts", 1)
+    _check_least(config, "ple_conv_kernel_size", 2)
     tokens, by_tokens = int(config["ngram_size"]), int(config["heads_per_ngram"])
     heads, size = (tokens - 1) * by_tokens, int(config.get("ple_embed_dim") or config["hidden_size"])
     if heads < 1 or size % heads:
@@ -109,6 +112,11 @@ def _ngrams(config: Config, norm: NormSpec, num_streams: int) -> dict[int, NGram
             norm=norm,
         )
     return found
+
+
+def _check_least(config: Config, name: str, least: int) -> None:
+    if int(config[name]) < least:
+        raise ConfigError(f"{name} {config[name]} is not supported; supported: {least} or more")
 
 
 def _primes_from(first: int) -> Iterator[int]:

@@ -26,6 +26,10 @@ from quire.engine.models.recurrent_spec import RGLRUSpec
 def _recurrent_gemma(name: str, config: Config) -> ModelSpec:
     """Half of a head is rotated. The factor on embeddings is a number in bfloat16, whatever the model's type."""
     require(config, "embeddings_scale_by_sqrt_dim", True)
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    require({"rope_type": kind}, "rope_type", "default")
+    require(config, "head_dim", None, int(config["hidden_size"]) // int(config["num_attention_heads"]))
     norm, act = rms_norm(config, offset=1.0), activation(config["hidden_activation"])
     hidden, count = int(config["hidden_size"]), int(config["num_hidden_layers"])
     window = int(config["attention_window_size"])
@@ -106,6 +110,7 @@ FAMILIES = {
             "max_position_embeddings": 262144,
             "tie_word_embeddings": True,
         },
+        {"sliding_window": "attention_window_size"},
         is_transposed=lambda module: module in ("layers.state.input_gate", "layers.state.decay_gate"),
     ),
 }
