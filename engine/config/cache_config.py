@@ -8,7 +8,7 @@ from quire.engine.config.kv_cache_groups import cached_layers, count_blocks_per_
 from quire.engine.config.options import EngineOptions
 from quire.engine.models.attention_spec import AttentionSpec, CompressedAttentionSpec
 from quire.engine.models.encoder_spec import EncoderSpec
-from quire.engine.models.model_spec import ModelSpec
+from quire.engine.models.model_spec import ModelSpec, TransformersModelSpec
 from quire.engine.protocol.errors import ConfigError
 
 
@@ -55,7 +55,12 @@ def _check_chunks(model: ModelConfig, block_size: int) -> None:
 
 def _check_entries(arch: ModelSpec, block_size: int, dtype: str) -> None:
     """Check that a block has whole groups of tokens that an indexer has one key of, and numbers of a float type if
-    there are such groups, or entries of compressed attention."""
+    there are such groups, entries of compressed attention, or biases among the features of keys."""
+    if isinstance(arch, TransformersModelSpec) and arch.has_key_biases and dtype not in DTYPE_BYTES:
+        raise ConfigError(
+            f"--kv-cache-dtype {dtype} is not supported for {arch.name}, whose keys in the cache have biases of scores "
+            "among their features, which would be rounded with them; use auto"
+        )
     for attention in dict.fromkeys(layer.attention for layer in arch.layers):
         if attention is None or (attention.tokens_per_key == 1 and not isinstance(attention, CompressedAttentionSpec)):
             continue

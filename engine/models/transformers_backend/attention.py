@@ -99,6 +99,11 @@ def request_biases(model: nn.Module) -> None:
                 setattr(each, _NUM_BIASES, extent)
 
 
+def has_key_biases(model: nn.Module) -> bool:
+    """Whether modules of an attached model have masks of keys, which become features of the keys."""
+    return any(hasattr(module, _BY_KEY) for module in model.modules())
+
+
 def _mask_by_key(dt_states: Tensor, **others: object) -> Tensor:
     return dt_states[:, :, None]
 

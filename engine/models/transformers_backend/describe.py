@@ -234,6 +234,7 @@ def _measure(name: str, config: Any, request: DescribeRequest) -> TransformersMo
         after=sizes.after,
         read_directly=direct,
         attention_calls=tuple(attending),
+        has_key_biases=attention.has_key_biases(decoder.hf_model),
     )
 
 
