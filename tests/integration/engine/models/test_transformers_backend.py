@@ -239,6 +239,13 @@ def test_layouts_without_a_plan_are_refused(case: str, layout: dict[str, int], r
         configure(tmp_path, **layout, **_BY_TRANSFORMERS)
 
 
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+def test_biases_among_the_features_of_keys_are_not_quantized(dtype: str, tmp_path: Path) -> None:
+    others.write("Doge", tmp_path)
+    with pytest.raises(ConfigError, match=f"--kv-cache-dtype {dtype} is not supported for DogeForCausalLM"):
+        configure(tmp_path, max_model_len=64, kv_cache_dtype=dtype)
+
+
 def test_a_model_that_would_answer_otherwise_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As one would be whose attention does more than its interface tells: here the scale is lost on the way."""
     others.write("Arcee", tmp_path)
