@@ -387,9 +387,10 @@ def test_rotary_features_may_be_null_where_the_family_says_so(case: str, is_null
 def test_embeddings_of_ngrams_need_streams_and_a_state() -> None:
     (layer, *_) = spec_of("Qwen4-Exp").layers
     assert layer.ngrams is not None
-    for missing in ("hyper", "state"):
-        with pytest.raises(AssertionError):
-            replace(layer, **{missing: None})
+    with pytest.raises(AssertionError):
+        replace(layer, hyper=None)
+    with pytest.raises(AssertionError):
+        replace(layer, state=None)
 
 
 def test_the_states_of_glm_may_have_settings_of_their_own() -> None:
