@@ -20,7 +20,7 @@ def plan_text(config: EngineConfig) -> str:
     stored = f", {quantized_text(config)}," if model.quantized else ""
     weights = f" with {model.quantization} weights" if model.quantization else ""
     if model.stored_dtype and not (model.quantization or model.quantized):
-        weights = f", {model.stored_dtype} weights, widened in registers,"
+        weights = f" with {model.stored_dtype} weights"
     limits = (
         f"at most {config.scheduler.max_num_seqs} run at once, "
         f"{'up to ' * config.scheduler.dynamic_chunking}{config.scheduler.max_num_batched_tokens:,} tokens a step"

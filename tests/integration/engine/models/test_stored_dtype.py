@@ -85,7 +85,7 @@ def test_results_are_those_of_wide_weights_in_less_memory(case: str, tmp_path: P
             assert torch.equal(found, expected)
         ratio, planned = saving(narrow, wide)
         assert ratio < 0.8
-        assert ratio == pytest.approx(planned, rel=0.12)  # tiles are padded
+        assert ratio == pytest.approx(planned, rel=0.15)  # tiles are padded
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4", "checkpoint"])
@@ -165,7 +165,7 @@ def test_the_plan_says_so_and_the_packed_cache_keeps_them(tmp_path: Path, monkey
     write("Llama", folder)
     store(folder, torch.bfloat16)
     config = configure(folder, max_model_len=128, packed_cache=1.0)
-    assert "float32, bfloat16 weights, widened in registers, on cpu" in plan_text(config)
+    assert "float32 with bfloat16 weights on cpu" in plan_text(config)
     first = load_model(config, 0, Parallel(), CPU)
     cache = PackedCache.of(config, 0)
     assert cache is not None
