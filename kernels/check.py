@@ -215,8 +215,8 @@ def _calls(device: torch.device, dtype: torch.dtype, config: AttentionConfig) ->
             module.compress_tokens(*given, cache, torch.arange(20, device=device), *batch[1:], table)
         # Sums that are not normalized, of values without gates.
         caches.append(torch.zeros(1, 40, 1, 4, blocks.shape[4], dtype=dtype, device=device))
-        given = blocks[:1, :, :1], function[:4, : blocks.shape[4]].contiguous(), None, 0.0, cos_sin[:, :8]
-        module.compress_tokens(*given, caches[-1], torch.arange(20, device=device), *batch[1:], table)
+        sums = blocks[:1, :, :1], function[:4, : blocks.shape[4]].contiguous(), None, 0.0, cos_sin[:, :8]
+        module.compress_tokens(*sums, caches[-1], torch.arange(20, device=device), *batch[1:], table)
         return caches
 
     yield "compress_tokens", compress
