@@ -29,7 +29,7 @@ class CatchUp:
             end = request.num_computed_tokens + (not request.num_pending_tokens)
             first = request.num_computed_tokens - count
             start = max(min(request.num_drafter_tokens, first + 1), first + 1 - self._max_behind)
-            if start < first:
+            if end - start > count + 1:
                 num_computed = min(max(left, 0), end - start)
                 left -= end - start
                 end = start + num_computed
@@ -47,7 +47,7 @@ class CatchUp:
 
     def behind(self, requests: Sequence[Request]) -> list[tuple[int, int]]:
         """Return for each of these requests, which have rows in this order, the known tokens that the model lacks, and
-        in how many steps it cannot draft for it, if it runs from now on."""
+        the number of steps before the model can draft for the request, if it runs from now on."""
         found, total = [], 0
         for request in requests:
             lag = min(len(request.token_ids) - 1 - request.num_drafter_tokens, self._max_behind)

@@ -41,8 +41,8 @@ _DECIDE_EVERY = 8
 _NOTHING: tuple[list[int], list[float]] = [], []
 """What a request has that looks up nothing; see `SpeculationManager.look_up`."""
 _AS_MATCHED = 4
-"""A model's drafts are estimated like tokens after a match of this length: before any are known, 4 in 5 are expected to
-be right."""
+"""`Acceptance` counts by the length of a match. A model's drafts have none and are all counted at this one, which only
+chooses what is expected before any are known: 4 in 5 are right."""
 _MIN_MEASURED = 16
 """Tokens of a step with which a model catches up, below which their time is not told apart from the others'."""
 _MAX_STOPS, _STOP_DECAY = 1 / 16, 0.99
@@ -218,7 +218,7 @@ class ModelSpeculationManager(SpeculationManager):
         num_tokens = self._catch_up.in_step(plan.step)
         if num_tokens < _MIN_MEASURED:
             super().learn_time(plan, seconds)
-        elif (base := self.times.plain(plan.num_rows)) is not None:
+        elif (base := self.times.plain(plan.num_rows)) is not None and self.times.knows("makes", plan.num_rows):
             expected = base * self.times.relative("makes", plan.num_rows, [plan.num_tokens])[0]
             self.times.learn("catches up", num_tokens, max(seconds - expected, 0.01 * base))
 

@@ -11,7 +11,8 @@ from quire.engine.scheduler.request import Request
 
 
 class PlanBuilder:
-    """Adds rows to a plan. Each method sends changes of a request once, and expects it to have been moved forward."""
+    """Adds rows to a plan. Each method sends changes of a request once. The methods for requests that the workers have
+    expect them to have been moved forward."""
 
     def __init__(
         self,
@@ -24,7 +25,7 @@ class PlanBuilder:
     ) -> None:
         self.output = SchedulerOutput(step=step, freed_slots=[], new=[], scheduled=[])
         self.max_rows, self.tokens_left, self.max_chunk = max_rows, tokens_left, tokens_left
-        """The limits of rows, of further tokens, and of the tokens of one prompt, for which the caller answers."""
+        """The limits of rows, of further tokens, and of the tokens of one prompt, set by the caller."""
         self._is_chunked, self._workers_keep_tokens = is_chunked, workers_keep_tokens
         self.decodes: list[Request] = []
         """Rows of `SchedulerOutput.decodes`."""

@@ -81,7 +81,7 @@ class Scheduler:
         self.stats = EngineStats(kv_blocks=cache.num_blocks, started=time.time_ns() // 1_000_000)
         self._num_added = 0
         self._admits = True
-        """Nothing has been preempted for the current plan: the request would be admitted and preempted again."""
+        """False once this plan has preempted or chosen a victim: that request would be admitted again at once."""
         self._is_blocked = False
         """The next request was not admitted for lack of free blocks."""
         self._next_victim: Request | None = None

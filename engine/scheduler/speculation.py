@@ -30,8 +30,8 @@ SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 _SMOOTHING = 0.2
 """Weight of a new measurement."""
 Kind = Literal["plain", "checks", "makes", "catches up"]
-"""Of a step: one token for each row; with drafts; with about as many drafts as a model makes at its end; or what it
-takes longer if a draft model catches up, by the tokens of that."""
+"""What is measured: steps of one token for each row; those with drafts; those with about as many drafts as a model makes
+at their end; and what a step takes longer if a draft model catches up, by the tokens of that."""
 _MAX_AGE = 512
 """Steps after which a measurement with drafts is forgotten. What is not known is assumed to be cheap, and so tried."""
 _MAX_AGE_PLAIN = 64
@@ -47,7 +47,7 @@ MIN_GAIN = 1.05
 
 
 class StepTimes:
-    """Measured seconds of steps without prompts, by their kind and number of tokens."""
+    """Measured seconds of steps without prompts, by `Kind` and number of tokens."""
 
     def __init__(self, max_age_plain: int = _MAX_AGE_PLAIN) -> None:
         self._max_age_plain = max_age_plain
@@ -95,10 +95,9 @@ class StepTimes:
         if (base := self.plain(num_rows)) is None:
             return []
         known, seconds = [num_rows], [base]
-        for key in ((kind, size) for size in range(len(SIZES) + 1)):
-            if (time := self._seconds.get(key)) is not None and self._tokens[key] > num_rows:
-                known.append(self._tokens[key])
-                seconds.append(time)
+        for tokens, time in self._known(kind, num_rows):
+            known.append(tokens)
+            seconds.append(time)
         found = []
         for size in sizes:
             place = bisect_right(known, size)  # of the next larger one
@@ -108,6 +107,16 @@ class StepTimes:
                 time += (size - known[place - 1]) / step * (seconds[place] - time)
             found.append(time / base)
         return found
+
+    def knows(self, kind: Kind, num_rows: int) -> bool:
+        """Whether `relative` has more than plain steps to go by."""
+        return bool(self._known(kind, num_rows))
+
+    def _known(self, kind: Kind, num_rows: int) -> list[tuple[int, float]]:
+        """The measured steps of this kind and of more than `num_rows` tokens: tokens and seconds."""
+        keys = ((kind, size) for size in range(len(SIZES) + 1))
+        known = [(self._tokens[key], self._seconds[key]) for key in keys if key in self._seconds]
+        return [(tokens, seconds) for tokens, seconds in known if tokens > num_rows]
 
 
 class SpeculationManager:
