@@ -69,10 +69,18 @@ def resolve(
         assert isinstance(head.architecture, DraftHeadSpec)
         count = head.architecture.num_heads
         settings = {"num_speculative_tokens": max(_HEADS[method], count)} | settings
-        if 1 < count < (most := settings["num_speculative_tokens"]):
+        most = settings["num_speculative_tokens"]
+        if 1 < count < most:
             raise ConfigError(
                 f"{options.model} has {count} heads for multi-token prediction, which guess one token each; "
-                f"{most} tokens are too many (--spec-tokens)"
+                f"{most} tokens are too many; use --spec-tokens {count} or less"
+            )
+        if count > most:  # the others would guess what nobody uses
+            layers = head.architecture.layers[:most]
+            head = replace(head, architecture=replace(head.architecture, layers=layers, num_heads=most))
+        if min(count, most) > 1 and any(layer.state is not None for layer in model.architecture.layers):
+            raise ConfigError(
+                f"{options.model} has recurrent states, with which several heads are not supported; use --spec-tokens 1"
             )
         return SpeculativeConfig(
             method=cast(_HeadMethod, method),

@@ -30,8 +30,8 @@ SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 _SMOOTHING = 0.2
 """Weight of a new measurement."""
 Kind = Literal["plain", "checks", "makes", "catches up"]
-"""What is measured: steps of one token for each row; those with drafts; those with about as many drafts as a model makes
-at their end; and what a step takes longer if a draft model catches up, by the tokens of that."""
+"""What is measured: steps of one token for each row; with drafts; with about as many drafts as a model makes at their
+end; and what a step takes longer if a draft model catches up, by the tokens of that."""
 _MAX_AGE = 512
 """Steps after which a measurement with drafts is forgotten. What is not known is assumed to be cheap, and so tried."""
 _MAX_AGE_PLAIN = 64

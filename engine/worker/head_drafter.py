@@ -70,7 +70,7 @@ class SeveralHeadsDrafter:
 
     At the last n positions of a step, drafts stand for tokens that are not sampled yet. In the next step, the KV there
     are computed again: the target's hidden states are kept by request slot. They are not known at the end of a prefix
-    of the cache, and after steps without the heads; guesses behind such positions are worse.
+    of the cache, and after steps without the heads: there nothing is computed again, and guesses are worse.
     """
 
     def __init__(self, head: DraftHead, caches: Sequence[LayerCache], parallel: Parallel, sampler: Sampler) -> None:
@@ -92,7 +92,8 @@ class SeveralHeadsDrafter:
         newest = first + rows.counts  # at most: not all drafts may count
         most = np.minimum(step.count, input_batch.capacity(slots) - newest)
         drafting = step.drafting[most[step.drafting] > 0]
-        behind = self._catch_up(first, newest, slots, input_batch)
+        behind = self._catch_up(first, slots, input_batch)
+        input_batch.drafted_until[slots] = 0  # until the new states are kept
         starts, counts = first - behind, rows.counts + behind
         ends = counts.cumsum()
         last, begins = ends - 1 - num_drafts, ends - counts
@@ -123,19 +124,24 @@ class SeveralHeadsDrafter:
                 logits = head.logits(out[drafts_at], number)
                 tokens.append(sample_drafts(logits, *common, positions + (number + 1)))
         self._keep(hidden, own_slots, places, begins_there)
+        self._remember(slots, first, behind, newest, input_batch)
         return Drafts(drafting, most[drafting], torch.stack(tokens, dim=1)) if tokens else None
 
-    def _catch_up(self, first: Ints, newest: Ints, slots: Ints, input_batch: InputBatch) -> Ints:
+    def _catch_up(self, first: Ints, slots: Ints, input_batch: InputBatch) -> Ints:
         """The positions before each row's first one whose KV is computed again."""
         missing = int(slots.max()) + 1 - len(self._first)
         if missing > 0:
             self._first, self._behind = (np.pad(each, (0, missing)) for each in (self._first, self._behind))
-        until = -input_batch.num_drafter_tokens[slots]  # above 0 only if the last step was of the same request
-        known = np.where((until > 0) & (first <= until), self._behind[slots] + first - self._first[slots], 0)
-        behind: Ints = np.minimum(known, np.minimum(first, self._head.arch.num_heads - 1))
-        self._first[slots], self._behind[slots] = first, behind
-        input_batch.num_drafter_tokens[slots] = -newest
+        # Above 0 only if the heads have run in the last step of the same request, so that it begins where that one's
+        # states are kept up to.
+        follows = input_batch.drafted_until[slots] > 0
+        known = np.where(follows, self._behind[slots] + first - self._first[slots], 0)
+        behind: Ints = np.minimum(known, self._head.arch.num_heads - 1)
         return behind
+
+    def _remember(self, slots: Ints, first: Ints, behind: Ints, newest: Ints, input_batch: InputBatch) -> None:
+        """Record that the heads have run in a step, and that its states are kept."""
+        self._first[slots], self._behind[slots], input_batch.drafted_until[slots] = first, behind, newest
 
     def _read(self, states: Tensor, slots: Tensor, counts: Ints, behind: Ints) -> Tensor:
         """The target's hidden states at each row's positions: those kept, then `states`, those of the step's tokens."""

@@ -111,8 +111,10 @@ class InputBatch:
         self.num_tokens = np.zeros(slots, np.int64)
         self.num_computed_tokens = np.zeros(slots, np.int64)
         self.num_drafter_tokens = np.zeros(slots, np.int64)
-        """Tokens whose KV a drafter has computed after its last step, drafts included. Of a request that several heads
-        have drafts of, minus that number."""
+        """Tokens whose KV a draft model has computed after its last step, drafts included."""
+        self.drafted_until = np.zeros(slots, np.int64)
+        """Tokens at the end of the request's last step, drafts included, if several heads have run in it; otherwise 0.
+        """
         self.num_blocks = np.zeros(slots, np.int64)
         """In each group."""
         self.score_from = np.zeros(slots, np.int64)
@@ -237,7 +239,7 @@ class InputBatch:
         self.params[slot] = params
         self.num_prompt_tokens[slot] = request.num_prompt_tokens
         self.num_computed_tokens[slot] = self.num_drafter_tokens[slot] = request.num_computed_tokens
-        self.num_tokens[slot] = self.num_blocks[slot] = 0
+        self.num_tokens[slot] = self.num_blocks[slot] = self.drafted_until[slot] = 0
         self._extend_tokens(slot, request.token_ids)
         self._extend_tables(slot, request.block_ids)
         is_scored = params.prompt_logprobs is not None

@@ -330,6 +330,8 @@ class ModelRunner:
             readings.append(reading)
         del logits  # a drafter needs the memory
         drafts = self._drafts and plan.num_drafts is not None
+        if self._drafts and not drafts:
+            self._input_batch.drafted_until[rows.slots] = 0
         if self._pipeline.is_first or drafts:
             sampled = self._write_sampled(rows, places, tokens)
             accepted = count_accepted(rows, batch, sampled) if self._drafts else None

@@ -35,7 +35,7 @@ def mtp_head(config: Mapping[str, Any], target: ModelSpec, names: Collection[str
     heads, where they are for tokens further and further ahead. `names` are those of the checkpoint's tensors; None:
     they are not known.
 
-    Raises `ConfigError` if there is none, or if its layout is not known.
+    Raises `ConfigError` if there is none, if one of several is missing, or if its layout is not known.
     """
     if target.name not in MTP_FAMILIES or isinstance(target, TransformersModelSpec):
         raise ConfigError(f"mtp is not supported for {target.name}; supported: {', '.join(MTP_FAMILIES)}")
@@ -49,11 +49,14 @@ def mtp_head(config: Mapping[str, Any], target: ModelSpec, names: Collection[str
         layers = (next((each for each in reversed(target.layers) if each.attention is not None), target.layers[-1]),)
     if any(isinstance(each.attention, MLASpec) and each.attention.shares_selection for each in layers):
         raise ConfigError(f"mtp is not supported for {target.name} with layers that share a selection (indexer_types)")
+    found = _stored_layers(layout.layer, target.num_layers, names or ())
+    if names and not found:
+        raise ConfigError("mtp: this checkpoint has no head; omit --spec-method mtp")
     number = len(layers) if layout.heads == "listed" else 1
     if layout.heads == "stored":
-        pattern = re.compile(re.escape(layout.layer).replace(r"\{layer\}", r"(\d+)"))
-        found = {int(match[1]) for name in names or () if (match := pattern.match(name))}
         number = max(found) + 1 if found else int(config.get(layout.count, 1))
+        if found and (missing := {*range(number)} - found):
+            raise ConfigError(f"mtp: this checkpoint has no head {min(missing)} of {number}; omit --spec-method mtp")
         layers *= number
     return DraftHeadSpec(
         name=target.name,
@@ -80,6 +83,14 @@ def mtp_head(config: Mapping[str, Any], target: ModelSpec, names: Collection[str
         has_head=layout.has_own_logits,
         feeds_normed=layout.reads_normed,
     )
+
+
+def _stored_layers(layer: str, after: int, names: Collection[str]) -> set[int]:
+    """The numbers of the heads' layers among these tensors, by `DraftHeadLayout.layer`; 0 where only one can be."""
+    own = re.escape(layer.removeprefix("model.")).replace(r"\{layer\}", r"(\d+)").replace(r"\{after\}", r"(\d+)")
+    pattern, first = re.compile(rf"(?:.*\.)?{own}\."), after if "{after}" in layer else 0
+    found = {int(match[1]) - first if match.groups() else 0 for name in names if (match := pattern.match(name))}
+    return {number for number in found if number >= 0}
 
 
 def eagle_head(

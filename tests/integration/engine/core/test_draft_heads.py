@@ -118,6 +118,22 @@ def test_tokens_are_those_without_speculation(case: str, tp: int, pp: int, tmp_p
             assert made == reference.drafts(known, len(made))
 
 
+@pytest.mark.parametrize("most", [1, 2])
+@pytest.mark.parametrize("case", ["MTP, MiMo-V2-Flash", "MTP, Step 3.5"])
+def test_drafts_of_some_heads_are_those_of_all(case: str, most: int, tmp_path: Path) -> None:
+    """With fewer tokens than heads the others are not loaded; also after steps without the heads."""
+    reference = CASES[case][1](tmp_path)
+    config = configured(tmp_path, case, speculative_config={"method": "mtp", "num_speculative_tokens": most})
+    greedy, recording = [(prompt, GREEDY) for prompt in PROMPTS], Recording(most, 64)
+    with Ranks(config, ThreadExecutor(config)) as ranks:
+        expected = ranks.tokens(greedy, speculative=None)
+        assert ranks.tokens(greedy, speculation=recording, depth=2, enable_prefix_caching=False) == expected
+        assert len(recording.made) > 30
+        for known, made in recording.made:
+            assert made == reference.drafts(known, len(made))
+        assert ranks.tokens(greedy, speculation=Always(most, 64, varies=True), depth=2) == expected
+
+
 LEARNING: dict[str, tuple[Callable[[Path], Any], Callable[..., Reference]]] = {
     "EAGLE-3": (partial(write, "Llama"), partial(write_eagle3, "Llama")),
     "MTP, Step 3.5": (partial(write_renamed, "Step 3.5"), partial(write_mtp, "Step 3.5")),

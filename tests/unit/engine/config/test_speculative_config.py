@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from quire.engine.config import draft_heads
-from quire.engine.config.engine_config import EngineConfig, SpeculativeConfig
+from quire.engine.config.engine_config import EngineConfig, ModelConfig, SpeculativeConfig
+from quire.engine.config.kv_cache_groups import cache_specs
 from quire.engine.config.memory_plan import MemoryPlan
 from quire.engine.config.options import DEMO_MODEL, EngineOptions
 from quire.engine.config.plan_text import plan_text
@@ -217,8 +218,7 @@ def test_several_heads_of_a_checkpoint(tmp_path: Path) -> None:
     assert found.model is not None
     assert isinstance(found.model.architecture, DraftHeadSpec)
     assert (found.num_speculative_tokens, found.model.architecture.num_heads) == (3, 3)
-    assert speculative_of(tmp_path, stated, spec_method="mtp", spec_tokens=2).num_speculative_tokens == 2
-    with pytest.raises(ConfigError, match=r"has 3 heads for multi-token prediction, .*; 4 tokens are too many"):
+    with pytest.raises(ConfigError, match=r"has 3 heads .*; 4 tokens are too many; use --spec-tokens 3 or less"):
         speculative_of(tmp_path, stated, spec_method="mtp", spec_tokens=4)
     one = speculative_of(tmp_path, MIMO_V2, spec_method="mtp", spec_tokens=1)
     assert one.model is not None
@@ -229,6 +229,81 @@ def test_several_heads_of_a_checkpoint(tmp_path: Path) -> None:
     head = draft_heads.mtp(replace(target, load_format="safetensors")).architecture
     assert isinstance(head, DraftHeadSpec)
     assert (head.num_heads, head.layers) == (3, found.model.architecture.layers)
+
+
+STEP: dict[str, Any] = {
+    "architectures": ["Step3p5ForCausalLM"],
+    "num_hidden_layers": 2,
+    "num_attention_groups": 4,
+    "head_dim": 32,
+    "moe_num_experts": 4,
+    "moe_top_k": 2,
+    "moe_intermediate_size": 64,
+    "share_expert_dim": 64,
+    "moe_layers_enum": "1",
+    "sliding_window": 32,
+    "layer_types": ["full_attention", *["sliding_attention"] * 4],
+}
+
+
+@pytest.mark.parametrize("family", [MIMO_V2, STEP], ids=["MiMo-V2", "Step 3.5"])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_no_more_heads_than_tokens(family: dict[str, Any], count: int, tmp_path: Path) -> None:
+    """The windows of heads that read each other's output are longer by what is computed again."""
+    given = options(
+        folder(tmp_path, **family, num_nextn_predict_layers=3),
+        max_model_len=256,
+        spec_method="mtp",
+        spec_tokens=count,
+    )
+    config = resolve(given)
+    found = config.scheduler.speculative
+    assert found is not None
+    assert found.model is not None
+    head = found.model.architecture
+    assert isinstance(head, DraftHeadSpec)
+    assert (head.num_heads, len(head.layers), found.num_speculative_tokens) == (count, count, count)
+    specs = cache_specs(head, 1, 256, "float32", config.cache.block_size)
+    (window,) = {kept.window for layer in specs for kept in layer}
+    attention = head.layers[0].attention
+    assert attention is not None
+    assert attention.window is not None
+    assert window == attention.window + (count - 1) * head.is_chained
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (("model.layers.0.mlp.up_proj.weight",), "this checkpoint has no head; omit --spec-method mtp"),
+        (
+            ("model.mtp.layers.0.enorm.weight", "model.mtp.layers.2.enorm.weight"),
+            "this checkpoint has no head 1 of 3; omit --spec-method mtp",
+        ),
+    ],
+)
+def test_heads_that_are_missing(names: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(names, "x")}))
+    target = resolve(options(folder(tmp_path, **MIMO_V2))).model
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        draft_heads.mtp(replace(target, load_format="safetensors"))
+
+
+def test_several_heads_beside_recurrent_states_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No family has both."""
+    states = {"architectures": ["NemotronHForCausalLM"], "hybrid_override_pattern": "M*", "num_hidden_layers": 2}
+    states |= {"num_key_value_heads": 4, "head_dim": 32, "mamba_num_heads": 8, "mamba_head_dim": 16}
+    states |= {"ssm_state_size": 16, "mtp_hybrid_override_pattern": "**"}
+    mtp = draft_heads.mtp
+
+    def several(target: ModelConfig) -> ModelConfig:
+        head = mtp(target)
+        assert isinstance(head.architecture, DraftHeadSpec)
+        return replace(head, architecture=replace(head.architecture, num_heads=2))
+
+    monkeypatch.setattr(draft_heads, "mtp", several)
+    with pytest.raises(ConfigError, match="several heads are not supported; use --spec-tokens 1"):
+        speculative_of(tmp_path, states, spec_method="mtp")
+    assert speculative_of(tmp_path, states, spec_method="mtp", spec_tokens=1).num_speculative_tokens == 1
 
 
 EXAONE: dict[str, Any] = {
