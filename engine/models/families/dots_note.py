@@ -69,7 +69,8 @@ def _sizes(config: Config, kinds: list[str], kind: str) -> dict[str, Any]:
     by_layer = config.get("per_layer_config")
     if by_layer is not None:
         numbers = [number for number, each in enumerate(kinds) if each == kind]
-        entries = [by_layer.get(str(number)) or by_layer.get(number) or {} for number in numbers]
+        own_of = {int(number): each for number, each in by_layer.items()}  # transformers writes 02
+        entries = [own_of.get(number) or {} for number in numbers]
         if any(entry != entries[0] for entry in entries):
             raise ConfigError(f"per_layer_config that differs among the layers of type {kind} is not supported")
         if unknown := sorted(entries[0].keys() - _BY_LAYER):
