@@ -22,8 +22,8 @@ class RequestBlocks:
     def find_prefix(self, request: Request, row_tokens: int) -> list[int] | None:
         """Return the blocks of a waiting request's cached prefix, or None if it cannot be admitted now.
 
-        It is admitted only if blocks for all its known tokens, in rows of `row_tokens`, are free, so that it is not
-        preempted at once.
+        A request is admitted only if there are free blocks for all its known tokens, in chunks of up to `row_tokens`.
+        Otherwise it would be preempted at once.
         """
         kv = self.kv
         if kv.enable_prefix_caching:
