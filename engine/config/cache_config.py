@@ -58,8 +58,8 @@ def _check_entries(arch: ModelSpec, block_size: int, dtype: str) -> None:
     there are such groups, entries of compressed attention, or biases among the features of keys."""
     if isinstance(arch, TransformersModelSpec) and arch.has_key_biases and dtype not in DTYPE_BYTES:
         raise ConfigError(
-            f"--kv-cache-dtype {dtype} is not supported for {arch.name}, whose keys in the cache have biases of scores "
-            "among their features, which would be rounded with them; use auto"
+            f"--kv-cache-dtype {dtype} is not supported for {arch.name}, which stores biases of attention "
+            "scores with the keys, where they would be rounded; use auto"
         )
     for attention in dict.fromkeys(layer.attention for layer in arch.layers):
         if attention is None or (attention.tokens_per_key == 1 and not isinstance(attention, CompressedAttentionSpec)):
