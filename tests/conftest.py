@@ -10,6 +10,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -32,6 +33,18 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["QUIRE_PACKED_CACHE"] = tempfile.mkdtemp(prefix="quire-test-packed-")
     # A shell without job control has what it puts into the background ignore Ctrl-C, and children inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Files go first whose tests may take longest, so that none of them is still running alone in the end; where xdist
+    sorts files by the number of their tests, among those with as many."""
+    usual = float(config.getini("timeout"))
+    limits: dict[Path, float] = {}
+    for item in items:
+        marker = item.get_closest_marker("timeout")
+        limits[item.path] = max(limits.get(item.path, 0), float(marker.args[0]) if marker else usual)
+    items.sort(key=lambda item: -limits[item.path])
 
 
 def pytest_collection_finish() -> None:
