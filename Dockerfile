@@ -50,12 +50,13 @@ RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     rm -rf /opt/quire/lib/python3*/site-packages/torch/bin/*est* && \
     find /opt/quire/lib -type d \( -name tests -o -path "*/torch/test" \) -prune -exec rm -r {} +
 
-# With the CPU kernels for every processor.
 FROM build AS wheel
+# The instruction sets of the CPU kernels, with commas between them; empty: all.
+ARG KERNEL_ISAS=""
 COPY . /src
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     --mount=type=bind,from=dependencies,source=/opt/torch-headers,target=/opt/torch-headers \
-    TORCH_HEADERS=/opt/torch-headers \
+    TORCH_HEADERS=/opt/torch-headers KERNEL_ISAS="${KERNEL_ISAS}" \
     /opt/build/bin/pip wheel --no-cache-dir --no-deps --wheel-dir /wheels /src
 
 FROM ${VARIANT}

@@ -4,7 +4,7 @@ A wheel gets a library for each instruction set of the machine that the compiler
 cross-compiler a wheel of another machine is built. It needs torch's headers: torch is installed, and the wheel is built
 by `pip wheel --no-build-isolation`, as `scripts/wheel` does, or `TORCH_HEADERS` names torch's folder `include`. Without
 them or a compiler the wheel has no libraries and works everywhere; the kernels are then compiled at the first start on
-a host.
+a host. `KERNEL_ISAS` names fewer instruction sets, with commas between them.
 """
 
 from __future__ import annotations
@@ -39,6 +39,12 @@ TORCH = importlib.util.find_spec("torch")
 HEADERS = os.environ.get("TORCH_HEADERS") or (TORCH and TORCH.origin and Path(TORCH.origin).parent / "include")
 BUILDS_KERNELS = bool(CXX and HEADERS)
 MACHINE = subprocess.run([CXX, "-dumpmachine"], capture_output=True, text=True).stdout.split("-")[0] if CXX else ""
+ISAS = [each for each in isa.ISAS if each.machine == MACHINE]
+if BUILDS_KERNELS and (names := os.environ.get("KERNEL_ISAS")):
+    chosen, known = names.split(","), [each.name for each in ISAS]
+    if not {*chosen} <= {*known}:
+        raise SystemExit(f"KERNEL_ISAS is {names!r}; it may name {', '.join(known)}")
+    ISAS = [each for each in ISAS if each.name in chosen]
 
 
 class BuildPy(build_py):
@@ -50,10 +56,9 @@ class BuildPy(build_py):
             return
         folder = Path(self.build_lib) / "quire" / "kernels" / "cpu" / compiler.PREBUILT
         folder.mkdir(parents=True, exist_ok=True)
-        for each in isa.ISAS:
-            if each.machine == MACHINE:
-                print(f"compiling the CPU kernels for {each.name}", flush=True)
-                compiler.compile_library(CXX, each.flags, Path(HEADERS), folder / compiler.library_name(each.name))
+        for each in ISAS:
+            print(f"compiling the CPU kernels for {each.name}", flush=True)
+            compiler.compile_library(CXX, each.flags, Path(HEADERS), folder / compiler.library_name(each.name))
 
 
 class BdistWheel(bdist_wheel):

@@ -20,6 +20,7 @@ import httpx
 import psutil
 import pytest
 
+from quire.kernels import isa
 from tests.e2e.environments import OWN_ENVIRONMENT, run
 from tests.e2e.test_openai import NODES
 from tests.e2e.test_wheel import PIP
@@ -139,8 +140,8 @@ def podman(folder: Path) -> Iterator[Podman]:
 
 @pytest.fixture(scope="module")
 def image(podman: Podman, folder: Path) -> str:
-    """The image for CPUs."""
-    podman.build(folder, "cpu", "--tag", "quire:cpu")
+    """The image for CPUs, with the kernels for this processor only; test_wheel.py compiles all of them."""
+    podman.build(folder, "cpu", "--build-arg", f"KERNEL_ISAS={isa.chosen().name}", "--tag", "quire:cpu")
     return "quire:cpu"
 
 

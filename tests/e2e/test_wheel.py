@@ -5,9 +5,11 @@ The environment takes about 1.2 GB with a CPU build of torch, and is removed.
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
 import zipfile
@@ -68,6 +70,13 @@ def test_the_wheel_has_every_file_of_the_packages(wheel: Path) -> None:
     oldest = max(int(minor) for content in contents for minor in re.findall(rb"GLIBC_2\.(\d+)", content))
     assert wheel.name.endswith(f"-py3-none-manylinux_2_{oldest}_{machine}.whl")
     assert not any(b"libgomp" in content for content in contents)
+
+
+def test_an_unknown_instruction_set_is_refused() -> None:
+    command, variables = (sys.executable, "setup.py", "--version"), os.environ | {"KERNEL_ISAS": "avx2,mmx"}
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "KERNEL_ISAS is 'avx2,mmx'; it may name " in done.stderr
 
 
 def test_an_empty_environment_answers_the_question_of_the_readme(wheel: Path, outside: Path) -> None:
