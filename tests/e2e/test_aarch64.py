@@ -49,7 +49,7 @@ from itertools import groupby
 
 def pytest_collection_modifyitems(config, items):
     cases = (list(cases) for _, cases in groupby(items[:], lambda item: (item.path, item.originalname)))
-    items[:] = [case for each in cases for case in each[:: 1 + len(each) // 8]]
+    items[:] = [case for each in cases for case in each[:: 1 + len(each) // 5]]
 """
 """Of tests with many cases, some evenly spread ones run: a case takes ten times as long as on this machine."""
 

@@ -18,7 +18,7 @@ from quire.server.frontend.frontend import Frontend
 from quire.server.http.state import AppState
 from tests.e2e.serving import Server, serve
 
-EXAMPLES = 200
+EXAMPLES = 100
 SECONDS = 20
 """No part of an answer may take longer, on a busy machine."""
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,8 @@ QUANTIZED = (
     *("Mamba", "Mamba-2", "Bamba", "Falcon-H1", "Jamba", "Granite 4, experts"),
     *("DeepSeek V3.2", "GLM-5, shared selection", "A.X K2", "Hunyuan 4", "Llama 4", "Step 3.7"),
 )
-"""Cases that are quantized while loading: with recurrent states, sparse attention, or other matrices."""
+"""Cases that are quantized while loading, and run in all layouts: with recurrent states, sparse attention, or other
+matrices."""
 _DISTANCES = {"int8": 0.5, "fp8": 0.6}
 """The largest mean distance of logits from those of the unrounded numbers, relative to them: of models of random
 numbers whose tokens may go to other experts, or attend to other tokens. Of most it is below 0.25."""
@@ -118,26 +120,46 @@ def test_layers_with_chunked_attention_share_the_chunks(tmp_path: Path, monkeypa
 
 
 def layouts() -> list[Any]:
-    """One rank in the default tier, and one case in all layouts."""
+    """Cases that differ most in all layouts, the others on one rank and on four. In the default tier are the former on
+    one rank, and Qwen3 in all layouts."""
+    in_all = ("Qwen3", *QUANTIZED)
+    default = {("Qwen3", 2, 1), ("Qwen3", 1, 2), ("Qwen3", 2, 2), *((case, 1, 1) for case in in_all)}
     return [
-        pytest.param(case, tp, pp, marks=[] if (tp, pp) == (1, 1) or case == "Qwen3" else [pytest.mark.slow])
+        pytest.param(case, tp, pp, marks=[] if (case, tp, pp) in default else [pytest.mark.slow])
         for case in CASES
         if case not in LENGTHS
         for tp, pp in ((1, 1), (2, 1), (1, 2), (2, 2))
+        if tp == pp or case in in_all
     ]
 
 
+Answers = Callable[[str], tuple[Path, list[list[int]], list[list[int]]]]
+"""For a case: its checkpoint, prompts, and transformers' greedy tokens."""
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
+    """Computed once for all layouts."""
+
+    @cache
+    def of(case: str) -> tuple[Path, list[list[int]], list[list[int]]]:
+        folder = tmp_path_factory.mktemp("model")
+        write(case, folder)
+        rng = random.Random(0)
+        shared = [rng.randrange(3, 130) for _ in range(40)]
+        prompts = [[rng.randrange(3, 130) for _ in range(length)] for length in (1, 33)]
+        prompts += [[*shared, 5, 6], [*shared, 7, 8, 9]]
+        return folder, prompts, generate(folder, prompts, STEPS)
+
+    return of
+
+
 @pytest.mark.parametrize(("case", "tp", "pp"), layouts())
-def test_greedy_tokens_are_those_of_transformers(case: str, tp: int, pp: int, tmp_path: Path) -> None:
+def test_greedy_tokens_are_those_of_transformers(case: str, tp: int, pp: int, answers: Answers) -> None:
     """With chunked prefill, and with prefix hits where a prompt begins as one before."""
-    write(case, tmp_path)
-    rng = random.Random(0)
-    shared = [rng.randrange(3, 130) for _ in range(40)]
-    prompts = [[rng.randrange(3, 130) for _ in range(length)] for length in (1, 33)]
-    prompts += [[*shared, 5, 6], [*shared, 7, 8, 9]]
-    expected = generate(tmp_path, prompts, STEPS)
+    folder, prompts, expected = answers(case)
     params = SamplingParams(temperature=0.0, max_tokens=STEPS, ignore_eos=True)
-    config = configure(tmp_path, tensor_parallel_size=tp, pipeline_parallel_size=pp, max_model_len=256)
+    config = configure(folder, tensor_parallel_size=tp, pipeline_parallel_size=pp, max_model_len=256)
     with Ranks(config, ThreadExecutor(config)) as ranks:
         tokens = ranks.tokens([(prompt, params) for prompt in prompts], max_num_batched_tokens=16)
         assert tokens == expected
