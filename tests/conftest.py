@@ -39,7 +39,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Files go first whose tests may take longest, so that none of them is still running alone in the end; where xdist
     sorts files by the number of their tests, among those with as many."""
-    usual = float(config.getini("timeout"))
+    usual = float(config.getini("timeout") or 0)  # where no configuration is read, none
     limits: dict[Path, float] = {}
     for item in items:
         marker = item.get_closest_marker("timeout")
