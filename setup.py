@@ -20,7 +20,7 @@ from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
-KERNELS = Path(__file__).parent / "kernels"
+KERNELS = Path(__file__).parent / "quire" / "kernels"
 
 
 def load(path: Path) -> ModuleType:

@@ -8,7 +8,7 @@ from typing import Any
 
 import hcl2
 
-from tests.unit.test_packages import ROOT, SETUPTOOLS
+from tests.unit.test_packages import ROOMS, ROOT
 
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 ARGUMENTS = dict(re.findall(r"^ARG (\w+)=(.*)$", DOCKERFILE, flags=re.M))
@@ -22,7 +22,7 @@ def test_the_dockerfile_has_the_versions_of_the_checkout() -> None:
 
 def test_the_context_has_what_the_wheel_is_built_from() -> None:
     admitted = set(re.findall(r"^!(.+)$", (ROOT / ".dockerignore").read_text(), flags=re.M))
-    assert admitted >= {"pyproject.toml", "README.md", "LICENSE", *SETUPTOOLS["package-dir"].values()}
+    assert admitted >= {"pyproject.toml", "README.md", "LICENSE", "quire", *ROOMS}
     assert all((ROOT / name).exists() for name in admitted)
 
 

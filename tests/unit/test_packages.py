@@ -1,32 +1,42 @@
-"""The lists of packages and data files in pyproject.toml are complete: what they omit is missing from the wheel."""
+"""The wheel gets every file: each folder is a package that setuptools finds, and other files are package data."""
 
 from __future__ import annotations
 
+import os
 import tomllib
 from pathlib import Path
 
+from setuptools import find_packages
+
 ROOT = Path(__file__).parents[2]
 SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+ROOMS = ("server", "engine", "kernels")
 
 
 def files() -> dict[str, list[Path]]:
     """The product's files by folder, each folder named as the package that it is imported as."""
-    found: dict[str, list[Path]] = {}
-    for package, folder in SETUPTOOLS["package-dir"].items():
-        for path in sorted((ROOT / folder).rglob("*")):
-            inside = path.relative_to(ROOT / folder)
-            if path.is_file() and "__pycache__" not in inside.parts and not path.name.startswith("."):
-                found.setdefault(".".join((package, *inside.parts[:-1])), []).append(path)
+    found = {}
+    for folder, _, names in os.walk(ROOT / "quire", followlinks=True):
+        if "__pycache__" not in folder and (shown := sorted(name for name in names if not name.startswith("."))):
+            found[".".join(Path(folder).relative_to(ROOT).parts)] = [Path(folder, name) for name in shown]
     return found
 
 
 FILES = files()
 
 
-def test_every_folder_with_python_files_is_listed_as_a_package() -> None:
+def test_the_rooms_at_the_top_are_linked_into_the_package() -> None:
+    """So that an editor's language server and mypy resolve `quire.engine` in a fresh clone."""
+    assert {path.name: os.readlink(path) for path in (ROOT / "quire").iterdir() if path.is_symlink()} == {
+        room: f"../{room}" for room in ROOMS
+    }
+
+
+def test_every_folder_with_python_files_is_found_as_a_package() -> None:
+    find = SETUPTOOLS["packages"]["find"]
+    assert find["namespaces"] is False, "a folder without __init__.py would be a package, too"
     packages = {name for name, paths in FILES.items() if any(path.suffix == ".py" for path in paths)}
-    assert packages == set(SETUPTOOLS["packages"])
-    assert len(SETUPTOOLS["packages"]) == len(packages), "a package is listed twice"
+    assert packages == set(find_packages(str(ROOT), include=find["include"]))
 
 
 def test_every_other_file_is_package_data() -> None:
