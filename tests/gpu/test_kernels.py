@@ -13,10 +13,12 @@ from torch import Tensor
 from quire import kernels
 from quire.kernels import backends, check, reference
 from quire.kernels.attention_config import AttentionConfig, AttentionLayer
+from quire.kernels.coded_words import pack_words
 from quire.kernels.flashinfer import FlashInfer
 from quire.kernels.fp4 import FP4_CAPABILITY
+from quire.kernels.quantized import QuantizedWeight
 from tests.gpu.conftest import DEVICE, TYPES
-from tests.integration.kernels import test_attention, test_sampling
+from tests.integration.kernels import test_attention, test_hyper_connections, test_sampling
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, where the CPU rehearses
 
@@ -146,6 +148,48 @@ def test_experts(
     biases = (random(device, dtype, experts, 384), random(device, dtype, experts, 256)) if has_bias else ()
     found, expected = (m.fused_experts(x, weights, ids, *matrices, "silu", *biases) for m in (kernels, reference))
     close(found, expected, dtype)
+
+
+def same_bits(alone: Tensor, together: Tensor) -> bool:
+    """Always true in a rehearsal: the matrix products of the interpreter are numpy's, which depend on their size."""
+    return DEVICE.type == "cpu" or torch.equal(alone, together)
+
+
+def test_attention_does_not_depend_on_the_batch(device: torch.device) -> None:
+    case = test_attention.build([(0, 1), (0, 17), (40, 1), (5, 3), (1100, 1), (600, 9)], 4, 2, 16, 16)
+    query, cache, tables = (each.to(device) for each in (case.query, case.cache, case.tables))
+
+    def run(first: int, last: int) -> Tensor:
+        counts, lengths = case.counts[first:last], torch.tensor(case.lengths[first:last], device=device)
+        starts, begin = torch.tensor([0, *counts]).cumsum(0).to(device), sum(case.counts[:first])
+        rows = query[begin : begin + sum(counts)]
+        return kernels.paged_attention(rows, cache, tables[first:last], lengths, starts, 0.25)
+
+    parts = [run(number, number + 1) for number in range(len(case.counts))]
+    assert same_bits(torch.cat(parts), run(0, len(parts)))
+
+
+def test_a_token_of_hyper_connections_does_not_depend_on_others(device: torch.device) -> None:
+    given = [each.to(device) for each in test_hyper_connections.weights(4, 300)]
+    x, eps = random(device, torch.float32, 23, 1200), test_hyper_connections.EPS
+    together = kernels.mhc_pre(x, *given, 4, *eps, 20)
+    after = kernels.mhc_post(together[0], x, *together[1:])
+    for rows in (slice(0, 1), slice(5, 8), slice(17, 23)):
+        alone = kernels.mhc_pre(x[rows], *given, 4, *eps, 20)
+        assert all(same_bits(one, all_of[rows]) for one, all_of in zip(alone, together, strict=True))
+        assert same_bits(kernels.mhc_post(alone[0], x[rows], *alone[1:]), after[rows])
+
+
+@pytest.mark.parametrize(("least", "inputs"), [(1, 1100), (17, 140), (65, 140)])
+def test_a_row_of_a_quantized_matmul_does_not_depend_on_others_of_its_class(
+    least: int, inputs: int, device: torch.device
+) -> None:
+    from quire.kernels import triton
+
+    codes, scales = torch.randint(16, (40, inputs), dtype=torch.uint8), torch.rand(40, inputs // 20) + 0.1
+    packed = pack_words(QuantizedWeight("e2m1", torch.float32, codes.to(device), scales.to(device)))
+    x = random(device, torch.float32, least + 15, inputs)
+    assert same_bits(triton.coded_matmul(x[:least], packed), triton.coded_matmul(x, packed)[:least])
 
 
 @pytest.mark.parametrize("kind", ["normal", "flat", "peaked", "ties", "holes"])

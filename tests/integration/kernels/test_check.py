@@ -1,13 +1,17 @@
-"""The check of the CPU kernels, as `quire doctor` makes it; `test_triton.py` has that of a GPU's."""
+"""The check of a platform's kernels: of the CPU's, as `quire doctor` makes it, and what a rank makes of the results."""
 
 from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from quire import kernels
-from quire.kernels import check, cpu, packed
+from quire.kernels import check, coded_words, cpu, fp4, packed, reference
+from quire.kernels.quantized import QuantizedFormat
 
 CPU = torch.device("cpu")
 CONFIG = kernels.AttentionConfig()
@@ -35,3 +39,81 @@ def test_a_wrong_kernel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     found = check.differences(cpu, CPU, torch.float32, CONFIG)
     assert "Mismatched elements: 480 / 480" in found.pop("quantize_rows")
     assert not any(found.values()), found
+
+
+WIDENED = {"coded_matmul", "coded_fused_experts"}
+BEFORE = {"rms_norm_rounded", "add_rms_norm_rounded", "act_mul_rounded"}
+ROUNDED = BEFORE | {"round_rows", "rounded_matmul", "rounded_fused_experts"}
+OF_4_BITS = {"round_fp4", "fp4_matmul", "fp4_fused_experts"}
+
+
+@pytest.fixture
+def platform() -> ModuleType:
+    """Kernels that are the references themselves: the interpreter of a GPU's takes half a minute for them."""
+    platform = ModuleType("platform")
+    for module, names in (
+        (reference, {*reference.__all__, "causal_conv", "linear_attention", "selective_scan", "wkv"}),
+        (coded_words, WIDENED | ROUNDED),
+        (fp4, OF_4_BITS),
+    ):
+        vars(platform).update({name: getattr(module, name) for name in names})
+    vars(platform)["__all__"] = [name for name in vars(platform) if not name.startswith("__")]
+    return platform
+
+
+def test_a_rank_uses_what_is_right_and_its_log_names_what_is_not(
+    platform: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def wrong(x: Tensor, activation: str) -> Tensor:
+        return reference.act_mul(x, activation) + 0.01
+
+    def broken(*_: object) -> Tensor:
+        raise RuntimeError("PTX was compiled for another architecture")
+
+    monkeypatch.setattr(platform, "act_mul", wrong)
+    monkeypatch.setattr(platform, "rms_norm", broken)
+    config = kernels.AttentionConfig((kernels.AttentionLayer(6, 2, 24, 0.2, window=9, softcap=5.0, has_sinks=True),))
+    passing, problems = check.passing(platform, CPU, torch.float32, config, ())
+    plain = set(platform.__all__) - WIDENED - ROUNDED - OF_4_BITS
+    unchecked = {"activate", "attention", "by_expert", "gumbel_noise", "read_kv", "rotary"}  # not of platforms
+    assert set(vars(passing)) == plain - unchecked - {"act_mul", "rms_norm"}
+    assert set(problems) == {"act_mul", "rms_norm"}
+    assert "act_mul is not used on cpu" in caplog.text
+    assert "RuntimeError: PTX was compiled for another architecture" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("form", "names"),
+    [
+        (None, set()),
+        (QuantizedFormat("int8", rounds_inputs=True), ROUNDED),
+        (QuantizedFormat("fp8", 128, rounds_inputs=True), ROUNDED),
+        (QuantizedFormat("uint8", 96, has_offsets=True), WIDENED),
+        (QuantizedFormat("uint4", 1 << 14, has_offsets=True), WIDENED),  # as a smaller group
+        # A layer without the scale of its inputs is multiplied by widened weights.
+        (QuantizedFormat("e2m1", 16, rounds_inputs=True), WIDENED | OF_4_BITS),
+    ],
+)
+def test_a_rank_checks_the_kernels_of_its_formats(
+    form: QuantizedFormat | None, names: set[str], platform: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no others; each of them is left out if its results are too large, or its codes are in another order."""
+    of_weights = WIDENED | ROUNDED | OF_4_BITS
+    monkeypatch.setattr(platform, "__all__", of_weights)
+    formats = () if form is None else (form,)
+    passed, problems = check.passing(platform, CPU, torch.float32, CONFIG, formats)
+    assert (set(vars(passed)), problems) == (names, {})
+    for name in names:
+        right = getattr(platform, name)
+
+        def wrong(x: Tensor, *args: object, right: Any = right, **options: Any) -> Any:
+            found = right(x, *args, **options)
+            if isinstance(found, Tensor):
+                return found + 1.0
+            codes, *others = found
+            return codes.view(torch.uint8).flip(1).view(codes.dtype), *others
+
+        monkeypatch.setattr(platform, name, wrong)
+    found = check.differences(platform, CPU, torch.float32, CONFIG, formats)
+    assert found.keys() == names
+    assert all(found.values()), found

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from quire import kernels
 from quire.kernels import reference
+from tests.integration.kernels.conftest import platforms_only, reference_only
 
 EPS = 1e-6, 1e-5
 
@@ -18,6 +19,7 @@ def weights(streams: int, hidden: int, kinds: int = 3) -> tuple[Tensor, Tensor, 
     return torch.randn(count, width) * width**-0.5, torch.randn(count), torch.randn(kinds)
 
 
+@platforms_only
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("tokens", "streams", "hidden"), [(1, 4, 512), (7, 4, 100), (9, 3, 33), (5, 2, 1), (3, 1, 20), (0, 4, 8)]
@@ -26,6 +28,7 @@ def test_the_operations_are_those_of_the_reference(tokens: int, streams: int, hi
     check_connection(tokens, streams, hidden, dtype)
 
 
+@platforms_only
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kinds", [1, 2])
 @pytest.mark.parametrize(("tokens", "streams", "hidden"), [(1, 4, 512), (9, 3, 33), (3, 1, 20), (0, 4, 8)])
@@ -49,6 +52,7 @@ def check_connection(tokens: int, streams: int, hidden: int, dtype: torch.dtype,
     torch.testing.assert_close(after, reference.mhc_post(output, x, *expected[1:]), rtol=step, atol=step)
 
 
+@reference_only
 def test_what_is_added_to_streams_that_are_not_mixed() -> None:
     """As with all weights, of which those of the mixing are left out."""
     (function, base, scale), x, output = weights(3, 16), torch.randn(5, 48), torch.randn(5, 16)
@@ -60,6 +64,7 @@ def test_what_is_added_to_streams_that_are_not_mixed() -> None:
     torch.testing.assert_close(after, reference.mhc_post(output, x, found[1], torch.eye(3).expand_as(mixed)))
 
 
+@reference_only
 def test_the_reference_is_the_formula() -> None:
     """One token after another, in float64."""
     streams, hidden = 3, 16
@@ -87,10 +92,10 @@ def test_the_reference_is_the_formula() -> None:
     torch.testing.assert_close(ratios, expected_ratios, rtol=2e-2, atol=2e-2)
 
 
+@platforms_only
 @pytest.mark.parametrize("kinds", [1, 2, 3])
-def test_a_token_does_not_depend_on_others(kinds: int, implementation: str) -> None:
-    if implementation == "reference":
-        pytest.skip("matrix products of torch depend on their size")
+def test_a_token_does_not_depend_on_others(kinds: int) -> None:
+    """Matrix products of torch depend on their size."""
     given, x = weights(4, 300, kinds), torch.randn(23, 1200)
     together = kernels.mhc_pre(x, *given, 4, *EPS, 20)
     for rows in (slice(0, 1), slice(5, 8), slice(17, 23)):

@@ -14,10 +14,12 @@ from quire import kernels
 from quire.engine.config.resolve import _ENVIRONMENT
 from quire.kernels import isa, linear
 from quire.kernels.cpu import build, compiler
+from tests.integration.kernels.conftest import reference_only
 
 needs_avx2 = pytest.mark.skipif("avx2" not in isa.processor_features(), reason="needs AVX2")
 
 
+@reference_only
 def test_without_it_the_processor_has_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("QUIRE_CPU_ISA", raising=False)
     assert isa.has("avx2") == torch.cpu._is_avx2_supported()
@@ -25,6 +27,7 @@ def test_without_it_the_processor_has_what_it_has(monkeypatch: pytest.MonkeyPatc
     assert isa.has("amx_tile") == torch.cpu._is_amx_tile_supported()
 
 
+@reference_only
 @pytest.mark.parametrize(
     ("machine", "features", "name"),
     [
@@ -65,6 +68,7 @@ def test_avx2_is_all_there_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, i
     assert type(kernels.pack_linear(torch.zeros(2, 32), "int4")) is linear.Int4Linear
 
 
+@reference_only
 def test_what_is_not_known_or_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_CPU_ISA", "sse9")
     with pytest.raises(ValueError, match="QUIRE_CPU_ISA is 'sse9'; it must be one of avx512_bf16, avx512_vnni, avx512"):
@@ -75,6 +79,7 @@ def test_what_is_not_known_or_not_there_is_refused(monkeypatch: pytest.MonkeyPat
         isa.has("avx2")
 
 
+@reference_only
 def test_every_name_passes_the_check_of_the_environment() -> None:
     pattern, names = _ENVIRONMENT["QUIRE_CPU_ISA"]
     assert all(re.fullmatch(pattern, each.name) and each.name in names for each in isa.ISAS)

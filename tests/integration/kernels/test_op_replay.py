@@ -18,6 +18,12 @@ from quire.kernels.cpu.op_replay import OpReplay
 Work = Callable[[Tensor, Tensor], Tensor]
 
 
+@pytest.fixture(autouse=True, scope="module", params=["cpu"])
+def implementation(request: pytest.FixtureRequest) -> str:
+    """Compiled operations and torch's; the reference consists of the latter."""
+    return str(request.param)
+
+
 PACKED = torch.ops.mkldnn._reorder_linear_weight(torch.randn(4, 4), 8)
 
 

@@ -13,8 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quire import kernels
-from quire.kernels import coded_words, experts, isa, linear, packed, packed_state, quantized, reference
+from quire.kernels import coded_words, experts, isa, linear, packed, packed_state, quantized
 from quire.kernels.quantized import VALUES, QuantizedWeight, Rounding
+from tests.integration.kernels.conftest import platforms_only, reference_only
+from tests.integration.kernels.test_experts import experts_by_loops
+from tests.integration.kernels.test_operations import activated
 
 TOLERANCES = {torch.float32: 2e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 """That of float32 includes rounding inputs to 16 bits."""
@@ -82,14 +85,13 @@ def test_a_gated_product_is_the_activation_of_the_product(values: str, groups: i
         weight = replace(weight, scales=(weight.scales / VALUES[values].nan_to_num().abs().max()).half().float())
         x, bias = torch.randn(rows, 96).to(dtype), torch.randn(2 * size).to(dtype)
         both = F.linear(x.float(), weight.dequantize(), bias.float())
-        close(kernels.pack_gated(weight, "silu")(x, bias), reference.act_mul(both, "silu"), dtype)
+        close(kernels.pack_gated(weight, "silu")(x, bias), activated(both, "silu"), dtype)
 
 
+@platforms_only
 @pytest.mark.parametrize("values", VALUES)
 @pytest.mark.parametrize(("groups", "factors"), [(1, 0), (6, 1), (6, 2), (2, 1)])
-def test_a_row_is_independent_of_batch_and_threads(values: str, groups: int, factors: int, implementation: str) -> None:
-    if implementation == "reference":
-        pytest.skip("a property of the compiled kernels")
+def test_a_row_is_independent_of_batch_and_threads(values: str, groups: int, factors: int) -> None:
     dtype = torch.bfloat16 if values == "fp8" and factors == 1 else torch.float32
     product = kernels.pack_linear(random_weight(values, 80, 768, groups=groups, factors=factors, dtype=dtype))
     x = (torch.randn(110, 768) * torch.logspace(-3, 3, 110)[:, None]).to(dtype)
@@ -153,7 +155,7 @@ def test_columns_in_another_order_take_their_inputs(values: str, is_padded: bool
     product = kernels.pack_linear(replace(weight, columns=columns))
     close(product(x, bias), F.linear(x, plain, bias), torch.float32)
     gated = kernels.pack_gated(replace(weight, columns=columns), "silu")
-    close(gated(x, None), reference.act_mul(F.linear(x, plain), "silu"), torch.float32)
+    close(gated(x, None), activated(F.linear(x, plain), "silu"), torch.float32)
     other = kernels.pack_linear(replace(random_weight(values, 40, 64, groups=4), columns=columns.flip(0)))
     other.restore(product.state())
     assert torch.equal(other(x, bias), product(x, bias))
@@ -174,7 +176,7 @@ def test_integers_whose_inputs_may_be_rounded_are_not_rounded_again(outs: int) -
         assert not isinstance(product, linear.CodedLinear)
         close(product(x, None), expected, torch.float32)
     gated = kernels.pack_gated(weight, "silu")(x, None)
-    assert (gated - reference.act_mul(expected.float(), "silu")).norm() <= 1e-5 * (1 + gated.norm())
+    assert (gated - activated(expected.float(), "silu")).norm() <= 1e-5 * (1 + gated.norm())
     for other in (
         replace(weight, activations=None),
         replace(weight, offsets=weight.scales),
@@ -201,7 +203,7 @@ def test_inputs_are_rounded_with_a_static_scale_and_zero_point(zero: float) -> N
         close(out, expected, dtype)
         close(product(x, bias.to(dtype)), expected + bias, dtype)
         gated = kernels.pack_gated(replace(weight, scales=weight.scales / 128), "silu")(x, None)
-        close(gated, reference.act_mul(expected.float() / 128, "silu"), dtype)
+        close(gated, activated(expected.float() / 128, "silu"), dtype)
     x[0, 0] = torch.nan
     assert product(x, None)[0].isnan().all()
     other = kernels.pack_linear(replace(weight, codes=weight.codes.flip(0), rounding=torch.tensor([1.0, 3.0])))
@@ -230,7 +232,7 @@ def test_4_bit_integers_whose_inputs_may_be_rounded(
         expected = F.linear(rounded.double(), weight.dequantize().double())
         if gated:
             out = kernels.pack_gated(replace(weight, scales=weight.scales / 8), "silu")(x, None)
-            close(out, reference.act_mul(expected.float() / 8, "silu"), dtype)
+            close(out, activated(expected.float() / 8, "silu"), dtype)
         else:
             product = kernels.pack_linear(weight)
             assert type(product) is linear.Int4Linear
@@ -287,11 +289,11 @@ def test_experts_are_those_of_the_weights(
         x, first, second = torch.randn(17, hidden).to(dtype), biases[0].to(dtype), biases[1].to(dtype)
         product = kernels.pack_experts(gate_up, down, "silu", gate_up_bias=first, down_bias=second)
         assert type(product) is kind
-        expected = reference.fused_experts(x.float(), weights, ids, *plain, first.float(), second.float())
+        expected = experts_by_loops(x, weights, ids, *plain, first, second)
         close(product(x, weights, ids), expected, dtype)
     without = kernels.pack_experts(gate_up, down, "silu")
     x = torch.randn(3, hidden)
-    close(without(x, weights[:3], ids[:3]), reference.fused_experts(x, weights[:3], ids[:3], *plain), torch.float32)
+    close(without(x, weights[:3], ids[:3]), experts_by_loops(x, weights[:3], ids[:3], *plain), torch.float32)
 
 
 @pytest.mark.parametrize("values", ["int4", "nf4", "fp8"])
@@ -317,7 +319,7 @@ def test_integer_experts_whose_inputs_may_be_rounded(
     x, (weights, ids) = torch.randn(9, hidden), kernels.route(torch.randn(9, 6), 2, "softmax")
     product = kernels.pack_experts(gate_up, down, "silu")
     assert not isinstance(product, experts.CodedExperts)
-    expected = reference.fused_experts(x, weights, ids, gate_up.dequantize(), down.dequantize(), "silu")
+    expected = experts_by_loops(x, weights, ids, gate_up.dequantize(), down.dequantize(), "silu")
     assert (product(x, weights, ids) - expected).norm() <= 0.03 * expected.norm()
 
 
@@ -325,7 +327,7 @@ def test_one_kind_of_weight_may_be_quantized_and_not_the_other() -> None:
     gate_up, down = random_experts("int4", 32, 64, (2, 1), 1)
     x, (weights, ids) = torch.randn(9, 64), kernels.route(torch.randn(9, 6), 2, "softmax")
     product = kernels.pack_experts(gate_up, down.dequantize(), "silu")
-    expected = reference.fused_experts(x, weights, ids, gate_up.dequantize(), down.dequantize(), "silu")
+    expected = experts_by_loops(x, weights, ids, gate_up.dequantize(), down.dequantize(), "silu")
     close(product(x, weights, ids), expected, torch.float32)
 
 
@@ -342,6 +344,7 @@ def test_they_are_kept_in_files() -> None:
     assert torch.equal(mixed(x, weights, ids), mixture(x, weights, ids))
 
 
+@reference_only
 @pytest.mark.parametrize("values", VALUES)
 @pytest.mark.parametrize("gated", [False, True])
 def test_packing_keeps_the_weight(values: str, gated: bool) -> None:
@@ -352,6 +355,7 @@ def test_packing_keeps_the_weight(values: str, gated: bool) -> None:
     torch.testing.assert_close(out[: len(expected)], expected)
 
 
+@platforms_only
 @settings(max_examples=100, deadline=None)
 @given(
     outs=st.integers(1, 70),
@@ -376,9 +380,8 @@ def test_compiled_tiles_are_the_references(
     assert torch.equal(mine, expected)
 
 
-def test_compiled_packing_refuses_what_it_cannot_lay_out(implementation: str) -> None:
-    if implementation == "reference":
-        pytest.skip("a property of the compiled kernels")
+@platforms_only
+def test_compiled_packing_refuses_what_it_cannot_lay_out() -> None:
     codes, scales = torch.zeros(5, 64, dtype=torch.uint8), torch.ones(5, 2)
     for group, bits in ((12, 4), (0, 8), (32, 5)):
         with pytest.raises(RuntimeError, match=f"groups of {group} codes of {bits} bits are not supported"):
@@ -393,6 +396,7 @@ def test_compiled_packing_refuses_what_it_cannot_lay_out(implementation: str) ->
         linear._pack_coded_tiles(codes.char(), scales, None, 32, 4, False)
 
 
+@reference_only
 def test_float16_scales_lose_what_is_least() -> None:
     """Nothing, if they are 8-bit floats times one number for each feature."""
     number = torch.rand(40, 1) * torch.logspace(-9, 9, 40)[:, None]
@@ -416,6 +420,7 @@ ROUNDINGS = {
 }
 
 
+@reference_only
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ROUNDINGS)
 def test_weights_are_rounded_to_the_nearest_number(name: str, dtype: torch.dtype) -> None:
@@ -439,6 +444,7 @@ def test_weights_are_rounded_to_the_nearest_number(name: str, dtype: torch.dtype
     assert (largest <= 2.3 * grouped.abs().amax(-1))[grouped.abs().amax(-1) > 0].all() or rounding.rows > 1
 
 
+@reference_only
 def test_scales_are_of_their_types() -> None:
     weight = torch.randn(48, 64)
     powers = quantized.quantize(weight, ROUNDINGS["mxfp4"]).scales
@@ -457,6 +463,7 @@ def test_scales_are_of_their_types() -> None:
     assert torch.equal(offsets, offsets.round())
 
 
+@reference_only
 def test_a_number_in_the_middle_of_two_takes_the_even_code() -> None:
     weight = torch.tensor([[6.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -0.25, -0.75, -5.0] + [0.0] * 21])
     rounded = quantized.quantize(weight, ROUNDINGS["mxfp4"])

@@ -1,4 +1,4 @@
-"""Operations with recurrent states: the compiled ones against the reference, and the reference against itself."""
+"""Operations with recurrent states: the compiled ones against the reference, and the reference against formulas."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from quire import kernels
 from quire.kernels import RecurrentState, StateSegments, allocate_kv_cache, recurrent_states, reference
+from tests.integration.kernels.conftest import platforms_only, reference_only
 
 SIZES = {"heads": 4, "key_heads": 2, "key_dim": 24, "value_dim": 40}
 CHANNELS, CONV = 2 * 2 * 24 + 4 * 40, 4
@@ -72,6 +73,92 @@ def assert_alike(run: Callable[[Any, RecurrentState], Tensor], dtype: torch.dtyp
     assert torch.equal(out_state.inputs, expected_state.inputs)
 
 
+def one_row(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+TWO_STEPS = (0, 5, segments([[5]], [-1], [1])), (5, 12, segments([[7]], [1], [1]))
+"""First and last token, and segments, of 12 tokens in two steps, with the state between them in page 1."""
+
+
+@reference_only
+def test_convolution_is_the_formula() -> None:
+    x, weight, bias = one_row(12, CHANNELS, seed=1), one_row(CHANNELS, CONV, seed=2), one_row(CHANNELS, seed=3)
+    kept = state(torch.float32)
+    found = [reference.causal_conv(x[a:b], weight, bias, kept.inputs, step, silu=False) for a, b, step in TWO_STEPS]
+    padded = torch.nn.functional.pad(x.T.double()[None], (CONV - 1, 0))
+    expected = torch.nn.functional.conv1d(padded, weight.double()[:, None], bias.double(), groups=CHANNELS)[0].T
+    torch.testing.assert_close(torch.cat(found).double(), expected, rtol=1e-5, atol=1e-5)
+    found = [reference.causal_conv(x[a:b], weight, bias, kept.inputs, step) for a, b, step in TWO_STEPS]
+    torch.testing.assert_close(torch.cat(found).double(), expected * expected.sigmoid(), rtol=1e-5, atol=1e-5)
+
+
+@reference_only
+@pytest.mark.parametrize("per_feature", [False, True])
+@pytest.mark.parametrize(("is_delta", "has_beta"), [(True, True), (False, True), (False, False)])
+def test_linear_attention_is_the_formula(per_feature: bool, is_delta: bool, has_beta: bool) -> None:
+    """By matrices: a token multiplies the state by its decay and, with the delta rule, by I - beta * key ⊗ key."""
+    query, key, value, decay, beta = given = attention_inputs(
+        12, torch.float32, per_feature=per_feature, has_beta=has_beta
+    )
+    assert query is not None
+    assert key is not None
+    assert value is not None
+    assert decay is not None
+    kept, found = state(torch.float32), []
+    for first, last, step in TWO_STEPS:
+        part = [None if each is None else each[first:last] for each in given]
+        found.append(reference.linear_attention(*part, kept.matrices, step, 0.3, 1e-6, is_delta=is_delta))  # type: ignore[arg-type]
+    for head in range(SIZES["heads"]):
+        matrix = torch.zeros(SIZES["key_dim"], SIZES["value_dim"], dtype=torch.float64)
+        of_keys = head * SIZES["key_heads"] // SIZES["heads"]
+        for token, out in enumerate(torch.cat(found)[:, head]):
+            q, k = (x[token, of_keys].double() / x[token, of_keys].double().norm() for x in (query, key))
+            share = 1.0 if beta is None else float(beta[token, head])
+            matrix = decay[token, head].double().exp().expand(len(k))[:, None] * matrix
+            if is_delta:
+                matrix = (torch.eye(len(k), dtype=torch.float64) - share * torch.outer(k, k)) @ matrix
+            matrix = matrix + share * torch.outer(k, value[token, head].double())
+            torch.testing.assert_close(out.double(), 0.3 * matrix.T @ q, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(kept.matrices[1, head].double(), matrix, rtol=1e-4, atol=1e-5)
+
+
+@reference_only
+def test_selective_scan_is_the_formula() -> None:
+    """Every earlier token adds what has decayed since."""
+    size, channels = 6, 10
+    x, steps, rates = (
+        one_row(12, channels, seed=1),
+        one_row(12, channels, seed=2).sigmoid(),
+        -one_row(size, channels, seed=3).exp(),
+    )
+    key, query, kept = one_row(12, size, seed=4), one_row(12, size, seed=5), torch.randn(3, 1, size, channels)
+    found = [
+        reference.selective_scan(x[a:b], steps[a:b], rates, key[a:b], query[a:b], kept, step)
+        for a, b, step in TWO_STEPS
+    ]
+    for token, out in enumerate(torch.cat(found)):
+        expected = torch.zeros(channels, dtype=torch.float64)
+        for other in range(token + 1):
+            since = (rates.double() * steps[other + 1 : token + 1].double().sum(0)).exp()
+            expected += (query[token] * key[other]).double() @ since * steps[other].double() * x[other].double()
+        torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@reference_only
+def test_wkv_is_the_formula() -> None:
+    """A weighted mean of the values so far."""
+    channels, kept = 10, torch.randn(3, 1, 3, 10)
+    key, value = (one_row(12, channels, seed=seed) for seed in (1, 2))
+    decay, bonus = -one_row(channels, seed=3).exp(), one_row(channels, seed=4)
+    found = [reference.wkv(key[a:b], value[a:b], decay, bonus, kept, step) for a, b, step in TWO_STEPS]
+    for token, out in enumerate(torch.cat(found)):
+        between = torch.arange(token - 1, -1, -1)[:, None]
+        weights = torch.cat((key[:token] + between * decay, (key[token] + bonus)[None])).double().softmax(0)
+        torch.testing.assert_close(out.double(), (weights * value[: token + 1]).sum(0), rtol=1e-5, atol=1e-5)
+
+
+@platforms_only
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("step", STEPS)
 def test_causal_conv_is_that_of_the_reference(step: str, dtype: torch.dtype) -> None:
@@ -83,6 +170,7 @@ def test_causal_conv_is_that_of_the_reference(step: str, dtype: torch.dtype) -> 
     assert_alike(lambda ops, kept: ops.causal_conv(x, weight, bias, kept.inputs, STEPS[step], silu=False), dtype)
 
 
+@platforms_only
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("per_feature", "has_beta", "is_delta"),
@@ -101,6 +189,7 @@ def test_linear_attention_is_that_of_the_reference(
     )
 
 
+@platforms_only
 @pytest.mark.parametrize("step", STEPS)
 def test_values_of_an_odd_size_are_those_of_the_reference(step: str) -> None:
     """As those of an xLSTM, of which the last is 1."""
@@ -118,6 +207,7 @@ def test_values_of_an_odd_size_are_those_of_the_reference(step: str) -> None:
     torch.testing.assert_close(found[1], found[3], rtol=1e-4, atol=1e-5)
 
 
+@platforms_only
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("state_size", [SIZES["key_dim"], 1])
 @pytest.mark.parametrize("step", STEPS)
@@ -139,6 +229,7 @@ def test_selective_scan_is_that_of_the_reference(step: str, state_size: int, dty
     assert_alike(run, dtype)
 
 
+@platforms_only
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [1.0, 40.0])
 @pytest.mark.parametrize("step", STEPS)
@@ -160,8 +251,7 @@ def test_wkv_is_that_of_the_reference(step: str, size: float, dtype: torch.dtype
     assert_alike(run, dtype)
 
 
-@pytest.mark.parametrize("ops", [reference, kernels])
-def test_a_row_gives_the_same_in_pieces(ops: Any) -> None:
+def test_a_row_gives_the_same_in_pieces() -> None:
     """In one step, in segments of one step, and in several steps: bit by bit."""
     given = attention_inputs(90, torch.float32, per_feature=False, has_beta=True)
     x = torch.randn(90, CHANNELS, generator=torch.Generator().manual_seed(3))
@@ -169,8 +259,8 @@ def test_a_row_gives_the_same_in_pieces(ops: Any) -> None:
 
     def run(kept: RecurrentState, first: int, last: int, step: StateSegments) -> tuple[Tensor, Tensor]:
         part = [None if each is None else each[first:last] for each in given]
-        out = ops.linear_attention(*part, kept.matrices, step, 0.5, 1e-6)
-        return out, ops.causal_conv(x[first:last], weight, None, kept.inputs, step)
+        out = kernels.linear_attention(*part, kept.matrices, step, 0.5, 1e-6)
+        return out, kernels.causal_conv(x[first:last], weight, None, kept.inputs, step)
 
     def prepared() -> RecurrentState:
         return state(torch.float32)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from quire import kernels
 from quire.kernels import reference
+from tests.integration.kernels.conftest import platforms_only
 
 INF = float("inf")
 
@@ -46,6 +47,7 @@ def both(logits: Tensor, **controls: Tensor) -> tuple[Tensor, Tensor]:
     return found, reference.sample(logits, *arguments.values())
 
 
+@platforms_only
 @pytest.mark.parametrize("width", [1, 15, 50, 1000, 32_000])
 @pytest.mark.parametrize("kind", ["normal", "ties"])
 def test_arg_max_goes_to_the_lowest_id(width: int, kind: str) -> None:
@@ -53,6 +55,7 @@ def test_arg_max_goes_to_the_lowest_id(width: int, kind: str) -> None:
     assert torch.equal(found, expected)
 
 
+@platforms_only
 @pytest.mark.parametrize("kind", ["normal", "flat", "peaked", "ties", "holes"])
 @pytest.mark.parametrize(("rows", "width"), [(4000, 100), (500, 1003), (60, 32_000)])
 def test_draws_are_those_of_the_reference(rows: int, width: int, kind: str) -> None:
@@ -69,11 +72,13 @@ def test_draws_are_those_of_the_reference(rows: int, width: int, kind: str) -> N
     assert torch.equal(found, expected)
 
 
+@platforms_only
 def test_a_hundred_thousand_plain_draws_are_those_of_the_reference() -> None:
     found, expected = both(torch.randn(100_000, 120))
     assert torch.equal(found, expected)
 
 
+@platforms_only
 @settings(max_examples=80, deadline=None)
 @given(
     values=st.lists(st.integers(-6, 6), min_size=1, max_size=70),
@@ -98,6 +103,7 @@ def test_few_values_with_many_ties(
     assert torch.equal(found, expected)
 
 
+@platforms_only
 def test_rows_may_be_a_part_of_wider_ones() -> None:
     wide = torch.randn(9, 70)
     found, expected = both(wide[:, 3:60], top_k=torch.full((9,), 7))
@@ -111,6 +117,7 @@ def test_a_row_that_forbids_all_still_has_a_token() -> None:
     assert tokens.tolist() == [0, 0]
 
 
+@platforms_only
 @pytest.mark.parametrize("width", [1, 16, 77, 5000])
 def test_uniform_noise_is_that_of_the_reference_bit_by_bit(width: int) -> None:
     seeds, ids = torch.randint(-(2**63), 2**63 - 1, (30,)), torch.randint(0, 2**31 - 1, (width,)).int()

@@ -1,7 +1,8 @@
 """The Triton kernels against the reference, run by Triton's interpreter: float32 and float16, which it computes right.
 
 The interpreter is slow, so shapes are small and few. What only other types or sizes could show is compiled ahead of
-time for a GPU, and compared there by `quire.kernels.check`.
+time for a GPU, and compared there by `quire.kernels.check`. Its matrix products are numpy's, whose bits depend on the
+machine and on a matrix's size; whether a result depends on the batch, tests/gpu shows.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from quire import kernels
 from quire.kernels import check, dispatch, reference
@@ -120,10 +120,6 @@ def test_hyper_connections_that_do_not_mix(kinds: int) -> None:
     connections.check_connection(19, 3, 200, torch.float32, kinds)
 
 
-def test_a_token_of_hyper_connections_does_not_depend_on_others() -> None:
-    connections.test_a_token_does_not_depend_on_others(3, "triton")
-
-
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(
     ("ratio", "rows", "head_dim", "parts", "rotary"), [(4, 4, 24, 2, 8), (40, 4, 32, 1, 8), (5, 2, 6, 2, 0)]
@@ -139,31 +135,46 @@ def test_compression_without_norm_or_gates(dtype: torch.dtype) -> None:
 
 
 SHAPES = [(14, 2, 16), (6, 1, 80), (3, 3, 33), (4, 1, 128), (2, 1, 256)]
-REQUESTS = [(0, 1), (0, 17), (40, 1), (5, 3), (7, 1), (1100, 1), (600, 9), (511, 1)]
+LONG = [(0, 1), (0, 17), (40, 1), (5, 3), (7, 1), (1100, 1), (600, 9), (511, 1)]
+"""Contexts of many tiles and parts."""
+SHORT = [(0, 1), (0, 17), (40, 1), (5, 3), (300, 1), (90, 9)]
+"""Contexts of a few."""
 
 
 @pytest.mark.parametrize(
-    ("shape", "window", "names"),
+    ("shape", "window", "names", "requests"),
     [
-        *((shape, 600, test_attention.ALL) for shape in SHAPES),
-        *((shape, 0, ()) for shape in SHAPES[:2]),
-        *((shape, 10, test_attention.ALL) for shape in SHAPES[1:3]),
+        (SHAPES[0], 600, test_attention.ALL, LONG),
+        (SHAPES[1], 0, (), LONG),
+        (SHAPES[0], 0, (), SHORT),
+        *((shape, 100, test_attention.ALL, SHORT) for shape in SHAPES[1:]),
+        (SHAPES[1], 10, test_attention.ALL, SHORT),
     ],
 )
-def test_attention_is_dense_attention(shape: tuple[int, int, int], window: int, names: tuple[str, ...]) -> None:
+def test_attention_is_dense_attention(
+    shape: tuple[int, int, int], window: int, names: tuple[str, ...], requests: list[tuple[int, int]]
+) -> None:
     heads, kv_heads, head_dim = shape
     options = test_attention.of_heads(heads, *names, window=window)
-    case = test_attention.build(REQUESTS, heads, kv_heads, head_dim, 16, **options)
+    case = test_attention.build(requests, heads, kv_heads, head_dim, 16, **options)
     close(case.run(), case.expected)
 
 
-@pytest.mark.parametrize(("num_biases", "window", "names"), [(1, 0, ()), (40, 37, test_attention.ALL), (700, 0, ())])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("num_biases", "window", "names", "dtype"),
+    [
+        (1, 0, (), torch.float32),
+        (40, 37, test_attention.ALL, torch.float32),
+        (40, 37, test_attention.ALL, torch.float16),
+        (120, 0, (), torch.float16),
+    ],
+)
 def test_attention_with_biases_and_sinks_of_each_query(
     num_biases: int, window: int, names: tuple[str, ...], dtype: torch.dtype
 ) -> None:
+    """Biases for one key, for as many as a window has, and for more than a tile but not for all keys."""
     options = test_attention.of_heads(6, *names, window=window) | {"num_biases": num_biases, "has_own_sinks": True}
-    case = test_attention.build(REQUESTS, 6, 2, 48, 16, **options)
+    case = test_attention.build(SHORT, 6, 2, 48, 16, **options)
     given = dict(case.options) | {"biases": case.options["biases"].to(dtype)}
     case = case._replace(query=case.query.to(dtype), cache=case.cache.to(dtype), options=given)
     close(case.run(), case.run(reference.paged_attention), dtype)
@@ -177,19 +188,27 @@ def test_attention_over_odd_blocks(block_size: int) -> None:
 
 @pytest.mark.parametrize("cache", TYPES)
 def test_attention_in_half_precision(cache: torch.dtype) -> None:
-    case = test_attention.build([(10, 1), (0, 20), (700, 1)], 4, 2, 64, 16)
+    case = test_attention.build([(10, 1), (0, 20), (300, 1)], 4, 2, 64, 16)
     case = case._replace(query=case.query.half(), cache=case.cache.to(cache))
     close(case.run(), case.run(reference.paged_attention), torch.float16)
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("of_cache", LARGEST)
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 64), (6, 1, 80), (3, 3, 20)])
+@pytest.mark.parametrize(
+    ("of_cache", "dtype", "heads", "kv_heads", "head_dim"),
+    [
+        (torch.int8, torch.float32, 4, 2, 64),
+        (torch.int8, torch.float16, 6, 1, 80),
+        (torch.int8, torch.float16, 3, 3, 20),
+        (torch.float8_e4m3fn, torch.float16, 4, 2, 64),
+        (torch.float8_e4m3fn, torch.float32, 6, 1, 80),
+        (torch.float8_e4m3fn, torch.float32, 3, 3, 20),
+    ],
+)
 def test_attention_over_quantized_caches(
-    heads: int, kv_heads: int, head_dim: int, of_cache: torch.dtype, dtype: torch.dtype
+    of_cache: torch.dtype, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int
 ) -> None:
-    options = test_attention.of_heads(heads, *test_attention.ALL, window=300)
-    case = test_attention.build([(10, 1), (0, 20), (700, 1), (90, 70)], heads, kv_heads, head_dim, 16, **options)
+    options = test_attention.of_heads(heads, *test_attention.ALL, window=150)
+    case = test_attention.build([(10, 1), (0, 20), (300, 1), (30, 70)], heads, kv_heads, head_dim, 16, **options)
     case = case._replace(query=case.query.to(dtype), cache=test_attention.converted(case.cache, of_cache))
     close(case.run(), case.run(reference.paged_attention), dtype)
 
@@ -200,7 +219,7 @@ def test_values_of_any_size_in_a_quantized_cache_keep_their_precision_beside_flo
     size: float, of_cache: torch.dtype
 ) -> None:
     """Values of some requests, and of some keys, that are much smaller than others."""
-    case = test_attention.build([(10, 1), (300, 9), (700, 1)], 4, 2, 64, 16)
+    case = test_attention.build([(10, 1), (90, 9), (300, 1)], 4, 2, 64, 16)
     case.cache[1, ::3] *= 1e-3
     cache = test_attention.converted(case.cache * torch.tensor([1.0, size]).view(2, 1, 1, 1, 1), of_cache)
     case = case._replace(query=case.query.half(), cache=cache)
@@ -245,23 +264,11 @@ def test_attention_in_the_tiles_of_gpus_with_less_shared_memory(monkeypatch: pyt
 
 
 def test_attention_where_one_row_is_key_and_value_of_many_heads() -> None:
-    case = test_attention.build([(600, 1), (0, 3)], 32, 1, 576, 16)
+    case = test_attention.build([(140, 1), (0, 3)], 32, 1, 576, 16)
     for dtype in (torch.float32, *LARGEST):
         side = test_attention.converted(case.cache, dtype)[:1]
         one = case._replace(cache=side.expand(2, -1, -1, -1, -1))
         close(one.run(), one.run(reference.paged_attention))
-
-
-def test_attention_does_not_depend_on_the_batch() -> None:
-    case = test_attention.build(REQUESTS, 4, 2, 16, 16)
-    together, first = case.run(), 0
-    for number, count in enumerate(case.counts):
-        rows, one = slice(first, first + count), slice(number, number + 1)
-        alone = case._replace(
-            query=case.query[rows], tables=case.tables[one], lengths=case.lengths[one], counts=case.counts[one]
-        )
-        assert torch.equal(alone.run(), together[rows])
-        first += count
 
 
 @pytest.mark.parametrize("cache_dtype", [None, *LARGEST])
@@ -277,13 +284,13 @@ def test_selection(monkeypatch: pytest.MonkeyPatch) -> None:
     selection = importlib.import_module("quire.kernels.triton.selection")
     monkeypatch.setattr(selection, "_TILE", 64)
     test_sparse.test_of_equal_scores_the_earlier_tokens_are_chosen()
-    test_sparse.test_a_query_sees_the_keys_of_complete_groups(3)
-    given = test_sparse.case([(70, 1), (90, 6), (0, 3), (200, 1)], 16, 64)
+    test_sparse.check_groups(3, [(0, 1), (130, 1), (1, 9), (70, 4), (2, 1)])
+    given = test_sparse.case([(70, 1), (90, 3), (0, 3), (200, 1)], 16, 64, is_exact=True)
     whole = kernels.select_tokens(*given, 48)
     assert torch.equal(whole, reference.select_tokens(*given, 48))
     monkeypatch.setattr(selection, "_SCORES", 1000)  # one query at a time
     assert torch.equal(kernels.select_tokens(*given, 48), whole)
-    assert torch.equal(kernels.select_tokens(*given.of(1, 2), 48), whole[1:7])
+    assert torch.equal(kernels.select_tokens(*given.of(1, 2), 48), whole[1:4])
 
 
 @pytest.mark.parametrize("cache_dtype", [None, *LARGEST])
@@ -299,16 +306,19 @@ def test_selection_of_blocks(cache_dtype: torch.dtype | None, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("cache_dtype", [None, *LARGEST])
-@pytest.mark.parametrize(("heads", "head_dim", "num_tensors"), [(4, 24, 1), (16, 576, 1), (8, 64, 2)])
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "num_tensors", "counts"),
+    [(4, 24, 1, [1, 70, 16, 33]), (16, 576, 1, [17]), (8, 64, 2, [70, 2, 69])],
+)
 def test_attention_to_selected_tokens(
-    heads: int, head_dim: int, num_tensors: int, cache_dtype: torch.dtype | None
+    heads: int, head_dim: int, num_tensors: int, counts: list[int], cache_dtype: torch.dtype | None
 ) -> None:
-    test_sparse.test_attention_to_selected_tokens(heads, head_dim, num_tensors, torch.float32, cache_dtype)
+    test_sparse.check_selected(heads, head_dim, num_tensors, torch.float32, cache_dtype, counts)
 
 
 def test_attention_to_all_tokens_is_that_of_a_decode(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.import_module("quire.kernels.triton.attention"), "_PARTIALS", 1000)
-    test_sparse.test_with_all_tokens_it_is_the_attention_of_a_decode(24)
+    test_sparse.test_with_all_tokens_it_is_the_attention_of_a_decode(24, "triton")
     test_sparse.test_rows_beyond_the_count_are_not_used()
 
 
@@ -320,13 +330,13 @@ def test_attention_does_not_read_after_a_sequence() -> None:
         place = torch.arange(length)
         used[table[place // 16], place % 16] = True
     poisoned.transpose(2, 3)[:, ~used] = torch.nan
-    assert torch.equal(case._replace(cache=poisoned).run(), whole)
+    close(case._replace(cache=poisoned).run(), whole)
 
 
-@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(
+    ("has_bias", "rows", "dtype"), [(False, 48, TYPES[0]), (True, 24, TYPES[0]), (True, 48, TYPES[1])]
+)
 @pytest.mark.parametrize(("tokens", "experts", "top_k"), [(1, 8, 2), (13, 7, 3), (150, 4, 2)])
-@pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("rows", [48, 24])
 def test_sums_over_experts(
     tokens: int, experts: int, top_k: int, has_bias: bool, rows: int, dtype: torch.dtype
 ) -> None:
@@ -349,9 +359,10 @@ def test_no_tokens_for_experts() -> None:
 
 
 @pytest.mark.parametrize("scoring", test_experts.SCORINGS)
-@pytest.mark.parametrize("renormalize", [False, True])
-@pytest.mark.parametrize(("experts", "top_k"), [(1, 1), (8, 2), (60, 4), (64, 64), (129, 8)])
-def test_routing(scoring: reference.Scoring, renormalize: bool, experts: int, top_k: int) -> None:
+@pytest.mark.parametrize(
+    ("experts", "top_k", "renormalize"), [(1, 1, False), (8, 2, True), (60, 4, False), (64, 64, True), (129, 8, True)]
+)
+def test_routing(scoring: reference.Scoring, experts: int, top_k: int, renormalize: bool) -> None:
     logits = test_experts.apart(5, experts)
     test_experts.check_route(logits, top_k, scoring, renormalize=renormalize, scale=2.5)
 
@@ -368,7 +379,7 @@ def test_grouped_routing(scoring: reference.Scoring, group_score: reference.Grou
 @pytest.mark.parametrize("scoring", test_experts.SCORINGS)
 @pytest.mark.parametrize("options", [{}, {"groups": 4, "top_groups": 2}])
 def test_of_equal_experts_the_lower_number_comes_first(scoring: reference.Scoring, options: dict[str, int]) -> None:
-    test_experts.check_route(torch.randint(-2, 3, (40, 12)).float(), 5, scoring, **options)
+    test_experts.check_route(torch.randint(-2, 3, (16, 12)).float(), 5, scoring, **options)
 
 
 def test_experts_of_logits_that_are_no_numbers_are_there() -> None:
@@ -378,7 +389,7 @@ def test_experts_of_logits_that_are_no_numbers_are_there() -> None:
 
 @pytest.mark.parametrize("kind", ["normal", "flat", "peaked", "ties", "holes"])
 def test_draws_are_those_of_the_reference(kind: str) -> None:
-    rows, width = 24, 5003
+    rows, width = 12, 5003
     pick = torch.randint(0, 2, (3, rows)).bool()
     controls = {
         "temperature": torch.rand(rows) * 2 + 0.05,
@@ -399,10 +410,10 @@ def test_draws_are_those_of_the_reference(kind: str) -> None:
 
 
 def test_few_values_with_many_ties_are_drawn_alike() -> None:
-    values = torch.randint(-3, 3, (20, 40)).float().masked_fill(torch.rand(20, 40) < 0.2, -torch.inf)
+    values = torch.randint(-3, 3, (8, 40)).float().masked_fill(torch.rand(8, 40) < 0.2, -torch.inf)
     values[0] = -torch.inf
     for top_k, top_p, min_p in ((0, 0.43, 0.0), (7, 0.91, 0.0), (12, 1.0, 0.3), (5, 0.07, 0.013)):
-        controls = torch.full((20,), top_k), torch.full((20,), top_p), torch.full((20,), min_p)
+        controls = torch.full((8,), top_k), torch.full((8,), top_p), torch.full((8,), min_p)
         found, expected = test_sampling.both(values, **dict(zip(("top_k", "top_p", "min_p"), controls, strict=True)))
         assert torch.equal(found, expected)
 
@@ -446,14 +457,12 @@ def test_linear_attention_with_values_of_an_odd_size(step: str) -> None:
     test_recurrent.test_values_of_an_odd_size_are_those_of_the_reference(step)
 
 
-@pytest.mark.parametrize("state_size", [test_recurrent.SIZES["key_dim"], 1])
-@pytest.mark.parametrize("step", ["decodes", "short"])
+@pytest.mark.parametrize(("step", "state_size"), [("decodes", 1), ("decodes", 24), ("short", 24)])
 def test_selective_scan(step: str, state_size: int) -> None:
     test_recurrent.test_selective_scan_is_that_of_the_reference(step, state_size, torch.float32)
 
 
-@pytest.mark.parametrize("size", [1.0, 40.0])
-@pytest.mark.parametrize("step", ["decodes", "short"])
+@pytest.mark.parametrize(("step", "size"), [("decodes", 1.0), ("short", 40.0)])
 def test_wkv(step: str, size: float) -> None:
     test_recurrent.test_wkv_is_that_of_the_reference(step, size, torch.float32)
 
@@ -483,30 +492,14 @@ def test_penalties(vocab: int) -> None:
     assert not torch.equal(found[1], logits[1])
 
 
-def test_the_check_passes_what_is_right_and_names_what_is_not(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    names = set(platform.__all__)
+@pytest.mark.slow
+def test_every_kernel_passes_the_check_of_a_rank() -> None:
+    """As the check calls them. `test_check.py` has what the check makes of the results."""
     config = kernels.AttentionConfig((kernels.AttentionLayer(6, 2, 24, 0.2, window=9, softcap=5.0, has_sinks=True),))
     of_fp4 = QuantizedFormat("e2m1", 16, rounds_inputs=True)
     formats = QuantizedFormat("int8"), QuantizedFormat("int8", rounds_inputs=True), of_fp4
-    whole, problems = check.passing(platform, torch.device("cpu"), torch.float32, config, formats)
-    assert set(vars(whole)) == names
-    assert not problems
-
-    def wrong(x: Tensor, activation: str) -> Tensor:
-        return reference.act_mul(x, activation) + 0.01
-
-    def broken(*_: object) -> Tensor:
-        raise RuntimeError("PTX was compiled for another architecture")
-
-    monkeypatch.setattr(platform, "act_mul", wrong)
-    monkeypatch.setattr(platform, "rms_norm", broken)
-    passing, problems = check.passing(platform, torch.device("cpu"), torch.float32, config, formats)
-    assert set(vars(passing)) == names - {"act_mul", "rms_norm"}
-    assert set(problems) == {"act_mul", "rms_norm"}
-    assert "act_mul is not used on cpu" in caplog.text
-    assert "RuntimeError: PTX was compiled for another architecture" in caplog.text
+    found = check.differences(platform, torch.device("cpu"), torch.float32, config, formats)
+    assert found == dict.fromkeys(platform.__all__, "")
 
 
 @pytest.mark.slow

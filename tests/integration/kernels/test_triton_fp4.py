@@ -13,16 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels import check, fp4, linear, reference
-from quire.kernels.attention_config import AttentionConfig
+from quire.kernels import fp4, linear, reference
 from quire.kernels.fp4 import Fp4Weight, pack_fp4, widen_fp4
-from quire.kernels.quantized import QuantizedFormat, QuantizedWeight
+from quire.kernels.quantized import QuantizedWeight
 from tests.fakes.interpreter import with_scales_of_8_bit_floats
 from tests.integration.engine.models.quantized_tensors.layouts import E2M1, E4M3
 
 if sys.platform != "linux":
     pytest.skip("Triton has no wheel for this platform", allow_module_level=True)
-platform = importlib.import_module("quire.kernels.triton")
 kernels = importlib.import_module("quire.kernels.triton.fp4")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of numbers that are masked out
 
@@ -139,11 +137,6 @@ def test_matmul(rows: int, columns: int, dtype: torch.dtype) -> None:
         close(module.fp4_matmul(x, pack_fp4(weight)), expected_of(x, weight))
 
 
-def test_a_row_does_not_depend_on_others() -> None:
-    packed, x = pack_fp4(random_weight(40, 528)), torch.randn(16, 528)
-    assert torch.equal(kernels.fp4_matmul(x, packed)[:1], kernels.fp4_matmul(x[:1], packed))
-
-
 def test_what_is_no_number_makes_its_row_none() -> None:
     packed, x = pack_fp4(random_weight(20, 64)), torch.randn(3, 64)
     x[1, 5] = torch.nan
@@ -153,7 +146,7 @@ def test_what_is_no_number_makes_its_row_none() -> None:
         assert found[[0, 2]].isfinite().all()
 
 
-@pytest.mark.parametrize(("tokens", "dtype"), [(7, torch.float32), (90, torch.float16)])
+@pytest.mark.parametrize(("tokens", "dtype"), [(7, torch.float32), (50, torch.float16)])
 @pytest.mark.parametrize("sides", [2, 1])
 def test_experts(tokens: int, dtype: torch.dtype, sides: int) -> None:
     """Each has its own scale of inputs, some of which are on other ranks."""
@@ -187,21 +180,6 @@ def test_experts_without_tokens_and_unknown_activations() -> None:
     assert kernels.fp4_fused_experts(*none, *packed, "silu").shape == (0, 64)
     with pytest.raises(KeyError, match="swoosh"):
         kernels.fp4_fused_experts(*none, *packed, "swoosh")
-
-
-def test_a_rank_checks_the_kernels_of_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of widened weights, too: a layer without the scale of its inputs is multiplied by them."""
-    cpu, formats = torch.device("cpu"), [QuantizedFormat("e2m1", 16, rounds_inputs=True)]
-    names = {"round_fp4", "fp4_matmul", "fp4_fused_experts", "coded_matmul", "coded_fused_experts"}
-
-    def differences() -> dict[str, str]:
-        found = check.differences(platform, cpu, torch.float32, AttentionConfig(), formats)
-        return {name: found[name] for name in names}
-
-    assert differences() == dict.fromkeys(names, "")
-    with monkeypatch.context() as patch:
-        patch.setattr(kernels, "_to_e2m1", kernels.to_e4m3)
-        assert {name for name, text in differences().items() if text} == {name for name in names if "fp4" in name}
 
 
 def test_where_inputs_are_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
