@@ -1,4 +1,5 @@
-"""Random-weight checkpoints of every family, written as transformers writes them."""
+"""Random-weight checkpoints as transformers writes them, and its answers. It is imported where it is called: that takes
+seconds, in each process of a rank, too."""
 
 from __future__ import annotations
 
@@ -8,18 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PretrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 
 _SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -34,20 +23,23 @@ _SIZES: dict[str, Any] = {
     "eos_token_id": 130,
     "pad_token_id": None,
 }
-_FAMILIES: dict[str, tuple[type[PretrainedConfig], type[PreTrainedModel], dict[str, Any]]] = {
-    "llama": (LlamaConfig, LlamaForCausalLM, {"attention_bias": True, "mlp_bias": True}),
-    "mistral": (MistralConfig, MistralForCausalLM, {"num_key_value_heads": 2, "sliding_window": None}),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {"num_key_value_heads": 1, "tie_word_embeddings": True}),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 16, "tie_word_embeddings": False}),
+_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}),
+    "mistral": ("MistralForCausalLM", {"num_key_value_heads": 2, "sliding_window": None}),
+    "qwen2": ("Qwen2ForCausalLM", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "qwen3": ("Qwen3ForCausalLM", {"head_dim": 16, "tie_word_embeddings": False}),
 }
 FAMILIES = tuple(_FAMILIES)
 
 
 def write_checkpoint(family: str, folder: Path, **settings: Any) -> Path:
     """A tiny float32 checkpoint of `family` in `folder`, with more settings in its config; returns the folder."""
-    config_class, model_class, changes = _FAMILIES[family]
+    import transformers
+
+    architecture, changes = _FAMILIES[family]
+    kind: Any = getattr(transformers, architecture)
     torch.manual_seed(0)
-    model = model_class(config_class(**(_SIZES | changes | settings)))
+    model = kind(kind.config_class(**(_SIZES | changes | settings)))
     for name, parameter in model.named_parameters():  # transformers starts biases at zero, which would hide them
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.2)
@@ -92,6 +84,19 @@ def generate(folder: Path, prompts: list[list[int]], count: int, *, trust_remote
         output = model.generate(tokens, attention_mask=torch.ones_like(tokens))
         results.append(output[0, len(prompt) :].tolist())
     return results
+
+
+def likeliest(model: Any, prompts: list[list[int]], answers: list[list[int]]) -> list[list[int]]:
+    """transformers' likeliest token at each place of the answers, behind the prompt and the answer up to there. The
+    answers are its greedy continuations if these are the answers themselves, and one pass for each of them says so:
+    `generate` runs one for each token."""
+    torch.set_num_threads(1)
+    found = []
+    with torch.inference_mode():
+        for prompt, answer in zip(prompts, answers, strict=True):
+            logits = model(torch.tensor([[*prompt, *answer[:-1]]]), use_cache=False).logits[0]
+            found.append(logits[len(prompt) - 1 :].argmax(-1).tolist())
+    return found
 
 
 def score(folder: Path, prompts: list[list[int]]) -> list[Tensor]:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -1323,6 +1322,8 @@ _STARTS_AT_0 = ("DeepseekV4ForCausalLM", "Glm5NextForConditionalGeneration")
 
 def write_model(architecture: str, settings: dict[str, Any], folder: Path) -> Any:
     """A random model of transformers in `folder`, and itself."""
+    import transformers  # here, as it takes seconds
+
     kind: Any = getattr(transformers, TEXT_PARTS.get(architecture, architecture))
     torch.manual_seed(0)
     torch.set_num_threads(1)  # the matrices are too small to be shared
@@ -1357,6 +1358,8 @@ def write_model(architecture: str, settings: dict[str, Any], folder: Path) -> An
 
 def _name_as_part(architecture: str, settings: dict[str, Any], folder: Path) -> None:
     """Write what is in the folder as the text part of a model that transformers has."""
+    import transformers
+
     config = getattr(transformers, architecture).config_class(**settings).to_dict() | {"architectures": [architecture]}
     (folder / "config.json").write_text(json.dumps(config))
     path = folder / "model.safetensors"

@@ -1,13 +1,7 @@
-"""Prints the most memory that loading took in this process, and what the plan says of the rank's weights, in bytes.
-
-Run as `python -m tests.integration.engine.models.peak_memory FOLDER DTYPE TP EXPERTS [QUANTIZATION]`, for rank 0;
-EXPERTS is spread or sliced. Pages of the checkpoint, which the system keeps and drops as it likes, are not the
-process's own.
-"""
+"""Measures the most memory that loading takes in this process."""
 
 from __future__ import annotations
 
-import sys
 import threading
 from pathlib import Path
 
@@ -25,18 +19,19 @@ def anonymous() -> int:
     return int(lines["RssAnon"].split()[0]) * 1024
 
 
-def main() -> None:
-    folder, dtype, tp, experts, *quantization = sys.argv[1:]
+def measure(folder: Path, dtype: str, tp: int, is_spread: bool, quantization: str | None) -> tuple[int, int]:
+    """Load rank 0; returns its bytes at most, and as planned. Pages of the checkpoint, which the system keeps and drops
+    as it likes, are not the process's own."""
     config = configure(
-        Path(folder),
+        folder,
         dtype=dtype,
-        tensor_parallel_size=int(tp),
-        enable_expert_parallel=experts == "spread",
+        tensor_parallel_size=tp,
+        enable_expert_parallel=is_spread,
         max_model_len=32,
-        quantization=(*quantization, None)[0],
+        quantization=quantization,
     )
     parallel = Parallel()
-    parallel.size = int(tp)
+    parallel.size = tp
     kernels.prepare("cpu")()
     return_freed_memory()
     base, seen, is_over = anonymous(), [0], threading.Event()
@@ -52,10 +47,6 @@ def main() -> None:
     decoder = load(config, 0, parallel, CPU, experts=group)
     is_over.set()
     watcher.join()
-    sizes = MemoryPlan.of(config)
-    print(max(*seen, anonymous()) - base, sizes.weights[0])
+    most = max(*seen, anonymous()) - base
     del decoder
-
-
-if __name__ == "__main__":
-    main()
+    return most, MemoryPlan.of(config).weights[0]

@@ -18,7 +18,7 @@ from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.protocol.scheduler_output import SchedulerOutput
 from quire.engine.protocol.stats import ExpertLoad
 from quire.engine.worker import eplb
-from tests.fakes.checkpoints import generate
+from tests.fakes.checkpoints import likeliest
 from tests.fakes.core_with_ranks import Ranks
 from tests.fakes.families import CASES, SIZES, write_model
 from tests.fakes.model_logits import configure
@@ -30,9 +30,9 @@ FAMILIES = {"Mixtral": {"num_local_experts": 8}, "Granite MoE": {"num_local_expe
 STEPS = 24
 
 
-def write(family: str, folder: Path) -> None:
+def write(family: str, folder: Path) -> Any:
     architecture, changes = CASES[family]
-    write_model(architecture, SIZES | changes | FAMILIES[family], folder)
+    return write_model(architecture, SIZES | changes | FAMILIES[family], folder)
 
 
 def moving(folder: Path, tp: int, **options: Any) -> EngineConfig:
@@ -46,14 +46,21 @@ def prompts() -> list[list[int]]:
     return [[rng.randrange(3, 130) for _ in range(length)] for length in (1, 33, 40)]
 
 
-@pytest.mark.parametrize("num_redundant_experts", [0, 4])
-@pytest.mark.parametrize(("tp", "pp"), [(2, 1), pytest.param(4, 1, marks=pytest.mark.slow), (2, 2)])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "tp", "pp", "num_redundant_experts"),
+    [
+        ("Mixtral", 2, 1, 0),
+        ("Mixtral", 2, 2, 4),
+        ("Granite MoE", 2, 1, 4),
+        pytest.param("Granite MoE", 4, 1, 0, marks=pytest.mark.slow),
+        ("DeepSeek V3", 2, 2, 0),
+        pytest.param("DeepSeek V3", 4, 1, 4, marks=pytest.mark.slow),
+    ],
+)
 def test_tokens_stay_while_experts_move(
     family: str, tp: int, pp: int, num_redundant_experts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write(family, tmp_path)
-    expected = generate(tmp_path, prompts(), STEPS)
+    model = write(family, tmp_path)
     config = moving(tmp_path, tp, pipeline_parallel_size=pp, num_redundant_experts=num_redundant_experts)
     moved: list[ExpertMove] = []
     run: Callable[[Any, list[ExpertMove]], None] = eplb._Mover.run
@@ -66,15 +73,14 @@ def test_tokens_stay_while_experts_move(
     params = SamplingParams(temperature=0.0, max_tokens=STEPS, ignore_eos=True)
     with Ranks(config, ThreadExecutor(config)) as ranks:
         tokens = ranks.tokens([(prompt, params) for prompt in prompts()], max_num_batched_tokens=16)
-    assert tokens == expected
+    assert tokens == likeliest(model, prompts(), tokens)
     assert len(moved) >= 10 * tp
 
 
-@pytest.mark.parametrize("pp", [pytest.param(1, marks=pytest.mark.slow), 2])
-@pytest.mark.parametrize("quantization", [None, pytest.param("int8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("quantization", "pp"), [(None, 2), pytest.param("int8", 1, marks=pytest.mark.slow)])
 def test_processes_move_experts_and_report_it(quantization: Any, pp: int, tmp_path: Path) -> None:
     """The same tokens as where nothing moves, bytes and all."""
-    write("Mixtral", tmp_path)
+    model = write("Mixtral", tmp_path)
     outputs, loads = [], list[ExpertLoad]()
     for enable_eplb in (False, True):
         options = {"enable_eplb": enable_eplb, "num_redundant_experts": 4 * enable_eplb, "quantization": quantization}
@@ -94,7 +100,7 @@ def test_processes_move_experts_and_report_it(quantization: Any, pp: int, tmp_pa
         ranks.close()
         outputs.append([request.output for request in requests])
     assert outputs[0] == outputs[1]
-    assert quantization is not None or outputs[0] == generate(tmp_path, prompts(), STEPS)
+    assert quantization is not None or outputs[0] == likeliest(model, prompts(), outputs[0])
     layers = config.model.architecture.num_layers
     assert loads[-1].layers == dict.fromkeys(range(layers), 8)
     assert loads[-1].moved >= 10

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from quire.engine.config.memory_plan import MemoryPlan
 from tests.fakes.model_logits import configure
+from tests.fakes.processes import CONTEXT
+from tests.integration.engine.models import peak_memory
 
 HIDDEN, INNER, LAYERS, VOCABULARY = 768, 2048, 12, 4096
 """182 MB of bfloat16."""
@@ -45,14 +46,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize(
-    ("dtype", "quantization"), [("float32", None), ("bfloat16", None), ("float32", "int8"), ("bfloat16", "fp8")]
+    ("dtype", "quantization", "tp"),
+    [("float32", None, 1), ("bfloat16", None, 2), ("float32", "int8", 2), ("bfloat16", "fp8", 1)],
 )
 def test_loading_takes_little_more_than_the_weights(
     folder: Path, dtype: str, quantization: str | None, tp: int
 ) -> None:
-    peak, held = measure(folder, dtype, tp, "sliced", quantization)
+    peak, held = measure(folder, dtype, tp, False, quantization)
     heaps = (8 << 20) * (quantization == "fp8")  # where four readers round weights
     assert 0.9 * held < peak <= 1.1 * held + heaps
 
@@ -65,21 +66,20 @@ def test_files_of_torch_are_not_held_in_memory(folder: Path, tmp_path: Path) -> 
         torch.save({name: tensor for name, tensor in tensors.items() if files[name] == file}, tmp_path / file)
     (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": files}))
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
-    peak, held = measure(tmp_path, "bfloat16", 2, "sliced", None)
+    peak, held = measure(tmp_path, "bfloat16", 2, False, None)
     assert 0.9 * held < peak <= 1.1 * held
 
 
-def measure(folder: Path, dtype: str, tp: int, experts: str, quantization: str | None) -> list[int]:
-    """Bytes at most, and bytes that the plan says."""
-    arguments = [str(folder), dtype, str(tp), experts, *filter(None, [quantization])]
-    command = [sys.executable, "-m", "tests.integration.engine.models.peak_memory", *arguments]
-    return [int(size) for size in subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()]
+def measure(folder: Path, dtype: str, tp: int, is_spread: bool, quantization: str | None) -> tuple[int, int]:
+    """In a process of its own."""
+    with ProcessPoolExecutor(1, mp_context=CONTEXT) as process:
+        return process.submit(peak_memory.measure, folder, dtype, tp, is_spread, quantization).result()
 
 
 EXPERTS, EXPERT_NUMBERS = 8, 3 * 512 * 1024
 
 
-@pytest.fixture(scope="module", params=["one by one", "stacked"])
+@pytest.fixture(scope="module")
 def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """151 MB of bfloat16, nearly all of it experts: Mixtral's, each a tensor, or GraniteMoE's, a tensor for all."""
     path, is_stacked = tmp_path_factory.mktemp("mixture"), request.param == "stacked"
@@ -125,11 +125,18 @@ def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.mark.parametrize(
-    ("dtype", "quantization"),
-    [("float32", None), ("bfloat16", None), ("float32", "int8"), ("bfloat16", "fp8"), ("bfloat16", "mxfp4")],
+    ("mixture", "dtype", "quantization"),
+    [
+        ("one by one", "bfloat16", None),
+        ("one by one", "float32", "int8"),
+        ("stacked", "float32", None),
+        ("stacked", "bfloat16", "fp8"),
+        ("stacked", "bfloat16", "mxfp4"),
+    ],
+    indirect=["mixture"],
 )
 def test_only_the_experts_of_a_rank_are_loaded(mixture: Path, dtype: str, quantization: str | None) -> None:
-    peak, held = measure(mixture, dtype, 2, "spread", quantization)
+    peak, held = measure(mixture, dtype, 2, True, quantization)
     one = configure(mixture, dtype=dtype, quantization=quantization, max_model_len=32)
     assert held < 0.55 * MemoryPlan.of(one).weights[0]
     # a layer that is being quantized, or its codes
@@ -141,7 +148,7 @@ _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False
 _FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
 
-@pytest.fixture(scope="module", params=["gptq", "fp8"])
+@pytest.fixture(scope="module")
 def quantized(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """130 MB of 4-bit weights, or twice as much of FP8."""
     path, hidden, inner, layers = tmp_path_factory.mktemp("quantized"), 1024, 2048, 24
@@ -173,9 +180,9 @@ def quantized(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return path
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize(("quantized", "tp"), [("gptq", 2), ("fp8", 1)], indirect=["quantized"])
 def test_loading_quantized_weights_takes_little_more_than_their_bytes(quantized: Path, tp: int) -> None:
-    peak, held = measure(quantized, "bfloat16", tp, "sliced", None)
+    peak, held = measure(quantized, "bfloat16", tp, False, None)
     stored = sum(file.stat().st_size for file in quantized.glob("*.safetensors"))
     assert held <= 1.05 * stored / tp + (2 << 20)  # embedding and head
     heaps = 16 << 20  # where four readers unpack codes

@@ -107,7 +107,7 @@ def test_logits_are_those_of_the_rounded_numbers(quantization: str, kind: str, t
     tokens = torch.randint(0, 131, (40,), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
         expected = model(tokens[None]).logits[0]
-    for tp, pp, ep in LAYOUTS if kind in WITH_EXPERTS else LAYOUTS[:3]:
+    for tp, pp, ep in LAYOUTS if kind in WITH_EXPERTS else LAYOUTS[:2]:
         config = configured(tmp_path, tp, pp, ep, quantization=quantization)
         for result in on_ranks(tp, partial(logits, config, tokens)):
             assert (result - expected).norm() <= 1e-3 * expected.norm(), (tp, pp, ep)

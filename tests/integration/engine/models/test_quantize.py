@@ -255,6 +255,7 @@ def test_folders_and_models_that_do_not_fit_are_refused(tmp_path: Path, capsys: 
     assert not list(tmp_path.glob("none*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_a_run_that_is_killed_leaves_no_folder_that_looks_whole(number: signal.Signals, tmp_path: Path) -> None:
     """All of its processes by SIGKILL; otherwise the one that the user has started, as a supervisor would."""

@@ -25,7 +25,7 @@ from quire.engine.models.transformers_backend import attention, build, describe
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.sampling_params import SamplingParams
 from tests.fakes import families
-from tests.fakes.checkpoints import generate
+from tests.fakes.checkpoints import likeliest
 from tests.fakes.core_with_ranks import Ranks
 from tests.fakes.drafts import Guesser
 from tests.fakes.families import write_model
@@ -68,23 +68,32 @@ def served(folder: Path, **options: Any) -> list[list[int]]:
     with Ranks(config, ThreadExecutor(config)) as ranks:
         tokens = ranks.tokens([(prompt, params) for prompt in prompts()], max_num_batched_tokens=16)
         assert ranks.stats.prefix_hit_tokens >= 32
+        assert [len(each) for each in tokens] == [STEPS] * len(tokens)
         return tokens
 
 
-def layouts() -> list[Any]:
-    """One rank in the default tier, and two cases in all layouts."""
+IN_ALL_LAYOUTS = ("OLMo", "OLMoE")
+UNLIKE = ("EXAONE 4, windows", "ERNIE 4.5 MoE", "MiniCPM3", "Zamba", "LaraMini", "Inkling", "Inkling 2, loops", "Dory")
+"""Cases with windows, experts, tied embeddings, states, and layers that run more than once."""
+
+
+def layouts(largest: bool = False) -> list[Any]:
+    """One rank in the default tier, and two cases in all layouts; or of the other layouts the largest alone."""
     return [
-        pytest.param(name, tp, pp, marks=[] if (tp, pp) == (1, 1) or name in ("OLMo", "OLMoE") else [pytest.mark.slow])
+        pytest.param(name, tp, pp, marks=[] if (tp, pp) == (1, 1) or name in IN_ALL_LAYOUTS else [pytest.mark.slow])
         for name, case in others.CASES.items()
-        for tp, pp in case.layouts
+        for tp, pp in (case.layouts if not largest else sorted({case.layouts[0], case.layouts[-1]}))
     ]
 
 
-@pytest.mark.parametrize(("case", "tp", "pp"), layouts())
+@pytest.mark.parametrize(
+    ("case", "tp", "pp"), [each for each in layouts(largest=True) if each.values[0] in (*IN_ALL_LAYOUTS, *UNLIKE)]
+)
 def test_greedy_tokens_are_those_of_transformers(case: str, tp: int, pp: int, tmp_path: Path) -> None:
-    others.write(case, tmp_path)
-    expected = generate(tmp_path, prompts(), STEPS)
-    assert served(tmp_path, tensor_parallel_size=tp, pipeline_parallel_size=pp) == expected
+    """Of other models, the description compares logits of two requests in chunks."""
+    model = others.write(case, tmp_path)
+    tokens = served(tmp_path, tensor_parallel_size=tp, pipeline_parallel_size=pp)
+    assert tokens == likeliest(model, prompts(), tokens)
 
 
 @pytest.mark.parametrize(("case", "tp", "pp"), layouts())
@@ -105,15 +114,14 @@ def test_logits_are_those_of_transformers(case: str, tp: int, pp: int, tmp_path:
 )
 def test_states_survive_preemption_and_drafts(case: str, tmp_path: Path) -> None:
     """Zamba's modules read a state only if they get one token."""
-    others.write(case, tmp_path)
-    expected = generate(tmp_path, prompts(), STEPS)
+    model = others.write(case, tmp_path)
     config = configure(tmp_path, max_model_len=128, max_num_seqs=4, block_size=4, **_BY_TRANSFORMERS)
     arch = config.model.architecture
     assert isinstance(arch, TransformersModelSpec)
     assert arch.continues_by_token == (case == "Zamba")
     params = SamplingParams(temperature=0.0, max_tokens=STEPS, ignore_eos=True)
     requests = [(prompt, params) for prompt in prompts()]
-    texts = [prompt + tokens for prompt, tokens in zip(prompts(), expected, strict=True)]
+    texts: list[list[int]] = []
 
     def mostly_right(known: list[int], rng: random.Random) -> int:
         following = [text[len(known)] for text in texts if text[: len(known)] == known and len(text) > len(known)]
@@ -122,8 +130,10 @@ def test_states_survive_preemption_and_drafts(case: str, tmp_path: Path) -> None
     with Ranks(config, ThreadExecutor(config)) as ranks:
         tight = config.cache.max_blocks(128, 16) + config.cache.blocks_per_page
         assert tight < config.cache.num_blocks
-        assert ranks.tokens(requests, max_num_batched_tokens=16, num_blocks=tight) == expected
+        expected = ranks.tokens(requests, max_num_batched_tokens=16, num_blocks=tight)
+        assert expected == likeliest(model, prompts(), expected)
         assert ranks.stats.preemptions > 0
+        texts += [prompt + tokens for prompt, tokens in zip(prompts(), expected, strict=True)]
         drafts = Guesser(mostly_right, 3, 64, config.cache.block_size)
         assert ranks.tokens(requests, max_num_batched_tokens=16, speculation=drafts) == expected
         assert ranks.stats.num_accepted_tokens > 0
@@ -135,13 +145,11 @@ def test_enough_architectures_have_no_mapping_of_ours() -> None:
 
 
 @pytest.mark.parametrize("case", ["Llama", "Gemma 2", "Phi-3, longrope", "Qwen3 MoE", "GPT-NeoX", "Mistral, windows"])
-def test_both_implementations_give_the_same_tokens(case: str, tmp_path: Path) -> None:
-    families.write(case, tmp_path)
+def test_transformers_implementation_runs_models_that_have_a_mapping(case: str, tmp_path: Path) -> None:
+    model = families.write(case, tmp_path)
     for tp in (1, 2):
-        ours, theirs = (
-            served(tmp_path, tensor_parallel_size=tp, model_impl=impl) for impl in ("quire", "transformers")
-        )
-        assert ours == theirs
+        tokens = served(tmp_path, tensor_parallel_size=tp)
+        assert tokens == likeliest(model, prompts(), tokens)
 
 
 @pytest.mark.usefixtures("own_process")
@@ -154,8 +162,8 @@ def test_what_has_no_mapping_goes_to_transformers_with_a_line(tmp_path: Path, ca
         configure(tmp_path, model_impl="quire")
 
 
-def write_remote(folder: Path) -> None:
-    """A model of code that is in its folder."""
+def write_remote(folder: Path) -> Any:
+    """A model of code that is in its folder; returns it."""
     remote_code.write_code(folder)
     torch.manual_seed(0)
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True)
@@ -163,16 +171,17 @@ def write_remote(folder: Path) -> None:
     for parameter in model.parameters():
         parameter.data.normal_(std=0.2)
     save_file(model.state_dict(), folder / "model.safetensors", {"format": "pt"})
+    return model.train(False)
 
 
 def test_code_in_the_folder_runs_where_it_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     folder = tmp_path / "pebble"
     folder.mkdir()
-    write_remote(folder)
-    expected = generate(folder, prompts(), STEPS, trust_remote_code=True)
+    model = write_remote(folder)
     for tp in (1, 2):
-        assert served(folder, tensor_parallel_size=tp, trust_remote_code=True) == expected
+        tokens = served(folder, tensor_parallel_size=tp, trust_remote_code=True)
+        assert tokens == likeliest(model, prompts(), tokens)
     with pytest.raises(ConfigError, match="requires its own Python code, which needs --trust-remote-code"):
         configure(folder)
 

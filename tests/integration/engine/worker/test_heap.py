@@ -15,17 +15,18 @@ from quire.engine.worker.heap import ActivationHeap
 KEPT = 16 << 20
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="this C library is not glibc")
 @pytest.mark.parametrize(
     ("kept", "most_rows", "most_trims"),
     [
-        pytest.param(KEPT, 400, 500, id="holes are returned"),  # without a limit it grows by 370 MiB (glibc 2.36)
-        pytest.param(KEPT, 64, 100, id="what fits is kept"),
-        pytest.param(1 << 20, 400, 500, id="what needs more gets it"),
+        pytest.param(KEPT, 400, 150, id="holes are returned"),  # without a limit it grows by 230 MiB (glibc 2.36)
+        pytest.param(KEPT, 64, 30, id="what fits is kept"),
+        pytest.param(1 << 20, 400, 150, id="what needs more gets it"),
     ],
 )
 def test_a_rank_keeps_what_its_steps_need(kept: int, most_rows: int, most_trims: int) -> None:
-    """In a process of its own, whose heap it configures."""
+    """In a new process, whose heap it configures: a fork of another grows little even without a limit."""
     command = [sys.executable, "-m", __name__, str(kept), str(most_rows)]
     growth, trims = map(int, subprocess.check_output(command, text=True).split())
     assert growth < 4 * KEPT
@@ -33,7 +34,7 @@ def test_a_rank_keeps_what_its_steps_need(kept: int, most_rows: int, most_trims:
 
 
 def run_steps(kept: int, most_rows: int) -> tuple[int, int]:
-    """Run 1,000 steps with activations of up to 32 KiB a row; returns how much larger this process was than before, at
+    """Run 300 steps with activations of up to 32 KiB a row; returns how much larger this process was than before, at
     most, and how often it has returned memory."""
     heap = ActivationHeap(kept)
     trims, trim = [], heap._trim
@@ -41,7 +42,7 @@ def run_steps(kept: int, most_rows: int) -> tuple[int, int]:
     heap._trim = lambda pad: trims.append(trim(pad))
     rng, recordings, most = random.Random(0), [], 0
     before = heap.resident_bytes()
-    for _ in range(1000):
+    for _ in range(300):
         rows = rng.randrange(1, most_rows)
         for layer in range(8):
             hidden = torch.ones(rows, rng.choice([512, 1536, 4096]))
