@@ -1,4 +1,5 @@
-"""`quire run-batch` with a real engine, killed in the middle."""
+"""`quire run-batch` with a real engine, killed in the middle; the same with a fake one is in
+tests/integration/server/cli/test_run_batch.py."""
 
 from __future__ import annotations
 
@@ -9,11 +10,14 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.serving import quire
 
 COUNT = 60
 
 
+@pytest.mark.slow
 def test_killed_in_the_middle_and_gone_on_with(tmp_path: Path) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     with source.open("w") as file:

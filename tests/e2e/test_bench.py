@@ -6,9 +6,12 @@ import json
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.serving import quire, serve
 
 
+@pytest.mark.slow
 def test_serve(tmp_path: Path) -> None:
     with serve() as server:
         load = ["--num-prompts", "12", "--random-input-len", "40", "--random-output-len", "8", "--max-concurrency", "4"]
@@ -32,6 +35,7 @@ def test_serve(tmp_path: Path) -> None:
                 assert result["input_lens"] == [num_input] * 12
 
 
+@pytest.mark.slow
 def test_throughput_and_startup(tmp_path: Path) -> None:
     command = ["bench", "throughput", "--num-prompts", "4", "--input-len", "40", "--output-len", "8"]
     done = subprocess.run(quire(*command), capture_output=True, text=True, timeout=120)

@@ -116,6 +116,7 @@ def test_limits_and_what_it_does_not_do(server: Server, client: openai.OpenAI) -
     assert not [line for line in server.lines if ("WARNING" in line or "ERROR" in line) and "ps has shown" not in line]
 
 
+@pytest.mark.slow
 def test_embedding_gemma_as_it_is_published(tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"vocab_size": 320, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3}
     heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 16}
@@ -150,9 +151,8 @@ def test_embedding_gemma_as_it_is_published(tmp_path: Path) -> None:
         assert "no KV cache" in plan
 
 
-@pytest.mark.parametrize("options", [{"tensor_parallel_size": 2}, {"max_num_seqs": 2}], ids=str)
-def test_the_python_api_in_other_layouts(expected: Vectors, options: dict[str, Any]) -> None:
-    with LLM(str(minilm()), dtype="float32", **options) as llm:
+def test_the_python_api_in_another_layout(expected: Vectors) -> None:
+    with LLM(str(minilm()), dtype="float32", tensor_parallel_size=2, max_num_seqs=2) as llm:
         results = llm.embed(TEXTS, use_tqdm=False)
         check([result.outputs.embedding for result in results], expected)
 

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from tests.e2e.serving import serve
 from tests.e2e.test_openai import metric
 
-FLOOD = 100
+FLOOD = 48
 
 
 async def complete(client: httpx.AsyncClient, key: str, prompt: str, max_tokens: int) -> Any:
@@ -21,6 +22,7 @@ async def complete(client: httpx.AsyncClient, key: str, prompt: str, max_tokens:
     return response.json()["choices"][0]["token_ids"]
 
 
+@pytest.mark.slow
 async def test_a_second_client_is_answered_during_a_flood(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("flood\nsecret weight=2\n")

@@ -133,10 +133,9 @@ def test_a_cluster_that_does_not_answer_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, program: str, message: str
 ) -> None:
     play(monkeypatch, program)
-    monkeypatch.setattr(ray_cluster, "CONNECT_SECONDS", 0.4 if "sleep" in program else 20.0)
-    if "connected" in program:
-        monkeypatch.setattr(ray_cluster, "CONNECT_SECONDS", 3.0)
-    monkeypatch.setattr(ray_cluster, "NODES_SECONDS", 0.0)
+    seconds = 0.0 if program.startswith("time.sleep") else 60.0
+    monkeypatch.setattr(ray_cluster, "CONNECT_SECONDS", seconds)
+    monkeypatch.setattr(ray_cluster, "NODES_SECONDS", -seconds)  # both together are waited for once it has connected
     assert message in refusal()
 
 

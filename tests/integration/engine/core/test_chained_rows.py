@@ -61,8 +61,7 @@ def logprobs(found: list[TokenLogprobs]) -> list[float]:
     return [value for each in found for value in (each.logprob, *each.top_logprobs)]
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("is_shared", [True, False], ids=["one memory", "apart"])
+@pytest.mark.parametrize(("tp", "is_shared"), [(1, False), (2, True)], ids=["apart", "one memory"])
 def test_tokens_are_those_without_speculation(tp: int, is_shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """At any temperature, with penalties, words and stop tokens, and with log-probabilities; as on a CPU, and with
     tokens in a memory of its own as on a GPU, where the host does not have the drafts."""

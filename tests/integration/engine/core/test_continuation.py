@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -52,10 +51,17 @@ KINDS = {
 }
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one stage", "two stages"])
+@pytest.fixture(scope="module", params=[(1, False), (2, True)], ids=["one stage", "two stages-prefix"])
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    """So many stages, with a prefix cache or without."""
+    stages, prefix = request.param
     options = EngineOptions(
-        model=str(DEMO_MODEL), device="cpu", max_model_len=256, max_num_seqs=64, pipeline_parallel_size=request.param
+        model=str(DEMO_MODEL),
+        device="cpu",
+        max_model_len=256,
+        max_num_seqs=64,
+        pipeline_parallel_size=stages,
+        enable_prefix_caching=prefix,
     )
     with Ranks(resolve(options)) as loaded:
         yield loaded
@@ -70,16 +76,13 @@ def logprobs(outputs: list[EngineCoreOutput]) -> list[TokenLogprobs]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("prefix", [False, True], ids=["no-prefix", "prefix"])
-def test_cut_at_every_position(ranks: Ranks, kind: str, prefix: bool) -> None:
+def test_cut_at_every_position(ranks: Ranks, kind: str) -> None:
     params = KINDS[kind]
-    depth = max(2, ranks.config.parallel.pipeline_parallel_size)
-    settings: dict[str, Any] = {"depth": depth, "enable_prefix_caching": prefix}
-    (whole,) = ranks.run([(PROMPT, params)], **settings)
+    (whole,) = ranks.run([(PROMPT, params)], depth=2)
     output, rows, end = tokens(whole), logprobs(whole), whole[-1]
     assert len(output) > 5
     cuts = range(len(output))
-    again = ranks.run([(PROMPT, params) for _ in cuts], reported=[output[:cut] for cut in cuts], **settings)
+    again = ranks.run([(PROMPT, params) for _ in cuts], reported=[output[:cut] for cut in cuts], depth=2)
     for cut, outputs in zip(cuts, again, strict=True):
         assert tokens(outputs) == output[cut:]
         assert (outputs[-1].finish_reason, outputs[-1].stop_token_id) == (end.finish_reason, end.stop_token_id)

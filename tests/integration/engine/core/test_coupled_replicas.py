@@ -192,9 +192,10 @@ def config_of(case: Case, tp: int, pp: int, **options: Any) -> EngineConfig:
 
 
 def layouts() -> list[Any]:
-    """Everything with two ranks a replica; stages, halves and single ranks once."""
+    """With two ranks a replica every pair of model, placement and all-to-all; stages, halves and single ranks once."""
     ways = tuple(itertools.product(("linear", "round_robin"), ("allgather_reducescatter", "all_to_all")))
-    found: list[Any] = [(model, 2, 1, placement, all2all, None) for model in MODELS for placement, all2all in ways]
+    pairs = {"Mixtral": (ways[0], ways[3]), "Granite MoE": (ways[1], ways[2]), "DeepSeek V3": (ways[0], ways[3])}
+    found: list[Any] = [(model, 2, 1, *way, None) for model in MODELS for way in pairs[model]]
     found += [("DeepSeek V3", 1, 2, "linear", "all_to_all", None), ("Mixtral", 2, 2, "round_robin", "all_to_all", 8)]
     found += [("Granite MoE", 1, 1, "linear", "allgather_reducescatter", 8)]
     return found
@@ -222,8 +223,10 @@ def test_tokens_are_those_of_one_rank(
         assert [core.wait(20) for core in them.cores] == [0, 0]
 
 
-@pytest.mark.parametrize("all2all", ["allgather_reducescatter", "all_to_all"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("model", "all2all"),
+    [("Mixtral", "allgather_reducescatter"), ("Granite MoE", "all_to_all"), ("DeepSeek V3", "all_to_all")],
+)
 def test_tokens_stay_while_experts_move(
     model: str, all2all: Any, cases: dict[str, Case], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,7 +255,7 @@ def test_tokens_stay_while_experts_move(
     assert any(load in loads[1] for load in loads[0])
 
 
-@pytest.mark.parametrize(("whom", "tp"), [("core", 1), ("core", 2), ("rank", 2)])
+@pytest.mark.parametrize(("whom", "tp"), [("core", 1), ("rank", 2)])
 def test_when_one_is_killed_all_end_and_name_it(whom: str, tp: int, cases: dict[str, Case], tmp_path: Path) -> None:
     case = cases["Mixtral"]
     with replicas(config_of(case, tp, 1), tmp_path, 2, ExpertParallelConfig()) as them:

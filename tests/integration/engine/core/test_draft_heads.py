@@ -70,7 +70,7 @@ def configured(folder: Path, case: str, tp: int = 1, pp: int = 1, **options: Any
 
 
 IN_EVERY_LAYOUT = ("EAGLE", "EAGLE-3", "MTP, DeepSeek V3", "MTP, MiMo-V2-Flash", "MTP, DeepSeek V4")
-"""A case of each kind of drafter; the others run on one rank and on four."""
+"""A case of each kind of drafter; the others run on four ranks."""
 DEFAULT = {
     ("EAGLE-3", 2, 2),
     ("MTP, Qwen3-Next", 1, 1),
@@ -85,7 +85,7 @@ GRIDS = [
     pytest.param(case, tp, pp, marks=[] if (case, tp, pp) in DEFAULT else [pytest.mark.slow])
     for case in CASES
     for tp, pp in ((1, 1), (2, 1), (1, 2), (2, 2))
-    if tp == pp or case in IN_EVERY_LAYOUT or (case, tp, pp) in DEFAULT
+    if (tp, pp) == (2, 2) or case in IN_EVERY_LAYOUT or (case, tp, pp) in DEFAULT
 ]
 
 
@@ -117,12 +117,11 @@ def test_tokens_are_those_without_speculation(case: str, tp: int, pp: int, tmp_p
         assert ranks.stats.num_accepted_tokens >= 6 * len(PROMPTS)
         assert len(recording.made) > 30
         assert len(mixed.made) > 3
-        for known, made in recording.made + mixed.made:
+        for known, made in recording.made[::2] + mixed.made:  # the oracle computes each from the whole text
             assert made == reference.drafts(known, len(made))
 
 
-@pytest.mark.parametrize("most", [1, 2])
-@pytest.mark.parametrize("case", ["MTP, MiMo-V2-Flash", "MTP, Step 3.5"])
+@pytest.mark.parametrize(("case", "most"), [("MTP, MiMo-V2-Flash", 1), ("MTP, Step 3.5", 2)])
 def test_drafts_of_some_heads_are_those_of_all(case: str, most: int, tmp_path: Path) -> None:
     """With fewer tokens than heads the others are not loaded; also after steps without the heads."""
     reference = CASES[case][1](tmp_path)
@@ -145,8 +144,10 @@ LEARNING: dict[str, tuple[Callable[[Path], Any], Callable[..., Reference]]] = {
 """Cases whose heads can be fitted to texts: how the target is written, and both, fitted."""
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(1, 1), pytest.param(2, 2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("case", LEARNING)
+@pytest.mark.parametrize(
+    ("case", "tp", "pp"),
+    [*((case, 1, 1) for case in LEARNING), pytest.param("EAGLE-3", 2, 2, marks=pytest.mark.slow)],
+)
 def test_acceptance_is_that_of_the_oracle(case: str, tp: int, pp: int, tmp_path: Path) -> None:
     """Heads that have learned the answers save steps, as many as a run step by step by the reference."""
     write_target, write_both = LEARNING[case]
@@ -170,7 +171,7 @@ def test_acceptance_is_that_of_the_oracle(case: str, tp: int, pp: int, tmp_path:
             assert sum(accepted) > 10
 
 
-@pytest.mark.parametrize("case", ["EAGLE-3", "EAGLE", "MTP, MiMo-V2-Flash", "MTP, DeepSeek V4"])
+@pytest.mark.parametrize("case", ["EAGLE-3", "MTP, MiMo-V2-Flash", "MTP, DeepSeek V4"])
 def test_nothing_waits_for_the_device(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With tokens in a memory of its own, as on a GPU, where the host does not know what has been sampled."""
     drafter = SeveralHeadsDrafter if case == "MTP, MiMo-V2-Flash" else HeadDrafter
@@ -188,7 +189,7 @@ def test_nothing_waits_for_the_device(case: str, tmp_path: Path, monkeypatch: py
         expected = ranks.tokens(REQUESTS, speculative=None)
         assert ranks.tokens(REQUESTS, speculation=Always(3, 64), depth=2) == expected
         ranks.tokens(greedy, speculation=recording, depth=2, enable_prefix_caching=False)
-        for known, made in recording.made:
+        for known, made in recording.made[::3]:
             assert made == reference.drafts(known, len(made))
 
 

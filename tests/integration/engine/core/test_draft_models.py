@@ -104,7 +104,7 @@ def test_nothing_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"kv_cache_dtype": "int8"}, {"quantization": "int8"}, {"enforce_eager": True}, {"block_size": 4}],
+    [{"kv_cache_dtype": "int8", "quantization": "int8"}, {"enforce_eager": True, "block_size": 4}],
     ids=str,
 )
 def test_with_other_options(options: dict[str, Any]) -> None:

@@ -5,8 +5,10 @@ The ranks have the target itself as their draft model, which runs where the core
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -93,34 +95,50 @@ def configured(tp: int, pp: int, target: Path = DEMO_MODEL, **drafter: Any) -> E
     return resolve(options)
 
 
-@pytest.fixture(scope="module", params=[(1, 1), (2, 1), (1, 2), (2, 2)], ids=lambda grid: "tp{}-pp{}".format(*grid))
-def case(request: pytest.FixtureRequest) -> Iterator[Case]:
-    tp, pp = request.param
-    with Ranks(configured(tp, pp, model=str(DEMO_MODEL), draft_tensor_parallel_size=1 if pp > 1 else tp)) as loaded:
-        yield Case(loaded)
+@pytest.fixture(scope="module")
+def load(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Case]]:
+    """A layout's ranks, which stay for all tests: of the demo model, or of a family with another model as its draft
+    model, which is wrong nearly always."""
+    with contextlib.ExitStack() as stack:
+
+        @functools.cache
+        def loaded(tp: int, pp: int, family: str | None = None) -> Case:
+            if family is None:
+                config = configured(tp, pp, model=str(DEMO_MODEL), draft_tensor_parallel_size=1 if pp > 1 else tp)
+            else:
+                target, drafter = (tmp_path_factory.mktemp(name) for name in ("target", "drafter"))
+                write(family, target)
+                write("Qwen3", drafter)
+                config = configured(tp, pp, target, model=str(drafter))
+            return Case(stack.enter_context(Ranks(config)))
+
+        yield loaded
+
+
+@pytest.fixture
+def case(request: pytest.FixtureRequest, load: Callable[..., Case]) -> Case:
+    return load(*request.param)
+
+
+def layouts(*grids: tuple[int, int]) -> pytest.MarkDecorator:
+    """Tensor and pipeline parallel sizes."""
+    return pytest.mark.parametrize("case", grids, indirect=True, ids="tp{0[0]}-pp{0[1]}".format)
 
 
 FAMILIES = {
-    ("Qwen3-Next", 1, 1): [],
-    ("Mamba", 1, 2): [pytest.mark.slow],
-    ("Kimi Linear", 2, 2): [pytest.mark.slow],
-    ("Gemma 3", 2, 2): [pytest.mark.slow],
+    "Qwen3-Next": (1, 1),
+    "Mamba": (1, 2),
+    "Kimi Linear": (2, 2),
+    "Gemma 3": (2, 2),
 }
 """Name (see `tests.fakes.families`), TP and PP: with recurrent states, beside full attention or alone, or windows."""
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(key, marks=marks, id="{}-tp{}-pp{}".format(*key)) for key, marks in FAMILIES.items()],
-)
-def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
-    """With another model as draft model, which is wrong nearly always."""
-    name, tp, pp = request.param
-    target, drafter = (tmp_path_factory.mktemp(name) for name in ("target", "drafter"))
-    write(name, target)
-    write("Qwen3", drafter)
-    with Ranks(configured(tp, pp, target, model=str(drafter))) as loaded:
-        yield Case(loaded)
+def families() -> list[Any]:
+    return [
+        pytest.param((*grid, name), id=f"{name}-tp{grid[0]}-pp{grid[1]}", marks=[] if at == 0 else [pytest.mark.slow])
+        for at, (name, grid) in enumerate(FAMILIES.items())
+    ]
 
 
 def check(found: list[list[EngineCoreOutput]], expected: list[list[EngineCoreOutput]]) -> None:
@@ -134,16 +152,33 @@ def check(found: list[list[EngineCoreOutput]], expected: list[list[EngineCoreOut
             assert row.top_logprobs == pytest.approx(exact_row.top_logprobs, abs=1e-4)
 
 
-@pytest.mark.parametrize("drafter", ["right", "mixed", "wrong", "ngram", "model", "varying model", "ngram and model"])
-@pytest.mark.parametrize("preempted", [False, True], ids=["calm", "preempted"])
+DRAFTERS = ("right", "mixed", "wrong", "ngram", "model", "varying model", "ngram and model")
+BOTH = (("mixed", True), ("model", False), ("varying model", True), ("ngram and model", False))
+"""Of drafts that the core makes and of those that the ranks make, calm or preempted: what another layout may change."""
+DEMO_CASES = [((1, 1), drafter, preempted) for drafter in DRAFTERS for preempted in (False, True)] + [
+    (grid, *drafts) for grid in ((2, 1), (1, 2), (2, 2)) for drafts in BOTH
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "drafter", "preempted"),
+    DEMO_CASES,
+    indirect=["case"],
+    ids=[
+        f"tp{grid[0]}-pp{grid[1]}-{drafter}-{'preempted' if preempted else 'calm'}"
+        for grid, drafter, preempted in DEMO_CASES
+    ],
+)
 def test_tokens_are_those_without_speculation(case: Case, drafter: str, preempted: bool) -> None:
     check_drafts(case, drafter, preempted)
 
 
-@pytest.mark.parametrize("drafter", ["right", "mixed", "wrong", "ngram", "model", "varying model", "ngram and model"])
-@pytest.mark.parametrize("preempted", [False, True], ids=["calm", "preempted"])
-def test_tokens_of_families_are_those_without_speculation(family: Case, drafter: str, preempted: bool) -> None:
-    check_drafts(family, drafter, preempted)
+@pytest.mark.parametrize("case", families(), indirect=True)
+@pytest.mark.parametrize(
+    ("drafter", "preempted"), [*BOTH, ("right", True), ("wrong", False)], ids=lambda value: str(value).lower()
+)
+def test_tokens_of_families_are_those_without_speculation(case: Case, drafter: str, preempted: bool) -> None:
+    check_drafts(case, drafter, preempted)
 
 
 def check_drafts(case: Case, drafter: str, preempted: bool) -> None:
@@ -164,17 +199,11 @@ def check_drafts(case: Case, drafter: str, preempted: bool) -> None:
         assert (stats.num_accepted_tokens > 0) == (drafter != "wrong")
 
 
+@pytest.mark.parametrize(
+    "case", [pytest.param(grid, id="tp{}-pp{}".format(*grid)) for grid in ((1, 1), (2, 2))] + families(), indirect=True
+)
 def test_right_drafts_save_steps(case: Case) -> None:
-    """A prompt's step, and then one for each six tokens, exactly."""
-    check_steps(case)
-
-
-def test_right_drafts_of_families_save_steps(family: Case) -> None:
-    """Recurrent states end drafts with the block."""
-    check_steps(family)
-
-
-def check_steps(case: Case) -> None:
+    """A prompt's step, and then one for each six tokens, exactly; recurrent states end drafts with the block."""
     greedy = SamplingParams(temperature=0.0, max_tokens=25, ignore_eos=True)
     (exact,) = case.ranks.tokens([(PROMPTS[0], greedy)], speculative=None)
     assert len(exact) == 25
@@ -190,6 +219,7 @@ def check_steps(case: Case) -> None:
     assert case.ranks.stats.accepted_per_position[:6] == [sum(place < count for count in counts) for place in range(6)]
 
 
+@layouts((1, 1))
 def test_ngram_copies_what_repeats(case: Case) -> None:
     """By the real costs of this machine or not, a repeated answer is the same."""
     params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
@@ -198,12 +228,12 @@ def test_ngram_copies_what_repeats(case: Case) -> None:
     assert found == exact
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_model_that_drafts_for_itself_is_always_right(case: Case, temperature: float) -> None:
-    """Also at temperature 1, as its drafts are sampled with the noise of the same places; one after another, and
-    several at once."""
+@layouts((1, 1), (2, 1), (1, 2), (2, 2))
+def test_a_model_that_drafts_for_itself_is_always_right(case: Case) -> None:
+    """At temperature 1, as its drafts are sampled with the noise of the same places; one after another, and several at
+    once. Greedy ones are in the two tests below."""
     requests = [
-        (prompt, SamplingParams(temperature=temperature, seed=seed, max_tokens=31, ignore_eos=True))
+        (prompt, SamplingParams(temperature=1.0, seed=seed, max_tokens=31, ignore_eos=True))
         for seed, prompt in enumerate(PROMPTS)
     ]
     exact = case.ranks.tokens(requests, speculative=None)
@@ -216,6 +246,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(case: Case, temperature:
         assert case.ranks.stats.num_draft_tokens == case.ranks.stats.num_accepted_tokens
 
 
+@layouts((1, 1), (2, 2))
 def test_a_cached_prefix_has_the_drafters_keys(case: Case) -> None:
     """A prompt whose start is cached has as good drafts as one that is computed."""
     params = SamplingParams(temperature=0.0, max_tokens=31, ignore_eos=True)
@@ -226,6 +257,7 @@ def test_a_cached_prefix_has_the_drafters_keys(case: Case) -> None:
     assert case.ranks.stats.num_draft_tokens == case.ranks.stats.num_accepted_tokens
 
 
+@layouts((1, 1), (1, 2))
 def test_a_model_that_is_right_is_not_delayed_by_wrong_n_grams(case: Case) -> None:
     """A prediction whose first token only is right takes one step; the model is asked again in the next one."""
     params = SamplingParams(temperature=0.0, max_tokens=31, ignore_eos=True)
@@ -244,6 +276,7 @@ class Pausing(Always):
         return None if 3 <= self.times_asked < 30 else super().num_drafts(*args, **options)
 
 
+@layouts((1, 1), (2, 2))
 def test_a_drafter_catches_up(case: Case) -> None:
     """After steps without it, in chunks of a step."""
     requests = [(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=71, ignore_eos=True))]
@@ -275,41 +308,49 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def load_random(random_model: Path) -> Iterator[Callable[[int, int], Ranks]]:
+    """The demo model's ranks in a layout, with the random model as draft model."""
+    with contextlib.ExitStack() as stack:
+        yield functools.cache(lambda tp, pp: stack.enter_context(Ranks(configured(tp, pp, model=str(random_model)))))
+
+
 GRIDS = [(1, 1), *[pytest.param(grid, marks=pytest.mark.slow) for grid in ((2, 1), (1, 2), (2, 2))]]
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
-@pytest.mark.parametrize("preempted", [False, True], ids=["calm", "preempted"])
-def test_garbage_changes_nothing(random_model: Path, grid: tuple[int, int], preempted: bool) -> None:
+def test_garbage_changes_nothing(load_random: Callable[[int, int], Ranks], grid: tuple[int, int]) -> None:
     """A model with other layers, and KV cache groups of its own."""
-    config = configured(*grid, model=str(random_model))
-    assert [group.window for group in config.cache.groups].count(24)
-    with Ranks(config) as ranks:
-        expected = ranks.run(REQUESTS, speculative=None)
-        blocks = 56 if preempted else None
+    ranks = load_random(*grid)
+    assert [group.window for group in ranks.config.cache.groups].count(24)
+    expected = ranks.run(REQUESTS, speculative=None)
+    for blocks in (None, 56):
         found = ranks.run(REQUESTS, speculation=Always(3, 64), depth=2, num_blocks=blocks)
         check(found, expected)
         assert ranks.stats.num_draft_tokens > 10 * ranks.stats.num_accepted_tokens
-        assert (ranks.stats.preemptions > 0) == preempted
+        assert (ranks.stats.preemptions > 0) == (blocks is not None)
 
 
-def test_a_prediction_beside_a_model_that_is_always_wrong_saves_its_steps(random_model: Path) -> None:
+def test_a_prediction_beside_a_model_that_is_always_wrong_saves_its_steps(
+    load_random: Callable[[int, int], Ranks],
+) -> None:
     """Exactly those that it saves alone: 60 tokens take the prompt's step, three with 16 drafts and one with the rest.
     What comes behind it is drafted by the model, which has followed nothing of it, and catches up."""
     params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
-    with Ranks(configured(1, 1, model=str(random_model))) as ranks:
-        (exact,) = ranks.tokens([(PROMPTS[0], params)], speculative=None)
-        params.predicted_token_ids = exact
-        alone = SpeculationManager(SpeculativeConfig(), 64)
-        alone.times = FreeSteps()
-        for speculation in (alone, Mixed(3, 64)):
-            assert ranks.tokens([(PROMPTS[0], params)], speculation=speculation) == [exact]
-            assert (ranks.stats.num_drafts, ranks.stats.num_accepted_tokens) == (4, 60 - 5)
-        params.predicted_token_ids = exact[:30]
-        assert ranks.tokens([(PROMPTS[0], params)], speculation=Mixed(3, 64)) == [exact]
-        assert ranks.stats.num_accepted_tokens >= 25
+    ranks = load_random(1, 1)
+    (exact,) = ranks.tokens([(PROMPTS[0], params)], speculative=None)
+    params.predicted_token_ids = exact
+    alone = SpeculationManager(SpeculativeConfig(), 64)
+    alone.times = FreeSteps()
+    for speculation in (alone, Mixed(3, 64)):
+        assert ranks.tokens([(PROMPTS[0], params)], speculation=speculation) == [exact]
+        assert (ranks.stats.num_drafts, ranks.stats.num_accepted_tokens) == (4, 60 - 5)
+    params.predicted_token_ids = exact[:30]
+    assert ranks.tokens([(PROMPTS[0], params)], speculation=Mixed(3, 64)) == [exact]
+    assert ranks.stats.num_accepted_tokens >= 25
 
 
+@layouts((1, 1), (2, 2))
 def test_a_drafter_is_followed_or_not_by_what_it_costs(case: Case) -> None:
     """With the real manager, whatever this machine takes."""
     params = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)

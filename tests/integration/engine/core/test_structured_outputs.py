@@ -166,38 +166,34 @@ def test_the_table_is_as_large_as_it_claims() -> None:
     assert len({json.dumps(schema) for schema in SCHEMAS}) == len(SCHEMAS) >= 150
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_every_output_satisfies_its_schema(ranks: Ranks, seed: int) -> None:
-    texts = Texts(ranks).run([asked(seed, json=schema) for schema in SCHEMAS], max_num_seqs=256)
+def test_every_output_satisfies_its_schema(ranks: Ranks) -> None:
+    texts = Texts(ranks).run([asked(0, json=schema) for schema in SCHEMAS], max_num_seqs=256)
     assert check_all(texts, SCHEMAS) > 0.95 * len(SCHEMAS)
 
 
 @pytest.fixture(scope="module")
 def mixed(ranks: Ranks) -> tuple[list[SamplingParams], list[list[int]]]:
     """Requests of which a third is free, and what each gets when it is alone."""
-    params = [asked(5, json=schema) for schema in SCHEMAS[::9]]
+    params = [replace_params(asked(5, json=schema), max_tokens=120) for schema in SCHEMAS[::9]]
     for at in range(0, len(params), 3):
         params[at] = replace_params(params[at], structured_outputs=None, max_tokens=80)
     runner = Texts(ranks)
     return params, [runner.run([one])[0].token_ids for one in params]
 
 
-@pytest.mark.parametrize("shape", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
 def test_it_does_not_depend_on_ranks_or_stages(
-    mixed: tuple[list[SamplingParams], list[list[int]]], folder: Path, shape: dict[str, int]
+    mixed: tuple[list[SamplingParams], list[list[int]]], folder: Path
 ) -> None:
     params, expected = mixed
-    with Ranks(load_config(folder, **shape)) as sharded:
+    with Ranks(load_config(folder, tensor_parallel_size=2, pipeline_parallel_size=2)) as sharded:
         assert [text.token_ids for text in Texts(sharded).run(params)] == expected
 
 
 @pytest.mark.parametrize(
     "settings",
     [
-        {"depth": 1},
-        {"depth": 3},
-        {"num_blocks": 34},
-        {"max_num_batched_tokens": 24, "max_num_seqs": 12},
+        {"depth": 1, "max_num_batched_tokens": 24, "max_num_seqs": 12},
+        {"depth": 3, "num_blocks": 34},
         {"enable_prefix_caching": False, "num_blocks": 36},
     ],
 )

@@ -33,11 +33,11 @@ from tests.integration.engine.distributed.test_parallel_state import CPU, grid
 Work = Callable[[CpuParallel], Any]
 
 
-def serve(tp: int, pp: int, rank: int, init_method: str, prepared: bool, timeout: float, pipe: Connection) -> None:
+def serve(tp: int, rank: int, init_method: str, prepared: bool, pipe: Connection) -> None:
     torch.set_num_threads(1)
     if prepared:
         kernels.prepare("cpu")()
-    links = connect(grid(tp, pp), rank, init_method, CPU, timedelta(seconds=timeout))
+    links = connect(grid(tp, 1), rank, init_method, CPU, timedelta(minutes=1))
     assert isinstance(links.tp, CpuParallel)
     links.tp.finalize()
     while (work := pipe.recv()) is not None:
@@ -50,13 +50,13 @@ def serve(tp: int, pp: int, rank: int, init_method: str, prepared: bool, timeout
 
 @contextmanager
 def ranks(
-    folder: Path, tp: int, pp: int = 1, unprepared: tuple[int, ...] = (), timeout: float = 60.0
+    folder: Path, tp: int, unprepared: tuple[int, ...] = ()
 ) -> Iterator[list[tuple[ForkServerProcess, Connection]]]:
     """Settled ranks that do what is sent to them, each a process; `unprepared` ones have no compiled kernels."""
     started = []
-    for rank in range(tp * pp):
+    for rank in range(tp):
         ours, theirs = CONTEXT.Pipe()
-        arguments = (tp, pp, rank, f"file://{folder}/rendezvous", rank not in unprepared, timeout, theirs)
+        arguments = (tp, rank, f"file://{folder}/rendezvous", rank not in unprepared, theirs)
         process = CONTEXT.Process(target=serve, args=arguments)
         process.start()
         theirs.close()
@@ -146,14 +146,14 @@ def _compiled() -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (3, 1), (2, 2)])
-def test_sums_are_gloos_and_the_same_bits_on_every_rank(tp: int, pp: int, tmp_path: Path) -> None:
-    with ranks(tmp_path, tp, pp) as started:
-        assert everywhere(started, shares_memory) == [True] * (tp * pp)
-        assert everywhere(started, mapped_segments) == [["quire-collectives (deleted)"]] * (tp * pp)  # without a name
+def test_sums_are_gloos_and_the_same_bits_on_every_rank(tmp_path: Path) -> None:
+    """Groups of several stages are in tests/integration/engine/core."""
+    with ranks(tmp_path, 3) as started:
+        assert everywhere(started, shares_memory) == [True] * 3
+        assert everywhere(started, mapped_segments) == [["quire-collectives (deleted)"]] * 3  # without a name
         digests = everywhere(started, mixed_calls)
-        assert digests == digests[:1] * (tp * pp)
-        assert everywhere(started, back_to_back) == [True] * (tp * pp)
+        assert digests == digests[:1] * 3
+        assert everywhere(started, back_to_back) == [True] * 3
 
 
 @needs_compiler
@@ -166,18 +166,24 @@ def test_a_rank_without_kernels_has_all_use_gloo(tmp_path: Path) -> None:
 
 @needs_compiler
 def test_a_rank_that_is_killed_is_named_by_those_that_wait(tmp_path: Path) -> None:
-    with ranks(tmp_path, 3, timeout=5) as started:
+    with ranks(tmp_path, 3) as started:
         assert everywhere(started, one_sum) == [[3.0, 3.0]] * 3
+        everywhere(started, be_impatient)
         killed, _ = started.pop(1)
         for _, pipe in started:
             pipe.send(one_sum)
         killed.kill()
         killed.join()
         for _, pipe in started:
-            assert "rank 1 of 3 did not join a collective within 5 s" in str(pipe.recv())
+            assert "rank 1 of 3 did not join a collective within 1 s" in str(pipe.recv())
         for process, _ in started:  # to leave the group they would wait for it
             process.kill()
             process.join()
+
+
+def be_impatient(tp: CpuParallel) -> None:
+    assert tp._timeout == 60.0
+    tp._timeout = 1.0
 
 
 def wait_for_one(tp: CpuParallel) -> float:
@@ -209,8 +215,12 @@ def wait_where_it_does_not_count(tp: CpuParallel) -> float:
 def test_the_rank_for_which_others_wait_waits_least(unprepared: tuple[int, ...], tmp_path: Path) -> None:
     with ranks(tmp_path, 3, unprepared=unprepared) as started:
         assert everywhere(started, shares_memory) == [not unprepared] * 3
-        waited = everywhere(started, wait_for_one)
-        assert waited[1] < min(waited[0], waited[2]) / 2
+        for _ in range(9):  # a busy machine may have rank 1 wait, too
+            waited = everywhere(started, wait_for_one)
+            if waited[1] < min(waited[0], waited[2]) / 2:
+                break
+        else:
+            pytest.fail(f"seconds that each has waited: {waited}")
         if not unprepared:  # the last sum may still run when gloo's broadcast begins
             assert everywhere(started, wait_where_it_does_not_count) == [0.0] * 3
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 
 import msgspec
@@ -12,9 +13,22 @@ from quire.engine.doctor import ranks
 from quire.engine.doctor.ranks import RankTask
 
 
-def task(folder: Path, size: int = 2, seconds: float = 2.0) -> RankTask:
+def task(folder: Path, size: int = 2, seconds: float = 0.5) -> RankTask:
     url = (folder / "rendezvous").as_uri()
     return RankTask(0, size, "cpu", 0, 1, url, seconds=seconds, checks_kernels=False)
+
+
+class Clock:
+    """Time stands still until a file exists, and then it is over."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def monotonic(self) -> float:
+        return 1e6 if self._file.exists() else 0.0
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(0.01)
 
 
 def test_a_rank_that_waits_for_nothing_names_itself(tmp_path: Path) -> None:
@@ -33,7 +47,7 @@ def test_a_rank_alone_has_no_all_reduce(tmp_path: Path) -> None:
     [
         ("kill -SEGV $$", "its process was killed by SIGSEGV, without a message", "run dmesg"),
         ("echo no module >&2; exit 3", "its process failed (exit code 3): no module", "correct what its message names"),
-        ("exec sleep 60", "its process hangs, without a message", "QUIRE_CPU_ISA"),
+        ("touch over; exec sleep 60", "its process hangs, without a message", "QUIRE_CPU_ISA"),
     ],
 )
 def test_a_process_that_does_not_end_well(
@@ -45,8 +59,9 @@ echo '{{"name": "memory", "status": "ok", "found": "before"}}'
 {script}
 """)
     program.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "executable", str(program))
-    monkeypatch.setattr(ranks, "SECONDS", 3.0)
+    monkeypatch.setattr(ranks, "time", Clock(tmp_path / "over"))
     first, last = ranks.run([task(tmp_path, seconds=0.0)], "127.0.0.1")
     assert first.found == "before"
     assert (last.name, last.status, last.found) == ("rank 0 on the CPU", "fault", found)

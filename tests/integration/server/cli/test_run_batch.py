@@ -42,10 +42,10 @@ def records(path: Path) -> list[dict[str, Any]]:
     return [json.loads(text) for text in path.read_text().splitlines()]
 
 
-def command(model: Path, source: Path, target: Path, *flags: str) -> list[str]:
+def command(model: Path, source: Path, target: Path, *flags: str, mode: str = "") -> list[str]:
     """run-batch with a fake core, which echoes."""
     files = ["run-batch", "-i", str(source), "-o", str(target), "--model", str(model), "--load-format", "dummy"]
-    return [sys.executable, "-c", RUN, "", *files, "--device", "cpu", *flags]
+    return [sys.executable, "-c", RUN, mode, *files, "--device", "cpu", *flags]
 
 
 def run(*arguments: Any) -> subprocess.CompletedProcess[str]:
@@ -176,7 +176,11 @@ def test_a_file_of_others_is_left_alone(tmp_path: Path) -> None:
 # --- runs -----------------------------------------------------------------------------------------------------
 
 
-def test_every_line_has_its_answer_or_its_error(model_folder: Path, tmp_path: Path) -> None:
+def test_every_line_has_its_answer_or_its_error(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever key of a server is in the environment."""
+    monkeypatch.setenv("QUIRE_API_KEY", "k")
     message = {"messages": [{"role": "user", "content": "hi"}]}
     asked: list[dict[str, Any] | str] = [
         line("chat", message, url="/v1/chat/completions"),
@@ -189,18 +193,19 @@ def test_every_line_has_its_answer_or_its_error(model_folder: Path, tmp_path: Pa
         line("wrong", {"prompt": "a", "top_p": 2}),
         line("fails", {"prompt": "a<fail>"}),
         line("model", {"prompt": "a", "model": "gpt-9"}),
+        line("template", {**message, "chat_template": "{{ messages[0].content }}"}, url="/v1/chat/completions"),
         line("surrogate", {"prompt": "\ud800"}),
     ]
     names = [each["custom_id"] if isinstance(each, dict) else None for each in asked[:-1]] + [None]
     target = tmp_path / "out"
     done = run(model_folder, write(tmp_path / "in", asked), target, "--served-model-name", "echo")
     assert done.returncode == 0, done.stderr
-    assert "10 lines processed" in done.stdout
-    assert "6 of them with an error" in done.stdout
+    assert "11 lines processed" in done.stdout
+    assert "7 of them with an error" in done.stdout
     by_line = {int(record["id"].removeprefix("batch_req_")): record for record in records(target)}
-    assert sorted(by_line) == [1, 2, *range(4, 12)]
+    assert sorted(by_line) == [1, 2, *range(4, 13)]
     status = {number: (each["response"] or {}).get("status_code") for number, each in by_line.items()}
-    assert status == {1: 200, 2: None, 4: 200, 5: 200, 6: 200, 7: None, 8: 400, 9: 500, 10: 404, 11: None}
+    assert status == {1: 200, 2: None, 4: 200, 5: 200, 6: 200, 7: None, 8: 400, 9: 500, 10: 404, 11: 400, 12: None}
     for number, record in by_line.items():
         assert record.keys() == {"id", "custom_id", "response", "error"}
         assert (record["response"] is None) == (record["error"] is not None)
@@ -210,62 +215,45 @@ def test_every_line_has_its_answer_or_its_error(model_folder: Path, tmp_path: Pa
     assert by_line[4]["response"]["body"]["choices"][0]["text"] == "hello"
     assert by_line[7]["error"]["code"] == "invalid_url"
     assert by_line[10]["response"]["body"]["error"]["code"] == "model_not_found"
+    assert by_line[11]["response"]["body"]["error"]["param"] == "chat_template"
     again = run(model_folder, tmp_path / "in", target, "--served-model-name", "echo")
-    assert (again.returncode, len(records(target))) == (0, 10)
-    assert "all 10 lines have responses already" in again.stdout
+    assert (again.returncode, len(records(target))) == (0, 11)
+    assert "all 11 lines have responses already" in again.stdout
     write(tmp_path / "in", asked[::-1])
     other = run(model_folder, tmp_path / "in", target)
     assert other.returncode == 2
     assert "was written for another input file: its line 1 does not" in other.stderr
 
 
-def test_a_key_in_the_environment_is_none_of_its_business(
-    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("QUIRE_API_KEY", "k")
-    done = run(model_folder, write(tmp_path / "in", [line("a")]), tmp_path / "out")
-    assert done.returncode == 0, done.stderr
-    assert records(tmp_path / "out")[0]["response"]["status_code"] == 200
-
-
 def test_how_the_model_chats_may_be_said(model_folder: Path, tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "hi"}]
     body = {"messages": messages, "max_tokens": 20, "chat_template": "<think>{{ messages[0].content | upper }}"}
     source = write(tmp_path / "in", [line("a", body, url="/v1/chat/completions")])
-    for flags, field in (
-        (("--trust-request-chat-template", "--reasoning-parser", "none"), "content"),
-        (("--trust-request-chat-template", "--reasoning-parser", "deepseek_r1"), "reasoning"),
-        ((), None),
-    ):
-        done = run(model_folder, source, target := tmp_path / f"out-{field}", *flags)
-        assert done.returncode == 0, done.stderr
-        answer = records(target)[0]["response"]["body"]
-        if field is None:
-            assert answer["error"]["param"] == "chat_template"
-        else:
-            assert "HI" in answer["choices"][0]["message"][field]
+    flags = ("--trust-request-chat-template", "--reasoning-parser", "deepseek_r1")
+    done = run(model_folder, source, target := tmp_path / "out", *flags)
+    assert done.returncode == 0, done.stderr
+    assert "HI" in records(target)[0]["response"]["body"]["choices"][0]["message"]["reasoning"]
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_killed_and_gone_on_with(model_folder: Path, tmp_path: Path, how: signal.Signals) -> None:
-    count = 400
+def test_killed_and_gone_on_with(model_folder: Path, tmp_path: Path) -> None:
+    """By SIGKILL, as by SIGTERM, which has no handler; and then by Ctrl-C."""
+    count = 200
     source = write(tmp_path / "in", [line(f"id-{number}", {"prompt": f"hello {number}"}) for number in range(count)])
     target = tmp_path / "out"
     target.touch()
-    kills = 0
-    while len(target.read_bytes().splitlines()) < count // 4:
+    flags = ("--max-num-seqs", "4", "--max-concurrency", "4")
+    for how in (signal.SIGKILL, signal.SIGINT):
         before = target.stat().st_size
-        flags = ("--max-num-seqs", "4", "--max-concurrency", "4")
-        with subprocess.Popen(command(model_folder, source, target, *flags), stdout=-3, stderr=-3) as process:
-            while target.stat().st_size < before + 30_000 and process.poll() is None:
+        arguments = command(model_folder, source, target, *flags, mode="slow")  # so that it is not done before
+        with subprocess.Popen(arguments, stdout=-3, stderr=-3) as process:
+            while target.stat().st_size < before + 8_000 and process.poll() is None:
                 time.sleep(0.001)
             assert process.poll() is None, "it was to be stopped on its way"
             process.send_signal(how)
             assert process.wait(60) in (-how, 130)
-        kills += 1
         with target.open("ab") as file:  # as if it had been in the middle of a write
-            file.write(b'{"id":"batch_req_399","custom_id":"id-3')
-    assert kills
+            file.write(b'{"id":"batch_req_199","custom_id":"id-1')
+    assert 20 < len(target.read_bytes().splitlines()) < count
     done = run(model_folder, source, target)
     assert done.returncode == 0, done.stderr
     counted = Counter(record["custom_id"] for record in records(target))
@@ -348,12 +336,12 @@ print(json.dumps([counts[0], seen]))
 
 
 def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
-    """40,000 lines make 85 MB in and 44 MB out; a second run reads what the first has written."""
-    count, source, target = 40_000, tmp_path / "in", tmp_path / "out"
+    """10,000 lines make 21 MB in and 11 MB out; a second run reads what the first has written."""
+    count, source, target = 10_000, tmp_path / "in", tmp_path / "out"
     with source.open("w") as file:
         for number in range(count):
             file.write(json.dumps(line(f"id-{number}", {"prompt": "x" * 2000})) + "\n")
-    assert source.stat().st_size > 80e6
+    assert source.stat().st_size > 20e6
 
     def measure() -> tuple[int, list[int]]:
         done = subprocess.run(
@@ -365,12 +353,12 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
 
     answered, seen = measure()
     assert answered == count
-    assert max(seen) - seen[2] < 8e6, "so much more than after 3,000 lines"
+    assert max(seen) - seen[2] < 1e6, "so much more than after 3,000 lines"
     text = target.read_bytes().splitlines(keepends=True)
     target.write_bytes(b"".join(text[: count - 3000]))
     answered, again = measure()
     assert answered == 3000
-    assert max(again) - seen[2] < 8e6
+    assert max(again) - seen[2] < 1e6
     assert len({record["id"] for record in records(target)}) == count
 
 
@@ -434,7 +422,7 @@ def test_a_full_disk_ends_the_run_in_one_line_and_it_can_go_on(tmp_path: Path) -
     source, target = write(tmp_path / "in", map(line, range_of_names := [str(n) for n in range(40)])), tmp_path / "out"
     with fake_server(script) as server:
         arguments = ["run-batch", "-i", str(source), "-o", str(target), "--url", server.url, "--max-concurrency", "8"]
-        room = (5_000, 12_345, 20_001)
+        room = (5_000, 12_345)
         for size in room:
             command = [sys.executable, "-c", FULL, str(size), *arguments]
             done = subprocess.run(command, capture_output=True, text=True, timeout=60)

@@ -677,8 +677,7 @@ def echoed(number: int, count: int = 100) -> list[int]:
     return (prompt(number) * count)[:count]
 
 
-@pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(("count", "number"), [(1, signal.SIGKILL), (2, signal.SIGSTOP)])
 async def test_killing_or_stopping_a_replica_loses_no_stream_of_any_api_process(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch, count: int, number: signal.Signals
 ) -> None:

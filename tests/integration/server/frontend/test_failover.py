@@ -129,10 +129,10 @@ async def answers(count: int, kill: bool) -> tuple[list[tuple[list[int], int, in
     return found, moved
 
 
-@pytest.mark.parametrize("count", [1, 2])
-async def test_killing_a_replica_under_50_streams_changes_no_token(count: int) -> None:
-    undisturbed, _ = await answers(count, kill=False)
-    disturbed, moved = await answers(count, kill=True)
+async def test_killing_a_replica_under_50_streams_changes_no_token() -> None:
+    """The only replica is killed in tests/e2e/test_failures.py."""
+    undisturbed, _ = await answers(1, kill=False)
+    disturbed, moved = await answers(2, kill=True)
     assert moved > 10
     assert disturbed == undisturbed
     assert all(end in ("length", "stop") for _, _, _, end in disturbed)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -136,7 +137,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_a_slow_answer_gives_way(answering: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[int] = []
     monkeypatch.setattr(os, "setpriority", lambda which, pid, niceness: given.append(niceness))
-    slow = answering(FOR_EVER, seconds=sandbox._NICE_AFTER_SECONDS + 0.1)
+    monkeypatch.setattr(sandbox, "_NICE_AFTER_SECONDS", 0.05)
+    slow = answering(FOR_EVER)
     with pytest.raises(SandboxStopped):
         slow.ask(b"")
     assert given == [sandbox._NICENESS]
@@ -151,22 +153,30 @@ async def test_a_helper_that_is_stopped_is_replaced(
     async def ask() -> bytes:
         return await (echo.ask_async(b"a") if is_async else asyncio.to_thread(echo.ask, b"a"))
 
-    monkeypatch.setattr(sandbox, "_SILENT_SECONDS", 1.0)
     before = {*psutil.Process().children()}
     assert await ask() == b"a!"
     (helper,) = {*psutil.Process().children()} - before
+    replace, usual = Sandbox._replace, sandbox._SILENT_SECONDS
+
+    def replaced(self: Sandbox[str], helper: Any) -> None:
+        replace(self, helper)
+        sandbox._SILENT_SECONDS = usual  # the next helper works, however busy the machine is
+
+    monkeypatch.setattr(Sandbox, "_replace", replaced)
+    monkeypatch.setattr(sandbox, "_SILENT_SECONDS", 0.2)
+    monkeypatch.setattr(sandbox, "_GRACE_SECONDS", 0.1)
     os.killpg(helper.pid, signal.SIGSTOP)  # with the fork that waits for the next question
     assert await asyncio.gather(*(ask() for _ in range(5))) == [b"a!"] * 5
-    assert caplog.text.count("did not respond for 1 s and was killed") == 1
+    assert caplog.text.count("did not respond for 0.2 s and was killed") == 1
 
 
-async def test_a_fork_that_is_stopped_is_killed(
-    answering: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sandbox, "_SILENT_SECONDS", 1.0)
-    stopping = answering("q or __import__('os').kill(__import__('os').getpid(), 19)", seconds=0.1)
+async def test_a_fork_that_is_stopped_is_killed(answering: Make) -> None:
+    stopping = answering("q or __import__('os').kill(__import__('os').getpid(), 19)")
+    assert stopping._limit > sandbox._SILENT_SECONDS
+    stopping._limit = 0.2
     with pytest.raises(SandboxStopped):
         await stopping.ask_async(b"")
     with pytest.raises(SandboxStopped):
         await asyncio.to_thread(stopping.ask, b"")
+    stopping._limit = 60.0
     assert stopping.ask(b"fine") == b"fine"
