@@ -48,7 +48,9 @@ def compile_library(compiler: str, isa_flags: Sequence[str], torch_headers: Path
 
         def compile_source(source: Path) -> Path:
             target = folder / f"{source.stem}.o"
-            paths = (f"-ffile-prefix-map={SOURCES}/=", "-isystem", str(torch_headers), "-c", str(source))
+            # No folder of the host that compiles is in the library.
+            prefixes = (f"-ffile-prefix-map={path}/=" for path in (SOURCES, torch_headers))
+            paths = (*prefixes, "-isystem", str(torch_headers), "-c", str(source))
             _run([compiler, *flags(isa_flags), *paths, "-o", str(target)])
             return target
 

@@ -1,7 +1,7 @@
 """The kernels on ARM: the wheel for aarch64 is built by a cross-compiler, and their tests run on an emulated processor.
 
-Python, its packages and the libraries of C and C++ are those for aarch64, from Debian and the package index. Everything
-takes about 2 GB on disk, and is removed.
+Python, its packages and the libraries of C and C++ are those for aarch64, from Debian and the package index. They take
+about 1.1 GB on disk, and are kept for the next run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.environments import run
+from tests.e2e.environments import made_once, run
 from tests.e2e.test_image import SUITE
 from tests.e2e.test_wheel import PIP, build_wheel
 from tests.unit.test_packages import ROOT
@@ -45,13 +45,43 @@ CPU revision\t: 1
 """Of /proc/cpuinfo on a Neoverse N1, which has dot products, and nothing newer."""
 
 _PLUGIN = """
-from itertools import groupby
+import hypothesis
+import pytest
+import torch
 
-def pytest_collection_modifyitems(config, items):
-    cases = (list(cases) for _, cases in groupby(items[:], lambda item: (item.path, item.originalname)))
-    items[:] = [case for each in cases for case in each[:: 1 + len(each) // 5]]
+FEW = hypothesis.settings(max_examples=10, derandomize=True, database=None, deadline=None)
+
+def types(item):
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    return tuple(str(value) for _, value in sorted(params.items()) if isinstance(value, torch.dtype))
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items):
+    groups = {}
+    for item in items:
+        groups.setdefault((item.path, item.originalname, types(item)), []).append(item)
+    items[:] = [cases[len(cases) // 2] for cases in groups.values()]
+    for item in items:
+        if hasattr(item.obj, "hypothesis"):
+            item.obj._hypothesis_internal_use_settings = FEW
 """
-"""Of tests with many cases, some evenly spread ones run: a case takes ten times as long as on this machine."""
+"""Of each test one case runs for each type of numbers, and few examples: all takes ten times as long as on this
+machine."""
+_TESTS = (
+    "check.py::test_every_cpu_kernel_is_checked_and_right",
+    "attention.py",
+    "experts.py",
+    "linear.py",
+    "operations.py",
+    "quantized.py::test_inputs_of_any_size",
+    "sampling.py",
+    "threads.py",
+)
+"""The first one compares every kernel with the reference, at odd sizes."""
+_SELECTION = "not [reference and not outside_the_window and not a_hundred_thousand"
+"""Without tests that take long, and whose faults would be those of every processor."""
+_NEEDED_BY_TORCH = ("filelock", "fsspec", "jinja2", "networkx", "sympy", "typing-extensions")
+_NEEDED_BY_TESTS = ("hypothesis", "msgspec", "numpy", "pytest", "pytest-timeout")
 
 
 class Emulation:
@@ -61,16 +91,17 @@ class Emulation:
         self.folder = folder
         self.root, self.site, self.stubs = folder / "root", folder / "site", folder / "stubs"
 
-    def python(self, *arguments: str) -> str:
-        """What the emulated Python prints."""
+    def python(self, folder: Path, *arguments: str) -> str:
+        """What the emulated Python prints, with the modules of a folder beside the packages."""
         variables = {
             "LD_LIBRARY_PATH": self.stubs,
-            "PYTHONPATH": f"{self.site}:{self.folder}",
+            "PYTHONPATH": f"{folder}:{self.site}",
             "OMP_NUM_THREADS": 1,
+            "XDG_CACHE_HOME": folder / "cache",
         }
         options = [option for name, value in variables.items() for option in ("-E", f"{name}={value}")]
         command = ["qemu-aarch64", "-cpu", "neoverse-n1", "-L", str(self.root), *options]
-        return run([*command, str(self.root / "usr/bin/python3"), *arguments], "failed on aarch64", cwd=self.folder)
+        return run([*command, str(self.root / "usr/bin/python3"), *arguments], "failed on aarch64", cwd=folder)
 
     def install_debian(self) -> None:
         """The C++ library and Python. Only their folders: another one, as /tmp, would hide this machine's."""
@@ -97,10 +128,7 @@ class Emulation:
             *("install", "--no-compile", "--only-binary=:all:", f"--target={self.site}", f"--python-version={version}"),
             *(f"--platform={platform}" for platform in platforms),
         )
-        torch = f"torch=={metadata.version('torch').partition('+')[0]}"
-        needed_by_torch = ("filelock", "fsspec", "jinja2", "networkx", "sympy", "typing-extensions")
-        tests = ("hypothesis", "msgspec", "numpy", "pytest", "pytest-timeout")
-        for packages in (("--no-deps", torch), (*needed_by_torch, *tests)):
+        for packages in (("--no-deps", torch()), (*_NEEDED_BY_TORCH, *_NEEDED_BY_TESTS)):
             run([*PIP, *options, *packages], f"packages for aarch64 cannot be had; {_NEEDS}")
 
     def replace_cuda(self) -> None:
@@ -118,30 +146,41 @@ class Emulation:
             run([f"{TARGET}-gcc", "-shared", "-nostdlib", *link, str(source)], f"{name} cannot be made")
 
 
+def torch() -> str:
+    return f"torch=={metadata.version('torch').partition('+')[0]}"
+
+
 @pytest.fixture(scope="module")
-def aarch64() -> Iterator[Emulation]:
-    """With the wheel installed, and the tests beside it."""
-    with tempfile.TemporaryDirectory(prefix="quire-aarch64-") as name:
-        emulation = Emulation(Path(name))
+def aarch64() -> Emulation:
+    def make(folder: Path) -> None:
+        emulation = Emulation(folder)
         emulation.install_debian()
         emulation.install_packages()
         emulation.replace_cuda()
-        wheel = build_wheel(emulation.folder, CXX=f"{TARGET}-g++")
+
+    inputs = (SUITE, torch(), *_NEEDED_BY_TORCH, *_NEEDED_BY_TESTS, _PROCESSOR, str(os.cpu_count()))
+    return Emulation(made_once("aarch64", *inputs, make=make))
+
+
+@pytest.fixture(scope="module")
+def installed() -> Iterator[Path]:
+    """A folder with what is in the wheel, and the tests beside it."""
+    with tempfile.TemporaryDirectory(prefix="quire-aarch64-") as name:
+        folder = Path(name)
+        wheel = build_wheel(folder, f"{TARGET}-g++")
         assert wheel.name.endswith("_aarch64.whl")
         with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(emulation.site)
-        (emulation.folder / "fewer_cases.py").write_text(_PLUGIN)
-        shutil.copytree(ROOT / "tests", emulation.folder / "tests", ignore=shutil.ignore_patterns("__pycache__"))
-        yield emulation
+            archive.extractall(folder)
+        (folder / "fewer_cases.py").write_text(_PLUGIN)
+        shutil.copytree(ROOT / "tests", folder / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+        yield folder
 
 
-def test_the_kernels_of_the_wheel_are_right_on_aarch64(aarch64: Emulation) -> None:
+def test_the_kernels_of_the_wheel_are_right_on_aarch64(aarch64: Emulation, installed: Path) -> None:
     """By their own tests, without those that need another program or a GPU, or wait for each other with time limits."""
-    names = ("attention", "experts", "linear", "noise", "operations", "packed_attention", "sampling", "threads")
-    options = ("-c", "/dev/null", f"--rootdir={aarch64.folder}", "--hypothesis-profile=ci")
+    options = ("-c", "/dev/null", f"--rootdir={installed}")
     plugins = ("-p", "fewer_cases", "-p", "no:cacheprovider")
-    files = [f"{KERNELS}/test_{name}.py" for name in names]
-    files.append(f"{KERNELS}/test_quantized.py::test_inputs_of_any_size")
-    printed = aarch64.python("-m", "pytest", "-q", "-k", "not [reference", *plugins, *options, *files)
+    files = [f"{KERNELS}/test_{name}" for name in _TESTS]
+    printed = aarch64.python(installed, "-m", "pytest", "-q", "-k", _SELECTION, *plugins, *options, *files)
     assert re.search(r"\d{3,} passed", printed), printed
     assert "skipped" not in printed, printed

@@ -2,7 +2,7 @@
 
 No registry is asked for images: a small Debian, made here, stands in for the base. Packages for Python are downloaded
 beforehand by this environment's pip, which knows from where; the build finds them in a folder. The image and its parts
-take about 5 GB on disk, and are removed.
+take about 5 GB on disk, and are removed; the small Debian is kept for the next run.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ import psutil
 import pytest
 
 from quire.kernels import isa
-from tests.e2e.environments import OWN_ENVIRONMENT, run
+from tests.e2e.environments import OWN_ENVIRONMENT, made_once, run
 from tests.e2e.test_openai import NODES
 from tests.e2e.test_wheel import PIP
+from tests.fakes import kept_objects
 from tests.fakes.namespaces import Command, inside
 from tests.unit.test_packages import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
-URL = "http://127.0.0.1:8000"
-"""In the container's network."""
 MAX_BYTES = 1.2e9
+_OBJECTS = "/objects"
+"""While the image is built: what has been compiled before."""
 SUITE = "bookworm"
 # What images of Debian do, too: no documentation, and no packages kept after they have been installed.
 _SLIM = (
@@ -111,9 +112,13 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def podman(folder: Path) -> Iterator[Podman]:
-    """With `localhost/base`, which stands in for the base of the images."""
-    base = folder / "base.tar"
-    run(["mmdebstrap", "--quiet", *_SLIM, SUITE, str(base)], f"no base can be made; {_NEEDS}")
+    """With `localhost/base`, which stands in for the base of the images. Its compiler keeps what it compiles: if
+    this machine has the same one, the kernels are not compiled again."""
+
+    def make(folder: Path) -> None:
+        run(["mmdebstrap", "--quiet", *_SLIM, SUITE, str(folder / "base.tar")], f"no base can be made; {_NEEDS}")
+
+    base = made_once("base", SUITE, *_SLIM, make=make) / "base.tar"
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     (torch,) = re.findall(r"^ARG TORCH=(\S+)$", (ROOT / "Dockerfile").read_text(), flags=re.M)
     packages = [
@@ -130,8 +135,8 @@ def podman(folder: Path) -> Iterator[Podman]:
     )
     (folder / "pip.conf").write_text("[global]\nno-index = true\nfind-links = /wheelhouse\n")
     podman = Podman(folder)
-    podman("import", "--quiet", str(base), "localhost/base")
-    base.unlink()
+    compiler = kept_objects.compiler("/usr/bin/c++", python="/usr/bin/python3", seen_as=_OBJECTS)
+    podman("import", "--quiet", "--change", f"ENV CXX={_OBJECTS}/{compiler.name}", str(base), "localhost/base")
     try:
         yield podman
     finally:
@@ -141,7 +146,9 @@ def podman(folder: Path) -> Iterator[Podman]:
 @pytest.fixture(scope="module")
 def image(podman: Podman, folder: Path) -> str:
     """The image for CPUs, with the kernels for this processor only; test_wheel.py compiles all of them."""
-    podman.build(folder, "cpu", "--build-arg", f"KERNEL_ISAS={isa.chosen().name}", "--tag", "quire:cpu")
+    objects = f"{kept_objects.FOLDER}:{_OBJECTS}"
+    isas = f"KERNEL_ISAS={isa.chosen().name}"
+    podman.build(folder, "cpu", "--volume", objects, "--build-arg", isas, "--tag", "quire:cpu")
     return "quire:cpu"
 
 
@@ -176,17 +183,11 @@ def test_a_login_shell_finds_its_programs(podman: Podman, image: str) -> None:
         assert container.wait(60) == 0
 
 
-@pytest.mark.parametrize("user", ["10001", "4242"])
-def test_it_answers_with_a_read_only_root_and_stops(podman: Podman, image: str, user: str) -> None:
-    """As its own user, and as one that the image does not know; a core that dies leaves nothing behind."""
-    with podman.started("--user", user, image, "serve", "--host", "0.0.0.0", "-tp", "2") as container:
+def test_it_answers_with_a_read_only_root_and_stops(podman: Podman, image: str) -> None:
+    """A core that dies leaves nothing behind."""
+    with podman.started(image, "serve", "--host", "0.0.0.0", "-tp", "2") as container:
         container.wait_for("serving .* on http://0.0.0.0:8000")
-        first = psutil.Process(int(podman("inspect", "--format", "{{.State.Pid}}", "quire")))
-        assert {str(process.uids().effective) for process in [first, *first.children(recursive=True)]} == {user}
-        chat = {"messages": [{"role": "user", "content": NODES}], "temperature": 0}
-        with inside(f"/proc/{first.pid}/ns/net"):
-            answer = httpx.post(f"{URL}/v1/chat/completions", json=chat, timeout=60).raise_for_status().json()
-        assert f'"content": "{answer["choices"][0]["message"]["content"]}"' in (ROOT / "README.md").read_text()
+        first = ask(podman, 8000, "10001")
         assert podman("healthcheck", "run", "quire").strip() in ("", "healthy")
 
         (core,) = (process for process in first.children(recursive=True) if process.name() == "quire-core")
@@ -201,11 +202,27 @@ def test_it_answers_with_a_read_only_root_and_stops(podman: Podman, image: str, 
         assert "CPU kernels" not in container.text, "the image has none that fit, or compiles them"
 
 
-def test_health_is_bad_where_no_server_listens(podman: Podman, image: str) -> None:
-    with podman.started(image, "serve", "--port", "8001") as container:
+def test_it_answers_for_a_user_that_it_does_not_know(podman: Podman, image: str) -> None:
+    """At a port of that user's choice; health is bad, as no server listens at the one that it asks."""
+    with podman.started("--user", "4242", image, "serve", "--port", "8001") as container:
         container.wait_for("serving .* on http://127.0.0.1:8001")
+        ask(podman, 8001, "4242")
         with pytest.raises(pytest.fail.Exception, match="unhealthy"):
             podman("healthcheck", "run", "quire")
+        podman("stop", "--time", "60", "quire")
+        assert container.wait(60) == 0
+
+
+def ask(podman: Podman, port: int, user: str) -> psutil.Process:
+    """The first process of the container, all of whose processes are that user's, after the README's question."""
+    first = psutil.Process(int(podman("inspect", "--format", "{{.State.Pid}}", "quire")))
+    assert {str(process.uids().effective) for process in [first, *first.children(recursive=True)]} == {user}
+    chat = {"messages": [{"role": "user", "content": NODES}], "temperature": 0}
+    with inside(f"/proc/{first.pid}/ns/net"):
+        url = f"http://127.0.0.1:{port}/v1/chat/completions"
+        answer = httpx.post(url, json=chat, timeout=60).raise_for_status().json()
+    assert f'"content": "{answer["choices"][0]["message"]["content"]}"' in (ROOT / "README.md").read_text()
+    return first
 
 
 def test_the_image_for_gpus_has_what_triton_compiles_with(podman: Podman, folder: Path) -> None:
