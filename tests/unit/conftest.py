@@ -12,10 +12,7 @@ from typing import NoReturn
 
 import pytest
 
-from quire.kernels import cpu, dispatch
-
 platform.platform()  # runs `uname` once; clients ask for it
-importlib.import_module("matplotlib.font_manager")  # runs `fc-list` once
 
 
 def refuse(what: str) -> Callable[..., NoReturn]:
@@ -25,9 +22,17 @@ def refuse(what: str) -> Callable[..., NoReturn]:
     return refused
 
 
+@pytest.fixture(scope="session")
+def fonts() -> None:
+    """matplotlib runs `fc-list` once. A module that plots uses this in all its tests, so that it comes first."""
+    importlib.import_module("matplotlib.font_manager")
+
+
 @pytest.fixture(autouse=True, scope="module")
 def only_this_process() -> Iterator[None]:
     """Operations are those of the reference, as kernels may have been loaded before for other tests."""
+    from quire.kernels import cpu, dispatch  # and torch, which the process that shares out the tests does not need
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(subprocess.Popen, "_execute_child", refuse("starts a process"))
         patch.setattr(multiprocessing.util, "spawnv_passfds", refuse("starts a process"))

@@ -6,7 +6,7 @@ import itertools
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.engine.distributed.eplb import (
@@ -58,7 +58,6 @@ def is_legal(locations: Table, now: Table, num_experts: int) -> bool:
     )
 
 
-@settings(max_examples=300, deadline=None)
 @given(cases())
 def test_every_expert_has_a_place_and_no_rank_has_more_to_do_than_before(case: tuple[list[int], Table]) -> None:
     load, now = case
@@ -70,7 +69,6 @@ def test_every_expert_has_a_place_and_no_rank_has_more_to_do_than_before(case: t
     assert sum(rank_loads(load, then)) == pytest.approx(sum(load))
 
 
-@settings(max_examples=300, deadline=None)
 @given(cases(), st.integers(0, 99))
 def test_moves_make_one_placement_of_the_other(case: tuple[list[int], Table], seed: int) -> None:
     """Step by step on what the ranks hold, with room for one expert beside their places."""

@@ -146,7 +146,7 @@ def test_the_time_of_catching_up_is_measured_and_not_taken_for_that_of_drafts() 
 def test_after_a_crowd_the_model_is_asked_for_a_request_that_has_much_left(length: int, is_asked: bool) -> None:
     """While 40 requests run, the model does not. One of them goes on after the others have had their 64 tokens. Of this
     one the model lacks 264 tokens, which take as long as five steps."""
-    running = Engine(engine_config(max_num_seqs=40, max_num_batched_tokens=512, num_blocks=8000, max_model_len=1000))
+    running = Engine(engine_config(max_num_seqs=40, max_num_batched_tokens=512, num_blocks=1200, max_model_len=1000))
     speculation = running.scheduler.speculation = Mixed()
     speculation.times = Costly(0.02)
     prompts = {str(number): [number, *([3, 5, 7, 11] * 50)[: 200 if not number else 3]] for number in range(40)}

@@ -81,9 +81,9 @@ def test_a_second_client_does_not_wait_for_long_prompts() -> None:
 
 
 def test_places_are_shared_by_weight() -> None:
-    engine = Engine(engine_config(num_blocks=1200))
-    flood(engine, 100, output=40)
-    for index in range(100):
+    engine = Engine(engine_config(num_blocks=300))
+    flood(engine, 16, output=40)
+    for index in range(48):
         engine.add(f"heavy-{index}", [index % 97], max_tokens=40, ignore_eos=True, share=b"heavy", weight=3.0)
     for _ in range(20):
         engine.turn()
@@ -95,9 +95,23 @@ def test_places_are_shared_by_weight() -> None:
     engine.run()
 
 
+def test_prompt_tokens_are_shared_by_weight() -> None:
+    """Two prompts fill a step, and their requests end with it: there are places for all."""
+    engine = Engine(engine_config(max_num_batched_tokens=16, num_blocks=1200))
+    flood(engine, 80, prompt=8, output=1)
+    for index in range(80):
+        engine.add(f"heavy-{index}", [96, index] * 4, max_tokens=1, ignore_eos=True, share=b"heavy", weight=3.0)
+    for _ in range(20):
+        engine.turn()
+    ended = Counter(name for name in ("flood", "heavy") for index in range(80) if engine.ends(f"{name}-{index}"))
+    assert 36 <= ended.total() <= 40
+    assert abs(ended["heavy"] - 3 * ended["flood"]) <= 4
+    engine.run()
+
+
 def test_places_that_others_leave_free_are_used() -> None:
-    engine = Engine(engine_config(num_blocks=1200))
-    flood(engine, 100)
+    engine = Engine(engine_config(num_blocks=500))
+    flood(engine, 20)
     engine.add("one", [1], max_tokens=100, share=SECOND)
     for _ in range(20):
         engine.turn()
@@ -156,13 +170,13 @@ def test_priorities_count_inside_a_share() -> None:
 @pytest.mark.parametrize("is_running", [False, True])
 def test_idleness_gives_no_credit(is_running: bool) -> None:
     """A share that had no prompts for long, idle or decoding, gets half of the prompt tokens afterwards, not all."""
-    engine = Engine(engine_config(max_num_batched_tokens=16, num_blocks=2000, max_num_seqs=16, max_model_len=400))
+    engine = Engine(engine_config(max_num_batched_tokens=16, num_blocks=500, max_num_seqs=16, max_model_len=400))
     if is_running:
         engine.add("long", [1], max_tokens=350, ignore_eos=True, share=SECOND)
-    flood(engine, prompt=60, output=2)
+    flood(engine, 100, prompt=60, output=2)
     for _ in range(200):
         engine.turn()
-    flood(engine, prompt=60, output=2, share=SECOND)
+    flood(engine, 40, prompt=60, output=2, share=SECOND)
     served = Counter[bytes]()
     schedule_chunk = engine.scheduler.waiting.serve
 
@@ -178,7 +192,7 @@ def test_idleness_gives_no_credit(is_running: bool) -> None:
 
 def test_long_prompts_of_one_share_do_not_hold_up_short_ones() -> None:
     """Also if the share with the long ones has fewer requests running."""
-    engine = Engine(engine_config(max_num_batched_tokens=32, num_blocks=4000, max_num_seqs=16, max_model_len=400))
+    engine = Engine(engine_config(max_num_batched_tokens=32, num_blocks=1500, max_num_seqs=16, max_model_len=400))
     for index in range(20):
         engine.add(f"long-{index}", [index] * 300, max_tokens=3, share=SECOND)
     finished = 0
@@ -195,21 +209,21 @@ def test_long_prompts_of_one_share_do_not_hold_up_short_ones() -> None:
 def test_outputs_do_not_depend_on_shares(stages: int, depth: int, windows: Windows, is_tight: bool) -> None:
     """Random arrivals, weights and aborts: nothing is lost, and no token changes by a preemption."""
     config = engine_config(
-        stages=stages, depth=depth, windows=windows, max_num_seqs=6, max_num_batched_tokens=32, num_blocks=1200
+        stages=stages, depth=depth, windows=windows, max_num_seqs=6, max_num_batched_tokens=32, num_blocks=300
     )
     engine = Engine(tightened(config) if is_tight else config)
     rng = random.Random(depth)
     prompts: dict[str, list[int]] = {}
 
     def disturb(turn: int) -> None:
-        if turn < 120:
+        if turn < 40:
             prompts[str(turn)] = prompt = [rng.randrange(5) for _ in range(rng.randrange(1, 60))]
             share = rng.choice([b"", b"a", b"a", b"a", b"b", b"c%d" % turn])
             engine.add(str(turn), prompt, max_tokens=20, share=share, weight=rng.choice([0.5, 1.0, 4.0]))
             if rng.random() < 0.2:
                 engine.abort(str(rng.randrange(turn + 1)))
 
-    engine.run(disturb, at_least=120)
+    engine.run(disturb, at_least=40)
     for request_id, prompt in prompts.items():
         (end,) = engine.ends(request_id)
         tokens = engine.tokens(request_id)

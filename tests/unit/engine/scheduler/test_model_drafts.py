@@ -47,7 +47,7 @@ def test_output_does_not_depend_on_drafts(
 ) -> None:
     """With aborts, stop tokens, preemption, prefix hits, and every block that is read or drafted into checked by the
     fake model."""
-    config = engine_config(stages=stages, depth=depth, windows=windows, max_num_batched_tokens=32, num_blocks=1200)
+    config = engine_config(stages=stages, depth=depth, windows=windows, max_num_batched_tokens=32, num_blocks=500)
     running = Engine(tightened(config) if tight else config)
     states = config.cache.block_size if "state" in windows else None
     running.scheduler.speculation = Always(MOST, 16, states, varies=varies)
@@ -123,7 +123,7 @@ def plan(num_tokens: int, num_drafts: int, drafts: int = 0) -> SchedulerOutput:
 @pytest.mark.parametrize(("stages", "depth"), AHEAD)
 def test_output_does_not_depend_on_which_drafts_are_used(stages: int, depth: int, windows: Windows) -> None:
     """Prompts of five distinct tokens have wrong n-grams, and answers that are repeated have right ones."""
-    config = engine_config(stages=stages, depth=depth, windows=windows, max_num_batched_tokens=32, num_blocks=1200)
+    config = engine_config(stages=stages, depth=depth, windows=windows, max_num_batched_tokens=32, num_blocks=500)
     running = Engine(tightened(config))
     states = config.cache.block_size if "state" in windows else None
     running.scheduler.speculation, running.model.guess = Mixed(MOST, 16, states), next_token

@@ -172,27 +172,28 @@ def test_output_does_not_depend_on_the_batch(
     stages: int, depth: int, budget: int, tight: bool, windows: Windows, prefix: bool
 ) -> None:
     config = engine_config(
-        stages=stages, depth=depth, max_num_batched_tokens=budget, prefix=prefix, windows=windows, num_blocks=1200
+        stages=stages, depth=depth, max_num_batched_tokens=budget, prefix=prefix, windows=windows, num_blocks=450
     )
     engine = Engine(tightened(config) if tight else config)
     rng = random.Random(depth * budget + tight)
     shared = [rng.randrange(97) for _ in range(30)]
     prompts = [
-        shared[: rng.randrange(31)] + [rng.randrange(97) for _ in range(rng.randrange(1, 50))] for _ in range(40)
+        shared[: rng.randrange(31)] + [rng.randrange(97) for _ in range(rng.randrange(1, 40))] for _ in range(20)
     ]
+    lengths = [1 + index * 7 % 30 for index in range(20)]
 
     def arrive(turn: int) -> None:
         if turn < len(prompts):
-            engine.add(str(turn), prompts[turn], max_tokens=1 + turn % 40)
+            engine.add(str(turn), prompts[turn], max_tokens=lengths[turn])
 
-    engine.run(arrive, at_least=40)
-    for index, prompt in enumerate(prompts):
-        assert engine.tokens(str(index)) == continuation(prompt, 1 + index % 40)
+    engine.run(arrive, at_least=20)
+    for index, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
+        assert engine.tokens(str(index)) == continuation(prompt, length)
         assert engine.ends(str(index)) == ["length"]
     stats = engine.scheduler.snapshot()
     assert (stats.preemptions > 0) == tight or (tight and windows != (None,))
     assert (stats.prefix_hit_tokens > 0) == prefix
-    assert stats.generated_tokens == sum(1 + index % 40 for index in range(40))
+    assert stats.generated_tokens == sum(lengths)
 
 
 @pytest.mark.parametrize(("stages", "depth"), ONE_STAGE)
@@ -230,14 +231,14 @@ def test_random_aborts_and_stops_lose_nothing(stages: int, depth: int, windows: 
     prompts: dict[str, list[int]] = {}
 
     def disturb(turn: int) -> None:
-        if turn < 100:
+        if turn < 40:
             prompt = [rng.randrange(5) for _ in range(rng.randrange(1, 60))]
             prompts[str(turn)] = prompt
             engine.add(str(turn), prompt, max_tokens=20, stop_token_ids=[rng.randrange(97) for _ in range(turn % 8)])
             if rng.random() < 0.5:
                 engine.abort(str(rng.randrange(turn + 1)))
 
-    engine.run(disturb, at_least=100)
+    engine.run(disturb, at_least=40)
     for request_id in engine.outputs:
         assert len(engine.ends(request_id)) == 1
         tokens = engine.tokens(request_id)
@@ -251,35 +252,36 @@ def test_every_prompt_token_is_scored_once(
 ) -> None:
     """In order and without gaps, whatever is cached, cut, preempted in the middle of its prompt, or aborted."""
     config = engine_config(
-        stages=stages, depth=depth, max_num_batched_tokens=budget, prefix=prefix, windows=windows, num_blocks=1200
+        stages=stages, depth=depth, max_num_batched_tokens=budget, prefix=prefix, windows=windows, num_blocks=450
     )
     engine = Engine(tightened(config) if tight else config)
     rng = random.Random(depth * budget + tight)
     shared = [rng.randrange(97) for _ in range(30)]
     prompts = [
-        [*shared, *(rng.randrange(97) for _ in range(rng.randrange(60)))][rng.randrange(30) :] for _ in range(40)
+        [*shared, *(rng.randrange(97) for _ in range(rng.randrange(60)))][rng.randrange(30) :] for _ in range(20)
     ]
+    lengths = [1 + index * 7 % 30 for index in range(20)]
 
     def arrive(turn: int) -> None:
         if turn < len(prompts):
             scores: dict[str, Any] = {} if turn % 3 == 0 else {"prompt_logprobs": 0}
-            engine.add(str(turn), prompts[turn], max_tokens=1 + turn % 40, **scores)
+            engine.add(str(turn), prompts[turn], max_tokens=lengths[turn], **scores)
             if turn % 7 == 6:
                 engine.abort(str(turn - 2))
 
-    engine.run(arrive, at_least=40)
+    engine.run(arrive, at_least=20)
     for index, prompt in enumerate(prompts):
         expected = [] if index % 3 == 0 else list(enumerate(map(float, prompt)))[1:]
         if engine.ends(str(index)) == ["abort"]:
             assert engine.scored(str(index)) == expected[: len(engine.scored(str(index)))]
             continue
-        assert engine.tokens(str(index)) == continuation(prompt, 1 + index % 40)
+        assert engine.tokens(str(index)) == continuation(prompt, lengths[index])
         assert engine.scored(str(index)) == expected
         first = next(at for at, output in enumerate(engine.outputs[str(index)]) if output.token_ids)
         assert not any(output.prompt_logprobs for output in engine.outputs[str(index)][first:])
     stats = engine.scheduler.snapshot()
     assert (stats.preemptions > 0) == tight or (tight and windows != (None,))
-    assert stats.generated_tokens == sum(len(engine.tokens(str(index))) for index in range(40))
+    assert stats.generated_tokens == sum(len(engine.tokens(str(index))) for index in range(20))
 
 
 def test_what_has_been_scored_may_come_from_the_cache_again() -> None:
@@ -305,23 +307,24 @@ def test_what_has_been_scored_may_come_from_the_cache_again() -> None:
 def test_a_request_continues_after_the_output_of_another_replica(
     stages: int, depth: int, windows: Windows, tight: bool
 ) -> None:
-    """Cut at every position, all at once; what was told is not told again, the scores of the prompt neither."""
-    config = engine_config(stages=stages, depth=depth, windows=windows, max_num_batched_tokens=32, num_blocks=1400)
+    """Cut at every third position, all at once; what was told is not told again, the scores of the prompt neither.
+    Blocks have four tokens, so that the cuts are at each place of a block."""
+    config = engine_config(stages=stages, depth=depth, windows=windows, max_num_batched_tokens=32, num_blocks=600)
     engine = Engine(tightened(config) if tight else config)
     prompt = list(range(3, 40))
     output = continuation(prompt, 30)
     end = output.index(output[20]) + 1
-    for cut in range(end):
+    for cut in range(0, end, 3):
         engine.add(f"stop {cut}", prompt, reported=output[:cut], max_tokens=50, stop_token_ids=[output[20]])
-    for cut in range(30):
+    for cut in range(0, 30, 3):
         scores: dict[str, Any] = {"prompt_logprobs": 0} if cut % 2 else {}
         engine.add(f"length {cut}", prompt, reported=output[:cut], max_tokens=30, **scores)
     engine.run()
-    for cut in range(end):
+    for cut in range(0, end, 3):
         assert engine.tokens(f"stop {cut}") == output[cut:end]
         assert engine.ends(f"stop {cut}") == ["stop"]
         assert engine.outputs[f"stop {cut}"][-1].stop_token_id == output[20]
-    for cut in range(30):
+    for cut in range(0, 30, 3):
         assert engine.tokens(f"length {cut}") == output[cut:]
         assert engine.ends(f"length {cut}") == ["length"]
         assert not engine.scored(f"length {cut}")
@@ -634,7 +637,7 @@ def test_no_stage_idles_under_steady_load(depth: int) -> None:
 
     def keep_busy(turn: int) -> None:
         nonlocal started
-        while turn < 700 and len(engine.scheduler.requests) < 12:
+        while turn < 300 and len(engine.scheduler.requests) < 12:
             prompt = [rng.randrange(97) for _ in range(rng.randrange(4, 60))]
             engine.add(str(started), prompt, max_tokens=rng.randrange(5, 60))
             started += 1
@@ -642,7 +645,7 @@ def test_no_stage_idles_under_steady_load(depth: int) -> None:
     engine.run(keep_busy)
     stats = engine.scheduler.stats
     assert stats.idle_stage_steps / (stats.steps + stats.idle_stage_steps) < 0.05
-    rows = [plan.num_rows for plan in engine.model.plans[depth * 20 : 500]]
+    rows = [plan.num_rows for plan in engine.model.plans[depth * 20 : 280]]
     assert max(rows) <= -(-12 // depth)
     assert sum(rows) / len(rows) > 0.9 * 12 / depth
     tokens = [plan.num_tokens for plan in engine.model.plans]
@@ -769,14 +772,14 @@ def test_blocks_outside_the_window_are_freed(stages: int, depth: int, budget: in
 @pytest.mark.parametrize("windows", WINDOWS[1:])
 def test_a_preempted_request_with_windows_resumes(stages: int, depth: int, windows: Windows) -> None:
     """All begin with a block, and the cache is as small as may be."""
-    config = engine_config(stages=stages, depth=depth, windows=windows, max_num_batched_tokens=8)
+    config = engine_config(stages=stages, depth=depth, windows=windows, max_num_batched_tokens=8, max_model_len=62)
     least = config.cache.max_blocks(config.model.max_model_len, 8)
     engine = Engine(replace(config, cache=replace(config.cache, num_blocks=least)))
-    for index in range(16):
-        engine.add(str(index), [index], max_tokens=100)
+    for index in range(6):
+        engine.add(str(index), [index], max_tokens=60)
     engine.run()
     assert engine.scheduler.stats.preemptions > 0
-    assert all(engine.tokens(str(index)) == continuation([index], 100) for index in range(16))
+    assert all(engine.tokens(str(index)) == continuation([index], 60) for index in range(6))
 
 
 def test_a_pool_for_one_long_request_holds_many_windowed_ones() -> None:

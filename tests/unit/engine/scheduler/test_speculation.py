@@ -51,7 +51,7 @@ def engine(config: EngineConfig, guess: Guess) -> Engine:
 @pytest.mark.parametrize(("stages", "depth"), AHEAD)
 def test_output_does_not_depend_on_drafts(stages: int, depth: int, windows: Windows, tight: bool, guess: str) -> None:
     """With aborts, stop tokens, preemption, prefix hits, and every block that is read checked by the fake model."""
-    config = engine_config(stages=stages, depth=depth, windows=windows, max_num_batched_tokens=32, num_blocks=1200)
+    config = engine_config(stages=stages, depth=depth, windows=windows, max_num_batched_tokens=32, num_blocks=500)
     running = engine(tightened(config) if tight else config, GUESSES[guess])
     check_disturbed(running, random.Random(depth), is_wrong=guess == "wrong")
 

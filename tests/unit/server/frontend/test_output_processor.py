@@ -72,18 +72,16 @@ def fallback_tokens(draw: st.DrawFn) -> list[int]:
 
 
 @given(any_tokens, any_tokens, st.booleans())
-@settings(max_examples=400, deadline=None)
 def test_byte_level_stream_is_the_whole_for_any_tokens(prompt: list[int], output: list[int], skip: bool) -> None:
     assert stream(BYTE_LEVEL, prompt, output, skip) == whole(BYTE_LEVEL, prompt, output, skip)
 
 
 @given(st.text(), st.text(), st.integers(0, 8))
-@settings(max_examples=300, deadline=None)
 def test_text_cut_anywhere_comes_back(prompt: str, output: str, cut: int) -> None:
     """The prompt may end inside a character; the output completes it and shows it whole."""
     ids = BYTE_LEVEL.encode(prompt + output, add_special_tokens=False)
     cut = min(len(BYTE_LEVEL.encode(prompt, add_special_tokens=False)) + cut, len(ids))
-    if any(i in SPECIAL for i in ids):  # hypothesis tries what it finds in our sources
+    if any(i in SPECIAL for i in ids):  # with HYPOTHESIS_PROFILE=explore, texts contain what is found in our sources
         return
     said = BYTE_LEVEL.decode(ids[:cut], skip_special_tokens=True).rstrip("\ufffd")
     if (prompt + output).startswith(said) and "\ufffd" not in prompt + output:
@@ -91,13 +89,11 @@ def test_text_cut_anywhere_comes_back(prompt: str, output: str, cut: int) -> Non
 
 
 @given(fallback_tokens(), fallback_tokens())
-@settings(max_examples=400, deadline=None)
 def test_byte_fallback_stream_is_the_whole(prompt: list[int], output: list[int]) -> None:
     assert stream(FALLBACK, prompt, output) == whole(FALLBACK, prompt, output)
 
 
 @given(st.lists(st.integers(0, FALLBACK.backend.get_vocab_size() + 3), max_size=60))
-@settings(max_examples=300, deadline=None)
 def test_byte_fallback_stream_of_anything_keeps_its_words(output: list[int]) -> None:
     """Runs that turn invalid late are the exception to exactness; nothing else may suffer from them."""
     text = stream(FALLBACK, WORDS[3:4], output)
@@ -142,7 +138,6 @@ def brute_force_stop(text: str, stops: list[str], include: bool) -> tuple[str, s
     st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
     st.booleans(),
 )
-@settings(max_examples=500, deadline=None)
 def test_stop_strings_do_not_depend_on_the_chunks(chunks: list[str], stops: list[str], include: bool) -> None:
     matcher, shown = StopStrings(stops, include), ""
     expected, found = brute_force_stop("".join(chunks), stops, include)
@@ -178,7 +173,6 @@ mixed_tokens = st.lists(scraps, max_size=12).map(lambda parts: [token_id for par
 
 
 @given(st.data(), mixed_tokens, mixed_tokens, st.booleans(), st.booleans())
-@settings(max_examples=500, deadline=None)
 def test_streamed_text_is_the_whole_up_to_the_stop_string(
     data: st.DataObject, prompt: list[int], tokens: list[int], skip: bool, include: bool
 ) -> None:
@@ -203,7 +197,6 @@ def test_streamed_text_is_the_whole_up_to_the_stop_string(
 
 
 @given(mixed_tokens, st.booleans())
-@settings(max_examples=300, deadline=None)
 def test_a_piece_is_what_its_token_adds_to_any_whole_text(tokens: list[int], skip: bool) -> None:
     text = BYTE_LEVEL.decode(tokens, skip_special_tokens=skip)
     if not text.endswith("\ufffd"):
@@ -264,7 +257,6 @@ def test_stop_token_shows_only_when_asked_for(include: bool, text: str) -> None:
 
 
 @given(any_tokens, any_tokens, st.sets(st.sampled_from(sorted(BYTE_LEVEL.special_ids)), min_size=1))
-@settings(max_examples=200, deadline=None)
 def test_special_tokens_that_are_kept_show_alone(prompt: list[int], output: list[int], kept: set[int]) -> None:
     detokenizer = Detokenizer(BYTE_LEVEL, prompt, True, frozenset(kept))
     text = "".join([*map(detokenizer.feed, output), detokenizer.flush()])
@@ -290,7 +282,7 @@ def test_special_tokens_show_when_asked_for() -> None:
 
 
 @given(st.data())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_tokens_before_the_first_words_are_counted_however_outputs_merge(data: st.DataObject) -> None:
     answer, thoughts = ids("<think>hm, well</think>So."), ids("<think>hm, well</think>")
     cuts = data.draw(st.lists(st.integers(0, len(answer)), unique=True).map(sorted))

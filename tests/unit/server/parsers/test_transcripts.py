@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from quire.server.parsers.output_parser import OutputFormat
@@ -92,7 +92,6 @@ PIECES = [
 @given(st.lists(st.sampled_from(PIECES), max_size=12), st.lists(st.integers(0, 10_000), max_size=4))
 @example(["<|end|>", "<|constrain|>", "analysis"], [3])
 @example([" " * 600, "<|channel|>", "final", "<|message|>", "x"], [600])
-@settings(max_examples=300, deadline=None)
 def test_harmony_ends_whatever_the_model_writes(parts: list[str], cuts: list[int]) -> None:
     text = "".join(parts)
     format = OutputFormat(tools=TOOL_FORMATS["openai"], schemas=SCHEMAS)

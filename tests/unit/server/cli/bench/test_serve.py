@@ -31,6 +31,8 @@ std_e2el_ms p99_e2el_ms client_cpu_share
 """
 DETAILED_KEYS = "input_lens output_lens ttfts itls latencies start_times queue_times generated_texts errors"
 
+pytestmark = pytest.mark.usefixtures("fonts")
+
 
 @pytest.fixture(autouse=True)
 def no_collection(monkeypatch: pytest.MonkeyPatch) -> None:
