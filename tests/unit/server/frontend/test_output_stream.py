@@ -1,6 +1,8 @@
-"""What a reader that is behind gets when its stream ends with an error."""
+"""What a reader gets that waits, and one that is behind when its stream ends with an error."""
 
 from __future__ import annotations
+
+import asyncio
 
 import pytest
 
@@ -10,6 +12,20 @@ from quire.server.frontend.output_stream import EngineUnavailable, OutputStream,
 
 def a_stream(*request_ids: str) -> OutputStream:
     return OutputStream(lambda ids, reason: None, request_ids)
+
+
+async def test_every_output_wakes_a_reader_that_waits() -> None:
+    stream = a_stream("a")
+    for token_id in range(2):
+        reading = asyncio.create_task(stream.get())
+        await asyncio.sleep(0)
+        if token_id == 0:
+            stream.put(EngineCoreOutput("a", [token_id]))
+        else:
+            stream.put_token("a", token_id)
+        await asyncio.wait((reading,), timeout=5.0)
+        assert reading.done(), f"output {token_id} wakes nobody"
+        assert [output.token_ids for output in reading.result()] == [[token_id]]
 
 
 async def test_what_came_before_an_error_is_read_first() -> None:

@@ -406,6 +406,9 @@ async def test_too_long_is_refused_with_the_numbers(server: Server) -> None:
     assert "129" in together["message"]
     chat = await refused(server, "chat/completions", {"messages": USER, "max_completion_tokens": 128})
     assert (chat["code"], chat["param"]) == ("context_length_exceeded", "messages")
+    body = {"messages": [{"role": "user", "content": "a b " * 100}], "truncate_prompt_tokens": 128}
+    full = await refused(server, "chat/completions", body)
+    assert full["message"].endswith("128 tokens, output included, but the prompt has 128")
 
 
 async def test_chat_may_use_the_rest_of_the_length(server: Server) -> None:
