@@ -9,8 +9,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import hypothesis
@@ -18,9 +17,11 @@ import pytest
 
 # Hypothesis takes the same examples in every run, so that none fails by chance. To look for others, repeatedly:
 # HYPOTHESIS_PROFILE=explore scripts/test PATH
-hypothesis.settings.register_profile("repeatable", derandomize=True)
-hypothesis.settings.register_profile("explore", derandomize=False, print_blob=True)
+hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=100)
+hypothesis.settings.register_profile("explore", print_blob=True, deadline=None, max_examples=1500)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+pytest_plugins = ("tests.tiers",)
 
 NAMESPACES = {f"tests/e2e/test_{name}.py" for name in ("doctor", "namespaces", "nodes", "ray", "replicas")}
 
@@ -35,21 +36,15 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Files go first whose tests may take longest, so that none of them is still running alone in the end; where xdist
-    sorts files by the number of their tests, among those with as many."""
-    usual = float(config.getini("timeout") or 0)  # where no configuration is read, none
-    limits: dict[Path, float] = {}
-    for item in items:
-        marker = item.get_closest_marker("timeout")
-        limits[item.path] = max(limits.get(item.path, 0), float(marker.args[0]) if marker else usual)
-    items.sort(key=lambda item: -limits[item.path])
-
-
-def pytest_collection_finish() -> None:
-    """Garbage collections need not visit all that has been imported, each time again."""
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Garbage collections need not visit all that is imported, each time again: neither now nor during the tests."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_sessionfinish() -> None:

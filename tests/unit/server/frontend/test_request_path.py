@@ -27,7 +27,7 @@ class Trace:
         if event != "call":
             return
         if code not in self._names:
-            path = Path(code.co_filename or "")
+            path = Path(code.co_filename or "").resolve()  # rooms are linked into the package
             is_ours = path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in ("server", "engine")
             is_part = code.co_name.startswith("<")  # a comprehension, or a lambda
             self._names[code] = f"{path.relative_to(ROOT)} {code.co_qualname}" if is_ours and not is_part else ""
