@@ -170,7 +170,7 @@ def test_attention_does_not_depend_on_the_batch(device: torch.device) -> None:
 
 
 def test_a_token_of_hyper_connections_does_not_depend_on_others(device: torch.device) -> None:
-    given = [each.to(device) for each in test_hyper_connections.weights(4, 300)]
+    given: Any = [each.to(device) for each in test_hyper_connections.weights(4, 300)]
     x, eps = random(device, torch.float32, 23, 1200), test_hyper_connections.EPS
     together = kernels.mhc_pre(x, *given, 4, *eps, 20)
     after = kernels.mhc_post(together[0], x, *together[1:])

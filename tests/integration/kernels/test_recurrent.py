@@ -107,8 +107,8 @@ def test_linear_attention_is_the_formula(per_feature: bool, is_delta: bool, has_
     assert decay is not None
     kept, found = state(torch.float32), []
     for first, last, step in TWO_STEPS:
-        part = [None if each is None else each[first:last] for each in given]
-        found.append(reference.linear_attention(*part, kept.matrices, step, 0.3, 1e-6, is_delta=is_delta))  # type: ignore[arg-type]
+        part: Any = [None if each is None else each[first:last] for each in given]
+        found.append(reference.linear_attention(*part, kept.matrices, step, 0.3, 1e-6, is_delta=is_delta))
     for head in range(SIZES["heads"]):
         matrix = torch.zeros(SIZES["key_dim"], SIZES["value_dim"], dtype=torch.float64)
         of_keys = head * SIZES["key_heads"] // SIZES["heads"]
@@ -258,7 +258,7 @@ def test_a_row_gives_the_same_in_pieces() -> None:
     weight = torch.randn(CHANNELS, CONV, generator=torch.Generator().manual_seed(4))
 
     def run(kept: RecurrentState, first: int, last: int, step: StateSegments) -> tuple[Tensor, Tensor]:
-        part = [None if each is None else each[first:last] for each in given]
+        part: Any = [None if each is None else each[first:last] for each in given]
         out = kernels.linear_attention(*part, kept.matrices, step, 0.5, 1e-6)
         return out, kernels.causal_conv(x[first:last], weight, None, kept.inputs, step)
 

@@ -197,7 +197,7 @@ pieces = st.lists(
 
 
 @given(st.sampled_from(sorted(TWO_CALLS)), pieces, st.lists(st.integers(0, 10_000), max_size=12))
-@settings(max_examples=3 * settings.default.max_examples)  # of 26 formats
+@settings(max_examples=300)  # of 26 formats
 def test_what_is_read_does_not_depend_on_the_cuts(format: str, parts: list[str], cuts: list[int]) -> None:
     text = "".join(parts)
     content, calls = read(format, text)
