@@ -170,12 +170,13 @@ def test_attention_does_not_depend_on_the_batch(device: torch.device) -> None:
 
 
 def test_a_token_of_hyper_connections_does_not_depend_on_others(device: torch.device) -> None:
-    given: Any = [each.to(device) for each in test_hyper_connections.weights(4, 300)]
+    given = [each.to(device) for each in test_hyper_connections.weights(4, 300)]
+    mhc_pre: Any = kernels.mhc_pre
     x, eps = random(device, torch.float32, 23, 1200), test_hyper_connections.EPS
-    together = kernels.mhc_pre(x, *given, 4, *eps, 20)
+    together = mhc_pre(x, *given, 4, *eps, 20)
     after = kernels.mhc_post(together[0], x, *together[1:])
     for rows in (slice(0, 1), slice(5, 8), slice(17, 23)):
-        alone = kernels.mhc_pre(x[rows], *given, 4, *eps, 20)
+        alone = mhc_pre(x[rows], *given, 4, *eps, 20)
         assert all(same_bits(one, all_of[rows]) for one, all_of in zip(alone, together, strict=True))
         assert same_bits(kernels.mhc_post(alone[0], x[rows], *alone[1:]), after[rows])
 

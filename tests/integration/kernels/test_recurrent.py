@@ -26,7 +26,7 @@ def segments(lengths: list[list[int]], read: list[int], write: list[int]) -> Sta
 
 
 STEPS = {
-    "decodes": segments([[1]] * 5, [3, 1, -1, 0, 6], [3, 2, 0, 5, -1]),
+    "decodes": segments([[1]] * 5, [3, 1, -1, 4, 6], [3, 2, 0, 5, -1]),
     "a prompt": segments([[150]], [-1], [2]),
     "short": segments([[5, 16, 2], [1], [6]], [-1, 4, 5, 2, 1], [4, 5, 0, 2, 3]),
     "mixed": segments([[70, 16, 3], [1], [64], [5, 1]], [-1, 4, 5, 1, 2, 6, 3], [4, 5, 0, 1, 2, 3, 6]),
@@ -106,9 +106,10 @@ def test_linear_attention_is_the_formula(per_feature: bool, is_delta: bool, has_
     assert value is not None
     assert decay is not None
     kept, found = state(torch.float32), []
+    run: Any = reference.linear_attention
     for first, last, step in TWO_STEPS:
-        part: Any = [None if each is None else each[first:last] for each in given]
-        found.append(reference.linear_attention(*part, kept.matrices, step, 0.3, 1e-6, is_delta=is_delta))
+        part = [None if each is None else each[first:last] for each in given]
+        found.append(run(*part, kept.matrices, step, 0.3, 1e-6, is_delta=is_delta))
     for head in range(SIZES["heads"]):
         matrix = torch.zeros(SIZES["key_dim"], SIZES["value_dim"], dtype=torch.float64)
         of_keys = head * SIZES["key_heads"] // SIZES["heads"]
@@ -258,8 +259,9 @@ def test_a_row_gives_the_same_in_pieces() -> None:
     weight = torch.randn(CHANNELS, CONV, generator=torch.Generator().manual_seed(4))
 
     def run(kept: RecurrentState, first: int, last: int, step: StateSegments) -> tuple[Tensor, Tensor]:
-        part: Any = [None if each is None else each[first:last] for each in given]
-        out = kernels.linear_attention(*part, kept.matrices, step, 0.5, 1e-6)
+        part = [None if each is None else each[first:last] for each in given]
+        ops: Any = kernels
+        out = ops.linear_attention(*part, kept.matrices, step, 0.5, 1e-6)
         return out, kernels.causal_conv(x[first:last], weight, None, kept.inputs, step)
 
     def prepared() -> RecurrentState:
