@@ -17,8 +17,10 @@ import pytest
 
 # Hypothesis takes the same examples in every run, so that none fails by chance. To look for others, repeatedly:
 # HYPOTHESIS_PROFILE=explore scripts/test PATH
-hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=100)
-hypothesis.settings.register_profile("explore", print_blob=True, deadline=None, max_examples=1500)
+# No clock decides, as emulated and busy processors are slow.
+COMMON: dict[str, Any] = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+hypothesis.settings.register_profile("repeatable", derandomize=True, max_examples=100, **COMMON)
+hypothesis.settings.register_profile("explore", print_blob=True, max_examples=1500, **COMMON)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 pytest_plugins = ("tests.tiers",)

@@ -12,7 +12,7 @@ import pytest
 from tests.e2e.serving import serve
 from tests.e2e.test_openai import metric
 
-FLOOD = 48
+FLOOD = 100
 
 
 async def complete(client: httpx.AsyncClient, key: str, prompt: str, max_tokens: int) -> Any:
