@@ -49,7 +49,10 @@ import hypothesis
 import pytest
 import torch
 
-FEW = hypothesis.settings(max_examples=10, derandomize=True, database=None, deadline=None)
+SLOW = [hypothesis.HealthCheck.too_slow]
+FEW = hypothesis.settings(
+    max_examples=10, derandomize=True, database=None, deadline=None, suppress_health_check=SLOW
+)
 
 def types(item):
     params = item.callspec.params if hasattr(item, "callspec") else {}
