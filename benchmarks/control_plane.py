@@ -22,10 +22,10 @@ from pathlib import Path
 import msgspec
 import torch
 
+from quire.engine.architecture.attention_spec import AttentionSpec
+from quire.engine.architecture.model_spec import LayerSpec, MLPSpec, ModelSpec
+from quire.engine.architecture.spec_parts import NormSpec
 from quire.engine.config.engine_config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
-from quire.engine.models.attention_spec import AttentionSpec
-from quire.engine.models.model_spec import LayerSpec, MLPSpec, ModelSpec
-from quire.engine.models.spec_parts import NormSpec
 from quire.engine.protocol.engine_core import EngineCoreRequest
 from quire.engine.protocol.runner_output import ModelRunnerOutput
 from quire.engine.protocol.sampling_params import SamplingParams

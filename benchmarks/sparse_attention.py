@@ -26,21 +26,21 @@ import torch
 from torch import Tensor, nn
 
 from quire import kernels
-from quire.engine.distributed.communicator import Parallel
-from quire.engine.layers.attention import Attention, Batch, HostMetadata, IndexedCache, Selection
-from quire.engine.layers.compressed import CompressedAttention, compressed_cache
-from quire.engine.layers.linear import Linear
-from quire.engine.layers.mla import MLA
-from quire.engine.layers.rotary import Rotary
-from quire.engine.models.attention_spec import (
+from quire.engine.architecture.attention_spec import (
     AttentionSpec,
     BlockIndexerSpec,
     CompressedAttentionSpec,
     IndexerSpec,
     MLASpec,
 )
-from quire.engine.models.families import from_hf_config
-from quire.engine.models.spec_parts import NormSpec, RopeSpec
+from quire.engine.architecture.families import from_hf_config
+from quire.engine.architecture.spec_parts import NormSpec, RopeSpec
+from quire.engine.distributed.communicator import Parallel
+from quire.engine.layers.attention import Attention, Batch, HostMetadata, IndexedCache, Selection
+from quire.engine.layers.compressed import CompressedAttention, compressed_cache
+from quire.engine.layers.linear import Linear
+from quire.engine.layers.mla import MLA
+from quire.engine.layers.rotary import Rotary
 
 BLOCK, CPU = 16, torch.device("cpu")
 Layer = TypeVar("Layer", bound=nn.Module)

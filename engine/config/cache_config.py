@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from quire.engine.architecture.attention_spec import AttentionSpec, CompressedAttentionSpec
+from quire.engine.architecture.encoder_spec import EncoderSpec
+from quire.engine.architecture.model_spec import ModelSpec, TransformersModelSpec
 from quire.engine.config.devices import FP8_CAPABILITY, Devices
 from quire.engine.config.engine_config import DTYPE_BYTES, CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from quire.engine.config.kv_cache_groups import cached_layers, count_blocks_per_page, group_layers
 from quire.engine.config.options import EngineOptions
-from quire.engine.models.attention_spec import AttentionSpec, CompressedAttentionSpec
-from quire.engine.models.encoder_spec import EncoderSpec
-from quire.engine.models.model_spec import ModelSpec, TransformersModelSpec
 from quire.engine.protocol.errors import ConfigError
 
 

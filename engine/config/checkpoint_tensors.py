@@ -8,15 +8,15 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from quire.engine.architecture.families import FAMILIES
+from quire.engine.architecture.families.tensors import NeededTensor, checkpoint_tensors, weight_names
+from quire.engine.architecture.model_spec import ModelSpec, TransformersModelSpec
+from quire.engine.architecture.quantization.method import FLOATS, INTEGERS, Method, Scheme
+from quire.engine.architecture.quantization.online import Online, OnlineScheme
 from quire.engine.config import model_files
 from quire.engine.config.engine_config import ModelConfig
 from quire.engine.config.model_files import TensorInfo
 from quire.engine.config.pooling import Norm
-from quire.engine.models.families import FAMILIES
-from quire.engine.models.families.tensors import NeededTensor, checkpoint_tensors, weight_names
-from quire.engine.models.model_spec import ModelSpec, TransformersModelSpec
-from quire.engine.models.quantization.method import FLOATS, INTEGERS, Method, Scheme
-from quire.engine.models.quantization.online import Online, OnlineScheme
 from quire.engine.protocol.errors import ConfigError
 
 _NAMED_PROBLEMS = 8

@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from quire.engine.architecture.encoder_spec import EncoderSpec
+from quire.engine.architecture.families import FAMILIES
+from quire.engine.architecture.families.family import HeadLayer
+from quire.engine.architecture.model_spec import ModelSpec
+from quire.engine.architecture.spec_parts import NormSpec
 from quire.engine.config import tokenizer_files
 from quire.engine.config.pooling import Activation, Classes, Dense, Mode, Norm, Pooling
-from quire.engine.models.encoder_spec import EncoderSpec
-from quire.engine.models.families import FAMILIES
-from quire.engine.models.families.family import HeadLayer
-from quire.engine.models.model_spec import ModelSpec
-from quire.engine.models.spec_parts import NormSpec
 from quire.engine.protocol.errors import ConfigError
 
 _SEQUENCE, _REWARD = "ForSequenceClassification", "ForRewardModel"

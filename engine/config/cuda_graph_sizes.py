@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from quire.engine.architecture.encoder_spec import EncoderSpec
+from quire.engine.architecture.model_spec import ModelSpec, TransformersModelSpec
 from quire.engine.config.engine_config import (
     DTYPE_BYTES,
     EngineConfig,
@@ -11,8 +13,6 @@ from quire.engine.config.engine_config import (
     SchedulerConfig,
 )
 from quire.engine.config.options import EngineOptions
-from quire.engine.models.encoder_spec import EncoderSpec
-from quire.engine.models.model_spec import ModelSpec, TransformersModelSpec
 from quire.engine.protocol.errors import ConfigError
 
 _STEPS = ((8, 64), (16, 128), (32, 256), (64, 1024), (128, 1 << 20))

@@ -6,10 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
+from quire.engine.architecture.draft_head_spec import DraftHeadSpec
+from quire.engine.architecture.families import draft_heads, of_text
 from quire.engine.config import model_files
 from quire.engine.config.engine_config import ModelConfig
-from quire.engine.models.draft_head_spec import DraftHeadSpec
-from quire.engine.models.families import draft_heads, of_text
 from quire.engine.protocol.errors import ConfigError
 
 

@@ -14,13 +14,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from quire.engine.architecture.families.tensors import weight_names
+from quire.engine.architecture.model_spec import ModelSpec
+from quire.engine.architecture.quantization.method import Method, Scheme
+from quire.engine.architecture.quantization.online import Online
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.pooling import Pooling
 from quire.engine.config.topology import SlowestLinks
-from quire.engine.models.families.tensors import weight_names
-from quire.engine.models.model_spec import ModelSpec
-from quire.engine.models.quantization.method import Method, Scheme
-from quire.engine.models.quantization.online import Online
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 

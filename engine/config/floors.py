@@ -32,13 +32,13 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
+from quire.engine.architecture.attention_spec import CompressedAttentionSpec
+from quire.engine.architecture.model_spec import LayerSpec, MoESpec
 from quire.engine.config import parallel_config
 from quire.engine.config.engine_config import DTYPE_BYTES, EngineConfig
 from quire.engine.config.kv_cache_groups import KVCacheShape, block_bytes, tokens_per_row
 from quire.engine.config.machine import Machine
 from quire.engine.config.memory_plan import MemoryPlan, read_bytes
-from quire.engine.models.attention_spec import CompressedAttentionSpec
-from quire.engine.models.model_spec import LayerSpec, MoESpec
 
 Limit = Literal["bandwidth", "compute", "communication"]
 

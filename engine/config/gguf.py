@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from quire.engine.models.quantization.gguf import SCHEMES
+from quire.engine.architecture.quantization.gguf import SCHEMES
 from quire.engine.protocol.errors import ConfigError
 
 PLAIN = {"F32": 4, "F16": 2, "BF16": 2}

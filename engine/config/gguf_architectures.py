@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from quire.engine.architecture.quantization.gguf import SCHEMES, without_expert
 from quire.engine.config.gguf import GgufFile, GgufTensor
-from quire.engine.models.quantization.gguf import SCHEMES, without_expert
 from quire.engine.protocol.errors import ConfigError
 
 Config = dict[str, Any]

@@ -24,6 +24,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
 from typing import NamedTuple
 
+from quire.engine.architecture.attention_spec import CompressedAttentionSpec
+from quire.engine.architecture.draft_head_spec import DraftHeadSpec
+from quire.engine.architecture.model_spec import ModelSpec
 from quire.engine.config.engine_config import (
     DTYPE_BYTES,
     KVCacheGroup,
@@ -31,9 +34,6 @@ from quire.engine.config.engine_config import (
     ParallelConfig,
     SpeculativeConfig,
 )
-from quire.engine.models.attention_spec import CompressedAttentionSpec
-from quire.engine.models.draft_head_spec import DraftHeadSpec
-from quire.engine.models.model_spec import ModelSpec
 
 SCALE_BYTES = 4
 """Of a row of a quantized cache."""

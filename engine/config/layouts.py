@@ -10,13 +10,13 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from quire.engine.architecture.model_spec import MoESpec, TransformersModelSpec
 from quire.engine.config import model_config
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.config.floors import Estimate, estimate
 from quire.engine.config.machine import Machine
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import resolve
-from quire.engine.models.model_spec import MoESpec, TransformersModelSpec
 from quire.engine.protocol.errors import ConfigError
 
 Goal = Literal["throughput", "latency"]

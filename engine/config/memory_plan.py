@@ -8,6 +8,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from quire.engine.architecture.attention_spec import MLASpec
+from quire.engine.architecture.draft_head_spec import DraftHeadSpec
+from quire.engine.architecture.model_spec import ExpertParallelMoESpec, ModelSpec, MoESpec
+from quire.engine.architecture.quantization.form import INT4_GROUPS, Form, form_of
+from quire.engine.architecture.spec_parts import MatrixShape
 from quire.engine.config import cuda_graph_sizes, parallel_config
 from quire.engine.config.devices import Devices
 from quire.engine.config.engine_config import (
@@ -18,11 +23,6 @@ from quire.engine.config.engine_config import (
     ParallelConfig,
 )
 from quire.engine.config.kv_cache_groups import KVCacheShape, block_bytes, cached_layers, count_planes
-from quire.engine.models.attention_spec import MLASpec
-from quire.engine.models.draft_head_spec import DraftHeadSpec
-from quire.engine.models.model_spec import ExpertParallelMoESpec, ModelSpec, MoESpec
-from quire.engine.models.quantization.form import INT4_GROUPS, Form, form_of
-from quire.engine.models.spec_parts import MatrixShape
 from quire.engine.protocol.errors import ConfigError
 
 _CPU_KV_CACHE_BYTES = 4 << 30

@@ -14,6 +14,15 @@ from typing import Any, Literal
 
 import msgspec
 
+from quire.engine.architecture import quantization
+from quire.engine.architecture.encoder_spec import EncoderSpec, bidirectional
+from quire.engine.architecture.families import ENCODERS, FAMILIES, from_hf_config, of_text, transformers_backend
+from quire.engine.architecture.families.values import check_values
+from quire.engine.architecture.model_spec import ModelSpec, TransformersModelSpec
+from quire.engine.architecture.quantization import online
+from quire.engine.architecture.quantization.form import INT4_GROUPS
+from quire.engine.architecture.quantization.method import DTYPES, Method
+from quire.engine.architecture.recurrent_spec import RWKVSpec
 from quire.engine.config import (
     checkpoint_tensors,
     classifier,
@@ -29,15 +38,6 @@ from quire.engine.config.devices import FP4_CAPABILITY, FP8_CAPABILITY, Devices
 from quire.engine.config.engine_config import DTYPE_BYTES, ModelConfig, ParallelConfig
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.pooling import Pooling
-from quire.engine.models import quantization
-from quire.engine.models.encoder_spec import EncoderSpec, bidirectional
-from quire.engine.models.families import ENCODERS, FAMILIES, from_hf_config, of_text, transformers_backend
-from quire.engine.models.families.values import check_values
-from quire.engine.models.model_spec import ModelSpec, TransformersModelSpec
-from quire.engine.models.quantization import online
-from quire.engine.models.quantization.form import INT4_GROUPS
-from quire.engine.models.quantization.method import DTYPES, Method
-from quire.engine.models.recurrent_spec import RWKVSpec
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.sampling_params import SamplingParams
 

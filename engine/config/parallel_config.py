@@ -11,12 +11,12 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Literal
 
+from quire.engine.architecture.attention_spec import MLASpec
+from quire.engine.architecture.model_spec import ModelSpec, MoESpec, TransformersModelSpec
 from quire.engine.config import topology
 from quire.engine.config.devices import SHARE, Devices
 from quire.engine.config.engine_config import ExpertParallelConfig, ParallelConfig, RayPlacement
 from quire.engine.config.options import EngineOptions
-from quire.engine.models.attention_spec import MLASpec
-from quire.engine.models.model_spec import ModelSpec, MoESpec, TransformersModelSpec
 from quire.engine.protocol.errors import ConfigError
 
 logger = logging.getLogger(__name__)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 
+from quire.engine.architecture.model_spec import ModelSpec, MoESpec, TransformersModelSpec
 from quire.engine.config import topology
 from quire.engine.config.devices import SHARE
 from quire.engine.config.engine_config import EngineConfig, ParallelConfig
 from quire.engine.config.memory_plan import MemoryPlan, format_bytes, quantized_text, tokens_in_cache
-from quire.engine.models.model_spec import ModelSpec, MoESpec, TransformersModelSpec
 
 
 def plan_text(config: EngineConfig) -> str:

@@ -13,6 +13,7 @@ import typing
 from dataclasses import replace
 from typing import Literal
 
+from quire.engine.architecture.model_spec import TransformersModelSpec
 from quire.engine.cluster import ray_cluster
 from quire.engine.config import (
     cache_config,
@@ -32,7 +33,6 @@ from quire.engine.config.devices import Devices
 from quire.engine.config.engine_config import EngineConfig, ModelConfig, RayPlacement
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.plan_text import plan_text
-from quire.engine.models.model_spec import TransformersModelSpec
 from quire.engine.protocol.errors import ConfigError
 
 MIN_WATCHDOG_SECONDS = 3.0

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from quire.engine.architecture.encoder_spec import EncoderSpec
 from quire.engine.config import parallel_config
 from quire.engine.config.devices import Devices
 from quire.engine.config.engine_config import ModelConfig, SchedulerConfig
 from quire.engine.config.options import EngineOptions
-from quire.engine.models.encoder_spec import EncoderSpec
 from quire.engine.protocol.errors import ConfigError
 
 _MAX_TUNED_TOKENS = {"cpu": 512, "cuda": 8192}

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Literal, cast
 
+from quire.engine.architecture.attention_spec import AttentionSpec
+from quire.engine.architecture.draft_head_spec import DraftHeadSpec
+from quire.engine.architecture.encoder_spec import EncoderSpec
+from quire.engine.architecture.model_spec import TransformersModelSpec
 from quire.engine.config import draft_heads, model_config, model_files, model_folder, parallel_config
 from quire.engine.config.devices import Devices
 from quire.engine.config.engine_config import ModelConfig, ParallelConfig, SchedulerConfig, SpeculativeConfig
 from quire.engine.config.options import EngineOptions
-from quire.engine.models.attention_spec import AttentionSpec
-from quire.engine.models.draft_head_spec import DraftHeadSpec
-from quire.engine.models.encoder_spec import EncoderSpec
-from quire.engine.models.model_spec import TransformersModelSpec
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.stats import MAX_DRAFT_TOKENS
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quire import kernels
+from quire.engine.architecture import attention_spec, spec_parts
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.linear import (
@@ -28,7 +29,6 @@ from quire.engine.layers.linear import (
 from quire.engine.layers.norm import AcrossHeadsNorm, PerHeadNorm, make_norm
 from quire.engine.layers.rotary import Rotary
 from quire.engine.layers.weight import Weight
-from quire.engine.models import attention_spec, spec_parts
 
 HostMetadata = kernels.HostMetadata
 
@@ -211,8 +211,8 @@ def with_entries(batch: Batch, caches: Sequence[LayerCache]) -> Batch:
 
 
 class BlockIndexer(nn.Module):
-    """Queries and keys of the selection that `quire.engine.models.attention_spec.BlockIndexerSpec` describes: a query
-    for each of the rank's KV heads, and a key that all ranks have."""
+    """Queries and keys of the selection that `quire.engine.architecture.attention_spec.BlockIndexerSpec` describes: a
+    query for each of the rank's KV heads, and a key that all ranks have."""
 
     def __init__(
         self, spec: attention_spec.BlockIndexerSpec, num_kv_heads: int, hidden_size: int, parallel: Parallel
@@ -233,7 +233,7 @@ class BlockIndexer(nn.Module):
 
 
 class GroupIndexer(nn.Module):
-    """Queries and keys of the selection that `quire.engine.models.attention_spec.GroupIndexerSpec` describes; all
+    """Queries and keys of the selection that `quire.engine.architecture.attention_spec.GroupIndexerSpec` describes; all
     ranks have the same."""
 
     def __init__(
@@ -268,7 +268,7 @@ class GroupIndexer(nn.Module):
 
 
 class Attention(nn.Module):
-    """Attention as described by `quire.engine.models.attention_spec.AttentionSpec`."""
+    """Attention as described by `quire.engine.architecture.attention_spec.AttentionSpec`."""
 
     def __init__(self, spec: attention_spec.AttentionSpec, hidden_size: int, parallel: Parallel) -> None:
         super().__init__()

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from quire import kernels
+from quire.engine.architecture import attention_spec
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.attention import Batch, CompressedCache
 from quire.engine.layers.linear import (
@@ -32,12 +33,11 @@ from quire.engine.layers.linear import (
 from quire.engine.layers.norm import make_norm
 from quire.engine.layers.rotary import Rotary
 from quire.engine.layers.weight import Weight, whole
-from quire.engine.models import attention_spec
 
 
 class Compressor(nn.Module):
-    """Computes entries of `head_dim` features, as described by `quire.engine.models.attention_spec.CompressorSpec`.
-    Replicated on all ranks."""
+    """Computes entries of `head_dim` features, as described by
+    `quire.engine.architecture.attention_spec.CompressorSpec`. Replicated on all ranks."""
 
     def __init__(self, spec: attention_spec.CompressorSpec, hidden_size: int, head_dim: int) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Compressor(nn.Module):
 
 
 class EntryIndexer(nn.Module):
-    """Selects the entries of each query, as described by `quire.engine.models.attention_spec.EntryIndexerSpec`.
+    """Selects the entries of each query, as described by `quire.engine.architecture.attention_spec.EntryIndexerSpec`.
 
     Its weights are replicated: all ranks select the same entries.
     """
@@ -90,7 +90,7 @@ class EntryIndexer(nn.Module):
 
 
 class CompressedAttention(nn.Module):
-    """Attention as described by `quire.engine.models.attention_spec.CompressedAttentionSpec`."""
+    """Attention as described by `quire.engine.architecture.attention_spec.CompressedAttentionSpec`."""
 
     def __init__(self, spec: attention_spec.CompressedAttentionSpec, hidden_size: int, parallel: Parallel) -> None:
         super().__init__()

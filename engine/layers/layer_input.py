@@ -1,5 +1,5 @@
-"""Inputs of each layer's own (Gemma 3n), as described by `quire.engine.models.model_spec.LayerInputSpec`; replicated on
-all ranks, except the embedding."""
+"""Inputs of each layer's own (Gemma 3n), as described by `quire.engine.architecture.model_spec.LayerInputSpec`;
+replicated on all ranks, except the embedding."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from quire import kernels
+from quire.engine.architecture.model_spec import LayerInputSpec
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.embedding import VocabParallelEmbedding
 from quire.engine.layers.linear import GroupedLinear, replicated
 from quire.engine.layers.norm import make_norm
 from quire.engine.layers.weight import Weight, whole
-from quire.engine.models.model_spec import LayerInputSpec
 
 
 class LayerInputs(nn.Module):

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quire import kernels
+from quire.engine.architecture import attention_spec
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.attention import Batch, IndexedCache, Selection, scale_queries, tokens_of_groups
 from quire.engine.layers.linear import (
@@ -38,7 +39,6 @@ from quire.engine.layers.linear import (
 )
 from quire.engine.layers.norm import RMSNorm, make_norm
 from quire.engine.layers.weight import Weight, whole
-from quire.engine.models import attention_spec
 
 Ints = npt.NDArray[np.int64]
 _ABSORBED, _PLAIN, _SPARSE = range(3)
@@ -57,7 +57,8 @@ class PerHeadUp(ColumnParallelLinear):
 
 
 class Indexer(nn.Module):
-    """Selects the tokens that queries attend to, as described by `quire.engine.models.attention_spec.IndexerSpec`.
+    """Selects the tokens that queries attend to, as described by
+    `quire.engine.architecture.attention_spec.IndexerSpec`.
 
     Its weights are replicated: all ranks select the same tokens.
     """
@@ -102,7 +103,7 @@ class Indexer(nn.Module):
 
 
 class MLA(nn.Module):
-    """Attention as described by `quire.engine.models.attention_spec.MLASpec`."""
+    """Attention as described by `quire.engine.architecture.attention_spec.MLASpec`."""
 
     def __init__(self, spec: attention_spec.MLASpec, hidden_size: int, parallel: Parallel) -> None:
         super().__init__()

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quire import kernels
+from quire.engine.architecture import model_spec
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.linear import ColumnParallelLinear, GatedLinear, Linear, RowParallelLinear, divided
-from quire.engine.models import model_spec
 
 
 class MLP(nn.Module):

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quire import kernels
+from quire.engine.architecture import model_spec
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.distributed.expert_group import ExpertGroup
 from quire.engine.distributed.expert_placement import ExpertPlacement
@@ -28,7 +29,6 @@ from quire.engine.layers.mlp import MLP
 from quire.engine.layers.norm import make_norm
 from quire.engine.layers.quantized import QuantizedParameters, loaded_weight
 from quire.engine.layers.weight import Shard, Weight, whole
-from quire.engine.models import model_spec
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quire import kernels
+from quire.engine.architecture.spec_parts import NormSpec
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.linear import ReplicatedLinear
 from quire.engine.layers.weight import Shard, Weight, whole
-from quire.engine.models.spec_parts import NormSpec
 
 
 class RoundsInputs(Protocol):

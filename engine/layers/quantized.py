@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from quire.engine.architecture.quantization.form import ORDERED_GROUP, Form
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.config.memory_plan import matrix_forms
 from quire.engine.layers.weight import Shard, Weight
-from quire.engine.models.quantization.form import ORDERED_GROUP, Form
 from quire.kernels.quantized import QuantizedFormat, QuantizedWeight
 
 Part = Literal["codes", "scales", "offsets"]

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quire import kernels
+from quire.engine.architecture import recurrent_spec
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.attention import Batch
 from quire.engine.layers.linear import (
@@ -24,7 +25,6 @@ from quire.engine.layers.linear import (
 )
 from quire.engine.layers.norm import GroupedNorm, PerHeadNorm, make_norm
 from quire.engine.layers.weight import Shard, Weight, whole
-from quire.engine.models import recurrent_spec
 
 _LENGTH_EPS = 1e-6
 """Added to the square of the length of queries and keys, as in the authors' code."""
@@ -78,7 +78,7 @@ class CausalConv(nn.Module):
 
 
 class GatedDeltaNet(nn.Module):
-    """Linear attention as described by `quire.engine.models.recurrent_spec.GatedDeltaNetSpec`."""
+    """Linear attention as described by `quire.engine.architecture.recurrent_spec.GatedDeltaNetSpec`."""
 
     def __init__(self, spec: recurrent_spec.GatedDeltaNetSpec, hidden_size: int, parallel: Parallel) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class GatedDeltaNet(nn.Module):
 
 
 class ShortConv(nn.Module):
-    """A gated convolution as described by `quire.engine.models.recurrent_spec.ShortConvSpec`."""
+    """A gated convolution as described by `quire.engine.architecture.recurrent_spec.ShortConvSpec`."""
 
     def __init__(self, spec: recurrent_spec.ShortConvSpec, hidden_size: int, parallel: Parallel) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class ShortConv(nn.Module):
 
 
 class Mamba2(nn.Module):
-    """A state space as described by `quire.engine.models.recurrent_spec.Mamba2Spec`."""
+    """A state space as described by `quire.engine.architecture.recurrent_spec.Mamba2Spec`."""
 
     def __init__(self, spec: recurrent_spec.Mamba2Spec, hidden_size: int, parallel: Parallel) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ class Mamba2(nn.Module):
 
 
 class KimiDeltaAttention(nn.Module):
-    """Linear attention as described by `quire.engine.models.recurrent_spec.KimiDeltaSpec`."""
+    """Linear attention as described by `quire.engine.architecture.recurrent_spec.KimiDeltaSpec`."""
 
     def __init__(self, spec: recurrent_spec.KimiDeltaSpec, hidden_size: int, parallel: Parallel) -> None:
         super().__init__()
@@ -252,7 +252,7 @@ class KimiDeltaAttention(nn.Module):
 
 
 class LightningAttention(nn.Module):
-    """Linear attention as described by `quire.engine.models.recurrent_spec.LightningSpec`."""
+    """Linear attention as described by `quire.engine.architecture.recurrent_spec.LightningSpec`."""
 
     def __init__(self, spec: recurrent_spec.LightningSpec, hidden_size: int, parallel: Parallel) -> None:
         super().__init__()
@@ -283,7 +283,8 @@ class LightningAttention(nn.Module):
 
 
 class MLSTM(nn.Module):
-    """A matrix memory as described by `quire.engine.models.recurrent_spec.MLSTMSpec`. The last of a head's values is 1.
+    """A matrix memory as described by `quire.engine.architecture.recurrent_spec.MLSTMSpec`. The last of a head's values
+    is 1.
 
     Exponentials of gates are limited by their cap, so that in float32 neither sums nor states need a running maximum;
     float16 has no room for them. The authors also add 1e-6 times the exponential of that maximum to divisors.
@@ -326,7 +327,7 @@ class MLSTM(nn.Module):
 
 
 class Mamba(nn.Module):
-    """A state space as described by `quire.engine.models.recurrent_spec.MambaSpec`."""
+    """A state space as described by `quire.engine.architecture.recurrent_spec.MambaSpec`."""
 
     def __init__(self, spec: recurrent_spec.MambaSpec, hidden_size: int, parallel: Parallel) -> None:
         super().__init__()
@@ -360,7 +361,7 @@ class Mamba(nn.Module):
 
 
 class GroupedMamba(nn.Module):
-    """A state space as described by `quire.engine.models.recurrent_spec.GroupedMambaSpec`."""
+    """A state space as described by `quire.engine.architecture.recurrent_spec.GroupedMambaSpec`."""
 
     def __init__(self, spec: recurrent_spec.GroupedMambaSpec, hidden_size: int, parallel: Parallel) -> None:
         super().__init__()
@@ -398,7 +399,7 @@ class GroupedMamba(nn.Module):
 
 
 class RGLRU(nn.Module):
-    """A recurrent unit as described by `quire.engine.models.recurrent_spec.RGLRUSpec`.
+    """A recurrent unit as described by `quire.engine.architecture.recurrent_spec.RGLRUSpec`.
 
     It is a selective scan whose states have one element: the gate of the decay is the step. The scan multiplies inputs
     by their steps, so they are divided by them before.
@@ -436,7 +437,7 @@ class RGLRU(nn.Module):
 
 
 class RWKV(nn.Module):
-    """A layer as described by `quire.engine.models.recurrent_spec.RWKVSpec`."""
+    """A layer as described by `quire.engine.architecture.recurrent_spec.RWKVSpec`."""
 
     def __init__(self, spec: recurrent_spec.RWKVSpec, hidden_size: int, parallel: Parallel) -> None:
         super().__init__()

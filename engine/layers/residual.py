@@ -9,24 +9,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quire import kernels
-from quire.engine.layers.linear import GroupedLinear, Partition, ReplicatedLinear, replicated, stacked
-from quire.engine.layers.norm import make_norm
-from quire.engine.layers.weight import Weight, whole
-from quire.engine.models.model_spec import (
+from quire.engine.architecture.model_spec import (
     AltUpSpec,
     ConnectionSpec,
     GatedConnectionSpec,
     HyperConnectionSpec,
     LaurelSpec,
 )
-from quire.engine.models.spec_parts import NormSpec
+from quire.engine.architecture.spec_parts import NormSpec
+from quire.engine.layers.linear import GroupedLinear, Partition, ReplicatedLinear, replicated, stacked
+from quire.engine.layers.norm import make_norm
+from quire.engine.layers.weight import Weight, whole
 
 _SMALLEST_SQUARE = 1e-5
 """Of a projected stream's mean square, as in the authors' code."""
 
 
 class AltUp(nn.Module):
-    """A layer's part of alternating updates, as described by `quire.engine.models.model_spec.AltUpSpec`."""
+    """A layer's part of alternating updates, as described by `quire.engine.architecture.model_spec.AltUpSpec`."""
 
     def __init__(self, spec: AltUpSpec, hidden_size: int) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def _with_size_of(x: Tensor, others: Tensor) -> Tensor:
 
 
 class Laurel(nn.Module):
-    """A learned residual as described by `quire.engine.models.model_spec.LaurelSpec`."""
+    """A learned residual as described by `quire.engine.architecture.model_spec.LaurelSpec`."""
 
     def __init__(self, spec: LaurelSpec, hidden_size: int) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class Mixing(NamedTuple):
 
 class HyperConnection(nn.Module):
     """The streams before and after an attention or a feed-forward layer, as described by
-    `quire.engine.models.model_spec.HyperConnectionSpec`."""
+    `quire.engine.architecture.model_spec.HyperConnectionSpec`."""
 
     def __init__(self, spec: HyperConnectionSpec, hidden_size: int) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class StreamNorm(nn.Module):
 
 class GatedConnection(nn.Module):
     """The streams before and after an attention or a feed-forward layer, as described by
-    `quire.engine.models.model_spec.GatedConnectionSpec`."""
+    `quire.engine.architecture.model_spec.GatedConnectionSpec`."""
 
     def __init__(self, spec: GatedConnectionSpec, hidden_size: int) -> None:
         super().__init__()

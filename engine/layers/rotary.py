@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from quire.engine.models.spec_parts import RopeSpec
+from quire.engine.architecture.spec_parts import RopeSpec
 
 
 class Rotary:

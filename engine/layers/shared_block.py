@@ -1,5 +1,5 @@
 """Blocks of attention and a feed-forward layer that several layers share, as described by
-`quire.engine.models.model_spec.SharedBlockSpec`."""
+`quire.engine.architecture.model_spec.SharedBlockSpec`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from quire.engine.architecture.attention_spec import AttentionSpec
+from quire.engine.architecture.model_spec import MLPSpec, SharedBlockSpec
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.attention import Attention, Batch
 from quire.engine.layers.linear import ColumnParallelLinear, Partition, divided, kv_heads
 from quire.engine.layers.mlp import MLP
 from quire.engine.layers.norm import make_norm
-from quire.engine.models.attention_spec import AttentionSpec
-from quire.engine.models.model_spec import MLPSpec, SharedBlockSpec
 
 
 class SharedBlock(nn.Module):

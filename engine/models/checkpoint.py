@@ -12,13 +12,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from quire.engine.architecture.attention_spec import CompressedAttentionSpec, GroupIndexerSpec, MLASpec
+from quire.engine.architecture.families import family_of
+from quire.engine.architecture.families.family import Family
+from quire.engine.architecture.families.tensors import StoredTensor, stored_tensor
+from quire.engine.architecture.model_spec import LayerSpec, ModelSpec
+from quire.engine.architecture.spec_parts import RopeSpec
 from quire.engine.layers.weight import Shard, Weight
-from quire.engine.models.attention_spec import CompressedAttentionSpec, GroupIndexerSpec, MLASpec
-from quire.engine.models.families import family_of
-from quire.engine.models.families.family import Family
-from quire.engine.models.families.tensors import StoredTensor, stored_tensor
-from quire.engine.models.model_spec import LayerSpec, ModelSpec
-from quire.engine.models.spec_parts import RopeSpec
 
 Rows = npt.NDArray[np.int64]
 

@@ -13,17 +13,17 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from quire.engine.architecture.families import FAMILIES
+from quire.engine.architecture.families.tensors import NeededTensor, StackSlice, stacked_experts
+from quire.engine.architecture.model_spec import ModelSpec
+from quire.engine.architecture.quantization.method import DTYPES, Scheme, Shape
+from quire.engine.architecture.quantization.online import OnlineScheme
 from quire.engine.config import model_files
 from quire.engine.config.checkpoint_tensors import by_needed_name, check_tensors, logical_names, with_stacks
 from quire.engine.config.engine_config import ModelConfig
 from quire.engine.config.model_files import TensorInfo
 from quire.engine.models.checkpoint import StoredSlice
-from quire.engine.models.families import FAMILIES
-from quire.engine.models.families.tensors import NeededTensor, StackSlice, stacked_experts
 from quire.engine.models.gguf_files import GgufFiles
-from quire.engine.models.model_spec import ModelSpec
-from quire.engine.models.quantization.method import DTYPES, Scheme, Shape
-from quire.engine.models.quantization.online import OnlineScheme
 from quire.engine.models.quantized_tensors import READERS
 from quire.engine.models.quantized_tensors.online import OnlineReader
 from quire.engine.models.quantized_tensors.reader import Reader, Sliceable

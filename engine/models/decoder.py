@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quire import kernels
+from quire.engine.architecture import attention_spec, model_spec, spec_parts
+from quire.engine.architecture.model_spec import ModelSpec
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.distributed.expert_group import ExpertGroup
 from quire.engine.layers.attention import Attention, Batch, LayerCache, Selection, by_chunks, with_entries
@@ -36,8 +38,6 @@ from quire.engine.layers.residual import (
 from quire.engine.layers.rotary import Rotary
 from quire.engine.layers.shared_block import SharedBlock, attention_adapter, feed_forward_adapter
 from quire.engine.layers.weight import Weight, whole
-from quire.engine.models import attention_spec, model_spec, spec_parts
-from quire.engine.models.model_spec import ModelSpec
 
 
 class DecoderLayer(nn.Module):

@@ -8,6 +8,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from quire.engine.architecture import attention_spec
+from quire.engine.architecture.draft_head_spec import DraftHeadSpec
+from quire.engine.architecture.spec_parts import NormSpec
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.attention import Batch, LayerCache, Selection, with_entries
 from quire.engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
@@ -15,10 +18,7 @@ from quire.engine.layers.linear import ColumnParallelLinear, Partition, replicat
 from quire.engine.layers.norm import Norm, make_norm
 from quire.engine.layers.residual import make_merger
 from quire.engine.layers.rotary import Rotary
-from quire.engine.models import attention_spec
 from quire.engine.models.decoder import Decoder, DecoderLayer
-from quire.engine.models.draft_head_spec import DraftHeadSpec
-from quire.engine.models.spec_parts import NormSpec
 
 
 class _AroundLayers(nn.Module):

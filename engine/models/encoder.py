@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quire import kernels
+from quire.engine.architecture import encoder_spec, model_spec, spec_parts
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.attention import Batch, head_norm
 from quire.engine.layers.embedding import VocabParallelEmbedding
@@ -18,7 +19,6 @@ from quire.engine.layers.mlp import MLP
 from quire.engine.layers.norm import Norm, make_norm
 from quire.engine.layers.rotary import Rotary
 from quire.engine.layers.weight import Shard, Weight, whole
-from quire.engine.models import encoder_spec, model_spec, spec_parts
 
 
 class EmbeddingTable(nn.Module):

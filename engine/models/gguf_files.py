@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.engine.architecture.quantization.gguf import SCHEMES
 from quire.engine.config import gguf, gguf_architectures, gguf_folder
 from quire.engine.config.model_files import TensorInfo, read_json
-from quire.engine.models.quantization.gguf import SCHEMES
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 

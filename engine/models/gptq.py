@@ -12,18 +12,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire import kernels
+from quire.engine.architecture.attention_spec import CompressedAttentionSpec
+from quire.engine.architecture.families import FAMILIES
+from quire.engine.architecture.families.tensors import NeededTensor
+from quire.engine.architecture.quantization.method import Scheme
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.attention import Batch, LayerCache
 from quire.engine.layers.linear import GatedLinear, Linear
 from quire.engine.layers.moe import Experts
-from quire.engine.models.attention_spec import CompressedAttentionSpec
 from quire.engine.models.checkpoint_files import Checkpoint
 from quire.engine.models.decoder import Decoder
-from quire.engine.models.families import FAMILIES
-from quire.engine.models.families.tensors import NeededTensor
 from quire.engine.models.loader import load, needed_tensors
-from quire.engine.models.quantization.method import Scheme
 from quire.engine.models.quantized_tensors.writers import rounding_of
 from quire.engine.protocol.errors import ConfigError
 from quire.kernels import quantized

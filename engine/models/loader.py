@@ -21,6 +21,14 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from quire import kernels
+from quire.engine.architecture import encoder_spec
+from quire.engine.architecture.draft_head_spec import DraftHeadSpec
+from quire.engine.architecture.families import FAMILIES
+from quire.engine.architecture.families.tensors import NeededTensor, checkpoint_tensors
+from quire.engine.architecture.model_spec import TransformersModelSpec
+from quire.engine.architecture.quantization.form import Form, form_of
+from quire.engine.architecture.quantization.method import FLOATS
+from quire.engine.architecture.quantization.online import Online
 from quire.engine.config.checkpoint_tensors import by_needed_name, classifier_tensors
 from quire.engine.config.engine_config import EngineConfig, ModelConfig
 from quire.engine.config.pooling import Dense, Norm
@@ -31,20 +39,12 @@ from quire.engine.layers.linear import Linear
 from quire.engine.layers.moe import ExpertStack
 from quire.engine.layers.quantized import Quantizable, keep_quantized
 from quire.engine.layers.weight import Shard, Weight, without_memory
-from quire.engine.models import encoder_spec
 from quire.engine.models.checkpoint import StoredSlice, find
 from quire.engine.models.checkpoint_files import Checkpoint, open_files
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.draft_head import DraftHead
-from quire.engine.models.draft_head_spec import DraftHeadSpec
 from quire.engine.models.encoder import Encoder
-from quire.engine.models.families import FAMILIES
-from quire.engine.models.families.tensors import NeededTensor, checkpoint_tensors
-from quire.engine.models.model_spec import TransformersModelSpec
 from quire.engine.models.packed_cache import PackedCache
-from quire.engine.models.quantization.form import Form, form_of
-from quire.engine.models.quantization.method import FLOATS
-from quire.engine.models.quantization.online import Online
 from quire.engine.models.staging import PinnedStaging
 from quire.engine.protocol.errors import ConfigError
 

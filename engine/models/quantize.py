@@ -18,18 +18,19 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
+from quire.engine.architecture import quantization
+from quire.engine.architecture.families import FAMILIES
+from quire.engine.architecture.families.tensors import checkpoint_tensors, weight_names
+from quire.engine.architecture.model_spec import ModelSpec
+from quire.engine.architecture.quantization import recipes
+from quire.engine.architecture.quantization.method import FLOATS, Scheme
+from quire.engine.architecture.quantization.nvfp4 import NvFp4
+from quire.engine.architecture.quantization.online import with_stars
 from quire.engine.config.checkpoint_tensors import by_needed_name
 from quire.engine.config.model_files import TensorInfo, read_json
 from quire.engine.config.quantize_request import QuantizeRequest
-from quire.engine.models import gptq, quantization
+from quire.engine.models import gptq
 from quire.engine.models.checkpoint_files import open_model
-from quire.engine.models.families import FAMILIES
-from quire.engine.models.families.tensors import checkpoint_tensors, weight_names
-from quire.engine.models.model_spec import ModelSpec
-from quire.engine.models.quantization import recipes
-from quire.engine.models.quantization.method import FLOATS, Scheme
-from quire.engine.models.quantization.nvfp4 import NvFp4
-from quire.engine.models.quantization.online import with_stars
 from quire.engine.models.quantized_tensors.writers import rounding_of, stored_tensors
 from quire.engine.protocol.errors import ConfigError
 from quire.kernels.quantized import QuantizedWeight, quantize

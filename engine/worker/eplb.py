@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from quire.engine.architecture.model_spec import MoESpec
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.distributed.eplb import ExpertMove, moves, rank_loads, rebalance, rounds
 from quire.engine.distributed.expert_group import ExpertGroup
@@ -18,7 +19,6 @@ from quire.engine.distributed.parallel_state import ParallelState
 from quire.engine.distributed.pipeline import Pipeline
 from quire.engine.layers.moe import MixtureOfExperts
 from quire.engine.models.decoder import Decoder
-from quire.engine.models.model_spec import MoESpec
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.stats import ExpertLoad
 

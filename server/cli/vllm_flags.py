@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable
 from typing import Any, get_args, get_type_hints
 
-from quire.engine.models.quantization import METHODS
+from quire.engine.architecture.quantization import METHODS
 from quire.engine.protocol.errors import ConfigError
 from quire.server.config import ModelOptions
 

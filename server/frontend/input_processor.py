@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from quire.engine.architecture.encoder_spec import EncoderSpec
 from quire.engine.config.engine_config import ModelConfig
-from quire.engine.models.encoder_spec import EncoderSpec
 from quire.engine.protocol.errors import ConfigError, InvalidParameter
 from quire.engine.protocol.sampling_params import SamplingParams, StructuredOutputs
 from quire.server.frontend import conversation

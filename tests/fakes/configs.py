@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
+from quire.engine.architecture.attention_spec import AttentionSpec
+from quire.engine.architecture.model_spec import LayerSpec, MLPSpec, ModelSpec
+from quire.engine.architecture.spec_parts import NormSpec, RopeSpec
 from quire.engine.config.engine_config import (
     CacheConfig,
     EngineConfig,
@@ -13,9 +16,6 @@ from quire.engine.config.engine_config import (
     ParallelConfig,
     SchedulerConfig,
 )
-from quire.engine.models.attention_spec import AttentionSpec
-from quire.engine.models.model_spec import LayerSpec, MLPSpec, ModelSpec
-from quire.engine.models.spec_parts import NormSpec, RopeSpec
 
 Windows = tuple[int | Literal["state"] | None, ...]
 """Of the groups of layers: how many of the last tokens a token sees (None: all), or that they have recurrent states."""

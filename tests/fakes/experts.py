@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from quire import kernels
+from quire.engine.architecture.model_spec import MLPSpec, MoESpec
 from quire.engine.distributed.expert_group import ExpertGroup
 from quire.engine.layers.attention import Batch
 from quire.engine.layers.linear import Linear
 from quire.engine.layers.moe import Experts as ExpertsOfRank
 from quire.engine.layers.moe import MixtureOfExperts
-from quire.engine.models.model_spec import MLPSpec, MoESpec
 from tests.integration.engine.layers.test_sharding import fill
 
 HIDDEN = 32

@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from quire.engine.models.families import from_hf_config
-from quire.engine.models.families.tensors import checkpoint_tensors
-from quire.engine.models.model_spec import ModelSpec
+from quire.engine.architecture.families import from_hf_config
+from quire.engine.architecture.families.tensors import checkpoint_tensors
+from quire.engine.architecture.model_spec import ModelSpec
 
 ARCHITECTURES = {
     "LlamaForCausalLM": gguf.MODEL_ARCH.LLAMA,

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire import kernels
+from quire.engine.architecture.attention_spec import CompressedAttentionSpec
+from quire.engine.architecture.model_spec import LayerSpec, ModelSpec
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.config.kv_cache_groups import cache_specs, count_blocks_per_page
 from quire.engine.config.options import EngineOptions
@@ -20,10 +22,8 @@ from quire.engine.distributed.communicator import Parallel
 from quire.engine.distributed.expert_group import ExpertCommunicator, ExpertGroup
 from quire.engine.layers.attention import Batch, LayerCache
 from quire.engine.layers.compressed import compressed_cache
-from quire.engine.models.attention_spec import CompressedAttentionSpec
 from quire.engine.models.encoder import Encoder
 from quire.engine.models.loader import load_model
-from quire.engine.models.model_spec import LayerSpec, ModelSpec
 
 CPU = torch.device("cpu")
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.engine.models.quantization.awq import AwqScheme
-from quire.engine.models.quantization.bitsandbytes import BitsAndBytes4, BitsAndBytes8
-from quire.engine.models.quantization.compressed_tensors import PackedScheme, Sparse24Scheme
-from quire.engine.models.quantization.gguf import Gguf
-from quire.engine.models.quantization.gptq import GptqScheme
-from quire.engine.models.quantization.method import Scheme
-from quire.engine.models.quantization.mxfp4 import MxFp4
-from quire.engine.models.quantization.nvfp4 import NvFp4
-from quire.engine.models.quantization.online import OnlineScheme
-from quire.engine.models.quantization.torchao import TorchAoInt4
-from quire.engine.models.quantization.unpacked import Unpacked
+from quire.engine.architecture.quantization.awq import AwqScheme
+from quire.engine.architecture.quantization.bitsandbytes import BitsAndBytes4, BitsAndBytes8
+from quire.engine.architecture.quantization.compressed_tensors import PackedScheme, Sparse24Scheme
+from quire.engine.architecture.quantization.gguf import Gguf
+from quire.engine.architecture.quantization.gptq import GptqScheme
+from quire.engine.architecture.quantization.method import Scheme
+from quire.engine.architecture.quantization.mxfp4 import MxFp4
+from quire.engine.architecture.quantization.nvfp4 import NvFp4
+from quire.engine.architecture.quantization.online import OnlineScheme
+from quire.engine.architecture.quantization.torchao import TorchAoInt4
+from quire.engine.architecture.quantization.unpacked import Unpacked
 from quire.engine.models.quantized_tensors.awq import AwqReader
 from quire.engine.models.quantized_tensors.bitsandbytes import BitsAndBytes4Reader, BitsAndBytes8Reader
 from quire.engine.models.quantized_tensors.compressed_tensors import PackedReader, Sparse24Reader

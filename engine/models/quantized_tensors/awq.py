@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from quire.engine.models.quantization.awq import AwqScheme
+from quire.engine.architecture.quantization.awq import AwqScheme
 from quire.engine.models.quantized_tensors.packed_words import PackedWordsReader, unpack
 from quire.engine.models.quantized_tensors.reader import Cut
 

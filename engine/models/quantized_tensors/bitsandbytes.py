@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from quire.engine.models.quantization.bitsandbytes import NESTED_BLOCK, BitsAndBytes4, BitsAndBytes8
-from quire.engine.models.quantization.method import Shape
+from quire.engine.architecture.quantization.bitsandbytes import NESTED_BLOCK, BitsAndBytes4, BitsAndBytes8
+from quire.engine.architecture.quantization.method import Shape
 from quire.engine.models.quantized_tensors.nibbles import unpack_nibbles
 from quire.engine.models.quantized_tensors.reader import Cut, Reader
 from quire.engine.models.quantized_tensors.unpacked import UnpackedReader

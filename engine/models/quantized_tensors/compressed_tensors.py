@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.engine.models.quantization.compressed_tensors import PackedScheme, Sparse24Scheme
+from quire.engine.architecture.quantization.compressed_tensors import PackedScheme, Sparse24Scheme
 from quire.engine.models.quantized_tensors.nibbles import unpack_nibbles
 from quire.engine.models.quantized_tensors.reader import Cut
 from quire.engine.models.quantized_tensors.unpacked import BlockReader, UnpackedReader

@@ -12,7 +12,7 @@ from types import EllipsisType
 import torch
 from torch import Tensor
 
-from quire.engine.models.quantization.gguf import Gguf
+from quire.engine.architecture.quantization.gguf import Gguf
 from quire.engine.models.quantized_tensors.constants import is_flat, offsets_of, scales_of
 from quire.engine.models.quantized_tensors.reader import Cut, Reader
 

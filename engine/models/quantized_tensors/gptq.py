@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from quire.engine.models.quantization.gptq import GptqScheme
-from quire.engine.models.quantization.method import Shape
+from quire.engine.architecture.quantization.gptq import GptqScheme
+from quire.engine.architecture.quantization.method import Shape
 from quire.engine.models.quantized_tensors.packed_words import PackedWordsReader, unpack
 from quire.engine.models.quantized_tensors.reader import Cut
 from quire.engine.protocol.errors import ConfigError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.engine.models.quantization.mxfp4 import MxFp4
+from quire.engine.architecture.quantization.mxfp4 import MxFp4
 from quire.engine.models.quantized_tensors.nibbles import powers_of_two, unpack_nibbles
 from quire.engine.models.quantized_tensors.reader import Cut, Reader
 

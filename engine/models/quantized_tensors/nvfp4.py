@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from quire.engine.models.quantization.nvfp4 import NvFp4
+from quire.engine.architecture.quantization.nvfp4 import NvFp4
 from quire.engine.models.quantized_tensors.nibbles import unpack_nibbles
 from quire.engine.models.quantized_tensors.reader import Cut, Reader
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from quire.engine.models.quantization.method import Shape
-from quire.engine.models.quantization.online import OnlineScheme
+from quire.engine.architecture.quantization.method import Shape
+from quire.engine.architecture.quantization.online import OnlineScheme
 from quire.engine.models.quantized_tensors.reader import Cut, Reader, Sliceable
 from quire.kernels.quantized import Rounding, choose_factors, nearest_codes
 

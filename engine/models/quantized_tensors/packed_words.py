@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from quire.engine.models.quantization.method import Shape
+from quire.engine.architecture.quantization.method import Shape
 from quire.engine.models.quantized_tensors.reader import Cut, Reader, S
 from quire.engine.protocol.errors import ConfigError
 

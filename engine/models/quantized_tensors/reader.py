@@ -9,7 +9,7 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from quire.engine.models.quantization.method import Scheme, Shape
+from quire.engine.architecture.quantization.method import Scheme, Shape
 from quire.kernels.quantized import VALUES
 
 S = TypeVar("S", bound=Scheme)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.engine.models.quantization.torchao import QDATA, SCALE, ZERO_POINT, TorchAoInt4
+from quire.engine.architecture.quantization.torchao import QDATA, SCALE, ZERO_POINT, TorchAoInt4
 from quire.engine.models.quantized_tensors.constants import is_flat, offsets_of, scales_of
 from quire.engine.models.quantized_tensors.nibbles import unpack_nibbles
 from quire.engine.models.quantized_tensors.reader import Cut, Reader

@@ -8,8 +8,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from quire.engine.models.quantization.method import Shape
-from quire.engine.models.quantization.unpacked import INPUT_SCALE, INPUT_ZERO_POINT, Blocks, Unpacked
+from quire.engine.architecture.quantization.method import Shape
+from quire.engine.architecture.quantization.unpacked import INPUT_SCALE, INPUT_ZERO_POINT, Blocks, Unpacked
 from quire.engine.models.quantized_tensors.nibbles import powers_of_two
 from quire.engine.models.quantized_tensors.reader import Cut, Reader
 from quire.engine.protocol.errors import ConfigError

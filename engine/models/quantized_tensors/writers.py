@@ -6,11 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.engine.models.quantization.compressed_tensors import PackedScheme
-from quire.engine.models.quantization.method import Scheme
-from quire.engine.models.quantization.mxfp4 import MxFp4
-from quire.engine.models.quantization.nvfp4 import NvFp4
-from quire.engine.models.quantization.unpacked import Unpacked
+from quire.engine.architecture.quantization.compressed_tensors import PackedScheme
+from quire.engine.architecture.quantization.method import Scheme
+from quire.engine.architecture.quantization.mxfp4 import MxFp4
+from quire.engine.architecture.quantization.nvfp4 import NvFp4
+from quire.engine.architecture.quantization.unpacked import Unpacked
 from quire.kernels.quantized import QuantizedWeight, Rounding, unit_of
 
 

@@ -1,5 +1,5 @@
 """Measures a model that transformers builds, and checks that it runs correctly here. Runs in its own process, for
-`quire.engine.models.families.transformers_backend`.
+`quire.engine.architecture.families.transformers_backend`.
 
 A pickled request arrives on standard input; the answer goes to standard output. Only config.json (and code beside it)
 is read. First, the model runs over two tokens, with linear layers and experts that return zeros and weights that take
@@ -26,17 +26,17 @@ import torch
 from torch import Tensor, nn
 
 from quire import kernels
+from quire.engine.architecture.attention_spec import AttentionSpec
+from quire.engine.architecture.families.family import extended_length, stated_length
+from quire.engine.architecture.families.transformers_backend import DescribeRequest
+from quire.engine.architecture.model_spec import MLPSpec, TransformersLayerSpec, TransformersModelSpec
+from quire.engine.architecture.recurrent_spec import TransformersStateSpec
+from quire.engine.architecture.spec_parts import MatrixShape
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.distributed.threads import ThreadParallel
 from quire.engine.layers.attention import Batch, LayerCache
 from quire.engine.layers.linear import Linear
 from quire.engine.layers.moe import ExpertMatrices, ExpertStack
-from quire.engine.models.attention_spec import AttentionSpec
-from quire.engine.models.families.family import extended_length, stated_length
-from quire.engine.models.families.transformers_backend import DescribeRequest
-from quire.engine.models.model_spec import MLPSpec, TransformersLayerSpec, TransformersModelSpec
-from quire.engine.models.recurrent_spec import TransformersStateSpec
-from quire.engine.models.spec_parts import MatrixShape
 from quire.engine.models.transformers_backend import attention, build
 from quire.engine.models.transformers_backend.checkpoint import differences
 from quire.engine.models.transformers_backend.decoder import TransformersDecoder

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, DynamicCache, LinearAttentionCacheLayerMixin
 
+from quire.engine.architecture.recurrent_spec import KeptTensor, TransformersStateSpec
 from quire.engine.layers.attention import Batch, LayerCache
-from quire.engine.models.recurrent_spec import KeptTensor, TransformersStateSpec
 from quire.engine.protocol.errors import ConfigError
 
 _Cache: Any = DynamicCache

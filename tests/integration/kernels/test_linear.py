@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quire import kernels
-from quire.engine.models.quantization.form import INT4_GROUPS
+from quire.engine.architecture.quantization.form import INT4_GROUPS
 from quire.kernels import isa, linear, packed
 from tests.integration.kernels.conftest import platforms_only
 from tests.integration.kernels.test_operations import activated

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.engine.architecture.model_spec import MLPSpec, MoESpec
 from quire.engine.config.engine_config import ExpertParallelConfig
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.distributed.expert_group import ExpertGroup
 from quire.engine.distributed.expert_placement import ExpertPlacement
 from quire.engine.layers.moe import MixtureOfExperts
-from quire.engine.models.model_spec import MLPSpec, MoESpec
 from tests.fakes.experts import EVERYTHING, HIDDEN, PLAIN, batch, build, packed
 from tests.fakes.ranks import on_replicas
 from tests.integration.engine.layers.test_sharding import fill

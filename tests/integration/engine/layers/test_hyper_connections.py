@@ -11,9 +11,9 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Hyper
 from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextHyperHead
 from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextGatedResidual
 
+from quire.engine.architecture.model_spec import GatedConnectionSpec, HyperConnectionSpec
+from quire.engine.architecture.spec_parts import NormSpec
 from quire.engine.layers.residual import GatedConnection, GatedHead, HyperConnection, HyperHead
-from quire.engine.models.model_spec import GatedConnectionSpec, HyperConnectionSpec
-from quire.engine.models.spec_parts import NormSpec
 
 SPEC = HyperConnectionSpec(num_streams=3, iterations=6, eps=1e-6, norm=NormSpec(eps=1e-5, has_weight=False))
 GATED = GatedConnectionSpec(num_streams=3, rank=6, norm=NormSpec(eps=1e-5, offset=1.0))

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from quire import kernels
+from quire.engine.architecture import attention_spec
+from quire.engine.architecture.spec_parts import NormSpec, RopeSpec
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.attention import Batch, IndexedCache, Selection
 from quire.engine.layers.mla import MLA
 from quire.engine.layers.rotary import Rotary
-from quire.engine.models import attention_spec
-from quire.engine.models.spec_parts import NormSpec, RopeSpec
 from tests.fakes.ranks import on_ranks
 from tests.integration.engine.layers.test_sharding import check, fill
 

@@ -21,12 +21,12 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBl
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from quire import kernels
+from quire.engine.architecture.model_spec import MLPSpec, MoESpec
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.linear import ReplicatedLinear
 from quire.engine.layers.moe import Experts as ExpertsOfRank
 from quire.engine.layers.moe import LocalExperts, MixtureOfExperts
 from quire.engine.layers.weight import Shard, Weight
-from quire.engine.models.model_spec import MLPSpec, MoESpec
 from tests.fakes.experts import EVERYTHING, HIDDEN, PLAIN, SHARED, packed
 from tests.fakes.ranks import on_ranks
 from tests.integration.engine.layers.test_sharding import check, fill

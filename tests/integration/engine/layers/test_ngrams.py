@@ -12,11 +12,11 @@ from transformers import Qwen4ExpTextConfig
 from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextPLELayer
 
 from quire import kernels
+from quire.engine.architecture.families import from_hf_config
+from quire.engine.architecture.model_spec import NGramSpec
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.attention import Batch
 from quire.engine.layers.ngrams import NGrams
-from quire.engine.models.families import from_hf_config
-from quire.engine.models.model_spec import NGramSpec
 from tests.fakes.families import CASES, SIZES
 from tests.fakes.ranks import on_ranks
 

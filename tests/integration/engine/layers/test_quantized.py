@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from quire.engine.architecture.quantization.form import Form
 from quire.engine.layers.moe import ExpertMatrices
 from quire.engine.layers.quantized import keep_quantized
 from quire.engine.layers.weight import Shard, Weight
-from quire.engine.models.quantization.form import Form
 from quire.kernels import pack_linear
 
 ROWS, COLUMNS, GROUP = 16, 128, 64

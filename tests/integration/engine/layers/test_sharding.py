@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from quire import kernels
+from quire.engine.architecture import attention_spec
+from quire.engine.architecture.spec_parts import NormSpec, RopeSpec
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.attention import Attention, Batch
 from quire.engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
@@ -19,8 +21,6 @@ from quire.engine.layers.linear import ColumnParallelLinear, Partition, RowParal
 from quire.engine.layers.mlp import MLP
 from quire.engine.layers.rotary import Rotary, inverse_frequencies
 from quire.engine.layers.weight import Weight
-from quire.engine.models import attention_spec
-from quire.engine.models.spec_parts import NormSpec, RopeSpec
 from tests.fakes.configs import NORM, TINY_ATTENTION, TINY_FEED_FORWARD
 from tests.fakes.ranks import on_ranks
 

@@ -15,8 +15,8 @@ from typing import Any
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from quire.engine.models.families import ENCODERS, FAMILIES, from_hf_config, of_text
-from quire.engine.models.families.transformers_backend import DescribeRequest
+from quire.engine.architecture.families import ENCODERS, FAMILIES, from_hf_config, of_text
+from quire.engine.architecture.families.transformers_backend import DescribeRequest
 from quire.engine.models.transformers_backend.describe import describe
 from quire.engine.models.transformers_backend.shrink import shrink
 from quire.engine.protocol.errors import ConfigError

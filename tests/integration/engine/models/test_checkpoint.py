@@ -17,6 +17,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from quire.engine.architecture.families.tensors import checkpoint_tensors
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.plan_text import plan_text
@@ -24,7 +25,6 @@ from quire.engine.config.resolve import fetch_weights, resolve
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.weight import Weight
 from quire.engine.models.decoder import Decoder
-from quire.engine.models.families.tensors import checkpoint_tensors
 from quire.engine.models.loader import build, load, needed_tensors
 from quire.engine.protocol.errors import ConfigError
 from tests.fakes.families import CASES, SIZES

@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quire import kernels
+from quire.engine.architecture import attention_spec
+from quire.engine.architecture.attention_spec import CompressedAttentionSpec
+from quire.engine.architecture.families import from_hf_config
 from quire.engine.config.memory_plan import MemoryPlan
 from quire.engine.layers.attention import CompressedCache
-from quire.engine.models import attention_spec
-from quire.engine.models.attention_spec import CompressedAttentionSpec
-from quire.engine.models.families import from_hf_config
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.worker.model_runner import allocate_caches

@@ -15,6 +15,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quire import kernels
+from quire.engine.architecture.attention_spec import CompressedAttentionSpec
+from quire.engine.architecture.draft_head_spec import DraftHeadSpec
+from quire.engine.architecture.families import from_hf_config
+from quire.engine.architecture.families.draft_heads import mtp_head
+from quire.engine.architecture.families.tensors import checkpoint_tensors
+from quire.engine.architecture.model_spec import MoESpec
 from quire.engine.config import draft_heads
 from quire.engine.config.engine_config import EngineConfig, ModelConfig, SpeculativeConfig
 from quire.engine.config.memory_plan import MemoryPlan
@@ -22,15 +28,9 @@ from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import fetch_weights, resolve
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.attention import Batch, LayerCache
-from quire.engine.models.attention_spec import CompressedAttentionSpec
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.draft_head import DraftHead
-from quire.engine.models.draft_head_spec import DraftHeadSpec
-from quire.engine.models.families import from_hf_config
-from quire.engine.models.families.draft_heads import mtp_head
-from quire.engine.models.families.tensors import checkpoint_tensors
 from quire.engine.models.loader import load, load_draft_head
-from quire.engine.models.model_spec import MoESpec
 from quire.engine.protocol.errors import ConfigError
 from tests.fakes.draft_heads import HEAD, MTP_CASES, Reference, write_eagle, write_eagle3, write_mtp, write_v4_mtp
 from tests.fakes.families import write

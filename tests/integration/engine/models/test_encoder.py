@@ -46,15 +46,15 @@ from transformers import (
     XLMRobertaModel,
 )
 
+from quire.engine.architecture.encoder_spec import EncoderSpec as Description
+from quire.engine.architecture.families import FAMILIES, transformers_backend
+from quire.engine.architecture.families.tensors import checkpoint_tensors
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.config.memory_plan import MemoryPlan
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.attention import Batch
 from quire.engine.layers.linear import Linear
 from quire.engine.models.encoder import Encoder
-from quire.engine.models.encoder_spec import EncoderSpec as Description
-from quire.engine.models.families import FAMILIES, transformers_backend
-from quire.engine.models.families.tensors import checkpoint_tensors
 from quire.engine.models.loader import build, load_model, needed_tensors
 from quire.engine.protocol.errors import ConfigError
 from tests.fakes.model_logits import CPU, configure

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.engine.models.families import ENCODERS, FAMILIES, transformers_backend
+from quire.engine.architecture.families import ENCODERS, FAMILIES, transformers_backend
 from quire.engine.models.transformers_backend import describe
 from tests.fakes.model_logits import configure, logits
 from tests.fakes.ranks import on_ranks

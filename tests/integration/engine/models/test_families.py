@@ -15,16 +15,16 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
+from quire.engine.architecture.attention_spec import AttentionSpec, MLASpec
+from quire.engine.architecture.families import ENCODERS, FAMILIES, from_hf_config, of_text
+from quire.engine.architecture.model_spec import ModelSpec, MoESpec
+from quire.engine.architecture.recurrent_spec import KimiDeltaSpec
 from quire.engine.config.memory_plan import MemoryPlan, read_bytes
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers import attention
 from quire.engine.layers.attention import Batch, by_chunks
 from quire.engine.models import decoder
-from quire.engine.models.attention_spec import AttentionSpec, MLASpec
 from quire.engine.models.decoder import Decoder, DecoderLayer
-from quire.engine.models.families import ENCODERS, FAMILIES, from_hf_config, of_text
-from quire.engine.models.model_spec import ModelSpec, MoESpec
-from quire.engine.models.recurrent_spec import KimiDeltaSpec
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.sampling_params import SamplingParams
 from tests.fakes.checkpoints import likeliest

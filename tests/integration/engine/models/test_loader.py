@@ -14,6 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from quire.engine.architecture.model_spec import MLPSpec, ModelSpec, MoESpec
+from quire.engine.architecture.spec_parts import NormSpec
 from quire.engine.config.memory_plan import MemoryPlan
 from quire.engine.config.options import DEMO_MODEL
 from quire.engine.distributed.communicator import Parallel
@@ -24,8 +26,6 @@ from quire.engine.models import loader
 from quire.engine.models.checkpoint import StoredSlice
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.loader import Place, load, needed_tensors
-from quire.engine.models.model_spec import MLPSpec, ModelSpec, MoESpec
-from quire.engine.models.spec_parts import NormSpec
 from quire.engine.protocol.errors import ConfigError
 from quire.kernels import Quantization, linear
 from tests.fakes.checkpoints import write_checkpoint

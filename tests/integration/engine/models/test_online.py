@@ -14,11 +14,11 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from quire.engine.architecture.families import transformers_backend
+from quire.engine.architecture.quantization.online import Online
 from quire.engine.config.memory_plan import MemoryPlan
 from quire.engine.config.plan_text import plan_text
 from quire.engine.distributed.communicator import Parallel
-from quire.engine.models.families import transformers_backend
-from quire.engine.models.quantization.online import Online
 from quire.engine.models.transformers_backend import describe
 from quire.engine.protocol.errors import ConfigError
 from tests.fakes.families import write_model

@@ -11,8 +11,8 @@ import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from quire.engine.architecture.families import ENCODERS
 from quire.engine.distributed.communicator import Parallel
-from quire.engine.models.families import ENCODERS
 from quire.engine.protocol.sampling_params import SamplingParams
 from tests.fakes.checkpoints import likeliest, text_of
 from tests.fakes.core_with_ranks import Ranks

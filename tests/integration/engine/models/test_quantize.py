@@ -19,12 +19,12 @@ import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from quire.engine.architecture.families import FAMILIES
+from quire.engine.architecture.quantization import recipes
+from quire.engine.architecture.quantization.recipes import RECIPES
 from quire.engine.config.quantize_request import QuantizeRequest
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.models import gptq, quantize
-from quire.engine.models.families import FAMILIES
-from quire.engine.models.quantization import recipes
-from quire.engine.models.quantization.recipes import RECIPES
 from quire.kernels import quantized
 from quire.kernels.quantized import Rounding
 from quire.server.cli import quantize as server_quantize

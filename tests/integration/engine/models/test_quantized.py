@@ -14,12 +14,12 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from quire.engine.architecture.families import transformers_backend
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.config.memory_plan import MemoryPlan, quantized_text
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.embedding import VocabParallelEmbedding
 from quire.engine.layers.linear import Linear
-from quire.engine.models.families import transformers_backend
 from quire.engine.models.loader import load, load_model
 from quire.engine.models.transformers_backend import describe
 from quire.engine.models.transformers_backend.experts import PlannedExperts

@@ -13,6 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from quire.engine.architecture.families import transformers_backend
 from quire.engine.config.devices import Devices
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.config.memory_plan import MemoryPlan
@@ -27,7 +28,6 @@ from quire.engine.layers.linear import Linear
 from quire.engine.layers.moe import Experts
 from quire.engine.layers.quantized import _ordered, quantized_formats
 from quire.engine.models import loader
-from quire.engine.models.families import transformers_backend
 from quire.engine.models.loader import load
 from quire.engine.models.transformers_backend import describe
 from quire.engine.protocol.errors import ConfigError

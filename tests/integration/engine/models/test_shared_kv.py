@@ -8,11 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from quire.engine.architecture.attention_spec import AttentionSpec
 from quire.engine.config import floors
 from quire.engine.config.machine import describe
 from quire.engine.config.memory_plan import MemoryPlan
 from quire.engine.distributed.communicator import Parallel
-from quire.engine.models.attention_spec import AttentionSpec
 from quire.engine.models.loader import load_model
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.worker.model_runner import allocate_caches

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from quire.engine.architecture.families import from_hf_config
 from quire.engine.config.memory_plan import MemoryPlan
 from quire.engine.layers.attention import LayerCache
-from quire.engine.models.families import from_hf_config
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.worker.model_runner import allocate_caches

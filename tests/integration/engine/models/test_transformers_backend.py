@@ -15,12 +15,12 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from quire.engine.architecture.families import FAMILIES, transformers_backend
+from quire.engine.architecture.model_spec import TransformersModelSpec
 from quire.engine.config.memory_plan import MemoryPlan
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.linear import Linear
-from quire.engine.models.families import FAMILIES, transformers_backend
 from quire.engine.models.loader import load_model
-from quire.engine.models.model_spec import TransformersModelSpec
 from quire.engine.models.transformers_backend import attention, build, describe
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.sampling_params import SamplingParams

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from quire import kernels
+from quire.engine.architecture.model_spec import MLPSpec
 from quire.engine.config.engine_config import ExpertParallelConfig
 from quire.engine.distributed.expert_group import ExpertCommunicator, ExpertGroup
 from quire.engine.distributed.expert_placement import ExpertPlacement
@@ -19,7 +20,6 @@ from quire.engine.distributed.pipeline import Pipeline
 from quire.engine.distributed.threads import ThreadExpertCommunicator
 from quire.engine.layers.moe import Experts as ExpertsOfRank
 from quire.engine.layers.moe import MixtureOfExperts
-from quire.engine.models.model_spec import MLPSpec
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.stats import ExpertLoad
 from quire.engine.worker.eplb import REPORT_INTERVAL, ExpertLoadBalancer

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from quire.engine.architecture.families.tensors import NeededTensor
+from quire.engine.architecture.quantization import read
 from quire.engine.config.checkpoint_tensors import StoredWeight, check_tensors, logical_names, quantized_outer
 from quire.engine.config.model_files import TensorInfo
-from quire.engine.models.families.tensors import NeededTensor
-from quire.engine.models.quantization import read
 from quire.engine.protocol.errors import ConfigError
 from tests.fakes.configs import TINY, engine_config
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from quire.engine.architecture.families import from_hf_config
+from quire.engine.architecture.model_spec import ModelSpec
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.plan_text import plan_text
 from quire.engine.config.pooling import Classes, Dense, Pooling
 from quire.engine.config.resolve import resolve
-from quire.engine.models.families import from_hf_config
-from quire.engine.models.model_spec import ModelSpec
 from quire.engine.protocol.errors import ConfigError
 from tests.fakes.tokenizers import write_model
 

@@ -12,6 +12,9 @@ from unittest.mock import Mock
 
 import pytest
 
+from quire.engine.architecture.attention_spec import AttentionSpec
+from quire.engine.architecture.families.tensors import weight_names
+from quire.engine.architecture.model_spec import MLPSpec, MoESpec
 from quire.engine.cluster import ray_cluster
 from quire.engine.config import cuda_graph_sizes, devices, engine_config, floors
 from quire.engine.config.devices import Devices
@@ -22,9 +25,6 @@ from quire.engine.config.memory_plan import MemoryPlan, read_bytes, tokens_in_ca
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import resolve
 from quire.engine.config.topology import LinkType
-from quire.engine.models.attention_spec import AttentionSpec
-from quire.engine.models.families.tensors import weight_names
-from quire.engine.models.model_spec import MLPSpec, MoESpec
 from quire.engine.protocol.errors import ConfigError
 from tests.fakes import published
 from tests.fakes.model_configs import MODEL_CONFIGS, write_config

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from quire.engine.architecture.families import from_hf_config
 from quire.engine.config import parallel_config, plan_text
 from quire.engine.config.devices import Devices
 from quire.engine.config.engine_config import ParallelConfig
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import resolve
 from quire.engine.core.launch import replica_config
-from quire.engine.models.families import from_hf_config
 from quire.engine.protocol.errors import ConfigError
 from tests.unit.engine.config.test_resolve import LLAMA
 

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from quire.engine.architecture.families.tensors import checkpoint_tensors
 from quire.engine.config import pooling
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.plan_text import plan_text
 from quire.engine.config.pooling import Pooling
 from quire.engine.config.resolve import fetch_weights, resolve
-from quire.engine.models.families.tensors import checkpoint_tensors
 from quire.engine.protocol.errors import ConfigError
 from tests.fakes.sentence import DENSE, NORMALIZE, POOLING, TRANSFORMER, write_modules
 from tests.fakes.tokenizers import write_model

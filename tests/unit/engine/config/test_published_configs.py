@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from quire.engine.architecture.families import from_hf_config, transformers_backend
+from quire.engine.architecture.families.transformers_backend import DescribeRequest
+from quire.engine.architecture.model_spec import TransformersModelSpec
 from quire.engine.config import devices
 from quire.engine.config.engine_config import ModelConfig
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import resolve
-from quire.engine.models.families import from_hf_config, transformers_backend
-from quire.engine.models.families.transformers_backend import DescribeRequest
-from quire.engine.models.model_spec import TransformersModelSpec
 from quire.engine.models.transformers_backend.shrink import LENGTH, WINDOW, shrink
 from quire.engine.protocol.errors import ConfigError
 

@@ -19,6 +19,8 @@ import pytest
 import torch
 
 from quire import kernels
+from quire.engine.architecture.families import from_hf_config, transformers_backend
+from quire.engine.architecture.families.tensors import checkpoint_tensors
 from quire.engine.config import cuda_graph_sizes, devices, parallel_config, topology
 from quire.engine.config.engine_config import GraphConfig
 from quire.engine.config.memory_plan import MemoryPlan
@@ -27,8 +29,6 @@ from quire.engine.config.options import EngineOptions
 from quire.engine.config.plan_text import plan_text
 from quire.engine.config.resolve import fetch_weights, resolve
 from quire.engine.config.topology import LinkType
-from quire.engine.models.families import from_hf_config, transformers_backend
-from quire.engine.models.families.tensors import checkpoint_tensors
 from quire.engine.protocol.errors import ConfigError
 from quire.kernels.cache import FP8_CAPABILITY
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from quire.engine.architecture.draft_head_spec import DraftHeadSpec
+from quire.engine.architecture.model_spec import MoESpec
 from quire.engine.config import draft_heads
 from quire.engine.config.engine_config import EngineConfig, ModelConfig, SpeculativeConfig
 from quire.engine.config.kv_cache_groups import cache_specs
@@ -17,8 +19,6 @@ from quire.engine.config.memory_plan import MemoryPlan
 from quire.engine.config.options import DEMO_MODEL, EngineOptions
 from quire.engine.config.plan_text import plan_text
 from quire.engine.config.resolve import resolve
-from quire.engine.models.draft_head_spec import DraftHeadSpec
-from quire.engine.models.model_spec import MoESpec
 from quire.engine.protocol.errors import ConfigError
 from tests.unit.engine.config.test_resolve import folder, options
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from quire.engine.architecture.families import from_hf_config
 from quire.engine.config import devices, parallel_config, plan_text, topology
 from quire.engine.config.devices import Devices
 from quire.engine.config.engine_config import ExpertParallelConfig, ParallelConfig
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.topology import Links, LinkType, assign_devices, slowest_links
-from quire.engine.models.families import from_hf_config
 from quire.engine.protocol.errors import ConfigError
 from tests.unit.engine.config.test_resolve import LLAMA
 

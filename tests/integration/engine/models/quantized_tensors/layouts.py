@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from quire.engine.models.quantization.method import Scheme, Shape
+from quire.engine.architecture.quantization.method import Scheme, Shape
 from quire.engine.models.quantized_tensors import READERS
 from quire.engine.models.quantized_tensors.reader import Cut, Reader
 from quire.kernels.quantized import QuantizedWeight

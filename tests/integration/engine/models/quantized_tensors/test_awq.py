@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.engine.models.quantization.awq import read
-from quire.engine.models.quantization.method import Scheme
+from quire.engine.architecture.quantization.awq import read
+from quire.engine.architecture.quantization.method import Scheme
 from quire.engine.models.quantized_tensors.awq import AwqReader
 from quire.engine.models.quantized_tensors.reader import Reader
 from quire.engine.protocol.errors import ConfigError

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.engine.models.quantization.bitsandbytes import BitsAndBytes4, BitsAndBytes8
+from quire.engine.architecture.quantization.bitsandbytes import BitsAndBytes4, BitsAndBytes8
 from quire.engine.models.quantized_tensors.bitsandbytes import BitsAndBytes4Reader, BitsAndBytes8Reader
 from quire.engine.protocol.errors import ConfigError
 from tests.integration.engine.models.quantized_tensors.layouts import MODULE, check, in_bytes, random_codes

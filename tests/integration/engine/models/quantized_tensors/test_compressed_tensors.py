@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.engine.models.quantization.compressed_tensors import read
-from quire.engine.models.quantization.method import Scheme, Shape
+from quire.engine.architecture.quantization.compressed_tensors import read
+from quire.engine.architecture.quantization.method import Scheme, Shape
 from tests.integration.engine.models.quantized_tensors.layouts import check, open_reader
 
 OUT, IN, GROUP = 20, 96, 32

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.engine.models.quantization.gguf import SCHEMES
+from quire.engine.architecture.quantization.gguf import SCHEMES
 from quire.engine.models.quantized_tensors.gguf import GgufReader
 from quire.kernels.quantized import VALUES
 

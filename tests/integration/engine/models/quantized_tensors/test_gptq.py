@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.engine.models.quantization.gptq import read
-from quire.engine.models.quantization.method import Scheme
+from quire.engine.architecture.quantization.gptq import read
+from quire.engine.architecture.quantization.method import Scheme
 from quire.engine.models.quantized_tensors.gptq import GptqReader
 from quire.engine.models.quantized_tensors.reader import Reader
 from quire.engine.protocol.errors import ConfigError

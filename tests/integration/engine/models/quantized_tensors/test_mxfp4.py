@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.engine.models.quantization.mxfp4 import GPT_OSS, MxFp4
+from quire.engine.architecture.quantization.mxfp4 import GPT_OSS, MxFp4
 from quire.engine.models.quantized_tensors.mxfp4 import MxFp4Reader
 from tests.integration.engine.models.quantized_tensors.layouts import E2M1, check, in_bytes, random_codes
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.engine.models.quantization.nvfp4 import MODELOPT, W4A16_MODELOPT, NvFp4
+from quire.engine.architecture.quantization.nvfp4 import MODELOPT, W4A16_MODELOPT, NvFp4
 from tests.integration.engine.models.quantized_tensors.layouts import (
     E2M1,
     E4M3,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from quire.engine.models.quantization.torchao import TorchAoInt4
+from quire.engine.architecture.quantization.torchao import TorchAoInt4
 from tests.integration.engine.models.quantized_tensors.layouts import check, in_bytes, random_codes
 
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.engine.models.quantization import fp8
-from quire.engine.models.quantization.method import Scheme, Shape
-from quire.engine.models.quantization.quark import INT8_OF_ROWS
-from quire.engine.models.quantization.unpacked import FP8, FP8_OF_BLOCKS, FP8_OF_ROWS, MXFP8, Unpacked
+from quire.engine.architecture.quantization import fp8
+from quire.engine.architecture.quantization.method import Scheme, Shape
+from quire.engine.architecture.quantization.quark import INT8_OF_ROWS
+from quire.engine.architecture.quantization.unpacked import FP8, FP8_OF_BLOCKS, FP8_OF_ROWS, MXFP8, Unpacked
 from quire.engine.protocol.errors import ConfigError
 from tests.integration.engine.models.quantized_tensors.layouts import E4M3, check, open_reader, random_codes
 

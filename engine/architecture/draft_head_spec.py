@@ -1,0 +1,97 @@
+"""The description of a head that drafts: layers that continue a target's hidden states. No torch here.
+
+At each position it reads the target's hidden state there and the *next* token, and predicts the token after that one.
+Multi-token prediction (DeepSeek-V3, 2024) trains such a head with the model, and stores it in the model's checkpoint.
+EAGLE (Li et al. 2024) and EAGLE-3 (Li et al. 2025) train it for a finished model, and store it in a checkpoint of its
+own; EAGLE-3 reads the residual streams of three layers, projected, in place of the last layer's.
+
+A checkpoint may have several heads for multi-token prediction, each of which predicts a token further ahead. Number n,
+from 0 on, reads at each position a hidden state and the token n + 1 places after it, and predicts the one behind that.
+The hidden state is the target's (MiMo-V2), or that of the head before it (DeepSeek-V3's paper, Step 3.5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from quire.engine.architecture.model_spec import ModelSpec
+from quire.engine.architecture.spec_parts import MatrixShape, NormSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftHeadSpec(ModelSpec):
+    """A head that drafts, or several. `name` is that of the family whose layers they have, and `vocab_size` that of the
+    target. The sizes of norms and projections are those of each head; of several, each has one layer."""
+
+    method: Literal["mtp", "eagle", "eagle3"]
+    target_layers: int
+    target_hidden_size: int
+    num_heads: int = 1
+    is_chained: bool = False
+    """Each head reads the residual stream of the head before it; otherwise all read the target's hidden state."""
+    first_layer: int = 0
+    """The number of the first layer in the names of its tensors."""
+    reads_normed: bool = True
+    """Whether it reads the target's output after its last norm; otherwise it reads the residual stream."""
+    reads_layers: tuple[int, ...] = ()
+    """The target's layers whose inputs it reads (`ModelSpec.aux_layers`); empty: the target's output."""
+    hidden_norm: NormSpec | None = None
+    """Of the hidden state; `embedding_norm` is that of the embedded token."""
+    joins: Literal["embedding first", "hidden first", "sum"] | None = None
+    """How a projection combines the embedded token and the hidden state: side by side, or with one for each of them,
+    whose results are added, in all residual streams. None: the layer's attention reads both, and a projection combines
+    the inputs of `reads_layers`."""
+    projection_bias: bool = False
+    draft_vocab_size: int = 0
+    """Tokens that its own matrix has logits of."""
+    has_embedding: bool = False
+    """Whether it has an embedding of its own; otherwise it uses the target's."""
+    has_head: bool = False
+    """The same for the matrix that computes logits; of several heads, each has its own."""
+    feeds_normed: bool = False
+    """What stands for the target's hidden state behind a draft: its own output, after `norm` or before."""
+    stored_layer: str = ""
+    """What stands before the names of its layer's tensors, if that is not the same for all checkpoints."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        assert self.num_heads in (1, len(self.layers))
+
+    @property
+    def is_in_target(self) -> bool:
+        """Whether the target's checkpoint has it."""
+        return self.method == "mtp"
+
+    @property
+    def projection_inputs(self) -> int:
+        """Features that the projection reads; 0: there is none."""
+        if self.joins == "sum":
+            return self.hidden_size
+        return 2 * self.hidden_size if self.joins else len(self.reads_layers) * self.target_hidden_size
+
+    @property
+    def stage_width(self) -> int:
+        """Features of a token that are in memory beside the residual streams: what the head reads."""
+        read = self.stream_width + self.hidden_size if self.joins == "sum" else self.projection_inputs
+        return self.hidden_size + read
+
+    def outer_matrices(self, tp: int) -> tuple[MatrixShape, MatrixShape]:
+        """See `ModelSpec`; those that it has in common with its target have no rows."""
+        rows = self.has_head * self.num_heads * -(-self.draft_vocab_size // tp)
+        embedding = MatrixShape(self.has_embedding * self.vocab_per_rank(tp), self.hidden_size, module="embedding")
+        return embedding, embedding._replace(rows=rows, module="head")
+
+    def stage_parameters(self, stages: Sequence[range], stage: int, tp: int) -> int:
+        """Parameters on one rank, without an embedding that is a copy of the target's."""
+        hidden = self.hidden_size
+        each_head = sum(
+            norm.num_parameters(hidden)
+            for norm in (self.embedding_norm, self.hidden_norm, self.norm)
+            if norm is not None
+        )
+        each_head += hidden * (self.projection_inputs + self.projection_bias + (self.joins == "sum") * hidden)
+        each_head += 0 if self.hyper is None else self.hyper.num_last_parameters(hidden)
+        count = sum(layer.num_parameters(hidden, tp) for layer in self.layers) + self.num_heads * each_head
+        return count + sum(each.elements for each in self.outer_matrices(tp))

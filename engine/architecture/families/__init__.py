@@ -1,0 +1,129 @@
+"""The supported model families: config.json → `ModelSpec`, and the names of checkpoint tensors. No torch here.
+
+A new family is a file here, with a mapping from its config.json to the parts in `quire.engine.architecture.model_spec`,
+and a mapping from our names of those parts to the checkpoint's. """
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from quire.engine.architecture.draft_head_spec import DraftHeadSpec
+from quire.engine.architecture.families import (
+    bert,
+    bloom,
+    cohere,
+    dbrx,
+    deepseek,
+    deepseek_v4,
+    dots_note,
+    ernie,
+    exaone,
+    gated_latent,
+    gemma,
+    glm_next,
+    gpt,
+    gptj,
+    gte,
+    hunyuan,
+    kimi_linear,
+    lfm,
+    llama,
+    llama4,
+    llava,
+    mamba,
+    mimo,
+    minimax,
+    mistral,
+    modernbert,
+    moe,
+    nomic,
+    olmo,
+    phimoe,
+    qwen4,
+    qwen_next,
+    qwen_vl,
+    recurrent_gemma,
+    rwkv,
+    step,
+    xlstm,
+    zamba,
+)
+from quire.engine.architecture.families.family import Family
+from quire.engine.architecture.model_spec import ModelSpec
+from quire.engine.protocol.errors import ConfigError
+
+ENCODERS: dict[str, Family] = {**bert.FAMILIES, **modernbert.FAMILIES, **nomic.FAMILIES, **gte.FAMILIES}
+FAMILIES: dict[str, Family] = {
+    **llama.FAMILIES,
+    **llama4.FAMILIES,
+    **llava.FAMILIES,
+    **mistral.FAMILIES,
+    **gemma.FAMILIES,
+    **olmo.FAMILIES,
+    **cohere.FAMILIES,
+    **exaone.FAMILIES,
+    **gpt.FAMILIES,
+    **gptj.FAMILIES,
+    **bloom.FAMILIES,
+    **moe.FAMILIES,
+    **dbrx.FAMILIES,
+    **phimoe.FAMILIES,
+    **mimo.FAMILIES,
+    **ernie.FAMILIES,
+    **hunyuan.FAMILIES,
+    **deepseek.FAMILIES,
+    **deepseek_v4.FAMILIES,
+    **dots_note.FAMILIES,
+    **gated_latent.FAMILIES,
+    **glm_next.FAMILIES,
+    **qwen_next.FAMILIES,
+    **qwen4.FAMILIES,
+    **qwen_vl.FAMILIES,
+    **lfm.FAMILIES,
+    **mamba.FAMILIES,
+    **zamba.FAMILIES,
+    **recurrent_gemma.FAMILIES,
+    **xlstm.FAMILIES,
+    **rwkv.FAMILIES,
+    **kimi_linear.FAMILIES,
+    **minimax.FAMILIES,
+    **step.FAMILIES,
+    **ENCODERS,
+}
+"""By the architecture's name in config.json."""
+
+
+def family_of(arch: ModelSpec) -> Family:
+    """How to read the checkpoint of a model that is one of FAMILIES."""
+    family = FAMILIES[arch.name]
+    if isinstance(arch, DraftHeadSpec):
+        family = family.of_draft_head(arch)
+    return family.with_separate_experts() if arch.separate_experts else family
+
+
+def of_text(config: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json with the settings of the text part on top, if we know the text part of a model that takes more."""
+    names, part = config.get("architectures") or [], config.get("text_config")
+    if not isinstance(part, Mapping) or not any(name in FAMILIES for name in names):
+        return dict(config)
+    shared = {key: config[key] for key in ("architectures", "tie_word_embeddings") if key in config}
+    if config.get("eos_token_id") is not None:  # what ends an answer; the part may have the base model's
+        shared["eos_token_id"] = config["eos_token_id"]
+    return {**config, **part, **shared}
+
+
+def from_hf_config(config: Mapping[str, Any]) -> ModelSpec:
+    """Map a Hugging Face config to a `ModelSpec`. Raises `ConfigError` if the model is not supported."""
+    names = config.get("architectures") or []
+    name = next((n for n in names if n in FAMILIES), None)
+    if name is None:
+        raise ConfigError(f"{', '.join(names) or 'the model'} has no implementation of Quire's own")
+    try:
+        return FAMILIES[name].architecture(name, FAMILIES[name].complete(config))
+    except KeyError as missing:
+        raise ConfigError(f"config.json lacks {missing}, which {name} needs") from None
+    except (TypeError, ValueError, ArithmeticError) as error:
+        if isinstance(error, ConfigError):
+            raise ConfigError(f"{name}: {error}") from None
+        raise ConfigError(f"config.json has a value that {name} cannot use: {error}") from None

@@ -1,0 +1,91 @@
+"""Hunyuan V1, dense and mixtures: queries and keys are normalized after they are rotated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from quire.engine.architecture.attention_spec import AttentionSpec
+from quire.engine.architecture.families.family import (
+    Config,
+    Family,
+    activation,
+    architecture,
+    attention,
+    feed_forward,
+    head_dim,
+    require,
+    rms_norm,
+    rope,
+)
+from quire.engine.architecture.families.llama import NAMES
+from quire.engine.architecture.families.moe import NAMES_BY_EXPERT
+from quire.engine.architecture.model_spec import LayerSpec, ModelSpec, MoESpec
+
+
+def _attention(config: Config) -> AttentionSpec:
+    """Scaling of kind "dynamic" with an `alpha` is another base, at every length."""
+    dim = head_dim(config)
+    settings: Mapping[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if (settings.get("rope_type") or settings.get("type")) == "dynamic" and settings.get("alpha"):
+        theta = float(settings.get("rope_theta") or config.get("rope_theta") or 10000.0)
+        theta *= float(settings["alpha"]) ** (dim / (dim - 2))
+        config = {**config, "rope_parameters": None, "rope_scaling": None, "rope_theta": theta}
+    require(config, "use_qk_norm", True)
+    return attention(config, rope(config, dim), qk_norm=rms_norm(config), norm_after_rope=True)
+
+
+def _hunyuan(name: str, config: Config) -> ModelSpec:
+    norm = rms_norm(config)
+    layer = LayerSpec(
+        attention=_attention(config),
+        attention_norm=norm,
+        feed_forward=feed_forward(config, bias=False),
+        feed_forward_norm=norm,
+    )
+    return architecture(name, config, [layer] * int(config["num_hidden_layers"]), norm)
+
+
+def _hunyuan_moe(name: str, config: Config) -> ModelSpec:
+    """Some settings may be lists, with a value for each layer."""
+    require(config, "use_mixed_mlp_moe", True)
+    require(config, "use_cla", False)
+    norm, layers = rms_norm(config), []
+    for number in range(int(config["num_hidden_layers"])):
+        own = {**config, **{key: config[key][number] for key in _OF_EACH_LAYER if isinstance(config.get(key), list)}}
+        require(own, "num_shared_expert", 1, None)
+        require(own, "moe_intermediate_size", own["intermediate_size"], None)
+        experts = MoESpec(
+            num_experts=int(own["num_experts"]),
+            top_k=int(own["moe_topk"]),
+            intermediate_size=int(own["intermediate_size"]),
+            activation=activation(own.get("hidden_act", "silu")),
+            renormalize=True,
+            shared=feed_forward(own, bias=False),
+        )
+        layers.append(
+            LayerSpec(attention=_attention(own), attention_norm=norm, feed_forward=experts, feed_forward_norm=norm)
+        )
+    return architecture(name, config, layers, norm)
+
+
+_OF_EACH_LAYER = ("num_experts", "moe_topk", "moe_intermediate_size", "num_shared_expert")
+_QK_NORM = {
+    "layers.attention.query_norm": "model.layers.{layer}.self_attn.query_layernorm",
+    "layers.attention.key_norm": "model.layers.{layer}.self_attn.key_layernorm",
+}
+_COMMON = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}
+FAMILIES = {
+    "HunYuanDenseV1ForCausalLM": Family(_hunyuan, NAMES | _QK_NORM, _COMMON),
+    "HunYuanMoEV1ForCausalLM": Family(
+        _hunyuan_moe,
+        NAMES_BY_EXPERT
+        | _QK_NORM
+        | {
+            "layers.feed_forward.router": "model.layers.{layer}.mlp.gate.wg",
+            "layers.feed_forward.shared.gate_up": "model.layers.{layer}.mlp.shared_mlp.{part}_proj",
+            "layers.feed_forward.shared.down": "model.layers.{layer}.mlp.shared_mlp.down_proj",
+        },
+        {**_COMMON, "num_experts": 1, "moe_topk": 1},
+    ),
+}

@@ -1,0 +1,116 @@
+"""What families read from config.json, where they find it in a checkpoint, and what a layer makes of it. That all of it
+together is what transformers computes, is compared elsewhere, of some families in each run."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from quire.engine.architecture.attention_spec import MLASpec
+from quire.engine.architecture.families import from_hf_config
+from quire.engine.architecture.families.family import windows
+from quire.engine.architecture.model_spec import LayerSpec, MLPSpec, ModelSpec
+from quire.engine.architecture.spec_parts import NormSpec
+from quire.engine.distributed.communicator import Parallel
+from quire.engine.layers.attention import LayerCache
+from quire.engine.layers.linear import Partition, stacked
+from quire.engine.layers.weight import Weight
+from quire.engine.models.checkpoint import find
+from quire.engine.models.decoder import DecoderLayer
+
+HEADS, HEAD_DIM, HIDDEN = {"q": 2, "k": 1, "v": 1}, 4, 8
+SIZES = {
+    "vocab_size": 32,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": HEADS["q"],
+    "num_key_value_heads": HEADS["k"],
+    "head_dim": HEAD_DIM,
+}
+
+
+def spec(name: str, **settings: Any) -> ModelSpec:
+    return from_hf_config({"architectures": [name], **SIZES, **settings})
+
+
+@pytest.mark.parametrize("name", ["GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM"])
+def test_the_first_gemmas_store_norms_minus_one(name: str) -> None:
+    arch = spec(name)
+    norms = {arch.norm, *(norm for each in arch.layers for norm in (each.attention_norm, each.feed_forward_norm))}
+    assert {norm and norm.offset for norm in norms} == {1.0}
+
+
+def test_windows_without_types_are_those_of_the_last_layers() -> None:
+    config = {"sliding_window": 4, "num_hidden_layers": 3}
+    assert windows({**config, "max_window_layers": 2}) == [None, None, 4]
+    assert windows(config) == [4, 4, 4]
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    assert windows({**config, "max_window_layers": 2, "layer_types": kinds}) == [4, None, 4]
+
+
+@pytest.mark.parametrize("mscale", [0.707, 1.0])
+def test_yarn_makes_the_scores_of_deepseek_larger(mscale: float) -> None:
+    """DeepSeek's own code: softmax_scale * mscale * mscale, with mscale = 0.1 * mscale_all_dim * ln(factor) + 1."""
+    yarn = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "mscale": 1.0}
+    experts = {
+        "n_routed_experts": 8,
+        "moe_intermediate_size": 16,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+    }
+    arch = spec("DeepseekV3ForCausalLM", rope_scaling={**yarn, "mscale_all_dim": mscale}, **experts)
+    attention = arch.layers[0].attention
+    assert isinstance(attention, MLASpec)
+    assert attention.scale == pytest.approx(192**-0.5 * (0.1 * mscale * math.log(40) + 1) ** 2)
+
+
+def rows_of(arch: ModelSpec) -> dict[str, list[int] | None]:
+    """The rows of queries, keys and values of the second layer in the checkpoint's tensors; None: all, in order."""
+    parts = [Partition(name, heads * HEAD_DIM, 0, heads * HEAD_DIM) for name, heads in HEADS.items()]
+    weight = Weight((sum(part.length for part in parts), HIDDEN), *stacked(parts, (HIDDEN,)))
+    found = {shard.part: stored.rows for shard, stored in find("layers.1.attention.qkv.weight", weight, arch)}
+    return {part: None if rows is None else rows.tolist() for part, rows in found.items()}
+
+
+def test_parts_of_a_fused_matrix_follow_each_other() -> None:
+    arch = spec("Phi3ForCausalLM")
+    assert rows_of(arch) == {"q": [*range(8)], "k": [*range(8, 12)], "v": [*range(12, 16)]}
+
+
+def test_neighbouring_rotary_features_are_loaded_as_halves() -> None:
+    arch = spec("LlamaForCausalLM", rope_interleave=True)
+    assert rows_of(arch) == {"q": [0, 2, 1, 3, 4, 6, 5, 7], "k": [0, 2, 1, 3], "v": None}
+    assert rows_of(spec("LlamaForCausalLM")) == {"q": None, "k": None, "v": None}
+
+
+def test_the_residual_multiplier_applies_to_the_feed_forward_layer() -> None:
+    def added(multiplier: float) -> torch.Tensor:
+        torch.manual_seed(0)
+        norm = NormSpec(eps=1e-6)
+        layer = DecoderLayer(
+            LayerSpec(
+                attention=None,
+                attention_norm=None,
+                feed_forward=MLPSpec(intermediate_size=16),
+                feed_forward_norm=norm,
+                residual_multiplier=multiplier,
+            ),
+            HIDDEN,
+            Parallel(),
+        )
+        for weight in layer.parameters():
+            nn.init.normal_(weight)
+        x = torch.randn(3, HIDDEN)
+        batch: Any = None  # without mixers, nothing reads it
+        out: torch.Tensor
+        out, residual = layer(x, None, batch, None, LayerCache())
+        assert torch.equal(residual, x)
+        return out
+
+    torch.testing.assert_close(added(0.25), 0.25 * added(1.0))
