@@ -3,7 +3,7 @@
 `quire.engine.architecture.families` derives a `ModelSpec` from Hugging Face's `config.json`; `quire.engine.models`
 builds the modules. Each layer has its own description (equal ones are one object), so that windows, dense first layers
 and layers without positions are not special cases. Sizes are in features and parameters; `hidden` is the model's hidden
-size. """
+size."""
 
 from __future__ import annotations
 

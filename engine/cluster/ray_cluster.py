@@ -30,11 +30,12 @@ import msgspec
 from quire.engine.cluster import handshake, network
 from quire.engine.cluster.handshake import Hello
 from quire.engine.cluster.placement import ClusterNode, NodeShare, place, split_stages
-from quire.engine.config import devices, model_folder
+from quire.engine.config import devices
 from quire.engine.config.devices import Devices
 from quire.engine.config.engine_config import EngineConfig, RayPlacement
 from quire.engine.config.options import EngineOptions
 from quire.engine.protocol.errors import ConfigError
+from quire.engine.repository import model_folder
 
 Kind = Literal["cpu", "cuda"]
 

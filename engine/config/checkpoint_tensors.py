@@ -13,11 +13,11 @@ from quire.engine.architecture.families.tensors import NeededTensor, checkpoint_
 from quire.engine.architecture.model_spec import ModelSpec, TransformersModelSpec
 from quire.engine.architecture.quantization.method import FLOATS, INTEGERS, Method, Scheme
 from quire.engine.architecture.quantization.online import Online, OnlineScheme
-from quire.engine.config import model_files
 from quire.engine.config.engine_config import ModelConfig
-from quire.engine.config.model_files import TensorInfo
 from quire.engine.config.pooling import Norm
 from quire.engine.protocol.errors import ConfigError
+from quire.engine.repository import model_files
+from quire.engine.repository.model_files import TensorInfo
 
 _NAMED_PROBLEMS = 8
 T = TypeVar("T")

@@ -15,9 +15,9 @@ from quire.engine.architecture.families import FAMILIES
 from quire.engine.architecture.families.family import HeadLayer
 from quire.engine.architecture.model_spec import ModelSpec
 from quire.engine.architecture.spec_parts import NormSpec
-from quire.engine.config import tokenizer_files
 from quire.engine.config.pooling import Activation, Classes, Dense, Mode, Norm, Pooling
 from quire.engine.protocol.errors import ConfigError
+from quire.engine.repository import tokenizer_files
 
 _SEQUENCE, _REWARD = "ForSequenceClassification", "ForRewardModel"
 _REWARD_HEADS = {"Qwen2ForRewardModel": (HeadLayer("score.0", "ReLU"), HeadLayer("score.2"))}

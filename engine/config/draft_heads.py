@@ -8,9 +8,9 @@ from typing import Literal
 
 from quire.engine.architecture.draft_head_spec import DraftHeadSpec
 from quire.engine.architecture.families import draft_heads, of_text
-from quire.engine.config import model_files
 from quire.engine.config.engine_config import ModelConfig
 from quire.engine.protocol.errors import ConfigError
+from quire.engine.repository import model_files
 
 
 def mtp(target: ModelConfig) -> ModelConfig:

@@ -23,23 +23,14 @@ from quire.engine.architecture.quantization import online
 from quire.engine.architecture.quantization.form import INT4_GROUPS
 from quire.engine.architecture.quantization.method import DTYPES, Method
 from quire.engine.architecture.recurrent_spec import RWKVSpec
-from quire.engine.config import (
-    checkpoint_tensors,
-    classifier,
-    devices,
-    gguf_folder,
-    mistral_folder,
-    model_files,
-    model_folder,
-    pooling,
-    tokenizer_files,
-)
+from quire.engine.config import checkpoint_tensors, classifier, devices, pooling
 from quire.engine.config.devices import FP4_CAPABILITY, FP8_CAPABILITY, Devices
 from quire.engine.config.engine_config import DTYPE_BYTES, ModelConfig, ParallelConfig
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.pooling import Pooling
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.sampling_params import SamplingParams
+from quire.engine.repository import gguf_folder, mistral_folder, model_files, model_folder, tokenizer_files
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from quire.engine.config.model_files import read_json, read_json_list
 from quire.engine.protocol.errors import ConfigError
+from quire.engine.repository.model_files import read_json, read_json_list
 
 MODULES = "modules.json"
 """The file that marks a sentence-transformers folder."""

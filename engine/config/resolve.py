@@ -21,10 +21,8 @@ from quire.engine.config import (
     cuda_graph_sizes,
     devices,
     draft_heads,
-    gguf_folder,
     memory_plan,
     model_config,
-    model_files,
     parallel_config,
     scheduler_config,
     speculative_config,
@@ -34,6 +32,7 @@ from quire.engine.config.engine_config import EngineConfig, ModelConfig, RayPlac
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.plan_text import plan_text
 from quire.engine.protocol.errors import ConfigError
+from quire.engine.repository import gguf_folder, model_files
 
 MIN_WATCHDOG_SECONDS = 3.0
 _HOST_OPTIONS = frozenset(

@@ -9,12 +9,13 @@ from quire.engine.architecture.attention_spec import AttentionSpec
 from quire.engine.architecture.draft_head_spec import DraftHeadSpec
 from quire.engine.architecture.encoder_spec import EncoderSpec
 from quire.engine.architecture.model_spec import TransformersModelSpec
-from quire.engine.config import draft_heads, model_config, model_files, model_folder, parallel_config
+from quire.engine.config import draft_heads, model_config, parallel_config
 from quire.engine.config.devices import Devices
 from quire.engine.config.engine_config import ModelConfig, ParallelConfig, SchedulerConfig, SpeculativeConfig
 from quire.engine.config.options import EngineOptions
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.stats import MAX_DRAFT_TOKENS
+from quire.engine.repository import model_files, model_folder
 
 _HEADS = {"mtp": 1, "eagle": 3, "eagle3": 3}
 """Methods whose drafter is a head on the target, and their default maximum of drafts."""

@@ -18,16 +18,16 @@ from quire.engine.architecture.families.tensors import NeededTensor, StackSlice,
 from quire.engine.architecture.model_spec import ModelSpec
 from quire.engine.architecture.quantization.method import DTYPES, Scheme, Shape
 from quire.engine.architecture.quantization.online import OnlineScheme
-from quire.engine.config import model_files
 from quire.engine.config.checkpoint_tensors import by_needed_name, check_tensors, logical_names, with_stacks
 from quire.engine.config.engine_config import ModelConfig
-from quire.engine.config.model_files import TensorInfo
 from quire.engine.models.checkpoint import StoredSlice
 from quire.engine.models.gguf_files import GgufFiles
 from quire.engine.models.quantized_tensors import READERS
 from quire.engine.models.quantized_tensors.online import OnlineReader
 from quire.engine.models.quantized_tensors.reader import Reader, Sliceable
 from quire.engine.protocol.errors import ConfigError
+from quire.engine.repository import model_files
+from quire.engine.repository.model_files import TensorInfo
 
 logger = logging.getLogger(__name__)
 

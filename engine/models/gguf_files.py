@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from quire.engine.architecture.quantization.gguf import SCHEMES
-from quire.engine.config import gguf, gguf_architectures, gguf_folder
-from quire.engine.config.model_files import TensorInfo, read_json
+from quire.engine.repository import gguf, gguf_architectures, gguf_folder
+from quire.engine.repository.model_files import TensorInfo, read_json
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 

@@ -28,9 +28,9 @@ import torch
 from torch import Tensor, nn
 
 from quire.engine.cluster import handshake
-from quire.engine.config import model_files
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.protocol.errors import ConfigError
+from quire.engine.repository import model_files
 from quire.kernels import disk, packed_state
 
 logger = logging.getLogger(__name__)

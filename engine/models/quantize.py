@@ -27,12 +27,12 @@ from quire.engine.architecture.quantization.method import FLOATS, Scheme
 from quire.engine.architecture.quantization.nvfp4 import NvFp4
 from quire.engine.architecture.quantization.online import with_stars
 from quire.engine.config.checkpoint_tensors import by_needed_name
-from quire.engine.config.model_files import TensorInfo, read_json
 from quire.engine.config.quantize_request import QuantizeRequest
 from quire.engine.models import gptq
 from quire.engine.models.checkpoint_files import open_model
 from quire.engine.models.quantized_tensors.writers import rounding_of, stored_tensors
 from quire.engine.protocol.errors import ConfigError
+from quire.engine.repository.model_files import TensorInfo, read_json
 from quire.kernels.quantized import QuantizedWeight, quantize
 
 _WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|gguf|onnx|h5|msgpack)$|.*\.index\.json$|\..*")

@@ -19,9 +19,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from quire.engine.config import tokenizer_files
 from quire.engine.config.engine_config import ModelConfig
 from quire.engine.protocol.sampling_params import SamplingParams, StructuredOutputs
+from quire.engine.repository import tokenizer_files
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer

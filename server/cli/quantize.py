@@ -13,12 +13,12 @@ from quire.engine.architecture.families import FAMILIES
 from quire.engine.architecture.model_spec import ModelSpec
 from quire.engine.architecture.quantization import recipes
 from quire.engine.config.devices import Devices
-from quire.engine.config.model_folder import is_gguf
 from quire.engine.config.options import EngineOptions, flag
 from quire.engine.config.parallel_config import stage_starts
 from quire.engine.config.quantize_request import QuantizeRequest
 from quire.engine.config.resolve import fetch_weights, resolve
 from quire.engine.protocol.errors import ConfigError
+from quire.engine.repository.model_folder import is_gguf
 from quire.server.cli import flags
 from quire.server.frontend.tokenizer import Tokenizer
 

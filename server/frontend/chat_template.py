@@ -20,8 +20,8 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-from quire.engine.config.model_files import read_json
 from quire.engine.protocol.errors import ConfigError, InvalidParameter
+from quire.engine.repository.model_files import read_json
 from quire.server.frontend.tokenizer import Tokenizer
 
 

@@ -15,8 +15,8 @@ from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
-from quire.engine.config.gguf_tokenizer import Kind, sentencepiece_merges
 from quire.engine.protocol.errors import ConfigError
+from quire.engine.repository.gguf_tokenizer import Kind, sentencepiece_merges
 
 _UNIGRAM, _BPE = 1, 2
 """trainer_spec.model_type."""

@@ -19,10 +19,10 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import ByteLevel
 from tokenizers.models import BPE
 
-from quire.engine.config import tokenizer_files
-from quire.engine.config.model_files import read_json
-from quire.engine.config.tokenizer_files import content
 from quire.engine.protocol.errors import ConfigError, InvalidParameter
+from quire.engine.repository import tokenizer_files
+from quire.engine.repository.model_files import read_json
+from quire.engine.repository.tokenizer_files import content
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _VOCABULARIES = ("tokenizer*", "*vocab*", "merges.txt", "*.model", "*.tiktoken", "*.bpe", "tekken.json")

@@ -74,7 +74,7 @@ def without_expert(module: str) -> str:
 
 
 def read(settings: Mapping[str, Any]) -> GgufMethod:
-    """`settings` are those that `quire.engine.config.gguf_folder` writes. Raises `ConfigError`."""
+    """`settings` are those that `quire.engine.repository.gguf_folder` writes. Raises `ConfigError`."""
     types = settings.get("types")
     if not isinstance(types, Mapping) or not all(isinstance(each, str) for each in types.values()):
         raise ConfigError(f"{WHERE}: gguf needs types, an object with the type of each module's weight")

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from quire.engine.config.model_files import read_json, with_overrides
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.weight import Weight, whole
 from quire.engine.models.transformers_backend.experts import PlannedExperts, can_replace
@@ -27,6 +26,7 @@ from quire.engine.models.transformers_backend.sharding import (
     planned_parameter,
 )
 from quire.engine.protocol.errors import ConfigError
+from quire.engine.repository.model_files import read_json, with_overrides
 
 _QUIET = {
     "use_cache": False,

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from quire.engine.architecture.quantization.gguf import SCHEMES
-from quire.engine.config.gguf_folder import write
 from quire.engine.models.gguf_files import GgufFiles
 from quire.engine.models.quantized_tensors.gguf import GgufReader
+from quire.engine.repository.gguf_folder import write
 from tests.fakes.gguf_models import add_tensors, close, config_of, tensors_of, writer
 
 

@@ -11,8 +11,8 @@ import pytest
 from quire.engine.architecture.families.tensors import NeededTensor
 from quire.engine.architecture.quantization import read
 from quire.engine.config.checkpoint_tensors import StoredWeight, check_tensors, logical_names, quantized_outer
-from quire.engine.config.model_files import TensorInfo
 from quire.engine.protocol.errors import ConfigError
+from quire.engine.repository.model_files import TensorInfo
 from tests.fakes.configs import TINY, engine_config
 
 Q, STACK = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.experts.down_proj"

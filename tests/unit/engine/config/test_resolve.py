@@ -24,12 +24,12 @@ from quire.engine.architecture.families.tensors import checkpoint_tensors
 from quire.engine.config import cuda_graph_sizes, devices, parallel_config, topology
 from quire.engine.config.engine_config import GraphConfig
 from quire.engine.config.memory_plan import MemoryPlan
-from quire.engine.config.model_files import find_load_format, with_overrides
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.plan_text import plan_text
 from quire.engine.config.resolve import fetch_weights, resolve
 from quire.engine.config.topology import LinkType
 from quire.engine.protocol.errors import ConfigError
+from quire.engine.repository.model_files import find_load_format, with_overrides
 from quire.kernels.cache import FP8_CAPABILITY
 
 LLAMA: dict[str, Any] = {

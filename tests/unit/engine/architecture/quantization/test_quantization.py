@@ -11,9 +11,9 @@ import pytest
 from quire.engine.architecture.families.tensors import NeededTensor
 from quire.engine.architecture.quantization import METHODS, read
 from quire.engine.config.checkpoint_tensors import check_tensors, logical_names
-from quire.engine.config.model_files import TensorInfo
 from quire.engine.config.options import EngineOptions
 from quire.engine.protocol.errors import ConfigError
+from quire.engine.repository.model_files import TensorInfo
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}

@@ -9,8 +9,8 @@ import base64
 from collections.abc import Mapping
 from typing import Any
 
-from quire.engine.config.gguf_tokenizer import post_processor
 from quire.engine.protocol.errors import ConfigError
+from quire.engine.repository.gguf_tokenizer import post_processor
 
 Json = dict[str, Any]
 

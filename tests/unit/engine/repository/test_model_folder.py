@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quire.engine.config.gguf_folder import file_of
-from quire.engine.config.model_folder import choose, is_gguf, locate
 from quire.engine.protocol.errors import ConfigError
+from quire.engine.repository.gguf_folder import file_of
+from quire.engine.repository.model_folder import choose, is_gguf, locate
 from tests.fakes.gguf_models import add_tensors, close, config_of, tensors_of, writer
 
 FILES = (

@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from quire.engine.architecture.quantization.gguf import SCHEMES, without_expert
-from quire.engine.config.gguf import GgufFile, GgufTensor
 from quire.engine.protocol.errors import ConfigError
+from quire.engine.repository.gguf import GgufFile, GgufTensor
 
 Config = dict[str, Any]
 

@@ -11,12 +11,12 @@ import pytest
 import regex  # type: ignore[import-untyped]
 
 from quire.engine.architecture.families import from_hf_config
-from quire.engine.config.mistral_layout import hf_config, hf_name
-from quire.engine.config.model_folder import locate
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import fetch_weights, resolve
-from quire.engine.config.tekken import special_tokens
 from quire.engine.protocol.errors import ConfigError, InvalidParameter
+from quire.engine.repository.mistral_layout import hf_config, hf_name
+from quire.engine.repository.model_folder import locate
+from quire.engine.repository.tekken import special_tokens
 from quire.server.frontend.chat_template import ChatTemplates
 from quire.server.frontend.tokenizer import Tokenizer
 from quire.server.parsers.reasoning import detect_reasoning

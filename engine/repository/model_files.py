@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from quire.engine.config import mistral_layout
 from quire.engine.protocol.errors import ConfigError
+from quire.engine.repository import mistral_layout
 
 _PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "tokenizer*", "*.py")
 LoadFormat = Literal["safetensors", "pt", "mistral"]

@@ -9,8 +9,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-from quire.engine.config import gguf_folder, mistral_folder, model_files
 from quire.engine.protocol.errors import ConfigError
+from quire.engine.repository import gguf_folder, mistral_folder, model_files
 
 _SPLIT = re.compile(r"(.*?)(?:-(\d{5})-of-(\d{5}))?\.gguf", re.DOTALL)
 _QUANTIZATION = re.compile(r"(?:^|[-._])((?:UD-)?(?:I?Q\d\w*|TQ\d_\d|MXFP4\w*|NVFP4|BF16|F16|F32))$", re.IGNORECASE)

@@ -13,11 +13,11 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from quire.engine.config import mistral_chat, tekken
-from quire.engine.config.gguf_folder import written_once
-from quire.engine.config.mistral_layout import hf_config
-from quire.engine.config.model_files import PARAMS, read_json, weights_among
 from quire.engine.protocol.errors import ConfigError
+from quire.engine.repository import mistral_chat, tekken
+from quire.engine.repository.gguf_folder import written_once
+from quire.engine.repository.mistral_layout import hf_config
+from quire.engine.repository.model_files import PARAMS, read_json, weights_among
 
 _VERSION = 1
 """Of the folders' content: another one is another folder."""

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from quire.engine.architecture.families import from_hf_config
-from quire.engine.config.gguf import read
-from quire.engine.config.gguf_architectures import hf_config, hf_tensors
-from quire.engine.config.gguf_folder import file_of, folder_of, write
 from quire.engine.protocol.errors import ConfigError
+from quire.engine.repository.gguf import read
+from quire.engine.repository.gguf_architectures import hf_config, hf_tensors
+from quire.engine.repository.gguf_folder import file_of, folder_of, write
 from tests.fakes.gguf_models import ARCHITECTURES, add_byte_level, add_tensors, close, config_of, tensors_of, writer
 from tests.fakes.tokenizers import CHATML, SPECIAL, byte_level
 

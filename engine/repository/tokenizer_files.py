@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from quire.engine.config.model_files import read_json
 from quire.engine.protocol.errors import ConfigError
+from quire.engine.repository.model_files import read_json
 
 
 def read_settings(folder: Path) -> dict[str, Any]:

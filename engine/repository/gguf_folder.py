@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from quire.engine.config import gguf
-from quire.engine.config.gguf_architectures import hf_config, hf_tensors
-from quire.engine.config.gguf_tokenizer import adds, special_tokens, tokenizer_json
-from quire.engine.config.model_files import TensorInfo, read_json
 from quire.engine.protocol.errors import ConfigError
+from quire.engine.repository import gguf
+from quire.engine.repository.gguf_architectures import hf_config, hf_tensors
+from quire.engine.repository.gguf_tokenizer import adds, special_tokens, tokenizer_json
+from quire.engine.repository.model_files import TensorInfo, read_json
 
 _VERSION = 1
 """Of the folders' content: another one is another folder."""

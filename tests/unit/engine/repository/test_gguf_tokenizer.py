@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from quire.engine.config.gguf_folder import write
+from quire.engine.repository.gguf_folder import write
 from quire.server.frontend import tokenizer
 from tests.fakes.gguf_models import add_byte_level, add_sentencepiece, close, config_of, writer
 from tests.fakes.tokenizers import SPECIAL
