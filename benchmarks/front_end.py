@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 if TYPE_CHECKING:
-    from quire.engine.supervisor import SupervisorConnection
+    from quire.engine.process.supervisor import SupervisorConnection
 
 PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 PROMPTS: dict[str, dict[str, Any]] = {
@@ -57,6 +57,7 @@ def core() -> None:
     import zmq
 
     from quire.engine.config.options import DEMO_MODEL
+    from quire.engine.process.supervisor import SupervisorConnection
     from quire.engine.protocol.engine_core import (
         AbortRequests,
         EngineCoreOutput,
@@ -66,7 +67,6 @@ def core() -> None:
     )
     from quire.engine.protocol.stats import EngineStats
     from quire.engine.protocol.supervision import Ready
-    from quire.engine.supervisor import SupervisorConnection
     from quire.server.frontend.tokenizer import Tokenizer
 
     connection = SupervisorConnection()
@@ -129,8 +129,8 @@ def end_with(connection: SupervisorConnection) -> None:
 
 def server(pace: float, arguments: list[str]) -> int:
     """`quire serve` with the stand-in for its engine core."""
-    from quire.engine import supervisor
     from quire.engine.core.launch import CoreArgs
+    from quire.engine.process import supervisor
     from quire.server.cli.main import main
     from quire.server.frontend import engine_manager
 

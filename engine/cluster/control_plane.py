@@ -68,7 +68,7 @@ from quire.engine.cluster.key_value_store import STORE, KeyValueStore
 from quire.engine.cluster.network import is_local, is_loopback, tcp_url
 from quire.engine.cluster.security import EVENTS, Dropped, Security, join, split
 from quire.engine.config.engine_config import EngineConfig
-from quire.engine.log import printable
+from quire.engine.process.log import printable
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.profile import Clock
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from quire.engine.config.engine_config import EngineConfig
-from quire.engine.log import printable
+from quire.engine.process.log import printable
 from quire.engine.protocol.errors import ConfigError
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")

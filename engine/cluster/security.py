@@ -22,7 +22,7 @@ import zmq
 from zmq.utils import z85
 
 from quire.engine.cluster.network import limit_retransmission, resolve_address
-from quire.engine.log import printable
+from quire.engine.process.log import printable
 from quire.engine.protocol.errors import ConfigError
 
 FRAME_BYTES = 1 << 20

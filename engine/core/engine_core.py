@@ -1,7 +1,7 @@
 """The engine-core process: one busy loop and two I/O threads.
 
-`launch.start_core` starts it, under a supervisor (`quire.engine.supervisor`): it exits when the supervisor does.
-"""
+`launch.start_core` starts it, under a supervisor (`quire.engine.process.supervisor`): it exits when the supervisor
+does."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from queue import Empty, SimpleQueue
 import msgspec
 import zmq
 
-from quire.engine import log, process
 from quire.engine.cluster.security import Dropped, Security, join, split
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.core.heartbeats import Heartbeats
@@ -32,6 +31,8 @@ from quire.engine.core.profiler import CoreProfiler
 from quire.engine.core.wave import Wave
 from quire.engine.executor import factory
 from quire.engine.executor.base import Executor, StepFuture, WorkerError, step_timeout
+from quire.engine.process import current_process, log
+from quire.engine.process.supervisor import HEARTBEAT_SECONDS, SupervisorConnection
 from quire.engine.protocol.engine_core import (
     AbortRequests,
     EngineCoreOutput,
@@ -54,7 +55,6 @@ from quire.engine.protocol.supervision import Failed, Ready, Shutdown
 from quire.engine.scheduler.grammar import GrammarError
 from quire.engine.scheduler.scheduler import Scheduler
 from quire.engine.scheduler.structured_output import StartedGrammar
-from quire.engine.supervisor import HEARTBEAT_SECONDS, SupervisorConnection
 
 logger = logging.getLogger("quire.engine.core.engine_core")
 
@@ -504,11 +504,11 @@ def _listen(connection: SupervisorConnection, io: EngineCoreIO) -> None:
 
 
 def main() -> None:
-    imports, connection = process.age(), SupervisorConnection()
+    imports, connection = current_process.age(), SupervisorConnection()
     args: CoreArgs
     args, folder = connection.receive_args()
     os.environ["TMPDIR"] = tempfile.tempdir = folder
     replica = args.config.parallel.replica if args.config.parallel.replicas > 1 else None
-    process.set_name("quire-core" if replica is None else f"quire-core-{replica}")
+    current_process.set_name("quire-core" if replica is None else f"quire-core-{replica}")
     log.setup(args.log_level, "core" if replica is None else f"core {replica}")
     sys.exit(serve(args, connection, imports))

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from quire.engine.supervisor import HEARTBEAT_SECONDS
+from quire.engine.process.supervisor import HEARTBEAT_SECONDS
 
 
 class Beats(Protocol):

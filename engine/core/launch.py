@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NoReturn
 
-from quire.engine.supervisor import Process, StartedProcess, start_imports
+from quire.engine.process.supervisor import Process, StartedProcess, start_imports
 
 if TYPE_CHECKING:  # `prepared_core` is called before the command imports much
     from quire.engine.config.engine_config import EngineConfig, ParallelConfig

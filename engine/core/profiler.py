@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from quire.engine.process.trace import Event, compress, process_id, step_args, step_name
 from quire.engine.protocol.engine_core import ToServer
 from quire.engine.protocol.profile import (
     CORE,
@@ -22,7 +23,6 @@ from quire.engine.protocol.profile import (
     TraceSummary,
 )
 from quire.engine.protocol.scheduler_output import SchedulerOutput
-from quire.engine.trace import Event, compress, process_id, step_args, step_name
 
 _MAX_SPANS = 500_000
 _SPANS_PER_PIECE = 20_000

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from quire import kernels
-from quire.engine import process
 from quire.engine.config.engine_config import ParallelConfig
 from quire.engine.distributed import parallel_state
 from quire.engine.distributed.communicator import Parallel
@@ -27,6 +26,7 @@ from quire.engine.distributed.cuda_communicator import CudaParallel, describe_al
 from quire.engine.doctor import gpus, versions
 from quire.engine.doctor.check import Check, fault, gib, not_applicable, ok, rate, warning
 from quire.engine.doctor.ranks import RankTask
+from quire.engine.process import current_process
 from quire.kernels import check, cpu, disk, isa
 from quire.kernels.cpu import compiler
 from quire.kernels.flashinfer import FlashInferMissing, FlashInferWrong
@@ -41,8 +41,8 @@ _DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.bfloat16, torc
 def main() -> int:
     """Do the task of standard input."""
     task = msgspec.json.decode(sys.stdin.buffer.readline(), type=RankTask)
-    process.watch_stdin(lambda: os._exit(1))
-    process.set_name(f"quire-doctor-{task.rank}")
+    current_process.watch_stdin(lambda: os._exit(1))
+    current_process.set_name(f"quire-doctor-{task.rank}")
     device = _select(task)
     if device is None:
         for found in _unusable(task):

@@ -66,7 +66,7 @@ def run(tasks: Sequence[RankTask], towards: str) -> Iterator[Check]:
     or hangs is a fault. gloo and NCCL use the interface that reaches `towards`, unless variables say another one.
     """
     interface = interface_of(address_towards(towards))
-    environment = {"OMP_WAIT_POLICY": "passive"}  # as `process.share_cores` sets it
+    environment = {"OMP_WAIT_POLICY": "passive"}  # as `current_process.share_cores` sets it
     if interface is not None:
         environment["GLOO_SOCKET_IFNAME"] = interface
     if interface not in (None, "lo"):

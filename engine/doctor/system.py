@@ -14,7 +14,7 @@ from pathlib import Path
 
 from quire.engine.config.devices import free_host_memory
 from quire.engine.doctor.check import Check, fault, gib, not_applicable, ok, rate, warning
-from quire.engine.runtime_folder import MAX_TMPDIR_BYTES
+from quire.engine.process.runtime_folder import MAX_TMPDIR_BYTES
 
 ROOT = Path("/")
 _LEAST_MEMORY = 1 << 30

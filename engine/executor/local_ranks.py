@@ -20,11 +20,11 @@ from typing import Any
 
 import msgspec
 
-from quire.engine import log
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.distributed.shm_broadcast import ShmBroadcast
 from quire.engine.executor.base import WorkerError
 from quire.engine.executor.usage import UsageSampler
+from quire.engine.process import log
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.profile import RankTrace
 from quire.engine.protocol.rank_state import RankState

@@ -25,7 +25,6 @@ from typing import Protocol
 
 import msgspec
 
-from quire.engine import log, process
 from quire.engine.cluster.control_plane import Follower, Leader, LinkEnded, Redirected, WakeQueue
 from quire.engine.cluster.handshake import Hello, describe_host
 from quire.engine.cluster.network import address_towards, set_interfaces, tcp_url
@@ -37,11 +36,12 @@ from quire.engine.executor.base import POLL_SECONDS, WorkerError
 from quire.engine.executor.local_ranks import LocalRanks, RankFailed, find_late_ranks, ranks_text, slowest
 from quire.engine.executor.mp import ProcessExecutor
 from quire.engine.executor.traces import send_trace
+from quire.engine.process import current_process, log
+from quire.engine.process.runtime_folder import RuntimeFolder
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.profile import RankTrace, TracePiece
 from quire.engine.protocol.runner_output import ModelRunnerOutput, WorkerFailed, WorkerReady
 from quire.engine.protocol.stats import LogRecord, RankStats
-from quire.engine.runtime_folder import RuntimeFolder
 
 _CAUSE_TIMEOUT = 2.0
 """Seconds to find the first failure after one is reported: a node needs a second to check its own ranks."""
@@ -433,12 +433,12 @@ def main() -> int:
     Standard input has the options, the log level, the placement if Ray has started it, and whether it joins again after
     a failure. A process of Ray's ends when its standard input closes, as it does with the actor that started it.
     """
-    process.share_cores()
+    current_process.share_cores()
     options, log_level, placement, may_rejoin = pickle.load(sys.stdin.buffer)
     log.setup(log_level, f"node {options.node_rank}")
-    process.set_name(f"quire-node-{options.node_rank}")
+    current_process.set_name(f"quire-node-{options.node_rank}")
     if placement is not None:
-        process.watch_stdin(lambda: os._exit(1))
+        current_process.watch_stdin(lambda: os._exit(1))
 
     def on_signal(number: int, frame: object) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.engine import process
+from quire.engine.process import current_process
 
-with process.imports():
+with current_process.imports():
     import quire.engine.worker.worker  # noqa: F401

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from quire.engine.config.engine_config import ParallelConfig
+from quire.engine.process.trace import Conversion, process_id, read_pieces
 from quire.engine.protocol.profile import Clock, RankTrace, TracePiece, TraceSummary
-from quire.engine.trace import Conversion, process_id, read_pieces
 
 
 def send_trace(
@@ -49,7 +49,7 @@ def _send(trace: RankTrace, parallel: ParallelConfig, send: Callable[[TracePiece
 
 def _convert(conversion: Conversion) -> Iterator[tuple[int, bytes]]:
     """Yield the pieces, and their numbers of events; raises `RuntimeError` if the process fails."""
-    command = [sys.executable, "-P", "-m", "quire.engine.trace"]
+    command = [sys.executable, "-P", "-m", "quire.engine.process.trace"]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe) as process:
         assert process.stdin is not None

@@ -12,11 +12,11 @@ from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from quire.engine import process
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.executor.base import StepFuture, WorkerError
 from quire.engine.executor.traces import send_trace
 from quire.engine.executor.usage import UsageSampler
+from quire.engine.process import current_process
 from quire.engine.protocol.profile import TracePiece
 from quire.engine.protocol.rank_state import RankState
 from quire.engine.protocol.runner_output import ModelRunnerOutput
@@ -68,7 +68,7 @@ class UniExecutor:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        with process.imports():  # of torch, unless this process was prepared
+        with current_process.imports():  # of torch, unless this process was prepared
             from quire.engine.worker import IMPORT_SECONDS
             from quire.engine.worker.worker import Worker
 

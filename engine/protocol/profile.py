@@ -95,7 +95,7 @@ class ClockReply(msgspec.Struct, tag=True, array_like=True):
 
 
 class RankTrace(msgspec.Struct, tag=True, array_like=True):
-    """Reported by a rank: its trace is complete, as files that are for `quire.engine.trace.convert`."""
+    """Reported by a rank: its trace is complete, as files that are for `quire.engine.process.trace.convert`."""
 
     rank: int
     pid: int
@@ -127,7 +127,7 @@ class TraceSummary(msgspec.Struct, array_like=True):
 
 
 class TracePiece(msgspec.Struct, tag=True, array_like=True):
-    """Some events of a trace, for `quire.engine.trace.TraceWriter`."""
+    """Some events of a trace, for `quire.engine.process.trace.TraceWriter`."""
 
     client: int
     call_id: int

@@ -1,4 +1,4 @@
-"""The messages between a supervisor and the processes that it starts (`quire.engine.supervisor`). No torch."""
+"""The messages between a supervisor and the processes that it starts (`quire.engine.process.supervisor`). No torch."""
 
 from __future__ import annotations
 

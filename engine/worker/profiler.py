@@ -25,9 +25,9 @@ import torch
 from torch._C._profiler import RecordScope
 from torch.autograd import profiler
 
+from quire.engine.process.trace import Event, step_name
 from quire.engine.protocol.profile import ProfileOptions, RankTrace, StopProfile
 from quire.engine.protocol.scheduler_output import SchedulerOutput
-from quire.engine.trace import Event, step_name
 
 _SLICE_SECONDS = {"cpu": 0.1, "cuda": 1.0}
 """Duration of a slice. The end of one makes a GPU's host wait for it."""

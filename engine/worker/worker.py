@@ -25,7 +25,6 @@ import torch
 from tqdm import tqdm
 
 from quire import kernels
-from quire.engine import log, process
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.config.memory_plan import MemoryPlan
 from quire.engine.distributed import parallel_state
@@ -34,13 +33,14 @@ from quire.engine.distributed.shm_broadcast import ShmBroadcast
 from quire.engine.distributed.watchdog import CollectiveError
 from quire.engine.layers.attention import attention_config
 from quire.engine.layers.quantized import quantized_formats
+from quire.engine.process import current_process, log
+from quire.engine.process.supervisor import HEARTBEAT_SECONDS
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.profile import RankTrace, StartProfile, StopProfile
 from quire.engine.protocol.rank_state import RankState
 from quire.engine.protocol.runner_output import ModelRunnerOutput, WorkerFailed, WorkerReady
 from quire.engine.protocol.scheduler_output import SchedulerOutput
 from quire.engine.protocol.stats import LogRecord
-from quire.engine.supervisor import HEARTBEAT_SECONDS
 from quire.engine.worker.async_copies import AsyncOutput
 from quire.engine.worker.heap import ActivationHeap, return_freed_memory
 from quire.engine.worker.memory import CudaMemoryMeter, MemoryMeter
@@ -196,10 +196,10 @@ def main(
 
     `local_rank` is the rank's index among those of this host.
     """
-    started = process.age()
+    started = current_process.age()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # handled by the process that started this one
-    process.set_name(f"quire-rank-{rank}")
+    current_process.set_name(f"quire-rank-{rank}")
     state = states[local_rank]
     worker: Worker | None = None
     _end_with_parent(state, lambda: worker is not None and worker.is_ahead)

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING
 import uvicorn
 import uvloop
 
-from quire.engine import log, process
+from quire.engine.process import current_process, log
+from quire.engine.process.supervisor import HEARTBEAT_SECONDS, SupervisorConnection
 from quire.engine.protocol.errors import ConfigError, InvalidParameter
 from quire.engine.protocol.supervision import Drain, Drained, Failed, Ready, Resize, ResizeReply, Shutdown
-from quire.engine.supervisor import HEARTBEAT_SECONDS, SupervisorConnection
 from quire.server.cli.parent import ApiProcessArgs
 from quire.server.config import ServerOptions
 from quire.server.frontend.chat_formats import ChatFormats
@@ -43,7 +43,7 @@ def http_server(
     frontend: Frontend, options: ServerOptions, names: tuple[str, ...], tracing: Tracing | None = None
 ) -> uvicorn.Server:
     """Create the HTTP server of a frontend, the same in every API process. The caller handles signals."""
-    with process.imports():
+    with current_process.imports():
         from quire.server.app import create_app
         from quire.server.http import connection
         from quire.server.http.state import ServedModel
@@ -200,7 +200,7 @@ def main() -> None:
     connection = SupervisorConnection()
     args: ApiProcessArgs = connection.receive_args()
     suffix = str(args.process_info.index) if args.process_info.count > 1 else ""
-    process.set_name(f"quire-api-{suffix}".rstrip("-"))
+    current_process.set_name(f"quire-api-{suffix}".rstrip("-"))
     log.setup(args.options.log_level, f"api {suffix}".rstrip())
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         sys.exit(runner.run(_serve(args, connection)))

@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 import msgspec
 
-from quire.engine import log, process
 from quire.engine.cluster.cluster_token import with_cluster_token
 from quire.engine.cluster.network import address_towards, interface_of
 from quire.engine.config.devices import count_gpus
@@ -25,6 +24,7 @@ from quire.engine.config.resolve import MAX_TIMEOUT_SECONDS
 from quire.engine.doctor import cluster, gpus, network, ranks, system, versions
 from quire.engine.doctor.check import Check, Status, fault, run, worst
 from quire.engine.doctor.network import Port
+from quire.engine.process import current_process, log
 from quire.engine.protocol.errors import ConfigError
 from quire.server.cli import flags
 from quire.server.config import ServerOptions
@@ -124,7 +124,7 @@ def run_command(parsed: argparse.Namespace) -> int:
     """Check, and print each result; returns 1 if there is a fault."""
     options = flags.collect(parsed, DoctorOptions)
     log.setup("warning" if options.nnodes == 1 else "info", "doctor")
-    if process.hide_arguments([options.cluster_token or ""]):
+    if current_process.hide_arguments([options.cluster_token or ""]):
         print("warning: ps has shown the --cluster-token to all users; use --cluster-token-file", file=sys.stderr)
     if not 0 <= options.node_rank < options.nnodes:
         raise ConfigError(f"--node-rank {options.node_rank} is out of range: --nnodes is {options.nnodes}")

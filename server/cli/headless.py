@@ -10,11 +10,11 @@ import threading
 import time
 from collections.abc import Callable
 
-from quire.engine import process
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.plan_text import plan_text
 from quire.engine.config.resolve import fetch_weights, resolve
+from quire.engine.process import current_process
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.supervision import EngineState, Failed, ReplicaLost, ReplicaUp
 from quire.server.config import ServerOptions
@@ -37,7 +37,7 @@ def serve_replicas(options: EngineOptions, server: ServerOptions) -> int:
             "which of the --nnodes hosts it is (--node-rank)"
         )
     config = resolve(options)
-    process.set_name("quire-replicas")
+    current_process.set_name("quire-replicas")
     print(plan_text(config), flush=True)
     fetch_weights(options, config)
     stop = threading.Event()

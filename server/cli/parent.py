@@ -3,8 +3,8 @@
     quire (parent) ─┬─ quire-core-R      one per replica on this host ── quire-rank-N
                     └─ quire-api-I       one per --api-server-count
 
-Every process is replaced when it dies or hangs (`quire.engine.supervisor`). When the parent dies, all others exit.
-"""
+Every process is replaced when it dies or hangs (`quire.engine.process.supervisor`). When the parent dies, all others
+exit."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from quire.engine import process
 from quire.engine.config.engine_config import EngineConfig
+from quire.engine.process import current_process
+from quire.engine.process.supervisor import Process, SupervisedProcess, start_process
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.supervision import (
     Drain,
@@ -31,7 +32,6 @@ from quire.engine.protocol.supervision import (
     ResizeReply,
     Shutdown,
 )
-from quire.engine.supervisor import Process, SupervisedProcess, start_process
 from quire.server.cli.listen import address
 from quire.server.config import ServerOptions
 from quire.server.frontend.dp_coordinator import DPCoordinator
@@ -203,7 +203,7 @@ class Server:
     def _log_started(self) -> None:
         first = self._api_processes[0].seconds or {}
         where = ", ".join(f"{part} {count:.2f} s" for part, count in (self._seconds | first).items())
-        logger.info("ready %.2f s after the start (%s)", process.age(), where)
+        logger.info("ready %.2f s after the start (%s)", current_process.age(), where)
         logger.info("serving %s on %s", ", ".join(self._names), address(self._listener, self._options.is_tls))
 
     def _on_engine_state(self, state: EngineState) -> None:

@@ -23,11 +23,11 @@ import msgspec
 import uvloop
 from tqdm import tqdm
 
-from quire.engine import log, process
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.config.options import EngineOptions, flag
 from quire.engine.config.plan_text import plan_text
 from quire.engine.config.resolve import fetch_weights, resolve
+from quire.engine.process import current_process, log
 from quire.engine.protocol.errors import ConfigError
 from quire.server.cli import flags, remote
 from quire.server.cli.batch_input import BatchLine, LineError, count_lines, read_lines
@@ -97,7 +97,7 @@ def run(parsed: argparse.Namespace) -> int:
     options, engine = flags.collect(parsed, BatchOptions), flags.collect(parsed, EngineOptions)
     source, target = _check(options, parsed)
     log.setup(options.log_level, "batch")
-    process.set_name("quire-batch")
+    current_process.set_name("quire-batch")
     with open(source, "rb") as file, BatchResults(target) as results:
         total = count_lines(source)
         if results.last_number > total:

@@ -7,9 +7,9 @@ import contextlib
 import logging
 import time
 
-from quire.engine import log, process
 from quire.engine.config.options import EngineOptions
 from quire.engine.core.launch import exec_node, prepared_core
+from quire.engine.process import current_process, log
 from quire.engine.protocol.errors import ConfigError
 from quire.server.cli import flags
 from quire.server.cli.serve_options import add_config, read_options
@@ -40,12 +40,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(parsed: argparse.Namespace) -> int:
     """Serve until a signal arrives (0) or the engine has failed (1)."""
-    seconds = {"imports": process.age()}
+    seconds = {"imports": current_process.age()}
     options, server = read_options(parsed)
     log.setup(server.log_level, "serve")
     for note in parsed.notes:
         logger.warning("%s", note)
-    if process.hide_arguments((*(server.api_key or ()), options.cluster_token or "")):
+    if current_process.hide_arguments((*(server.api_key or ()), options.cluster_token or "")):
         logger.warning(
             "ps has shown the secrets of the command line to all users; use --api-key-file or QUIRE_API_KEY, and "
             "--cluster-token-file or QUIRE_CLUSTER_TOKEN"
@@ -93,7 +93,7 @@ def _serve(options: EngineOptions, server: ServerOptions, seconds: dict[str, flo
                 _check_node(options, server)
             ApiKeys.load(server)
             name = DEMO_NAME if options.model == EngineOptions.model else options.model
-            process.set_name("quire-serve")
+            current_process.set_name("quire-serve")
             listener = stack.enter_context(listen(server))
             config = resolve(options)
             print(plan_text(config), flush=True)

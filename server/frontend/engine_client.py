@@ -15,10 +15,10 @@ from urllib.parse import urlsplit
 import msgspec
 import zmq
 
-from quire.engine import log
 from quire.engine.cluster.security import Dropped, Security, join
 from quire.engine.config.engine_config import CacheConfig
 from quire.engine.core.launch import Endpoints
+from quire.engine.process import log
 from quire.engine.protocol.engine_core import (
     AbortRequests,
     EngineCoreOutput,

@@ -26,6 +26,8 @@ from quire.engine.core.launch import (
     request_address,
     start_core,
 )
+from quire.engine.process.runtime_folder import RuntimeFolder
+from quire.engine.process.supervisor import Process, SupervisedProcess, Supervisor
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.supervision import (
     EngineFailed,
@@ -39,8 +41,6 @@ from quire.engine.protocol.supervision import (
     ReplicaUp,
     Shutdown,
 )
-from quire.engine.runtime_folder import RuntimeFolder
-from quire.engine.supervisor import Process, SupervisedProcess, Supervisor
 from quire.server.config import RestartPolicy
 from quire.server.frontend.dp_coordinator import DPCoordinator, DPLeader, DPMember
 from quire.server.frontend.metrics import Metrics

@@ -8,8 +8,8 @@ import zlib
 from dataclasses import dataclass
 from typing import IO, Any
 
+from quire.engine.process.trace import TraceWriter
 from quire.engine.protocol.profile import CORE, ProfileOptions, StartProfile, StopProfile, TraceSummary
-from quire.engine.trace import TraceWriter
 from quire.server.frontend.engine_client import EngineClient
 from quire.server.frontend.output_stream import EngineUnavailable
 

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
 
-from quire.engine import process
+from quire.engine.process import current_process
 
 T = TypeVar("T")
 Answer = Callable[[bytes], bytes]
@@ -285,7 +285,7 @@ def main() -> None:
     """Main function of the helper: prepare, then fork for each question until the socket is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks
-    process.set_name("quire-helper")
+    current_process.set_name("quire-helper")
     try:
         os.nice(pickle.load(sys.stdin.buffer))  # first, as the next line imports much
         make, argument, seconds, memory = pickle.load(sys.stdin.buffer)

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter, FastAPI, Request, Response
 
-from quire.engine import log
+from quire.engine.process import log
 from quire.engine.protocol.stats import RankStats
 from quire.server.frontend.metrics import HISTOGRAMS
 from quire.server.frontend.replica import ReplicaInfo

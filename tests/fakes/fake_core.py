@@ -25,8 +25,9 @@ from multiprocessing.connection import Connection, Pipe
 import msgspec
 import zmq
 
-from quire.engine import supervisor
 from quire.engine.core.launch import CoreArgs
+from quire.engine.process import supervisor
+from quire.engine.process.trace import Event, compress, process_id
 from quire.engine.protocol.engine_core import (
     AbortRequests,
     EngineCoreOutput,
@@ -52,7 +53,6 @@ from quire.engine.protocol.profile import (
 )
 from quire.engine.protocol.stats import EngineStats
 from quire.engine.protocol.supervision import Failed, FromProcess, Heartbeat, Ready
-from quire.engine.trace import Event, compress, process_id
 from tests.fakes.outputs import prompt_logprobs
 
 MAX_MODEL_LEN = 128

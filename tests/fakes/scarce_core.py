@@ -10,7 +10,7 @@ from typing import Any
 
 from quire.engine.core import engine_core
 from quire.engine.core.launch import CoreArgs
-from quire.engine.supervisor import Process, start_process
+from quire.engine.process.supervisor import Process, start_process
 
 _MOST = "QUIRE_TEST_TOKENS"
 

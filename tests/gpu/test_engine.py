@@ -19,10 +19,10 @@ import quire
 from quire.engine.config.devices import SHARE
 from quire.engine.config.options import DEMO_MODEL, EngineOptions
 from quire.engine.config.resolve import resolve
+from quire.engine.process.trace import TraceWriter
 from quire.engine.protocol.profile import ProfileOptions, StartProfile, StopProfile, TracePiece
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.protocol.scheduler_output import SchedulerOutput
-from quire.engine.trace import TraceWriter
 from tests.fakes.checkpoints import generate
 from tests.fakes.core_with_ranks import Ranks
 from tests.fakes.draft_heads import HEAD, write_eagle3, write_mtp

@@ -21,7 +21,7 @@ from quire.engine.cluster.security import FRAME_BYTES, Security, derive
 from quire.engine.core.engine_core import EngineCoreIO
 from quire.engine.core.launch import Endpoints
 from quire.engine.distributed.link_store import LinkStore
-from quire.engine.log import printable
+from quire.engine.process.log import printable
 from quire.engine.protocol.engine_core import AbortRequests, Join
 
 TOKEN = "a token for tests only"

@@ -71,7 +71,7 @@ class Replicas:
     """The cores as processes, and this process in the place of the API."""
 
     cores: list[Any]
-    """As `quire.engine.supervisor.start_process` returns them."""
+    """As `quire.engine.process.supervisor.start_process` returns them."""
     sockets: list[zmq.Socket[bytes]]
     responses: zmq.Socket[bytes]
     outputs: dict[str, list[EngineCoreOutput]] = field(default_factory=dict)

@@ -10,8 +10,8 @@ from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import resolve
 from quire.engine.core import launch
 from quire.engine.core.launch import CoreArgs, local_endpoints, prepared_core, start_core
+from quire.engine.process.supervisor import Process, StartedProcess, SupervisedProcess, Supervisor
 from quire.engine.protocol.supervision import Ready, Shutdown
-from quire.engine.supervisor import Process, StartedProcess, SupervisedProcess, Supervisor
 
 PROCESS_SECONDS = 60.0
 
@@ -81,7 +81,7 @@ def test_a_core_that_died_while_it_was_prepared_is_replaced(tmp_path: Path) -> N
 
 def test_a_prepared_core_whose_supervisor_ends_is_silent() -> None:
     code = (
-        "import os; from quire.engine.supervisor import start_imports; "
+        "import os; from quire.engine.process.supervisor import start_imports; "
         "start_imports('quire.engine.core.engine_core'); os._exit(0)"
     )
     # Reads until the core, too, has closed its end of the pipe: until it has ended.
@@ -94,8 +94,8 @@ def test_a_prepared_core_whose_supervisor_ends_is_silent() -> None:
 def test_imports_are_not_collected() -> None:
     code = """
 import gc
-from quire.engine import process
-with process.imports():
+from quire.engine.process import current_process
+with current_process.imports():
     assert not gc.isenabled()
     import quire.engine.worker
 assert gc.isenabled() and gc.get_freeze_count() > 100_000

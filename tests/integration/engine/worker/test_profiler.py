@@ -17,7 +17,7 @@ from quire.engine.protocol.scheduler_output import SchedulerOutput
 from quire.engine.worker import profiler
 from quire.engine.worker.profiler import RankProfiler
 from tests.fakes.configs import engine_config
-from tests.unit.engine.test_trace import merged
+from tests.unit.engine.process.test_trace import merged
 
 STOP = StopProfile(2, 5)
 

@@ -152,7 +152,7 @@ def test_a_dead_core_that_does_not_end_is_killed(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("quire.engine.supervisor._EXIT_SECONDS", 0.3)
+    monkeypatch.setattr("quire.engine.process.supervisor._EXIT_SECONDS", 0.3)
     MODE[0] = "lingering"
     alone = Alone(tmp_path)
     running = run(spread(config, 1, 1), alone)

@@ -9,9 +9,9 @@ from threading import Event
 import msgspec
 import pytest
 
-from quire.engine import log
 from quire.engine.core.engine_core import EngineCore, GrammarCompiled, Inbound, RankEnded
 from quire.engine.executor.base import WorkerError
+from quire.engine.process import log
 from quire.engine.protocol.engine_core import (
     AbortRequests,
     EngineCoreOutput,

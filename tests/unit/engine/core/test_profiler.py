@@ -10,7 +10,7 @@ from quire.engine.protocol.engine_core import ToCore
 from quire.engine.protocol.profile import CORE, ProfileOptions, ProfileReply, StartProfile, StopProfile, TracePiece
 from quire.engine.protocol.supervision import Shutdown
 from tests.unit.engine.core.test_engine_core import core_with, submit, wire_of
-from tests.unit.engine.test_trace import merged
+from tests.unit.engine.process.test_trace import merged
 
 HOUR = ProfileOptions(3600.0, 0)
 

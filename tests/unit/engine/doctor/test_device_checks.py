@@ -10,10 +10,10 @@ import msgspec
 import pytest
 import torch
 
-from quire.engine import process
 from quire.engine.doctor import device_checks, gpus
 from quire.engine.doctor.check import Check
 from quire.engine.doctor.ranks import RankTask
+from quire.engine.process import current_process
 
 NOT_INITIALIZED = """Unexpected error from cudaGetDeviceCount().
 Error 802: system not yet initialized"""
@@ -27,8 +27,8 @@ class Found:
             raise RuntimeError(NOT_INITIALIZED)
 
         self._patch, self._capsys, self._url = patch, capsys, url
-        patch.setattr(process, "watch_stdin", lambda on_end: None)
-        patch.setattr(process, "set_name", lambda name: None)
+        patch.setattr(current_process, "watch_stdin", lambda on_end: None)
+        patch.setattr(current_process, "set_name", lambda name: None)
         patch.setattr(torch.cuda, "is_available", lambda: False)
         patch.setattr(torch.cuda, "init", init)
         patch.setattr(torch.version, "cuda", "13.0")

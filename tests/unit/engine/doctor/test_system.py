@@ -14,7 +14,7 @@ import pytest
 
 from quire.engine.doctor import system
 from quire.engine.doctor.check import Check, run
-from quire.engine.runtime_folder import MAX_TMPDIR_BYTES
+from quire.engine.process.runtime_folder import MAX_TMPDIR_BYTES
 
 GIB = 1 << 30
 UNLIMITED = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)

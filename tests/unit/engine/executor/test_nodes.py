@@ -16,7 +16,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from quire.engine import log
 from quire.engine.cluster import control_plane, network
 from quire.engine.cluster.control_plane import Follower, Leader, LinkEnded
 from quire.engine.cluster.handshake import Hello
@@ -27,6 +26,7 @@ from quire.engine.executor import factory, nodes
 from quire.engine.executor.base import WorkerError
 from quire.engine.executor.local_ranks import RankFailed
 from quire.engine.executor.nodes import FromNode, MultiNodeExecutor, Node, NodeProgress, NodeStart
+from quire.engine.process import log
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.runner_output import ModelRunnerOutput, WorkerFailed, WorkerReady
 from quire.engine.protocol.scheduler_output import SchedulerOutput

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from quire.engine import process
 from quire.engine.config.engine_config import EngineConfig
+from quire.engine.process import current_process
 from quire.server.cli import serve
 from quire.server.cli.main import main
 from quire.server.config import ServerOptions
@@ -30,7 +30,7 @@ def test_it_ends_in_one_line(
     case: BadConfiguration, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("quire.server.cli.parent.Server", load)
-    monkeypatch.setattr(process, "set_name", lambda name: None)
+    monkeypatch.setattr(current_process, "set_name", lambda name: None)
     monkeypatch.setattr(serve, "prepared_core", lambda options: contextlib.nullcontext())
     for name, value in case.environment.items():
         monkeypatch.setenv(name, value)

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from quire.engine import supervisor
+from quire.engine.process import supervisor
+from quire.engine.process.supervisor import Supervisor
 from quire.engine.protocol.supervision import (
     Drain,
     EngineFailed,
@@ -22,7 +23,6 @@ from quire.engine.protocol.supervision import (
     Shutdown,
     ToProcess,
 )
-from quire.engine.supervisor import Supervisor
 from quire.server.cli import parent
 from quire.server.config import ServerOptions
 from tests.fakes.configs import engine_config

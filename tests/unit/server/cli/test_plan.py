@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from quire.engine import log, process
 from quire.engine.cluster import ray_cluster
 from quire.engine.config import devices
 from quire.engine.config.devices import Devices
@@ -22,6 +21,7 @@ from quire.engine.config.memory_plan import MemoryPlan, format_bytes, tokens_in_
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import resolve
 from quire.engine.config.topology import LinkType
+from quire.engine.process import current_process, log
 from quire.server.cli import plan, serve
 from quire.server.cli.main import build_parser, main
 from quire.server.cli.serve_options import read_options
@@ -176,7 +176,7 @@ def auto(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(serve, "prepared_core", prepared_core)
-    monkeypatch.setattr(process, "set_name", lambda name: None)
+    monkeypatch.setattr(current_process, "set_name", lambda name: None)
     logging.getLogger("quire").propagate = True
     monkeypatch.setattr(log, "setup", lambda level, name: None)
     with caplog.at_level("INFO", "quire"):

@@ -15,6 +15,7 @@ from quire.engine.config import devices, topology
 from quire.engine.config.added_replica import added_replica
 from quire.engine.config.engine_config import EngineConfig, ExpertParallelConfig
 from quire.engine.core.launch import CoreArgs
+from quire.engine.process.supervisor import Process
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.stats import EngineStats
 from quire.engine.protocol.supervision import (
@@ -29,7 +30,6 @@ from quire.engine.protocol.supervision import (
     ReplicaUp,
     Shutdown,
 )
-from quire.engine.supervisor import Process
 from quire.server.config import RestartPolicy
 from quire.server.frontend import engine_manager as module
 from quire.server.frontend.dp_coordinator import DPCoordinator, DPLeader, DPMember
@@ -105,7 +105,7 @@ def engine(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Make]:
     monkeypatch.setattr(module, "RESTART_SECONDS", (0.0, 0.0))
-    monkeypatch.setattr("quire.engine.supervisor._TICK_SECONDS", 0.001)
+    monkeypatch.setattr("quire.engine.process.supervisor._TICK_SECONDS", 0.001)
     made: list[Engine] = []
 
     def make(

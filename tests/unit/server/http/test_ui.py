@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from quire.engine import log
 from quire.engine.config.engine_config import EngineConfig
+from quire.engine.process import log
 from quire.engine.protocol.engine_core import EngineCoreOutputs
 from quire.engine.protocol.stats import GpuUsage, LogRecord, RankStats, RankUsage
 from tests.fakes.api_server import Server, run_server

@@ -1,4 +1,4 @@
-"""The start of a supervised process: `python -m quire.engine.supervised MODULE [IMPORT …]` (see `supervisor`).
+"""The start of a supervised process: `python -m quire.engine.process.supervised MODULE [IMPORT …]` (see `supervisor`).
 
 Runs `main` of MODULE, after it has imported the other modules, which MODULE will need later.
 """
@@ -12,7 +12,7 @@ import signal
 import sys
 from collections.abc import Iterator
 
-from quire.engine import process
+from quire.engine.process import current_process
 
 
 def main() -> None:
@@ -21,8 +21,8 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     module, *others = sys.argv[1:]
-    process.share_cores()
-    with process.imports():
+    current_process.share_cores()
+    with current_process.imports():
         with _single_threaded_blas():
             entry = importlib.import_module(module)
         for other in others:

@@ -1,9 +1,9 @@
 """Starts processes, watches them, and restarts those that die or hang.
 
-A supervised process runs `main` of a module (`quire.engine.supervised`). Its standard input is one end of a pair of
-sockets, over which it receives its arguments (pickled), then `ToProcess` messages, and sends `FromProcess` messages.
-Either side's end of file means that the other has exited, so a supervised process never outlives its supervisor.
-"""
+A supervised process runs `main` of a module (`quire.engine.process.supervised`). Its standard input is one end of a
+pair of sockets, over which it receives its arguments (pickled), then `ToProcess` messages, and sends `FromProcess`
+messages. Either side's end of file means that the other has exited, so a supervised process never outlives its
+supervisor."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def start_imports(
     """Start a process that imports the module, and others that it will need, before its arguments are known."""
     own, theirs = Pipe()
     # -P: imports nothing from the current folder.
-    command = [sys.executable, "-P", "-m", "quire.engine.supervised", module, *others]
+    command = [sys.executable, "-P", "-m", "quire.engine.process.supervised", module, *others]
     with theirs:
         process = StartedProcess(
             command,

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from quire.engine.process.runtime_folder import RuntimeFolder
 from quire.engine.protocol.errors import ConfigError
-from quire.engine.runtime_folder import RuntimeFolder
 
 
 @pytest.fixture

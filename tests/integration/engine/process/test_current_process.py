@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 CODE = """
-from quire.engine import process
-print(process.hide_arguments(["s=1", "secret", "k", ""]), process.hide_arguments(["other"]))
+from quire.engine.process import current_process
+print(current_process.hide_arguments(["s=1", "secret", "k", ""]), current_process.hide_arguments(["other"]))
 print(open("/proc/self/cmdline").read().split(chr(0))[3:])
 """
 

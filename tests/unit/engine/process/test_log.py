@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from quire.engine import log
+from quire.engine.process import log
 
 logger = logging.Logger("test")
 

@@ -9,9 +9,9 @@ from multiprocessing.connection import Connection, Pipe
 import msgspec
 import pytest
 
-from quire.engine import supervisor as module
+from quire.engine.process import supervisor as module
+from quire.engine.process.supervisor import Process, SupervisedProcess, Supervisor
 from quire.engine.protocol.supervision import Drain, Failed, FromProcess, Heartbeat, Ready, Shutdown
-from quire.engine.supervisor import Process, SupervisedProcess, Supervisor
 from tests.fakes.supervised import FakeProcess
 
 

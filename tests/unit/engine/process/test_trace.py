@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from quire.engine import trace
+from quire.engine.process import trace
+from quire.engine.process.trace import Conversion, TraceWriter, compress, convert, process_id, step_args, step_name
 from quire.engine.protocol.profile import CORE, Clock, ProfileOptions, RankTrace, StopProfile, TraceSummary
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.protocol.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
-from quire.engine.trace import Conversion, TraceWriter, compress, convert, process_id, step_args, step_name
 
 ORIGIN = 1_800_000_000_000_000_000
 """Time 0 of the profile, in nanoseconds since 1970."""
