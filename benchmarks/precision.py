@@ -28,7 +28,7 @@ from quire.engine.config.options import DEMO_MODEL, EngineOptions
 from quire.engine.config.resolve import resolve
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.attention import Batch, LayerCache
-from quire.engine.models.loader import load
+from quire.engine.models.build import load
 from quire.server.cli.main import main as quire
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "scripts"))

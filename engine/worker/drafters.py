@@ -10,9 +10,9 @@ from quire.engine.architecture.draft_head_spec import DraftHeadSpec
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.attention import LayerCache
+from quire.engine.models.build import Model, load, load_draft_head
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.draft_head import DraftHead
-from quire.engine.models.loader import Model, load, load_draft_head
 from quire.engine.worker.drafter import Drafter, DraftModel
 from quire.engine.worker.head_drafter import HeadDrafter, SeveralHeadsDrafter
 from quire.engine.worker.sampler import Sampler

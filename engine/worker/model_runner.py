@@ -17,6 +17,7 @@ from torch import Tensor
 
 from quire import kernels
 from quire.engine.architecture.attention_spec import CompressedAttentionSpec
+from quire.engine.checkpoints.loader import load_dense
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.config.kv_cache_groups import cached_layers, count_planes, place_layers
 from quire.engine.distributed.communicator import Parallel
@@ -24,9 +25,9 @@ from quire.engine.distributed.expert_group import ExpertCommunicator
 from quire.engine.distributed.parallel_state import ParallelState
 from quire.engine.layers.attention import Batch, LayerCache
 from quire.engine.layers.compressed import compressed_cache
+from quire.engine.models.build import load_model
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.encoder import Encoder
-from quire.engine.models.loader import load_dense, load_model
 from quire.engine.protocol.logprobs import PromptLogprobs, TokenLogprobs
 from quire.engine.protocol.runner_output import LOST_REPLICAS, ModelRunnerOutput
 from quire.engine.protocol.scheduler_output import SchedulerOutput

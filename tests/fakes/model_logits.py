@@ -22,8 +22,8 @@ from quire.engine.distributed.communicator import Parallel
 from quire.engine.distributed.expert_group import ExpertCommunicator, ExpertGroup
 from quire.engine.layers.attention import Batch, LayerCache
 from quire.engine.layers.compressed import compressed_cache
+from quire.engine.models.build import load_model
 from quire.engine.models.encoder import Encoder
-from quire.engine.models.loader import load_model
 
 CPU = torch.device("cpu")
 

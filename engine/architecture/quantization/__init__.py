@@ -1,7 +1,7 @@
 """How checkpoints are quantized, from their configs. No torch here: sizes are known before weights are read.
 
 A format is a file here, which reads the format's settings and says what it stores for a weight (`Method`, `Scheme`),
-and a reader in `quire.engine.models.quantized_tensors`, which gives codes and factors of slices.
+and a reader in `quire.engine.checkpoints.quantized_tensors`, which gives codes and factors of slices.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ import numpy as np
 from torch import nn
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
+from quire.engine.checkpoints.checkpoint import StoredSlice
 from quire.engine.layers.weight import Shard, Weight
-from quire.engine.models.checkpoint import StoredSlice
 from quire.engine.models.transformers_backend.experts import PlannedExperts
 from quire.engine.models.transformers_backend.sharding import PlannedLinear
 from quire.engine.protocol.errors import ConfigError

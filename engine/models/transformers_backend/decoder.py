@@ -14,11 +14,11 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from quire.engine.architecture.model_spec import TransformersModelSpec
 from quire.engine.architecture.quantization.online import Online, with_stars
 from quire.engine.architecture.recurrent_spec import TransformersStateSpec
+from quire.engine.checkpoints.checkpoint import StoredSlice
 from quire.engine.config.engine_config import ModelConfig
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.attention import Batch, LayerCache
 from quire.engine.layers.weight import Shard, Weight
-from quire.engine.models.checkpoint import StoredSlice
 from quire.engine.models.transformers_backend import attention, build
 from quire.engine.models.transformers_backend.checkpoint import CheckpointNames, differences, needed
 from quire.engine.models.transformers_backend.sharding import PlannedLinear, without_numbers

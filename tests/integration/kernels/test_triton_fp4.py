@@ -17,7 +17,7 @@ from quire.kernels import fp4, linear, reference
 from quire.kernels.fp4 import Fp4Weight, pack_fp4, widen_fp4
 from quire.kernels.quantized import QuantizedWeight
 from tests.fakes.interpreter import with_scales_of_8_bit_floats
-from tests.integration.engine.models.quantized_tensors.layouts import E2M1, E4M3
+from tests.integration.engine.checkpoints.quantized_tensors.layouts import E2M1, E4M3
 
 if sys.platform != "linux":
     pytest.skip("Triton has no wheel for this platform", allow_module_level=True)

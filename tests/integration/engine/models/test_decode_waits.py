@@ -16,8 +16,8 @@ import transformers
 
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.distributed.expert_group import ExpertCommunicator, ExpertGroup
+from quire.engine.models.build import load
 from quire.engine.models.decoder import Decoder
-from quire.engine.models.loader import load
 from quire.engine.worker import cuda_graphs
 from quire.engine.worker.model_runner import allocate_caches
 from tests.fakes.families import CASES, SIZES

@@ -28,9 +28,9 @@ from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import fetch_weights, resolve
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.attention import Batch, LayerCache
+from quire.engine.models.build import load, load_draft_head
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.draft_head import DraftHead
-from quire.engine.models.loader import load, load_draft_head
 from quire.engine.protocol.errors import ConfigError
 from tests.fakes.draft_heads import HEAD, MTP_CASES, Reference, write_eagle, write_eagle3, write_mtp, write_v4_mtp
 from tests.fakes.families import write

@@ -49,13 +49,14 @@ from transformers import (
 from quire.engine.architecture.encoder_spec import EncoderSpec as Description
 from quire.engine.architecture.families import FAMILIES, transformers_backend
 from quire.engine.architecture.families.tensors import checkpoint_tensors
+from quire.engine.checkpoints.loader import needed_tensors
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.config.memory_plan import MemoryPlan
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.attention import Batch
 from quire.engine.layers.linear import Linear
+from quire.engine.models.build import build, load_model
 from quire.engine.models.encoder import Encoder
-from quire.engine.models.loader import build, load_model, needed_tensors
 from quire.engine.protocol.errors import ConfigError
 from tests.fakes.model_logits import CPU, configure
 from tests.fakes.quantized_checkpoints import quantize

@@ -14,12 +14,12 @@ import torch
 
 from quire.engine.architecture.families import transformers_backend
 from quire.engine.architecture.model_spec import MoESpec
+from quire.engine.checkpoints.loader import needed_tensors
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.config.memory_plan import MemoryPlan
 from quire.engine.config.plan_text import plan_text
 from quire.engine.distributed.expert_group import ExpertGroup
 from quire.engine.models.decoder import Decoder
-from quire.engine.models.loader import needed_tensors
 from quire.engine.models.transformers_backend import describe
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.sampling_params import SamplingParams

@@ -16,6 +16,8 @@ import torch
 
 from quire.engine.architecture.families import from_hf_config
 from quire.engine.architecture.model_spec import MoESpec
+from quire.engine.checkpoints.checkpoint import StoredSlice
+from quire.engine.checkpoints.loader import needed_tensors
 from quire.engine.config import devices
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.config.memory_plan import MemoryPlan
@@ -24,9 +26,7 @@ from quire.engine.config.plan_text import plan_text
 from quire.engine.config.resolve import resolve
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.weight import Shard
-from quire.engine.models.checkpoint import StoredSlice
 from quire.engine.models.decoder import Decoder
-from quire.engine.models.loader import needed_tensors
 from quire.engine.protocol.errors import ConfigError
 from tests.integration.engine.models.real_models import REAL, Real
 

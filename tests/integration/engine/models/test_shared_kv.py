@@ -13,7 +13,7 @@ from quire.engine.config import floors
 from quire.engine.config.machine import describe
 from quire.engine.config.memory_plan import MemoryPlan
 from quire.engine.distributed.communicator import Parallel
-from quire.engine.models.loader import load_model
+from quire.engine.models.build import load_model
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.worker.model_runner import allocate_caches
 from tests.fakes.families import CASES, SIZES, write_model

@@ -20,7 +20,7 @@ from quire.engine.architecture.model_spec import TransformersModelSpec
 from quire.engine.config.memory_plan import MemoryPlan
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.linear import Linear
-from quire.engine.models.loader import load_model
+from quire.engine.models.build import load_model
 from quire.engine.models.transformers_backend import attention, build, describe
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.sampling_params import SamplingParams
@@ -311,7 +311,7 @@ def test_workers_of_our_own_models_do_without_transformers() -> None:
     code = (
         "import sys\n"
         "from quire.engine.config.options import EngineOptions\n"
-        "from quire.engine.models.loader import load_model\n"
+        "from quire.engine.models.build import load_model\n"
         "from quire.engine.distributed.communicator import Parallel\n"
         "from quire.engine.config.resolve import resolve\n"
         "import torch\n"

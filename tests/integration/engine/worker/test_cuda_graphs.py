@@ -25,7 +25,7 @@ from quire.engine.distributed.expert_placement import ExpertPlacement
 from quire.engine.distributed.parallel_state import ParallelState, connect
 from quire.engine.layers.mlp import MLP
 from quire.engine.layers.moe import MixtureOfExperts
-from quire.engine.models.loader import load
+from quire.engine.models.build import load
 from quire.engine.protocol.runner_output import ModelRunnerOutput
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.worker import cuda_graphs, graph_recorders

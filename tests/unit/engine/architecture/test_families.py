@@ -15,11 +15,11 @@ from quire.engine.architecture.families import from_hf_config
 from quire.engine.architecture.families.family import windows
 from quire.engine.architecture.model_spec import LayerSpec, MLPSpec, ModelSpec
 from quire.engine.architecture.spec_parts import NormSpec
+from quire.engine.checkpoints.checkpoint import find
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.attention import LayerCache
 from quire.engine.layers.linear import Partition, stacked
 from quire.engine.layers.weight import Weight
-from quire.engine.models.checkpoint import find
 from quire.engine.models.decoder import DecoderLayer
 
 HEADS, HEAD_DIM, HIDDEN = {"q": 2, "k": 1, "v": 1}, 4, 8
