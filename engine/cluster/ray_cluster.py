@@ -34,6 +34,7 @@ from quire.engine.config import devices
 from quire.engine.config.devices import Devices
 from quire.engine.config.engine_config import EngineConfig, RayPlacement
 from quire.engine.config.options import EngineOptions
+from quire.engine.config.resolve import resolve as config_resolve
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.repository import model_folder
 
@@ -77,6 +78,11 @@ class ClusterReport(msgspec.Struct, kw_only=True):
     """Free bytes of the smallest device of each node (CPU: of the host), by id."""
     split_stages: list[int] = []
     """Stages whose ranks are on several nodes, of any replica."""
+
+
+def resolve(options: EngineOptions) -> EngineConfig:
+    """Resolve all options, with a Ray cluster's devices if it is to run the ranks. See `config.resolve.resolve`."""
+    return config_resolve(options, find=find)
 
 
 def find(options: EngineOptions) -> tuple[tuple[RayPlacement, ...], Devices] | None:

@@ -10,11 +10,11 @@ import math
 import os
 import re
 import typing
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
 from quire.engine.architecture.model_spec import TransformersModelSpec
-from quire.engine.cluster import ray_cluster
 from quire.engine.config import (
     cache_config,
     checkpoint_tensors,
@@ -61,19 +61,20 @@ def resolve(
     placement: RayPlacement | None = None,
     described: Devices | None = None,
     model: ModelConfig | None = None,
+    find: Callable[[EngineOptions], tuple[tuple[RayPlacement, ...], Devices] | None] | None = None,
 ) -> EngineConfig:
     """Resolve all options. Raises `ConfigError` with numbers and a remedy if the configuration is not supported; if a
     model of random weights does not fit, with its plan as a note.
 
     `placement` is given on nodes of a Ray cluster: another node has already determined where the ranks are.
     `described` are a host's devices for a plan only, instead of this host's or a Ray cluster's; `model` is what other
-    options with the same model have been resolved to.
+    options with the same model have been resolved to. `find` looks for places in a Ray cluster (`ray_cluster.find`).
     """
     _check_ranges(options)
     _check_environment()
     remote_devices: Devices | None = None
     placements: tuple[RayPlacement, ...] = () if placement is None else (placement,)
-    if described is None and not placements and (found := ray_cluster.find(options)) is not None:
+    if find is not None and (found := find(options)) is not None:
         placements, remote_devices = found
         options = placements[0].options
     available = (

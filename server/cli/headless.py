@@ -10,10 +10,11 @@ import threading
 import time
 from collections.abc import Callable
 
+from quire.engine.cluster import ray_cluster
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.plan_text import plan_text
-from quire.engine.config.resolve import fetch_weights, resolve
+from quire.engine.config.resolve import fetch_weights
 from quire.engine.process import current_process
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.supervision import EngineState, Failed, ReplicaLost, ReplicaUp
@@ -36,7 +37,7 @@ def serve_replicas(options: EngineOptions, server: ServerOptions) -> int:
             "--headless: say which replicas this host has (--data-parallel-start-rank, --data-parallel-size-local), or "
             "which of the --nnodes hosts it is (--node-rank)"
         )
-    config = resolve(options)
+    config = ray_cluster.resolve(options)
     current_process.set_name("quire-replicas")
     print(plan_text(config), flush=True)
     fetch_weights(options, config)

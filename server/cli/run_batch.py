@@ -23,10 +23,11 @@ import msgspec
 import uvloop
 from tqdm import tqdm
 
+from quire.engine.cluster import ray_cluster
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.config.options import EngineOptions, flag
 from quire.engine.config.plan_text import plan_text
-from quire.engine.config.resolve import fetch_weights, resolve
+from quire.engine.config.resolve import fetch_weights
 from quire.engine.process import current_process, log
 from quire.engine.protocol.errors import ConfigError
 from quire.server.cli import flags, remote
@@ -228,7 +229,7 @@ def _output_tokens(content: Any) -> int:
 async def _run_in_process(
     options: BatchOptions, engine: EngineOptions, work: Callable[[BatchBackend], BatchRun]
 ) -> None:
-    config = resolve(engine)
+    config = ray_cluster.resolve(engine)
     print(plan_text(config), flush=True)
     fetch_weights(engine, config)
     # As in `quire serve`: keep transformers from importing torch in this process.

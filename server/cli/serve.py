@@ -80,9 +80,10 @@ def _serve(options: EngineOptions, server: ServerOptions, seconds: dict[str, flo
     with contextlib.ExitStack() as stack:
         with prepared_core(options):
             begun = time.monotonic()
+            from quire.engine.cluster import ray_cluster
             from quire.engine.cluster.cluster_token import with_cluster_token
             from quire.engine.config.plan_text import plan_text
-            from quire.engine.config.resolve import fetch_weights, resolve
+            from quire.engine.config.resolve import fetch_weights
             from quire.server.cli.listen import listen
             from quire.server.cli.parent import Server
             from quire.server.frontend.dp_coordinator import connect_hosts
@@ -95,7 +96,7 @@ def _serve(options: EngineOptions, server: ServerOptions, seconds: dict[str, flo
             name = DEMO_NAME if options.model == EngineOptions.model else options.model
             current_process.set_name("quire-serve")
             listener = stack.enter_context(listen(server))
-            config = resolve(options)
+            config = ray_cluster.resolve(options)
             print(plan_text(config), flush=True)
             fetch_weights(options, config)
             seconds["resolve"] = time.monotonic() - begun

@@ -11,10 +11,11 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
+from quire.engine.cluster import ray_cluster
 from quire.engine.cluster.cluster_token import with_cluster_token
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.config.options import EngineOptions
-from quire.engine.config.resolve import fetch_weights, resolve
+from quire.engine.config.resolve import fetch_weights
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.server.frontend.chat_formats import ChatFormats
 from quire.server.frontend.conversation import Message
@@ -56,7 +57,7 @@ class AsyncLLM:
         **options: Any,
     ) -> None:
         asked = with_cluster_token(EngineOptions(model=model, **options))
-        self.config: EngineConfig = resolve(asked)
+        self.config: EngineConfig = ray_cluster.resolve(asked)
         fetch_weights(asked, self.config)
         self._chat_template = chat_template
         self._log_level = log_level

@@ -7,10 +7,10 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 
+from quire.engine.cluster import ray_cluster
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.plan_text import plan_text
-from quire.engine.config.resolve import resolve
 from quire.engine.protocol.errors import ConfigError, InvalidParameter
 from quire.server.cli import flags
 from quire.server.frontend.output_stream import EngineUnavailable, RequestFailed
@@ -26,7 +26,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
 @contextlib.contextmanager
 def running(options: EngineOptions) -> Iterator[tuple[LLM, EngineConfig]]:
     """A loaded engine and its resolved configuration; raises `ConfigError`."""
-    config = resolve(options)
+    config = ray_cluster.resolve(options)
     print(plan_text(config), flush=True)
     try:
         with LLM(**dataclasses.asdict(options)) as llm:

@@ -18,7 +18,6 @@ from quire.engine.config import devices, plan_text
 from quire.engine.config.devices import Devices
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.config.options import EngineOptions
-from quire.engine.config.resolve import resolve
 from quire.engine.core.launch import replica_config
 from quire.engine.protocol.errors import ConfigError
 
@@ -74,7 +73,7 @@ def test_replicas_share_what_a_host_has(monkeypatch: pytest.MonkeyPatch) -> None
     second = {"nodes": [("a", "10.0.0.1"), ("b", "10.0.0.2")], "ranks_per_node": [1, 1], "bundles": [1]}
     answer(monkeypatch, replicas=[first, second], memory={"a": 900 << 30, "b": 400 << 30})
     options = replace(OPTIONS, tensor_parallel_size=1, data_parallel_size=2)
-    config = resolve(options)
+    config = ray_cluster.resolve(options)
     assert [each.parallel.hosts for each in of_replicas(config)] == [range(2), range(3)]
     assert [each.parallel.executor for each in of_replicas(config)] == ["ray", "ray"]
     found = ray_cluster.find(options)

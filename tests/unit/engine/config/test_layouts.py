@@ -15,7 +15,6 @@ import pytest
 from quire.engine.architecture.attention_spec import AttentionSpec
 from quire.engine.architecture.families.tensors import weight_names
 from quire.engine.architecture.model_spec import MLPSpec, MoESpec
-from quire.engine.cluster import ray_cluster
 from quire.engine.config import cuda_graph_sizes, devices, engine_config, floors
 from quire.engine.config.devices import Devices
 from quire.engine.config.floors import estimate
@@ -30,11 +29,6 @@ from tests.fakes import published
 from tests.fakes.model_configs import MODEL_CONFIGS, write_config
 
 GPUS = {"Llama 3 70B": "8xH100", "Mixtral 8x7B": "4xA100-40G", "DeepSeek R1": "16xH200", "Qwen3 0.6B": "2xA10G"}
-
-
-@pytest.fixture(autouse=True)
-def _no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_cluster, "find", lambda options: None)
 
 
 def options(model: str, **changes: Any) -> EngineOptions:

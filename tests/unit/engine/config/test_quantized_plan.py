@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import pytest
 
-from quire.engine.cluster import ray_cluster
 from quire.engine.config.devices import Devices
 from quire.engine.config.memory_plan import MemoryPlan
 from quire.engine.config.options import EngineOptions
@@ -65,11 +64,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
 STORED = {"DeepSeek R1": 675 * GB, "gpt-oss-120b": 65.3 * GB, "Llama 3.1 405B": 216 * GB}
 """Bytes of the published weights: of R1 without those of its next-token prediction; 4-bit weights of 405B, with a
 float16 scale for 128 and a 16-bit embedding and head."""
-
-
-@pytest.fixture(autouse=True)
-def _no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_cluster, "find", lambda options: None)
 
 
 def plan(

@@ -21,6 +21,7 @@ import torch
 from quire import kernels
 from quire.engine.architecture.families import from_hf_config, transformers_backend
 from quire.engine.architecture.families.tensors import checkpoint_tensors
+from quire.engine.cluster import ray_cluster
 from quire.engine.config import cuda_graph_sizes, devices, parallel_config, topology
 from quire.engine.config.engine_config import GraphConfig
 from quire.engine.config.memory_plan import MemoryPlan
@@ -155,7 +156,7 @@ def test_layers_are_partitioned_as_requested(tmp_path: Path) -> None:
 )
 def test_unsupported_options_are_rejected(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        resolve(options(folder(tmp_path), **changes))
+        ray_cluster.resolve(options(folder(tmp_path), **changes))
 
 
 def test_dbo_is_rejected_without_an_all_to_all(tmp_path: Path) -> None:
