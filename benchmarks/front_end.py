@@ -67,7 +67,7 @@ def core() -> None:
     )
     from quire.engine.protocol.stats import EngineStats
     from quire.engine.protocol.supervision import Ready
-    from quire.server.frontend.tokenizer import Tokenizer
+    from quire.server.text.tokenizer import Tokenizer
 
     connection = SupervisorConnection()
     pace, args = connection.receive_args()
@@ -132,7 +132,7 @@ def server(pace: float, arguments: list[str]) -> int:
     from quire.engine.core.launch import CoreArgs
     from quire.engine.process import supervisor
     from quire.server.cli.main import main
-    from quire.server.frontend import engine_manager
+    from quire.server.client import engine_manager
 
     def start_core(args: CoreArgs, folder: str) -> supervisor.Process:
         path = f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}"

@@ -40,8 +40,8 @@ from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.protocol.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from quire.engine.protocol.stats import EngineStats, GpuUsage, RankStats, RankUsage
 from quire.engine.protocol.supervision import ReplicaUp
-from quire.server.frontend.engine_client import EngineClient
-from quire.server.frontend.metrics import HISTOGRAMS, Metrics
+from quire.server.client.engine_client import EngineClient
+from quire.server.client.metrics import HISTOGRAMS, Metrics
 
 REPLICAS = (1, 8, 64)
 

@@ -13,8 +13,8 @@ from markdown_table import code, table
 from starlette.routing import Route
 
 from quire.server.app import create_app
-from quire.server.frontend.frontend import Frontend
 from quire.server.http.state import ServedModel
+from quire.server.serving.frontend import Frontend
 
 INTRODUCTION = """# HTTP API
 

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import resolve
 from quire.engine.protocol.stats import GROUPS, ExpertLoad, GpuUsage, RankStats, RankUsage
-from quire.server.frontend.metrics import FINISH_REASONS, STATES, VLLM_NAMES, Metrics
+from quire.server.client.metrics import FINISH_REASONS, STATES, VLLM_NAMES, Metrics
 
 INTRODUCTION = """# Metrics
 

@@ -25,7 +25,7 @@ Layouts, and what each of them uses of it:
 - Ray (`cluster/ray_launcher.py`): as `--nnodes`, except that the core's host is node 0 without ranks, the leader's port
   is any free one, and Ray starts the nodes' processes and reports their exit (`Leader.fail`). The cores of all replicas
   are on one host, and each leads its own nodes.
-- Replicas on several hosts (`server/frontend/dp_coordinator.py`): the host with the API leads at
+- Replicas on several hosts (`server/client/dp_coordinator.py`): the host with the API leads at
   --data-parallel-address, --data-parallel-rpc-port, or that with replica 0 if each host has an API and the replicas
   share experts. Each replica of another host joins. Start message: `JoinReply`, the addresses of all. Then
   `ReplicaDied` and `ShutdownRequested` to the leader. Requests and outputs use sockets of their own between API

@@ -21,11 +21,7 @@ from starlette.types import Message as AsgiMessage
 from starlette.types import Scope, Send
 
 from quire.engine.protocol.errors import InvalidParameter
-from quire.server.frontend.generation import Generation
-from quire.server.frontend.input_processor import InputProcessor
-from quire.server.frontend.inputs import GenerationInput, Task
-from quire.server.frontend.output_stream import EngineUnavailable, RequestFailed
-from quire.server.frontend.tools import MAX_TOOLS
+from quire.server.client.output_stream import EngineUnavailable, RequestFailed
 from quire.server.http.content_blocks import (
     BlockClosed,
     BlockDelta,
@@ -52,6 +48,10 @@ from quire.server.openai.protocol import (
     renamed_params,
     variant,
 )
+from quire.server.serving.generation import Generation
+from quire.server.text.input_processor import InputProcessor
+from quire.server.text.inputs import GenerationInput, Task
+from quire.server.text.tools import MAX_TOOLS
 
 router = APIRouter(route_class=BodyRoute)
 

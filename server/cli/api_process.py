@@ -23,11 +23,11 @@ from quire.engine.process.supervisor import HEARTBEAT_SECONDS, SupervisorConnect
 from quire.engine.protocol.errors import ConfigError, InvalidParameter
 from quire.engine.protocol.supervision import Drain, Drained, Failed, Ready, Resize, ResizeReply, Shutdown
 from quire.server.cli.parent import ApiProcessArgs
+from quire.server.client.engine_client import SHUTTING_DOWN
+from quire.server.client.output_stream import EngineUnavailable
 from quire.server.config import ServerOptions
-from quire.server.frontend.chat_formats import ChatFormats
-from quire.server.frontend.engine_client import SHUTTING_DOWN
-from quire.server.frontend.frontend import Frontend
-from quire.server.frontend.output_stream import EngineUnavailable
+from quire.server.serving.frontend import Frontend
+from quire.server.text.chat_formats import ChatFormats
 
 if TYPE_CHECKING:
     from quire.server.http.tracing import Tracing

@@ -18,9 +18,9 @@ from quire.engine.config.resolve import fetch_weights
 from quire.engine.process import current_process
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.supervision import EngineState, Failed, ReplicaLost, ReplicaUp
+from quire.server.client.dp_coordinator import DPMember, ReplicaDied
+from quire.server.client.engine_manager import EngineManager
 from quire.server.config import ServerOptions
-from quire.server.frontend.dp_coordinator import DPMember, ReplicaDied
-from quire.server.frontend.engine_manager import EngineManager
 
 _REJOIN_SECONDS = 1.0
 """Interval at which a host that was lost tries to join again."""

@@ -33,9 +33,9 @@ from quire.engine.protocol.supervision import (
     Shutdown,
 )
 from quire.server.cli.listen import address
+from quire.server.client.dp_coordinator import DPCoordinator
+from quire.server.client.engine_manager import ApiProcessInfo, EngineManager
 from quire.server.config import ServerOptions
-from quire.server.frontend.dp_coordinator import DPCoordinator
-from quire.server.frontend.engine_manager import ApiProcessInfo, EngineManager
 
 _FAILURE_SECONDS = 2.0
 """How long /health reports why the engine died, before the server exits."""

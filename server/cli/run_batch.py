@@ -235,11 +235,11 @@ async def _run_in_process(
     # As in `quire serve`: keep transformers from importing torch in this process.
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     from quire.server.app import create_app
-    from quire.server.frontend.chat_formats import ChatFormats
-    from quire.server.frontend.dp_coordinator import connect_hosts
-    from quire.server.frontend.frontend import Frontend
-    from quire.server.frontend.output_stream import EngineUnavailable
+    from quire.server.client.dp_coordinator import connect_hosts
+    from quire.server.client.output_stream import EngineUnavailable
     from quire.server.http.state import ServedModel
+    from quire.server.serving.frontend import Frontend
+    from quire.server.text.chat_formats import ChatFormats
 
     names = options.served_model_name or (DEMO_NAME if engine.model == EngineOptions.model else engine.model,)
     frontend = await Frontend.start(

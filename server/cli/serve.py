@@ -86,7 +86,7 @@ def _serve(options: EngineOptions, server: ServerOptions, seconds: dict[str, flo
             from quire.engine.config.resolve import fetch_weights
             from quire.server.cli.listen import listen
             from quire.server.cli.parent import Server
-            from quire.server.frontend.dp_coordinator import connect_hosts
+            from quire.server.client.dp_coordinator import connect_hosts
             from quire.server.http.api_keys import ApiKeys
 
             options = with_cluster_token(options)

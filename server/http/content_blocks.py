@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from quire.engine.protocol.logprobs import TokenLogprobs
-from quire.server.frontend.output_processor import AnswerEnd, TextDelta
 from quire.server.parsers.events import ToolCall
+from quire.server.text.output_processor import AnswerEnd, TextDelta
 
 ScoredToken = tuple[int, TokenLogprobs]
 """A token id and its log-probabilities."""

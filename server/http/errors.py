@@ -13,10 +13,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from quire.engine.protocol.errors import InvalidParameter
-from quire.server.frontend.engine_client import QueueFull
-from quire.server.frontend.inputs import ContextLengthExceeded
-from quire.server.frontend.output_stream import EngineUnavailable, RequestFailed, RequestTimedOut
-from quire.server.frontend.tracing import TRACE
+from quire.server.client.engine_client import QueueFull
+from quire.server.client.output_stream import EngineUnavailable, RequestFailed, RequestTimedOut
+from quire.server.client.tracing import TRACE
+from quire.server.text.inputs import ContextLengthExceeded
 
 RETRY_AFTER_SECONDS = 2
 """Value of the Retry-After header when the queue is full."""

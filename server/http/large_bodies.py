@@ -28,14 +28,14 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
 from quire.engine.config.engine_config import ModelConfig
-from quire.server.frontend.chat_formats import ChatFormats
-from quire.server.frontend.fair_share import SHARE, FairSlots, Share
-from quire.server.frontend.input_processor import InputProcessor
-from quire.server.frontend.sandbox import Answer, Sandbox, SandboxStopped
-from quire.server.frontend.structured_outputs import SizeCheck
+from quire.server.client.fair_share import SHARE, FairSlots, Share
 from quire.server.http.errors import ApiError, respond
 from quire.server.http.response import while_connected
 from quire.server.http.response_store import ResponseStore
+from quire.server.text.chat_formats import ChatFormats
+from quire.server.text.input_processor import InputProcessor
+from quire.server.text.sandbox import Answer, Sandbox, SandboxStopped
+from quire.server.text.structured_outputs import SizeCheck
 
 LARGE_BODY = 64 * 2**10
 """In bytes. A smaller body is processed in the API process."""

@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Collection, Iterable, Mapping
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.server.frontend.fair_share import FairShare
-from quire.server.frontend.output_stream import DEADLINE, Deadline
+from quire.server.client.fair_share import FairShare
+from quire.server.client.output_stream import DEADLINE, Deadline
 from quire.server.http.api_keys import ApiKeys
 from quire.server.http.errors import ApiError, respond
 from quire.server.http.in_process import SCOPE_DEADLINE

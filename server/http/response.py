@@ -19,10 +19,10 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from quire.server.frontend.generation import Generation
-from quire.server.frontend.output_processor import TextDelta
-from quire.server.frontend.output_stream import EngineUnavailable, RequestFailed
+from quire.server.client.output_stream import EngineUnavailable, RequestFailed
 from quire.server.http.errors import describe, encode_json, json_response
+from quire.server.serving.generation import Generation
+from quire.server.text.output_processor import TextDelta
 
 T = TypeVar("T")
 StreamUsage = Literal["none", "final", "continuous"]

@@ -19,11 +19,11 @@ from starlette.types import Receive, Scope, Send
 
 from quire.engine.config.pooling import Pooling
 from quire.engine.protocol.errors import ConfigError, InvalidParameter
-from quire.server.frontend.input_processor import InputProcessor
 from quire.server.http import in_process, status
 from quire.server.http.errors import json_response
 from quire.server.http.large_bodies import BodyRoute
 from quire.server.http.state import AppState
+from quire.server.text.input_processor import InputProcessor
 
 ROUTES = (
     ("messages", "/v1/chat/completions"),

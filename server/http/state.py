@@ -12,12 +12,12 @@ from fastapi import Depends, Header, Request
 
 from quire.engine.config.plan_text import plan_text
 from quire.engine.protocol.errors import InvalidParameter
-from quire.server.frontend.engine_client import DATA_PARALLEL_RANK, RANK_HEADER
-from quire.server.frontend.frontend import Frontend
-from quire.server.frontend.tracing import TRACE
+from quire.server.client.engine_client import DATA_PARALLEL_RANK, RANK_HEADER
+from quire.server.client.tracing import TRACE
 from quire.server.http.errors import ModelNotFound
 from quire.server.http.large_bodies import BodyRoute, LargeBodies
 from quire.server.http.response_store import ResponseStore
+from quire.server.serving.frontend import Frontend
 
 
 @dataclass

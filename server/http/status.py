@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from quire.server.frontend.output_stream import EngineUnavailable
+from quire.server.client.output_stream import EngineUnavailable
 from quire.server.http.errors import json_response
 from quire.server.http.state import AppState, ServedModel
 

@@ -20,8 +20,8 @@ from fastapi import APIRouter, FastAPI, Request, Response
 
 from quire.engine.process import log
 from quire.engine.protocol.stats import RankStats
-from quire.server.frontend.metrics import HISTOGRAMS
-from quire.server.frontend.replica import ReplicaInfo
+from quire.server.client.metrics import HISTOGRAMS
+from quire.server.client.replica import ReplicaInfo
 from quire.server.http import in_process
 from quire.server.http.errors import json_response
 from quire.server.http.state import AppState, ServedModel

@@ -5,7 +5,8 @@ from __future__ import annotations
 from quire.server.llm.async_llm import AsyncLLM, AsyncLLMEngine
 from quire.server.llm.llm import LLM
 from quire.server.llm.llm_engine import LLMEngine
-from quire.server.llm_outputs import (
+from quire.server.parsers.events import ToolCall
+from quire.server.serving.llm_outputs import (
     BeamSearchOutput,
     BeamSearchParams,
     ClassificationRequestOutput,
@@ -16,7 +17,6 @@ from quire.server.llm_outputs import (
     RequestOutput,
     ScoringRequestOutput,
 )
-from quire.server.parsers.events import ToolCall
 
 __all__ = [
     "LLM",

@@ -17,16 +17,12 @@ from quire.engine.config.engine_config import EngineConfig
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import fetch_weights
 from quire.engine.protocol.sampling_params import SamplingParams
-from quire.server.frontend.chat_formats import ChatFormats
-from quire.server.frontend.conversation import Message
-from quire.server.frontend.dp_coordinator import connect_hosts
-from quire.server.frontend.embedding_output import VectorOptions
-from quire.server.frontend.frontend import Frontend
-from quire.server.frontend.inputs import EmbeddingOptions
+from quire.server.client.dp_coordinator import connect_hosts
 from quire.server.llm import pooling
 from quire.server.llm.offline_request import OfflineRequest
 from quire.server.llm.prompts import PromptLike, chat_input, process_chat, process_prompt
-from quire.server.llm_outputs import (
+from quire.server.serving.frontend import Frontend
+from quire.server.serving.llm_outputs import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
     PoolingOutput,
@@ -34,6 +30,10 @@ from quire.server.llm_outputs import (
     RequestOutput,
     ScoringRequestOutput,
 )
+from quire.server.text.chat_formats import ChatFormats
+from quire.server.text.conversation import Message
+from quire.server.text.embedding_output import VectorOptions
+from quire.server.text.inputs import EmbeddingOptions
 
 if TYPE_CHECKING:
     from quire.server.cli.engine_args import EngineArgs

@@ -14,9 +14,6 @@ from tqdm import tqdm
 
 from quire.engine.config.options import EngineOptions
 from quire.engine.protocol.sampling_params import SamplingParams
-from quire.server.frontend.conversation import Message
-from quire.server.frontend.embedding_output import VectorOptions
-from quire.server.frontend.inputs import EmbeddingOptions
 from quire.server.llm import pooling
 from quire.server.llm.async_llm import AsyncLLM
 from quire.server.llm.offline_request import OfflineRequest
@@ -29,7 +26,7 @@ from quire.server.llm.prompts import (
     process_chat,
     process_prompt,
 )
-from quire.server.llm_outputs import (
+from quire.server.serving.llm_outputs import (
     BeamSearchOutput,
     BeamSearchParams,
     ClassificationRequestOutput,
@@ -40,6 +37,9 @@ from quire.server.llm_outputs import (
     ScoringRequestOutput,
     beam_search_sequence,
 )
+from quire.server.text.conversation import Message
+from quire.server.text.embedding_output import VectorOptions
+from quire.server.text.inputs import EmbeddingOptions
 
 T = TypeVar("T")
 

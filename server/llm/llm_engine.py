@@ -11,7 +11,7 @@ from quire.engine.protocol.sampling_params import SamplingParams
 from quire.server.llm.async_llm import AsyncLLM
 from quire.server.llm.own_loop import OwnLoop
 from quire.server.llm.prompts import PromptLike
-from quire.server.llm_outputs import RequestOutput
+from quire.server.serving.llm_outputs import RequestOutput
 
 if TYPE_CHECKING:
     from quire.server.cli.engine_args import EngineArgs

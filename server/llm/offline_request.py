@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
 from quire.engine.protocol.engine_core import EngineCoreOutput
-from quire.server.frontend.frontend import Frontend
-from quire.server.frontend.inputs import GenerationInput
-from quire.server.frontend.output_processor import OutputProcessor, TextDelta
-from quire.server.llm_outputs import Logprob, RequestOutput, completion, prompt_logprobs
 from quire.server.parsers.events import ToolCall
+from quire.server.serving.frontend import Frontend
+from quire.server.serving.llm_outputs import Logprob, RequestOutput, completion, prompt_logprobs
+from quire.server.text.inputs import GenerationInput
+from quire.server.text.output_processor import OutputProcessor, TextDelta
 
 
 class OfflineRequest:

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from quire.server.frontend.output_stream import EngineUnavailable
+from quire.server.client.output_stream import EngineUnavailable
 from quire.server.llm.async_llm import AsyncLLM
 
 T = TypeVar("T")

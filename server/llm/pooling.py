@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from quire.engine.protocol.errors import InvalidParameter
-from quire.server.frontend.embedding_output import VectorOptions, scores
-from quire.server.frontend.frontend import Frontend
-from quire.server.frontend.inputs import EmbeddingOptions, Task
 from quire.server.llm.prompts import PromptLike, integer, split_salt
-from quire.server.llm_outputs import (
+from quire.server.serving.frontend import Frontend
+from quire.server.serving.llm_outputs import (
     ClassificationOutput,
     ClassificationRequestOutput,
     EmbeddingOutput,
@@ -21,6 +19,8 @@ from quire.server.llm_outputs import (
     ScoringOutput,
     ScoringRequestOutput,
 )
+from quire.server.text.embedding_output import VectorOptions, scores
+from quire.server.text.inputs import EmbeddingOptions, Task
 
 
 async def _pool(

@@ -9,11 +9,11 @@ import msgspec
 
 from quire.engine.protocol.errors import InvalidParameter
 from quire.engine.protocol.sampling_params import SamplingParams
-from quire.server.frontend.conversation import ChatTemplateOptions
-from quire.server.frontend.frontend import Frontend
-from quire.server.frontend.input_processor import InputProcessor
-from quire.server.frontend.inputs import ChatInput, GenerationInput, Prompt, RequestOptions
-from quire.server.frontend.tools import read_tool_use
+from quire.server.serving.frontend import Frontend
+from quire.server.text.conversation import ChatTemplateOptions
+from quire.server.text.input_processor import InputProcessor
+from quire.server.text.inputs import ChatInput, GenerationInput, Prompt, RequestOptions
+from quire.server.text.tools import read_tool_use
 
 PromptLike = str | list[int] | Mapping[str, Any]
 """Text, token ids, or a mapping with either as `prompt` or `prompt_token_ids`, and optionally a `cache_salt`."""

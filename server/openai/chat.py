@@ -11,18 +11,18 @@ from pydantic import Field
 
 from quire.engine.protocol.errors import InvalidParameter
 from quire.engine.protocol.logprobs import TokenLogprobs
-from quire.server.frontend.conversation import ChatTemplateOptions
-from quire.server.frontend.input_processor import InputProcessor
-from quire.server.frontend.inputs import ChatInput, GenerationInput
-from quire.server.frontend.output_processor import TextDelta
-from quire.server.frontend.tokenizer import Tokenizer
-from quire.server.frontend.tools import MAX_TOOLS, read_tool_use
 from quire.server.http.large_bodies import BodyRoute
 from quire.server.http.response import GenerationResponse, Usage
 from quire.server.http.state import AppState, MayChooseReplica
 from quire.server.openai.logprobs import TokenNames, prompt_logprobs_object, token_logprobs
 from quire.server.openai.protocol import MAX_MESSAGES, GenerationRequest, Int64, MessagePart, RequestModel, variant
 from quire.server.parsers.events import ToolCall
+from quire.server.text.conversation import ChatTemplateOptions
+from quire.server.text.input_processor import InputProcessor
+from quire.server.text.inputs import ChatInput, GenerationInput
+from quire.server.text.output_processor import TextDelta
+from quire.server.text.tokenizer import Tokenizer
+from quire.server.text.tools import MAX_TOOLS, read_tool_use
 
 router = APIRouter(route_class=BodyRoute)
 

@@ -12,15 +12,15 @@ from pydantic import Field
 from quire.engine.protocol.errors import InvalidParameter
 from quire.engine.protocol.logprobs import TokenLogprobs
 from quire.engine.protocol.sampling_params import MAX_N, SamplingParams
-from quire.server.frontend.input_processor import InputProcessor
-from quire.server.frontend.inputs import GenerationInput, Prompt
-from quire.server.frontend.output_processor import Detokenizer, TextDelta
-from quire.server.frontend.tokenizer import Tokenizer
 from quire.server.http.large_bodies import BodyRoute
 from quire.server.http.response import GenerationResponse, Usage
 from quire.server.http.state import AppState, MayChooseReplica
 from quire.server.openai.logprobs import MIN_LOGPROB, TokenNames, prompt_logprobs_object
 from quire.server.openai.protocol import MAX_SEQUENCES, GenerationRequest, Int64, ManyTokenIds, Texts, TokenIds
+from quire.server.text.input_processor import InputProcessor
+from quire.server.text.inputs import GenerationInput, Prompt
+from quire.server.text.output_processor import Detokenizer, TextDelta
+from quire.server.text.tokenizer import Tokenizer
 
 router = APIRouter(route_class=BodyRoute)
 

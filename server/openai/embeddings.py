@@ -12,11 +12,11 @@ from fastapi import APIRouter, Request, Response
 
 from quire.engine.config.pooling import Pooling
 from quire.engine.protocol.engine_core import EngineCoreOutput
-from quire.server.frontend.embedding_output import VectorOptions, to_json
-from quire.server.frontend.inputs import EmbeddingOptions, Task
 from quire.server.http.large_bodies import BodyRoute
 from quire.server.http.state import AppState, MayChooseReplica
 from quire.server.openai.pooling import VectorsBody, make_id, respond, run
+from quire.server.text.embedding_output import VectorOptions, to_json
+from quire.server.text.inputs import EmbeddingOptions, Task
 
 router = APIRouter(route_class=BodyRoute)
 

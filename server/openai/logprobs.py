@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from quire.engine.protocol.logprobs import PromptLogprobs, TokenLogprobs
-from quire.server.frontend.tokenizer import Tokenizer
-from quire.server.llm_outputs import Logprob, prompt_logprobs
+from quire.server.serving.llm_outputs import Logprob, prompt_logprobs
+from quire.server.text.tokenizer import Tokenizer
 
 MIN_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON does not have. OpenAI's API uses the same value."""

@@ -16,9 +16,6 @@ from pydantic import Field
 from quire.engine.config.pooling import Pooling
 from quire.engine.protocol.engine_core import EngineCoreOutput
 from quire.engine.protocol.errors import InvalidParameter
-from quire.server.frontend.embedding_output import VectorOptions, activated, to_json
-from quire.server.frontend.input_processor import InputProcessor
-from quire.server.frontend.inputs import EmbeddingOptions, Prompt, Task
 from quire.server.http.errors import json_response
 from quire.server.http.large_bodies import BodyRoute
 from quire.server.http.response import while_connected
@@ -35,6 +32,9 @@ from quire.server.openai.protocol import (
     hint,
     rejected,
 )
+from quire.server.text.embedding_output import VectorOptions, activated, to_json
+from quire.server.text.input_processor import InputProcessor
+from quire.server.text.inputs import EmbeddingOptions, Prompt, Task
 
 router = APIRouter(route_class=BodyRoute)
 

@@ -14,7 +14,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import Field
 
-from quire.server.frontend.profiler import MAX_PROFILE_SECONDS, ProfileConflict
+from quire.server.client.profiler import MAX_PROFILE_SECONDS, ProfileConflict
 from quire.server.http.errors import ApiError, json_response
 from quire.server.http.state import AppState, ServedModel
 from quire.server.openai.protocol import ExtraField, RequestModel, hint

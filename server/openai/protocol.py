@@ -17,10 +17,10 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError,
 
 from quire.engine.protocol.errors import InvalidParameter
 from quire.engine.protocol.sampling_params import MAX_N, MAX_STOP_STRINGS, SamplingParams, StructuredOutputs
-from quire.server.frontend.fair_share import enter_user
-from quire.server.frontend.input_processor import InputProcessor
-from quire.server.frontend.inputs import IgnoredParameter, Processed, RequestOptions, Task, TruncationSide, tasks_of
+from quire.server.client.fair_share import enter_user
 from quire.server.http.response import StreamUsage
+from quire.server.text.input_processor import InputProcessor
+from quire.server.text.inputs import IgnoredParameter, Processed, RequestOptions, Task, TruncationSide, tasks_of
 
 _SHORT = 1024
 """Characters of a string that a processed body keeps."""

@@ -10,11 +10,11 @@ from fastapi import APIRouter, Response
 from pydantic import Field
 
 from quire.engine.config.parallel_config import MAX_REPLICAS
-from quire.server.frontend.input_processor import InputProcessor
 from quire.server.http.errors import ApiError, json_response
 from quire.server.http.large_bodies import BodyRoute
 from quire.server.http.state import AppState, ServedModel
 from quire.server.openai.protocol import ProcessedBody, RequestModel
+from quire.server.text.input_processor import InputProcessor
 
 MAX_DRAIN_SECONDS = 86_400
 

@@ -20,11 +20,7 @@ from pydantic import Field, PrivateAttr
 from starlette.types import Send
 
 from quire.engine.protocol.errors import InvalidParameter
-from quire.server.frontend.generation import Generation
-from quire.server.frontend.input_processor import InputProcessor
-from quire.server.frontend.inputs import GenerationInput, Task
-from quire.server.frontend.output_stream import EngineUnavailable, RequestFailed
-from quire.server.frontend.tools import MAX_TOOLS
+from quire.server.client.output_stream import EngineUnavailable, RequestFailed
 from quire.server.http.content_blocks import (
     BlockClosed,
     BlockDelta,
@@ -55,6 +51,10 @@ from quire.server.openai.protocol import (
     variant,
 )
 from quire.server.openai.responses_input import InputTurns, is_json_object
+from quire.server.serving.generation import Generation
+from quire.server.text.input_processor import InputProcessor
+from quire.server.text.inputs import GenerationInput, Task
+from quire.server.text.tools import MAX_TOOLS
 
 router = APIRouter(route_class=BodyRoute)
 

@@ -14,14 +14,14 @@ from typing import Annotated, Any, ClassVar, NamedTuple, Self
 from fastapi import APIRouter, Request, Response
 from pydantic import AliasChoices, Field, PrivateAttr, model_validator
 
-from quire.server.frontend.embedding_output import scores
-from quire.server.frontend.input_processor import InputProcessor
-from quire.server.frontend.inputs import EmbeddingOptions, ScoreInput, Task
 from quire.server.http.errors import json_response
 from quire.server.http.large_bodies import BodyRoute
 from quire.server.http.state import AppState, MayChooseReplica, ServedModel
 from quire.server.openai.pooling import PoolingBody, make_id, respond, run, usage
 from quire.server.openai.protocol import MAX_PROMPTS, ExtraField, Int64, RequestModel, Texts, hint, rejected
+from quire.server.text.embedding_output import scores
+from quire.server.text.input_processor import InputProcessor
+from quire.server.text.inputs import EmbeddingOptions, ScoreInput, Task
 
 router = APIRouter(route_class=BodyRoute)
 

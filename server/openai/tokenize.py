@@ -10,12 +10,12 @@ from fastapi import APIRouter, Response
 from pydantic import Field
 
 from quire.engine.protocol.errors import InvalidParameter
-from quire.server.frontend.input_processor import InputProcessor
 from quire.server.http.errors import json_response
 from quire.server.http.large_bodies import BodyRoute
 from quire.server.http.state import AppState, ServedModel
 from quire.server.openai.chat import ChatRequest
 from quire.server.openai.protocol import ProcessedBody, RequestModel
+from quire.server.text.input_processor import InputProcessor
 
 router = APIRouter(route_class=BodyRoute)
 

@@ -22,7 +22,7 @@ import pytest
 import yaml
 
 from quire.engine.protocol.stats import GpuUsage, RankStats, RankUsage
-from quire.server.frontend.metrics import Metrics
+from quire.server.client.metrics import Metrics
 from tests.e2e.environments import run
 from tests.e2e.serving import Server, serve
 from tests.e2e.test_replicas import write_mixture

@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from schemathesis import GenerationMode
 
 from quire.server.app import create_app
-from quire.server.frontend.frontend import Frontend
 from quire.server.http.state import AppState
+from quire.server.serving.frontend import Frontend
 from tests.e2e.serving import Server, serve
 
 EXAMPLES = 100

@@ -257,7 +257,7 @@ KEY = {"Authorization": "Bearer none"}
 @pytest.mark.slow
 def test_replicas_are_added_and_removed_under_open_streams(expected: tuple[list[str], list[str]]) -> None:
     """What has not ended goes on elsewhere; replicas that have time to finish are in
-    tests/integration/server/frontend/test_engine_client_replicas.py."""
+    tests/integration/server/client/test_engine_client_replicas.py."""
     with serve("--api-server-count", "2", "--api-key", "none") as server:
         processes = [process.pid for process in server.family() if process.name().startswith("quire-api")]
 

@@ -18,13 +18,13 @@ from fastapi import FastAPI
 
 from quire.engine.config.engine_config import EngineConfig
 from quire.server.cli.api_process import http_server
+from quire.server.client import engine_manager
 from quire.server.config import ServerOptions
-from quire.server.frontend import engine_manager
-from quire.server.frontend.chat_formats import ChatFormats
-from quire.server.frontend.frontend import Frontend
-from quire.server.frontend.inputs import ChatInput
-from quire.server.frontend.tokenizer import Tokenizer
 from quire.server.http.state import ServedModel
+from quire.server.serving.frontend import Frontend
+from quire.server.text.chat_formats import ChatFormats
+from quire.server.text.inputs import ChatInput
+from quire.server.text.tokenizer import Tokenizer
 from tests.fakes import fake_core
 from tests.fakes.configs import TINY, engine_config
 from tests.fakes.tokenizers import write_model
@@ -93,7 +93,7 @@ def core_mode(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
         monkeypatch.setattr(engine_manager, "start_core", lambda args, folder: fake_core.start(args, folder, mode))
 
     # Fake cores restart at once.
-    monkeypatch.setattr("quire.server.frontend.engine_client._SAME_MOMENT_SECONDS", 0.0)
+    monkeypatch.setattr("quire.server.client.engine_client._SAME_MOMENT_SECONDS", 0.0)
     choose("")
     return choose
 

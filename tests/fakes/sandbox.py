@@ -7,13 +7,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
-from quire.server.frontend.sandbox import Answer
+from quire.server.text.sandbox import Answer
 
 T = TypeVar("T")
 
 
 class InProcessSandbox:
-    """In place of `quire.server.frontend.sandbox.Sandbox`, without its limits."""
+    """In place of `quire.server.text.sandbox.Sandbox`, without its limits."""
 
     def __init__(self, make: Callable[[T], Answer], argument: T, seconds: float, *limits: int) -> None:
         self._make = partial(make, argument)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from quire.server.frontend import tokenizer
+from quire.server.text import tokenizer
 
 COMMANDS = ("<die>", "<vanish>", "<fail>", "<hang>", "<mute>")
 """What a prompt can tell the fake core (tests/fakes/fake_core.py); their token ids are 3, 4, …"""

@@ -13,7 +13,7 @@ from quire.engine.config.options import EngineOptions
 from quire.engine.config.plan_text import plan_text
 from quire.engine.protocol.errors import ConfigError, InvalidParameter
 from quire.server.cli import flags
-from quire.server.frontend.output_stream import EngineUnavailable, RequestFailed
+from quire.server.client.output_stream import EngineUnavailable, RequestFailed
 from quire.server.llm import LLM
 
 

@@ -31,7 +31,7 @@ from quire import (
     SamplingParams,
 )
 from quire.engine.protocol.errors import ConfigError, InvalidParameter
-from quire.server.frontend.output_stream import EngineUnavailable, RequestFailed
+from quire.server.client.output_stream import EngineUnavailable, RequestFailed
 from tests.fakes import fake_core
 from tests.unit.server.openai.test_chat import CALL, TEMPLATE
 
@@ -378,7 +378,7 @@ def test_a_script_needs_no_main_guard_and_cleans_up(model_folder: Path, tmp_path
     script = tmp_path / "script.py"
     script.write_text(
         textwrap.dedent(f"""
-            from quire.server.frontend import engine_manager
+            from quire.server.client import engine_manager
             from tests.fakes import fake_core
             engine_manager.start_core = fake_core.start_process
             from quire import LLM

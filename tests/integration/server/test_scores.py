@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
 
 from quire import LLM
-from quire.server.frontend import tokenizer
+from quire.server.text import tokenizer
 
 WORDS = [
     *("[PAD]", "[UNK]", "[CLS]", "[SEP]", "the", "a", "fox", "dog", "is", "quick", "lazy", "what", "which", "animal"),

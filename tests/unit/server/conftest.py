@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from quire.server.frontend import structured_outputs
 from quire.server.http import large_bodies
+from quire.server.text import structured_outputs
 from tests.fakes.api_server import config, core_mode, free_port, model_folder, server
 from tests.fakes.sandbox import InProcessSandbox
 

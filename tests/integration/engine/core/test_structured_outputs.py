@@ -20,9 +20,9 @@ from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import resolve
 from quire.engine.protocol.engine_core import EngineCoreOutput
 from quire.engine.protocol.sampling_params import SamplingParams, StructuredOutputs
-from quire.server.frontend.output_processor import OutputProcessor, TextDelta
-from quire.server.frontend.structured_outputs import StructuredOutputCheck
-from quire.server.frontend.tokenizer import Tokenizer
+from quire.server.text.output_processor import OutputProcessor, TextDelta
+from quire.server.text.structured_outputs import StructuredOutputCheck
+from quire.server.text.tokenizer import Tokenizer
 from tests.fakes.core_with_ranks import Ranks
 from tests.fakes.schemas import SCHEMAS
 from tests.fakes.tokenizers import write_model

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from quire.engine.scheduler.grammar import GrammarCompiler
 from quire.engine.protocol.sampling_params import StructuredOutputs
-from quire.server.frontend.structured_outputs import StructuredOutputCheck
+from quire.server.text.structured_outputs import StructuredOutputCheck
 from tests.unit.engine.scheduler.test_grammar import model
 assert "llguidance" not in sys.modules
 given, outputs = model(Path({str(folder)!r})), StructuredOutputs(json={{"type": "object"}})

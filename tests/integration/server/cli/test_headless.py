@@ -25,11 +25,11 @@ from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.protocol.supervision import Failed, ReplicaUp
 from quire.server.cli import headless
 from quire.server.cli.main import main
+from quire.server.client import engine_manager
+from quire.server.client.dp_coordinator import DPMember, ReplicaDied, connect_hosts
 from quire.server.config import ServerOptions
-from quire.server.frontend import engine_manager
-from quire.server.frontend.dp_coordinator import DPMember, ReplicaDied, connect_hosts
-from quire.server.frontend.frontend import Frontend
-from quire.server.frontend.inputs import GenerationInput
+from quire.server.serving.frontend import Frontend
+from quire.server.text.inputs import GenerationInput
 from tests.fakes import fake_core
 
 

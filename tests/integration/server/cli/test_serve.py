@@ -56,7 +56,7 @@ FLAGS = """
 
 RUN = """
 import sys
-from quire.server.frontend import engine_manager
+from quire.server.client import engine_manager
 from quire.server.cli.main import main
 from tests.fakes import fake_core
 mode = sys.argv.pop(1)

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from quire.engine.repository.gguf_folder import write
-from quire.server.frontend import tokenizer
+from quire.server.text import tokenizer
 from tests.fakes.gguf_models import add_byte_level, add_sentencepiece, close, config_of, writer
 from tests.fakes.tokenizers import SPECIAL
 

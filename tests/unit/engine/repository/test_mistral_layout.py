@@ -17,12 +17,12 @@ from quire.engine.protocol.errors import ConfigError, InvalidParameter
 from quire.engine.repository.mistral_layout import hf_config, hf_name
 from quire.engine.repository.model_folder import locate
 from quire.engine.repository.tekken import special_tokens
-from quire.server.frontend.chat_template import ChatTemplates
-from quire.server.frontend.tokenizer import Tokenizer
 from quire.server.parsers.reasoning import detect_reasoning
 from quire.server.parsers.tool_formats import detect_tools
+from quire.server.text.chat_template import ChatTemplates
+from quire.server.text.tokenizer import Tokenizer
 from tests.fakes.mistral_layout import LATENT, PARAMS, PATTERN, SPECIAL, WORDS, tekken, write_folder
-from tests.unit.server.frontend.test_sentencepiece import train
+from tests.unit.server.text.test_sentencepiece import train
 
 
 @pytest.fixture(autouse=True)

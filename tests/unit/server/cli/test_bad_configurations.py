@@ -14,8 +14,8 @@ from quire.engine.process import current_process
 from quire.server.cli import serve
 from quire.server.cli.main import main
 from quire.server.config import ServerOptions
-from quire.server.frontend.chat_formats import ChatFormats
-from quire.server.frontend.input_processor import InputProcessor
+from quire.server.text.chat_formats import ChatFormats
+from quire.server.text.input_processor import InputProcessor
 from tests.fakes.bad_configurations import CASES, BadConfiguration
 
 

@@ -12,8 +12,8 @@ import jsonschema
 from pydantic import BaseModel
 
 from quire.server.app import create_app
-from quire.server.frontend.frontend import Frontend
 from quire.server.http.state import AppState
+from quire.server.serving.frontend import Frontend
 from tests.fakes.api_server import Server
 
 ROOT = Path(__file__).parents[4]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from quire.engine.protocol.logprobs import TokenLogprobs
-from quire.server.frontend.output_processor import TextDelta
 from quire.server.http.content_blocks import ContentBlocks
+from quire.server.text.output_processor import TextDelta
 
 
 @pytest.mark.parametrize("is_one", [True, False])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from quire.engine.config.engine_config import EngineConfig
-from quire.server.frontend.fair_share import Share
+from quire.server.client.fair_share import Share
 from quire.server.http import large_bodies
 from quire.server.http.errors import ApiError
 from quire.server.http.large_bodies import LARGE_BODY, LargeBodies

@@ -15,12 +15,12 @@ import pytest
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.protocol.logprobs import PromptLogprobs, TokenLogprobs
 from quire.engine.protocol.sampling_params import SamplingParams
-from quire.server.frontend.inputs import GenerationInput
-from quire.server.frontend.output_processor import TextDelta
 from quire.server.http.response import Formatter, Usage, _frame
 from quire.server.openai.chat import ChatRequest, _ChatFormatter
 from quire.server.openai.completions import CompletionRequest, _CompletionFormatter
 from quire.server.parsers.events import ToolCall
+from quire.server.text.inputs import GenerationInput
+from quire.server.text.output_processor import TextDelta
 from tests.fakes.api_server import Server, run_server
 from tests.fakes.tokenizers import byte_level, wrapped
 

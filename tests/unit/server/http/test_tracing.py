@@ -35,8 +35,8 @@ from quire.engine.config.engine_config import EngineConfig
 from quire.engine.protocol.engine_core import EngineCoreOutput
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.sampling_params import SamplingParams
+from quire.server.client.tracing import RequestTimes, RequestTrace, SequenceTrace
 from quire.server.config import otlp_exporter
-from quire.server.frontend.tracing import RequestTimes, RequestTrace, SequenceTrace
 from quire.server.http import tracing as traces
 from quire.server.http.tracing import REPLICA, REQUEST_ATTRIBUTES, REQUEST_ATTRIBUTES_AT_END, SEQUENCE_ATTRIBUTES
 from tests.fakes.api_server import Server, run_server
@@ -197,7 +197,7 @@ async def test_each_sequence_has_a_subtree(config: EngineConfig, spans: Spans) -
 async def test_a_request_has_spans_for_some_of_very_many_sequences(
     config: EngineConfig, spans: Spans, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quire.server.frontend.tracing._MAX_SEQUENCES", 3)
+    monkeypatch.setattr("quire.server.client.tracing._MAX_SEQUENCES", 3)
     async with spans.of_server(config) as server:
         await server.http.post("/v1/completions", json={**HELLO, "n": 5})
     assert len(spans.under(spans.one("POST /v1/completions"))) == 3
@@ -305,7 +305,7 @@ async def test_what_is_not_sampled_costs_nothing(
     def fail(*arguments: object) -> None:
         raise AssertionError
 
-    monkeypatch.setattr("quire.server.frontend.tracing.SequenceTrace.__init__", fail)
+    monkeypatch.setattr("quire.server.client.tracing.SequenceTrace.__init__", fail)
     async with spans.of_server(config) as server:
         unsampled = {"traceparent": PARENT["traceparent"][:-1] + "0"}
         assert (await server.http.post("/v1/completions", json=HELLO, headers=unsampled)).status_code == 200
@@ -397,7 +397,7 @@ def test_a_sequence_that_moves_has_the_phases_of_both_replicas(monkeypatch: pyte
     sequence = made("length", SamplingParams(n=1))
     sequence.place(1)
     sequence.receive(EngineCoreOutput("r", [5], running_seconds=2.0), 103.0)
-    monkeypatch.setattr("quire.server.frontend.tracing.time.monotonic", lambda: 110.0)
+    monkeypatch.setattr("quire.server.client.tracing.time.monotonic", lambda: 110.0)
     sequence.leave("replica_lost", "replica 1 has died: killed")
     sequence.place(0)
     sequence.receive(EngineCoreOutput("r", [6], running_seconds=1.0, preempted_after=[0.25, 0.5]), 115.0)
@@ -426,7 +426,7 @@ def test_a_sequence_that_moves_has_the_phases_of_both_replicas(monkeypatch: pyte
 def test_a_sequence_whose_replica_dies_before_the_first_output(monkeypatch: pytest.MonkeyPatch) -> None:
     sequence = made("abort", SamplingParams())
     sequence.place(0)
-    monkeypatch.setattr("quire.server.frontend.tracing.time.monotonic", lambda: 104.0)
+    monkeypatch.setattr("quire.server.client.tracing.time.monotonic", lambda: 104.0)
     sequence.leave("replica_lost", "replica 0 has died")
     sequence.place(1)
     found = ended(sequence, None, RequestTimes(6.0))
@@ -441,7 +441,7 @@ def test_a_sequence_whose_replica_dies_before_the_first_output(monkeypatch: pyte
 def test_a_sequence_that_is_moved_has_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     sequence = made("length", SamplingParams(max_tokens=2))
     sequence.place(1)
-    monkeypatch.setattr("quire.server.frontend.tracing.time.monotonic", lambda: 104.0)
+    monkeypatch.setattr("quire.server.client.tracing.time.monotonic", lambda: 104.0)
     sequence.leave("moved", "replica 1 is to be removed")
     sequence.place(0)
     sequence.receive(EngineCoreOutput("r", [6], None, "length", running_seconds=1.0), 106.0)

@@ -13,8 +13,8 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from quire.engine.config.engine_config import EngineConfig
+from quire.server.client.engine_client import QueueFull
 from quire.server.config import RestartPolicy
-from quire.server.frontend.engine_client import QueueFull
 from quire.server.openai.completions import CompletionRequest
 from quire.server.openai.embeddings import EmbeddingRequest
 from quire.server.openai.tokenize import DetokenizeRequest
@@ -470,7 +470,7 @@ async def test_without_restarts_every_request_and_health_report_the_death(
     command: str,
     reason: str,
 ) -> None:
-    monkeypatch.setattr("quire.server.frontend.engine_manager.RestartPolicy", lambda: RestartPolicy(is_enabled=False))
+    monkeypatch.setattr("quire.server.client.engine_manager.RestartPolicy", lambda: RestartPolicy(is_enabled=False))
     async with run_server(config) as server:
         hanging = {"prompt": "a<hang>", "stream": True}
         waiting = asyncio.create_task(server.http.post("/v1/completions", json=hanging, timeout=60))
@@ -492,7 +492,7 @@ async def test_health_asks_the_core(
 ) -> None:
     assert (await server.http.get("/health")).status_code == 200
     await server.openai.completions.create(model="echo", prompt="a<mute>")
-    monkeypatch.setattr("quire.server.frontend.engine_client.PROBE_SECONDS", 0.2)
+    monkeypatch.setattr("quire.server.client.engine_client.PROBE_SECONDS", 0.2)
     response = await server.http.get("/health")
     assert response.status_code == 503
     assert "has not answered" in response.json()["reason"]

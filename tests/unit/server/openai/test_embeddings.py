@@ -20,8 +20,8 @@ from quire.engine.config.engine_config import EngineConfig
 from quire.engine.config.pooling import Pooling
 from quire.engine.protocol.engine_core import AbortRequests, EngineCoreRequest
 from quire.engine.protocol.errors import InvalidParameter
-from quire.server.frontend.embedding_output import VectorOptions, to_json
-from quire.server.frontend.output_stream import RequestFailed
+from quire.server.client.output_stream import RequestFailed
+from quire.server.text.embedding_output import VectorOptions, to_json
 from tests.fakes import fake_core
 from tests.fakes.api_server import Server, run_server
 from tests.fakes.sentence import write_modules

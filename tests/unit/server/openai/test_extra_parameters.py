@@ -13,8 +13,8 @@ from quire.engine.config.engine_config import EngineConfig
 from quire.engine.protocol.engine_core import EngineCoreRequest
 from quire.engine.protocol.logprobs import TokenLogprobs
 from quire.engine.protocol.sampling_params import SamplingParams
-from quire.server.frontend.output_processor import TextDelta
 from quire.server.openai.completions import CompletionRequest, _CompletionFormatter
+from quire.server.text.output_processor import TextDelta
 from tests.fakes.api_server import Server, run_server
 
 USER: Any = [{"role": "user", "content": "hello world"}]

@@ -80,7 +80,7 @@ IGNORED: dict[str, set[str]] = {
 @pytest.mark.parametrize("client", BODIES)
 async def test_each_ignored_field_is_logged_once(server: Server, client: str, caplog: pytest.LogCaptureFixture) -> None:
     route, body = BODIES[client]
-    with caplog.at_level(logging.INFO, "quire.server.frontend.input_processor"):
+    with caplog.at_level(logging.INFO, "quire.server.text.input_processor"):
         for _ in range(2):
             await answer(server, route, body)
     lines = [record.getMessage() for record in caplog.records if "has no effect" in record.msg]
@@ -90,7 +90,7 @@ async def test_each_ignored_field_is_logged_once(server: Server, client: str, ca
 async def test_fields_of_a_large_body_are_logged_too(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     """Another process reads it."""
     long = {**OPEN_WEBUI, "options": {"stop": ["x" * 2**17]}}
-    with caplog.at_level(logging.INFO, "quire.server.frontend.input_processor"):
+    with caplog.at_level(logging.INFO, "quire.server.text.input_processor"):
         for _ in range(2):
             await answer(server, "chat/completions", long)
     assert sum("field options has no effect" in record.getMessage() for record in caplog.records) == 1
@@ -98,7 +98,7 @@ async def test_fields_of_a_large_body_are_logged_too(server: Server, caplog: pyt
 
 async def test_names_that_clients_choose_do_not_fill_the_log(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     many = {f"x{number}\n": 1 for number in range(500)}
-    with caplog.at_level(logging.INFO, "quire.server.frontend.input_processor"):
+    with caplog.at_level(logging.INFO, "quire.server.text.input_processor"):
         await answer(server, "chat/completions", {"messages": [{**USER[0], **many, "y" * 5000: 1}]})
     lines = [record.getMessage() for record in caplog.records if "has no effect" in record.msg]
     assert len(lines) == 256

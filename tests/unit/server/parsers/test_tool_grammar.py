@@ -10,12 +10,12 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 
 from quire.engine.protocol.errors import InvalidParameter
-from quire.server.frontend.structured_outputs import _checked_grammar
 from quire.server.parsers.argument_types import ANY_TYPE, property_types
 from quire.server.parsers.reasoning import REASONING_FORMATS, ReasoningFormat
 from quire.server.parsers.tool_calls import tool_parser
 from quire.server.parsers.tool_formats import TOOL_FORMATS
 from quire.server.parsers.tool_grammar import GrammarTool, thoughts_grammar, tool_grammar
+from quire.server.text.structured_outputs import _checked_grammar
 from tests.fakes.tokenizers import byte_level
 from tests.unit.server.parsers.samples import SCHEMAS, TOOLS, TWO_CALLS, joined
 

@@ -1,0 +1,736 @@
+"""The connection to the engine cores: sends requests, receives outputs, resumes the requests of dead cores."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Coroutine, Sequence
+from contextvars import ContextVar
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+import zmq
+
+from quire.engine.cluster.security import Dropped, Security, join
+from quire.engine.config.engine_config import CacheConfig
+from quire.engine.core.launch import Endpoints
+from quire.engine.process import log
+from quire.engine.protocol.engine_core import (
+    AbortRequests,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+    Join,
+    Probe,
+    ToCore,
+    ToServer,
+)
+from quire.engine.protocol.errors import InvalidParameter
+from quire.engine.protocol.profile import Clock, ClockPing, ProfileReply, StartProfile, StopProfile, TracePiece
+from quire.engine.protocol.sampling_params import SamplingParams
+from quire.engine.protocol.stats import EngineStats
+from quire.engine.protocol.supervision import (
+    EngineFailed,
+    EngineState,
+    ReplicaDraining,
+    ReplicaLost,
+    ReplicaRemoved,
+    ReplicaStarting,
+    ReplicaUp,
+)
+from quire.server.client.fair_share import SHARE, Share
+from quire.server.client.metrics import Metrics
+from quire.server.client.output_stream import DEADLINE, EngineUnavailable, OutputStream
+from quire.server.client.replica import Replica, ReplicaInfo
+from quire.server.client.router import Router
+from quire.server.client.running_request import CLEARING_TOKENS, PromptRequests, RunningRequest
+from quire.server.client.tracing import TRACE
+
+PROBE_SECONDS = 30.0
+"""Timeout of a probe. A step can take long, especially on a CPU."""
+_CLOCK_PINGS = 5
+"""Measurements of a replica's clock, of which the one with the shortest round trip counts."""
+MAX_DEATHS = 2
+"""Deaths of its replicas after which a request is suspected to be their cause."""
+_SAME_MOMENT_SECONDS = 1.0
+"""Replicas that die within this time count as one death: no engine restarts so soon."""
+SHUTTING_DOWN = "the server is shutting down"
+"""The reason of a regular shutdown."""
+
+RANK_HEADER = "X-data-parallel-rank"
+DATA_PARALLEL_RANK: ContextVar[int | None] = ContextVar("data_parallel_rank", default=None)
+"""The replica that the current task's request has chosen for itself; None: the router chooses."""
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+
+class QueueFull(RuntimeError):
+    """Too many requests are waiting for the engine."""
+
+
+class EngineClient:
+    """An API process's connection to the engine's replicas. All methods run on the event loop that created it.
+
+    A supervisor reports the state of the replicas (`update`), which may be added and removed. `Router` chooses the
+    replica of a request. If that dies, or is removed before the request has ended, the request goes on elsewhere, or
+    waits until a replica is back, and resumes after the tokens delivered so far: the streams are the same as if nothing
+    had happened. It fails if the engine has failed for good, or if it seems to cause the deaths (`_suspect`).
+
+    With `max_queue`, requests are rejected beyond `max_num_seqs` per replica plus `max_queue`. The number of requests
+    of other API processes comes from the engine's stats (see `admit`).
+    """
+
+    def __init__(
+        self,
+        endpoints: Endpoints,
+        metrics: Metrics,
+        index: int = 0,
+        *,
+        awaited: Collection[int] | None = None,
+        max_num_seqs: int = 1,
+        max_queue: int | None = None,
+        cache: CacheConfig | None = None,
+        is_pooling: bool = False,
+        token: str = "",
+    ) -> None:
+        """`index` is the number of this API process, `token` the cluster's. Requests are accepted when the `awaited`
+        replicas (None: all) have been up. `is_pooling`: they are answered with vectors.
+        """
+        self.loop = asyncio.get_running_loop()
+        self.index = index
+        self.on_drained: Callable[[int], None] = lambda replica: None
+        """Called when no more requests are on a replica that drains, once."""
+        self._max_num_seqs = max_num_seqs
+        self._max_queue = max_queue
+        self._metrics = metrics
+        self._running: dict[str, RunningRequest] = {}
+        self._num_waiting: Counter[Share] = Counter()
+        """Requests without output, with fair sharing."""
+        self._suspects: list[str] = []
+        """Requests that may have caused deaths; they run one at a time, the first one now."""
+        self._calls: dict[tuple[int, int], asyncio.Future[Any]] = {}
+        """The calls that wait for a reply, by replica and number."""
+        self._call_ids = itertools.count()
+        self.traces: dict[int, asyncio.Queue[TracePiece | int]] = {}
+        """Where the traces of a `StopProfile` go, by its number; also the numbers of replicas that are lost."""
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._decoder: msgspec.msgpack.Decoder[ToServer] = msgspec.msgpack.Decoder(ToServer)
+        self._ready: asyncio.Future[ReplicaUp] = self.loop.create_future()
+        self._failed: asyncio.Future[EngineUnavailable] = self.loop.create_future()
+        self._last_up: ReplicaUp | None = None
+        self._context = zmq.Context()
+        self._security = Security(self._context, token)
+        self._dropped = Dropped("dropped a message to this API process that could not be decoded")
+        self._responses = self._context.socket(zmq.PULL)
+        self._responses.setsockopt(zmq.LINGER, 0)
+        self._responses.set_hwm(0)
+        self._security.bind(self._responses, endpoints.responses[index])
+        self._cache, self._is_pooling = cache, is_pooling
+        self._router: Router | None = None
+        """None: there has been only one replica."""
+        self._replicas: dict[int, Replica] = {}
+        for number, address in endpoints.requests.items():
+            self._add(number, address)
+        self._awaited = set(endpoints.requests if awaited is None else awaited)
+        """Replicas that have never been up."""
+        self.loop.add_reader(self._responses.FD, self._receive)
+
+    async def ready(self) -> ReplicaUp:
+        """Wait until every awaited replica has been up, and return what the last one reported.
+
+        Raises `EngineUnavailable` with the reason if the model cannot be loaded.
+        """
+        await asyncio.wait((self._ready, self._failed), return_when=asyncio.FIRST_COMPLETED)
+        if self._failed.done():
+            raise self._failed.result()
+        return self._ready.result()
+
+    async def failed(self) -> EngineUnavailable:
+        """Wait until the engine is gone, and return why."""
+        return await asyncio.shield(self._failed)
+
+    def check(self) -> None:
+        """Raise `EngineUnavailable` if no request can be accepted now."""
+        if self._failed.done():
+            raise self._failed.result()
+        if self._is_loading:
+            raise EngineUnavailable("the model is still loading")
+
+    @property
+    def num_open(self) -> int:
+        """Number of this process's unfinished requests."""
+        return len(self._running)
+
+    def admit(self) -> None:
+        """Raise `EngineUnavailable` if no request can be accepted now, and `QueueFull` if no more may wait.
+
+        A request counts as waiting if its replica's newest stats do not count it as running. If these stats count none
+        as waiting, each free place in the running batch admits one more. The queue is never full while this process has
+        no open requests, as the stats may be outdated then.
+
+        Each API process counts its own open requests, and takes those of the others from the stats that the engine last
+        sent to any of them. So several processes may accept more requests between two steps than one would.
+
+        With fair sharing, a share may always have its part of the queue, also if others have filled it.
+        """
+        self.check()
+        if self._max_queue is None or not self._running:
+            return
+        used = [replica.number for replica in self._replicas.values() if replica.state in ("up", "draining")]
+        stats = self._stats(used).values()
+        # The second sum includes other processes' requests.
+        num_open = max(len(self._running), sum(each.running + each.waiting for each in stats))
+        num_waiting = num_open - sum(each.running if each.waiting else self._max_num_seqs for each in stats)
+        if num_waiting < self._max_queue:
+            return
+        share = SHARE.get()
+        weights = dict([*self._num_waiting, share])
+        part = self._max_queue * share.weight / sum(weights.values()) if share.key else 0.0
+        if self._num_waiting[share] >= part:
+            raise QueueFull(f"{max(0, num_waiting)} requests are waiting already, the maximum is {self._max_queue}")
+
+    async def probe(self) -> None:
+        """Return when the engine loop and every rank of a replica have answered; raises `EngineUnavailable` if none
+        does.
+
+        All live replicas are probed. One that does not answer gets no new requests while there are others.
+        """
+        self.check()
+        if not self._live_replicas():
+            raise EngineUnavailable("the engine is restarting")
+        asked = [self._start_task(self._probe(self._replicas[number])) for number in self._live_replicas()]
+        waiting: set[asyncio.Future[Any]] = {self._failed, *asked}
+        while len(waiting) > 1 and not self._failed.done():
+            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if any(task in done and task.result() for task in asked):
+                return
+            waiting.add(self._failed)
+        self.check()
+        if not self._live_replicas():
+            raise EngineUnavailable("the engine is restarting")
+        raise EngineUnavailable(f"the engine has not answered for {PROBE_SECONDS:g} seconds")
+
+    async def _probe(self, replica: Replica) -> bool:
+        """Return whether the replica has answered in time; False also if it has died."""
+        answer = await self._call(replica, Probe(self.index, self.next_call()))
+        if not answer.done() and replica.state == "up":
+            replica.is_unresponsive = True
+            logger.warning("%s has not answered for %g seconds", self._subject(replica.number), PROBE_SECONDS)
+        return answer.done() and not answer.cancelled()
+
+    async def _call(
+        self, replica: Replica, message: Probe | StartProfile | StopProfile | ClockPing
+    ) -> asyncio.Future[Any]:
+        """Send a message and wait for its reply: the future is done, cancelled if the replica has died, or pending."""
+        key = replica.number, message.call_id
+        answer = self._calls[key] = self.loop.create_future()
+        replica.send(message)
+        try:
+            await asyncio.wait((answer,), timeout=PROBE_SECONDS)
+        finally:
+            del self._calls[key]
+        return answer
+
+    def next_call(self) -> int:
+        """Return a new number for a call."""
+        return next(self._call_ids)
+
+    @property
+    def up_replicas(self) -> list[int]:
+        """The replicas that are up."""
+        return [replica.number for replica in self._replicas.values() if replica.state == "up"]
+
+    async def ask(self, number: int, message: StartProfile | StopProfile) -> str:
+        """Return a replica's reply to a call: the error; empty if there is none. Raises `EngineUnavailable`."""
+        answer = await self._call(self._replica(number), message)
+        if not answer.done():
+            raise EngineUnavailable(f"{self._subject(number)} has not answered for {PROBE_SECONDS:g} seconds")
+        if answer.cancelled():
+            raise EngineUnavailable(self.lost_text(number))
+        reply: ProfileReply = answer.result()
+        return reply.error
+
+    async def measure_clock(self, number: int) -> Clock:
+        """Return the clock of a replica's host for this one's. Raises `EngineUnavailable`."""
+        best: Clock | None = None
+        for _ in range(_CLOCK_PINGS):
+            replica, sent = self._replica(number), time.time_ns()
+            answer = await self._call(replica, ClockPing(self.index, self.next_call(), replica.incarnation))
+            if not answer.done() or answer.cancelled():
+                raise EngineUnavailable(self.lost_text(number))
+            clock = Clock.measured(sent, answer.result().time, time.time_ns())
+            best = clock if best is None or clock.error < best.error else best
+        assert best is not None
+        return Clock(-best.offset, best.error)
+
+    def _replica(self, number: int) -> Replica:
+        if (replica := self._replicas.get(number)) is None:
+            raise EngineUnavailable(f"replica {number} was removed")
+        return replica
+
+    def lost_text(self, number: int) -> str:
+        """Describe the death of a replica."""
+        replica = self._replicas.get(number)
+        reason = f": {replica.reason}" if replica is not None and replica.reason else ""
+        return f"{self._subject(number)} was lost{reason}"
+
+    def submit(
+        self,
+        requests: Sequence[tuple[str, list[int], SamplingParams]],
+        priority: int = 0,
+        cache_salt: bytes = b"",
+        n: int = 1,
+        second_segments: Sequence[int] = (),
+    ) -> OutputStream:
+        """Submit requests (id, prompt, params) with a common output stream: `n` in a row for each prompt. No id may be
+        used twice. `second_segments`, if given, has one for each request.
+
+        `DATA_PARALLEL_RANK` chooses the replica that they start on. Raises `EngineUnavailable` and `QueueFull`, and
+        `InvalidParameter` if there is no such replica; then none was submitted.
+        """
+        self.admit()
+        if (rank := DATA_PARALLEL_RANK.get()) is not None:
+            self._check_rank(rank)
+        stream = OutputStream(self.abort, [request_id for request_id, _, _ in requests])
+        now, share, trace = time.monotonic(), SHARE.get(), TRACE.get()
+        if share.key:
+            self._num_waiting[share] += len(requests)
+        for number, (request_id, prompt_ids, params) in enumerate(requests):
+            if number % n == 0:
+                prompt = PromptRequests(n, num_open=n)
+            submit = EngineCoreRequest(
+                self.index,
+                request_id,
+                prompt_ids,
+                params,
+                priority,
+                cache_salt,
+                share=share.key,
+                weight=share.weight,
+                second_segment=second_segments[number] if second_segments else 0,
+            )
+            running = self._running[request_id] = RunningRequest(stream, now, submit, prompt)
+            if trace is not None and (added := trace.add(number, len(prompt_ids), now)) is not None:
+                running.trace = stream.traces[request_id] = added
+            self._place(running, submit, rank)
+        if (deadline := DEADLINE.get()) is not None:
+            stream.end_at(deadline)
+        return stream
+
+    def _check_rank(self, rank: int) -> None:
+        """Raise an error if the chosen replica is not up."""
+        if rank not in self._replicas:
+            ranks = ", ".join(map(str, sorted(self._replicas)))
+            raise InvalidParameter(f"{RANK_HEADER}: there is no replica {rank}; choose one of: {ranks}", RANK_HEADER)
+        if (state := self._replicas[rank].state) != "up":
+            raise EngineUnavailable(f"{RANK_HEADER}: replica {rank} is {state}; omit it to use another replica")
+
+    def _place(self, running: RunningRequest, request: EngineCoreRequest, rank: int | None = None) -> None:
+        """Send a request to this replica, or to the best one; without one that is up, it waits (see `_on_up`)."""
+        if not (live := self._live_replicas() if rank is None else [rank]):
+            running.replica = None
+            return
+        running.replica = live[0] if self._router is None else self._router.place(request, self._stats(live))
+        running.last_replica = running.replica
+        if running.trace is not None:
+            running.trace.place(running.replica)
+        self._send(request, running.replica)
+
+    def abort(self, request_ids: set[str], reason: FinishReason) -> None:
+        """Free these requests in the engine and forget them; they count as finished with `reason`."""
+        ended: dict[int, list[str]] = {}
+        for request_id in request_ids:
+            running = self._running.pop(request_id, None)
+            if running is not None:
+                self._on_finished(request_id, running, reason)
+                if running.replica is not None:
+                    ended.setdefault(running.replica, []).append(request_id)
+        for replica, ids in ended.items():
+            self._send(AbortRequests(ids), replica)
+        if ended:
+            self._check_drained()
+
+    def _on_finished(self, request_id: str, running: RunningRequest, reason: FinishReason) -> None:
+        """Update router, queue and metrics for a request that has left `_running`."""
+        if running.last_output is None:
+            self._on_started(running)
+        self._count_finished(running, reason)
+        if self._router is not None:
+            self._router.on_finished(request_id, running.delivered)
+        if request_id in self._suspects:
+            self._clear_suspect(request_id)
+
+    def _count_finished(self, running: RunningRequest, reason: FinishReason) -> None:
+        """Add a finished request to the metrics of its last replica, or of the first one if it had none."""
+        replica = min(self._replicas, default=0) if running.last_replica is None else running.last_replica
+        running.finish(reason, self._metrics, replica, is_pooling=self._is_pooling)
+
+    def _on_started(self, running: RunningRequest) -> None:
+        """Count a request as waiting no more."""
+        if running.submit.share:
+            share = Share(running.submit.share, running.submit.weight)
+            self._num_waiting[share] -= 1
+            if not self._num_waiting[share]:
+                del self._num_waiting[share]
+
+    def fail(self, reason: str) -> None:
+        """Fail all open requests, abort them in the engine, and accept no new ones."""
+        if self._failed.done():
+            return
+        for number in {running.replica for running in self._running.values() if running.replica is not None}:
+            self._send(AbortRequests([i for i, running in self._running.items() if running.replica == number]), number)
+        failure = EngineUnavailable(reason)
+        self._failed.set_result(failure)
+        for running in self._running.values():
+            if running.trace is not None:
+                running.trace.error = reason
+            self._count_finished(running, "error")
+            running.stream.fail(failure)
+        self._running.clear()
+        self._num_waiting.clear()
+        self._suspects.clear()
+
+    async def close(self) -> None:
+        """Close the connections."""
+        self.fail(SHUTTING_DOWN)
+        self.loop.remove_reader(self._responses.FD)
+        for task in self._tasks.copy():
+            task.cancel()
+        for replica in self._replicas.values():
+            replica.close()
+        self._responses.close()
+        self._context.term()
+
+    # --- coming and going of replicas -------------------------------------------------------------------------
+
+    @property
+    def replicas(self) -> list[ReplicaInfo]:
+        """The replicas that exist."""
+        found = []
+        for number, replica in sorted(self._replicas.items()):
+            stats, host = self._metrics.of(number), urlsplit(replica.address).hostname or "localhost"
+            found.append(ReplicaInfo(number, host, replica.state, stats.running, stats.waiting, replica.reason))
+        return found
+
+    @property
+    def _is_loading(self) -> bool:
+        """Whether an awaited replica has never been up. One that is restarting has been, maybe before this process
+        started.
+        """
+        return bool(self._awaited)
+
+    @property
+    def is_up(self) -> bool:
+        """Whether a replica is up."""
+        return not self._failed.done() and not self._is_loading and bool(self._live_replicas())
+
+    def update(self, state: EngineState) -> None:
+        """Handle a change that the supervisor reports. Unknown replicas are ignored."""
+        match state:
+            case EngineFailed(reason):
+                self.fail(reason)
+            case ReplicaStarting(number, address):
+                self._add(number, address)
+            case ReplicaUp(number) if number in self._replicas:
+                self._on_up(self._replicas[number], state)
+            case ReplicaLost(number) if number in self._replicas:
+                self._on_lost(self._replicas[number], state)
+            case ReplicaDraining(number, seconds) if number in self._replicas:
+                self._on_draining(self._replicas[number], seconds)
+            case ReplicaRemoved(number) if number in self._replicas:
+                self._on_removed(self._replicas.pop(number))
+
+    def _add(self, number: int, address: str) -> None:
+        """Add a replica that is starting, or note the address at which one starts again."""
+        replica = self._replicas.get(number)
+        if replica is None:
+            self._replicas[number] = Replica(number, address, self._context, self._security)
+            if self._router is None and len(self._replicas) > 1:
+                self._router = Router(
+                    list(self._replicas), cache=self._cache, max_num_seqs=self._max_num_seqs, first=self.index
+                )
+            return
+        if replica.state == "up":  # its death was not noticed
+            self._on_lost(replica, ReplicaLost(number, "it was restarted", returns=True))
+        replica.address, replica.reason = address, None
+        replica.state = "loading" if replica.state == "dead" else replica.state
+
+    def _on_draining(self, replica: Replica, seconds: float) -> None:
+        """Send no new requests to a replica, and move its running ones after a while."""
+        replica.state = "draining"
+        self._awaited.discard(replica.number)
+        self._update_ready()
+        replica.move_timer = self.loop.call_later(seconds, self._move, replica)
+        self._check_drained()
+
+    def _move(self, replica: Replica) -> None:
+        """Let the requests of a replica that drains go on elsewhere."""
+        moved = {i: running for i, running in self._running.items() if running.replica == replica.number}
+        if moved:
+            self._send(AbortRequests(list(moved)), replica.number)
+        for running in moved.values():
+            if running.trace is not None:
+                running.trace.leave("moved", f"{self._subject(replica.number)} is to be removed")
+            self._resume(running)
+        where = "go on elsewhere" if self._live_replicas() else "wait until another is up"
+        logger.info("%s is to be removed; %d requests %s", self._subject(replica.number), len(moved), where)
+        self._check_drained()
+
+    def _check_drained(self) -> None:
+        """Report replicas that drain and have no more requests."""
+        for replica in self._replicas.values():
+            if replica.state == "draining" and not replica.is_drained:
+                replica.is_drained = all(running.replica != replica.number for running in self._running.values())
+                if replica.is_drained:
+                    replica.cancel_move()
+                    self.on_drained(replica.number)
+
+    def _on_removed(self, replica: Replica) -> None:
+        """Disconnect from a replica that has no requests."""
+        self._disconnect(replica)
+        self._awaited.discard(replica.number)
+        self._update_ready()
+        if self._router is not None:
+            self._router.on_replica_removed(replica.number)
+
+    def _disconnect(self, replica: Replica) -> None:
+        """Close the connection to a replica, which will answer no more."""
+        replica.close()
+        for (number, _), answer in self._calls.items():
+            if number == replica.number:
+                answer.cancel()
+        for pieces in self.traces.values():
+            pieces.put_nowait(replica.number)
+
+    def _on_up(self, replica: Replica, up: ReplicaUp) -> None:
+        """Connect to a replica, and send it the requests that wait for one."""
+        if self._failed.done() or (replica.state, replica.incarnation) == ("up", up.incarnation):
+            return
+        if replica.state == "up":  # its death was not noticed
+            self._on_lost(replica, ReplicaLost(replica.number, "it was restarted", returns=True))
+        replica.state, replica.incarnation, replica.is_unresponsive = "up", up.incarnation, False
+        replica.reason = None
+        self._awaited.discard(replica.number)
+        replica.open()
+        self._send(Join(self.index), replica.number)
+        if up.stats is not None:
+            self._metrics.take(replica.number, up.stats)
+        if self._router is not None:
+            self._router.on_replica_ready(replica.number)
+        self._last_up = up
+        self._update_ready()
+        waiting = [
+            (i, each) for i, each in self._running.items() if each.replica is None and i not in self._suspects[1:]
+        ]
+        for _, running in waiting:
+            self._resume(running)
+        if waiting:
+            logger.info("%s is up; %d requests go on", self._subject(replica.number), len(waiting))
+
+    def _update_ready(self) -> None:
+        """Become ready when a replica has been up and none is still loading for the first time."""
+        if not self._ready.done() and not self._is_loading and self._last_up is not None:
+            self._ready.set_result(self._last_up)
+
+    def _on_lost(self, replica: Replica, lost: ReplicaLost) -> None:
+        """Resume the requests of a dead replica on others, or when a replica is back."""
+        if replica.state == "dead" or self._failed.done():
+            return
+        replica.state, replica.reason = "restarting" if lost.returns else "dead", lost.reason
+        self._awaited.discard(replica.number)
+        self._disconnect(replica)
+        self._update_ready()
+        moved = {i: running for i, running in self._running.items() if running.replica == replica.number}
+        for running in moved.values():
+            running.replica = None
+            if running.trace is not None:
+                running.trace.leave("replica_lost", f"{self._subject(replica.number)} has died: {lost.reason}")
+        if lost.may_be_caused_by_request:
+            self._suspect(moved, lost.reason)
+        for request_id, running in moved.items():
+            if request_id in self._running and running.replica is None and request_id not in self._suspects[1:]:
+                self._resume(running)
+        # Last, as the tokens of finished requests are added to the replica's cache.
+        if self._router is not None:
+            self._router.on_replica_dead(replica.number)
+        if moved:
+            where = "go on elsewhere" if self._live_replicas() else "wait until it is back"
+            logger.warning("%s has died; %d requests %s", self._subject(replica.number), len(moved), where)
+
+    def _suspect(self, moved: dict[str, RunningRequest], reason: str) -> None:
+        """Find out which request of a dead replica has caused its death, and fail it.
+
+        A request whose replicas have died `MAX_DEATHS` times in a row, while it hardly made progress, is a suspect. If
+        it is the only one, it is the cause. Several suspects run one at a time from now on.
+        """
+        now = time.monotonic()
+        for place, (request_id, running) in enumerate(moved.items()):
+            if running.last_output is None and place >= self._max_num_seqs:
+                continue  # it has not run yet
+            if now - running.died_at < _SAME_MOMENT_SECONDS:
+                continue  # it was sent to a replica that was dying, too
+            running.died_at = now
+            running.num_deaths += 1
+            if running.num_deaths >= MAX_DEATHS and request_id not in self._suspects:
+                self._suspects.append(request_id)
+        first = next(iter(self._suspects), None)
+        if first in moved and (len(self._suspects) == 1 or moved[first].num_deaths > MAX_DEATHS):
+            running = self._running.pop(first)
+            error = f"the engine died {running.num_deaths} times while it ran this request, which is given up: {reason}"
+            logger.error("request %s: %s", first, error)
+            running.stream.put(EngineCoreOutput(first, [], finish_reason="error", error=error))
+            if running.trace is not None:
+                running.trace.error = error
+            self._on_finished(first, running, "error")
+
+    def _clear_deaths(self, request_id: str, running: RunningRequest) -> None:
+        """Forget the deaths of a request's replicas once it has made progress."""
+        if len(running.delivered) - running.num_resumed >= CLEARING_TOKENS:
+            running.num_deaths = 0
+            if request_id in self._suspects:
+                self._clear_suspect(request_id)
+
+    def _clear_suspect(self, request_id: str) -> None:
+        """Run the next suspect, as this one has made progress or has ended."""
+        is_first = self._suspects[0] == request_id
+        self._suspects.remove(request_id)
+        if is_first and self._suspects:
+            self._resume(self._running[self._suspects[0]])
+
+    def _resume(self, running: RunningRequest) -> None:
+        """Let a request go on after the tokens delivered so far."""
+        request, running.num_resumed = running.resume_request, len(running.delivered)
+        running.num_repeated = 0 if request.output_token_ids else running.num_scored_tokens
+        if self._router is not None:
+            self._router.on_finished(request.request_id, [])
+        self._place(running, request)
+
+    def _live_replicas(self) -> list[int]:
+        """The replicas that get requests. Unresponsive ones are included only if there are no others."""
+        up = [replica for replica in self._replicas.values() if replica.state == "up"]
+        return [replica.number for replica in up if not replica.is_unresponsive] or [replica.number for replica in up]
+
+    def _stats(self, replicas: Sequence[int] | None = None) -> dict[int, EngineStats]:
+        """The latest stats of these replicas, or of those that get requests."""
+        return {number: self._metrics.of(number) for number in replicas or self._live_replicas()}
+
+    def _subject(self, replica: int) -> str:
+        """The subject of log messages about a replica."""
+        return "the engine" if self._router is None else f"replica {replica}"
+
+    def _start_task(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Start a background task that `close` cancels."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    # --- messages ---------------------------------------------------------------------------------------------
+
+    def _send(self, message: ToCore, replica: int) -> None:
+        self._replicas[replica].send(message)
+
+    def _receive(self) -> None:
+        """Process all received messages. ZMQ_FD is edge-triggered: it signals new messages, not unread ones."""
+        try:
+            while True:
+                frames = self._responses.recv_multipart(zmq.NOBLOCK)
+                try:
+                    message = self._decoder.decode(join(frames))
+                except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                    self._dropped.add(error)
+                    continue
+                replica = self._replicas.get(message.replica)
+                if replica is None or replica.state not in ("up", "draining"):
+                    continue
+                if replica.incarnation != message.incarnation:
+                    continue  # a late message of a replica that has died
+                replica.is_unresponsive = False
+                if isinstance(message, EngineCoreOutputs):
+                    self._deliver(message)
+                elif isinstance(message, TracePiece):
+                    if (pieces := self.traces.get(message.call_id)) is not None:
+                        pieces.put_nowait(message)
+                elif (answer := self._calls.get((message.replica, message.call_id))) is not None and not answer.done():
+                    answer.set_result(message)
+        except zmq.Again:
+            pass
+        except Exception as error:  # a bug here must not leave requests waiting forever
+            logger.error("the connection to the engine failed", exc_info=error)
+            self.loop.remove_reader(self._responses.FD)
+            self.fail(f"the connection to the engine failed: {error!r}")
+
+    def _deliver(self, outputs: EngineCoreOutputs) -> None:
+        """Deliver a step's outputs. Drop those of requests that are unknown or have moved."""
+        now = time.monotonic()
+        if outputs.stats is not None:
+            self._metrics.take(outputs.replica, outputs.stats)
+        if outputs.expert_load is not None:
+            self._metrics.expert_load = outputs.expert_load
+        if outputs.rank_stats is not None:
+            self._metrics.rank_stats[outputs.replica] = outputs.rank_stats
+        for record in outputs.warnings:
+            record.replica = outputs.replica
+            log.RECENT.records.append(record)
+        earlier: list[float] = []
+        for request_id, token_id in zip(outputs.request_ids, outputs.token_ids, strict=True):
+            running = self._running.get(request_id)
+            if running is not None and running.replica == outputs.replica:
+                if running.last_output is not None:
+                    earlier.append(running.last_output)
+                running.last_output = now
+                running.delivered.append(token_id)
+                if running.num_deaths:
+                    self._clear_deaths(request_id, running)
+                running.stream.put_token(request_id, token_id)
+        for last_output, count in Counter(earlier).items():  # most had their last output in the same step
+            self._metrics.observe(outputs.replica, "inter_token_latency_seconds", now - last_output, count)
+        for output in outputs.outputs:
+            running = self._running.get(output.request_id)
+            if running is None or running.replica != outputs.replica:
+                continue
+            self._record_progress(running, output)
+            if running.trace is not None:
+                running.trace.receive(output, now)
+            if running.first_output is None and (output.token_ids or output.vector is not None):
+                running.first_output, running.prefill_seconds = now, output.running_seconds
+                running.queue_seconds = max(0.0, now - running.arrived - output.running_seconds)
+                self._metrics.observe(outputs.replica, "request_queue_time_seconds", running.queue_seconds)
+                self._metrics.observe(outputs.replica, "request_prefill_time_seconds", output.running_seconds)
+            if output.token_ids:
+                if running.last_output is None:
+                    self._metrics.observe(outputs.replica, "time_to_first_token_seconds", now - running.arrived)
+                    self._on_started(running)
+                else:
+                    since = now - running.last_output
+                    self._metrics.observe(outputs.replica, "inter_token_latency_seconds", since)
+                running.last_output = now
+            if output.finish_reason is not None:
+                del self._running[output.request_id]
+                self._on_finished(output.request_id, running, output.finish_reason)
+            running.stream.put(output)
+        if self._replicas[outputs.replica].state == "draining":
+            self._check_drained()
+
+    def _record_progress(self, running: RunningRequest, output: EngineCoreOutput) -> None:
+        """Store the state for resuming the request elsewhere, and remove what a previous replica has delivered."""
+        if (scores := output.prompt_logprobs) is not None:
+            repeated = min(running.num_repeated, len(scores))
+            running.num_repeated -= repeated
+            running.num_scored_tokens += len(scores) - repeated
+            output.prompt_logprobs = scores.after(repeated) if repeated < len(scores) else None
+        if output.token_ids:
+            if running.num_cached_tokens is None:
+                running.num_cached_tokens = output.num_cached_tokens
+            output.num_cached_tokens = running.num_cached_tokens
+            running.delivered += output.token_ids
+            if self._router is not None:
+                self._router.on_first_token(output.request_id)
+            if running.num_deaths:
+                self._clear_deaths(output.request_id, running)

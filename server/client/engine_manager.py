@@ -1,0 +1,550 @@
+"""Starts this host's engine cores, restarts those that die, and reports the state of every replica.
+
+It handles no requests. It runs in the parent process of `quire serve`, in that of `--headless` hosts, and in a thread
+for `LLM`. Each API process gets the states and resumes its own requests (`EngineClient`).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import islice
+
+from quire.engine.config.added_replica import added_replica, check_resizable
+from quire.engine.config.engine_config import EngineConfig
+from quire.engine.config.parallel_config import MAX_REPLICAS
+from quire.engine.config.plan_text import cache_text
+from quire.engine.core.launch import (
+    CoreArgs,
+    Endpoints,
+    local_endpoints,
+    replica_config,
+    request_address,
+    start_core,
+)
+from quire.engine.process.runtime_folder import RuntimeFolder
+from quire.engine.process.supervisor import Process, SupervisedProcess, Supervisor
+from quire.engine.protocol.errors import ConfigError
+from quire.engine.protocol.supervision import (
+    EngineFailed,
+    EngineState,
+    Failed,
+    Ready,
+    ReplicaDraining,
+    ReplicaLost,
+    ReplicaRemoved,
+    ReplicaStarting,
+    ReplicaUp,
+    Shutdown,
+)
+from quire.server.client.dp_coordinator import DPCoordinator, DPLeader, DPMember
+from quire.server.client.metrics import Metrics
+from quire.server.config import RestartPolicy
+
+RESTART_SECONDS = (0.1, 60.0)
+"""Delay from the death of a replica to its restart: the first delay, and the longest one if it dies repeatedly."""
+RESTART_WINDOW = 600.0
+"""See `RestartPolicy.max_restarts`, in seconds."""
+_MAX_DOUBLINGS = 16
+_MIN_UP_SECONDS = 10.0
+"""A replica that dies sooner is restarted later each time."""
+SHUTDOWN_SECONDS = 10.0
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ApiProcessInfo:
+    """The addresses that the API processes share, and the number of this process."""
+
+    endpoints: Endpoints
+    metrics: str
+    """The file with the metrics."""
+    awaited: frozenset[int]
+    """The replicas that have to be up before the API accepts requests, and have not been yet."""
+    index: int = 0
+
+    @property
+    def count(self) -> int:
+        return len(self.endpoints.responses)
+
+
+class _Core(SupervisedProcess):
+    """The engine core of one replica."""
+
+    def __init__(self, manager: EngineManager, replica: int, config: EngineConfig) -> None:
+        super().__init__("the engine core")
+        self.replica = replica
+        self.config = config
+        self.incarnation = 0
+        self.up_at = 0.0
+        """When it was last ready, on the monotonic clock."""
+        self.deaths: deque[float] = deque()
+        """Times of its deaths in the last `RESTART_WINDOW` seconds."""
+        self.num_quick_deaths = 0
+        """Deaths in a row that came within `_MIN_UP_SECONDS`."""
+        self._manager = manager
+
+    def start(self) -> Process:
+        self.incarnation = time.time_ns()
+        return self._manager.start_core(self)
+
+    def on_ready(self, ready: Ready) -> None:
+        self.up_at = time.monotonic()
+        if self.is_stopping or not self._manager.group_runs:
+            return  # it was asked to stop in the meantime
+        self._manager.on_state(ReplicaUp(self.replica, self.incarnation, ready.stats, ready.seconds))
+
+    def on_exit(self, failure: Failed) -> float | None:
+        now = time.monotonic()
+        self.deaths.append(now)
+        while now - self.deaths[0] > RESTART_WINDOW:
+            self.deaths.popleft()
+        self.num_quick_deaths = 0 if self.is_ready and now - self.up_at > _MIN_UP_SECONDS else self.num_quick_deaths + 1
+        return self._manager.on_core_exit(self, failure)
+
+
+class EngineManager:
+    """The replicas of an engine, as their supervisor sees them. Its methods belong to the thread that runs
+    `supervisor`, except those of other hosts' notices and `drained`.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        name: str,
+        log_level: str = "info",
+        num_clients: int = 1,
+        hosts: DPCoordinator | None = None,
+        policy: RestartPolicy | None = None,
+    ) -> None:
+        """Start the cores. `num_clients` is the number of API processes; `name` is a label of the metrics.
+
+        `hosts` are the hosts of other replicas (`quire.server.client.dp_coordinator.connect_hosts`), which are closed
+        with the manager.
+        """
+        parallel = config.parallel
+        self.supervisor = Supervisor(parallel.watchdog_seconds)
+        self.states: dict[int, ReplicaUp | ReplicaLost | ReplicaDraining] = {}
+        """The newest state of each replica that has been up or has died."""
+        self.failure: EngineFailed | None = None
+        """Why the engine is gone for good."""
+        self.is_user_error = False
+        """Whether that is an error of the configuration."""
+        self.on_change: Callable[[EngineState], None] = lambda state: None
+        """Called with every new state."""
+        self._config, self._log_level, self._hosts = config, log_level, hosts
+        self._policy = policy or RestartPolicy()
+        self._is_stopping = self._leave_together = False
+        self._folder = RuntimeFolder()
+        endpoints = local_endpoints(parallel, self._folder.path, num_clients)
+        if hosts is not None:
+            endpoints = Endpoints(hosts.requests, hosts.responses or endpoints.responses)
+        self._endpoints, self._metrics_path = endpoints, f"{self._folder.path}/metrics"
+        self.requests = {replica: endpoints.requests[replica] for replica in parallel.api_replicas}
+        """The replicas of the API, and the address of each."""
+        self._awaited = set(self.requests)
+        """Those of the start that have not been up yet."""
+        self._has_been_up: set[int] = set()
+        self._drained: dict[int, set[int]] = {}
+        """The replicas that drain, and the API processes that have no more requests on them."""
+        self.metrics = Metrics(name, self._metrics_path, 0, num_clients)
+        for replica in self.requests:
+            self.metrics.state(replica, "loading")
+        self._num_group_starts = 0
+        self.group_runs = True
+        """Whether replicas that share experts have been started, and none has died since."""
+        self._running_elsewhere = set[int]()
+        """While they are being stopped: those of other hosts that have not exited."""
+        self._cores = [_Core(self, replica, config) for replica in parallel.local_replicas]
+        self._lost_since: float | None = None
+        """Since when no replica is up, although some were."""
+        self._thread = threading.Thread(target=self._run_thread, daemon=True, name="engine-manager")
+        for core in self._cores:
+            self.supervisor.add(core)
+        if hosts is not None:
+            hosts.watch(self)
+
+    def process_info(self, index: int) -> ApiProcessInfo:
+        """Return what API process `index` must know of the others."""
+        endpoints = Endpoints(dict(self.requests), self._endpoints.responses)
+        return ApiProcessInfo(endpoints, self._metrics_path, frozenset(self._awaited), index)
+
+    def start_core(self, core: _Core) -> Process:
+        """Start the core of a replica."""
+        # Ranks of coupled replicas rendezvous at another place each time.
+        init_method, master = f"file://{self._folder.path}/rendezvous-{self._num_group_starts}", None
+        if self._hosts is not None:
+            init_method, master = self._hosts.init_method, self._hosts.masters.get(core.replica)
+        config = replica_config(core.config, core.replica, init_method, master)
+        endpoints = Endpoints(self._endpoints.requests | self.requests, self._endpoints.responses)
+        return start_core(CoreArgs(config, endpoints, self._log_level, core.incarnation), self._folder.path)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether every replica has been up, or the engine has failed."""
+        return self.failure is not None or not self._awaited
+
+    def on_state(self, state: EngineState) -> None:
+        """Record a new state and pass it on."""
+        match state:
+            case ReplicaStarting(replica, address):
+                self.requests[replica] = address
+                self.states.pop(replica, None)
+                self.metrics.state(replica, "loading")
+            case ReplicaUp(replica, stats=stats):
+                if replica in self._has_been_up:
+                    logger.info("%s is up again", f"replica {replica}" if self._has_several else "the engine core")
+                elif replica not in self._awaited:
+                    logger.info("replica %d is up", replica)
+                elif stats is not None and stats.kv_blocks != self._config.cache.num_blocks:
+                    logger.info("%s%s", self._prefix(replica), cache_text(self._config.with_blocks(stats.kv_blocks)))
+                self._has_been_up.add(replica)
+                self._awaited.discard(replica)
+                self.states[replica] = state
+                self.metrics.state(replica, "up")
+            case ReplicaLost(replica):
+                self.states[replica] = state
+                self.metrics.state(replica, "loading" if state.returns else "dead")
+                self.metrics.count_death(replica)
+            case ReplicaDraining(replica):
+                self.states[replica] = state
+                self.metrics.state(replica, "draining")
+            case ReplicaRemoved(replica):
+                del self.requests[replica]
+                for known in (self._awaited, self._has_been_up):
+                    known.discard(replica)
+                for table in (self.states, self._drained):
+                    table.pop(replica, None)
+                self.metrics.state(replica, "removed")
+            case EngineFailed():
+                if self.failure is not None:
+                    return
+                self.failure = state
+        up = any(isinstance(each, ReplicaUp | ReplicaDraining) for each in self.states.values())
+        self._lost_since = None if up else self._lost_since or time.monotonic()
+        self.on_change(state)
+
+    def on_core_exit(self, core: _Core, failure: Failed) -> float | None:
+        """Decide what follows from the exit of a core; returns the seconds after which to start it again."""
+        if self.failure is not None:
+            return None
+        reason, policy = f"{self._prefix(core.replica)}{failure.reason}", self._policy
+        if core.replica in self._awaited and self.group_runs:
+            is_killed = core.failure is None  # by somebody else, which need not happen again
+            if is_killed and len(core.deaths) == 1 and policy.is_enabled and not self._config.parallel.is_coupled:
+                logger.error("%s; starting it again", reason)
+                return RESTART_SECONDS[0]
+            self.is_user_error = failure.user_error
+            self.on_state(EngineFailed(reason))
+            return None
+        is_coupled = self._config.parallel.is_coupled
+        if core.replica not in self._has_been_up and not is_coupled:  # it was added
+            logger.error("%s; it is not started again", reason)
+            self.on_state(ReplicaLost(core.replica, failure.reason, returns=False))
+            return None
+        if core.replica in self._drained:
+            logger.error("%s; its requests go on elsewhere", reason)
+            self._remove_lost(core.replica, failure.reason)
+            return None
+        others = [state for replica, state in self.states.items() if replica != core.replica]
+        is_last = is_coupled or not any(isinstance(state, ReplicaUp) for state in others)
+        is_over = is_last and len(core.deaths) > policy.max_restarts
+        is_fixed = is_coupled and self._hosts is not None and not self._hosts.restarts_group
+        returns = policy.is_enabled and not is_over and not is_fixed
+        if is_last and not returns:
+            deaths = f" (death {len(core.deaths)} within {RESTART_WINDOW / 60:.0f} minutes; see --max-restarts)"
+            self.on_state(EngineFailed(reason + deaths * (is_over and policy.is_enabled)))
+            return None
+        least, most = RESTART_SECONDS
+        delay = min(most, least * 2 ** min(core.num_quick_deaths, _MAX_DOUBLINGS))
+        if is_coupled:
+            self._stop_group(reason, failure.reason, core.replica)
+            if isinstance(self._hosts, DPMember):  # its leader counts those that have exited
+                self.on_state(ReplicaLost(core.replica, failure.reason, returns))
+            self._start_group_if_stopped(delay)
+            return None
+        logger.error("%s; %s", reason, "restarting it" if returns else "it is not restarted (--no-restart)")
+        self.on_state(ReplicaLost(core.replica, failure.reason, returns))
+        return delay if returns else None
+
+    # --- restarting replicas that share experts -----------------------------------------------------------------
+
+    def _stop_group(self, message: str, reason: str, died: int | None = None) -> None:
+        """Stop all replicas, also those of other hosts, as one has died: `died`, or one whose host was lost."""
+        if self.group_runs:
+            self.group_runs = False
+            logger.error("%s; restarting all replicas, which share experts", message)
+            if isinstance(self._hosts, DPLeader):
+                self._running_elsewhere = self.requests.keys() - {core.replica for core in self._cores}
+                self._hosts.stop_group()
+            if not isinstance(self._hosts, DPMember):
+                # All at once: a request that went on at another one would be suspected of that one's death, too.
+                for replica in [each for each, state in self.states.items() if isinstance(state, ReplicaUp)]:
+                    self.on_state(ReplicaLost(replica, reason, returns=True, may_be_caused_by_request=replica == died))
+        for core in self._cores:
+            core.restart_at = None
+            if core.process is not None:
+                core.send(Shutdown())
+                core.kill_at = min(core.kill_at, time.monotonic() + SHUTDOWN_SECONDS)
+
+    def _start_group_if_stopped(self, delay: float) -> None:
+        """Start all replicas again, once all have exited: one that is still exiting would fail the others."""
+        if self.group_runs or self._running_elsewhere or any(core.process is not None for core in self._cores):
+            return
+        if isinstance(self._hosts, DPMember):
+            return  # see `group_starts`
+        if isinstance(self._hosts, DPLeader):
+            others = self.requests.keys() - {core.replica for core in self._cores}
+            if not all(map(self._hosts.is_joined, others)):
+                return
+            self._hosts.start_group(self.requests)
+        self._start_group(delay)
+
+    def _start_group(self, delay: float = 0.0) -> None:
+        self.group_runs = True
+        self._num_group_starts += 1
+        for core in self._cores:
+            core.restart_at = time.monotonic() + delay
+
+    def group_stops(self) -> None:
+        """Report that a replica on another host has died, which shares experts with this one's; from any thread."""
+        reason = "a replica on another host has died"
+
+        def handle() -> None:
+            starting = [core for core in self._cores if core.restart_at is not None]
+            self._stop_group(reason, reason)
+            for core in starting:  # its leader takes it for running
+                self.on_state(ReplicaLost(core.replica, reason, returns=True))
+
+        self.supervisor.call(handle)
+
+    def group_starts(self, requests: dict[int, str]) -> None:
+        """Report that all replicas that share experts start again, at these addresses; from any thread."""
+
+        def handle() -> None:
+            self._endpoints = Endpoints(requests, self._endpoints.responses)
+            self._start_group()
+
+        self.supervisor.call(handle)
+
+    # --- adding and removing replicas ----------------------------------------------------------------------------
+
+    def resize(self, count: int, drain_seconds: float) -> None:
+        """Start replicas on this host, or drain some of it, so that there are `count` in all, 1 to `MAX_REPLICAS`; does
+        not wait for them.
+
+        Replicas that are not up are removed first, then those with the highest numbers. Dead ones that stay are started
+        again. Raises `ConfigError`, and changes nothing, if that is not possible.
+        """
+        if not self.is_settled or self.failure is not None:
+            raise ConfigError("the engine is not running yet, or has failed")
+        check_resizable(self._config.parallel)
+        present = sorted(
+            self.requests.keys() - self._drained.keys(),
+            key=lambda replica: (isinstance(self.states.get(replica), ReplicaUp), -replica),
+        )
+        here = {core.replica: core for core in self._cores if not core.is_stopping}
+        hosts = self._hosts if isinstance(self._hosts, DPLeader) else None
+        elsewhere = [each for each in present if hosts is not None and hosts.is_joined(each)]
+        removed = [each for each in present if each not in elsewhere][: max(0, len(present) - count)]
+        if len(removed) < len(present) - count:
+            raise ConfigError(
+                f"there are {len(elsewhere)} replicas on other hosts, so that {count} are too few; stop them there, by "
+                "SIGTERM"
+            )
+        self._cores = [core for core in self._cores if core.process is not None or not core.is_stopping]
+        taken = self.requests.keys() | {core.replica for core in self._cores}  # also those that are exiting
+        unused = (number for number in range(MAX_REPLICAS) if number not in taken)
+        added: list[_Core] = []
+        for number in islice(unused, max(0, count - len(present))):
+            others = [*self._cores, *added]
+            used = {device for core in others for device in self._devices(core)}
+            num_loading = sum(not core.is_ready for core in others)
+            config = added_replica(self._config, number, used, len(others) + 1, num_loading)
+            added.append(_Core(self, number, config))
+        for replica in removed:
+            logger.info("replica %d is to be removed, and drains for up to %g s", replica, drain_seconds)
+            self._drain(replica, drain_seconds)
+        for replica in set(present) - set(removed):
+            if (core := here.get(replica)) is not None and core.process is None and core.restart_at is None:
+                self._announce(core, self.requests[replica])
+                core.restart_at = time.monotonic()
+        for core in added:
+            self._cores.append(core)
+            self._announce(core, request_address(self._folder.path, core.replica))
+            self.supervisor.add(core)
+
+    def _devices(self, core: _Core) -> list[int]:
+        parallel = replica_config(core.config, core.replica, "").parallel
+        return [parallel.device_of(rank) for rank in parallel.ranks_of(parallel.node)]
+
+    def _announce(self, core: _Core, address: str) -> None:
+        """Report that a core is about to be started."""
+        logger.info("replica %d is being started", core.replica)
+        if isinstance(self._hosts, DPLeader):
+            self._hosts.local_replicas |= {core.replica}
+        self.on_state(ReplicaStarting(core.replica, address))
+
+    @property
+    def draining(self) -> list[int]:
+        """The replicas that drain."""
+        return list(self._drained)
+
+    def drained(self, client: int, replica: int) -> None:
+        """Report that an API process has no more requests on a replica that drains; from any thread."""
+
+        def handle() -> None:
+            if (clients := self._drained.get(replica)) is not None:
+                clients.add(client)
+                if len(clients) == len(self._endpoints.responses):
+                    self._remove(replica)
+
+        self.supervisor.call(handle)
+
+    def _drain(self, replica: int, seconds: float) -> None:
+        """Remove a replica when its requests have ended or have moved, which they do after `seconds`."""
+        if isinstance(self.states.get(replica), ReplicaUp):
+            self._drained[replica] = set()
+            self.on_state(ReplicaDraining(replica, seconds))
+        elif replica not in self._drained:
+            self._remove(replica)
+
+    def _remove(self, replica: int) -> None:
+        """Forget a replica that has no requests, and stop it."""
+        logger.info("replica %d has been removed", replica)
+        self.on_state(ReplicaRemoved(replica))
+        for core in self._cores:
+            if core.replica == replica and not core.is_stopping:
+                self.supervisor.end(core, Shutdown(), SHUTDOWN_SECONDS)
+        if isinstance(self._hosts, DPLeader):
+            self._hosts.local_replicas -= {replica}
+            self._hosts.dismiss(replica)
+
+    def _remove_lost(self, replica: int, reason: str) -> None:
+        """Forget a replica that has died while it was draining; its requests are moved."""
+        self.on_state(ReplicaLost(replica, reason, returns=False))
+        self._remove(replica)
+
+    # --- notices of other hosts, from any thread ----------------------------------------------------------------
+
+    def replica_joined(self, replica: int, address: str) -> None:
+        """Report that the host of a replica has joined, and loads the model."""
+
+        def handle() -> None:
+            if any(core.replica == replica and not core.is_stopping for core in self._cores):  # both at the same moment
+                assert isinstance(self._hosts, DPLeader)
+                self._hosts.dismiss(replica, f"replica {replica} is on the host with the API")
+            else:
+                self.on_state(ReplicaStarting(replica, address))
+                if self._config.parallel.is_coupled and not self.group_runs:
+                    self._running_elsewhere.discard(replica)
+                    self._start_group_if_stopped(0.0)
+
+        self.supervisor.call(handle)
+
+    def replica_leaves(self, replica: int, seconds: float) -> None:
+        """Report that the host of a replica shuts down, when the requests there have ended or have moved."""
+
+        def handle() -> None:
+            if replica in self.requests:
+                logger.info("replica %d leaves, and drains for up to %g s", replica, seconds)
+                self._drain(replica, seconds)
+
+        self.supervisor.call(handle)
+
+    def replica_died(self, replica: int, reason: str, *, is_host_lost: bool = False) -> None:
+        """Report that a replica on another host has died, or that the host was lost (`is_host_lost`)."""
+
+        def handle() -> None:
+            is_coupled = self._config.parallel.is_coupled
+            if replica in self._awaited or (is_coupled and not self._policy.is_enabled):
+                self.on_state(EngineFailed(f"{self._prefix(replica)}{reason}"))
+            elif is_coupled:
+                self._stop_group(f"{self._prefix(replica)}{reason}", reason, None if is_host_lost else replica)
+                self._running_elsewhere.discard(replica)
+                self._start_group_if_stopped(RESTART_SECONDS[0])
+            elif replica not in self.requests or isinstance(self.states.get(replica), ReplicaLost):
+                return  # it has left, or this is known
+            elif replica in self._has_been_up and replica not in self._drained:
+                logger.error("%s%s", self._prefix(replica), reason)
+                self.on_state(ReplicaLost(replica, reason, returns=True, may_be_caused_by_request=not is_host_lost))
+            else:
+                logger.error("%s%s; it is removed", self._prefix(replica), reason)
+                self._remove_lost(replica, reason)
+
+        self.supervisor.call(handle)
+
+    def replica_up(self, state: ReplicaUp) -> None:
+        """Report that a replica on another host is up."""
+
+        def handle() -> None:
+            if state.replica in self.requests and state.replica not in self._drained:
+                self.on_state(state)
+
+        self.supervisor.call(handle)
+
+    def fail(self, reason: str) -> None:
+        """Report that the engine is gone for good."""
+        self.supervisor.call(lambda: self.on_state(EngineFailed(reason)))
+
+    # --- running and stopping -----------------------------------------------------------------------------------
+
+    def run(self, until: Callable[[], bool]) -> None:
+        """Supervise the processes until `until` returns true."""
+
+        def is_over() -> bool:
+            timeout = self._config.parallel.timeout
+            if any(core.process is not None for core in self._cores):  # it is being started: its end will be noticed
+                self._lost_since = self._lost_since and time.monotonic()
+            if not self._folder.exists:
+                where = f"{self._folder.path} with the sockets of this server"
+                self.on_state(EngineFailed(f"the folder {where} was removed; set TMPDIR to a safe place"))
+            if self._lost_since is not None and self.states and time.monotonic() - self._lost_since > timeout:
+                self.on_state(EngineFailed(f"no replica has been up for {timeout:g} s"))
+            return until()
+
+        self.supervisor.run(is_over)
+
+    def run_in_thread(self) -> None:
+        """Supervise the processes in a thread, until `stop_thread`."""
+        self._thread.start()
+
+    def stop_thread(self, *, together: bool = False) -> threading.Thread:
+        """Let the thread close the manager and end (see `close`), and return it."""
+        self._is_stopping, self._leave_together = True, together
+        self.supervisor.call(lambda: None)  # wakes the thread
+        return self._thread
+
+    def _run_thread(self) -> None:
+        self.run(lambda: self._is_stopping)
+        self.close(together=self._leave_together)
+
+    def close(self, reason: str = "", *, together: bool = False, drain_seconds: float = 0.0) -> None:
+        """Stop the cores, disconnect from the other hosts, with the reason if it is an error, and remove all files.
+
+        `together`: unless an error occurs, keep the cores running until no other host needs them. Requests of an API on
+        another host move to other replicas after `drain_seconds`.
+        """
+        hosts = self._hosts
+        if hosts is not None and together and not reason and self.failure is None:
+            hosts.request_shutdown(drain_seconds)
+            self.run(lambda: hosts.can_shut_down or self.failure is not None)
+        reason = reason or (self.failure.reason if self.failure is not None else "")
+        if hosts is not None:
+            hosts.close(reason)
+        self.supervisor.stop(self._cores, Shutdown(reason), SHUTDOWN_SECONDS)
+        self._folder.remove()
+
+    def _prefix(self, replica: int) -> str:
+        """The prefix of log messages about a replica, if there are several."""
+        return f"replica {replica}: " if self._has_several else ""
+
+    @property
+    def _has_several(self) -> bool:
+        return self._config.parallel.replicas > 1 or len(self.requests) > 1

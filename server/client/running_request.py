@@ -1,0 +1,100 @@
+"""The state of a request in the engine."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from functools import partial
+
+import msgspec
+
+from quire.engine.protocol.engine_core import EngineCoreRequest, FinishReason
+from quire.server.client.metrics import Metrics
+from quire.server.client.output_stream import OutputStream
+from quire.server.client.tracing import RequestTimes, SequenceTrace
+
+CLEARING_TOKENS = 16
+"""New tokens of a request without a death, after which earlier deaths do not count."""
+
+
+@dataclass(slots=True)
+class PromptRequests:
+    """The unfinished requests of one prompt, for metrics."""
+
+    n: int
+    """How many it had."""
+    num_open: int
+    max_tokens: int = 0
+    """Tokens of the longest finished one."""
+
+
+@dataclass(slots=True)
+class RunningRequest:
+    """A request in the engine, and its times (`time.monotonic`)."""
+
+    stream: OutputStream
+    arrived: float
+    submit: EngineCoreRequest
+    """The original request; the other fields hold the state to resume from."""
+    prompt: PromptRequests
+    replica: int | None = None
+    """None: it waits for a replica."""
+    last_replica: int | None = None
+    """The one that it is or was on."""
+    first_output: float | None = None
+    """When its first tokens, or its embedding, came."""
+    queue_seconds: float = 0.0
+    """Time until it was first scheduled."""
+    prefill_seconds: float = 0.0
+    """Time from when it was first scheduled to its first output."""
+    last_output: float | None = None
+    delivered: list[int] = field(default_factory=list)
+    num_scored_tokens: int = 0
+    """Prompt tokens whose log-probabilities have been delivered."""
+    num_repeated: int = 0
+    """How many of these the replica that resumed the request will send again."""
+    num_cached_tokens: int | None = None
+    """The value of the first output, repeated with the output of the replica that resumed the request."""
+    num_deaths: int = 0
+    """Deaths of its replicas in a row, with fewer than `CLEARING_TOKENS` new tokens in between."""
+    died_at: float = 0.0
+    """When the last of them died."""
+    num_resumed: int = 0
+    """Tokens delivered when it was last resumed."""
+    trace: SequenceTrace | None = None
+
+    @property
+    def resume_request(self) -> EngineCoreRequest:
+        """Return the request to send to another replica."""
+        return msgspec.structs.replace(self.submit, output_token_ids=self.delivered)
+
+    def finish(self, reason: FinishReason, metrics: Metrics, replica: int, *, is_pooling: bool) -> None:
+        """Add the finished request to the metrics of a replica."""
+        observe, params, prompt = partial(metrics.observe, replica), self.submit.params, self.prompt
+        num_prompt_tokens, num_tokens = len(self.submit.prompt_token_ids), len(self.delivered)
+        times = RequestTimes(time.monotonic() - self.arrived, num_tokens=num_tokens)
+        metrics.finished(replica, reason, times.e2e)
+        observe("request_prompt_tokens", num_prompt_tokens)
+        decode_seconds = 0.0
+        if self.first_output is not None:
+            decode_seconds = (self.last_output or self.first_output) - self.first_output
+            times = RequestTimes(times.e2e, self.queue_seconds, self.prefill_seconds, decode_seconds, num_tokens)
+            observe("request_inference_time_seconds", self.prefill_seconds + decode_seconds)
+            observe("request_prefill_kv_computed_tokens", num_prompt_tokens - (self.num_cached_tokens or 0))
+        self.stream.times = times
+        if self.trace is not None:
+            self.trace.finish(reason, self.last_output, times)
+        if is_pooling:
+            return
+        observe("request_generation_tokens", num_tokens)
+        if params.max_tokens is not None:
+            observe("request_params_max_tokens", params.max_tokens)
+        if self.first_output is not None:
+            observe("request_decode_time_seconds", decode_seconds)
+        if num_tokens > 1:
+            observe("request_time_per_output_token_seconds", decode_seconds / (num_tokens - 1))
+        prompt.num_open -= 1
+        prompt.max_tokens = max(prompt.max_tokens, num_tokens)
+        if not prompt.num_open:
+            observe("request_params_n", prompt.n)
+            observe("request_max_num_generation_tokens", prompt.max_tokens)

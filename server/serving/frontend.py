@@ -1,0 +1,292 @@
+"""The text side of a model, which all APIs share: input processor, engine client, output processors."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import random
+import time
+import weakref
+from collections.abc import Awaitable, Callable, Sequence
+from hashlib import blake2b
+
+from quire.engine.config.engine_config import EngineConfig
+from quire.engine.protocol.errors import InvalidParameter
+from quire.engine.protocol.sampling_params import SamplingParams
+from quire.engine.protocol.supervision import EngineState
+from quire.server.client.dp_coordinator import DPCoordinator
+from quire.server.client.engine_client import SHUTTING_DOWN, EngineClient
+from quire.server.client.engine_manager import ApiProcessInfo, EngineManager
+from quire.server.client.metrics import Metrics
+from quire.server.client.output_stream import EngineUnavailable, OutputStream
+from quire.server.client.profiler import Profiler
+from quire.server.client.tracing import TRACE
+from quire.server.serving.beam_search import BeamSearch
+from quire.server.serving.generation import Embedding, Generation
+from quire.server.text.chat_formats import ChatFormats
+from quire.server.text.input_processor import InputProcessor
+from quire.server.text.inputs import GenerationInput, Task, refusal, tasks_of
+from quire.server.text.output_processor import OutputProcessor
+
+logger = logging.getLogger(__name__)
+
+_NO_PARAMS = SamplingParams()
+"""Used where nothing is sampled."""
+_CLOSE_POLL_SECONDS = 0.005
+
+
+class Frontend:
+    """The running replicas and their text side. Call `start`, await `ready`, then `close`, all on one event loop."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        client: EngineClient,
+        metrics: Metrics,
+        process_info: ApiProcessInfo,
+        formats: ChatFormats,
+    ) -> None:
+        self.config = config
+        self.client = client
+        self.profiler = Profiler(client, config.parallel.world_size)
+        self.metrics = metrics
+        self.process_info = process_info
+        self.formats = formats
+        self._tasks = tasks_of(config.model.pooling)
+        self._serials = itertools.count(time.time_ns() // 1000)  # beyond those of a process that this one replaces
+        self._open: weakref.WeakValueDictionary[str, Generation | Embedding] = weakref.WeakValueDictionary()
+        """By the caller's id."""
+        self._seeds = random.Random(
+            f"{config.model.seed}/{process_info.index}" if process_info.index else config.model.seed
+        )
+        self._manager: EngineManager | None = None
+        self.ask_resize: Callable[[int, float], Awaitable[None]] | None = None
+        """Asks the supervisor for another number of replicas; None: it cannot be asked."""
+        self.is_draining = False
+        """Whether new requests are rejected, because the server is shutting down."""
+        self._seconds: dict[str, float] = {}
+        self._loading = asyncio.create_task(asyncio.to_thread(self._load, formats))
+
+    @staticmethod
+    async def start(
+        config: EngineConfig,
+        *,
+        name: str,
+        formats: ChatFormats | None = None,
+        log_level: str = "info",
+        max_queue: int | None = None,
+        hosts: DPCoordinator | None = None,
+    ) -> Frontend:
+        """Start this host's engine cores, and load the tokenizer meanwhile. `name` is a label of the metrics.
+
+        With `max_queue`, `admit` and `generate` raise `QueueFull` when that many requests are waiting. `hosts` are the
+        hosts of other replicas (`quire.server.client.dp_coordinator.connect_hosts`), which are closed with the
+        frontend.
+        """
+        manager = EngineManager(config, name=name, log_level=log_level, hosts=hosts)
+        formats = formats or ChatFormats()
+        frontend = Frontend.join(config, manager.process_info(0), name=name, formats=formats, max_queue=max_queue)
+        frontend._manager = manager
+        loop, update = asyncio.get_running_loop(), frontend.client.update
+
+        def on_change(state: EngineState) -> None:
+            loop.call_soon_threadsafe(update, state)
+
+        manager.on_change = on_change
+        frontend.client.on_drained = lambda replica: manager.drained(0, replica)
+        if manager.failure is not None:
+            frontend.client.update(manager.failure)
+        manager.run_in_thread()
+        return frontend
+
+    @staticmethod
+    def join(
+        config: EngineConfig,
+        process_info: ApiProcessInfo,
+        *,
+        name: str,
+        formats: ChatFormats,
+        max_queue: int | None = None,
+        vllm_metrics: bool = True,
+    ) -> Frontend:
+        """Create the text side for an engine that a manager has started; `max_queue` as in `start`, `vllm_metrics` as
+        in `Metrics`.
+
+        The caller passes on the manager's states to `client.update`.
+        """
+        metrics = Metrics(
+            name,
+            process_info.metrics,
+            process_info.index,
+            process_info.count,
+            config=config,
+            vllm_names=vllm_metrics,
+        )
+        client = EngineClient(
+            process_info.endpoints,
+            metrics,
+            process_info.index,
+            awaited=process_info.awaited,
+            max_num_seqs=config.scheduler.max_num_seqs,
+            max_queue=max_queue,
+            cache=config.cache,
+            is_pooling=config.model.pooling is not None,
+            token=config.parallel.cluster_token,
+        )
+        return Frontend(config, client, metrics, process_info, formats)
+
+    async def ready(self) -> dict[str, float]:
+        """Wait until requests can be served; returns the durations of the start-up phases in seconds.
+
+        Raises `ConfigError` for errors of the tokenizer and `EngineUnavailable` for errors of the engine.
+        """
+        await self.loaded()
+        ready = await self.client.ready()
+        return self._seconds | ready.seconds
+
+    async def loaded(self) -> None:
+        """Wait until the tokenizer is loaded; raises `ConfigError` for errors of the tokenizer."""
+        await asyncio.shield(self._loading)
+
+    @property
+    def input_processor(self) -> InputProcessor:
+        """Raises `EngineUnavailable` while the tokenizer is loading."""
+        if not self._loading.done():
+            raise EngineUnavailable("the model is still loading")
+        return self._loading.result()
+
+    def admit(self, task: Task = "generate") -> InputProcessor:
+        """Return the input processor if a request can be accepted now, before anything is spent on it.
+
+        Raises `EngineUnavailable` or `QueueFull` if none can, and `InvalidParameter` if the model does not support the
+        task.
+        """
+        if task not in self._tasks:
+            raise refusal(self.config.model.pooling, task)
+        if self.is_draining:
+            raise EngineUnavailable(SHUTTING_DOWN)
+        self.client.admit()
+        return self.input_processor
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether new requests are accepted, and a replica is up."""
+        return not self.is_draining and self._loading.done() and self.client.is_up
+
+    async def resize(self, count: int, drain_seconds: float) -> None:
+        """Change the number of replicas (see `EngineManager.resize`), without waiting for those that start or drain.
+
+        Raises `InvalidParameter` if that is not possible, and `EngineUnavailable`.
+        """
+        if self.is_draining:
+            raise EngineUnavailable(SHUTTING_DOWN)
+        self.client.check()
+        if self.ask_resize is None:
+            raise InvalidParameter("this server has a fixed number of replicas", "data_parallel_size")
+        await self.ask_resize(count, drain_seconds)
+
+    async def probe(self) -> None:
+        """Return when the engine loop and every rank have answered; raises `EngineUnavailable` if they do not."""
+        _ = self.input_processor
+        await self.client.probe()
+
+    def generate(self, request_id: str, given: GenerationInput) -> Generation:
+        """Generate `given.params.n` sequences for each prompt.
+
+        Raises `InvalidParameter`, `QueueFull` and `EngineUnavailable` before anything has run.
+        """
+        if (trace := TRACE.get()) is not None:
+            trace.generate(request_id, "chat" if given.is_chat else "text_completion", given.params)
+        if given.length_penalty is not None:
+            tokenizer = self.input_processor.tokenizer
+            return BeamSearch(request_id, given, self.generate, tokenizer, self.config.model)
+        sequences = [
+            (prompt, given.params.for_engine(self._seed(given.params.seed, choice)))
+            for prompt in given.prompts
+            for choice in range(given.params.n)
+        ]
+        tokenizer = self.input_processor.tokenizer
+        stream, engine_ids = self._submit(request_id, sequences, given.priority, given.cache_salt, n=given.params.n)
+        try:  # the engine works on the prompts meanwhile
+            processors = {
+                engine_id: OutputProcessor(tokenizer, index, prompt, given.params, given.output_format)
+                for index, (engine_id, (prompt, _)) in enumerate(zip(engine_ids, sequences, strict=True))
+            }
+        except BaseException:
+            stream.close()
+            raise
+        generation = self._open[request_id] = Generation(stream, processors)
+        return generation
+
+    def embed(
+        self,
+        request_id: str,
+        prompts: Sequence[list[int]],
+        priority: int = 0,
+        cache_salt: str | None = None,
+        second_segments: Sequence[int] = (),
+    ) -> Embedding:
+        """Compute a vector for each of the processed prompts; otherwise like `generate`.
+
+        The vector of a classifier has a logit for each label. `second_segments` as in `EngineCoreRequest`.
+        """
+        if (trace := TRACE.get()) is not None:
+            trace.generate(request_id, "embeddings", None)
+        sequences = [(prompt, _NO_PARAMS) for prompt in prompts]
+        embedding = self._open[request_id] = Embedding(
+            *self._submit(request_id, sequences, priority, cache_salt, second_segments=second_segments)
+        )
+        return embedding
+
+    def _submit(
+        self,
+        request_id: str,
+        sequences: Sequence[tuple[list[int], SamplingParams]],
+        priority: int,
+        cache_salt: str | None,
+        n: int = 1,
+        second_segments: Sequence[int] = (),
+    ) -> tuple[OutputStream, list[str]]:
+        """Submit the sequences of a request, `n` for each prompt; returns their outputs and their ids."""
+        if priority and self.config.scheduler.policy != "priority":
+            raise InvalidParameter("priority requires a server started with --scheduling-policy priority", "priority")
+        if (earlier := self._open.get(request_id)) is not None and earlier.is_open:
+            raise InvalidParameter(f"a request with the id {request_id} is already running", "request_id")
+        # Numbered, and with the number of the process, so that a late output of a finished request, or of a dead API
+        # process's, is not mistaken for one of a new request with the same id.
+        serial = next(self._serials)
+        engine_ids = [f"{request_id}-{at}-{serial:x}@{self.process_info.index}" for at in range(len(sequences))]
+        # The engine sees no text: a salt has the length of a prefix cache hash.
+        salt = blake2b(cache_salt.encode(errors="surrogatepass"), digest_size=16).digest() if cache_salt else b""
+        requests = [(engine_id, *sequence) for engine_id, sequence in zip(engine_ids, sequences, strict=True)]
+        return self.client.submit(requests, priority, salt, n, second_segments), engine_ids
+
+    async def close(self, *, together: bool = False) -> None:
+        """Abort running requests, and stop the engine if `start` has started it.
+
+        `together`: unless an error occurs, keep the cores running until no other host needs their experts.
+        """
+        (loaded,) = await asyncio.gather(self._loading, return_exceptions=True)
+        if isinstance(loaded, InputProcessor):
+            loaded.close()
+        self.client.fail(SHUTTING_DOWN)
+        if self._manager is not None:
+            thread = self._manager.stop_thread(together=together)
+            while thread.is_alive():  # at the end of a script, executors accept no more work
+                await asyncio.sleep(_CLOSE_POLL_SECONDS)
+        await self.client.close()
+
+    def _load(self, formats: ChatFormats) -> InputProcessor:
+        begun = time.monotonic()
+        processor = InputProcessor.load(self.config.model, formats)
+        self._seconds["tokenizer"] = time.monotonic() - begun
+        return processor
+
+    def _seed(self, seed: int | None, choice: int) -> int:
+        """The seed of one sequence: the user's for the first choice, a derived one for others; or the next internal
+        one.
+        """
+        if seed is None:
+            return self._seeds.getrandbits(63)
+        return seed if choice == 0 else random.Random(f"{seed}/{choice}").getrandbits(63)

@@ -1,0 +1,194 @@
+"""Results of the Python API; the fields are named as in vLLM's RequestOutput."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Generic, NamedTuple, TypeVar
+
+from quire.engine.protocol.logprobs import PromptLogprobs, TokenLogprobs
+from quire.server.parsers.events import ToolCall
+from quire.server.text.output_processor import AnswerEnd, TextDelta
+from quire.server.text.tokenizer import Tokenizer
+
+
+class Logprob(NamedTuple):
+    """The log-probability of one token at one position. `rank` is 1 for the most likely token, and None for
+    `logprob_token_ids`.
+    """
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+@dataclass
+class CompletionOutput:
+    """One of the `n` sequences generated for a prompt."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] | None = None
+    """For each of `token_ids`: the sampled token and the most likely ones, by token id."""
+    finish_reason: AnswerEnd | None = None
+    stop_reason: int | str | None = None
+    """The stop string or stop token that ended the sequence; None for the end-of-sequence token."""
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    """Calls of the tools given to `chat`, once the sequence is finished."""
+
+
+@dataclass
+class RequestOutput:
+    """A prompt and its output. `prompt` is None if the request contained token ids or messages."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache."""
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """If requested: None for the first token of the prompt; then that token and the most likely ones, by token id."""
+
+
+@dataclass
+class BeamSearchParams:
+    """Parameters of `LLM.beam_search`."""
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+
+
+@dataclass
+class BeamSearchSequence:
+    """A sequence that beam search has found."""
+
+    tokens: list[int]
+    """Of prompt and output."""
+    logprobs: list[dict[int, Logprob]]
+    """For each token of the output: that token and the most likely ones, by token id."""
+    cum_logprob: float
+    text: str
+    """The output."""
+    finish_reason: AnswerEnd | None
+
+
+@dataclass
+class BeamSearchOutput:
+    """The sequences for a prompt, best first."""
+
+    sequences: list[BeamSearchSequence]
+
+
+@dataclass
+class EmbeddingOutput:
+    """The embedding of a prompt."""
+
+    embedding: list[float]
+
+
+@dataclass
+class ClassificationOutput:
+    """The probability of each label, or its logit."""
+
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.probs)
+
+
+@dataclass
+class ScoringOutput:
+    """The score of a pair of texts."""
+
+    score: float
+
+
+@dataclass
+class PoolingOutput:
+    """What the model's pooling makes of a prompt: a vector, or the probability of each label."""
+
+    data: list[float]
+
+
+T = TypeVar("T")
+
+
+@dataclass
+class PoolingRequestOutput(Generic[T]):
+    """A prompt and its result. `prompt` is None if the request contained token ids or a pair of texts."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: T
+    finished: bool = True
+    num_cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache."""
+
+
+class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
+    """A prompt and its embedding."""
+
+
+class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput]):
+    """A prompt and the probabilities of its labels."""
+
+
+class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
+    """A pair of texts and its score. `prompt_token_ids` are those of both."""
+
+
+def completion(
+    tokenizer: Tokenizer, sequence: TextDelta, tool_calls: list[ToolCall], *, is_ranked: bool
+) -> CompletionOutput:
+    """Convert a sequence to the Python API's format; returns a copy. `is_ranked`: the other tokens are the most likely
+    ones.
+    """
+    logprobs = None
+    if sequence.logprobs is not None:
+        pairs = zip(sequence.token_ids, sequence.logprobs, strict=True)
+        logprobs = [_by_token(tokenizer, sampled, at, is_ranked=is_ranked) for sampled, at in pairs]
+    return CompletionOutput(
+        index=sequence.index,
+        text=sequence.text,
+        token_ids=list(sequence.token_ids),
+        logprobs=logprobs,
+        finish_reason=sequence.finish_reason,
+        stop_reason=sequence.stop_reason,
+        tool_calls=tool_calls,
+    )
+
+
+def beam_search_sequence(prompt: list[int], output: CompletionOutput) -> BeamSearchSequence:
+    """Convert a sequence of beam search."""
+    logprobs = output.logprobs or []
+    total = sum(at[token].logprob for token, at in zip(output.token_ids, logprobs, strict=True))
+    return BeamSearchSequence(prompt + output.token_ids, logprobs, total, output.text, output.finish_reason)
+
+
+def prompt_logprobs(
+    tokenizer: Tokenizer, prompt: Sequence[int], scores: PromptLogprobs, num_top: int | None = None
+) -> list[dict[int, Logprob] | None]:
+    """Convert a prompt's log-probabilities to the Python API's format, with `num_top` top tokens (None: all)."""
+    rows = scores.rows()
+    for at in rows:
+        at.top_ids, at.top_logprobs = at.top_ids[:num_top], at.top_logprobs[:num_top]
+    return [None, *(_by_token(tokenizer, token, at) for token, at in zip(prompt[1:], rows, strict=True))]
+
+
+def _by_token(tokenizer: Tokenizer, token_id: int, at: TokenLogprobs, *, is_ranked: bool = True) -> dict[int, Logprob]:
+    """The most likely tokens of a position, and the actual token."""
+    ranks = range(1, len(at.top_ids) + 1) if is_ranked else itertools.repeat(None, len(at.top_ids))
+    others = zip(at.top_ids, at.top_logprobs, ranks, strict=True)
+    return {
+        token: Logprob(logprob, rank, tokenizer.token_text(token))
+        for token, logprob, rank in (*others, (token_id, at.logprob, at.rank))
+    }

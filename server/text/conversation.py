@@ -1,0 +1,178 @@
+"""Converts a conversation to what a chat template expects, and renders the prompt."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.engine.protocol.errors import InvalidParameter
+from quire.server.config import TEMPLATE_PARAMETERS
+from quire.server.parsers.reasoning import detect_reasoning
+from quire.server.text.chat_template import ChatTemplate
+
+Message = Mapping[str, Any]
+
+_END_SIGN = "\ue000end of the final message\ue000 "
+"""Occurs in no conversation. The space shows whether a template trims messages."""
+_OF_FUNCTION = ("name", "description", "parameters")
+"""What the prompt shows of a function, in this order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatTemplateOptions:
+    """A request's options for rendering a conversation; names and meanings are vLLM's."""
+
+    chat_template: str | None = None
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    documents: Sequence[Mapping[str, Any]] = ()
+    reasoning_effort: str | None = None
+    thinking: bool | None = None
+    """Sets the template's switch for reasoning."""
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+
+    def variables(self, template: ChatTemplate) -> dict[str, Any]:
+        """Return the template variables that the user sets; raises `InvalidParameter` for unused ones."""
+        if names := TEMPLATE_PARAMETERS.intersection(self.chat_template_kwargs):
+            raise InvalidParameter(
+                f"chat_template_kwargs cannot set {min(names)}, which has a parameter of its own",
+                "chat_template_kwargs",
+            )
+        if self.documents and "documents" not in template.reads:
+            raise InvalidParameter("this model's chat template does not support documents", "documents")
+        switch = template.thinking_switch
+        found: dict[str, Any] = {}
+        if self.reasoning_effort is not None and "reasoning_effort" in template.reads:
+            found["reasoning_effort"] = self.reasoning_effort
+        elif self.reasoning_effort == "none" and switch is not None:
+            found[switch] = False
+        if self.thinking is not None:
+            if switch is not None:
+                found[switch] = self.thinking
+            elif not self.thinking and detect_reasoning(template.source) is not None:
+                raise InvalidParameter("thinking: this model's chat template cannot disable it", "thinking")
+        return found | dict(self.chat_template_kwargs)
+
+    def ignores_effort(self, template: ChatTemplate) -> bool:
+        """Return whether `reasoning_effort`, which is set, has no effect."""
+        return "reasoning_effort" not in template.reads and (
+            self.reasoning_effort != "none" or template.thinking_switch is None
+        )
+
+
+def render(
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]],
+    options: ChatTemplateOptions,
+    may_call: bool,
+) -> str:
+    """Render the prompt; raises `InvalidParameter` for anything that the template cannot express.
+
+    `may_call`: the model may call the tools, so the prompt must show them.
+    """
+    if not messages:
+        raise InvalidParameter("messages must not be empty", "messages")
+    if tools and may_call and "tools" not in template.reads:
+        raise InvalidParameter(
+            "tools: this model's chat template does not support them; start the server with a "
+            '--chat-template that does, or send tool_choice: "none"',
+            "tools",
+        )
+    variables = options.variables(template) | {
+        "tools": [_shown_tool(tool) for tool in tools] or None,
+        "documents": list(options.documents) or None,
+        "add_generation_prompt": options.add_generation_prompt and not options.continue_final_message,
+    }
+    turns = [_message(message, template.source, at) for at, message in enumerate(messages)]
+    if options.continue_final_message:
+        turns[-1] = _to_be_continued(turns[-1], len(turns) - 1)
+    try:
+        prompt = template.render(turns, variables)
+    except InvalidParameter:
+        if not any(turn.get("tool_calls") for turn in turns):
+            raise
+        # Most templates expect tool call arguments as objects, but some (DeepSeek-V3.1's) as JSON text.
+        prompt = template.render([_with_arguments_as_text(turn) for turn in turns], variables)
+    return _cut(prompt) if options.continue_final_message else prompt
+
+
+def _shown_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool as the prompt shows it: without null, options for the server such as `strict`, and hints."""
+    function = tool["function"]
+    shown = {name: function[name] for name in _OF_FUNCTION if function.get(name) is not None}
+    return {"type": "function", "function": shown}
+
+
+def _message(message: Message, template: str, at: int) -> dict[str, Any]:
+    """Convert a message to what templates expect: text content, tool call arguments as objects, no empty fields."""
+    result = {key: value for key, value in message.items() if value is not None}
+    content = result.get("content")
+    if isinstance(content, list):
+        result["content"] = "\n".join(_text_of(part, at) for part in content)
+    if "reasoning" in result:
+        result.setdefault("reasoning_content", result.pop("reasoning"))
+    if ".thinking" in template and "reasoning_content" in result and not (content and message.get("tool_calls")):
+        result.setdefault("thinking", result["reasoning_content"])  # gpt-oss's allows this or content beside calls
+    if result.get("role") == "developer" and "developer" not in template:
+        result["role"] = "system"
+    if calls := result.get("tool_calls"):
+        result["tool_calls"] = [_tool_call(call, at) for call in calls]
+    return result
+
+
+def _with_arguments_as_text(turn: dict[str, Any]) -> dict[str, Any]:
+    calls = [
+        call | {"function": call["function"] | {"arguments": json.dumps(call["function"]["arguments"])}}
+        for call in turn.get("tool_calls", ())
+    ]
+    return turn | {"tool_calls": calls} if calls else turn
+
+
+def _to_be_continued(turn: dict[str, Any], at: int) -> dict[str, Any]:
+    """Mark the end of the final message's text. The prompt is cut off there."""
+    if not isinstance(turn.get("content"), str) or turn.get("tool_calls"):
+        raise InvalidParameter(
+            f"continue_final_message: messages[{at}] has no text to continue", "continue_final_message"
+        )
+    return turn | {"content": turn["content"] + _END_SIGN}
+
+
+def _cut(text: str) -> str:
+    """Cut the prompt at the mark. As in transformers, space before it is removed if the template trims messages."""
+    at = text.rfind(_END_SIGN.strip())
+    if at < 0:
+        raise InvalidParameter(
+            "continue_final_message: this model's chat template changes the final message",
+            "continue_final_message",
+        )
+    return text[:at] if text.startswith(_END_SIGN, at) else text[:at].rstrip()
+
+
+def _text_of(part: Any, at: int) -> str:
+    if isinstance(part, str):
+        return part
+    match part:
+        case {"type": "text", "text": str(text)}:
+            return text
+        case {"type": str(kind)} if kind != "text":
+            problem = f"parts of type {kind} are not supported, only text"
+        case _:
+            problem = 'expected {"type": "text", "text": …}'
+    raise InvalidParameter(f"messages[{at}].content: {problem}", "messages")
+
+
+def _tool_call(call: Mapping[str, Any], at: int) -> dict[str, Any]:
+    function = dict(call.get("function") or {})
+    arguments = function.get("arguments")
+    if arguments is None or isinstance(arguments, str):
+        try:
+            function["arguments"] = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            raise InvalidParameter(
+                f"messages[{at}].tool_calls: the arguments of {function.get('name')} are not JSON", "messages"
+            ) from None
+    return {**call, "function": function}

@@ -1,0 +1,742 @@
+"""The way in: renders and tokenizes the requests of all APIs, and validates them against the model."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+import operator
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+import msgspec
+
+from quire.engine.architecture.encoder_spec import EncoderSpec
+from quire.engine.config.engine_config import ModelConfig
+from quire.engine.protocol.errors import ConfigError, InvalidParameter
+from quire.engine.protocol.sampling_params import SamplingParams, StructuredOutputs
+from quire.server.parsers.output_parser import OutputFormat
+from quire.server.parsers.tool_grammar import GrammarTool, thoughts_grammar, tool_grammar
+from quire.server.text import conversation
+from quire.server.text.chat_formats import ChatFormats
+from quire.server.text.chat_template import ChatTemplate, ChatTemplates
+from quire.server.text.conversation import ChatTemplateOptions
+from quire.server.text.embedding_output import VectorOptions
+from quire.server.text.inputs import (
+    ChatInput,
+    ContextLengthExceeded,
+    EmbeddingOptions,
+    GenerationInput,
+    IgnoredParameter,
+    Processed,
+    Prompt,
+    RequestOptions,
+    ScoreInput,
+    TruncationSide,
+)
+from quire.server.text.structured_outputs import SizeCheck, StructuredOutputCheck, about, checked_schema
+from quire.server.text.tokenizer import Tokenizer
+from quire.server.text.tools import ToolUse
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+_DEFAULT_OPTIONS = RequestOptions()
+_SHORT = 2048
+"""Characters and token ids that are processed on the event loop. More are processed in a thread, so that other streams
+do not wait.
+"""
+MAX_PROMPT_TOKENS = 2**21
+"""Tokens of all prompts or inputs of a request. A single prompt may have as many as the model allows."""
+MAX_PAIR_CHARACTERS = 2**24
+"""Characters of all pairs of texts to score, if a common text is tokenized with each of the others."""
+_MAX_IGNORED = 256
+"""Ignored fields that are logged; clients choose their names."""
+_INDEX = re.compile(r"\[[0-9]+\]")
+_PREDICTED_CHARACTERS = 16
+"""Characters of a prediction that are read for each token of the model's length: more tokens are of no use."""
+_TAIL = 16
+"""Tokens at a prompt's end that may contain a marker that opens or closes reasoning."""
+
+
+class InputProcessor:
+    """Converts requests to the engine's input. Raises `InvalidParameter` for anything that the model cannot do.
+
+    `structured` checks structured outputs; default: by compiling them.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        templates: ChatTemplates | None,
+        model: ModelConfig,
+        formats: ChatFormats,
+        structured: StructuredOutputCheck | SizeCheck | None = None,
+    ) -> None:
+        source = templates.choose(has_tools=True).source if templates else ""
+        self.chat_template = templates.choose(has_tools=False).source if templates else None
+        self.tokenizer = tokenizer
+        self.tool_format = formats.tool_format(source)
+        self.reasoning_format = formats.reasoning_format(source)
+        self.max_model_len = model.max_model_len
+        self.pooling = model.pooling
+        self._pair_template: ChatTemplate | None = None
+        """The template of pairs of texts, if the user has given one: a model's own is for chats."""
+        if templates is not None and formats.chat_template is not None and model.pooling is not None:
+            self._pair_template = templates.choose(has_tools=False)
+        self._has_token_types = isinstance(arch := model.architecture, EncoderSpec) and arch.token_types > 1
+        self.sampling_defaults = model.sampling_defaults
+        self._max_output_tokens = model.max_output_tokens
+        self._templates = templates
+        self._variables = _variables(tokenizer, formats)
+        self._trusts_templates = formats.trust_request_chat_template
+        self._is_strict = formats.strict_parameters
+        self.ignored: set[str] = set()
+        """The fields of requests that had no effect so far, without indices."""
+        self._structured = structured or StructuredOutputCheck(model)
+        self._eos = model.eos_token_ids
+        self._vocab_size = model.architecture.vocab_size
+        self._max_logprobs = self._vocab_size if model.max_logprobs < 0 else min(model.max_logprobs, self._vocab_size)
+
+    @staticmethod
+    def load(model: ModelConfig, formats: ChatFormats, structured: SizeCheck | None = None) -> InputProcessor:
+        """Load tokenizer and chat template; raises `ConfigError`."""
+        tokenizer = Tokenizer.load(model.tokenizer, model.trust_remote_code)
+        variables = _variables(tokenizer, formats)
+        templates = ChatTemplates.load(model.tokenizer, tokenizer, formats.chat_template, variables)
+        unread = sorted({*(formats.default_chat_template_kwargs or ())} - (templates.reads if templates else set()))
+        if unread and not isinstance(structured, SizeCheck):  # otherwise the process that asks does so
+            logger.warning("--default-chat-template-kwargs: no chat template of the model reads %s", ", ".join(unread))
+        return InputProcessor(tokenizer, templates, model, formats, structured)
+
+    def close(self) -> None:
+        """Stop the process that compiles grammars."""
+        self._structured.close()
+
+    def ignore(self, params: Iterable[str]) -> None:
+        """Record fields of a request that have no effect, and log each once.
+
+        With `--strict-parameters`, raises `IgnoredParameter` for the first one.
+        """
+        for param in sorted(params):
+            if self._is_strict:
+                raise IgnoredParameter(f"{param} is not supported, and --strict-parameters is set", param)
+            name = _INDEX.sub("[]", param)[:100]
+            if name not in self.ignored and len(self.ignored) < _MAX_IGNORED:
+                self.ignored.add(name)
+                if not isinstance(self._structured, SizeCheck):  # otherwise the process that asks does so
+                    logger.info("request field %s has no effect (--strict-parameters rejects it)", ascii(name)[1:-1])
+
+    async def resolve(self, processed: Processed) -> Any:
+        """Return the value of a request that another process has processed, when its structured outputs are checked."""
+        self.ignore(processed.ignored)
+        for outputs, param in processed.unresolved:
+            resolved = await self._structured.resolve_in_thread(outputs, param)
+            for name in outputs.__struct_fields__:
+                setattr(outputs, name, getattr(resolved, name))
+        return processed.value
+
+    def take_unresolved(self) -> Sequence[tuple[StructuredOutputs, str]]:
+        """Return what this processor, which checks sizes only, has left to `resolve` of another one."""
+        assert isinstance(self._structured, SizeCheck)
+        left, self._structured.unresolved = self._structured.unresolved, []
+        return left
+
+    # --- generation ---------------------------------------------------------------------------------------------
+
+    async def process_prompts(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        options: RequestOptions = _DEFAULT_OPTIONS,
+        *,
+        add_special_tokens: bool = True,
+    ) -> GenerationInput:
+        """Process texts and token ids to continue. With `add_special_tokens`, texts get the tokenizer's."""
+        params = await self._validate(params, options.param_names)
+        last, side = self._num_kept(options.truncate_prompt_tokens, params.max_tokens), options.truncation_side
+        max_tokens = params.max_tokens if options.reject_long_output else None
+
+        def tokenize() -> list[list[int]]:
+            tokenized, total = [], 0
+            for prompt in prompts:
+                ids = self._token_ids(prompt, "prompt", last, add_special_tokens, side)
+                tokenized.append(self._fit(ids, "prompt", last, max_tokens, side))
+                total = self._add_tokens(total, tokenized[-1], "prompt")
+            return tokenized
+
+        tokenized = await run_in_thread(sum(map(len, prompts)), tokenize)
+        if (outputs := params.structured_outputs) is not None:
+            name = _name("structured_outputs", options.param_names)
+            params.structured_outputs = await self._structured.resolve_in_thread(outputs, name)
+        return GenerationInput(
+            prompts=tokenized,
+            params=params,
+            priority=options.priority,
+            cache_salt=options.cache_salt,
+            length_penalty=options.length_penalty,
+        )
+
+    async def process_chat(
+        self, chat: ChatInput, params: SamplingParams, options: RequestOptions = _DEFAULT_OPTIONS
+    ) -> GenerationInput:
+        """Process a conversation. Raises `InvalidParameter` also if the model may call tools and their format is
+        unknown, or the reasoning is to be limited and its format is unknown.
+        """
+        if chat.thinking_budget is not None and self.reasoning_format is None:
+            raise InvalidParameter(
+                "thinking_token_budget: this model has no reasoning whose format is known; omit it, or set "
+                "--reasoning-parser when starting the server",
+                "thinking_token_budget",
+            )
+        params = await self._validate(params, options.param_names)
+        last, side = self._num_kept(options.truncate_prompt_tokens, params.max_tokens), options.truncation_side
+        max_tokens = params.max_tokens if options.reject_long_output else None
+        prompt = await run_in_thread(
+            _length(chat.messages, chat.tools),
+            lambda: self._fit(self._render(chat, last, side), "messages", last, max_tokens, side),
+        )
+        output_format = self._output_format(chat, prompt)
+        if (answer := params.structured_outputs) is not None:
+            name = _name("structured_outputs", options.param_names)
+            params.structured_outputs = await self._structured.resolve_in_thread(answer, name)
+        budget = None if output_format is None or output_format.reasoning is None else chat.thinking_budget
+        needs_grammar = chat.tool_use is not None and (chat.tool_use.needs_grammar or budget is not None)
+        if chat.tool_use is not None and (needs_grammar or answer is not None):
+            schema = None if answer is None or chat.tool_use.required else _schema_of(answer, name)
+            grammar = self._tool_grammar(chat.tool_use, output_format, schema, budget)
+            params.structured_outputs = await self._resolve_tools(grammar, chat.tool_use)
+        elif budget is not None and answer is None:  # an answer of a structure has no thoughts
+            assert output_format is not None
+            assert output_format.reasoning is not None
+            text = thoughts_grammar(output_format.reasoning, self.tokenizer.added_id, output_format.is_thinking, budget)
+            params.structured_outputs = await self._structured.resolve_in_thread(
+                StructuredOutputs(grammar=text), "thinking_token_budget"
+            )
+        return GenerationInput(
+            prompts=[prompt],
+            params=params,
+            is_chat=True,
+            output_format=output_format,
+            priority=options.priority,
+            cache_salt=options.cache_salt,
+            length_penalty=options.length_penalty,
+        )
+
+    async def _resolve_tools(self, grammar: StructuredOutputs, use: ToolUse) -> StructuredOutputs:
+        """Resolve the grammar of these tools. An error about a keyword names the tool."""
+        try:
+            return await self._structured.resolve_in_thread(grammar, "tools")
+        except InvalidParameter:
+            for tool in use.tools:
+                if tool.strict or use.required:
+                    with about("tools", f"tools: {tool.name}"):
+                        checked_schema(tool.parameters)
+            raise
+
+    async def _validate(self, params: SamplingParams, names: Mapping[str, str]) -> SamplingParams:
+        """Return a copy of `params` with the token ids of bad words, and with numbers of log-probabilities.
+
+        `SamplingParams` itself checks the ranges that do not depend on the model.
+        """
+        counts: dict[str, int | None] = {}
+        for field_name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+            counts[field_name] = self._vocab_size if count == -1 else count
+            if (counts[field_name] or 0) > self._max_logprobs:
+                name = _name(field_name, names)
+                if count == -1:
+                    raise InvalidParameter(f"{name}: -1 requires a server started with --max-logprobs -1", name)
+                raise InvalidParameter(
+                    f"{name} must be from 0 to {self._max_logprobs} (--max-logprobs), got {count}", name
+                )
+        if (scored := params.logprob_token_ids) is not None:
+            scored = [*dict.fromkeys(scored)]
+            if len(scored) > self._max_logprobs:
+                raise InvalidParameter(
+                    f"logprob_token_ids: at most {self._max_logprobs} are allowed (--max-logprobs), got {len(scored)}",
+                    "logprob_token_ids",
+                )
+            self._check_ids(scored, "logprob_token_ids")
+            counts["logprobs"] = len(scored)
+        given = (params.stop_token_ids, params.logit_bias, params.allowed_token_ids or (), *params.bad_words)
+        params = msgspec.structs.replace(
+            params, bad_word_ids=[], predicted_token_ids=[], logprob_token_ids=scored, **counts
+        )
+        if text := params.prediction:
+            text = text[: _PREDICTED_CHARACTERS * self.max_model_len]
+            tokenize = partial(self.tokenizer.encode, text, add_special_tokens=False)
+            predicted = (await run_in_thread(len(text), tokenize))[: self.max_model_len]
+            params.predicted_token_ids = [*itertools.takewhile(lambda token: token < self._vocab_size, predicted)]
+        if any(given):
+            params.bad_word_ids = await run_in_thread(sum(map(len, given)), lambda: self._bad_word_ids(params))
+        if (most := self._max_output_tokens) is not None:
+            params.max_tokens = most if params.max_tokens is None else min(params.max_tokens, most)
+        return params
+
+    def _num_kept(self, truncate: int | None, max_tokens: int | None) -> int | None:
+        """Resolve `truncate_prompt_tokens` to a number of prompt tokens; None: all of them."""
+        if truncate == -1:
+            return max(1, self.max_model_len - max(1, max_tokens or 1))
+        if truncate is not None and not 1 <= truncate <= self.max_model_len:
+            raise InvalidParameter(
+                f"truncate_prompt_tokens must be -1 or from 1 to {self.max_model_len}, got {truncate}",
+                "truncate_prompt_tokens",
+            )
+        return truncate
+
+    def _render(
+        self, chat: ChatInput, last: int | None, side: TruncationSide = "left", is_limited: bool = True
+    ) -> list[int]:
+        """Return a conversation's token ids, by default up to the start of the answer: at least the `last` ones, or the
+        first ones if the right side is truncated.
+        """
+        if (own := chat.template.chat_template) is not None:
+            if not self._trusts_templates:
+                raise InvalidParameter(
+                    "chat_template requires a server started with --trust-request-chat-template", "chat_template"
+                )
+            try:
+                template = ChatTemplate(own, self._variables)
+            except ConfigError as error:
+                raise InvalidParameter(str(error), "chat_template") from None
+        elif self._templates is None:
+            raise InvalidParameter(
+                "this model has no chat template; start the server with --chat-template, or use /v1/completions",
+                "messages",
+            )
+        else:
+            template = self._templates.choose(bool(chat.tools))
+        if chat.template.reasoning_effort is not None and chat.template.ignores_effort(template):
+            self.ignore(("reasoning_effort",))
+        text = conversation.render(template, chat.messages, chat.tools, chat.template, chat.tool_use is not None)
+        if is_limited:
+            text = self._cut(text, "messages", last, side)
+        return self.tokenizer.encode(text, add_special_tokens=chat.template.add_special_tokens)
+
+    def _most_characters(self, last: int | None) -> int | None:
+        """Return the number of characters of a text that is truncated to `last` tokens which are tokenized as in the
+        whole text; None: all of them.
+        """
+        longest = self.tokenizer.max_characters
+        return None if last is None or longest is None else 2 * longest * (last + 1)
+
+    def _cut(self, text: str, param: str, last: int | None, side: TruncationSide = "left") -> str:
+        """Return the part of a text that its `last` tokens may represent; rejects a text that is certainly too long, or
+        has what is no character.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            message = f"{param}: the text contains an unpaired surrogate, which is not a character"
+            raise InvalidParameter(message, param) from None
+        longest = self.tokenizer.max_characters
+        if longest is None:
+            return text
+        if last is not None and (kept := self._most_characters(last)) is not None:
+            return text[-kept:] if side == "left" else text[:kept]
+        if (least := len(text) // longest) > self.max_model_len:
+            raise ContextLengthExceeded(
+                f"this model's maximum context length is {self.max_model_len} tokens, output included, but the "
+                f"prompt has at least {least}",
+                param,
+            )
+        return text
+
+    def _add_tokens(self, total: int, ids: Sequence[int], param: str) -> int:
+        """Count a prompt; rejects too many tokens in one request."""
+        total += len(ids)
+        if total > (most := max(MAX_PROMPT_TOKENS, self.max_model_len)):
+            raise InvalidParameter(f"{param}: more than {most} tokens in one request; send several requests", param)
+        return total
+
+    def _fit(
+        self, ids: list[int], param: str, last: int | None, max_tokens: int | None, side: TruncationSide
+    ) -> list[int]:
+        """Return the `last` token ids, or the first ones; rejects a prompt that is empty, or too long together with its
+        output.
+        """
+        if last is not None:
+            ids = ids[-last:] if side == "left" else ids[:last]
+        if not ids:
+            raise InvalidParameter(f"{param} must not be empty: there is no token to continue from", param)
+        if len(ids) >= self.max_model_len:
+            raise ContextLengthExceeded(
+                f"this model's maximum context length is {self.max_model_len} tokens, output included, but the "
+                f"prompt has {len(ids)}",
+                param,
+            )
+        if max_tokens is not None and len(ids) + max_tokens > self.max_model_len:
+            raise ContextLengthExceeded(
+                f"this model's maximum context length is {self.max_model_len} tokens, but the prompt has "
+                f"{len(ids)} and the output (max_tokens) {max_tokens}, {len(ids) + max_tokens} in total",
+                param,
+            )
+        self._check_ids(ids, param)
+        return ids
+
+    def _output_format(self, chat: ChatInput, prompt: Sequence[int]) -> OutputFormat | None:
+        """Return how to parse the answer, which depends on whether the prompt ends inside the model's reasoning."""
+        thoughts, use = self.reasoning_format, chat.tool_use
+        if use is not None and self.tool_format is None:
+            raise InvalidParameter(
+                "tools: the format of this model's tool calls could not be detected; set it with "
+                '--tool-call-parser when starting the server, or send tool_choice: "none"',
+                "tools",
+            )
+        is_thinking = False
+        if thoughts is not None:
+            final = chat.messages[-1].get("content") if chat.template.continue_final_message else None
+            continued = final if isinstance(final, str) else ""
+            tail = self.tokenizer.decode(list(prompt[-_TAIL:]), skip_special_tokens=False)
+            is_open = continued.rfind(thoughts.open) > continued.rfind(thoughts.close)
+            is_thinking = thoughts.is_opened_by(tail) or is_open
+            if not is_thinking and (thoughts.is_closed_by(tail) or continued):
+                thoughts = None
+        if use is None and thoughts is None:
+            return None
+        return OutputFormat(
+            reasoning=thoughts,
+            is_thinking=is_thinking,
+            shows_reasoning=chat.shows_reasoning,
+            tools=None if use is None else self.tool_format,
+            schemas={} if use is None else {tool.name: tool.parameters for tool in use.tools},
+            limit=None if use is None else use.max_calls,
+        )
+
+    def _tool_grammar(
+        self, use: ToolUse, output_format: OutputFormat | None, answer: Any, budget: int | None
+    ) -> StructuredOutputs:
+        """Return the grammar for required or strict calls, or for calls or an answer with the schema `answer`."""
+        assert output_format is not None
+        assert output_format.tools is not None
+        tools, format = use.tools, output_format.tools
+        if format.tagged is not None or format.quote:  # each property has a grammar of its own
+            tools = tuple(_checked(tool) if tool.strict or use.required else tool for tool in tools)
+        grammar = tool_grammar(
+            output_format.tools,
+            tools,
+            self.tokenizer.added_id,
+            required=use.required,
+            several=use.max_calls != 1,
+            answer=answer,
+            reasoning=output_format.reasoning,
+            is_thinking=output_format.is_thinking,
+            budget=budget,
+        )
+        return StructuredOutputs(grammar=grammar)
+
+    def _bad_word_ids(self, params: SamplingParams) -> list[list[int]]:
+        """Return the token ids of `bad_words`, and remove duplicates from the other lists.
+
+        Rejects unknown ids, and bad words that exclude every allowed token.
+        """
+        self._check_ids(params.stop_token_ids, "stop_token_ids")
+        self._check_ids(params.logit_bias, "logit_bias")
+        self._check_ids(params.allowed_token_ids or (), "allowed_token_ids")
+        params.stop_token_ids = [*dict.fromkeys(params.stop_token_ids)]
+        if params.allowed_token_ids is not None:
+            params.allowed_token_ids = [*dict.fromkeys(params.allowed_token_ids)]
+        bad = [ids for word in params.bad_words for ids in self._bad_word(word)]
+        forbidden = {ids[0] for ids in bad if len(ids) == 1}
+        if params.min_tokens:
+            forbidden.update(self._eos, params.stop_token_ids)
+        if params.allowed_token_ids is not None and forbidden.issuperset(params.allowed_token_ids):
+            raise InvalidParameter(
+                "allowed_token_ids: bad_words or min_tokens exclude all of them", "allowed_token_ids"
+            )
+        return bad
+
+    def _bad_word(self, word: str) -> list[list[int]]:
+        """Tokenize a word as at the start of a text and, if the result differs, as after a space."""
+        text = word.strip()
+        first, spaced = (self.tokenizer.encode(each, add_special_tokens=False) for each in (text, f" {text}"))
+        both = [first, spaced] if len(spaced) == len(first) and spaced[0] != first[0] else [first]
+        self._check_ids([*itertools.chain(*both)], "bad_words")
+        return [ids for ids in both if ids]
+
+    def _check_ids(self, ids: Collection[int], param: str) -> None:
+        """Reject ids outside of the model's vocabulary; a tokenizer may have more tokens than its model."""
+        if ids and not 0 <= min(ids) <= max(ids) < self._vocab_size:
+            bad = next(i for i in ids if not 0 <= i < self._vocab_size)
+            raise InvalidParameter(
+                f"{param}: token id {bad} is not in the model's vocabulary (0 to {self._vocab_size - 1})", param
+            )
+
+    def _token_ids(
+        self, prompt: Prompt, param: str, last: int | None, add_special_tokens: bool, side: TruncationSide = "left"
+    ) -> list[int]:
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(self._cut(prompt, param, last, side), add_special_tokens=add_special_tokens)
+        try:
+            return [operator.index(token_id) for token_id in prompt]
+        except TypeError:
+            raise InvalidParameter(f"{param}: token ids must be integers", param) from None
+
+    # --- tokens -------------------------------------------------------------------------------------------------
+
+    async def tokenize_chat(
+        self, chat: ChatInput, truncate: int | None, max_tokens: int | None, side: TruncationSide = "left"
+    ) -> list[int]:
+        """Return a conversation's token ids as `process_chat` does, without a length limit."""
+        last = self._num_kept(truncate, max_tokens)
+        ids = await run_in_thread(
+            _length(chat.messages, chat.tools), lambda: self._render(chat, last, is_limited=False)
+        )
+        return ids if last is None else ids[-last:] if side == "left" else ids[:last]
+
+    async def tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Return a text's token ids, without a length limit."""
+        return await run_in_thread(
+            len(text), lambda: self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        )
+
+    async def names(self, token_ids: Sequence[int]) -> list[str | None]:
+        """Return tokens as spelled in the vocabulary."""
+        return await run_in_thread(len(token_ids), lambda: list(map(self.tokenizer.backend.id_to_token, token_ids)))
+
+    async def detokenize(self, token_ids: list[int], param: str) -> str:
+        """Return the text of token ids, including special tokens; rejects ids that the model does not have."""
+        self._check_ids(token_ids, param)
+        return await asyncio.to_thread(self.tokenizer.decode, token_ids, skip_special_tokens=False)
+
+    # --- pooling ------------------------------------------------------------------------------------------------
+
+    async def process_embeddings(
+        self, inputs: Mapping[str, Prompt], options: EmbeddingOptions, vectors: VectorOptions
+    ) -> list[list[int]]:
+        """Return the token ids of texts and token ids to embed or classify, by their names for error messages.
+
+        Requires a model that pools, whose vectors must support `vectors`.
+        """
+        assert self.pooling is not None
+        vectors.check(self.pooling)
+        prefix = self._embedding_prefix(options.prompt_name)
+
+        def render() -> list[list[int]]:
+            rendered, total = [], 0
+            for param, given in inputs.items():
+                rendered.append(self._embedding_ids(given, prefix, options, param))
+                total = self._add_tokens(total, rendered[-1], param.partition("[")[0])
+            return rendered
+
+        return await run_in_thread(sum(len(given) + len(prefix) for given in inputs.values()), render)
+
+    async def process_pairs(
+        self, first: str | Sequence[str], second: str | Sequence[str], options: EmbeddingOptions, names: tuple[str, str]
+    ) -> ScoreInput:
+        """Process pairs of texts to score: each of `first` with its counterpart, or a single one with all of `second`.
+
+        `names` are those of both for error messages. Requires a model that supports the task.
+        """
+        assert self.pooling is not None
+        firsts, seconds = ([given] if isinstance(given, str) else given for given in (first, second))
+        for given, name in zip((firsts, seconds), names, strict=True):
+            if not given:
+                raise InvalidParameter(f"{name} must not be empty: there is nothing to score", name)
+        if len(firsts) not in (1, len(seconds)):
+            raise InvalidParameter(
+                f"{names[0]}: {len(firsts)} texts for {len(seconds)} in {names[1]}; send one, or as many", names[0]
+            )
+        first_names, second_names = (
+            [name] if isinstance(given, str) else [f"{name}[{at}]" for at in range(len(given))]
+            for given, name in zip((first, second), names, strict=True)
+        )
+        if options.max_document_tokens is not None:
+            longest = options.max_document_tokens
+            named = [*zip(seconds, second_names, strict=True)]
+            seconds = await run_in_thread(
+                sum(map(len, seconds)),
+                lambda: [
+                    self.tokenizer.shortened(self._cut(text, name, longest, "right"), longest) for text, name in named
+                ],
+            )
+        if self.pooling.classes is None:
+            texts = dict(zip((*first_names, *second_names), (*firsts, *seconds), strict=True))
+            prompts = await self.process_embeddings(texts, options, VectorOptions())
+            count = len(firsts)
+            return ScoreInput(
+                prompts=prompts, compared=[(at if count > 1 else 0, count + at) for at in range(len(seconds))]
+            )
+        size = sum(map(len, (*firsts, *seconds)))
+        joins_ids = self._pair_template is None and not self.pooling.classes.joins_texts
+        if not joins_ids:  # a common first text is tokenized with each second one
+            most = self._most_characters(self._limit(options))
+            lengths = [[len(text[:most]) for text in texts] for texts in (firsts, seconds)]
+            size = sum(map(sum, lengths)) + lengths[0][0] * (len(seconds) - len(firsts))
+            if size > MAX_PAIR_CHARACTERS:
+                raise InvalidParameter(
+                    f"{names[1]}: {len(seconds)} pairs of texts have {size} characters, and at most "
+                    f"{MAX_PAIR_CHARACTERS} are allowed in one request; send several requests, or shorter texts",
+                    names[1],
+                )
+
+        def render() -> ScoreInput:
+            rendered, starts, total = [], [], 0
+            for at, (text, name) in enumerate(zip(seconds, second_names, strict=True)):
+                if at < len(firsts):
+                    other, other_name = firsts[at], first_names[at]
+                    other_ids = self._plain_ids(other, other_name, options) if joins_ids else []
+                if joins_ids:
+                    ids, start = self.tokenizer.join_pair(
+                        other_ids,
+                        self._plain_ids(text, name, options),
+                        self._limit(options),
+                        add_special_tokens=options.add_special_tokens,
+                        side=options.truncation_side,
+                    )
+                else:
+                    ids, start = self._rendered_pair(other, text, options, (other_name, name)), 0
+                if len(ids) > self.max_model_len:  # perhaps because of the first text alone
+                    self._check_length(other_ids or self._plain_ids(other, other_name, options), other_name)
+                self._check_length(ids, name)
+                rendered.append(ids)
+                starts.append(start if self._has_token_types else 0)
+                total = self._add_tokens(total, ids, names[1])
+            return ScoreInput(prompts=rendered, second_segments=starts)
+
+        return await run_in_thread(size, render)
+
+    def _plain_ids(self, text: str, name: str, options: EmbeddingOptions) -> list[int]:
+        """The token ids of a text of a pair, without special tokens."""
+        text = self._cut(text, name, self._limit(options), options.truncation_side)
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def _rendered_pair(self, first: str, second: str, options: EmbeddingOptions, names: tuple[str, str]) -> list[int]:
+        """The token ids of a pair that is tokenized as one text."""
+        limit, side, specials = self._limit(options), options.truncation_side, options.add_special_tokens
+        first, second = self._cut(first, names[0], limit, side), self._cut(second, names[1], limit, side)
+        if self._pair_template is not None:
+            return self._pair_from_template(self._pair_template, first, second, limit, options)
+        if limit is None:
+            return self.tokenizer.encode(first + second, add_special_tokens=specials)
+        return self.tokenizer.encode_within(first + second, limit, add_special_tokens=specials, side=side)
+
+    def _pair_from_template(
+        self, template: ChatTemplate, first: str, second: str, limit: int | None, options: EmbeddingOptions
+    ) -> list[int]:
+        """The template's text. Truncation shortens the second text, so that the template's end stays."""
+        while True:
+            messages = [{"role": "query", "content": first}, {"role": "document", "content": second}]
+            text = conversation.render(template, messages, (), ChatTemplateOptions(), may_call=False)
+            ids = self.tokenizer.encode(text, add_special_tokens=options.add_special_tokens)
+            if limit is None or len(ids) <= limit or not second:
+                return ids
+            count = len(self.tokenizer.encode(second, add_special_tokens=False))
+            shorter = self.tokenizer.shortened(second, max(0, count - (len(ids) - limit)), options.truncation_side)
+            second = shorter if len(shorter) < len(second) else ""
+
+    def _limit(self, options: EmbeddingOptions) -> int | None:
+        """Resolve `EmbeddingOptions.truncate` to a number of tokens; None: nothing is truncated."""
+        limit = options.truncate
+        if limit is not None and limit != -1 and not 1 <= limit <= self.max_model_len:
+            raise InvalidParameter(
+                f"truncate_prompt_tokens must be -1 or from 1 to {self.max_model_len}, got {limit}",
+                "truncate_prompt_tokens",
+            )
+        return self.max_model_len if limit == -1 else limit
+
+    def _check_length(self, ids: list[int], param: str) -> None:
+        """Reject a prompt to pool that is empty or too long, or has unknown tokens."""
+        if not ids:
+            raise InvalidParameter(f"{param} has no tokens: there is nothing to {self._verb}", param)
+        if len(ids) > self.max_model_len:
+            raise ContextLengthExceeded(
+                f"this model's maximum context length is {self.max_model_len} tokens, but {param} has {len(ids)}; "
+                "shorten it, or send truncate_prompt_tokens: -1 to truncate it",
+                param,
+            )
+        self._check_ids(ids, param)
+
+    @property
+    def _verb(self) -> str:
+        return "embed" if self.pooling is None or self.pooling.classes is None else "classify"
+
+    def _embedding_ids(self, given: Prompt, prefix: str, options: EmbeddingOptions, param: str) -> list[int]:
+        assert self.pooling is not None
+        limit, side = self._limit(options), options.truncation_side
+        if not given:
+            raise InvalidParameter(f"{param} must not be empty: there is nothing to {self._verb}", param)
+        if isinstance(given, str):
+            text = (prefix + given).lower() if self.pooling.lower_case else prefix + given
+            text, specials = self._cut(text, param, limit, side), options.add_special_tokens
+            if limit is None:
+                ids = self.tokenizer.encode(text, add_special_tokens=specials)
+            else:
+                ids = self.tokenizer.encode_within(text, limit=limit, add_special_tokens=specials, side=side)
+        else:
+            ids = self._token_ids(given, param, None, False)
+            ids = ids if limit is None else ids[:limit] if side == "right" else ids[-limit:]
+        self._check_length(ids, param)
+        return ids
+
+    def _embedding_prefix(self, name: str | None) -> str:
+        """Return the text to put before each embedded text."""
+        assert self.pooling is not None
+        prompts, chosen = self.pooling.prompts, self.pooling.default_prompt if name is None else name
+        if chosen is None:
+            return ""
+        if chosen not in prompts:
+            known = f"it has {', '.join(prompts)}" if prompts else "it has none"
+            raise InvalidParameter(f"prompt_name: this model has no prompt {chosen!r}; {known}", "prompt_name")
+        if prompts[chosen] and not self.pooling.include_prompt:
+            raise InvalidParameter(
+                "prompt_name: this model excludes prompts from pooling (include_prompt false), which is not supported",
+                "prompt_name",
+            )
+        return prompts[chosen]
+
+
+async def run_in_thread(size: int, work: Callable[[], T]) -> T:
+    """Return the result of work on so many characters or tokens: in a thread, unless there are few."""
+    return work() if size <= _SHORT else await asyncio.to_thread(work)
+
+
+def _length(*values: Any) -> int:
+    """The number of characters and items in these values; stops counting when there are many."""
+    count, ahead = 0, [*values]
+    while ahead and count <= _SHORT:
+        match ahead.pop():
+            case str(text):
+                count += len(text)
+            case Mapping() as each:
+                count += len(each)
+                ahead += each.values()
+            case Sequence() as each:
+                count += len(each)
+                ahead += each
+    return count
+
+
+def _variables(tokenizer: Tokenizer, formats: ChatFormats) -> dict[str, Any]:
+    """The default variables of chat templates, which requests override. A value of None is not set."""
+    defaults = formats.default_chat_template_kwargs or {}
+    return {name: value for name, value in defaults.items() if value is not None} | tokenizer.special_tokens
+
+
+def _name(field_name: str, names: Mapping[str, str]) -> str:
+    """The API's name of a sampling parameter."""
+    return names.get(field_name, field_name)
+
+
+def _checked(tool: GrammarTool) -> GrammarTool:
+    """Return a tool whose schema is as it is enforced, with all references to definitions."""
+    with about("tools", f"tools: {tool.name}"):
+        return replace(tool, parameters=checked_schema(tool.parameters))
+
+
+def _schema_of(answer: StructuredOutputs, param: str) -> Any:
+    """The JSON schema of a format used together with tools; raises `InvalidParameter` for other formats."""
+    if answer.json_object:
+        return {"type": "object"}
+    if answer.json is None:
+        raise InvalidParameter(
+            f"{param}: together with tools, only json and json_object are supported; send "
+            'tool_choice: "none", or omit the tools',
+            param,
+        )
+    return json.loads(answer.json) if isinstance(answer.json, str) else answer.json

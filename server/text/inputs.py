@@ -1,0 +1,157 @@
+"""What the input processor takes and returns: requests in a form that all APIs and the Python API share."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from quire.engine.config.pooling import Pooling
+from quire.engine.protocol.errors import InvalidParameter
+from quire.engine.protocol.sampling_params import SamplingParams, StructuredOutputs
+from quire.server.parsers.output_parser import OutputFormat
+from quire.server.text.conversation import ChatTemplateOptions, Message
+from quire.server.text.tools import ToolUse
+
+Prompt = str | list[int]
+"""Text, or token ids that are used unchanged."""
+TruncationSide = Literal["left", "right"]
+"""The side that truncation removes."""
+Task = Literal["generate", "embed", "classify", "score", "pool"]
+"""What a request wants of the model: text, vectors, classes, scores of pairs of texts, or whatever pooling makes."""
+
+
+class ContextLengthExceeded(InvalidParameter):
+    """Prompt and output exceed the model's maximum length."""
+
+
+def tasks_of(pooling: Pooling | None) -> frozenset[Task]:
+    """Return what a model with this pooling can do."""
+    if pooling is None:
+        return frozenset({"generate"})
+    if pooling.classes is None:
+        return frozenset({"embed", "score", "pool"})
+    return frozenset({"classify", "score", "pool"} if len(pooling.classes.labels) == 1 else {"classify", "pool"})
+
+
+def refusal(pooling: Pooling | None, task: Task) -> InvalidParameter:
+    """Return the error for a task that the model does not support; it names what the model can do."""
+    wanted = _WANTED[task]
+    if pooling is None:
+        remedy = "use a model with a classification head (…ForSequenceClassification)"
+        if task != "classify":
+            remedy = "use an embedding model, or start the server with --runner pooling"
+        return InvalidParameter(f"this model generates text and does not {wanted}; {remedy}", "model")
+    if pooling.classes is None:
+        can = "computes embeddings"
+        use = "/v1/embeddings (in Python: LLM.embed)" + ", or /score for pairs of texts" * (task == "classify")
+    else:
+        can, use = "is a classifier", "/classify (in Python: LLM.classify)"
+        if task == "score":
+            can += f" with {len(pooling.classes.labels)} labels, and scores need one,"
+        elif "score" in tasks_of(pooling):
+            use += ", or /score and /rerank for pairs of texts"
+    return InvalidParameter(f"this model {can} and does not {wanted}; use {use}", "model")
+
+
+_WANTED: Mapping[Task, str] = {
+    "generate": "generate text",
+    "embed": "support embeddings",
+    "classify": "classify",
+    "score": "score pairs of texts",
+    "pool": "pool",
+}
+
+
+class IgnoredParameter(InvalidParameter):
+    """With `--strict-parameters`: a field that would be ignored, by the name that the client used."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatInput:
+    """A conversation to answer. All chat APIs convert their requests to this."""
+
+    messages: Sequence[Message]
+    tools: Sequence[Mapping[str, Any]] = ()
+    """The tools as the request has them, for the chat template."""
+    tool_use: ToolUse | None = None
+    """Which of them the model may or must call; None: it may call none."""
+    template: ChatTemplateOptions = field(default_factory=ChatTemplateOptions)
+    shows_reasoning: bool = True
+    thinking_budget: int | None = None
+    """Maximum number of tokens of reasoning."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestOptions:
+    """What a generation request sets besides its prompt and its sampling parameters."""
+
+    truncate_prompt_tokens: int | None = None
+    """Number of tokens to keep of the prompt; -1: as many as the model's length and the output allow."""
+    truncation_side: TruncationSide = "left"
+    priority: int = 0
+    cache_salt: str | None = None
+    """Requests share cached prefixes only with requests that have the same salt."""
+    length_penalty: float | None = None
+    """That of beam search; None: sample."""
+    reject_long_output: bool = True
+    """Reject a request whose output may exceed the model's length. Otherwise the output ends there."""
+    param_names: Mapping[str, str] = field(default_factory=dict)
+    """The API's names of sampling parameters, for error messages, where they differ."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationInput:
+    """A validated request, as `Frontend.generate` takes it."""
+
+    prompts: Sequence[list[int]]
+    """Token ids of each prompt."""
+    params: SamplingParams
+    is_chat: bool = False
+    """Whether the prompt is a conversation."""
+    output_format: OutputFormat | None = None
+    """How to parse the generated text; None: it is plain text."""
+    echo: str = ""
+    """Text to put before a chat's answer."""
+    length_penalty: float | None = None
+    """Find the `n` sequences by beam search with this length penalty; None: by sampling."""
+    priority: int = 0
+    cache_salt: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingOptions:
+    """A request's options for rendering embedding inputs."""
+
+    add_special_tokens: bool = True
+    truncate: int | None = None
+    """Number of tokens to keep of a longer input; -1: the model's maximum length; None: longer inputs are rejected."""
+    truncation_side: TruncationSide = "right"
+    prompt_name: str | None = None
+    """Which of the model's prompts to put before a text; None: its default."""
+    max_document_tokens: int | None = None
+    """Number of tokens to keep of the second text of a pair."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreInput:
+    """Pairs of texts to score, as `Frontend.embed` takes them."""
+
+    prompts: Sequence[list[int]]
+    """Token ids: of a pair for classifiers, of a single text for embedding models."""
+    second_segments: Sequence[int] = ()
+    """See `EngineCoreRequest.second_segment`."""
+    compared: Sequence[tuple[int, int]] | None = None
+    """Embedding models: the prompts whose vectors are compared, by index."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Processed:
+    """A request that another process has processed, except for what the first one caches."""
+
+    value: Any
+    """What processing the request returns."""
+    unresolved: Sequence[tuple[StructuredOutputs, str]]
+    """The structured outputs in `value`, not compiled yet, with the names of their parameters."""
+    ignored: Collection[str]
+    """The request's fields that have no effect."""

@@ -1,0 +1,329 @@
+"""Runs work in separate processes, so that it can be stopped from outside, whatever library it uses.
+
+A helper process starts with the first question and prepares what all answers need. Each question is answered by a fork
+of the helper; one fork always waits for the next question. The kernel kills a fork that has used up its processor time
+(setitimer(2)), which affects nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import gc
+import logging
+import os
+import pickle
+import resource
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, NoReturn, TypeVar
+
+from quire.engine.process import current_process
+
+T = TypeVar("T")
+Answer = Callable[[bytes], bytes]
+
+MAX_MEMORY = 2**29
+"""Memory limit of an answer in bytes, in addition to what is prepared."""
+_NICE_AFTER_SECONDS = 0.25
+"""Seconds after which the scheduling priority of an answer is lowered."""
+_NICENESS = 5
+_WALL_CLOCK_FACTOR = 10
+"""Wall-clock limit of an answer, as a multiple of its processor time limit; it matters on a busy machine."""
+_SILENT_SECONDS, _START_SECONDS = 10.0, 60.0
+"""Seconds after which a helper hangs that has taken no question; the second is for one that may still be starting."""
+_GRACE_SECONDS = 1.0
+"""After that: this process may have been stopped meanwhile, together with the helper."""
+_PID = struct.Struct("!i")
+_HELPER = "from quire.server.text import sandbox; sandbox.main()"
+
+logger = logging.getLogger(__name__)
+
+
+class SandboxStopped(Exception):
+    """The answer exceeded its time or memory limit."""
+
+
+@dataclass(eq=False)
+class _Helper:
+    """A helper process."""
+
+    control: socket.socket
+    """Takes the sockets of questions."""
+    end: weakref.finalize[Any, Any]
+    """Kills the helper and its forks."""
+    has_answered: bool = False
+    is_replaced: bool = False
+
+    @property
+    def patience(self) -> float:
+        """Seconds within which a fork takes a question, unless the helper hangs."""
+        return _SILENT_SECONDS if self.has_answered else _START_SECONDS
+
+
+class Sandbox(Generic[T]):
+    """Answers questions by `make(argument)`. `ask` blocks, and is safe to call from several threads at once.
+
+    `make` and `argument` are pickled; the helper imports the module of `make`. `seconds` is the processor time limit of
+    an answer, and `memory` its memory limit in bytes, in addition to what is prepared. `niceness` lowers the scheduling
+    priority of everything.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[T], Answer],
+        argument: T,
+        seconds: float,
+        memory: int = MAX_MEMORY,
+        niceness: int = 0,
+    ) -> None:
+        self._order = pickle.dumps(niceness) + pickle.dumps((make, argument, seconds, memory))
+        self._lock = threading.Lock()
+        self._limit = seconds * _WALL_CLOCK_FACTOR + _SILENT_SECONDS
+        """Wall-clock limit of an answer in seconds; a fork that is not stopped ends before."""
+        self._helper: _Helper | None = None
+
+    def ask(self, question: bytes) -> bytes:
+        """Return the answer; raises `SandboxStopped`, and `OSError` if no process can be started."""
+        return _answer_of(self._ask(question) or self._ask(question))  # twice, as the helper may just have died
+
+    async def ask_async(self, *question: bytes | memoryview) -> bytes:
+        """Like `ask`, on the event loop, for a question in parts. Cancelling it kills the process that answers."""
+        return _answer_of(await self._ask_async(question) or await self._ask_async(question))
+
+    def _ask(self, question: bytes) -> bytes | None:
+        """Return what a fork has reported (see `_answer_of`), or None if the helper cannot be reached."""
+        mine, theirs = socket.socketpair()
+        with mine:
+            helper = self._hand_over(theirs)
+            for patience in (helper.patience, _GRACE_SECONDS):
+                mine.settimeout(patience)
+                try:
+                    reported = mine.recv(_PID.size)
+                    break
+                except ConnectionResetError:
+                    return None
+                except TimeoutError:
+                    continue
+            else:
+                self._replace(helper)
+                return None
+            if reported:
+                helper.has_answered = True
+                reported += self._exchange(mine, question, _PID.unpack(reported)[0])
+        return None if helper.is_replaced else reported or None
+
+    def _exchange(self, fork: socket.socket, question: bytes, pid: int) -> bytes:
+        """Return what a fork reports on a question; kill it if that takes too long."""
+        reported = b""
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            try:
+                fork.settimeout(self._limit)
+                fork.sendall(question)
+                fork.shutdown(socket.SHUT_WR)
+                fork.settimeout(_NICE_AFTER_SECONDS)
+                while part := self._receive(fork, pid):
+                    reported += part
+            except TimeoutError:
+                _kill(pid)
+        return reported
+
+    def _receive(self, fork: socket.socket, pid: int) -> bytes:
+        """Return the next bytes; lower the priority of a fork that takes long. Raises `TimeoutError`."""
+        try:
+            return fork.recv(2**16)
+        except TimeoutError:
+            if fork.gettimeout() == self._limit:
+                raise
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, pid, _NICENESS)
+        fork.settimeout(self._limit)
+        return fork.recv(2**16)
+
+    async def _ask_async(self, question: Sequence[bytes | memoryview]) -> bytes | None:
+        loop, reported = asyncio.get_running_loop(), bytearray()
+        mine, theirs = socket.socketpair()
+        with mine:
+            mine.setblocking(False)
+            helper = await asyncio.to_thread(self._hand_over, theirs)
+            for patience in (helper.patience, _GRACE_SECONDS):
+                try:
+                    async with asyncio.timeout(patience):
+                        reported += await loop.sock_recv(mine, _PID.size)
+                        break
+                except ConnectionResetError:
+                    return None
+                except TimeoutError:
+                    continue
+            else:
+                await asyncio.to_thread(self._replace, helper)
+                return None
+            if not reported:
+                return None
+            helper.has_answered = True
+            try:
+                async with asyncio.timeout(self._limit):
+                    for part in question:
+                        await loop.sock_sendall(mine, part)
+                    mine.shutdown(socket.SHUT_WR)
+                    while part := await loop.sock_recv(mine, 2**18):
+                        reported += part
+            except (BrokenPipeError, ConnectionResetError):
+                pass
+            except TimeoutError:
+                _kill(_PID.unpack_from(reported)[0])
+            except asyncio.CancelledError:
+                _kill(_PID.unpack_from(reported)[0])
+                raise
+        return None if helper.is_replaced else bytes(reported)
+
+    def _hand_over(self, channel: socket.socket) -> _Helper:
+        """Give the helper its end of a connection, and close it here; returns the helper."""
+        with channel:
+            return self._pass_socket(channel)
+
+    def start(self) -> None:
+        """Start the helper, unless it runs, so that the first question need not wait for it."""
+        with self._lock:
+            if self._helper is None:
+                self._start()
+
+    def close(self) -> None:
+        """Stop the helper and its forks; pending `ask` calls raise `SandboxStopped`. The next question starts a new
+        helper.
+        """
+        with self._lock:
+            helper, self._helper = self._helper, None
+        if helper is not None:
+            helper.end()
+
+    def _replace(self, helper: _Helper) -> None:
+        """Kill a helper that hangs, with its forks, whose questions are asked again. The next question starts another
+        one.
+        """
+        with self._lock:
+            if self._helper is helper:
+                logger.warning("a helper process did not respond for %g s and was killed", helper.patience)
+                self._helper, helper.is_replaced = None, True
+                helper.end()
+
+    def _pass_socket(self, channel: socket.socket) -> _Helper:
+        with self._lock:
+            for is_new in (False, True):
+                if self._helper is None or is_new:
+                    self._start()
+                assert self._helper is not None
+                try:
+                    socket.send_fds(self._helper.control, [b"?"], [channel.fileno()])
+                    return self._helper
+                except OSError:
+                    if is_new:
+                        raise
+        raise AssertionError
+
+    def _start(self) -> None:
+        if self._helper is not None and (held := self._helper.end.detach()) is not None:
+            _retire(*held[2])
+        control, theirs = socket.socketpair()
+        with theirs, contextlib.ExitStack() as undone:
+            undone.callback(control.close)
+            helper = subprocess.Popen(
+                [sys.executable, "-P", "-c", _HELPER, str(theirs.fileno())],
+                stdin=subprocess.PIPE,
+                pass_fds=(theirs.fileno(),),
+                # Threads do not survive a fork.
+                env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+                process_group=0,
+            )
+            undone.pop_all()
+        self._helper = _Helper(control, weakref.finalize(self, _end, control, helper))
+        assert helper.stdin is not None
+        with contextlib.suppress(BrokenPipeError), helper.stdin:
+            helper.stdin.write(self._order)
+
+
+def _answer_of(reported: bytes | None) -> bytes:
+    """What a fork has answered, from what it has reported: its process id, the answer and a full stop."""
+    if reported is None:
+        raise OSError(errno.EAGAIN, "the helper process cannot answer")
+    if not reported.endswith(b".") or len(reported) == _PID.size:
+        raise SandboxStopped
+    return reported[_PID.size : -1]
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _end(control: socket.socket, helper: subprocess.Popen[bytes]) -> None:
+    """Kill a helper and all its forks, which form its process group."""
+    control.close()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(helper.pid, signal.SIGKILL)
+    helper.wait()
+
+
+def _retire(control: socket.socket, helper: subprocess.Popen[bytes]) -> None:
+    """Stop a helper that accepts no more questions, but not its forks, which are still answering."""
+    control.close()  # the waiting fork notices this
+    helper.kill()
+    helper.wait()
+
+
+def main() -> None:
+    """Main function of the helper: prepare, then fork for each question until the socket is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks
+    current_process.set_name("quire-helper")
+    try:
+        os.nice(pickle.load(sys.stdin.buffer))  # first, as the next line imports much
+        make, argument, seconds, memory = pickle.load(sys.stdin.buffer)
+    except EOFError:  # the asking process has died
+        return
+    answer: Answer = make(argument)
+    gc.collect()
+    gc.freeze()
+    control = socket.socket(fileno=int(sys.argv[1]))
+    closed = select.poll()
+    closed.register(control, select.POLLHUP)
+    while not closed.poll(0):
+        is_busy, idle = os.pipe()
+        if os.fork() == 0:
+            os.close(is_busy)
+            _answer(answer, control, idle, seconds, memory)
+        os.close(idle)
+        os.read(is_busy, 1)  # until the fork closes its end: it has received a question, or has died
+        os.close(is_busy)
+
+
+def _answer(answer: Answer, control: socket.socket, idle: int, seconds: float, memory: int) -> NoReturn:
+    """Main function of a fork: read a question to its end; write the process id, the answer and a full stop."""
+    code = 1
+    gc.disable()
+    try:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_AS, (used + memory, used + memory))
+        _, channels, _, _ = socket.recv_fds(control, 1, 1)
+        control.close()
+        os.close(idle)
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        signal.setitimer(signal.ITIMER_REAL, seconds * _WALL_CLOCK_FACTOR)
+        with socket.socket(fileno=channels[0]) as connection:
+            connection.sendall(_PID.pack(os.getpid()))
+            question = b"".join(iter(lambda: connection.recv(2**16), b""))
+            connection.sendall(answer(question) + b".")
+        code = 0
+    finally:
+        os._exit(code)

@@ -1,0 +1,297 @@
+"""Where requests go: against real schedulers with real prefix caches, whose steps take a time that is made up."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from quire.engine.config.engine_config import CacheConfig
+from quire.engine.protocol.engine_core import EngineCoreRequest
+from quire.engine.protocol.runner_output import ModelRunnerOutput
+from quire.engine.protocol.sampling_params import SamplingParams
+from quire.engine.protocol.scheduler_output import SchedulerOutput
+from quire.engine.protocol.stats import EngineStats
+from quire.engine.scheduler.scheduler import Scheduler
+from quire.server.client.router import Router
+from tests.fakes.configs import engine_config
+
+BLOCK = 16
+CACHE = CacheConfig(block_size=BLOCK, num_blocks=2000, dtype="float32", enable_prefix_caching=True)
+
+
+def asked(request_id: str, prompt: list[int], salt: bytes = b"", max_tokens: int = 16) -> EngineCoreRequest:
+    return EngineCoreRequest(0, request_id, prompt, SamplingParams(max_tokens=max_tokens), cache_salt=salt)
+
+
+def idle(count: int) -> dict[int, EngineStats]:
+    return {number: EngineStats(kv_blocks=CACHE.num_blocks) for number in range(count)}
+
+
+@dataclass
+class Engine:
+    """A replica: 1 ms for each step and 20 µs for each token of it."""
+
+    scheduler: Scheduler
+    requests: int = 0
+    tokens: int = 0
+    """That it has computed."""
+    is_busy: bool = False
+    under_way: tuple[SchedulerOutput, ModelRunnerOutput] | None = None
+
+    def begin(self) -> float | None:
+        """Begin a step; returns its seconds."""
+        plan = self.scheduler.schedule()
+        self.is_busy = plan is not None
+        if plan is None:
+            return None
+        rows = self.scheduler.in_flight.rows[plan.step]
+        sampled = [7 if row.num_computed_tokens >= len(row.token_ids) else -1 for row in rows]
+        self.under_way = plan, ModelRunnerOutput(plan.step, sampled)
+        self.tokens += plan.num_tokens
+        return 0.001 + 20e-6 * plan.num_tokens
+
+
+@dataclass
+class Traffic:
+    """What came of it."""
+
+    engines: list[Engine]
+    prefixes: int = 0
+    """Tokens of the shared prefixes of all requests."""
+    first_tokens: list[float] = field(default_factory=list)
+
+    @property
+    def hits(self) -> float:
+        """The part of all tokens of shared prefixes that was in the cache of the replica that they were sent to."""
+        return sum(engine.scheduler.stats.prefix_hit_tokens for engine in self.engines) / self.prefixes
+
+    def uneven(self, loads: list[int]) -> float:
+        return max(loads) * len(loads) / sum(loads)
+
+    @property
+    def imbalance(self) -> float:
+        """The busiest replica's load over an even one: of requests, or of computed tokens."""
+        requests, tokens = [e.requests for e in self.engines], [e.tokens for e in self.engines]
+        return max(self.uneven(requests), self.uneven(tokens))
+
+
+def run(
+    groups: Iterator[int],
+    *,
+    replicas: int,
+    count: int = 800,
+    rate: float = 60.0,
+    prefix: int = 320,
+    num_blocks: int = 2000,
+    processes: int = 1,
+    seed: int = 0,
+) -> Traffic:
+    """`count` requests, `rate` a second for each replica, each of one of the `groups` that share a prefix."""
+    rng = random.Random(seed)
+    config = engine_config(
+        block_size=BLOCK, num_blocks=num_blocks, max_num_seqs=64, max_num_batched_tokens=512, max_model_len=4096
+    )
+    engines = [Engine(Scheduler(config)) for _ in range(replicas)]
+    routers = [
+        Router(range(replicas), cache=replace(CACHE, num_blocks=num_blocks), max_num_seqs=64, first=index)
+        for index in range(processes)
+    ]
+    traffic = Traffic(engines)
+    reported: dict[int, EngineStats] = {number: EngineStats(kv_blocks=num_blocks) for number in range(replicas)}
+    arrivals: dict[str, float] = {}
+    shared: dict[int, list[int]] = {}
+    outputs: dict[str, list[int]] = {}
+    ticks = itertools.count()
+    events: list[tuple[float, int, int]] = [(0.0, next(ticks), -1)]
+    """Time, order, and the engine whose step ends; -1: a request arrives."""
+    sent = 0
+
+    def go_on(engine: Engine, now: float) -> None:
+        if (seconds := engine.begin()) is not None:
+            heapq.heappush(events, (now + seconds, next(ticks), engines.index(engine)))
+
+    while events:
+        now, _, number = heapq.heappop(events)
+        if number < 0:
+            group = next(groups)
+            head = shared.setdefault(group, rng.choices(range(1000), k=prefix))
+            prompt = head + rng.choices(range(1000), k=rng.randrange(16, 64))
+            submit = asked(str(sent), prompt, max_tokens=rng.randrange(8, 64))
+            chosen = routers[sent % processes].place(submit, reported)
+            assert engines[chosen].scheduler.add(submit) is None
+            engines[chosen].requests += 1
+            traffic.prefixes += prefix
+            arrivals[submit.request_id], outputs[submit.request_id] = now, []
+            if not engines[chosen].is_busy:
+                go_on(engines[chosen], now)
+            sent += 1
+            if sent < count:
+                heapq.heappush(events, (now + rng.expovariate(rate * replicas), next(ticks), -1))
+            continue
+        engine = engines[number]
+        assert engine.under_way is not None
+        for news in engine.scheduler.update(*engine.under_way).values():
+            on_finished = [output.request_id for output in news.outputs if output.finish_reason]
+            for request_id in [output.request_id for output in news.outputs] + news.request_ids:
+                router = routers[int(request_id) % processes]
+                if not outputs[request_id]:
+                    traffic.first_tokens.append(now - arrivals[request_id])
+                    router.on_first_token(request_id)
+                outputs[request_id].append(7)
+            for request_id in on_finished:
+                routers[int(request_id) % processes].on_finished(request_id, outputs.pop(request_id))
+        reported[number] = structs.replace(engine.scheduler.snapshot())
+        go_on(engine, now)
+    assert not any(engine.scheduler.has_requests for engine in engines)
+    for router in routers:
+        assert not router._placed
+        assert all((load.open, load.pending, load.blocks) == (0, 0, 0) for load in router._loads.values())
+    return traffic
+
+
+def even(groups: int, seed: int = 0) -> Iterator[int]:
+    rng = random.Random(seed)
+    while True:
+        yield rng.randrange(groups)
+
+
+def zipf(groups: int, seed: int = 0) -> Iterator[int]:
+    rng = random.Random(seed)
+    weights = [1 / (rank + 1) for rank in range(groups)]
+    while True:
+        yield from rng.choices(range(groups), weights, k=100)
+
+
+@pytest.mark.parametrize("rate", [3.0, 60.0], ids=["calm", "busy"])
+@pytest.mark.parametrize("replicas", [2, 8])
+@pytest.mark.parametrize("groups", [even, zipf])
+def test_requests_find_their_prefix_and_the_load_stays_even(
+    groups: Callable[[int], Iterator[int]], replicas: int, rate: float
+) -> None:
+    """The first request of each group, which cannot find anything, counts as well."""
+    traffic = run(groups(32), replicas=replicas, rate=rate)
+    assert traffic.hits > 0.9
+    assert traffic.imbalance < 1.5
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_several_processes_need_not_know_of_one_another(processes: int) -> None:
+    traffic = run(zipf(16), replicas=2, processes=processes)
+    assert traffic.hits > 0.9
+    assert traffic.imbalance < 1.5
+
+
+@pytest.mark.parametrize("rate", [3.0, 60.0], ids=["calm", "busy"])
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_a_prefix_that_all_ask_for_is_soon_everywhere(replicas: int, rate: float) -> None:
+    traffic = run(itertools.repeat(0), replicas=replicas, rate=rate)
+    assert traffic.hits > 0.99
+    assert traffic.imbalance < 1.5
+
+
+def test_a_cache_that_holds_a_part_of_the_groups_is_shared_out() -> None:
+    """One replica's cache has room for half of the groups: together they hold all, if each has its own."""
+    assert run(even(32), replicas=2, num_blocks=480).hits > 0.8
+    blind = run(even(32), replicas=1, num_blocks=480)
+    assert blind.hits < 0.6
+
+
+def place(router: Router, request_id: str, prompt: list[int], stats: dict[int, EngineStats], **asks: Any) -> int:
+    return router.place(asked(request_id, prompt, **asks), stats)
+
+
+def test_equal_replicas_are_chosen_round_robin() -> None:
+    router = Router(range(3), cache=CACHE, max_num_seqs=8)
+    assert [place(router, str(n), [n] * 40, idle(3)) for n in range(6)] == [0, 1, 2, 0, 1, 2]
+    routers = [Router(range(3), cache=CACHE, max_num_seqs=8, first=index) for index in range(3)]
+    assert [place(router, "a", [1], idle(3)) for router in routers] == [0, 1, 2]
+
+
+def test_a_prefix_is_known_with_its_salt_and_its_output() -> None:
+    router = Router(range(2), cache=CACHE, max_num_seqs=8)
+    prompt, output = list(range(100)), list(range(200, 300))
+    first = place(router, "a", prompt, idle(2), salt=b"x")
+    router.on_first_token("a")
+    assert place(router, "other salt", prompt, idle(2), salt=b"y") != first
+    router.on_finished("other salt", [])
+    router.on_finished("a", output)
+    turn = [*prompt, *output, 7, 8]
+    assert place(router, "b", turn, idle(2), salt=b"x") == first
+    assert router._placed["b"].pending == 202 - 192
+    scored = EngineCoreRequest(0, "c", turn, SamplingParams(prompt_logprobs=0), cache_salt=b"x")
+    router.place(scored, idle(2))
+    assert router._placed["c"].pending == 202  # its logits are needed, whatever is cached
+
+
+def test_caches_are_as_large_as_the_replicas_say() -> None:
+    """An API without replicas of its own has no blocks; another host's may have more or fewer."""
+    prompt = list(range(400))
+    for blocks in (0, 5):
+        router = Router(range(2), cache=replace(CACHE, num_blocks=blocks), max_num_seqs=64)
+        assert place(router, "a", prompt, idle(2)) == 0
+        router.on_finished("a", [1])
+        assert place(router, "b", prompt, idle(2)) == 0
+        assert router._placed["b"].pending == 1  # all is cached, and the last is computed for its logits
+
+
+def test_a_replica_without_room_is_avoided() -> None:
+    router = Router(range(2), cache=CACHE, max_num_seqs=64)
+    prompt = list(range(400))
+    assert place(router, "a", prompt, idle(2)) == 0
+    router.on_finished("a", [1])
+    assert place(router, "b", prompt, idle(2)) == 0
+    router.on_finished("b", [1])
+    full = idle(2) | {0: EngineStats(kv_blocks=2000, kv_blocks_used=2000)}
+    assert place(router, "c", prompt, full) == 1
+    both = {number: EngineStats(kv_blocks=2000, kv_blocks_used=2000) for number in range(2)}
+    router.on_replica_dead(1)
+    assert place(router, "d", prompt, both) == 0  # then it is as ever
+    # What is under way takes blocks that no stats tell of yet.
+    router = Router(range(2), cache=replace(CACHE, num_blocks=30), max_num_seqs=64)
+    small = {0: EngineStats(kv_blocks=30), 1: EngineStats(kv_blocks=30, running=10)}
+    assert place(router, "a", list(range(320)), small) == 0
+    assert place(router, "b", list(range(500, 820)), small) == 1
+
+
+def test_who_has_much_to_do_is_avoided() -> None:
+    prompt = list(range(160))
+    for busy in (
+        EngineStats(running=9, kv_blocks=2000),
+        EngineStats(running=1, waiting=4, kv_blocks=2000),
+    ):
+        router = Router(range(2), cache=CACHE, max_num_seqs=8)
+        assert place(router, "a", prompt, idle(2)) == 0
+        router.on_finished("a", [1])
+        assert place(router, "b", prompt, idle(2)) == 0
+        router.on_finished("b", [1])
+        assert place(router, "c", prompt, {0: busy, 1: idle(1)[0]}) == 1
+
+
+def test_one_that_comes_back_knows_nothing_and_is_not_flooded() -> None:
+    router = Router(range(2), cache=CACHE, max_num_seqs=64)
+    for number in range(100):
+        place(router, str(number), [number] * 64, idle(2))
+        router.on_finished(str(number), [1])
+    router.on_replica_dead(0)
+    router.on_replica_ready(0)
+    taken = [place(router, f"new {number}", [1000 + number] * 64, idle(2)) for number in range(20)]
+    assert 8 <= sum(taken) <= 12
+
+
+def test_what_it_remembers_is_bounded() -> None:
+    router = Router(range(1), cache=replace(CACHE, num_blocks=50), max_num_seqs=64)
+    stats = {0: EngineStats()}
+    for number in range(100):
+        place(router, str(number), [number] * 160, stats)
+        router.on_finished(str(number), [1] * 100)
+    assert len(router._loads[0].cached) == 50
+    assert not router._placed
+    router.on_finished("unknown", [])
+    router.on_first_token("unknown")
