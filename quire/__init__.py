@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from quire.engine.protocol.sampling_params import SamplingParams, StructuredOutputs
-    from quire.server.cli.engine_args import AsyncEngineArgs, EngineArgs
+    from quire.server.config.engine_args import AsyncEngineArgs, EngineArgs
     from quire.server.llm import (
         LLM,
         AsyncLLM,
@@ -36,7 +36,6 @@ __all__ = [
     "ScoringRequestOutput",
     "StructuredOutputs",
 ]
-__version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
@@ -45,9 +44,13 @@ def __getattr__(name: str) -> Any:
 
         return getattr(sampling_params, name)
     if name in ("AsyncEngineArgs", "EngineArgs"):
-        from quire.server.cli import engine_args
+        from quire.server.config import engine_args
 
         return getattr(engine_args, name)
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("quire")
     if name in __all__:
         from quire.server import llm
 

@@ -9,8 +9,8 @@ from itertools import takewhile
 
 from markdown_table import code, table
 
-from quire.server.cli.lazy import LazyParser
 from quire.server.cli.main import build_parser
+from quire.server.config.lazy import LazyParser
 
 INTRODUCTION = """# Command line
 

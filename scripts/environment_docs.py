@@ -12,7 +12,7 @@ from pathlib import Path
 
 from markdown_table import code, table
 
-from quire.server.cli import vllm_flags
+from quire.server.config import vllm_flags
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("server", "engine", "kernels", "quire")

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 from markdown_table import code, table
 
-from quire.server.cli import vllm, vllm_flags
 from quire.server.cli.main import build_parser
+from quire.server.config import vllm, vllm_flags
 
 INTRODUCTION = f"""# Flags of vLLM
 

@@ -12,7 +12,7 @@ from starlette.routing import BaseRoute
 from starlette.types import Receive, Scope, Send
 
 from quire.server.anthropic import messages
-from quire.server.config import ServerOptions, names
+from quire.server.config.server_options import ServerOptions, names
 from quire.server.http import errors, sagemaker_vertex, status, ui
 from quire.server.http.api_keys import ApiKeys
 from quire.server.http.large_bodies import BodyRoute

@@ -25,7 +25,7 @@ from quire.engine.protocol.supervision import Drain, Drained, Failed, Ready, Res
 from quire.server.cli.parent import ApiProcessArgs
 from quire.server.client.engine_client import SHUTTING_DOWN
 from quire.server.client.output_stream import EngineUnavailable
-from quire.server.config import ServerOptions
+from quire.server.config.server_options import ServerOptions
 from quire.server.serving.frontend import Frontend
 from quire.server.text.chat_formats import ChatFormats
 

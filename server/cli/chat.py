@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.engine.config.options import flag
-from quire.server.cli import flags
 from quire.server.cli.remote import RemoteOptions, RemoteServer
 from quire.server.cli.terminal import Screen, ask_and_answer
+from quire.server.config import flags
 
 HELP = "/clear starts a new conversation, /exit or Ctrl-D quits, Ctrl-C stops an answer"
 

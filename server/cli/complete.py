@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 
-from quire.server.cli import flags
 from quire.server.cli.remote import RemoteOptions, RemoteServer
 from quire.server.cli.terminal import Screen, ask_and_answer
+from quire.server.config import flags
 
 HELP = "type a line to complete it; Ctrl-C stops an answer, Ctrl-D quits"
 

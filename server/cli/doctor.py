@@ -26,8 +26,8 @@ from quire.engine.doctor.check import Check, Status, fault, run, worst
 from quire.engine.doctor.network import Port
 from quire.engine.process import current_process, log
 from quire.engine.protocol.errors import ConfigError
-from quire.server.cli import flags
-from quire.server.config import ServerOptions
+from quire.server.config import flags
+from quire.server.config.server_options import ServerOptions
 
 
 @dataclass(frozen=True, kw_only=True)

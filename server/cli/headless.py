@@ -20,7 +20,7 @@ from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.supervision import EngineState, Failed, ReplicaLost, ReplicaUp
 from quire.server.client.dp_coordinator import DPMember, ReplicaDied
 from quire.server.client.engine_manager import EngineManager
-from quire.server.config import ServerOptions
+from quire.server.config.server_options import ServerOptions
 
 _REJOIN_SECONDS = 1.0
 """Interval at which a host that was lost tries to join again."""

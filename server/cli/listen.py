@@ -10,7 +10,7 @@ import stat
 from collections.abc import Iterator
 
 from quire.engine.protocol.errors import ConfigError
-from quire.server.config import ServerOptions
+from quire.server.config.server_options import ServerOptions
 
 _BACKLOG = 2048
 

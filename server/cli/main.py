@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from typing import Any
 
-import quire
 from quire.engine.protocol.errors import ConfigError
-from quire.server.cli import bench, lazy, serve
+from quire.server.cli import bench, serve
+from quire.server.config import lazy
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser of all commands. The parsed result has `run`, the subcommand's function."""
     parser = argparse.ArgumentParser(prog="quire", description="Serve language models bigger than one device.")
-    parser.add_argument("--version", action="version", version=f"quire {quire.__version__}")
+    parser.add_argument("--version", action="version", version=f"quire {version('quire')}")
     commands: argparse._SubParsersAction[Any] = parser.add_subparsers(
         title="commands", required=True, metavar="COMMAND", parser_class=lazy.LazyParser
     )

@@ -35,7 +35,7 @@ from quire.engine.protocol.supervision import (
 from quire.server.cli.listen import address
 from quire.server.client.dp_coordinator import DPCoordinator
 from quire.server.client.engine_manager import ApiProcessInfo, EngineManager
-from quire.server.config import ServerOptions
+from quire.server.config.server_options import ServerOptions
 
 _FAILURE_SECONDS = 2.0
 """How long /health reports why the engine died, before the server exits."""

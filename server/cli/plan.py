@@ -30,9 +30,9 @@ from quire.engine.config.machine import NETWORK_GIGABYTES, Machine, describe, th
 from quire.engine.config.memory_plan import MemoryPlan, format_bytes, tokens_in_cache
 from quire.engine.config.options import EngineOptions, flag
 from quire.engine.protocol.errors import ConfigError
-from quire.server.cli import flags
 from quire.server.cli.serve_options import add_config, read_options
-from quire.server.config import ServerOptions
+from quire.server.config import flags
+from quire.server.config.server_options import ServerOptions
 
 _MAX_OTHERS = 3
 """Layouts that `--auto` logs besides the one that it chooses."""

@@ -13,9 +13,9 @@ import httpx
 
 from quire.engine.config.options import flag
 from quire.engine.protocol.errors import ConfigError
-from quire.server.cli import flags
 from quire.server.cli.remote import CONNECT_SECONDS, RemoteError, base_url, headers, refusal, unreachable
 from quire.server.client.profiler import MAX_PROFILE_SECONDS
+from quire.server.config import flags
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from quire.engine.config.quantize_request import QuantizeRequest
 from quire.engine.config.resolve import fetch_weights, resolve
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.repository.model_folder import is_gguf
-from quire.server.cli import flags
+from quire.server.config import flags
 from quire.server.text.tokenizer import Tokenizer
 
 _LENGTH = 2048

@@ -30,11 +30,12 @@ from quire.engine.config.plan_text import plan_text
 from quire.engine.config.resolve import fetch_weights
 from quire.engine.process import current_process, log
 from quire.engine.protocol.errors import ConfigError
-from quire.server.cli import flags, remote
+from quire.server.cli import remote
 from quire.server.cli.batch_input import BatchLine, LineError, count_lines, read_lines
 from quire.server.cli.batch_output import BatchResults
 from quire.server.cli.serve import DEMO_NAME
-from quire.server.config import ModelOptions
+from quire.server.config import flags
+from quire.server.config.server_options import ModelOptions
 
 REMOTE_CONCURRENCY = 256
 """Requests in flight to a server over HTTP."""

@@ -11,9 +11,9 @@ from quire.engine.config.options import EngineOptions
 from quire.engine.core.launch import exec_node, prepared_core
 from quire.engine.process import current_process, log
 from quire.engine.protocol.errors import ConfigError
-from quire.server.cli import flags
 from quire.server.cli.serve_options import add_config, read_options
-from quire.server.config import ServerOptions
+from quire.server.config import flags
+from quire.server.config.server_options import ServerOptions
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ import os
 
 from quire.engine.config.options import EngineOptions
 from quire.engine.protocol.errors import ConfigError
-from quire.server.cli import flags, vllm
-from quire.server.config import ServerOptions
+from quire.server.config import flags, vllm
+from quire.server.config.server_options import ServerOptions
 
 _PORT_VARIABLE = "AIP_HTTP_PORT"
 """Vertex AI sets the server's port here; see quire.server.http.sagemaker_vertex."""

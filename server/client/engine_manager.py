@@ -43,7 +43,7 @@ from quire.engine.protocol.supervision import (
 )
 from quire.server.client.dp_coordinator import DPCoordinator, DPLeader, DPMember
 from quire.server.client.metrics import Metrics
-from quire.server.config import RestartPolicy
+from quire.server.config.server_options import RestartPolicy
 
 RESTART_SECONDS = (0.1, 60.0)
 """Delay from the death of a replica to its restart: the first delay, and the longest one if it dies repeatedly."""

@@ -8,7 +8,7 @@ import os
 import re
 
 from quire.engine.protocol.errors import ConfigError
-from quire.server.config import WEIGHT_RANGE, ServerOptions, read_weight
+from quire.server.config.server_options import WEIGHT_RANGE, ServerOptions, read_weight
 
 ENVIRONMENT = "QUIRE_API_KEY"
 

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from quire.server.config import ServerOptions
+from quire.server.config.server_options import ServerOptions
 from quire.server.http.errors import error_object
 
 MAX_HEADER_BYTES = 64 * 2**10

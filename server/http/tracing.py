@@ -29,7 +29,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.engine.protocol.errors import ConfigError
 from quire.server.client.tracing import TRACE, RequestTrace, Segment, SequenceTrace
-from quire.server.config import otlp_exporter
+from quire.server.config.server_options import otlp_exporter
 
 _FLUSH_SECONDS = 3.0
 """Time for exporting the last spans at the end."""

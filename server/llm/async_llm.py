@@ -36,7 +36,7 @@ from quire.server.text.embedding_output import VectorOptions
 from quire.server.text.inputs import EmbeddingOptions
 
 if TYPE_CHECKING:
-    from quire.server.cli.engine_args import EngineArgs
+    from quire.server.config.engine_args import EngineArgs
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from quire.server.llm.prompts import PromptLike
 from quire.server.serving.llm_outputs import RequestOutput
 
 if TYPE_CHECKING:
-    from quire.server.cli.engine_args import EngineArgs
+    from quire.server.config.engine_args import EngineArgs
 
 
 class LLMEngine(OwnLoop):

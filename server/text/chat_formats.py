@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from quire.server.config import ModelOptions
+from quire.server.config.server_options import ModelOptions
 from quire.server.parsers.reasoning import REASONING_FORMATS, ReasoningFormat, detect_reasoning
 from quire.server.parsers.tool_formats import TOOL_FORMATS, ToolFormat, detect_tools
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.engine.protocol.errors import InvalidParameter
-from quire.server.config import TEMPLATE_PARAMETERS
+from quire.server.config.server_options import TEMPLATE_PARAMETERS
 from quire.server.parsers.reasoning import detect_reasoning
 from quire.server.text.chat_template import ChatTemplate
 

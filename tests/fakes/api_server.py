@@ -19,7 +19,7 @@ from fastapi import FastAPI
 from quire.engine.config.engine_config import EngineConfig
 from quire.server.cli.api_process import http_server
 from quire.server.client import engine_manager
-from quire.server.config import ServerOptions
+from quire.server.config.server_options import ServerOptions
 from quire.server.http.state import ServedModel
 from quire.server.serving.frontend import Frontend
 from quire.server.text.chat_formats import ChatFormats

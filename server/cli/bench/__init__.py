@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 
-from quire.server.cli import lazy
+from quire.server.config import lazy
 
 _SUBCOMMANDS = {
     "serve": "benchmark an OpenAI-compatible server",

@@ -14,9 +14,9 @@ from tqdm import tqdm
 from quire.engine.config.options import EngineOptions, flag
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.sampling_params import SamplingParams
-from quire.server.cli import flags
 from quire.server.cli.bench import dataset, offline, report
 from quire.server.cli.bench.dataset import DatasetOptions
+from quire.server.config import flags
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 

@@ -12,8 +12,8 @@ from quire.engine.config.engine_config import EngineConfig
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.plan_text import plan_text
 from quire.engine.protocol.errors import ConfigError, InvalidParameter
-from quire.server.cli import flags
 from quire.server.client.output_stream import EngineUnavailable, RequestFailed
+from quire.server.config import flags
 from quire.server.llm import LLM
 
 

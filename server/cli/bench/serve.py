@@ -12,12 +12,12 @@ from typing import Any
 
 import uvloop
 
-from quire.server.cli import flags
 from quire.server.cli.bench import metrics, plot, report
 from quire.server.cli.bench.dataset import DatasetOptions
 from quire.server.cli.bench.load import Clock
 from quire.server.cli.bench.options import ServeOptions
 from quire.server.cli.bench.run import BenchRun
+from quire.server.config import flags
 
 
 def fill(parser: argparse.ArgumentParser) -> None:

@@ -23,13 +23,13 @@ from tqdm import tqdm
 
 from quire.engine.config.options import EngineOptions, flag
 from quire.engine.protocol.errors import ConfigError
-from quire.server.cli import flags
 from quire.server.cli.bench import report
 from quire.server.cli.bench.client import BenchClient
 from quire.server.cli.bench.latency import PERCENTILES
 from quire.server.cli.bench.load import Clock, SendTimes
 from quire.server.cli.bench.options import COMPLETIONS
 from quire.server.cli.bench.stream import RequestRecord
+from quire.server.config import flags
 
 _COMMAND = (sys.executable, "-P", "-c", "import sys; from quire.server.cli.main import main; sys.exit(main())", "serve")
 READY_LINE = re.compile(r"ready ([\d.]+) s after the start \((.*)\)")

@@ -10,9 +10,9 @@ from typing import Any
 
 from quire.engine.config.options import EngineOptions, flag
 from quire.engine.protocol.sampling_params import SamplingParams
-from quire.server.cli import flags
 from quire.server.cli.bench import dataset, offline, report
 from quire.server.cli.bench.dataset import DatasetOptions, Sample
+from quire.server.config import flags
 
 
 @dataclass(frozen=True, kw_only=True)

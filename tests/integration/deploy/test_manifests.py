@@ -17,7 +17,7 @@ import yaml
 from quire.engine.config.options import EngineOptions
 from quire.server.cli.main import build_parser
 from quire.server.cli.serve_options import read_options
-from quire.server.config import ServerOptions
+from quire.server.config.server_options import ServerOptions
 from tests.fakes import kubernetes_schemas
 from tests.fakes.manifests import (
     CHART,

@@ -27,7 +27,7 @@ from quire.server.cli import headless
 from quire.server.cli.main import main
 from quire.server.client import engine_manager
 from quire.server.client.dp_coordinator import DPMember, ReplicaDied, connect_hosts
-from quire.server.config import ServerOptions
+from quire.server.config.server_options import ServerOptions
 from quire.server.serving.frontend import Frontend
 from quire.server.text.inputs import GenerationInput
 from tests.fakes import fake_core

@@ -23,10 +23,10 @@ import trustme
 import quire
 from quire.engine.config.options import EngineOptions
 from quire.engine.protocol.errors import ConfigError
-from quire.server.cli.flags import add_flags
 from quire.server.cli.main import build_parser, main
 from quire.server.cli.serve_options import read_options
-from quire.server.config import ServerOptions
+from quire.server.config.flags import add_flags
+from quire.server.config.server_options import ServerOptions
 from tests.fakes.tokenizers import write_slow_files
 
 FLAGS = """

@@ -13,7 +13,7 @@ from quire.engine.config.engine_config import EngineConfig
 from quire.engine.process import current_process
 from quire.server.cli import serve
 from quire.server.cli.main import main
-from quire.server.config import ServerOptions
+from quire.server.config.server_options import ServerOptions
 from quire.server.text.chat_formats import ChatFormats
 from quire.server.text.input_processor import InputProcessor
 from tests.fakes.bad_configurations import CASES, BadConfiguration

@@ -24,7 +24,7 @@ from quire.engine.protocol.supervision import (
     ToProcess,
 )
 from quire.server.cli import parent
-from quire.server.config import ServerOptions
+from quire.server.config.server_options import ServerOptions
 from tests.fakes.configs import engine_config
 from tests.fakes.supervised import FakeProcess
 

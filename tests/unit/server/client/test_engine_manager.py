@@ -33,7 +33,7 @@ from quire.engine.protocol.supervision import (
 from quire.server.client import engine_manager as module
 from quire.server.client.dp_coordinator import DPCoordinator, DPLeader, DPMember
 from quire.server.client.engine_manager import EngineManager
-from quire.server.config import RestartPolicy
+from quire.server.config.server_options import RestartPolicy
 from tests.fakes.supervised import FakeProcess
 
 

@@ -16,7 +16,7 @@ from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.stats import EngineStats
 from quire.server.client.engine_client import EngineClient
 from quire.server.client.fair_share import SHARE
-from quire.server.config import ServerOptions
+from quire.server.config.server_options import ServerOptions
 from quire.server.http.api_keys import ApiKeys
 from quire.server.http.middleware import FairShareMiddleware
 from tests.fakes.api_server import Server, run_server

@@ -22,7 +22,7 @@ from quire.engine.protocol.stats import EngineStats
 from quire.engine.protocol.supervision import ReplicaDraining, ReplicaLost
 from quire.server.client.engine_client import RANK_HEADER, QueueFull
 from quire.server.client.output_stream import Deadline, OutputStream
-from quire.server.config import ServerOptions
+from quire.server.config.server_options import ServerOptions
 from quire.server.http import errors, middleware
 from quire.server.http.api_keys import ApiKeys
 from quire.server.http.middleware import MIB

@@ -15,7 +15,7 @@ from quire.engine.config.engine_config import EngineConfig
 from quire.engine.protocol.errors import ConfigError, InvalidParameter
 from quire.engine.protocol.supervision import ReplicaStarting
 from quire.server.app import create_app
-from quire.server.config import ServerOptions
+from quire.server.config.server_options import ServerOptions
 from quire.server.http import sagemaker_vertex
 from quire.server.http.errors import ApiError, describe
 from quire.server.http.state import AppState

@@ -36,7 +36,7 @@ from quire.engine.protocol.engine_core import EngineCoreOutput
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.server.client.tracing import RequestTimes, RequestTrace, SequenceTrace
-from quire.server.config import otlp_exporter
+from quire.server.config.server_options import otlp_exporter
 from quire.server.http import tracing as traces
 from quire.server.http.tracing import REPLICA, REQUEST_ATTRIBUTES, REQUEST_ATTRIBUTES_AT_END, SEQUENCE_ATTRIBUTES
 from tests.fakes.api_server import Server, run_server
@@ -596,7 +596,7 @@ def test_endpoints(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
     assert otlp_exporter(endpoint) == "opentelemetry.exporter.otlp.proto.grpc"
     traces.Tracing.to_collector(endpoint).close()
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf")
-    monkeypatch.setattr("quire.server.config.metadata.version", lambda package: "1")
+    monkeypatch.setattr("quire.server.config.server_options.metadata.version", lambda package: "1")
     if endpoint.startswith("http"):
         assert otlp_exporter(endpoint) == "opentelemetry.exporter.otlp.proto.http"
     else:
@@ -624,7 +624,7 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch, protocol: s
     def version(package: str) -> str:
         raise metadata.PackageNotFoundError(package)
 
-    monkeypatch.setattr("quire.server.config.metadata.version", version)
+    monkeypatch.setattr("quire.server.config.server_options.metadata.version", version)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", protocol)
     with pytest.raises(ConfigError) as refused:
         otlp_exporter("http://a:1")

@@ -16,7 +16,7 @@ from quire.engine.config.engine_config import EngineConfig
 from quire.engine.protocol.errors import ConfigError
 from quire.server.app import create_app
 from quire.server.cli import main
-from quire.server.config import ServerOptions
+from quire.server.config.server_options import ServerOptions
 from tests.fakes.api_server import Server, run_server
 
 pytestmark = pytest.mark.usefixtures("core_mode")

@@ -6,7 +6,7 @@ from typing import get_args, get_type_hints
 
 import pytest
 
-from quire.server.config import ServerOptions
+from quire.server.config.server_options import ServerOptions
 from quire.server.parsers.reasoning import REASONING_FORMATS
 from quire.server.parsers.tool_formats import TOOL_FORMATS, detect_tools
 from quire.server.text.chat_formats import ChatFormats

@@ -12,13 +12,13 @@ from unittest.mock import Mock
 
 import pytest
 
-from quire.server.cli import flags
 from quire.server.cli.bench import run
 from quire.server.cli.bench.dataset import DatasetOptions
 from quire.server.cli.bench.options import ServeOptions
 from quire.server.cli.bench.run import BenchRun
 from quire.server.cli.bench.serve import measure
 from quire.server.cli.main import build_parser, main
+from quire.server.config import flags
 from tests.fakes.fake_openai import DONE, Connection, FakeServer, event, fake_server, text, usage
 
 SUMMARY_KEYS = """

@@ -130,7 +130,7 @@ def read_config(path: str, parser: argparse.ArgumentParser) -> list[str]:
     """
     import yaml  # slow to import
 
-    from quire.server.cli import vllm
+    from quire.server.config import vllm
 
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))

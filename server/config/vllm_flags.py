@@ -1,6 +1,6 @@
 """What `quire serve` makes of each flag and environment variable of `vllm serve`: the table, as data.
 
-`quire.server.cli.vllm` applies it, and docs/reference/vllm.md is generated from it. Flags that are not here have the
+`quire.server.config.vllm` applies it, and docs/reference/vllm.md is generated from it. Flags that are not here have the
 same name and meaning in Quire. A flag is written as its name and its other names, separated by `|`, and what follows
 it: nothing (on or off, with a `--no-` form), `=` (a value), `?` (possibly a value) or `+` (several values).
 """
@@ -13,7 +13,7 @@ from typing import Any, get_args, get_type_hints
 
 from quire.engine.architecture.quantization import METHODS
 from quire.engine.protocol.errors import ConfigError
-from quire.server.config import ModelOptions
+from quire.server.config.server_options import ModelOptions
 
 VERSION = "0.32.0"
 """The version of vLLM whose flags these are, besides those of earlier versions in `EARLIER`."""

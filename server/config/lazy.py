@@ -28,7 +28,7 @@ class LazyParser(argparse.ArgumentParser):
             importlib.import_module(module).fill(self)
         if not self._takes_vllm_flags or args is None:
             return super().parse_known_args(args, namespace)
-        from quire.server.cli import vllm
+        from quire.server.config import vllm
 
         try:
             args, notes = vllm.translate(args, self._option_string_actions)

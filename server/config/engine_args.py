@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from quire.engine.config.options import EngineOptions
 from quire.engine.protocol.errors import ConfigError
-from quire.server.cli import flags, vllm
-from quire.server.cli.lazy import LazyParser
+from quire.server.config import flags, vllm
+from quire.server.config.lazy import LazyParser
 
 T = TypeVar("T", bound=argparse.ArgumentParser)
 

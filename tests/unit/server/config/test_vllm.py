@@ -17,11 +17,11 @@ import pytest
 
 from quire.engine.config.options import EngineOptions
 from quire.engine.protocol.errors import ConfigError
-from quire.server.cli import vllm, vllm_flags
-from quire.server.cli.engine_args import AsyncEngineArgs, EngineArgs
 from quire.server.cli.main import build_parser
 from quire.server.cli.serve_options import read_options
-from quire.server.config import ServerOptions
+from quire.server.config import vllm, vllm_flags
+from quire.server.config.engine_args import AsyncEngineArgs, EngineArgs
+from quire.server.config.server_options import ServerOptions
 
 FACTS: dict[str, Any] = json.loads((Path(__file__).parent / "vllm_0_32.json").read_text())
 FLAGS: dict[str, dict[str, Any]] = FACTS["flags"]

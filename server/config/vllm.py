@@ -13,7 +13,7 @@ from itertools import takewhile
 from typing import Any, Literal
 
 from quire.engine.protocol.errors import ConfigError
-from quire.server.cli import vllm_flags
+from quire.server.config import vllm_flags
 
 
 @dataclass(frozen=True)
