@@ -23,7 +23,7 @@ class Call(msgspec.Struct, array_like=True):
     amount: int = 0
 
 
-class Result(msgspec.Struct, array_like=True):
+class StoreReply(msgspec.Struct, array_like=True):
     """The result of a call."""
 
     number: int
@@ -41,7 +41,7 @@ class KeyValueStore:
     def answer(self, body: bytes) -> bytes:
         """Run an encoded call, and return the encoded result. Raises `msgspec.DecodeError` if there is no such call."""
         call = msgspec.msgpack.decode(body, type=Call)
-        result, stored = Result(call.number), self._values
+        result, stored = StoreReply(call.number), self._values
         match call:
             case Call(method="set", keys=keys, values=values):
                 stored.update(zip(keys, values, strict=False))

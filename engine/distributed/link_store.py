@@ -12,7 +12,7 @@ import torch.distributed as dist
 import zmq
 from torch.distributed.distributed_c10d import Store
 
-from quire.engine.cluster.key_value_store import STORE, Call, Result
+from quire.engine.cluster.key_value_store import STORE, Call, StoreReply
 from quire.engine.cluster.security import Security, join, split
 
 _RETRY_SECONDS = (0.001, 0.1)
@@ -92,7 +92,7 @@ class LinkStore(Store):
             interval = min(2 * interval, longest)
         return values
 
-    def _call(self, method: str, keys: list[str] = [], values: list[bytes] = [], amount: int = 0) -> Result:  # noqa: B006
+    def _call(self, method: str, keys: list[str] = [], values: list[bytes] = [], amount: int = 0) -> StoreReply:  # noqa: B006
         deadline = time.monotonic() + self._timeout.total_seconds()
         with self._lock:
             self._number += 1
@@ -100,7 +100,7 @@ class LinkStore(Store):
             self._socket.send_multipart((STORE, *split(call)))
             while self._socket.poll(max(0, int((deadline - time.monotonic()) * 1000))):
                 _, *frames = self._socket.recv_multipart()
-                result = msgspec.msgpack.decode(join(frames), type=Result)
+                result = msgspec.msgpack.decode(join(frames), type=StoreReply)
                 if result.number == self._number:
                     return result
         raise dist.DistStoreError(f"the store at {self._url} did not answer within {self._timeout.total_seconds():g} s")

@@ -12,7 +12,7 @@ from quire.engine.scheduler.ngram import TokenLookup
 
 
 @dataclass(slots=True, eq=False)
-class Share:
+class ShareQueue:
     """The requests of one share (`EngineCoreRequest.share`), and what it has received."""
 
     key: bytes
@@ -52,7 +52,7 @@ class Request:
     """Length of prompt and output together at which the request finishes."""
     stops: frozenset[int]
     """Tokens that finish the request."""
-    share: Share
+    share: ShareQueue
     is_plain: bool = False
     """Outputs are plain tokens: an output has been sent since the last preemption, and there are no log-probabilities
     and no grammar.

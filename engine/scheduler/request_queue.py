@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from operator import attrgetter
 
-from quire.engine.scheduler.request import Request, Share
+from quire.engine.scheduler.request import Request, ShareQueue
 
 _SERVED = attrgetter("served")
 _LOAD_AND_SERVED = attrgetter("load", "served")
@@ -43,23 +43,24 @@ class RequestQueue:
     """
 
     def __init__(self) -> None:
-        self._shares: dict[bytes, Share] = {}
+        self._shares: dict[bytes, ShareQueue] = {}
         """Those with unfinished requests."""
         self._count = 0
         self._virtual_time = 0.0
-        """The highest `Share.served` at which a share was served: where one starts that had no waiting requests."""
+        """The highest `ShareQueue.served` at which a share was served: where one starts that had no waiting
+        requests."""
 
     def __len__(self) -> int:
         return self._count
 
     @property
-    def shares(self) -> Collection[Share]:
+    def shares(self) -> Collection[ShareQueue]:
         """The shares with unfinished requests, running ones included."""
         return self._shares.values()
 
-    def share(self, key: bytes, weight: float) -> Share:
+    def share(self, key: bytes, weight: float) -> ShareQueue:
         """Return the share of a new request."""
-        share = self._shares.get(key) or Share(key, weight)
+        share = self._shares.get(key) or ShareQueue(key, weight)
         if share.weight != weight:
             share.weight = weight
             share.count_running(0)
@@ -135,7 +136,7 @@ class RequestQueue:
             seen[share.key] += 1
         return [request for _, _, request in sorted(places)]
 
-    def overloaded(self, below: Share) -> Share | None:
+    def overloaded(self, below: ShareQueue) -> ShareQueue | None:
         """Return the most loaded share, if its load is above that of `below` even without its newest request."""
         shares = [share for share in self.shares if share.num_running > 1]
         share = max(shares, key=_load_without_newest, default=below)
@@ -160,5 +161,5 @@ class RequestQueue:
         return waiting
 
 
-def _load_without_newest(share: Share) -> float:
+def _load_without_newest(share: ShareQueue) -> float:
     return (share.num_running - 1) / share.weight

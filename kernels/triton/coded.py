@@ -319,7 +319,7 @@ def _coded_grouped_kernel(
         tl.store(to, product.to(out.dtype.element_ty), mask=is_row[None, :] & is_feature[:, None])
 
 
-class _Shape(NamedTuple):
+class _SplitTile(NamedTuple):
     """The launch parameters of a matmul: tile, parts that the blocks of inputs are divided into, warps and stages."""
 
     rows: int
@@ -333,19 +333,19 @@ _CLASSES = (16, 64)
 """Numbers of rows up to which a matmul divides the inputs in its own way; for more it does not."""
 
 
-def _linear_shape(rows: int, features: int, blocks: int, dtype: torch.dtype, device: torch.device) -> _Shape:
+def _linear_shape(rows: int, features: int, blocks: int, dtype: torch.dtype, device: torch.device) -> _SplitTile:
     """Up to 64 rows, loads in flight count: the inputs are divided until processors have several tiles."""
 
     def splits(tile: int, most: int) -> int:
         return max(1, min(8, most * limits.PROCESSORS // triton.cdiv(features, tile), blocks // 4))
 
     if rows <= _CLASSES[0]:
-        return _Shape(16, 64, splits(64, 8), 4, 3)
+        return _SplitTile(16, 64, splits(64, 8), 4, 3)
     if dtype == torch.float32:
-        return _Shape(32, 64, 1, 4, 2)
+        return _SplitTile(32, 64, 1, 4, 2)
     if rows <= _CLASSES[1]:
-        return _Shape(64, 128, splits(128, 2), 8, 3)
-    return _Shape(128, 128, 1, 4, 3) if rows <= 128 or limits.is_narrow(device) else _Shape(256, 128, 1, 8, 3)
+        return _SplitTile(64, 128, splits(128, 2), 8, 3)
+    return _SplitTile(128, 128, 1, 4, 3) if rows <= 128 or limits.is_narrow(device) else _SplitTile(256, 128, 1, 8, 3)
 
 
 def _launch(weight: CodedWords, bias: Tensor | None, dtype: torch.dtype) -> tuple[list[Tensor], dict[str, object]]:

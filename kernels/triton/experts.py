@@ -7,8 +7,6 @@ a result does not depend on the other tokens.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -16,17 +14,9 @@ from torch import Tensor
 
 from quire.kernels.triton import limits
 from quire.kernels.triton.elementwise import KINDS, activated, gated
+from quire.kernels.triton.limits import Tile
 
 _SORTED_AT_ONCE, _SUMMED_AT_ONCE = 1024, 1024
-
-
-class _Shape(NamedTuple):
-    """The launch parameters of the grouped matmul: result columns, depth per iteration, warps and pipeline stages."""
-
-    columns: int
-    depth: int
-    warps: int
-    stages: int
 
 
 def _block_rows(pairs: int, experts: int) -> int:
@@ -34,13 +24,13 @@ def _block_rows(pairs: int, experts: int) -> int:
     return min(128, max(16, triton.next_power_of_2(pairs // max(1, experts))))
 
 
-def _shape(rows: int, blocks: int, columns: int, dtype: torch.dtype) -> _Shape:
+def _shape(rows: int, blocks: int, columns: int, dtype: torch.dtype) -> Tile:
     """With few rows, the matmul is bound by loads in flight and busy processors; with many, by the tensor cores."""
     if dtype == torch.float32:
-        return _Shape(64, 32, 4, 3)
+        return Tile(rows, 64, 32, 4, 3)
     if rows >= 64:
-        return _Shape(128, 64, rows // 16, 3)
-    return _Shape(64 if blocks * columns >= 64 * limits.PROCESSORS else 32, 128, 4, 5)
+        return Tile(rows, 128, 64, rows // 16, 3)
+    return Tile(rows, 64 if blocks * columns >= 64 * limits.PROCESSORS else 32, 128, 4, 5)
 
 
 @triton.jit(do_not_specialize=["count", "most"])
@@ -218,7 +208,7 @@ def fused_experts(
     ):
         columns = result.shape[1]
         shape = _shape(rows, len(blocks), columns, x.dtype)
-        _grouped_kernel[len(blocks), triton.cdiv(columns, shape.columns)](
+        _grouped_kernel[len(blocks), triton.cdiv(columns, shape.features)](
             *(source, matrices, matrices if bias is None else bias, result, pairs, blocks),
             *(columns, source.shape[1], source.stride(0), matrices.stride(0), matrices.stride(1), per_row),
             GATED=result is inner and gate_up.shape[1] > size,
@@ -226,7 +216,7 @@ def fused_experts(
             ACTIVATED=result is inner,
             BIAS=bias is not None,
             ROWS=rows,
-            COLUMNS=shape.columns,
+            COLUMNS=shape.features,
             DEPTH=shape.depth,
             PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
             num_warps=shape.warps,

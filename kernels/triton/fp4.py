@@ -7,8 +7,6 @@ on the other rows nor on their number, except for the order in which the tensor 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -19,6 +17,7 @@ from quire.kernels.fp4 import GROUP, Fp4Weight, has_gates
 from quire.kernels.triton import limits
 from quire.kernels.triton.elementwise import KINDS, act_mul, largest_of, to_e4m3
 from quire.kernels.triton.experts import _block_rows, sort_pairs, sum_pairs
+from quire.kernels.triton.limits import Tile
 
 _ROUNDED_AT_ONCE = 1024
 """Inputs of a program that rounds them."""
@@ -188,22 +187,12 @@ def _fp4_grouped_kernel(
         tl.store(to, product.to(out.dtype.element_ty), mask=is_row[None, :] & is_feature[:, None])
 
 
-class _Shape(NamedTuple):
-    """The launch parameters of a matmul: tile, inputs of a step, warps and stages."""
-
-    rows: int
-    features: int
-    depth: int
-    warps: int
-    stages: int
-
-
-def _shape(rows: int, device: torch.device) -> _Shape:
+def _shape(rows: int, device: torch.device) -> Tile:
     """Tiles whose instructions are whole (128 features), and that fit the shared memory."""
     depth = 128 if limits.is_narrow(device) else 256
     if rows <= 16:
-        return _Shape(16, 128, depth, 4, 4)
-    return _Shape(64, 128, depth, 4, 4) if rows <= 64 else _Shape(128, 128, depth, 8, 3)
+        return Tile(16, 128, depth, 4, 4)
+    return Tile(64, 128, depth, 4, 4) if rows <= 64 else Tile(128, 128, depth, 8, 3)
 
 
 def _rounded(

@@ -1,14 +1,26 @@
-"""Limits of GPUs that shapes of launches depend on."""
+"""Launch parameters of matmuls, and the limits of GPUs that they depend on."""
 
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 import triton
 
 PROCESSORS = 132
 """Multiprocessors of an H100 and of an H200; close enough for other GPUs."""
+
+
+class Tile(NamedTuple):
+    """The launch parameters of a matmul."""
+
+    rows: int
+    features: int
+    depth: int
+    """Inputs of a step."""
+    warps: int
+    stages: int
 
 
 @functools.cache

@@ -7,8 +7,6 @@ nor on their number, except for the order in which the tensor cores add within 1
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -19,6 +17,7 @@ from quire.kernels.coded_words import ROUNDED_GROUP
 from quire.kernels.triton import limits
 from quire.kernels.triton.elementwise import KINDS, act_mul_rounded, rounded_rows, store_rounded
 from quire.kernels.triton.experts import _block_rows, sort_pairs, sum_pairs
+from quire.kernels.triton.limits import Tile
 
 DEPTH = ROUNDED_GROUP
 """Inputs of a step."""
@@ -197,28 +196,18 @@ def rounded_matmul(
     return out
 
 
-class _Shape(NamedTuple):
-    """The launch parameters of a matmul: tile, inputs of a step, warps and stages."""
-
-    rows: int
-    features: int
-    depth: int
-    warps: int
-    stages: int
-
-
-def _shape(rows: int, device: torch.device, *, grouped: bool, is_int8: bool) -> _Shape:
+def _shape(rows: int, device: torch.device, *, grouped: bool, is_int8: bool) -> Tile:
     """Tiles that were the fastest on an H200."""
     depth = DEPTH if grouped or limits.is_narrow(device) else 2 * DEPTH
     if rows <= 16:
-        return _Shape(16, 64, depth, 4, 5)
+        return Tile(16, 64, depth, 4, 5)
     if rows <= 32 or (grouped and rows <= 64):
-        return _Shape(32, 64, depth, 4, 4)
+        return Tile(32, 64, depth, 4, 4)
     if rows <= 64:
-        return _Shape(64, 64, depth, 4, 4)
+        return Tile(64, 64, depth, 4, 4)
     if rows <= 256 or not is_int8:
-        return _Shape(64, 128, DEPTH, 4, 3)
-    return _Shape(128, 128, DEPTH, 4, 3)
+        return Tile(64, 128, DEPTH, 4, 3)
+    return Tile(128, 128, DEPTH, 4, 3)
 
 
 def rounded_fused_experts(

@@ -66,7 +66,7 @@ class HostResult(msgspec.Struct):
     checks: list[Check]
 
 
-class Result(msgspec.Struct):
+class DoctorReport(msgspec.Struct):
     """What `--json` prints."""
 
     status: Status = "ok"
@@ -80,7 +80,7 @@ class Output:
     """Prints the results as they come, or in the end as JSON."""
 
     def __init__(self, is_json: bool) -> None:
-        self._is_json, self._result = is_json, Result()
+        self._is_json, self._result = is_json, DoctorReport()
 
     def host(self, name: str, checks: Iterable[Check]) -> list[Check]:
         """Add a host, and its checks while they are made; returns them."""

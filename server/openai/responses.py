@@ -88,7 +88,7 @@ _Status = Literal["in_progress", "completed", "incomplete", "failed", "cancelled
 _encode = msgspec.json.Encoder().encode
 
 
-class _Tool(MessagePart):
+class _ResponsesTool(MessagePart):
     extra_fields: ClassVar[Mapping[str, ExtraField]] = {
         "defer_loading": rejected(False),
         "allowed_callers": rejected(["direct"]),
@@ -548,7 +548,7 @@ def _chat_tool(tool: dict[str, Any], param: str, ignored: set[str]) -> dict[str,
     if isinstance(kind := tool.get("type"), str) and _HOSTED_TOOLS.fullmatch(kind):
         ignored.add(f"{param}.type={kind}")
         return None
-    read = variant({"function": _Tool}, tool, param, ignored)
+    read = variant({"function": _ResponsesTool}, tool, param, ignored)
     function = read.model_dump(include={"name", "description", "parameters", "strict"}, exclude_none=True)
     return {"type": "function", "function": function}
 

@@ -10,10 +10,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.server.cli.bench.load import Clock
+from quire.server.cli.bench.load import LoadClock
 
 
-class ScriptedClock(Clock):
+class ScriptedClock(LoadClock):
     """Time stands still but for `go_on`. Waiting for a moment takes it there."""
 
     def __init__(self) -> None:

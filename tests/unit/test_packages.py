@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import tomllib
 from pathlib import Path
@@ -49,3 +50,15 @@ def test_every_other_file_is_package_data() -> None:
             assert matches, f"{pattern} of {package} matches no file"
             listed |= matches
     assert data == listed
+
+
+def test_no_two_classes_have_one_name() -> None:
+    """So that whoever looks for a class finds one."""
+    places: dict[str, list[str]] = {}
+    for package, paths in FILES.items():
+        for path in paths:
+            tree = ast.parse(path.read_text()) if path.suffix == ".py" else ast.Module([], [])
+            for node in ast.walk(tree):
+                if isinstance(node, ast.ClassDef):
+                    places.setdefault(node.name, []).append(f"{package}/{path.name}:{node.lineno}")
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import httptools
 
 from quire.server.cli import remote
-from quire.server.cli.bench.load import Clock, SendTimes
+from quire.server.cli.bench.load import LoadClock, SendTimes
 from quire.server.cli.bench.stream import RequestRecord, message_of
 
 _LONGEST_ERROR = 200
@@ -40,7 +40,7 @@ class BenchRefused(Exception):
 class BenchClient:
     """Sends requests to one server, over persistent connections. Use it as a context manager."""
 
-    def __init__(self, base_url: str, api_key: str | None, clock: Clock) -> None:
+    def __init__(self, base_url: str, api_key: str | None, clock: LoadClock) -> None:
         self.base_url = remote.base_url(base_url, "--base-url")
         url = urlsplit(self.base_url)
         assert url.hostname is not None

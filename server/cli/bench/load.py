@@ -14,7 +14,7 @@ import numpy as np
 T = TypeVar("T")
 
 
-class Clock:
+class LoadClock:
     """Seconds since a fixed moment, and a way to wait for a moment. Tests replace it."""
 
     def now(self) -> float:
@@ -53,7 +53,7 @@ async def drive(
     send: Callable[[int, SendTimes], Awaitable[T]],
     arrivals: Sequence[float],
     max_concurrency: int | None,
-    clock: Clock,
+    clock: LoadClock,
 ) -> list[T]:
     """Send the requests and return their results.
 

@@ -21,7 +21,7 @@ from quire.engine.protocol.errors import ConfigError
 from quire.server.cli.bench import dataset, drafts
 from quire.server.cli.bench.client import BenchClient, BenchRefused, reason
 from quire.server.cli.bench.dataset import DatasetOptions, Sample
-from quire.server.cli.bench.load import Clock, SendTimes, arrival_times, drive
+from quire.server.cli.bench.load import LoadClock, SendTimes, arrival_times, drive
 from quire.server.cli.bench.options import ServeOptions
 from quire.server.cli.bench.stream import RequestRecord
 
@@ -49,7 +49,7 @@ class BenchResult:
 class BenchRun:
     """A run of `measure`; raises `ConfigError` if the server does not respond as expected."""
 
-    def __init__(self, options: ServeOptions, wanted: DatasetOptions, clock: Clock) -> None:
+    def __init__(self, options: ServeOptions, wanted: DatasetOptions, clock: LoadClock) -> None:
         self._options = options
         self._wanted = wanted
         self._extra = options.extra_fields()

@@ -14,7 +14,7 @@ import uvloop
 
 from quire.server.cli.bench import metrics, plot, report
 from quire.server.cli.bench.dataset import DatasetOptions
-from quire.server.cli.bench.load import Clock
+from quire.server.cli.bench.load import LoadClock
 from quire.server.cli.bench.options import ServeOptions
 from quire.server.cli.bench.run import BenchRun
 from quire.server.config import flags
@@ -29,10 +29,10 @@ def fill(parser: argparse.ArgumentParser) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     """Run the benchmark; returns 0 if at least one request succeeded."""
-    return measure(flags.collect(parsed, ServeOptions), flags.collect(parsed, DatasetOptions), Clock())
+    return measure(flags.collect(parsed, ServeOptions), flags.collect(parsed, DatasetOptions), LoadClock())
 
 
-def measure(options: ServeOptions, wanted: DatasetOptions, clock: Clock) -> int:
+def measure(options: ServeOptions, wanted: DatasetOptions, clock: LoadClock) -> int:
     """`run` with the given clock."""
     options.check()
     wanted.check()

@@ -26,7 +26,7 @@ from quire.engine.protocol.errors import ConfigError
 from quire.server.cli.bench import report
 from quire.server.cli.bench.client import BenchClient
 from quire.server.cli.bench.latency import PERCENTILES
-from quire.server.cli.bench.load import Clock, SendTimes
+from quire.server.cli.bench.load import LoadClock, SendTimes
 from quire.server.cli.bench.options import COMPLETIONS
 from quire.server.cli.bench.stream import RequestRecord
 from quire.server.config import flags
@@ -123,7 +123,7 @@ def read_phases(ready: str, phases: str) -> dict[str, float]:
 
 async def ask(url: str) -> RequestRecord:
     """Request one token of a server."""
-    clock = Clock()
+    clock = LoadClock()
     with BenchClient(url, os.environ.get("OPENAI_API_KEY"), clock) as client:
         now = clock.now()
         request = client.prepare(COMPLETIONS, msgspec.json.encode(_QUESTION))

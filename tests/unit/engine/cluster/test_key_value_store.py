@@ -5,11 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from quire.engine.cluster.key_value_store import Call, KeyValueStore, Result
+from quire.engine.cluster.key_value_store import Call, KeyValueStore, StoreReply
 
 
-def ask(store: KeyValueStore, call: Call) -> Result:
-    return msgspec.msgpack.decode(store.answer(msgspec.msgpack.encode(call)), type=Result)
+def ask(store: KeyValueStore, call: Call) -> StoreReply:
+    return msgspec.msgpack.decode(store.answer(msgspec.msgpack.encode(call)), type=StoreReply)
 
 
 def test_counters() -> None:

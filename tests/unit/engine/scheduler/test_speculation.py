@@ -14,7 +14,7 @@ from quire.engine.protocol.engine_core import EngineCoreRequest
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.protocol.scheduler_output import CachedRequestData, SchedulerOutput
 from quire.engine.scheduler.ngram import RECENT_MATCH, RecentTexts, TokenLookup
-from quire.engine.scheduler.request import Request, Share
+from quire.engine.scheduler.request import Request, ShareQueue
 from quire.engine.scheduler.speculation import SpeculationManager, StepTimes
 from tests.fakes.configs import Windows, engine_config
 from tests.fakes.drafts import FreeSteps, Guess, Guesser
@@ -255,7 +255,7 @@ def request(tokens: list[int], **params: Any) -> Request:
         token_ids=tokens,
         max_tokens=1000,
         stops=frozenset(),
-        share=Share(b"", 1.0),
+        share=ShareQueue(b"", 1.0),
     )
 
 

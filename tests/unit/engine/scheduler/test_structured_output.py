@@ -16,7 +16,7 @@ from quire.engine.protocol.engine_core import EngineCoreRequest
 from quire.engine.protocol.sampling_params import SamplingParams, StructuredOutputs
 from quire.engine.scheduler import structured_output
 from quire.engine.scheduler.grammar import GrammarError
-from quire.engine.scheduler.request import Request, Share
+from quire.engine.scheduler.request import Request, ShareQueue
 from tests.fakes.configs import TINY, Windows, engine_config
 from tests.fakes.tokenizers import byte_level, write_model
 from tests.unit.engine.scheduler.test_scheduler import AHEAD, Engine, continuation, tightened
@@ -383,7 +383,16 @@ class Stage:
         grammar: Any = CostlyGrammar(self.clock, seconds)
         core_request = EngineCoreRequest(0, str(at), [1], SamplingParams(max_tokens=None))
         return Request(
-            core_request, 0, str(at), (0, at), [1], 1000, frozenset(), Share(b"", 1.0), grammar=grammar, mask=b"mask"
+            core_request,
+            0,
+            str(at),
+            (0, at),
+            [1],
+            1000,
+            frozenset(),
+            ShareQueue(b"", 1.0),
+            grammar=grammar,
+            mask=b"mask",
         )
 
     def sample(self, request: Request) -> None:

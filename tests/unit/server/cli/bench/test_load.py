@@ -11,10 +11,10 @@ import pytest
 from quire.engine.protocol.errors import ConfigError
 from quire.server.cli.bench import dataset
 from quire.server.cli.bench.dataset import DatasetOptions
-from quire.server.cli.bench.load import Clock, SendTimes, arrival_times, drive
+from quire.server.cli.bench.load import LoadClock, SendTimes, arrival_times, drive
 
 
-class HandClock(Clock):
+class HandClock(LoadClock):
     """Goes on when somebody waits for a moment, to that moment."""
 
     def __init__(self) -> None:
