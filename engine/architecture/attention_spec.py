@@ -4,11 +4,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from quire.engine.architecture.spec_parts import MatrixShape, NormSpec, QueryScaleSpec, RopeSpec
+from quire.engine.architecture.spec_parts import (
+    NormSpec,
+    Parameter,
+    Parameters,
+    QueryScaleSpec,
+    RopeSpec,
+    Units,
+    linear,
+    norm,
+    vector,
+)
 from quire.engine.protocol.errors import ConfigError
 
 KEYS_AND_VALUES_AT_ONCE = 1 << 24
@@ -53,15 +62,16 @@ class BlockIndexerSpec:
         """Features of a token that a rank scores it with."""
         return num_kv_heads * self.head_dim
 
-    def matrices(self, hidden: int, num_kv_heads: int) -> Iterator[MatrixShape]:
-        yield MatrixShape(self.features(num_kv_heads), hidden, 1, "attention.indexer.query")
-        yield MatrixShape(self.head_dim, hidden, 1, "attention.indexer.key")
-
     def workspace(self, length: int, num_kv_heads: int) -> int:
         """See `AttentionSpec`: scores, the selected blocks, and slots of 8 bytes, which are computed from numbers as
         long."""
         blocks = length * num_kv_heads * self.num_blocks
         return 4 * (SCORES_AT_ONCE + blocks) + 16 * min(SCORES_AT_ONCE, blocks * self.block_size)
+
+    def parameters(self, width: int, kv_heads: Units) -> Parameters:
+        queries = kv_heads.number * self.head_dim
+        yield from linear("attention.indexer.query", queries, width, rows_of=kv_heads)
+        yield from linear("attention.indexer.key", self.head_dim, width)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,12 +106,13 @@ class GroupIndexerSpec:
         """See `BlockIndexerSpec`; those of a group are divided among its tokens."""
         return self.num_heads * self.head_dim // self.size
 
-    def matrices(self, hidden: int, num_kv_heads: int) -> Iterator[MatrixShape]:
-        yield MatrixShape((self.num_heads + 1) * self.head_dim, hidden, 1, "attention.indexer.inputs")
-
     def workspace(self, length: int, num_kv_heads: int) -> int:
         """See `AttentionSpec`: scores, and slots of 8 bytes, which are computed from numbers as long."""
         return 32 * SCORES_AT_ONCE + 8 * length * self.top_k
+
+    def parameters(self, width: int, kv_heads: Units) -> Parameters:
+        sizes = {"q": self.num_heads * self.head_dim, "k": self.head_dim}
+        yield from linear("attention.indexer.inputs", sizes, width)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,32 +191,6 @@ class AttentionSpec:
         """KV heads on each rank; with fewer heads than ranks, each head is replicated."""
         return max(1, self.num_kv_heads // tp)
 
-    def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
-        heads = self.num_heads // tp
-        yield MatrixShape(self._qkv_rows(tp), self.input_size or hidden, 1, "attention.qkv")
-        if self.indexer is not None:
-            yield from self.indexer.matrices(hidden, self.kv_heads_per_rank(tp))
-        yield MatrixShape(hidden, heads * self.value_dim, 1, "attention.output", self.num_heads * self.value_dim)
-
-    def _qkv_rows(self, tp: int) -> int:
-        queries = self.num_heads // tp * (self.head_dim + self.gate_dim)
-        if self.kv_source is not None:
-            return queries
-        sides = self.head_dim + (0 if self.values_are_keys else self.value_dim)
-        return queries + self.kv_heads_per_rank(tp) * sides
-
-    def num_other_parameters(self, hidden: int, tp: int) -> int:
-        """Parameters other than the matrices."""
-        heads, kv_heads = self.num_heads // tp, self.kv_heads_per_rank(tp)
-        count = self.qkv_bias * self._qkv_rows(tp) + self.output_bias * hidden
-        if self.qk_norm is not None:
-            has_keys = self.kv_source is None
-            normed = 1 + has_keys if self.qk_norm_over == "head" else heads + has_keys * kv_heads
-            count += self.qk_norm.num_parameters(normed * self.head_dim)
-        if self.indexer is not None:
-            count += 2 * self.indexer.norm.num_parameters(self.indexer.head_dim)
-        return count + self.has_sinks * heads
-
     def workspace(self, length: int, tp: int) -> int:
         """Elements that attention over a sequence of `length` needs in addition to the tokens' own."""
         if self.indexer is None or length <= self.indexer.top_k:
@@ -229,12 +214,36 @@ class AttentionSpec:
         """Tokens with a key of an indexer."""
         return self.indexer.size if isinstance(self.indexer, GroupIndexerSpec) else 1
 
-    def layout_errors(self, tp: int) -> Iterator[str]:
-        """What `tp` ranks cannot divide."""
-        if self.num_heads % tp:
-            yield f"{self.num_heads} attention heads"
-        if self.num_kv_heads % tp and tp % self.num_kv_heads:
-            yield f"{self.num_kv_heads} KV heads"
+    def parameters(self, hidden: int) -> Parameters:
+        """All parameters, of a layer whose input has `hidden` features."""
+        width, has_keys = self.input_size or hidden, self.kv_source is None
+        heads = Units(self.num_heads, "attention heads")
+        kv_heads = Units(self.num_kv_heads, "KV heads", "copies")
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        rows = {"q": queries}
+        if has_keys:
+            rows["k"] = keys
+        if has_keys and not self.values_are_keys:
+            rows["v"] = self.num_kv_heads * self.value_dim
+        if self.output_gate:
+            rows["gate"] = self.num_heads * self.gate_dim
+        units = {"q": heads, "k": kv_heads, "v": kv_heads, "gate": heads}
+        yield from linear("attention.qkv", rows, width, rows_of=units, bias=self.qkv_bias)
+        inner = self.num_heads * self.value_dim
+        yield from linear("attention.output", hidden, inner, columns_of=heads, bias=self.output_bias)
+        if self.indexer is not None:
+            yield from self.indexer.parameters(width, kv_heads)
+            yield from norm("attention.indexer.query_norm", self.indexer.norm, self.indexer.head_dim)
+            yield from norm("attention.indexer.key_norm", self.indexer.norm, self.indexer.head_dim)
+        if self.has_sinks:
+            yield vector("attention", "sinks", self.num_heads, heads)
+        if self.qk_norm is None:
+            return
+        for name, part, size in (("query_norm", "q", queries), ("key_norm", "k", keys))[: 1 + has_keys]:
+            if self.qk_norm_over == "head":
+                yield from norm(f"attention.{name}", self.qk_norm, self.head_dim)
+            else:
+                yield Parameter(f"attention.{name}", "weight", {part: (size,)}, units)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,18 +278,16 @@ class IndexerSpec:
         """Features that are kept of a token: its key, and with a pool its gates."""
         return self.head_dim * (1 + (self.pool > 1))
 
-    def matrices(self, hidden: int, q_lora_rank: int) -> Iterator[MatrixShape]:
-        yield MatrixShape(self.num_heads * self.head_dim, q_lora_rank, 1, "attention.indexer.query")
-        yield MatrixShape(self.head_dim, hidden, 1, "attention.indexer.key")
-
-    def num_other_parameters(self, hidden: int) -> int:
-        """Parameters other than the matrices."""
-        return self.num_float32_parameters(hidden) + self.norm.num_parameters(self.head_dim)
-
-    def num_float32_parameters(self, hidden: int) -> int:
-        """Parameters that are always float32: those that the heads' weights and the gates are computed with, and the
-        biases of gates."""
-        return self.num_heads * hidden + (self.pool > 1) * (hidden + self.pool) * self.head_dim
+    def parameters(self, hidden: int, q_lora_rank: int) -> Parameters:
+        """All parameters; what the heads' weights and the gates are computed with is always float32."""
+        module, size = "attention.indexer", self.head_dim
+        yield from linear(f"{module}.query", self.num_heads * size, q_lora_rank)
+        yield from linear(f"{module}.key", size, hidden)
+        if self.pool > 1:
+            yield from linear(f"{module}.gate", size, hidden, is_float32=True)
+            yield Parameter(module, "position_bias", {"": (self.pool, size)}, is_float32=True)
+        yield from norm(f"{module}.key_norm", self.norm, size)
+        yield from linear(f"{module}.weights", self.num_heads, hidden, is_float32=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -350,26 +357,6 @@ class MLASpec:
         """Whether the layer attends to what a layer before has selected."""
         return self.top_k is not None and self.indexer is None
 
-    def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
-        heads = self.num_heads // tp
-        yield MatrixShape((self.q_lora_rank or 0) + self.kv_lora_rank + self.rope.dim, hidden, 1, "attention.down")
-        yield MatrixShape(heads * self.query_dim, self.query_inputs(hidden), 1, "attention.query")
-        if self.gate_dim:
-            yield MatrixShape(heads * self.gate_dim, hidden, 1, "attention.gate")
-        yield MatrixShape(hidden, heads * self.v_head_dim, 1, "attention.output", self.num_heads * self.v_head_dim)
-        if self.indexer is not None:
-            yield from self.indexer.matrices(hidden, self.q_lora_rank or 0)
-
-    def num_other_parameters(self, hidden: int, tp: int) -> int:
-        """Parameters other than the matrices; the up-projection to keys and values is included, as it is never
-        quantized."""
-        count = self.num_heads // tp * (self.qk_nope_head_dim + self.v_head_dim) * self.kv_lora_rank
-        count += self.bias * ((self.q_lora_rank or 0) + self.kv_lora_rank + self.rope.dim + hidden)
-        count += 0 if self.indexer is None else self.indexer.num_other_parameters(hidden)
-        count += self.has_sinks * self.num_heads // tp
-        count += 0 if self.rotary_norm is None else self.rotary_norm.num_parameters(self.rope.dim)
-        return count + self.norm.num_parameters(self.kv_lora_rank) + self.norm.num_parameters(self.q_lora_rank or 0)
-
     def workspace(self, length: int, tp: int) -> int:
         """See `AttentionSpec`: the sequence's vectors, and the padded keys and values of some heads. Sparse attention
         needs queries, results and scores."""
@@ -397,10 +384,27 @@ class MLASpec:
         """Tokens with a key of an indexer."""
         return 1 if self.indexer is None else self.indexer.pool
 
-    def layout_errors(self, tp: int) -> Iterator[str]:
-        """What `tp` ranks cannot divide."""
-        if self.num_heads % tp:
-            yield f"{self.num_heads} attention heads"
+    def parameters(self, hidden: int) -> Parameters:
+        """See `AttentionSpec`. The projection up to keys and values is never quantized."""
+        heads, row = Units(self.num_heads, "attention heads"), self.kv_lora_rank + self.rope.dim
+        latents = {"kv": row} if self.q_lora_rank is None else {"q": self.q_lora_rank, "kv": row}
+        yield from linear("attention.down", latents, hidden, bias=self.bias)
+        if self.q_lora_rank is not None:
+            yield from norm("attention.query_norm", self.norm, self.q_lora_rank)
+        queries = self.num_heads * self.query_dim
+        yield from linear("attention.query", queries, self.query_inputs(hidden), rows_of=heads)
+        yield from norm("attention.latent_norm", self.norm, self.kv_lora_rank)
+        yield from norm("attention.rotary_norm", self.rotary_norm, self.rope.dim)
+        up = self.num_heads * (self.qk_nope_head_dim + self.v_head_dim)
+        yield from linear("attention.up", up, self.kv_lora_rank, rows_of=heads, is_quantizable=False)
+        if self.indexer is not None:
+            yield from self.indexer.parameters(hidden, self.q_lora_rank or hidden)
+        if self.gate_dim:
+            yield from linear("attention.gate", self.num_heads * self.gate_dim, hidden, rows_of=heads)
+        if self.has_sinks:
+            yield vector("attention", "sinks", self.num_heads, heads)
+        inner = self.num_heads * self.v_head_dim
+        yield from linear("attention.output", hidden, inner, columns_of=heads, bias=self.bias)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -427,13 +431,12 @@ class CompressorSpec:
         """Features of a token's vectors, and as many of its gates, for entries of `head_dim`."""
         return (1 + self.overlaps) * head_dim
 
-    def num_other_parameters(self, head_dim: int) -> int:
-        """Parameters other than the matrices."""
-        return self.num_float32_parameters(head_dim) + self.norm.num_parameters(head_dim)
-
-    def num_float32_parameters(self, head_dim: int) -> int:
-        """Parameters that are always float32: the biases."""
-        return self.ratio * self.width(head_dim)
+    def parameters(self, owner: str, head_dim: int, hidden: int) -> Parameters:
+        """Those of entries of `head_dim`, in the module `owner`; the biases are always float32."""
+        module, features = f"{owner}.compressor", self.width(head_dim)
+        yield from linear(f"{module}.inputs", dict.fromkeys(("kv", "gate"), features), hidden)
+        yield Parameter(module, "position_bias", {"": (self.ratio, features)}, is_float32=True)
+        yield from norm(f"{module}.norm", self.norm, head_dim)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -517,39 +520,6 @@ class CompressedAttentionSpec:
         count = length // self.compressor.ratio
         return count if self.indexer is None else min(count, self.indexer.top_k)
 
-    def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
-        inner = self.output_groups * self.output_rank
-        yield MatrixShape(self.q_lora_rank + self.head_dim, hidden, 1, "attention.down")
-        yield MatrixShape(self.num_heads * self.head_dim // tp, self.q_lora_rank, 1, "attention.query")
-        yield MatrixShape(hidden, inner // tp, 1, "attention.output", inner)
-        if self.compressor is not None:
-            rows = 2 * self.compressor.width(self.head_dim)
-            yield MatrixShape(rows, hidden, 1, "attention.compressor.inputs")
-        if self.compressor is not None and self.indexer is not None:
-            rows = 2 * self.compressor.width(self.indexer.head_dim)
-            yield MatrixShape(rows, hidden, 1, "attention.indexer.compressor.inputs")
-            queries = self.indexer.num_heads * self.indexer.head_dim
-            yield MatrixShape(queries, self.q_lora_rank, 1, "attention.indexer.query")
-
-    def num_other_parameters(self, hidden: int, tp: int) -> int:
-        """Parameters other than the matrices; the projections of groups are included, as they are never quantized."""
-        count = self.output_rank * self.num_heads * self.head_dim // tp + self.num_heads // tp
-        count += self.norm.num_parameters(self.q_lora_rank + self.head_dim)
-        if self.compressor is not None:
-            count += self.compressor.num_other_parameters(self.head_dim)
-        if self.compressor is not None and self.indexer is not None:
-            count += self.compressor.num_other_parameters(self.indexer.head_dim) + self.indexer.num_heads * hidden
-        return count
-
-    def num_float32_parameters(self, hidden: int) -> int:
-        """Parameters that are always float32."""
-        if self.compressor is None:
-            return 0
-        count = self.compressor.num_float32_parameters(self.head_dim)
-        if self.indexer is not None:
-            count += self.compressor.num_float32_parameters(self.indexer.head_dim) + self.indexer.num_heads * hidden
-        return count
-
     def workspace(self, length: int, tp: int) -> int:
         """See `AttentionSpec`: what compressors need of some groups, the slots of some queries, and scores."""
         return 32 * SCORES_AT_ONCE
@@ -568,12 +538,27 @@ class CompressedAttentionSpec:
             return 0
         return self.indexer.num_heads * self.indexer.head_dim // self.compressor_ratio
 
-    def layout_errors(self, tp: int) -> Iterator[str]:
-        """What `tp` ranks cannot divide."""
-        if self.num_heads % tp:
-            yield f"{self.num_heads} attention heads"
-        if self.output_groups % tp:
-            yield f"{self.output_groups} groups of the attention's output"
+    def parameters(self, hidden: int) -> Parameters:
+        """See `AttentionSpec`. The projections of groups are never quantized."""
+        heads = Units(self.num_heads, "attention heads")
+        groups = Units(self.output_groups, "groups of the attention's output")
+        features, inner = self.num_heads * self.head_dim, self.output_groups * self.output_rank
+        yield from linear("attention.down", {"q": self.q_lora_rank, "kv": self.head_dim}, hidden)
+        yield from norm("attention.query_norm", self.norm, self.q_lora_rank)
+        yield from linear("attention.query", features, self.q_lora_rank, rows_of=heads)
+        yield from norm("attention.key_norm", self.norm, self.head_dim)
+        yield vector("attention", "sinks", self.num_heads, heads)
+        group = features // self.output_groups
+        yield from linear("attention.group_output", inner, group, rows_of=groups, is_quantizable=False)
+        yield from linear("attention.output", hidden, inner, columns_of=groups)
+        if (indexer := self.indexer) is not None:
+            queries = indexer.num_heads * indexer.head_dim
+            yield from linear("attention.indexer.query", queries, self.q_lora_rank)
+            yield from linear("attention.indexer.weights", indexer.num_heads, hidden, is_float32=True)
+        if self.compressor is not None:
+            yield from self.compressor.parameters("attention", self.head_dim, hidden)
+            if indexer is not None:
+                yield from self.compressor.parameters("attention.indexer", indexer.head_dim, hidden)
 
 
 AnyAttentionSpec = AttentionSpec | MLASpec | CompressedAttentionSpec

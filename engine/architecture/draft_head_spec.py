@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from quire.engine.architecture.model_spec import ModelSpec
-from quire.engine.architecture.spec_parts import MatrixShape, NormSpec
+from quire.engine.architecture.spec_parts import MatrixShape, NormSpec, Parameters, Units, linear, norm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,15 +83,38 @@ class DraftHeadSpec(ModelSpec):
         embedding = MatrixShape(self.has_embedding * self.vocab_per_rank(tp), self.hidden_size, module="embedding")
         return embedding, embedding._replace(rows=rows, module="head")
 
+    def parameters_before(self) -> Parameters:
+        """The embedding; that of a head in its target's checkpoint may be a copy."""
+        if self.has_embedding or self.is_in_target:
+            yield from linear("embedding", self.vocab_size, self.hidden_size, rows_of=self._tokens(self.vocab_size))
+
+    def parameters_after(self, *, has_head: bool = True) -> Parameters:
+        """Those of all heads, before and after their layers."""
+        for _ in range(self.num_heads):
+            yield from self.head_parameters()
+
+    def head_parameters(self) -> Parameters:
+        """Those of each head, before and after its layers."""
+        hidden = self.hidden_size
+        yield from norm("heads.embedding_norm", self.embedding_norm, hidden)
+        yield from norm("heads.hidden_norm", self.hidden_norm, hidden)
+        if inputs := self.projection_inputs:
+            yield from linear("heads.projection", hidden, inputs, bias=self.projection_bias)
+        if self.joins == "sum":
+            yield from linear("heads.embedding_projection", hidden, hidden)
+        if self.hyper is not None:
+            yield from self.hyper.last_parameters("heads.merger", hidden)
+        yield from norm("heads.norm", self.norm, hidden)
+        if self.has_head:
+            size = self.draft_vocab_size
+            yield from linear("heads.head", size, hidden, rows_of=self._tokens(size))
+
     def stage_parameters(self, stages: Sequence[range], stage: int, tp: int) -> int:
         """Parameters on one rank, without an embedding that is a copy of the target's."""
-        hidden = self.hidden_size
-        each_head = sum(
-            norm.num_parameters(hidden)
-            for norm in (self.embedding_norm, self.hidden_norm, self.norm)
-            if norm is not None
-        )
-        each_head += hidden * (self.projection_inputs + self.projection_bias + (self.joins == "sum") * hidden)
-        each_head += 0 if self.hyper is None else self.hyper.num_last_parameters(hidden)
-        count = sum(layer.num_parameters(hidden, tp) for layer in self.layers) + self.num_heads * each_head
-        return count + sum(each.elements for each in self.outer_matrices(tp))
+        count = sum(layer.num_parameters(self.hidden_size, tp) for layer in self.layers)
+        embedding, _ = self.outer_matrices(tp)
+        return count + sum(each.elements(tp) for each in self.parameters_after()) + embedding.elements
+
+    @staticmethod
+    def _tokens(number: int) -> Units:
+        return Units(number, "tokens", "padding")

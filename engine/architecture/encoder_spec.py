@@ -11,6 +11,7 @@ from typing import Any
 
 from quire.engine.architecture.attention_spec import AttentionSpec
 from quire.engine.architecture.model_spec import LayerSpec, MLPSpec, ModelSpec
+from quire.engine.architecture.spec_parts import Parameters, Units, linear
 from quire.engine.protocol.errors import ConfigError
 
 
@@ -48,10 +49,14 @@ class EncoderSpec(ModelSpec):
         assert attention is not None
         return attention.num_heads
 
-    def stage_parameters(self, stages: Sequence[range], stage: int, tp: int) -> int:
-        """See `ModelSpec`; an encoder has a single stage."""
-        biases = self.relative_buckets * self.num_heads // tp
-        return super().stage_parameters(stages, stage, tp) + self.token_types * self.hidden_size + biases
+    def parameters_after(self, *, has_head: bool = True) -> Parameters:
+        """See `ModelSpec`; an encoder has a single stage, and no head."""
+        yield from super().parameters_after(has_head=False)
+        if self.token_types:
+            yield from linear("token_types", self.token_types, self.hidden_size)
+        if self.relative_buckets:
+            heads = Units(self.num_heads, "attention heads")
+            yield from linear("distance_bias", self.relative_buckets, self.num_heads, columns_of=heads)
 
 
 _OF_ATTENTION = (

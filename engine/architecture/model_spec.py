@@ -10,11 +10,27 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Literal
 
-from quire.engine.architecture.attention_spec import AnyAttentionSpec, AttentionSpec, CompressedAttentionSpec, MLASpec
+from quire.engine.architecture.attention_spec import AnyAttentionSpec, AttentionSpec
 from quire.engine.architecture.recurrent_spec import RecurrentSpec
-from quire.engine.architecture.spec_parts import Activation, GatedActivation, MatrixShape, NormSpec
+from quire.engine.architecture.spec_parts import (
+    ALL,
+    Activation,
+    GatedActivation,
+    MatrixShape,
+    NormSpec,
+    Parameter,
+    Parameters,
+    Shape,
+    Units,
+    layout_errors,
+    linear,
+    matrices,
+    norm,
+    vector,
+)
 from quire.engine.protocol.errors import ConfigError
 
 
@@ -50,19 +66,12 @@ class MLPSpec:
     def has_output_bias(self) -> bool:
         return self.bias if self.output_bias is None else self.output_bias
 
-    def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
-        yield MatrixShape((1 + self.is_gated) * self.intermediate_size // tp, hidden, 1, "feed_forward.gate_up")
-        yield MatrixShape(hidden, self.intermediate_size // tp, 1, "feed_forward.down", self.intermediate_size)
-
-    def num_other_parameters(self, hidden: int, tp: int) -> int:
-        """Parameters other than the matrices."""
-        inner = (1 + self.is_gated) * self.intermediate_size // tp
-        return self.bias * inner + self.has_output_bias * hidden
-
-    def layout_errors(self, tp: int) -> Iterator[str]:
-        """What `tp` ranks cannot divide."""
-        if self.intermediate_size % tp:
-            yield f"{self.intermediate_size} feed-forward columns"
+    def parameters(self, hidden: int, module: str = "feed_forward") -> Parameters:
+        """All parameters, of a layer whose input has `hidden` features."""
+        size, units = self.intermediate_size, Units(self.intermediate_size, "feed-forward columns")
+        rows = {"gate": size, "up": size} if self.is_gated else {"up": size}
+        yield from linear(f"{module}.gate_up", rows, hidden, rows_of=units, bias=self.bias)
+        yield from linear(f"{module}.down", hidden, size, columns_of=units, bias=self.has_output_bias)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,54 +131,54 @@ class MoESpec:
                 f"which {self.top_groups} are eligible)"
             )
 
-    def experts_per_rank(self, tp: int) -> tuple[int, int]:
-        """The number of experts on a rank, and the inner features of each."""
-        return self.num_experts, self.intermediate_size // tp
+    @property
+    def experts_per_rank(self) -> tuple[int, Units | None]:
+        """The number of experts on a rank, and what ranks divide of each; None: nothing."""
+        return self.num_experts, Units(self.intermediate_size, "feed-forward columns of an expert")
 
     def width(self, tp: int) -> int:
         """Inner features of a token on one rank."""
-        _, size = self.experts_per_rank(tp)
+        _, units = self.experts_per_rank
+        size = self.intermediate_size // (1 if units is None else tp)
         return self.top_k * size + (0 if self.shared is None else self.shared.width(tp))
 
     def activations(self, tp: int) -> int:
         """See `MLPSpec`."""
         return 3 * self.width(tp)
 
-    def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
-        yield from self.expert_matrices(hidden, tp)
+    def parameters(self, hidden: int) -> Parameters:
+        """See `MLPSpec`. The router is on all ranks, and never quantized; what decides the routing is always float32,
+        and tables are int32."""
+        module, count = "feed_forward", self.num_experts
+        yield from linear(f"{module}.router", count, hidden, is_float32=True, bias=self.router_bias)
+        for name in ("correction_bias", "expert_scale"):
+            if getattr(self, name):
+                yield Parameter(f"{module}.router", name, {"": (count,)}, is_float32=True)
+        if self.table_size:
+            yield Parameter(f"{module}.router", "table", {"": (self.table_size, self.top_k)}, is_float32=True)
+        for name in ("router.norm", "input_norm", "output_norm", "shared_input_norm", "shared_output_norm"):
+            yield from norm(f"{module}.{name}", self.norm, hidden)
+        yield from self.expert_parameters(hidden)
         if self.latent_size:
-            yield MatrixShape(self.latent_size, hidden, 1, "feed_forward.latent_down")
-            yield MatrixShape(hidden, self.latent_size, 1, "feed_forward.latent_up")
-        for each in () if self.shared is None else self.shared.matrices(hidden, tp):
-            yield each._replace(module=each.module.replace("feed_forward.", "feed_forward.shared."))
+            yield from linear(f"{module}.latent_down", self.latent_size, hidden)
+            yield from linear(f"{module}.latent_up", hidden, self.latent_size)
+        if self.shared is not None:
+            yield from self.shared.parameters(hidden, f"{module}.shared")
+        if self.shared_gate:
+            yield from linear(f"{module}.shared_gate", 1, hidden, is_float32=True)
 
     def expert_matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
+        """The weights of these experts on one rank."""
+        return matrices(self.expert_parameters(hidden), tp)
+
+    def expert_parameters(self, hidden: int) -> Parameters:
         """Those of the experts that tokens are routed to."""
-        (number, size), features = self.experts_per_rank(tp), self.latent_size or hidden
-        yield MatrixShape((1 + self.is_gated) * size, features, number, "feed_forward.experts.gate_up")
-        yield MatrixShape(features, size, number, "feed_forward.experts.down", self.intermediate_size)
-
-    def num_other_parameters(self, hidden: int, tp: int) -> int:
-        """Parameters other than the matrices; the router is included, as it is never sharded or quantized."""
-        number, size = self.experts_per_rank(tp)
-        count = self.num_experts * (hidden + self.router_bias + self.correction_bias)
-        count += self.bias * number * ((1 + self.is_gated) * size + (self.latent_size or hidden))
-        count += self.shared_gate * hidden
-        count += 5 * (0 if self.norm is None else self.norm.num_parameters(hidden))
-        count += self.expert_scale * self.num_experts + self.table_size * self.top_k
-        return count if self.shared is None else count + self.shared.num_other_parameters(hidden, tp)
-
-    def num_float32_parameters(self, hidden: int) -> int:
-        """Parameters that are always float32: those that decide the routing. Tables have int32."""
-        count = self.num_experts * (hidden + self.correction_bias + self.expert_scale) + self.table_size * self.top_k
-        return count + self.shared_gate * hidden
-
-    def layout_errors(self, tp: int) -> Iterator[str]:
-        """What `tp` ranks cannot divide."""
-        if self.intermediate_size % tp:
-            yield f"{self.intermediate_size} feed-forward columns of an expert"
-        if self.shared is not None:
-            yield from self.shared.layout_errors(tp)
+        inputs, size = self.latent_size or hidden, self.intermediate_size
+        rows = {"gate": size, "up": size} if self.is_gated else {"up": size}
+        number, units = self.experts_per_rank
+        gate_up, down = "feed_forward.experts.gate_up", "feed_forward.experts.down"
+        yield from linear(gate_up, rows, inputs, rows_of=units, bias=self.bias, number=number)
+        yield from linear(down, inputs, size, columns_of=units, bias=self.bias, number=number)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,13 +188,9 @@ class ExpertParallelMoESpec(MoESpec):
     num_local_experts: int
     """Experts on each rank, including copies."""
 
-    def experts_per_rank(self, tp: int) -> tuple[int, int]:
-        return self.num_local_experts, self.intermediate_size
-
-    def layout_errors(self, tp: int) -> Iterator[str]:
-        """What `tp` ranks cannot divide."""
-        if self.shared is not None:
-            yield from self.shared.layout_errors(tp)
+    @property
+    def experts_per_rank(self) -> tuple[int, Units | None]:
+        return self.num_local_experts, None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,10 +205,18 @@ class LayerInputSpec:
     """Of the gate."""
     norm: NormSpec
 
-    def matrices(self, hidden: int) -> Iterator[MatrixShape]:
+    def parameters(self, hidden: int) -> Parameters:
         """Those of a layer, which are replicated."""
-        yield MatrixShape(self.size, hidden, 1, "layer_input.gate")
-        yield MatrixShape(hidden, self.size, 1, "layer_input.projection")
+        yield from linear("layer_input.gate", self.size, hidden)
+        yield from linear("layer_input.projection", hidden, self.size)
+        yield from norm("layer_input.norm", self.norm, hidden)
+
+    def outer_parameters(self, hidden: int, num_layers: int) -> Parameters:
+        """Those before the layers."""
+        inputs, rows = num_layers * self.size, Units(self.vocab_size, "tokens", "padding")
+        yield from linear("layer_inputs.embedding", self.vocab_size, inputs, rows_of=rows)
+        yield from linear("layer_inputs.projection", inputs, hidden)
+        yield from norm("layer_inputs.norm", self.norm, self.size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,19 +240,27 @@ class SharedBlockSpec:
     is_held: bool = True
     """The block counts among the layer's parameters."""
 
-    def matrices(self, hidden: int, tp: int, attention: AttentionSpec, feed_forward: MLPSpec) -> Iterator[MatrixShape]:
-        """Those of the layer's own."""
-        yield MatrixShape(hidden, hidden, 1, "block_output")
-        if not self.rank:
+    def parameters(self, hidden: int, attention: AttentionSpec, feed_forward: MLPSpec) -> Parameters:
+        """Those of the block, if it counts here, and those of the layer's own that go with it."""
+        if self.is_held:
+            for each in (*attention.parameters(hidden), *feed_forward.parameters(hidden)):
+                yield each._replace(module=f"block.{each.module}")
+            yield from norm("block.attention_norm", self.norm, attention.input_size)
+            yield from norm("block.feed_forward_norm", self.norm, hidden)
+        yield from linear("block_output", hidden, hidden)
+        if not (rank := self.rank):
             return
-        yield MatrixShape(self.rank, hidden, 1, "feed_forward_adapter.down")
-        yield MatrixShape(2 * feed_forward.intermediate_size // tp, self.rank, 1, "feed_forward_adapter.up.gate_up")
+        size, columns = feed_forward.intermediate_size, Units(feed_forward.intermediate_size, "feed-forward columns")
+        gate_up = {"gate": size, "up": size}
+        yield from linear("feed_forward_adapter.down", {"gate_up": rank}, hidden)
+        yield from linear("feed_forward_adapter.up.gate_up", gate_up, rank, rows_of=columns)
         if self.adapts_attention:
-            yield MatrixShape(3 * self.rank, attention.input_size, 1, "attention_adapter.down")
-            heads = attention.num_heads, *[attention.num_kv_heads] * 2
-            for part, number in zip("qkv", heads, strict=True):
-                rows = max(1, number // tp) * attention.head_dim
-                yield MatrixShape(rows, self.rank, 1, f"attention_adapter.up.{part}")
+            yield from linear("attention_adapter.down", dict.fromkeys("qkv", rank), attention.input_size)
+            heads = Units(attention.num_heads, "attention heads")
+            kv_heads = Units(attention.num_kv_heads, "KV heads", "copies")
+            for part, units in {"q": heads, "k": kv_heads, "v": kv_heads}.items():
+                rows = units.number * attention.head_dim
+                yield from linear(f"attention_adapter.up.{part}", rows, rank, rows_of=units)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,14 +284,23 @@ class AltUpSpec:
                 f"altup_active_idx {self.active} is not one of altup_num_inputs {self.num_streams} streams"
             )
 
-    def num_parameters(self, hidden: int) -> int:
-        """Parameters in a layer."""
-        coefficients = self.num_streams**2 * (1 + self.num_streams)
-        return coefficients + (self.num_streams + 1 + self.scales_output) * hidden
+    def parameters(self, hidden: int) -> Parameters:
+        """Those of a layer, which are replicated and never quantized."""
+        module, count = "alt_up", self.num_streams
+        yield from norm(f"{module}.norm", self.norm, hidden)
+        for name, rows, columns in (
+            ("router", count, hidden),
+            ("prediction", count**2, count),
+            ("correction", count, count),
+        ):
+            yield from linear(f"{module}.{name}", rows, columns, is_quantizable=False)
+        if self.scales_output:
+            yield vector(module, "scale", hidden)
 
-    def num_projections(self, hidden: int) -> int:
-        """Parameters before the layers, and as many after them."""
-        return (self.num_streams - 1) * hidden**2
+    def projections(self, module: str, hidden: int) -> Parameters:
+        """Those before the layers, or after them."""
+        rows = {str(number): hidden for number in range(self.num_streams - 1)}
+        yield from linear(module, rows, hidden, is_quantizable=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,21 +338,24 @@ class HyperConnectionSpec:
         """Factors on these weights: on those of inputs, of outputs, and of the mixing."""
         return 3 if self.iterations else 2
 
-    def matrices(self, hidden: int) -> Iterator[MatrixShape]:
-        """Those of a layer: none, as they are never quantized."""
-        yield from ()
+    def parameters(self, hidden: int) -> Parameters:
+        """Those of a layer, which are always float32."""
+        for name in ("attention", "feed_forward"):
+            yield from self._connection(f"{name}_connection", self.num_weights, self.num_scales, hidden)
 
-    def num_float32_parameters(self, hidden: int) -> int:
-        """Parameters in a layer that are always float32: all."""
-        return self.num_other_parameters(hidden)
+    def last_parameters(self, module: str, hidden: int) -> Parameters:
+        """Those after the layers."""
+        if not self.averages:
+            yield from self._connection(module, self.num_streams, 1, hidden)
 
-    def num_other_parameters(self, hidden: int) -> int:
-        """Parameters in a layer other than the matrices."""
-        return 2 * (self.num_weights * (self.num_streams * hidden + 1) + self.num_scales)
-
-    def num_last_parameters(self, hidden: int) -> int:
-        """Parameters after the layers; all are float32."""
-        return 0 if self.averages else self.num_streams * (self.num_streams * hidden + 1) + 1
+    def _connection(self, module: str, weights: int, scales: int, hidden: int) -> Parameters:
+        shapes: dict[str, Shape] = {
+            "function": (weights, self.num_streams * hidden),
+            "base": (weights,),
+            "scale": (scales,),
+        }
+        for kind, shape in shapes.items():
+            yield Parameter(module, kind, {"": shape}, is_float32=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -341,26 +374,23 @@ class GatedConnectionSpec:
         if self.num_streams < 1 or self.rank < 1:
             raise ConfigError(f"hc_count {self.num_streams} and hc_lowrank {self.rank} must be at least 1")
 
-    def matrices(self, hidden: int) -> Iterator[MatrixShape]:
-        """Those of a layer, which are replicated."""
+    def parameters(self, hidden: int) -> Parameters:
+        """Those of a layer, which are replicated. What the weights of outputs are computed with is always float32."""
         width = self.num_streams * hidden
-        for name in ("attention", "feed_forward"):
-            yield MatrixShape(self.rank, width, 1, f"{name}_connection.down")
-            yield MatrixShape(width, self.rank, 1, f"{name}_connection.up")
+        for module in ("attention_connection", "feed_forward_connection"):
+            yield from self._gates(module, hidden)
+            yield from linear(f"{module}.outputs", self.num_streams, width, is_float32=True)
 
-    def num_float32_parameters(self, hidden: int) -> int:
-        """Parameters in a layer that are always float32: those that the weights of outputs are computed with."""
-        return 2 * self.num_streams**2 * hidden
+    def last_parameters(self, module: str, hidden: int) -> Parameters:
+        """Those after the layers, which are always float32."""
+        for each in self._gates(module, hidden):
+            yield each._replace(is_float32=True, is_quantizable=False)
 
-    def num_other_parameters(self, hidden: int) -> int:
-        """Parameters in a layer other than the matrices."""
+    def _gates(self, module: str, hidden: int) -> Parameters:
         width = self.num_streams * hidden
-        return self.num_float32_parameters(hidden) + 2 * self.norm.num_parameters(width)
-
-    def num_last_parameters(self, hidden: int) -> int:
-        """Parameters after the layers; all are float32."""
-        width = self.num_streams * hidden
-        return 2 * self.rank * width + self.norm.num_parameters(width)
+        yield from norm(f"{module}.norm", self.norm, width)
+        yield from linear(f"{module}.down", self.rank, width)
+        yield from linear(f"{module}.up", width, self.rank)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -420,17 +450,23 @@ class NGramSpec:
         before = self.tokens - 1
         return (before, before * ID_DIGITS), (self.conv_span - 1, self.num_streams * hidden)
 
-    def matrices(self, hidden: int) -> Iterator[MatrixShape]:
-        yield MatrixShape(self.num_streams * hidden, self.size, 1, "ngrams.key")
-        yield MatrixShape(hidden, self.size, 1, "ngrams.value")
-
     def embedded_parameters(self, tp: int) -> int:
         return -(-self.total_rows // tp) * self.head_dim
 
-    def num_other_parameters(self, hidden: int, tp: int) -> int:
-        """Parameters other than the matrices."""
-        width = self.num_streams * hidden
-        return self.embedded_parameters(tp) + 3 * self.norm.num_parameters(width) + self.conv_size * width
+    def parameters(self, hidden: int) -> Parameters:
+        """Those of a layer."""
+        width, rows = self.num_streams * hidden, Units(self.total_rows, "rows", "padding")
+        yield Parameter(
+            "ngrams.embedding",
+            "weight",
+            {part: (size, self.head_dim) for part, size in self.part_rows.items()},
+            {ALL: rows},
+        )
+        yield from linear("ngrams.key", width, self.size)
+        yield from linear("ngrams.value", hidden, self.size)
+        for name in ("key_norm", "query_norm", "conv_norm"):
+            yield from norm(f"ngrams.{name}", self.norm, width)
+        yield Parameter("ngrams", "conv", {"": (width, 1, self.conv_size)})
 
 
 ConnectionSpec = HyperConnectionSpec | GatedConnectionSpec
@@ -446,10 +482,11 @@ class LaurelSpec:
     rank: int
     norm: NormSpec
 
-    def matrices(self, hidden: int) -> Iterator[MatrixShape]:
+    def parameters(self, hidden: int) -> Parameters:
         """Those of a layer, which are replicated."""
-        yield MatrixShape(self.rank, hidden, 1, "laurel.down")
-        yield MatrixShape(hidden, self.rank, 1, "laurel.up")
+        yield from linear("laurel.down", self.rank, hidden)
+        yield from linear("laurel.up", hidden, self.rank)
+        yield from norm("laurel.norm", self.norm, hidden)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -504,47 +541,30 @@ class LayerSpec:
     def parts(self) -> list[AnyAttentionSpec | RecurrentSpec | MLPSpec | MoESpec]:
         return [*self.mixers, *([] if self.feed_forward is None else [self.feed_forward])]
 
-    @property
-    def _held_parts(self) -> list[AnyAttentionSpec | RecurrentSpec | MLPSpec | MoESpec]:
-        """The parts whose parameters count among the layer's."""
-        is_held = self.block is None or self.block.is_held
-        return [part for part in self.parts if is_held or part is self.state]
-
-    @property
-    def norms(self) -> list[NormSpec]:
-        norms = (self.attention_norm, self.attention_post_norm, self.feed_forward_norm, self.feed_forward_post_norm)
-        added = (None if each is None else each.norm for each in (self.layer_input, self.laurel))
-        return [norm for norm in (*norms, *added) if norm is not None]
-
-    def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
-        """The linear layers' weights on one rank."""
-        for part in self._held_parts:
-            is_shared = self.block is not None and part is not self.state
-            for each in part.matrices(hidden, tp):
-                yield each._replace(module=f"block.{each.module}") if is_shared else each
+    def parameters(self, hidden: int) -> Parameters:
+        """All parameters, with paths in the layer. A block that layers share is where it is held."""
+        for name in ("attention_norm", "attention_post_norm", "feed_forward_norm", "feed_forward_post_norm"):
+            yield from norm(name, getattr(self, name), hidden)
+        if self.has_scalar:
+            yield vector("", "scalar", 1)
+        for part in (self.layer_input, self.alt_up, self.hyper, self.ngrams, self.laurel):
+            if part is not None:
+                yield from part.parameters(hidden)
         if self.block is not None:
             assert isinstance(self.attention, AttentionSpec)
             assert isinstance(self.feed_forward, MLPSpec)
-            yield from self.block.matrices(hidden, tp, self.attention, self.feed_forward)
-        if self.layer_input is not None:
-            yield from self.layer_input.matrices(hidden)
-        if self.laurel is not None:
-            yield from self.laurel.matrices(hidden)
-        if self.hyper is not None:
-            yield from self.hyper.matrices(hidden)
-        if self.ngrams is not None:
-            yield from self.ngrams.matrices(hidden)
+            yield from self.block.parameters(hidden, self.attention, self.feed_forward)
+        for mixer_or_mlp in self.parts:
+            if self.block is None or mixer_or_mlp is self.state:
+                yield from mixer_or_mlp.parameters(hidden)
+
+    def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
+        """The weights of linear layers on one rank that may be quantized."""
+        return matrices(self.parameters(hidden), tp)
 
     def num_parameters(self, hidden: int, tp: int) -> int:
         """Parameters on one rank."""
-        count = sum(each.elements for each in self.matrices(hidden, tp))
-        count += sum(part.num_other_parameters(hidden, tp) for part in self._held_parts)
-        if self.block is not None and self.block.is_held and isinstance(self.attention, AttentionSpec):
-            count += self.block.norm.num_parameters(self.attention.input_size + hidden)
-        count += 0 if self.alt_up is None else self.alt_up.num_parameters(hidden)
-        count += 0 if self.hyper is None else self.hyper.num_other_parameters(hidden)
-        count += 0 if self.ngrams is None else self.ngrams.num_other_parameters(hidden, tp)
-        return count + sum(norm.num_parameters(hidden) for norm in self.norms) + self.has_scalar
+        return sum(each.elements(tp) for each in self.parameters(hidden))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -657,50 +677,56 @@ class ModelSpec:
 
     def embedded_parameters(self, tp: int) -> int:
         """Parameters on one rank that are embeddings of tokens, other than the model's."""
-        spec = self.layer_input
-        return 0 if spec is None else -(-spec.vocab_size // tp) * self.num_layers * spec.size
+        if self.layer_input is None:
+            return 0
+        embedding, *_ = self.layer_input.outer_parameters(self.hidden_size, self.num_layers)
+        return embedding.elements(tp)
+
+    def parameters_before(self) -> Parameters:
+        """All parameters before the layers."""
+        hidden, rows = self.hidden_size, Units(self.vocab_size, "tokens", "padding")
+        yield from linear("embedding", self.vocab_size, hidden, rows_of=rows)
+        if self.position_embeddings:
+            yield from linear("positions", self.position_embeddings, hidden)
+        yield from norm("embedding_norm", self.embedding_norm, hidden)
+        if self.layer_input is not None:
+            yield from self.layer_input.outer_parameters(hidden, self.num_layers)
+        if self.alt_up is not None:
+            yield from self.alt_up.projections("expansion", hidden)
+
+    def parameters_after(self, *, has_head: bool = True) -> Parameters:
+        """All parameters after the layers; a tied head is the embedding."""
+        hidden, rows = self.hidden_size, Units(self.vocab_size, "tokens", "padding")
+        if self.alt_up is not None:
+            yield from self.alt_up.projections("merger", hidden)
+        if self.hyper is not None:
+            yield from self.hyper.last_parameters("merger", hidden)
+        yield from norm("norm", self.norm, hidden)
+        if has_head:
+            yield from linear("head", self.vocab_size, hidden, rows_of=rows, bias=self.head_bias)
 
     def stage_parameters(self, stages: Sequence[range], stage: int, tp: int) -> int:
         """Parameters on one rank of a stage; a tied head is stored again if the first and last stage differ."""
-        embedding = self.vocab_per_rank(tp) * self.hidden_size
-        first, last = stage == 0, stage == len(stages) - 1
+        is_first, is_last = stage == 0, stage == len(stages) - 1
         count = sum(layer.num_parameters(self.hidden_size, tp) for _, layer in self.held_layers(stages[stage]))
-        if first:
-            count += embedding + self.position_embeddings * self.hidden_size
-            count += 0 if self.embedding_norm is None else self.embedding_norm.num_parameters(self.hidden_size)
-            if self.layer_input is not None:
-                size = self.layer_input.size
-                count += self.embedded_parameters(tp) + self.num_layers * size * self.hidden_size
-                count += self.layer_input.norm.num_parameters(size)
-        if self.alt_up is not None:
-            count += (first + last) * self.alt_up.num_projections(self.hidden_size)
-        if self.hyper is not None:
-            count += last * self.hyper.num_last_parameters(self.hidden_size)
-        if last:
-            count += 0 if self.tie_embeddings and first else embedding
-            count += self.head_bias * self.vocab_per_rank(tp)
-            count += self.norm.num_parameters(self.hidden_size) if self.norm is not None else 0
+        if is_first:
+            count += sum(each.elements(tp) for each in self.parameters_before())
+        for each in self.parameters_after() if is_last else ():
+            is_embedding = (each.module, each.kind) == ("head", "weight") and self.tie_embeddings
+            count += 0 if is_embedding and is_first else each.elements(tp)
         return count
 
     def num_float32_parameters(self, stages: Sequence[range], stage: int) -> int:
         """Parameters on one rank of a stage that have 32 bits, whatever the model's type."""
-        hidden, count = self.hidden_size, 0
-        for layer in (self.layers[number] for number in stages[stage]):
-            if isinstance(layer.feed_forward, MoESpec):
-                count += layer.feed_forward.num_float32_parameters(hidden)
-            if isinstance(layer.attention, CompressedAttentionSpec):
-                count += layer.attention.num_float32_parameters(hidden)
-            elif isinstance(layer.attention, MLASpec) and layer.attention.indexer is not None:
-                count += layer.attention.indexer.num_float32_parameters(hidden)
-            count += 0 if layer.hyper is None else layer.hyper.num_float32_parameters(hidden)
-        is_last = stage == len(stages) - 1
-        return count + (self.hyper.num_last_parameters(hidden) if is_last and self.hyper is not None else 0)
+        layers = (self.layers[number].parameters(self.hidden_size) for number in stages[stage])
+        after = self.parameters_after() if stage == len(stages) - 1 else ()
+        return sum(each.elements(1) for each in chain(*layers, after) if each.is_float32)
 
     def layout_errors(self, tp: int) -> list[str]:
         """What `tp` ranks cannot divide."""
         errors: dict[str, None] = {}
         for layer in dict.fromkeys(self.layers):
-            errors |= dict.fromkeys(error for part in layer.parts for error in part.layout_errors(tp))
+            errors |= layout_errors(layer.parameters(self.hidden_size), tp)
         return list(errors)
 
     def check_divides(self, tp: int) -> None:

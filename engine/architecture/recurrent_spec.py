@@ -10,7 +10,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from quire.engine.architecture.spec_parts import Activation, MatrixShape, NormSpec
+from quire.engine.architecture.spec_parts import (
+    Activation,
+    NormSpec,
+    Parameter,
+    Parameters,
+    Units,
+    convolution,
+    linear,
+    norm,
+    vector,
+)
 from quire.engine.protocol.errors import ConfigError
 
 
@@ -38,16 +48,8 @@ class RecurrentSpec(ABC):
         """Features on a rank that the convolution applies to."""
 
     @abstractmethod
-    def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
-        """The weights of linear layers on one rank."""
-
-    @abstractmethod
-    def num_other_parameters(self, hidden: int, tp: int) -> int:
-        """Parameters other than the matrices."""
-
-    @abstractmethod
-    def layout_errors(self, tp: int) -> Iterator[str]:
-        """What `tp` ranks cannot divide."""
+    def parameters(self, hidden: int) -> Parameters:
+        """All parameters, of a layer whose input has `hidden` features."""
 
     def input_shape(self, tp: int) -> tuple[int, int]:
         """The kept inputs of the convolution on a rank: tokens and channels."""
@@ -103,21 +105,20 @@ class GatedDeltaNetSpec(ValueHeadsSpec):
         """Queries, keys and values."""
         return (2 * self.num_key_heads * self.key_head_dim + self.width) // tp
 
-    def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
-        inner, heads = self.channels(tp) + self.width // tp, 2 * self.num_value_heads // tp
-        yield MatrixShape(inner + (heads if self.has_joint_input else 0), hidden, 1, "state.input")
+    def parameters(self, hidden: int) -> Parameters:
+        heads, keys = self.num_value_heads, self.num_key_heads * self.key_head_dim
+        of_values, of_keys = Units(heads, "value heads"), Units(self.num_key_heads, "key heads")
+        units = {"q": of_keys, "k": of_keys, "v": of_values, "z": of_values, "b": of_values, "a": of_values}
+        convolved, gates = {"q": keys, "k": keys, "v": self.width}, {"b": heads, "a": heads}
+        inputs = {**convolved, "z": self.width, **(gates if self.has_joint_input else {})}
+        yield from linear("state.input", inputs, hidden, rows_of=units)
         if not self.has_joint_input:
-            yield MatrixShape(heads, hidden, 1, "state.gates")
-        yield MatrixShape(hidden, self.width // tp, 1, "state.output", self.width)
-
-    def num_other_parameters(self, hidden: int, tp: int) -> int:
-        return self.channels(tp) * self.conv_size + 2 * self.num_value_heads // tp + self.value_head_dim
-
-    def layout_errors(self, tp: int) -> Iterator[str]:
-        if self.num_value_heads % tp:
-            yield f"{self.num_value_heads} value heads"
-        if self.num_key_heads % tp:
-            yield f"{self.num_key_heads} key heads"
+            yield from linear("state.gates", gates, hidden, rows_of=units)
+        yield from convolution("state.conv", convolved, self.conv_size, units)
+        yield vector("state", "decay", heads, of_values)
+        yield vector("state", "step_bias", heads, of_values)
+        yield from norm("state.norm", self.norm, self.value_head_dim)
+        yield from linear("state.output", hidden, self.width, columns_of=of_values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,16 +139,11 @@ class ShortConvSpec(RecurrentSpec):
     def channels(self, tp: int) -> int:
         return self.width // tp
 
-    def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
-        yield MatrixShape(3 * self.width // tp, hidden, 1, "state.input")
-        yield MatrixShape(hidden, self.width // tp, 1, "state.output", self.width)
-
-    def num_other_parameters(self, hidden: int, tp: int) -> int:
-        return self.width // tp * self.conv_size + self.bias * (4 * self.width // tp + hidden)
-
-    def layout_errors(self, tp: int) -> Iterator[str]:
-        if self.width % tp:
-            yield f"{self.width} channels"
+    def parameters(self, hidden: int) -> Parameters:
+        units = Units(self.width, "channels")
+        yield from linear("state.input", dict.fromkeys("bcx", self.width), hidden, rows_of=units, bias=self.bias)
+        yield from convolution("state.conv", {"": self.width}, self.conv_size, {"": units}, bias=self.bias)
+        yield from linear("state.output", hidden, self.width, columns_of=units, bias=self.bias)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,21 +179,18 @@ class Mamba2Spec(ValueHeadsSpec):
         """Values, keys and queries; the keys and queries of a single group are replicated."""
         return self.width // tp + 2 * max(1, self.groups // tp) * self.state_size
 
-    def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
-        rows = self.width // tp + self.channels(tp) + self.num_value_heads // tp
-        yield MatrixShape(rows, hidden, 1, "state.input")
-        yield MatrixShape(hidden, self.width // tp, 1, "state.output", self.width)
-
-    def num_other_parameters(self, hidden: int, tp: int) -> int:
-        heads, channels, inner = self.num_value_heads // tp, self.channels(tp), self.width // tp
-        count = channels * (self.conv_size + self.conv_bias) + 3 * heads + (self.norm is not None) * inner
-        return count + self.input_bias * (inner + channels + heads) + self.output_bias * hidden
-
-    def layout_errors(self, tp: int) -> Iterator[str]:
-        if self.num_value_heads % tp:
-            yield f"{self.num_value_heads} state-space heads"
-        if self.groups % tp and self.groups > 1:
-            yield f"{self.groups} groups of state-space heads"
+    def parameters(self, hidden: int) -> Parameters:
+        heads, keys = Units(self.num_value_heads, "state-space heads"), self.groups * self.state_size
+        groups = Units(self.groups, "groups of state-space heads", "copies of one")
+        units = {"z": heads, "x": heads, "b": groups, "c": groups, "dt": heads}
+        convolved = {"x": self.width, "b": keys, "c": keys}
+        inputs = {"z": self.width, **convolved, "dt": self.num_value_heads}
+        yield from linear("state.input", inputs, hidden, rows_of=units, bias=self.input_bias)
+        yield from convolution("state.conv", convolved, self.conv_size, units, bias=self.conv_bias)
+        for name in ("decay", "skip", "step_bias"):
+            yield vector("state", name, self.num_value_heads, heads)
+        yield from norm("state.norm", self.norm, self.width, heads)
+        yield from linear("state.output", hidden, self.width, columns_of=heads, bias=self.output_bias)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,21 +216,21 @@ class KimiDeltaSpec(ValueHeadsSpec):
         """Queries, keys and values."""
         return 3 * self.width // tp
 
-    def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
-        gates = 2 * self.width // tp if self.rank is None else 2 * self.rank
-        yield MatrixShape(self.channels(tp) + self.num_value_heads // tp + gates, hidden, 1, "state.input")
+    def parameters(self, hidden: int) -> Parameters:
+        heads, width = Units(self.num_value_heads, "heads of Kimi Delta Attention"), self.width
+        gates = dict.fromkeys("fg", width) if self.rank is None else dict.fromkeys(("f_a", "g_a"), self.rank)
+        inputs = {**dict.fromkeys("qkv", width), "b": self.num_value_heads, **gates}
+        units = dict.fromkeys([*"qkvb", *(gates if self.rank is None else ())], heads)
+        yield from linear("state.input", inputs, hidden, rows_of=units)
         if self.rank is not None:
-            yield MatrixShape(self.width // tp, self.rank, 1, "state.decay_up")
-            yield MatrixShape(self.width // tp, self.rank, 1, "state.gate_up")
-        yield MatrixShape(hidden, self.width // tp, 1, "state.output", self.width)
-
-    def num_other_parameters(self, hidden: int, tp: int) -> int:
-        vectors = self.num_value_heads // tp + self.width // tp + self.value_head_dim
-        return self.channels(tp) * self.conv_size + vectors
-
-    def layout_errors(self, tp: int) -> Iterator[str]:
-        if self.num_value_heads % tp:
-            yield f"{self.num_value_heads} heads of Kimi Delta Attention"
+            yield from linear("state.decay_up", width, self.rank, rows_of=heads)
+            yield from linear("state.gate_up", width, self.rank, rows_of=heads)
+        yield from convolution("state.conv", dict.fromkeys("qkv", width), self.conv_size, dict.fromkeys("qkv", heads))
+        grid = (1, 1, self.num_value_heads, 1) if self.has_rate_grid else (self.num_value_heads,)
+        yield Parameter("state", "decay", {"": grid}, {"": heads}, dim=2 if self.has_rate_grid else 0)
+        yield vector("state", "step_bias", width, heads)
+        yield from norm("state.norm", self.norm, self.value_head_dim)
+        yield from linear("state.output", hidden, width, columns_of=heads)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,16 +249,11 @@ class LightningSpec(ValueHeadsSpec):
     def channels(self, tp: int) -> int:
         return 0
 
-    def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
-        yield MatrixShape(4 * self.width // tp, hidden, 1, "state.input")
-        yield MatrixShape(hidden, self.width // tp, 1, "state.output", self.width)
-
-    def num_other_parameters(self, hidden: int, tp: int) -> int:
-        return self.width // tp
-
-    def layout_errors(self, tp: int) -> Iterator[str]:
-        if self.num_value_heads % tp:
-            yield f"{self.num_value_heads} heads of lightning attention"
+    def parameters(self, hidden: int) -> Parameters:
+        heads = Units(self.num_value_heads, "heads of lightning attention")
+        yield from linear("state.input", dict.fromkeys(("q", "k", "v", "gate"), self.width), hidden, rows_of=heads)
+        yield from norm("state.norm", self.norm, self.width, heads)
+        yield from linear("state.output", hidden, self.width, columns_of=heads)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,18 +274,13 @@ class MLSTMSpec(ValueHeadsSpec):
     def channels(self, tp: int) -> int:
         return 0
 
-    def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
-        inner = 2 * (self.num_value_heads * self.key_head_dim + self.width) // tp
-        yield MatrixShape(inner, hidden, 1, "state.input")
-        yield MatrixShape(2 * self.num_value_heads // tp, hidden, 1, "state.gates")
-        yield MatrixShape(hidden, self.width // tp, 1, "state.output", self.width)
-
-    def num_other_parameters(self, hidden: int, tp: int) -> int:
-        return 2 * self.num_value_heads // tp + self.width // tp
-
-    def layout_errors(self, tp: int) -> Iterator[str]:
-        if self.num_value_heads % tp:
-            yield f"{self.num_value_heads} heads of the xLSTM"
+    def parameters(self, hidden: int) -> Parameters:
+        heads, keys = Units(self.num_value_heads, "heads of the xLSTM"), self.num_value_heads * self.key_head_dim
+        inputs = {"q": keys, "k": keys, "v": self.width, "ogate_preact": self.width}
+        yield from linear("state.input", inputs, hidden, rows_of=heads)
+        yield from linear("state.gates", dict.fromkeys("if", self.num_value_heads), hidden, rows_of=heads, bias=True)
+        yield vector("state.norm", "weight", self.width, heads)
+        yield from linear("state.output", hidden, self.width, columns_of=heads)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -325,21 +308,17 @@ class MambaSpec(RecurrentSpec):
     def channels(self, tp: int) -> int:
         return self.width // tp
 
-    def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
-        yield MatrixShape(2 * self.width // tp, hidden, 1, "state.input")
-        yield MatrixShape(self.rank + 2 * self.state_size, self.width // tp, 1, "state.select", self.width)
-        yield MatrixShape(self.width // tp, self.rank, 1, "state.step")
-        yield MatrixShape(hidden, self.width // tp, 1, "state.output", self.width)
-
-    def num_other_parameters(self, hidden: int, tp: int) -> int:
-        # weights and biases of the convolution, rates, skips, biases of steps
-        count = self.width // tp * (self.conv_size + self.conv_bias + self.state_size + 2)
-        count += self.bias * (2 * self.width // tp + hidden)
-        return count + (0 if self.norm is None else self.norm.num_parameters(self.rank + 2 * self.state_size))
-
-    def layout_errors(self, tp: int) -> Iterator[str]:
-        if self.width % tp:
-            yield f"{self.width} channels of Mamba"
+    def parameters(self, hidden: int) -> Parameters:
+        width, units = self.width, Units(self.width, "channels of Mamba")
+        yield from linear("state.input", dict.fromkeys("xz", width), hidden, rows_of=units, bias=self.bias)
+        yield from convolution("state.conv", {"": width}, self.conv_size, {"": units}, bias=self.conv_bias)
+        yield from linear("state.select", self.rank + 2 * self.state_size, width, columns_of=units)
+        for name, size in (("step", self.rank), ("key", self.state_size), ("query", self.state_size)):
+            yield from norm(f"state.{name}_norm", self.norm, size)
+        yield from linear("state.step", width, self.rank, rows_of=units, bias=True)
+        yield Parameter("state", "decay", {"": (width, self.state_size)}, {"": units})
+        yield vector("state", "skip", width, units)
+        yield from linear("state.output", hidden, width, columns_of=units, bias=self.bias)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -364,17 +343,20 @@ class GroupedMambaSpec(MambaSpec):
     def state_shape(self, tp: int) -> tuple[int, int, int]:
         return self.groups // tp, self.state_size, self.group_width
 
-    def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
-        yield MatrixShape(2 * self.width // tp, hidden, 1, "state.input")
-        yield MatrixShape(hidden, self.width // tp, 1, "state.output", self.width)
-
-    def num_other_parameters(self, hidden: int, tp: int) -> int:
-        own = 2 * (self.rank + self.state_size)  # what vectors, keys and queries, and steps are computed with
-        return super().num_other_parameters(hidden, tp) + self.width // tp * own
-
-    def layout_errors(self, tp: int) -> Iterator[str]:
-        if self.groups % tp:
-            yield f"{self.groups} heads of Mamba"
+    def parameters(self, hidden: int) -> Parameters:
+        width, size, keys = self.width, self.group_width, self.state_size
+        heads = Units(self.groups, "heads of Mamba")
+        yield from linear("state.input", dict.fromkeys("xz", width), hidden, rows_of=heads, bias=self.bias)
+        yield from convolution("state.conv", {"": width}, self.conv_size, {"": heads}, bias=self.conv_bias)
+        for module, kind, shape in (
+            ("state.select", "weight", (self.rank + 2 * keys, size)),
+            ("state.step", "weight", (size, self.rank)),
+            ("state", "step_bias", (size,)),
+            ("state", "decay", (size, keys)),
+            ("state", "skip", (size,)),
+        ):
+            yield Parameter(module, kind, {"": (self.groups, *shape)}, {"": heads})
+        yield from linear("state.output", hidden, width, columns_of=heads, bias=self.bias)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -411,17 +393,15 @@ class RGLRUSpec(RecurrentSpec):
     def channels(self, tp: int) -> int:
         return self.width // tp
 
-    def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
-        yield MatrixShape(2 * self.width // tp, hidden, 1, "state.input")
-        yield MatrixShape(hidden, self.width // tp, 1, "state.output", self.width)
-
-    def num_other_parameters(self, hidden: int, tp: int) -> int:
-        # biases of the input, the convolution with its bias, both gates with theirs, decays
-        return self.width // tp * (2 + self.conv_size + 1 + 2 * (self.block_width + 1) + 1) + hidden
-
-    def layout_errors(self, tp: int) -> Iterator[str]:
-        if self.blocks % tp:
-            yield f"{self.blocks} blocks of the recurrent unit"
+    def parameters(self, hidden: int) -> Parameters:
+        size, blocks = self.block_width, {"": Units(self.blocks, "blocks of the recurrent unit")}
+        yield from linear("state.input", dict.fromkeys("xy", self.width), hidden, rows_of=blocks[""], bias=True)
+        yield from convolution("state.conv", {"": self.width}, self.conv_size, blocks, bias=True)
+        for name in ("input", "decay"):
+            yield Parameter(f"state.{name}_gate", "weight", {"": (self.blocks, size, size)}, blocks)
+            yield Parameter("state", f"{name}_bias", {"": (self.blocks, size)}, blocks)
+        yield vector("state", "decay", self.width, blocks[""])
+        yield from linear("state.output", hidden, self.width, columns_of=blocks[""], bias=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -452,22 +432,20 @@ class RWKVSpec(RecurrentSpec):
         """The last token's inputs of both parts."""
         return 2, self.hidden_size
 
-    def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
+    def parameters(self, hidden: int) -> Parameters:
+        channels, inner = Units(self.width, "channels of RWKV"), Units(self.inner_size, "feed-forward columns")
+        for name in ("norm", "inner_norm"):
+            yield from norm(f"state.{name}", self.norm, hidden)
+        for name in ("mix_key", "mix_value", "mix_receptance", "inner_mix_key", "inner_mix_receptance"):
+            yield Parameter("state", name, {"": (1, 1, hidden)})
+        for name in ("decay", "bonus"):
+            yield vector("state", name, self.width, channels)
         for name in ("key", "value", "receptance"):
-            yield MatrixShape(self.width // tp, hidden, 1, f"state.{name}")
-        yield MatrixShape(hidden, self.width // tp, 1, "state.output", self.width)
-        yield MatrixShape(self.inner_size // tp, hidden, 1, "state.inner_key")
-        yield MatrixShape(hidden, self.inner_size // tp, 1, "state.inner_value", self.inner_size)
-        yield MatrixShape(hidden, hidden, 1, "state.inner_receptance")
-
-    def num_other_parameters(self, hidden: int, tp: int) -> int:
-        return 2 * self.width // tp + 5 * hidden + 2 * self.norm.num_parameters(hidden)
-
-    def layout_errors(self, tp: int) -> Iterator[str]:
-        if self.width % tp:
-            yield f"{self.width} channels of RWKV"
-        if self.inner_size % tp:
-            yield f"{self.inner_size} feed-forward columns"
+            yield from linear(f"state.{name}", self.width, hidden, rows_of=channels)
+        yield from linear("state.output", hidden, self.width, columns_of=channels)
+        yield from linear("state.inner_key", self.inner_size, hidden, rows_of=inner)
+        yield from linear("state.inner_receptance", hidden, hidden)
+        yield from linear("state.inner_value", hidden, self.inner_size, columns_of=inner)
 
 
 class KeptTensor(NamedTuple):
@@ -510,11 +488,5 @@ class TransformersStateSpec(RecurrentSpec):
     def channels(self, tp: int) -> int:
         return 0
 
-    def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
-        return iter(())
-
-    def num_other_parameters(self, hidden: int, tp: int) -> int:
-        return 0
-
-    def layout_errors(self, tp: int) -> Iterator[str]:
+    def parameters(self, hidden: int) -> Parameters:
         return iter(())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -30,6 +32,129 @@ class MatrixShape(NamedTuple):
         return self.rows * self.columns * self.number
 
 
+Shape = tuple[int, ...]
+
+
+ALL = "*"
+"""All parts of a parameter."""
+
+
+class Units(NamedTuple):
+    """What tensor-parallel ranks divide: so many equal units of a dimension, such as heads."""
+
+    number: int
+    name: str
+    """As error messages call them."""
+    spare: Literal["none", "copies", "copies of one", "padding"] = "none"
+    """What ranks have where they cannot divide the units evenly. "none": that is an error. "copies": with fewer units
+    than ranks, each unit is on several; "copies of one": the same, of a single unit only. "padding": the last ranks
+    have fewer of them."""
+
+    def share(self, size: int, tp: int) -> int:
+        """What a rank has of a dimension of `size`."""
+        if self.spare == "padding":
+            return -(-size // tp)
+        return max(1, self.number // tp) * (size // self.number)
+
+    def is_divisible(self, tp: int) -> bool:
+        has_copies = {"copies": tp % self.number == 0, "copies of one": self.number == 1, "padding": True}
+        return self.number % tp == 0 or has_copies.get(self.spare, False)
+
+
+class Parameter(NamedTuple):
+    """A parameter of a module, in the whole model."""
+
+    module: str
+    """Path in the layer, or in the model, such as attention.qkv."""
+    kind: str
+    """Its name in the module: weight, bias, …"""
+    parts: Mapping[str, Shape]
+    """Shapes of the matrices or vectors that are stacked in it, by name; those of experts are of a single one."""
+    units: Mapping[str, Units] = {}
+    """What ranks divide of each part, or of all parts as one under `ALL`; every rank has what is not here."""
+    dim: int = 0
+    """The dimension that they divide."""
+    number: int = 1
+    """Experts that a rank has."""
+    is_float32: bool = False
+    """It has 32 bits, whatever the model's type."""
+    is_quantizable: bool = False
+    """It is the matrix of a linear layer that may be quantized."""
+
+    def shapes(self, tp: int) -> Iterator[Shape]:
+        """The shape of each part on one of `tp` ranks, or of all as one."""
+        if ALL in self.units:
+            rows, (_, *rest) = sum(rows for rows, *_ in self.parts.values()), next(iter(self.parts.values()))
+            yield (self.units[ALL].share(rows, tp), *rest)
+            return
+        for part, shape in self.parts.items():
+            if part in self.units:
+                own = self.units[part].share(shape[self.dim], tp)
+                shape = (*shape[: self.dim], own, *shape[self.dim + 1 :])
+            yield shape
+
+    def elements(self, tp: int) -> int:
+        """Numbers on one of `tp` ranks."""
+        return self.number * sum(map(math.prod, self.shapes(tp)))
+
+    def matrix(self, tp: int) -> MatrixShape:
+        """The same as the weight of a linear layer."""
+        (_, whole), (_, columns) = next(iter(self.parts.values())), next(self.shapes(tp))
+        rows = sum(rows for rows, _ in self.shapes(tp))
+        return MatrixShape(rows, columns, self.number, self.module, whole if self.dim == 1 else 0)
+
+
+Parameters = Iterator[Parameter]
+
+
+def linear(
+    module: str,
+    rows: int | Mapping[str, int],
+    columns: int,
+    *,
+    rows_of: Units | Mapping[str, Units] | None = None,
+    columns_of: Units | None = None,
+    bias: bool = False,
+    number: int = 1,
+    is_float32: bool = False,
+    is_quantizable: bool = True,
+) -> Parameters:
+    """The weight and bias of a linear layer. Ranks divide the rows, of all parts or of those in `rows_of`, or the
+    columns; then each has the whole bias. What is always float32 is never quantized."""
+    parts = {"": rows} if isinstance(rows, int) else rows
+    units = rows_of if isinstance(rows_of, Mapping) else dict.fromkeys(parts, rows_of) if rows_of is not None else {}
+    divided = units if columns_of is None else dict.fromkeys(parts, columns_of)
+    weights = {part: (size, columns) for part, size in parts.items()}
+    dim = 0 if columns_of is None else 1
+    yield Parameter(module, "weight", weights, divided, dim, number, is_float32, is_quantizable and not is_float32)
+    if bias:
+        yield Parameter(module, "bias", {part: (size,) for part, size in parts.items()}, units, number=number)
+
+
+def convolution(
+    module: str, channels: Mapping[str, int], size: int, units: Mapping[str, Units], *, bias: bool = False
+) -> Parameters:
+    """The weight and bias of a causal convolution of each channel."""
+    yield Parameter(module, "weight", {part: (number, 1, size) for part, number in channels.items()}, units)
+    if bias:
+        yield Parameter(module, "bias", {part: (number,) for part, number in channels.items()}, units)
+
+
+def vector(module: str, kind: str, size: int, units: Units | None = None) -> Parameter:
+    return Parameter(module, kind, {"": (size,)}, {} if units is None else {"": units})
+
+
+def matrices(parameters: Iterable[Parameter], tp: int) -> Iterator[MatrixShape]:
+    """The weights of linear layers on one rank that may be quantized."""
+    return (each.matrix(tp) for each in parameters if each.is_quantizable)
+
+
+def layout_errors(parameters: Iterable[Parameter], tp: int) -> dict[str, None]:
+    """What `tp` ranks cannot divide, each once, in order."""
+    units = dict.fromkeys(units for each in parameters for units in each.units.values())
+    return dict.fromkeys(f"{each.number} {each.name}" for each in units if not each.is_divisible(tp))
+
+
 @dataclass(frozen=True, kw_only=True)
 class NormSpec:
     """Normalization: by root mean square (Zhang & Sennrich 2019), or by mean and variance (Ba et al. 2016)."""
@@ -43,8 +168,19 @@ class NormSpec:
     gate_rank: int = 0
     """Above 0: the result `y` is multiplied by a gate of low rank, `sigmoid(up(silu(down(y))))` (A.X K2)."""
 
-    def num_parameters(self, size: int) -> int:
-        return size * (self.has_weight + self.bias + 2 * self.gate_rank)
+
+def norm(module: str, spec: NormSpec | None, size: int, units: Units | None = None) -> Parameters:
+    """The parameters of a norm of so many features, of which ranks may divide the units; None: there is no norm."""
+    if spec is None:
+        return
+    if spec.gate_rank:
+        yield from linear(f"{module}.gate_down", spec.gate_rank, size, is_quantizable=False)
+        yield from linear(f"{module}.gate_up", size, spec.gate_rank, is_quantizable=False)
+        module = f"{module}.norm"
+    if spec.has_weight:
+        yield vector(module, "weight", size, units)
+    if spec.bias:
+        yield vector(module, "bias", size, units)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from quire.engine.architecture import spec_parts
 from quire.engine.architecture.encoder_spec import EncoderSpec
 from quire.engine.architecture.model_spec import ModelSpec, TransformersModelSpec
 from quire.engine.config.engine_config import (
@@ -110,7 +111,11 @@ def _activations(arch: ModelSpec, tp: int) -> int:
     """
     layers = dict.fromkeys(arch.layers)
     mixers = max(
-        sum(each.rows + each.columns for mixer in layer.mixers for each in mixer.matrices(arch.hidden_size, tp))
+        sum(
+            each.rows + each.columns
+            for mixer in layer.mixers
+            for each in spec_parts.matrices(mixer.parameters(arch.hidden_size), tp)
+        )
         for layer in layers
     )
     inner = (layer.feed_forward.activations(tp) for layer in layers if layer.feed_forward is not None)

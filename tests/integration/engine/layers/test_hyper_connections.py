@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 from transformers import DeepseekV4Config, Qwen4ExpTextConfig
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HyperConnection, DeepseekV4HyperHead
 from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextHyperHead
 from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextGatedResidual
 
 from quire.engine.architecture.model_spec import GatedConnectionSpec, HyperConnectionSpec
-from quire.engine.architecture.spec_parts import NormSpec
+from quire.engine.architecture.spec_parts import NormSpec, Parameters
 from quire.engine.layers.residual import GatedConnection, GatedHead, HyperConnection, HyperHead
 
 SPEC = HyperConnectionSpec(num_streams=3, iterations=6, eps=1e-6, norm=NormSpec(eps=1e-5, has_weight=False))
@@ -51,18 +52,18 @@ def test_the_last_sum_is_that_of_transformers() -> None:
 
 
 def test_parameters_are_counted() -> None:
-    parameters = (sum(each.numel() for each in kind(SPEC, WIDTH).parameters()) for kind in (HyperConnection, HyperHead))
-    connection, head = parameters
-    assert SPEC.num_other_parameters(WIDTH) == 2 * connection
-    assert SPEC.num_last_parameters(WIDTH) == head
-    assert not list(HyperHead(replace(SPEC, averages=True), WIDTH).parameters())
-    assert replace(SPEC, averages=True).num_last_parameters(WIDTH) == 0
-    connection, head = (
-        sum(each.numel() for each in kind(GATED, WIDTH).parameters()) for kind in (GatedConnection, GatedHead)
-    )
-    matrices = sum(each.elements for each in GATED.matrices(WIDTH))
-    assert GATED.num_other_parameters(WIDTH) + matrices == 2 * connection
-    assert GATED.num_last_parameters(WIDTH) == head
+    def held(*modules: nn.Module) -> int:
+        return sum(each.numel() for module in modules for each in module.parameters())
+
+    def described(parameters: Parameters) -> int:
+        return sum(each.elements(1) for each in parameters)
+
+    assert described(SPEC.parameters(WIDTH)) == 2 * held(HyperConnection(SPEC, WIDTH))
+    assert described(SPEC.last_parameters("merger", WIDTH)) == held(HyperHead(SPEC, WIDTH))
+    averaging = replace(SPEC, averages=True)
+    assert described(averaging.last_parameters("merger", WIDTH)) == held(HyperHead(averaging, WIDTH)) == 0
+    assert described(GATED.parameters(WIDTH)) == 2 * held(GatedConnection(GATED, WIDTH))
+    assert described(GATED.last_parameters("merger", WIDTH)) == held(GatedHead(GATED, WIDTH))
 
 
 def test_the_last_mean_is_that_of_transformers() -> None:

@@ -192,5 +192,5 @@ def test_parameters_are_as_many_as_described() -> None:
             def count(parallel: Parallel, spec: attention_spec.MLASpec = spec) -> int:
                 return sum(weight.numel() for weight in MLA(spec, HIDDEN, parallel).parameters())
 
-            matrices = sum(each.elements for each in spec.matrices(HIDDEN, size))
-            assert on_ranks(size, count) == [matrices + spec.num_other_parameters(HIDDEN, size)] * size
+            described = sum(each.elements(size) for each in spec.parameters(HIDDEN))
+            assert on_ranks(size, count) == [described] * size
