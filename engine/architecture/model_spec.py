@@ -341,14 +341,14 @@ class HyperConnectionSpec:
     def parameters(self, hidden: int) -> Parameters:
         """Those of a layer, which are always float32."""
         for name in ("attention", "feed_forward"):
-            yield from self._connection(f"{name}_connection", self.num_weights, self.num_scales, hidden)
+            yield from self.connection(f"{name}_connection", self.num_weights, self.num_scales, hidden)
 
     def last_parameters(self, module: str, hidden: int) -> Parameters:
         """Those after the layers."""
         if not self.averages:
-            yield from self._connection(module, self.num_streams, 1, hidden)
+            yield from self.connection(module, self.num_streams, 1, hidden)
 
-    def _connection(self, module: str, weights: int, scales: int, hidden: int) -> Parameters:
+    def connection(self, module: str, weights: int, scales: int, hidden: int) -> Parameters:
         shapes: dict[str, Shape] = {
             "function": (weights, self.num_streams * hidden),
             "base": (weights,),
@@ -376,10 +376,12 @@ class GatedConnectionSpec:
 
     def parameters(self, hidden: int) -> Parameters:
         """Those of a layer, which are replicated. What the weights of outputs are computed with is always float32."""
-        width = self.num_streams * hidden
         for module in ("attention_connection", "feed_forward_connection"):
-            yield from self._gates(module, hidden)
-            yield from linear(f"{module}.outputs", self.num_streams, width, is_float32=True)
+            yield from self.connection(module, hidden)
+
+    def connection(self, module: str, hidden: int) -> Parameters:
+        yield from self._gates(module, hidden)
+        yield from linear(f"{module}.outputs", self.num_streams, self.num_streams * hidden, is_float32=True)
 
     def last_parameters(self, module: str, hidden: int) -> Parameters:
         """Those after the layers, which are always float32."""

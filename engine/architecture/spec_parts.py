@@ -56,6 +56,10 @@ class Units(NamedTuple):
             return -(-size // tp)
         return max(1, self.number // tp) * (size // self.number)
 
+    def start(self, size: int, rank: int, tp: int) -> int:
+        """Where a rank's share of a dimension of `size` begins; it is not padded."""
+        return rank * self.number // tp * (size // self.number)
+
     def is_divisible(self, tp: int) -> bool:
         has_copies = {"copies": tp % self.number == 0, "copies of one": self.number == 1, "padding": True}
         return self.number % tp == 0 or has_copies.get(self.spare, False)

@@ -17,18 +17,14 @@ from quire import kernels
 from quire.engine.architecture import attention_spec, spec_parts
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.distributed.communicator import Parallel
+from quire.engine.layers.from_spec import FromSpec
 from quire.engine.layers.linear import (
-    ColumnParallelLinear,
     Linear,
-    Partition,
-    RowParallelLinear,
     divided,
-    kv_heads,
-    replicated,
 )
 from quire.engine.layers.norm import AcrossHeadsNorm, PerHeadNorm, make_norm
 from quire.engine.layers.rotary import Rotary
-from quire.engine.layers.weight import Weight
+from quire.engine.layers.weight import Shard
 
 HostMetadata = kernels.HostMetadata
 
@@ -214,14 +210,12 @@ class BlockIndexer(nn.Module):
     """Queries and keys of the selection that `quire.engine.architecture.attention_spec.BlockIndexerSpec` describes: a
     query for each of the rank's KV heads, and a key that all ranks have."""
 
-    def __init__(
-        self, spec: attention_spec.BlockIndexerSpec, num_kv_heads: int, hidden_size: int, parallel: Parallel
-    ) -> None:
+    def __init__(self, spec: attention_spec.BlockIndexerSpec, own: FromSpec) -> None:
+        """`own` has the parameters of the attention."""
         super().__init__()
         self._head_dim = spec.head_dim
-        heads = kv_heads("", num_kv_heads, spec.head_dim, parallel)
-        self.query = ColumnParallelLinear(hidden_size, [heads], bias=False)
-        self.key = replicated(hidden_size, spec.head_dim)
+        self.query = own.column_parallel("attention.indexer.query")
+        self.key = own.column_parallel("attention.indexer.key")
         self.query_norm = make_norm(spec.norm, spec.head_dim)
         self.key_norm = make_norm(spec.norm, spec.head_dim)
 
@@ -236,15 +230,11 @@ class GroupIndexer(nn.Module):
     """Queries and keys of the selection that `quire.engine.architecture.attention_spec.GroupIndexerSpec` describes; all
     ranks have the same."""
 
-    def __init__(
-        self, spec: attention_spec.GroupIndexerSpec, rope: spec_parts.RopeSpec | None, hidden_size: int
-    ) -> None:
+    def __init__(self, spec: attention_spec.GroupIndexerSpec, rope: spec_parts.RopeSpec | None, own: FromSpec) -> None:
+        """`own` has the parameters of the attention."""
         super().__init__()
         self._spec, self._rotary = spec, Rotary(rope, 0)
-        sizes = {"q": spec.num_heads * spec.head_dim, "k": spec.head_dim}
-        self.inputs = ColumnParallelLinear(
-            hidden_size, [Partition(name, size, 0, size) for name, size in sizes.items()], bias=False
-        )
+        self.inputs = own.column_parallel("attention.indexer.inputs")
         self.query_norm = make_norm(spec.norm, spec.head_dim)
         self.key_norm = make_norm(spec.norm, spec.head_dim)
 
@@ -273,28 +263,22 @@ class Attention(nn.Module):
     def __init__(self, spec: attention_spec.AttentionSpec, hidden_size: int, parallel: Parallel) -> None:
         super().__init__()
         self._spec = spec
-        parts = [divided("q", spec.num_heads * spec.head_dim, parallel)]
-        if spec.kv_source is None:
-            parts.append(kv_heads("k", spec.num_kv_heads, spec.head_dim, parallel))
-            if not spec.values_are_keys:
-                parts.append(kv_heads("v", spec.num_kv_heads, spec.value_dim, parallel))
-        if spec.output_gate:
-            parts.append(divided("gate", spec.num_heads * spec.gate_dim, parallel))
-        heads = divided("", spec.num_heads, parallel)
-        self._widths = [part.length for part in parts]
-        self.qkv = ColumnParallelLinear(spec.input_size or hidden_size, parts, bias=spec.qkv_bias)
-        self.output = RowParallelLinear(spec.num_heads * spec.value_dim, hidden_size, parallel, bias=spec.output_bias)
-        self.query_norm = head_norm(spec, parts[0], parallel)
-        self.key_norm = None if spec.kv_source is not None else head_norm(spec, parts[1], parallel)
+        own = FromSpec(spec.parameters(hidden_size), parallel)
+        self._widths = own.widths("attention.qkv")
+        self.qkv, self.output = own.column_parallel("attention.qkv"), own.row_parallel("attention.output")
+        query, *others = own.shards("attention.qkv")
+        self.query_norm = head_norm(spec, query, parallel)
+        self.key_norm = None if spec.kv_source is not None else head_norm(spec, others[0], parallel)
         self._value_norm = None if spec.value_norm is None else make_norm(spec.value_norm, spec.value_dim)
-        self.sinks = Weight((heads.length,), heads.shard()) if spec.has_sinks else None
+        self.sinks = own.weight("attention", "sinks") if spec.has_sinks else None
         self.indexer: BlockIndexer | GroupIndexer | None = None
         if isinstance(spec.indexer, attention_spec.BlockIndexerSpec):
-            self.indexer = BlockIndexer(spec.indexer, spec.num_kv_heads, hidden_size, parallel)
+            self.indexer = BlockIndexer(spec.indexer, own)
         elif spec.indexer is not None:
-            self.indexer = GroupIndexer(spec.indexer, spec.rope, hidden_size)
+            self.indexer = GroupIndexer(spec.indexer, spec.rope, own)
         self._slopes = None
         if spec.alibi:
+            heads = divided("", spec.num_heads, parallel)
             self._slopes = spec.alibi * alibi_slopes(spec.num_heads)[heads.start : heads.start + heads.length]
 
     @property
@@ -544,17 +528,18 @@ def _kernel_layer(spec: attention_spec.AttentionSpec | attention_spec.MLASpec, t
     )
 
 
-def head_norm(spec: attention_spec.AttentionSpec, part: Partition, parallel: Parallel) -> nn.Module | None:
-    """The normalization of this rank's queries or keys."""
+def head_norm(spec: attention_spec.AttentionSpec, rows: Shard, parallel: Parallel) -> nn.Module | None:
+    """The normalization of this rank's queries or keys, which are these rows of their matrix."""
+    shard = Shard(rows.shape[:1], rows.start, rows.length, part=rows.part)
     if spec.qk_norm is None:
         return None
     match spec.qk_norm_over:
         case "head":
             return make_norm(spec.qk_norm, spec.head_dim)
         case "each head":
-            return PerHeadNorm(spec.qk_norm, part.shard(), spec.head_dim)
+            return PerHeadNorm(spec.qk_norm, shard, spec.head_dim)
         case "all heads":
-            return AcrossHeadsNorm(spec.qk_norm, part.shard(), parallel)
+            return AcrossHeadsNorm(spec.qk_norm, shard, parallel)
 
 
 def alibi_slopes(heads: int) -> Tensor:

@@ -20,33 +20,25 @@ from quire import kernels
 from quire.engine.architecture import attention_spec
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.attention import Batch, CompressedCache
+from quire.engine.layers.from_spec import FromSpec
 from quire.engine.layers.linear import (
-    ColumnParallelLinear,
     GroupedLinear,
     Linear,
-    Partition,
-    ReplicatedLinear,
-    RowParallelLinear,
-    divided,
-    replicated,
 )
 from quire.engine.layers.norm import make_norm
 from quire.engine.layers.rotary import Rotary
-from quire.engine.layers.weight import Weight, whole
 
 
 class Compressor(nn.Module):
     """Computes entries of `head_dim` features, as described by
     `quire.engine.architecture.attention_spec.CompressorSpec`. Replicated on all ranks."""
 
-    def __init__(self, spec: attention_spec.CompressorSpec, hidden_size: int, head_dim: int) -> None:
+    def __init__(self, spec: attention_spec.CompressorSpec, own: FromSpec, module: str, head_dim: int) -> None:
+        """`own` has the parameters of the attention, and this is its module `module`."""
         super().__init__()
-        width, self._eps = spec.width(head_dim), spec.norm.eps
-        self.inputs_width = 2 * width
-        self.inputs = ColumnParallelLinear(
-            hidden_size, [Partition(name, width, 0, width) for name in ("kv", "gate")], bias=False
-        )
-        self.position_bias = Weight((spec.ratio, width), whole(spec.ratio, width), dtype=torch.float32)
+        self.inputs_width, self._eps = 2 * spec.width(head_dim), spec.norm.eps
+        self.inputs = own.column_parallel(f"{module}.inputs")
+        self.position_bias = own.weight(module, "position_bias")
         self.norm = make_norm(spec.norm, head_dim)
 
     def forward(self, inputs: Tensor, cos_sin: Tensor, cache: Tensor, batch: Batch) -> None:
@@ -67,14 +59,15 @@ class EntryIndexer(nn.Module):
     Its weights are replicated: all ranks select the same entries.
     """
 
-    def __init__(self, spec: attention_spec.CompressedAttentionSpec, hidden_size: int) -> None:
+    def __init__(self, spec: attention_spec.CompressedAttentionSpec, own: FromSpec) -> None:
+        """`own` has the parameters of the attention."""
         super().__init__()
         assert spec.compressor is not None
         assert spec.indexer is not None
         self._spec, self._ratio = spec.indexer, spec.compressor.ratio
-        self.compressor = Compressor(spec.compressor, hidden_size, spec.indexer.head_dim)
-        self.query = replicated(spec.q_lora_rank, spec.indexer.num_heads * spec.indexer.head_dim)
-        self.weights = ReplicatedLinear(hidden_size, spec.indexer.num_heads, bias=False)
+        self.compressor = Compressor(spec.compressor, own, "attention.indexer.compressor", spec.indexer.head_dim)
+        self.query = own.column_parallel("attention.indexer.query")
+        self.weights = own.replicated("attention.indexer.weights")
         self._scale = (spec.indexer.num_heads * spec.indexer.head_dim) ** -0.5
 
     def forward(self, x: Tensor, latent_query: Tensor, cos_sin: Tensor, keys: Tensor, batch: Batch) -> Tensor:
@@ -96,24 +89,19 @@ class CompressedAttention(nn.Module):
         super().__init__()
         self._spec = spec
         self._heads, groups = spec.num_heads // parallel.size, spec.output_groups // parallel.size
-        sizes = {"q": spec.q_lora_rank, "kv": spec.head_dim}
-        self.down = ColumnParallelLinear(
-            hidden_size, [Partition(name, size, 0, size) for name, size in sizes.items()], bias=False
-        )
+        own = FromSpec(spec.parameters(hidden_size), parallel)
+        self.down, self.query = own.column_parallel("attention.down"), own.column_parallel("attention.query")
         self.query_norm = make_norm(spec.norm, spec.q_lora_rank)
-        self.query = ColumnParallelLinear(
-            spec.q_lora_rank, [divided("", spec.num_heads * spec.head_dim, parallel)], bias=False
-        )
         self._head_norm = make_norm(spec.query_norm, spec.head_dim)
         self.key_norm = make_norm(spec.norm, spec.head_dim)
-        heads, inner = divided("", spec.num_heads, parallel), spec.output_groups * spec.output_rank
-        self.sinks = Weight((heads.length,), heads.shard())
-        of_group = spec.num_heads // spec.output_groups * spec.head_dim
-        rows = divided("", inner, parallel)
-        self.group_output = GroupedLinear(Weight((rows.length, of_group), rows.shard(of_group)), groups)
-        self.output = RowParallelLinear(inner, hidden_size, parallel, bias=False)
-        self.compressor = None if spec.compressor is None else Compressor(spec.compressor, hidden_size, spec.head_dim)
-        self.indexer = None if spec.indexer is None else EntryIndexer(spec, hidden_size)
+        self.sinks = own.weight("attention", "sinks")
+        self.group_output = GroupedLinear(own.weight("attention.group_output"), groups)
+        self.output = own.row_parallel("attention.output")
+        self.compressor = self.indexer = None
+        if spec.compressor is not None:
+            self.compressor = Compressor(spec.compressor, own, "attention.compressor", spec.head_dim)
+        if spec.indexer is not None:
+            self.indexer = EntryIndexer(spec, own)
         self._rotary = Rotary(spec.rope, 0)
 
     @property

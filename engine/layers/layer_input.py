@@ -10,9 +10,9 @@ from quire import kernels
 from quire.engine.architecture.model_spec import LayerInputSpec
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.embedding import VocabParallelEmbedding
-from quire.engine.layers.linear import GroupedLinear, replicated
+from quire.engine.layers.from_spec import FromSpec
+from quire.engine.layers.linear import GroupedLinear
 from quire.engine.layers.norm import make_norm
-from quire.engine.layers.weight import Weight, whole
 
 
 class LayerInputs(nn.Module):
@@ -20,9 +20,10 @@ class LayerInputs(nn.Module):
 
     def __init__(self, spec: LayerInputSpec, num_layers: int, hidden_size: int, parallel: Parallel) -> None:
         super().__init__()
-        self._spec, self._hidden_size, width = spec, hidden_size, num_layers * spec.size
-        self.embedding = VocabParallelEmbedding(spec.vocab_size, width, parallel)
-        self.projection = GroupedLinear(Weight((width, hidden_size), whole(width, hidden_size)))
+        self._spec, self._hidden_size = spec, hidden_size
+        own = FromSpec(spec.outer_parameters(hidden_size, num_layers), parallel)
+        self.embedding = VocabParallelEmbedding(spec.vocab_size, num_layers * spec.size, parallel)
+        self.projection = GroupedLinear(own.weight("layer_inputs.projection"))
         self.norm = make_norm(spec.norm, spec.size)
 
     def forward(self, token_ids: Tensor, x: Tensor) -> Tensor:
@@ -39,8 +40,9 @@ class LayerInput(nn.Module):
     def __init__(self, spec: LayerInputSpec, hidden_size: int) -> None:
         super().__init__()
         self._activation = spec.activation
-        self.gate = replicated(hidden_size, spec.size)
-        self.projection = replicated(spec.size, hidden_size)
+        own = FromSpec(spec.parameters(hidden_size))
+        self.gate = own.column_parallel("layer_input.gate")
+        self.projection = own.column_parallel("layer_input.projection")
         self.norm = make_norm(spec.norm, hidden_size)
 
     def forward(self, x: Tensor, layer_input: Tensor) -> Tensor:

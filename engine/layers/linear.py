@@ -37,14 +37,6 @@ def divided(name: str, total: int, parallel: Parallel) -> Partition:
     return Partition(name, total, parallel.rank * length, length)
 
 
-def kv_heads(name: str, heads: int, head_dim: int, parallel: Parallel) -> Partition:
-    """An equal share of the KV heads; with fewer heads than ranks, one head that is replicated on neighbouring
-    ranks."""
-    length = max(1, heads // parallel.size)
-    first = parallel.rank * heads // parallel.size
-    return Partition(name, heads * head_dim, first * head_dim, length * head_dim)
-
-
 class Linear(nn.Module):
     """`x @ weight.T + bias`. Once its weight is loaded, it is packed into the device's fastest format."""
 
@@ -96,11 +88,6 @@ class ColumnParallelLinear(Linear):
     def forward(self, x: Tensor | kernels.RoundedRows) -> Tensor:
         """`[tokens, in_features]` → `[tokens, rows of this rank]`."""
         return self.product(x, self.bias)
-
-
-def replicated(in_features: int, out_features: int) -> ColumnParallelLinear:
-    """`x @ weight.T`, computed by every rank."""
-    return ColumnParallelLinear(in_features, [Partition("", out_features, 0, out_features)], bias=False)
 
 
 class GatedLinear(ColumnParallelLinear):

@@ -28,17 +28,12 @@ from quire import kernels
 from quire.engine.architecture import attention_spec
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.attention import Batch, IndexedCache, Selection, scale_queries, tokens_of_groups
+from quire.engine.layers.from_spec import FromSpec
 from quire.engine.layers.linear import (
     ColumnParallelLinear,
     Linear,
-    Partition,
-    ReplicatedLinear,
-    RowParallelLinear,
-    divided,
-    replicated,
 )
 from quire.engine.layers.norm import RMSNorm, make_norm
-from quire.engine.layers.weight import Weight, whole
 
 Ints = npt.NDArray[np.int64]
 _ABSORBED, _PLAIN, _SPARSE = range(3)
@@ -63,19 +58,18 @@ class Indexer(nn.Module):
     Its weights are replicated: all ranks select the same tokens.
     """
 
-    def __init__(self, spec: attention_spec.IndexerSpec, hidden_size: int, q_lora_rank: int, top_k: int) -> None:
+    def __init__(self, spec: attention_spec.IndexerSpec, own: FromSpec, top_k: int) -> None:
+        """`own` has the parameters of the attention."""
         super().__init__()
         self._spec, self._top_k = spec, top_k
-        size = spec.num_heads * spec.head_dim
-        self.query = replicated(q_lora_rank, size)
-        self.key = replicated(hidden_size, spec.head_dim)
+        self.query = own.column_parallel("attention.indexer.query")
+        self.key = own.column_parallel("attention.indexer.key")
         self.gate = self.position_bias = None
         if spec.pool > 1:
-            shape = spec.pool, spec.head_dim
-            self.gate = ReplicatedLinear(hidden_size, spec.head_dim, bias=False)
-            self.position_bias = Weight(shape, whole(*shape), dtype=torch.float32)
+            self.gate = own.replicated("attention.indexer.gate")
+            self.position_bias = own.weight("attention.indexer", "position_bias")
         self.key_norm = make_norm(spec.norm, spec.head_dim)
-        self.weights = ReplicatedLinear(hidden_size, spec.num_heads, bias=False)
+        self.weights = own.replicated("attention.indexer.weights")
         self._scale = (spec.num_heads * spec.head_dim) ** -0.5
 
     def forward(self, x: Tensor, latent_query: Tensor, batch: Batch, cos_sin: Tensor, keys: Tensor) -> Selection:
@@ -107,37 +101,24 @@ class MLA(nn.Module):
 
     def __init__(self, spec: attention_spec.MLASpec, hidden_size: int, parallel: Parallel) -> None:
         super().__init__()
-        self._spec = spec
-        self._heads = spec.num_heads // parallel.size
-        row = spec.kv_lora_rank + spec.rope.dim
-        queries = divided("", spec.num_heads * spec.query_dim, parallel)
-        keys_and_values = divided("", spec.num_heads * (spec.qk_nope_head_dim + spec.v_head_dim), parallel)
-        parts = [Partition("kv", row, 0, row)]
-        self.query_norm = None
-        if spec.q_lora_rank is not None:
-            parts.insert(0, Partition("q", spec.q_lora_rank, 0, spec.q_lora_rank))
-            self.query_norm = make_norm(spec.norm, spec.q_lora_rank)
-        self.down = ColumnParallelLinear(hidden_size, parts, bias=spec.bias)
-        self.query = ColumnParallelLinear(spec.query_inputs(hidden_size), [queries], bias=False)
+        self._spec, self._heads = spec, spec.num_heads // parallel.size
+        own = FromSpec(spec.parameters(hidden_size), parallel)
+        self.query_norm = None if spec.q_lora_rank is None else make_norm(spec.norm, spec.q_lora_rank)
+        self.down, self.query = own.column_parallel("attention.down"), own.column_parallel("attention.query")
         if isinstance(self.query_norm, RMSNorm) and spec.indexer is None and spec.output_gate != "queries":
             self.query_norm.feed(self.query)
         self.latent_norm = make_norm(spec.norm, spec.kv_lora_rank)
         self.rotary_norm = None if spec.rotary_norm is None else make_norm(spec.rotary_norm, spec.rope.dim)
-        self.up = PerHeadUp(spec.kv_lora_rank, [keys_and_values], bias=False)
-        self.gate = None
-        if spec.gate_dim:
-            gates = divided("", spec.num_heads * spec.gate_dim, parallel)
-            self.gate = ColumnParallelLinear(hidden_size, [gates], bias=False)
-        heads = divided("", spec.num_heads, parallel)
-        self.sinks = Weight((heads.length,), heads.shard()) if spec.has_sinks else None
-        self.output = RowParallelLinear(spec.num_heads * spec.v_head_dim, hidden_size, parallel, bias=spec.bias)
+        self.up = own.column_parallel("attention.up", PerHeadUp)
+        self.gate = own.column_parallel("attention.gate") if spec.gate_dim else None
+        self.sinks = own.weight("attention", "sinks") if spec.has_sinks else None
+        self.output = own.row_parallel("attention.output")
         self.indexer = None
         if spec.indexer is not None:
-            assert spec.q_lora_rank is not None
             assert spec.top_k is not None
-            self.indexer = Indexer(spec.indexer, hidden_size, spec.q_lora_rank, spec.top_k)
+            self.indexer = Indexer(spec.indexer, own, spec.top_k)
         # Saving of the plain form per query; each key costs the computation of its keys and values.
-        cheaper = 2 * row - 2 * spec.head_dim
+        cheaper = 2 * (spec.kv_lora_rank + spec.rope.dim) - 2 * spec.head_dim
         self._plain_from = spec.kv_lora_rank * (spec.qk_nope_head_dim + spec.v_head_dim) // max(cheaper, 1)
 
     @property

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from quire import kernels
 from quire.engine.architecture import model_spec
 from quire.engine.distributed.communicator import Parallel
-from quire.engine.layers.linear import ColumnParallelLinear, GatedLinear, Linear, RowParallelLinear, divided
+from quire.engine.layers.from_spec import FromSpec
+from quire.engine.layers.linear import ColumnParallelLinear, GatedLinear, Linear
 
 
 class MLP(nn.Module):
@@ -20,13 +21,13 @@ class MLP(nn.Module):
     def __init__(self, spec: model_spec.MLPSpec, hidden_size: int, parallel: Parallel) -> None:
         super().__init__()
         self._spec, self._parallel = spec, parallel
-        gate, up = (divided(name, spec.intermediate_size, parallel) for name in ("gate", "up"))
+        own = FromSpec(spec.parameters(hidden_size), parallel)
         self.gate_up: ColumnParallelLinear
         if spec.is_gated and spec.gate_multiplier == 1.0 and not (spec.sparsity or spec.is_adapted):
-            self.gate_up = GatedLinear(hidden_size, gate, up, spec.activation, bias=spec.bias)
+            self.gate_up = own.gated("feed_forward.gate_up", spec.activation)
         else:
-            self.gate_up = ColumnParallelLinear(hidden_size, [gate, up] if spec.is_gated else [up], bias=spec.bias)
-        self.down = RowParallelLinear(spec.intermediate_size, hidden_size, parallel, bias=spec.has_output_bias)
+            self.gate_up = own.column_parallel("feed_forward.gate_up")
+        self.down = own.row_parallel("feed_forward.down")
 
     @property
     def reads_input(self) -> Linear:

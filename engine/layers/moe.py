@@ -24,26 +24,12 @@ from quire.engine.layers.all_to_all import (
     even_slice,
 )
 from quire.engine.layers.attention import Batch
-from quire.engine.layers.linear import ReplicatedLinear, replicated
+from quire.engine.layers.from_spec import WHOLE, FromSpec
+from quire.engine.layers.linear import ReplicatedLinear
 from quire.engine.layers.mlp import MLP
 from quire.engine.layers.norm import make_norm
 from quire.engine.layers.quantized import QuantizedParameters, loaded_weight
-from quire.engine.layers.weight import Shard, Weight, whole
-
-
-@dataclass(frozen=True)
-class LocalExperts:
-    """The part of a layer's experts on a rank: a subset of them, and the same slice of inner features of each."""
-
-    experts: tuple[int, ...]
-    """Their numbers in the model, by place. Copies repeat."""
-    slice: int = 0
-    slices: int = 1
-
-
-def slice_of_each(num_experts: int, parallel: Parallel) -> LocalExperts:
-    """Tensor parallelism inside every expert."""
-    return LocalExperts(tuple(range(num_experts)), parallel.rank, parallel.size)
+from quire.engine.layers.weight import Weight, whole
 
 
 @dataclass(frozen=True)
@@ -75,16 +61,17 @@ class MixtureOfExperts(nn.Module):
         """Tokens routed to each expert since the start, with expert parallelism: each token is counted on one rank
         only."""
         self.router = ExpertRouter(spec, hidden_size)
-        local = slice_of_each(spec.num_experts, parallel)
-        if group is not None:
+        if group is None:  # a slice of each
+            self.experts = Experts(spec, hidden_size, range(spec.num_experts), parallel)
+        else:
             placement = ExpertPlacement.initial(spec.num_experts, group.size, group.config)
-            local = LocalExperts(placement.experts[group.rank])
+            self.experts = Experts(spec, hidden_size, placement.experts[group.rank], WHOLE)
             self.set_placement(placement)
-        self.experts = Experts(spec, spec.latent_size or hidden_size, local)
         self.latent_down = self.latent_up = None
         if spec.latent_size:
-            self.latent_down = replicated(hidden_size, spec.latent_size)
-            self.latent_up = replicated(spec.latent_size, hidden_size)
+            own = FromSpec(spec.parameters(hidden_size))
+            self.latent_down = own.column_parallel("feed_forward.latent_down")
+            self.latent_up = own.column_parallel("feed_forward.latent_up")
         self.shared = None if spec.shared is None else MLP(spec.shared, hidden_size, parallel)
         self.shared_gate = SharedGate(hidden_size) if spec.shared_gate else None
         self.input_norm, self.output_norm, self.shared_input_norm, self.shared_output_norm = (
@@ -293,44 +280,19 @@ class ExpertStack(nn.Module):
 class Experts(ExpertStack):
     """The experts on a rank. Once all weights are loaded, they are packed into the device's format."""
 
-    def __init__(self, spec: model_spec.MoESpec, hidden_size: int, local: LocalExperts) -> None:
+    def __init__(self, spec: model_spec.MoESpec, hidden_size: int, experts: Sequence[int], parallel: Parallel) -> None:
+        """`experts` are their numbers in the model, by place, in which copies repeat; each is sharded over
+        `parallel`."""
         super().__init__()
-        self._spec, self._local = spec, local
+        self._spec, self._adds_bias = spec, parallel.rank == 0
         self._product: kernels.PackedExperts | None = None
-        size, numbers = spec.intermediate_size // local.slices, list(enumerate(local.experts))
-        assert size * local.slices == spec.intermediate_size
-        start, parts = local.slice * size, (("gate", 0), ("up", size)) if spec.is_gated else (("up", 0),)
-
-        def gate_up_weights(*columns: int) -> list[Shard]:
-            return [
-                Shard(
-                    (spec.intermediate_size, *columns),
-                    start,
-                    size,
-                    offset=offset,
-                    part=part,
-                    expert=expert,
-                    local_expert=index,
-                )
-                for index, expert in numbers
-                for part, offset in parts
-            ]
-
-        downs = [
-            Shard((hidden_size, spec.intermediate_size), start, size, dim=1, expert=expert, local_expert=index)
-            for index, expert in numbers
-        ]
-        down_biases = [
-            Shard((hidden_size,), 0, hidden_size, expert=expert, local_expert=index) for index, expert in numbers
-        ]
-        count = len(numbers)
-        self.gate_up = ExpertMatrices(
-            Weight((count, len(parts) * size, hidden_size), *gate_up_weights(hidden_size)),
-            Weight((count, len(parts) * size), *gate_up_weights()) if spec.bias else None,
-        )
-        self.down = ExpertMatrices(
-            Weight((count, hidden_size, size), *downs),
-            Weight((count, hidden_size), *down_biases) if spec.bias else None,
+        own = FromSpec(spec.expert_parameters(hidden_size), parallel)
+        self.gate_up, self.down = (
+            ExpertMatrices(
+                own.stack(module, "weight", experts),
+                own.stack(module, "bias", experts) if spec.bias else None,
+            )
+            for module in ("feed_forward.experts.gate_up", "feed_forward.experts.down")
         )
 
     def pack(self, quantization: kernels.Quantization | None) -> None:
@@ -350,7 +312,7 @@ class Experts(ExpertStack):
 
     @property
     def _down_bias(self) -> Tensor | None:
-        return self.down.bias if self._local.slice == 0 else None  # added by one rank only
+        return self.down.bias if self._adds_bias else None
 
     @property
     def layout(self) -> str:

@@ -18,9 +18,8 @@ from quire.engine.architecture.model_spec import ID_DIGITS, NGramSpec
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.attention import Batch
 from quire.engine.layers.embedding import VocabParallelEmbedding
-from quire.engine.layers.linear import replicated
+from quire.engine.layers.from_spec import FromSpec
 from quire.engine.layers.residual import StreamNorm
-from quire.engine.layers.weight import Weight, whole
 
 _LEAST = 1e-6
 """Of a gate's size before its root, as in the authors' code."""
@@ -32,11 +31,11 @@ class NGrams(nn.Module):
     def __init__(self, spec: NGramSpec, hidden_size: int, parallel: Parallel) -> None:
         super().__init__()
         self._spec, self._hidden_size, streams = spec, hidden_size, spec.num_streams
-        width = streams * hidden_size
+        own = FromSpec(spec.parameters(hidden_size))
         self.embedding = VocabParallelEmbedding(spec.total_rows, spec.head_dim, parallel, spec.part_rows)
-        self.key, self.value = replicated(spec.size, width), replicated(spec.size, hidden_size)
+        self.key, self.value = own.column_parallel("ngrams.key"), own.column_parallel("ngrams.value")
         self.key_norm, self.query_norm, self.conv_norm = (StreamNorm(spec.norm, streams, hidden_size) for _ in range(3))
-        self.conv = Weight((width, 1, spec.conv_size), whole(width, 1, spec.conv_size))
+        self.conv = own.weight("ngrams", "conv")
         before, device = spec.tokens - 1, torch.get_default_device()
         with torch.device("cpu"):  # see `Rotary`
             rows = torch.tensor([spec.head_rows, [0, *accumulate(spec.head_rows)][:-1]])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -13,18 +12,10 @@ from quire import kernels
 from quire.engine.architecture import recurrent_spec
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.attention import Batch
-from quire.engine.layers.linear import (
-    ColumnParallelLinear,
-    GroupedLinear,
-    Partition,
-    RowParallelLinear,
-    divided,
-    kv_heads,
-    replicated,
-    stacked,
-)
+from quire.engine.layers.from_spec import FromSpec
+from quire.engine.layers.linear import GroupedLinear, divided
 from quire.engine.layers.norm import GroupedNorm, PerHeadNorm, make_norm
-from quire.engine.layers.weight import Shard, Weight, whole
+from quire.engine.layers.weight import Weight
 
 _LENGTH_EPS = 1e-6
 """Added to the square of the length of queries and keys, as in the authors' code."""
@@ -64,12 +55,11 @@ def make_mixer(spec: recurrent_spec.RecurrentSpec, hidden_size: int, parallel: P
 class CausalConv(nn.Module):
     """A convolution of each channel over its last tokens, followed by silu if `silu`."""
 
-    def __init__(self, parts: Sequence[Partition], size: int, *, bias: bool = False, silu: bool = True) -> None:
+    def __init__(self, weight: Weight, bias: Weight | None = None, *, silu: bool = True) -> None:
+        """`weight` is `[channels, 1, tokens]`."""
         super().__init__()
-        channels = sum(part.length for part in parts)
         self._silu = silu
-        self.weight = Weight((channels, 1, size), *stacked(parts, (1, size)))
-        self.bias = Weight((channels,), *stacked(parts, ())) if bias else None
+        self.weight, self.bias = weight, bias
 
     def forward(self, x: Tensor, batch: Batch, state: kernels.RecurrentState) -> Tensor:
         """`[tokens, channels]` → the same; updates the inputs in `state`."""
@@ -83,21 +73,14 @@ class GatedDeltaNet(nn.Module):
     def __init__(self, spec: recurrent_spec.GatedDeltaNetSpec, hidden_size: int, parallel: Parallel) -> None:
         super().__init__()
         self._spec = spec
-        keys, values = spec.num_key_heads * spec.key_head_dim, spec.num_value_heads * spec.value_head_dim
-        parts = [
-            divided(name, size, parallel) for name, size in (("q", keys), ("k", keys), ("v", values), ("z", values))
-        ]
-        gates = [divided(name, spec.num_heads, parallel) for name in ("b", "a")]
-        self._sizes = [part.length for part in parts]
-        heads = divided("", spec.num_heads, parallel)
-        joint = [*parts, *gates] if spec.has_joint_input else parts
-        self.input = ColumnParallelLinear(hidden_size, joint, bias=False)
-        self.gates = None if spec.has_joint_input else ColumnParallelLinear(hidden_size, gates, bias=False)
-        self.conv = CausalConv(parts[:3], spec.conv_size)
-        self.decay = Weight((heads.length,), heads.shard())
-        self.step_bias = Weight((heads.length,), heads.shard())
+        own = FromSpec(spec.parameters(hidden_size), parallel)
+        self._sizes = own.widths("state.input")[:4]
+        self.input = own.column_parallel("state.input")
+        self.gates = None if spec.has_joint_input else own.column_parallel("state.gates")
+        self.conv = CausalConv(own.weight("state.conv"))
+        self.decay, self.step_bias = own.weight("state", "decay"), own.weight("state", "step_bias")
         self.norm = make_norm(spec.norm, spec.value_head_dim)
-        self.output = RowParallelLinear(values, hidden_size, parallel, bias=False)
+        self.output = own.row_parallel("state.output")
 
     def forward(self, x: Tensor, batch: Batch, state: kernels.RecurrentState) -> Tensor:
         """See `make_mixer`."""
@@ -127,10 +110,11 @@ class ShortConv(nn.Module):
 
     def __init__(self, spec: recurrent_spec.ShortConvSpec, hidden_size: int, parallel: Parallel) -> None:
         super().__init__()
-        parts = [divided(name, spec.width, parallel) for name in ("b", "c", "x")]
-        self.input = ColumnParallelLinear(hidden_size, parts, bias=spec.bias)
-        self.conv = CausalConv([divided("", spec.width, parallel)], spec.conv_size, bias=spec.bias, silu=False)
-        self.output = RowParallelLinear(spec.width, hidden_size, parallel, bias=spec.bias)
+        own = FromSpec(spec.parameters(hidden_size), parallel)
+        self.input = own.column_parallel("state.input")
+        bias = own.weight("state.conv", "bias") if spec.bias else None
+        self.conv = CausalConv(own.weight("state.conv"), bias, silu=False)
+        self.output = own.row_parallel("state.output")
 
     def forward(self, x: Tensor, batch: Batch, state: kernels.RecurrentState) -> Tensor:
         """See `make_mixer`."""
@@ -144,20 +128,17 @@ class Mamba2(nn.Module):
     def __init__(self, spec: recurrent_spec.Mamba2Spec, hidden_size: int, parallel: Parallel) -> None:
         super().__init__()
         self._spec = spec
-        gate, value = (divided(name, spec.width, parallel) for name in ("z", "x"))
-        key, query = (kv_heads(name, spec.groups, spec.state_size, parallel) for name in ("b", "c"))
-        step, heads = divided("dt", spec.num_heads, parallel), divided("", spec.num_heads, parallel)
-        parts = [gate, value, key, query, step]
-        self._sizes = [part.length for part in parts]
-        self.input = ColumnParallelLinear(hidden_size, parts, bias=spec.input_bias)
-        self.conv = CausalConv([value, key, query], spec.conv_size, bias=spec.conv_bias)
-        self.decay = Weight((heads.length,), heads.shard())
-        self.skip = Weight((heads.length,), heads.shard())
-        self.step_bias = Weight((heads.length,), heads.shard())
+        own = FromSpec(spec.parameters(hidden_size), parallel)
+        self._sizes = own.widths("state.input")
+        self.input = own.column_parallel("state.input")
+        bias = own.weight("state.conv", "bias") if spec.conv_bias else None
+        self.conv = CausalConv(own.weight("state.conv"), bias)
+        self.decay, self.skip = own.weight("state", "decay"), own.weight("state", "skip")
+        self.step_bias = own.weight("state", "step_bias")
         self.norm = None
         if spec.norm is not None:
             self.norm = GroupedNorm(spec.norm, spec.width, spec.groups, parallel)
-        self.output = RowParallelLinear(spec.width, hidden_size, parallel, bias=spec.output_bias)
+        self.output = own.row_parallel("state.output")
 
     def forward(self, x: Tensor, batch: Batch, state: kernels.RecurrentState) -> Tensor:
         """See `make_mixer`."""
@@ -201,28 +182,18 @@ class KimiDeltaAttention(nn.Module):
     def __init__(self, spec: recurrent_spec.KimiDeltaSpec, hidden_size: int, parallel: Parallel) -> None:
         super().__init__()
         self._spec = spec
-        heads, width = divided("", spec.num_heads, parallel), divided("", spec.width, parallel)
-        convolved = [divided(name, spec.width, parallel) for name in ("q", "k", "v")]
-        parts = [*convolved, divided("b", spec.num_heads, parallel)]
-        if spec.rank is None:
-            parts += [divided(name, spec.width, parallel) for name in ("f", "g")]
-        else:
-            parts += [Partition(name, spec.rank, 0, spec.rank) for name in ("f_a", "g_a")]
-        self._sizes = [3 * width.length, *(part.length for part in parts[3:])]
-        self.input = ColumnParallelLinear(hidden_size, parts, bias=False)
+        own = FromSpec(spec.parameters(hidden_size), parallel)
+        *convolved, beta, step, gate = own.widths("state.input")
+        self._sizes = [sum(convolved), beta, step, gate]
+        self.input = own.column_parallel("state.input")
         self.decay_up = self.gate_up = None
         if spec.rank is not None:
-            self.decay_up = ColumnParallelLinear(spec.rank, [width], bias=False)
-            self.gate_up = ColumnParallelLinear(spec.rank, [width], bias=False)
-        self.conv = CausalConv(convolved, spec.conv_size)
-        if spec.has_rate_grid:
-            shard = Shard((1, 1, spec.num_heads, 1), heads.start, heads.length, dim=2)
-            self.decay = Weight((1, 1, heads.length, 1), shard)
-        else:
-            self.decay = Weight((heads.length,), heads.shard())
-        self.step_bias = Weight((width.length,), width.shard())
+            self.decay_up = own.column_parallel("state.decay_up")
+            self.gate_up = own.column_parallel("state.gate_up")
+        self.conv = CausalConv(own.weight("state.conv"))
+        self.decay, self.step_bias = own.weight("state", "decay"), own.weight("state", "step_bias")
         self.norm = make_norm(spec.norm, spec.value_head_dim)
-        self.output = RowParallelLinear(spec.width, hidden_size, parallel, bias=False)
+        self.output = own.row_parallel("state.output")
 
     def forward(self, x: Tensor, batch: Batch, state: kernels.RecurrentState) -> Tensor:
         """See `make_mixer`."""
@@ -257,14 +228,14 @@ class LightningAttention(nn.Module):
     def __init__(self, spec: recurrent_spec.LightningSpec, hidden_size: int, parallel: Parallel) -> None:
         super().__init__()
         self._spec = spec
-        heads = divided("", spec.num_heads, parallel)
-        parts = [divided(name, spec.width, parallel) for name in ("q", "k", "v", "gate")]
-        self.input = ColumnParallelLinear(hidden_size, parts, bias=False)
+        own = FromSpec(spec.parameters(hidden_size), parallel)
+        self.input = own.column_parallel("state.input")
         self.norm = GroupedNorm(spec.norm, spec.width, 1, parallel)
-        self.output = RowParallelLinear(spec.width, hidden_size, parallel, bias=False)
+        self.output = own.row_parallel("state.output")
         with torch.device("cpu"):  # see `Rotary`
             heads_from_1 = torch.arange(1, spec.num_heads + 1, dtype=torch.float32)
             rates = (heads_from_1 * (-8 / spec.num_heads)).exp2() * spec.rate
+        heads = divided("", spec.num_heads, parallel)
         self._decay = -rates[heads.start : heads.start + heads.length].to(torch.get_default_device())
 
     def forward(self, x: Tensor, batch: Batch, state: kernels.RecurrentState) -> Tensor:
@@ -292,15 +263,12 @@ class MLSTM(nn.Module):
 
     def __init__(self, spec: recurrent_spec.MLSTMSpec, hidden_size: int, parallel: Parallel) -> None:
         super().__init__()
-        self._spec, keys = spec, spec.num_heads * spec.key_head_dim
-        sizes = {"q": keys, "k": keys, "v": spec.width, "ogate_preact": spec.width}
-        parts = [divided(name, size, parallel) for name, size in sizes.items()]
-        self._sizes = [part.length for part in parts]
-        gates = [divided(name, spec.num_heads, parallel) for name in ("i", "f")]
-        self.input = ColumnParallelLinear(hidden_size, parts, bias=False)
-        self.gates = ColumnParallelLinear(hidden_size, gates, bias=True)
-        self.norm = PerHeadNorm(spec.norm, divided("", spec.width, parallel).shard(), spec.value_head_dim)
-        self.output = RowParallelLinear(spec.width, hidden_size, parallel, bias=False)
+        self._spec = spec
+        own = FromSpec(spec.parameters(hidden_size), parallel)
+        self._sizes = own.widths("state.input")
+        self.input, self.gates = own.column_parallel("state.input"), own.column_parallel("state.gates")
+        self.norm = PerHeadNorm(spec.norm, own.shards("state.norm")[0], spec.value_head_dim)
+        self.output = own.row_parallel("state.output")
 
     def forward(self, x: Tensor, batch: Batch, state: kernels.RecurrentState) -> Tensor:
         """See `make_mixer`."""
@@ -331,20 +299,17 @@ class Mamba(nn.Module):
 
     def __init__(self, spec: recurrent_spec.MambaSpec, hidden_size: int, parallel: Parallel) -> None:
         super().__init__()
+        own = FromSpec(spec.parameters(hidden_size), parallel)
         self._sizes = [spec.rank, spec.state_size, spec.state_size]
-        channels = divided("", spec.width, parallel)
-        self.input = ColumnParallelLinear(
-            hidden_size, [divided(name, spec.width, parallel) for name in ("x", "z")], bias=spec.bias
-        )
-        self.conv = CausalConv([channels], spec.conv_size, bias=spec.conv_bias)
-        self.select = RowParallelLinear(spec.width, sum(self._sizes), parallel, bias=False)
+        self.input = own.column_parallel("state.input")
+        self.conv = CausalConv(own.weight("state.conv"), own.weight("state.conv", "bias") if spec.conv_bias else None)
+        self.select = own.row_parallel("state.select")
         self.step_norm = self.key_norm = self.query_norm = None
         if spec.norm is not None:
             self.step_norm, self.key_norm, self.query_norm = (make_norm(spec.norm, size) for size in self._sizes)
-        self.step = ColumnParallelLinear(spec.rank, [channels], bias=True)
-        self.decay = Weight((channels.length, spec.state_size), channels.shard(spec.state_size))
-        self.skip = Weight((channels.length,), channels.shard())
-        self.output = RowParallelLinear(spec.width, hidden_size, parallel, bias=spec.bias)
+        self.step = own.column_parallel("state.step")
+        self.decay, self.skip = own.weight("state", "decay"), own.weight("state", "skip")
+        self.output = own.row_parallel("state.output")
 
     def forward(self, x: Tensor, batch: Batch, state: kernels.RecurrentState) -> Tensor:
         """See `make_mixer`."""
@@ -365,20 +330,15 @@ class GroupedMamba(nn.Module):
 
     def __init__(self, spec: recurrent_spec.GroupedMambaSpec, hidden_size: int, parallel: Parallel) -> None:
         super().__init__()
-        self._sizes, width = [spec.rank, spec.state_size, spec.state_size], spec.group_width
-        groups, channels = divided("", spec.groups, parallel), divided("", spec.width, parallel)
-
-        def grouped(*sizes: int) -> Weight:
-            return Weight((groups.length, *sizes), groups.shard(*sizes))
-
-        parts = [divided(name, spec.width, parallel) for name in ("x", "z")]
-        self.input = ColumnParallelLinear(hidden_size, parts, bias=spec.bias)
-        self.conv = CausalConv([channels], spec.conv_size, bias=spec.conv_bias)
-        self.select = GroupedLinear(grouped(sum(self._sizes), width), groups.length)
-        self.step = GroupedLinear(grouped(width, spec.rank), groups.length)
-        self.step_bias = grouped(width)
-        self.decay, self.skip = grouped(width, spec.state_size), grouped(width)
-        self.output = RowParallelLinear(spec.width, hidden_size, parallel, bias=spec.bias)
+        own = FromSpec(spec.parameters(hidden_size), parallel)
+        self._sizes = [spec.rank, spec.state_size, spec.state_size]
+        self.input = own.column_parallel("state.input")
+        self.conv = CausalConv(own.weight("state.conv"), own.weight("state.conv", "bias") if spec.conv_bias else None)
+        select, step = own.weight("state.select"), own.weight("state.step")
+        self.select, self.step = GroupedLinear(select, len(select)), GroupedLinear(step, len(step))
+        self.step_bias = own.weight("state", "step_bias")
+        self.decay, self.skip = own.weight("state", "decay"), own.weight("state", "skip")
+        self.output = own.row_parallel("state.output")
 
     def forward(self, x: Tensor, batch: Batch, state: kernels.RecurrentState) -> Tensor:
         """See `make_mixer`."""
@@ -407,18 +367,15 @@ class RGLRU(nn.Module):
 
     def __init__(self, spec: recurrent_spec.RGLRUSpec, hidden_size: int, parallel: Parallel) -> None:
         super().__init__()
-        self._activation, size = spec.activation, spec.block_width
-        blocks, channels = divided("", spec.blocks, parallel), divided("", spec.width, parallel)
-        parts = [divided(name, spec.width, parallel) for name in ("x", "y")]
-        self.input = ColumnParallelLinear(hidden_size, parts, bias=True)
-        self.conv = CausalConv([channels], spec.conv_size, bias=True, silu=False)
-        self.input_gate, self.decay_gate = (
-            GroupedLinear(Weight((blocks.length, size, size), blocks.shard(size, size)), blocks.length)
-            for _ in range(2)
-        )
-        self.input_bias, self.decay_bias = (Weight((blocks.length, size), blocks.shard(size)) for _ in range(2))
-        self.decay = Weight((channels.length,), channels.shard())
-        self.output = RowParallelLinear(spec.width, hidden_size, parallel, bias=True)
+        self._activation = spec.activation
+        own = FromSpec(spec.parameters(hidden_size), parallel)
+        self.input = own.column_parallel("state.input")
+        self.conv = CausalConv(own.weight("state.conv"), own.weight("state.conv", "bias"), silu=False)
+        gates = own.weight("state.input_gate"), own.weight("state.decay_gate")
+        self.input_gate, self.decay_gate = (GroupedLinear(gate, len(gate)) for gate in gates)
+        self.input_bias, self.decay_bias = own.weight("state", "input_bias"), own.weight("state", "decay_bias")
+        self.decay = own.weight("state", "decay")
+        self.output = own.row_parallel("state.output")
 
     def forward(self, x: Tensor, batch: Batch, state: kernels.RecurrentState) -> Tensor:
         """See `make_mixer`."""
@@ -439,21 +396,25 @@ class RGLRU(nn.Module):
 class RWKV(nn.Module):
     """A layer as described by `quire.engine.architecture.recurrent_spec.RWKVSpec`."""
 
+    mix_key: Weight
+    mix_value: Weight
+    mix_receptance: Weight
+    inner_mix_key: Weight
+    inner_mix_receptance: Weight
+
     def __init__(self, spec: recurrent_spec.RWKVSpec, hidden_size: int, parallel: Parallel) -> None:
         super().__init__()
-        channels, inner = divided("", spec.width, parallel), divided("", spec.inner_size, parallel)
+        own = FromSpec(spec.parameters(hidden_size), parallel)
         self.norm, self.inner_norm = make_norm(spec.norm, hidden_size), make_norm(spec.norm, hidden_size)
-        self.mix_key, self.mix_value, self.mix_receptance, self.inner_mix_key, self.inner_mix_receptance = (
-            Weight((1, 1, hidden_size), whole(1, 1, hidden_size)) for _ in range(5)
-        )
-        self.key, self.value, self.receptance = (
-            ColumnParallelLinear(hidden_size, [channels], bias=False) for _ in range(3)
-        )
-        self.decay, self.bonus = (Weight((channels.length,), channels.shard()) for _ in range(2))
-        self.output = RowParallelLinear(spec.width, hidden_size, parallel, bias=False)
-        self.inner_key = ColumnParallelLinear(hidden_size, [inner], bias=False)
-        self.inner_receptance = replicated(hidden_size, hidden_size)
-        self.inner_value = RowParallelLinear(spec.inner_size, hidden_size, parallel, bias=False)
+        for name in ("mix_key", "mix_value", "mix_receptance", "inner_mix_key", "inner_mix_receptance"):
+            self.register_parameter(name, own.weight("state", name))
+        self.key, self.value = own.column_parallel("state.key"), own.column_parallel("state.value")
+        self.receptance = own.column_parallel("state.receptance")
+        self.decay, self.bonus = own.weight("state", "decay"), own.weight("state", "bonus")
+        self.output = own.row_parallel("state.output")
+        self.inner_key = own.column_parallel("state.inner_key")
+        self.inner_receptance = own.column_parallel("state.inner_receptance")
+        self.inner_value = own.row_parallel("state.inner_value")
         self._shift = torch.tensor([1.0, 0.0]).repeat(hidden_size, 1)  # a convolution that gives the token before
 
     def forward(self, x: Tensor, batch: Batch, state: kernels.RecurrentState) -> Tensor:

@@ -17,7 +17,8 @@ from quire.engine.architecture.model_spec import (
     LaurelSpec,
 )
 from quire.engine.architecture.spec_parts import NormSpec
-from quire.engine.layers.linear import GroupedLinear, Partition, ReplicatedLinear, replicated, stacked
+from quire.engine.layers.from_spec import FromSpec
+from quire.engine.layers.linear import GroupedLinear
 from quire.engine.layers.norm import make_norm
 from quire.engine.layers.weight import Weight, whole
 
@@ -30,13 +31,13 @@ class AltUp(nn.Module):
 
     def __init__(self, spec: AltUpSpec, hidden_size: int) -> None:
         super().__init__()
-        self.active, self._hidden_size, count = spec.active, hidden_size, spec.num_streams
+        self.active, self._hidden_size = spec.active, hidden_size
+        own = FromSpec(spec.parameters(hidden_size))
         self.norm = make_norm(spec.norm, hidden_size)
         self.router, self.prediction, self.correction = (
-            GroupedLinear(Weight(shape, whole(*shape)))
-            for shape in ((count, hidden_size), (count**2, count), (count, count))
+            GroupedLinear(own.weight(f"alt_up.{name}")) for name in ("router", "prediction", "correction")
         )
-        self.scale = Weight((hidden_size,), whole(hidden_size)) if spec.scales_output else None
+        self.scale = own.weight("alt_up", "scale") if spec.scales_output else None
 
     def predict(self, x: Tensor) -> Tensor:
         """`[tokens, streams * hidden_size]` → `[tokens, streams, hidden_size]`"""
@@ -65,9 +66,8 @@ class StreamProjections(GroupedLinear):
     stream its own."""
 
     def __init__(self, spec: AltUpSpec, hidden_size: int, *, is_last: bool) -> None:
-        parts = [Partition(str(number), hidden_size, 0, hidden_size) for number in range(spec.num_streams - 1)]
-        weight = Weight((len(parts) * hidden_size, hidden_size), *stacked(parts, (hidden_size,)))
-        super().__init__(weight, len(parts) if is_last else 1)
+        weight = FromSpec(spec.projections("", hidden_size)).weight("")
+        super().__init__(weight, spec.num_streams - 1 if is_last else 1)
         self._hidden_size = hidden_size
 
     def expand(self, x: Tensor) -> Tensor:
@@ -97,8 +97,8 @@ class Laurel(nn.Module):
 
     def __init__(self, spec: LaurelSpec, hidden_size: int) -> None:
         super().__init__()
-        self.down = replicated(hidden_size, spec.rank)
-        self.up = replicated(spec.rank, hidden_size)
+        own = FromSpec(spec.parameters(hidden_size))
+        self.down, self.up = own.column_parallel("laurel.down"), own.column_parallel("laurel.up")
         self.norm = make_norm(spec.norm, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -124,10 +124,8 @@ class HyperConnection(nn.Module):
 
     def __init__(self, spec: HyperConnectionSpec, hidden_size: int) -> None:
         super().__init__()
-        self._spec, shape = spec, (spec.num_weights, spec.num_streams * hidden_size)
-        self.function = Weight(shape, whole(*shape), dtype=torch.float32)
-        self.base = Weight(shape[:1], whole(shape[0]), dtype=torch.float32)
-        self.scale = Weight((spec.num_scales,), whole(spec.num_scales), dtype=torch.float32)
+        self._spec, own = spec, FromSpec(spec.connection("", spec.num_weights, spec.num_scales, hidden_size))
+        self.function, self.base, self.scale = (own.weight("", kind) for kind in ("function", "base", "scale"))
 
     def before(self, x: Tensor) -> tuple[Tensor, Mixing]:
         """The streams `[tokens, streams * hidden_size]` → the layer's input `[tokens, hidden_size]`."""
@@ -162,10 +160,10 @@ class GatedConnection(nn.Module):
 
     def __init__(self, spec: GatedConnectionSpec, hidden_size: int) -> None:
         super().__init__()
-        self._streams, width = spec.num_streams, spec.num_streams * hidden_size
+        self._streams, own = spec.num_streams, FromSpec(spec.connection("", hidden_size))
         self.norm = StreamNorm(spec.norm, spec.num_streams, hidden_size)
-        self.down, self.up = replicated(width, spec.rank), replicated(spec.rank, width)
-        self.outputs = ReplicatedLinear(width, spec.num_streams, bias=False)
+        self.down, self.up = own.column_parallel(".down"), own.column_parallel(".up")
+        self.outputs = own.replicated(".outputs")
 
     def before(self, x: Tensor) -> tuple[Tensor, Mixing]:
         """The streams `[tokens, streams * hidden_size]` → the layer's input `[tokens, hidden_size]`."""
@@ -184,10 +182,9 @@ class GatedHead(nn.Module):
 
     def __init__(self, spec: GatedConnectionSpec, hidden_size: int) -> None:
         super().__init__()
-        self._streams, width = spec.num_streams, spec.num_streams * hidden_size
+        self._streams, own = spec.num_streams, FromSpec(spec.last_parameters("", hidden_size))
         self.norm = StreamNorm(spec.norm, spec.num_streams, hidden_size)
-        self.down = ReplicatedLinear(width, spec.rank, bias=False)
-        self.up = ReplicatedLinear(spec.rank, width, bias=False)
+        self.down, self.up = own.replicated(".down"), own.replicated(".up")
 
     def merge(self, x: Tensor) -> Tensor:
         """`[tokens, streams * hidden_size]` → `[tokens, hidden_size]`"""
@@ -207,12 +204,9 @@ class HyperHead(nn.Module):
 
     def __init__(self, spec: HyperConnectionSpec, hidden_size: int) -> None:
         super().__init__()
-        self._spec, shape = spec, (spec.num_streams, spec.num_streams * hidden_size)
-        if spec.averages:
-            return
-        self.function = Weight(shape, whole(*shape), dtype=torch.float32)
-        self.base = Weight(shape[:1], whole(shape[0]), dtype=torch.float32)
-        self.scale = Weight((1,), whole(1), dtype=torch.float32)
+        self._spec, own = spec, FromSpec(spec.last_parameters("", hidden_size))
+        if not spec.averages:
+            self.function, self.base, self.scale = (own.weight("", kind) for kind in ("function", "base", "scale"))
 
     def merge(self, x: Tensor) -> Tensor:
         """`[tokens, streams * hidden_size]` → `[tokens, hidden_size]`"""

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from quire.engine.architecture.attention_spec import AttentionSpec
 from quire.engine.architecture.model_spec import MLPSpec, SharedBlockSpec
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.attention import Attention, Batch
-from quire.engine.layers.linear import ColumnParallelLinear, Partition, divided, kv_heads
+from quire.engine.layers.from_spec import FromSpec
 from quire.engine.layers.mlp import MLP
 from quire.engine.layers.norm import make_norm
 
@@ -52,12 +52,12 @@ class SharedBlock(nn.Module):
 
 
 class Adapter(nn.Module):
-    """Changes of low rank to linear layers with the same input; `ups` are the rank's rows of each of their weights."""
+    """Changes of low rank to linear layers with the same input, whose weights are `names`."""
 
-    def __init__(self, in_features: int, rank: int, ups: Mapping[str, Sequence[Partition]]) -> None:
+    def __init__(self, own: FromSpec, module: str, names: Sequence[str]) -> None:
         super().__init__()
-        self.down = ColumnParallelLinear(in_features, [Partition(name, rank, 0, rank) for name in ups], bias=False)
-        self.up = nn.ModuleDict({name: ColumnParallelLinear(rank, parts, bias=False) for name, parts in ups.items()})
+        self.down = own.column_parallel(f"{module}.down")
+        self.up = nn.ModuleDict({name: own.column_parallel(f"{module}.up.{name}") for name in names})
 
     def forward(self, x: Tensor) -> Tensor:
         """`[tokens, in_features]` → `[tokens, rows of this rank]`"""
@@ -65,18 +65,11 @@ class Adapter(nn.Module):
         return torch.cat([up(each) for up, each in zip(self.up.values(), inner, strict=True)], dim=-1)
 
 
-def attention_adapter(spec: SharedBlockSpec, attention: AttentionSpec, parallel: Parallel) -> Adapter | None:
-    """A layer's changes to queries, keys and values."""
-    if not spec.adapts_attention:
-        return None
-    dim, keys = attention.head_dim, kv_heads("", attention.num_kv_heads, attention.head_dim, parallel)
-    parts = {"q": [divided("", attention.num_heads * dim, parallel)], "k": [keys], "v": [keys]}
-    return Adapter(attention.input_size, spec.rank, parts)
+def attention_adapter(spec: SharedBlockSpec, own: FromSpec) -> Adapter | None:
+    """A layer's changes to queries, keys and values; `own` has the parameters of the block."""
+    return Adapter(own, "attention_adapter", "qkv") if spec.adapts_attention else None
 
 
-def feed_forward_adapter(spec: SharedBlockSpec, mlp: MLPSpec, hidden_size: int, parallel: Parallel) -> Adapter | None:
+def feed_forward_adapter(spec: SharedBlockSpec, own: FromSpec) -> Adapter | None:
     """A layer's changes to gates and ups."""
-    if not spec.rank:
-        return None
-    parts = [divided(name, mlp.intermediate_size, parallel) for name in ("gate", "up")]
-    return Adapter(hidden_size, spec.rank, {"gate_up": parts})
+    return Adapter(own, "feed_forward_adapter", ["gate_up"]) if spec.rank else None

@@ -18,8 +18,8 @@ from quire.engine.distributed.expert_group import ExpertGroup
 from quire.engine.layers.attention import Attention, Batch, LayerCache, Selection, by_chunks, with_entries
 from quire.engine.layers.compressed import CompressedAttention
 from quire.engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from quire.engine.layers.from_spec import FromSpec
 from quire.engine.layers.layer_input import LayerInput, LayerInputs
-from quire.engine.layers.linear import replicated
 from quire.engine.layers.mla import MLA
 from quire.engine.layers.mlp import MLP
 from quire.engine.layers.moe import MixtureOfExperts
@@ -64,9 +64,10 @@ class DecoderLayer(nn.Module):
         if spec.block is not None:
             assert isinstance(spec.attention, attention_spec.AttentionSpec)
             assert isinstance(spec.feed_forward, model_spec.MLPSpec)
-            self.attention_adapter = attention_adapter(spec.block, spec.attention, parallel)
-            self.feed_forward_adapter = feed_forward_adapter(spec.block, spec.feed_forward, hidden_size, parallel)
-            self.block_output = replicated(hidden_size, hidden_size)
+            own = FromSpec(spec.block.parameters(hidden_size, spec.attention, spec.feed_forward), parallel)
+            self.attention_adapter = attention_adapter(spec.block, own)
+            self.feed_forward_adapter = feed_forward_adapter(spec.block, own)
+            self.block_output = own.column_parallel("block_output")
         self.feed_forward_post_norm = _norm(spec.feed_forward_post_norm, hidden_size)
         self.layer_input = None if spec.layer_input is None else LayerInput(spec.layer_input, hidden_size)
         self.alt_up = None if spec.alt_up is None else AltUp(spec.alt_up, hidden_size)

@@ -14,7 +14,7 @@ from quire.engine.architecture.spec_parts import NormSpec
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.attention import Batch, LayerCache, Selection, with_entries
 from quire.engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
-from quire.engine.layers.linear import ColumnParallelLinear, Partition, replicated
+from quire.engine.layers.from_spec import FromSpec
 from quire.engine.layers.norm import Norm, make_norm
 from quire.engine.layers.residual import make_merger
 from quire.engine.layers.rotary import Rotary
@@ -26,13 +26,14 @@ class _AroundLayers(nn.Module):
 
     def __init__(self, arch: DraftHeadSpec, parallel: Parallel) -> None:
         super().__init__()
-        width = arch.hidden_size
+        width, own = arch.hidden_size, FromSpec(arch.head_parameters())
         self.embedding_norm, self.hidden_norm = _norm(arch.embedding_norm, width), _norm(arch.hidden_norm, width)
         self.projection = None
         if arch.projection_inputs:
-            outputs = Partition("", width, 0, width)
-            self.projection = ColumnParallelLinear(arch.projection_inputs, [outputs], bias=arch.projection_bias)
-        self.embedding_projection = replicated(width, width) if arch.joins == "sum" else None
+            self.projection = own.column_parallel("heads.projection")
+        self.embedding_projection = None
+        if arch.joins == "sum":
+            self.embedding_projection = own.column_parallel("heads.embedding_projection")
         self.merger = None if arch.hyper is None else make_merger(arch.hyper, width)
         self.norm = _norm(arch.norm, width)
         self.head = ParallelLMHead(arch.draft_vocab_size, width, parallel) if arch.has_head else None

@@ -14,11 +14,11 @@ from quire.engine.architecture import encoder_spec, model_spec, spec_parts
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.attention import Batch, head_norm
 from quire.engine.layers.embedding import VocabParallelEmbedding
-from quire.engine.layers.linear import ColumnParallelLinear, RowParallelLinear, divided, kv_heads
+from quire.engine.layers.from_spec import FromSpec
 from quire.engine.layers.mlp import MLP
 from quire.engine.layers.norm import Norm, make_norm
 from quire.engine.layers.rotary import Rotary
-from quire.engine.layers.weight import Shard, Weight, whole
+from quire.engine.layers.weight import Weight, whole
 
 
 class EmbeddingTable(nn.Module):
@@ -35,10 +35,7 @@ class DistanceBias(nn.Module):
 
     def __init__(self, arch: encoder_spec.EncoderSpec, parallel: Parallel) -> None:
         super().__init__()
-        part = divided("", arch.num_heads, parallel)
-        heads = part.length
-        shard = Shard((arch.relative_buckets, part.total), part.start, heads, dim=1)
-        self.weight = Weight((arch.relative_buckets, heads), shard)
+        self.weight = FromSpec(arch.parameters_after(), parallel).weight("distance_bias")
         distances = torch.arange(1 - arch.max_position, arch.max_position, device="cpu")
         self._buckets = _buckets(distances, arch.relative_buckets)
 
@@ -75,15 +72,12 @@ class EncoderAttention(nn.Module):
     def __init__(self, spec: encoder_spec.EncoderAttentionSpec, hidden_size: int, parallel: Parallel) -> None:
         super().__init__()
         self.spec = spec
-        width = spec.num_heads * spec.head_dim
-        keys, values = (kv_heads(part, spec.num_kv_heads, spec.head_dim, parallel) for part in "kv")
-        parts = divided("q", width, parallel), keys, values
-        self._widths = [part.length for part in parts]
-        self._queries_per_key = parts[0].length // keys.length
-        self.qkv = ColumnParallelLinear(hidden_size, parts, bias=spec.qkv_bias)
-        self.query_norm = head_norm(spec, parts[0], parallel)
-        self.key_norm = head_norm(spec, keys, parallel)
-        self.output = RowParallelLinear(width, hidden_size, parallel, bias=spec.output_bias)
+        own = FromSpec(spec.parameters(hidden_size), parallel)
+        query, key, _ = own.shards("attention.qkv")
+        self._widths = own.widths("attention.qkv")
+        self._queries_per_key = query.length // key.length
+        self.qkv, self.output = own.column_parallel("attention.qkv"), own.row_parallel("attention.output")
+        self.query_norm, self.key_norm = head_norm(spec, query, parallel), head_norm(spec, key, parallel)
 
     def forward(self, x: Tensor, starts: Tensor, cos_sin: Tensor, biases: Tensor | None) -> Tensor:
         """`[tokens, hidden_size]` → the same."""

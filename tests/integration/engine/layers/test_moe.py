@@ -24,8 +24,7 @@ from quire import kernels
 from quire.engine.architecture.model_spec import MLPSpec, MoESpec
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.linear import ReplicatedLinear
-from quire.engine.layers.moe import Experts as ExpertsOfRank
-from quire.engine.layers.moe import LocalExperts, MixtureOfExperts
+from quire.engine.layers.moe import MixtureOfExperts
 from quire.engine.layers.weight import Shard, Weight
 from tests.fakes.experts import EVERYTHING, HIDDEN, PLAIN, SHARED, packed
 from tests.fakes.ranks import on_ranks
@@ -266,8 +265,3 @@ def test_a_whole_linear_is_the_plain_one() -> None:
     torch.testing.assert_close(module.logits(x), expected)
     packed(module)
     torch.testing.assert_close(module.logits(x), expected)
-
-
-def test_experts_that_do_not_divide_are_a_mistake() -> None:
-    with pytest.raises(AssertionError):
-        ExpertsOfRank(PLAIN, HIDDEN, LocalExperts(tuple(range(6)), 0, 5))

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from quire import kernels
 from quire.engine.architecture import attention_spec
-from quire.engine.architecture.spec_parts import NormSpec, RopeSpec
+from quire.engine.architecture.spec_parts import NormSpec, RopeSpec, Units, linear
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.attention import Attention, Batch
 from quire.engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
-from quire.engine.layers.linear import ColumnParallelLinear, Partition, RowParallelLinear, divided, kv_heads
+from quire.engine.layers.from_spec import FromSpec
+from quire.engine.layers.linear import ColumnParallelLinear, RowParallelLinear, divided
 from quire.engine.layers.mlp import MLP
 from quire.engine.layers.rotary import Rotary, inverse_frequencies
 from quire.engine.layers.weight import Weight
@@ -147,12 +148,18 @@ class CachedAttention(nn.Module):
 
 
 def test_kv_head_of_each_rank() -> None:
-    class Rank(Parallel):
-        def __init__(self, rank: int, size: int) -> None:
-            self.rank, self.size = rank, size
+    assert [Units(2, "KV heads", "copies").start(20, rank, 8) for rank in range(8)] == [0, 0, 0, 0, 10, 10, 10, 10]
+    assert Units(2, "KV heads", "copies").share(20, 8) == 10
+    assert (Units(6, "KV heads", "copies").start(60, 1, 2), Units(6, "KV heads", "copies").share(60, 2)) == (30, 30)
 
-    assert [kv_heads("k", 2, 10, Rank(rank, 8)).start for rank in range(8)] == [0, 0, 0, 0, 10, 10, 10, 10]
-    assert kv_heads("k", 6, 10, Rank(1, 2)) == Partition("k", 60, 30, 30)
+
+def test_what_ranks_cannot_divide_is_a_mistake() -> None:
+    class Rank(Parallel):
+        size = 2
+
+    own = FromSpec(linear("up", 6, 4, rows_of=Units(3, "heads")), Rank())
+    with pytest.raises(AssertionError):
+        own.weight("up")
 
 
 def test_linear_rope_is_slower_by_its_factor() -> None:
