@@ -18,7 +18,9 @@ from quire.engine.layers.from_spec import FromSpec
 from quire.engine.layers.norm import Norm, make_norm
 from quire.engine.layers.residual import make_merger
 from quire.engine.layers.rotary import Rotary
-from quire.engine.models.decoder import Decoder, DecoderLayer
+from quire.engine.models.decoder import Decoder
+from quire.engine.models.decoder_layer import DecoderLayer
+from quire.engine.models.make_layers import layer_class
 
 
 class _AroundLayers(nn.Module):
@@ -60,7 +62,7 @@ class DraftHead(nn.Module):
         """Its own, or a copy of the target's, which is in another stage; None: the target's."""
         self.heads = nn.ModuleDict({str(number): _AroundLayers(arch, parallel) for number in range(arch.num_heads)})
         self.layers = nn.ModuleDict(
-            {str(number): DecoderLayer(layer, width, parallel) for number, layer in enumerate(arch.layers)}
+            {str(number): layer_class(layer)(layer, width, parallel) for number, layer in enumerate(arch.layers)}
         )
         self.token_ids: Tensor | None = None
         """`[draft_vocab_size]`, int64: the tokens that the logits of its own head are of; None: all, in order."""

@@ -21,16 +21,16 @@ def start(args: CoreArgs, folder: str, most: int) -> Process:
 
 
 def limit(most: int) -> None:
-    from quire.engine.models.decoder import DecoderLayer
+    from quire.engine.models.decoder_layer import DecoderLayer
 
-    forward = DecoderLayer.forward
+    in_phases = DecoderLayer.in_phases
 
     def scarce(layer: Any, x: Any, residual: Any, batch: Any, *rest: Any) -> Any:
         if int(batch.sequence_lengths.max()) > most:
             raise RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory")
-        return forward(layer, x, residual, batch, *rest)
+        return in_phases(layer, x, residual, batch, *rest)
 
-    DecoderLayer.forward = scarce  # type: ignore[method-assign, assignment]
+    DecoderLayer.in_phases = scarce  # type: ignore[method-assign, assignment]
 
 
 def main() -> None:

@@ -24,7 +24,8 @@ from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers import attention
 from quire.engine.layers.attention import Batch, by_chunks
 from quire.engine.models import decoder
-from quire.engine.models.decoder import Decoder, DecoderLayer
+from quire.engine.models.decoder import Decoder
+from quire.engine.models.shared_block_layer import SharedBlockLayer
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.sampling_params import SamplingParams
 from tests.fakes.checkpoints import likeliest
@@ -233,8 +234,7 @@ def test_a_step_reads_a_shared_block_once_for_each_of_its_layers(tmp_path: Path)
     again = 0
     for source, count in uses.items():
         layer = made.layers[str(source)]
-        assert isinstance(layer, DecoderLayer)
-        assert layer.block is not None
+        assert isinstance(layer, SharedBlockLayer)
         again += 4 * (count - 1) * sum(each.numel() for each in layer.block.parameters() if each.ndim == 2)
     embedding, _ = arch.outer_matrices(1)
     assert read_bytes(config, arch, 0, weights, 1) == weights - 4 * embedding.elements + again

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from quire.engine.distributed.parallel_state import connect
-from quire.engine.models.decoder import Decoder, DecoderLayer
+from quire.engine.models.decoder import Decoder
+from quire.engine.models.decoder_layer import DecoderLayer
 from quire.engine.protocol.runner_output import ModelRunnerOutput
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.protocol.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput

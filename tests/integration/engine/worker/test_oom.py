@@ -19,7 +19,7 @@ from quire.engine.config.engine_config import EngineConfig
 from quire.engine.distributed.parallel_state import connect
 from quire.engine.executor.uni import UniExecutor
 from quire.engine.layers.attention import Batch
-from quire.engine.models.decoder import DecoderLayer
+from quire.engine.models.decoder_layer import DecoderLayer
 from quire.engine.protocol.engine_core import EngineCoreOutput
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.runner_output import ModelRunnerOutput, WorkerFailed, WorkerReady
@@ -51,7 +51,7 @@ class Scarcity:
         self.tensors: list[weakref.ref[Tensor]] = []
         """That steps which failed had made."""
         self._calls = 0
-        forward = DecoderLayer.forward
+        in_phases = DecoderLayer.in_phases
 
         def scarce(layer: DecoderLayer, x: Tensor, *rest: Any) -> Any:
             step, number = divmod(self._calls, 6)
@@ -63,9 +63,9 @@ class Scarcity:
                 self.tensors.append(weakref.ref(made))
                 self._calls = (step + 1) * 6
                 raise self.error
-            return forward(layer, x, *rest)
+            return in_phases(layer, x, *rest)
 
-        monkeypatch.setattr(DecoderLayer, "forward", scarce)
+        monkeypatch.setattr(DecoderLayer, "in_phases", scarce)
 
     def at(self, *steps: int) -> None:
         """Begin to count anew."""

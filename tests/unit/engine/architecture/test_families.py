@@ -20,7 +20,7 @@ from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.attention import LayerCache
 from quire.engine.layers.linear import Partition, stacked
 from quire.engine.layers.weight import Weight
-from quire.engine.models.decoder import DecoderLayer
+from quire.engine.models.decoder_layer import FeedForwardLayer
 
 HEADS, HEAD_DIM, HIDDEN = {"q": 2, "k": 1, "v": 1}, 4, 8
 SIZES = {
@@ -93,7 +93,7 @@ def test_the_residual_multiplier_applies_to_the_feed_forward_layer() -> None:
     def added(multiplier: float) -> torch.Tensor:
         torch.manual_seed(0)
         norm = NormSpec(eps=1e-6)
-        layer = DecoderLayer(
+        layer = FeedForwardLayer(
             LayerSpec(
                 attention=None,
                 attention_norm=None,

@@ -1,0 +1,221 @@
+"""The layer that most decoders consist of. Other residual paths are classes beside it; `make_layers` chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Generator
+from typing import ClassVar, TypeVar
+
+from torch import Tensor, nn
+
+from quire import kernels
+from quire.engine.architecture import attention_spec, model_spec, spec_parts
+from quire.engine.distributed.communicator import Parallel
+from quire.engine.distributed.expert_group import ExpertGroup
+from quire.engine.layers.attention import Attention, Batch, LayerCache
+from quire.engine.layers.compressed import CompressedAttention
+from quire.engine.layers.mla import MLA
+from quire.engine.layers.mlp import MLP
+from quire.engine.layers.moe import MixtureOfExperts
+from quire.engine.layers.norm import Norm, RMSNorm, make_norm
+from quire.engine.layers.recurrent import make_mixer
+
+T = TypeVar("T")
+Phases = Generator[None, None, tuple[Tensor, Tensor | None]]
+"""A layer's work, interrupted whenever tokens are in transit to or from experts: then another batch may run."""
+
+
+class DecoderLayer(nn.Module):
+    """Attention, a recurrent state or both, and a feed-forward layer, sequential or parallel, each with norms before
+    and after, added to the residual stream."""
+
+    sole_readers: ClassVar[Collection[str]] = ("attention", "feed_forward")
+    """Which of these alone read what the norm before them gives, which may then be rounded as they round it."""
+
+    def __init__(
+        self, spec: model_spec.LayerSpec, hidden_size: int, parallel: Parallel, experts: ExpertGroup | None = None
+    ) -> None:
+        super().__init__()
+        self.spec = spec
+        self.attention_norm = norm_of(spec.attention_norm, hidden_size)
+        self.attention = _attention(spec.attention, hidden_size, parallel)
+        self.state = None if spec.state is None else make_mixer(spec.state, hidden_size, parallel)
+        self.attention_post_norm = norm_of(spec.attention_post_norm, hidden_size)
+        self.feed_forward_norm = norm_of(spec.feed_forward_norm, hidden_size)
+        self.feed_forward = _feed_forward(spec.feed_forward, hidden_size, parallel, experts)
+        self.feed_forward_post_norm = norm_of(spec.feed_forward_post_norm, hidden_size)
+        if not spec.is_parallel or self.feed_forward_norm is not None:
+            if self.state is None and "attention" in self.sole_readers:
+                _feed(self.attention_norm, self.attention)
+            if "feed_forward" in self.sole_readers:
+                _feed(self.feed_forward_norm, self.feed_forward)
+
+    def forward(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        batch: Batch,
+        cos_sin: Tensor | None,
+        cache: LayerCache,
+        own: Tensor | None = None,
+        last_tokens: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """All of `in_phases` at once."""
+        (result,) = interleave([self.in_phases(x, residual, batch, cos_sin, cache, own, last_tokens)])
+        return result
+
+    def in_phases(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        batch: Batch,
+        cos_sin: Tensor | None,
+        cache: LayerCache,
+        own: Tensor | None = None,
+        last_tokens: Tensor | None = None,
+    ) -> Phases:
+        """Run the layer. `x` is not yet added to `residual`, in the arguments as in the result. `own` is the layer's
+        own input, or the embedded token if the layer reads it.
+
+        With `last_tokens`, the indices of the requests' last tokens, only these are returned: the model's last layer
+        needs only keys and values of the others.
+        """
+        normed, residual = add(self.attention_norm, x, residual)
+        mixed = self._mix(self._mixer_input(normed, own), batch, cos_sin, cache, last_tokens)
+        if last_tokens is not None:
+            normed, residual = normed[last_tokens], residual[last_tokens]
+        if self.feed_forward is None:
+            return mixed, residual
+        if not self.spec.is_parallel:
+            normed, residual = add(self.feed_forward_norm, mixed, residual)
+        elif self.feed_forward_norm is not None:
+            normed = self.feed_forward_norm(residual)
+        x = yield from self._fed(normed, batch)
+        return (x + mixed, residual) if self.spec.is_parallel else (x, residual)
+
+    def _mixer_input(self, normed: Tensor | kernels.RoundedRows, own: Tensor | None) -> Tensor | kernels.RoundedRows:
+        return normed
+
+    def _mix(
+        self,
+        normed: Tensor | kernels.RoundedRows,
+        batch: Batch,
+        cos_sin: Tensor | None,
+        cache: LayerCache,
+        last_tokens: Tensor | None = None,
+    ) -> Tensor:
+        """What the mixers add to the residual stream; of `last_tokens` only."""
+        outputs = []
+        if self.attention is not None:
+            place = batch.for_group(cache.group), cos_sin, cache.for_attention
+            last = () if last_tokens is None else (last_tokens,)
+            outputs.append(self.attention(normed, *place, *last))
+        if self.state is not None:
+            outputs.append(self.state(normed, batch.for_group(cache.state_group), cache.state))
+        return self._scaled(apply(self.attention_post_norm, sum(outputs[1:], start=outputs[0])))
+
+    def _fed(self, normed: Tensor | kernels.RoundedRows, batch: Batch) -> Generator[None, None, Tensor]:
+        """What the feed-forward layer adds to the residual stream."""
+        layer = self.feed_forward
+        assert layer is not None
+        if isinstance(layer, MixtureOfExperts):
+            in_flight = layer.dispatch(normed, batch)
+            yield
+            in_flight = layer.compute(in_flight)
+            yield
+            out = layer.combine(in_flight)
+        else:
+            out = layer(normed)
+        return self._scaled(apply(self.feed_forward_post_norm, out))
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        return x if self.spec.residual_multiplier == 1.0 else x * self.spec.residual_multiplier
+
+
+class FeedForwardLayer(DecoderLayer):
+    """A layer without mixers."""
+
+    def in_phases(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        batch: Batch,
+        cos_sin: Tensor | None,
+        cache: LayerCache,
+        own: Tensor | None = None,
+        last_tokens: Tensor | None = None,
+    ) -> Phases:
+        """See `DecoderLayer`."""
+        if last_tokens is not None:
+            x, residual = x[last_tokens], None if residual is None else residual[last_tokens]
+        normed, residual = add(self.feed_forward_norm, x, residual)
+        return (yield from self._fed(normed, batch)), residual
+
+
+def norm_of(spec: spec_parts.NormSpec | None, hidden_size: int) -> Norm | None:
+    return None if spec is None else make_norm(spec, hidden_size)
+
+
+def add(norm: Norm | None, x: Tensor, residual: Tensor | None) -> tuple[Tensor | kernels.RoundedRows, Tensor]:
+    """`residual + x`, normalized and as it is."""
+    if norm is not None and residual is not None:
+        return norm.add(x, residual)
+    residual = x if residual is None else residual + x
+    return apply(norm, residual), residual
+
+
+def apply(norm: Norm | None, x: Tensor) -> Tensor:
+    if norm is None:
+        return x
+    out: Tensor = norm(x)
+    return out
+
+
+def interleave(runs: list[Generator[None, None, T]]) -> list[T]:
+    """Run all generators to their ends, alternating at each yield: while one's tokens are in transit, the next
+    computes."""
+    results: list[T] = []
+    while len(results) < len(runs):
+        for run in runs:
+            try:
+                next(run)
+            except StopIteration as end:
+                results.append(end.value)
+    return results
+
+
+def _feed(norm: Norm | None, layer: nn.Module | None) -> None:
+    """Let a norm round for a layer that does nothing but multiply its input, or for the experts of a mixture."""
+    reader = layer.reads_input if isinstance(layer, Attention | MLA | CompressedAttention | MLP) else None
+    if isinstance(norm, RMSNorm) and isinstance(layer, MixtureOfExperts):
+        norm.feed(layer, keeps=True)
+    elif isinstance(norm, RMSNorm) and reader is not None:
+        norm.feed(reader)
+
+
+def _attention(
+    spec: attention_spec.AnyAttentionSpec | None, hidden_size: int, parallel: Parallel
+) -> Attention | MLA | CompressedAttention | None:
+    match spec:
+        case None:
+            return None
+        case attention_spec.AttentionSpec():
+            return Attention(spec, hidden_size, parallel)
+        case attention_spec.MLASpec():
+            return MLA(spec, hidden_size, parallel)
+        case attention_spec.CompressedAttentionSpec():
+            return CompressedAttention(spec, hidden_size, parallel)
+
+
+def _feed_forward(
+    spec: model_spec.MLPSpec | model_spec.MoESpec | None,
+    hidden_size: int,
+    parallel: Parallel,
+    experts: ExpertGroup | None,
+) -> MLP | MixtureOfExperts | None:
+    match spec:
+        case None:
+            return None
+        case model_spec.MLPSpec():
+            return MLP(spec, hidden_size, parallel)
+        case model_spec.MoESpec():
+            return MixtureOfExperts(spec, hidden_size, parallel, experts)

@@ -1,0 +1,86 @@
+"""Layers with an input of their own (Gemma 4), and with several residual streams, too (Gemma 3n)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from quire.engine.architecture import model_spec
+from quire.engine.distributed.communicator import Parallel
+from quire.engine.distributed.expert_group import ExpertGroup
+from quire.engine.layers.attention import Batch, LayerCache
+from quire.engine.layers.layer_input import LayerInput
+from quire.engine.layers.residual import AltUp, Laurel
+from quire.engine.layers.weight import Weight, whole
+from quire.engine.models.decoder_layer import DecoderLayer, Phases, add, apply
+
+
+class LayerInputLayer(DecoderLayer):
+    """After the plain layer its own input is added to the residual stream, and all of it is multiplied by a scalar;
+    either may be missing."""
+
+    def __init__(
+        self, spec: model_spec.LayerSpec, hidden_size: int, parallel: Parallel, experts: ExpertGroup | None = None
+    ) -> None:
+        super().__init__(spec, hidden_size, parallel, experts)
+        self.layer_input = None if spec.layer_input is None else LayerInput(spec.layer_input, hidden_size)
+        self.scalar = Weight((1,), whole(1)) if spec.has_scalar else None
+
+    def in_phases(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        batch: Batch,
+        cos_sin: Tensor | None,
+        cache: LayerCache,
+        own: Tensor | None = None,
+        last_tokens: Tensor | None = None,
+    ) -> Phases:
+        """See `DecoderLayer``."""
+        x, residual = yield from super().in_phases(x, residual, batch, cos_sin, cache, own, last_tokens)
+        assert residual is not None
+        if self.layer_input is not None:
+            assert own is not None
+            residual = residual + x
+            x = self.layer_input(residual, own if last_tokens is None else own[last_tokens])
+        return (x, residual) if self.scalar is None else (x * self.scalar, residual * self.scalar)
+
+
+class AltUpLayer(DecoderLayer):
+    """One of several residual streams is computed, with a learned residual beside the attention, and the others are
+    corrected by it. All streams are in `x`, and there is no residual."""
+
+    sole_readers = ("feed_forward",)
+
+    def __init__(
+        self, spec: model_spec.LayerSpec, hidden_size: int, parallel: Parallel, experts: ExpertGroup | None = None
+    ) -> None:
+        super().__init__(spec, hidden_size, parallel, experts)
+        assert spec.alt_up is not None
+        assert spec.laurel is not None
+        assert spec.layer_input is not None
+        self.alt_up, self.laurel = AltUp(spec.alt_up, hidden_size), Laurel(spec.laurel, hidden_size)
+        self.layer_input = LayerInput(spec.layer_input, hidden_size)
+
+    def in_phases(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        batch: Batch,
+        cos_sin: Tensor | None,
+        cache: LayerCache,
+        own: Tensor | None = None,
+        last_tokens: Tensor | None = None,
+    ) -> Phases:
+        """See `DecoderLayer``."""
+        assert own is not None
+        predicted = self.alt_up.predict(x)
+        x = predicted[:, self.alt_up.active].contiguous()
+        normed = apply(self.attention_norm, x)
+        mixed = self._mix(normed, batch, cos_sin, cache, last_tokens)
+        if last_tokens is not None:
+            normed, x, own, predicted = normed[last_tokens], x[last_tokens], own[last_tokens], predicted[last_tokens]
+        fed, x = add(self.feed_forward_norm, (mixed + self.laurel(normed)) * 0.5**0.5, x * 0.5**0.5)
+        streams = self.alt_up.correct(predicted, x + (yield from self._fed(fed, batch)))
+        added = self.layer_input(self.alt_up.scaled(streams[:, self.alt_up.active]), own)
+        streams[:, 1:] += added[:, None]
+        return streams.flatten(1), None

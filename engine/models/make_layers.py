@@ -1,0 +1,49 @@
+"""Chooses the class of each layer by what its spec has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from quire.engine.architecture.attention_spec import AttentionSpec
+from quire.engine.architecture.model_spec import LayerSpec, MLPSpec, ModelSpec
+from quire.engine.distributed.communicator import Parallel
+from quire.engine.distributed.expert_group import ExpertGroup
+from quire.engine.layers.shared_block import SharedBlock
+from quire.engine.models.decoder_layer import DecoderLayer, FeedForwardLayer
+from quire.engine.models.embedding_reader_layer import EmbeddingReaderLayer
+from quire.engine.models.gemma_layers import AltUpLayer, LayerInputLayer
+from quire.engine.models.normed_residual_layer import NormedResidualLayer
+from quire.engine.models.shared_block_layer import SharedBlockLayer
+from quire.engine.models.streams_layer import StreamsLayer
+
+
+def make_layers(
+    arch: ModelSpec, layers: range, parallel: Parallel, experts: ExpertGroup | None = None
+) -> Iterator[tuple[int, DecoderLayer]]:
+    """These layers of a model, by their numbers. The first with a shared block makes it."""
+    blocks: dict[int, SharedBlock] = {}
+    for number in layers:
+        spec, width = arch.layers[number], arch.hidden_size
+        if spec.block is None:
+            yield number, layer_class(spec)(spec, width, parallel, experts)
+            continue
+        if (source := spec.block.source) not in blocks:
+            assert isinstance(spec.attention, AttentionSpec)
+            assert isinstance(spec.feed_forward, MLPSpec)
+            blocks[source] = SharedBlock(spec.block, spec.attention, spec.feed_forward, width, parallel)
+        yield number, SharedBlockLayer(spec, width, parallel, blocks[source])
+
+
+def layer_class(spec: LayerSpec) -> type[DecoderLayer]:
+    """The class of a layer without a shared block."""
+    if spec.hyper is not None:
+        return StreamsLayer
+    if spec.alt_up is not None:
+        return AltUpLayer
+    if spec.layer_input is not None or spec.has_scalar:
+        return LayerInputLayer
+    if spec.normed_residuals is not None:
+        return NormedResidualLayer
+    if spec.reads_embedding:
+        return EmbeddingReaderLayer
+    return DecoderLayer if spec.mixers else FeedForwardLayer

@@ -1,0 +1,51 @@
+"""Layers that share blocks of attention and a feed-forward layer (Zamba)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from quire.engine.architecture.attention_spec import AttentionSpec
+from quire.engine.architecture.model_spec import LayerSpec, MLPSpec
+from quire.engine.distributed.communicator import Parallel
+from quire.engine.layers.attention import Batch, LayerCache
+from quire.engine.layers.from_spec import FromSpec
+from quire.engine.layers.shared_block import SharedBlock, attention_adapter, feed_forward_adapter
+from quire.engine.models.decoder_layer import DecoderLayer, Phases, apply
+
+
+class SharedBlockLayer(DecoderLayer):
+    """A recurrent state that reads the residual stream plus what a block gives for it and the embedded token."""
+
+    def __init__(self, spec: LayerSpec, hidden_size: int, parallel: Parallel, block: SharedBlock) -> None:
+        super().__init__(replace(spec, attention=None, feed_forward=None), hidden_size, parallel)
+        assert spec.block is not None
+        assert isinstance(spec.attention, AttentionSpec)
+        assert isinstance(spec.feed_forward, MLPSpec)
+        self.spec, self.block = spec, block
+        own = FromSpec(spec.block.parameters(hidden_size, spec.attention, spec.feed_forward), parallel)
+        self.attention_adapter = attention_adapter(spec.block, own)
+        self.feed_forward_adapter = feed_forward_adapter(spec.block, own)
+        self.block_output = own.column_parallel("block_output")
+
+    def in_phases(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        batch: Batch,
+        cos_sin: Tensor | None,
+        cache: LayerCache,
+        own: Tensor | None = None,
+        last_tokens: Tensor | None = None,
+    ) -> Phases:
+        """See `DecoderLayer``. `own` is the embedded token."""
+        yield from ()
+        assert self.state is not None
+        assert own is not None
+        x = x if residual is None else residual + x
+        place = batch.for_group(cache.group), cos_sin, cache.memory
+        block = self.block(torch.cat((x, own), dim=-1), *place, self.attention_adapter, self.feed_forward_adapter)
+        normed = apply(self.attention_norm, x + self.block_output(block))
+        return self.state(normed, batch.for_group(cache.state_group), cache.state), x
