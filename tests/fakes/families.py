@@ -1343,7 +1343,7 @@ def write_model(architecture: str, settings: dict[str, Any], folder: Path) -> An
                 tensor.normal_(std=0.5)
             elif name.endswith(("_input.query", ".static_weight")):
                 tensor.normal_(std=0.2)
-            elif name.endswith("norm.scale"):  # which start at 1
+            elif name.endswith(("norm.scale", "layer_scalar")):  # which start at 1
                 tensor.add_(torch.randn_like(tensor), alpha=0.2)
             elif name.endswith(".tid2eid"):
                 experts = model.config.n_routed_experts

@@ -147,12 +147,6 @@ class CachedAttention(nn.Module):
         return out
 
 
-def test_kv_head_of_each_rank() -> None:
-    assert [Units(2, "KV heads", "copies").start(20, rank, 8) for rank in range(8)] == [0, 0, 0, 0, 10, 10, 10, 10]
-    assert Units(2, "KV heads", "copies").share(20, 8) == 10
-    assert (Units(6, "KV heads", "copies").start(60, 1, 2), Units(6, "KV heads", "copies").share(60, 2)) == (30, 30)
-
-
 def test_what_ranks_cannot_divide_is_a_mistake() -> None:
     class Rank(Parallel):
         size = 2

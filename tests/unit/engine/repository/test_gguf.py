@@ -259,8 +259,8 @@ def test_the_folder_is_written_once(tmp_path: Path) -> None:
 
 
 def test_generation_config_and_tokenizer_config(tmp_path: Path) -> None:
-    sampling = {"general.sampling.temp": 0.75, "general.sampling.top_k": 20}
-    write(tokenized_file(tmp_path / "m.gguf", **sampling), folder := tmp_path / "folder")
+    settings = {"general.sampling.temp": 0.75, "general.sampling.top_k": 20, "tokenizer.ggml.add_bos_token": True}
+    write(tokenized_file(tmp_path / "m.gguf", **settings), folder := tmp_path / "folder")
     assert json.loads((folder / "generation_config.json").read_text()) == {
         "eos_token_id": [2, 0],
         "temperature": 0.75,
@@ -270,7 +270,7 @@ def test_generation_config_and_tokenizer_config(tmp_path: Path) -> None:
     assert config == {
         "bos_token": "<|endoftext|>",
         "eos_token": "<|im_end|>",
-        "add_bos_token": False,
+        "add_bos_token": True,
         "add_eos_token": False,
         "chat_template": CHATML,
     }
