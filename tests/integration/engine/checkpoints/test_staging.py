@@ -50,7 +50,7 @@ def test_a_model_through_buffers_is_the_same(family: str, tmp_path: Path, monkey
     expected = dict(load(config, 0, Parallel(), CPU, pack=False).named_parameters())
     monkeypatch.setattr(staging, "PART_BYTES", 1000)
     read, buffers = loader._read, PinnedStaging(CPU)
-    monkeypatch.setattr(loader, "_read", lambda checkpoint, place: read(checkpoint, place, buffers))
+    monkeypatch.setattr(loader, "_read", lambda checkpoint, place, staging: read(checkpoint, place, buffers))
     found = dict(load(config, 0, Parallel(), CPU, pack=False).named_parameters())
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
