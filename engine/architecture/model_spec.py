@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import chain
 from typing import Literal
 
@@ -560,13 +561,26 @@ class LayerSpec:
             if self.block is None or mixer_or_mlp is self.state:
                 yield from mixer_or_mlp.parameters(hidden)
 
-    def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
+    def matrices(self, hidden: int, tp: int) -> Sequence[MatrixShape]:
         """The weights of linear layers on one rank that may be quantized."""
-        return matrices(self.parameters(hidden), tp)
+        return _sizes(self, hidden, tp)[0]
 
     def num_parameters(self, hidden: int, tp: int) -> int:
         """Parameters on one rank."""
-        return sum(each.elements(tp) for each in self.parameters(hidden))
+        return _sizes(self, hidden, tp)[1]
+
+
+# Planning asks for the same few layers again and again.
+@cache
+def _parameters(layer: LayerSpec, hidden: int) -> Sequence[Parameter]:
+    return tuple(layer.parameters(hidden))
+
+
+@cache
+def _sizes(layer: LayerSpec, hidden: int, tp: int) -> tuple[Sequence[MatrixShape], int]:
+    """The matrices, and the number of parameters."""
+    parameters = _parameters(layer, hidden)
+    return tuple(matrices(parameters, tp)), sum(each.elements(tp) for each in parameters)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -720,7 +734,7 @@ class ModelSpec:
 
     def num_float32_parameters(self, stages: Sequence[range], stage: int) -> int:
         """Parameters on one rank of a stage that have 32 bits, whatever the model's type."""
-        layers = (self.layers[number].parameters(self.hidden_size) for number in stages[stage])
+        layers = (_parameters(self.layers[number], self.hidden_size) for number in stages[stage])
         after = self.parameters_after() if stage == len(stages) - 1 else ()
         return sum(each.elements(1) for each in chain(*layers, after) if each.is_float32)
 
@@ -728,7 +742,7 @@ class ModelSpec:
         """What `tp` ranks cannot divide."""
         errors: dict[str, None] = {}
         for layer in dict.fromkeys(self.layers):
-            errors |= layout_errors(layer.parameters(self.hidden_size), tp)
+            errors |= layout_errors(_parameters(layer, self.hidden_size), tp)
         return list(errors)
 
     def check_divides(self, tp: int) -> None:
@@ -752,8 +766,8 @@ class TransformersLayerSpec(LayerSpec):
     others: int
     """Parameters other than the linear layers' matrices."""
 
-    def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
-        yield from self.linears
+    def matrices(self, hidden: int, tp: int) -> Sequence[MatrixShape]:
+        return self.linears
 
     def num_parameters(self, hidden: int, tp: int) -> int:
         return sum(each.elements for each in self.linears) + self.others

@@ -207,8 +207,8 @@ def read_bytes(config: EngineConfig, arch: ModelSpec, stage: int, weights: int, 
             read -= experts * (1 - mixture.top_k / mixture.num_experts) ** num_tokens
     for number, layer in arch.held_layers(parallel.stages[stage]):
         if layer.block is not None and not layer.block.is_held:
-            matrices = arch.layers[number].matrices(arch.hidden_size, tp)
-            shared = [each for each in matrices if each.module.startswith("block.")]
+            whole = arch.layers[number].matrices(arch.hidden_size, tp)
+            shared = [each for each in whole if each.module.startswith("block.")]
             read += sum(matrix_bytes(model, parallel.device, number, each) for each in shared)
     return read
 
