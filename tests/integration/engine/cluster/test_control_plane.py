@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -22,6 +23,7 @@ import zmq
 from quire.engine.cluster import control_plane, handshake, network
 from quire.engine.cluster.control_plane import Follower, Leader, LinkEnded, WakeQueue
 from quire.engine.cluster.handshake import Hello, compare
+from quire.engine.distributed.link_store import LinkStore
 from quire.engine.protocol.errors import ConfigError
 
 TOKEN = "a token for tests only"
@@ -352,6 +354,16 @@ def test_who_is_lost_may_come_again_where_that_is_wanted() -> None:
     assert list(host.leader.wait(1)) == [1]
     host.leader.close()
     host.followers[1].close()
+
+
+def test_the_store_of_the_ranks_is_empty_after_each_start(two: Host) -> None:
+    follower, store = two.join(1), LinkStore(network.tcp_url("127.0.0.1", two.leader.port), "")
+    with contextlib.closing(store):
+        for body in (b"first", b"second"):
+            two.leader.start(body)
+            assert follower.receive(10) == body
+            assert store.num_keys() == 0
+            store.set("a rank's address", body)
 
 
 def test_a_leader_that_fails_by_itself_has_lost_everybody(two: Host, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -176,6 +176,16 @@ def test_an_idle_engine_proves_that_it_lives_by_a_step() -> None:
     assert core.scheduler.stats.steps == 1
 
 
+def test_a_probe_wakes_an_idle_engine() -> None:
+    core = core_with({}, [])
+    assert core.schedule() is None
+    wire_of(core).inbox.put(Probe(0, 7))
+    core.receive()
+    plan = core.schedule()
+    assert plan is not None
+    assert plan.num_rows == 0
+
+
 @pytest.mark.parametrize("stages", [1, 2])
 def test_a_busy_engine_answers_a_probe_after_its_next_step(stages: int) -> None:
     core = core_with({2: [Probe(0, 7)], 5: [Shutdown()]}, [submit(0, "a", [1], 50)], stages, depth=2)

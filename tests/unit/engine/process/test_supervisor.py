@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection, Pipe
 
 import msgspec
@@ -241,6 +242,17 @@ def test_a_process_that_cannot_be_started_is_tried_again(
     full = False
     pass_time(supervisor, clock, 6)
     assert len(core.started) == 1
+
+
+def test_a_call_wakes_the_supervisor_once(supervisor: Supervisor) -> None:
+    """It sleeps again after that."""
+    called = list[int]()
+    for number in range(3):
+        supervisor.call(partial(called.append, number))
+    assert supervisor._selector.select(0)
+    steps(supervisor, 1)
+    assert called == [0, 1, 2]
+    assert not supervisor._selector.select(0)
 
 
 def test_messages_to_the_dead_are_dropped() -> None:

@@ -167,7 +167,8 @@ async def test_parameters_reach_the_engine(server: Server, monkeypatch: pytest.M
         "repetition_penalty": 1.5,
         "ignore_eos": True,
     }
-    others = {"n": 2, "logit_bias": {"11": -5}, "max_completion_tokens": 9, "top_logprobs": 4, "logprobs": True}
+    others = {"n": 2, "logit_bias": {"11": -5}, "top_logprobs": 4, "logprobs": True}
+    others |= {"max_completion_tokens": 9, "max_tokens": 5}  # the newer name takes precedence
     text_only = {"stop": "x", "skip_special_tokens": False, "include_stop_str_in_output": True, "user": "me"}
     body = {"messages": USER, "priority": -3, **given, **others, **text_only}
     response = await server.http.post("/v1/chat/completions", json=body)

@@ -1,0 +1,63 @@
+"""What attention layers make of a batch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from quire.engine.layers.attention import Batch, HostMetadata, by_chunks
+
+CHUNK, BLOCK = 8, 4
+
+
+def batch_of(counts: list[int], lengths: list[int], *, has_host: bool) -> Batch:
+    """Requests with blocks `10 * request, 10 * request + 1, …`."""
+    nothing = torch.zeros(sum(counts), dtype=torch.int64)
+    return Batch(
+        token_ids=nothing,
+        positions=nothing,
+        slot_mapping=nothing,
+        block_tables=10 * torch.arange(len(counts))[:, None] + torch.arange(-(-max(lengths) // BLOCK)),
+        sequence_lengths=torch.tensor(lengths),
+        query_starts=torch.tensor([0, *counts]).cumsum(0),
+        logits_indices=nothing,
+        host=HostMetadata(np.array(counts), np.array(lengths), {}) if has_host else None,
+    )
+
+
+def attended(batch: Batch) -> list[tuple[int, list[int]]]:
+    """For each request, its number of queries, and the places in the cache that the last of them attends to."""
+    counts, tables = batch.query_starts.diff().tolist(), batch.block_tables.tolist()
+    found = [
+        (count, [BLOCK * table[token // BLOCK] + token % BLOCK for token in range(length)])
+        for count, length, table in zip(counts, batch.sequence_lengths.tolist(), tables, strict=True)
+    ]
+    host = batch.host
+    assert host is None or (host.counts.tolist(), host.lengths.tolist()) == (counts, batch.sequence_lengths.tolist())
+    return found
+
+
+def expected(counts: list[int], lengths: list[int]) -> list[tuple[int, list[int]]]:
+    """As `attended`, query by query: each attends to the tokens of its chunk up to itself."""
+    found = list[tuple[int, list[int]]]()
+    for request, (count, length) in enumerate(zip(counts, lengths, strict=True)):
+        for position in range(length - count, length):
+            begin = position // CHUNK * CHUNK
+            places = [10 * BLOCK * request + token for token in range(begin, position + 1)]
+            if position > max(begin, length - count):
+                found[-1] = (found[-1][0] + 1, places)
+            else:
+                found.append((1, places))
+    return found
+
+
+@pytest.mark.parametrize("has_host", [False, True])
+@pytest.mark.parametrize(
+    "counts", [[1, 1, 1, 1, 1, 1], [1, 5, 8, 1, 16, 17], [1, 2, 1, 9, 7, 1]], ids=["decodes", "prompts", "mixed"]
+)
+def test_a_query_attends_to_its_chunk(counts: list[int], has_host: bool) -> None:
+    """Also the first and the last of a chunk."""
+    lengths = [1, 7, 8, 9, 16, 17]
+    found = by_chunks(batch_of(counts, lengths, has_host=has_host), sum(counts), CHUNK, BLOCK)
+    assert attended(found) == expected(counts, lengths)
