@@ -313,9 +313,10 @@ def _calls_of_quantized(
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else FP4_CAPABILITY
 
     def weight(form: QuantizedFormat, *shape: int) -> QuantizedWeight:
-        random = _random_codes(noise, form.values, shape[-1] // (form.group or shape[-1]), *shape)
+        groups = shape[-1] // (form.group or shape[-1])
+        random = _random_codes(noise, form.values, groups, *shape, has_offsets=form.has_offsets)
         codes, scales = random.codes.to(device), random.scales.to(device)
-        offsets = torch.randint(-8, 8, scales.shape, generator=noise).to(scales) if form.has_offsets else None
+        offsets = None if random.offsets is None else random.offsets.to(device)
         changed = replace(random, codes=codes, scales=scales, offsets=offsets, wide=form.wide)
         (*stack, _, inputs), rounding = shape, torch.tensor([1 / 32, 3.0], device=device)
         if form.has_rounding:
@@ -333,6 +334,7 @@ def _calls_of_quantized(
         size = inputs if form.rounds_inputs else -(-64 // group) * group
         x, bias = (torch.randn(shape, generator=noise).to(device, dtype) for shape in ((3, inputs), (70,)))
         weights = [weight(form, *shape) for shape in ((70, inputs), (2, 2 * size, inputs), (2, inputs, size))]
+        weights[1:] = _scaled(x, shares, ids, *weights[1:])
         is_widened = not form.rounds_inputs or capability < least.get(form.values, capability)
         if is_widened or form.values == "e2m1":  # which a layer is without the constant scale of its inputs
             packed_one, *packed_both = map(pack_words, weights)
@@ -441,8 +443,10 @@ def _calls_of_packed(device: torch.device, dtype: torch.dtype) -> Iterator[tuple
     gate_up, down = random(3, 96, 96) / 10, random(3, 96, 48) / 7
     ids, shares = torch.randint(3, (5, 2), generator=noise).to(device), torch.rand(5, 2, generator=noise).to(device)
     for values, groups in (("int4", 3), ("nf4", 3), ("fp8", 3), ("int8", 1), ("uint8", 3)):
-        yield "coded_linear", functools.partial(_multiply_coded, x, bias, _random_codes(noise, values, groups, 70, 96))
-        first, second = (_random_codes(noise, values, groups, 3, *part.shape[1:]) for part in (gate_up, down))
+        random_codes = functools.partial(_random_codes, noise, values, groups, has_offsets=groups > 1)
+        yield "coded_linear", functools.partial(_multiply_coded, x, bias, _with_unit_rows(random_codes(70, 96)))
+        first, second = (random_codes(3, *part.shape[1:]) for part in (gate_up, down))
+        first, second = _scaled(x, shares, ids, first, second)
         yield "coded_experts", functools.partial(_mix_coded, x, shares, ids, first, second)
     codes, factors = torch.randint(16, weight.shape, generator=noise).to(device, torch.uint8), random(2, 70, 3).float()
     yield (
@@ -472,13 +476,34 @@ def _per_word(weight: Tensor) -> int:
     return 2 if weight.dtype == torch.bfloat16 else 1
 
 
-def _random_codes(noise: torch.Generator, values: str, groups: int, *shape: int) -> QuantizedWeight:
-    """A weight of few bits, with scales and offsets if it has several groups."""
-    codes = torch.randint(min(120, len(VALUES[values])), shape, generator=noise, dtype=torch.uint8)
-    largest = float(VALUES[values][:120].abs().max())
+def _random_codes(noise: torch.Generator, values: str, groups: int, *shape: int, has_offsets: bool) -> QuantizedWeight:
+    """A weight of few bits. Its numbers are about as often negative as positive: otherwise they would be nearly the
+    same for all features, and for all experts."""
+    table = VALUES[values]
+    codes = torch.randint(min(120, len(table)), shape, generator=noise, dtype=torch.uint8)
+    if len(table) == 256 and (table < 0).any():
+        codes += 128 * torch.randint(2, shape, generator=noise, dtype=torch.uint8)
+    largest, center = float(table[:120].abs().max()), table[codes.int()].mean().round()
     scales = torch.rand(*shape[:-1], groups, generator=noise) / largest / 10
-    offsets = torch.randint(-8, 8, scales.shape, generator=noise) * min(largest / 8, 1.0) if groups > 1 else None
-    return QuantizedWeight(values, torch.float32, codes, scales, offsets)
+    offsets = torch.randint(-8, 8, scales.shape, generator=noise) * min(largest / 8, 1.0) - center
+    return QuantizedWeight(values, torch.float32, codes, scales, offsets if has_offsets else None)
+
+
+def _with_unit_rows(weight: QuantizedWeight) -> QuantizedWeight:
+    """A weight with other scales: the mean norm of its rows is 1, as is about the product with a normal input."""
+    return replace(weight, scales=weight.scales / weight.dequantize().norm(dim=-1).mean())
+
+
+def _scaled(
+    x: Tensor, shares: Tensor, ids: Tensor, gate_up: QuantizedWeight, down: QuantizedWeight
+) -> tuple[QuantizedWeight, QuantizedWeight]:
+    """Weights of experts with other scales: the largest result is far above the tolerance, but an input of the second
+    matmul that is rounded to the next code changes none by more than that."""
+    target = 0.25 if gate_up.values == "e2m1" else 0.5  # codes of 4 bits are further apart
+    gate_up = _with_unit_rows(gate_up)
+    experts = gate_up.dequantize(), down.dequantize()
+    largest = reference.fused_experts(x.float(), shares, ids, *experts, "silu").abs().max()
+    return gate_up, replace(down, scales=down.scales * (target / largest))
 
 
 def _multiply_coded(x: Tensor, bias: Tensor, weight: QuantizedWeight, module: Any) -> tuple[Any, Any]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from types import ModuleType
+from dataclasses import replace
+from functools import partial
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +12,9 @@ import torch
 from torch import Tensor
 
 from quire import kernels
-from quire.kernels import check, coded_words, cpu, fp4, packed, reference
+from quire.kernels import check, coded_words, cpu, fp4, packed, quantized, reference
+from quire.kernels.coded_words import CodedWords
+from quire.kernels.fp4 import Fp4Weight
 from quire.kernels.quantized import QuantizedFormat
 
 CPU = torch.device("cpu")
@@ -117,3 +121,61 @@ def test_a_rank_checks_the_kernels_of_its_formats(
     found = check.differences(platform, CPU, torch.float32, CONFIG, formats)
     assert found.keys() == names
     assert all(found.values()), found
+
+
+def level(factors: Tensor) -> Tensor:
+    """The same factor everywhere, as if a kernel did not read them."""
+    return torch.full_like(factors, float(factors.float().mean()))
+
+
+def without_scales(weight: Any) -> Any:
+    """An argument, without the scales of a weight if it has any."""
+    if isinstance(weight, Fp4Weight):
+        return weight._replace(scales=level(weight.scales), of_rows=level(weight.of_rows))
+    if isinstance(weight, CodedWords):
+        scales = None if weight.scales is None else level(weight.scales)
+        return replace(weight, scales=scales, of_rows=level(weight.of_rows))
+    return level(weight) if isinstance(weight, Tensor) and weight.dtype == torch.float32 else weight
+
+
+def wrong_experts(right: Any, fault: str, x: Tensor, shares: Tensor, ids: Tensor, *weights: Any, **options: Any) -> Any:
+    """What a kernel returns that does not read all that it should."""
+    if fault == "one expert":
+        ids = ids.clamp(max=0)
+    elif fault == "an expert left out":
+        ids = ids.where(ids != 1, -1)
+    elif fault == "no scales":
+        weights = tuple(map(without_scales, weights))
+    return right(x, shares, ids, *weights, **options)
+
+
+def of_experts(form: QuantizedFormat) -> str:
+    """The experts' kernel of a format."""
+    if not form.rounds_inputs:
+        return "coded_fused_experts"
+    return "fp4_fused_experts" if form.values == "e2m1" else "rounded_fused_experts"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fault", ["one expert", "an expert left out", "no scales"])
+@pytest.mark.parametrize("form", check.FORMATS, ids=lambda form: f"{of_experts(form)}-{form.values}-{form.group}")
+def test_wrong_experts_are_rejected(
+    form: QuantizedFormat, fault: str, dtype: torch.dtype, platform: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Results are large enough for the tolerance, and differ enough from expert to expert."""
+    name = of_experts(form)
+    monkeypatch.setattr(platform, "__all__", [name])
+    assert check.differences(platform, CPU, dtype, CONFIG, (form,)) == {name: ""}
+    monkeypatch.setattr(platform, name, partial(wrong_experts, getattr(platform, name), fault))
+    assert "Mismatched elements" in check.differences(platform, CPU, dtype, CONFIG, (form,))[name]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fault", ["one expert", "an expert left out", "no scales"])
+def test_wrong_experts_of_coded_tiles_are_rejected(fault: str, dtype: torch.dtype) -> None:
+    """Of every kind of values."""
+    calls = [call for name, call in check._calls_of_packed(CPU, dtype) if name == "coded_experts"]
+    assert len(calls) == 5
+    wrong = SimpleNamespace(coded_experts=partial(wrong_experts, quantized.coded_experts, fault))
+    for call in calls:
+        assert "Mismatched elements" in check._difference("coded_experts", call(wrong), call(quantized), dtype)
