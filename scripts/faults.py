@@ -40,7 +40,8 @@ SELECTIONS: dict[Tier, tuple[str, ...]] = {
 PATHS: dict[Tier, str] = {"quick": "tests/unit", "default": "tests"}
 """Where the tests of the tiers are that run as a whole."""
 _HEADER = re.compile(
-    r"(?P<sentence>.+?\.)\n\nCaught by: (?P<node>\S+) \((?P<tier>quick|default|slow)\)\n\n(?=---)", re.DOTALL
+    r"(?P<sentence>[A-Z`][^\n]+(?:\n[^\n]+)*\.)\n\n"
+    r"Caught by: (?P<node>[^\s:]+::\w+) \((?P<tier>quick|default|slow)\)\n\n(?=--- a/)"
 )
 _TARGET = re.compile(r"^\+\+\+ b/(.+)$", re.MULTILINE)
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?::.+?)(?: - .*)?$", re.MULTILINE)
@@ -72,7 +73,8 @@ class Fault:
         """Raises `InvalidFault`."""
         text = patch.read_text(encoding="utf-8")
         if (found := _HEADER.match(text)) is None:
-            raise InvalidFault("the header must be a sentence and a line `Caught by: NODE (quick|default|slow)`")
+            expected = "a sentence, and a line `Caught by: FILE::TEST (quick|default|slow)`"
+            raise InvalidFault(f"the header of tests/faults/{patch.name} must be {expected}")
         tier: Tier = found["tier"]  # type: ignore[assignment]  # as the expression says
         return Fault(patch, " ".join(found["sentence"].split()), found["node"], tier, tuple(_TARGET.findall(text)))
 
@@ -250,7 +252,7 @@ def main() -> int:
         try:
             faults.append(Fault.read(FAULTS / f"{name}.patch"))
         except InvalidFault as error:
-            parser.error(f"tests/faults/{name}.patch: {error}")
+            parser.error(str(error))
     results = []
     with tempfile.TemporaryDirectory(prefix="quire-faults-") as folder, ThreadPoolExecutor(options.jobs) as pool:
         trees = Trees(Path(folder), options.jobs)
