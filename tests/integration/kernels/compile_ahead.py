@@ -1,7 +1,9 @@
 """Compile every Triton kernel for a GPU that need not be there.
 
 Run as `python -m tests.integration.kernels.compile_ahead [90]`, or 89; with `--coded` for the matmuls of weights in few
-bits, and with `--types bf16` for activations of these types only.
+bits, and with `--types bf16` for activations of these types only. With several types, each variant of a kernel is
+compiled for one of them, in turn; with `--turn 2 3`, every third variant from the second on. Each kernel is compiled
+at least once for each type.
 
 The operations are called as ever, on tensors of the CPU, and what they would launch is compiled instead, for the
 compute capability given. Prints a line for each kernel and variant.
@@ -13,7 +15,10 @@ import argparse
 import re
 import subprocess
 import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,7 +50,6 @@ _TYPES = {
     torch.float8_e4m3fn: "fp8e4nv",
 }
 _CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-compiled: set[tuple[object, ...]] = set()
 
 
 class Variant(NamedTuple):
@@ -82,14 +86,59 @@ class Variant(NamedTuple):
         return (*self.signature.items(), *self.constants.items(), *self.divisible)
 
 
-def compile_launch(kernel: JITFunction[Any], capability: int, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-    """What a launch with these arguments would run."""
-    meta = {name: options.pop(name) for name in list(options) if name in kernel.arg_names}
-    variant = Variant.of(kernel, args, meta)
-    if (kernel.__name__, *variant.key) in compiled:
-        return
-    compiled.add((kernel.__name__, *variant.key))
-    signature, constants, divisible = variant
+class Launch(NamedTuple):
+    """A kernel, what it is compiled for, and options of the compiler."""
+
+    kernel: JITFunction[Any]
+    variant: Variant
+    meta: dict[str, Any]
+    options: dict[str, Any]
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        return (self.kernel.__name__, *self.variant.key)
+
+
+def launches_of(run: Callable[[], None]) -> dict[str, list[Launch]]:
+    """What an operation or several would launch: the variants of each kernel, in order, each once."""
+    found = dict[tuple[object, ...], Launch]()
+
+    def record(self: JITFunction[Any], *args: Any, grid: object, warmup: bool, **options: Any) -> None:
+        meta = {name: options.pop(name) for name in list(options) if name in self.arg_names}
+        launch = Launch(self, Variant.of(self, args, meta), meta, options)
+        found.setdefault(launch.key, launch)
+
+    JITFunction.run = record
+    run()
+    kernels = defaultdict[str, list[Launch]](list)
+    for launch in found.values():
+        kernels[launch.kernel.__name__].append(launch)
+    return kernels
+
+
+def in_turn(by_type: list[dict[str, list[Launch]]], turn: int, turns: int) -> list[Launch]:
+    """Of the variants of each kernel, every `turns`-th from the one numbered `turn` on, for one type after the other;
+    and the first of those that only one type has, if none of them is among these."""
+    chosen = dict[tuple[object, ...], Launch]()
+    for name in dict.fromkeys(name for kernels in by_type for name in kernels):
+        variants = [kernels.get(name, []) for kernels in by_type]
+        for count, place in enumerate(range(turn, max(map(len, variants)), turns)):
+            # The order of types is another in each round, as variants have periods, too. Some types may have fewer.
+            first = count + count // len(variants)
+            kinds = [(first + each) % len(variants) for each in range(len(variants))]
+            kind = next(each for each in kinds if place < len(variants[each]))
+            chosen.setdefault(variants[kind][place].key, variants[kind][place])
+        counts = Counter(launch.key for of_type in variants for launch in of_type)
+        for of_type in variants:
+            own = [launch for launch in of_type if counts[launch.key] == 1]
+            if own and not any(launch.key in chosen for launch in own):
+                chosen[own[0].key] = own[0]
+    return list(chosen.values())
+
+
+def compile_launch(launch: Launch, capability: int) -> None:
+    """Compile what a launch would run."""
+    kernel, (signature, constants, divisible), meta, options = launch
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=divisible)
     out = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     most = SHARED_KIB[capability] << 10
@@ -278,16 +327,16 @@ def main() -> None:
     parser.add_argument("capability", nargs="?", type=int, default=90)
     parser.add_argument("--coded", action="store_true")
     parser.add_argument("--types", nargs="+", default=["fp32", "bf16", "fp16"])
+    parser.add_argument("--turn", nargs=2, type=int, default=(1, 1), metavar=("N", "OF"))
     args = parser.parse_args()
-    types = [dtype for dtype, name in _TYPES.items() if name in args.types]
-
-    def run(self: JITFunction[Any], *launched: Any, grid: object, warmup: bool, **options: Any) -> None:
-        compile_launch(self, args.capability, launched, options)
-
-    JITFunction.run = run
     setattr(limits, "is_narrow", lambda _: SHARED_KIB[args.capability] < 160)  # noqa: B010
-    run_coded(args.capability, types) if args.coded else run_all(types)
-    print(f"{len(compiled)} kernels compiled for sm_{args.capability}")
+    run = partial(run_coded, args.capability) if args.coded else run_all
+    types = [dtype for dtype, name in _TYPES.items() if name in args.types]
+    turn, turns = args.turn
+    chosen = in_turn([launches_of(partial(run, [dtype])) for dtype in types], turn - 1, turns)
+    for launch in chosen:
+        compile_launch(launch, args.capability)
+    print(f"{len(chosen)} kernels compiled for sm_{args.capability}")
 
 
 if __name__ == "__main__":

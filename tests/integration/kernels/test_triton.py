@@ -508,6 +508,8 @@ def test_every_kernel_passes_the_check_of_a_rank() -> None:
     ("capability", "types"), [(89, ["fp32"]), (90, ["bf16", "fp16", "fp32"])]
 )  # 99 and 227 KiB of shared memory, of which float32 takes the most
 def test_every_kernel_compiles_ahead(capability: int, types: list[str]) -> None:
+    """Every variant of every kernel for both sizes of shared memory: the smaller one in float32; the larger one in one
+    of three types, which take turns, and each kernel once in each of them."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [
