@@ -26,6 +26,8 @@ import psutil
 from load import Address, RequestFailed, complete, events, post
 from shapes import Shape, make_checkpoint, make_w8a8
 
+from quire.engine.process.version import DISTRIBUTION
+
 KV_GIB = 1
 """KV cache of servers configured in whole GiB: enough for 32 requests of 320 tokens in every shape here."""
 MAX_TOKENS = 2048
@@ -109,7 +111,7 @@ class Quire(Peer):
         return _executable(given, "quire")
 
     def version(self) -> str:
-        return _distribution(self.place.parent / "python", "quire")
+        return _distribution(self.place.parent / "python", DISTRIBUTION)
 
     def prepare(self, shape: Shape, precision: str, cache: Path) -> Path:
         source = make_checkpoint(shape, cache)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A Ray cluster of two nodes with its dashboard, and a server whose ranks Ray places on both. All on this host:
 #
-#     pip install "/path/to/quire[ray]" "ray[default]"     # the second one is the dashboard
+#     pip install "quire-llm[ray]" "ray[default]"     # the second one is the dashboard
 #     examples/ray_cluster.sh -tp 2 -pp 2         # MODEL and flags of `quire serve`
 #
 # On two hosts, run the first `ray start` on one, the second with its address on the other, and `quire serve` on the

@@ -71,7 +71,7 @@ class FlashInfer:
         try:
             self._library = importlib.import_module("flashinfer")
         except Exception as error:  # its import looks for compilers and drivers
-            raise FlashInferMissing(f"cannot be imported ({error}); pip install 'quire[flashinfer]'") from error
+            raise FlashInferMissing(f"cannot be imported ({error}); pip install 'quire-llm[flashinfer]'") from error
         self.handles_prefill = self.handles_decode = True
         self._device = device
         self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)

@@ -48,9 +48,9 @@ def __getattr__(name: str) -> Any:
 
         return getattr(engine_args, name)
     if name == "__version__":
-        from importlib.metadata import version
+        from quire.engine.process.version import version
 
-        return version("quire")
+        return version()
     if name in __all__:
         from quire.server import llm
 

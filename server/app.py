@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
@@ -11,6 +10,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute
 from starlette.types import Receive, Scope, Send
 
+from quire.engine.process.version import version
 from quire.server.anthropic import messages
 from quire.server.config.server_options import ServerOptions, names
 from quire.server.http import errors, sagemaker_vertex, status, ui
@@ -46,7 +46,7 @@ def create_app(state: ServedModel, options: ServerOptions | None = None, tracing
     """Create the application for one model, with the middleware that `options` and `tracing` require. Without options
     there is none, for calls from inside the process only. Raises `ConfigError` for API keys that cannot be read.
     """
-    app = _App(title="Quire", version=version("quire"))
+    app = _App(title="Quire", version=version())
     app.state.quire = state
     families = (
         *(chat, completions, embeddings, pooling, scores, messages, responses),

@@ -11,6 +11,7 @@ import msgspec
 
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.process.log import printable
+from quire.engine.process.version import DISTRIBUTION
 from quire.engine.protocol.errors import ConfigError
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
@@ -103,7 +104,7 @@ def compare(local: Hello, remote: Hello) -> None:
 def versions() -> dict[str, str]:
     """Return the versions that must be the same on every host."""
     found = {"python": ".".join(platform.python_version_tuple()[:2])}
-    for name in ("torch", "quire"):
+    for name in ("torch", DISTRIBUTION):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

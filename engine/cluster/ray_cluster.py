@@ -35,6 +35,7 @@ from quire.engine.config.devices import Devices
 from quire.engine.config.engine_config import EngineConfig, RayPlacement
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import resolve as config_resolve
+from quire.engine.process.version import DISTRIBUTION
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.repository import model_folder
 
@@ -95,7 +96,7 @@ def find(options: EngineOptions) -> tuple[tuple[RayPlacement, ...], Devices] | N
         return None
     if importlib.util.find_spec("ray") is None:
         if is_requested:
-            raise ConfigError("--distributed-executor-backend ray: Ray is not installed; pip install 'quire[ray]'")
+            raise ConfigError("--distributed-executor-backend ray: Ray is not installed; pip install 'quire-llm[ray]'")
         return None
     with_replicas = {
         "nnodes": options.nnodes if options.nnodes > 1 else None,
@@ -407,7 +408,7 @@ def _check_nodes(
             from quire.engine.cluster import ray_cluster
         except ImportError as error:
             missing = f"not installed ({error})"
-            return {**own, "versions": {"python": ".".join(platform.python_version_tuple()[:2]), "quire": missing}}
+            return {**own, "versions": {"python": ".".join(platform.python_version_tuple()[:2]), DISTRIBUTION: missing}}
         return {**own, **ray_cluster.describe(model, revision, download_dir, kind, ranks)}
 
     remote = ray.remote(num_cpus=0, max_retries=0)(describe)

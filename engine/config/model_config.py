@@ -443,7 +443,7 @@ def _check_attention_backend(options: EngineOptions, arch: ModelSpec, available:
         raise ConfigError(f"{requested} needs a GPU; omit it to use the CPU kernels")
     if backend == "flashinfer" and importlib.util.find_spec("flashinfer") is None:
         raise ConfigError(
-            f"{requested}: flashinfer is not installed; run pip install 'quire[flashinfer]', or omit the flag"
+            f"{requested}: flashinfer is not installed; run pip install 'quire-llm[flashinfer]', or omit the flag"
         )
 
 

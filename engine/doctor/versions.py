@@ -10,8 +10,9 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from quire.engine.doctor.check import Check, fault, not_applicable, ok, warning
+from quire.engine.process.version import DISTRIBUTION
 
-COMPARED = ("python", "quire", "torch")
+COMPARED = ("python", DISTRIBUTION, "torch")
 """What must be the same on all hosts (`quire.engine.cluster.handshake.versions`)."""
 _REPORTED = ("transformers", "triton", "flashinfer-python", "ray", "numpy")
 """What else is compared, and may differ."""

@@ -25,6 +25,7 @@ from quire.engine.doctor import cluster, gpus, network, ranks, system, versions
 from quire.engine.doctor.check import Check, Status, fault, run, worst
 from quire.engine.doctor.network import Port
 from quire.engine.process import current_process, log
+from quire.engine.process.version import DISTRIBUTION
 from quire.engine.protocol.errors import ConfigError
 from quire.server.config import flags
 from quire.server.config.server_options import ServerOptions
@@ -211,7 +212,7 @@ def check_host(options: DoctorOptions) -> Iterator[Check]:
 
     metadata: Any = None
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        metadata = importlib.metadata.metadata("quire")
+        metadata = importlib.metadata.metadata(DISTRIBUTION)
     used = None
     with contextlib.suppress(ConfigError):
         used = interface_of(address_towards(options.master_addr)) if options.nnodes > 1 else None

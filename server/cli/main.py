@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 from typing import Any
 
+from quire.engine.process.version import version
 from quire.engine.protocol.errors import ConfigError
 from quire.server.cli import bench, serve
 from quire.server.config import lazy
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser of all commands. The parsed result has `run`, the subcommand's function."""
     parser = argparse.ArgumentParser(prog="quire", description="Serve language models bigger than one device.")
-    parser.add_argument("--version", action="version", version=f"quire {version('quire')}")
+    parser.add_argument("--version", action="version", version=f"quire {version()}")
     commands: argparse._SubParsersAction[Any] = parser.add_subparsers(
         title="commands", required=True, metavar="COMMAND", parser_class=lazy.LazyParser
     )

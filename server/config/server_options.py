@@ -196,7 +196,7 @@ class ServerOptions(ModelOptions):
     otlp_traces_endpoint: str | None = flag(
         None,
         "OpenTelemetry collector that gets traces of requests, such as http://localhost:4317; "
-        "requires the extra quire[otlp] (see docs/guides/monitoring.md)",
+        "requires the extra quire-llm[otlp] (see docs/guides/monitoring.md)",
         metavar="URL",
     )
     enable_per_request_metrics: bool = flag(
@@ -378,7 +378,7 @@ def otlp_exporter(endpoint: str) -> str:
     try:
         metadata.version(package)
     except metadata.PackageNotFoundError:
-        what = "'quire[otlp]'" if protocol == "grpc" else package
+        what = "'quire-llm[otlp]'" if protocol == "grpc" else package
         raise ConfigError(f"--otlp-traces-endpoint requires OpenTelemetry for {protocol}: pip install {what}") from None
     return package.replace("-", ".")
 

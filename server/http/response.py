@@ -10,7 +10,6 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from functools import partial
-from importlib.metadata import version
 from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
@@ -19,6 +18,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from quire.engine.process.version import version
 from quire.server.client.output_stream import EngineUnavailable, RequestFailed
 from quire.server.http.errors import describe, encode_json, json_response
 from quire.server.serving.generation import Generation
@@ -31,7 +31,7 @@ StreamUsage = Literal["none", "final", "continuous"]
 DIRECT_SEND = "quire.send"
 """Key in an ASGI scope: the server's `send`, without the wrappers of middleware, which have seen the response start."""
 
-_FINGERPRINT = f"quire-{version('quire')}"
+_FINGERPRINT = f"quire-{version()}"
 
 _encode = msgspec.json.Encoder().encode
 

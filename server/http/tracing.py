@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from functools import partial
 from importlib import import_module
-from importlib.metadata import version
 from typing import Any
 
 from opentelemetry import propagate
@@ -27,6 +26,7 @@ from opentelemetry.trace import Span, SpanKind, StatusCode, Tracer, set_span_in_
 from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from quire.engine.process.version import version
 from quire.engine.protocol.errors import ConfigError
 from quire.server.client.tracing import TRACE, RequestTrace, Segment, SequenceTrace
 from quire.server.config.server_options import otlp_exporter
@@ -114,13 +114,13 @@ class Tracing:
 
     def __init__(self, exporter: SpanExporter) -> None:
         self._log = _SdkLog()
-        resource = Resource.create({SERVICE_VERSION: version("quire")})
+        resource = Resource.create({SERVICE_VERSION: version()})
         if str(resource.attributes[SERVICE_NAME]).startswith("unknown_service"):  # neither variable names it
             resource = resource.merge(Resource({SERVICE_NAME: "quire"}))
         self._exporter = exporter
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
-        self._tracer: Tracer = self._provider.get_tracer("quire", version("quire"))
+        self._tracer: Tracer = self._provider.get_tracer("quire", version())
 
     @staticmethod
     def to_collector(endpoint: str) -> Tracing:

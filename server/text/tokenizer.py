@@ -346,7 +346,7 @@ def _from_transformers(folder: Path, config: dict[str, Any], trust_remote_code: 
     if missing := [name for name in _libraries(folder) if importlib.util.find_spec(name.partition(".")[0]) is None]:
         raise ConfigError(
             f"{folder}: no tokenizer.json, and reading its vocabulary needs {', '.join(missing)}; run "
-            "pip install 'quire[tokenizers]'"
+            "pip install 'quire-llm[tokenizers]'"
         )
     name = str(config.get("tokenizer_class") or "").removesuffix("Fast")
     if "auto_map" not in config and name in _OF_SENTENCEPIECE and _is_sentencepiece(folder / "tokenizer.model"):

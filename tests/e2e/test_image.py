@@ -173,7 +173,7 @@ print(json.dumps([sorted(listed), [(part.name, part.version) for part in importl
     with podman.started("--entrypoint", "python3", image, "-c", script) as container:
         assert container.wait(60) == 0
     listed, installed = json.loads(container.lines[-1])
-    assert {"quire", "torch"} < {name for name, _ in installed}
+    assert {"quire-llm", "torch"} < {name for name, _ in installed}
     assert sorted(installed) == listed
 
 

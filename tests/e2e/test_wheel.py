@@ -84,7 +84,7 @@ def test_an_environment_with_what_it_requires_answers_the_question_of_the_readme
     """With the packages that the other tests have, of which pip finds none missing, and without a compiler."""
     environment, elsewhere = outside / "environment", outside / "elsewhere"
     elsewhere.mkdir()
-    (described,) = metadata.distributions(name="quire", path=[str(wheel)])
+    (described,) = metadata.distributions(name="quire-llm", path=[str(wheel)])
     environment_of_links(environment, described.requires or ())
     run(
         [*PIP, "--python", str(environment), "install", "--no-index", "--no-compile", str(wheel)],

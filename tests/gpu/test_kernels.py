@@ -221,7 +221,7 @@ def test_flashinfer(
     kind: AttentionLayer, requests: list[tuple[int, int]], dtype: torch.dtype, device: torch.device
 ) -> None:
     if importlib.util.find_spec("flashinfer") is None:
-        pytest.skip("FlashInfer is not installed: pip install 'quire[flashinfer]'")
+        pytest.skip("FlashInfer is not installed: pip install 'quire-llm[flashinfer]'")
     found = FlashInfer(device)
     if lack := found.unsupported(kind, dtype, dtype):
         with pytest.raises(backends.BackendUnavailable, match=lack):

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import tomllib
 from pathlib import Path
 
 from setuptools import find_packages
 
+from quire.engine.process.version import DISTRIBUTION
+
 ROOT = Path(__file__).parents[2]
-SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT, SETUPTOOLS = PYPROJECT["project"], PYPROJECT["tool"]["setuptools"]
+TEXTS = (".py", ".md", ".sh", ".yaml", ".yml")
 ROOMS = ("server", "engine", "kernels")
 
 
@@ -50,6 +55,16 @@ def test_every_other_file_is_package_data() -> None:
             assert matches, f"{pattern} of {package} matches no file"
             listed |= matches
     assert data == listed
+
+
+def test_every_text_names_our_distribution() -> None:
+    """`quire` in a package index is another project's."""
+    assert PROJECT["name"] == DISTRIBUTION
+    folders = (*ROOMS, "quire", "docs", "examples", "deploy", "benchmarks")
+    texts = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in TEXTS]
+    texts += [*ROOT.glob("*.md"), *(ROOT / "scripts").iterdir()]
+    wrong = re.compile(r"\bquire\[|pip install ['\"]?quire(?![-/\w])")
+    assert not [path for path in texts if path.is_file() and wrong.search(path.read_text())]
 
 
 def test_no_two_classes_have_one_name() -> None:

@@ -51,7 +51,7 @@ def check(file: str) -> None:
     if Path(file).suffix not in _SUFFIXES:
         raise ConfigError(f"--plot {file}: the name must end in {', '.join(_SUFFIXES)}")
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError('--plot requires matplotlib: pip install "quire[bench]"')
+        raise ConfigError('--plot requires matplotlib: pip install "quire-llm[bench]"')
 
 
 def draw(file: str, records: Sequence[RequestRecord], title: str) -> None:

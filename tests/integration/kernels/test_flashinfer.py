@@ -277,7 +277,7 @@ def test_a_library_that_is_not_there(monkeypatch: pytest.MonkeyPatch, caplog: py
     assert backends.choose(CUDA, torch.float16, NEEDS, reference.paged_attention) is None
     assert "attention on cuda: triton (flashinfer is not used: cannot be imported" in caplog.text
     named = AttentionConfig((LAYER,), 16, torch.float16, "flashinfer")
-    with pytest.raises(BackendUnavailable, match=r"pip install 'quire\[flashinfer\]'; use triton or omit the flag"):
+    with pytest.raises(BackendUnavailable, match=r"pip install 'quire-llm\[flashinfer\]'; use triton or omit the flag"):
         backends.choose(CUDA, torch.float16, named, reference.paged_attention)
 
 

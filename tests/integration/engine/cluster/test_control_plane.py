@@ -416,7 +416,7 @@ def test_other_versions_and_other_files_are_named(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=text):
             compare(mine, hello(1, versions, model))
-    assert handshake.versions().keys() == {"python", "torch", "quire"}
+    assert handshake.versions().keys() == {"python", "torch", "quire-llm"}
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"12345")
     found = handshake.fingerprint(tmp_path)

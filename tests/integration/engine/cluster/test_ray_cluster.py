@@ -168,7 +168,7 @@ def test_what_ray_does_not_do_is_refused(changes: dict[str, Any], message: str) 
 
 def test_without_ray_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert refusal().endswith("pip install 'quire[ray]'")
+    assert refusal().endswith("pip install 'quire-llm[ray]'")
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from quire.engine.doctor.check import Check, ok
 from quire.engine.doctor.cluster import Answer, Cluster, Coordinator, Prober, Report, Request
 from quire.engine.doctor.ranks import RankTask
 
-VERSIONS = {"python": "3.12.1", "quire": "1", "torch": "2.13", "triton": "3.9"}
+VERSIONS = {"python": "3.12.1", "quire-llm": "1", "torch": "2.13", "triton": "3.9"}
 OWN = Report([ok("memory", "enough")], VERSIONS, "cpu", 1, 1500)
 ADDRESS = "127.0.0.1"
 
@@ -87,7 +87,7 @@ def test_hosts_that_are_alike() -> None:
 
 
 def test_what_differs_is_named() -> None:
-    other = {"python": "3.12.9", "quire": "1", "torch": "2.12", "triton": "none"}
+    other = {"python": "3.12.9", "quire-llm": "1", "torch": "2.12", "triton": "none"}
     _, checks = checked(check=lambda: msgspec.structs.replace(OWN, versions=other, mtu=9000))
     assert checks["versions of torch"].status == "fault"
     assert checks["versions of torch"].found == "2.13 on node 0 (127.0.0.1), 2.12 on node 1 (127.0.0.1)"

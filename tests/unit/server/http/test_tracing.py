@@ -584,7 +584,7 @@ def test_the_service_has_the_name_that_opentelemetry_is_told(
     tracing.close()
     resource = tracing._provider.resource.attributes
     assert resource["service.name"] == name
-    assert resource["service.version"] == metadata.version("quire")
+    assert resource["service.version"] == metadata.version("quire-llm")
     assert resource.get("zone") == ("b" if name == "theirs" else None)
 
 
@@ -618,7 +618,8 @@ def test_other_protocols_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(
-    ("protocol", "install"), [("grpc", "'quire[otlp]'"), ("http/protobuf", "opentelemetry-exporter-otlp-proto-http")]
+    ("protocol", "install"),
+    [("grpc", "'quire-llm[otlp]'"), ("http/protobuf", "opentelemetry-exporter-otlp-proto-http")],
 )
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch, protocol: str, install: str) -> None:
     def version(package: str) -> str:

@@ -140,7 +140,9 @@ def test_what_reading_a_vocabulary_needs_is_named(
 ) -> None:
     (tmp_path / "tokenizer.model").write_bytes(start)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=rf"its vocabulary needs {missing}; run pip install 'quire\[tokenizers\]'"):
+    with pytest.raises(
+        ConfigError, match=rf"its vocabulary needs {missing}; run pip install 'quire-llm\[tokenizers\]'"
+    ):
         Tokenizer.load(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["code.Slow", null]}}')
     with pytest.raises(ConfigError, match="requires its own Python code, which needs --trust-remote-code"):

@@ -321,7 +321,7 @@ def test_the_users_mistakes_are_one_line(
     ):
         assert complaint in refusal(capsys, "serve", *arguments)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert 'pip install "quire[bench]"' in refusal(capsys, "serve", "--plot", str(tmp_path / "run.png"))
+    assert 'pip install "quire-llm[bench]"' in refusal(capsys, "serve", "--plot", str(tmp_path / "run.png"))
 
 
 def test_a_server_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
