@@ -53,10 +53,11 @@ RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
 FROM build AS wheel
 # The instruction sets of the CPU kernels, with commas between them; empty: all.
 ARG KERNEL_ISAS=""
+ARG REVISION=""
 COPY . /src
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     --mount=type=bind,from=dependencies,source=/opt/torch-headers,target=/opt/torch-headers \
-    TORCH_HEADERS=/opt/torch-headers KERNEL_ISAS="${KERNEL_ISAS}" \
+    TORCH_HEADERS=/opt/torch-headers KERNEL_ISAS="${KERNEL_ISAS}" REVISION="${REVISION}" \
     /opt/build/bin/pip wheel --no-cache-dir --no-deps --wheel-dir /wheels /src
 
 FROM ${VARIANT}

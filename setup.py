@@ -1,10 +1,11 @@
-"""Compiles the CPU kernels into the wheel. Everything else about the package is in pyproject.toml.
+"""Compiles the CPU kernels into the wheel, and names the commit in it. All else about the package is in pyproject.toml.
 
 A wheel gets a library for each instruction set of the machine that the compiler (`CXX`, or c++) compiles for, so with a
 cross-compiler a wheel of another machine is built. It needs torch's headers: torch is installed, and the wheel is built
 by `pip wheel --no-build-isolation`, as `scripts/wheel` does, or `TORCH_HEADERS` names torch's folder `include`. Without
 them or a compiler the wheel has no libraries and works everywhere; the kernels are then compiled at the first start on
-a host. `KERNEL_ISAS` names fewer instruction sets, with commas between them.
+a host. `KERNEL_ISAS` names fewer instruction sets, with commas between them. `REVISION` names the commit where there is
+no git repository to read it from, as in the build of an image.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from types import ModuleType
 from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
+from setuptools.command.sdist import sdist
 
-KERNELS = Path(__file__).parent / "quire" / "kernels"
+ROOT = Path(__file__).parent
+KERNELS = ROOT / "quire" / "kernels"
 
 
 def load(path: Path) -> ModuleType:
@@ -33,6 +36,7 @@ def load(path: Path) -> ModuleType:
     return module
 
 
+version = load(ROOT / "quire" / "engine" / "process" / "version.py")
 compiler, isa = load(KERNELS / "cpu" / "compiler.py"), load(KERNELS / "isa.py")
 CXX = compiler.find_compiler()
 TORCH = importlib.util.find_spec("torch")
@@ -47,18 +51,35 @@ if BUILDS_KERNELS and (names := os.environ.get("KERNEL_ISAS")):
     ISAS = [each for each in ISAS if each.name in chosen]
 
 
+def write_commit(folder: str) -> None:
+    """Write the commit into the package in `folder`, if it is known."""
+    if commit := os.environ.get("REVISION") or version.commit(ROOT):
+        (Path(folder) / version.COMMIT_FILE).write_text(f"{commit}\n")
+
+
 class BuildPy(build_py):
-    """Adds the libraries to the package, except to an editable installation."""
+    """Adds the commit and the libraries to the package, except to an editable installation."""
 
     def run(self) -> None:
         super().run()
-        if not BUILDS_KERNELS or self.editable_mode:
+        if self.editable_mode:
+            return
+        write_commit(self.build_lib)
+        if not BUILDS_KERNELS:
             return
         folder = Path(self.build_lib) / "quire" / "kernels" / "cpu" / compiler.PREBUILT
         folder.mkdir(parents=True, exist_ok=True)
         for each in ISAS:
             print(f"compiling the CPU kernels for {each.name}", flush=True)
             compiler.compile_library(CXX, each.flags, Path(HEADERS), folder / compiler.library_name(each.name))
+
+
+class Sdist(sdist):
+    """Has the commit, too, for the wheels that are built from it."""
+
+    def make_release_tree(self, base_dir: str, files: list[str]) -> None:
+        super().make_release_tree(base_dir, files)
+        write_commit(base_dir)
 
 
 class BdistWheel(bdist_wheel):
@@ -75,4 +96,4 @@ class PlatformDistribution(Distribution):
         return BUILDS_KERNELS
 
 
-setup(distclass=PlatformDistribution, cmdclass={"build_py": BuildPy, "bdist_wheel": BdistWheel})
+setup(distclass=PlatformDistribution, cmdclass={"build_py": BuildPy, "sdist": Sdist, "bdist_wheel": BdistWheel})

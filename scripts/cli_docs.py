@@ -37,7 +37,7 @@ def render() -> str:
         for name, command in commands
     ]
     parts = [INTRODUCTION, "## Commands\n", table(("command", ""), rows)]
-    parts.append("`quire --version` prints the version.\n")
+    parts.append("`quire --version` prints the version, and the commit if it is known.\n")
     for name, command in commands:
         parts += _command(name, command, engine)
     return "\n".join(parts)

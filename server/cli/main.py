@@ -7,10 +7,19 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from quire.engine.process.version import version
+from quire.engine.process.version import commit, version
 from quire.engine.protocol.errors import ConfigError
 from quire.server.cli import bench, serve
 from quire.server.config import lazy
+
+
+class _Version(argparse.Action):
+    """Prints the version; asking for the commit may start git, which other command lines do not need."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        built_from = f" ({found})" if (found := commit()) else ""
+        print(f"quire {version()}{built_from}")
+        parser.exit()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser of all commands. The parsed result has `run`, the subcommand's function."""
     parser = argparse.ArgumentParser(prog="quire", description="Serve language models bigger than one device.")
-    parser.add_argument("--version", action="version", version=f"quire {version()}")
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version, with the commit, and exit")
     commands: argparse._SubParsersAction[Any] = parser.add_subparsers(
         title="commands", required=True, metavar="COMMAND", parser_class=lazy.LazyParser
     )

@@ -179,8 +179,9 @@ print(json.dumps([sorted(listed), [(part.name, part.version) for part in importl
 
 def test_a_login_shell_finds_its_programs(podman: Podman, image: str) -> None:
     """As KubeRay starts one; the manifests of deploy/ download with `hf`."""
-    with podman.started("--entrypoint", "bash", image, "-lc", "quire --version && hf --help") as container:
+    with podman.started("--entrypoint", "bash", image, "-lc", "hf --help && quire --version") as container:
         assert container.wait(60) == 0
+    assert container.lines[-1].endswith(" (0123abc)\n")
 
 
 def test_it_answers_with_a_read_only_root_and_stops(podman: Podman, image: str) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from quire.engine.process.version import COMMIT_FILE
 from quire.kernels.cpu.compiler import library_name
 from quire.kernels.isa import ISAS
 from tests.e2e.environments import OWN_ENVIRONMENT, environment_of_links, run
@@ -49,7 +50,13 @@ def build_wheel(outside: Path, compiler: str) -> Path:
     shutil.copytree(ROOT / "quire", source / "quire", ignore=shutil.ignore_patterns("__pycache__"))
     options = ("--no-deps", "--no-build-isolation", "--wheel-dir", str(outside / "wheels"))
     program = str(kept_objects.compiler(compiler))
-    run([*PIP, "wheel", *options, str(source)], "the wheel cannot be built", cwd=outside, CXX=program)
+    run(
+        [*PIP, "wheel", *options, str(source)],
+        "the wheel cannot be built",
+        cwd=outside,
+        CXX=program,
+        REVISION="0123abc",
+    )
     shutil.rmtree(source)
     (built,) = (outside / "wheels").iterdir()
     return built
@@ -65,6 +72,7 @@ def test_the_wheel_has_every_file_of_the_packages(wheel: Path) -> None:
     expected = {f"{package.replace('.', '/')}/{path.name}" for package, paths in FILES.items() for path in paths}
     machine = platform.machine()
     libraries = {f"quire/kernels/cpu/prebuilt/{library_name(each.name)}" for each in ISAS if each.machine == machine}
+    expected.add(str(COMMIT_FILE))
     with zipfile.ZipFile(wheel) as archive:
         assert {name for name in archive.namelist() if ".dist-info/" not in name} == expected | libraries
         contents = [archive.read(name) for name in libraries]
@@ -94,7 +102,9 @@ def test_an_environment_with_what_it_requires_answers_the_question_of_the_readme
         PIP_FIND_LINKS="",
     )
     quire = str(environment / "bin" / "quire")
-    assert "serve" in run([quire, "--help"], "quire --help failed", cwd=elsewhere)
+    assert (
+        run([quire, "--version"], "quire --version failed", cwd=elsewhere) == f"quire {described.version} (0123abc)\n"
+    )
 
     no_compiler = {"CXX": "there-is-none", "QUIRE_KERNEL_CACHE": str(elsewhere / "kernels")}
     with serve(program=[quire], cwd=elsewhere, env=OWN_ENVIRONMENT | no_compiler) as server:

@@ -135,10 +135,14 @@ def test_help_is_grouped_and_says_what_flags_default_to(capsys: pytest.CaptureFi
         assert "None" not in line
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--version"])
-    assert capsys.readouterr().out == f"quire {quire.__version__}\n"
+def test_the_version_has_the_commit_if_it_is_known(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for found, shown in (("0123abc-dirty", " (0123abc-dirty)"), ("", "")):
+        monkeypatch.setattr("quire.server.cli.main.commit", lambda found=found: found)
+        with pytest.raises(SystemExit, match=r"^0$"):
+            main(["--version"])
+        assert capsys.readouterr().out == f"quire {quire.__version__}{shown}\n"
 
 
 def serve(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
