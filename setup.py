@@ -1,4 +1,4 @@
-"""Compiles the CPU kernels into the wheel, and names the commit in it. All else about the package is in pyproject.toml.
+"""Compiles the CPU kernels into the wheel, names the commit and adapts the README. All else is in pyproject.toml.
 
 A wheel gets a library for each instruction set of the machine that the compiler (`CXX`, or c++) compiles for, so with a
 cross-compiler a wheel of another machine is built. It needs torch's headers: torch is installed, and the wheel is built
@@ -14,6 +14,7 @@ import importlib.util
 import os
 import re
 import subprocess
+import tomllib
 from pathlib import Path
 from types import ModuleType
 
@@ -91,9 +92,23 @@ class BdistWheel(bdist_wheel):
         return ("py3", "none", f"manylinux_2_{max(needed)}_{MACHINE}" if needed else "any")
 
 
+def index_page(readme: str) -> str:
+    """The README for a package index, where relative links lead nowhere. It ends before the chapters for developers,
+    whose diagram an index would show as text.
+    """
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
+    for_users = readme.partition("\n## How a request flows")[0]
+    return re.sub(r"(?<=\]\()(?!https?:|#)", f"{urls['Homepage']}/blob/main/", for_users)
+
+
 class PlatformDistribution(Distribution):
     def has_ext_modules(self) -> bool:
         return BUILDS_KERNELS
 
 
-setup(distclass=PlatformDistribution, cmdclass={"build_py": BuildPy, "sdist": Sdist, "bdist_wheel": BdistWheel})
+setup(
+    distclass=PlatformDistribution,
+    cmdclass={"build_py": BuildPy, "sdist": Sdist, "bdist_wheel": BdistWheel},
+    long_description=index_page((ROOT / "README.md").read_text()),
+    long_description_content_type="text/markdown",
+)

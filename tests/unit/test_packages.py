@@ -5,10 +5,13 @@ from __future__ import annotations
 import ast
 import os
 import re
+import runpy
 import tomllib
 from pathlib import Path
+from typing import Any
 
-from setuptools import find_packages
+import pytest
+import setuptools
 
 from quire.engine.process.version import DISTRIBUTION
 
@@ -42,7 +45,7 @@ def test_every_folder_with_python_files_is_found_as_a_package() -> None:
     find = SETUPTOOLS["packages"]["find"]
     assert find["namespaces"] is False, "a folder without __init__.py would be a package, too"
     packages = {name for name, paths in FILES.items() if any(path.suffix == ".py" for path in paths)}
-    assert packages == set(find_packages(str(ROOT), include=find["include"]))
+    assert packages == set(setuptools.find_packages(str(ROOT), include=find["include"]))
 
 
 def test_every_other_file_is_package_data() -> None:
@@ -55,6 +58,21 @@ def test_every_other_file_is_package_data() -> None:
             assert matches, f"{pattern} of {package} matches no file"
             listed |= matches
     assert data == listed
+
+
+def test_the_page_on_a_package_index_has_absolute_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each leads to a file of the checkout, on GitHub."""
+    told: dict[str, Any] = {}
+    monkeypatch.setattr(setuptools, "setup", told.update)
+    monkeypatch.setenv("CXX", "there-is-none")
+    runpy.run_path(str(ROOT / "setup.py"))
+    page, source = told["long_description"], f"{PROJECT['urls']['Homepage']}/blob/main/"
+    links = [link for link in re.findall(r"\]\(([^)#]*)", page) if link]
+    assert len(links) > 20
+    for link in links:
+        assert (ROOT / link.removeprefix(source)).exists() if link.startswith(source) else link.startswith("https://")
+    assert "pip install quire-llm" in page
+    assert "mermaid" not in page
 
 
 def test_every_text_names_our_distribution() -> None:
