@@ -29,22 +29,23 @@ RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     python3 -m venv /opt/build && \
     /opt/build/bin/pip install --no-cache-dir --upgrade pip 'cyclonedx-bom>=7.5,<8'
 
-# Apart from Quire, so that their layer is the same while pyproject.toml is.
+# Apart from Quire, so that their layer is the same while pyproject.toml and constraints.txt are.
 FROM build AS dependencies
 ARG VARIANT
-# The version that the tests run with, as in scripts/setup.
-ARG TORCH=torch==2.13.0
+# Another torch than that of constraints.txt, which has the versions that the tests run with.
+ARG TORCH=""
 ARG TORCH_INDEX=https://download.pytorch.org/whl/${VARIANT}
 # Extras of Quire, with commas between them: ray, otlp.
 ARG EXTRAS=""
-COPY pyproject.toml /src/
+COPY pyproject.toml constraints.txt /src/
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     python3 -m venv --without-pip /opt/quire && \
     python3 -c 'import sys, tomllib; project = tomllib.load(open("/src/pyproject.toml", "rb"))["project"]; \
     extras = [project["optional-dependencies"][extra] for extra in sys.argv[1].split(",") if extra]; \
     print(*project["dependencies"], *sum(extras, []), sep="\n")' "${EXTRAS}" > /src/requirements.txt && \
-    /opt/build/bin/pip --python /opt/quire install --no-cache-dir --extra-index-url "${TORCH_INDEX}" "${TORCH}" \
-    --requirement /src/requirements.txt && \
+    sed -i "${TORCH:+/^torch==/d}" /src/constraints.txt && \
+    /opt/build/bin/pip --python /opt/quire install --no-cache-dir --extra-index-url "${TORCH_INDEX}" "${TORCH:-torch}" \
+    --requirement /src/requirements.txt --constraint /src/constraints.txt && \
     # Out of the image: tests, and headers, which the wheel's kernels are compiled with. 250 MB.
     mv /opt/quire/lib/python3*/site-packages/torch/include /opt/torch-headers && \
     rm -rf /opt/quire/lib/python3*/site-packages/torch/bin/*est* && \

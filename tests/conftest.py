@@ -10,6 +10,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Generator, Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import hypothesis
@@ -24,6 +25,10 @@ hypothesis.settings.register_profile("explore", print_blob=True, max_examples=15
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 pytest_plugins = ("tests.tiers",)
+
+OF_SLOW_TESTS = {"playwright": "e2e/test_ui.py", "schemathesis": "e2e/test_openapi_fuzz.py"}
+collect_ignore = [file for package, file in OF_SLOW_TESTS.items() if find_spec(package) is None]
+"""Files with slow tests only. Without what `scripts/setup ci` installs they cannot be imported."""
 
 NAMESPACES = {f"tests/e2e/test_{name}.py" for name in ("doctor", "namespaces", "nodes", "ray", "replicas")}
 

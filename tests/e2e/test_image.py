@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 import subprocess
 import tempfile
 import tomllib
@@ -120,17 +119,11 @@ def podman(folder: Path) -> Iterator[Podman]:
 
     base = made_once("base", SUITE, *_SLIM, make=make) / "base.tar"
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    (torch,) = re.findall(r"^ARG TORCH=(\S+)$", (ROOT / "Dockerfile").read_text(), flags=re.M)
-    packages = [
-        *project["build-system"]["requires"],
-        *project["project"]["dependencies"],
-        torch,
-        "pip",
-        "cyclonedx-bom",
-    ]
+    packages = [*project["build-system"]["requires"], *project["project"]["dependencies"], "pip", "cyclonedx-bom"]
+    options = ("--only-binary=:all:", "--python-version=3.11", f"--constraint={ROOT / 'constraints.txt'}")
     run(
         # Debian's Python, which need not be this one.
-        [*PIP, "download", "--only-binary=:all:", "--python-version=3.11", f"--dest={folder}/wheels", *packages],
+        [*PIP, "download", *options, f"--dest={folder}/wheels", *packages],
         f"the packages cannot be downloaded; {_NEEDS}",
     )
     (folder / "pip.conf").write_text("[global]\nno-index = true\nfind-links = /wheelhouse\n")

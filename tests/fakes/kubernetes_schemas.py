@@ -9,10 +9,11 @@ from functools import cache
 from typing import Any
 
 import jsonschema
-from kubernetes_validate.utils import all_versions, schema_contents
+import pytest
 from referencing import Registry, Resource
 
-VERSIONS = list(dict.fromkeys(all_versions()))[-2:]
+_published = pytest.importorskip("kubernetes_validate.utils", reason="scripts/setup ci installs it")
+VERSIONS: list[str] = list(dict.fromkeys(_published.all_versions()))[-2:]
 """The newest two."""
 
 _DEFINITIONS = "https://kubernetes.io/api/_definitions.json"
@@ -176,7 +177,9 @@ CUSTOM: dict[str, dict[str, Any]] = {
 
 @cache
 def _registry(version: str) -> Registry[Any]:
-    definitions = schema_contents(f"kubernetes-json-schema/v{version}-local-strict/_definitions.json", version)
+    definitions = _published.schema_contents(
+        f"kubernetes-json-schema/v{version}-local-strict/_definitions.json", version
+    )
     registry: Registry[Any] = Registry().with_resource(_DEFINITIONS, Resource.from_contents(definitions))
     return registry
 
@@ -187,7 +190,7 @@ def _validator(version: str, kind: str, api_version: str) -> jsonschema.Draft202
     if schema is None:
         group = re.sub(r"^([^./]*)(?:\.[^/]*)?/", r"\1-", api_version)
         name = f"kubernetes-json-schema/v{version}-local-strict/{kind.lower()}-{group}.json"
-        schema = schema_contents(name, version)
+        schema = _published.schema_contents(name, version)
     return jsonschema.Draft202012Validator(schema, registry=_registry(version))
 
 

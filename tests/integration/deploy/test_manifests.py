@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import helm_python
 import pytest
 import yaml
 
@@ -33,6 +32,7 @@ from tests.fakes.manifests import (
     find,
     flags,
     helm,
+    helm_python,
     kustomize,
     pod_templates,
     quire_container,
