@@ -1,6 +1,7 @@
 """The parts of the slow tier, as tests/parts.toml lists them, and those which a change touches. No library is needed:
 
 python -m tests.parts names                 every part, as JSON
+python -m tests.parts root                  those that need root and privileges, as JSON
 python -m tests.parts files hosts ray       the files of some parts
 python -m tests.parts touched 540           the parts to run for what changed since the last full run, in 540 s
 """
@@ -24,6 +25,8 @@ CORES = 2
 class Part:
     tests: list[str]
     touched_by: list[str]
+    needs_root: bool = False
+    """It makes network namespaces, or runs another system in a container or on an emulated processor."""
 
     def changed_lines(self, changes: Mapping[str, int]) -> int:
         """How many of the changed lines are in files that touch this part."""
@@ -84,6 +87,8 @@ def files_of(names: Iterable[str]) -> list[str]:
 def main(command: str, *arguments: str) -> None:
     if command == "names":
         print(json.dumps(list(PARTS)))
+    elif command == "root":
+        print(json.dumps([name for name, part in PARTS.items() if part.needs_root]))
     elif command == "files":
         print(*files_of(arguments), sep="\n")
     elif command == "touched":
