@@ -1,13 +1,14 @@
 """The cost of metrics: CPU time with them divided by CPU time without them, in turns.
 
-.venv/bin/python benchmarks/metrics.py [--quick] [--json]
+.venv/bin/python benchmarks/metrics.py [--quick] [--scrape] [--json]
 
 `steps`: decode steps of the demo model in this process, with and without the times of each step and the samples of what
 the rank uses; and the microseconds of each, because the ratios differ among themselves by more. `requests`: the API
 process's work for requests between the engine's messages and the output streams, with and without its counts. `scrape`:
-milliseconds for the text of /metrics with this number of replicas, and what the client library needs for the same text;
-divide by the scrape interval for the cost. Ratios are medians over the rounds, in which both ways take turns; --quick
-only shows that it works.
+milliseconds for the text of /metrics with this number of replicas, and the KiB that it takes in memory, with the table
+that processes share; and the same of prometheus_client, with metrics of the same names, labels and buckets. Divide by
+the scrape interval for the cost. --scrape measures only this. Ratios are medians over the rounds, in which both ways
+take turns; --quick only shows that it works.
 """
 
 from __future__ import annotations
@@ -21,12 +22,11 @@ import statistics
 import sys
 import tempfile
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 
-from prometheus_client import generate_latest
-from prometheus_client.metrics_core import Metric
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from prometheus_client.registry import Collector
 from tensor_parallel import CONTEXT, requests
 
 from quire.engine.config.options import DEMO_MODEL, EngineOptions
@@ -41,7 +41,7 @@ from quire.engine.protocol.scheduler_output import CachedRequestData, NewRequest
 from quire.engine.protocol.stats import EngineStats, GpuUsage, RankStats, RankUsage
 from quire.engine.protocol.supervision import ReplicaUp
 from quire.server.client.engine_client import EngineClient
-from quire.server.client.metrics import HISTOGRAMS, Metrics
+from quire.server.client.metrics import HISTOGRAMS, Metrics, _histogram_template, _series
 
 REPLICAS = (1, 8, 64)
 
@@ -187,8 +187,8 @@ async def request_cost(rounds: int, num_requests: int, tokens: int) -> tuple[flo
         return found, more / num_requests / tokens * 1e6
 
 
-def scrape(replicas: int, rounds: int) -> tuple[float, float]:
-    """Milliseconds for the text of /metrics, and for the client library."""
+def filled(replicas: int) -> Metrics:
+    """Our metrics of replicas with a rank each, all of which have values."""
     metrics = Metrics("m", config=resolve(EngineOptions(device="cpu")))
     for replica in range(replicas):
         metrics.state(replica, "up")
@@ -197,15 +197,60 @@ def scrape(replicas: int, rounds: int) -> tuple[float, float]:
             metrics.observe(replica, name, 0.3, 4)
         usage = RankUsage(1.0, 2, 3, GpuUsage(1, 2, 0.5, 300.0, 1, 1, 1, 1))
         metrics.rank_stats[replica] = [RankStats(4, 9.0, 1.0, usage=usage)]
-    families = list(text_string_to_metric_families(metrics.exposition().decode()))
+    metrics.exposition()  # it keeps the parts of the text
+    return metrics
 
-    class Same(Collector):
-        def collect(self) -> Iterator[Metric]:
-            return iter(families)
 
+def same(exposition: str) -> CollectorRegistry:
+    """The metrics of a text as those of prometheus_client."""
+    registry = CollectorRegistry()
+    for family in text_string_to_metric_families(exposition):
+        rows = [
+            (sample, {name: text for name, text in sample.labels.items() if name != "le"}) for sample in family.samples
+        ]
+        names = list(rows[0][1]) if rows else []
+        if family.type == "histogram":
+            bounds = sorted({float(sample.labels["le"]) for sample, _ in rows if "le" in sample.labels})
+            histogram = Histogram(family.name, family.documentation, names, registry=registry, buckets=bounds)
+            for sample, labels in rows:
+                if sample.name.endswith("_count"):
+                    (histogram.labels(**labels) if names else histogram).observe(0.3)
+        elif family.type == "counter":
+            counter = Counter(family.name, family.documentation, names, registry=registry)
+            for sample, labels in rows:
+                (counter.labels(**labels) if names else counter).inc(sample.value)
+        else:
+            gauge = Gauge(family.name, family.documentation, names, registry=registry)
+            for sample, labels in rows:
+                (gauge.labels(**labels) if names else gauge).set(sample.value)
+    return registry
+
+
+def kept(make: Callable[[], object]) -> float:
+    """The KiB that a result takes, with what is cached for it."""
+    _series.cache_clear()
+    _histogram_template.cache_clear()
+    tracemalloc.start()
+    made = make()
+    found = tracemalloc.get_traced_memory()[0] + (len(made._table) if isinstance(made, Metrics) else 0)
+    tracemalloc.stop()
+    return found / 1024
+
+
+def scrape(replicas: int, rounds: int) -> dict[str, float]:
+    """Of the text of /metrics."""
+    metrics = filled(replicas)
+    text = metrics.exposition().decode()
+    registry = same(text)
     ours = [cpu_seconds(metrics.exposition) for _ in range(rounds)]
-    theirs = [cpu_seconds(lambda: generate_latest(Same())) for _ in range(rounds)]
-    return statistics.median(ours) * 1e3, statistics.median(theirs) * 1e3
+    theirs = [cpu_seconds(lambda: generate_latest(registry)) for _ in range(rounds)]
+    return {
+        "lines": sum(not line.startswith("#") for line in text.splitlines()),
+        "ms": statistics.median(ours) * 1e3,
+        "prometheus_client ms": statistics.median(theirs) * 1e3,
+        "KiB": kept(lambda: filled(replicas)),
+        "prometheus_client KiB": kept(lambda: same(text)),
+    }
 
 
 def main() -> None:
@@ -218,29 +263,30 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="tokens of each request")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--quick", action="store_true", help="few steps, two rounds: a smoke test")
+    parser.add_argument("--scrape", action="store_true", help="only the text of /metrics")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if options.quick:
         options.rows, options.steps, options.requests, options.rounds = [2], 8, 4, 2
     results: dict[str, float] = {}
-    for rows in options.rows:
+    for rows in [] if options.scrape else options.rows:
         steps = Steps(rows, options.steps)
         results[f"steps of {rows}, times"], _ = paired(options.rounds, steps.run, steps.without_times)
         results[f"steps of {rows}, samples"], _ = paired(options.rounds, steps.with_sampler, steps.run)
         results |= {f"steps of {rows}, {name}": value for name, value in steps.microseconds().items()}
         steps.executor.close()
-    results["requests"], results["requests, µs of a token more"] = asyncio.run(
-        request_cost(options.rounds, options.requests, options.tokens)
-    )
+    if not options.scrape:
+        results["requests"], results["requests, µs of a token more"] = asyncio.run(
+            request_cost(options.rounds, options.requests, options.tokens)
+        )
     for replicas in REPLICAS:
-        ours, theirs = scrape(replicas, options.rounds)
-        results |= {f"scrape of {replicas}, ms": ours, f"scrape of {replicas}, client library ms": theirs}
+        results |= {f"scrape of {replicas}, {name}": value for name, value in scrape(replicas, options.rounds).items()}
     if options.json:
         json.dump(results, sys.stdout, indent=1)
         print()
         return
     for name, value in results.items():
-        print(f"{name:36} {value:8.3f}")
+        print(f"{name:40} {value:10.3f}")
 
 
 if __name__ == "__main__":
