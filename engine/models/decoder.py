@@ -20,7 +20,7 @@ from quire.engine.layers.layer_input import LayerInputs
 from quire.engine.layers.residual import GatedHead, HyperHead, StreamProjections, make_merger
 from quire.engine.layers.rotary import Rotary
 from quire.engine.layers.weight import Weight, whole
-from quire.engine.models.decoder_layer import DecoderLayer, apply, interleave, norm_of
+from quire.engine.models.decoder_layer import DecoderLayer, LayerStep, apply, interleave, norm_of
 from quire.engine.models.make_layers import make_layers
 
 
@@ -150,8 +150,8 @@ class Decoder(nn.Module):
             if number in self._aux:
                 kept[number] = x if residual is None else residual + x
             turns = None if layer.spec.attention is None else cos_sin[layer.spec.attention.rope]
-            last_of_requests = last_tokens if number == last else None
-            x, residual = yield from layer.in_phases(x, residual, batch, turns, cache, own, last_of_requests)
+            step = LayerStep(batch, turns, cache, own, last_tokens if number == last else None)
+            x, residual = yield from layer.in_phases(x, residual, step)
         x = x if residual is None else residual + x
         kept[len(self.layers)] = x
         return self._joined(x, given, kept)

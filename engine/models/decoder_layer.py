@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Generator
-from typing import ClassVar, TypeVar
+from typing import ClassVar, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
@@ -22,6 +22,19 @@ from quire.engine.layers.recurrent import make_mixer
 T = TypeVar("T")
 Phases = Generator[None, None, tuple[Tensor, Tensor | None]]
 """A layer's work, interrupted whenever tokens are in transit to or from experts: then another batch may run."""
+
+
+class LayerStep(NamedTuple):
+    """What a layer reads in a step besides the hidden states."""
+
+    batch: Batch
+    cos_sin: Tensor | None
+    cache: LayerCache
+    own: Tensor | None = None
+    """The layer's own input, or the embedded token if the layer reads it."""
+    last_tokens: Tensor | None = None
+    """The indices of the requests' last tokens, if only these are needed after the layer: the model's last layer needs
+    only keys and values of the others."""
 
 
 class DecoderLayer(nn.Module):
@@ -49,65 +62,35 @@ class DecoderLayer(nn.Module):
             if "feed_forward" in self.sole_readers:
                 _feed(self.feed_forward_norm, self.feed_forward)
 
-    def forward(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        batch: Batch,
-        cos_sin: Tensor | None,
-        cache: LayerCache,
-        own: Tensor | None = None,
-        last_tokens: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor, residual: Tensor | None, step: LayerStep) -> tuple[Tensor, Tensor | None]:
         """All of `in_phases` at once."""
-        (result,) = interleave([self.in_phases(x, residual, batch, cos_sin, cache, own, last_tokens)])
+        (result,) = interleave([self.in_phases(x, residual, step)])
         return result
 
-    def in_phases(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        batch: Batch,
-        cos_sin: Tensor | None,
-        cache: LayerCache,
-        own: Tensor | None = None,
-        last_tokens: Tensor | None = None,
-    ) -> Phases:
-        """Run the layer. `x` is not yet added to `residual`, in the arguments as in the result. `own` is the layer's
-        own input, or the embedded token if the layer reads it.
-
-        With `last_tokens`, the indices of the requests' last tokens, only these are returned: the model's last layer
-        needs only keys and values of the others.
-        """
+    def in_phases(self, x: Tensor, residual: Tensor | None, step: LayerStep) -> Phases:
+        """Run the layer. `x` is not yet added to `residual`, in the arguments as in the result."""
         normed, residual = add(self.attention_norm, x, residual)
-        mixed = self._mix(self._mixer_input(normed, own), batch, cos_sin, cache, last_tokens)
-        if last_tokens is not None:
-            normed, residual = normed[last_tokens], residual[last_tokens]
+        mixed = self._mix(self._mixer_input(normed, step.own), step)
+        if step.last_tokens is not None:
+            normed, residual = normed[step.last_tokens], residual[step.last_tokens]
         if self.feed_forward is None:
             return mixed, residual
         if not self.spec.is_parallel:
             normed, residual = add(self.feed_forward_norm, mixed, residual)
         elif self.feed_forward_norm is not None:
             normed = self.feed_forward_norm(residual)
-        x = yield from self._fed(normed, batch)
+        x = yield from self._fed(normed, step.batch)
         return (x + mixed, residual) if self.spec.is_parallel else (x, residual)
 
     def _mixer_input(self, normed: Tensor | kernels.RoundedRows, own: Tensor | None) -> Tensor | kernels.RoundedRows:
         return normed
 
-    def _mix(
-        self,
-        normed: Tensor | kernels.RoundedRows,
-        batch: Batch,
-        cos_sin: Tensor | None,
-        cache: LayerCache,
-        last_tokens: Tensor | None = None,
-    ) -> Tensor:
-        """What the mixers add to the residual stream; of `last_tokens` only."""
-        outputs = []
+    def _mix(self, normed: Tensor | kernels.RoundedRows, step: LayerStep) -> Tensor:
+        """What the mixers add to the residual stream."""
+        outputs, batch, cache = [], step.batch, step.cache
         if self.attention is not None:
-            place = batch.for_group(cache.group), cos_sin, cache.for_attention
-            last = () if last_tokens is None else (last_tokens,)
+            place = batch.for_group(cache.group), step.cos_sin, cache.for_attention
+            last = () if step.last_tokens is None else (step.last_tokens,)
             outputs.append(self.attention(normed, *place, *last))
         if self.state is not None:
             outputs.append(self.state(normed, batch.for_group(cache.state_group), cache.state))
@@ -134,21 +117,12 @@ class DecoderLayer(nn.Module):
 class FeedForwardLayer(DecoderLayer):
     """A layer without mixers."""
 
-    def in_phases(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        batch: Batch,
-        cos_sin: Tensor | None,
-        cache: LayerCache,
-        own: Tensor | None = None,
-        last_tokens: Tensor | None = None,
-    ) -> Phases:
+    def in_phases(self, x: Tensor, residual: Tensor | None, step: LayerStep) -> Phases:
         """See `DecoderLayer`."""
-        if last_tokens is not None:
-            x, residual = x[last_tokens], None if residual is None else residual[last_tokens]
+        if (last := step.last_tokens) is not None:
+            x, residual = x[last], None if residual is None else residual[last]
         normed, residual = add(self.feed_forward_norm, x, residual)
-        return (yield from self._fed(normed, batch)), residual
+        return (yield from self._fed(normed, step.batch)), residual
 
 
 def norm_of(spec: spec_parts.NormSpec | None, hidden_size: int) -> Norm | None:

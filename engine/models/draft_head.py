@@ -19,7 +19,7 @@ from quire.engine.layers.norm import Norm, make_norm
 from quire.engine.layers.residual import make_merger
 from quire.engine.layers.rotary import Rotary
 from quire.engine.models.decoder import Decoder
-from quire.engine.models.decoder_layer import DecoderLayer
+from quire.engine.models.decoder_layer import DecoderLayer, LayerStep
 from quire.engine.models.make_layers import layer_class
 
 
@@ -91,7 +91,7 @@ class DraftHead(nn.Module):
         embedded = embedded if around.embedding_norm is None else around.embedding_norm(embedded)
         shape, hidden = hidden.shape, hidden.reshape(-1, arch.hidden_size)
         hidden = hidden if around.hidden_norm is None else around.hidden_norm(hidden)
-        x, residual, beside = hidden, None, embedded
+        x, residual = hidden, None
         if around.embedding_projection is not None:
             assert around.projection is not None
             x = around.projection(hidden).view(shape)
@@ -109,7 +109,8 @@ class DraftHead(nn.Module):
             layer = self.layers[str(each)]
             assert isinstance(layer, DecoderLayer)
             turns = None if layer.spec.attention is None else cos_sin[layer.spec.attention.rope]
-            x, residual = layer(x, residual, batch, turns, caches[each], beside if layer.spec.reads_embedding else None)
+            beside = embedded if layer.spec.reads_embedding else None
+            x, residual = layer(x, residual, LayerStep(batch, turns, caches[each], beside))
         return x if residual is None else residual + x
 
     def fed_back(self, x: Tensor) -> Tensor:

@@ -7,11 +7,10 @@ from torch import Tensor
 from quire.engine.architecture import model_spec
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.distributed.expert_group import ExpertGroup
-from quire.engine.layers.attention import Batch, LayerCache
 from quire.engine.layers.layer_input import LayerInput
 from quire.engine.layers.residual import AltUp, Laurel
 from quire.engine.layers.weight import Weight, whole
-from quire.engine.models.decoder_layer import DecoderLayer, Phases, add, apply
+from quire.engine.models.decoder_layer import DecoderLayer, LayerStep, Phases, add, apply
 
 
 class LayerInputLayer(DecoderLayer):
@@ -25,23 +24,14 @@ class LayerInputLayer(DecoderLayer):
         self.layer_input = None if spec.layer_input is None else LayerInput(spec.layer_input, hidden_size)
         self.scalar = Weight((1,), whole(1)) if spec.has_scalar else None
 
-    def in_phases(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        batch: Batch,
-        cos_sin: Tensor | None,
-        cache: LayerCache,
-        own: Tensor | None = None,
-        last_tokens: Tensor | None = None,
-    ) -> Phases:
+    def in_phases(self, x: Tensor, residual: Tensor | None, step: LayerStep) -> Phases:
         """See `DecoderLayer``."""
-        x, residual = yield from super().in_phases(x, residual, batch, cos_sin, cache, own, last_tokens)
+        x, residual = yield from super().in_phases(x, residual, step)
         assert residual is not None
         if self.layer_input is not None:
-            assert own is not None
+            assert step.own is not None
             residual = residual + x
-            x = self.layer_input(residual, own if last_tokens is None else own[last_tokens])
+            x = self.layer_input(residual, step.own if step.last_tokens is None else step.own[step.last_tokens])
         return (x, residual) if self.scalar is None else (x * self.scalar, residual * self.scalar)
 
 
@@ -61,26 +51,18 @@ class AltUpLayer(DecoderLayer):
         self.alt_up, self.laurel = AltUp(spec.alt_up, hidden_size), Laurel(spec.laurel, hidden_size)
         self.layer_input = LayerInput(spec.layer_input, hidden_size)
 
-    def in_phases(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        batch: Batch,
-        cos_sin: Tensor | None,
-        cache: LayerCache,
-        own: Tensor | None = None,
-        last_tokens: Tensor | None = None,
-    ) -> Phases:
+    def in_phases(self, x: Tensor, residual: Tensor | None, step: LayerStep) -> Phases:
         """See `DecoderLayer``."""
+        own, last = step.own, step.last_tokens
         assert own is not None
         predicted = self.alt_up.predict(x)
         x = predicted[:, self.alt_up.active].contiguous()
         normed = apply(self.attention_norm, x)
-        mixed = self._mix(normed, batch, cos_sin, cache, last_tokens)
-        if last_tokens is not None:
-            normed, x, own, predicted = normed[last_tokens], x[last_tokens], own[last_tokens], predicted[last_tokens]
+        mixed = self._mix(normed, step)
+        if last is not None:
+            normed, x, own, predicted = normed[last], x[last], own[last], predicted[last]
         fed, x = add(self.feed_forward_norm, (mixed + self.laurel(normed)) * 0.5**0.5, x * 0.5**0.5)
-        streams = self.alt_up.correct(predicted, x + (yield from self._fed(fed, batch)))
+        streams = self.alt_up.correct(predicted, x + (yield from self._fed(fed, step.batch)))
         added = self.layer_input(self.alt_up.scaled(streams[:, self.alt_up.active]), own)
         streams[:, 1:] += added[:, None]
         return streams.flatten(1), None

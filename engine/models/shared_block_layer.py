@@ -10,10 +10,9 @@ from torch import Tensor
 from quire.engine.architecture.attention_spec import AttentionSpec
 from quire.engine.architecture.model_spec import LayerSpec, MLPSpec
 from quire.engine.distributed.communicator import Parallel
-from quire.engine.layers.attention import Batch, LayerCache
 from quire.engine.layers.from_spec import FromSpec
 from quire.engine.layers.shared_block import SharedBlock, attention_adapter, feed_forward_adapter
-from quire.engine.models.decoder_layer import DecoderLayer, Phases, apply
+from quire.engine.models.decoder_layer import DecoderLayer, LayerStep, Phases, apply
 
 
 class SharedBlockLayer(DecoderLayer):
@@ -30,22 +29,14 @@ class SharedBlockLayer(DecoderLayer):
         self.feed_forward_adapter = feed_forward_adapter(spec.block, own)
         self.block_output = own.column_parallel("block_output")
 
-    def in_phases(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        batch: Batch,
-        cos_sin: Tensor | None,
-        cache: LayerCache,
-        own: Tensor | None = None,
-        last_tokens: Tensor | None = None,
-    ) -> Phases:
-        """See `DecoderLayer``. `own` is the embedded token."""
+    def in_phases(self, x: Tensor, residual: Tensor | None, step: LayerStep) -> Phases:
+        """See `DecoderLayer``. `step.own` is the embedded token."""
         yield from ()
         assert self.state is not None
-        assert own is not None
+        assert step.own is not None
+        batch, cache = step.batch, step.cache
         x = x if residual is None else residual + x
-        place = batch.for_group(cache.group), cos_sin, cache.memory
-        block = self.block(torch.cat((x, own), dim=-1), *place, self.attention_adapter, self.feed_forward_adapter)
+        place = batch.for_group(cache.group), step.cos_sin, cache.memory
+        block = self.block(torch.cat((x, step.own), dim=-1), *place, self.attention_adapter, self.feed_forward_adapter)
         normed = apply(self.attention_norm, x + self.block_output(block))
         return self.state(normed, batch.for_group(cache.state_group), cache.state), x

@@ -7,10 +7,9 @@ from torch import Tensor
 from quire.engine.architecture import model_spec
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.distributed.expert_group import ExpertGroup
-from quire.engine.layers.attention import Batch, LayerCache
 from quire.engine.layers.ngrams import NGrams
 from quire.engine.layers.residual import make_connection
-from quire.engine.models.decoder_layer import DecoderLayer, Phases, apply
+from quire.engine.models.decoder_layer import DecoderLayer, LayerStep, Phases, apply
 
 
 class StreamsLayer(DecoderLayer):
@@ -26,23 +25,15 @@ class StreamsLayer(DecoderLayer):
         self.feed_forward_connection = make_connection(spec.hyper, hidden_size)
         self.ngrams = None if spec.ngrams is None else NGrams(spec.ngrams, hidden_size, parallel)
 
-    def in_phases(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        batch: Batch,
-        cos_sin: Tensor | None,
-        cache: LayerCache,
-        own: Tensor | None = None,
-        last_tokens: Tensor | None = None,
-    ) -> Phases:
+    def in_phases(self, x: Tensor, residual: Tensor | None, step: LayerStep) -> Phases:
         """See `DecoderLayer``. All tokens are returned: their streams are merged after the last layer."""
-        assert last_tokens is None
+        assert step.last_tokens is None
+        batch, cache = step.batch, step.cache
         if self.ngrams is not None:
             assert cache.state is not None
             x = x + self.ngrams(x, batch.token_ids, batch.for_group(cache.state_group), cache.state)
         collapsed, mixing = self.attention_connection.before(x)
-        mixed = self._mix(apply(self.attention_norm, collapsed), batch, cos_sin, cache)
+        mixed = self._mix(apply(self.attention_norm, collapsed), step)
         collapsed, mixing = self.feed_forward_connection.before(self.attention_connection.after(mixed, mixing))
         out = yield from self._fed(apply(self.feed_forward_norm, collapsed), batch)
         return self.feed_forward_connection.after(out, mixing), None

@@ -25,10 +25,10 @@ def limit(most: int) -> None:
 
     in_phases = DecoderLayer.in_phases
 
-    def scarce(layer: Any, x: Any, residual: Any, batch: Any, *rest: Any) -> Any:
-        if int(batch.sequence_lengths.max()) > most:
+    def scarce(layer: Any, x: Any, residual: Any, step: Any) -> Any:
+        if int(step.batch.sequence_lengths.max()) > most:
             raise RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory")
-        return in_phases(layer, x, residual, batch, *rest)
+        return in_phases(layer, x, residual, step)
 
     DecoderLayer.in_phases = scarce  # type: ignore[method-assign, assignment]
 

@@ -20,7 +20,7 @@ from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.attention import LayerCache
 from quire.engine.layers.linear import Partition, stacked
 from quire.engine.layers.weight import Weight
-from quire.engine.models.decoder_layer import FeedForwardLayer
+from quire.engine.models.decoder_layer import FeedForwardLayer, LayerStep
 
 HEADS, HEAD_DIM, HIDDEN = {"q": 2, "k": 1, "v": 1}, 4, 8
 SIZES = {
@@ -109,7 +109,7 @@ def test_the_residual_multiplier_applies_to_the_feed_forward_layer() -> None:
         x = torch.randn(3, HIDDEN)
         batch: Any = None  # without mixers, nothing reads it
         out: torch.Tensor
-        out, residual = layer(x, None, batch, None, LayerCache())
+        out, residual = layer(x, None, LayerStep(batch, None, LayerCache()))
         assert torch.equal(residual, x)
         return out
 
