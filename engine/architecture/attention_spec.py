@@ -398,7 +398,8 @@ class MLASpec:
         up = self.num_heads * (self.qk_nope_head_dim + self.v_head_dim)
         yield from linear("attention.up", up, self.kv_lora_rank, rows_of=heads, is_quantizable=False)
         if self.indexer is not None:
-            yield from self.indexer.parameters(hidden, self.q_lora_rank or hidden)
+            assert self.q_lora_rank is not None
+            yield from self.indexer.parameters(hidden, self.q_lora_rank)
         if self.gate_dim:
             yield from linear("attention.gate", self.num_heads * self.gate_dim, hidden, rows_of=heads)
         if self.has_sinks:

@@ -89,7 +89,7 @@ class DraftHeadSpec(ModelSpec):
             yield from linear("embedding", self.vocab_size, self.hidden_size, rows_of=self._tokens(self.vocab_size))
 
     def parameters_after(self, *, has_head: bool = True) -> Parameters:
-        """Those of all heads, before and after their layers."""
+        """Those of all heads, before and after their layers; whether they have matrices for logits is `has_head`."""
         for _ in range(self.num_heads):
             yield from self.head_parameters()
 

@@ -50,7 +50,7 @@ class EncoderSpec(ModelSpec):
         return attention.num_heads
 
     def parameters_after(self, *, has_head: bool = True) -> Parameters:
-        """See `ModelSpec`; an encoder has a single stage, and no head."""
+        """See `ModelSpec`; an encoder never has a head."""
         yield from super().parameters_after(has_head=False)
         if self.token_types:
             yield from linear("token_types", self.token_types, self.hidden_size)

@@ -530,6 +530,13 @@ class LayerSpec:
     def __post_init__(self) -> None:
         # n-grams are added to the residual streams, and what they read of earlier tokens is kept beside the state
         assert self.ngrams is None or (self.hyper is not None and self.state is not None)
+        # Each residual path is a class of its own (`engine/models/make_layers.py`).
+        others = self.hyper, self.normed_residuals, self.block
+        own = None if self.layer_input is None and self.alt_up is None and not self.has_scalar else self
+        assert sum(path is not None for path in (*others, own)) + self.reads_embedding <= 1
+        assert (self.laurel is None) == (self.alt_up is None)
+        assert self.alt_up is None or (self.layer_input is not None and not self.has_scalar)
+        assert not self.is_parallel or (self.alt_up is None and all(path is None for path in others))
 
     @property
     def kv_source(self) -> int | None:

@@ -54,15 +54,23 @@ class Units(NamedTuple):
         """What a rank has of a dimension of `size`."""
         if self.spare == "padding":
             return -(-size // tp)
+        if not self.number:  # a part of size 0, as some configs have it
+            return 0
         return max(1, self.number // tp) * (size // self.number)
 
     def start(self, size: int, rank: int, tp: int) -> int:
         """Where a rank's share of a dimension of `size` begins; it is not padded."""
-        return rank * self.number // tp * (size // self.number)
+        return rank * self.number // tp * (size // self.number) if self.number else 0
 
     def is_divisible(self, tp: int) -> bool:
-        has_copies = {"copies": tp % self.number == 0, "copies of one": self.number == 1, "padding": True}
-        return self.number % tp == 0 or has_copies.get(self.spare, False)
+        if self.number % tp == 0:
+            return True
+        match self.spare:
+            case "copies":
+                return tp % self.number == 0
+            case "copies of one":
+                return self.number == 1
+        return self.spare == "padding"
 
 
 class Parameter(NamedTuple):

@@ -147,10 +147,17 @@ def _key(config: EngineConfig, rank: int) -> str:
     times = [int((model.path / name).stat().st_mtime) for name, _ in hashes]
     digest = hashlib.sha256(repr((place, experts, loaded, model.max_model_len, model.pooling is None)).encode())
     digest.update(repr((hashes, times, packed_state.platform())).encode())
-    for folder in (Path(__file__).parents[1] / "layers", Path(__file__).parent, Path(disk.__file__).parent):
-        for source in sorted([*folder.rglob("*.py"), *folder.rglob("*.h"), *folder.rglob("*.cpp")]):
-            digest.update(source.read_bytes())
+    for source in _sources():
+        digest.update(source.read_bytes())
     return digest.hexdigest()[:32]
+
+
+def _sources() -> list[Path]:
+    """The code that determines what a file contains."""
+    engine = Path(__file__).parents[1]
+    rooms = [engine / room for room in ("architecture", "checkpoints", "layers", "models")]
+    folders = [*rooms, Path(disk.__file__).parent]
+    return sorted(path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".h", ".cpp"))
 
 
 def _to_plain(model: nn.Module, tensors: list[Tensor]) -> Any:

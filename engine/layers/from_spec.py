@@ -1,4 +1,7 @@
-"""This rank's weights and linear layers of a module, as its spec describes them (`spec.parameters`)."""
+"""This rank's weights and linear layers of a module, as its spec describes them (`spec.parameters`).
+
+Embeddings, heads and norms are given their sizes by the modules that have them.
+"""
 
 from __future__ import annotations
 

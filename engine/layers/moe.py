@@ -195,12 +195,11 @@ class ExpertRouter(ReplicatedLinear):
 
     def __init__(self, spec: model_spec.MoESpec, hidden_size: int) -> None:
         super().__init__(hidden_size, spec.num_experts, bias=spec.router_bias)
-        self._spec, self._input_scale, count = spec, hidden_size**-0.5, spec.num_experts
+        self._spec, self._input_scale = spec, hidden_size**-0.5
+        own, module = FromSpec(spec.parameters(hidden_size)), "feed_forward.router"
         self.norm = None if spec.norm is None else make_norm(spec.norm, hidden_size)
-        self.correction_bias = None
-        if spec.correction_bias:
-            self.correction_bias = Weight((count,), whole(count), dtype=torch.float32)  # it encodes fine differences
-        self.expert_scale = Weight((count,), whole(count), dtype=torch.float32) if spec.expert_scale else None
+        self.correction_bias = own.weight(module, "correction_bias") if spec.correction_bias else None
+        self.expert_scale = own.weight(module, "expert_scale") if spec.expert_scale else None
         self.table = None
         if spec.table_size:
             self.table = Weight((shape := (spec.table_size, spec.top_k)), whole(*shape), dtype=torch.int32)

@@ -82,7 +82,7 @@ def load_model(
     model, stage = config.model, config.parallel.stages[config.parallel.stage_of(rank)]
     with _defaults(device, getattr(torch, model.dtype)), without_memory():
         decoder = build(model, stage, parallel, experts)
-    is_ours = isinstance(decoder, Decoder | Encoder)
+    is_cached = pack and model.load_format != "dummy" and device.type == "cpu"
     if not isinstance(decoder, Decoder | Encoder):
         decoder.find(None if model.load_format == "dummy" else Checkpoint(model, "", {}).names)
         if isinstance(model.quantized, Online):
@@ -104,7 +104,7 @@ def load_model(
         pack=pack,
         bar=rank == 0 and is_first,
         warns=parallel.rank == 0 and is_first,
-        cache=PackedCache.of(config, rank) if pack and is_ours and device.type == "cpu" else None,
+        cache=PackedCache.of(config, rank) if is_cached and isinstance(decoder, Decoder | Encoder) else None,
         report=report if rank == 0 else None,
     )
     return decoder
@@ -136,7 +136,14 @@ def load_draft_head(
 
     for module, source in parts:
         is_reported = module is head and not arch.is_in_target and parallel.rank == 0
-        load_parameters(module, source, device, pack=pack, report=report if is_reported else None)
+        load_parameters(
+            module,
+            source,
+            device,
+            num_local_ranks=config.parallel.num_local_ranks,
+            pack=pack,
+            report=report if is_reported else None,
+        )
     if embedding is not None:
         head.embedding = embedding
     if arch.has_head and arch.draft_vocab_size < arch.vocab_size:

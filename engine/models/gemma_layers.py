@@ -25,7 +25,7 @@ class LayerInputLayer(DecoderLayer):
         self.scalar = Weight((1,), whole(1)) if spec.has_scalar else None
 
     def in_phases(self, x: Tensor, residual: Tensor | None, step: LayerStep) -> Phases:
-        """See `DecoderLayer``."""
+        """See `DecoderLayer`."""
         x, residual = yield from super().in_phases(x, residual, step)
         assert residual is not None
         if self.layer_input is not None:
@@ -52,7 +52,7 @@ class AltUpLayer(DecoderLayer):
         self.layer_input = LayerInput(spec.layer_input, hidden_size)
 
     def in_phases(self, x: Tensor, residual: Tensor | None, step: LayerStep) -> Phases:
-        """See `DecoderLayer``."""
+        """See `DecoderLayer`."""
         own, last = step.own, step.last_tokens
         assert own is not None
         predicted = self.alt_up.predict(x)

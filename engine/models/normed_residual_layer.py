@@ -14,7 +14,7 @@ class NormedResidualLayer(DecoderLayer):
     sole_readers = ()
 
     def in_phases(self, x: Tensor, residual: Tensor | None, step: LayerStep) -> Phases:
-        """See `DecoderLayer``."""
+        """See `DecoderLayer`."""
         assert self.spec.normed_residuals is not None
         of_mixed, of_fed = self.spec.normed_residuals
         normed, _ = add(self.attention_norm, x, residual)

@@ -30,7 +30,7 @@ class SharedBlockLayer(DecoderLayer):
         self.block_output = own.column_parallel("block_output")
 
     def in_phases(self, x: Tensor, residual: Tensor | None, step: LayerStep) -> Phases:
-        """See `DecoderLayer``. `step.own` is the embedded token."""
+        """See `DecoderLayer`. `step.own` is the embedded token."""
         yield from ()
         assert self.state is not None
         assert step.own is not None

@@ -26,7 +26,7 @@ class StreamsLayer(DecoderLayer):
         self.ngrams = None if spec.ngrams is None else NGrams(spec.ngrams, hidden_size, parallel)
 
     def in_phases(self, x: Tensor, residual: Tensor | None, step: LayerStep) -> Phases:
-        """See `DecoderLayer``. All tokens are returned: their streams are merged after the last layer."""
+        """See `DecoderLayer`. All tokens are returned: their streams are merged after the last layer."""
         assert step.last_tokens is None
         batch, cache = step.batch, step.cache
         if self.ngrams is not None:

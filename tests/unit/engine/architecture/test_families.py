@@ -13,7 +13,7 @@ from torch import nn
 from quire.engine.architecture.attention_spec import MLASpec
 from quire.engine.architecture.families import from_hf_config
 from quire.engine.architecture.families.family import windows
-from quire.engine.architecture.model_spec import LayerSpec, MLPSpec, ModelSpec
+from quire.engine.architecture.model_spec import LaurelSpec, LayerSpec, MLPSpec, ModelSpec
 from quire.engine.architecture.spec_parts import NormSpec
 from quire.engine.checkpoints.checkpoint import find
 from quire.engine.distributed.communicator import Parallel
@@ -114,3 +114,20 @@ def test_the_residual_multiplier_applies_to_the_feed_forward_layer() -> None:
         return out
 
     torch.testing.assert_close(added(0.25), 0.25 * added(1.0))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"normed_residuals": (1.0, 1.0), "has_scalar": True},
+        {"normed_residuals": (1.0, 1.0), "is_parallel": True},
+        {"reads_embedding": True, "has_scalar": True},
+        {"laurel": LaurelSpec(rank=4, norm=NormSpec(eps=1e-6))},
+    ],
+    ids=lambda changes: "-".join(changes),
+)
+def test_a_layer_has_one_residual_path(changes: dict[str, Any]) -> None:
+    """Each has a class of its own, which would leave out what belongs to another."""
+    common = {"attention": None, "attention_norm": None, "feed_forward": None, "feed_forward_norm": None}
+    with pytest.raises(AssertionError):
+        LayerSpec(**common, **changes)

@@ -22,6 +22,14 @@ def test_a_single_unit_may_be_on_all_ranks() -> None:
     assert not Units(2, "groups", "copies of one").is_divisible(4)
 
 
+@pytest.mark.parametrize("spare", ["none", "copies", "copies of one", "padding"])
+def test_parts_of_size_0_are_divided_by_any_number_of_ranks(spare: str) -> None:
+    """Some configs have a shared expert of size 0, which is none."""
+    (up,) = linear("up", {"gate": 0, "up": 0}, 8, rows_of=Units(0, "columns", spare))  # type: ignore[arg-type]
+    assert not layout_errors([up], 3)
+    assert up.elements(3) == Units(0, "columns", spare).start(0, 1, 3) == 0  # type: ignore[arg-type]
+
+
 def test_fewer_heads_than_ranks_are_on_neighbouring_ranks() -> None:
     heads = Units(2, "KV heads", "copies")
     assert [heads.start(20, rank, 8) for rank in range(8)] == [0, 0, 0, 0, 10, 10, 10, 10]

@@ -13,6 +13,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from quire.engine.checkpoints import packed_cache
 from quire.engine.checkpoints.packed_cache import PackedCache
 from quire.engine.layers.linear import Linear
 from quire.engine.layers.weight import Weight, whole
@@ -200,3 +201,10 @@ def test_a_full_disk_is_a_warning(cache: PackedCache, tmp_path: Path, caplog: py
 def warnings(caplog: pytest.LogCaptureFixture) -> None:
     logging.getLogger("quire").propagate = True
     caplog.set_level(logging.WARNING)
+
+
+def test_a_file_depends_on_all_code_that_determines_its_content() -> None:
+    """Names and orders of rows are those of families, and layers are packed by kernels."""
+    names = {f"{path.parent.name}/{path.name}" for path in packed_cache._sources()}
+    needed = {"families/llama.py", "checkpoints/loader.py", "layers/linear.py", "models/decoder.py"}
+    assert needed | {"cpu/matmul.cpp", "kernels/linear.py"} <= names
