@@ -128,6 +128,6 @@ def test_the_residual_multiplier_applies_to_the_feed_forward_layer() -> None:
 )
 def test_a_layer_has_one_residual_path(changes: dict[str, Any]) -> None:
     """Each has a class of its own, which would leave out what belongs to another."""
-    common: dict[str, Any] = {"attention": None, "attention_norm": None, "feed_forward": None, "feed_forward_norm": None}
+    common: dict[str, Any] = dict.fromkeys(("attention", "attention_norm", "feed_forward", "feed_forward_norm"))
     with pytest.raises(AssertionError):
         LayerSpec(**common, **changes)
