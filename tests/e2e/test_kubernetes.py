@@ -39,6 +39,7 @@ from tests.fakes.namespaces import Command, Host, two_hosts
 
 pytestmark = pytest.mark.slow
 
+ROOT = Path(__file__).parents[2]
 SECRETS = {"api-keys": "a-key-for-tests", "metrics-key": "another-key", "cluster-token": "a-token-for-tests-only"}
 SIZES = {"dtype": "float32", "max-model-len": 1024, "max-num-seqs": 8, "kv-cache-memory-bytes": 20_000_000}
 INDEX = "metadata.labels['apps.kubernetes.io/pod-index']"
@@ -48,9 +49,12 @@ REQUESTS: list[dict[str, Any]] = [
     for sampling in ({"temperature": 0}, {"temperature": 1.0, "top_p": 0.95, "seed": 7})
 ]
 _POD = """
-mount -t tmpfs tmpfs /tmp && mount -t tmpfs tmpfs /dev/shm && mount -o remount,bind,ro / &&
-exec "$@"
+case $0 in /tmp/*) mount --bind "$0" /mnt ;; esac
+mount -t tmpfs tmpfs /tmp && mount -t tmpfs tmpfs /dev/shm &&
+case $0 in /tmp/*) mkdir -p "$0" && mount --bind /mnt "$0" ;; esac &&
+mount -o remount,bind,ro / && exec "$@"
 """
+"""A pod's own /tmp, which does not hide the checkout, `$0`, if that is there; and nothing else can be written."""
 _CLEAN = {name: "" for name in os.environ if name.lower() in ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")}
 _CLEAN |= {"TMPDIR": "/tmp", "OMP_NUM_THREADS": "1"}
 _RAY_PORT = "6379"
@@ -102,7 +106,7 @@ class Cluster:
     ) -> Command:
         """Start a pod, number `index` of its set; `variables` are what a controller adds."""
         command, env = self.command(host, template, index, variables)
-        return host.start("sh", "-c", _POD, "sh", *command, **env)
+        return host.start("sh", "-c", _POD, str(ROOT), *command, **env)
 
     def command(
         self, host: Host, template: Manifest, index: int, variables: Mapping[str, str]
@@ -240,7 +244,7 @@ def test_a_ray_cluster(cluster: Cluster, expected: list[str]) -> None:
         env = _CLEAN | environment(container, {"status.podIP": host.address}, SECRETS)
         host.set_names(**{name: cluster.hosts[0].address})
         command = ray_start(group, name, cpus=2, is_head=not number)
-        ray_nodes.append(host.start("sh", "-c", _POD, "sh", *command, **env))
+        ray_nodes.append(host.start("sh", "-c", _POD, str(ROOT), *command, **env))
         ray_nodes[-1].wait_for("This command will now block")
     first = cluster.hosts[0]
     command, env = cluster.command(first, groups[0]["template"], 0, {})
