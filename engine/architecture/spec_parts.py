@@ -33,22 +33,20 @@ class MatrixShape(NamedTuple):
 
 
 Shape = tuple[int, ...]
-
-
 ALL = "*"
 """All parts of a parameter."""
 
 
 class Units(NamedTuple):
-    """What tensor-parallel ranks divide: so many equal units of a dimension, such as heads."""
+    """Equal units of a dimension, such as heads, that tensor-parallel ranks divide among themselves."""
 
     number: int
     name: str
-    """As error messages call them."""
+    """The name in error messages."""
     spare: Literal["none", "copies", "copies of one", "padding"] = "none"
-    """What ranks have where they cannot divide the units evenly. "none": that is an error. "copies": with fewer units
-    than ranks, each unit is on several; "copies of one": the same, of a single unit only. "padding": the last ranks
-    have fewer of them."""
+    """How units that do not divide evenly are distributed. "none": that is an error. "copies": with fewer units than
+    ranks, each unit is replicated on several ranks; "copies of one": only a single unit is replicated. "padding": the
+    last ranks have fewer units."""
 
     def share(self, size: int, tp: int) -> int:
         """What a rank has of a dimension of `size`."""
@@ -110,7 +108,7 @@ class Parameter(NamedTuple):
         return self.number * sum(map(math.prod, self.shapes(tp)))
 
     def matrix(self, tp: int) -> MatrixShape:
-        """The same as the weight of a linear layer."""
+        """The parameter as the weight of a linear layer on one of `tp` ranks."""
         (_, whole), (_, columns) = next(iter(self.parts.values())), next(self.shapes(tp))
         rows = sum(rows for rows, _ in self.shapes(tp))
         return MatrixShape(rows, columns, self.number, self.module, whole if self.dim == 1 else 0)

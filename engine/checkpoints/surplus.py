@@ -19,7 +19,7 @@ _INPUT_FACTORS = (".input_scale", ".input_scale_ub", ".input_scale_2", ".input_g
 """Suffixes of what publishers round inputs with; here inputs are rounded with scales of their own, or not at all."""
 
 
-def surplus_of(names: set[str], model: ModelConfig) -> list[str]:
+def unused_names(names: set[str], model: ModelConfig) -> list[str]:
     """The tensors that no stage uses, such as biases that config.json does not mention."""
     arch, family = model.architecture, FAMILIES[model.architecture.name]
     known = set(checkpoint_tensors(arch, has_head=model.pooling is None))

@@ -1,6 +1,6 @@
-"""This rank's weights and linear layers of a module, as its spec describes them (`spec.parameters`).
+"""Builds a rank's weights and linear layers from the parameters that a spec describes (`spec.parameters`).
 
-Embeddings, heads and norms are given their sizes by the modules that have them.
+Embeddings, heads and norms take their sizes as arguments instead.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WHOLE = Parallel()
 
 
 class FromSpec:
-    """Parameters are named by the path of their module and their kind, as in the spec."""
+    """Looks up parameters by module path and kind, as the spec names them."""
 
     def __init__(self, parameters: Iterable[Parameter], parallel: Parallel = WHOLE) -> None:
         """Without `parallel`, the parameters must be the same on all ranks."""
@@ -53,7 +53,7 @@ class FromSpec:
         return Weight((*shape[:dim], length, *shape[dim + 1 :]), *shards, dtype=dtype)
 
     def stack(self, module: str, kind: str, experts: Sequence[int]) -> Weight:
-        """The rank's slices of the same parameter of several experts, which have these numbers in the model."""
+        """The same parameter of several experts, given by their numbers in the model, stacked."""
         one = self.weight(module, kind)
         shards = [
             replace(shard, expert=expert, local_expert=place)
@@ -65,16 +65,16 @@ class FromSpec:
     def column_parallel(
         self, module: str, kind: type[ColumnParallelLinear] = ColumnParallelLinear
     ) -> ColumnParallelLinear:
-        """A layer of which the rank has some output features, or all of them."""
+        """A layer with the rank's output features: a share, or all of them."""
         return kind(self._inputs(module), self._parts(module), bias=self._has_bias(module))
 
     def gated(self, module: str, activation: str) -> GatedLinear:
-        """The same, of a gate and what it multiplies."""
+        """A column-parallel layer of gates and the features that they multiply."""
         gate, up = self._parts(module)
         return GatedLinear(self._inputs(module), gate, up, activation, bias=self._has_bias(module))
 
     def row_parallel(self, module: str) -> RowParallelLinear:
-        """A layer of whose input features the rank has some."""
+        """A layer with the rank's share of the input features."""
         (shape,) = self._parameters[module, "weight"].parts.values()
         return RowParallelLinear(shape[1], shape[0], self._parallel, bias=self._has_bias(module))
 

@@ -89,7 +89,7 @@ def load_model(
             model = replace(model, quantized=decoder.quantized_online(model.quantized))
 
     def report(names: set[str]) -> None:
-        found = surplus.surplus_of(names, model) if isinstance(decoder, Decoder | Encoder) else decoder.surplus
+        found = surplus.unused_names(names, model) if isinstance(decoder, Decoder | Encoder) else decoder.surplus
         speculative = config.scheduler.speculative
         if speculative is not None and speculative.method == "mtp":  # what follows the layers is the head
             found = [name for name in found if surplus.layer_of(name) < model.architecture.num_layers]

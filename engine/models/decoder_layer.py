@@ -42,7 +42,7 @@ class DecoderLayer(nn.Module):
     and after, added to the residual stream."""
 
     sole_readers: ClassVar[Collection[str]] = ("attention", "feed_forward")
-    """Which of these alone read what the norm before them gives, which may then be rounded as they round it."""
+    """The modules that are the only readers of the norm before them; that norm may round for them."""
 
     def __init__(
         self, spec: model_spec.LayerSpec, hidden_size: int, parallel: Parallel, experts: ExpertGroup | None = None

@@ -20,7 +20,7 @@ from quire.engine.models.streams_layer import StreamsLayer
 def make_layers(
     arch: ModelSpec, layers: range, parallel: Parallel, experts: ExpertGroup | None = None
 ) -> Iterator[tuple[int, DecoderLayer]]:
-    """These layers of a model, by their numbers. The first with a shared block makes it."""
+    """Yield the given layers of a model with their numbers. The first layer with a shared block creates the block."""
     blocks: dict[int, SharedBlock] = {}
     for number in layers:
         spec, width = arch.layers[number], arch.hidden_size
