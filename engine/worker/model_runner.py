@@ -15,16 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from quire import kernels
-from quire.engine.architecture.attention_spec import CompressedAttentionSpec
 from quire.engine.checkpoints.loader import load_dense
 from quire.engine.config.engine_config import EngineConfig
-from quire.engine.config.kv_cache_groups import cached_layers, count_planes, place_layers
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.distributed.expert_group import ExpertCommunicator
 from quire.engine.distributed.parallel_state import ParallelState
-from quire.engine.layers.attention import Batch, LayerCache
-from quire.engine.layers.compressed import compressed_cache
+from quire.engine.layers.attention import Batch
 from quire.engine.models.build import load_model
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.encoder import Encoder
@@ -45,6 +41,7 @@ from quire.engine.worker.drafter import (
 from quire.engine.worker.drafters import load_drafter, make_drafter
 from quire.engine.worker.eplb import ExpertLoadBalancer
 from quire.engine.worker.input_batch import InputBatch, Ints, StepRows, split_micro_batches
+from quire.engine.worker.kv_caches import KVCaches
 from quire.engine.worker.oom import OOMHandler
 from quire.engine.worker.pooler import Pooler
 from quire.engine.worker.sampler import Sampler
@@ -56,58 +53,6 @@ _SCORE_CHUNK_TOKENS = (16, 256)
 """Minimum and maximum number of prompt tokens whose logits are in memory at once. The number is `max_num_seqs`, for
 which memory is reserved anyway, clamped to this range: fewer tokens would read the head's weights too often, and more
 bring no gain."""
-
-
-def allocate_caches(config: EngineConfig, stage: int, device: torch.device) -> list[LayerCache]:
-    """Allocate the KV caches of a stage's layers on one rank: planes of blocks, each shared by layers of different
-    groups. On the last stage those of the drafter's layers follow."""
-    cache, groups, architectures = config.cache, config.cache.groups, [config.model.architecture]
-    tp, dtype = config.parallel.tensor_parallel_size, getattr(torch, config.model.dtype)
-    specs, stages = cached_layers(config.model, config.parallel, config.scheduler.speculative, cache.block_size)
-    if (drafter := config.drafter) is not None:
-        architectures.append(drafter.model.architecture)
-    all_layers = [(arch.layers, number) for arch in architectures for number in range(arch.num_layers)]
-    planes = {
-        shape: kernels.allocate_kv_cache(
-            layers=count,
-            num_blocks=cache.num_blocks,
-            kv_heads=shape.num_heads,
-            block_size=cache.block_size // shape.tokens_per_row,
-            head_dim=shape.head_dim,
-            dtype=kernels.kv_cache_dtype(cache.dtype),
-            device=device,
-            num_tensors=shape.num_tensors,
-        )
-        for shape, count in count_planes(specs, groups, stage).items()
-    }
-    places = place_layers(specs, groups, stage)
-    caches: list[LayerCache] = []
-    layers = stages[stage]
-    for layer in layers:
-        own_layers, number = all_layers[layer]
-        kept, spec = LayerCache(), own_layers[number]
-        if isinstance(spec.attention, CompressedAttentionSpec):
-            windows, entries = places[layer, True], places.get((layer, False))
-            keys = None
-            if entries is not None and entries.index_shape is not None and entries.index_plane is not None:
-                keys = planes[entries.index_shape][entries.index_plane]
-            memory = planes[windows.shape][windows.plane]
-            parts = compressed_cache(spec.attention, memory, keys, cache.block_size, cache.blocks_per_page)
-            group = None if entries is None else entries.group
-            kept = LayerCache(compressed=parts, group=windows.group, entries_group=group)
-        elif (place := places.get((layer, False))) is not None:
-            kept = kept._replace(memory=planes[place.shape][place.plane], group=place.group)
-            if place.index_shape is not None and place.index_plane is not None:
-                kept = kept._replace(keys=planes[place.index_shape][place.index_plane])
-        elif spec.kv_source is not None:
-            kept = caches[layers.index(layer - number + spec.kv_source)]._replace(state=None)
-        if spec.state is not None:
-            place = places[layer, True]
-            shapes = spec.state.state_shape(tp), spec.state.input_shape(tp), dtype, spec.state.other_inputs
-            pages = kernels.recurrent_states(planes[place.shape][place.plane], cache.blocks_per_page, *shapes)
-            kept = kept._replace(state=pages, state_group=place.group)
-        caches.append(kept)
-    return caches
 
 
 class ModelRunner:
@@ -173,10 +118,9 @@ class ModelRunner:
         is_single_rank = parallel_state.tp.size == parallel_state.pipeline.size == 1 and self._replicas is None
         self._oom_handler = OOMHandler(device) if is_single_rank else None
         slots, groups = config.scheduler.max_num_seqs, len(cache.groups)
-        self._groups = cache.groups
-        self._has_states = any(group.is_state for group in cache.groups)
+        has_states = any(group.is_state for group in cache.groups)
         num_draft_ranks = 0 if config.drafter is None else config.drafter.parallel.tensor_parallel_size
-        self._chains = self._drafts and not self._has_states and num_draft_ranks == parallel_state.tp.size
+        self._chains = self._drafts and not has_states and num_draft_ranks == parallel_state.tp.size
         """Whether rows can be chained to those of a step with drafts: each rank has these, and no state goes back."""
         self._input_batch = InputBatch(
             *(slots, model.max_model_len, cache.block_size, groups, device),
@@ -185,16 +129,12 @@ class ModelRunner:
         )
         self._sampler = Sampler(arch.vocab_size, model.eos_token_ids, device)
         self._graphs: DecodeGraphs | None = None
-        self._caches: list[LayerCache] = []
-        self._all_caches: list[LayerCache] = []
-        """The same, and those of the drafter's layers after them."""
-        num_layers = len(config.parallel.stages[parallel_state.pipeline.stage])
 
         def allocate(config: EngineConfig) -> None:
-            caches = allocate_caches(config, parallel_state.pipeline.stage, device)
-            self._all_caches, self._caches = caches, caches[:num_layers]
+            self._kv_caches = KVCaches(config, parallel_state.pipeline.stage, device)
             if drafter_model is not None and (drafter := config.drafter) is not None:
-                self._drafter = make_drafter(drafter, drafter_parallel, device, caches[num_layers:], drafter_model)
+                caches = self._kv_caches.drafter
+                self._drafter = make_drafter(drafter, drafter_parallel, device, caches, drafter_model)
 
         self.num_blocks = cache.num_blocks
         """Blocks in the KV cache, the same on every rank of the replica."""
@@ -202,14 +142,13 @@ class ModelRunner:
             allocate(config.with_blocks(cache.blocks_per_page))
             self.num_blocks = memory.determine_num_blocks(config, rank, meter, lambda plan: self._launch(plan).result())
         config = config.with_blocks(self.num_blocks)
-        if cache.num_blocks:
-            allocate(config)
+        allocate(config)
         # GPU kernels are compiled or loaded at their first launch.
         self._warm_up_plans = warm_up.decode_steps(config) if meter is not None and model.pooling is None else iter(())
         self._shows_progress = rank == 0 and config.parallel.is_first_local_replica
         if isinstance(self._model, Decoder) and self._pooler is None:
             self._graphs = DecodeGraphs(
-                self._model, self._caches, config, device, parallel_state.pipeline.stage, parallel_state.tp
+                self._model, self._kv_caches.layers, config, device, parallel_state.pipeline.stage, parallel_state.tp
             )
 
     @property
@@ -302,8 +241,7 @@ class ModelRunner:
         end, self._step_end = self._step_end, None
         rows = self._input_batch.apply(plan, {} if end is None else end.resume(plan, self._input_batch))
         assert end is not None or not any(row.is_chained for row in plan.scheduled), "chained to no step"
-        if self._has_states:
-            self._clear_new_blocks(plan)
+        self._kv_caches.clear_new_blocks(plan)
         if not plan.num_rows and not any(replica_tokens):
             return self._run_without_rows()
         has_prompts = int(rows.counts.sum()) > plan.num_rows
@@ -359,22 +297,10 @@ class ModelRunner:
 
         return [AsyncRead([drafts.tokens], fill)]
 
-    def _clear_new_blocks(self, plan: SchedulerOutput) -> None:
-        """Set the blocks to zero that the rows will fill in part: attention reads whole blocks, and they may contain
-        what was a state."""
-        groups = self._groups
-        new = (row.new_block_ids[-len(groups) :] for row in plan.scheduled)
-        blocks = {block for ids in new for block, group in zip(ids, groups, strict=False) if not group.is_state}
-        if blocks:
-            places = send(np.array(sorted(blocks), np.int64), self._device)
-            for cache in self._all_caches:
-                if cache.memory is not None:
-                    cache.memory.view(torch.uint8).index_fill_(1, places, 0)
-
     def _forward(self, received: Tensor | None, batch: Batch) -> Tensor:
         """The output of `Decoder.forward`."""
         replayed = None if self._graphs is None else self._graphs.run(received, batch)
-        return self._model(received, batch, self._caches) if replayed is None else replayed
+        return self._model(received, batch, self._kv_caches.layers) if replayed is None else replayed
 
     @property
     def _decoder(self) -> Decoder | TransformersDecoder:

@@ -18,7 +18,7 @@ from quire.engine.distributed.expert_group import ExpertCommunicator, ExpertGrou
 from quire.engine.models.build import load
 from quire.engine.models.decoder import Decoder
 from quire.engine.worker import cuda_graphs
-from quire.engine.worker.model_runner import allocate_caches
+from quire.engine.worker.kv_caches import allocate_caches
 from quire.kernels import dispatch
 from tests.fakes.families import CASES, SIZES
 from tests.fakes.model_logits import CPU, configure

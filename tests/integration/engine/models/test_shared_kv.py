@@ -15,7 +15,7 @@ from quire.engine.config.memory_plan import MemoryPlan
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.models.build import load_model
 from quire.engine.protocol.errors import ConfigError
-from quire.engine.worker.model_runner import allocate_caches
+from quire.engine.worker.kv_caches import allocate_caches
 from tests.fakes.families import CASES, SIZES, write_model
 from tests.fakes.model_logits import configure
 

@@ -15,7 +15,7 @@ from quire.engine.config.memory_plan import MemoryPlan
 from quire.engine.layers.attention import LayerCache
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.sampling_params import SamplingParams
-from quire.engine.worker.model_runner import allocate_caches
+from quire.engine.worker.kv_caches import allocate_caches
 from tests.fakes.checkpoints import generate
 from tests.fakes.core_with_ranks import Ranks
 from tests.fakes.families import CASES, SIZES, write

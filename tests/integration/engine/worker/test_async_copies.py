@@ -48,9 +48,9 @@ def make(folder: Path) -> ModelRunner:
 def to_gpu(runner: ModelRunner) -> None:
     """What it would be if it had been loaded there."""
     move(runner._model)
-    memory = [cache.memory for cache in runner._caches if cache.memory is not None]
-    runner._caches = [
-        cache._replace(memory=DeviceTensor(each)) for cache, each in zip(runner._caches, memory, strict=True)
+    memory = [cache.memory for cache in runner._kv_caches.layers if cache.memory is not None]
+    runner._kv_caches.layers = [
+        cache._replace(memory=DeviceTensor(each)) for cache, each in zip(runner._kv_caches.layers, memory, strict=True)
     ]
     runner._device = runner._sampler._device = GPU
     runner._input_batch = InputBatch(8, 64, BLOCK, runner._input_batch._groups, GPU)

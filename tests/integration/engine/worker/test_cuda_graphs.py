@@ -31,7 +31,8 @@ from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.worker import cuda_graphs, graph_recorders
 from quire.engine.worker.cuda_graphs import DecodeGraphs
 from quire.engine.worker.graph_recorders import OpReplayRecorder
-from quire.engine.worker.model_runner import ModelRunner, allocate_caches
+from quire.engine.worker.kv_caches import allocate_caches
+from quire.engine.worker.model_runner import ModelRunner
 from quire.engine.worker.worker import Worker
 from quire.kernels import isa
 from tests.fakes.core_with_ranks import Ranks
@@ -123,7 +124,7 @@ def test_a_replay_is_bit_for_bit_the_step_and_stores_nothing_else(
     runner = ModelRunner(config, 0, connect(config.parallel, 0, None, CPU), CPU)
     runner.finalize()
     assert runner._graphs is not None
-    memory, model = [cache.memory for cache in runner._caches if cache.memory is not None], runner._model
+    memory, model = [cache.memory for cache in runner._kv_caches.layers if cache.memory is not None], runner._model
     for cache in memory:
         cache.normal_()
     generator = torch.Generator().manual_seed(0)
@@ -141,7 +142,7 @@ def test_a_replay_is_bit_for_bit_the_step_and_stores_nothing_else(
         )
         with torch.inference_mode():
             start = [cache.clone() for cache in memory]
-            expected = model(None, decode, runner._caches).clone()
+            expected = model(None, decode, runner._kv_caches.layers).clone()
             stored = [cache.clone() for cache in memory]
             for cache, old in zip(memory, start, strict=True):
                 cache.copy_(old)

@@ -264,7 +264,7 @@ def test_the_largest_step_runs_and_leaves_nothing_behind(
     assert step.num_tokens == min(budget, rows * 511)
     assert step.num_rows == len(step.new) == len(end.freed_slots) == min(rows, budget)
     assert all(len(new.token_ids) < 512 for new in step.new)
-    memory = runner._caches[0].memory
+    memory = runner._kv_caches.layers[0].memory
     assert memory is not None
     assert runner.num_blocks == memory.shape[1] == limit_blocks(config, 1 << 40, 1)
     prompt = [5, 6, 7, 8, 9, 10, 11]
