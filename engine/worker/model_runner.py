@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from quire.engine.checkpoints.loader import load_dense
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.distributed.expert_group import ExpertCommunicator
@@ -43,7 +42,7 @@ from quire.engine.worker.eplb import ExpertLoadBalancer
 from quire.engine.worker.input_batch import InputBatch, Ints, StepRows, split_micro_batches
 from quire.engine.worker.kv_caches import KVCaches
 from quire.engine.worker.oom import OOMHandler
-from quire.engine.worker.pooler import Pooler
+from quire.engine.worker.pooling_runner import PoolingRunner
 from quire.engine.worker.sampler import Sampler
 
 if TYPE_CHECKING:
@@ -102,9 +101,9 @@ class ModelRunner:
             if isinstance(self._model, Decoder)
             else None
         )
-        self._pooler: Pooler | None = None
-        if model.pooling is not None:
-            self._pooler = Pooler(model.pooling, [load_dense(model, each, device) for each in model.pooling.weighted])
+        self._pooling_runner: PoolingRunner | None = None
+        if model.pooling is not None and parallel_state.pipeline.is_last:
+            self._pooling_runner = PoolingRunner(model, model.pooling, self._model, device)
 
         speculative = config.scheduler.speculative
         # The choice of an expert's copy and the token counts need the positions of the whole batch.
@@ -113,7 +112,7 @@ class ModelRunner:
             and self._model.supports_logits_indices_only
             and parallel_state.experts is None
             and not (self._drafts and speculative is not None and speculative.reads_hidden_states)
-            and not (self._pooler is not None and self._pooler.needs_all_tokens)
+            and not (model.pooling is not None and model.pooling.needs_all_tokens)
         )
         is_single_rank = parallel_state.tp.size == parallel_state.pipeline.size == 1 and self._replicas is None
         self._oom_handler = OOMHandler(device) if is_single_rank else None
@@ -146,7 +145,7 @@ class ModelRunner:
         # GPU kernels are compiled or loaded at their first launch.
         self._warm_up_plans = warm_up.decode_steps(config) if meter is not None and model.pooling is None else iter(())
         self._shows_progress = rank == 0 and config.parallel.is_first_local_replica
-        if isinstance(self._model, Decoder) and self._pooler is None:
+        if isinstance(self._model, Decoder) and model.pooling is None:
             self._graphs = DecodeGraphs(
                 self._model, self._kv_caches.layers, config, device, parallel_state.pipeline.stage, parallel_state.tp
             )
@@ -255,8 +254,10 @@ class ModelRunner:
         if isinstance(self._model, Encoder) and (types := self._input_batch.token_types(rows)) is not None:
             batch = replace(batch, token_types=types)
         hidden = self._forward(self._receive(plan.num_tokens), batch)
-        if self._pooler is not None and self._pipeline.is_last:
-            return self._pool(rows, hidden, batch.logits_indices, self._pooler, result)
+        if self._pooling_runner is not None:
+            vectors = self._pooling_runner.pool(rows, batch, hidden, self._input_batch, result)
+            self._input_batch.advance(rows)
+            return vectors
         readings = self._score(rows, hidden, result) if rows.scoring and self._pipeline.is_last else []
         self._input_batch.advance(rows)
         if not self._pipeline.is_last:
@@ -306,26 +307,6 @@ class ModelRunner:
     def _decoder(self) -> Decoder | TransformersDecoder:
         assert not isinstance(self._model, Encoder)
         return self._model
-
-    def _pool(
-        self, rows: StepRows, hidden: Tensor, ends: Tensor, pooler: Pooler, result: ModelRunnerOutput | None
-    ) -> list[AsyncRead]:
-        """Pool the rows whose last tokens are at `ends` into vectors. Only the first rank does so, as all ranks have
-        the same hidden states."""
-        vectors = None
-        if result is not None:
-            if pooler.needs_all_tokens:
-                vectors = pooler.pool(self._model.features(hidden), rows, self._input_batch)
-            elif len(ends):
-                vectors = pooler.pool_last(self._model.features(hidden[ends]))
-        self._input_batch.advance(rows)
-        if vectors is None or result is None:
-            return []
-
-        def fill(found: Array) -> None:
-            result.vectors = {row: found[at].tobytes() for at, row in enumerate(rows.sampling.tolist())}
-
-        return [AsyncRead([vectors], fill)]
 
     def _receive(self, tokens: int) -> Tensor | None:
         if self._pipeline.is_first:

@@ -9,11 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.engine.checkpoints.loader import load_dense
+from quire.engine.config.engine_config import ModelConfig
 from quire.engine.config.pooling import Dense, Mode, Norm, Pooling
+from quire.engine.layers.attention import Batch
+from quire.engine.models.build import Model
+from quire.engine.protocol.runner_output import ModelRunnerOutput
+from quire.engine.worker.async_copies import Array, AsyncRead
 from quire.engine.worker.input_batch import InputBatch, StepRows
-
-Weights = tuple[Tensor, Tensor | None]
-"""Weight and bias of a dense module, whose weight is `[out, in]`, or of a norm."""
 
 
 @dataclass
@@ -42,31 +45,45 @@ class _PoolState:
         self.weighted += more.weighted
 
 
-class Pooler:
-    """The modules after the model, in float32. `weights` are those of dense modules and norms."""
+class PoolingRunner:
+    """The last stage's part of a step of a pooling model: one vector for each prompt that the step completes. The
+    modules after the model compute in float32."""
 
-    def __init__(self, pooling: Pooling, weights: list[Weights]) -> None:
-        self._modes = pooling.modes
-        self.needs_all_tokens = pooling.needs_all_tokens
-        modules = (
-            pooling.modules[:-1] if pooling.is_normalized else pooling.modules
-        )  # the server does the normalization
-        given = iter(weights)
-        self._modules = [(module, None if module == "normalize" else next(given)) for module in modules]
+    def __init__(self, config: ModelConfig, pooling: Pooling, model: Model, device: torch.device) -> None:
+        self._model, self._modes, self._needs_all_tokens = model, pooling.modes, pooling.needs_all_tokens
+        self._modules = [
+            (module, None if isinstance(module, str) else load_dense(config, module, device))
+            for module in pooling.modules[: -1 if pooling.is_normalized else None]  # the server normalizes
+        ]
         self._states: dict[int, _PoolState] = {}
         """By slot, for the prompts that have started."""
 
-    def pool_last(self, x: Tensor) -> Tensor:
-        """`[rows, size]`, the vectors of prompts whose last tokens have the hidden states `x` `[rows, hidden_size]`."""
-        return self._finish(x.float())
+    def pool(
+        self, rows: StepRows, batch: Batch, hidden: Tensor, input_batch: InputBatch, result: ModelRunnerOutput | None
+    ) -> list[AsyncRead]:
+        """Pool the model's output, of which all ranks have the same, on the first rank. Call this before
+        `input_batch.advance`."""
+        if result is None:
+            return []
+        if self._needs_all_tokens:
+            pooled = self._pool_chunks(self._model.features(hidden).float(), rows, input_batch)
+        elif len(rows.sampling):
+            pooled = self._model.features(hidden[batch.logits_indices]).float()
+        else:
+            pooled = None
+        if pooled is None:
+            return []
 
-    def pool(self, x: Tensor, rows: StepRows, input_batch: InputBatch) -> Tensor | None:
-        """`[rows, size]`, the vectors of the rows that complete their prompt; None if there are none.
+        def fill(vectors: Array) -> None:
+            result.vectors = {row: vectors[at].tobytes() for at, row in enumerate(rows.sampling.tolist())}
 
-        `x` `[tokens, hidden_size]` covers all rows. Call this before `input_batch.advance`.
-        """
+        return [AsyncRead([self._finish(pooled)], fill)]
+
+    def _pool_chunks(self, x: Tensor, rows: StepRows, input_batch: InputBatch) -> Tensor | None:
+        """`[rows, size]`, the totals of the rows that complete their prompt, given `x` `[tokens, hidden_size]` of all
+        rows; None if there are none."""
         ends, pooled = set(rows.sampling.tolist()), []
-        parts = torch.split(x.float(), rows.counts.tolist())
+        parts = torch.split(x, rows.counts.tolist())
         for row, (slot, part) in enumerate(zip(rows.slots.tolist(), parts, strict=True)):
             position = int(input_batch.num_computed_tokens[slot])
             seen = _PoolState.of(part, position)
@@ -78,7 +95,7 @@ class Pooler:
                 pooled.append(torch.cat([_vector(mode, seen, part[-1]) for mode in self._modes]))
             else:
                 self._states[slot] = seen
-        return self._finish(torch.stack(pooled)) if pooled else None
+        return torch.stack(pooled) if pooled else None
 
     def _finish(self, x: Tensor) -> Tensor:
         for module, weights in self._modules:
