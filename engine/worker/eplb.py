@@ -18,6 +18,7 @@ from quire.engine.distributed.expert_placement import ExpertPlacement
 from quire.engine.distributed.parallel_state import ParallelState
 from quire.engine.distributed.pipeline import Pipeline
 from quire.engine.layers.moe import MixtureOfExperts
+from quire.engine.models.build import Model
 from quire.engine.models.decoder import Decoder
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.stats import ExpertLoad
@@ -64,15 +65,15 @@ class ExpertLoadBalancer:
 
     @staticmethod
     def of(
-        decoder: Decoder, config: EngineConfig, parallel_state: ParallelState, device: torch.device
+        model: Model, config: EngineConfig, parallel_state: ParallelState, device: torch.device
     ) -> ExpertLoadBalancer | None:
         """The balancer of a rank; None without expert parallelism."""
-        if parallel_state.experts is None:
+        if parallel_state.experts is None or not isinstance(model, Decoder):
             return None
         arch, stage = config.model.architecture, config.parallel.stages[parallel_state.pipeline.stage]
         specs = [(number, arch.layers[number].feed_forward) for number in range(stage.stop)]
         counts = {number: spec.num_experts for number, spec in specs if isinstance(spec, MoESpec)}
-        modules = {int(name): layer.feed_forward for name, layer in decoder.layers.items()}
+        modules = {int(name): layer.feed_forward for name, layer in model.layers.items()}
         layers = {number: layer for number, layer in modules.items() if isinstance(layer, MixtureOfExperts)}
         return ExpertLoadBalancer(layers, counts, parallel_state.experts, parallel_state.pipeline, device)
 
