@@ -83,7 +83,7 @@ class RankActor:
 
 
 class RayLauncher:
-    """The nodes of one engine, as a `NodeLauncher`."""
+    """Starts the processes of one engine's nodes, which then join."""
 
     def __init__(self, config: EngineConfig, log_level: str) -> None:
         parallel = config.parallel
@@ -99,7 +99,9 @@ class RayLauncher:
         self._runs: list[Any] = []
 
     def start(self, port: int, on_exit: Callable[[int, str], None]) -> None:
-        """As `NodeLauncher`; raises `NodesGone`, and `ConfigError` if Ray does not start the actors in time."""
+        """Start the processes, for a leader at `port`. `on_exit` is called, in any thread, when one of them exits.
+
+        Raises `NodesGone`, and `ConfigError` if Ray does not start the actors in time."""
         os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # each line names its node
         import ray
 

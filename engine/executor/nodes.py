@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable
 from multiprocessing.util import Finalize
 from queue import Empty
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -42,6 +42,9 @@ from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.profile import RankTrace, TracePiece
 from quire.engine.protocol.runner_output import ModelRunnerOutput, WorkerFailed, WorkerReady
 from quire.engine.protocol.stats import LogRecord, RankStats
+
+if TYPE_CHECKING:
+    from quire.engine.cluster.ray_launcher import RayLauncher
 
 _CAUSE_TIMEOUT = 2.0
 """Seconds to find the first failure after one is reported: a node needs a second to check its own ranks."""
@@ -85,16 +88,6 @@ class NodeLost(msgspec.Struct):
 FromNode = WorkerReady | NodeProgress | WorkerFailed | ModelRunnerOutput | TracePiece
 
 
-class NodeLauncher(Protocol):
-    """Starts the processes of the nodes, which then join."""
-
-    def start(self, port: int, on_exit: Callable[[int, str], None]) -> None:
-        """Start the processes, for a leader at `port`. `on_exit` is called, in any thread, when one of them exits."""
-
-    def close(self) -> None:
-        """End the processes that have not ended with the leader."""
-
-
 class MultiNodeExecutor(ProcessExecutor):
     """Runs the ranks of the first node directly, and the others through their nodes.
 
@@ -106,7 +99,7 @@ class MultiNodeExecutor(ProcessExecutor):
         config: EngineConfig,
         log_level: str,
         on_end: Callable[[], None],
-        launcher: NodeLauncher | None = None,
+        launcher: RayLauncher | None = None,
     ) -> None:
         super().__init__(config.parallel)
         self.config, parallel, started = config, config.parallel, time.monotonic()
@@ -342,10 +335,8 @@ class Node:
         return self._await_cause() or failure.reason
 
     def _on_rank_trace(self, trace: RankTrace) -> None:
-        def send(piece: TracePiece) -> None:
-            self._follower.send(self._encode(piece))
-
-        send_trace(trace, self._config.parallel, send, self._follower.clock)
+        send, encode = self._follower.send, self._encode
+        send_trace(trace, self._config.parallel, lambda piece: send(encode(piece)), self._follower.clock)
 
     def _forward(self, ranks: LocalRanks, timeout: float) -> None:
         """Wait for messages of the ranks, and send them to the first node; raises `LinkEnded` if that has ended."""

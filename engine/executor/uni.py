@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.executor.base import StepFuture, WorkerError
@@ -26,20 +26,8 @@ from quire.engine.protocol.stats import RankStats
 if TYPE_CHECKING:
     from quire.engine.worker.async_copies import AsyncOutput
 
-T = TypeVar("T")
-
 _CLOSE_TIMEOUT = 5.0
 """Seconds for the step in flight to finish when the executor is closed."""
-
-
-@dataclass(frozen=True)
-class FinishedStep:
-    """A step that ran inside `submit`."""
-
-    step_result: ModelRunnerOutput
-
-    def result(self) -> ModelRunnerOutput:
-        return self.step_result
 
 
 @dataclass(frozen=True)
@@ -83,7 +71,9 @@ class UniExecutor:
             for run, name in (self._run, "quire-rank-0"), (self._finish, "quire-results"):
                 self._threads.append(threading.Thread(target=run, daemon=True, name=name))
                 self._threads[-1].start()
-            self._worker = self._in_thread(load).result()
+            loaded: Future[Worker] = Future()
+            self._work.put((lambda: loaded.set_result(load()), loaded))
+            self._worker = loaded.result()
         self.config = config.with_blocks(self._worker.num_blocks)
         parallel = config.parallel
         self.on_trace: Callable[[TracePiece], None] = lambda piece: None
@@ -99,7 +89,9 @@ class UniExecutor:
         with self._worker.count_step(self._state):
             result = self._worker.launch(plan).result()
         assert result is not None
-        return FinishedStep(result)
+        finished: Future[ModelRunnerOutput] = Future()
+        finished.set_result(result)
+        return finished
 
     def check(self) -> None:
         """Do nothing: the rank lives as long as this process."""
@@ -120,11 +112,6 @@ class UniExecutor:
             for thread in self._threads:
                 thread.join(max(0.0, deadline - time.monotonic()))
         self._worker.close()
-
-    def _in_thread(self, work: Callable[[], T]) -> Future[T]:
-        future: Future[T] = Future()
-        self._work.put((lambda: future.set_result(work()), future))
-        return future
 
     def _launch(self, plan: SchedulerOutput, future: Future[ModelRunnerOutput | None]) -> None:
         self._launched.put((self._worker.launch(plan), future))

@@ -28,7 +28,7 @@ from quire import kernels
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.config.memory_plan import MemoryPlan
 from quire.engine.distributed import parallel_state
-from quire.engine.distributed.parallel_state import ParallelState, connect
+from quire.engine.distributed.parallel_state import connect
 from quire.engine.distributed.shm_broadcast import ShmBroadcast
 from quire.engine.distributed.watchdog import CollectiveError
 from quire.engine.layers.attention import attention_config
@@ -88,7 +88,15 @@ class Worker:
         if parallel.device == "cpu":
             ready()  # packing weights depends on the kernels
         return_freed_memory()
-        self._runner = _load(config, rank, self._parallel_state, device, meter, ready)
+        try:
+            self._runner = ModelRunner(config, rank, self._parallel_state, device, meter, ready)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise ConfigError(
+                f"rank {rank} ran out of memory while loading and warming up the model: {error}; use more ranks (-tp, "
+                f"-pp) or a smaller --dtype, or {REMEDY}"
+            ) from None
         self.num_blocks = self._runner.num_blocks
         self._heap = ActivationHeap(MemoryPlan.of(config).workspace) if parallel.device == "cpu" else None
         self._rank, self._device = rank, device
@@ -160,26 +168,6 @@ class Worker:
     def close(self) -> None:
         self._runner.close()
         self._parallel_state.close()
-
-
-def _load(
-    config: EngineConfig,
-    rank: int,
-    parallel_state: ParallelState,
-    device: torch.device,
-    meter: MemoryMeter | None,
-    wait_for_kernels: Callable[[], None],
-) -> ModelRunner:
-    """Load the model. Raises `ConfigError` if memory runs out."""
-    try:
-        return ModelRunner(config, rank, parallel_state, device, meter, wait_for_kernels)
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise ConfigError(
-            f"rank {rank} ran out of memory while loading and warming up the model: {error}; use more ranks (-tp, -pp) "
-            f"or a smaller --dtype, or {REMEDY}"
-        ) from None
 
 
 def main(

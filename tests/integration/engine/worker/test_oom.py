@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from quire.engine.config.engine_config import EngineConfig
-from quire.engine.distributed.parallel_state import connect
 from quire.engine.executor.uni import UniExecutor
 from quire.engine.layers.attention import Batch
 from quire.engine.models.decoder_layer import DecoderLayer
@@ -26,10 +25,11 @@ from quire.engine.protocol.runner_output import ModelRunnerOutput, WorkerFailed,
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.worker import worker
 from quire.engine.worker.drafter import DraftModel
+from quire.engine.worker.model_runner import ModelRunner
 from tests.fakes.checkpoints import write_checkpoint
 from tests.fakes.core_with_ranks import Ranks
 from tests.fakes.drafts import Always
-from tests.fakes.model_logits import CPU, configure
+from tests.fakes.model_logits import configure
 from tests.integration.engine.worker.test_memory import FakeMeter
 
 FAILING_LAYER = 3
@@ -199,9 +199,15 @@ def test_a_rank_that_others_wait_for_ends_with_a_remedy(monkeypatch: pytest.Monk
     assert ("lower --max-num-batched-tokens" in failed.reason) == (error is ERRORS["cuda"])
 
 
-def test_a_model_that_does_not_fit_after_all_is_refused(config: EngineConfig, scarcity: Scarcity) -> None:
+def test_a_model_that_does_not_fit_after_all_is_refused(
+    config: EngineConfig, scarcity: Scarcity, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With a meter, the largest step is run while the rank is made."""
     scarcity.at(0)
-    links = connect(config.parallel, 0, None, CPU)
+    monkeypatch.setattr(
+        worker,
+        "ModelRunner",
+        lambda config, rank, links, device, *_: ModelRunner(config, rank, links, device, FakeMeter()),
+    )
     with pytest.raises(ConfigError, match=r"rank 0 ran out of memory while loading and warming up the model: CUDA out"):
-        worker._load(config, 0, links, CPU, FakeMeter(), lambda: None)
+        worker.Worker(config, 0, None)
