@@ -23,7 +23,8 @@ import msgspec
 import torch
 
 from quire.engine.architecture.attention_spec import AttentionSpec
-from quire.engine.architecture.model_spec import LayerSpec, MLPSpec, ModelSpec
+from quire.engine.architecture.feed_forward_spec import MLPSpec
+from quire.engine.architecture.model_spec import LayerSpec, ModelSpec
 from quire.engine.architecture.spec_parts import NormSpec
 from quire.engine.config.engine_config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from quire.engine.protocol.engine_core import EngineCoreRequest

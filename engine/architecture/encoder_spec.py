@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.engine.architecture.attention_spec import AttentionSpec
-from quire.engine.architecture.model_spec import LayerSpec, MLPSpec, ModelSpec
+from quire.engine.architecture.feed_forward_spec import MLPSpec
+from quire.engine.architecture.model_spec import LayerSpec, ModelSpec
 from quire.engine.architecture.spec_parts import Parameters, Units, linear
 from quire.engine.protocol.errors import ConfigError
 

@@ -33,7 +33,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from quire.engine.architecture.attention_spec import CompressedAttentionSpec
-from quire.engine.architecture.model_spec import LayerSpec, MoESpec
+from quire.engine.architecture.feed_forward_spec import MoESpec
+from quire.engine.architecture.model_spec import LayerSpec
 from quire.engine.config import parallel_config
 from quire.engine.config.engine_config import DTYPE_BYTES, EngineConfig
 from quire.engine.config.kv_cache_groups import KVCacheShape, block_bytes, tokens_per_row

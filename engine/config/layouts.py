@@ -10,7 +10,8 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from quire.engine.architecture.model_spec import MoESpec, TransformersModelSpec
+from quire.engine.architecture.feed_forward_spec import MoESpec
+from quire.engine.architecture.model_spec import TransformersModelSpec
 from quire.engine.config import model_config
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.config.floors import Estimate, estimate

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 
 from quire.engine.architecture.attention_spec import MLASpec
 from quire.engine.architecture.draft_head_spec import DraftHeadSpec
-from quire.engine.architecture.model_spec import ExpertParallelMoESpec, ModelSpec, MoESpec
+from quire.engine.architecture.feed_forward_spec import ExpertParallelMoESpec, MoESpec
+from quire.engine.architecture.model_spec import ModelSpec
 from quire.engine.architecture.quantization.form import INT4_GROUPS, Form, form_of
 from quire.engine.architecture.spec_parts import MatrixShape
 from quire.engine.config import cuda_graph_sizes, parallel_config

@@ -12,7 +12,8 @@ from itertools import pairwise
 from typing import Literal
 
 from quire.engine.architecture.attention_spec import MLASpec
-from quire.engine.architecture.model_spec import ModelSpec, MoESpec, TransformersModelSpec
+from quire.engine.architecture.feed_forward_spec import MoESpec
+from quire.engine.architecture.model_spec import ModelSpec, TransformersModelSpec
 from quire.engine.config import topology
 from quire.engine.config.devices import SHARE, Devices
 from quire.engine.config.engine_config import ExpertParallelConfig, ParallelConfig, RayPlacement

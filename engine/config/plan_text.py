@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from quire.engine.architecture.model_spec import ModelSpec, MoESpec, TransformersModelSpec
+from quire.engine.architecture.feed_forward_spec import MoESpec
+from quire.engine.architecture.model_spec import ModelSpec, TransformersModelSpec
 from quire.engine.config import topology
 from quire.engine.config.devices import SHARE
 from quire.engine.config.engine_config import EngineConfig, ParallelConfig

@@ -1,4 +1,4 @@
-"""Inputs of each layer's own (Gemma 3n), as described by `quire.engine.architecture.model_spec.LayerInputSpec`;
+"""Inputs of each layer's own (Gemma 3n), as described by `quire.engine.architecture.residual_spec.LayerInputSpec`;
 replicated on all ranks, except the embedding."""
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from quire import kernels
-from quire.engine.architecture.model_spec import LayerInputSpec
+from quire.engine.architecture.residual_spec import LayerInputSpec
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.embedding import VocabParallelEmbedding
 from quire.engine.layers.from_spec import FromSpec

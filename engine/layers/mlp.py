@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quire import kernels
-from quire.engine.architecture import model_spec
+from quire.engine.architecture.feed_forward_spec import MLPSpec
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.from_spec import FromSpec
 from quire.engine.layers.linear import ColumnParallelLinear, GatedLinear, Linear
@@ -18,7 +18,7 @@ from quire.engine.layers.linear import ColumnParallelLinear, GatedLinear, Linear
 class MLP(nn.Module):
     """`down(activation(gate(x)) * up(x))` (Shazeer 2020), or `down(activation(up(x)))`."""
 
-    def __init__(self, spec: model_spec.MLPSpec, hidden_size: int, parallel: Parallel) -> None:
+    def __init__(self, spec: MLPSpec, hidden_size: int, parallel: Parallel) -> None:
         super().__init__()
         self._spec, self._parallel = spec, parallel
         own = FromSpec(spec.parameters(hidden_size), parallel)

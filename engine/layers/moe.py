@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quire import kernels
-from quire.engine.architecture import model_spec
+from quire.engine.architecture.feed_forward_spec import MoESpec
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.distributed.expert_group import ExpertGroup
 from quire.engine.distributed.expert_placement import ExpertPlacement
@@ -50,9 +50,7 @@ class MixtureOfExperts(nn.Module):
     phases, between which another batch may run: `combine(compute(dispatch(x)))`.
     """
 
-    def __init__(
-        self, spec: model_spec.MoESpec, hidden_size: int, parallel: Parallel, group: ExpertGroup | None = None
-    ) -> None:
+    def __init__(self, spec: MoESpec, hidden_size: int, parallel: Parallel, group: ExpertGroup | None = None) -> None:
         super().__init__()
         self._parallel, self._group = parallel, group
         self._num_experts, self._weighs_inputs = spec.num_experts, spec.weighs_inputs
@@ -193,7 +191,7 @@ class ExpertRouter(ReplicatedLinear):
     """Chooses the experts of each token. All ranks choose alike: their logits are equal, and ties are broken in the
     same way."""
 
-    def __init__(self, spec: model_spec.MoESpec, hidden_size: int) -> None:
+    def __init__(self, spec: MoESpec, hidden_size: int) -> None:
         super().__init__(hidden_size, spec.num_experts, bias=spec.router_bias)
         self._spec, self._input_scale = spec, hidden_size**-0.5
         own, module = FromSpec(spec.parameters(hidden_size)), "feed_forward.router"
@@ -279,7 +277,7 @@ class ExpertStack(nn.Module):
 class Experts(ExpertStack):
     """The experts on a rank. Once all weights are loaded, they are packed into the device's format."""
 
-    def __init__(self, spec: model_spec.MoESpec, hidden_size: int, experts: Sequence[int], parallel: Parallel) -> None:
+    def __init__(self, spec: MoESpec, hidden_size: int, experts: Sequence[int], parallel: Parallel) -> None:
         """`experts` are their numbers in the model, by place, in which copies repeat; each is sharded over
         `parallel`."""
         super().__init__()

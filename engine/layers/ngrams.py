@@ -1,5 +1,5 @@
 """Embeddings of a token and those before it (Qwen4-Exp, 2026), as described by
-`quire.engine.architecture.model_spec.NGramSpec`; replicated on all ranks, except the embedding.
+`quire.engine.architecture.residual_spec.NGramSpec`; replicated on all ranks, except the embedding.
 
 The ids of the tokens before a step are kept beside the recurrent state of the layer, like the inputs of convolutions:
 as digits that every type of activations has exactly, which a convolution with weights of 0 and 1 reads.
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quire import kernels
-from quire.engine.architecture.model_spec import ID_DIGITS, NGramSpec
+from quire.engine.architecture.residual_spec import ID_DIGITS, NGramSpec
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.attention import Batch
 from quire.engine.layers.embedding import VocabParallelEmbedding

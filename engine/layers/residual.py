@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quire import kernels
-from quire.engine.architecture.model_spec import (
+from quire.engine.architecture.residual_spec import (
     AltUpSpec,
     ConnectionSpec,
     GatedConnectionSpec,
@@ -27,7 +27,7 @@ _SMALLEST_SQUARE = 1e-5
 
 
 class AltUp(nn.Module):
-    """A layer's part of alternating updates, as described by `quire.engine.architecture.model_spec.AltUpSpec`."""
+    """A layer's part of alternating updates, as described by `quire.engine.architecture.residual_spec.AltUpSpec`."""
 
     def __init__(self, spec: AltUpSpec, hidden_size: int) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def _with_size_of(x: Tensor, others: Tensor) -> Tensor:
 
 
 class Laurel(nn.Module):
-    """A learned residual as described by `quire.engine.architecture.model_spec.LaurelSpec`."""
+    """A learned residual as described by `quire.engine.architecture.residual_spec.LaurelSpec`."""
 
     def __init__(self, spec: LaurelSpec, hidden_size: int) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class Mixing(NamedTuple):
 
 class HyperConnection(nn.Module):
     """The streams before and after an attention or a feed-forward layer, as described by
-    `quire.engine.architecture.model_spec.HyperConnectionSpec`."""
+    `quire.engine.architecture.residual_spec.HyperConnectionSpec`."""
 
     def __init__(self, spec: HyperConnectionSpec, hidden_size: int) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ class StreamNorm(nn.Module):
 
 class GatedConnection(nn.Module):
     """The streams before and after an attention or a feed-forward layer, as described by
-    `quire.engine.architecture.model_spec.GatedConnectionSpec`."""
+    `quire.engine.architecture.residual_spec.GatedConnectionSpec`."""
 
     def __init__(self, spec: GatedConnectionSpec, hidden_size: int) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
 """Blocks of attention and a feed-forward layer that several layers share, as described by
-`quire.engine.architecture.model_spec.SharedBlockSpec`."""
+`quire.engine.architecture.residual_spec.SharedBlockSpec`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from quire.engine.architecture.attention_spec import AttentionSpec
-from quire.engine.architecture.model_spec import MLPSpec, SharedBlockSpec
+from quire.engine.architecture.feed_forward_spec import MLPSpec
+from quire.engine.architecture.residual_spec import SharedBlockSpec
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.attention import Attention, Batch
 from quire.engine.layers.from_spec import FromSpec

@@ -8,7 +8,7 @@ from typing import ClassVar, NamedTuple, TypeVar
 from torch import Tensor, nn
 
 from quire import kernels
-from quire.engine.architecture import attention_spec, model_spec, spec_parts
+from quire.engine.architecture import attention_spec, feed_forward_spec, model_spec, spec_parts
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.distributed.expert_group import ExpertGroup
 from quire.engine.layers.attention import Attention, Batch, LayerCache
@@ -181,7 +181,7 @@ def _attention(
 
 
 def _feed_forward(
-    spec: model_spec.MLPSpec | model_spec.MoESpec | None,
+    spec: feed_forward_spec.MLPSpec | feed_forward_spec.MoESpec | None,
     hidden_size: int,
     parallel: Parallel,
     experts: ExpertGroup | None,
@@ -189,7 +189,7 @@ def _feed_forward(
     match spec:
         case None:
             return None
-        case model_spec.MLPSpec():
+        case feed_forward_spec.MLPSpec():
             return MLP(spec, hidden_size, parallel)
-        case model_spec.MoESpec():
+        case feed_forward_spec.MoESpec():
             return MixtureOfExperts(spec, hidden_size, parallel, experts)

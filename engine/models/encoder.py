@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quire import kernels
-from quire.engine.architecture import encoder_spec, model_spec, spec_parts
+from quire.engine.architecture import encoder_spec, feed_forward_spec, model_spec, spec_parts
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.attention import Batch, head_norm
 from quire.engine.layers.embedding import VocabParallelEmbedding
@@ -102,7 +102,7 @@ class EncoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         assert isinstance(spec.attention, encoder_spec.EncoderAttentionSpec)
-        assert isinstance(spec.feed_forward, model_spec.MLPSpec)
+        assert isinstance(spec.feed_forward, feed_forward_spec.MLPSpec)
         self._is_post_norm = is_post_norm
         self.attention_norm = _norm(spec.attention_norm, hidden_size)
         self.attention = EncoderAttention(spec.attention, hidden_size, parallel)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from quire.engine.architecture.attention_spec import AttentionSpec
-from quire.engine.architecture.model_spec import LayerSpec, MLPSpec, ModelSpec
+from quire.engine.architecture.feed_forward_spec import MLPSpec
+from quire.engine.architecture.model_spec import LayerSpec, ModelSpec
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.distributed.expert_group import ExpertGroup
 from quire.engine.layers.shared_block import SharedBlock

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from quire.engine.architecture.attention_spec import AttentionSpec
-from quire.engine.architecture.model_spec import LayerSpec, MLPSpec
+from quire.engine.architecture.feed_forward_spec import MLPSpec
+from quire.engine.architecture.model_spec import LayerSpec
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.from_spec import FromSpec
 from quire.engine.layers.shared_block import SharedBlock, attention_adapter, feed_forward_adapter

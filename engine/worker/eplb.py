@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from quire.engine.architecture.model_spec import MoESpec
+from quire.engine.architecture.feed_forward_spec import MoESpec
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.distributed.eplb import ExpertMove, moves, rank_loads, rebalance, rounds
 from quire.engine.distributed.expert_group import ExpertGroup

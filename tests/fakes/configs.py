@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from quire.engine.architecture.attention_spec import AttentionSpec
-from quire.engine.architecture.model_spec import LayerSpec, MLPSpec, ModelSpec
+from quire.engine.architecture.feed_forward_spec import MLPSpec
+from quire.engine.architecture.model_spec import LayerSpec, ModelSpec
 from quire.engine.architecture.spec_parts import NormSpec, RopeSpec
 from quire.engine.config.engine_config import (
     CacheConfig,

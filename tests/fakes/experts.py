@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from quire import kernels
-from quire.engine.architecture.model_spec import MLPSpec, MoESpec
+from quire.engine.architecture.feed_forward_spec import MLPSpec, MoESpec
 from quire.engine.distributed.expert_group import ExpertGroup
 from quire.engine.layers.attention import Batch
 from quire.engine.layers.linear import Linear

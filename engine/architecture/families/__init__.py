@@ -1,7 +1,7 @@
 """The supported model families: config.json → `ModelSpec`, and the names of checkpoint tensors. No torch here.
 
-A new family is a file here, with a mapping from its config.json to the parts in `quire.engine.architecture.model_spec`,
-and a mapping from our names of those parts to the checkpoint's."""
+A new family is a file here, with a mapping from its config.json to the specs in `quire.engine.architecture`, and a
+mapping from our names of their parameters to the checkpoint's names."""
 
 from __future__ import annotations
 

@@ -13,7 +13,8 @@ from quire.engine.architecture.families.family import (
     require,
     rope,
 )
-from quire.engine.architecture.model_spec import LayerSpec, ModelSpec, MoESpec
+from quire.engine.architecture.feed_forward_spec import MoESpec
+from quire.engine.architecture.model_spec import LayerSpec, ModelSpec
 
 
 def _dbrx(name: str, config: Config) -> ModelSpec:

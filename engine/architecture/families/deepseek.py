@@ -23,7 +23,8 @@ from quire.engine.architecture.families.family import (
     yarn_temperature,
 )
 from quire.engine.architecture.families.moe import MTP_LAYER, NAMES_BY_EXPERT, STACKED_EXPERTS, sigmoid_experts
-from quire.engine.architecture.model_spec import LayerSpec, ModelSpec, MoESpec
+from quire.engine.architecture.feed_forward_spec import MoESpec
+from quire.engine.architecture.model_spec import LayerSpec, ModelSpec
 from quire.engine.protocol.errors import ConfigError
 
 

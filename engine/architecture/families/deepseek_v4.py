@@ -15,7 +15,9 @@ from quire.engine.architecture.families.family import (
     rms_norm,
     rope,
 )
-from quire.engine.architecture.model_spec import HyperConnectionSpec, LayerSpec, MLPSpec, ModelSpec, MoESpec
+from quire.engine.architecture.feed_forward_spec import MLPSpec, MoESpec
+from quire.engine.architecture.model_spec import LayerSpec, ModelSpec
+from quire.engine.architecture.residual_spec import HyperConnectionSpec
 from quire.engine.architecture.spec_parts import RopeSpec
 from quire.engine.protocol.errors import ConfigError
 

@@ -20,7 +20,8 @@ from quire.engine.architecture.families.family import (
     rope,
 )
 from quire.engine.architecture.families.moe import sigmoid_experts
-from quire.engine.architecture.model_spec import MLPSpec, ModelSpec, MoESpec
+from quire.engine.architecture.feed_forward_spec import MLPSpec, MoESpec
+from quire.engine.architecture.model_spec import ModelSpec
 from quire.engine.protocol.errors import ConfigError
 
 _SLIDING, _FULL, _INDEXED = "sliding_attention", "full_attention", "indexed_attention"

@@ -17,7 +17,8 @@ from quire.engine.architecture.families.family import (
 )
 from quire.engine.architecture.families.llama import NAMES
 from quire.engine.architecture.families.moe import NAMES_BY_EXPERT
-from quire.engine.architecture.model_spec import LayerSpec, MLPSpec, ModelSpec, MoESpec
+from quire.engine.architecture.feed_forward_spec import MLPSpec, MoESpec
+from quire.engine.architecture.model_spec import LayerSpec, ModelSpec
 
 
 def _layer(config: Config, feed_forward: MLPSpec | MoESpec) -> LayerSpec:

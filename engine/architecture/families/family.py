@@ -10,7 +10,8 @@ from typing import Any, Literal, NamedTuple
 
 from quire.engine.architecture.attention_spec import AttentionSpec
 from quire.engine.architecture.draft_head_spec import DraftHeadSpec
-from quire.engine.architecture.model_spec import LayerSpec, MLPSpec, ModelSpec, MoESpec
+from quire.engine.architecture.feed_forward_spec import MLPSpec, MoESpec
+from quire.engine.architecture.model_spec import LayerSpec, ModelSpec
 from quire.engine.architecture.spec_parts import Activation, NormSpec, QueryScaleSpec, RopeSpec
 from quire.engine.protocol.errors import ConfigError
 

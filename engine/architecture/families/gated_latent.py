@@ -9,7 +9,9 @@ from quire.engine.architecture.attention_spec import MLASpec
 from quire.engine.architecture.families import deepseek
 from quire.engine.architecture.families.family import Config, Family, require, rms_norm
 from quire.engine.architecture.families.moe import STACKED_EXPERTS
-from quire.engine.architecture.model_spec import HyperConnectionSpec, ModelSpec, MoESpec
+from quire.engine.architecture.feed_forward_spec import MoESpec
+from quire.engine.architecture.model_spec import ModelSpec
+from quire.engine.architecture.residual_spec import HyperConnectionSpec
 
 
 def _axk2(name: str, config: Config) -> ModelSpec:

@@ -23,15 +23,9 @@ from quire.engine.architecture.families.family import (
     windows,
 )
 from quire.engine.architecture.families.llama import NAMES
-from quire.engine.architecture.model_spec import (
-    AltUpSpec,
-    LaurelSpec,
-    LayerInputSpec,
-    LayerSpec,
-    MLPSpec,
-    ModelSpec,
-    MoESpec,
-)
+from quire.engine.architecture.feed_forward_spec import MLPSpec, MoESpec
+from quire.engine.architecture.model_spec import LayerSpec, ModelSpec
+from quire.engine.architecture.residual_spec import AltUpSpec, LaurelSpec, LayerInputSpec
 from quire.engine.architecture.spec_parts import NormSpec
 from quire.engine.protocol.errors import ConfigError
 

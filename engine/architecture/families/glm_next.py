@@ -23,8 +23,10 @@ from quire.engine.architecture.families.family import (
 )
 from quire.engine.architecture.families.kimi_linear import KIMI_NAMES
 from quire.engine.architecture.families.moe import sigmoid_experts
-from quire.engine.architecture.model_spec import HyperConnectionSpec, MLPSpec, ModelSpec, MoESpec
+from quire.engine.architecture.feed_forward_spec import MLPSpec, MoESpec
+from quire.engine.architecture.model_spec import ModelSpec
 from quire.engine.architecture.recurrent_spec import KimiDeltaSpec
+from quire.engine.architecture.residual_spec import HyperConnectionSpec
 from quire.engine.architecture.spec_parts import RopeSpec
 from quire.engine.protocol.errors import ConfigError
 

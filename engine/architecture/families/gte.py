@@ -20,7 +20,8 @@ from quire.engine.architecture.families.family import (
     require,
     rope,
 )
-from quire.engine.architecture.model_spec import LayerSpec, MLPSpec
+from quire.engine.architecture.feed_forward_spec import MLPSpec
+from quire.engine.architecture.model_spec import LayerSpec
 from quire.engine.architecture.spec_parts import RopeSpec
 from quire.engine.protocol.errors import ConfigError
 

@@ -20,7 +20,8 @@ from quire.engine.architecture.families.family import (
 )
 from quire.engine.architecture.families.llama import NAMES
 from quire.engine.architecture.families.moe import NAMES_BY_EXPERT
-from quire.engine.architecture.model_spec import LayerSpec, ModelSpec, MoESpec
+from quire.engine.architecture.feed_forward_spec import MoESpec
+from quire.engine.architecture.model_spec import LayerSpec, ModelSpec
 
 
 def _attention(config: Config) -> AttentionSpec:

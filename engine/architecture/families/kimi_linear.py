@@ -20,7 +20,8 @@ from quire.engine.architecture.families.family import (
 )
 from quire.engine.architecture.families.llama import NAMES
 from quire.engine.architecture.families.moe import MTP_LAYER
-from quire.engine.architecture.model_spec import MLPSpec, ModelSpec, MoESpec
+from quire.engine.architecture.feed_forward_spec import MLPSpec, MoESpec
+from quire.engine.architecture.model_spec import ModelSpec
 from quire.engine.architecture.recurrent_spec import KimiDeltaSpec
 from quire.engine.architecture.spec_parts import NormSpec, RopeSpec
 

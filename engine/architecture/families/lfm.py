@@ -17,7 +17,8 @@ from quire.engine.architecture.families.family import (
     rms_norm,
     rope,
 )
-from quire.engine.architecture.model_spec import MLPSpec, ModelSpec, MoESpec
+from quire.engine.architecture.feed_forward_spec import MLPSpec, MoESpec
+from quire.engine.architecture.model_spec import ModelSpec
 from quire.engine.architecture.recurrent_spec import ShortConvSpec
 
 _NAMES = {

@@ -19,7 +19,8 @@ from quire.engine.architecture.families.family import (
 )
 from quire.engine.architecture.families.llama import NAMES
 from quire.engine.architecture.families.moe import STACKED_EXPERTS
-from quire.engine.architecture.model_spec import LayerSpec, ModelSpec, MoESpec
+from quire.engine.architecture.feed_forward_spec import MoESpec
+from quire.engine.architecture.model_spec import LayerSpec, ModelSpec
 from quire.engine.architecture.spec_parts import NormSpec, QueryScaleSpec
 from quire.engine.protocol.errors import ConfigError
 

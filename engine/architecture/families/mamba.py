@@ -22,7 +22,8 @@ from quire.engine.architecture.families.family import (
     rope,
 )
 from quire.engine.architecture.families.llama import NAMES
-from quire.engine.architecture.model_spec import LayerSpec, MLPSpec, ModelSpec, MoESpec
+from quire.engine.architecture.feed_forward_spec import MLPSpec, MoESpec
+from quire.engine.architecture.model_spec import LayerSpec, ModelSpec
 from quire.engine.architecture.recurrent_spec import Mamba2Spec, MambaSpec
 from quire.engine.architecture.spec_parts import NormSpec
 from quire.engine.protocol.errors import ConfigError

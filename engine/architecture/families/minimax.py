@@ -23,7 +23,8 @@ from quire.engine.architecture.families.family import (
 )
 from quire.engine.architecture.families.llama import NAMES
 from quire.engine.architecture.families.moe import MIXTRAL_NAMES, NAMES_BY_EXPERT, STACKED_EXPERTS
-from quire.engine.architecture.model_spec import LayerSpec, MLPSpec, ModelSpec, MoESpec
+from quire.engine.architecture.feed_forward_spec import MLPSpec, MoESpec
+from quire.engine.architecture.model_spec import LayerSpec, ModelSpec
 from quire.engine.architecture.recurrent_spec import LightningSpec
 from quire.engine.architecture.spec_parts import NormSpec
 from quire.engine.protocol.errors import ConfigError

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 from quire.engine.architecture.encoder_spec import EncoderAttentionSpec, EncoderSpec
 from quire.engine.architecture.families.family import Config, Family, HeadLayer, activation, head_dim, layer_norm, rope
-from quire.engine.architecture.model_spec import LayerSpec, MLPSpec
+from quire.engine.architecture.feed_forward_spec import MLPSpec
+from quire.engine.architecture.model_spec import LayerSpec
 from quire.engine.architecture.spec_parts import NormSpec
 from quire.engine.protocol.errors import ConfigError
 

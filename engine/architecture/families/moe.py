@@ -20,7 +20,8 @@ from quire.engine.architecture.families.family import (
     windows,
 )
 from quire.engine.architecture.families.llama import NAMES
-from quire.engine.architecture.model_spec import LayerSpec, ModelSpec, MoESpec
+from quire.engine.architecture.feed_forward_spec import MoESpec
+from quire.engine.architecture.model_spec import LayerSpec, ModelSpec
 
 NAMES_BY_EXPERT = NAMES | {
     "layers.feed_forward.router": "model.layers.{layer}.mlp.gate",

@@ -6,7 +6,8 @@ from typing import Any
 
 from quire.engine.architecture.encoder_spec import EncoderAttentionSpec, EncoderSpec
 from quire.engine.architecture.families.family import Config, Family, activation, head_dim, layer_norm, require, rope
-from quire.engine.architecture.model_spec import LayerSpec, MLPSpec
+from quire.engine.architecture.feed_forward_spec import MLPSpec
+from quire.engine.architecture.model_spec import LayerSpec
 
 _NAMES_OF_GPT2 = {
     "hidden_size": "n_embd",

@@ -16,7 +16,8 @@ from quire.engine.architecture.families.family import (
     rope,
 )
 from quire.engine.architecture.families.moe import MIXTRAL_NAMES
-from quire.engine.architecture.model_spec import LayerSpec, ModelSpec, MoESpec
+from quire.engine.architecture.feed_forward_spec import MoESpec
+from quire.engine.architecture.model_spec import LayerSpec, ModelSpec
 from quire.engine.protocol.errors import ConfigError
 
 

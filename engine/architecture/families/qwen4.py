@@ -23,7 +23,8 @@ from quire.engine.architecture.families.family import (
 )
 from quire.engine.architecture.families.moe import STACKED_EXPERTS
 from quire.engine.architecture.families.qwen_next import NOT_TEXT, QWEN35_NAMES, delta_net, gate_rows, gated_experts
-from quire.engine.architecture.model_spec import GatedConnectionSpec, LayerSpec, ModelSpec, NGramSpec
+from quire.engine.architecture.model_spec import LayerSpec, ModelSpec
+from quire.engine.architecture.residual_spec import GatedConnectionSpec, NGramSpec
 from quire.engine.architecture.spec_parts import NormSpec
 from quire.engine.protocol.errors import ConfigError
 

@@ -24,7 +24,8 @@ from quire.engine.architecture.families.family import (
     rope,
 )
 from quire.engine.architecture.families.moe import NAMES_BY_EXPERT, STACKED_EXPERTS
-from quire.engine.architecture.model_spec import LayerSpec, MLPSpec, ModelSpec, MoESpec
+from quire.engine.architecture.feed_forward_spec import MLPSpec, MoESpec
+from quire.engine.architecture.model_spec import LayerSpec, ModelSpec
 from quire.engine.architecture.recurrent_spec import GatedDeltaNetSpec
 
 _NAMES = NAMES_BY_EXPERT | {

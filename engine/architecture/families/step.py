@@ -20,7 +20,8 @@ from quire.engine.architecture.families.family import (
     rope,
 )
 from quire.engine.architecture.families.llama import NAMES
-from quire.engine.architecture.model_spec import LayerSpec, MLPSpec, ModelSpec, MoESpec
+from quire.engine.architecture.feed_forward_spec import MLPSpec, MoESpec
+from quire.engine.architecture.model_spec import LayerSpec, ModelSpec
 from quire.engine.architecture.spec_parts import GatedActivation, RopeSpec
 from quire.engine.protocol.errors import ConfigError
 

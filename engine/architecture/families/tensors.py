@@ -16,7 +16,8 @@ from quire.engine.architecture.attention_spec import AttentionSpec
 from quire.engine.architecture.draft_head_spec import DraftHeadSpec
 from quire.engine.architecture.families import FAMILIES, family_of
 from quire.engine.architecture.families.family import Family
-from quire.engine.architecture.model_spec import LayerSpec, ModelSpec, MoESpec, TransformersModelSpec
+from quire.engine.architecture.feed_forward_spec import MoESpec
+from quire.engine.architecture.model_spec import LayerSpec, ModelSpec, TransformersModelSpec
 from quire.engine.architecture.spec_parts import Shape
 
 

@@ -18,8 +18,10 @@ from quire.engine.architecture.families.family import (
     rope,
 )
 from quire.engine.architecture.families.mamba import kinds_of_layers, mamba, mamba2
-from quire.engine.architecture.model_spec import LayerSpec, MLPSpec, ModelSpec, SharedBlockSpec
+from quire.engine.architecture.feed_forward_spec import MLPSpec
+from quire.engine.architecture.model_spec import LayerSpec, ModelSpec
 from quire.engine.architecture.recurrent_spec import GroupedMambaSpec
+from quire.engine.architecture.residual_spec import SharedBlockSpec
 from quire.engine.protocol.errors import ConfigError
 
 _PUBLISHED_KINDS = (

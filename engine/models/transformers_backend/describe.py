@@ -29,7 +29,8 @@ from quire import kernels
 from quire.engine.architecture.attention_spec import AttentionSpec
 from quire.engine.architecture.families.family import extended_length, stated_length
 from quire.engine.architecture.families.transformers_backend import DescribeRequest
-from quire.engine.architecture.model_spec import MLPSpec, TransformersLayerSpec, TransformersModelSpec
+from quire.engine.architecture.feed_forward_spec import MLPSpec
+from quire.engine.architecture.model_spec import TransformersLayerSpec, TransformersModelSpec
 from quire.engine.architecture.recurrent_spec import TransformersStateSpec
 from quire.engine.architecture.spec_parts import MatrixShape
 from quire.engine.distributed.communicator import Parallel

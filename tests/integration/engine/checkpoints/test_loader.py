@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from quire.engine.architecture.model_spec import MLPSpec, ModelSpec, MoESpec
+from quire.engine.architecture.feed_forward_spec import MLPSpec, MoESpec
+from quire.engine.architecture.model_spec import ModelSpec
 from quire.engine.architecture.spec_parts import NormSpec
 from quire.engine.checkpoints import loader
 from quire.engine.checkpoints.checkpoint import StoredSlice

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.engine.architecture.model_spec import MLPSpec, MoESpec
+from quire.engine.architecture.feed_forward_spec import MLPSpec, MoESpec
 from quire.engine.config.engine_config import ExpertParallelConfig
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.distributed.expert_group import ExpertGroup

@@ -12,7 +12,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Hyper
 from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextHyperHead
 from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextGatedResidual
 
-from quire.engine.architecture.model_spec import GatedConnectionSpec, HyperConnectionSpec
+from quire.engine.architecture.residual_spec import GatedConnectionSpec, HyperConnectionSpec
 from quire.engine.architecture.spec_parts import NormSpec, Parameters
 from quire.engine.layers.residual import GatedConnection, GatedHead, HyperConnection, HyperHead
 

@@ -21,7 +21,7 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBl
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from quire import kernels
-from quire.engine.architecture.model_spec import MLPSpec, MoESpec
+from quire.engine.architecture.feed_forward_spec import MLPSpec, MoESpec
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.linear import ReplicatedLinear
 from quire.engine.layers.moe import MixtureOfExperts

@@ -13,7 +13,7 @@ from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextPLELaye
 
 from quire import kernels
 from quire.engine.architecture.families import from_hf_config
-from quire.engine.architecture.model_spec import NGramSpec
+from quire.engine.architecture.residual_spec import NGramSpec
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.attention import Batch
 from quire.engine.layers.ngrams import NGrams

@@ -20,7 +20,7 @@ from quire.engine.architecture.draft_head_spec import DraftHeadSpec
 from quire.engine.architecture.families import from_hf_config
 from quire.engine.architecture.families.draft_heads import mtp_head
 from quire.engine.architecture.families.tensors import checkpoint_tensors
-from quire.engine.architecture.model_spec import MoESpec
+from quire.engine.architecture.feed_forward_spec import MoESpec
 from quire.engine.config import draft_heads
 from quire.engine.config.engine_config import EngineConfig, ModelConfig, SpeculativeConfig
 from quire.engine.config.memory_plan import MemoryPlan

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from quire.engine.architecture.families import transformers_backend
-from quire.engine.architecture.model_spec import MoESpec
+from quire.engine.architecture.feed_forward_spec import MoESpec
 from quire.engine.checkpoints.loader import needed_tensors
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.config.memory_plan import MemoryPlan

@@ -17,7 +17,8 @@ from safetensors.torch import save_file
 
 from quire.engine.architecture.attention_spec import AttentionSpec, MLASpec
 from quire.engine.architecture.families import ENCODERS, FAMILIES, from_hf_config, of_text
-from quire.engine.architecture.model_spec import ModelSpec, MoESpec
+from quire.engine.architecture.feed_forward_spec import MoESpec
+from quire.engine.architecture.model_spec import ModelSpec
 from quire.engine.architecture.recurrent_spec import KimiDeltaSpec
 from quire.engine.config.memory_plan import MemoryPlan, read_bytes
 from quire.engine.distributed.communicator import Parallel

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from quire.engine.architecture.families import from_hf_config
-from quire.engine.architecture.model_spec import MoESpec
+from quire.engine.architecture.feed_forward_spec import MoESpec
 from quire.engine.checkpoints.checkpoint import StoredSlice
 from quire.engine.checkpoints.loader import needed_tensors
 from quire.engine.config import devices

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quire import kernels
-from quire.engine.architecture.model_spec import MLPSpec
+from quire.engine.architecture.feed_forward_spec import MLPSpec
 from quire.engine.config.engine_config import ExpertParallelConfig
 from quire.engine.distributed.expert_group import ExpertCommunicator, ExpertGroup
 from quire.engine.distributed.expert_placement import ExpertPlacement

@@ -13,7 +13,9 @@ from torch import nn
 from quire.engine.architecture.attention_spec import MLASpec
 from quire.engine.architecture.families import from_hf_config
 from quire.engine.architecture.families.family import windows
-from quire.engine.architecture.model_spec import LaurelSpec, LayerSpec, MLPSpec, ModelSpec
+from quire.engine.architecture.feed_forward_spec import MLPSpec
+from quire.engine.architecture.model_spec import LayerSpec, ModelSpec
+from quire.engine.architecture.residual_spec import LaurelSpec
 from quire.engine.architecture.spec_parts import NormSpec
 from quire.engine.checkpoints.checkpoint import find
 from quire.engine.distributed.communicator import Parallel

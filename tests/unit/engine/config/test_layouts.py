@@ -14,7 +14,7 @@ import pytest
 
 from quire.engine.architecture.attention_spec import AttentionSpec
 from quire.engine.architecture.families.tensors import weight_names
-from quire.engine.architecture.model_spec import MLPSpec, MoESpec
+from quire.engine.architecture.feed_forward_spec import MLPSpec, MoESpec
 from quire.engine.config import cuda_graph_sizes, devices, engine_config, floors
 from quire.engine.config.devices import Devices
 from quire.engine.config.floors import estimate

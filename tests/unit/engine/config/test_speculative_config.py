@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from quire.engine.architecture.draft_head_spec import DraftHeadSpec
-from quire.engine.architecture.model_spec import MoESpec
+from quire.engine.architecture.feed_forward_spec import MoESpec
 from quire.engine.config import draft_heads
 from quire.engine.config.engine_config import EngineConfig, ModelConfig, SpeculativeConfig
 from quire.engine.config.kv_cache_groups import cache_specs

@@ -1,0 +1,180 @@
+"""Feed-forward layers: one MLP, or a mixture of experts. No torch here; sizes are in features."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from quire.engine.architecture.spec_parts import (
+    GatedActivation,
+    MatrixShape,
+    NormSpec,
+    Parameter,
+    Parameters,
+    Units,
+    linear,
+    matrices,
+    norm,
+)
+from quire.engine.protocol.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLPSpec:
+    """`down(activation(gate(x)) * up(x))`, or without a gate `down(activation(up(x)))`."""
+
+    intermediate_size: int
+    activation: GatedActivation = "silu"
+    is_gated: bool = True
+    bias: bool = False
+    output_bias: bool | None = None
+    """Whether `down` has a bias; None: as the others."""
+    gate_multiplier: float = 1.0
+    """Factor on the gate before its activation."""
+    output_multiplier: float = 1.0
+    is_adapted: bool = False
+    """An adapter's output is added to what is computed from the input."""
+    sparsity: float = 0.0
+    """The share of the gate's features that are 0: those below that quantile of a normal distribution with their mean
+    and deviation. The others are what they exceed it by (Gemma 3n)."""
+
+    def width(self, tp: int) -> int:
+        """Inner features of a token on one rank."""
+        return self.intermediate_size // tp
+
+    def activations(self, tp: int) -> int:
+        """Values of a token that a rank has at once inside: gates, ups and their products, and with sparsity as many
+        again in float32, counted twice."""
+        return 3 * self.width(tp) * (3 if self.sparsity else 1)
+
+    @property
+    def has_output_bias(self) -> bool:
+        return self.bias if self.output_bias is None else self.output_bias
+
+    def parameters(self, hidden: int, module: str = "feed_forward") -> Parameters:
+        """All parameters, of a layer whose input has `hidden` features."""
+        size, units = self.intermediate_size, Units(self.intermediate_size, "feed-forward columns")
+        rows = {"gate": size, "up": size} if self.is_gated else {"up": size}
+        yield from linear(f"{module}.gate_up", rows, hidden, rows_of=units, bias=self.bias)
+        yield from linear(f"{module}.down", hidden, size, columns_of=units, bias=self.has_output_bias)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoESpec:
+    """A mixture of experts: a router chooses `top_k` of `num_experts` MLPs for each token."""
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    """Inner features of each expert."""
+    activation: GatedActivation = "silu"
+    is_gated: bool = True
+    """See `MLPSpec`."""
+    latent_size: int = 0
+    """Features that the hidden state is projected to for the experts, whose sum is projected back (Nemotron 3); 0: they
+    have the hidden state's own."""
+    scoring: Literal["softmax", "sigmoid", "topk_softmax", "sparse_mixer", "sqrt_softplus"] = "softmax"
+    """topk_softmax: the softmax over the chosen experts' logits. sparse_mixer: experts are chosen one after another,
+    each with its softmax among those not yet chosen whose logits are close to its own (Liu et al. 2024)."""
+    sparse_mixer_distance: float = 0.0
+    """The largest relative distance of logits that are close."""
+    renormalize: bool = False
+    """Scale the chosen weights to sum to 1."""
+    scale: float = 1.0
+    groups: int = 1
+    """Only experts of the `top_groups` best groups are eligible (DeepSeek)."""
+    top_groups: int = 1
+    group_score: Literal["max", "top2_sum"] = "max"
+    ineligible_score: float = -math.inf
+    """What the scores of experts that are not eligible become."""
+    correction_bias: bool = False
+    """Each expert has a bias that is used for the choice only."""
+    router_bias: bool = False
+    bias: bool = False
+    """The experts' own linear layers have biases."""
+    weighs_inputs: bool = False
+    """The weight of the only chosen expert is a factor on its input, not on its output (Llama 4)."""
+    shared: MLPSpec | None = None
+    """The shared expert, which every token uses."""
+    shared_gate: bool = False
+    """Multiply the shared output by `sigmoid(x @ gate)`."""
+    norm: NormSpec | None = None
+    """Of inputs and outputs, with other weights for the experts than for the shared expert, and of the router's inputs,
+    which are then divided by their number's root (Gemma 4); None: there are none."""
+    expert_scale: bool = False
+    """The weight of each expert is multiplied by a number of the checkpoint."""
+    table_size: int = 0
+    """Above 0: a token's experts are those that a table of the checkpoint has for its id, of so many ids; scores are
+    only their weights (DeepSeek-V4)."""
+
+    def __post_init__(self) -> None:
+        eligible = self.num_experts // self.groups * self.top_groups
+        least = 2 if self.group_score == "top2_sum" else 1
+        if self.num_experts % self.groups or self.num_experts // self.groups < least or not 0 < self.top_k <= eligible:
+            raise ConfigError(
+                f"cannot choose {self.top_k} of {eligible} experts ({self.num_experts} in {self.groups} groups, of "
+                f"which {self.top_groups} are eligible)"
+            )
+
+    @property
+    def experts_per_rank(self) -> tuple[int, Units | None]:
+        """The number of experts on a rank, and what ranks divide of each; None: nothing."""
+        return self.num_experts, Units(self.intermediate_size, "feed-forward columns of an expert")
+
+    def width(self, tp: int) -> int:
+        """Inner features of a token on one rank."""
+        _, units = self.experts_per_rank
+        size = self.intermediate_size // (1 if units is None else tp)
+        return self.top_k * size + (0 if self.shared is None else self.shared.width(tp))
+
+    def activations(self, tp: int) -> int:
+        """See `MLPSpec`."""
+        return 3 * self.width(tp)
+
+    def parameters(self, hidden: int) -> Parameters:
+        """See `MLPSpec`. The router is on all ranks, and never quantized; what decides the routing is always float32,
+        and tables are int32."""
+        module, count = "feed_forward", self.num_experts
+        yield from linear(f"{module}.router", count, hidden, is_float32=True, bias=self.router_bias)
+        for name in ("correction_bias", "expert_scale"):
+            if getattr(self, name):
+                yield Parameter(f"{module}.router", name, {"": (count,)}, is_float32=True)
+        if self.table_size:
+            yield Parameter(f"{module}.router", "table", {"": (self.table_size, self.top_k)}, is_float32=True)
+        for name in ("router.norm", "input_norm", "output_norm", "shared_input_norm", "shared_output_norm"):
+            yield from norm(f"{module}.{name}", self.norm, hidden)
+        yield from self.expert_parameters(hidden)
+        if self.latent_size:
+            yield from linear(f"{module}.latent_down", self.latent_size, hidden)
+            yield from linear(f"{module}.latent_up", hidden, self.latent_size)
+        if self.shared is not None:
+            yield from self.shared.parameters(hidden, f"{module}.shared")
+        if self.shared_gate:
+            yield from linear(f"{module}.shared_gate", 1, hidden, is_float32=True)
+
+    def expert_matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
+        """The weights of these experts on one rank."""
+        return matrices(self.expert_parameters(hidden), tp)
+
+    def expert_parameters(self, hidden: int) -> Parameters:
+        """Those of the experts that tokens are routed to."""
+        inputs, size = self.latent_size or hidden, self.intermediate_size
+        rows = {"gate": size, "up": size} if self.is_gated else {"up": size}
+        number, units = self.experts_per_rank
+        gate_up, down = "feed_forward.experts.gate_up", "feed_forward.experts.down"
+        yield from linear(gate_up, rows, inputs, rows_of=units, bias=self.bias, number=number)
+        yield from linear(down, inputs, size, columns_of=units, bias=self.bias, number=number)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertParallelMoESpec(MoESpec):
+    """A mixture whose experts are distributed over ranks as a whole; sizes are those of one rank."""
+
+    num_local_experts: int
+    """Experts on each rank, including copies."""
+
+    @property
+    def experts_per_rank(self) -> tuple[int, Units | None]:
+        return self.num_local_experts, None
