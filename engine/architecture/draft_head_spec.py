@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from quire.engine.architecture.model_spec import ModelSpec
+from quire.engine.architecture.residual_spec import ConnectionSpec
 from quire.engine.architecture.spec_parts import MatrixShape, NormSpec, Parameters, Units, linear, norm
 
 
@@ -102,8 +103,8 @@ class DraftHeadSpec(ModelSpec):
             yield from linear("heads.projection", hidden, inputs, bias=self.projection_bias)
         if self.joins == "sum":
             yield from linear("heads.embedding_projection", hidden, hidden)
-        if self.hyper is not None:
-            yield from self.hyper.last_parameters("heads.merger", hidden)
+        if isinstance(self.streams, ConnectionSpec):
+            yield from self.streams.last_parameters("heads.merger", hidden)
         yield from norm("heads.norm", self.norm, hidden)
         if self.has_head:
             size = self.draft_vocab_size

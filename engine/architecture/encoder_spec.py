@@ -95,7 +95,7 @@ def bidirectional(arch: ModelSpec, reach: int | None = None) -> EncoderSpec:
 
     layers = {layer: encoded(layer) for layer in dict.fromkeys(arch.layers)}
     common = {**_attributes(arch, _OF_MODEL), "layers": tuple(layers[layer] for layer in arch.layers)}
-    if arch.position_embeddings or arch.layer_input is not None or arch.alt_up is not None:
+    if arch.position_embeddings:
         raise ConfigError(f"bidirectional attention in {arch.name} is not supported")
     return EncoderSpec(**{**common, "tie_embeddings": True, "is_post_norm": False})
 

@@ -18,9 +18,11 @@ from quire.engine.architecture.recurrent_spec import RecurrentSpec
 from quire.engine.architecture.residual_spec import (
     AltUpSpec,
     ConnectionSpec,
-    LaurelSpec,
+    GatedConnectionSpec,
     LayerInputSpec,
     NGramSpec,
+    ResidualSpec,
+    ScaledResidualSpec,
     SharedBlockSpec,
 )
 from quire.engine.architecture.spec_parts import (
@@ -33,7 +35,6 @@ from quire.engine.architecture.spec_parts import (
     linear,
     matrices,
     norm,
-    vector,
 )
 from quire.engine.protocol.errors import ConfigError
 
@@ -55,34 +56,16 @@ class LayerSpec:
     """Both read the same residual stream; without a feed_forward_norm, they read the same normalized one."""
     residual_multiplier: float = 1.0
     """Factor on what is added to the residual stream."""
-    normed_residuals: tuple[float, float] | None = None
-    """The mixers' output is added to their normalized input times the first, that of the feed-forward layer to its
-    normalized input times the second; None: to the residual stream."""
-    has_scalar: bool = False
-    """The layer's output, the residual stream, is multiplied by a number of the checkpoint (Gemma 4)."""
-    layer_input: LayerInputSpec | None = None
-    """The model's, if there is one."""
-    alt_up: AltUpSpec | None = None
-    """The model's, if there is one."""
-    hyper: ConnectionSpec | None = None
-    """The model's, if there is one."""
-    ngrams: NGramSpec | None = None
-    laurel: LaurelSpec | None = None
-    block: SharedBlockSpec | None = None
-    """What attention and feed-forward layer are of; None: they are the layer's own."""
-    reads_embedding: bool = False
-    """The attention reads the embedded token beside the normalized residual stream (EAGLE-3)."""
+    residual: ResidualSpec | None = None
+    """None: outputs are added to the residual stream."""
 
     def __post_init__(self) -> None:
-        # n-grams are added to the residual streams, and what they read of earlier tokens is kept beside the state
-        assert self.ngrams is None or (self.hyper is not None and self.state is not None)
-        # Each residual path is a class of its own (`engine/models/make_layers.py`).
-        others = self.hyper, self.normed_residuals, self.block
-        own = None if self.layer_input is None and self.alt_up is None and not self.has_scalar else self
-        assert sum(path is not None for path in (*others, own)) + self.reads_embedding <= 1
-        assert (self.laurel is None) == (self.alt_up is None)
-        assert self.alt_up is None or (self.layer_input is not None and not self.has_scalar)
-        assert not self.is_parallel or (self.alt_up is None and all(path is None for path in others))
+        assert self.residual is None or not self.is_parallel
+        assert self.ngrams is None or self.state is not None
+
+    @property
+    def ngrams(self) -> NGramSpec | None:
+        return self.residual.ngrams if isinstance(self.residual, GatedConnectionSpec) else None
 
     @property
     def kv_source(self) -> int | None:
@@ -101,18 +84,16 @@ class LayerSpec:
         """All parameters, with paths in the layer. A block that layers share is where it is held."""
         for name in ("attention_norm", "attention_post_norm", "feed_forward_norm", "feed_forward_post_norm"):
             yield from norm(name, getattr(self, name), hidden)
-        if self.has_scalar:
-            yield vector("", "scalar", 1)
-        for part in (self.layer_input, self.alt_up, self.hyper, self.ngrams, self.laurel):
-            if part is not None:
-                yield from part.parameters(hidden)
-        if self.block is not None:
+        parts, residual = self.parts, self.residual
+        if isinstance(residual, SharedBlockSpec):
             assert isinstance(self.attention, AttentionSpec)
             assert isinstance(self.feed_forward, MLPSpec)
-            yield from self.block.parameters(hidden, self.attention, self.feed_forward)
-        for mixer_or_mlp in self.parts:
-            if self.block is None or mixer_or_mlp is self.state:
-                yield from mixer_or_mlp.parameters(hidden)
+            yield from residual.parameters(hidden, self.attention, self.feed_forward)
+            parts = [self.state] if self.state is not None else []
+        elif isinstance(residual, ScaledResidualSpec | AltUpSpec | ConnectionSpec):
+            yield from residual.parameters(hidden)
+        for part in parts:
+            yield from part.parameters(hidden)
 
     def matrices(self, hidden: int, tp: int) -> Sequence[MatrixShape]:
         """The weights of linear layers on one rank that may be quantized."""
@@ -161,9 +142,6 @@ class ModelSpec:
     logit_multiplier: float = 1.0
     logit_softcap: float = 0.0
     head_bias: bool = False
-    layer_input: LayerInputSpec | None = None
-    alt_up: AltUpSpec | None = None
-    hyper: ConnectionSpec | None = None
     separate_experts: bool = False
     """The checkpoint has the experts one by one, where others of the architecture stack them."""
     aux_layers: tuple[int, ...] = ()
@@ -179,10 +157,21 @@ class ModelSpec:
         return len(self.layers)
 
     @property
+    def streams(self) -> AltUpSpec | ConnectionSpec | None:
+        """The residual path of all layers, if it has several streams."""
+        residual = self.layers[0].residual
+        return residual if isinstance(residual, AltUpSpec | ConnectionSpec) else None
+
+    @property
+    def layer_input(self) -> LayerInputSpec | None:
+        """The same of all layers."""
+        residual = self.layers[0].residual
+        return residual.layer_input if isinstance(residual, ScaledResidualSpec | AltUpSpec) else None
+
+    @property
     def stream_width(self) -> int:
         """Features of a token in the residual streams between layers."""
-        streams = self.alt_up or self.hyper
-        return self.hidden_size * (1 if streams is None else streams.num_streams)
+        return self.hidden_size * (1 if self.streams is None else self.streams.num_streams)
 
     @property
     def stage_width(self) -> int:
@@ -209,15 +198,15 @@ class ModelSpec:
     @property
     def passes_embedding(self) -> bool:
         """Whether layers read the embedded tokens."""
-        return any(layer.block is not None for layer in self.layers)
+        return any(isinstance(layer.residual, SharedBlockSpec) for layer in self.layers)
 
     def held_layers(self, stage: range) -> list[tuple[int, LayerSpec]]:
         """The layers of a stage by their number; of those that share a block, the first one holds it."""
         found, blocks = [], set[int]()
         for number in stage:
             layer = self.layers[number]
-            if (block := layer.block) is not None:
-                layer = replace(layer, block=replace(block, is_held=block.source not in blocks))
+            if isinstance(block := layer.residual, SharedBlockSpec):
+                layer = replace(layer, residual=replace(block, is_held=block.source not in blocks))
                 blocks.add(block.source)
             found.append((number, layer))
         return found
@@ -260,16 +249,16 @@ class ModelSpec:
         yield from norm("embedding_norm", self.embedding_norm, hidden)
         if self.layer_input is not None:
             yield from self.layer_input.outer_parameters(hidden, self.num_layers)
-        if self.alt_up is not None:
-            yield from self.alt_up.projections("expansion", hidden)
+        if isinstance(self.streams, AltUpSpec):
+            yield from self.streams.projections("expansion", hidden)
 
     def parameters_after(self, *, has_head: bool = True) -> Parameters:
         """All parameters after the layers; a tied head is the embedding."""
         hidden, rows = self.hidden_size, Units(self.vocab_size, "tokens", "padding")
-        if self.alt_up is not None:
-            yield from self.alt_up.projections("merger", hidden)
-        if self.hyper is not None:
-            yield from self.hyper.last_parameters("merger", hidden)
+        if isinstance(self.streams, AltUpSpec):
+            yield from self.streams.projections("merger", hidden)
+        elif self.streams is not None:
+            yield from self.streams.last_parameters("merger", hidden)
         yield from norm("norm", self.norm, hidden)
         if has_head:
             yield from linear("head", self.vocab_size, hidden, rows_of=rows, bias=self.head_bias)

@@ -22,29 +22,17 @@ from quire.engine.protocol.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerInputSpec:
-    """An input of each layer's own for each token (Gemma 3n): a row of an embedding, and the embedded token projected
-    and normalized. A layer multiplies it by a gate, and adds it, projected and normalized, to the residual stream."""
+class NormedResidualSpec:
+    """The outputs of mixers and feed-forward layer are added to their normalized inputs, times a factor, in place of
+    the residual stream (Bloom's `apply_residual_connection_post_layernorm`, MiniMax)."""
 
-    size: int
-    vocab_size: int
-    """Tokens beyond it have the row of token 0."""
-    activation: Activation
-    """Of the gate."""
-    norm: NormSpec
+    mixer_multiplier: float = 1.0
+    feed_forward_multiplier: float = 1.0
 
-    def parameters(self, hidden: int) -> Parameters:
-        """Those of a layer, which are replicated."""
-        yield from linear("layer_input.gate", self.size, hidden)
-        yield from linear("layer_input.projection", hidden, self.size)
-        yield from norm("layer_input.norm", self.norm, hidden)
 
-    def outer_parameters(self, hidden: int, num_layers: int) -> Parameters:
-        """Those before the layers."""
-        inputs, rows = num_layers * self.size, Units(self.vocab_size, "tokens", "padding")
-        yield from linear("layer_inputs.embedding", self.vocab_size, inputs, rows_of=rows)
-        yield from linear("layer_inputs.projection", inputs, hidden)
-        yield from norm("layer_inputs.norm", self.norm, self.size)
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingReaderSpec:
+    """The attention reads the embedded token beside the normalized residual stream (EAGLE-3)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +80,61 @@ class SharedBlockSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LayerInputSpec:
+    """An input of each layer's own for each token (Gemma 3n): a row of an embedding, and the embedded token projected
+    and normalized. A layer multiplies it by a gate, and adds it, projected and normalized, to the residual stream."""
+
+    size: int
+    vocab_size: int
+    """Tokens beyond it have the row of token 0."""
+    activation: Activation
+    """Of the gate."""
+    norm: NormSpec
+
+    def parameters(self, hidden: int) -> Parameters:
+        """Those of a layer, which are replicated."""
+        yield from linear("layer_input.gate", self.size, hidden)
+        yield from linear("layer_input.projection", hidden, self.size)
+        yield from norm("layer_input.norm", self.norm, hidden)
+
+    def outer_parameters(self, hidden: int, num_layers: int) -> Parameters:
+        """Those before the layers."""
+        inputs, rows = num_layers * self.size, Units(self.vocab_size, "tokens", "padding")
+        yield from linear("layer_inputs.embedding", self.vocab_size, inputs, rows_of=rows)
+        yield from linear("layer_inputs.projection", inputs, hidden)
+        yield from norm("layer_inputs.norm", self.norm, self.size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaledResidualSpec:
+    """After the plain layer, its own input is added to the residual stream, and all of it is multiplied by a number of
+    the checkpoint (Gemma 4)."""
+
+    layer_input: LayerInputSpec | None
+
+    def parameters(self, hidden: int) -> Parameters:
+        """The number, and the parameters of the layer's input."""
+        yield vector("", "scalar", 1)
+        if self.layer_input is not None:
+            yield from self.layer_input.parameters(hidden)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaurelSpec:
+    """A learned residual of low rank (Menghani et al. 2024): the attention's input plus `norm(up(down(input)))` is
+    averaged with the residual stream after attention, with the size of one of them."""
+
+    rank: int
+    norm: NormSpec
+
+    def parameters(self, hidden: int) -> Parameters:
+        """Those of a layer, which are replicated."""
+        yield from linear("laurel.down", self.rank, hidden)
+        yield from linear("laurel.up", hidden, self.rank)
+        yield from norm("laurel.norm", self.norm, hidden)
+
+
+@dataclass(frozen=True, kw_only=True)
 class AltUpSpec:
     """Alternating updates (Baykal et al. 2023): there are several residual streams. A layer predicts all of them from
     all, computes one, and corrects the others by what it has computed. Its own input is added to all but the first.
@@ -105,6 +148,8 @@ class AltUpSpec:
     """Of the stream that coefficients are computed from."""
     scales_output: bool
     """What the layer's input is multiplied with is scaled by a vector of the checkpoint."""
+    laurel: LaurelSpec
+    layer_input: LayerInputSpec
 
     def __post_init__(self) -> None:
         if not 0 <= self.active < self.num_streams or self.num_streams < 2:
@@ -113,7 +158,8 @@ class AltUpSpec:
             )
 
     def parameters(self, hidden: int) -> Parameters:
-        """Those of a layer, which are replicated and never quantized."""
+        """Those of a layer, which are replicated; those of the streams are never quantized."""
+        yield from self.layer_input.parameters(hidden)
         module, count = "alt_up", self.num_streams
         yield from norm(f"{module}.norm", self.norm, hidden)
         for name, rows, columns in (
@@ -124,6 +170,7 @@ class AltUpSpec:
             yield from linear(f"{module}.{name}", rows, columns, is_quantizable=False)
         if self.scales_output:
             yield vector(module, "scale", hidden)
+        yield from self.laurel.parameters(hidden)
 
     def projections(self, module: str, hidden: int) -> Parameters:
         """Those before the layers, or after them."""
@@ -186,41 +233,8 @@ class HyperConnectionSpec:
             yield Parameter(module, kind, {"": shape}, is_float32=True)
 
 
-@dataclass(frozen=True, kw_only=True)
-class GatedConnectionSpec:
-    """Hyper-connections with a gate for each feature (Qwen4-Exp, 2026): there are several residual streams, all of them
-    the embedded token before the layers. Each is normalized and multiplied by the sigmoid of a gate, of low rank, and
-    their mean is the input of an attention or a feed-forward layer. Its output is added to each stream, with a weight
-    that is twice a sigmoid. After the layers the same mean goes to the head."""
-
-    num_streams: int
-    rank: int
-    norm: NormSpec
-    """Of each stream, with weights of its own."""
-
-    def __post_init__(self) -> None:
-        if self.num_streams < 1 or self.rank < 1:
-            raise ConfigError(f"hc_count {self.num_streams} and hc_lowrank {self.rank} must be at least 1")
-
-    def parameters(self, hidden: int) -> Parameters:
-        """Those of a layer, which are replicated. What the weights of outputs are computed with is always float32."""
-        for module in ("attention_connection", "feed_forward_connection"):
-            yield from self.connection(module, hidden)
-
-    def connection(self, module: str, hidden: int) -> Parameters:
-        yield from self._gates(module, hidden)
-        yield from linear(f"{module}.outputs", self.num_streams, self.num_streams * hidden, is_float32=True)
-
-    def last_parameters(self, module: str, hidden: int) -> Parameters:
-        """Those after the layers, which are always float32."""
-        for each in self._gates(module, hidden):
-            yield each._replace(is_float32=True, is_quantizable=False)
-
-    def _gates(self, module: str, hidden: int) -> Parameters:
-        width = self.num_streams * hidden
-        yield from norm(f"{module}.norm", self.norm, width)
-        yield from linear(f"{module}.down", self.rank, width)
-        yield from linear(f"{module}.up", width, self.rank)
+ID_DIGITS = 3
+"""Digits of a token's id, of 8 bits, which all types of activations have exactly; 0: there is no token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,21 +313,50 @@ class NGramSpec:
         yield Parameter("ngrams", "conv", {"": (width, 1, self.conv_size)})
 
 
-ConnectionSpec = HyperConnectionSpec | GatedConnectionSpec
-ID_DIGITS = 3
-"""Digits of a token's id, of 8 bits, which all types of activations have exactly; 0: there is no token."""
-
-
 @dataclass(frozen=True, kw_only=True)
-class LaurelSpec:
-    """A learned residual of low rank (Menghani et al. 2024): the attention's input plus `norm(up(down(input)))` is
-    averaged with the residual stream after attention, with the size of one of them."""
+class GatedConnectionSpec:
+    """Hyper-connections with a gate for each feature (Qwen4-Exp, 2026): there are several residual streams, all of them
+    the embedded token before the layers. Each is normalized and multiplied by the sigmoid of a gate, of low rank, and
+    their mean is the input of an attention or a feed-forward layer. Its output is added to each stream, with a weight
+    that is twice a sigmoid. After the layers the same mean goes to the head."""
 
+    num_streams: int
     rank: int
     norm: NormSpec
+    """Of each stream, with weights of its own."""
+    ngrams: NGramSpec | None = None
+    """What the layer adds to the streams first; its state keeps what they read of earlier tokens."""
+
+    def __post_init__(self) -> None:
+        if self.num_streams < 1 or self.rank < 1:
+            raise ConfigError(f"hc_count {self.num_streams} and hc_lowrank {self.rank} must be at least 1")
 
     def parameters(self, hidden: int) -> Parameters:
-        """Those of a layer, which are replicated."""
-        yield from linear("laurel.down", self.rank, hidden)
-        yield from linear("laurel.up", hidden, self.rank)
-        yield from norm("laurel.norm", self.norm, hidden)
+        """Those of a layer, which are replicated, except an embedding. What the weights of outputs are computed with
+        is always float32."""
+        for module in ("attention_connection", "feed_forward_connection"):
+            yield from self.connection(module, hidden)
+        if self.ngrams is not None:
+            yield from self.ngrams.parameters(hidden)
+
+    def connection(self, module: str, hidden: int) -> Parameters:
+        yield from self._gates(module, hidden)
+        yield from linear(f"{module}.outputs", self.num_streams, self.num_streams * hidden, is_float32=True)
+
+    def last_parameters(self, module: str, hidden: int) -> Parameters:
+        """Those after the layers, which are always float32."""
+        for each in self._gates(module, hidden):
+            yield each._replace(is_float32=True, is_quantizable=False)
+
+    def _gates(self, module: str, hidden: int) -> Parameters:
+        width = self.num_streams * hidden
+        yield from norm(f"{module}.norm", self.norm, width)
+        yield from linear(f"{module}.down", self.rank, width)
+        yield from linear(f"{module}.up", width, self.rank)
+
+
+ConnectionSpec = HyperConnectionSpec | GatedConnectionSpec
+ResidualSpec = (
+    NormedResidualSpec | EmbeddingReaderSpec | SharedBlockSpec | ScaledResidualSpec | AltUpSpec | ConnectionSpec
+)
+"""The residual path of a layer that is not the plain one; `quire.engine.models.make_layers` chooses its class."""

@@ -13,6 +13,7 @@ from quire.engine.architecture.draft_head_spec import DraftHeadSpec
 from quire.engine.architecture.feed_forward_spec import ExpertParallelMoESpec, MoESpec
 from quire.engine.architecture.model_spec import ModelSpec
 from quire.engine.architecture.quantization.form import INT4_GROUPS, Form, form_of
+from quire.engine.architecture.residual_spec import ConnectionSpec, SharedBlockSpec
 from quire.engine.architecture.spec_parts import MatrixShape
 from quire.engine.config import cuda_graph_sizes, parallel_config
 from quire.engine.config.devices import Devices
@@ -109,7 +110,7 @@ def _activations(config: EngineConfig, arch: ModelSpec) -> int:
         default=0,
     )
     count = tokens * (arch.hidden_size + 3 * arch.stream_width + 2 * max(arch.stage_width, arch.output_width)) + inner
-    count += 0 if arch.hyper is None else 4 * tokens * arch.stream_width  # in float32
+    count += 4 * tokens * arch.stream_width * isinstance(arch.streams, ConnectionSpec)  # in float32
     if parallel.is_coupled:
         max_top_k = max(layer.feed_forward.top_k for layer in arch.layers if isinstance(layer.feed_forward, MoESpec))
         outgoing = (
@@ -207,7 +208,7 @@ def read_bytes(config: EngineConfig, arch: ModelSpec, stage: int, weights: int, 
             experts = sum(matrix_bytes(model, parallel.device, number, each) for each in matrices)
             read -= experts * (1 - mixture.top_k / mixture.num_experts) ** num_tokens
     for number, layer in arch.held_layers(parallel.stages[stage]):
-        if layer.block is not None and not layer.block.is_held:
+        if isinstance(block := layer.residual, SharedBlockSpec) and not block.is_held:
             whole = arch.layers[number].matrices(arch.hidden_size, tp)
             shared = [each for each in whole if each.module.startswith("block.")]
             read += sum(matrix_bytes(model, parallel.device, number, each) for each in shared)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from quire.engine.architecture import attention_spec, spec_parts
 from quire.engine.architecture.model_spec import ModelSpec
+from quire.engine.architecture.residual_spec import AltUpSpec, ConnectionSpec
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.distributed.expert_group import ExpertGroup
 from quire.engine.layers.attention import Batch, LayerCache, Selection, by_chunks, with_entries
@@ -92,13 +93,11 @@ class Decoder(nn.Module):
         self._is_last = last
         self.expansion: StreamProjections | None = None
         self.merger: StreamProjections | HyperHead | GatedHead | None = None
-        if arch.alt_up is not None:
-            self.expansion, self.merger = (
-                StreamProjections(arch.alt_up, width, is_last=is_last) if is_here else None
-                for is_last, is_here in ((False, first), (True, last))
-            )
-        elif arch.hyper is not None and last:
-            self.merger = make_merger(arch.hyper, width)
+        if isinstance(arch.streams, AltUpSpec):
+            self.expansion = StreamProjections(arch.streams, width, is_last=False) if first else None
+            self.merger = StreamProjections(arch.streams, width, is_last=True) if last else None
+        elif arch.streams is not None and last:
+            self.merger = make_merger(arch.streams, width)
         self._is_sparse = any(isinstance(each, attention_spec.MLASpec) and each.top_k for each in attentions)
         mixers = enumerate(arch.layers[number].attention for number in layers)
         self._chunks = {
@@ -112,7 +111,7 @@ class Decoder(nn.Module):
         self.supports_logits_indices_only = (
             last
             and not arch.aux_layers
-            and arch.hyper is None
+            and not isinstance(arch.streams, ConnectionSpec)
             and all(isinstance(mixer, attention_spec.AttentionSpec) for mixer in arch.layers[layers.stop - 1].mixers)
         )
         """Whether batches may set `logits_indices_only`."""
@@ -211,8 +210,8 @@ class Decoder(nn.Module):
         x = apply(self.embedding_norm, x)
         if self._arch.passes_embedding:
             x = torch.cat((x, x), dim=-1)
-        elif self._arch.hyper is not None:
-            x = x.repeat(1, self._arch.hyper.num_streams)
+        elif isinstance(self._arch.streams, ConnectionSpec):
+            x = x.repeat(1, self._arch.streams.num_streams)
         elif self.layer_inputs is not None:
             inputs = self.layer_inputs(batch.token_ids, x)
             x = torch.cat((x if self.expansion is None else self.expansion.expand(x), inputs), dim=-1)

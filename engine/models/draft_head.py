@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from quire.engine.architecture import attention_spec
 from quire.engine.architecture.draft_head_spec import DraftHeadSpec
+from quire.engine.architecture.residual_spec import ConnectionSpec
 from quire.engine.architecture.spec_parts import NormSpec
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.attention import Batch, LayerCache, Selection, with_entries
@@ -20,6 +21,7 @@ from quire.engine.layers.residual import make_merger
 from quire.engine.layers.rotary import Rotary
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.decoder_layer import DecoderLayer, LayerStep
+from quire.engine.models.embedding_reader_layer import EmbeddingReaderLayer
 from quire.engine.models.make_layers import layer_class
 
 
@@ -36,7 +38,7 @@ class _AroundLayers(nn.Module):
         self.embedding_projection = None
         if arch.joins == "sum":
             self.embedding_projection = own.column_parallel("heads.embedding_projection")
-        self.merger = None if arch.hyper is None else make_merger(arch.hyper, width)
+        self.merger = make_merger(arch.streams, width) if isinstance(arch.streams, ConnectionSpec) else None
         self.norm = _norm(arch.norm, width)
         self.head = ParallelLMHead(arch.draft_vocab_size, width, parallel) if arch.has_head else None
         """For logits; None: the target's."""
@@ -109,7 +111,7 @@ class DraftHead(nn.Module):
             layer = self.layers[str(each)]
             assert isinstance(layer, DecoderLayer)
             turns = None if layer.spec.attention is None else cos_sin[layer.spec.attention.rope]
-            beside = embedded if layer.spec.reads_embedding else None
+            beside = embedded if isinstance(layer, EmbeddingReaderLayer) else None
             x, residual = layer(x, residual, LayerStep(batch, turns, caches[each], beside))
         return x if residual is None else residual + x
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from quire.engine.architecture import model_spec
+from quire.engine.architecture.residual_spec import AltUpSpec, ScaledResidualSpec
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.distributed.expert_group import ExpertGroup
 from quire.engine.layers.layer_input import LayerInput
@@ -13,16 +14,18 @@ from quire.engine.layers.weight import Weight, whole
 from quire.engine.models.decoder_layer import DecoderLayer, LayerStep, Phases, add, apply
 
 
-class LayerInputLayer(DecoderLayer):
-    """After the plain layer its own input is added to the residual stream, and all of it is multiplied by a scalar;
-    either may be missing."""
+class ScaledResidualLayer(DecoderLayer):
+    """After the plain layer its own input, if it has one, is added to the residual stream, and all of it is multiplied
+    by a scalar."""
 
     def __init__(
         self, spec: model_spec.LayerSpec, hidden_size: int, parallel: Parallel, experts: ExpertGroup | None = None
     ) -> None:
         super().__init__(spec, hidden_size, parallel, experts)
-        self.layer_input = None if spec.layer_input is None else LayerInput(spec.layer_input, hidden_size)
-        self.scalar = Weight((1,), whole(1)) if spec.has_scalar else None
+        path = spec.residual
+        assert isinstance(path, ScaledResidualSpec)
+        self.layer_input = None if path.layer_input is None else LayerInput(path.layer_input, hidden_size)
+        self.scalar = Weight((1,), whole(1))
 
     def in_phases(self, x: Tensor, residual: Tensor | None, step: LayerStep) -> Phases:
         """See `DecoderLayer`."""
@@ -32,7 +35,7 @@ class LayerInputLayer(DecoderLayer):
             assert step.own is not None
             residual = residual + x
             x = self.layer_input(residual, step.own if step.last_tokens is None else step.own[step.last_tokens])
-        return (x, residual) if self.scalar is None else (x * self.scalar, residual * self.scalar)
+        return x * self.scalar, residual * self.scalar
 
 
 class AltUpLayer(DecoderLayer):
@@ -45,11 +48,10 @@ class AltUpLayer(DecoderLayer):
         self, spec: model_spec.LayerSpec, hidden_size: int, parallel: Parallel, experts: ExpertGroup | None = None
     ) -> None:
         super().__init__(spec, hidden_size, parallel, experts)
-        assert spec.alt_up is not None
-        assert spec.laurel is not None
-        assert spec.layer_input is not None
-        self.alt_up, self.laurel = AltUp(spec.alt_up, hidden_size), Laurel(spec.laurel, hidden_size)
-        self.layer_input = LayerInput(spec.layer_input, hidden_size)
+        path = spec.residual
+        assert isinstance(path, AltUpSpec)
+        self.alt_up, self.laurel = AltUp(path, hidden_size), Laurel(path.laurel, hidden_size)
+        self.layer_input = LayerInput(path.layer_input, hidden_size)
 
     def in_phases(self, x: Tensor, residual: Tensor | None, step: LayerStep) -> Phases:
         """See `DecoderLayer`."""

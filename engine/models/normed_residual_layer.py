@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from quire.engine.architecture.residual_spec import NormedResidualSpec
 from quire.engine.models.decoder_layer import DecoderLayer, LayerStep, Phases, add
 
 
@@ -15,12 +16,12 @@ class NormedResidualLayer(DecoderLayer):
 
     def in_phases(self, x: Tensor, residual: Tensor | None, step: LayerStep) -> Phases:
         """See `DecoderLayer`."""
-        assert self.spec.normed_residuals is not None
-        of_mixed, of_fed = self.spec.normed_residuals
+        path = self.spec.residual
+        assert isinstance(path, NormedResidualSpec)
         normed, _ = add(self.attention_norm, x, residual)
         assert isinstance(normed, Tensor)
         mixed = self._mix(normed, step)
         normed = normed if step.last_tokens is None else normed[step.last_tokens]
-        normed, _ = add(self.feed_forward_norm, mixed, normed * of_mixed)
+        normed, _ = add(self.feed_forward_norm, mixed, normed * path.mixer_multiplier)
         assert isinstance(normed, Tensor)
-        return (yield from self._fed(normed, step.batch)), normed * of_fed
+        return (yield from self._fed(normed, step.batch)), normed * path.feed_forward_multiplier

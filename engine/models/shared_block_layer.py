@@ -10,6 +10,7 @@ from torch import Tensor
 from quire.engine.architecture.attention_spec import AttentionSpec
 from quire.engine.architecture.feed_forward_spec import MLPSpec
 from quire.engine.architecture.model_spec import LayerSpec
+from quire.engine.architecture.residual_spec import SharedBlockSpec
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.from_spec import FromSpec
 from quire.engine.layers.shared_block import SharedBlock, attention_adapter, feed_forward_adapter
@@ -21,13 +22,13 @@ class SharedBlockLayer(DecoderLayer):
 
     def __init__(self, spec: LayerSpec, hidden_size: int, parallel: Parallel, block: SharedBlock) -> None:
         super().__init__(replace(spec, attention=None, feed_forward=None), hidden_size, parallel)
-        assert spec.block is not None
+        assert isinstance(spec.residual, SharedBlockSpec)
         assert isinstance(spec.attention, AttentionSpec)
         assert isinstance(spec.feed_forward, MLPSpec)
         self.spec, self.block = spec, block
-        own = FromSpec(spec.block.parameters(hidden_size, spec.attention, spec.feed_forward), parallel)
-        self.attention_adapter = attention_adapter(spec.block, own)
-        self.feed_forward_adapter = feed_forward_adapter(spec.block, own)
+        own = FromSpec(spec.residual.parameters(hidden_size, spec.attention, spec.feed_forward), parallel)
+        self.attention_adapter = attention_adapter(spec.residual, own)
+        self.feed_forward_adapter = feed_forward_adapter(spec.residual, own)
         self.block_output = own.column_parallel("block_output")
 
     def in_phases(self, x: Tensor, residual: Tensor | None, step: LayerStep) -> Phases:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from quire.engine.architecture import model_spec
+from quire.engine.architecture.residual_spec import ConnectionSpec
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.distributed.expert_group import ExpertGroup
 from quire.engine.layers.ngrams import NGrams
@@ -20,9 +21,9 @@ class StreamsLayer(DecoderLayer):
         self, spec: model_spec.LayerSpec, hidden_size: int, parallel: Parallel, experts: ExpertGroup | None = None
     ) -> None:
         super().__init__(spec, hidden_size, parallel, experts)
-        assert spec.hyper is not None
-        self.attention_connection = make_connection(spec.hyper, hidden_size)
-        self.feed_forward_connection = make_connection(spec.hyper, hidden_size)
+        assert isinstance(spec.residual, ConnectionSpec)
+        self.attention_connection = make_connection(spec.residual, hidden_size)
+        self.feed_forward_connection = make_connection(spec.residual, hidden_size)
         self.ngrams = None if spec.ngrams is None else NGrams(spec.ngrams, hidden_size, parallel)
 
     def in_phases(self, x: Tensor, residual: Tensor | None, step: LayerStep) -> Phases:

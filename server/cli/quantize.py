@@ -125,7 +125,7 @@ def _num_stages(arch: ModelSpec) -> int:
     """
     if isinstance(arch, EncoderSpec):
         raise ConfigError(f"--method gptq: encoders such as {arch.name} are not supported; use --method rtn")
-    return 1 if any(layer.block is not None for layer in arch.layers) else 1 + len(stage_starts(arch))
+    return 1 if arch.passes_embedding else 1 + len(stage_starts(arch))
 
 
 def _texts(path: str, tokenizer: Tokenizer, max_model_len: int) -> tuple[tuple[int, ...], ...]:

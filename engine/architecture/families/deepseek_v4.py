@@ -41,7 +41,7 @@ def _deepseek_v4(name: str, config: Config) -> ModelSpec:
         raise ConfigError(f"hc_sinkhorn_iters {config['hc_sinkhorn_iters']} is not supported; it must be at least 1")
     count = int(config["num_hidden_layers"])
     layers = _layers(config, _kinds(config)[:count], _mixtures(config))
-    return architecture(name, config, layers, rms_norm(config), hyper=layers[0].hyper if layers else None)
+    return architecture(name, config, layers, rms_norm(config))
 
 
 def _mtp(config: Config) -> list[LayerSpec]:
@@ -65,7 +65,7 @@ def _layers(config: Config, kinds: list[str], mixtures: list[str]) -> list[Layer
             attention_norm=norm,
             feed_forward=experts[mixture],
             feed_forward_norm=norm,
-            hyper=hyper,
+            residual=hyper,
         )
         for kind, mixture in zip(kinds, mixtures, strict=True)
     ]

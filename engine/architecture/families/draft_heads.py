@@ -16,6 +16,7 @@ from quire.engine.architecture.draft_head_spec import DraftHeadSpec
 from quire.engine.architecture.families import FAMILIES, from_hf_config
 from quire.engine.architecture.families.family import require
 from quire.engine.architecture.model_spec import ModelSpec, TransformersModelSpec
+from quire.engine.architecture.residual_spec import AltUpSpec, EmbeddingReaderSpec
 from quire.engine.protocol.errors import ConfigError
 
 ARCHITECTURES = {
@@ -76,9 +77,8 @@ def mtp_head(config: Mapping[str, Any], target: ModelSpec, names: Collection[str
         reads_normed=layout.reads_normed,
         embedding_norm=target.norm,
         hidden_norm=target.norm,
-        joins="sum" if target.hyper else "hidden first" if layout.hidden_first else "embedding first",
-        hyper=target.hyper,  # it continues the residual streams themselves
-        reads_layers=() if target.hyper is None else (target.num_layers,),
+        joins="sum" if target.streams else "hidden first" if layout.hidden_first else "embedding first",
+        reads_layers=(target.num_layers,) if target.streams else (),  # it continues the residual streams themselves
         draft_vocab_size=target.vocab_size,
         has_head=layout.has_own_logits,
         feeds_normed=layout.reads_normed,
@@ -101,9 +101,9 @@ def eagle_head(
 
     Raises `ConfigError` if it is not supported, or does not fit `target`.
     """
-    if isinstance(target, TransformersModelSpec) or target.alt_up is not None:
+    if isinstance(target, TransformersModelSpec) or isinstance(target.streams, AltUpSpec):
         raise ConfigError(f"{method} is not supported for {target.name}, whose layers' outputs are not accessible")
-    if target.hyper is not None:
+    if target.streams is not None:
         raise ConfigError(f"{method} is not supported for {target.name}, which has several residual streams")
     is_speculator = "transformer_layer_config" in config
     config = {"norm_before_residual": is_speculator, **(config.get("transformer_layer_config") or {}), **config}
@@ -152,7 +152,7 @@ def eagle_head(
         )
     reads = _read_layers(config, target.num_layers) if settings.get("use_aux_hidden_state", True) else ()
     is_normed = bool(config["norm_before_residual"])
-    attention = replace(layer.attention, input_size=2 * hidden)
+    layer = replace(layer, attention=replace(layer.attention, input_size=2 * hidden), residual=EmbeddingReaderSpec())
     has_embedding, has_head = "embed_tokens.weight" in own_names, "lm_head.weight" in own_names
     if not has_embedding and hidden != target.hidden_size:
         raise ConfigError(f"eagle3: the head has no embedding of its own hidden size {hidden} (embed_tokens.weight)")
@@ -166,7 +166,7 @@ def eagle_head(
         raise ConfigError(f"eagle3: the head has no matrix for the logits of its {draft_vocab} tokens (lm_head.weight)")
     return DraftHeadSpec(
         **common,
-        layers=(replace(layer, attention=attention, attention_norm=None if is_normed else norm, reads_embedding=True),),
+        layers=(replace(layer, attention_norm=None if is_normed else norm),),
         norm=norm,
         embedding_norm=norm,
         hidden_norm=norm if is_normed else None,

@@ -60,8 +60,8 @@ def _hy_v4(name: str, config: Config) -> ModelSpec:
         attention = replace(attention, output_gate="features", has_sinks=True, indexer=indexer)
         if isinstance(mixture, MoESpec):
             mixture = replace(mixture, activation="silu_clamped")
-        layers.append(replace(layer, attention=attention, feed_forward=mixture, hyper=hyper))
-    return replace(arch, layers=tuple(layers), hyper=hyper)
+        layers.append(replace(layer, attention=attention, feed_forward=mixture, residual=hyper))
+    return replace(arch, layers=tuple(layers))
 
 
 _LAYER = "model.layers.{layer}"

@@ -25,7 +25,7 @@ from quire.engine.architecture.families.family import (
 from quire.engine.architecture.families.llama import NAMES
 from quire.engine.architecture.feed_forward_spec import MLPSpec, MoESpec
 from quire.engine.architecture.model_spec import LayerSpec, ModelSpec
-from quire.engine.architecture.residual_spec import AltUpSpec, LaurelSpec, LayerInputSpec
+from quire.engine.architecture.residual_spec import AltUpSpec, LaurelSpec, LayerInputSpec, ScaledResidualSpec
 from quire.engine.architecture.spec_parts import NormSpec
 from quire.engine.protocol.errors import ConfigError
 
@@ -135,8 +135,7 @@ def _gemma4(name: str, config: Config) -> ModelSpec:
                 feed_forward=_gemma4_experts(config, dense, norm) if config["enable_moe_block"] else dense,
                 feed_forward_norm=None if config["enable_moe_block"] else norm,
                 feed_forward_post_norm=norm,
-                has_scalar=True,
-                layer_input=inputs,
+                residual=ScaledResidualSpec(layer_input=inputs),
             )
         )
     return architecture(
@@ -147,7 +146,6 @@ def _gemma4(name: str, config: Config) -> ModelSpec:
         max_position=int(config["max_position_embeddings"]),
         embedding_multiplier=float(config["hidden_size"]) ** 0.5,
         logit_softcap=float(config.get("final_logit_softcapping") or 0.0),
-        layer_input=inputs,
     )
 
 
@@ -186,6 +184,8 @@ def _gemma3n(name: str, config: Config) -> ModelSpec:
         active=int(config["altup_active_idx"]),
         norm=norm,
         scales_output=bool(config["altup_correct_scale"]),
+        laurel=LaurelSpec(rank=int(config["laurel_rank"]), norm=norm),
+        layer_input=inputs,
     )
     layers = [
         LayerSpec(
@@ -203,9 +203,7 @@ def _gemma3n(name: str, config: Config) -> ModelSpec:
             feed_forward=MLPSpec(intermediate_size=int(size), activation=act, sparsity=float(sparsity)),
             feed_forward_norm=norm,
             feed_forward_post_norm=norm,
-            layer_input=inputs,
-            alt_up=alt_up,
-            laurel=LaurelSpec(rank=int(config["laurel_rank"]), norm=norm),
+            residual=alt_up,
         )
         for kind, window, source, size, sparsity in zip(
             kinds, windows(config), _kv_sources(config, kinds), sizes, pattern, strict=True
@@ -219,8 +217,6 @@ def _gemma3n(name: str, config: Config) -> ModelSpec:
         max_position=int(config["max_position_embeddings"]),
         embedding_multiplier=float(config["hidden_size"]) ** 0.5,
         logit_softcap=float(config.get("final_logit_softcapping") or 0.0),
-        layer_input=inputs,
-        alt_up=alt_up,
     )
 
 

@@ -49,9 +49,9 @@ def _glm5_next(name: str, config: Config) -> ModelSpec:
         "linear_attention": {"attention": None, "state": _state(config)},
         "indexed_attention": {"attention": _attention(config)},
     }
-    common = {"attention_norm": norm, "feed_forward_norm": norm, "hyper": hyper}
+    common = {"attention_norm": norm, "feed_forward_norm": norm, "residual": hyper}
     layers = layers_by_kind(kinds, mixers, _feed_forwards(config), **common)
-    return architecture(name, config, layers, norm, hyper=hyper)
+    return architecture(name, config, layers, norm)
 
 
 def _kinds(config: Config) -> list[str]:

@@ -22,6 +22,7 @@ from quire.engine.architecture.families.family import (
 )
 from quire.engine.architecture.families.llama import NAMES
 from quire.engine.architecture.model_spec import LayerSpec, ModelSpec
+from quire.engine.architecture.residual_spec import NormedResidualSpec
 
 
 def _gpt1(name: str, config: Config) -> ModelSpec:
@@ -44,7 +45,7 @@ def _gpt1(name: str, config: Config) -> ModelSpec:
                 config, activation=activation("gelu_new" if act == "gelu" else act), is_gated=False, bias=True
             ),
             feed_forward_norm=norm,
-            normed_residuals=(1.0, 1.0),
+            residual=NormedResidualSpec(),
         )
         for number in range(int(config["n_layer"]))
     ]

@@ -26,6 +26,7 @@ from quire.engine.architecture.families.moe import MIXTRAL_NAMES, NAMES_BY_EXPER
 from quire.engine.architecture.feed_forward_spec import MLPSpec, MoESpec
 from quire.engine.architecture.model_spec import LayerSpec, ModelSpec
 from quire.engine.architecture.recurrent_spec import LightningSpec
+from quire.engine.architecture.residual_spec import NormedResidualSpec
 from quire.engine.architecture.spec_parts import NormSpec
 from quire.engine.protocol.errors import ConfigError
 
@@ -70,7 +71,9 @@ def _minimax(name: str, config: Config) -> ModelSpec:
             [experts],
             attention_norm=norm,
             feed_forward_norm=norm,
-            normed_residuals=(float(config[before]), float(config["mlp_alpha_factor"])),
+            residual=NormedResidualSpec(
+                mixer_multiplier=float(config[before]), feed_forward_multiplier=float(config["mlp_alpha_factor"])
+            ),
         )
     return architecture(name, config, layers, norm)
 

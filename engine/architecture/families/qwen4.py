@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -58,11 +59,10 @@ def _qwen4(name: str, config: Config) -> ModelSpec:
         mixers["linear_attention"] = {
             "attention": None,
             "state": delta_net(config, gate=gate, other_inputs=inputs),
-            "ngrams": own,
         }
-        common = {"attention_norm": None, "feed_forward_norm": None, "hyper": hyper}
+        common = {"attention_norm": None, "feed_forward_norm": None, "residual": replace(hyper, ngrams=own)}
         layers += layers_by_kind([kind], mixers, [experts], **common)
-    return architecture(name, config, layers, None, hyper=hyper)
+    return architecture(name, config, layers, None)
 
 
 def _attention(config: Config, norm: NormSpec) -> AttentionSpec:

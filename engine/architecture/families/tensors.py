@@ -18,6 +18,7 @@ from quire.engine.architecture.families import FAMILIES, family_of
 from quire.engine.architecture.families.family import Family
 from quire.engine.architecture.feed_forward_spec import MoESpec
 from quire.engine.architecture.model_spec import LayerSpec, ModelSpec, TransformersModelSpec
+from quire.engine.architecture.residual_spec import SharedBlockSpec
 from quire.engine.architecture.spec_parts import Shape
 
 
@@ -82,7 +83,7 @@ def _of_block(name: str, layer: LayerSpec | None) -> str:
     those with a block, and `{beside_block.}`, for a module that is in another one if there is a block."""
     if layer is None:
         return name
-    if (block := layer.block) is None:
+    if not isinstance(block := layer.residual, SharedBlockSpec):
         return re.sub(r"\{beside_(\w+)\}", "", name)
     name = re.sub(r"\{beside_(\w+)\}", r"\1.", name)
     return name.replace("{block}", str(block.source)).replace("{use}", str(block.use))

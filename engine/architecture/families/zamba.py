@@ -81,7 +81,7 @@ def _zamba2(name: str, config: Config) -> ModelSpec:
             rank=int(config["adapter_rank"]),
             adapts_attention=bool(config["use_shared_attention_adapter"]),
         )
-        layers.append(LayerSpec(**shared, **common, block=block))
+        layers.append(LayerSpec(**shared, **common, residual=block))
     return architecture(name, config, layers, norm, max_position=int(config["max_position_embeddings"]))
 
 
@@ -119,7 +119,7 @@ def _zamba(name: str, config: Config) -> ModelSpec:
         block = SharedBlockSpec(
             source=with_block[0], use=with_block.index(number), norm=norm, rank=0, adapts_attention=False
         )
-        layers.append(LayerSpec(**shared, **common, block=block))
+        layers.append(LayerSpec(**shared, **common, residual=block))
     return architecture(name, config, layers, norm, max_position=int(config["max_position_embeddings"]))
 
 

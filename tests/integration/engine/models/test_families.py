@@ -20,6 +20,7 @@ from quire.engine.architecture.families import ENCODERS, FAMILIES, from_hf_confi
 from quire.engine.architecture.feed_forward_spec import MoESpec
 from quire.engine.architecture.model_spec import ModelSpec
 from quire.engine.architecture.recurrent_spec import KimiDeltaSpec
+from quire.engine.architecture.residual_spec import SharedBlockSpec
 from quire.engine.config.memory_plan import MemoryPlan, read_bytes
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers import attention
@@ -228,7 +229,7 @@ def test_a_step_reads_a_shared_block_once_for_each_of_its_layers(tmp_path: Path)
     write("Zamba2", tmp_path)
     config = configure(tmp_path, max_model_len=64)
     arch, weights = config.model.architecture, MemoryPlan.of(config).weights[0]
-    uses = Counter(layer.block.source for layer in arch.layers if layer.block is not None)
+    uses = Counter(layer.residual.source for layer in arch.layers if isinstance(layer.residual, SharedBlockSpec))
     assert max(uses.values()) > 1
     with torch.device("meta"):
         made = Decoder(arch, range(arch.num_layers), 64, Parallel())
@@ -433,11 +434,9 @@ def test_rotary_features_may_be_null_where_the_family_says_so(case: str, is_null
         configure(tmp_path, **changes)
 
 
-def test_embeddings_of_ngrams_need_streams_and_a_state() -> None:
+def test_embeddings_of_ngrams_need_a_state() -> None:
     (layer, *_) = spec_of("Qwen4-Exp").layers
     assert layer.ngrams is not None
-    with pytest.raises(AssertionError):
-        replace(layer, hyper=None)
     with pytest.raises(AssertionError):
         replace(layer, state=None)
 
