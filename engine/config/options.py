@@ -16,10 +16,19 @@ DEMO_MODEL = Path(__file__).parents[1] / "models" / "demo"
 
 
 def flag(
-    default: Any, help: str, *, short: str | None = None, metavar: str | None = None, is_secret: bool = False
+    default: Any,
+    help: str,
+    *,
+    short: str | None = None,
+    metavar: str | None = None,
+    at_least: int | None = None,
+    is_per_host: bool = False,
+    is_secret: bool = False,
 ) -> Any:
-    """Define a dataclass field that is also a command-line flag, with the type and choices of its annotation."""
-    metadata = {"help": help, "short": short, "metavar": metavar}
+    """Define a dataclass field that is also a command-line flag, with the type and choices of its annotation.
+
+    `at_least` is the smallest number allowed. A value `is_per_host` if it may differ between hosts."""
+    metadata = {"help": help, "short": short, "metavar": metavar, "at_least": at_least, "is_per_host": is_per_host}
     return dataclasses.field(default=default, repr=not is_secret, metadata=metadata)
 
 
@@ -27,16 +36,18 @@ def flag(
 class EngineOptions:
     """All engine options, unresolved: `None` and "auto" mean that Quire decides. The model is a positional argument."""
 
-    model: str = str(DEMO_MODEL)
+    model: str = dataclasses.field(default=str(DEMO_MODEL), metadata={"is_per_host": True})
     runner: Literal["auto", "generate", "pooling"] = flag(
         "auto",
         "task of the model: generate text, or compute embeddings, classes or scores (pooling). auto: pooling for "
         "encoders, classifiers and sentence-transformers folders, else generate",
     )
 
-    tensor_parallel_size: int = flag(1, "number of ranks that each layer is sharded over", short="-tp", metavar="T")
+    tensor_parallel_size: int = flag(
+        1, "number of ranks that each layer is sharded over", short="-tp", metavar="T", at_least=1
+    )
     pipeline_parallel_size: int = flag(
-        1, "number of pipeline stages that the layers are split into", short="-pp", metavar="P"
+        1, "number of pipeline stages that the layers are split into", short="-pp", metavar="P", at_least=1
     )
     pipeline_layer_partition: str | None = flag(
         None, "number of layers in each stage, e.g. 3,2,1 (default: as even as possible)", metavar="N,N,…"
@@ -52,15 +63,26 @@ class EngineOptions:
         "number of hosts that the ranks of all replicas are distributed over evenly, in order (without Ray); a replica "
         "has whole hosts, or a host whole replicas",
         metavar="N",
+        at_least=1,
     )
     node_rank: int = flag(
-        0, "number of this host among --nnodes; host 0 has the API, the others run --headless", metavar="R"
+        0,
+        "number of this host among --nnodes; host 0 has the API, the others run --headless",
+        metavar="R",
+        is_per_host=True,
     )
-    master_addr: str = flag("127.0.0.1", "address of host 0 that the other hosts connect to", metavar="ADDR")
-    master_port: int = flag(29501, "port of host 0 that the other hosts connect to", metavar="PORT")
-    distributed_timeout_seconds: float = flag(600.0, "timeout of communication between ranks, in seconds", metavar="S")
+    master_addr: str = flag(
+        "127.0.0.1", "address of host 0 that the other hosts connect to", metavar="ADDR", is_per_host=True
+    )
+    master_port: int = flag(29501, "port of host 0 that the other hosts connect to", metavar="PORT", is_per_host=True)
+    distributed_timeout_seconds: float = flag(
+        600.0, "timeout of communication between ranks, in seconds", metavar="S", is_per_host=True
+    )
     watchdog_seconds: float = flag(
-        10.0, "a process or rank that does not respond for this many seconds is killed and replaced", metavar="S"
+        10.0,
+        "a process or rank that does not respond for this many seconds is killed and replaced",
+        metavar="S",
+        is_per_host=True,
     )
     cluster_token: str | None = flag(
         None,
@@ -69,8 +91,9 @@ class EngineOptions:
         "(default: the variable; without any, the first host makes one and prints the others' command)",
         metavar="TOKEN",
         is_secret=True,
+        is_per_host=True,
     )
-    cluster_token_file: str | None = flag(None, "file with the --cluster-token", metavar="FILE")
+    cluster_token_file: str | None = flag(None, "file with the --cluster-token", metavar="FILE", is_per_host=True)
     cluster_timeout_seconds: float = flag(
         15.0,
         "seconds without a message after which another host is lost; shorter cuts of the network are survived",
@@ -81,13 +104,15 @@ class EngineOptions:
     )
 
     data_parallel_size: int = flag(
-        1, "number of replicas of the model, each with its own ranks", short="-dp", metavar="D"
+        1, "number of replicas of the model, each with its own ranks", short="-dp", metavar="D", at_least=1
     )
     data_parallel_size_local: int | None = flag(
         None,
         "number of replicas on this host (default: all; with --data-parallel-start-rank 1)",
         short="-dpl",
         metavar="D",
+        at_least=0,
+        is_per_host=True,
     )
     data_parallel_start_rank: int | None = flag(
         None,
@@ -95,6 +120,7 @@ class EngineOptions:
         "host's API serves only its own replicas, behind an external load balancer",
         short="-dpr",
         metavar="R",
+        is_per_host=True,
     )
     data_parallel_address: str | None = flag(
         None,
@@ -102,9 +128,14 @@ class EngineOptions:
         "can join it while it serves (default: 127.0.0.1)",
         short="-dpa",
         metavar="ADDR",
+        is_per_host=True,
     )
     data_parallel_rpc_port: int = flag(
-        29550, "port of --data-parallel-address that replicas on other hosts connect to", short="-dpp", metavar="PORT"
+        29550,
+        "port of --data-parallel-address that replicas on other hosts connect to",
+        short="-dpp",
+        metavar="PORT",
+        is_per_host=True,
     )
     enable_expert_parallel: bool = flag(
         False,
@@ -120,14 +151,20 @@ class EngineOptions:
     enable_eplb: bool = flag(
         False, "expert load balancing: measure the load of each expert, and move and replicate busy ones"
     )
-    num_redundant_experts: int = flag(0, "with --enable-eplb, copies of busy experts in each layer, over all ranks")
-    eplb_step_interval: int = flag(3000, "with --enable-eplb, steps between two rearrangements", metavar="N")
+    num_redundant_experts: int = flag(
+        0, "with --enable-eplb, copies of busy experts in each layer, over all ranks", at_least=0
+    )
+    eplb_step_interval: int = flag(
+        3000, "with --enable-eplb, steps between two rearrangements", metavar="N", at_least=1
+    )
     enable_dbo: bool = flag(
         False,
         "dual-batch overlap: with --enable-expert-parallel, split large batches into two micro-batches; one computes "
         "while the other communicates",
     )
-    dbo_token_threshold: int = flag(64, "with --enable-dbo, minimum tokens of a replica at which a step is split")
+    dbo_token_threshold: int = flag(
+        64, "with --enable-dbo, minimum tokens of a replica at which a step is split", at_least=1
+    )
 
     device: Literal["auto", "cpu", "cuda"] = flag(
         "auto", "device that the model runs on (auto: CUDA if there is a GPU)"
@@ -165,7 +202,7 @@ class EngineOptions:
         "auto", "model implementation (auto: Quire's own, or transformers' if there is none)"
     )
     max_model_len: int | None = flag(
-        None, "maximum length of prompt and output together, in tokens (default: the model's)"
+        None, "maximum length of prompt and output together, in tokens (default: the model's)", at_least=1
     )
     hf_overrides: Mapping[str, Any] | None = flag(
         None, "values in place of those in the model's config.json; those in its parts, such as text_config, one by one"
@@ -191,19 +228,26 @@ class EngineOptions:
         "most GiB of disk space for weights as CPUs use them (packed, quantized), which the next start maps instead of "
         "packing them again (auto: 32, a quarter of the free space at most, and no models below 64 MiB)",
         metavar="GIB",
+        at_least=0,
+        is_per_host=True,
     )
     download_dir: str | None = flag(
-        None, "folder that Hugging Face repositories are downloaded to (default: Hugging Face's cache)", metavar="DIR"
+        None,
+        "folder that Hugging Face repositories are downloaded to (default: Hugging Face's cache)",
+        metavar="DIR",
+        is_per_host=True,
     )
-    revision: str | None = flag(None, "branch, tag or commit of a Hugging Face repository")
-    tokenizer: str | None = flag(None, "folder or repository of the tokenizer (default: the model's)")
-    max_logprobs: int = flag(20, "maximum value of logprobs and prompt_logprobs in requests (-1: no limit)")
+    revision: str | None = flag(None, "branch, tag or commit of a Hugging Face repository", is_per_host=True)
+    tokenizer: str | None = flag(None, "folder or repository of the tokenizer (default: the model's)", is_per_host=True)
+    max_logprobs: int = flag(
+        20, "maximum value of logprobs and prompt_logprobs in requests (-1: no limit)", at_least=-1
+    )
     trust_remote_code: bool = flag(False, "allow Python code that comes with the model or its tokenizer to run")
     seed: int = flag(0, "seed of dummy weights, and of requests without a seed")
 
-    max_num_seqs: int = flag(256, "maximum number of running requests")
+    max_num_seqs: int = flag(256, "maximum number of running requests", at_least=1)
     max_num_batched_tokens: int | Literal["auto"] = flag(
-        "auto", "maximum tokens in a step (auto: what --itl-target-ms allows, learned from measured steps)"
+        "auto", "maximum tokens in a step (auto: what --itl-target-ms allows, learned from measured steps)", at_least=1
     )
     itl_target_ms: float | None = flag(
         None,
@@ -212,10 +256,12 @@ class EngineOptions:
         metavar="MS",
     )
     max_num_partial_prefills: int = flag(
-        1, "number of prompts that share the prompt tokens of a step equally; a long prompt then delays others less"
+        1,
+        "number of prompts that share the prompt tokens of a step equally; a long prompt then delays others less",
+        at_least=1,
     )
     long_prefill_token_threshold: int = flag(
-        0, "maximum tokens of a prompt in a step while there are other requests (0: no limit)"
+        0, "maximum tokens of a prompt in a step while there are other requests (0: no limit)", at_least=0
     )
     enable_chunked_prefill: bool = flag(True, "split long prompts over several steps, together with running decodes")
     scheduling_policy: Literal["fcfs", "priority"] = flag(
@@ -231,6 +277,7 @@ class EngineOptions:
         None,
         "folder or repository of a smaller model with the same vocabulary, or of a head, which guesses tokens",
         metavar="MODEL",
+        is_per_host=True,
     )
     spec_tokens: int | None = flag(
         None,
@@ -245,17 +292,20 @@ class EngineOptions:
     )
 
     gpu_memory_utilization: float = flag(
-        0.9, "fraction of the device's free memory for weights, activations and KV cache together"
+        0.9, "fraction of the device's free memory for weights, activations and KV cache together", is_per_host=True
     )
     kv_cache_memory_bytes: int | None = flag(
-        None, "size of the KV cache per rank, in bytes (default: derived from --gpu-memory-utilization)"
+        None,
+        "size of the KV cache per rank, in bytes (default: derived from --gpu-memory-utilization)",
+        at_least=1,
+        is_per_host=True,
     )
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8", "fp8_e4m3"] = flag(
         "auto",
         "data type of the KV cache (auto: that of the model, at most 16 bits with --quantization; int8, fp8: with a "
         "scale per token and head; fp8_e4m3 is the same as fp8)",
     )
-    block_size: int = flag(16, "tokens in a KV block")
+    block_size: int = flag(16, "tokens in a KV block", at_least=1)
     attention_backend: Literal["auto", "triton", "flashinfer", "reference"] = flag(
         "auto",
         "attention implementation on GPUs (auto: the fastest one installed whose results are correct, timed at "

@@ -6,6 +6,7 @@ Each part is resolved by a module of its own (`model_config`, `parallel_config`,
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import re
@@ -35,15 +36,6 @@ from quire.engine.protocol.errors import ConfigError
 from quire.engine.repository import gguf_folder, model_files
 
 MIN_WATCHDOG_SECONDS = 3.0
-_HOST_OPTIONS = frozenset(
-    {
-        *("model", "tokenizer", "revision", "node_rank", "master_addr", "master_port", "distributed_timeout_seconds"),
-        *("spec_model", "download_dir", "cluster_token", "cluster_token_file"),
-        *("data_parallel_size_local", "data_parallel_start_rank", "data_parallel_address", "data_parallel_rpc_port"),
-        *("gpu_memory_utilization", "kv_cache_memory_bytes", "watchdog_seconds", "packed_cache"),
-    }
-)
-"""Options that may differ between hosts."""
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": (r"0*[1-9]\d{0,3}", "a number of threads"),
     "QUIRE_CPU_ISA": (
@@ -96,13 +88,17 @@ def resolve(
     graphs = cuda_graph_sizes.resolve(options, model, parallel, scheduler)
     config = EngineConfig(model=model, parallel=parallel, cache=cache, scheduler=scheduler, graphs=graphs)
     try:
-        cache = replace(cache, num_blocks=memory_plan.count_blocks(config, available))
+        blocks = memory_plan.count_blocks(config, available)
     except ConfigError as error:
         if model.load_format == "dummy":
             error.add_note(plan_text(config))
         raise
-    _check_num_seqs(options, replace(config, cache=cache))
-    return replace(config, cache=cache, shared_settings=shared_settings(options, config))
+    if blocks and options.max_num_seqs > max(blocks, EngineOptions.max_num_seqs):
+        raise ConfigError(
+            f"--max-num-seqs {options.max_num_seqs} is more than the {blocks} blocks of the KV cache, and each running "
+            f"request holds at least one; use at most {blocks}"
+        )
+    return replace(config, shared_settings=shared_settings(options, config)).with_blocks(blocks)
 
 
 def fetch_weights(options: EngineOptions, config: EngineConfig) -> None:
@@ -153,11 +149,11 @@ def shared_settings(options: EngineOptions, config: EngineConfig) -> dict[str, s
         "max_num_batched_tokens": config.scheduler.max_num_batched_tokens,
         "kv_cache_dtype": config.cache.dtype,
     }
-    # Independent replicas may be added and removed, unless they are nodes.
-    is_fixed = options.enable_expert_parallel or options.nnodes > 1
-    of_the_host = _HOST_OPTIONS if is_fixed else _HOST_OPTIONS | {"data_parallel_size"}
-    settings = {name: value for name, value in vars(options).items() if name not in of_the_host | of_the_device.keys()}
-    settings |= resolved
+    per_host = {field.name for field in dataclasses.fields(options) if field.metadata["is_per_host"]}
+    if not options.enable_expert_parallel and options.nnodes == 1:
+        per_host.add("data_parallel_size")  # independent replicas may be added and removed, unless they are nodes
+    left_out = per_host | of_the_device.keys()
+    settings = {name: value for name, value in vars(options).items() if name not in left_out} | resolved
     if parallel.local_replicas:
         settings |= of_the_device
     return {f"--{name.replace('_', '-')}": str(value) for name, value in settings.items()}
@@ -171,30 +167,14 @@ def _check_ranges(options: EngineOptions) -> None:
             raise ConfigError(
                 f"--{name.replace('_', '-')} must be one of {', '.join(typing.get_args(kinds[0]))}, got {value}"
             )
-    for name, low in (
-        ("tensor_parallel_size", 1),
-        ("pipeline_parallel_size", 1),
-        ("nnodes", 1),
-        ("data_parallel_size", 1),
-        ("data_parallel_size_local", 0),
-        ("num_redundant_experts", 0),
-        ("eplb_step_interval", 1),
-        ("dbo_token_threshold", 1),
-        ("max_num_seqs", 1),
-        ("max_num_batched_tokens", 1),
-        ("max_num_partial_prefills", 1),
-        ("long_prefill_token_threshold", 0),
-        ("block_size", 1),
-        ("max_model_len", 1),
-        ("kv_cache_memory_bytes", 1),
-        ("max_logprobs", -1),
-        ("packed_cache", 0),
-    ):
-        value = getattr(options, name)
-        if value not in (None, "auto", "off") and not isinstance(value, int | float):
-            raise ConfigError(f"--{name.replace('_', '-')} must be a number, got {value!r}")
-        if value not in (None, "auto", "off") and not low <= value < math.inf:
-            raise ConfigError(f"--{name.replace('_', '-')} must be at least {low}, got {value}")
+    for field in dataclasses.fields(options):
+        low, value = field.metadata.get("at_least"), getattr(options, field.name)
+        if low is None or value in (None, "auto", "off"):
+            continue
+        if not isinstance(value, int | float):
+            raise ConfigError(f"--{field.name.replace('_', '-')} must be a number, got {value!r}")
+        if not low <= value < math.inf:
+            raise ConfigError(f"--{field.name.replace('_', '-')} must be at least {low}, got {value}")
     if not -(1 << 63) <= options.seed < 1 << 63:
         raise ConfigError(f"--seed must be a 64-bit integer, got {options.seed}")
     if options.itl_target_ms is not None and not 0.0 < options.itl_target_ms < math.inf:
@@ -224,13 +204,3 @@ def _check_environment() -> None:
     for name, (pattern, expected) in _ENVIRONMENT.items():
         if (value := os.environ.get(name)) and not re.fullmatch(pattern, value):
             raise ConfigError(f"environment variable {name}={value}: expected {expected}")
-
-
-def _check_num_seqs(options: EngineOptions, config: EngineConfig) -> None:
-    """Reject a --max-num-seqs that can never be reached, as each running request holds a KV block."""
-    blocks = config.cache.num_blocks
-    if blocks and options.max_num_seqs > max(blocks, EngineOptions.max_num_seqs):
-        raise ConfigError(
-            f"--max-num-seqs {options.max_num_seqs} is more than the {blocks} blocks of the KV cache, and each running "
-            f"request holds at least one; use at most {blocks}"
-        )
