@@ -73,11 +73,7 @@ def resolve(options: EngineOptions, available: Devices) -> ModelConfig:
     if load_format == "dummy":
         quantized = None
     _check_attention_backend(options, arch, available)
-    dtype = _choose_dtype(options, available, hf_config)
-    if dtype == "float16" and any(isinstance(layer.state, RWKVSpec) for layer in arch.layers):
-        raise ConfigError(
-            f"float16 is not supported for {arch.name}, whose hidden states may exceed its range; use --dtype bfloat16"
-        )
+    dtype = _choose_dtype(options, available, hf_config, arch)
     return ModelConfig(
         path=path,
         tokenizer=tokenizer,
@@ -111,26 +107,51 @@ def _architecture(
     """Return the model's architecture, and its pooling if it is an embedding model or a classifier."""
     names: list[str] = hf_config["architectures"]
     classifies = next((name for name in names if classifier.base_names(name)), None)
-    # AutoModel saves a decoder without its head under a name such as Qwen3Model.
-    stems = [name.removesuffix("Model") for name in names if name.endswith("Model")]
-    full_names = [f"{each}ForCausalLM" for stem in stems for each in (stem, stem.removesuffix("Text"))]
-    if classifies is not None:
+    if classifies is None:
+        # AutoModel saves a decoder without its head under a name such as Qwen3Model.
+        stems = [name.removesuffix("Model") for name in names if name.endswith("Model")]
+        full_names = [f"{each}ForCausalLM" for stem in stems for each in (stem, stem.removesuffix("Text"))]
+    else:
         full_names = [name for name in classifier.base_names(classifies) if name in FAMILIES][:1]
         if not full_names or options.model_impl == "transformers":
             raise ConfigError(
                 f"{path / 'config.json'}: {classifies} is not supported: classifiers need a model that Quire has an "
                 "implementation of its own of (docs/reference/models.md), and cannot use --model-impl transformers"
             )
-        if options.runner == "generate":
-            raise ConfigError(f"{classifies} is a classifier and cannot generate text; omit --runner generate")
     is_headless = not any(name in FAMILIES for name in names) and any(name in FAMILIES for name in full_names)
     arch = _model_spec(options, path, {**hf_config, "architectures": full_names} if is_headless else hf_config)
     computes_vectors = options.runner == "pooling" or is_headless or (path / pooling.MODULES).exists()
-    if hf_config.get("is_causal") is False and computes_vectors and options.runner != "generate":
-        arch = arch if isinstance(arch, EncoderSpec) else bidirectional(arch)
-    if isinstance(arch, EncoderSpec):
-        if options.runner == "generate":
+    is_pooling = options.runner != "generate" and (computes_vectors or isinstance(arch, EncoderSpec))
+    if hf_config.get("is_causal") is False and is_pooling and not isinstance(arch, EncoderSpec):
+        arch = bidirectional(arch)
+    _check_task(options, arch, hf_config, classifies, is_headless=is_headless, is_pooling=is_pooling)
+    if not is_pooling:
+        return arch, None
+    if classifies is not None:
+        return arch, classifier.read(classifies, hf_config, arch, tokenizer)
+    default: pooling.Mode = "mean" if isinstance(arch, EncoderSpec) else "lasttoken"
+    return arch, pooling.read(path, hf_config, arch.hidden_size, default=default)
+
+
+def _check_task(
+    options: EngineOptions,
+    arch: ModelSpec,
+    hf_config: Mapping[str, Any],
+    classifies: str | None,
+    *,
+    is_headless: bool,
+    is_pooling: bool,
+) -> None:
+    """Reject what the model cannot do. `classifies` is its name as a classifier; None: it is none."""
+    if options.runner == "generate":
+        if classifies is not None:
+            raise ConfigError(f"{classifies} is a classifier and cannot generate text; omit --runner generate")
+        if isinstance(arch, EncoderSpec):
             raise ConfigError(f"{arch.name} is an encoder and cannot generate text; omit --runner generate")
+        if is_headless:
+            names = ", ".join(hf_config["architectures"])
+            raise ConfigError(f"{names} has no head to generate text; use it with --runner pooling")
+    elif isinstance(arch, EncoderSpec):
         if options.pipeline_parallel_size > 1:
             raise ConfigError(
                 f"--pipeline-parallel-size {options.pipeline_parallel_size}: pipeline parallelism is not supported for "
@@ -138,18 +159,8 @@ def _architecture(
             )
         if classifies is not None and arch.name not in ENCODERS:
             raise ConfigError(f"{classifies}: classifiers with bidirectional attention in a decoder are not supported")
-        if classifies is not None:
-            return arch, classifier.read(classifies, hf_config, arch, tokenizer)
-        return arch, pooling.read(path, hf_config, arch.hidden_size, default="mean")
-    if options.runner == "generate" and is_headless:
-        raise ConfigError(f"{', '.join(names)} has no head to generate text; use it with --runner pooling")
-    if options.runner == "generate" or not computes_vectors:
-        return arch, None
-    if hf_config.get("use_bidirectional_attention"):
+    elif is_pooling and hf_config.get("use_bidirectional_attention"):
         raise ConfigError(f"{arch.name}: bidirectional attention (use_bidirectional_attention) is not supported")
-    if classifies is not None:
-        return arch, classifier.read(classifies, hf_config, arch, tokenizer)
-    return arch, pooling.read(path, hf_config, arch.hidden_size, default="lasttoken")
 
 
 def _model_spec(options: EngineOptions, path: Path, hf_config: dict[str, Any]) -> ModelSpec:
@@ -250,13 +261,16 @@ def _choose_load_format(options: EngineOptions, path: Path) -> Literal["safetens
     return found
 
 
-def _choose_dtype(options: EngineOptions, available: Devices, hf_config: dict[str, Any]) -> str:
-    if options.dtype != "auto":
-        return options.dtype
-    if available.kind == "cpu":
-        return "float32"
-    checkpoint_dtype = _checkpoint_dtype(hf_config)
-    return checkpoint_dtype if checkpoint_dtype in DTYPE_BYTES else "bfloat16"
+def _choose_dtype(options: EngineOptions, available: Devices, hf_config: dict[str, Any], arch: ModelSpec) -> str:
+    dtype: str = options.dtype
+    if dtype == "auto":
+        stored = "float32" if available.kind == "cpu" else _checkpoint_dtype(hf_config)
+        dtype = stored if stored in DTYPE_BYTES else "bfloat16"
+    if dtype == "float16" and any(isinstance(layer.state, RWKVSpec) for layer in arch.layers):
+        raise ConfigError(
+            f"float16 is not supported for {arch.name}, whose hidden states may exceed its range; use --dtype bfloat16"
+        )
+    return dtype
 
 
 def _stored_dtype(
