@@ -61,14 +61,14 @@ class EncoderSpec(ModelSpec):
 
 
 _OF_ATTENTION = (
-    *("num_heads", "num_kv_heads", "head_dim", "scale", "rope"),
-    *("window", "qkv_bias", "output_bias", "qk_norm"),
-)
+    "num_heads", "num_kv_heads", "head_dim", "scale", "rope",
+    "window", "qkv_bias", "output_bias", "qk_norm",
+)  # fmt: skip
 _OF_LAYER = ("attention_norm", "attention_post_norm", "feed_forward_norm", "feed_forward_post_norm", "feed_forward")
 _OF_MODEL = (
-    *("name", "hidden_size", "vocab_size", "max_position", "norm", "tie_embeddings"),
-    *("embedding_norm", "embedding_multiplier"),
-)
+    "name", "hidden_size", "vocab_size", "max_position", "norm", "tie_embeddings",
+    "embedding_norm", "embedding_multiplier",
+)  # fmt: skip
 """What decoders have in common with encoders."""
 
 

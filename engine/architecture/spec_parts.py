@@ -135,8 +135,16 @@ def linear(
     units = rows_of if isinstance(rows_of, Mapping) else dict.fromkeys(parts, rows_of) if rows_of is not None else {}
     divided = units if columns_of is None else dict.fromkeys(parts, columns_of)
     weights = {part: (size, columns) for part, size in parts.items()}
-    dim = 0 if columns_of is None else 1
-    yield Parameter(module, "weight", weights, divided, dim, number, is_float32, is_quantizable and not is_float32)
+    yield Parameter(
+        module,
+        "weight",
+        weights,
+        divided,
+        dim=0 if columns_of is None else 1,
+        number=number,
+        is_float32=is_float32,
+        is_quantizable=is_quantizable and not is_float32,
+    )
     if bias:
         yield Parameter(module, "bias", {part: (size,) for part, size in parts.items()}, units, number=number)
 

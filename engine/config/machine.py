@@ -182,7 +182,14 @@ class Machine:
         order = tuple(range(sum(groups))) if sum(groups) <= self.count else ()
         link = LinkType.NVLINK if self.device.link.name == "NVLink" else LinkType.PCIE
         links = ((link,) * self.count,) * self.count
-        return Devices(self.kind, self.count, self.device.memory, order, links, self.device.capability or ())
+        return Devices(
+            kind=self.kind,
+            count=self.count,
+            memory=self.device.memory,
+            order=order,
+            links=links,
+            capability=self.device.capability or (),
+        )
 
     @property
     def text(self) -> str:

@@ -35,9 +35,9 @@ from quire.engine.repository import gguf_folder, mistral_folder, model_files, mo
 logger = logging.getLogger(__name__)
 
 _SAMPLING_DEFAULTS = (
-    *("temperature", "top_p", "top_k", "min_p"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
-)
+    "temperature", "top_p", "top_k", "min_p",
+    "repetition_penalty", "presence_penalty", "frequency_penalty",
+)  # fmt: skip
 """What generation_config.json may set, besides `max_new_tokens`, which is `max_tokens`."""
 _MIN_LAYER_BYTES = 24 << 10
 """Least host memory of a layer on its rank, whatever its size: the Python objects of its modules and parameters."""
@@ -383,7 +383,9 @@ def _without_dual_chunks(arch: ModelSpec, hf_config: Mapping[str, Any], options:
     if requested is None and limit < arch.max_position:
         logger.warning(
             "%s is not supported: the length is limited to %s of the model's %s tokens, where it has no effect",
-            *(name, f"{limit:,}", f"{arch.max_position:,}"),
+            name,
+            f"{limit:,}",
+            f"{arch.max_position:,}",
         )
     return replace(arch, max_position=limit)
 

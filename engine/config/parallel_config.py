@@ -312,7 +312,8 @@ def _partition_layers(arch: ModelSpec, options: EngineOptions) -> tuple[range, .
             logger.warning(
                 "--pipeline-parallel-size %s: the stages have %s layers, because a stage cannot start between a layer "
                 "and one that shares its selected tokens or its keys and values; steps take the time of the largest",
-                *(stages, ", ".join(map(str, sizes))),
+                stages,
+                ", ".join(map(str, sizes)),
             )
     return tuple(range(start, end) for start, end in pairwise([*starts, num_layers]))
 

@@ -20,9 +20,9 @@ from quire.engine.repository import model_files, model_folder
 _HEADS = {"mtp": 1, "eagle": 3, "eagle3": 3}
 """Methods whose drafter is a head on the target, and their default maximum of drafts."""
 _MTP = (
-    *("deepseek_mtp", "glm4_moe_mtp", "mimo_mtp", "mimo_v2_mtp", "qwen3_next_mtp", "qwen3_5_mtp"),
-    *("ernie_mtp", "exaone_moe_mtp", "nemotron_h_mtp", "step3p5_mtp", "bailing_hybrid_mtp", "bailing_hybrid_v3_mtp"),
-)
+    "deepseek_mtp", "glm4_moe_mtp", "mimo_mtp", "mimo_v2_mtp", "qwen3_next_mtp", "qwen3_5_mtp",
+    "ernie_mtp", "exaone_moe_mtp", "nemotron_h_mtp", "step3p5_mtp", "bailing_hybrid_mtp", "bailing_hybrid_v3_mtp",
+)  # fmt: skip
 """vLLM's names of the heads of families."""
 _METHODS = {"auto": "auto", "ngram": "ngram", "[ngram]": "ngram", "none": "none", "draft_model": "draft_model"} | {
     **{method: method for method in _HEADS},
@@ -117,7 +117,7 @@ def _head(method: _HeadMethod, options: EngineOptions, model: ModelConfig, paral
             if load_format not in ("safetensors", "pt"):
                 raise ConfigError(f"weights in the format {load_format} are not supported for heads")
             if model.load_format != "dummy":
-                model_files.fetch_weights(named, None, options.download_dir, path, load_format, [])
+                model_files.fetch_weights(named, None, options.download_dir, path, load_format)
             head = draft_heads.eagle(method, path, load_format, model)
         model_config.check_rank(head, head.architecture, parallel)
     except ConfigError as error:

@@ -197,8 +197,10 @@ _NAMES = {
         f"{module}.compressor.{ours}": f"{theirs}.compressor.{name}"
         for module, theirs in (("layers.attention", _ATTENTION), ("layers.attention.indexer", _INDEXER))
         for ours, name in (
-            *(("inputs.kv", "wkv"), ("inputs.gate", "wgate")),
-            *(("position_bias", "ape"), ("norm", "norm")),
+            ("inputs.kv", "wkv"),
+            ("inputs.gate", "wgate"),
+            ("position_bias", "ape"),
+            ("norm", "norm"),
         )
     },
     "layers.feed_forward.router": f"{_MIXTURE}.gate",

@@ -36,9 +36,9 @@ _WINDOW_SIZES = {
 """Of layers with windows."""
 _BY_LAYER = {
     *_WINDOW_SIZES,
-    *("num_key_value_heads", "head_dim", "attention_bias"),  # of the first two, transformers checks what they must be
-    *("sliding_window", "index_n_heads", "index_head_dim", "index_topk"),
-}
+    "num_key_value_heads", "head_dim", "attention_bias",  # of the first two, transformers checks what they must be
+    "sliding_window", "index_n_heads", "index_head_dim", "index_topk",
+}  # fmt: skip
 """What `per_layer_config` may state."""
 _THETAS = {_SLIDING: ("swa_rope_theta", 50000.0), _FULL: ("rope_theta", 8e7), _INDEXED: ("rope_theta", 8e7)}
 

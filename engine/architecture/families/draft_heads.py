@@ -22,8 +22,11 @@ from quire.engine.protocol.errors import ConfigError
 ARCHITECTURES = {
     "eagle": ("EagleLlamaForCausalLM", "LlamaForCausalLMEagle", "LlamaForCausalLM"),
     "eagle3": (
-        *("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM"),
-        *("Eagle3Speculator", "Eagle3DraftModel"),
+        "LlamaForCausalLMEagle3",
+        "Eagle3LlamaForCausalLM",
+        "LlamaForCausalLM",
+        "Eagle3Speculator",
+        "Eagle3DraftModel",
     ),
 }
 """Names in config.json of the heads of each method. The first publishers left the name of the layer's family."""

@@ -323,8 +323,15 @@ NOT_TEXT = tuple(
     f"{before}{part}."
     for before in ("", "model.")
     for part in (
-        *("vision_tower", "vision_model", "audio_tower", "embed_vision", "embed_audio", "visual"),
-        *("multi_modal_projector", "mm_projector", "connector"),
+        "vision_tower",
+        "vision_model",
+        "audio_tower",
+        "embed_vision",
+        "embed_audio",
+        "visual",
+        "multi_modal_projector",
+        "mm_projector",
+        "connector",
     )
 )
 """Prefixes of the tensors of such a model that are not for text."""

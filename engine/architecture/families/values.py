@@ -13,19 +13,19 @@ from typing import Any
 from quire.engine.protocol.errors import ConfigError
 
 _SIZES = (
-    *("hidden_size", "n_embd", "dim", "num_hidden_layers", "n_layer", "n_layers", "vocab_size"),
-    *("num_attention_heads", "n_head", "n_heads", "intermediate_size", "hidden_dim", "ffn_dim"),
-    *("max_position_embeddings", "n_positions", "num_experts_per_tok"),
-    *("kv_lora_rank", "qk_nope_head_dim", "v_head_dim"),
-)
+    "hidden_size", "n_embd", "dim", "num_hidden_layers", "n_layer", "n_layers", "vocab_size",
+    "num_attention_heads", "n_head", "n_heads", "intermediate_size", "hidden_dim", "ffn_dim",
+    "max_position_embeddings", "n_positions", "num_experts_per_tok",
+    "kv_lora_rank", "qk_nope_head_dim", "v_head_dim",
+)  # fmt: skip
 """Whole numbers of at least 1."""
 _BY_LAYER = ("intermediate_size", "rope_theta")
 """Settings that may be lists, with a number for each layer."""
 _OPTIONAL_SIZES = (
-    *("num_key_value_heads", "num_kv_heads", "head_dim", "n_inner", "ffn_hidden_size", "q_lora_rank"),
-    *("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts"),
-    *("moe_intermediate_size", "shared_expert_intermediate_size"),
-)
+    "num_key_value_heads", "num_kv_heads", "head_dim", "n_inner", "ffn_hidden_size", "q_lora_rank",
+    "num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts",
+    "moe_intermediate_size", "shared_expert_intermediate_size",
+)  # fmt: skip
 """Whole numbers of at least 0, or null."""
 _SIZES_FROM_0 = ("qk_rope_head_dim",)
 """Whole numbers of at least 0."""

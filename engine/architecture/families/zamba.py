@@ -24,17 +24,14 @@ from quire.engine.architecture.recurrent_spec import GroupedMambaSpec
 from quire.engine.architecture.residual_spec import SharedBlockSpec
 from quire.engine.protocol.errors import ConfigError
 
-_PUBLISHED_KINDS = (
-    *("linear_attention", *[*["linear_attention"] * 5, "hybrid"] * 7, *["linear_attention"] * 4, "hybrid"),
-    *(*["linear_attention"] * 3, "hybrid", *["linear_attention"] * 2),
-)
+_PUBLISHED_KINDS = ["hybrid" if layer in (*range(6, 43, 6), 47, 51) else "linear_attention" for layer in range(54)]
 
 
 def _zamba2(name: str, config: Config) -> ModelSpec:
     """As in Nemotron-H, steps are not limited by `time_step_min`, to which transformers raises them in prompts only."""
     require(config, "use_long_context", False)
     hidden, heads, count = (int(config[each]) for each in ("hidden_size", "n_mamba_heads", "num_hidden_layers"))
-    kinds, bias = kinds_of_layers(config) or list(_PUBLISHED_KINDS), bool(config["add_bias_linear"])
+    kinds, bias = kinds_of_layers(config) or _PUBLISHED_KINDS, bool(config["add_bias_linear"])
     if len(kinds) != count or set(kinds) - {"linear_attention", "hybrid"}:
         raise ConfigError(f"layers_block_type must be {count} times linear_attention or hybrid")
     settings = {

@@ -17,10 +17,10 @@ NESTED_BLOCK = 256
 _BYTES = {"uint8": 1, "int8": 1, "bfloat16": 2, "float16": 2, "float32": 4}
 _DTYPES = {1: ("U8", "I8"), 2: ("BF16", "F16"), 4: ("F32",)}
 _KNOWN = (
-    *("load_in_4bit", "load_in_8bit", "_load_in_4bit", "_load_in_8bit", "bnb_4bit_quant_type"),
-    *("bnb_4bit_use_double_quant", "bnb_4bit_quant_storage", "bnb_4bit_compute_dtype", "llm_int8_skip_modules"),
-    *("llm_int8_threshold", "llm_int8_enable_fp32_cpu_offload"),
-)
+    "load_in_4bit", "load_in_8bit", "_load_in_4bit", "_load_in_8bit", "bnb_4bit_quant_type",
+    "bnb_4bit_use_double_quant", "bnb_4bit_quant_storage", "bnb_4bit_compute_dtype", "llm_int8_skip_modules",
+    "llm_int8_threshold", "llm_int8_enable_fp32_cpu_offload",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

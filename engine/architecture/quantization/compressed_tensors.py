@@ -21,16 +21,16 @@ _PLAIN = ("dense", "fakequant")
 _SPARSE = "sparse-24-bitmask"
 
 _SETTINGS = (
-    *("quant_method", "config_groups", "format", "ignore", "sparsity_config", "transform_config", "kv_cache_scheme"),
-    *("quantization_status", "global_compression_ratio", "version", "quantization_config"),
-    *("run_compressed", "dequantize", "use_optimized_inference"),
-)
+    "quant_method", "config_groups", "format", "ignore", "sparsity_config", "transform_config", "kv_cache_scheme",
+    "quantization_status", "global_compression_ratio", "version", "quantization_config",
+    "run_compressed", "dequantize", "use_optimized_inference",
+)  # fmt: skip
 """Scales of a cache are measured here, and a checkpoint's status does not tell what it stores."""
 _GROUP = ("targets", "weights", "input_activations", "output_activations", "format")
 _WEIGHTS = (
-    *("num_bits", "type", "symmetric", "strategy", "group_size", "block_structure", "dynamic", "actorder"),
-    *("scale_dtype", "zp_dtype", "observer", "observer_kwargs"),
-)
+    "num_bits", "type", "symmetric", "strategy", "group_size", "block_structure", "dynamic", "actorder",
+    "scale_dtype", "zp_dtype", "observer", "observer_kwargs",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

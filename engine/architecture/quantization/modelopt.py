@@ -27,9 +27,9 @@ SCHEMES: dict[str, Scheme] = {
 """By `quant_algo`."""
 _MIXED = "MIXED_PRECISION"
 _KNOWN = (
-    *("quant_algo", "exclude_modules", "ignore", "group_size", "quantized_layers", "config_groups", "producer"),
-    *("kv_cache_quant_algo", "kv_cache_scheme", "format", "quantization_status", "version"),
-)
+    "quant_algo", "exclude_modules", "ignore", "group_size", "quantized_layers", "config_groups", "producer",
+    "kv_cache_quant_algo", "kv_cache_scheme", "format", "quantization_status", "version",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,9 +24,9 @@ _SUPPORTED = (
     "and fp4 per_group of 16 with fp8_e4m3 scales"
 )
 _KNOWN = (
-    *("global_quant_config", "layer_quant_config", "exclude", "export", "algo_config"),
-    *("quant_mode", "log_severity_level", "version", "kv_cache_quant_config", "kv_cache_post_rope", "kv_cache_group"),
-)
+    "global_quant_config", "layer_quant_config", "exclude", "export", "algo_config",
+    "quant_mode", "log_severity_level", "version", "kv_cache_quant_config", "kv_cache_post_rope", "kv_cache_group",
+)  # fmt: skip
 _KNOWN_OF_LAYER = ("weight", "input_tensors", "output_tensors", "target_device")
 _REAL = "real_quantized"
 _ROTATIONS = ("rotation", "quarot")

@@ -20,12 +20,12 @@ QDATA, SCALE, ZERO_POINT = "._weight_qdata", "._weight_scale", "._weight_zero_po
 Activations = Literal["int8", "fp8"]
 _WHERE = f"{WHERE}: quant_type"
 _SAFE = (
-    *("weight_dtype", "activation_dtype", "group_size", "granularity", "weight_granularity", "set_inductor_config"),
-    *("mapping_type", "weight_mapping_type", "act_mapping_type", "scale_dtype", "weight_scale_dtype", "reduce_range"),
-    *("int4_packing_format", "int4_choose_qparams_algorithm", "int4_tile_packed_ntile", "intx_packing_format"),
-    *("intx_choose_qparams_algorithm", "packing_format", "mm_config", "kernel_preference", "weight_only_decode"),
-    *("activation_value_lb", "activation_value_ub", "alg_id", "layout"),
-)
+    "weight_dtype", "activation_dtype", "group_size", "granularity", "weight_granularity", "set_inductor_config",
+    "mapping_type", "weight_mapping_type", "act_mapping_type", "scale_dtype", "weight_scale_dtype", "reduce_range",
+    "int4_packing_format", "int4_choose_qparams_algorithm", "int4_tile_packed_ntile", "intx_packing_format",
+    "intx_choose_qparams_algorithm", "packing_format", "mm_config", "kernel_preference", "weight_only_decode",
+    "activation_value_lb", "activation_value_ub", "alg_id", "layout",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
