@@ -81,7 +81,7 @@ class DraftHeadSpec(ModelSpec):
     def outer_matrices(self, tp: int) -> tuple[MatrixShape, MatrixShape]:
         """See `ModelSpec`; those that it has in common with its target have no rows."""
         rows = self.has_head * self.num_heads * -(-self.draft_vocab_size // tp)
-        embedding = MatrixShape(self.has_embedding * self.vocab_per_rank(tp), self.hidden_size, module="embedding")
+        embedding = MatrixShape(self.has_embedding * -(-self.vocab_size // tp), self.hidden_size, module="embedding")
         return embedding, embedding._replace(rows=rows, module="head")
 
     def parameters_before(self) -> Parameters:

@@ -224,24 +224,13 @@ class ModelSpec:
         changed = {layer: of(layer) for layer in set(self.layers)}
         return replace(self, layers=tuple(changed[layer] for layer in self.layers))
 
-    def vocab_per_rank(self, tp: int) -> int:
-        """Rows of the embedding and the head on each rank; those of the last rank are padded."""
-        return -(-self.vocab_size // tp)
-
     def outer_matrices(self, tp: int) -> tuple[MatrixShape, MatrixShape]:
         """The weights of the embedding and of the head on one rank; the module of a tied head is the embedding."""
-        embedding = MatrixShape(self.vocab_per_rank(tp), self.hidden_size, module="embedding")
+        embedding = next(self.parameters_before()).matrix(tp)
         return embedding, embedding if self.tie_embeddings else embedding._replace(module="head")
 
-    def embedded_parameters(self, tp: int) -> int:
-        """Parameters on one rank that are embeddings of tokens, other than the model's."""
-        if self.layer_input is None:
-            return 0
-        embedding, *_ = self.layer_input.outer_parameters(self.hidden_size, self.num_layers)
-        return embedding.elements(tp)
-
     def parameters_before(self) -> Parameters:
-        """All parameters before the layers."""
+        """All parameters before the layers, from the embedding's on."""
         hidden, rows = self.hidden_size, Units(self.vocab_size, "tokens", "padding")
         yield from linear("embedding", self.vocab_size, hidden, rows_of=rows)
         if self.position_embeddings:
@@ -273,6 +262,12 @@ class ModelSpec:
             is_embedding = (each.module, each.kind) == ("head", "weight") and self.tie_embeddings
             count += 0 if is_embedding and is_first else each.elements(tp)
         return count
+
+    def embedded_parameters(self, stages: Sequence[range], stage: int, tp: int) -> int:
+        """Parameters on one rank of a stage that are embeddings of tokens, other than the model's."""
+        layers = (_parameters(self.layers[number], self.hidden_size) for number in stages[stage])
+        before = self.parameters_before() if stage == 0 else ()
+        return sum(each.elements(tp) for each in chain(before, *layers) if each.module.endswith(".embedding"))
 
     def num_float32_parameters(self, stages: Sequence[range], stage: int) -> int:
         """Parameters on one rank of a stage that have 32 bits, whatever the model's type."""
@@ -337,9 +332,6 @@ class TransformersModelSpec(ModelSpec):
     continues_by_token: bool = False
     """Layers with recurrent states read them only if they get one token: what continues a request runs one token after
     another."""
-
-    def vocab_per_rank(self, tp: int) -> int:
-        return self.head.rows
 
     def outer_matrices(self, tp: int) -> tuple[MatrixShape, MatrixShape]:
         return self.embedding, self.head

@@ -44,16 +44,14 @@ class RecurrentSpec(ABC):
         """The state's matrices on a rank: how many, rows (key features) and columns (value features)."""
 
     @abstractmethod
-    def channels(self, tp: int) -> int:
-        """Features on a rank that the convolution applies to."""
-
-    @abstractmethod
     def parameters(self, hidden: int) -> Parameters:
         """All parameters, of a layer whose input has `hidden` features."""
 
     def input_shape(self, tp: int) -> tuple[int, int]:
         """The kept inputs of the convolution on a rank: tokens and channels."""
-        return self.conv_size - 1, self.channels(tp)
+        # The convolution has the same channels whatever the size of the hidden state.
+        convolutions = [each for each in self.parameters(1) if (each.module, each.kind) == ("state.conv", "weight")]
+        return self.conv_size - 1, sum(channels for each in convolutions for channels, *_ in each.shapes(tp))
 
     def state_bytes(self, tp: int, width: int) -> int:
         """Size of a request's state on a rank, for activations of `width` bytes."""
@@ -101,10 +99,6 @@ class GatedDeltaNetSpec(ValueHeadsSpec):
     def state_shape(self, tp: int) -> tuple[int, int, int]:
         return self.num_value_heads // tp, self.key_head_dim, self.value_head_dim
 
-    def channels(self, tp: int) -> int:
-        """Queries, keys and values."""
-        return (2 * self.num_key_heads * self.key_head_dim + self.width) // tp
-
     def parameters(self, hidden: int) -> Parameters:
         heads, keys = self.num_value_heads, self.num_key_heads * self.key_head_dim
         of_values, of_keys = Units(heads, "value heads"), Units(self.num_key_heads, "key heads")
@@ -135,9 +129,6 @@ class ShortConvSpec(RecurrentSpec):
 
     def state_shape(self, tp: int) -> tuple[int, int, int]:
         return 0, 0, 0
-
-    def channels(self, tp: int) -> int:
-        return self.width // tp
 
     def parameters(self, hidden: int) -> Parameters:
         units = Units(self.width, "channels")
@@ -175,10 +166,6 @@ class Mamba2Spec(ValueHeadsSpec):
     def state_shape(self, tp: int) -> tuple[int, int, int]:
         return self.num_value_heads // tp, self.state_size, self.value_head_dim
 
-    def channels(self, tp: int) -> int:
-        """Values, keys and queries; the keys and queries of a single group are replicated."""
-        return self.width // tp + 2 * max(1, self.groups // tp) * self.state_size
-
     def parameters(self, hidden: int) -> Parameters:
         heads, keys = Units(self.num_value_heads, "state-space heads"), self.groups * self.state_size
         groups = Units(self.groups, "groups of state-space heads", "copies of one")
@@ -212,10 +199,6 @@ class KimiDeltaSpec(ValueHeadsSpec):
     def state_shape(self, tp: int) -> tuple[int, int, int]:
         return self.num_value_heads // tp, self.value_head_dim, self.value_head_dim
 
-    def channels(self, tp: int) -> int:
-        """Queries, keys and values."""
-        return 3 * self.width // tp
-
     def parameters(self, hidden: int) -> Parameters:
         heads, width = Units(self.num_value_heads, "heads of Kimi Delta Attention"), self.width
         gates = dict.fromkeys("fg", width) if self.rank is None else dict.fromkeys(("f_a", "g_a"), self.rank)
@@ -246,9 +229,6 @@ class LightningSpec(ValueHeadsSpec):
     def state_shape(self, tp: int) -> tuple[int, int, int]:
         return self.num_value_heads // tp, self.value_head_dim, self.value_head_dim
 
-    def channels(self, tp: int) -> int:
-        return 0
-
     def parameters(self, hidden: int) -> Parameters:
         heads = Units(self.num_value_heads, "heads of lightning attention")
         yield from linear("state.input", dict.fromkeys(("q", "k", "v", "gate"), self.width), hidden, rows_of=heads)
@@ -270,9 +250,6 @@ class MLSTMSpec(ValueHeadsSpec):
 
     def state_shape(self, tp: int) -> tuple[int, int, int]:
         return self.num_value_heads // tp, self.key_head_dim, self.value_head_dim + 1
-
-    def channels(self, tp: int) -> int:
-        return 0
 
     def parameters(self, hidden: int) -> Parameters:
         heads, keys = Units(self.num_value_heads, "heads of the xLSTM"), self.num_value_heads * self.key_head_dim
@@ -304,9 +281,6 @@ class MambaSpec(RecurrentSpec):
 
     def state_shape(self, tp: int) -> tuple[int, int, int]:
         return 1, self.state_size, self.width // tp
-
-    def channels(self, tp: int) -> int:
-        return self.width // tp
 
     def parameters(self, hidden: int) -> Parameters:
         width, units = self.width, Units(self.width, "channels of Mamba")
@@ -390,9 +364,6 @@ class RGLRUSpec(RecurrentSpec):
     def state_shape(self, tp: int) -> tuple[int, int, int]:
         return 1, 1, self.width // tp
 
-    def channels(self, tp: int) -> int:
-        return self.width // tp
-
     def parameters(self, hidden: int) -> Parameters:
         size, blocks = self.block_width, {"": Units(self.blocks, "blocks of the recurrent unit")}
         yield from linear("state.input", dict.fromkeys("xy", self.width), hidden, rows_of=blocks[""], bias=True)
@@ -424,9 +395,6 @@ class RWKVSpec(RecurrentSpec):
 
     def state_shape(self, tp: int) -> tuple[int, int, int]:
         return 1, 3, self.width // tp
-
-    def channels(self, tp: int) -> int:
-        return self.hidden_size
 
     def input_shape(self, tp: int) -> tuple[int, int]:
         """The last token's inputs of both parts."""
@@ -484,9 +452,6 @@ class TransformersStateSpec(RecurrentSpec):
 
     def state_shape(self, tp: int) -> tuple[int, int, int]:
         return 1, 1, sum(math.prod(tensor.shape) for tensor in self.tensors)
-
-    def channels(self, tp: int) -> int:
-        return 0
 
     def parameters(self, hidden: int) -> Parameters:
         return iter(())

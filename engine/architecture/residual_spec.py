@@ -294,9 +294,6 @@ class NGramSpec:
         before = self.tokens - 1
         return (before, before * ID_DIGITS), (self.conv_span - 1, self.num_streams * hidden)
 
-    def embedded_parameters(self, tp: int) -> int:
-        return -(-self.total_rows // tp) * self.head_dim
-
     def parameters(self, hidden: int) -> Parameters:
         """Those of a layer."""
         width, rows = self.num_streams * hidden, Units(self.total_rows, "rows", "padding")

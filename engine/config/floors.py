@@ -144,8 +144,8 @@ class _Floors:
         layers = self._layers[stage].items()
         operations = sum(count * self._operations(each, requests, tokens, context, coupled) for each, count in layers)
         if stage == len(self.stages) - 1:
-            head = self._arch.vocab_per_rank(parallel.tensor_parallel_size) * self._arch.hidden_size
-            operations += 2 * requests * head
+            _, head = self._arch.outer_matrices(parallel.tensor_parallel_size)
+            operations += 2 * requests * head.elements
         memory, compute = read / (bandwidth * self._share), operations / (device.flops[bits] * self._share)
         links = self._links(stage, new, coupled)
         return Counter({"bandwidth" if memory >= compute else "compute": max(memory, compute), "communication": links})

@@ -172,8 +172,7 @@ def _weight_bytes(model: ModelConfig, parallel: ParallelConfig, stage: int) -> i
             if is_stored
             else packed_bytes(head.rows, head.columns, model.quantization and "int8", _width(model, None, head))
         )
-    embedded = arch.embedded_parameters(tp) * first
-    embedded += sum(layer.ngrams.embedded_parameters(tp) for _, layer in held if layer.ngrams is not None)
+    embedded = arch.embedded_parameters(stages, stage, tp)
     unpacked, packed = unpacked - embedded, packed + embedded * DTYPE_BYTES[model.weight_dtype]
     return unpacked * width + arch.num_float32_parameters(stages, stage) * (4 - width) + packed
 
@@ -197,13 +196,11 @@ def read_bytes(config: EngineConfig, arch: ModelSpec, stage: int, weights: int, 
     embedding, _ = arch.outer_matrices(tp)
     has_copy = parallel.device == "cpu" and form_of_matrix(model, parallel.device, None, embedding) is None
     is_head = arch.tie_embeddings and len(parallel.stages) == 1 and not has_copy
+    read -= arch.embedded_parameters(parallel.stages, stage, tp) * DTYPE_BYTES[model.weight_dtype]
     if stage == 0:
-        read -= arch.embedded_parameters(tp) * DTYPE_BYTES[model.weight_dtype]
         read -= 0 if is_head else embedding_bytes(model, parallel.device, embedding)
     for number in parallel.stages[stage]:
-        mixture, ngrams = arch.layers[number].feed_forward, arch.layers[number].ngrams
-        read -= 0 if ngrams is None else ngrams.embedded_parameters(tp) * DTYPE_BYTES[model.weight_dtype]
-        if isinstance(mixture, MoESpec):
+        if isinstance(mixture := arch.layers[number].feed_forward, MoESpec):
             matrices = mixture.expert_matrices(arch.hidden_size, tp)
             experts = sum(matrix_bytes(model, parallel.device, number, each) for each in matrices)
             read -= experts * (1 - mixture.top_k / mixture.num_experts) ** num_tokens
