@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -10,27 +11,27 @@ from quire.engine.protocol.scheduler_output import CachedRequestData, NewRequest
 from quire.engine.scheduler.request import Request
 
 
+class PlanLimits(NamedTuple):
+    """Limits of a whole plan, for the rows that are added next."""
+
+    max_rows: int
+    max_tokens: int
+    max_chunk: int
+    """Maximum tokens of one prompt."""
+
+
 class PlanBuilder:
     """Adds rows to a plan. Each method sends changes of a request once. The methods for requests that the workers have
     expect them to have been moved forward."""
 
-    def __init__(
-        self,
-        step: int,
-        max_rows: int = 0,
-        tokens_left: int = 0,
-        *,
-        is_chunked: bool = True,
-        workers_keep_tokens: bool = True,
-    ) -> None:
+    def __init__(self, step: int, *, is_chunked: bool = True, workers_keep_tokens: bool = True) -> None:
         self.output = SchedulerOutput(step=step, freed_slots=[], new=[], scheduled=[])
-        self.max_rows, self.tokens_left, self.max_chunk = max_rows, tokens_left, tokens_left
-        """The limits of rows, of further tokens, and of the tokens of one prompt, set by the caller."""
         self._is_chunked, self._workers_keep_tokens = is_chunked, workers_keep_tokens
         self.decodes: list[Request] = []
         """Rows of `SchedulerOutput.decodes`."""
         self.changed: list[Request] = []
         """Rows of `SchedulerOutput.scheduled`."""
+        self._num_changed_tokens = 0
 
     @property
     def rows(self) -> list[Request]:
@@ -41,20 +42,27 @@ class PlanBuilder:
         return len(self.decodes) + len(self.changed)
 
     @property
-    def is_full(self) -> bool:
-        return not self.tokens_left or self.num_rows >= self.max_rows
+    def num_tokens(self) -> int:
+        return len(self.decodes) + self._num_changed_tokens
 
-    def chunk(self, request: Request) -> int:
+    def is_full(self, limits: PlanLimits) -> bool:
+        return self.num_tokens >= limits.max_tokens or self.num_rows >= limits.max_rows
+
+    def chunk(self, request: Request, limits: PlanLimits) -> int:
         """Return how many of the pending tokens fit; without chunked prefill all or none."""
-        pending = request.num_pending_tokens
+        pending, tokens_left = request.num_pending_tokens, limits.max_tokens - self.num_tokens
         if self._is_chunked:
-            return min(pending, self.tokens_left, self.max_chunk)
-        return pending if pending <= self.tokens_left else 0
+            return min(pending, tokens_left, limits.max_chunk)
+        return pending if pending <= tokens_left else 0
+
+    def _add(self, request: Request, row: CachedRequestData) -> None:
+        self.changed.append(request)
+        self.output.scheduled.append(row)
+        self._num_changed_tokens += row.num_tokens
 
     def add_decode(self, request: Request, count: int, new_blocks: list[int], drafts: Sequence[int] = ()) -> None:
         """Add a decode of `count` tokens, of which the last ones are drafts."""
-        self.changed.append(request)
-        self.output.scheduled.append(self._decode(request, count, new_blocks, drafts))
+        self._add(request, self._decode(request, count, new_blocks, drafts))
 
     def _decode(self, request: Request, count: int, new_blocks: list[int], drafts: Sequence[int]) -> CachedRequestData:
         assert request.slot is not None
@@ -67,17 +75,13 @@ class PlanBuilder:
         """Add a row that continues where the one in flight ends, of at most `count` tokens."""
         assert request.slot is not None
         assert not request.unsent_to_workers
-        self.changed.append(request)
-        self.output.scheduled.append(CachedRequestData(request.slot, count, [], new_blocks, is_chained=True))
+        self._add(request, CachedRequestData(request.slot, count, [], new_blocks, is_chained=True))
 
     def add_chunk(self, request: Request, count: int, new_blocks: list[int]) -> None:
-        """Add a row of known tokens, within the limits."""
+        """Add a row of known tokens."""
         assert request.slot is not None
-        self.changed.append(request)
-        self.output.scheduled.append(CachedRequestData(request.slot, count, request.unsent_to_workers, new_blocks))
-        if request.unsent_to_workers:
-            request.unsent_to_workers = []
-        self.tokens_left -= count
+        self._add(request, CachedRequestData(request.slot, count, request.unsent_to_workers, new_blocks))
+        request.unsent_to_workers = []
 
     def add_new(self, request: Request, block_table: list[int]) -> None:
         """Send a whole request, before its first row."""
@@ -106,6 +110,7 @@ class PlanBuilder:
         if moved := [request for request in self.decodes if request in blocks]:
             self.output.scheduled[:0] = [self._decode(request, 1, blocks[request], ()) for request in moved]
             self.changed[:0] = moved
+            self._num_changed_tokens += len(moved)
             self.decodes = [request for request in self.decodes if request not in blocks]
 
     def finish(self) -> tuple[SchedulerOutput, list[Request]]:

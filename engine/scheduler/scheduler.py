@@ -42,7 +42,7 @@ from quire.engine.scheduler.grammar import GrammarCompiler
 from quire.engine.scheduler.kv_cache_manager import KVCacheManager
 from quire.engine.scheduler.model_drafts import ModelSpeculationManager, make_speculation
 from quire.engine.scheduler.outputs import OutputsByClient
-from quire.engine.scheduler.plan_builder import PlanBuilder
+from quire.engine.scheduler.plan_builder import PlanBuilder, PlanLimits
 from quire.engine.scheduler.plans_in_flight import PlansInFlight
 from quire.engine.scheduler.request import Request
 from quire.engine.scheduler.request_blocks import RequestBlocks
@@ -180,41 +180,42 @@ class Scheduler:
         if is_shared:
             self._preempt_for_share()
         self._admits = self._next_victim is None
-        max_rows, tokens_left = self.token_budget.share(self.running, self.waiting, self.in_flight.num_tokens)
+        max_rows, max_tokens = self.token_budget.share(self.running, self.waiting, self.in_flight.num_tokens)
         plan = PlanBuilder(
-            *(self.in_flight.next_step, max_rows, tokens_left),
+            self.in_flight.next_step,
             is_chunked=self.config.enable_chunked_prefill,
             workers_keep_tokens=self.workers_keep_tokens,
         )
         while self._window_moved:
             self.blocks.free_out_of_window(self._window_moved.pop())
 
-        self._schedule_decodes(plan)
+        self._schedule_decodes(plan, max_rows, max_tokens)
         num_decodes, num_plain = plan.num_rows, len(plan.changed)
         context = self.running.decode_context * num_decodes // max(1, len(self.running.decoding))
-        plan.max_rows = min(max_rows, self.config.max_sampled_tokens - plan.output.num_draft_tokens)
-        self._schedule_chunks(plan, self.structured_output.ready)
+        max_rows = min(max_rows, self.config.max_sampled_tokens - plan.output.num_draft_tokens)
+        self._schedule_chunks(plan, self.structured_output.ready, PlanLimits(max_rows, max_tokens, max_tokens))
         num_decodes = plan.num_rows
         context += sum(request.num_computed_tokens for request in plan.changed[num_plain:])
-        limit = self.token_budget.max_prompt_tokens(
+        max_prompt_tokens = self.token_budget.max_prompt_tokens(
             num_decodes,
             context,
             self.running.prefilling,
             self.waiting,
             is_latency_bound=bool(self.running.decoding or self.structured_output or self.drafts_in_flight),
         )
-        plan.tokens_left = min(plan.tokens_left, limit)
-        plan.max_chunk = self.token_budget.max_chunk(
-            plan.tokens_left, len(self.running.prefilling) + len(self.waiting), is_alone=len(self.requests) == 1
+        max_prompt_tokens = min(max_prompt_tokens, max_tokens - plan.num_tokens)
+        max_chunk = self.token_budget.max_chunk(
+            max_prompt_tokens, len(self.running.prefilling) + len(self.waiting), is_alone=len(self.requests) == 1
         )
+        limits = PlanLimits(max_rows, plan.num_tokens + max_prompt_tokens, max_chunk)
         chunks: Sequence[Request] = self.running.prefilling
         if is_shared and chunks:
             chunks = sorted(chunks, key=lambda request: request.share.served)
             first = self._first_waiting()
             if first is not None and first.share.served < chunks[0].share.served:
-                self._admit(plan, at_most=1)
-        self._schedule_chunks(plan, chunks)
-        self._admit(plan)
+                self._admit(plan, limits, at_most=1)
+        self._schedule_chunks(plan, chunks, limits)
+        self._admit(plan, limits)
 
         if plan.num_rows:
             output, rows = self._finish_plan(plan)
@@ -239,19 +240,19 @@ class Scheduler:
         self.stats.steps += 1
         return output, rows
 
-    def _schedule_decodes(self, plan: PlanBuilder) -> None:
+    def _schedule_decodes(self, plan: PlanBuilder, max_rows: int, max_tokens: int) -> None:
         """Schedule the pending token of each decode: only its slot number unless it needs a block."""
-        unchanged, step, tokens_left = plan.decodes, plan.output.step, plan.tokens_left
+        unchanged, step = plan.decodes, plan.output.step
         ready = (
             self.running.decoding
             if self.workers_keep_tokens
             else [r for r in self.running.decoding if not self.in_flight.contains(r)]
         )
-        ready = ready[: min(plan.max_rows, tokens_left)]
+        ready = ready[: min(max_rows, max_tokens)]
         if self.kv.states and self.speculation is not None:  # a decode may have several pending tokens
             counts = accumulate(max(1, request.num_pending_tokens) for request in ready)
             # No row is left out forever: pending tokens are no more than a step may sample, and so fit into a step.
-            ready = ready[: max(1, sum(count <= tokens_left for count in counts))]
+            ready = ready[: max(1, sum(count <= max_tokens for count in counts))]
         drafts = self._draft(ready)
         for request in ready:
             computed = request.num_computed_tokens
@@ -266,7 +267,6 @@ class Scheduler:
         for request, tokens in drafts.items():
             self._schedule_drafts(plan, request, tokens)
         self.running.decode_context += len(unchanged)
-        plan.tokens_left = max(0, tokens_left - len(unchanged) - plan.output.num_tokens)
 
     def _extend_decode(self, plan: PlanBuilder, request: Request) -> None:
         """Schedule a decode whose last block is full, if it can be now."""
@@ -343,12 +343,12 @@ class Scheduler:
             self.running.end_decode(request)
         return self._finish_plan(self.draft_steps.chain(requests))[0]
 
-    def _schedule_chunks(self, plan: PlanBuilder, queue: Sequence[Request]) -> None:
+    def _schedule_chunks(self, plan: PlanBuilder, queue: Sequence[Request], limits: PlanLimits) -> None:
         """Schedule the requests of `queue` that fit."""
         for request in queue[:]:
-            if plan.is_full:
+            if plan.is_full(limits):
                 break
-            count = plan.chunk(request)
+            count = plan.chunk(request, limits)
             # A request without a slot was preempted by an earlier row.
             if not count or request.slot is None or request is self._next_victim:
                 continue
@@ -387,30 +387,29 @@ class Scheduler:
         # If blocks are scarce, nobody knows for how many requests they suffice: the lowest load goes first.
         return self.waiting.peek(0 if self._is_blocked else self.config.max_num_seqs)
 
-    def _admit(self, plan: PlanBuilder, at_most: int | None = None) -> None:
+    def _admit(self, plan: PlanBuilder, limits: PlanLimits, at_most: int | None = None) -> None:
         """Admit waiting requests, and schedule their first chunks."""
         for _ in repeat(None) if at_most is None else range(at_most):
-            if plan.is_full or not self.running.free_slots or not self._admits:
+            if plan.is_full(limits) or not self.running.free_slots or not self._admits:
                 break
             request = self._first_waiting()
-            if request is None or not self._start(plan, request):
+            if request is None or not self._start(plan, request, limits):
                 break
-            count = plan.chunk(request)
             plan.add_new(request, self.kv.block_table(request.block_ids))
-            self._schedule_chunk(plan, request, count)
+            self._schedule_chunk(plan, request, plan.chunk(request, limits))
 
     def _find_prefix(self, request: Request) -> list[int] | None:
         prefix = self.blocks.find_prefix(request, self.config.max_num_batched_tokens)
         self._is_blocked = prefix is None
         return prefix
 
-    def _start(self, plan: PlanBuilder, request: Request) -> bool:
+    def _start(self, plan: PlanBuilder, request: Request, limits: PlanLimits) -> bool:
         """Give a waiting request a slot and its cached prefix; returns False if it cannot be admitted now."""
         prefix = self._find_prefix(request)
         if prefix is None:
             return False
         request.num_computed_tokens = self.kv.num_tokens_in(len(prefix))
-        if not plan.chunk(request):
+        if not plan.chunk(request, limits):
             request.num_computed_tokens = 0
             return False
         self.waiting.pop(request)
@@ -491,13 +490,12 @@ class Scheduler:
                 outputs.add(rows[number], output)
         client, client_outputs = -1, EngineCoreOutputs()
         results = zip(rows, result.token_ids, result.logprobs or repeat(None), strict=False)  # the last may be infinite
-        for request, token_id, logprobs in results:
+        for row, (request, token_id, logprobs) in enumerate(results):
             if token_id < 0 or request.finish_reason is not None:
                 continue
             if request.client != client:
                 client, client_outputs = request.client, outputs.of(request)
             if request in self.drafts_in_flight:
-                row = rows.index(request)
                 sampled = [token_id, *result.accepted.get(row, [])]
                 scores = [logprobs, *result.accepted_logprobs.get(row, [])]
                 num_made = len(result.draft_token_ids.get(row, []))

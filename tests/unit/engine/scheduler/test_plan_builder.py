@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quire.engine.protocol.scheduler_output import CachedRequestData
-from quire.engine.scheduler.plan_builder import PlanBuilder
+from quire.engine.scheduler.plan_builder import PlanBuilder, PlanLimits
 from quire.engine.scheduler.request import Request
 from tests.unit.engine.scheduler.test_speculation import request
 
@@ -35,7 +35,7 @@ def test_rows_with_more_blocks_follow_those_without_changes(keep: bool) -> None:
 
 
 def test_what_the_workers_do_not_know_is_sent_once() -> None:
-    plan, one = PlanBuilder(0, 8, 8), running(0)
+    plan, one = PlanBuilder(0), running(0)
     one.unsent_to_workers, one.num_accepted = [8, 9], 1
     plan.add_decode(one, 2, [])
     plan.add_decode(one, 1, [])
@@ -44,7 +44,7 @@ def test_what_the_workers_do_not_know_is_sent_once() -> None:
     plan.add_chunk(one, 1, [])
     known = [(row.new_token_ids, row.num_accepted) for row in plan.output.scheduled]
     assert known == [([8, 9], 1), ([], 0), ([4], 0), ([], 0)]
-    assert plan.tokens_left == 5  # decodes are counted by the caller
+    assert plan.num_tokens == 6
 
 
 @pytest.mark.parametrize(
@@ -52,10 +52,10 @@ def test_what_the_workers_do_not_know_is_sent_once() -> None:
     [(True, 20, 20, 7), (True, 5, 20, 5), (True, 20, 4, 4), (False, 20, 4, 7), (False, 6, 6, 0)],
 )
 def test_a_chunk_is_within_the_limits(is_chunked: bool, tokens_left: int, max_chunk: int, expected: int) -> None:
-    plan = PlanBuilder(0, 1, tokens_left, is_chunked=is_chunked)
-    plan.max_chunk = max_chunk
-    one = running(0, computed=3)
-    assert plan.chunk(one) == expected
-    assert not plan.is_full
+    plan, one = PlanBuilder(0, is_chunked=is_chunked), running(0, computed=3)
+    plan.decodes.append(running(1))
+    limits = PlanLimits(max_rows=2, max_tokens=1 + tokens_left, max_chunk=max_chunk)
+    assert plan.chunk(one, limits) == expected
+    assert not plan.is_full(limits)
     plan.add_chunk(one, expected, [])
-    assert plan.is_full  # of rows
+    assert plan.is_full(limits)  # of rows
