@@ -186,19 +186,7 @@ class EngineCore:
         self.expert_load: ExpertLoad | None = None
         """The latest value, until it is sent with the stats."""
         self.probes: list[Probe] = []
-        self.profiler = CoreProfiler(
-            (
-                ("receive", self, "receive"),
-                ("schedule", self, "schedule"),
-                ("submit", executor, "submit"),
-                ("wait for result", self, "process_result"),
-                ("update", self.scheduler, "update"),
-                ("send", self, "send"),
-            ),
-            self.replica,
-            incarnation,
-            io.send,
-        )
+        self.profiler = CoreProfiler(self.replica, incarnation, io.send)
         self.compiling: dict[str, EngineCoreRequest] = {}
         """Requests whose grammar is being compiled; they are added to the scheduler with it."""
         threading.stack_size(_COMPILE_STACK)  # of all threads started from now on; only what they use is memory
@@ -211,20 +199,21 @@ class EngineCore:
 
     def run(self) -> None:
         """Run until `Shutdown`; raises `WorkerError` when a rank fails."""
+        call = self.profiler.call
         while not (self.stopping and self.may_stop):
-            self.receive()
-            plan = self.schedule()
+            call("receive", self.receive)
+            plan = call("schedule", self.schedule)
             if plan is not None:
                 plan.profile, self.profiler.command = self.profiler.command, None
                 limit = step_timeout(plan, self.config, self.scheduler.token_budget.predict(plan))
                 self.expect(limit * self.depth + _STEP_MARGIN)
                 submitted_at = time.perf_counter()
-                self.in_flight.append((plan, self.executor.submit(plan, limit), submitted_at))
+                self.in_flight.append((plan, call("submit", self.executor.submit, plan, limit), submitted_at))
             if self.in_flight and (len(self.in_flight) == self.depth or plan is None):
-                self.process_result()
+                call("wait for result", self.process_result)
                 self.answer_probes()
             self.add_outputs(self.scheduler.process_structured(is_idle=not self.in_flight))
-            self.send()
+            call("send", self.send)
 
     def process_result(self) -> None:
         """Wait for the oldest plan's result and process it.
@@ -246,7 +235,7 @@ class EngineCore:
             self.profiler.on_result(plan.profile)
         if self.wave is not None:
             self.wave.on_result(is_active=result.is_wave_active)
-        self.add_outputs(self.scheduler.update(plan, result))
+        self.add_outputs(self.profiler.call("update", self.scheduler.update, plan, result))
 
     def schedule(self) -> SchedulerOutput | None:
         """Return the next plan; with nothing to run, a heartbeat if there is an unanswered call."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from functools import wraps
-from typing import Any
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
 import msgspec
 
@@ -27,34 +26,26 @@ from quire.engine.protocol.scheduler_output import SchedulerOutput
 _MAX_SPANS = 500_000
 _SPANS_PER_PIECE = 20_000
 
-Target = tuple[str, object, str]
-"""The name of a span, and an object with the method that it times."""
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class LoopSpans:
-    """Times methods while a profile runs, by replacing them: at other times they cost nothing."""
+    """What the loop did while a profile was recorded, and when."""
 
-    def __init__(self, targets: Sequence[Target], seconds: float) -> None:
-        self._deadline = time.monotonic() + seconds
+    def __init__(self, seconds: float) -> None:
+        self.deadline = time.monotonic() + seconds
         self._zero = time.time_ns() - time.perf_counter_ns()
-        self._targets = targets
-        self._is_timing = True
         self._spans: list[tuple[str, int, int, str]] = []
         """Name, begin and end (`time.perf_counter_ns`), and the name of the step: a plan itself holds prompts."""
-        for name, owner, method in targets:
-            setattr(owner, method, self._timed(name, getattr(owner, method)))
 
     @property
     def is_cut(self) -> bool:
         """Whether there were more than are kept."""
         return len(self._spans) >= _MAX_SPANS
 
-    def remove(self) -> None:
-        """Restore the methods."""
-        if self._is_timing:
-            self._is_timing = False
-            for _, owner, method in self._targets:
-                delattr(owner, method)
+    def add(self, name: str, begin: int, end: int, plan: SchedulerOutput | None) -> None:
+        self._spans.append((name, begin, end, "" if plan is None else step_name(plan)))
 
     def events(self, pid: int, clock: Clock, origin: int) -> list[Event]:
         """Return the spans as events. `clock` is that of this host."""
@@ -67,40 +58,36 @@ class LoopSpans:
             events.append(event)
         return events
 
-    def _timed(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(method)
-        def call(*args: Any) -> Any:
-            begin = time.perf_counter_ns()
-            result = method(*args)
-            end = time.perf_counter_ns()
-            plan = next((each for each in (*args, result) if isinstance(each, SchedulerOutput)), None)
-            if self._is_timing:
-                self._spans.append((name, begin, end, "" if plan is None else step_name(plan)))
-                if self.is_cut or time.monotonic() >= self._deadline:
-                    self.remove()
-            return result
-
-        return call
-
 
 class CoreProfiler:
     """The profiler of one replica. The loop puts `command` into its next plan, and calls `on_result` after it."""
 
-    def __init__(
-        self, targets: Sequence[Target], replica: int, incarnation: int, send: Callable[[int, ToServer], None]
-    ) -> None:
-        """`targets` are timed; `send` sends a message to an API process, from any thread."""
+    def __init__(self, replica: int, incarnation: int, send: Callable[[int, ToServer], None]) -> None:
+        """`send` sends a message to an API process, from any thread."""
         self.command: StartProfile | StopProfile | None = None
-        self._targets, self._replica, self._incarnation, self._send = targets, replica, incarnation, send
+        self._replica, self._incarnation, self._send = replica, incarnation, send
+        self._recording: LoopSpans | None = None
         self._started: tuple[StartProfile, LoopSpans] | None = None
         """The profile that runs, or that nobody has asked for yet."""
-        self._deadline = 0.0
         self._stopping: deque[tuple[StartProfile, LoopSpans]] = deque()
         """The profiles of the stops that the ranks have not executed yet, in their order."""
 
+    def call(self, name: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call a function of the loop, and record when it ran if a profile is recorded meanwhile."""
+        if (spans := self._recording) is None:
+            return function(*args, **kwargs)
+        begin = time.perf_counter_ns()
+        result = function(*args, **kwargs)
+        end = time.perf_counter_ns()
+        if spans is self._recording:
+            plan = next((each for each in (*args, result) if isinstance(each, SchedulerOutput)), None)
+            spans.add(name, begin, end, plan)
+            if spans.is_cut or time.monotonic() >= spans.deadline:
+                self._recording = None
+        return result
+
     def handle(self, message: StartProfile | StopProfile) -> None:
         """Start or stop with the next plan, if that is possible now."""
-        now = time.monotonic()
         if isinstance(self.command, StartProfile) and isinstance(message, StopProfile) and message.discard:
             self._reply(self.command, "the profile was stopped before its first step")
         elif self.command is not None:
@@ -110,25 +97,21 @@ class CoreProfiler:
                 return self._reply(message, "no profile is running; start one with POST /start_profile")
             self._stopping.append(self._started)
             self._started = None
-        elif self._started is not None and now < self._deadline:
+        elif self._started is not None and (left := self._started[1].deadline - time.monotonic()) > 0:
             return self._reply(
-                message,
-                f"a profile is running already, for {self._deadline - now:.0f} s at most; stop it with "
-                "POST /stop_profile",
+                message, f"a profile is running already, for {left:.0f} s at most; stop it with POST /stop_profile"
             )
         else:
-            for each in (self._started, *self._stopping):
-                if each is not None:
-                    each[1].remove()
-            self._started = message, LoopSpans(self._targets, message.options.seconds)
-            self._deadline = now + message.options.seconds
+            self._recording = LoopSpans(message.options.seconds)
+            self._started = message, self._recording
         self.command = message
 
     def on_result(self, command: StartProfile | StopProfile) -> None:
         """Answer a command: all ranks have executed it. Sends the core's own trace."""
         if isinstance(command, StopProfile):
             started, spans = self._stopping.popleft()
-            spans.remove()
+            if spans is self._recording:
+                self._recording = None
             if not command.discard:
                 origin = started.options.origin
                 threading.Thread(target=self._send_spans, args=(spans, command, origin), daemon=True).start()
