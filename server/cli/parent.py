@@ -119,7 +119,7 @@ class Server:
         names: tuple[str, ...],
         listener: socket.socket,
         seconds: dict[str, float],
-        hosts: DPCoordinator | None,
+        hosts: DPCoordinator,
     ) -> None:
         """Start all processes. `seconds` are the durations of earlier phases of the start-up."""
         self.failure: Failed | None = None

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
 from typing import Literal, Protocol
@@ -102,36 +102,47 @@ def role(config: EngineConfig, *, is_headless: bool = False) -> Literal["alone",
     return "leader" if parallel.local_replicas.start == 0 or not parallel.external_lb else "follower"
 
 
-def connect_hosts(config: EngineConfig, count: int = 1) -> DPCoordinator | None:
-    """Wait for the other hosts that this API needs; None if it needs none. `count` is the number of API processes.
+def connect_hosts(config: EngineConfig, count: int = 1) -> DPCoordinator:
+    """Wait for the other hosts that this API needs, if it needs any. `count` is the number of API processes.
 
     Blocks for up to `--distributed-timeout-seconds`. Raises `ConfigError` if a host does not join, has different
     settings, or rejects this one.
     """
     match role(config):
         case "alone":
-            return None
+            return DPCoordinator()
         case "leader":
             return DPLeader(config, count)
         case "follower":
             return DPMember(config)
 
 
-class DPCoordinator(ABC):
-    """The connection to the other hosts after all have joined."""
+class DPCoordinator:
+    """The hosts of an engine's other replicas: there are none, except for a `DPLeader` and a `DPMember`."""
 
-    requests: dict[int, str]
-    """The address of each replica, when all had joined."""
-    responses: tuple[str, ...]
-    """The address of each API process; empty if no other host needs them."""
-    init_method: str
-    """Where the ranks of coupled replicas rendezvous: at the leader."""
-    restarts_group: bool
+    leads = True
+    """Whether this host decides when replicas that share experts stop and start together."""
+    restarts_group = True
     """Whether replicas that share experts are restarted together; not if each host has an API."""
-    masters: dict[int, tuple[str, int]]
-    """Where further hosts of the replicas join, by replica; of the leader for all that it knows."""
+    local_replicas = frozenset[int]()
+    """The numbers that no other host may have. The manager changes them."""
 
-    def __init__(self, config: EngineConfig, address: str, num_responses: int = 0) -> None:
+    def __init__(self) -> None:
+        self.requests: dict[int, str] = {}
+        """The address of each replica, when all had joined; empty if there are no other hosts."""
+        self.responses: tuple[str, ...] = ()
+        """The address of each API process; empty if no other host needs them."""
+        self.init_method = ""
+        """Where the ranks of coupled replicas rendezvous: at the leader; empty if there are no other hosts."""
+        self.masters: dict[int, tuple[str, int]] = {}
+        """Where further hosts of the replicas join, by replica; of the leader for all that it knows."""
+        self._ports: list[socket.socket] = []
+        self._lock = threading.Lock()
+        self._listener: ReplicaListener | None = None
+        self._notices: list[Callable[[ReplicaListener], None]] = []
+        """Notices from before there was a listener."""
+
+    def _reserve_ports(self, config: EngineConfig, address: str, num_responses: int = 0) -> None:
         """Reserve ports at `address`, which belongs to this host: `num_responses`, and those of its replicas; raises
         `ConfigError`.
         """
@@ -157,10 +168,6 @@ class DPCoordinator(ABC):
             for replica, number in zip(local, numbers[num_responses + len(local) :], strict=False)
         }
         self.init_method = tcp_url(*parallel.coordinator)
-        self._lock = threading.Lock()
-        self._listener: ReplicaListener | None = None
-        self._notices: list[Callable[[ReplicaListener], None]] = []
-        """Notices from before there was a listener."""
 
     def watch(self, listener: ReplicaListener) -> None:
         """Report the states of replicas to `listener`, including those from before this call."""
@@ -170,18 +177,30 @@ class DPCoordinator(ABC):
         for notice in notices:
             notice(listener)
 
-    @abstractmethod
+    def start_group(self, requests: dict[int, str]) -> None:
+        """Tell all hosts to start their replicas, with the addresses of all; the leader only."""
+
+    def stop_group(self) -> None:
+        """Tell all hosts to stop their replicas, which share experts, until `start_group`; the leader only."""
+
+    def is_joined(self, replica: int) -> bool:
+        """Whether a replica is on another host that is connected, to the leader."""
+        return False
+
+    def dismiss(self, replica: int, reason: str = "") -> None:
+        """Let another host's replica shut down; `reason`: because of an error. The leader only."""
+
     def request_shutdown(self, seconds: float = 0.0) -> None:
         """Announce that this host has no more work of its own. The API's requests may go on here for `seconds`."""
 
     @property
-    @abstractmethod
     def can_shut_down(self) -> bool:
         """After `request_shutdown`: whether no other host needs this one.
 
         Independent replicas are not needed when the API has no more requests on them, those that share experts when
         all hosts have requested it, or one was lost.
         """
+        return True
 
     def close(self, reason: str = "") -> None:
         """Tell the other hosts that this one exits, with the reason if it is an error."""
@@ -202,18 +221,18 @@ class DPLeader(DPCoordinator):
 
     def __init__(self, config: EngineConfig, count: int) -> None:
         """`count` is the number of API processes. Blocks and raises as `connect_hosts`."""
+        super().__init__()
         parallel = config.parallel
         address, port = parallel.coordinator
         own = os.environ.get("QUIRE_HOST_IP") or resolve_address(address)
         self._are_headless, self._is_coupled = not parallel.external_lb, parallel.is_coupled
         self.restarts_group = self._are_headless and self._is_coupled
         is_fixed = self._is_coupled or parallel.nnodes > 1
-        super().__init__(config, own, count if self._are_headless else 0)
+        self._reserve_ports(config, own, count if self._are_headless else 0)
         if not port:
             super().close()
             raise ConfigError(f"{self._flags[1]} 0: the other hosts need a fixed port; choose one")
         self.local_replicas = frozenset(parallel.local_replicas)
-        """The numbers that no other host may have. The manager changes them."""
         others = [replica for replica in range(parallel.replicas) if replica not in parallel.local_replicas]
         self._awaited = set[int]() if self._are_headless else set(others)
         """Replicas whose hosts have requests of their own, which require the steps of this host's replicas."""
@@ -249,23 +268,16 @@ class DPLeader(DPCoordinator):
         self._leader.compare_files(config)
 
     def start_group(self, requests: dict[int, str]) -> None:
-        """Tell all hosts to start their replicas, with the addresses of all."""
         self._leader.start(msgspec.msgpack.encode(JoinReply(requests, self.responses)))
 
     def stop_group(self) -> None:
-        """Tell all hosts to stop their replicas, which share experts, until `start_group`."""
         self._leader.stop(msgspec.msgpack.encode(StopGroup()))
 
     def is_joined(self, replica: int) -> bool:
-        """Whether a replica is on another host that is connected."""
         return self._leader.is_joined(replica)
 
     def dismiss(self, replica: int, reason: str = "") -> None:
-        """Let another host's replica shut down; `reason`: because of an error."""
         self._leader.dismiss(replica, reason)
-
-    def request_shutdown(self, seconds: float = 0.0) -> None:
-        """Do nothing: `close` notifies the others."""
 
     @property
     def can_shut_down(self) -> bool:
@@ -333,8 +345,11 @@ class DPLeader(DPCoordinator):
 class DPMember(DPCoordinator):
     """The side of a host whose replicas join. Each replica has its own connection."""
 
+    leads = False
+
     def __init__(self, config: EngineConfig, *, is_headless: bool = False) -> None:
         """Join, and wait until all have joined; raises `ConfigError` if that fails."""
+        super().__init__()
         parallel = config.parallel
         host, port = parallel.coordinator
         self.leader = f"the host with the {'API' if is_headless else 'first replica'} ({host})"
@@ -343,7 +358,7 @@ class DPMember(DPCoordinator):
         self._is_headless = is_headless
         self.restarts_group = is_headless and parallel.is_coupled
         own = address_towards(host, parallel.timeout)
-        super().__init__(config, own)
+        self._reserve_ports(config, own)
         self._followers: dict[int, Follower] = {}
         try:
             for replica, url in self.requests.items():

@@ -41,7 +41,7 @@ from quire.engine.protocol.supervision import (
     ReplicaUp,
     Shutdown,
 )
-from quire.server.client.dp_coordinator import DPCoordinator, DPLeader, DPMember
+from quire.server.client.dp_coordinator import DPCoordinator
 from quire.server.client.metrics import Metrics
 from quire.server.config.server_options import RestartPolicy
 
@@ -138,15 +138,16 @@ class EngineManager:
         """Whether that is an error of the configuration."""
         self.on_change: Callable[[EngineState], None] = lambda state: None
         """Called with every new state."""
-        self._config, self._log_level, self._hosts = config, log_level, hosts
+        self._config, self._log_level, self._hosts = config, log_level, hosts or DPCoordinator()
         self._policy = policy or RestartPolicy()
         self._is_stopping = self._leave_together = False
         self._folder = RuntimeFolder()
-        endpoints = local_endpoints(parallel, self._folder.path, num_clients)
-        if hosts is not None:
-            endpoints = Endpoints(hosts.requests, hosts.responses or endpoints.responses)
-        self._endpoints, self._metrics_path = endpoints, f"{self._folder.path}/metrics"
-        self.requests = {replica: endpoints.requests[replica] for replica in parallel.api_replicas}
+        local = local_endpoints(parallel, self._folder.path, num_clients)
+        self._endpoints = Endpoints(
+            requests=self._hosts.requests or local.requests, responses=self._hosts.responses or local.responses
+        )
+        self._metrics_path = f"{self._folder.path}/metrics"
+        self.requests = {replica: self._endpoints.requests[replica] for replica in parallel.api_replicas}
         """The replicas of the API, and the address of each."""
         self._awaited = set(self.requests)
         """Those of the start that have not been up yet."""
@@ -167,8 +168,7 @@ class EngineManager:
         self._thread = threading.Thread(target=self._run_thread, daemon=True, name="engine-manager")
         for core in self._cores:
             self.supervisor.add(core)
-        if hosts is not None:
-            hosts.watch(self)
+        self._hosts.watch(self)
 
     def process_info(self, index: int) -> ApiProcessInfo:
         """Return what API process `index` must know of the others."""
@@ -178,10 +178,9 @@ class EngineManager:
     def start_core(self, core: _Core) -> Process:
         """Start the core of a replica."""
         # Ranks of coupled replicas rendezvous at another place each time.
-        init_method, master = f"file://{self._folder.path}/rendezvous-{self._num_group_starts}", None
-        if self._hosts is not None:
-            init_method, master = self._hosts.init_method, self._hosts.masters.get(core.replica)
-        config = replica_config(core.config, core.replica, init_method, master)
+        local = f"file://{self._folder.path}/rendezvous-{self._num_group_starts}"
+        init_method = self._hosts.init_method or local
+        config = replica_config(core.config, core.replica, init_method, self._hosts.masters.get(core.replica))
         endpoints = Endpoints(self._endpoints.requests | self.requests, self._endpoints.responses)
         return start_core(CoreArgs(config, endpoints, self._log_level, core.incarnation), self._folder.path)
 
@@ -255,7 +254,7 @@ class EngineManager:
         others = [state for replica, state in self.states.items() if replica != core.replica]
         is_last = is_coupled or not any(isinstance(state, ReplicaUp) for state in others)
         is_over = is_last and len(core.deaths) > policy.max_restarts
-        is_fixed = is_coupled and self._hosts is not None and not self._hosts.restarts_group
+        is_fixed = is_coupled and not self._hosts.restarts_group
         returns = policy.is_enabled and not is_over and not is_fixed
         if is_last and not returns:
             deaths = f" (death {len(core.deaths)} within {RESTART_WINDOW / 60:.0f} minutes; see --max-restarts)"
@@ -265,7 +264,7 @@ class EngineManager:
         delay = min(most, least * 2 ** min(core.num_quick_deaths, _MAX_DOUBLINGS))
         if is_coupled:
             self._stop_group(reason, failure.reason, core.replica)
-            if isinstance(self._hosts, DPMember):  # its leader counts those that have exited
+            if not self._hosts.leads:  # its leader counts those that have exited
                 self.on_state(ReplicaLost(core.replica, failure.reason, returns))
             self._start_group_if_stopped(delay)
             return None
@@ -280,10 +279,9 @@ class EngineManager:
         if self.group_runs:
             self.group_runs = False
             logger.error("%s; restarting all replicas, which share experts", message)
-            if isinstance(self._hosts, DPLeader):
-                self._running_elsewhere = self.requests.keys() - {core.replica for core in self._cores}
+            if self._hosts.leads:
+                self._running_elsewhere = self._elsewhere
                 self._hosts.stop_group()
-            if not isinstance(self._hosts, DPMember):
                 # All at once: a request that went on at another one would be suspected of that one's death, too.
                 for replica in [each for each, state in self.states.items() if isinstance(state, ReplicaUp)]:
                     self.on_state(ReplicaLost(replica, reason, returns=True, may_be_caused_by_request=replica == died))
@@ -297,14 +295,16 @@ class EngineManager:
         """Start all replicas again, once all have exited: one that is still exiting would fail the others."""
         if self.group_runs or self._running_elsewhere or any(core.process is not None for core in self._cores):
             return
-        if isinstance(self._hosts, DPMember):
+        if not self._hosts.leads:
             return  # see `group_starts`
-        if isinstance(self._hosts, DPLeader):
-            others = self.requests.keys() - {core.replica for core in self._cores}
-            if not all(map(self._hosts.is_joined, others)):
-                return
+        if all(map(self._hosts.is_joined, self._elsewhere)):
             self._hosts.start_group(self.requests)
-        self._start_group(delay)
+            self._start_group(delay)
+
+    @property
+    def _elsewhere(self) -> set[int]:
+        """The replicas of other hosts."""
+        return self.requests.keys() - {core.replica for core in self._cores}
 
     def _start_group(self, delay: float = 0.0) -> None:
         self.group_runs = True
@@ -350,8 +350,7 @@ class EngineManager:
             key=lambda replica: (isinstance(self.states.get(replica), ReplicaUp), -replica),
         )
         here = {core.replica: core for core in self._cores if not core.is_stopping}
-        hosts = self._hosts if isinstance(self._hosts, DPLeader) else None
-        elsewhere = [each for each in present if hosts is not None and hosts.is_joined(each)]
+        elsewhere = [each for each in present if self._hosts.is_joined(each)]
         removed = [each for each in present if each not in elsewhere][: max(0, len(present) - count)]
         if len(removed) < len(present) - count:
             raise ConfigError(
@@ -387,8 +386,7 @@ class EngineManager:
     def _announce(self, core: _Core, address: str) -> None:
         """Report that a core is about to be started."""
         logger.info("replica %d is being started", core.replica)
-        if isinstance(self._hosts, DPLeader):
-            self._hosts.local_replicas |= {core.replica}
+        self._hosts.local_replicas |= {core.replica}
         self.on_state(ReplicaStarting(core.replica, address))
 
     @property
@@ -422,9 +420,8 @@ class EngineManager:
         for core in self._cores:
             if core.replica == replica and not core.is_stopping:
                 self.supervisor.end(core, Shutdown(), SHUTDOWN_SECONDS)
-        if isinstance(self._hosts, DPLeader):
-            self._hosts.local_replicas -= {replica}
-            self._hosts.dismiss(replica)
+        self._hosts.local_replicas -= {replica}
+        self._hosts.dismiss(replica)
 
     def _remove_lost(self, replica: int, reason: str) -> None:
         """Forget a replica that has died while it was draining; its requests are moved."""
@@ -438,7 +435,6 @@ class EngineManager:
 
         def handle() -> None:
             if any(core.replica == replica and not core.is_stopping for core in self._cores):  # both at the same moment
-                assert isinstance(self._hosts, DPLeader)
                 self._hosts.dismiss(replica, f"replica {replica} is on the host with the API")
             else:
                 self.on_state(ReplicaStarting(replica, address))
@@ -532,12 +528,11 @@ class EngineManager:
         another host move to other replicas after `drain_seconds`.
         """
         hosts = self._hosts
-        if hosts is not None and together and not reason and self.failure is None:
+        if together and not reason and self.failure is None and not hosts.can_shut_down:
             hosts.request_shutdown(drain_seconds)
             self.run(lambda: hosts.can_shut_down or self.failure is not None)
         reason = reason or (self.failure.reason if self.failure is not None else "")
-        if hosts is not None:
-            hosts.close(reason)
+        hosts.close(reason)
         self.supervisor.stop(self._cores, Shutdown(reason), SHUTDOWN_SECONDS)
         self._folder.remove()
 

@@ -94,7 +94,7 @@ class Site:
         self.stack.callback(leader.close)
         return leader
 
-    def api(self, config: EngineConfig, count: int = 1) -> Future[DPCoordinator | None]:
+    def api(self, config: EngineConfig, count: int = 1) -> Future[DPCoordinator]:
         return self.pool.submit(self._held, lambda: connect_hosts(config, count))
 
     def headless(self, config: EngineConfig) -> Future[DPMember]:
@@ -151,22 +151,16 @@ def ignore(*_: object) -> None:
     """A callback."""
 
 
-def joined(future: Future[DPCoordinator | None]) -> DPCoordinator:
-    hosts = future.result(30)
-    assert hosts is not None
-    return hosts
-
-
 @pytest.mark.parametrize("late", ["the API", "a replica"])
 def test_all_learn_all_addresses_in_whatever_order_they_come(site: Site, late: str) -> None:
     api_config, first, second = site.config(4, None, 1), site.config(4, 1, 2), site.config(4, 3, 1)
     if late == "the API":
         others = [site.headless(first), site.headless(second)]
-        api = joined(site.api(api_config, count=2))
+        api = site.api(api_config, count=2).result(30)
     else:
         starting = site.api(api_config, count=2)
         others = [site.headless(second), site.headless(first)]
-        api = joined(starting)
+        api = starting.result(30)
     assert api.requests.keys() == {0, 1, 2, 3}
     assert len(set(api.requests.values())) == 4
     assert len(set(api.responses)) == 2
@@ -184,7 +178,7 @@ def test_a_further_host_of_a_replica_is_told_where_its_first_is(
     monkeypatch.setattr(control_plane, "_RECONNECT_MS", 5)
     further = [site.further(site.node(number)) for number in (1, 3)]
     starting, member = site.api(site.node(0)), site.headless(site.node(2)).result(30)
-    api = joined(starting)
+    api = starting.result(30)
     api.watch(listener)
     assert listener.notices.get(timeout=10) == (1, api.requests[1])
     assert (set(member.masters), set(api.masters)) == ({1}, {0, 1})
@@ -245,12 +239,12 @@ def test_a_number_that_comes_from_other_settings_is_told_by_them(site: Site, siz
     with pytest.raises(ConfigError, match=rf" 3 .* has --data-parallel-size {size}, and the host with the API .* has"):
         refused(other)
     site.headless(site.node(2)).result(30)
-    joined(starting)
+    starting.result(30)
 
 
 def test_two_hosts_with_the_same_number_are_refused_by_name(site: Site) -> None:
     starting, member = site.api(site.node(0)), site.headless(site.node(2)).result(30)
-    joined(starting)
+    starting.result(30)
     with pytest.raises(ConfigError, match=r"replica 1 .* cannot join: replica 1 .* is replica 1 already"):
         site.headless(site.node(2)).result(30)
     site.first(replica_config(site.node(2), 1, "", member.masters[1]))
@@ -263,7 +257,7 @@ def test_two_hosts_with_the_same_number_are_refused_by_name(site: Site) -> None:
 def test_hosts_meet_over_ipv6(site: Site) -> None:
     starting = site.api(site.config(2, None, 1, data_parallel_address="::1"))
     member = site.headless(site.config(2, 1, 1, data_parallel_address="::1")).result(30)
-    api = joined(starting)
+    api = starting.result(30)
     assert (member.requests, member.init_method) == (api.requests, api.init_method)
     assert all(url.startswith("tcp://[::1]:") for url in (*api.requests.values(), *api.responses, api.init_method))
 
@@ -271,7 +265,7 @@ def test_hosts_meet_over_ipv6(site: Site) -> None:
 def test_without_replicas_of_its_own_the_first_is_anothers(site: Site) -> None:
     starting = site.api(site.config(2, None, 0))
     first, second = site.headless(site.config(2, 0, 1)), site.headless(site.config(2, 1, 1))
-    assert joined(starting).init_method == first.result(30).init_method == second.result(30).init_method
+    assert starting.result(30).init_method == first.result(30).init_method == second.result(30).init_method
 
 
 def test_who_does_not_come_is_named(site: Site) -> None:
@@ -371,7 +365,7 @@ def test_an_api_of_its_own_behind_an_api_of_all_is_refused(site: Site) -> None:
 
 def test_a_lost_replica_is_reported_and_may_come_back(listener: Listener, site: Site) -> None:
     starting, member = site.api(site.config(3, None, 1)), site.headless(site.config(3, 1, 2)).result(30)
-    api = joined(starting)
+    api = starting.result(30)
     member.report(2, ReplicaUp(2, 17))
     member.report(2, ReplicaDied("rank 0 was killed by SIGKILL"))
     api.watch(listener)
@@ -390,7 +384,7 @@ def test_a_lost_replica_is_reported_and_may_come_back(listener: Listener, site: 
 
 def test_hosts_join_and_leave_while_the_api_serves(listener: Listener, site: Site) -> None:
     """Also an API that has all its replicas, and waits for nobody."""
-    api = joined(site.api(site.config(1, None, 1, is_open=True), count=2))
+    api = site.api(site.config(1, None, 1, is_open=True), count=2).result(30)
     api.watch(listener)
     with pytest.raises(
         ConfigError, match=r"replica 0 .* cannot join: the host with the API .* has a replica 0; choose"
@@ -426,7 +420,7 @@ def test_a_host_may_join_before_those_that_are_waited_for(
     starting, early = site.api(site.config(1, None, 0)), site.headless(site.config(3, 2, 1))
     until(lambda: "replica 2 (127.0.0.1) has joined" in caplog.text)
     assert not starting.done()
-    first, api = site.headless(site.config(1, 0, 1)), joined(starting)
+    first, api = site.headless(site.config(1, 0, 1)), starting.result(30)
     assert api.requests == {0: first.result(30).requests[0]}
     api.watch(listener)
     members = {0: first.result(30), 2: early.result(30)}
@@ -435,7 +429,7 @@ def test_a_host_may_join_before_those_that_are_waited_for(
 
 def test_the_end_of_the_api_is_reported(site: Site) -> None:
     starting, member = site.api(site.config(2, None, 1)), site.headless(site.config(2, 1, 1)).result(30)
-    joined(starting).close("the engine is gone")
+    starting.result(30).close("the engine is gone")
     until(lambda: member.ended is not None)
     assert str(member.ended) == "the engine is gone"
 
@@ -443,7 +437,7 @@ def test_the_end_of_the_api_is_reported(site: Site) -> None:
 def test_peers_that_share_experts_end_together(listener: Listener, site: Site) -> None:
     """Each has an API of its own; the first leads."""
     first, second = (site.api(site.config(2, start, 1, coupled=True)) for start in (0, 1))
-    leader, member = joined(first), joined(second)
+    leader, member = first.result(30), second.result(30)
     assert (leader.requests, leader.init_method, leader.responses) == (member.requests, member.init_method, ())
     leader.watch(listener)
     member.close()
@@ -454,7 +448,7 @@ def test_hosts_behind_an_api_that_share_experts_start_together_again(listener: L
     """One that was lost is waited for; nobody else may join."""
     starting = site.api(site.config(3, None, 1, coupled=True))
     joining = [site.headless(site.config(3, replica, 1, coupled=True)) for replica in (1, 2)]
-    api, first, second = joined(starting), *(each.result(30) for each in joining)
+    api, first, second = starting.result(30), *(each.result(30) for each in joining)
     assert isinstance(api, DPLeader)
     of_api, of_first = listener, Listener()
     api.watch(of_api)
@@ -477,7 +471,7 @@ def test_hosts_behind_an_api_that_share_experts_start_together_again(listener: L
 
 def test_peers_that_share_experts_leave_once_all_would(listener: Listener, site: Site) -> None:
     first, second, third = (site.api(site.config(3, start, 1, coupled=True)) for start in range(3))
-    leader, members = joined(first), [joined(second), joined(third)]
+    leader, members = first.result(30), [second.result(30), third.result(30)]
     for each in (leader, *members):
         each.watch(listener)
         assert not each.can_shut_down
@@ -493,7 +487,7 @@ def test_peers_that_share_experts_leave_once_all_would(listener: Listener, site:
 
 def test_nobody_stays_for_one_that_is_lost(listener: Listener, site: Site) -> None:
     first, second, third = (site.api(site.config(3, start, 1, coupled=True)) for start in range(3))
-    leader, members = joined(first), [joined(second), joined(third)]
+    leader, members = first.result(30), [second.result(30), third.result(30)]
     leader.watch(listener)
     leader.request_shutdown()
     members[0].close()
@@ -504,7 +498,7 @@ def test_an_api_of_all_stays_for_nobody(site: Site) -> None:
     for coupled in (False, True):
         starting = site.api(site.config(2, None, 1, coupled=coupled))
         member = site.headless(site.config(2, 1, 1, coupled=coupled)).result(30)
-        api = joined(starting)
+        api = starting.result(30)
         api.request_shutdown()
         assert api.can_shut_down
         api.close()
@@ -518,7 +512,9 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def test_peers_without_shared_experts_need_nobody(site: Site) -> None:
-    assert connect_hosts(site.config(2, 1, 1)) is None
+    alone = connect_hosts(site.config(2, 1, 1))
+    assert not alone.requests
+    assert alone.can_shut_down
 
 
 def test_a_port_in_use_and_an_address_elsewhere_are_refused(site: Site) -> None:
