@@ -25,8 +25,10 @@ from queue import Empty, SimpleQueue
 
 import msgspec
 
-from quire.engine.cluster.control_plane import Follower, Leader, LinkEnded
+from quire.engine.cluster.control_plane import LinkEnded
+from quire.engine.cluster.follower import Follower
 from quire.engine.cluster.handshake import Hello
+from quire.engine.cluster.leader import Leader
 from quire.engine.cluster.network import address_towards, interface_of, tcp_url
 from quire.engine.doctor import gpus, network, versions
 from quire.engine.doctor.check import Check, fault, not_applicable, ok, rate, warning

@@ -25,8 +25,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from quire.engine.cluster.control_plane import Follower, Leader, LinkEnded, Redirected, WakeQueue
+from quire.engine.cluster.control_plane import LinkEnded, Redirected, WakeQueue
+from quire.engine.cluster.follower import Follower
 from quire.engine.cluster.handshake import Hello, describe_host
+from quire.engine.cluster.leader import Leader
 from quire.engine.cluster.network import address_towards, set_interfaces, tcp_url
 from quire.engine.config.engine_config import EngineConfig, ParallelConfig, RayPlacement
 from quire.engine.config.options import EngineOptions

@@ -19,8 +19,10 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from quire.engine.cluster.control_plane import Follower, Leader, LinkEnded
+from quire.engine.cluster.control_plane import LinkEnded
+from quire.engine.cluster.follower import Follower
 from quire.engine.cluster.handshake import Hello, describe_host
+from quire.engine.cluster.leader import Leader
 from quire.engine.cluster.network import address_towards, resolve_address, tcp_url
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.core.launch import reserve_ports, socket_port

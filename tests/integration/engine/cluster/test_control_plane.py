@@ -21,8 +21,10 @@ import pytest
 import zmq
 
 from quire.engine.cluster import control_plane, handshake, network
-from quire.engine.cluster.control_plane import Follower, Leader, LinkEnded, WakeQueue
+from quire.engine.cluster.control_plane import LinkEnded, WakeQueue
+from quire.engine.cluster.follower import Follower
 from quire.engine.cluster.handshake import Hello, compare
+from quire.engine.cluster.leader import Leader
 from quire.engine.distributed.link_store import LinkStore
 from quire.engine.protocol.errors import ConfigError
 
@@ -30,7 +32,7 @@ TOKEN = "a token for tests only"
 NODE_0 = Hello(name="node 0 (here)", number=0)
 _FOLLOW = """
 import sys, time
-from quire.engine.cluster.control_plane import Follower
+from quire.engine.cluster.follower import Follower
 from quire.engine.cluster.handshake import Hello
 follower = Follower("127.0.0.1", int(sys.argv[1]), Hello(name="node 1 (here)", number=1), seconds=30)
 time.sleep(60)
@@ -310,7 +312,7 @@ def test_a_leader_that_falls_silent_is_noticed() -> None:
 
         def welcome() -> None:
             identity, *_ = leader.recv_multipart()
-            leader.send_multipart((identity, control_plane._WELCOME, b""))
+            leader.send_multipart((identity, control_plane.WELCOME, b""))
 
         thread = threading.Thread(target=welcome)
         thread.start()
@@ -331,7 +333,7 @@ def test_a_leader_whose_connection_closes_is_noticed() -> None:
 
         def welcome() -> None:
             identity, *_ = leader.recv_multipart()
-            leader.send_multipart((identity, control_plane._WELCOME, b""))
+            leader.send_multipart((identity, control_plane.WELCOME, b""))
 
         thread = threading.Thread(target=welcome)
         thread.start()
@@ -393,7 +395,7 @@ def test_garbage_at_the_port_costs_nothing(two: Host) -> None:
             stranger.sendall(garbage)
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.connect(f"tcp://127.0.0.1:{two.leader.port}")
-        for frames in ([b""], [control_plane._HELLO, b"\xc1"], [control_plane._BODY, b"x"], [b"?", b"?"], [b"a"] * 5):
+        for frames in ([b""], [control_plane.HELLO, b"\xc1"], [control_plane.BODY, b"x"], [b"?", b"?"], [b"a"] * 5):
             stranger.send_multipart(frames)
     two.leader.send(1, b"plan")
     assert follower.receive(10) == b"plan"

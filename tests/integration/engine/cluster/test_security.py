@@ -13,9 +13,9 @@ import torch.distributed as dist
 import zmq
 
 from quire.engine.cluster import network
-from quire.engine.cluster.control_plane import Leader
 from quire.engine.cluster.handshake import Hello
 from quire.engine.cluster.key_value_store import STORE, Call
+from quire.engine.cluster.leader import Leader
 from quire.engine.cluster.network import is_local, tcp_url
 from quire.engine.cluster.security import FRAME_BYTES, Security, derive
 from quire.engine.core.engine_core import EngineCoreIO

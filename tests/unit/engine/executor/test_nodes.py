@@ -16,9 +16,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from quire.engine.cluster import control_plane, network
-from quire.engine.cluster.control_plane import Follower, Leader, LinkEnded
+from quire.engine.cluster import follower, network
+from quire.engine.cluster.control_plane import LinkEnded
+from quire.engine.cluster.follower import Follower
 from quire.engine.cluster.handshake import Hello
+from quire.engine.cluster.leader import Leader
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import resolve
@@ -168,7 +170,7 @@ def free_port() -> int:
 @pytest.fixture
 def hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
     monkeypatch.setattr(nodes, "LocalRanks", FakeRanks)
-    monkeypatch.setattr(control_plane, "_RECONNECT_MS", 5)  # node 1 is there before node 0 listens
+    monkeypatch.setattr(follower, "_RECONNECT_MS", 5)  # node 1 is there before node 0 listens
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.setenv(name, "chosen")
     monkeypatch.delenv("QUIRE_HOST_IP", raising=False)

@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 
-from quire.engine.cluster import control_plane, network
-from quire.engine.cluster.control_plane import Follower, Leader, LinkEnded
+from quire.engine.cluster import control_plane, follower, network
+from quire.engine.cluster.control_plane import LinkEnded
+from quire.engine.cluster.follower import Follower
+from quire.engine.cluster.leader import Leader
 from quire.engine.config.engine_config import EngineConfig, ExpertParallelConfig
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import shared_settings
@@ -175,7 +177,7 @@ def test_a_further_host_of_a_replica_is_told_where_its_first_is(
 ) -> None:
     """Once that is there, also when it has come back elsewhere."""
     monkeypatch.setattr(control_plane, "_HEARTBEAT_SECONDS", 0.05)
-    monkeypatch.setattr(control_plane, "_RECONNECT_MS", 5)
+    monkeypatch.setattr(follower, "_RECONNECT_MS", 5)
     further = [site.further(site.node(number)) for number in (1, 3)]
     starting, member = site.api(site.node(0)), site.headless(site.node(2)).result(30)
     api = starting.result(30)
