@@ -10,12 +10,12 @@ from markdown_table import code, table
 from quire.server.cli.main import build_parser
 from quire.server.config import vllm, vllm_flags
 
-INTRODUCTION = f"""# Flags of vLLM
+INTRODUCTION = """# Flags of vLLM
 
 `quire serve` takes the command lines, environment variables and `--config` files of `vllm serve`, also with
-underscores (`--max_model_len`), with `-O3`, and with JSON by keys (`--hf-overrides.rope_theta 10000`). Each flag of
-vLLM {vllm_flags.VERSION} is a flag of Quire, has no effect, which the log says once, or is an error that names what to
-use instead. `scripts/docs` generates this page from the code, and a test runs every flag.
+underscores (`--max_model_len`), with `-O3`, and with JSON by keys (`--hf-overrides.rope_theta 10000`). A flag of vLLM
+that command lines in use have is a flag of Quire, has no effect, which the log says once, or is an error that names
+what to use instead. Any other flag is an error. `scripts/docs` generates this page from the code.
 [Coming from vLLM](../guides/coming-from-vllm.md) lists the other differences.
 """
 

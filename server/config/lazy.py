@@ -35,6 +35,9 @@ class LazyParser(argparse.ArgumentParser):
         except ConfigError as error:
             self.error(str(error))
         parsed, others = super().parse_known_args(args, namespace)
+        if others:
+            message = "docs/reference/vllm.md lists the flags of vLLM that are accepted"
+            self.error(f"unrecognized arguments: {' '.join(others)}; {message}")
         parsed.notes = notes
         return parsed, others
 

@@ -35,14 +35,10 @@ class Flag:
 @cache
 def flags() -> dict[str, Flag]:
     """The flags of the table by each of their names."""
-    renamed = vllm_flags.RENAMED | vllm_flags.EARLIER_RENAMED
-    found = [_flag(spec, "renamed", text, convert) for spec, (text, convert) in renamed.items()]
+    found = [_flag(spec, "renamed", text, convert) for spec, (text, convert) in vllm_flags.RENAMED.items()]
     for spec, (own, _, _) in vllm_flags.PARTS.items():
         found.append(_flag(spec, "parts", ", ".join(f"`{key}`: `{flag}`" for key, flag in own.items())))
-    for specs, verdict in (
-        *((vllm_flags.IGNORED, "ignored"), (vllm_flags.EARLIER, "ignored")),
-        *((vllm_flags.REFUSED, "refused"), (vllm_flags.EARLIER_REFUSED, "refused")),
-    ):
+    for specs, verdict in ((vllm_flags.IGNORED, "ignored"), (vllm_flags.REFUSED, "refused")):
         found += [_flag(spec, verdict, text) for text, line in specs.items() for spec in line.split()]
     return {name: flag for flag in found for name in flag.names}
 

@@ -1,6 +1,6 @@
-"""vLLM's command lines: each of its flags and variables is taken, has no effect and says so, or is refused in one line.
+"""vLLM's command lines: flags and variables in use are taken, have no effect and say so, or are refused in one line.
 
-vllm_0_32.json has the facts of the version that `vllm_flags` names.
+vllm_0_32.json has the facts of version 0.32.0 on these.
 """
 
 from __future__ import annotations
@@ -104,19 +104,15 @@ def value_of(name: str, text: str) -> Any:
         return text
 
 
-def test_the_table_has_every_flag_of_vllm_once() -> None:
-    """Also that flags take as many values as there, and that none stays in the table when Quire gets it."""
+def test_the_table_agrees_with_vllm() -> None:
+    """Flags take as many values as there, and none stays in the table when Quire gets it."""
     table = vllm.flags()
     names = {name: fact for flag, fact in FLAGS.items() for name in (flag, *fact.get("also", ()))}
-    assert {name: table[name].values for name in names.keys() - OWN.keys()} == {
-        name: VALUES[names[name]["values"]] for name in names.keys() - OWN.keys()
-    }
+    found = {name: flag.values for name, flag in table.items() if name in names}
+    assert found == {name: VALUES[names[name]["values"]] for name in found}
+    assert names.keys() <= table.keys() | OWN.keys()
     assert not table.keys() & OWN.keys()
     assert vllm_flags.SAME.keys() <= OWN.keys() & names.keys()
-    earlier = " ".join(
-        [*vllm_flags.EARLIER.values(), *vllm_flags.EARLIER_REFUSED.values(), *vllm_flags.EARLIER_RENAMED]
-    )
-    assert table.keys() - names.keys() == {spec.rstrip("=") for spec in earlier.split()}
     lines = [*vllm_flags.IGNORED.values(), *vllm_flags.REFUSED.values(), *vllm_flags.RENAMED]
     written = [name for spec in " ".join(lines).split() for name in re.split(r"[=?+]", spec)[0].split("|")]
     assert len(written) == len(set(written))
@@ -239,7 +235,7 @@ def test_values_that_cannot_be_converted_are_one_line(capsys: pytest.CaptureFixt
     assert refusal(capsys, "--swap-space") == "argument --swap-space: expected a value"
     assert "--hf-overrides.a: expected a value" in refusal(capsys, "--hf-overrides.a")
     assert "--hf-overrides: invalid JSON object value: '[]'" in refusal(capsys, "--hf-overrides", "[]")
-    assert "--no-such-flag" in refusal(capsys, "--no-such-flag")
+    assert refusal(capsys, "--no-such-flag", "--x").startswith("unrecognized arguments: --no-such-flag --x; docs/")
 
 
 def test_parts_of_json_flags_are_taken_or_named() -> None:
@@ -272,10 +268,7 @@ def test_flags_of_earlier_versions(capsys: pytest.CaptureFixture[str]) -> None:
     assert read("--speculative-model", "m")[0].spec_model == "m"
     assert "use --spec-tokens" in refusal(capsys, "--num-speculative-tokens", "5")
     assert "modules.json" in refusal(capsys, "--override-pooler-config", "{}")
-    notes = read("--calculate-kv-scales", "--disable-async-output-proc", "--eplb-window-size", "9", "--engine-use-ray")[
-        2
-    ]
-    assert len(notes) == 4
+    assert len(read("--calculate-kv-scales", "--num-scheduler-steps", "9", "--use-v2-block-manager")[2]) == 3
     engine, *_ = read("--cuda-graph-sizes", "1", "2", "4", "--seed", "7")
     assert (engine.cuda_graph_sizes, engine.seed) == ("1,2,4", 7)
 
