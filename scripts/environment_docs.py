@@ -127,7 +127,6 @@ SECTIONS: dict[str, tuple[str, dict[str, str]]] = {
             "NCCL_SHM_DISABLE": "`1`: NCCL does not use shared memory.",
             "TORCH_FR_BUFFER_SIZE": "Size of torch's flight recorder, which names the collective that timed out. "
             "Quire sets it to `2000` if it is not set.",
-            "KUBERNETES_SERVICE_HOST": "Kubernetes sets it in containers, by which `quire doctor` recognizes them.",
             "RAY_ADDRESS": "HOST:PORT of the head of a Ray cluster. Default: the cluster of this host.",
             "RAY_DEDUP_LOGS": "Quire sets it to `0` if it is not set, so that each log line names its node.",
             "HF_TOKEN": "Token for Hugging Face. With Ray, all nodes get it, unless they have their own. The same "

@@ -61,8 +61,3 @@ def run(checks: Iterable[tuple[str, Callable[[], Check | Iterable[Check]]]]) -> 
 def gib(count: float) -> str:
     """A number of bytes as text."""
     return f"{count / (1 << 30):.1f} GiB" if count >= 1 << 30 else f"{count / (1 << 20):.0f} MiB"
-
-
-def rate(bytes_per_second: float) -> str:
-    """A rate as text."""
-    return f"{bytes_per_second / 1e9:.1f} GB/s" if bytes_per_second >= 1e9 else f"{bytes_per_second / 1e6:.1f} MB/s"

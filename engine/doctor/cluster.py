@@ -2,17 +2,14 @@
 
 node R                         node 0
 Report ──────────────────────▶ compares versions, prints
-◀───────── Ping … Pong ──────▶ round trip, offset of the clock
 ◀──────── Listen … Listening ▶ each host listens on a few ports
 ◀────────── Reach … Reached ─▶ each host connects to those of the others
-◀───────── Send … Sent ──────▶ bandwidth from each host to the next
 ◀────── AllReduce … Reduced ─▶ all devices of all hosts
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import hmac
 import secrets
 import socket
@@ -31,22 +28,18 @@ from quire.engine.cluster.handshake import Hello
 from quire.engine.cluster.leader import Leader
 from quire.engine.cluster.network import address_towards, interface_of, tcp_url
 from quire.engine.doctor import gpus, network, versions
-from quire.engine.doctor.check import Check, fault, not_applicable, ok, rate, warning
+from quire.engine.doctor.check import Check, fault, not_applicable, ok, warning
 from quire.engine.doctor.ranks import SECONDS, Device, RankTask, run
 from quire.engine.protocol.errors import ConfigError
 
-_PINGS = 20
 _EPHEMERAL_PORTS = 3
 """gloo, NCCL and ZeroMQ listen on ports that the operating system assigns."""
 _CONNECT_SECONDS = 3.0
 _ACCEPT_SECONDS = 10.0
-_SEND_SECONDS, _PIECE = 1.0, bytes(1 << 20)
 _REPORT_SECONDS = 2 * SECONDS
 _ANSWER_SECONDS = 60.0
 _AGAIN = "read what quire doctor printed on that host (dmesg if it was killed), and start it again on every host"
 """What to do about a host that was lost."""
-_SLOW_TRIP, _LARGE_OFFSET, _SLOW_LINK = 0.005, 0.1, 1e9 / 8
-"""Seconds, seconds, and bytes per second that are worth a warning."""
 
 
 class Report(msgspec.Struct, tag=True):
@@ -59,14 +52,6 @@ class Report(msgspec.Struct, tag=True):
     """Number of its devices, and of its ranks in the all-reduce."""
     mtu: int
     """Of the interface that reaches node 0; 0: unknown."""
-
-
-class Ping(msgspec.Struct, tag=True):
-    """Asks for the time."""
-
-
-class Pong(msgspec.Struct, tag=True):
-    time: float
 
 
 class Listen(msgspec.Struct, tag=True):
@@ -105,18 +90,6 @@ class Reached(msgspec.Struct, tag=True):
     problems: list[str]
 
 
-class Send(msgspec.Struct, tag=True):
-    """Asks a host to send data to a port for a second."""
-
-    secret: bytes
-    target: Target
-
-
-class Sent(msgspec.Struct, tag=True):
-    bytes_per_second: float
-    problem: str = ""
-
-
 class AllReduce(msgspec.Struct, tag=True):
     """Asks a host to run these ranks."""
 
@@ -127,8 +100,8 @@ class Reduced(msgspec.Struct, tag=True):
     checks: list[Check]
 
 
-Request = Ping | Listen | Reach | Send | AllReduce
-Answer = Report | Pong | Listening | Reached | Sent | Reduced
+Request = Listen | Reach | AllReduce
+Answer = Report | Listening | Reached | Reduced
 
 
 @dataclass(frozen=True)
@@ -167,18 +140,11 @@ class Prober:
 
     def answer(self, request: Request) -> Answer:
         match request:
-            case Ping():
-                return Pong(time.time())
             case Listen(secret, numbers):
                 return self._listen(secret, numbers)
             case Reach(secret, targets):
                 with ThreadPoolExecutor(max(1, len(targets))) as pool:
                     return Reached(list(pool.map(lambda target: _reach(target, secret), targets)))
-            case Send(secret, target):
-                try:
-                    return Sent(_send(target, secret))
-                except OSError as error:
-                    return Sent(0.0, _reason(error))
             case AllReduce(tasks):
                 for task in tasks:
                     task.token = self._cluster.token
@@ -211,19 +177,15 @@ def _serve(listener: socket.socket, secret: bytes) -> None:
             connection, _ = listener.accept()
         except OSError:
             return
-        threading.Thread(target=_count, args=(connection, secret), daemon=True, name="doctor-connection").start()
+        threading.Thread(target=_answer, args=(connection, secret), daemon=True, name="doctor-connection").start()
 
 
-def _count(connection: socket.socket, secret: bytes) -> None:
-    """Answer one that knows the secret: to the end of what it sends, with the number of its bytes."""
+def _answer(connection: socket.socket, secret: bytes) -> None:
+    """Answer one that knows the secret."""
     with contextlib.suppress(OSError), connection:
         connection.settimeout(_ACCEPT_SECONDS)
-        if not hmac.compare_digest(connection.recv(len(secret), socket.MSG_WAITALL), secret):
-            return
-        count, buffer = 0, bytearray(len(_PIECE))
-        while got := connection.recv_into(buffer):
-            count += got
-        connection.sendall(b"%d\n" % count)
+        if hmac.compare_digest(connection.recv(len(secret), socket.MSG_WAITALL), secret):
+            connection.sendall(b"\n")
 
 
 def _reach(target: Target, secret: bytes) -> str:
@@ -232,28 +194,9 @@ def _reach(target: Target, secret: bytes) -> str:
         with socket.create_connection((target.address, target.port), _CONNECT_SECONDS) as connection:
             connection.sendall(secret)
             connection.shutdown(socket.SHUT_WR)
-            return "" if connection.recv(16) else "another program answers there"
+            return "" if connection.recv(1) else "another program answers there"
     except OSError as error:
-        return _reason(error)
-
-
-def _send(target: Target, secret: bytes) -> float:
-    """Bytes per second to a port that `_count` answers at; raises `OSError`."""
-    with socket.create_connection((target.address, target.port), _CONNECT_SECONDS) as connection:
-        connection.settimeout(_ACCEPT_SECONDS)
-        connection.sendall(secret)
-        begun = time.perf_counter()
-        while time.perf_counter() - begun < _SEND_SECONDS:
-            connection.sendall(_PIECE)
-        connection.shutdown(socket.SHUT_WR)
-        count = connection.recv(32)
-        if not count.strip().isdigit():
-            raise ConnectionResetError(errno.ECONNRESET, "the connection was closed")
-        return int(count) / (time.perf_counter() - begun)
-
-
-def _reason(error: OSError) -> str:
-    return "timed out" if isinstance(error, TimeoutError) else (error.strerror or str(error)).lower()
+        return "timed out" if isinstance(error, TimeoutError) else (error.strerror or str(error)).lower()
 
 
 def follow(cluster: Cluster, check: Callable[[], Report]) -> str:
@@ -342,7 +285,6 @@ class Coordinator:
         yield from self._missing(others, reports)
         nodes = sorted(reports)
         yield from self._compare(reports)
-        yield from self._trips([number for number in nodes if number])
         is_open = True
         for found in self._ports(nodes):
             is_open &= found.status != "fault"
@@ -402,37 +344,8 @@ class Coordinator:
         elif mtus:
             yield ok("MTU", text)
 
-    def _trips(self, nodes: Sequence[int]) -> Iterator[Check]:
-        """The round trip of a message of the control plane, and the offset of the clock at the shortest one."""
-        for node in nodes:
-            trips = []
-            for _ in range(_PINGS):
-                sent, begun = time.time(), time.perf_counter()
-                match self._ask({node: Ping()}).get(node):
-                    case Pong(there):
-                        trip = time.perf_counter() - begun
-                        trips.append((trip, there - sent - trip / 2))
-                    case _:
-                        yield fault(f"round trip to {self.names[node]}", self._lost[node], _AGAIN)
-                        break
-            else:
-                trip, offset = min(trips)
-                name = self.names[node]
-                text = f"{1000 * trip:.2f} ms"
-                if trip > _SLOW_TRIP:
-                    remedy = "use -pp rather than -tp between these hosts, and look for a shorter route"
-                    yield warning(f"round trip to {name}", text, remedy, seconds=trip)
-                else:
-                    yield ok(f"round trip to {name}", text, seconds=trip)
-                text = f"{1000 * offset:+.1f} ms against node 0's"
-                if abs(offset) > _LARGE_OFFSET:
-                    remedy = "run chrony or systemd-timesyncd on all hosts: logs and traces are ordered by the clocks"
-                    yield warning(f"clock of {name}", text, remedy, offset_seconds=offset)
-                else:
-                    yield ok(f"clock of {name}", text, offset_seconds=offset)
-
     def _ports(self, nodes: Sequence[int]) -> Iterator[Check]:
-        """Whether each host reaches each other one, and the bandwidth from each to the next."""
+        """Whether each host reaches each other one."""
         secret = secrets.token_bytes(16)
         fixed = {0: list(self._cluster.fixed_ports)}
         answers = self._ask({node: Listen(secret, fixed.get(node, [])) for node in nodes})
@@ -466,23 +379,6 @@ class Coordinator:
         if not blocked:
             count = sum(map(len, targets.values()))
             yield ok("ports between hosts", f"{count} connections were made, from each host to each other one")
-        for place, node in enumerate(listening):
-            other = list(listening)[(place + 1) % len(listening)]
-            if node == other or (node, other) in blocked:
-                continue
-            name, there = f"bandwidth from {self.names[node]} to {self.names[other]}", listening[other]
-            target = Target(other, there.address, there.assigned[0])
-            match self._ask({node: Send(secret, target)}).get(node):
-                case Sent(speed, "") if speed < _SLOW_LINK:
-                    remedy = "check the speed of interfaces and switches, or select another interface (QUIRE_HOST_IP)"
-                    yield warning(name, f"{rate(speed)} by one TCP connection", remedy, bytes_per_second=speed)
-                case Sent(speed, ""):
-                    yield ok(name, f"{rate(speed)} by one TCP connection", bytes_per_second=speed)
-                case Sent(_, problem):
-                    remedy = "small messages pass: check that all MTUs on the way are the same, and the firewall"
-                    yield fault(name, f"a transfer stopped: {problem}", remedy)
-                case _:
-                    yield fault(name, self._lost[node], _AGAIN)
 
     def _address_of(self, node: int) -> str:
         return self.names[node].partition("(")[2].rstrip(")")

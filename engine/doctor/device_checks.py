@@ -8,14 +8,13 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from types import ModuleType
 from typing import Any
 
 import msgspec
 import torch
-from torch import Tensor
 
 from quire import kernels
 from quire.engine.config.engine_config import ParallelConfig
@@ -24,16 +23,15 @@ from quire.engine.distributed.communicator import Parallel
 from quire.engine.distributed.cpu_communicator import CpuParallel
 from quire.engine.distributed.cuda_communicator import CudaParallel, describe_algorithms
 from quire.engine.doctor import gpus, versions
-from quire.engine.doctor.check import Check, fault, gib, not_applicable, ok, rate, warning
+from quire.engine.doctor.check import Check, fault, not_applicable, ok, warning
 from quire.engine.doctor.ranks import RankTask
 from quire.engine.process import current_process
 from quire.kernels import check, cpu, disk, isa
 from quire.kernels.cpu import compiler
 from quire.kernels.flashinfer import FlashInferMissing, FlashInferWrong
 
-_SMALL, _LARGE = 1 << 14, {"cpu": 1 << 24, "cuda": 1 << 26}
-"""Bytes of the all-reduces whose latency and bandwidth are measured."""
-_RUNS = {_SMALL: 100, **dict.fromkeys(_LARGE.values(), 5)}
+_NUM_BYTES = {"cpu": 1 << 24, "cuda": 1 << 26}
+"""Of the all-reduce."""
 _DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.bfloat16, torch.float16)}
 """In which kernels are checked: those of a server by default, and another."""
 
@@ -177,7 +175,7 @@ def _compare(module: ModuleType, device: torch.device) -> Iterator[Check]:
 
 
 def _print_all_reduce(task: RankTask, device: torch.device) -> None:
-    """Print what rank 0 measures, and what is wrong with any rank."""
+    """Print what rank 0 finds, and what is wrong with any rank."""
     if task.size == 1:
         return _print(not_applicable(task.subject, "there is one device"))
     config = ParallelConfig(
@@ -196,7 +194,7 @@ def _print_all_reduce(task: RankTask, device: torch.device) -> None:
         state.close()
     except RuntimeError as error:
         text = " ".join(str(error).split())[:500]
-        remedy = "see the other lines about ports, interfaces and links; NCCL_DEBUG=INFO shows NCCL's connections"
+        remedy = "see the other lines about ports, interfaces, MTUs and links; NCCL_DEBUG=INFO shows NCCL's connections"
         return _print(fault(task.subject, f"rank {task.rank}: {text}", remedy))
     if task.rank == 0 or found.status == "fault":
         _print(found)
@@ -204,35 +202,14 @@ def _print_all_reduce(task: RankTask, device: torch.device) -> None:
 
 def _all_reduce(task: RankTask, device: torch.device, group: Parallel) -> Check:
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    large = _LARGE[device.type]
-    x = (torch.arange(large // dtype.itemsize) % task.size == task.rank).to(device, dtype)  # each is 1 on one rank
-    total = group.all_reduce(x.clone())
+    x = (torch.arange(_NUM_BYTES[device.type] // dtype.itemsize) % task.size == task.rank).to(device, dtype)
+    # Each element is 1 on one rank.
+    total = group.all_reduce(x)
     if not bool((total == 1).all()):
         remedy = "see the lines about memory errors and peer access; --disable-custom-all-reduce uses NCCL only"
         return fault(task.subject, f"rank {task.rank}: a sum over {task.size} ranks is wrong", remedy)
-    x.zero_()  # sums do not grow
-    latency, duration = (_seconds(group.all_reduce, x[: size // dtype.itemsize]) for size in (_SMALL, large))
-    bandwidth = 2 * (task.size - 1) / task.size * large / duration
     where = f"{task.size} {'GPUs' if device.type == 'cuda' else 'processes'}"
-    text = (
-        f"{where} by {_transport(group, dtype)}: {1e6 * latency:.0f} µs for {_SMALL >> 10} KiB, "
-        f"{rate(bandwidth)} for {gib(large)} (bus bandwidth)"
-    )
-    return ok(task.subject, text, ranks=task.size, latency_seconds=latency, bytes_per_second=bandwidth)
-
-
-def _seconds(all_reduce: Callable[[Tensor], Tensor], x: Tensor) -> float:
-    """Mean seconds of an all-reduce, after a few that do not count."""
-    runs = _RUNS[x.nbytes]
-    for count in (max(1, runs // 10), runs):
-        if x.is_cuda:
-            torch.cuda.synchronize()
-        begun = time.perf_counter()
-        for _ in range(count):
-            all_reduce(x)
-        if x.is_cuda:
-            torch.cuda.synchronize()
-    return (time.perf_counter() - begun) / runs
+    return ok(task.subject, f"{where} by {_transport(group, dtype)}", ranks=task.size)
 
 
 def _transport(group: Parallel, dtype: torch.dtype) -> str:

@@ -38,9 +38,7 @@ def check_gpus(root: Path = Path("/")) -> Iterator[Check]:
             kinds = {f"{name} with {gib(size)}": None for name, size in zip(names, sizes, strict=True)}
             driver = _text(pynvml.nvmlSystemGetDriverVersion())
             yield ok("GPUs", f"{len(handles)} × {' and '.join(kinds)}, driver {driver}", count=len(handles))
-            yield _persistence(handles)
             yield _errors(handles)
-            yield _throttling(handles)
             yield _mig(handles)
             yield from _links(handles)
             yield _others(handles)
@@ -92,19 +90,6 @@ def _numbers(indices: Sequence[int]) -> str:
     return f"GPU{'s' * (len(indices) > 1)} {', '.join(map(str, indices))}"
 
 
-def _persistence(handles: Sequence[Any]) -> Check:
-    import pynvml
-
-    modes = [_read(pynvml.nvmlDeviceGetPersistenceMode, handle) for handle in handles]
-    off = [index for index, mode in enumerate(modes) if mode == 0]
-    if off:
-        remedy = "nvidia-smi -pm 1, or run nvidia-persistenced: each start initializes the GPU again"
-        return warning("GPU persistence", f"off for {_numbers(off)}", remedy)
-    if None in modes:
-        return not_applicable("GPU persistence", "the driver does not report it")
-    return ok("GPU persistence", "on")
-
-
 def _errors(handles: Sequence[Any]) -> Check:
     """ECC errors since the driver was loaded, and rows that are to be replaced or could not be."""
     import pynvml
@@ -130,25 +115,6 @@ def _errors(handles: Sequence[Any]) -> Check:
     if not is_known:
         return not_applicable("GPU memory errors", "ECC is off or not supported")
     return ok("GPU memory errors", f"none uncorrected ({corrected} corrected)")
-
-
-def _throttling(handles: Sequence[Any]) -> Check:
-    import pynvml
-
-    names = {
-        pynvml.nvmlClocksThrottleReasonHwThermalSlowdown: "too hot",
-        pynvml.nvmlClocksThrottleReasonSwThermalSlowdown: "too hot",
-        pynvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown: "power brake of the host",
-        pynvml.nvmlClocksThrottleReasonHwSlowdown: "slowed by the hardware",
-    }
-    reasons = [_read(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) for handle in handles]
-    texts = [", ".join(dict.fromkeys(text for bit, text in names.items() if (each or 0) & bit)) for each in reasons]
-    found = [f"GPU {index}: {text}" for index, text in enumerate(texts) if text]
-    if found:
-        return warning("GPU clocks", "; ".join(found), "check cooling and power supply (nvidia-smi -q -d PERFORMANCE)")
-    if None in reasons:
-        return not_applicable("GPU clocks", "the driver does not say whether they are reduced")
-    return ok("GPU clocks", "not reduced")
 
 
 def _mig(handles: Sequence[Any]) -> Check:

@@ -1,4 +1,4 @@
-"""Network interfaces, InfiniBand, names, ports, and NCCL's environment variables."""
+"""Network interfaces, names, ports, and NCCL's environment variables."""
 
 from __future__ import annotations
 
@@ -70,23 +70,6 @@ def links(root: Path = ROOT, used: str | None = None) -> Iterator[Check]:
         yield not_applicable("network interfaces", text)
     else:
         yield ok("network interfaces", text)
-    yield infiniband(root)
-
-
-def infiniband(root: Path = ROOT) -> Check:
-    """The state of the RDMA ports (InfiniBand, RoCE)."""
-    states, rates = {}, {}
-    for port in sorted(root.glob("sys/class/infiniband/*/ports/*")):
-        name = f"{port.parent.parent.name} port {port.name}"
-        states[name] = (port / "state").read_text().strip().partition(": ")[2]
-        rates[name] = " ".join((port / "rate").read_text().split()[:2])
-    if not states:
-        return not_applicable("InfiniBand", "there is no InfiniBand or RoCE device")
-    text = "; ".join(f"{name}: {state}, {rates[name]}" for name, state in states.items())
-    if any(state != "ACTIVE" for state in states.values()):
-        remedy = "check cables and the subnet manager (ibstat); NCCL uses the active ports only"
-        return warning("InfiniBand", text, remedy)
-    return ok("InfiniBand", text)
 
 
 def devices(root: Path = ROOT) -> list[str]:

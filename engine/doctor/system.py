@@ -1,19 +1,16 @@
-"""Memory, limits, file systems, the processor, the clock, and the container of this host."""
+"""Memory, limits, file systems and the processor of this host."""
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import resource
 import tempfile
-import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from quire.engine.config.devices import free_host_memory
-from quire.engine.doctor.check import Check, fault, gib, not_applicable, ok, rate, warning
+from quire.engine.doctor.check import Check, fault, gib, not_applicable, ok, warning
 from quire.engine.process.runtime_folder import MAX_TMPDIR_BYTES
 
 ROOT = Path("/")
@@ -24,13 +21,7 @@ _LEAST_SHM = {False: 16 << 20, True: 1 << 30}
 _LEAST_FILES = 4096
 _LEAST_PROCESSES = 1024
 _LEAST_DISK, _USUAL_DISK = 1 << 30, 20 << 30
-_READ_BYTES, _READ_SECONDS, _LARGE_FILE, _MAX_LISTED = 128 << 20, 1.0, 64 << 20, 2000
-"""The read rate is that of a part of the first large file among so many."""
 _NETWORK_FILE_SYSTEMS = re.compile(r"nfs\d?|cifs|smb3|9p|afs|fuse\..*|ceph|glusterfs")
-_FAST_CLOCKS = ("tsc", "kvm-clock", "arch_sys_counter", "hyperv_clocksource_tsc_page", "hyperv_clocksource_msr", "xen")
-_STA_UNSYNC = 0x40
-"""linux/timex.h"""
-_SAMPLE_BYTES = 1 << 22
 
 
 def memory(root: Path = ROOT) -> Iterator[Check]:
@@ -112,7 +103,7 @@ def shared_memory(
 def model_cache(
     folder: Path, root: Path = ROOT, statvfs: Callable[[Path], os.statvfs_result] = os.statvfs
 ) -> Iterator[Check]:
-    """The file system of downloaded models: its kind, its free space, and how fast a large file is read."""
+    """The file system of downloaded models: its kind and its free space."""
     existing = _existing(folder)
     kind, status = file_system(existing, root), statvfs(existing)
     free = status.f_bavail * status.f_frsize
@@ -137,37 +128,6 @@ def model_cache(
         yield warning("model cache", text, remedy)
     else:
         yield ok("model cache", text, free_bytes=free)
-    speed = read_rate(folder)
-    if speed is None:
-        yield not_applicable("reading models", f"there is no file of {gib(_LARGE_FILE)} or more in {folder}")
-    else:
-        yield ok("reading models", f"{rate(speed)} from {folder}", bytes_per_second=speed)
-
-
-def read_rate(folder: Path) -> float | None:
-    """Bytes per second at which a part of a large file is read, from the disk where the kernel lets go of its copy;
-    None: there is no large file.
-    """
-    listed = 0
-    for path, _, names in os.walk(folder):
-        listed += len(names)
-        for name in names:
-            file = os.path.join(path, name)
-            if os.path.isfile(file) and os.path.getsize(file) >= _LARGE_FILE:
-                return _read_rate(file)
-        if listed > _MAX_LISTED:
-            break
-    return None
-
-
-def _read_rate(path: str) -> float:
-    count, buffer = 0, bytearray(_SAMPLE_BYTES)
-    with open(path, "rb", buffering=0) as file:
-        os.posix_fadvise(file.fileno(), 0, _READ_BYTES, os.POSIX_FADV_DONTNEED)
-        begun = time.perf_counter()
-        while count < _READ_BYTES and time.perf_counter() - begun < _READ_SECONDS and (got := file.readinto(buffer)):
-            count += got
-        return count / (time.perf_counter() - begun)
 
 
 def temporary_folder(statvfs: Callable[[str], os.statvfs_result] = os.statvfs) -> Check:
@@ -186,85 +146,18 @@ def temporary_folder(statvfs: Callable[[str], os.statvfs_result] = os.statvfs) -
     return ok("temporary folder", f"{gib(free)} free in {folder}")
 
 
-def huge_pages(root: Path = ROOT) -> Check:
-    """Transparent huge pages, which make reading weights on a CPU cheaper."""
-    path = "sys/kernel/mm/transparent_hugepage/enabled"
-    found = re.search(r"\[(\w+)\]", (root / path).read_text())
-    mode = found[1] if found else "unknown"
-    if mode == "never":
-        remedy = f"echo madvise > /{path}: on CPUs, reading weights needs fewer page table look-ups"
-        return warning("huge pages", "transparent huge pages are off", remedy)
-    return ok("huge pages", f"transparent huge pages: {mode}")
-
-
-def clock(is_synchronized: bool | None, root: Path = ROOT) -> Iterator[Check]:
-    """Whether the clock follows a time server, and whether reading it is cheap."""
-    if is_synchronized is None:
-        yield not_applicable("clock", "the kernel does not tell whether it is synchronized")
-    elif is_synchronized:
-        yield ok("clock", "synchronized")
-    else:
-        remedy = "run chrony or systemd-timesyncd: logs and traces of several hosts are ordered by it"
-        yield warning("clock", "not synchronized with a time server", remedy)
-    source = (root / "sys/devices/system/clocksource/clocksource0/current_clocksource").read_text().strip()
-    if source in _FAST_CLOCKS:
-        yield ok("clock source", source)
-    else:
-        remedy = "boot with clocksource=tsc if the processor has a stable one: reading the time is a system call"
-        yield warning("clock source", f"{source}, which is slow", remedy)
-
-
-def is_clock_synchronized() -> bool | None:
-    """What the kernel says (adjtimex(2)); None: it may not be asked."""
-    timex = (ctypes.c_byte * 512)()  # struct timex: modes = 0 changes nothing; `status` follows five words
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.adjtimex(ctypes.byref(timex)) < 0:
-        return None
-    offset = ctypes.sizeof(ctypes.c_long) * 5
-    return not ctypes.c_int.from_buffer(timex, offset).value & _STA_UNSYNC
-
-
 def processor(
     root: Path = ROOT, cores: int | None = None, environment: Mapping[str, str] = os.environ
 ) -> Iterator[Check]:
-    """The processor, its NUMA nodes, its governor, and the part of it that the container may use."""
+    """The processor, and the part of it that the container may use."""
     text = (root / "proc/cpuinfo").read_text()
     cores = len(os.sched_getaffinity(0)) if cores is None else cores
     name = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
-    cpu = root / "sys/devices/system/cpu"
-    smt = cpu / "smt/active"
+    smt = root / "sys/devices/system/cpu/smt/active"
     threads = {"1": ", SMT on", "0": ", SMT off"}.get(smt.read_text().strip(), "") if smt.exists() else ""
     count = len(re.findall(r"^processor\s*:", text, re.MULTILINE))
     yield ok("processor", f"{name[1] if name else 'unknown model'}, {cores} of {count} logical cores{threads}")
-    yield from _numa(root)
-    yield _governor(cpu)
     yield _quota(root, cores, environment)
-
-
-def _numa(root: Path) -> Iterator[Check]:
-    nodes = {path.name: (path / "cpulist").read_text().strip() for path in root.glob("sys/devices/system/node/node*")}
-    if not nodes:
-        yield not_applicable("NUMA", "the kernel lists no nodes")
-        return
-    text = f"{len(nodes)} node{'s' * (len(nodes) > 1)} (cores {'; '.join(nodes[name] for name in sorted(nodes))})"
-    balancing = root / "proc/sys/kernel/numa_balancing"
-    if len(nodes) > 1 and balancing.exists() and balancing.read_text().strip() != "0":
-        remedy = "sysctl kernel.numa_balancing=0: moving pages of weights and KV cache stalls steps"
-        yield warning("NUMA", f"{text}, automatic balancing is on", remedy)
-    else:
-        yield ok("NUMA", text)
-
-
-def _governor(cpu: Path) -> Check:
-    found = Counter(path.read_text().strip() for path in cpu.glob("cpu*/cpufreq/scaling_governor"))
-    if not found:
-        return not_applicable("CPU governor", "frequencies are not this kernel's to set")
-    driver = cpu / "cpu0/cpufreq/scaling_driver"
-    by_hardware = driver.exists() and driver.read_text().strip() in ("intel_pstate", "amd-pstate-epp")
-    text = ", ".join(sorted(found))
-    if "powersave" in found and not by_hardware:
-        return warning("CPU governor", text, "cpupower frequency-set -g performance: cores stay at their lowest clock")
-    return ok("CPU governor", text)
 
 
 def _quota(root: Path, cores: int, environment: Mapping[str, str]) -> Check:
@@ -283,19 +176,6 @@ def _quota(root: Path, cores: int, environment: Mapping[str, str]) -> Check:
         f"(docker run --cpuset-cpus), or set OMP_NUM_THREADS={max(1, int(allowed))}"
     )
     return warning("CPU quota", text, remedy)
-
-
-def container(root: Path = ROOT, environment: Mapping[str, str] = os.environ) -> Check:
-    """The kind of container that this is, for the remedies of other checks."""
-    if "KUBERNETES_SERVICE_HOST" in environment:
-        return ok("container", "Kubernetes")
-    if (root / ".dockerenv").exists():
-        return ok("container", "Docker")
-    if (root / "run/.containerenv").exists():
-        return ok("container", "Podman")
-    control = root / "proc/1/cgroup"
-    found = re.search(r"docker|kubepods|lxc|containerd", control.read_text() if control.exists() else "")
-    return ok("container", found[0]) if found else not_applicable("container", "this is none that is known")
 
 
 def file_system(path: Path, root: Path = ROOT) -> str:

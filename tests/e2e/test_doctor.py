@@ -39,10 +39,6 @@ def test_two_hosts(hosts: tuple[Host, Host]) -> None:
     for name in ("hosts", "versions", "MTU", "ports between hosts", "all-reduce of all hosts"):
         assert checks[name]["status"] == "ok", checks[name]
     assert "2 processes by gloo" in checks["all-reduce of all hosts"]["found"]
-    assert checks["all-reduce of all hosts"]["values"]["bytes_per_second"] > 0
-    assert abs(checks["clock of node 1 (10.77.0.2)"]["values"]["offset_seconds"]) < 1
-    for one, other in (("0 (10.77.0.1)", "1 (10.77.0.2)"), ("1 (10.77.0.2)", "0 (10.77.0.1)")):
-        assert checks[f"bandwidth from node {one} to node {other}"]["values"]["bytes_per_second"] > 0
 
 
 def test_a_firewall_is_found(hosts: tuple[Host, Host]) -> None:

@@ -10,10 +10,9 @@ from quire.kernels import cpu
 from tests.e2e.serving import quire
 
 NAMES = {
-    *("python", "packages", "container", "processor", "NUMA", "CPU governor", "CPU quota", "memory"),
-    *("memory overcommit", "open files", "locked memory", "processes and threads", "shared memory", "huge pages"),
-    *("model cache", "reading models", "temporary folder", "clock", "clock source", "network interfaces"),
-    *("InfiniBand", "host name", "QUIRE_HOST_IP", "instruction set", "CPU kernels", "kernels on cpu", "all-reduce"),
+    *("python", "packages", "processor", "CPU quota", "memory", "memory overcommit", "open files", "locked memory"),
+    *("processes and threads", "shared memory", "model cache", "temporary folder", "network interfaces", "host name"),
+    *("QUIRE_HOST_IP", "instruction set", "CPU kernels", "kernels on cpu", "all-reduce"),
 }
 
 
@@ -38,5 +37,3 @@ def test_the_checks_of_a_host_whose_port_is_taken() -> None:
     reduced = checks["all-reduce"]
     assert (reduced["status"], reduced["values"]["ranks"]) == ("ok", 2)
     assert "by shared memory" in reduced["found"]
-    assert reduced["values"]["bytes_per_second"] > 0
-    assert reduced["values"]["latency_seconds"] > 0

@@ -21,8 +21,6 @@ class Nvml(FakeNvml):
 
     NVML_MEMORY_ERROR_TYPE_CORRECTED, NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC = 0, 1, 0
     NVML_NVLINK_MAX_LINKS = 4
-    nvmlClocksThrottleReasonHwThermalSlowdown, nvmlClocksThrottleReasonSwThermalSlowdown = 64, 32
-    nvmlClocksThrottleReasonHwPowerBrakeSlowdown, nvmlClocksThrottleReasonHwSlowdown = 128, 8
 
     def __init__(self, links: Any = ALL_NVLINK, **answers: Any) -> None:
         super().__init__(links)
@@ -30,10 +28,8 @@ class Nvml(FakeNvml):
             "nvmlSystemGetDriverVersion": "580.65.06",
             "nvmlSystemGetCudaDriverVersion_v2": 13000,
             "nvmlDeviceGetName": "NVIDIA H100",
-            "nvmlDeviceGetPersistenceMode": 1,
             "nvmlDeviceGetTotalEccErrors": 0,
             "nvmlDeviceGetRemappedRows": (0, 0, 0, 0),
-            "nvmlDeviceGetCurrentClocksThrottleReasons": 1,  # idle
             "nvmlDeviceGetMigMode": [0, 0],
             "nvmlDeviceGetNvLinkState": 1,
             "nvmlDeviceGetComputeRunningProcesses": [],
@@ -78,12 +74,10 @@ def test_gpus_as_they_should_be(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "answers", "status", "text"),
     [
-        ("GPU persistence", {"nvmlDeviceGetPersistenceMode": lambda handle: int(handle != 3)}, "warning", "GPU 3"),
         ("GPU memory errors", {"nvmlDeviceGetTotalEccErrors": lambda *a: int(a == (2, 1, 0))}, "fault", "GPU 2: 1 unc"),
         ("GPU memory errors", {"nvmlDeviceGetTotalEccErrors": lambda *a: int(a[1] == 0)}, "ok", "8 corrected"),
         ("GPU memory errors", {"nvmlDeviceGetRemappedRows": (0, 1, 0, 1)}, "fault", "cannot be replaced"),
         ("GPU memory errors", {"nvmlDeviceGetRemappedRows": (0, 1, 1, 0)}, "warning", "to be replaced"),
-        ("GPU clocks", {"nvmlDeviceGetCurrentClocksThrottleReasons": 64 | 8}, "warning", "too hot, slowed by"),
         ("MIG", {"nvmlDeviceGetMigMode": [1, 1]}, "warning", "GPUs 0, 1, 2"),
         ("GPU links", {"nvmlDeviceGetNvLinkState": lambda gpu, link: int(link > 0)}, "warning", "1 of 4 NVLinks"),
         (
@@ -124,13 +118,16 @@ def test_gpus_that_cannot_read_each_other(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_driver_that_reports_little(monkeypatch: pytest.MonkeyPatch) -> None:
     unknown = (
-        *("PersistenceMode", "TotalEccErrors", "RemappedRows", "CurrentClocksThrottleReasons", "MigMode"),
-        *("NvLinkState", "ComputeRunningProcesses"),
+        "TotalEccErrors",
+        "RemappedRows",
+        "MigMode",
+        "NvLinkState",
+        "ComputeRunningProcesses",
     )
     install(monkeypatch, Nvml(((LinkType.NVLINK,),), **{f"nvmlDeviceGet{name}": None for name in unknown}))
     assert statuses(gpus.check_gpus()) == {
         "GPUs": "ok",
-        **dict.fromkeys(("GPU persistence", "GPU memory errors", "GPU clocks", "MIG", "GPU links"), "not applicable"),
+        **dict.fromkeys(("GPU memory errors", "MIG", "GPU links"), "not applicable"),
         "GPU processes": "ok",
     }
 

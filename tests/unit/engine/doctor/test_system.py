@@ -138,7 +138,6 @@ def test_model_cache(root: Root, kind: str, free: int, status: str, remedy: str)
     found = by_name(system.model_cache(folder, path, disk(free)))
     assert (found["model cache"].status, remedy in found["model cache"].remedy) == (status, True)
     assert f"({kind})" in found["model cache"].found
-    assert found["reading models"].status == "not applicable"
 
 
 def test_a_model_cache_that_cannot_be_written_to(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,15 +145,6 @@ def test_a_model_cache_that_cannot_be_written_to(root: Root, monkeypatch: pytest
     monkeypatch.setattr(os, "access", lambda *_: False)
     found = by_name(system.model_cache(root.path, path, disk(100 * GIB)))["model cache"]
     assert (found.status, "not writable" in found.found) == ("warning", True)
-
-
-def test_the_read_rate_is_that_of_a_large_file(root: Root) -> None:
-    path = root.put(proc__self__mounts=MOUNTS.format(root=root.path, kind="ext4"))
-    with open(root.path / "model.safetensors", "wb") as file:
-        file.truncate(system._LARGE_FILE)
-    found = by_name(system.model_cache(root.path, path, disk(100 * GIB)))["reading models"]
-    assert found.status == "ok"
-    assert found.values["bytes_per_second"] > 0
 
 
 def test_the_file_system_is_that_of_the_innermost_mount(root: Root) -> None:
@@ -178,71 +168,24 @@ def test_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:
         assert ("at most 45 bytes" in found.remedy) == (status == "fault")
 
 
-@pytest.mark.parametrize(
-    ("text", "status"),
-    [("[always] madvise never", "ok"), ("always [madvise] never", "ok"), ("always madvise [never]", "warning")],
-)
-def test_huge_pages(root: Root, text: str, status: str) -> None:
-    path = root.put(sys__kernel__mm__transparent_hugepage__enabled=text)
-    assert system.huge_pages(path).status == status
-
-
-@pytest.mark.parametrize(("is_synchronized", "status"), [(True, "ok"), (False, "warning"), (None, "not applicable")])
-def test_clock(root: Root, is_synchronized: bool | None, status: str) -> None:
-    source = "sys/devices/system/clocksource/clocksource0/current_clocksource"
-    assert statuses(system.clock(is_synchronized, root.files({source: "tsc"}))) == {
-        "clock": status,
-        "clock source": "ok",
-    }
-    assert statuses(system.clock(is_synchronized, root.files({source: "hpet"})))["clock source"] == "warning"
-
-
-def test_the_kernel_says_whether_the_clock_is_synchronized() -> None:
-    assert system.is_clock_synchronized() in (True, False, None)
-
-
 CPU = "processor\t: 0\nmodel name\t: A fast one\n\nprocessor\t: 1\nmodel name\t: A fast one"
 
 
-def test_a_processor_as_it_should_be(root: Root) -> None:
+def test_processor(root: Root) -> None:
     path = root.files(
         {
             "proc/cpuinfo": CPU,
             "sys/devices/system/cpu/smt/active": "1",
-            "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor": "performance",
-            "sys/devices/system/node/node0/cpulist": "0-1",
             "sys/fs/cgroup/cpu.max": "max 100000",
         }
     )
     found = by_name(system.processor(path, 2, {}))
-    assert set(statuses(found.values()).values()) == {"ok"}
+    assert statuses(found.values()) == {"processor": "ok", "CPU quota": "ok"}
     assert found["processor"].found == "A fast one, 2 of 2 logical cores, SMT on"
-    assert found["NUMA"].found == "1 node (cores 0-1)"
-
-
-def test_a_processor_with_everything_wrong(root: Root) -> None:
-    path = root.files(
-        {
-            "proc/cpuinfo": CPU,
-            "proc/sys/kernel/numa_balancing": "1",
-            "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor": "powersave",
-            "sys/devices/system/cpu/cpu0/cpufreq/scaling_driver": "acpi-cpufreq",
-            "sys/devices/system/node/node0/cpulist": "0",
-            "sys/devices/system/node/node1/cpulist": "1",
-            "sys/fs/cgroup/cpu.max": "150000 100000",
-        }
-    )
-    found = by_name(system.processor(path, 2, {}))
-    assert statuses(found.values()) == {
-        "processor": "ok",
-        "NUMA": "warning",
-        "CPU governor": "warning",
-        "CPU quota": "warning",
-    }
-    assert "OMP_NUM_THREADS=1" in found["CPU quota"].remedy
+    root.files({"sys/fs/cgroup/cpu.max": "150000 100000"})
+    quota = by_name(system.processor(path, 2, {}))["CPU quota"]
+    assert (quota.status, "OMP_NUM_THREADS=1" in quota.remedy) == ("warning", True)
     assert by_name(system.processor(path, 2, {"OMP_NUM_THREADS": "1"}))["CPU quota"].status == "ok"
-    root.files({"sys/devices/system/cpu/cpu0/cpufreq/scaling_driver": "intel_pstate"})
-    assert by_name(system.processor(path, 2, {}))["CPU governor"].status == "ok"
 
 
 def test_a_quota_of_the_older_control_groups(root: Root) -> None:
@@ -256,40 +199,14 @@ def test_a_quota_of_the_older_control_groups(root: Root) -> None:
     assert by_name(system.processor(path, 2, {}))["CPU quota"].found == "1 of 2 cores"
 
 
-def test_what_the_kernel_does_not_say_is_not_applicable(root: Root) -> None:
-    path = root.files({"proc/cpuinfo": CPU})
-    found = statuses(system.processor(path, 2, {}))
-    assert [found[name] for name in ("NUMA", "CPU governor", "CPU quota")] == ["not applicable"] * 3
-
-
-@pytest.mark.parametrize(
-    ("files", "environment", "expected"),
-    [
-        ({".dockerenv": ""}, {}, "Docker"),
-        ({"run/.containerenv": ""}, {}, "Podman"),
-        ({".dockerenv": ""}, {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, "Kubernetes"),
-        ({"proc/1/cgroup": "0::/lxc/x"}, {}, "lxc"),
-    ],
-)
-def test_container(root: Root, files: dict[str, str], environment: dict[str, str], expected: str) -> None:
-    assert system.container(root.files(files), environment) == Check("container", "ok", expected)
-
-
-def test_no_container(root: Root) -> None:
-    assert system.container(root.files({"proc/1/cgroup": "0::/init.scope"}), {}).status == "not applicable"
-
-
 def test_a_host_without_proc_and_sys_has_nothing_that_is_ok(tmp_path: Path) -> None:
     found = list(
         run(
             [
                 ("memory", lambda: system.memory(tmp_path)),
-                ("huge pages", lambda: system.huge_pages(tmp_path)),
-                ("clock", lambda: system.clock(None, tmp_path)),
                 ("processor", lambda: system.processor(tmp_path)),
-                ("container", lambda: system.container(tmp_path, {})),
             ]
         )
     )
     assert {check.status for check in found} == {"not applicable"}
-    assert {check.name for check in found} >= {"memory", "huge pages", "clock", "processor", "container"}
+    assert {check.name for check in found} >= {"memory", "processor"}
