@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import time
 from collections import Counter
@@ -26,12 +25,10 @@ from quire.engine.protocol.engine_core import (
     EngineCoreRequest,
     FinishReason,
     Join,
-    Probe,
     ToCore,
     ToServer,
 )
 from quire.engine.protocol.errors import InvalidParameter
-from quire.engine.protocol.profile import Clock, ClockPing, ProfileReply, StartProfile, StopProfile, TracePiece
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.protocol.stats import EngineStats
 from quire.engine.protocol.supervision import (
@@ -43,18 +40,16 @@ from quire.engine.protocol.supervision import (
     ReplicaStarting,
     ReplicaUp,
 )
+from quire.server.client import replica_calls
 from quire.server.client.fair_share import SHARE, Share
 from quire.server.client.metrics import Metrics
 from quire.server.client.output_stream import DEADLINE, EngineUnavailable, OutputStream
 from quire.server.client.replica import Replica, ReplicaInfo
+from quire.server.client.replica_calls import ReplicaCalls
 from quire.server.client.router import Router
 from quire.server.client.running_request import CLEARING_TOKENS, PromptRequests, RunningRequest
 from quire.server.client.tracing import TRACE
 
-PROBE_SECONDS = 30.0
-"""Timeout of a probe. A step can take long, especially on a CPU."""
-_CLOCK_PINGS = 5
-"""Measurements of a replica's clock, of which the one with the shortest round trip counts."""
 MAX_DEATHS = 2
 """Deaths of its replicas after which a request is suspected to be their cause."""
 _SAME_MOMENT_SECONDS = 1.0
@@ -114,11 +109,6 @@ class EngineClient:
         """Requests without output, with fair sharing."""
         self._suspects: list[str] = []
         """Requests that may have caused deaths; they run one at a time, the first one now."""
-        self._calls: dict[tuple[int, int], asyncio.Future[Any]] = {}
-        """The calls that wait for a reply, by replica and number."""
-        self._call_ids = itertools.count()
-        self.traces: dict[int, asyncio.Queue[TracePiece | int]] = {}
-        """Where the traces of a `StopProfile` go, by its number; also the numbers of replicas that are lost."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._decoder: msgspec.msgpack.Decoder[ToServer] = msgspec.msgpack.Decoder(ToServer)
         self._ready: asyncio.Future[ReplicaUp] = self.loop.create_future()
@@ -135,6 +125,7 @@ class EngineClient:
         self._router: Router | None = None
         """None: there has been only one replica."""
         self._replicas: dict[int, Replica] = {}
+        self.calls = ReplicaCalls(index, self._replicas, self._subject)
         for number, address in endpoints.requests.items():
             self._add(number, address)
         self._awaited = set(endpoints.requests if awaited is None else awaited)
@@ -204,7 +195,7 @@ class EngineClient:
         self.check()
         if not self._live_replicas():
             raise EngineUnavailable("the engine is restarting")
-        asked = [self._start_task(self._probe(self._replicas[number])) for number in self._live_replicas()]
+        asked = [self._start_task(self.calls.probe(self._replicas[number])) for number in self._live_replicas()]
         waiting: set[asyncio.Future[Any]] = {self._failed, *asked}
         while len(waiting) > 1 and not self._failed.done():
             done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -214,71 +205,7 @@ class EngineClient:
         self.check()
         if not self._live_replicas():
             raise EngineUnavailable("the engine is restarting")
-        raise EngineUnavailable(f"the engine has not answered for {PROBE_SECONDS:g} seconds")
-
-    async def _probe(self, replica: Replica) -> bool:
-        """Return whether the replica has answered in time; False also if it has died."""
-        answer = await self._call(replica, Probe(self.index, self.next_call()))
-        if not answer.done() and replica.state == "up":
-            replica.is_unresponsive = True
-            logger.warning("%s has not answered for %g seconds", self._subject(replica.number), PROBE_SECONDS)
-        return answer.done() and not answer.cancelled()
-
-    async def _call(
-        self, replica: Replica, message: Probe | StartProfile | StopProfile | ClockPing
-    ) -> asyncio.Future[Any]:
-        """Send a message and wait for its reply: the future is done, cancelled if the replica has died, or pending."""
-        key = replica.number, message.call_id
-        answer = self._calls[key] = self.loop.create_future()
-        replica.send(message)
-        try:
-            await asyncio.wait((answer,), timeout=PROBE_SECONDS)
-        finally:
-            del self._calls[key]
-        return answer
-
-    def next_call(self) -> int:
-        """Return a new number for a call."""
-        return next(self._call_ids)
-
-    @property
-    def up_replicas(self) -> list[int]:
-        """The replicas that are up."""
-        return [replica.number for replica in self._replicas.values() if replica.state == "up"]
-
-    async def ask(self, number: int, message: StartProfile | StopProfile) -> str:
-        """Return a replica's reply to a call: the error; empty if there is none. Raises `EngineUnavailable`."""
-        answer = await self._call(self._replica(number), message)
-        if not answer.done():
-            raise EngineUnavailable(f"{self._subject(number)} has not answered for {PROBE_SECONDS:g} seconds")
-        if answer.cancelled():
-            raise EngineUnavailable(self.lost_text(number))
-        reply: ProfileReply = answer.result()
-        return reply.error
-
-    async def measure_clock(self, number: int) -> Clock:
-        """Return the clock of a replica's host for this one's. Raises `EngineUnavailable`."""
-        best: Clock | None = None
-        for _ in range(_CLOCK_PINGS):
-            replica, sent = self._replica(number), time.time_ns()
-            answer = await self._call(replica, ClockPing(self.index, self.next_call(), replica.incarnation))
-            if not answer.done() or answer.cancelled():
-                raise EngineUnavailable(self.lost_text(number))
-            clock = Clock.measured(sent, answer.result().time, time.time_ns())
-            best = clock if best is None or clock.error < best.error else best
-        assert best is not None
-        return Clock(-best.offset, best.error)
-
-    def _replica(self, number: int) -> Replica:
-        if (replica := self._replicas.get(number)) is None:
-            raise EngineUnavailable(f"replica {number} was removed")
-        return replica
-
-    def lost_text(self, number: int) -> str:
-        """Describe the death of a replica."""
-        replica = self._replicas.get(number)
-        reason = f": {replica.reason}" if replica is not None and replica.reason else ""
-        return f"{self._subject(number)} was lost{reason}"
+        raise EngineUnavailable(f"the engine has not answered for {replica_calls.PROBE_SECONDS:g} seconds")
 
     def submit(
         self,
@@ -410,6 +337,11 @@ class EngineClient:
     # --- coming and going of replicas -------------------------------------------------------------------------
 
     @property
+    def up_replicas(self) -> list[int]:
+        """The replicas that are up."""
+        return [replica.number for replica in self._replicas.values() if replica.state == "up"]
+
+    @property
     def replicas(self) -> list[ReplicaInfo]:
         """The replicas that exist."""
         found = []
@@ -502,11 +434,7 @@ class EngineClient:
     def _disconnect(self, replica: Replica) -> None:
         """Close the connection to a replica, which will answer no more."""
         replica.close()
-        for (number, _), answer in self._calls.items():
-            if number == replica.number:
-                answer.cancel()
-        for pieces in self.traces.values():
-            pieces.put_nowait(replica.number)
+        self.calls.on_lost(replica.number)
 
     def _on_up(self, replica: Replica, up: ReplicaUp) -> None:
         """Connect to a replica, and send it the requests that wait for one."""
@@ -613,8 +541,8 @@ class EngineClient:
 
     def _live_replicas(self) -> list[int]:
         """The replicas that get requests. Unresponsive ones are included only if there are no others."""
-        up = [replica for replica in self._replicas.values() if replica.state == "up"]
-        return [replica.number for replica in up if not replica.is_unresponsive] or [replica.number for replica in up]
+        up = self.up_replicas
+        return [number for number in up if not self._replicas[number].is_unresponsive] or up
 
     def _stats(self, replicas: Sequence[int] | None = None) -> dict[int, EngineStats]:
         """The latest stats of these replicas, or of those that get requests."""
@@ -654,11 +582,8 @@ class EngineClient:
                 replica.is_unresponsive = False
                 if isinstance(message, EngineCoreOutputs):
                     self._deliver(message)
-                elif isinstance(message, TracePiece):
-                    if (pieces := self.traces.get(message.call_id)) is not None:
-                        pieces.put_nowait(message)
-                elif (answer := self._calls.get((message.replica, message.call_id))) is not None and not answer.done():
-                    answer.set_result(message)
+                else:
+                    self.calls.on_message(message)
         except zmq.Again:
             pass
         except Exception as error:  # a bug here must not leave requests waiting forever

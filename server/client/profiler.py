@@ -61,10 +61,10 @@ class Profiler:
         A replica that has been started meanwhile has no trace; the file says so.
         """
         client, call_id = self._client, self._call()
-        pieces = client.traces[call_id] = asyncio.Queue()
+        pieces = client.calls.traces[call_id] = asyncio.Queue()
         try:
             replicas = self._replicas()
-            clocks = dict(zip(replicas, await asyncio.gather(*map(client.measure_clock, replicas)), strict=True))
+            clocks = dict(zip(replicas, await asyncio.gather(*map(client.calls.measure_clock, replicas)), strict=True))
             replies = await self._ask({each: StopProfile(self._index, call_id, clocks[each]) for each in replicas})
             recorded = [each for each, reply in replies.items() if not reply]
             if not recorded:
@@ -77,7 +77,7 @@ class Profiler:
                     piece = await pieces.get()
                 if isinstance(piece, int):
                     if piece in recorded:
-                        raise EngineUnavailable(f"{client.lost_text(piece)}; its part of the profile is lost")
+                        raise EngineUnavailable(f"{client.calls.lost_text(piece)}; its part of the profile is lost")
                 elif (piece.replica, piece.rank) in expected:
                     if piece.data:
                         await asyncio.to_thread(writer.add, piece.data)
@@ -88,7 +88,7 @@ class Profiler:
         except zlib.error as error:
             raise EngineUnavailable(f"a trace is damaged: {error}") from None
         finally:
-            del client.traces[call_id]
+            del client.calls.traces[call_id]
         found = [summary for _, summary in sorted(summaries.items())]
         missing = [replica for replica in replicas if replica not in recorded]
         await asyncio.to_thread(writer.close, found, _metadata(found, missing))
@@ -101,7 +101,7 @@ class Profiler:
         return self._client.index
 
     def _call(self) -> int:
-        return self._client.next_call()
+        return self._client.calls.next_number()
 
     def _replicas(self) -> list[int]:
         """The replicas that are up; raises `EngineUnavailable` if none is."""
@@ -115,7 +115,7 @@ class Profiler:
 
         async def ask(replica: int, message: Any) -> str | EngineUnavailable:
             try:
-                return await self._client.ask(replica, message)
+                return await self._client.calls.ask(replica, message)
             except EngineUnavailable as error:
                 return error
 

@@ -53,11 +53,12 @@ from quire.engine.protocol.supervision import (
     ReplicaStarting,
     ReplicaUp,
 )
-from quire.server.client.engine_client import _CLOCK_PINGS, EngineClient, QueueFull
+from quire.server.client.engine_client import EngineClient, QueueFull
 from quire.server.client.engine_manager import EngineManager
 from quire.server.client.metrics import Metrics
 from quire.server.client.output_stream import EngineUnavailable, OutputStream, RequestFailed
 from quire.server.client.profiler import ProfileConflict, Profiler
+from quire.server.client.replica_calls import _CLOCK_PINGS
 from tests.fakes import fake_core
 from tests.fakes.outputs import prompt_logprobs
 
@@ -149,10 +150,10 @@ class Scripted:
 
     async def lost(self, core: Script, reason: str, *, returns: bool = False) -> None:
         """The supervisor's report of a death, after the client has read all that the core has sent."""
-        read = self.client._calls[core.replica, -1] = asyncio.get_running_loop().create_future()
+        read = self.client.calls.waiting[core.replica, -1] = asyncio.get_running_loop().create_future()
         core.say(ProbeReply(-1))
         await read
-        del self.client._calls[core.replica, -1]
+        del self.client.calls.waiting[core.replica, -1]
         self.client.update(ReplicaLost(core.replica, reason, returns))
 
     async def of(self, request_id: str) -> Script:
@@ -428,7 +429,7 @@ async def test_a_stop_or_an_abort_reaches_the_replica_that_has_the_request_now(t
 
 
 async def test_a_replica_that_answers_no_probe_is_avoided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.server.client.engine_client.PROBE_SECONDS", 0.5)
+    monkeypatch.setattr("quire.server.client.replica_calls.PROBE_SECONDS", 0.5)
     async with scripted(tmp_path) as engine:
         health = asyncio.create_task(engine.client.probe())
         silent, good = engine.cores
@@ -798,7 +799,7 @@ async def test_a_replica_that_dies_while_its_trace_is_awaited_is_named(tmp_path:
         await engine.lost(second, "rank 1 was killed by SIGKILL")
         with pytest.raises(EngineUnavailable, match=r"replica 1 was lost: rank 1 was killed.*profile is lost"):
             await stopping
-        assert not engine.client.traces
+        assert not engine.client.calls.traces
 
 
 async def test_clocks_are_measured_and_a_restarted_replica_has_no_trace(tmp_path: Path) -> None:
@@ -827,7 +828,7 @@ async def test_a_replica_that_is_removed_while_a_profile_is_stopped_has_no_trace
         stopping = asyncio.create_task(Profiler(engine.client, 1).stop(io.BytesIO()))
         for _ in range(_CLOCK_PINGS):
             second.say(ClockReply((await second.hear(ClockPing)).call_id, 1, 0, time.time_ns()))
-        await until(lambda: not any(number == 1 for number, _ in engine.client._calls))
+        await until(lambda: not any(number == 1 for number, _ in engine.client.calls.waiting))
         engine.client.update(ReplicaRemoved(1))
         stop = await answer_pings(first)
         for each in (-1, 0):

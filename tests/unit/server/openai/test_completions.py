@@ -493,7 +493,7 @@ async def test_health_asks_the_core(
 ) -> None:
     assert (await server.http.get("/health")).status_code == 200
     await server.openai.completions.create(model="echo", prompt="a<mute>")
-    monkeypatch.setattr("quire.server.client.engine_client.PROBE_SECONDS", 0.2)
+    monkeypatch.setattr("quire.server.client.replica_calls.PROBE_SECONDS", 0.2)
     response = await server.http.get("/health")
     assert response.status_code == 503
     assert "has not answered" in response.json()["reason"]

@@ -1,0 +1,120 @@
+"""Calls to engine cores that they answer: probes, measurements of clocks, and profiles."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable, Mapping
+
+from quire.engine.protocol.engine_core import Probe, ProbeReply
+from quire.engine.protocol.profile import (
+    Clock,
+    ClockPing,
+    ClockReply,
+    ProfileReply,
+    StartProfile,
+    StopProfile,
+    TracePiece,
+)
+from quire.server.client.output_stream import EngineUnavailable
+from quire.server.client.replica import Replica
+
+PROBE_SECONDS = 30.0
+"""Timeout of a call. A step can take long, especially on a CPU."""
+_CLOCK_PINGS = 5
+"""Measurements of a replica's clock, of which the one with the shortest round trip counts."""
+Reply = ProbeReply | ClockReply | ProfileReply
+logger = logging.getLogger(__name__)
+
+
+class ReplicaCalls:
+    """The calls of an API process. All methods run on its event loop."""
+
+    def __init__(self, index: int, replicas: Mapping[int, Replica], subject: Callable[[int], str]) -> None:
+        """`index` is the number of the API process; `subject` returns the name of a replica in messages."""
+        self.index = index
+        self.waiting: dict[tuple[int, int], asyncio.Future[Reply]] = {}
+        """The calls that wait for a reply, by replica and number."""
+        self.traces: dict[int, asyncio.Queue[TracePiece | int]] = {}
+        """Where the traces of a `StopProfile` go, by its number; also the numbers of replicas that are lost."""
+        self._replicas, self._subject = replicas, subject
+        self._numbers = itertools.count()
+
+    def next_number(self) -> int:
+        """Return a new number for a call."""
+        return next(self._numbers)
+
+    async def probe(self, replica: Replica) -> bool:
+        """Return whether the replica has answered in time; False also if it has died."""
+        answer = await self._call(replica, Probe(self.index, self.next_number()))
+        if not answer.done() and replica.state == "up":
+            replica.is_unresponsive = True
+            logger.warning("%s has not answered for %g seconds", self._subject(replica.number), PROBE_SECONDS)
+        return answer.done() and not answer.cancelled()
+
+    async def ask(self, number: int, message: StartProfile | StopProfile) -> str:
+        """Return a replica's reply to a call: the error; empty if there is none. Raises `EngineUnavailable`."""
+        answer = await self._call(self._replica(number), message)
+        if not answer.done():
+            raise EngineUnavailable(f"{self._subject(number)} has not answered for {PROBE_SECONDS:g} seconds")
+        if answer.cancelled():
+            raise EngineUnavailable(self.lost_text(number))
+        reply = answer.result()
+        assert isinstance(reply, ProfileReply)
+        return reply.error
+
+    async def measure_clock(self, number: int) -> Clock:
+        """Return the clock of a replica's host for this one's. Raises `EngineUnavailable`."""
+        measured: list[Clock] = []
+        for _ in range(_CLOCK_PINGS):
+            replica, sent = self._replica(number), time.time_ns()
+            answer = await self._call(replica, ClockPing(self.index, self.next_number(), replica.incarnation))
+            if not answer.done() or answer.cancelled():
+                raise EngineUnavailable(self.lost_text(number))
+            reply = answer.result()
+            assert isinstance(reply, ClockReply)
+            measured.append(Clock.measured(sent, reply.time, time.time_ns()))
+        best = min(measured, key=lambda clock: clock.error)
+        return Clock(-best.offset, best.error)
+
+    def lost_text(self, number: int) -> str:
+        """Describe the death of a replica."""
+        replica = self._replicas.get(number)
+        reason = f": {replica.reason}" if replica is not None and replica.reason else ""
+        return f"{self._subject(number)} was lost{reason}"
+
+    def on_message(self, message: Reply | TracePiece) -> None:
+        """Pass a reply, or a piece of a trace, to the one that waits for it."""
+        if isinstance(message, TracePiece):
+            if (pieces := self.traces.get(message.call_id)) is not None:
+                pieces.put_nowait(message)
+        elif (answer := self.waiting.get((message.replica, message.call_id))) is not None and not answer.done():
+            answer.set_result(message)
+
+    def on_lost(self, number: int) -> None:
+        """Cancel the calls to a replica that will answer no more."""
+        for (replica, _), answer in self.waiting.items():
+            if replica == number:
+                answer.cancel()
+        for pieces in self.traces.values():
+            pieces.put_nowait(number)
+
+    def _replica(self, number: int) -> Replica:
+        if (replica := self._replicas.get(number)) is None:
+            raise EngineUnavailable(f"replica {number} was removed")
+        return replica
+
+    async def _call(
+        self, replica: Replica, message: Probe | StartProfile | StopProfile | ClockPing
+    ) -> asyncio.Future[Reply]:
+        """Send a message and wait for its reply: the future is done, cancelled if the replica has died, or pending."""
+        key = replica.number, message.call_id
+        answer = self.waiting[key] = asyncio.get_running_loop().create_future()
+        replica.send(message)
+        try:
+            await asyncio.wait((answer,), timeout=PROBE_SECONDS)
+        finally:
+            del self.waiting[key]
+        return answer
