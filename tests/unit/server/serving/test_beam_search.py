@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any, cast
@@ -95,6 +96,18 @@ async def test_one_beam_is_greedy(config: EngineConfig) -> None:
         greedy.append(max(likely, key=likely.__getitem__))
     (found,) = await search(config, width=1, most=5, ignore_eos=True)
     assert found.token_ids == greedy
+
+
+async def test_a_sequence_that_ends_takes_no_beam(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end is the likeliest first token. Both others go on, and the less likely of them turns out better."""
+    chances = {(): (0.3, 0.28, 0.02, 0.4), (70,): (0.25, 0.25, 0.25, 0.25), (71,): (0.97, 0.01, 0.01, 0.01)}
+
+    def chosen(before: list[int]) -> dict[int, float]:
+        return dict(zip(TOKENS, map(math.log, chances[tuple(before[len(PROMPT) :])]), strict=True))
+
+    monkeypatch.setattr(sys.modules[__name__], "distribution", chosen)
+    found = await search(config, width=2, most=2, penalty=0.0)
+    assert [delta.token_ids for delta in found] == [[2], [71, 70]]
 
 
 async def test_the_models_length_ends_a_beam(config: EngineConfig) -> None:
