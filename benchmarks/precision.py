@@ -27,7 +27,8 @@ from quire import LLM, SamplingParams, kernels
 from quire.engine.config.options import DEMO_MODEL, EngineOptions
 from quire.engine.config.resolve import resolve
 from quire.engine.distributed.communicator import Parallel
-from quire.engine.layers.attention import Batch, LayerCache
+from quire.engine.layers.batch import Batch, KVBlocks
+from quire.engine.layers.kv_cache import LayerCache
 from quire.engine.models.build import load
 from quire.server.cli.main import main as quire
 
@@ -94,11 +95,10 @@ def perplexity(prompts: Sequence[list[int]], replies: Sequence[list[int]], optio
             batch = Batch(
                 token_ids=tokens[:-1],
                 positions=positions,
-                slot_mapping=positions,
-                block_tables=torch.arange(64)[None],
                 sequence_lengths=torch.tensor([len(positions)]),
                 query_starts=torch.tensor([0, len(positions)]),
                 logits_indices=positions[len(prompt) - 1 :],
+                groups={0: KVBlocks(positions, torch.arange(64)[None])},
             )
             logits = decoder.logits(decoder(None, batch, caches)[batch.logits_indices])
             loss += torch.nn.functional.cross_entropy(logits, tokens[len(prompt) :], reduction="sum").item()

@@ -36,8 +36,10 @@ from quire.engine.architecture.attention_spec import (
 from quire.engine.architecture.families import from_hf_config
 from quire.engine.architecture.spec_parts import NormSpec, RopeSpec
 from quire.engine.distributed.communicator import Parallel
-from quire.engine.layers.attention import Attention, Batch, HostMetadata, IndexedCache, Selection
+from quire.engine.layers.attention import Attention
+from quire.engine.layers.batch import Batch, KVBlocks
 from quire.engine.layers.compressed import CompressedAttention, compressed_cache
+from quire.engine.layers.kv_cache import LayerCache
 from quire.engine.layers.linear import Linear
 from quire.engine.layers.mla import MLA
 from quire.engine.layers.rotary import Rotary
@@ -68,14 +70,17 @@ def decode_of(length: int, table: Tensor) -> Batch:
     return Batch(
         token_ids=torch.zeros(1, dtype=torch.int64),
         positions=torch.tensor([last]),
-        slot_mapping=table[last // BLOCK, None] * BLOCK + last % BLOCK,
-        block_tables=table[None],
         sequence_lengths=torch.tensor([length]),
         query_starts=torch.tensor([0, 1]),
         logits_indices=torch.tensor([0]),
-        host=HostMetadata(torch.ones(1, dtype=torch.int64).numpy(), torch.tensor([length]).numpy()),
-        selection=Selection(),
+        groups={0: blocks_of(length, table)},
+        host=kernels.HostMetadata(torch.ones(1, dtype=torch.int64).numpy(), torch.tensor([length]).numpy()),
     )
+
+
+def blocks_of(length: int, table: Tensor) -> KVBlocks:
+    last = length - 1
+    return KVBlocks(table[last // BLOCK, None] * BLOCK + last % BLOCK, table[None])
 
 
 def deepseek_v32(top_k: int) -> Callable[[int], Calls]:
@@ -99,17 +104,17 @@ def deepseek_v32(top_k: int) -> Callable[[int], Calls]:
     def calls(length: int) -> Calls:
         blocks = -(-length // BLOCK)
         batch, x = decode_of(length, torch.randperm(blocks)), torch.randn(1, hidden)
-        cache = IndexedCache(cache_of(blocks, spec.kv_shape(1)), cache_of(blocks, (1, 1, 128)))
+        memory, keys = cache_of(blocks, spec.kv_shape(1)), cache_of(blocks, (1, 1, 128))
         turns = Rotary(rope, length)(batch.positions)
         index_query, weights = torch.randn(1, indexer.num_heads, 128), torch.randn(1, indexer.num_heads).float()
-        where = batch.block_tables, batch.sequence_lengths, batch.query_starts
-        slots = kernels.select_tokens(index_query, weights, cache.keys, *where, top_k)
-        query, sides = torch.randn(1, 16, 576), cache.memory.expand(2, -1, -1, -1, -1)
+        where = batch.attention(0)[1:4]
+        slots = kernels.select_tokens(index_query, weights, keys, *where, top_k)
+        query, sides = torch.randn(1, 16, 576), memory.expand(2, -1, -1, -1, -1)
         count = batch.sequence_lengths.clamp(max=top_k)
         return [
-            partial(dense, x, batch, turns, cache.memory),
-            partial(sparse, x, batch, turns, cache),
-            partial(kernels.select_tokens, index_query, weights, cache.keys, *where, top_k),
+            partial(dense, x, batch, turns, LayerCache(memory)),
+            partial(sparse, x, batch, turns, LayerCache(memory, keys=keys)),
+            partial(kernels.select_tokens, index_query, weights, keys, *where, top_k),
             partial(kernels.sparse_attention, query, sides, slots, count, 0.1),
         ]
 
@@ -131,13 +136,14 @@ def deepseek_v4(_: int) -> Callable[[int], Calls]:
     def calls(length: int) -> Calls:
         number = -(-length // BLOCK)
         tokens = number + page * (torch.arange(number) % 10)  # the blocks of a window are used again
-        batch = replace(decode_of(length, tokens), entries=decode_of(length, torch.randperm(number)))
+        batch = decode_of(length, tokens)
+        batch = replace(batch, groups={**batch.groups, 1: blocks_of(length, torch.randperm(number))})
         found: Calls = []
         for ratio in (0, 4, 128):
             spec, x = specs[ratio], torch.randn(1, model.hidden_size)
             memory = cache_of(number + 10 * page, (1, 1, spec.head_dim), 4)
             keys = None if spec.indexer is None else cache_of(number + 10 * page, (1, 1, spec.indexer.head_dim), 4)
-            cache = compressed_cache(spec, memory, keys, BLOCK, page)
+            cache = LayerCache(compressed=compressed_cache(spec, memory, keys, BLOCK, page), entries_group=1)
             turns = Rotary(spec.rope, length)(batch.positions)
             found.append(partial(layers[ratio], x, batch, turns, cache))
         return found
@@ -157,12 +163,12 @@ def minimax_m3(_: int) -> Callable[[int], Calls]:
     def calls(length: int) -> Calls:
         blocks = -(-length // BLOCK)
         batch, x = decode_of(length, torch.randperm(blocks)), torch.randn(1, hidden)
-        cache = IndexedCache(cache_of(blocks, spec.kv_shape(1)), cache_of(blocks, (1, 1, 128)))
-        turns, where = Rotary(rope, length)(batch.positions), (batch.sequence_lengths, batch.query_starts)
+        memory, keys = cache_of(blocks, spec.kv_shape(1)), cache_of(blocks, (1, 1, 128))
+        turns, where = Rotary(rope, length)(batch.positions), batch.attention(0)[1:4]
         return [
-            partial(dense, x, batch, turns, cache.memory),
-            partial(sparse, x, batch, turns, cache),
-            partial(kernels.select_blocks, torch.randn(1, 1, 128), cache.keys, batch.block_tables, *where, 128, 16, 1),
+            partial(dense, x, batch, turns, LayerCache(memory)),
+            partial(sparse, x, batch, turns, LayerCache(memory, keys=keys)),
+            partial(kernels.select_blocks, torch.randn(1, 1, 128), keys, *where, 128, 16, 1),
         ]
 
     return calls

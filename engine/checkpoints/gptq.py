@@ -20,7 +20,8 @@ from quire.engine.checkpoints.checkpoint_files import Checkpoint
 from quire.engine.checkpoints.loader import needed_tensors
 from quire.engine.checkpoints.quantized_tensors.writers import rounding_of
 from quire.engine.config.engine_config import EngineConfig
-from quire.engine.layers.attention import Batch, LayerCache
+from quire.engine.layers.batch import Batch, KVBlocks
+from quire.engine.layers.kv_cache import LayerCache
 from quire.engine.layers.linear import GatedLinear, Linear
 from quire.engine.layers.moe import Experts
 from quire.engine.protocol.errors import ConfigError
@@ -215,15 +216,14 @@ def _batches(texts: Sequence[Sequence[int]]) -> Iterator[Batch]:
             positions = torch.cat([torch.arange(len(each)) for each in together])
             starts, none = F.pad(lengths.cumsum(0), (1, 0)), torch.full((len(together),), -1)
             firsts = tables[:, 0].repeat_interleave(lengths) * _BLOCK_SIZE
+            segments = kernels.StateSegments(starts, torch.arange(len(starts)), none, none)
             yield Batch(
                 token_ids=torch.tensor(list(chain(*together))),
                 positions=positions,
-                slot_mapping=firsts + positions,
-                block_tables=tables,
                 sequence_lengths=lengths,
                 query_starts=starts,
                 logits_indices=torch.zeros(1, dtype=torch.int64),
-                segments=kernels.StateSegments(starts, torch.arange(len(starts)), none, none),
+                groups={0: KVBlocks(firsts + positions, tables), 1: segments},
             )
             together = []
         together.append(text)
@@ -248,7 +248,7 @@ def _forward(config: EngineConfig, decoder: nn.Module, stage: int, batch: Batch,
                 for shape in (layer.state.state_shape(1), layer.state.input_shape(1), *layer.state.other_inputs)
             )
             state = kernels.RecurrentState(matrices, inputs, tuple(others))
-        caches.append(LayerCache(memory, state=state, keys=keys))
+        caches.append(LayerCache(memory, state=state, state_group=1, keys=keys))
     with torch.inference_mode():
         out: Tensor = decoder(hidden, batch, caches)
     return out
@@ -257,5 +257,14 @@ def _forward(config: EngineConfig, decoder: nn.Module, stage: int, batch: Batch,
 def _plane(batch: Batch, shape: tuple[int, int, int]) -> Tensor:
     """The cache of a layer with `(tensors, KV heads, elements of a row)`."""
     num_tensors, kv_heads, row = shape
-    sizes = (1, batch.block_tables.numel(), kv_heads, _BLOCK_SIZE, row, torch.float32, torch.device("cpu"), num_tensors)
+    sizes = (
+        1,
+        batch.attention(0).block_tables.numel(),
+        kv_heads,
+        _BLOCK_SIZE,
+        row,
+        torch.float32,
+        torch.device("cpu"),
+        num_tensors,
+    )
     return kernels.allocate_kv_cache(*sizes)[0]

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import NamedTuple
-
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -17,193 +11,13 @@ from quire import kernels
 from quire.engine.architecture import attention_spec, spec_parts
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.distributed.communicator import Parallel
+from quire.engine.layers.batch import AttentionMetadata, Batch
 from quire.engine.layers.from_spec import FromSpec
-from quire.engine.layers.linear import (
-    Linear,
-    divided,
-)
+from quire.engine.layers.kv_cache import LayerCache
+from quire.engine.layers.linear import Linear, divided
 from quire.engine.layers.norm import AcrossHeadsNorm, PerHeadNorm, make_norm
 from quire.engine.layers.rotary import Rotary
 from quire.engine.layers.weight import Shard
-
-HostMetadata = kernels.HostMetadata
-
-
-@dataclass
-class Selection:
-    """The tokens that the queries of a step attend to. Each layer with an indexer replaces it."""
-
-    slots: Tensor | None = None
-    """`[tokens, top_k]`, as of `kernels.select_tokens`; None: no context is longer than the selection."""
-    counts: Tensor | None = None
-    """`[tokens]`, how many of each token's slots are valid."""
-
-
-@dataclass(frozen=True)
-class Batch:
-    """A step as the model sees it: the scheduled tokens of all requests, one request after another. All tensors are
-    int64."""
-
-    token_ids: Tensor
-    """`[tokens]`"""
-    positions: Tensor
-    """`[tokens]`, each token's position in its request."""
-    slot_mapping: Tensor
-    """`[tokens]`, where each token's keys and values are stored: block * block_size + offset."""
-    block_tables: Tensor
-    """`[requests, max_blocks]`; blocks before the window of all queries of a request may have any value."""
-    sequence_lengths: Tensor
-    """`[requests]`, tokens of each request, including this step's."""
-    query_starts: Tensor
-    """`[requests + 1]`, where each request's tokens start in `token_ids`."""
-    logits_indices: Tensor
-    """`[sampling requests]`, indices in the last stage's output of the last token of each request that samples."""
-    other_groups: tuple[Batch, ...] = ()
-    """The same step for the other KV cache groups, which have their own slot mapping and block tables
-    (`engine.config.kv_cache_groups`)."""
-    replica_tokens: tuple[int, ...] = ()
-    """Tokens of each replica in this step, if replicas share experts."""
-    segments: kernels.StateSegments | None = None
-    """In a KV cache group with recurrent states: what is read and written. Its slot mapping and block tables have no
-    meaning."""
-    host: HostMetadata | None = None
-    """Counts and lengths on the host; None: they are read from the tensors."""
-    selection: Selection | None = None
-    """What layers with sparse attention have selected in this step; None: there are no such layers."""
-    chunks: Batch | None = None
-    """In a KV cache group of layers with chunked attention, its batch `by_chunks`, which they share; None: each layer
-    makes it."""
-    entries: Batch | None = None
-    """In the KV cache group of windows of compressed attention, the same step for the group of its entries."""
-    micro_batches: tuple[Batch, ...] = ()
-    """The two halves of the step with dual-batch overlap, where one half's all-to-all overlaps the other's computation;
-    else empty."""
-    logits_indices_only: bool = False
-    """The last stage's output has only each request's last token: it is `[requests, hidden_size]`."""
-    token_types: Tensor | None = None
-    """`[tokens]`, for encoders with token types: 1 in the second text of a pair; None: all are 0."""
-
-    def for_group(self, group: int) -> Batch:
-        """The batch as the layers of this KV cache group see it."""
-        return self.other_groups[group - 1] if group else self
-
-    def with_last_tokens_only(self) -> Batch:
-        """The same batch with one query for each request: its last token."""
-        starts = torch.arange(len(self.query_starts), device=self.query_starts.device)
-        host = None if self.host is None else HostMetadata(np.ones_like(self.host.counts), self.host.lengths, {})
-        return replace(self, query_starts=starts, host=host, chunks=None)
-
-    def host_metadata(self) -> HostMetadata:
-        """`host`, or the same read from the tensors."""
-        if self.host is not None:
-            return self.host
-        return HostMetadata(self.query_starts.diff().cpu().numpy(), self.sequence_lengths.cpu().numpy())
-
-    def runs(self, forms: npt.NDArray[np.generic]) -> Iterator[tuple[int, int, slice]]:
-        """Successive requests of the same form: from one to before another, and their tokens."""
-        starts = [0, *self.host_metadata().counts.cumsum().tolist()]
-        for first, last in pairwise((0, *(np.flatnonzero(forms[1:] != forms[:-1]) + 1).tolist(), len(forms))):
-            yield first, last, slice(starts[first], starts[last])
-
-    def request_of_tokens(self, count: int) -> Tensor:
-        """The number of each token's request, `[count]`, for the step's number of tokens."""
-        tokens = torch.arange(count, device=self.query_starts.device)
-        if count == len(self.sequence_lengths):
-            return tokens
-        return torch.searchsorted(self.query_starts, tokens, right=True) - 1
-
-    def requests(self, begin: int, end: int, rows: slice) -> Batch:
-        """A batch with only these requests, whose tokens are `rows`."""
-        counts, lengths, _ = self.host_metadata()
-        starts = self.query_starts[begin : end + 1]
-        return Batch(
-            token_ids=self.token_ids[rows],
-            positions=self.positions[rows],
-            slot_mapping=self.slot_mapping[rows],
-            block_tables=self.block_tables[begin:end],
-            sequence_lengths=self.sequence_lengths[begin:end],
-            query_starts=starts - starts[0],
-            logits_indices=self.logits_indices,
-            host=HostMetadata(counts[begin:end], lengths[begin:end]),
-        )
-
-
-class IndexedCache(NamedTuple):
-    """What a layer with an indexer keeps of each token, in the same slot of both."""
-
-    memory: Tensor
-    keys: Tensor
-    """The indexer's, `[1, blocks, 1, block_size, row]`."""
-
-
-class CompressedCache(NamedTuple):
-    """What a layer with compressed attention keeps (see `quire.engine.layers.compressed`)."""
-
-    memory: Tensor
-    """`[1, blocks, 1, rows of a block, head_dim]`, of tokens and of entries. A block of tokens is a page, whose first
-    rows are theirs."""
-    tokens: Tensor
-    """The same rows of tokens, `[1, blocks, 1, block_size, head_dim]`."""
-    inputs: Tensor | None = None
-    """`[1, blocks, 1, block_size, features]`, what compressors need of tokens; None: there are no entries."""
-    keys: Tensor | None = None
-    """The indexer's, of entries, `[1, blocks, 1, rows of a block, row]`."""
-
-    @property
-    def block_size(self) -> int:
-        """Tokens."""
-        return self.tokens.shape[3]
-
-    def rows_of(self, slots: Tensor) -> Tensor:
-        """The rows in `memory` of tokens, by their slots."""
-        return slots // self.block_size * self.memory.shape[3] + slots % self.block_size
-
-    def entry_slots(self, blocks: Tensor, ends: Tensor) -> Tensor:
-        """The rows in `memory` of entries whose last tokens are at positions `ends` and in `blocks`."""
-        rows = self.memory.shape[3]
-        return blocks * rows + ends % self.block_size // (self.block_size // rows)
-
-    def entries_of(self, slots: Tensor) -> Tensor:
-        """The rows in `memory` of entries with these slots in `keys`."""
-        assert self.keys is not None
-        (of_keys, rows), size = (self.keys.shape[3], self.memory.shape[3]), self.block_size
-        last = (slots % of_keys + 1) * (size // of_keys) - 1  # the token in its block
-        return slots // of_keys * rows + last // (size // rows)
-
-
-class LayerCache(NamedTuple):
-    """The KV cache of a layer."""
-
-    memory: Tensor | None = None
-    """`[num_tensors, blocks, kv_heads, block_size, row]`, as in `quire.kernels.cache`; None: there is no attention."""
-    group: int = 0
-    """The KV cache group whose slot mapping and block tables the attention uses."""
-    state: kernels.RecurrentState | None = None
-    """The pages of a recurrent state."""
-    state_group: int = 0
-    """The KV cache group whose segments the recurrent state uses."""
-    keys: Tensor | None = None
-    """See `IndexedCache`."""
-    compressed: CompressedCache | None = None
-    """With compressed attention, instead of `memory` and `keys`."""
-    entries_group: int | None = None
-    """The KV cache group of its entries."""
-
-    @property
-    def for_attention(self) -> Tensor | IndexedCache | CompressedCache | None:
-        """What the layer's attention uses."""
-        if self.compressed is not None:
-            return self.compressed
-        return self.memory if self.memory is None or self.keys is None else IndexedCache(self.memory, self.keys)
-
-
-def with_entries(batch: Batch, caches: Sequence[LayerCache]) -> Batch:
-    """The batch with `Batch.entries` for the layers with these caches."""
-    for windows, entries in {(each.group, each.entries_group) for each in caches if each.entries_group is not None}:
-        groups = [replace(batch, other_groups=()), *batch.other_groups]
-        groups[windows] = replace(groups[windows], entries=groups[entries])
-        batch = replace(groups[0], other_groups=tuple(groups[1:]))
-    return batch
 
 
 class BlockIndexer(nn.Module):
@@ -219,11 +33,11 @@ class BlockIndexer(nn.Module):
         self.query_norm = make_norm(spec.norm, spec.head_dim)
         self.key_norm = make_norm(spec.norm, spec.head_dim)
 
-    def forward(self, x: Tensor, batch: Batch, cos_sin: Tensor, keys: Tensor) -> Tensor:
+    def forward(self, x: Tensor, slot_mapping: Tensor, cos_sin: Tensor, keys: Tensor) -> Tensor:
         """Write the tokens' keys to the cache `keys`; returns their queries `[tokens, kv_heads, head_dim]`."""
         query = self.query_norm(self.query(x).unflatten(-1, (-1, self._head_dim)))
         key = self.key_norm(self.key(x))[:, None]
-        return kernels.rotary_write_kv(query, key, None, cos_sin, keys, batch.slot_mapping)
+        return kernels.rotary_write_kv(query, key, None, cos_sin, keys, slot_mapping)
 
 
 class GroupIndexer(nn.Module):
@@ -238,7 +52,9 @@ class GroupIndexer(nn.Module):
         self.query_norm = make_norm(spec.norm, spec.head_dim)
         self.key_norm = make_norm(spec.norm, spec.head_dim)
 
-    def forward(self, x: Tensor, batch: Batch, cos_sin: Tensor, keys: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, positions: Tensor, metadata: AttentionMetadata, cos_sin: Tensor, keys: Tensor
+    ) -> Tensor:
         """Write the tokens' keys, and those of groups that end with one of them, to the cache `keys`; returns the
         tokens' queries `[tokens, heads, head_dim]`."""
         spec, weight = self._spec, self.key_norm.weight
@@ -247,12 +63,13 @@ class GroupIndexer(nn.Module):
         query, key = heads.split_with_sizes((spec.num_heads, 1), dim=1)
         query = self.query_norm(query)
         query, _ = kernels.rotary(query, query[:, :0], cos_sin)
-        kernels.rotary_write_kv(key[:, :0], key, None, cos_sin[:, :0], keys, batch.slot_mapping)
+        kernels.rotary_write_kv(key[:, :0], key, None, cos_sin[:, :0], keys, metadata.slot_mapping)
         places = torch.zeros(spec.size, spec.head_dim, dtype=torch.float32, device=x.device)  # all alike
         kernels.compress_tokens(
             *(keys, places, weight.float() + spec.norm.offset, spec.norm.eps),
-            *(self._rotary(batch.positions + 1 - spec.size), keys[:, :, :, spec.size - 1 :: spec.size]),
-            *(batch.slot_mapping, batch.block_tables, batch.sequence_lengths, batch.query_starts, batch.block_tables),
+            *(self._rotary(positions + 1 - spec.size), keys[:, :, :, spec.size - 1 :: spec.size]),
+            *(metadata.slot_mapping, metadata.block_tables, metadata.sequence_lengths, metadata.query_starts),
+            metadata.block_tables,
         )
         return query
 
@@ -291,7 +108,7 @@ class Attention(nn.Module):
         x: Tensor | kernels.RoundedRows,
         batch: Batch,
         cos_sin: Tensor,
-        cache: Tensor | IndexedCache,
+        cache: LayerCache,
         last_tokens: Tensor | None = None,
         added: Tensor | None = None,
     ) -> Tensor:
@@ -301,12 +118,16 @@ class Attention(nn.Module):
 
         Writes the keys and values of all tokens to this layer's `cache`, unless it is the cache of another layer.
         """
-        spec, index_query = self._spec, None
-        cache, keys = cache if isinstance(cache, IndexedCache) else (cache, None)
+        spec, metadata, index_query = self._spec, batch.attention(cache.group), None
+        memory, keys = cache.memory, cache.keys
+        assert memory is not None
         if self.indexer is not None:
             assert isinstance(x, Tensor)
             assert keys is not None
-            index_query = self.indexer(x, batch, cos_sin, keys)
+            if isinstance(self.indexer, BlockIndexer):
+                index_query = self.indexer(x, metadata.slot_mapping, cos_sin, keys)
+            else:
+                index_query = self.indexer(x, batch.positions, metadata, cos_sin, keys)
         qkv: Tensor = self.qkv(x)
         qkv = qkv if added is None else qkv + added
         query, *others = qkv.split_with_sizes(self._widths, dim=-1)
@@ -333,18 +154,21 @@ class Attention(nn.Module):
         if value is None:
             query, _ = kernels.rotary(query, key, cos_sin)
         else:
-            query = kernels.rotary_write_kv(query, key, value, cos_sin, cache, batch.slot_mapping)
+            query = kernels.rotary_write_kv(query, key, value, cos_sin, memory, metadata.slot_mapping)
         if last_tokens is not None:
-            query, batch = query[last_tokens], batch.with_last_tokens_only()
+            query, metadata = query[last_tokens], metadata.last_tokens()
             index_query = None if index_query is None else index_query[last_tokens]
             gates = [gate[last_tokens] for gate in gates]
         if spec.is_chunked and spec.window is not None:
-            batch = batch.chunks or by_chunks(batch, len(query), spec.window, cache.shape[3])
+            chunks = None if last_tokens is not None else batch.shared.chunks.get(cache.group)
+            metadata = chunks or by_chunks(metadata, len(query), spec.window, memory.shape[3])
+            if last_tokens is None:
+                batch.shared.chunks[cache.group] = metadata
         if index_query is None:
-            mixed = self._attend(query, batch, cache)
+            mixed = self._attend(query, metadata, memory)
         else:
             assert keys is not None
-            mixed = self._attend_sparsely(query, index_query, batch, cache, keys)
+            mixed = self._attend_sparsely(query, index_query, metadata, memory, keys)
         if spec.value_dim < spec.head_dim:
             mixed = mixed[..., : spec.value_dim]
         for gate in gates:
@@ -352,63 +176,65 @@ class Attention(nn.Module):
         out: Tensor = self.output(mixed.flatten(1))
         return out if spec.output_multiplier == 1.0 else out * spec.output_multiplier
 
-    def _attend(self, query: Tensor, batch: Batch, cache: Tensor) -> Tensor:
+    def _attend(self, query: Tensor, metadata: AttentionMetadata, memory: Tensor) -> Tensor:
         """`[tokens, heads, head_dim]` → the same."""
         spec = self._spec
         return kernels.paged_attention(
             query,
-            cache,
-            batch.block_tables,
-            batch.sequence_lengths,
-            batch.query_starts,
+            memory,
+            metadata.block_tables,
+            metadata.sequence_lengths,
+            metadata.query_starts,
             spec.scale,
             window=0 if spec.is_chunked else spec.window or 0,
             softcap=spec.softcap,
             sinks=None if self.sinks is None else self.sinks.float(),
             slopes=self._slopes,
-            host=batch.host,
+            host=metadata.host,
         )
 
-    def _attend_sparsely(self, query: Tensor, index_query: Tensor, batch: Batch, cache: Tensor, keys: Tensor) -> Tensor:
+    def _attend_sparsely(
+        self, query: Tensor, index_query: Tensor, metadata: AttentionMetadata, memory: Tensor, keys: Tensor
+    ) -> Tensor:
         """Like `_attend`, but the queries of requests that are longer than the selection attend to it."""
         assert self._spec.indexer is not None
         attend = self._attend_to_blocks if isinstance(self.indexer, BlockIndexer) else self._attend_to_groups
-        is_long = batch.host_metadata().lengths > self._spec.indexer.top_k
+        is_long = metadata.host_metadata().lengths > self._spec.indexer.top_k
         if not is_long.any():
-            return self._attend(query, batch, cache)
+            return self._attend(query, metadata, memory)
         mixed = torch.empty_like(query)
-        for first, last, rows in batch.runs(is_long):
-            part = batch.requests(first, last, rows)
+        for first, last, rows in metadata.runs(is_long):
+            part = metadata.requests(first, last, rows)
             if is_long[first]:
-                mixed[rows] = attend(query[rows], index_query[rows], part, cache, keys)
+                mixed[rows] = attend(query[rows], index_query[rows], part, memory, keys)
             else:
-                mixed[rows] = self._attend(query[rows], part, cache)
+                mixed[rows] = self._attend(query[rows], part, memory)
         return mixed
 
     def _attend_to_blocks(
-        self, query: Tensor, index_query: Tensor, batch: Batch, cache: Tensor, keys: Tensor
+        self, query: Tensor, index_query: Tensor, metadata: AttentionMetadata, memory: Tensor, keys: Tensor
     ) -> Tensor:
         """Each KV head of a query attends to its own blocks. Nothing is read from the device."""
-        spec, (tokens, heads), block_size = self._spec.indexer, index_query.shape[:2], cache.shape[3]
+        spec, (tokens, heads), block_size = self._spec.indexer, index_query.shape[:2], memory.shape[3]
         assert isinstance(spec, attention_spec.BlockIndexerSpec)
         blocks = kernels.select_blocks(
-            *(index_query, keys, batch.block_tables, batch.sequence_lengths, batch.query_starts),
+            *(index_query, keys, metadata.block_tables, metadata.sequence_lengths, metadata.query_starts),
             *(spec.block_size, spec.num_blocks, spec.num_local_blocks),
         )
-        number, request = torch.arange(tokens, device=query.device), batch.request_of_tokens(tokens)
-        positions = batch.sequence_lengths[request] - batch.query_starts[request + 1] + number
+        number, request = torch.arange(tokens, device=query.device), metadata.request_of_tokens(tokens)
+        positions = metadata.sequence_lengths[request] - metadata.query_starts[request + 1] + number
         before = (positions // spec.block_size + 1 - spec.num_blocks).clamp(min=0)  # blocks that are not selected
         counts = (positions + 1 - before * spec.block_size).clamp(min=1)
         offsets = torch.arange(spec.block_size, device=query.device)
-        by_head, step = kernels.heads_as_blocks(cache)
+        by_head, step = kernels.heads_as_blocks(memory)
         head = torch.arange(heads, device=query.device)[:, None]
         grouped, mixed = torch.unflatten(query, 1, (heads, -1)), torch.empty_like(query)
         size = max(1, attention_spec.SCORES_AT_ONCE // (heads * spec.top_k))
         for start in range(0, tokens, size):
             rows = slice(start, start + size)
             places = (blocks[rows, :, :, None] * spec.block_size + offsets).flatten(2)  # [rows, heads, top_k]
-            places = places.clamp(max=batch.block_tables.shape[1] * block_size - 1)
-            pages = batch.block_tables[request[rows, None, None], places // block_size]
+            places = places.clamp(max=metadata.block_tables.shape[1] * block_size - 1)
+            pages = metadata.block_tables[request[rows, None, None], places // block_size]
             slots = (pages * step + head) * block_size + places % block_size
             found = kernels.sparse_attention(
                 *(grouped[rows].flatten(0, 1), by_head, slots.flatten(0, 1)),
@@ -418,36 +244,36 @@ class Attention(nn.Module):
         return mixed
 
     def _attend_to_groups(
-        self, query: Tensor, index_query: Tensor, batch: Batch, cache: Tensor, keys: Tensor
+        self, query: Tensor, index_query: Tensor, metadata: AttentionMetadata, memory: Tensor, keys: Tensor
     ) -> Tensor:
         """All heads of a query attend to the same groups. Nothing is read from the device."""
         spec = self._spec.indexer
         assert isinstance(spec, attention_spec.GroupIndexerSpec)
         weights = torch.ones(index_query.shape[:2], dtype=torch.float32, device=query.device)
         chosen = kernels.select_tokens(
-            *(index_query, weights, keys[:, :, :, spec.size - 1 :: spec.size], batch.block_tables),
-            *(batch.sequence_lengths, batch.query_starts, spec.num_groups, spec.size),
+            *(index_query, weights, keys[:, :, :, spec.size - 1 :: spec.size], metadata.block_tables),
+            *(metadata.sequence_lengths, metadata.query_starts, spec.num_groups, spec.size),
         )
-        slots, counts = tokens_of_groups(chosen, batch, spec.size, cache.shape[3])
-        return kernels.sparse_attention(query, cache, slots, counts, self._spec.scale)
+        slots, counts = tokens_of_groups(chosen, metadata, spec.size, memory.shape[3])
+        return kernels.sparse_attention(query, memory, slots, counts, self._spec.scale)
 
 
-def tokens_of_groups(chosen: Tensor, batch: Batch, size: int, block_size: int) -> tuple[Tensor, Tensor]:
+def tokens_of_groups(chosen: Tensor, metadata: AttentionMetadata, size: int, block_size: int) -> tuple[Tensor, Tensor]:
     """The slots of the tokens of `chosen` groups `[tokens, groups]`, which are slots of groups of `size` tokens, and of
     those after the last complete group: `[tokens, (groups + 1) * size - 1]`; and how many of each token's are valid,
     `[tokens]`."""
     tokens, most = chosen.shape
     device, width = chosen.device, (most + 1) * size - 1
-    number, owners = torch.arange(width, device=device), batch.request_of_tokens(tokens)
+    number, owners = torch.arange(width, device=device), metadata.request_of_tokens(tokens)
     place = torch.arange(tokens, device=device)
-    seen = (batch.sequence_lengths[owners] - batch.query_starts[owners + 1] + place + 1).clamp(min=1)
+    seen = (metadata.sequence_lengths[owners] - metadata.query_starts[owners + 1] + place + 1).clamp(min=1)
     in_groups = (seen // size).clamp(max=most) * size
     slots = chosen.new_empty(tokens, width)
     for rows in torch.split(place, max(1, attention_spec.SCORES_AT_ONCE // width)):
         of_groups = chosen[rows].repeat_interleave(size, dim=1) * size + number[: most * size] % size
         ends, counts = seen[rows, None], in_groups[rows, None]
         places = (ends - ends % size + number - counts).clamp(min=0).minimum(ends - 1)
-        after = batch.block_tables[owners[rows, None], places // block_size] * block_size + places % block_size
+        after = metadata.block_tables[owners[rows, None], places // block_size] * block_size + places % block_size
         slots[rows] = torch.where(number < counts, F.pad(of_groups, (0, size - 1)), after)
     return slots, in_groups + seen % size
 
@@ -461,22 +287,22 @@ def scale_queries(query: Tensor, positions: Tensor, spec: spec_parts.QueryScaleS
     return query * factors.to(query.dtype)[:, None, None]
 
 
-def by_chunks(batch: Batch, num_queries: int, chunk: int, block_size: int) -> Batch:
-    """The batch with the queries of each chunk of a request as a request of their own, which begins with the chunk.
+def by_chunks(metadata: AttentionMetadata, num_queries: int, chunk: int, block_size: int) -> AttentionMetadata:
+    """The same with the queries of each chunk of a request as a request of their own, which begins with the chunk.
 
     `chunk` is a multiple of `block_size`. With one query for each request, nothing is read from the device.
     """
-    width, device = -(-chunk // block_size), batch.block_tables.device
-    if num_queries == len(batch.sequence_lengths):
-        rows, host, query_starts = batch.block_tables, batch.host, batch.query_starts
-        chunks = (batch.sequence_lengths - 1).clamp(min=0) // chunk
-        lengths = batch.sequence_lengths - chunks * chunk
+    width, device = -(-chunk // block_size), metadata.block_tables.device
+    if num_queries == len(metadata.sequence_lengths):
+        rows, host, query_starts = metadata.block_tables, metadata.host, metadata.query_starts
+        chunks = (metadata.sequence_lengths - 1).clamp(min=0) // chunk
+        lengths = metadata.sequence_lengths - chunks * chunk
         if host is not None:  # with plans, the lengths are exact, else at least the true ones
             starts = (host.lengths - 1).clip(0) // chunk * chunk
             shorter = np.minimum(host.lengths, chunk) if host.plans is None else host.lengths - starts
-            host = HostMetadata(host.counts, shorter, None if host.plans is None else {})
+            host = kernels.HostMetadata(host.counts, shorter, None if host.plans is None else {})
     else:
-        counts, ends, plans = batch.host_metadata()
+        counts, ends, plans = metadata.host_metadata()
         begins = ends - counts
         number = (ends - 1) // chunk - begins // chunk + 1  # chunks of each request
         request = np.repeat(np.arange(len(counts)), number)
@@ -484,14 +310,14 @@ def by_chunks(batch: Batch, num_queries: int, chunk: int, block_size: int) -> Ba
         chunk_numbers = first + np.arange(len(request))
         own_ends = np.minimum(ends[request], (chunk_numbers + 1) * chunk)
         own_counts = own_ends - np.maximum(begins[request], chunk_numbers * chunk)
-        host = HostMetadata(own_counts, own_ends - chunk_numbers * chunk, None if plans is None else {})
-        rows = batch.block_tables[torch.from_numpy(request).to(device)]
+        host = kernels.HostMetadata(own_counts, own_ends - chunk_numbers * chunk, None if plans is None else {})
+        rows = metadata.block_tables[torch.from_numpy(request).to(device)]
         chunks = torch.from_numpy(chunk_numbers).to(device)
         lengths = torch.from_numpy(host.lengths).to(device)
         query_starts = F.pad(torch.from_numpy(own_counts.cumsum()), (1, 0)).to(device)
     columns = chunks[:, None] * (chunk // block_size) + torch.arange(width, device=device)
     tables = rows.gather(1, columns.clamp(max=rows.shape[1] - 1))
-    return replace(batch, block_tables=tables, sequence_lengths=lengths, query_starts=query_starts, host=host)
+    return AttentionMetadata(metadata.slot_mapping, tables, lengths, query_starts, host)
 
 
 def attention_config(config: EngineConfig) -> kernels.AttentionConfig:

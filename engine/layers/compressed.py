@@ -19,12 +19,10 @@ from torch import Tensor, nn
 from quire import kernels
 from quire.engine.architecture import attention_spec
 from quire.engine.distributed.communicator import Parallel
-from quire.engine.layers.attention import Batch, CompressedCache
+from quire.engine.layers.batch import AttentionMetadata, Batch
 from quire.engine.layers.from_spec import FromSpec
-from quire.engine.layers.linear import (
-    GroupedLinear,
-    Linear,
-)
+from quire.engine.layers.kv_cache import CompressedCache, LayerCache
+from quire.engine.layers.linear import GroupedLinear, Linear
 from quire.engine.layers.norm import make_norm
 from quire.engine.layers.rotary import Rotary
 
@@ -41,15 +39,16 @@ class Compressor(nn.Module):
         self.position_bias = own.weight(module, "position_bias")
         self.norm = make_norm(spec.norm, head_dim)
 
-    def forward(self, inputs: Tensor, cos_sin: Tensor, cache: Tensor, batch: Batch) -> None:
+    def forward(
+        self, inputs: Tensor, cos_sin: Tensor, cache: Tensor, windows: AttentionMetadata, entry_tables: Tensor
+    ) -> None:
         """Write the entries of the groups that end with one of the step's tokens to `cache`, from the tokens' `inputs`
         in the KV cache. See `kernels.compress_tokens`."""
-        assert batch.entries is not None
         weight = self.norm.weight
         assert isinstance(weight, Tensor)
         kernels.compress_tokens(
-            *(inputs, self.position_bias, weight, self._eps, cos_sin, cache, batch.slot_mapping),
-            *(batch.block_tables, batch.sequence_lengths, batch.query_starts, batch.entries.block_tables),
+            *(inputs, self.position_bias, weight, self._eps, cos_sin, cache, windows.slot_mapping),
+            *(windows.block_tables, windows.sequence_lengths, windows.query_starts, entry_tables),
         )
 
 
@@ -70,15 +69,16 @@ class EntryIndexer(nn.Module):
         self.weights = own.replicated("attention.indexer.weights")
         self._scale = (spec.indexer.num_heads * spec.indexer.head_dim) ** -0.5
 
-    def forward(self, x: Tensor, latent_query: Tensor, cos_sin: Tensor, keys: Tensor, batch: Batch) -> Tensor:
+    def forward(
+        self, x: Tensor, latent_query: Tensor, cos_sin: Tensor, keys: Tensor, entries: AttentionMetadata
+    ) -> Tensor:
         """The slots in `keys` of the selected entries, `[tokens, top_k]`. The first ones are valid, up to the number of
         entries that a token sees."""
-        assert batch.entries is not None
         query = self.query(latent_query).unflatten(-1, (self._spec.num_heads, -1))
         query, _ = kernels.rotary(query, query[:, :0], cos_sin)
         return kernels.select_tokens(
-            *(query, self.weights.logits(x) * self._scale, keys, batch.entries.block_tables),
-            *(batch.sequence_lengths, batch.query_starts, self._spec.top_k, self._ratio),
+            *(query, self.weights.logits(x) * self._scale, keys, entries.block_tables),
+            *(entries.sequence_lengths, entries.query_starts, self._spec.top_k, self._ratio),
         )
 
 
@@ -109,28 +109,38 @@ class CompressedAttention(nn.Module):
         """The layer that alone multiplies the input, if there is one."""
         return self.down if self.compressor is None else None
 
-    def forward(self, x: Tensor | kernels.RoundedRows, batch: Batch, cos_sin: Tensor, cache: CompressedCache) -> Tensor:
+    def forward(self, x: Tensor | kernels.RoundedRows, batch: Batch, cos_sin: Tensor, cache: LayerCache) -> Tensor:
         """`[tokens, hidden_size]` → the same; writes the tokens' rows, and the entries that they complete."""
-        spec = self._spec
+        spec, kept, windows = self._spec, cache.compressed, batch.attention(cache.group)
+        assert kept is not None
         latent_query, key = self.down(x).split_with_sizes((spec.q_lora_rank, spec.head_dim), dim=-1)
         latent_query = self.query_norm(latent_query)
         query = self._head_norm(self.query(latent_query).unflatten(-1, (self._heads, spec.head_dim)))
         key = self.key_norm(key)[:, None]
-        query = kernels.rotary_write_kv(query, key, None, cos_sin, cache.tokens, batch.slot_mapping)
-        chosen = None
+        query = kernels.rotary_write_kv(query, key, None, cos_sin, kept.tokens, windows.slot_mapping)
+        entries = chosen = None
         if self.compressor is not None:
             assert isinstance(x, Tensor)
-            self._compress(x, batch, cache)
+            assert cache.entries_group is not None
+            entries = batch.attention(cache.entries_group)
+            self._compress(x, batch.positions, windows, entries, kept)
             if self.indexer is not None:
-                assert cache.keys is not None
-                chosen = self.indexer(x, latent_query, cos_sin, cache.keys, batch)
-        mixed = self._attend(query, batch, cache, chosen)
+                assert kept.keys is not None
+                chosen = self.indexer(x, latent_query, cos_sin, kept.keys, entries)
+        mixed = self._attend(query, batch.positions, windows, entries, kept, chosen)
         cos, sin = cos_sin.chunk(2, dim=-1)
         mixed, _ = kernels.rotary(mixed, mixed[:, :0], torch.cat((cos, -sin), dim=-1))
         out: Tensor = self.output(self.group_output(_rotary_last(mixed, spec.rope.dim).flatten(1)))
         return out
 
-    def _compress(self, x: Tensor, batch: Batch, cache: CompressedCache) -> None:
+    def _compress(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        windows: AttentionMetadata,
+        entries: AttentionMetadata,
+        cache: CompressedCache,
+    ) -> None:
         """Write what compressors need of the tokens, and the entries of the groups that end with one of them."""
         spec = self._spec
         assert spec.compressor is not None
@@ -142,37 +152,44 @@ class CompressedAttention(nn.Module):
         assert cache.inputs is not None
         new = torch.cat([each.inputs(x) for each, _ in compressors], dim=-1)[:, None]
         nothing, no_turns = new[:, :0], new.new_empty(len(new), 0, dtype=torch.float32)
-        kernels.rotary_write_kv(nothing, new, None, no_turns, cache.inputs, batch.slot_mapping)
-        cos_sin = self._rotary(batch.positions + 1 - spec.compressor.ratio)
+        kernels.rotary_write_kv(nothing, new, None, no_turns, cache.inputs, windows.slot_mapping)
+        cos_sin = self._rotary(positions + 1 - spec.compressor.ratio)
         inputs = cache.inputs.split_with_sizes([each.inputs_width for each, _ in compressors], dim=-1)
         for (compressor, memory), own in zip(compressors, inputs, strict=True):
-            compressor(own, cos_sin, memory, batch)
+            compressor(own, cos_sin, memory, windows, entries.block_tables)
 
-    def _attend(self, query: Tensor, batch: Batch, cache: CompressedCache, chosen: Tensor | None) -> Tensor:
+    def _attend(
+        self,
+        query: Tensor,
+        positions: Tensor,
+        windows: AttentionMetadata,
+        entries: AttentionMetadata | None,
+        cache: CompressedCache,
+        chosen: Tensor | None,
+    ) -> Tensor:
         """`[tokens, heads, head_dim]` → the same. `chosen` are the slots of the selected entries, `[tokens, top_k]`."""
         spec, size, device = self._spec, cache.block_size, query.device
-        most = 0 if spec.compressor is None else spec.max_entries(int(batch.host_metadata().lengths.max(initial=1)))
-        requests, sides = batch.request_of_tokens(len(query)), cache.memory.expand(2, *cache.memory.shape[1:])
+        most = 0 if spec.compressor is None else spec.max_entries(int(windows.host_metadata().lengths.max(initial=1)))
+        requests, sides = windows.request_of_tokens(len(query)), cache.memory.expand(2, *cache.memory.shape[1:])
         sinks, mixed = self.sinks.float(), torch.empty_like(query)
         window, number = torch.arange(spec.window, device=device), torch.arange(most, device=device)
         places = torch.arange(spec.window + most, device=device)
         size_of_part = max(1, attention_spec.SCORES_AT_ONCE // len(places))
         for tokens in torch.split(torch.arange(len(query), device=device), size_of_part):
-            at, owner = batch.positions[tokens, None], requests[tokens, None]
+            at, owner = positions[tokens, None], requests[tokens, None]
             seen = (at + 1).clamp(max=spec.window)  # tokens of the window, [tokens, 1]
-            positions = (at - seen + 1 + window).clamp(max=at)
-            slots = cache.rows_of(batch.block_tables[owner, positions // size] * size + positions % size)
+            inside = (at - seen + 1 + window).clamp(max=at)
+            slots = cache.rows_of(windows.block_tables[owner, inside // size] * size + inside % size)
             counts = seen
-            if spec.compressor is not None and most:
-                assert batch.entries is not None
+            if spec.compressor is not None and entries is not None and most:
                 if chosen is None:
                     ends = ((number + 1) * spec.compressor.ratio - 1).expand(len(tokens), -1)
-                    columns = (ends // size).clamp(max=batch.entries.block_tables.shape[1] - 1)
-                    entries = cache.entry_slots(batch.entries.block_tables[owner, columns], ends)
+                    columns = (ends // size).clamp(max=entries.block_tables.shape[1] - 1)
+                    others = cache.entry_slots(entries.block_tables[owner, columns], ends)
                 else:
-                    entries = cache.entries_of(chosen[tokens, :most])
+                    others = cache.entries_of(chosen[tokens, :most])
                 counts = seen + ((at + 1) // spec.compressor.ratio).clamp(max=most)
-                slots = torch.cat((slots, entries), dim=1)
+                slots = torch.cat((slots, others), dim=1)
                 following = (spec.window + places - seen).clamp(max=len(places) - 1)
                 slots = slots.gather(1, torch.where(places < seen, places, following))
             mixed[tokens] = kernels.sparse_attention(query[tokens], sides, slots, counts[:, 0], spec.scale, sinks)

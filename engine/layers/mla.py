@@ -27,12 +27,11 @@ from torch import Tensor, nn
 from quire import kernels
 from quire.engine.architecture import attention_spec
 from quire.engine.distributed.communicator import Parallel
-from quire.engine.layers.attention import Batch, IndexedCache, Selection, scale_queries, tokens_of_groups
+from quire.engine.layers.attention import scale_queries, tokens_of_groups
+from quire.engine.layers.batch import AttentionMetadata, Batch, Selection
 from quire.engine.layers.from_spec import FromSpec
-from quire.engine.layers.linear import (
-    ColumnParallelLinear,
-    Linear,
-)
+from quire.engine.layers.kv_cache import LayerCache
+from quire.engine.layers.linear import ColumnParallelLinear, Linear
 from quire.engine.layers.norm import RMSNorm, make_norm
 
 Ints = npt.NDArray[np.int64]
@@ -72,28 +71,37 @@ class Indexer(nn.Module):
         self.weights = own.replicated("attention.indexer.weights")
         self._scale = (spec.num_heads * spec.head_dim) ** -0.5
 
-    def forward(self, x: Tensor, latent_query: Tensor, batch: Batch, cos_sin: Tensor, keys: Tensor) -> Selection:
+    def forward(
+        self,
+        x: Tensor,
+        latent_query: Tensor,
+        positions: Tensor,
+        metadata: AttentionMetadata,
+        cos_sin: Tensor,
+        keys: Tensor,
+    ) -> Selection:
         """Write what is kept of the tokens to the cache `keys`, and select the tokens to attend to, if a request is
         longer than top_k."""
         pool, top_k = self._spec.pool, self._top_k
         query = self.query(latent_query).unflatten(-1, (self._spec.num_heads, -1))
         key = self.key_norm(self.key(x))
         key = key if self.gate is None else torch.cat((key, self.gate.logits(x).to(key.dtype)), dim=-1)
-        query = kernels.rotary_write_kv(query, key[:, None], None, cos_sin, keys, batch.slot_mapping)
-        place, rows = (batch.block_tables, batch.sequence_lengths, batch.query_starts), keys
+        query = kernels.rotary_write_kv(query, key[:, None], None, cos_sin, keys, metadata.slot_mapping)
+        rows, place = keys, (metadata.block_tables, metadata.sequence_lengths, metadata.query_starts)
         if self.position_bias is not None:
             no_turns = cos_sin[:, :0]
             keys = rows[:, :, :, pool - 1 :: pool, : self._spec.head_dim]
             kernels.compress_tokens(
-                *(rows, self.position_bias, None, 0.0, no_turns, keys, batch.slot_mapping, *place, batch.block_tables)
+                *(rows, self.position_bias, None, 0.0, no_turns, keys, metadata.slot_mapping, *place),
+                metadata.block_tables,
             )
-        if batch.host_metadata().lengths.max() <= top_k:
+        if metadata.host_metadata().lengths.max() <= top_k:
             return Selection()
         weights = self.weights.logits(x) * self._scale
         chosen = kernels.select_tokens(query, weights, keys, *place, top_k // pool, pool)
         if pool > 1:
-            return Selection(*tokens_of_groups(chosen, batch, pool, rows.shape[3]))
-        return Selection(chosen, (batch.positions + 1).clamp(max=top_k))
+            return Selection(*tokens_of_groups(chosen, metadata, pool, rows.shape[3]))
+        return Selection(chosen, (positions + 1).clamp(max=top_k))
 
 
 class MLA(nn.Module):
@@ -127,25 +135,21 @@ class MLA(nn.Module):
         others = self.gate is not None or self.indexer is not None
         return None if self.query_norm is None or others else self.down
 
-    def forward(
-        self, x: Tensor | kernels.RoundedRows, batch: Batch, cos_sin: Tensor, cache: Tensor | IndexedCache
-    ) -> Tensor:
-        """`[tokens, hidden_size]` → the same; writes the tokens' rows to this layer's `cache`.
-
-        `cache` is `[1, blocks, 1, block_size, row]`.
-        """
-        spec, hidden, selection = self._spec, x, batch.selection or Selection()
-        cache, keys = cache if isinstance(cache, IndexedCache) else (cache, None)
+    def forward(self, x: Tensor | kernels.RoundedRows, batch: Batch, cos_sin: Tensor, cache: LayerCache) -> Tensor:
+        """`[tokens, hidden_size]` → the same; writes the tokens' rows to this layer's `cache`, whose memory is
+        `[1, blocks, 1, block_size, row]`."""
+        spec, hidden, metadata, memory = self._spec, x, batch.attention(cache.group), cache.memory
+        assert memory is not None
         gate = None if self.gate is None else self.gate(x).unflatten(-1, (self._heads, spec.gate_dim))
         down = self.down(x)
         if self.query_norm is not None:
             latent_query, down = down.split((spec.q_lora_rank, down.shape[-1] - spec.q_lora_rank), dim=-1)
             x = normed = self.query_norm(latent_query)
             if self.indexer is not None:
-                assert keys is not None
+                assert cache.keys is not None
                 assert isinstance(hidden, Tensor)
-                found: Selection = self.indexer(hidden, normed, batch, cos_sin, keys)
-                selection.slots, selection.counts = found.slots, found.counts
+                place = batch.positions, metadata, cos_sin
+                batch.shared.selection = self.indexer(hidden, normed, *place, cache.keys)
             if spec.output_gate == "queries":
                 x = torch.cat((normed, latent_query), dim=-1)
         query = self.query(x).unflatten(-1, (self._heads, spec.query_dim))  # a head's rotary features come first
@@ -158,35 +162,35 @@ class MLA(nn.Module):
         latent = self.latent_norm(latent)
         latent = latent if spec.latent_multiplier == 1.0 else latent * spec.latent_multiplier
         key = torch.cat((rotary_key, latent), dim=-1)[:, None]
-        query = kernels.rotary_write_kv(query, key, None, cos_sin, cache, batch.slot_mapping)
-        mixed = self._attend(query, batch, cache, None if spec.top_k is None else selection)
+        query = kernels.rotary_write_kv(query, key, None, cos_sin, memory, metadata.slot_mapping)
+        selection = Selection() if spec.top_k is None else batch.shared.selection
+        mixed = self._attend(query, metadata, memory, selection)
         if gate is not None:
             mixed = mixed * gate.float().sigmoid().to(mixed.dtype)
         out: Tensor = self.output(mixed.flatten(1))
         return out
 
-    def _attend(self, query: Tensor, batch: Batch, cache: Tensor, selection: Selection | None = None) -> Tensor:
+    def _attend(self, query: Tensor, metadata: AttentionMetadata, memory: Tensor, selection: Selection) -> Tensor:
         """`[tokens, heads, head_dim]` → `[tokens, heads, value_dim]`, in the cheaper form for each request."""
-        (counts, lengths, _), slots = batch.host_metadata(), None if selection is None else selection.slots
+        (counts, lengths, _), (slots, selected) = metadata.host_metadata(), selection
         is_plain = (counts >= self._plain_from) & (self._spec.window is None)  # the plain form reads all rows
         forms = np.where(is_plain, _PLAIN, _ABSORBED)
         if slots is not None:
             forms[lengths > slots.shape[1]] = _SPARSE
         if not (forms != _ABSORBED).any():
-            return self.absorbed(query, batch, cache)
+            return self.absorbed(query, metadata, memory)
         starts = [0, *counts.cumsum().tolist()]
         mixed = query.new_empty(*query.shape[:2], self._spec.v_head_dim)
-        for first, last, rows in batch.runs(forms):
+        for first, last, rows in metadata.runs(forms):
             if slots is not None and forms[first] == _SPARSE:
-                assert selection is not None
-                assert selection.counts is not None
-                mixed[rows] = self.sparse(query[rows], slots[rows], selection.counts[rows], cache)
+                assert selected is not None
+                mixed[rows] = self.sparse(query[rows], slots[rows], selected[rows], memory)
                 continue
             is_plain = forms[first] == _PLAIN
             for begin, end in self._group_requests(lengths, first, last) if is_plain else [(first, last)]:
                 rows = slice(starts[begin], starts[end])
                 form = self.plain if is_plain else self.absorbed
-                mixed[rows] = form(query[rows], batch.requests(begin, end, rows), cache)
+                mixed[rows] = form(query[rows], metadata.requests(begin, end, rows), memory)
         return mixed
 
     def _group_requests(self, lengths: Ints, first: int, last: int) -> Iterator[tuple[int, int]]:
@@ -213,12 +217,12 @@ class MLA(nn.Module):
         rotary, plain = query.split_with_sizes((self._spec.rope.dim, self._spec.qk_nope_head_dim), dim=-1)
         return torch.cat((rotary, torch.einsum("thp,hpl->thl", plain, keys)), dim=-1)
 
-    def sparse(self, query: Tensor, slots: Tensor, counts: Tensor, cache: Tensor) -> Tensor:
+    def sparse(self, query: Tensor, slots: Tensor, counts: Tensor, memory: Tensor) -> Tensor:
         """Like `absorbed`, but each query attends only to the rows in the first `counts` `[tokens]` of its `slots`
         `[tokens, top_k]`."""
         spec, (keys, values) = self._spec, self._matrices()
         sinks = None if self.sinks is None else self.sinks.float()
-        sides = cache.expand(2, *cache.shape[1:])
+        sides = memory.expand(2, *memory.shape[1:])
         mixed = query.new_empty(*query.shape[:2], spec.v_head_dim)
         size = max(1, attention_spec.KEYS_AND_VALUES_AT_ONCE // (self._heads * (spec.rope.dim + spec.kv_lora_rank)))
         for start in range(0, len(query), size):
@@ -228,35 +232,35 @@ class MLA(nn.Module):
             mixed[rows] = torch.einsum("thl,hvl->thv", found[..., spec.rope.dim :], values)
         return mixed
 
-    def absorbed(self, query: Tensor, batch: Batch, cache: Tensor) -> Tensor:
+    def absorbed(self, query: Tensor, metadata: AttentionMetadata, memory: Tensor) -> Tensor:
         """Attend with one KV head whose keys and values are the rows of the cache."""
         spec, (keys, values) = self._spec, self._matrices()
         mixed = kernels.paged_attention(
             self._latent_query(query, keys),
-            cache.expand(2, *cache.shape[1:]),
-            batch.block_tables,
-            batch.sequence_lengths,
-            batch.query_starts,
+            memory.expand(2, *memory.shape[1:]),
+            metadata.block_tables,
+            metadata.sequence_lengths,
+            metadata.query_starts,
             spec.scale,
             window=spec.window or 0,
-            host=batch.host,
+            host=metadata.host,
             sinks=None if self.sinks is None else self.sinks.float(),
         )
         return torch.einsum("thl,hvl->thv", mixed[..., spec.rope.dim :], values)
 
-    def plain(self, query: Tensor, batch: Batch, cache: Tensor) -> Tensor:
+    def plain(self, query: Tensor, metadata: AttentionMetadata, memory: Tensor) -> Tensor:
         """Compute keys and values of some heads at a time from the cached rows of all the batch's requests, and attend
         to them.
 
         They are stored in blocks like those of the cache, one request after another.
         """
-        spec, size, lengths = self._spec, cache.shape[3], batch.host_metadata().lengths
+        spec, size, lengths = self._spec, memory.shape[3], metadata.host_metadata().lengths
         blocks = -(-lengths // size)
-        tables = [table[:count] for table, count in zip(batch.block_tables, blocks.tolist(), strict=True)]
+        tables = [table[:count] for table, count in zip(metadata.block_tables, blocks.tolist(), strict=True)]
         total = int(blocks.sum())
-        rows = kernels.read_kv(cache[0], torch.cat(tables), total * size, query.dtype)[:, 0]  # [total * size, row]
+        rows = kernels.read_kv(memory[0], torch.cat(tables), total * size, query.dtype)[:, 0]  # [total * size, row]
         rotary, latent = rows.split_with_sizes((spec.rope.dim, spec.kv_lora_rank), dim=-1)
-        of_each = (batch.sequence_lengths + size - 1) // size
+        of_each = (metadata.sequence_lengths + size - 1) // size
         number = torch.arange(int(blocks.max()), device=query.device)
         expanded_tables = ((of_each.cumsum(0) - of_each)[:, None] + number).clamp(max=total - 1)
         width = max(spec.head_dim, spec.v_head_dim)
@@ -277,8 +281,8 @@ class MLA(nn.Module):
                 padded_query[:, heads],
                 expanded_cache,
                 expanded_tables,
-                batch.sequence_lengths,
-                batch.query_starts,
+                metadata.sequence_lengths,
+                metadata.query_starts,
                 spec.scale,
                 sinks=None if self.sinks is None else self.sinks[heads].float(),
             )

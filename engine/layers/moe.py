@@ -23,7 +23,7 @@ from quire.engine.layers.all_to_all import (
     RoutedTokens,
     even_slice,
 )
-from quire.engine.layers.attention import Batch
+from quire.engine.layers.batch import Batch
 from quire.engine.layers.from_spec import WHOLE, FromSpec
 from quire.engine.layers.linear import ReplicatedLinear
 from quire.engine.layers.mlp import MLP
@@ -152,8 +152,8 @@ class MixtureOfExperts(nn.Module):
         weights, experts = self.router(x, batch and batch.token_ids[own])
         if own != slice(None) or self._parallel.rank == 0:
             counted = torch.ones_like(experts)
-            if batch is not None:
-                counted *= batch.slot_mapping[own, None] >= 0  # the rest is padding
+            if batch is not None and batch.token_mask is not None:
+                counted *= batch.token_mask[own, None]
             self.tokens.index_add_(0, experts.flatten(), counted.flatten())
         if self._copies is None:
             return self._weighed(x, weights, self._physical_ids[experts, 0])

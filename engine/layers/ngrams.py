@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from quire import kernels
 from quire.engine.architecture.residual_spec import ID_DIGITS, NGramSpec
 from quire.engine.distributed.communicator import Parallel
-from quire.engine.layers.attention import Batch
 from quire.engine.layers.embedding import VocabParallelEmbedding
 from quire.engine.layers.from_spec import FromSpec
 from quire.engine.layers.residual import StreamNorm
@@ -45,12 +44,12 @@ class NGrams(nn.Module):
         self._powers, self._taps = powers.to(device), taps.to(device)
         """Of digits; and the weights that read them at each distance, but not those of the own token."""
 
-    def forward(self, x: Tensor, token_ids: Tensor, batch: Batch, state: kernels.RecurrentState) -> Tensor:
-        """The streams `[tokens, streams * hidden_size]` → the same; updates the inputs in `state`. The batch is that of
-        the state's group."""
+    def forward(
+        self, x: Tensor, token_ids: Tensor, segments: kernels.StateSegments, state: kernels.RecurrentState
+    ) -> Tensor:
+        """The streams `[tokens, streams * hidden_size]` → the same; updates the inputs in `state`."""
         spec, (ids, inputs) = self._spec, state.others
-        assert batch.segments is not None
-        rows = self.embedding(self._rows_of(token_ids, ids, batch.segments, x.dtype)).flatten(1)
+        rows = self.embedding(self._rows_of(token_ids, ids, segments, x.dtype)).flatten(1)
         keys, queries = (
             torch.unflatten(each, -1, (spec.num_streams, -1))
             for each in (self.key_norm(self.key(rows)), self.query_norm(x))
@@ -60,7 +59,7 @@ class NGrams(nn.Module):
         values: Tensor = (gate.sigmoid() * self.value(rows)[:, None]).flatten(1)
         taps = self.conv.new_zeros(len(self.conv), spec.conv_span)
         taps[:, :: spec.tokens] = self.conv[:, 0]
-        return values + kernels.causal_conv(self.conv_norm(values), taps, None, inputs, batch.segments)
+        return values + kernels.causal_conv(self.conv_norm(values), taps, None, inputs, segments)
 
     def _rows_of(self, token_ids: Tensor, kept: Tensor, segments: kernels.StateSegments, dtype: torch.dtype) -> Tensor:
         """The row of each head, `[tokens, heads]`."""

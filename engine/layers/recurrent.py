@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from quire import kernels
 from quire.engine.architecture import recurrent_spec
 from quire.engine.distributed.communicator import Parallel
-from quire.engine.layers.attention import Batch
 from quire.engine.layers.from_spec import FromSpec
 from quire.engine.layers.linear import GroupedLinear, divided
 from quire.engine.layers.norm import GroupedNorm, PerHeadNorm, make_norm
@@ -26,8 +25,9 @@ _SMALLEST_STEP = 1e-30
 
 
 def make_mixer(spec: recurrent_spec.RecurrentSpec, hidden_size: int, parallel: Parallel) -> nn.Module:
-    """The layer with such a state. Its `forward` takes the hidden states `[tokens, hidden_size]`, the batch as its KV
-    cache group sees it and the pages of states, and returns the same shape; it updates the requests' states."""
+    """The layer with such a state. Its `forward` takes the hidden states `[tokens, hidden_size]`, the tokens'
+    positions, the segments of its KV cache group and the pages of states, and returns the same shape; it updates the
+    requests' states."""
     match spec:
         case recurrent_spec.GatedDeltaNetSpec():
             return GatedDeltaNet(spec, hidden_size, parallel)
@@ -61,10 +61,9 @@ class CausalConv(nn.Module):
         self._silu = silu
         self.weight, self.bias = weight, bias
 
-    def forward(self, x: Tensor, batch: Batch, state: kernels.RecurrentState) -> Tensor:
+    def forward(self, x: Tensor, segments: kernels.StateSegments, state: kernels.RecurrentState) -> Tensor:
         """`[tokens, channels]` → the same; updates the inputs in `state`."""
-        assert batch.segments is not None
-        return kernels.causal_conv(x, self.weight[:, 0], self.bias, state.inputs, batch.segments, silu=self._silu)
+        return kernels.causal_conv(x, self.weight[:, 0], self.bias, state.inputs, segments, silu=self._silu)
 
 
 class GatedDeltaNet(nn.Module):
@@ -82,13 +81,14 @@ class GatedDeltaNet(nn.Module):
         self.norm = make_norm(spec.norm, spec.value_head_dim)
         self.output = own.row_parallel("state.output")
 
-    def forward(self, x: Tensor, batch: Batch, state: kernels.RecurrentState) -> Tensor:
+    def forward(
+        self, x: Tensor, positions: Tensor, segments: kernels.StateSegments, state: kernels.RecurrentState
+    ) -> Tensor:
         """See `make_mixer`."""
         spec = self._spec
-        assert batch.segments is not None
         mixed, gate, *rest = self.input(x).tensor_split((sum(self._sizes[:3]), sum(self._sizes)), dim=-1)
         beta, step = (rest[0] if self.gates is None else self.gates(x)).float().chunk(2, dim=-1)
-        query, key, value = self.conv(mixed, batch, state).split(self._sizes[:3], dim=-1)
+        query, key, value = self.conv(mixed, segments, state).split(self._sizes[:3], dim=-1)
         out = kernels.linear_attention(
             query.unflatten(-1, (-1, spec.key_head_dim)),
             key.unflatten(-1, (-1, spec.key_head_dim)),
@@ -96,7 +96,7 @@ class GatedDeltaNet(nn.Module):
             -self.decay.float().exp() * F.softplus(step + self.step_bias.float()),
             beta.sigmoid() * spec.beta_scale,
             state.matrices,
-            batch.segments,
+            segments,
             spec.key_head_dim**-0.5,
             _LENGTH_EPS,
         )
@@ -116,10 +116,12 @@ class ShortConv(nn.Module):
         self.conv = CausalConv(own.weight("state.conv"), bias, silu=False)
         self.output = own.row_parallel("state.output")
 
-    def forward(self, x: Tensor, batch: Batch, state: kernels.RecurrentState) -> Tensor:
+    def forward(
+        self, x: Tensor, positions: Tensor, segments: kernels.StateSegments, state: kernels.RecurrentState
+    ) -> Tensor:
         """See `make_mixer`."""
         before, after, mixed = self.input(x).chunk(3, dim=-1)
-        return self.output(after * self.conv(before * mixed, batch, state))  # type: ignore[no-any-return]
+        return self.output(after * self.conv(before * mixed, segments, state))  # type: ignore[no-any-return]
 
 
 class Mamba2(nn.Module):
@@ -140,16 +142,17 @@ class Mamba2(nn.Module):
             self.norm = GroupedNorm(spec.norm, spec.width, spec.groups, parallel)
         self.output = own.row_parallel("state.output")
 
-    def forward(self, x: Tensor, batch: Batch, state: kernels.RecurrentState) -> Tensor:
+    def forward(
+        self, x: Tensor, positions: Tensor, segments: kernels.StateSegments, state: kernels.RecurrentState
+    ) -> Tensor:
         """See `make_mixer`."""
         spec = self._spec
-        assert batch.segments is not None
         parts = self.input(x)
         if any(multiplier != 1.0 for multiplier in spec.multipliers):
             pieces = zip(parts.split_with_sizes(self._sizes, dim=-1), spec.multipliers, strict=True)
             parts = torch.cat([part * multiplier for part, multiplier in pieces], dim=-1)
         gate, mixed, step = parts.split_with_sizes((self._sizes[0], sum(self._sizes[1:4]), self._sizes[4]), dim=-1)
-        value, key, query = self.conv(mixed, batch, state).split_with_sizes(self._sizes[1:4], dim=-1)
+        value, key, query = self.conv(mixed, segments, state).split_with_sizes(self._sizes[1:4], dim=-1)
         step = F.softplus(step.float() + self.step_bias.float())
         if spec.step_limits != (0.0, math.inf):
             step = step.clamp(*spec.step_limits)
@@ -161,7 +164,7 @@ class Mamba2(nn.Module):
             step * -self.decay.float().exp(),
             step,
             state.matrices,
-            batch.segments,
+            segments,
             1.0,
             is_delta=False,
         )
@@ -195,10 +198,11 @@ class KimiDeltaAttention(nn.Module):
         self.norm = make_norm(spec.norm, spec.value_head_dim)
         self.output = own.row_parallel("state.output")
 
-    def forward(self, x: Tensor, batch: Batch, state: kernels.RecurrentState) -> Tensor:
+    def forward(
+        self, x: Tensor, positions: Tensor, segments: kernels.StateSegments, state: kernels.RecurrentState
+    ) -> Tensor:
         """See `make_mixer`."""
         spec = self._spec
-        assert batch.segments is not None
         mixed, beta, step, gate = self.input(x).split_with_sizes(self._sizes, dim=-1)
         if self.decay_up is not None and self.gate_up is not None:
             step, gate = self.decay_up(step), self.gate_up(gate)
@@ -206,7 +210,7 @@ class KimiDeltaAttention(nn.Module):
         rate = self.decay.float().exp().view(-1, 1)
         bound = spec.lower_bound
         decay = -rate * F.softplus(step) if bound is None else bound * (rate * step).sigmoid()
-        query, key, value = self.conv(mixed, batch, state).unflatten(-1, (3, -1, spec.value_head_dim)).unbind(1)
+        query, key, value = self.conv(mixed, segments, state).unflatten(-1, (3, -1, spec.value_head_dim)).unbind(1)
         out = kernels.linear_attention(
             query,
             key,
@@ -214,7 +218,7 @@ class KimiDeltaAttention(nn.Module):
             decay,
             beta.float().sigmoid(),
             state.matrices,
-            batch.segments,
+            segments,
             spec.value_head_dim**-0.5,
             _LENGTH_EPS,
         )
@@ -238,16 +242,15 @@ class LightningAttention(nn.Module):
         heads = divided("", spec.num_heads, parallel)
         self._decay = -rates[heads.start : heads.start + heads.length].to(torch.get_default_device())
 
-    def forward(self, x: Tensor, batch: Batch, state: kernels.RecurrentState) -> Tensor:
+    def forward(
+        self, x: Tensor, positions: Tensor, segments: kernels.StateSegments, state: kernels.RecurrentState
+    ) -> Tensor:
         """See `make_mixer`."""
         spec = self._spec
-        assert batch.segments is not None
         *parts, gate = self.input(x).chunk(4, dim=-1)
         query, key, value = (torch.unflatten(F.silu(part), -1, (-1, spec.value_head_dim)) for part in parts)
         decay = self._decay.expand(len(x), -1)
-        mixed = kernels.linear_attention(
-            query, key, value, decay, None, state.matrices, batch.segments, 1.0, is_delta=False
-        )
+        mixed = kernels.linear_attention(query, key, value, decay, None, state.matrices, segments, 1.0, is_delta=False)
         normed = self.norm(mixed.flatten(1)) * gate.float().sigmoid()
         out: Tensor = self.output(normed.to(x.dtype))
         return out if spec.output_multiplier == 1.0 else out * spec.output_multiplier
@@ -270,10 +273,11 @@ class MLSTM(nn.Module):
         self.norm = PerHeadNorm(spec.norm, own.shards("state.norm")[0], spec.value_head_dim)
         self.output = own.row_parallel("state.output")
 
-    def forward(self, x: Tensor, batch: Batch, state: kernels.RecurrentState) -> Tensor:
+    def forward(
+        self, x: Tensor, positions: Tensor, segments: kernels.StateSegments, state: kernels.RecurrentState
+    ) -> Tensor:
         """See `make_mixer`."""
         spec = self._spec
-        assert batch.segments is not None
         *inputs, gate = self.input(x).split_with_sizes(self._sizes, dim=-1)
         dims = spec.key_head_dim, spec.key_head_dim, spec.value_head_dim
         query, key, value = (each.float().unflatten(-1, (-1, dim)) for each, dim in zip(inputs, dims, strict=True))
@@ -285,7 +289,7 @@ class MLSTM(nn.Module):
             F.logsigmoid(step),
             beta.exp(),
             state.matrices,
-            batch.segments,
+            segments,
             spec.key_head_dim**-0.5,
             is_delta=False,
         )
@@ -311,17 +315,18 @@ class Mamba(nn.Module):
         self.decay, self.skip = own.weight("state", "decay"), own.weight("state", "skip")
         self.output = own.row_parallel("state.output")
 
-    def forward(self, x: Tensor, batch: Batch, state: kernels.RecurrentState) -> Tensor:
+    def forward(
+        self, x: Tensor, positions: Tensor, segments: kernels.StateSegments, state: kernels.RecurrentState
+    ) -> Tensor:
         """See `make_mixer`."""
-        assert batch.segments is not None
         value, gate = self.input(x).chunk(2, dim=-1)
-        value = self.conv(value, batch, state)
+        value = self.conv(value, segments, state)
         step, key, query = self.select(value).split_with_sizes(self._sizes, dim=-1)
         if self.step_norm is not None and self.key_norm is not None and self.query_norm is not None:
             step, key, query = self.step_norm(step), self.key_norm(key), self.query_norm(query)
         step = F.softplus(self.step(step).float())
         rates = -self.decay.float().exp().T
-        out = kernels.selective_scan(value, step, rates, key, query, state.matrices, batch.segments)
+        out = kernels.selective_scan(value, step, rates, key, query, state.matrices, segments)
         return self.output((out + value * self.skip) * F.silu(gate))  # type: ignore[no-any-return]
 
 
@@ -340,11 +345,12 @@ class GroupedMamba(nn.Module):
         self.decay, self.skip = own.weight("state", "decay"), own.weight("state", "skip")
         self.output = own.row_parallel("state.output")
 
-    def forward(self, x: Tensor, batch: Batch, state: kernels.RecurrentState) -> Tensor:
+    def forward(
+        self, x: Tensor, positions: Tensor, segments: kernels.StateSegments, state: kernels.RecurrentState
+    ) -> Tensor:
         """See `make_mixer`."""
-        assert batch.segments is not None
         value, gate = self.input(x).chunk(2, dim=-1)
-        value = self.conv(value, batch, state)
+        value = self.conv(value, segments, state)
         selected = self.select(value).unflatten(-1, (len(self.skip), -1))  # [tokens, groups, numbers]
         step, keys, queries = selected.split_with_sizes(self._sizes, dim=-1)
         value = value.unflatten(-1, self.skip.shape)
@@ -354,7 +360,7 @@ class GroupedMamba(nn.Module):
         for group in range(value.shape[1]):
             own = step[:, group], rates[group].contiguous(), keys[:, group], queries[:, group]
             matrices = state.matrices[:, group : group + 1]
-            out[:, group] = kernels.selective_scan(value[:, group], *own, matrices, batch.segments)
+            out[:, group] = kernels.selective_scan(value[:, group], *own, matrices, segments)
         return self.output((out + value * self.skip).flatten(1) * F.silu(gate))  # type: ignore[no-any-return]
 
 
@@ -377,18 +383,19 @@ class RGLRU(nn.Module):
         self.decay = own.weight("state", "decay")
         self.output = own.row_parallel("state.output")
 
-    def forward(self, x: Tensor, batch: Batch, state: kernels.RecurrentState) -> Tensor:
+    def forward(
+        self, x: Tensor, positions: Tensor, segments: kernels.StateSegments, state: kernels.RecurrentState
+    ) -> Tensor:
         """See `make_mixer`."""
-        assert batch.segments is not None
         value, gate = self.input(x).chunk(2, dim=-1)
-        value = self.conv(value, batch, state)
+        value = self.conv(value, segments, state)
         gated = value * (self.input_gate(value) + self.input_bias.flatten()).float().sigmoid()
         step = (self.decay_gate(value) + self.decay_bias.flatten()).float().sigmoid().clamp(min=_SMALLEST_STEP)
         rates = -_DECAY_POWER * F.softplus(self.decay.float())
         size = (-torch.expm1(2 * step * rates)).sqrt()  # so that states keep the size of their inputs
-        gated = gated * size.where(batch.positions[:, None] > 0, 1.0)
+        gated = gated * size.where(positions[:, None] > 0, 1.0)
         one = gated.new_ones(len(x), 1)
-        out = kernels.selective_scan(gated / step, step, rates[None], one, one, state.matrices, batch.segments)
+        out = kernels.selective_scan(gated / step, step, rates[None], one, one, state.matrices, segments)
         gated = kernels.act_mul(torch.cat((gate, out.to(x.dtype)), dim=-1), self._activation)
         return self.output(gated)  # type: ignore[no-any-return]
 
@@ -417,11 +424,12 @@ class RWKV(nn.Module):
         self.inner_value = own.row_parallel("state.inner_value")
         self._shift = torch.tensor([1.0, 0.0]).repeat(hidden_size, 1)  # a convolution that gives the token before
 
-    def forward(self, x: Tensor, batch: Batch, state: kernels.RecurrentState) -> Tensor:
+    def forward(
+        self, x: Tensor, positions: Tensor, segments: kernels.StateSegments, state: kernels.RecurrentState
+    ) -> Tensor:
         """See `make_mixer`; `x` is the residual stream."""
-        assert batch.segments is not None
         normed: Tensor = self.norm(x)
-        before = self._before(normed, batch, state.inputs[:, :1])
+        before = self._before(normed, segments, state.inputs[:, :1])
         key, value, receptance = (
             linear(torch.lerp(before, normed, mix[0]))
             for linear, mix in (
@@ -431,15 +439,14 @@ class RWKV(nn.Module):
             )
         )
         decay, bonus = -self.decay.float().exp(), self.bonus.float()
-        mean = kernels.wkv(key, value, decay, bonus, state.matrices, batch.segments)
+        mean = kernels.wkv(key, value, decay, bonus, state.matrices, segments)
         mixed: Tensor = self.output(receptance.sigmoid() * mean)
         normed = self.inner_norm(x + mixed)
-        before = self._before(normed, batch, state.inputs[:, 1:])
+        before = self._before(normed, segments, state.inputs[:, 1:])
         inner = kernels.activate(self.inner_key(torch.lerp(before, normed, self.inner_mix_key[0])), "relu2")
         receptance = self.inner_receptance(torch.lerp(before, normed, self.inner_mix_receptance[0]))
         return mixed + receptance.sigmoid() * self.inner_value(inner)  # type: ignore[no-any-return]
 
-    def _before(self, x: Tensor, batch: Batch, inputs: Tensor) -> Tensor:
+    def _before(self, x: Tensor, segments: kernels.StateSegments, inputs: Tensor) -> Tensor:
         """The token before each of `x` `[tokens, hidden_size]`; updates `inputs`."""
-        assert batch.segments is not None
-        return kernels.causal_conv(x, self._shift, None, inputs, batch.segments, silu=False)
+        return kernels.causal_conv(x, self._shift, None, inputs, segments, silu=False)

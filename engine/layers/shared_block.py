@@ -12,8 +12,10 @@ from quire.engine.architecture.attention_spec import AttentionSpec
 from quire.engine.architecture.feed_forward_spec import MLPSpec
 from quire.engine.architecture.residual_spec import SharedBlockSpec
 from quire.engine.distributed.communicator import Parallel
-from quire.engine.layers.attention import Attention, Batch
+from quire.engine.layers.attention import Attention
+from quire.engine.layers.batch import Batch
 from quire.engine.layers.from_spec import FromSpec
+from quire.engine.layers.kv_cache import LayerCache
 from quire.engine.layers.mlp import MLP
 from quire.engine.layers.norm import make_norm
 
@@ -40,7 +42,7 @@ class SharedBlock(nn.Module):
         x: Tensor,
         batch: Batch,
         cos_sin: Tensor,
-        cache: Tensor,
+        cache: LayerCache,
         attention_adapter: Adapter | None,
         feed_forward_adapter: Adapter | None,
     ) -> Tensor:

@@ -15,14 +15,16 @@ from quire.engine.architecture.model_spec import ModelSpec
 from quire.engine.architecture.residual_spec import AltUpSpec, ConnectionSpec
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.distributed.expert_group import ExpertGroup
-from quire.engine.layers.attention import Batch, LayerCache, Selection, by_chunks, with_entries
+from quire.engine.layers.batch import Batch, SharedResults
 from quire.engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from quire.engine.layers.kv_cache import LayerCache
 from quire.engine.layers.layer_input import LayerInputs
 from quire.engine.layers.residual import GatedHead, HyperHead, StreamProjections, make_merger
 from quire.engine.layers.rotary import Rotary
 from quire.engine.layers.weight import Weight, whole
 from quire.engine.models.decoder_layer import DecoderLayer, LayerStep, apply, interleave, norm_of
 from quire.engine.models.make_layers import make_layers
+from quire.engine.models.micro_batches import split_micro_batches
 
 
 class PositionEmbedding(nn.Module):
@@ -91,6 +93,7 @@ class Decoder(nn.Module):
             {str(number): layer for number, layer in make_layers(arch, layers, parallel, experts)}
         )
         self._is_last = last
+        self._dbo_token_threshold = None if experts is None else experts.config.dbo_token_threshold
         self.expansion: StreamProjections | None = None
         self.merger: StreamProjections | HyperHead | GatedHead | None = None
         if isinstance(arch.streams, AltUpSpec):
@@ -98,14 +101,6 @@ class Decoder(nn.Module):
             self.merger = StreamProjections(arch.streams, width, is_last=True) if last else None
         elif arch.streams is not None and last:
             self.merger = make_merger(arch.streams, width)
-        self._is_sparse = any(isinstance(each, attention_spec.MLASpec) and each.top_k for each in attentions)
-        mixers = enumerate(arch.layers[number].attention for number in layers)
-        self._chunks = {
-            index: spec.window
-            for index, spec in mixers
-            if isinstance(spec, attention_spec.AttentionSpec) and spec.is_chunked and spec.window is not None
-        }
-        """The chunks of the layers with chunked attention, by their number in this stage."""
         self._aux = [number - layers.start for number in arch.aux_layers]
         """The layers whose inputs are kept, by their number in this stage; the output of the last one may follow."""
         self.supports_logits_indices_only = (
@@ -129,17 +124,17 @@ class Decoder(nn.Module):
         """
         if x is None:
             x = self._embed(batch)
-        if batch.micro_batches:
+        if self._dbo_token_threshold is not None and max(batch.replica_tokens, default=0) >= self._dbo_token_threshold:
             assert not self._arch.aux_layers
-            parts = x.split_with_sizes([len(half.positions) for half in batch.micro_batches])
-            runs = [self._in_phases(part, half, caches) for part, half in zip(parts, batch.micro_batches, strict=True)]
-            return torch.cat(interleave(runs))
+            halves = split_micro_batches(batch)
+            parts = x.split_with_sizes([len(half.positions) for half in halves])
+            return torch.cat(interleave([self._in_phases(*each, caches) for each in zip(parts, halves, strict=True)]))
         (out,) = interleave([self._in_phases(x, batch, caches)])
         return out
 
     def _in_phases(self, x: Tensor, batch: Batch, caches: Sequence[LayerCache]) -> Generator[None, None, Tensor]:
         """All layers, yielding as `DecoderLayer.in_phases` does."""
-        residual, batch = None, self._prepared(batch, caches)
+        residual, batch = None, replace(batch, shared=SharedResults())
         given, (x, inputs) = x, self._divided(x)
         cos_sin = self._cos_sin(batch)
         last_tokens, last = batch.query_starts[1:] - 1 if batch.logits_indices_only else None, len(self.layers) - 1
@@ -181,21 +176,6 @@ class Decoder(nn.Module):
         passed = given[:, end:].split_with_sizes([arch.stream_width] * len(numbers), dim=-1)
         found = {**dict(zip(numbers, passed, strict=True)), **kept}
         return torch.cat((x, *(found[number] for number in (self._aux if self._is_last else numbers))), -1)
-
-    def _prepared(self, batch: Batch, caches: Sequence[LayerCache]) -> Batch:
-        """The batch with what the layers of this forward pass share."""
-        if self._is_sparse:
-            batch = replace(batch, selection=Selection())
-        batch = with_entries(batch, caches)
-        if not self._chunks:
-            return batch
-        groups, tokens = [replace(batch, other_groups=()), *batch.other_groups], len(batch.positions)
-        for number, chunk in self._chunks.items():
-            memory, group = caches[number].memory, caches[number].group
-            if groups[group].chunks is None:
-                assert memory is not None
-                groups[group] = replace(groups[group], chunks=by_chunks(groups[group], tokens, chunk, memory.shape[3]))
-        return replace(groups[0], other_groups=tuple(groups[1:]))
 
     def _cos_sin(self, batch: Batch) -> dict[spec_parts.RopeSpec | None, Tensor]:
         return {rope: rotary(batch.positions) for rope, rotary in self._rotary.items()}

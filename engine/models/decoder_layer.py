@@ -11,8 +11,10 @@ from quire import kernels
 from quire.engine.architecture import attention_spec, feed_forward_spec, model_spec, spec_parts
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.distributed.expert_group import ExpertGroup
-from quire.engine.layers.attention import Attention, Batch, LayerCache
+from quire.engine.layers.attention import Attention
+from quire.engine.layers.batch import Batch
 from quire.engine.layers.compressed import CompressedAttention
+from quire.engine.layers.kv_cache import LayerCache
 from quire.engine.layers.mla import MLA
 from quire.engine.layers.mlp import MLP
 from quire.engine.layers.moe import MixtureOfExperts
@@ -89,11 +91,11 @@ class DecoderLayer(nn.Module):
         """What the mixers add to the residual stream."""
         outputs, batch, cache = [], step.batch, step.cache
         if self.attention is not None:
-            place = batch.for_group(cache.group), step.cos_sin, cache.for_attention
             last = () if step.last_tokens is None else (step.last_tokens,)
-            outputs.append(self.attention(normed, *place, *last))
+            outputs.append(self.attention(normed, batch, step.cos_sin, cache, *last))
         if self.state is not None:
-            outputs.append(self.state(normed, batch.for_group(cache.state_group), cache.state))
+            segments = batch.segments(cache.state_group)
+            outputs.append(self.state(normed, batch.positions, segments, cache.state))
         return self._scaled(apply(self.attention_post_norm, sum(outputs[1:], start=outputs[0])))
 
     def _fed(self, normed: Tensor | kernels.RoundedRows, batch: Batch) -> Generator[None, None, Tensor]:

@@ -8,14 +8,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from quire.engine.architecture import attention_spec
 from quire.engine.architecture.draft_head_spec import DraftHeadSpec
 from quire.engine.architecture.residual_spec import ConnectionSpec
 from quire.engine.architecture.spec_parts import NormSpec
 from quire.engine.distributed.communicator import Parallel
-from quire.engine.layers.attention import Batch, LayerCache, Selection, with_entries
+from quire.engine.layers.batch import Batch, SharedResults
 from quire.engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from quire.engine.layers.from_spec import FromSpec
+from quire.engine.layers.kv_cache import LayerCache
 from quire.engine.layers.norm import Norm, make_norm
 from quire.engine.layers.residual import make_merger
 from quire.engine.layers.rotary import Rotary
@@ -103,9 +103,7 @@ class DraftHead(nn.Module):
             x = around.projection(
                 torch.cat((embedded, hidden) if arch.joins == "embedding first" else (hidden, embedded), dim=-1)
             )
-        if any(isinstance(each.attention, attention_spec.MLASpec) and each.attention.top_k for each in arch.layers):
-            batch = replace(batch, selection=Selection())
-        batch = with_entries(batch, caches)
+        batch = replace(batch, shared=SharedResults())
         cos_sin = {rope: rotary(batch.positions) for rope, rotary in self._rotary.items()}
         for each in own:
             layer = self.layers[str(each)]

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from quire import kernels
 from quire.engine.architecture import encoder_spec, feed_forward_spec, model_spec, spec_parts
 from quire.engine.distributed.communicator import Parallel
-from quire.engine.layers.attention import Batch, head_norm
+from quire.engine.layers.attention import head_norm
+from quire.engine.layers.batch import Batch
 from quire.engine.layers.embedding import VocabParallelEmbedding
 from quire.engine.layers.from_spec import FromSpec
 from quire.engine.layers.mlp import MLP

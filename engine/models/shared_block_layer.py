@@ -38,7 +38,7 @@ class SharedBlockLayer(DecoderLayer):
         assert step.own is not None
         batch, cache = step.batch, step.cache
         x = x if residual is None else residual + x
-        place = batch.for_group(cache.group), step.cos_sin, cache.memory
+        place = batch, step.cos_sin, cache
         block = self.block(torch.cat((x, step.own), dim=-1), *place, self.attention_adapter, self.feed_forward_adapter)
         normed = apply(self.attention_norm, x + self.block_output(block))
-        return self.state(normed, batch.for_group(cache.state_group), cache.state), x
+        return self.state(normed, batch.positions, batch.segments(cache.state_group), cache.state), x

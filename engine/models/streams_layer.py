@@ -32,7 +32,7 @@ class StreamsLayer(DecoderLayer):
         batch, cache = step.batch, step.cache
         if self.ngrams is not None:
             assert cache.state is not None
-            x = x + self.ngrams(x, batch.token_ids, batch.for_group(cache.state_group), cache.state)
+            x = x + self.ngrams(x, batch.token_ids, batch.segments(cache.state_group), cache.state)
         collapsed, mixing = self.attention_connection.before(x)
         mixed = self._mix(apply(self.attention_norm, collapsed), step)
         collapsed, mixing = self.feed_forward_connection.before(self.attention_connection.after(mixed, mixing))

@@ -25,11 +25,12 @@ from quire.engine.config.engine_config import EngineConfig
 from quire.engine.config.memory_plan import format_bytes
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.distributed.host_gather import all_gather_object
-from quire.engine.layers.attention import Batch, HostMetadata, LayerCache
+from quire.engine.layers.batch import Batch, KVBlocks
+from quire.engine.layers.kv_cache import LayerCache
 from quire.engine.models.decoder import Decoder
 from quire.engine.worker import graph_recorders
 from quire.engine.worker.graph_recorders import GraphRecorder, NotReplayable, Replay
-from quire.kernels import StateSegments
+from quire.kernels import HostMetadata, StateSegments
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +137,7 @@ class DecodeGraphs:
             or not 0 < rows == len(batch.sequence_lengths) <= self._sizes[-1]
         ):
             return None
-        if batch.replica_tokens or batch.micro_batches:
+        if batch.replica_tokens:
             return None
         size = self._sizes[bisect_left(self._sizes, rows)]
         self._inputs.fill(received, batch, size)
@@ -166,12 +167,15 @@ class _Inputs:
         def full(value: int, *shape: int) -> Tensor:
             return torch.full(shape, value, dtype=torch.int64, device=device)
 
-        groups = range(len(cache.groups))
         self._token_ids, self._positions, self._lengths = full(0, most), full(0, most), full(1, most)
-        self._slot_mappings = [full(-1, most) for _ in groups]
-        self._tables = [full(0, most, -(-longest // cache.block_size)) for _ in groups]
-        self._states = {number: (full(-1, most), full(-1, most)) for number in groups if cache.groups[number].is_state}
-        """For each group with recurrent states: the pages that are read and written."""
+        self._token_mask = full(1, most)
+        self._groups: dict[int, KVBlocks | tuple[Tensor, Tensor]] = {
+            number: (full(-1, most), full(-1, most))
+            if group.is_state
+            else KVBlocks(full(-1, most), full(0, most, -(-longest // cache.block_size)))
+            for number, group in enumerate(cache.groups)
+        }
+        """The blocks of each KV cache group, or the pages of states that are read and written."""
         self._starts = torch.arange(most + 1, device=device)
         self._no_slot, self._zero, self._one = full(-1, most), full(0, most), full(1, most)
         self._hidden: Tensor | None = None
@@ -184,57 +188,46 @@ class _Inputs:
 
     def batch(self, size: int) -> Batch:
         """The first `size` rows; `host` holds values that are valid for every replay."""
-        host = HostMetadata(np.ones(size, np.int64), np.full(size, self._longest, np.int64))
-
-        def of(group: int, others: tuple[Batch, ...] = ()) -> Batch:
-            return Batch(
-                token_ids=self._token_ids[:size],
-                positions=self._positions[:size],
-                slot_mapping=self._slot_mappings[group][:size],
-                block_tables=self._tables[group][:size],
-                sequence_lengths=self._lengths[:size],
-                query_starts=self._starts[: size + 1],
-                logits_indices=self._starts[:size],
-                other_groups=others,
-                segments=self._segments(group, size),
-                host=host,
-            )
-
-        return of(0, tuple(of(group) for group in range(1, len(self._slot_mappings))))
-
-    def _segments(self, group: int, size: int) -> StateSegments | None:
-        """One segment for each of the first `size` rows."""
-        if group not in self._states:
-            return None
-        read, write = self._states[group]
-        return StateSegments(self._starts[: size + 1], self._starts[: size + 1], read[:size], write[:size])
+        starts = self._starts[: size + 1]
+        return Batch(
+            token_ids=self._token_ids[:size],
+            positions=self._positions[:size],
+            sequence_lengths=self._lengths[:size],
+            query_starts=starts,
+            logits_indices=self._starts[:size],
+            groups={
+                number: KVBlocks(*(each[:size] for each in own))
+                if isinstance(own, KVBlocks)
+                else StateSegments(starts, starts, *(each[:size] for each in own))  # one segment for each row
+                for number, own in self._groups.items()
+            },
+            host=HostMetadata(np.ones(size, np.int64), np.full(size, self._longest, np.int64)),
+            token_mask=self._token_mask[:size],
+        )
 
     def fill(self, received: Tensor | None, batch: Batch, size: int) -> None:
         """Copy a batch in. The rows after it become padding, whose token and blocks may be any earlier values."""
-        rows, groups = len(batch.token_ids), (batch, *batch.other_groups)
-        to, values = [self._token_ids[:rows]], [batch.token_ids]
-        for place, part, padding in (
+        rows = len(batch.token_ids)
+        parts = [
             (self._positions, batch.positions, self._zero),
             (self._lengths, batch.sequence_lengths, self._one),
-            *(
-                (place, group.slot_mapping, self._no_slot)
-                for place, group in zip(self._slot_mappings, groups, strict=True)
-            ),
-            *(
-                (place, page, self._no_slot)
-                for number, places in self._states.items()
-                if (segments := groups[number].segments) is not None
-                for place, page in zip(places, segments[2:], strict=True)
-            ),
-        ):
+            (self._token_mask, self._one[:rows], self._zero),
+        ]
+        for number, group in batch.groups.items():
+            own = self._groups[number]
+            if isinstance(group, KVBlocks):
+                parts.append((own[0], group.slot_mapping, self._no_slot))
+                own[1][:rows, : group.block_tables.shape[1]].copy_(group.block_tables)
+            else:
+                parts += [(own[0], group.read, self._no_slot), (own[1], group.write, self._no_slot)]
+        to, values = [self._token_ids[:rows]], [batch.token_ids]
+        for place, part, padding in parts:
             to.append(place[:rows])
             values.append(part)
             if rows < size:
                 to.append(place[rows:size])
                 values.append(padding[: size - rows])
         torch._foreach_copy_(to, values)  # one kernel
-        for table, group in zip(self._tables, groups, strict=True):
-            table[:rows, : group.block_tables.shape[1]].copy_(group.block_tables)
         if self._hidden is not None:
             assert received is not None
             self._hidden[:rows].copy_(received)

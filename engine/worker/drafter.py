@@ -12,8 +12,8 @@ Nothing here waits for a GPU: how many drafts have counted in a step is known on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -22,13 +22,15 @@ from torch import Tensor
 
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.distributed.communicator import Parallel
-from quire.engine.layers.attention import Batch, HostMetadata, LayerCache
+from quire.engine.layers.batch import Batch, KVBlocks
+from quire.engine.layers.kv_cache import LayerCache
 from quire.engine.models.decoder import Decoder
 from quire.engine.protocol.scheduler_output import CATCH_UP_TOKENS
 from quire.engine.worker.async_copies import send
 from quire.engine.worker.cuda_graphs import DecodeGraphs
 from quire.engine.worker.input_batch import InputBatch, Ints, StepRows
 from quire.engine.worker.sampler import Sampler
+from quire.kernels import HostMetadata
 
 
 @dataclass(frozen=True)
@@ -173,8 +175,8 @@ class DraftModel:
 class RowsAhead:
     """Makes the batches of one guessed token for each row, whose positions are known on the device only."""
 
-    tables: tuple[Tensor, ...]
-    """The block tables of these rows in each KV cache group."""
+    tables: Mapping[int, Tensor]
+    """The block tables of these rows, by KV cache group."""
     limits: Tensor
     """`[rows]`, the slots of each row. What is beyond them is not stored."""
     newest: Ints
@@ -184,7 +186,7 @@ class RowsAhead:
     @staticmethod
     def of(batch: Batch, rows: Tensor, limits: Tensor, newest: Ints, block_size: int) -> RowsAhead:
         """For these rows of a batch whose tables reach far enough."""
-        tables = tuple(each.block_tables.index_select(0, rows) for each in (batch, *batch.other_groups))
+        tables = {group: batch.attention(group).block_tables.index_select(0, rows) for group in batch.groups}
         return RowsAhead(tables, limits, newest, block_size)
 
     def batch(self, token_ids: Tensor, positions: Tensor, number: int) -> Batch:
@@ -192,20 +194,21 @@ class RowsAhead:
         within = torch.minimum(positions, self.limits - 1)
         blocks, offsets = within // self.block_size, within % self.block_size
         is_kept = positions < self.limits
-        mappings = [
-            torch.where(is_kept, table.gather(1, blocks[:, None])[:, 0] * self.block_size + offsets, -1)
-            for table in self.tables
-        ]
+        groups = {}
+        for group, table in self.tables.items():
+            slots = table.gather(1, blocks[:, None])[:, 0] * self.block_size + offsets
+            groups[group] = KVBlocks(torch.where(is_kept, slots, -1), table)
         rows = len(token_ids)
         starts = torch.arange(rows + 1, device=token_ids.device)
         lengths = self.newest + number + 1 if token_ids.is_cuda else (within + 1).numpy()
-        batch = Batch(
-            *(token_ids, within, mappings[0], self.tables[0], within + 1, starts, starts[:rows]),
+        return Batch(
+            token_ids=token_ids,
+            positions=within,
+            sequence_lengths=within + 1,
+            query_starts=starts,
+            logits_indices=starts[:rows],
+            groups=groups,
             host=HostMetadata(np.ones(rows, np.int64), lengths),
-        )
-        others = zip(mappings[1:], self.tables[1:], strict=True)
-        return replace(
-            batch, other_groups=tuple(replace(batch, slot_mapping=slots, block_tables=table) for slots, table in others)
         )
 
 

@@ -11,7 +11,7 @@ from quire.engine.architecture.draft_head_spec import DraftHeadSpec
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.distributed.parallel_state import ParallelState
-from quire.engine.layers.attention import LayerCache
+from quire.engine.layers.kv_cache import LayerCache
 from quire.engine.models.build import Model, load, load_draft_head
 from quire.engine.models.decoder import Decoder
 from quire.engine.worker.drafter import Drafter, DraftModel

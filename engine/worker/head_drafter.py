@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.engine.distributed.communicator import Parallel
-from quire.engine.layers.attention import LayerCache
+from quire.engine.layers.kv_cache import LayerCache
 from quire.engine.models.draft_head import DraftHead
 from quire.engine.worker.async_copies import send
 from quire.engine.worker.drafter import Drafts, RowsAhead, SampledStep, sample_drafts

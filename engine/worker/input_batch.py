@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain, islice
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -13,11 +13,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.engine.layers.attention import Batch, HostMetadata
+from quire.engine.layers.batch import Batch, KVBlocks
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.protocol.scheduler_output import NewRequestData, SchedulerOutput
 from quire.engine.worker.async_copies import send
-from quire.kernels import StateSegments
+from quire.kernels import HostMetadata, StateSegments
 
 Ints = npt.NDArray[np.int64]
 Numbers = TypeVar("Numbers", Ints, Tensor)
@@ -93,6 +93,7 @@ class InputBatch:
         self._states, self._blocks_per_page = states, blocks_per_page
         self.block_size = block_size
         self._groups, self._device = groups, torch.device(device)
+        self._attention_groups = [group for group in range(groups) if group not in states]
         self._slots, self._max_length, self._width = slots, max_length, -(-max_length // block_size)
         self._tables_start = slots * max_length
         self._host_memory = np.zeros(slots * (max_length + groups * self._width), np.int32)
@@ -303,26 +304,31 @@ class InputBatch:
             starts,
             rows.sampling if logits_indices_only else last,
             tokens[last] + 1,
-            *[table[owners, blocks] * self.block_size + offsets for table in self._tables],
+            *self._slot_mappings(owners, blocks, offsets),
             *chain.from_iterable(segments.values()),
         )
         places, ends, query_starts, sampled, kept, *others = sent
-        slot_mappings, of_states = others[: self._groups], iter(others[self._groups :])
-        found = {group: StateSegments(*islice(of_states, 4)) for group in segments}
+        slot_mappings, of_states = others[: len(tables)], iter(others[len(tables) :])
+        groups: dict[int, KVBlocks | StateSegments] = {**_kv_blocks(slot_mappings, tables)}
+        groups |= {group: StateSegments(*islice(of_states, 4)) for group in segments}
         batch = Batch(
-            *(token_ids, places, slot_mappings[0], tables[0], ends, query_starts, sampled),
-            replica_tokens=replica_tokens,
+            token_ids=token_ids,
+            positions=places,
+            sequence_lengths=ends,
+            query_starts=query_starts,
+            logits_indices=sampled,
+            groups=groups,
             host=HostMetadata(counts, lengths, {}),
+            replica_tokens=replica_tokens,
             logits_indices_only=logits_indices_only,
-            segments=found.get(0),
         )
-        if self._groups == 1:
-            return batch, kept
-        other_groups = tuple(
-            replace(batch, slot_mapping=slot_mappings[group], block_tables=tables[group], segments=found.get(group))
-            for group in range(1, self._groups)
-        )
-        return replace(batch, other_groups=other_groups), kept
+        return batch, kept
+
+    def _slot_mappings(self, slots: Ints, blocks: Ints, offsets: Ints) -> Iterator[Ints]:
+        """For each group of attention layers, the places in the cache of tokens at `offsets` in these blocks of the
+        slots."""
+        for group in self._attention_groups:
+            yield self._tables[group][slots, blocks] * self.block_size + offsets
 
     def capacity(self, slots: Ints) -> Ints:
         """Tokens of each request that there are slots for."""
@@ -354,18 +360,21 @@ class InputBatch:
         lengths = first + counts
         blocks, offsets = np.divmod(positions, self.block_size)
         width = min(self._width, -(-(int(lengths.max()) + ahead) // self.block_size))
-        mappings = [table[owners, blocks] * self.block_size + offsets for table in self._tables]
+        mappings = self._slot_mappings(owners, blocks, offsets)
         token_ids, tables, sent = self._gather(
             self.token_indices(owners, positions), slots, width, positions, lengths, starts, *mappings
         )
         places, ends, query_starts, *slot_mappings = sent
         batch = Batch(
-            *(token_ids, places, slot_mappings[0], tables[0], ends, query_starts, query_starts[1:] - 1),
+            token_ids=token_ids,
+            positions=places,
+            sequence_lengths=ends,
+            query_starts=query_starts,
+            logits_indices=query_starts[1:] - 1,
+            groups=_kv_blocks(slot_mappings, tables),
             host=HostMetadata(counts, lengths, {}),
         )
-        others = zip(slot_mappings[1:], tables[1:], strict=True)
-        other_groups = tuple(replace(batch, slot_mapping=slots, block_tables=table) for slots, table in others)
-        return Span(replace(batch, other_groups=other_groups), rows)
+        return Span(batch, rows)
 
     def _segments(self, rows: StepRows, starts: Ints, table: npt.NDArray[np.int32]) -> tuple[Ints, Ints, Ints, Ints]:
         """The fields of `StateSegments`: a row ends a segment at each block boundary for which `table` has a page, and
@@ -397,22 +406,25 @@ class InputBatch:
 
     def _gather(
         self, tokens: Ints, slots: Ints, width: int, *numbers: npt.NDArray[np.integer[Any]]
-    ) -> tuple[Tensor, list[Tensor], Sequence[Tensor]]:
-        """The tokens at these indices, the first `width` blocks of these slots in each group, and `numbers`.
+    ) -> tuple[Tensor, dict[int, Tensor], Sequence[Tensor]]:
+        """The tokens at these indices, the first `width` blocks of these slots in each group of attention layers, and
+        `numbers`.
 
         All are int64 on the device. Pending changes are applied to the device's memory first.
         """
+        groups = self._attention_groups
         if self._is_shared:
-            tables = (table[slots, :width].ravel() for table in self._tables)
+            tables = (self._tables[group][slots, :width].ravel() for group in groups)
             token_ids, *sent = self._send(self._host_memory[tokens], *tables, *numbers)
-            return token_ids, [part.view(-1, width) for part in sent[: self._groups]], sent[self._groups :]
+            found = {group: part.view(-1, width) for group, part in zip(groups, sent, strict=False)}
+            return token_ids, found, sent[len(groups) :]
         changed = np.concatenate(self._changes) if self._changes else _NONE
         self._changes.clear()
         places, reported, at, rows, *sent = self._send(changed, self._host_memory[changed], tokens, slots, *numbers)
         if len(changed):
             self.memory.index_copy_(0, places, reported.int())
-        device_tables = [table[:, :width].index_select(0, rows).long() for table in self._device_tables]
-        return self.memory.index_select(0, at).long(), device_tables, sent
+        found = {group: self._device_tables[group, :, :width].index_select(0, rows).long() for group in groups}
+        return self.memory.index_select(0, at).long(), found, sent
 
     def _send(self, *parts: npt.NDArray[np.integer[Any]]) -> Sequence[Tensor]:
         """Send all parts in one transfer, as int64."""
@@ -425,57 +437,5 @@ class InputBatch:
             self.num_computed_tokens[rows.slots] -= rows.num_drafts
 
 
-def split_micro_batches(batch: Batch, counts: Ints) -> tuple[Batch, Batch]:
-    """Split a step's tokens, and those of each replica, into two halves. Sampling uses the full batch.
-
-    `counts` are the tokens of each row. A row may be split: in every layer its first tokens run before its last ones,
-    which therefore find the keys they need.
-    """
-    ends = counts.cumsum()
-    total = int(ends[-1]) if len(ends) else 0
-    cut = -(-total // 2)
-    stop = min(len(ends), int(ends.searchsorted(cut)) + 1)  # end of the rows with tokens before the cut
-    start = int(ends.searchsorted(cut, "right"))  # start of the rows with tokens after it
-    behind = int(ends[stop - 1]) - cut if stop else 0
-    lengths = batch.sequence_lengths[:stop].clone()
-    lengths[stop - 1 :] -= behind
-    hosts: list[HostMetadata | None] = [None, None]
-    if batch.host is not None:
-        before, after = counts[:stop].copy(), counts[start:].copy()
-        before[-1:] -= behind
-        after[:1] -= cut - (ends[start:] - counts[start:])[:1]
-        known = batch.host.lengths[:stop].copy()
-        known[-1:] -= behind
-        hosts = [HostMetadata(before, known), HostMetadata(after, batch.host.lengths[start:])]
-
-    def parts(whole: Batch) -> tuple[Batch, Batch]:
-        firsts, seconds = (
-            zip(*[parts(other) for other in whole.other_groups], strict=True) if whole.other_groups else ((), ())
-        )
-        first = Batch(
-            token_ids=whole.token_ids[:cut],
-            positions=whole.positions[:cut],
-            slot_mapping=whole.slot_mapping[:cut],
-            block_tables=whole.block_tables[:stop],
-            sequence_lengths=lengths,
-            query_starts=whole.query_starts[: stop + 1].clamp(max=cut),
-            logits_indices=whole.logits_indices[:0],
-            other_groups=firsts,
-            replica_tokens=tuple(-(-tokens // 2) for tokens in whole.replica_tokens),
-            host=hosts[0],
-        )
-        second = Batch(
-            token_ids=whole.token_ids[cut:],
-            positions=whole.positions[cut:],
-            slot_mapping=whole.slot_mapping[cut:],
-            block_tables=whole.block_tables[start:],
-            sequence_lengths=whole.sequence_lengths[start:],
-            query_starts=whole.query_starts[start:].clamp(min=cut) - cut,
-            logits_indices=whole.logits_indices[:0],
-            other_groups=seconds,
-            replica_tokens=tuple(tokens // 2 for tokens in whole.replica_tokens),
-            host=hosts[1],
-        )
-        return first, second
-
-    return parts(batch)
+def _kv_blocks(slot_mappings: Sequence[Tensor], tables: Mapping[int, Tensor]) -> dict[int, KVBlocks]:
+    return {group: KVBlocks(*own) for group, *own in zip(tables, slot_mappings, tables.values(), strict=True)}

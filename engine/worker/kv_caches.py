@@ -10,8 +10,8 @@ from quire import kernels
 from quire.engine.architecture.attention_spec import CompressedAttentionSpec
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.config.kv_cache_groups import LayerPlacement, cached_layers, count_planes, place_layers
-from quire.engine.layers.attention import LayerCache
 from quire.engine.layers.compressed import compressed_cache
+from quire.engine.layers.kv_cache import LayerCache
 from quire.engine.protocol.scheduler_output import SchedulerOutput
 from quire.engine.worker.async_copies import send
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.distributed.expert_group import ExpertCommunicator
 from quire.engine.distributed.parallel_state import ParallelState
-from quire.engine.layers.attention import Batch
+from quire.engine.layers.batch import Batch
 from quire.engine.models.build import Model, load_model
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.encoder import Encoder
@@ -32,7 +32,7 @@ from quire.engine.worker.cuda_graphs import DecodeGraphs
 from quire.engine.worker.drafter import SampledStep, count_accepted, may_draft
 from quire.engine.worker.drafters import load_drafter
 from quire.engine.worker.eplb import ExpertLoadBalancer
-from quire.engine.worker.input_batch import InputBatch, Ints, StepRows, split_micro_batches
+from quire.engine.worker.input_batch import InputBatch, Ints, StepRows
 from quire.engine.worker.kv_caches import KVCaches
 from quire.engine.worker.memory import MemoryMeter, determine_num_blocks
 from quire.engine.worker.oom import OOMHandler
@@ -69,9 +69,8 @@ class ModelRunner:
         self._tp, self._pipeline, self._device = parallel_state.tp, parallel_state.pipeline, device
         self._replicas: ExpertCommunicator | None = None
         """This rank's counterparts in the replicas that share experts; None: there are none."""
-        self._dbo_token_threshold: int | None = None
         if (experts := parallel_state.experts) is not None and experts.dp.size > 1:
-            self._replicas, self._dbo_token_threshold = experts.dp, experts.config.dbo_token_threshold
+            self._replicas = experts.dp
         is_single_rank = self._tp.size == self._pipeline.size == 1 and self._replicas is None
         self._oom_handler = OOMHandler(device) if is_single_rank else None
 
@@ -254,8 +253,6 @@ class ModelRunner:
         has_prompts = int(rows.counts.sum()) > len(rows.counts)
         logits_indices_only = self._logits_indices_only and has_prompts and not rows.scoring and rows.num_drafts is None
         batch, places = self._input_batch.batch(rows, replica_tokens, logits_indices_only=logits_indices_only)
-        if self._dbo_token_threshold is not None and max(replica_tokens) >= self._dbo_token_threshold:
-            batch = replace(batch, micro_batches=split_micro_batches(batch, rows.counts))
         if isinstance(self._model, Encoder):
             batch = replace(batch, token_types=self._input_batch.token_types(rows))
         return batch, places

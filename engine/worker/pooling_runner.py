@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.engine.checkpoints.loader import load_dense
 from quire.engine.config.engine_config import ModelConfig
 from quire.engine.config.pooling import Dense, Mode, Norm, Pooling
-from quire.engine.layers.attention import Batch
+from quire.engine.layers.batch import Batch
 from quire.engine.models.build import Model
 from quire.engine.protocol.runner_output import ModelRunnerOutput
 from quire.engine.worker.async_copies import Array, AsyncRead

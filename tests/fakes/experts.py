@@ -11,7 +11,7 @@ from torch import nn
 from quire import kernels
 from quire.engine.architecture.feed_forward_spec import MLPSpec, MoESpec
 from quire.engine.distributed.expert_group import ExpertGroup
-from quire.engine.layers.attention import Batch
+from quire.engine.layers.batch import Batch
 from quire.engine.layers.linear import Linear
 from quire.engine.layers.moe import Experts as ExpertsOfRank
 from quire.engine.layers.moe import MixtureOfExperts
@@ -55,4 +55,4 @@ def build(spec: MoESpec, group: ExpertGroup) -> MixtureOfExperts:
 def batch(tokens: int, replica_tokens: Sequence[int]) -> Batch:
     """As far as experts look at it."""
     none, place = torch.empty(0, dtype=torch.int64), torch.arange(tokens)
-    return Batch(none, place, place, none, none, none, none, replica_tokens=tuple(replica_tokens))
+    return Batch(place, place, none, none, none, replica_tokens=tuple(replica_tokens))

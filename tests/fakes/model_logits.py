@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,9 @@ from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import resolve
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.distributed.expert_group import ExpertCommunicator, ExpertGroup
-from quire.engine.layers.attention import Batch, LayerCache
+from quire.engine.layers.batch import Batch, KVBlocks
 from quire.engine.layers.compressed import compressed_cache
+from quire.engine.layers.kv_cache import LayerCache
 from quire.engine.models.build import load_model
 from quire.engine.models.encoder import Encoder
 
@@ -48,18 +48,17 @@ def logits(config: EngineConfig, tokens: Tensor, parallel: Parallel, beside: Seq
     rows = numbers.repeat_interleave(lengths)
     spread = config.parallel.experts
     experts = None if spread is None else ExpertGroup(spread, parallel, ExpertCommunicator(), ExpertCommunicator())
+    page = blocks_per_page(arch, config.model.dtype)
+    groups: dict[int, KVBlocks | kernels.StateSegments] = {**in_pages(tables, rows, positions, page)}
+    groups[2] = kernels.StateSegments(starts, F.pad(numbers + 1, (1, 0)), torch.full_like(numbers, -1), numbers)
     batch = Batch(
         token_ids=torch.cat(requests),
         positions=positions,
-        slot_mapping=tables[rows, positions // 4] * 4 + positions % 4,
-        block_tables=tables,
         sequence_lengths=lengths,
         query_starts=starts,
         logits_indices=torch.arange(len(positions)),
-        segments=kernels.StateSegments(starts, F.pad(numbers + 1, (1, 0)), torch.full_like(numbers, -1), numbers),
+        groups=groups,
     )
-    page = blocks_per_page(arch, config.model.dtype)
-    batch = in_pages(batch, page)
     for stage, layers in enumerate(config.parallel.stages):
         decoder = load_model(config, stage * parallel.size + parallel.rank, parallel, CPU, experts=experts)
         caches: list[LayerCache] = []
@@ -73,17 +72,16 @@ def logits(config: EngineConfig, tokens: Tensor, parallel: Parallel, beside: Seq
     return decoder.logits(hidden)[-len(tokens) :]
 
 
-def in_pages(batch: Batch, blocks_per_page: int) -> Batch:
-    """The batch of requests whose blocks of four tokens are numbered from 0 on. If there are pages, each of these
-    blocks takes one, and blocks of entries are behind them."""
-    if not blocks_per_page:
-        return batch
-    tables = batch.block_tables * blocks_per_page
-    pages = int(batch.block_tables.max()) + 1
-    entries = replace(batch, block_tables=batch.block_tables + pages * blocks_per_page)
-    rows = torch.arange(len(tables)).repeat_interleave(batch.query_starts.diff())
-    slots = tables[rows, batch.positions // 4] * 4 + batch.positions % 4
-    return replace(batch, block_tables=tables, slot_mapping=slots, other_groups=(entries,))
+def in_pages(tables: Tensor, rows: Tensor, positions: Tensor, blocks_per_page: int) -> dict[int, KVBlocks]:
+    """The groups of requests with these block tables, whose blocks of four tokens are numbered from 0 on. If there are
+    pages, each of these blocks takes one, and blocks of entries are behind them."""
+    count, entries = int(tables.max()) + 1, tables
+    tables = tables * max(blocks_per_page, 1)
+    groups = {0: KVBlocks(tables[rows, positions // 4] * 4 + positions % 4, tables)}
+    if blocks_per_page:
+        entries = entries + count * blocks_per_page
+        groups[1] = KVBlocks(entries[rows, positions // 4] * 4 + positions % 4, entries)
+    return groups
 
 
 def blocks_per_page(arch: ModelSpec, dtype: str) -> int:
@@ -115,7 +113,7 @@ def layer_cache(
         shapes = spec.state.input_shape(tp), *spec.state.other_inputs
         inputs, *others = (torch.zeros(requests, *shape, dtype=dtype) for shape in shapes)
         state = kernels.RecurrentState(matrices, inputs, tuple(others))
-    return LayerCache(memory, state=state, keys=keys)
+    return LayerCache(memory, state=state, state_group=2, keys=keys)
 
 
 def _plane(shape: tuple[int, int, int], blocks: int, dtype: torch.dtype) -> Tensor:

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from quire import kernels
-from quire.engine.layers.attention import Batch, LayerCache
+from quire.engine.layers.batch import Batch
+from quire.engine.layers.kv_cache import LayerCache
 from quire.engine.protocol.errors import ConfigError
 
 NAME = "quire"
@@ -212,24 +213,24 @@ class PagedAttention:
         assert self._batch is not None
         cache = self._caches[number].memory
         assert cache is not None
-        batch = self._batch.for_group(self._caches[number].group)
+        metadata = self._batch.attention(self._caches[number].group)
         value_dim, size = value.shape[-1], max(query.shape[-1], value.shape[-1])
         if query.shape[-1] != value_dim:  # the cache's keys and values have the same size
             query, key, value = (F.pad(x, (0, size - x.shape[-1])) for x in (query, key, value))
         no_rotation = torch.empty(len(query), 0, device=query.device)
-        query = kernels.rotary_write_kv(query, key, value, no_rotation, cache, batch.slot_mapping)
+        query = kernels.rotary_write_kv(query, key, value, no_rotation, cache, metadata.slot_mapping)
         mixed = kernels.paged_attention(
             query.contiguous(),
             cache,
-            batch.block_tables,
-            batch.sequence_lengths,
-            batch.query_starts,
+            metadata.block_tables,
+            metadata.sequence_lengths,
+            metadata.query_starts,
             settings.scale,
             window=settings.window,
             softcap=settings.softcap,
             sinks=None if terms.sinks is None else terms.sinks.float().contiguous(),
             biases=None if terms.biases is None else terms.biases.to(query.dtype),
-            host=batch.host,
+            host=metadata.host,
         )
         return mixed[..., :value_dim]
 

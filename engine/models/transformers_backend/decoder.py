@@ -17,7 +17,8 @@ from quire.engine.architecture.recurrent_spec import TransformersStateSpec
 from quire.engine.checkpoints.checkpoint import StoredSlice
 from quire.engine.config.engine_config import ModelConfig
 from quire.engine.distributed.communicator import Parallel
-from quire.engine.layers.attention import Batch, LayerCache
+from quire.engine.layers.batch import Batch
+from quire.engine.layers.kv_cache import LayerCache
 from quire.engine.layers.weight import Shard, Weight
 from quire.engine.models.transformers_backend import attention, build
 from quire.engine.models.transformers_backend.checkpoint import CheckpointNames, differences, needed

@@ -35,7 +35,8 @@ from quire.engine.architecture.recurrent_spec import TransformersStateSpec
 from quire.engine.architecture.spec_parts import MatrixShape
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.distributed.threads import ThreadParallel
-from quire.engine.layers.attention import Batch, LayerCache
+from quire.engine.layers.batch import Batch, KVBlocks
+from quire.engine.layers.kv_cache import LayerCache
 from quire.engine.layers.linear import Linear
 from quire.engine.layers.moe import ExpertMatrices, ExpertStack
 from quire.engine.models.transformers_backend import attention, build
@@ -529,7 +530,7 @@ def _pages(decoder: TransformersDecoder) -> list[LayerCache]:
         state = None
         if spec is not None:
             state = kernels.RecurrentState(torch.zeros(4, *spec.state_shape(1)), torch.zeros(4, *spec.input_shape(1)))
-        caches.append(LayerCache(state=state))
+        caches.append(LayerCache(state=state, state_group=1))
     return caches
 
 
@@ -537,15 +538,15 @@ def _batch(prompts: list[Tensor], done: list[int], counts: list[int]) -> Batch:
     """The prompts' next tokens; the blocks of request r start at r * _REQUEST_BLOCKS."""
     positions = [torch.arange(start, start + count) for start, count in zip(done, counts, strict=True)]
     starts = [number * _REQUEST_BLOCKS for number in range(len(prompts))]
+    slots = torch.cat([begin * _BLOCK + places for begin, places in zip(starts, positions, strict=True)])
+    tables = torch.stack([torch.arange(begin, begin + _REQUEST_BLOCKS) for begin in starts])
     return Batch(
         token_ids=torch.cat([prompt[places] for prompt, places in zip(prompts, positions, strict=True)]),
         positions=torch.cat(positions),
-        slot_mapping=torch.cat([begin * _BLOCK + places for begin, places in zip(starts, positions, strict=True)]),
-        block_tables=torch.stack([torch.arange(begin, begin + _REQUEST_BLOCKS) for begin in starts]),
         sequence_lengths=torch.tensor([int(places[-1]) + 1 for places in positions]),
         query_starts=torch.tensor([0, *counts]).cumsum(0),
         logits_indices=torch.zeros(0, dtype=torch.int64),
-        segments=_segments(done, counts),
+        groups={0: KVBlocks(slots, tables), 1: _segments(done, counts)},
     )
 
 

@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, DynamicCache, LinearAttentionCacheLayerMixin
 
 from quire.engine.architecture.recurrent_spec import KeptTensor, TransformersStateSpec
-from quire.engine.layers.attention import Batch, LayerCache
+from quire.engine.layers.batch import Batch
+from quire.engine.layers.kv_cache import LayerCache
 from quire.engine.protocol.errors import ConfigError
 
 _Cache: Any = DynamicCache
@@ -96,8 +97,7 @@ class RecurrentStates:
         """The segments of the step: their first token and that after the last one, and the pages read and written."""
         if group not in self._segments:
             assert self._batch is not None
-            segments = self._batch.for_group(group).segments
-            assert segments is not None
+            segments = self._batch.segments(group)
             starts, read, write = (each.tolist() for each in (segments.starts, segments.read, segments.write))
             self._segments[group] = [(*ends, *of) for ends, *of in zip(pairwise(starts), read, write, strict=True)]
         return self._segments[group]

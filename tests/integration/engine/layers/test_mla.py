@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,8 @@ from quire import kernels
 from quire.engine.architecture import attention_spec
 from quire.engine.architecture.spec_parts import NormSpec, RopeSpec
 from quire.engine.distributed.communicator import Parallel
-from quire.engine.layers.attention import Batch, IndexedCache, Selection
+from quire.engine.layers.batch import AttentionMetadata, Batch, KVBlocks, Selection
+from quire.engine.layers.kv_cache import LayerCache
 from quire.engine.layers.mla import MLA
 from quire.engine.layers.rotary import Rotary
 from tests.fakes.ranks import on_ranks
@@ -44,11 +44,10 @@ def batch_of(contexts: list[int], counts: list[int]) -> tuple[Batch, Tensor]:
     batch = Batch(
         token_ids=torch.cat(rows),
         positions=torch.cat(rows),
-        slot_mapping=torch.cat(slots),
-        block_tables=tables,
         sequence_lengths=torch.tensor(contexts) + torch.tensor(counts),
         query_starts=starts,
         logits_indices=starts[1:] - 1,
+        groups={0: KVBlocks(torch.cat(slots), tables)},
     )
     return batch, torch.cat(earlier)
 
@@ -66,14 +65,14 @@ def test_absorbed_and_plain_attention_are_equal(dtype: torch.dtype, tolerance: f
     layer = fill(MLA(SPEC, HIDDEN, Parallel()))
     assert isinstance(layer, MLA)
     batch, earlier = batch_of([0, 9, 30], [7, 1, 40])
-    cache = cache_of(int(batch.block_tables.max()) + 1, dtype)
+    cache = cache_of(int(batch.attention(0).block_tables.max()) + 1, dtype)
     row = SPEC.kv_shape(1)[2]
-    slots = torch.cat((earlier, batch.slot_mapping))
+    slots = torch.cat((earlier, batch.attention(0).slot_mapping))
     query = torch.randn(len(slots), 1, row)
     kernels.rotary_write_kv(query, torch.randn(len(slots), 1, row), None, torch.empty(len(slots), 0), cache, slots)
     query = torch.randn(len(batch.token_ids), SPEC.num_heads, SPEC.head_dim)
-    absorbed = layer.absorbed(query, batch, cache)
-    torch.testing.assert_close(absorbed, layer.plain(query, batch, cache), rtol=tolerance, atol=tolerance)
+    absorbed = layer.absorbed(query, batch.attention(0), cache)
+    torch.testing.assert_close(absorbed, layer.plain(query, batch.attention(0), cache), rtol=tolerance, atol=tolerance)
 
 
 def test_each_request_uses_the_cheaper_attention(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,24 +80,24 @@ def test_each_request_uses_the_cheaper_attention(monkeypatch: pytest.MonkeyPatch
     assert isinstance(layer, MLA)
     many = layer._plain_from
     batch, _ = batch_of([0, 3, 0, 0, 2, 0], [many, 1, 2, many + 5, many, 1])
-    cache = cache_of(int(batch.block_tables.max()) + 1)
+    cache = cache_of(int(batch.attention(0).block_tables.max()) + 1)
     x, turns = torch.randn(len(batch.token_ids), HIDDEN), Rotary(SPEC.rope, 100)(batch.positions)
     asked: list[list[int]] = []
     plain = MLA.plain
 
-    def counted(layer: MLA, query: Tensor, batch: Batch, cache: Tensor) -> Tensor:
-        asked.append(batch.host_metadata().counts.tolist())
-        return plain(layer, query, batch, cache)
+    def counted(layer: MLA, query: Tensor, metadata: AttentionMetadata, memory: Tensor) -> Tensor:
+        asked.append(metadata.host_metadata().counts.tolist())
+        return plain(layer, query, metadata, memory)
 
     monkeypatch.setattr(MLA, "plain", counted)
-    mixed = layer(x, batch, turns, cache)
+    mixed = layer(x, batch, turns, LayerCache(cache))
     assert asked == [[many], [many + 5, many]]
     at_once = 2 * (2 * many + 4) * SPEC.num_heads * SPEC.head_dim
     monkeypatch.setattr(attention_spec, "KEYS_AND_VALUES_AT_ONCE", at_once)
-    torch.testing.assert_close(layer(x, batch, turns, cache), mixed, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(layer(x, batch, turns, LayerCache(cache)), mixed, rtol=1e-4, atol=1e-4)
     assert asked[2:] == [[many], [many + 5], [many]]
     layer._plain_from = 1 << 30
-    torch.testing.assert_close(layer(x, batch, turns, cache), mixed, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(layer(x, batch, turns, LayerCache(cache)), mixed, rtol=1e-4, atol=1e-4)
     assert len(asked) == 5
 
 
@@ -107,13 +106,12 @@ def test_nothing_is_read_from_the_device(monkeypatch: pytest.MonkeyPatch) -> Non
     layer = fill(MLA(SPEC, HIDDEN, Parallel())).to("meta")
     assert isinstance(layer, MLA)
     batch, _ = batch_of([0, 3, 0], [layer._plain_from, 1, layer._plain_from])
-    cache = cache_of(int(batch.block_tables.max()) + 1).to("meta")
-    tensors: dict[str, Any] = {
-        name: value.to("meta") for name, value in vars(batch).items() if isinstance(value, Tensor)
-    }
+    cache = cache_of(int(batch.attention(0).block_tables.max()) + 1).to("meta")
+    *tensors, _ = batch.attention(0)
+    metadata = AttentionMetadata(*(each.to("meta") for each in tensors), batch.host_metadata())
     monkeypatch.setattr(kernels, "paged_attention", lambda query, *_, **__: torch.empty_like(query))
     query = torch.empty(len(batch.token_ids), SPEC.num_heads, SPEC.head_dim, device="meta")
-    mixed = layer._attend(query, replace(batch, host=batch.host_metadata(), **tensors), cache)
+    mixed = layer._attend(query, metadata, cache, Selection())
     assert mixed.shape == (len(query), SPEC.num_heads, SPEC.v_head_dim)
 
 
@@ -126,8 +124,8 @@ class Prefill(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, _ = batch_of([0], [len(x)])
-        cache = cache_of(int(batch.block_tables.max()) + 1, spec=self.spec)
-        out: Tensor = self.attention(x, batch, Rotary(self.spec.rope, 100)(batch.positions), cache)
+        cache = cache_of(int(batch.attention(0).block_tables.max()) + 1, spec=self.spec)
+        out: Tensor = self.attention(x, batch, Rotary(self.spec.rope, 100)(batch.positions), LayerCache(cache))
         return out
 
 
@@ -151,11 +149,10 @@ class SparsePrefill(nn.Module):
         self.attention = MLA(replace(SPEC, top_k=top_k, indexer=INDEXER), HIDDEN, parallel)
 
     def forward(self, x: Tensor) -> Tensor:
-        both = batch_of([0, 0], [17, 8])[0], batch_of([17, 8], [3, 1])[0]
-        steps = [replace(step, selection=Selection()) for step in both]
-        blocks = int(steps[1].block_tables.max()) + 1
+        steps = batch_of([0, 0], [17, 8])[0], batch_of([17, 8], [3, 1])[0]
+        blocks = int(steps[1].attention(0).block_tables.max()) + 1
         keys = kernels.allocate_kv_cache(1, blocks, 1, BLOCK, INDEXER.head_dim, torch.float32, x.device, 1)[0]
-        cache, outs = IndexedCache(cache_of(blocks), keys), []
+        cache, outs = LayerCache(cache_of(blocks), keys=keys), []
         for step, part in zip(steps, x.split_with_sizes([25, 4]), strict=True):
             outs.append(self.attention(part, step, Rotary(SPEC.rope, 100)(step.positions), cache))
         return torch.cat(outs)

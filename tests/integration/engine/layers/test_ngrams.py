@@ -15,7 +15,6 @@ from quire import kernels
 from quire.engine.architecture.families import from_hf_config
 from quire.engine.architecture.residual_spec import NGramSpec
 from quire.engine.distributed.communicator import Parallel
-from quire.engine.layers.attention import Batch
 from quire.engine.layers.ngrams import NGrams
 from tests.fakes.families import CASES, SIZES
 from tests.fakes.ranks import on_ranks
@@ -62,9 +61,7 @@ def run(
         segments = kernels.StateSegments(
             torch.tensor([0, end - start]), torch.tensor([0, 1]), torch.tensor([0 if start else -1]), torch.tensor([0])
         )
-        own, nothing = ids[start:end], torch.empty(0, dtype=torch.int64)
-        batch = Batch(own, nothing, nothing, nothing, nothing, nothing, nothing, segments=segments)
-        parts.append(layer(x[start:end], own, batch, state))
+        parts.append(layer(x[start:end], ids[start:end], segments, state))
     return torch.cat(parts)
 
 

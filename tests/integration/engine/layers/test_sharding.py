@@ -15,9 +15,11 @@ from quire import kernels
 from quire.engine.architecture import attention_spec
 from quire.engine.architecture.spec_parts import NormSpec, RopeSpec, Units, linear
 from quire.engine.distributed.communicator import Parallel
-from quire.engine.layers.attention import Attention, Batch
+from quire.engine.layers.attention import Attention
+from quire.engine.layers.batch import Batch, KVBlocks
 from quire.engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from quire.engine.layers.from_spec import FromSpec
+from quire.engine.layers.kv_cache import LayerCache
 from quire.engine.layers.linear import ColumnParallelLinear, RowParallelLinear, divided
 from quire.engine.layers.mlp import MLP
 from quire.engine.layers.rotary import Rotary, inverse_frequencies
@@ -136,14 +138,13 @@ class CachedAttention(nn.Module):
         batch = Batch(
             token_ids=positions,
             positions=positions,
-            slot_mapping=positions,
-            block_tables=torch.arange(3)[None, : -(-count // 4)],
             sequence_lengths=torch.tensor([count]),
             query_starts=torch.tensor([0, count]),
             logits_indices=torch.tensor([count - 1]),
+            groups={0: KVBlocks(positions, torch.arange(3)[None, : -(-count // 4)])},
         )
         turns = Rotary(spec.rope, 100)(positions)
-        out: Tensor = self.attention(x, batch, turns, cache)
+        out: Tensor = self.attention(x, batch, turns, LayerCache(cache))
         return out
 
 

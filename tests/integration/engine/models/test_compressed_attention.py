@@ -18,7 +18,7 @@ from quire.engine.architecture import attention_spec
 from quire.engine.architecture.attention_spec import CompressedAttentionSpec
 from quire.engine.architecture.families import from_hf_config
 from quire.engine.config.memory_plan import MemoryPlan
-from quire.engine.layers.attention import CompressedCache
+from quire.engine.layers.kv_cache import CompressedCache
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.worker.kv_caches import allocate_caches

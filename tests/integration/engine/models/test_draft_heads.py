@@ -27,7 +27,8 @@ from quire.engine.config.memory_plan import MemoryPlan
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import fetch_weights, resolve
 from quire.engine.distributed.communicator import Parallel
-from quire.engine.layers.attention import Batch, LayerCache
+from quire.engine.layers.batch import Batch, KVBlocks
+from quire.engine.layers.kv_cache import LayerCache
 from quire.engine.models.build import load, load_draft_head
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.draft_head import DraftHead
@@ -72,15 +73,14 @@ def a_batch(token_ids: Tensor, start: int) -> Batch:
     """One request's tokens from position `start` on."""
     count = len(token_ids)
     positions = torch.arange(start, start + count)
+    segments = kernels.StateSegments(*map(torch.tensor, ([0, count], [0, 1], [0 if start else -1], [0])))
     return Batch(
         token_ids=token_ids,
         positions=positions,
-        slot_mapping=positions,
-        block_tables=torch.arange(16)[None],
         sequence_lengths=torch.tensor([start + count]),
         query_starts=torch.tensor([0, count]),
         logits_indices=positions - start,
-        segments=kernels.StateSegments(*map(torch.tensor, ([0, count], [0, 1], [0 if start else -1], [0]))),
+        groups={0: KVBlocks(positions, torch.arange(16)[None]), 1: segments},
     )
 
 

@@ -53,7 +53,7 @@ from quire.engine.checkpoints.loader import needed_tensors
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.config.memory_plan import MemoryPlan
 from quire.engine.distributed.communicator import Parallel
-from quire.engine.layers.attention import Batch
+from quire.engine.layers.batch import Batch
 from quire.engine.layers.linear import Linear
 from quire.engine.models.build import build, load_model
 from quire.engine.models.encoder import Encoder
@@ -132,8 +132,6 @@ def states(config: EngineConfig, given: list[list[int]], parallel: Parallel) -> 
     batch = Batch(
         token_ids=torch.tensor([token for prompt in given for token in prompt]),
         positions=torch.cat([torch.arange(len(prompt)) for prompt in given]),
-        slot_mapping=nothing,
-        block_tables=nothing,
         sequence_lengths=lengths,
         query_starts=torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0))),
         logits_indices=nothing,

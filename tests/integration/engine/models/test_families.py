@@ -24,8 +24,8 @@ from quire.engine.architecture.residual_spec import SharedBlockSpec
 from quire.engine.config.memory_plan import MemoryPlan, read_bytes
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers import attention
-from quire.engine.layers.attention import Batch, by_chunks
-from quire.engine.models import decoder
+from quire.engine.layers.attention import by_chunks
+from quire.engine.layers.batch import AttentionMetadata
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.shared_block_layer import SharedBlockLayer
 from quire.engine.protocol.errors import ConfigError
@@ -129,12 +129,11 @@ def test_layers_with_chunked_attention_share_the_chunks(tmp_path: Path, monkeypa
     assert sum(isinstance(mixer, AttentionSpec) and mixer.is_chunked for mixer in mixers) > 1
     calls = []
 
-    def counted(*arguments: Any) -> Batch:
+    def counted(*arguments: Any) -> AttentionMetadata:
         calls.append(arguments)
         return by_chunks(*arguments)
 
-    for module in (attention, decoder):
-        monkeypatch.setattr(module, "by_chunks", counted)
+    monkeypatch.setattr(attention, "by_chunks", counted)
     on_ranks(1, partial(logits, config, torch.arange(100)))
     assert len(calls) == 1
 

@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from quire.engine.architecture.families import from_hf_config
 from quire.engine.config.memory_plan import MemoryPlan
-from quire.engine.layers.attention import LayerCache
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.worker.kv_caches import allocate_caches
@@ -172,9 +170,3 @@ def test_blocks_that_are_not_possible_are_refused(changes: dict[str, Any], messa
     config = SIZES | differences | {"architectures": [architecture], "sparse_attention_config": sparse}
     with pytest.raises(ConfigError, match=message):
         from_hf_config(config)
-
-
-def test_a_layer_sees_both_of_its_caches() -> None:
-    memory, keys = torch.zeros(1, 2, 1, 4, 8), torch.zeros(1, 2, 1, 4, 6)
-    assert LayerCache(memory).for_attention is memory
-    assert LayerCache(memory, keys=keys).for_attention == (memory, keys)

@@ -18,10 +18,10 @@ from torch import Tensor
 from quire.engine.config.engine_config import EngineConfig, ExpertParallelConfig
 from quire.engine.distributed.expert_group import ExpertGroup
 from quire.engine.distributed.parallel_state import ParallelState
-from quire.engine.layers.attention import Batch
+from quire.engine.layers.batch import Batch, KVBlocks
+from quire.engine.models import decoder
+from quire.engine.models.micro_batches import split_micro_batches
 from quire.engine.protocol.scheduler_output import SchedulerOutput
-from quire.engine.worker import model_runner as runners
-from quire.engine.worker.input_batch import Ints, split_micro_batches
 from quire.engine.worker.model_runner import ModelRunner
 from tests.fakes.checkpoints import generate
 from tests.fakes.coupled import serving
@@ -152,11 +152,11 @@ def test_tokens_are_those_of_one_rank(
 def test_only_large_steps_are_split(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     cuts: list[tuple[int, ...]] = []
 
-    def counted(batch: Batch, counts: Ints) -> tuple[Batch, Batch]:
+    def counted(batch: Batch) -> tuple[Batch, Batch]:
         cuts.append(batch.replica_tokens)
-        return split_micro_batches(batch, counts)
+        return split_micro_batches(batch)
 
-    monkeypatch.setattr(runners, "split_micro_batches", counted)
+    monkeypatch.setattr(decoder, "split_micro_batches", counted)
     config = coupled(configure(folders["Mixtral"], max_model_len=64), 2, ExpertParallelConfig(dbo_token_threshold=20))
     executors = replica_executors(config)
     with serving(config, executors) as them:
@@ -175,14 +175,15 @@ def test_micro_batches_cover_the_whole_batch(counts: list[int]) -> None:
     lengths = torch.tensor(counts, dtype=torch.int64) + computed
     positions = torch.cat([torch.arange(computed, computed + count) for count in counts] or [torch.empty(0)]).long()
     numbers, tables = torch.arange(total), torch.arange(len(counts))[:, None]
-    whole = Batch(numbers, positions, numbers + 100, tables, lengths, ends, ends[1:] - 1, replica_tokens=(total, 3))
-    whole = replace(whole, other_groups=(replace(whole, slot_mapping=numbers + 200, block_tables=tables + 50),))
-    first, second = split_micro_batches(whole, torch.tensor(counts, dtype=torch.int64).numpy())
+    groups = {0: KVBlocks(numbers + 100, tables), 1: KVBlocks(numbers + 200, tables + 50)}
+    whole = Batch(numbers, positions, lengths, ends, ends[1:] - 1, groups, replica_tokens=(total, 3))
+    first, second = split_micro_batches(whole)
     assert [half.replica_tokens for half in (first, second)] == [(-(-total // 2), 2), (total // 2, 1)]
     seen = []
-    for half in (first, second, *first.other_groups, *second.other_groups):
-        assert len(half.token_ids) == len(half.positions) == len(half.slot_mapping) == int(half.query_starts[-1])
-        assert len(half.block_tables) == len(half.sequence_lengths) == len(half.query_starts) - 1
+    for half, group in ((first, 0), (second, 0), (first, 1), (second, 1)):
+        slots, block_tables, *_ = half.attention(group)
+        assert len(half.token_ids) == len(half.positions) == len(slots) == int(half.query_starts[-1])
+        assert len(block_tables) == len(half.sequence_lengths) == len(half.query_starts) - 1
         sizes = half.query_starts.diff()
         assert (sizes > 0).all()
         for row, size in enumerate(sizes.tolist()):
@@ -190,11 +191,11 @@ def test_micro_batches_cover_the_whole_batch(counts: list[int]) -> None:
             length = int(half.sequence_lengths[row])
             assert half.positions[tokens].tolist() == list(range(length - size, length))
             seen += [
-                (int(half.block_tables[row, 0]), at, slot)
-                for at, slot in zip(half.positions[tokens].tolist(), half.slot_mapping[tokens].tolist(), strict=True)
+                (int(block_tables[row, 0]), at, slot)
+                for at, slot in zip(half.positions[tokens].tolist(), slots[tokens].tolist(), strict=True)
             ]
     expected = []
-    for shift, slots in ((0, 100), (50, 200)):
+    for shift, first_slot in ((0, 100), (50, 200)):
         for row, count in enumerate(counts):
-            expected += [(row + shift, computed + at, slots + int(ends[row]) + at) for at in range(count)]
+            expected += [(row + shift, computed + at, first_slot + int(ends[row]) + at) for at in range(count)]
     assert sorted(seen) == sorted(expected)

@@ -23,6 +23,7 @@ from quire.engine.distributed.communicator import Parallel
 from quire.engine.distributed.expert_group import ExpertCommunicator, ExpertGroup
 from quire.engine.distributed.expert_placement import ExpertPlacement
 from quire.engine.distributed.parallel_state import ParallelState, connect
+from quire.engine.layers.batch import KVBlocks
 from quire.engine.layers.mlp import MLP
 from quire.engine.layers.moe import MixtureOfExperts
 from quire.engine.models.build import load
@@ -132,13 +133,13 @@ def test_a_replay_is_bit_for_bit_the_step_and_stores_nothing_else(
         inputs = cuda_graphs._Inputs(config, CPU, receives=False).batch(rows)
         lengths = torch.randint(1, 128, (rows,), generator=generator)
         tables = torch.randperm(rows * 32, generator=generator).view(rows, 32)[:, : -(-int(lengths.max()) // 4)]
+        slots = tables.gather(1, (lengths[:, None] - 1) // 4)[:, 0] * 4 + (lengths - 1) % 4
         decode = replace(
             inputs,
             token_ids=torch.randint(0, 131, (rows,), generator=generator),
             positions=lengths - 1,
             sequence_lengths=lengths,
-            block_tables=tables,
-            slot_mapping=tables.gather(1, (lengths[:, None] - 1) // 4)[:, 0] * 4 + (lengths - 1) % 4,
+            groups={0: KVBlocks(slots, tables)},
         )
         with torch.inference_mode():
             start = [cache.clone() for cache in memory]

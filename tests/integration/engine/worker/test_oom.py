@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.executor.uni import UniExecutor
-from quire.engine.layers.attention import Batch
+from quire.engine.layers.batch import Batch
 from quire.engine.models.decoder_layer import DecoderLayer
 from quire.engine.protocol.engine_core import EngineCoreOutput
 from quire.engine.protocol.errors import ConfigError

@@ -19,7 +19,7 @@ from quire.engine.architecture.residual_spec import NormedResidualSpec
 from quire.engine.architecture.spec_parts import NormSpec
 from quire.engine.checkpoints.checkpoint import find
 from quire.engine.distributed.communicator import Parallel
-from quire.engine.layers.attention import LayerCache
+from quire.engine.layers.kv_cache import LayerCache
 from quire.engine.layers.linear import Partition, stacked
 from quire.engine.layers.weight import Weight
 from quire.engine.models.decoder_layer import FeedForwardLayer, LayerStep

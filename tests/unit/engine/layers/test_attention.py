@@ -6,35 +6,33 @@ import numpy as np
 import pytest
 import torch
 
-from quire.engine.layers.attention import Batch, HostMetadata, by_chunks
+from quire.engine.layers.attention import by_chunks
+from quire.engine.layers.batch import AttentionMetadata
+from quire.kernels import HostMetadata
 
 CHUNK, BLOCK = 8, 4
 
 
-def batch_of(counts: list[int], lengths: list[int], *, has_host: bool) -> Batch:
+def requests(counts: list[int], lengths: list[int], *, has_host: bool) -> AttentionMetadata:
     """Requests with blocks `10 * request, 10 * request + 1, …`."""
-    nothing = torch.zeros(sum(counts), dtype=torch.int64)
-    return Batch(
-        token_ids=nothing,
-        positions=nothing,
-        slot_mapping=nothing,
+    return AttentionMetadata(
+        slot_mapping=torch.zeros(sum(counts), dtype=torch.int64),
         block_tables=10 * torch.arange(len(counts))[:, None] + torch.arange(-(-max(lengths) // BLOCK)),
         sequence_lengths=torch.tensor(lengths),
         query_starts=torch.tensor([0, *counts]).cumsum(0),
-        logits_indices=nothing,
         host=HostMetadata(np.array(counts), np.array(lengths), {}) if has_host else None,
     )
 
 
-def attended(batch: Batch) -> list[tuple[int, list[int]]]:
+def attended(metadata: AttentionMetadata) -> list[tuple[int, list[int]]]:
     """For each request, its number of queries, and the places in the cache that the last of them attends to."""
-    counts, tables = batch.query_starts.diff().tolist(), batch.block_tables.tolist()
+    counts, tables = metadata.query_starts.diff().tolist(), metadata.block_tables.tolist()
     found = [
         (count, [BLOCK * table[token // BLOCK] + token % BLOCK for token in range(length)])
-        for count, length, table in zip(counts, batch.sequence_lengths.tolist(), tables, strict=True)
+        for count, length, table in zip(counts, metadata.sequence_lengths.tolist(), tables, strict=True)
     ]
-    host = batch.host
-    assert host is None or (host.counts.tolist(), host.lengths.tolist()) == (counts, batch.sequence_lengths.tolist())
+    host = metadata.host
+    assert host is None or (host.counts.tolist(), host.lengths.tolist()) == (counts, metadata.sequence_lengths.tolist())
     return found
 
 
@@ -59,5 +57,5 @@ def expected(counts: list[int], lengths: list[int]) -> list[tuple[int, list[int]
 def test_a_query_attends_to_its_chunk(counts: list[int], has_host: bool) -> None:
     """Also the first and the last of a chunk."""
     lengths = [1, 7, 8, 9, 16, 17]
-    found = by_chunks(batch_of(counts, lengths, has_host=has_host), sum(counts), CHUNK, BLOCK)
+    found = by_chunks(requests(counts, lengths, has_host=has_host), sum(counts), CHUNK, BLOCK)
     assert attended(found) == expected(counts, lengths)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire.engine.layers.attention import Batch
+from quire.engine.layers.batch import Batch
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.protocol.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from quire.engine.worker.chained_rows import StepEnd
@@ -49,7 +49,7 @@ def started(*, is_shared: bool) -> tuple[InputBatch, StepRows, Batch, torch.Tens
 
 
 def parts(batch: Batch, rows: StepRows) -> list[list[int]]:
-    tensors = [getattr(batch, each.name) for each in fields(batch)]
+    tensors = [*(getattr(batch, each.name) for each in fields(batch)), *batch.attention(0)]
     arrays = [getattr(rows, each.name) for each in fields(rows)]
     found = [value.ravel().tolist() for value in tensors if isinstance(value, torch.Tensor)]
     return found + [value.tolist() for value in arrays if isinstance(value, np.ndarray)]

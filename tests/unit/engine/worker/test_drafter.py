@@ -41,9 +41,9 @@ def test_a_span_has_any_tokens_of_some_rows(states: InputBatch) -> None:
     assert batch.positions.tolist() == [7, 8, 9, 0]
     assert batch.sequence_lengths.tolist() == [10, 1]
     assert batch.query_starts.tolist() == [0, 3, 4]
-    assert batch.slot_mapping.tolist() == [15, 24, 25, 36]
-    assert batch.for_group(1).slot_mapping.tolist() == [19, 8, 9, 4]
-    assert batch.block_tables[0].tolist() == [7, 3, 6]  # far enough for two more tokens
+    assert batch.attention(0).slot_mapping.tolist() == [15, 24, 25, 36]
+    assert batch.attention(1).slot_mapping.tolist() == [19, 8, 9, 4]
+    assert batch.attention(0).block_tables[0].tolist() == [7, 3, 6]  # far enough for two more tokens
     assert span.rows.tolist() == [0, 1]
 
 
@@ -51,7 +51,7 @@ def test_each_token_may_be_a_row(states: InputBatch) -> None:
     span = states.span(ints(2, 0), ints(7, 0), ints(3, 1), ahead=2, as_decodes=True)
     assert span.batch.sequence_lengths.tolist() == [8, 9, 10, 1]
     assert span.batch.query_starts.tolist() == [0, 1, 2, 3, 4]
-    assert span.batch.block_tables[:3].tolist() == [[7, 3, 6]] * 3
+    assert span.batch.attention(0).block_tables[:3].tolist() == [[7, 3, 6]] * 3
     assert span.rows.tolist() == [0, 3]
 
 
@@ -62,10 +62,10 @@ def test_guessed_tokens_follow_in_the_rows_slots(states: InputBatch) -> None:
     batch = ahead.batch(torch.tensor([70, 71]), torch.tensor([10, 1]), 1)
     assert batch.positions.tolist() == [10, 1]
     assert batch.sequence_lengths.tolist() == [11, 2]
-    assert batch.slot_mapping.tolist() == [26, 37]
-    assert batch.for_group(1).slot_mapping.tolist() == [10, 5]
+    assert batch.attention(0).slot_mapping.tolist() == [26, 37]
+    assert batch.attention(1).slot_mapping.tolist() == [10, 5]
     batch = ahead.batch(torch.tensor([70, 71]), torch.tensor([12, 4]), 3)
-    assert batch.slot_mapping.tolist() == [-1, -1]
+    assert batch.attention(0).slot_mapping.tolist() == [-1, -1]
     assert batch.positions.tolist() == [11, 3]
 
 

@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from quire.engine.models.micro_batches import split_micro_batches
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.protocol.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from quire.engine.worker import async_copies, input_batch
 from quire.engine.worker.async_copies import Array
-from quire.engine.worker.input_batch import InputBatch, split_micro_batches
+from quire.engine.worker.input_batch import InputBatch
 
 CPU = torch.device("cpu")
 PARAMS = SamplingParams()
@@ -41,9 +42,9 @@ def test_mixed_batch(is_shared: bool) -> None:
     step, _ = states.batch(rows)
     assert step.token_ids.tolist() == [14, 15, 16, 5]
     assert step.positions.tolist() == [4, 5, 6, 0]
-    assert step.slot_mapping.tolist() == [12, 13, 14, 36]
-    assert step.block_tables[0].tolist() == [7, 3]
-    assert step.block_tables[1, 0].item() == 9
+    assert step.attention(0).slot_mapping.tolist() == [12, 13, 14, 36]
+    assert step.attention(0).block_tables[0].tolist() == [7, 3]
+    assert step.attention(0).block_tables[1, 0].item() == 9
     assert step.sequence_lengths.tolist() == [7, 1]
     assert step.query_starts.tolist() == [0, 3, 4]
     assert step.logits_indices.tolist() == [3]
@@ -56,8 +57,8 @@ def test_mixed_batch(is_shared: bool) -> None:
     step, _ = states.batch(rows)
     assert step.token_ids.tolist() == [77, 17, 18, 19]
     assert step.positions.tolist() == [1, 7, 8, 9]
-    assert step.slot_mapping.tolist() == [37, 15, 24, 25]
-    assert step.block_tables[1].tolist() == [7, 3, 6]
+    assert step.attention(0).slot_mapping.tolist() == [37, 15, 24, 25]
+    assert step.attention(0).block_tables[1].tolist() == [7, 3, 6]
     assert step.logits_indices.tolist() == [0, 3]
 
 
@@ -68,7 +69,7 @@ def test_each_group_of_layers_has_slots_and_block_tables(is_shared: bool) -> Non
         SchedulerOutput(0, [], start, [CachedRequestData(2, 3, [], []), CachedRequestData(0, 1, [], [])])
     )
     step, _ = states.batch(rows)
-    of_groups = [step.for_group(group) for group in range(2)]
+    of_groups = [step.attention(group) for group in range(2)]
     assert [each.slot_mapping.tolist() for each in of_groups] == [[12, 13, 14, 36], [16, 17, 18, 4]]
     assert [each.block_tables.tolist() for each in of_groups] == [[[7, 3], [9, 0]], [[8, 4], [1, 0]]]
     assert all(each.block_tables.is_contiguous() for each in of_groups)
@@ -77,8 +78,8 @@ def test_each_group_of_layers_has_slots_and_block_tables(is_shared: bool) -> Non
 
     rows = states.apply(SchedulerOutput(1, [], [], [CachedRequestData(2, 3, [], [6, 2])]))
     step, _ = states.batch(rows)
-    assert [step.for_group(group).slot_mapping.tolist() for group in range(2)] == [[15, 24, 25], [19, 8, 9]]
-    assert [step.for_group(group).block_tables.tolist() for group in range(2)] == [[[7, 3, 6]], [[8, 4, 2]]]
+    assert [step.attention(group).slot_mapping.tolist() for group in range(2)] == [[15, 24, 25], [19, 8, 9]]
+    assert [step.attention(group).block_tables.tolist() for group in range(2)] == [[[7, 3, 6]], [[8, 4, 2]]]
 
 
 def test_a_slot_is_taken_until_it_is_released(is_shared: bool) -> None:
@@ -89,7 +90,7 @@ def test_a_slot_is_taken_until_it_is_released(is_shared: bool) -> None:
     rows = states.apply(SchedulerOutput(2, [1], [new(1, [6], 0, [3])], [CachedRequestData(1, 1, [], [])]))
     assert rows.sampling.tolist() == [0]
     step, _ = states.batch(rows)
-    assert (step.token_ids.tolist(), step.slot_mapping.tolist()) == ([6], [12])
+    assert (step.token_ids.tolist(), step.attention(0).slot_mapping.tolist()) == ([6], [12])
 
 
 def test_decodes_continue_from_the_appended_tokens(is_shared: bool) -> None:
@@ -108,7 +109,7 @@ def test_decodes_continue_from_the_appended_tokens(is_shared: bool) -> None:
     assert rows.sampling.tolist() == [0, 1]
     assert step.token_ids.tolist() == [50, 40]
     assert step.positions.tolist() == [1, 3]
-    assert step.slot_mapping.tolist() == [37, 31]
+    assert step.attention(0).slot_mapping.tolist() == [37, 31]
     assert step.query_starts.tolist() == [0, 1, 2]
     assert step.logits_indices.tolist() == [0, 1]
     states.advance(rows)
@@ -117,7 +118,7 @@ def test_decodes_continue_from_the_appended_tokens(is_shared: bool) -> None:
     rows = states.apply(SchedulerOutput(2, [], [], [CachedRequestData(2, 1, [41], [3])], decodes=[0], token_ids=[51]))
     step, _ = states.batch(rows)
     assert step.token_ids.tolist() == [51, 41]
-    assert step.slot_mapping.tolist() == [38, 12]
+    assert step.attention(0).slot_mapping.tolist() == [38, 12]
 
 
 def test_only_what_changed_travels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,8 +140,12 @@ def test_only_what_changed_travels(monkeypatch: pytest.MonkeyPatch) -> None:
     states.append_sampled(rows)
     rows = states.apply(SchedulerOutput(1, [], [], [CachedRequestData(1, 1, [], [300])]))
     step, places = states.batch(rows)
-    assert (step.token_ids.tolist(), step.slot_mapping.tolist(), places.tolist()) == ([77], [1200], [1024 + 901])
-    assert step.block_tables[0].tolist() == [*range(225), 300]
+    assert (step.token_ids.tolist(), step.attention(0).slot_mapping.tolist(), places.tolist()) == (
+        [77],
+        [1200],
+        [1024 + 901],
+    )
+    assert step.attention(0).block_tables[0].tolist() == [*range(225), 300]
     assert sent[0] > 2 * 900
     assert sent[1] < 16
 
@@ -153,7 +158,7 @@ def test_micro_batches_have_matching_host_metadata(counts: list[int]) -> None:
         SchedulerOutput(0, [], starts, [CachedRequestData(slot, count, [], []) for slot, count in enumerate(counts)])
     )
     step, _ = states.batch(rows)
-    for half in split_micro_batches(step, rows.counts):
+    for half in split_micro_batches(step):
         assert half.host is not None
         from_device = replace(half, host=None).host_metadata()
         assert half.host.counts.tolist() == from_device.counts.tolist()

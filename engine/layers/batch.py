@@ -1,0 +1,140 @@
+"""A step as the model sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from quire.kernels import HostMetadata, StateSegments
+
+
+class KVBlocks(NamedTuple):
+    """A step's blocks in a KV cache group of attention layers, int64."""
+
+    slot_mapping: Tensor
+    """`[tokens]`, where each token's keys and values are stored: block * block_size + offset; negative: nowhere."""
+    block_tables: Tensor
+    """`[requests, max_blocks]`; blocks before the window of all queries of a request may have any value."""
+
+
+class AttentionMetadata(NamedTuple):
+    """What an attention layer reads and writes in its KV cache group."""
+
+    slot_mapping: Tensor
+    block_tables: Tensor
+    sequence_lengths: Tensor
+    query_starts: Tensor
+    host: HostMetadata | None = None
+    """See `Batch`, except that queries may be those of last tokens only, and sequences parts of requests."""
+
+    def last_tokens(self) -> AttentionMetadata:
+        """The same with one query for each request: its last token."""
+        starts = torch.arange(len(self.query_starts), device=self.query_starts.device)
+        host = None if self.host is None else HostMetadata(np.ones_like(self.host.counts), self.host.lengths, {})
+        return self._replace(query_starts=starts, host=host)
+
+    def requests(self, begin: int, end: int, rows: slice) -> AttentionMetadata:
+        """Only these requests, whose tokens are `rows`."""
+        counts, lengths, _ = self.host_metadata()
+        starts = self.query_starts[begin : end + 1]
+        return AttentionMetadata(
+            self.slot_mapping[rows],
+            self.block_tables[begin:end],
+            self.sequence_lengths[begin:end],
+            starts - starts[0],
+            HostMetadata(counts[begin:end], lengths[begin:end]),
+        )
+
+    def host_metadata(self) -> HostMetadata:
+        """`host`, or the same read from the tensors."""
+        return self.host or _read_from_device(self.query_starts, self.sequence_lengths)
+
+    def runs(self, forms: npt.NDArray[np.generic]) -> Iterator[tuple[int, int, slice]]:
+        """Successive requests of the same form: from one to before another, and their tokens."""
+        starts = [0, *self.host_metadata().counts.cumsum().tolist()]
+        for first, last in pairwise((0, *(np.flatnonzero(forms[1:] != forms[:-1]) + 1).tolist(), len(forms))):
+            yield first, last, slice(starts[first], starts[last])
+
+    def request_of_tokens(self, count: int) -> Tensor:
+        """The number of each token's request, `[count]`, for the step's number of tokens."""
+        tokens = torch.arange(count, device=self.query_starts.device)
+        if count == len(self.sequence_lengths):
+            return tokens
+        return torch.searchsorted(self.query_starts, tokens, right=True) - 1
+
+
+class Selection(NamedTuple):
+    """The tokens that the queries of a step attend to."""
+
+    slots: Tensor | None = None
+    """`[tokens, top_k]`, as of `kernels.select_tokens`; None: no context is longer than the selection."""
+    counts: Tensor | None = None
+    """`[tokens]`, how many of each token's slots are valid."""
+
+
+@dataclass
+class SharedResults:
+    """What layers of a forward pass compute for those after them."""
+
+    selection: Selection = field(default_factory=Selection)
+    """Each layer of latent attention with an indexer replaces it."""
+    chunks: dict[int, AttentionMetadata] = field(default_factory=dict)
+    """For KV cache groups of layers with chunked attention, what all queries of the step read."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The scheduled tokens of all requests in a step, one request after another. All tensors are int64."""
+
+    token_ids: Tensor
+    """`[tokens]`"""
+    positions: Tensor
+    """`[tokens]`, each token's position in its request."""
+    sequence_lengths: Tensor
+    """`[requests]`, tokens of each request, including this step's."""
+    query_starts: Tensor
+    """`[requests + 1]`, where each request's tokens start in `token_ids`."""
+    logits_indices: Tensor
+    """`[sampling requests]`, indices in the last stage's output of the last token of each request that samples."""
+    groups: Mapping[int, KVBlocks | StateSegments] = field(default_factory=dict)
+    """The KV cache groups whose layers run in this step, by number (`engine.config.kv_cache_groups`): blocks of keys
+    and values, or the recurrent states that are read and written."""
+    host: HostMetadata | None = None
+    """Counts and lengths on the host; None: they are read from the tensors."""
+    replica_tokens: tuple[int, ...] = ()
+    """Tokens of each replica in this step, if replicas share experts."""
+    token_mask: Tensor | None = None
+    """`[tokens]`, 0 for padding and else 1; None: there is no padding."""
+    logits_indices_only: bool = False
+    """The last stage's output has only each request's last token: it is `[requests, hidden_size]`."""
+    token_types: Tensor | None = None
+    """`[tokens]`, for encoders with token types: 1 in the second text of a pair; None: all are 0."""
+    shared: SharedResults = field(default_factory=SharedResults)
+    """Each forward pass begins with new ones."""
+
+    def host_metadata(self) -> HostMetadata:
+        """`host`, or the same read from the tensors."""
+        return self.host or _read_from_device(self.query_starts, self.sequence_lengths)
+
+    def attention(self, group: int) -> AttentionMetadata:
+        """For the attention layers of this KV cache group."""
+        blocks = self.groups[group]
+        assert isinstance(blocks, KVBlocks)
+        return AttentionMetadata(*blocks, self.sequence_lengths, self.query_starts, self.host)
+
+    def segments(self, group: int) -> StateSegments:
+        """For the layers with a recurrent state of this KV cache group."""
+        segments = self.groups[group]
+        assert isinstance(segments, StateSegments)
+        return segments
+
+
+def _read_from_device(query_starts: Tensor, sequence_lengths: Tensor) -> HostMetadata:
+    return HostMetadata(query_starts.diff().cpu().numpy(), sequence_lengths.cpu().numpy())
