@@ -43,6 +43,7 @@ from quire.engine.layers.kv_cache import LayerCache
 from quire.engine.layers.linear import Linear
 from quire.engine.layers.mla import MLA
 from quire.engine.layers.rotary import Rotary
+from quire.engine.layers.sparse_attention import SparseAttention
 
 BLOCK, CPU = 16, torch.device("cpu")
 Layer = TypeVar("Layer", bound=nn.Module)
@@ -157,7 +158,11 @@ def minimax_m3(_: int) -> Callable[[int], Calls]:
     rope = RopeSpec(theta=5e6, dim=64)
     spec = AttentionSpec(num_heads=16, num_kv_heads=1, head_dim=128, scale=128**-0.5, rope=rope, qk_norm=norm)
     dense, sparse = (
-        with_random_weights(Attention(each, hidden, Parallel())) for each in (spec, replace(spec, indexer=indexer))
+        with_random_weights(layer)
+        for layer in (
+            Attention(spec, hidden, Parallel()),
+            SparseAttention(replace(spec, indexer=indexer), hidden, Parallel()),
+        )
     )
 
     def calls(length: int) -> Calls:

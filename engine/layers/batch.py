@@ -25,23 +25,30 @@ class KVBlocks(NamedTuple):
 
 
 class AttentionMetadata(NamedTuple):
-    """What an attention layer reads and writes in its KV cache group."""
+    """What an attention layer needs to know of a step: the blocks of its KV cache group, and which tokens are whose.
+
+    A sequence is a request of the batch, or a part of one that the queries of that part alone attend to.
+    """
 
     slot_mapping: Tensor
+    """Of all tokens, as in `KVBlocks`."""
     block_tables: Tensor
+    """`[sequences, max_blocks]`"""
     sequence_lengths: Tensor
+    """`[sequences]`, tokens of each sequence up to its last query."""
     query_starts: Tensor
+    """`[sequences + 1]`, where the queries of each sequence start."""
     host: HostMetadata | None = None
-    """See `Batch`, except that queries may be those of last tokens only, and sequences parts of requests."""
+    """As in `Batch`."""
 
     def last_tokens(self) -> AttentionMetadata:
-        """The same with one query for each request: its last token."""
+        """The same with one query for each sequence: its last token."""
         starts = torch.arange(len(self.query_starts), device=self.query_starts.device)
         host = None if self.host is None else HostMetadata(np.ones_like(self.host.counts), self.host.lengths, {})
         return self._replace(query_starts=starts, host=host)
 
-    def requests(self, begin: int, end: int, rows: slice) -> AttentionMetadata:
-        """Only these requests, whose tokens are `rows`."""
+    def sequences(self, begin: int, end: int, rows: slice) -> AttentionMetadata:
+        """Only these sequences, whose tokens are `rows`."""
         counts, lengths, _ = self.host_metadata()
         starts = self.query_starts[begin : end + 1]
         return AttentionMetadata(
@@ -57,13 +64,13 @@ class AttentionMetadata(NamedTuple):
         return self.host or _read_from_device(self.query_starts, self.sequence_lengths)
 
     def runs(self, forms: npt.NDArray[np.generic]) -> Iterator[tuple[int, int, slice]]:
-        """Successive requests of the same form: from one to before another, and their tokens."""
+        """Successive sequences of the same form: from one to before another, and their tokens."""
         starts = [0, *self.host_metadata().counts.cumsum().tolist()]
         for first, last in pairwise((0, *(np.flatnonzero(forms[1:] != forms[:-1]) + 1).tolist(), len(forms))):
             yield first, last, slice(starts[first], starts[last])
 
-    def request_of_tokens(self, count: int) -> Tensor:
-        """The number of each token's request, `[count]`, for the step's number of tokens."""
+    def sequence_of_tokens(self, count: int) -> Tensor:
+        """The number of each token's sequence, `[count]`, for the step's number of tokens."""
         tokens = torch.arange(count, device=self.query_starts.device)
         if count == len(self.sequence_lengths):
             return tokens

@@ -170,7 +170,7 @@ class CompressedAttention(nn.Module):
         """`[tokens, heads, head_dim]` → the same. `chosen` are the slots of the selected entries, `[tokens, top_k]`."""
         spec, size, device = self._spec, cache.block_size, query.device
         most = 0 if spec.compressor is None else spec.max_entries(int(windows.host_metadata().lengths.max(initial=1)))
-        requests, sides = windows.request_of_tokens(len(query)), cache.memory.expand(2, *cache.memory.shape[1:])
+        requests, sides = windows.sequence_of_tokens(len(query)), cache.memory.expand(2, *cache.memory.shape[1:])
         sinks, mixed = self.sinks.float(), torch.empty_like(query)
         window, number = torch.arange(spec.window, device=device), torch.arange(most, device=device)
         places = torch.arange(spec.window + most, device=device)

@@ -27,9 +27,10 @@ from torch import Tensor, nn
 from quire import kernels
 from quire.engine.architecture import attention_spec
 from quire.engine.distributed.communicator import Parallel
-from quire.engine.layers.attention import scale_queries, tokens_of_groups
 from quire.engine.layers.batch import AttentionMetadata, Batch, Selection
 from quire.engine.layers.from_spec import FromSpec
+from quire.engine.layers.group_indexer import tokens_of_groups
+from quire.engine.layers.head_changes import scale_queries
 from quire.engine.layers.kv_cache import LayerCache
 from quire.engine.layers.linear import ColumnParallelLinear, Linear
 from quire.engine.layers.norm import RMSNorm, make_norm
@@ -156,7 +157,8 @@ class MLA(nn.Module):
         if spec.output_gate == "queries":
             query, gate = query.split_with_sizes((spec.head_dim, spec.v_head_dim), dim=-1)
             query = query.contiguous()
-        query = scale_queries(query, batch.positions, spec.query_scale)
+        if spec.query_scale is not None:
+            query = scale_queries(query, batch.positions, spec.query_scale)
         rotary_key, latent = down.split((spec.rope.dim, spec.kv_lora_rank), dim=-1)
         rotary_key = rotary_key if self.rotary_norm is None else self.rotary_norm(rotary_key)
         latent = self.latent_norm(latent)
@@ -190,7 +192,7 @@ class MLA(nn.Module):
             for begin, end in self._group_requests(lengths, first, last) if is_plain else [(first, last)]:
                 rows = slice(starts[begin], starts[end])
                 form = self.plain if is_plain else self.absorbed
-                mixed[rows] = form(query[rows], metadata.requests(begin, end, rows), memory)
+                mixed[rows] = form(query[rows], metadata.sequences(begin, end, rows), memory)
         return mixed
 
     def _group_requests(self, lengths: Ints, first: int, last: int) -> Iterator[tuple[int, int]]:

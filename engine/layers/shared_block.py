@@ -48,8 +48,9 @@ class SharedBlock(nn.Module):
     ) -> Tensor:
         """`[tokens, input_size]`, and what is the layer's own, → `[tokens, hidden_size]`."""
         normed = self.attention_norm(x)
-        added = None if attention_adapter is None else attention_adapter(normed)
-        normed = self.feed_forward_norm(self.attention(normed, batch, cos_sin, cache, added=added))
+        qkv = self.attention.qkv(normed)
+        qkv = qkv if attention_adapter is None else qkv + attention_adapter(normed)
+        normed = self.feed_forward_norm(self.attention.from_qkv(qkv, batch, cos_sin, cache))
         added = () if feed_forward_adapter is None else (feed_forward_adapter(normed),)
         return self.feed_forward(normed, *added)  # type: ignore[no-any-return]
 

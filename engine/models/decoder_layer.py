@@ -9,10 +9,12 @@ from torch import Tensor, nn
 
 from quire import kernels
 from quire.engine.architecture import attention_spec, feed_forward_spec, model_spec, spec_parts
+from quire.engine.architecture.attention_spec import BlockIndexerSpec, GroupIndexerSpec
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.distributed.expert_group import ExpertGroup
 from quire.engine.layers.attention import Attention
 from quire.engine.layers.batch import Batch
+from quire.engine.layers.chunked_attention import ChunkedAttention
 from quire.engine.layers.compressed import CompressedAttention
 from quire.engine.layers.kv_cache import LayerCache
 from quire.engine.layers.mla import MLA
@@ -20,6 +22,8 @@ from quire.engine.layers.mlp import MLP
 from quire.engine.layers.moe import MixtureOfExperts
 from quire.engine.layers.norm import Norm, RMSNorm, make_norm
 from quire.engine.layers.recurrent import make_mixer
+from quire.engine.layers.shared_kv_attention import SharedKVAttention
+from quire.engine.layers.sparse_attention import SparseAttention
 
 T = TypeVar("T")
 Phases = Generator[None, None, tuple[Tensor, Tensor | None]]
@@ -174,6 +178,12 @@ def _attention(
     match spec:
         case None:
             return None
+        case attention_spec.AttentionSpec(indexer=BlockIndexerSpec() | GroupIndexerSpec()):
+            return SparseAttention(spec, hidden_size, parallel)
+        case attention_spec.AttentionSpec(is_chunked=True, window=int()):
+            return ChunkedAttention(spec, hidden_size, parallel)
+        case attention_spec.AttentionSpec(kv_source=int()):
+            return SharedKVAttention(spec, hidden_size, parallel)
         case attention_spec.AttentionSpec():
             return Attention(spec, hidden_size, parallel)
         case attention_spec.MLASpec():

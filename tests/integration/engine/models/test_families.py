@@ -23,9 +23,9 @@ from quire.engine.architecture.recurrent_spec import KimiDeltaSpec
 from quire.engine.architecture.residual_spec import SharedBlockSpec
 from quire.engine.config.memory_plan import MemoryPlan, read_bytes
 from quire.engine.distributed.communicator import Parallel
-from quire.engine.layers import attention
-from quire.engine.layers.attention import by_chunks
+from quire.engine.layers import chunked_attention
 from quire.engine.layers.batch import AttentionMetadata
+from quire.engine.layers.chunked_attention import by_chunks
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.shared_block_layer import SharedBlockLayer
 from quire.engine.protocol.errors import ConfigError
@@ -133,7 +133,7 @@ def test_layers_with_chunked_attention_share_the_chunks(tmp_path: Path, monkeypa
         calls.append(arguments)
         return by_chunks(*arguments)
 
-    monkeypatch.setattr(attention, "by_chunks", counted)
+    monkeypatch.setattr(chunked_attention, "by_chunks", counted)
     on_ranks(1, partial(logits, config, torch.arange(100)))
     assert len(calls) == 1
 

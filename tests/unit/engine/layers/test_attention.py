@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from quire.engine.layers.attention import by_chunks
 from quire.engine.layers.batch import AttentionMetadata
+from quire.engine.layers.chunked_attention import by_chunks
 from quire.kernels import HostMetadata
 
 CHUNK, BLOCK = 8, 4

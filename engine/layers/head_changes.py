@@ -1,0 +1,85 @@
+"""What some families do to heads between their projection and their rotation. A layer has a list of these functions,
+chosen by its spec when it is made; in most families it is empty, or has only the norms of queries and keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from quire import kernels
+from quire.engine.architecture import attention_spec, spec_parts
+from quire.engine.layers.norm import make_norm
+
+
+class Heads(NamedTuple):
+    """Queries, keys and values of tokens, `[tokens, heads, head_dim]`, before they are rotated."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    positions: Tensor
+    """`[tokens]`"""
+    cos_sin: Tensor
+    """How queries and keys are rotated at last."""
+
+
+HeadChange = Callable[[Heads], Heads]
+
+
+def head_changes(
+    spec: attention_spec.AttentionSpec, query_norm: nn.Module | None, key_norm: nn.Module | None
+) -> list[HeadChange]:
+    """The changes in order. The norms belong to the layer; None: there are none."""
+    changes: list[HeadChange] = []
+    if spec.value_norm is not None and spec.kv_source is None:
+        changes.append(partial(_normalize_values, make_norm(spec.value_norm, spec.value_dim)))
+    if spec.value_dim < spec.head_dim and spec.kv_source is None:
+        changes.append(partial(_pad_values, spec.head_dim - spec.value_dim))
+    if spec.norm_after_rope:
+        changes.append(_rotate)
+    if query_norm is not None:
+        changes.append(partial(_normalize, query_norm, key_norm))
+    if spec.clip:
+        changes.append(partial(_clip, spec.clip))
+    if spec.query_scale is not None:
+        changes.append(partial(_scale_queries, spec.query_scale))
+    return changes
+
+
+def _normalize_values(norm: nn.Module, heads: Heads) -> Heads:
+    return heads._replace(value=norm(heads.value))
+
+
+def _pad_values(count: int, heads: Heads) -> Heads:
+    return heads._replace(value=F.pad(heads.value, (0, count)))
+
+
+def _rotate(heads: Heads) -> Heads:
+    query, key = kernels.rotary(heads.query, heads.key, heads.cos_sin)
+    return heads._replace(query=query, key=key, cos_sin=heads.cos_sin[:, :0])
+
+
+def _normalize(query_norm: nn.Module, key_norm: nn.Module | None, heads: Heads) -> Heads:
+    key = heads.key if key_norm is None else key_norm(heads.key)
+    return heads._replace(query=query_norm(heads.query), key=key)
+
+
+def _clip(limit: float, heads: Heads) -> Heads:
+    query, key, value = (each.clamp(-limit, limit) for each in heads[:3])
+    return heads._replace(query=query, key=key, value=value)
+
+
+def _scale_queries(spec: spec_parts.QueryScaleSpec, heads: Heads) -> Heads:
+    return heads._replace(query=scale_queries(heads.query, heads.positions, spec))
+
+
+def scale_queries(query: Tensor, positions: Tensor, spec: spec_parts.QueryScaleSpec) -> Tensor:
+    """`[tokens, heads, head_dim]`, scaled by the tokens' positions `[tokens]`."""
+    periods = (positions + spec.offset) // spec.every
+    factors = 1 + spec.weight * torch.log1p(periods.float())
+    return query * factors.to(query.dtype)[:, None, None]
