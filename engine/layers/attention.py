@@ -63,12 +63,11 @@ class Attention(nn.Module):
         self, qkv: Tensor, batch: Batch, cos_sin: Tensor, cache: LayerCache, last_tokens: Tensor | None = None
     ) -> Tensor:
         """The same, given the projections of the input."""
-        assert cache.memory is not None
         query, gate = self._write(qkv, batch, cos_sin, cache)
         if last_tokens is not None:
             query, gate = query[last_tokens], None if gate is None else gate[last_tokens]
         metadata = self._metadata(batch, cache, last_tokens)
-        return self._result(self._attend(query, metadata, cache.memory), gate)
+        return self._result(self._attend(query, metadata, cache), gate)
 
     def _write(self, qkv: Tensor, batch: Batch, cos_sin: Tensor, cache: LayerCache) -> tuple[Tensor, Tensor | None]:
         """Write keys and values; returns the rotated queries, and the gates of results if there are any."""
@@ -96,11 +95,12 @@ class Attention(nn.Module):
         metadata = batch.attention(cache.group)
         return metadata if last_tokens is None else metadata.last_tokens()
 
-    def _attend(self, query: Tensor, metadata: AttentionMetadata, memory: Tensor) -> Tensor:
+    def _attend(self, query: Tensor, metadata: AttentionMetadata, cache: LayerCache) -> Tensor:
         """`[tokens, heads, head_dim]` → the same."""
+        assert cache.memory is not None
         return kernels.paged_attention(
             query,
-            memory,
+            cache.memory,
             metadata.block_tables,
             metadata.sequence_lengths,
             metadata.query_starts,

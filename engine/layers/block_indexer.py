@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from quire import kernels
 from quire.engine.architecture import attention_spec
 from quire.engine.architecture.attention_spec import BlockIndexerSpec
-from quire.engine.layers.batch import AttentionMetadata
+from quire.engine.layers.batch import AttentionMetadata, Batch
 from quire.engine.layers.from_spec import FromSpec
+from quire.engine.layers.kv_cache import LayerCache
 from quire.engine.layers.norm import make_norm
 
 
@@ -26,24 +27,20 @@ class BlockIndexer(nn.Module):
         self.query_norm = make_norm(spec.norm, spec.head_dim)
         self.key_norm = make_norm(spec.norm, spec.head_dim)
 
-    def forward(
-        self, x: Tensor, positions: Tensor, metadata: AttentionMetadata, cos_sin: Tensor, keys: Tensor
-    ) -> Tensor:
-        """Write the tokens' keys to the cache `keys`; returns their queries `[tokens, kv_heads, head_dim]`."""
+    def forward(self, x: Tensor, batch: Batch, cos_sin: Tensor, cache: LayerCache) -> Tensor:
+        """Write the tokens' keys to the cache; returns their queries `[tokens, kv_heads, head_dim]`."""
+        assert cache.keys is not None
         query = self.query_norm(self.query(x).unflatten(-1, (-1, self._spec.head_dim)))
         key = self.key_norm(self.key(x))[:, None]
-        return kernels.rotary_write_kv(query, key, None, cos_sin, keys, metadata.slot_mapping)
+        return kernels.rotary_write_kv(query, key, None, cos_sin, cache.keys, batch.attention(cache.group).slot_mapping)
 
     def attend(
-        self,
-        query: Tensor,
-        index_query: Tensor,
-        metadata: AttentionMetadata,
-        memory: Tensor,
-        keys: Tensor,
-        scale: float,
+        self, query: Tensor, index_query: Tensor, metadata: AttentionMetadata, cache: LayerCache, scale: float
     ) -> Tensor:
         """Each KV head of a query attends to its own blocks. Nothing is read from the device."""
+        memory, keys = cache.memory, cache.keys
+        assert memory is not None
+        assert keys is not None
         spec, (tokens, heads), block_size = self._spec, index_query.shape[:2], memory.shape[3]
         blocks = kernels.select_blocks(
             *(index_query, keys, metadata.block_tables, metadata.sequence_lengths, metadata.query_starts),

@@ -69,11 +69,13 @@ class EntryIndexer(nn.Module):
         self.weights = own.replicated("attention.indexer.weights")
         self._scale = (spec.indexer.num_heads * spec.indexer.head_dim) ** -0.5
 
-    def forward(
-        self, x: Tensor, latent_query: Tensor, cos_sin: Tensor, keys: Tensor, entries: AttentionMetadata
-    ) -> Tensor:
-        """The slots in `keys` of the selected entries, `[tokens, top_k]`. The first ones are valid, up to the number of
-        entries that a token sees."""
+    def forward(self, x: Tensor, latent_query: Tensor, batch: Batch, cos_sin: Tensor, cache: LayerCache) -> Tensor:
+        """The slots in `CompressedCache.keys` of the selected entries, `[tokens, top_k]`. The first ones are valid, up
+        to the number of entries that a token sees."""
+        assert cache.compressed is not None
+        assert cache.compressed.keys is not None
+        assert cache.entries_group is not None
+        keys, entries = cache.compressed.keys, batch.attention(cache.entries_group)
         query = self.query(latent_query).unflatten(-1, (self._spec.num_heads, -1))
         query, _ = kernels.rotary(query, query[:, :0], cos_sin)
         return kernels.select_tokens(
@@ -118,78 +120,67 @@ class CompressedAttention(nn.Module):
         query = self._head_norm(self.query(latent_query).unflatten(-1, (self._heads, spec.head_dim)))
         key = self.key_norm(key)[:, None]
         query = kernels.rotary_write_kv(query, key, None, cos_sin, kept.tokens, windows.slot_mapping)
-        entries = chosen = None
+        chosen = None
         if self.compressor is not None:
             assert isinstance(x, Tensor)
-            assert cache.entries_group is not None
-            entries = batch.attention(cache.entries_group)
-            self._compress(x, batch.positions, windows, entries, kept)
+            self._compress(x, batch, cache)
             if self.indexer is not None:
-                assert kept.keys is not None
-                chosen = self.indexer(x, latent_query, cos_sin, kept.keys, entries)
-        mixed = self._attend(query, batch.positions, windows, entries, kept, chosen)
+                chosen = self.indexer(x, latent_query, batch, cos_sin, cache)
+        mixed = self._attend(query, batch, cache, chosen)
         cos, sin = cos_sin.chunk(2, dim=-1)
         mixed, _ = kernels.rotary(mixed, mixed[:, :0], torch.cat((cos, -sin), dim=-1))
         out: Tensor = self.output(self.group_output(_rotary_last(mixed, spec.rope.dim).flatten(1)))
         return out
 
-    def _compress(
-        self,
-        x: Tensor,
-        positions: Tensor,
-        windows: AttentionMetadata,
-        entries: AttentionMetadata,
-        cache: CompressedCache,
-    ) -> None:
+    def _compress(self, x: Tensor, batch: Batch, cache: LayerCache) -> None:
         """Write what compressors need of the tokens, and the entries of the groups that end with one of them."""
-        spec = self._spec
+        spec, kept, windows = self._spec, cache.compressed, batch.attention(cache.group)
         assert spec.compressor is not None
         assert self.compressor is not None
-        compressors = [(self.compressor, cache.memory)]
+        assert kept is not None
+        assert kept.inputs is not None
+        compressors = [(self.compressor, kept.memory)]
         if self.indexer is not None:
-            assert cache.keys is not None
-            compressors.append((self.indexer.compressor, cache.keys))
-        assert cache.inputs is not None
+            assert kept.keys is not None
+            compressors.append((self.indexer.compressor, kept.keys))
         new = torch.cat([each.inputs(x) for each, _ in compressors], dim=-1)[:, None]
         nothing, no_turns = new[:, :0], new.new_empty(len(new), 0, dtype=torch.float32)
-        kernels.rotary_write_kv(nothing, new, None, no_turns, cache.inputs, windows.slot_mapping)
-        cos_sin = self._rotary(positions + 1 - spec.compressor.ratio)
-        inputs = cache.inputs.split_with_sizes([each.inputs_width for each, _ in compressors], dim=-1)
+        kernels.rotary_write_kv(nothing, new, None, no_turns, kept.inputs, windows.slot_mapping)
+        cos_sin = self._rotary(batch.positions + 1 - spec.compressor.ratio)
+        inputs = kept.inputs.split_with_sizes([each.inputs_width for each, _ in compressors], dim=-1)
+        assert cache.entries_group is not None
+        entry_tables = batch.attention(cache.entries_group).block_tables
         for (compressor, memory), own in zip(compressors, inputs, strict=True):
-            compressor(own, cos_sin, memory, windows, entries.block_tables)
+            compressor(own, cos_sin, memory, windows, entry_tables)
 
-    def _attend(
-        self,
-        query: Tensor,
-        positions: Tensor,
-        windows: AttentionMetadata,
-        entries: AttentionMetadata | None,
-        cache: CompressedCache,
-        chosen: Tensor | None,
-    ) -> Tensor:
+    def _attend(self, query: Tensor, batch: Batch, cache: LayerCache, chosen: Tensor | None) -> Tensor:
         """`[tokens, heads, head_dim]` → the same. `chosen` are the slots of the selected entries, `[tokens, top_k]`."""
-        spec, size, device = self._spec, cache.block_size, query.device
+        spec, kept, windows, device = self._spec, cache.compressed, batch.attention(cache.group), query.device
+        assert kept is not None
+        size = kept.block_size
         most = 0 if spec.compressor is None else spec.max_entries(int(windows.host_metadata().lengths.max(initial=1)))
-        requests, sides = windows.sequence_of_tokens(len(query)), cache.memory.expand(2, *cache.memory.shape[1:])
+        requests, sides = windows.sequence_of_tokens(len(query)), kept.memory.expand(2, *kept.memory.shape[1:])
         sinks, mixed = self.sinks.float(), torch.empty_like(query)
         window, number = torch.arange(spec.window, device=device), torch.arange(most, device=device)
         places = torch.arange(spec.window + most, device=device)
         size_of_part = max(1, attention_spec.SCORES_AT_ONCE // len(places))
         for tokens in torch.split(torch.arange(len(query), device=device), size_of_part):
-            at, owner = positions[tokens, None], requests[tokens, None]
+            at, owner = batch.positions[tokens, None], requests[tokens, None]
             seen = (at + 1).clamp(max=spec.window)  # tokens of the window, [tokens, 1]
-            inside = (at - seen + 1 + window).clamp(max=at)
-            slots = cache.rows_of(windows.block_tables[owner, inside // size] * size + inside % size)
+            positions = (at - seen + 1 + window).clamp(max=at)
+            slots = kept.rows_of(windows.block_tables[owner, positions // size] * size + positions % size)
             counts = seen
-            if spec.compressor is not None and entries is not None and most:
+            if spec.compressor is not None and most:
                 if chosen is None:
+                    assert cache.entries_group is not None
+                    tables = batch.attention(cache.entries_group).block_tables
                     ends = ((number + 1) * spec.compressor.ratio - 1).expand(len(tokens), -1)
-                    columns = (ends // size).clamp(max=entries.block_tables.shape[1] - 1)
-                    others = cache.entry_slots(entries.block_tables[owner, columns], ends)
+                    columns = (ends // size).clamp(max=tables.shape[1] - 1)
+                    entries = kept.entry_slots(tables[owner, columns], ends)
                 else:
-                    others = cache.entries_of(chosen[tokens, :most])
+                    entries = kept.entries_of(chosen[tokens, :most])
                 counts = seen + ((at + 1) // spec.compressor.ratio).clamp(max=most)
-                slots = torch.cat((slots, others), dim=1)
+                slots = torch.cat((slots, entries), dim=1)
                 following = (spec.window + places - seen).clamp(max=len(places) - 1)
                 slots = slots.gather(1, torch.where(places < seen, places, following))
             mixed[tokens] = kernels.sparse_attention(query[tokens], sides, slots, counts[:, 0], spec.scale, sinks)

@@ -10,8 +10,9 @@ from quire import kernels
 from quire.engine.architecture import attention_spec
 from quire.engine.architecture.attention_spec import GroupIndexerSpec
 from quire.engine.architecture.spec_parts import RopeSpec
-from quire.engine.layers.batch import AttentionMetadata
+from quire.engine.layers.batch import AttentionMetadata, Batch
 from quire.engine.layers.from_spec import FromSpec
+from quire.engine.layers.kv_cache import LayerCache
 from quire.engine.layers.norm import make_norm
 from quire.engine.layers.rotary import Rotary
 
@@ -28,13 +29,12 @@ class GroupIndexer(nn.Module):
         self.query_norm = make_norm(spec.norm, spec.head_dim)
         self.key_norm = make_norm(spec.norm, spec.head_dim)
 
-    def forward(
-        self, x: Tensor, positions: Tensor, metadata: AttentionMetadata, cos_sin: Tensor, keys: Tensor
-    ) -> Tensor:
-        """Write the tokens' keys, and those of groups that end with one of them, to the cache `keys`; returns the
-        tokens' queries `[tokens, heads, head_dim]`."""
-        spec, weight = self._spec, self.key_norm.weight
+    def forward(self, x: Tensor, batch: Batch, cos_sin: Tensor, cache: LayerCache) -> Tensor:
+        """Write the tokens' keys, and those of groups that end with one of them, to the cache; returns the tokens'
+        queries `[tokens, heads, head_dim]`."""
+        spec, weight, metadata, keys = self._spec, self.key_norm.weight, batch.attention(cache.group), cache.keys
         assert isinstance(weight, Tensor)
+        assert keys is not None
         heads = torch.unflatten(self.inputs(x), -1, (-1, spec.head_dim))
         query, key = heads.split_with_sizes((spec.num_heads, 1), dim=1)
         query = self.query_norm(query)
@@ -43,23 +43,19 @@ class GroupIndexer(nn.Module):
         places = torch.zeros(spec.size, spec.head_dim, dtype=torch.float32, device=x.device)  # all alike
         kernels.compress_tokens(
             *(keys, places, weight.float() + spec.norm.offset, spec.norm.eps),
-            *(self._rotary(positions + 1 - spec.size), keys[:, :, :, spec.size - 1 :: spec.size]),
+            *(self._rotary(batch.positions + 1 - spec.size), keys[:, :, :, spec.size - 1 :: spec.size]),
             *(metadata.slot_mapping, metadata.block_tables, metadata.sequence_lengths, metadata.query_starts),
             metadata.block_tables,
         )
         return query
 
     def attend(
-        self,
-        query: Tensor,
-        index_query: Tensor,
-        metadata: AttentionMetadata,
-        memory: Tensor,
-        keys: Tensor,
-        scale: float,
+        self, query: Tensor, index_query: Tensor, metadata: AttentionMetadata, cache: LayerCache, scale: float
     ) -> Tensor:
         """All heads of a query attend to the same groups. Nothing is read from the device."""
-        spec = self._spec
+        spec, memory, keys = self._spec, cache.memory, cache.keys
+        assert memory is not None
+        assert keys is not None
         weights = torch.ones(index_query.shape[:2], dtype=torch.float32, device=query.device)
         chosen = kernels.select_tokens(
             *(index_query, weights, keys[:, :, :, spec.size - 1 :: spec.size], metadata.block_tables),

@@ -37,9 +37,11 @@ def head_changes(
     """The changes in order. The norms belong to the layer; None: there are none."""
     changes: list[HeadChange] = []
     if spec.value_norm is not None and spec.kv_source is None:
-        changes.append(partial(_normalize_values, make_norm(spec.value_norm, spec.value_dim)))
+        value_norm = make_norm(spec.value_norm, spec.value_dim)
+        changes.append(lambda heads: heads._replace(value=value_norm(heads.value)))
     if spec.value_dim < spec.head_dim and spec.kv_source is None:
-        changes.append(partial(_pad_values, spec.head_dim - spec.value_dim))
+        padding = 0, spec.head_dim - spec.value_dim
+        changes.append(lambda heads: heads._replace(value=F.pad(heads.value, padding)))
     if spec.norm_after_rope:
         changes.append(_rotate)
     if query_norm is not None:
@@ -47,16 +49,9 @@ def head_changes(
     if spec.clip:
         changes.append(partial(_clip, spec.clip))
     if spec.query_scale is not None:
-        changes.append(partial(_scale_queries, spec.query_scale))
+        scale = spec.query_scale
+        changes.append(lambda heads: heads._replace(query=scale_queries(heads.query, heads.positions, scale)))
     return changes
-
-
-def _normalize_values(norm: nn.Module, heads: Heads) -> Heads:
-    return heads._replace(value=norm(heads.value))
-
-
-def _pad_values(count: int, heads: Heads) -> Heads:
-    return heads._replace(value=F.pad(heads.value, (0, count)))
 
 
 def _rotate(heads: Heads) -> Heads:
@@ -72,10 +67,6 @@ def _normalize(query_norm: nn.Module, key_norm: nn.Module | None, heads: Heads) 
 def _clip(limit: float, heads: Heads) -> Heads:
     query, key, value = (each.clamp(-limit, limit) for each in heads[:3])
     return heads._replace(query=query, key=key, value=value)
-
-
-def _scale_queries(spec: spec_parts.QueryScaleSpec, heads: Heads) -> Heads:
-    return heads._replace(query=scale_queries(heads.query, heads.positions, spec))
 
 
 def scale_queries(query: Tensor, positions: Tensor, spec: spec_parts.QueryScaleSpec) -> Tensor:

@@ -72,23 +72,16 @@ class Indexer(nn.Module):
         self.weights = own.replicated("attention.indexer.weights")
         self._scale = (spec.num_heads * spec.head_dim) ** -0.5
 
-    def forward(
-        self,
-        x: Tensor,
-        latent_query: Tensor,
-        positions: Tensor,
-        metadata: AttentionMetadata,
-        cos_sin: Tensor,
-        keys: Tensor,
-    ) -> Selection:
-        """Write what is kept of the tokens to the cache `keys`, and select the tokens to attend to, if a request is
+    def forward(self, x: Tensor, latent_query: Tensor, batch: Batch, cos_sin: Tensor, cache: LayerCache) -> Selection:
+        """Write what is kept of the tokens to the cache, and select the tokens to attend to, if a request is
         longer than top_k."""
-        pool, top_k = self._spec.pool, self._top_k
+        pool, top_k, metadata, rows = self._spec.pool, self._top_k, batch.attention(cache.group), cache.keys
+        assert rows is not None
         query = self.query(latent_query).unflatten(-1, (self._spec.num_heads, -1))
         key = self.key_norm(self.key(x))
         key = key if self.gate is None else torch.cat((key, self.gate.logits(x).to(key.dtype)), dim=-1)
-        query = kernels.rotary_write_kv(query, key[:, None], None, cos_sin, keys, metadata.slot_mapping)
-        rows, place = keys, (metadata.block_tables, metadata.sequence_lengths, metadata.query_starts)
+        query = kernels.rotary_write_kv(query, key[:, None], None, cos_sin, rows, metadata.slot_mapping)
+        place, keys = (metadata.block_tables, metadata.sequence_lengths, metadata.query_starts), rows
         if self.position_bias is not None:
             no_turns = cos_sin[:, :0]
             keys = rows[:, :, :, pool - 1 :: pool, : self._spec.head_dim]
@@ -102,7 +95,7 @@ class Indexer(nn.Module):
         chosen = kernels.select_tokens(query, weights, keys, *place, top_k // pool, pool)
         if pool > 1:
             return Selection(*tokens_of_groups(chosen, metadata, pool, rows.shape[3]))
-        return Selection(chosen, (positions + 1).clamp(max=top_k))
+        return Selection(chosen, (batch.positions + 1).clamp(max=top_k))
 
 
 class MLA(nn.Module):
@@ -147,10 +140,8 @@ class MLA(nn.Module):
             latent_query, down = down.split((spec.q_lora_rank, down.shape[-1] - spec.q_lora_rank), dim=-1)
             x = normed = self.query_norm(latent_query)
             if self.indexer is not None:
-                assert cache.keys is not None
                 assert isinstance(hidden, Tensor)
-                place = batch.positions, metadata, cos_sin
-                batch.shared.selection = self.indexer(hidden, normed, *place, cache.keys)
+                batch.shared.selection = self.indexer(hidden, normed, batch, cos_sin, cache)
             if spec.output_gate == "queries":
                 x = torch.cat((normed, latent_query), dim=-1)
         query = self.query(x).unflatten(-1, (self._heads, spec.query_dim))  # a head's rotary features come first

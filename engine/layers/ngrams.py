@@ -19,6 +19,7 @@ from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.embedding import VocabParallelEmbedding
 from quire.engine.layers.from_spec import FromSpec
 from quire.engine.layers.residual import StreamNorm
+from quire.kernels import RecurrentState, StateSegments
 
 _LEAST = 1e-6
 """Of a gate's size before its root, as in the authors' code."""
@@ -44,9 +45,7 @@ class NGrams(nn.Module):
         self._powers, self._taps = powers.to(device), taps.to(device)
         """Of digits; and the weights that read them at each distance, but not those of the own token."""
 
-    def forward(
-        self, x: Tensor, token_ids: Tensor, segments: kernels.StateSegments, state: kernels.RecurrentState
-    ) -> Tensor:
+    def forward(self, x: Tensor, token_ids: Tensor, segments: StateSegments, state: RecurrentState) -> Tensor:
         """The streams `[tokens, streams * hidden_size]` → the same; updates the inputs in `state`."""
         spec, (ids, inputs) = self._spec, state.others
         rows = self.embedding(self._rows_of(token_ids, ids, segments, x.dtype)).flatten(1)
@@ -61,7 +60,7 @@ class NGrams(nn.Module):
         taps[:, :: spec.tokens] = self.conv[:, 0]
         return values + kernels.causal_conv(self.conv_norm(values), taps, None, inputs, segments)
 
-    def _rows_of(self, token_ids: Tensor, kept: Tensor, segments: kernels.StateSegments, dtype: torch.dtype) -> Tensor:
+    def _rows_of(self, token_ids: Tensor, kept: Tensor, segments: StateSegments, dtype: torch.dtype) -> Tensor:
         """The row of each head, `[tokens, heads]`."""
         spec = self._spec
         seen = [token_ids, *self.ids_before(token_ids, kept, segments, dtype)]
@@ -71,9 +70,7 @@ class NGrams(nn.Module):
             found.append(mixed[:, None] % self._head_rows[(place - 1) * heads : place * heads])
         return torch.cat(found, dim=-1) + self._first_rows
 
-    def ids_before(
-        self, token_ids: Tensor, kept: Tensor, segments: kernels.StateSegments, dtype: torch.dtype
-    ) -> list[Tensor]:
+    def ids_before(self, token_ids: Tensor, kept: Tensor, segments: StateSegments, dtype: torch.dtype) -> list[Tensor]:
         """The tokens at each distance before, `[tokens]` each. After an end of text, there are none."""
         spec = self._spec
         digits = ((token_ids + 1)[:, None] // self._powers % 256).to(dtype).repeat(1, spec.tokens - 1)

@@ -15,6 +15,7 @@ from quire.engine.layers.from_spec import FromSpec
 from quire.engine.layers.linear import GroupedLinear, divided
 from quire.engine.layers.norm import GroupedNorm, PerHeadNorm, make_norm
 from quire.engine.layers.weight import Weight
+from quire.kernels import RecurrentState, StateSegments
 
 _LENGTH_EPS = 1e-6
 """Added to the square of the length of queries and keys, as in the authors' code."""
@@ -61,7 +62,7 @@ class CausalConv(nn.Module):
         self._silu = silu
         self.weight, self.bias = weight, bias
 
-    def forward(self, x: Tensor, segments: kernels.StateSegments, state: kernels.RecurrentState) -> Tensor:
+    def forward(self, x: Tensor, segments: StateSegments, state: RecurrentState) -> Tensor:
         """`[tokens, channels]` → the same; updates the inputs in `state`."""
         return kernels.causal_conv(x, self.weight[:, 0], self.bias, state.inputs, segments, silu=self._silu)
 
@@ -81,9 +82,7 @@ class GatedDeltaNet(nn.Module):
         self.norm = make_norm(spec.norm, spec.value_head_dim)
         self.output = own.row_parallel("state.output")
 
-    def forward(
-        self, x: Tensor, positions: Tensor, segments: kernels.StateSegments, state: kernels.RecurrentState
-    ) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, segments: StateSegments, state: RecurrentState) -> Tensor:
         """See `make_mixer`."""
         spec = self._spec
         mixed, gate, *rest = self.input(x).tensor_split((sum(self._sizes[:3]), sum(self._sizes)), dim=-1)
@@ -116,9 +115,7 @@ class ShortConv(nn.Module):
         self.conv = CausalConv(own.weight("state.conv"), bias, silu=False)
         self.output = own.row_parallel("state.output")
 
-    def forward(
-        self, x: Tensor, positions: Tensor, segments: kernels.StateSegments, state: kernels.RecurrentState
-    ) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, segments: StateSegments, state: RecurrentState) -> Tensor:
         """See `make_mixer`."""
         before, after, mixed = self.input(x).chunk(3, dim=-1)
         return self.output(after * self.conv(before * mixed, segments, state))  # type: ignore[no-any-return]
@@ -142,9 +139,7 @@ class Mamba2(nn.Module):
             self.norm = GroupedNorm(spec.norm, spec.width, spec.groups, parallel)
         self.output = own.row_parallel("state.output")
 
-    def forward(
-        self, x: Tensor, positions: Tensor, segments: kernels.StateSegments, state: kernels.RecurrentState
-    ) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, segments: StateSegments, state: RecurrentState) -> Tensor:
         """See `make_mixer`."""
         spec = self._spec
         parts = self.input(x)
@@ -198,9 +193,7 @@ class KimiDeltaAttention(nn.Module):
         self.norm = make_norm(spec.norm, spec.value_head_dim)
         self.output = own.row_parallel("state.output")
 
-    def forward(
-        self, x: Tensor, positions: Tensor, segments: kernels.StateSegments, state: kernels.RecurrentState
-    ) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, segments: StateSegments, state: RecurrentState) -> Tensor:
         """See `make_mixer`."""
         spec = self._spec
         mixed, beta, step, gate = self.input(x).split_with_sizes(self._sizes, dim=-1)
@@ -242,9 +235,7 @@ class LightningAttention(nn.Module):
         heads = divided("", spec.num_heads, parallel)
         self._decay = -rates[heads.start : heads.start + heads.length].to(torch.get_default_device())
 
-    def forward(
-        self, x: Tensor, positions: Tensor, segments: kernels.StateSegments, state: kernels.RecurrentState
-    ) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, segments: StateSegments, state: RecurrentState) -> Tensor:
         """See `make_mixer`."""
         spec = self._spec
         *parts, gate = self.input(x).chunk(4, dim=-1)
@@ -273,9 +264,7 @@ class MLSTM(nn.Module):
         self.norm = PerHeadNorm(spec.norm, own.shards("state.norm")[0], spec.value_head_dim)
         self.output = own.row_parallel("state.output")
 
-    def forward(
-        self, x: Tensor, positions: Tensor, segments: kernels.StateSegments, state: kernels.RecurrentState
-    ) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, segments: StateSegments, state: RecurrentState) -> Tensor:
         """See `make_mixer`."""
         spec = self._spec
         *inputs, gate = self.input(x).split_with_sizes(self._sizes, dim=-1)
@@ -315,9 +304,7 @@ class Mamba(nn.Module):
         self.decay, self.skip = own.weight("state", "decay"), own.weight("state", "skip")
         self.output = own.row_parallel("state.output")
 
-    def forward(
-        self, x: Tensor, positions: Tensor, segments: kernels.StateSegments, state: kernels.RecurrentState
-    ) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, segments: StateSegments, state: RecurrentState) -> Tensor:
         """See `make_mixer`."""
         value, gate = self.input(x).chunk(2, dim=-1)
         value = self.conv(value, segments, state)
@@ -345,9 +332,7 @@ class GroupedMamba(nn.Module):
         self.decay, self.skip = own.weight("state", "decay"), own.weight("state", "skip")
         self.output = own.row_parallel("state.output")
 
-    def forward(
-        self, x: Tensor, positions: Tensor, segments: kernels.StateSegments, state: kernels.RecurrentState
-    ) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, segments: StateSegments, state: RecurrentState) -> Tensor:
         """See `make_mixer`."""
         value, gate = self.input(x).chunk(2, dim=-1)
         value = self.conv(value, segments, state)
@@ -383,9 +368,7 @@ class RGLRU(nn.Module):
         self.decay = own.weight("state", "decay")
         self.output = own.row_parallel("state.output")
 
-    def forward(
-        self, x: Tensor, positions: Tensor, segments: kernels.StateSegments, state: kernels.RecurrentState
-    ) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, segments: StateSegments, state: RecurrentState) -> Tensor:
         """See `make_mixer`."""
         value, gate = self.input(x).chunk(2, dim=-1)
         value = self.conv(value, segments, state)
@@ -424,9 +407,7 @@ class RWKV(nn.Module):
         self.inner_value = own.row_parallel("state.inner_value")
         self._shift = torch.tensor([1.0, 0.0]).repeat(hidden_size, 1)  # a convolution that gives the token before
 
-    def forward(
-        self, x: Tensor, positions: Tensor, segments: kernels.StateSegments, state: kernels.RecurrentState
-    ) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, segments: StateSegments, state: RecurrentState) -> Tensor:
         """See `make_mixer`; `x` is the residual stream."""
         normed: Tensor = self.norm(x)
         before = self._before(normed, segments, state.inputs[:, :1])
@@ -447,6 +428,6 @@ class RWKV(nn.Module):
         receptance = self.inner_receptance(torch.lerp(before, normed, self.inner_mix_receptance[0]))
         return mixed + receptance.sigmoid() * self.inner_value(inner)  # type: ignore[no-any-return]
 
-    def _before(self, x: Tensor, segments: kernels.StateSegments, inputs: Tensor) -> Tensor:
+    def _before(self, x: Tensor, segments: StateSegments, inputs: Tensor) -> Tensor:
         """The token before each of `x` `[tokens, hidden_size]`; updates `inputs`."""
         return kernels.causal_conv(x, self._shift, None, inputs, segments, silu=False)

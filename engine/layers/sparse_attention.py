@@ -43,29 +43,26 @@ class SparseAttention(Attention):
     ) -> Tensor:
         """See `Attention`; also writes the tokens' keys of the indexer."""
         assert isinstance(x, Tensor)
-        assert cache.memory is not None
-        assert cache.keys is not None
-        index_query = self.indexer(x, batch.positions, batch.attention(cache.group), cos_sin, cache.keys)
+        index_query = self.indexer(x, batch, cos_sin, cache)
         query, gate = self._write(self.qkv(x), batch, cos_sin, cache)
         if last_tokens is not None:
             query, index_query = query[last_tokens], index_query[last_tokens]
             gate = None if gate is None else gate[last_tokens]
         metadata = self._metadata(batch, cache, last_tokens)
-        return self._result(self._attend_sparsely(query, index_query, metadata, cache.memory, cache.keys), gate)
+        return self._result(self._attend_sparsely(query, index_query, metadata, cache), gate)
 
     def _attend_sparsely(
-        self, query: Tensor, index_query: Tensor, metadata: AttentionMetadata, memory: Tensor, keys: Tensor
+        self, query: Tensor, index_query: Tensor, metadata: AttentionMetadata, cache: LayerCache
     ) -> Tensor:
         """`[tokens, heads, head_dim]` → the same."""
         is_long = metadata.host_metadata().lengths > self._top_k
         if not is_long.any():
-            return self._attend(query, metadata, memory)
+            return self._attend(query, metadata, cache)
         mixed = torch.empty_like(query)
         for first, last, rows in metadata.runs(is_long):
             part = metadata.sequences(first, last, rows)
             if is_long[first]:
-                own = query[rows], index_query[rows], part, memory, keys
-                mixed[rows] = self.indexer.attend(*own, self._spec.scale)
+                mixed[rows] = self.indexer.attend(query[rows], index_query[rows], part, cache, self._spec.scale)
             else:
-                mixed[rows] = self._attend(query[rows], part, memory)
+                mixed[rows] = self._attend(query[rows], part, cache)
         return mixed
