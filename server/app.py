@@ -11,6 +11,7 @@ from starlette.routing import BaseRoute
 from starlette.types import Receive, Scope, Send
 
 from quire.engine.process.version import version
+from quire.server.anthropic import errors as anthropic_errors
 from quire.server.anthropic import messages
 from quire.server.config.server_options import ServerOptions, names
 from quire.server.http import errors, sagemaker_vertex, status, ui
@@ -83,9 +84,9 @@ class _App(FastAPI):
         schemas = document["components"]["schemas"]
         for name in ("HTTPValidationError", "ValidationError"):
             schemas.pop(name, None)
-        schemas |= {"Error": errors.SCHEMA, "MessagesError": messages.ERROR_SCHEMA}
+        schemas |= {"Error": errors.SCHEMA, "MessagesError": anthropic_errors.ERROR_SCHEMA}
         for path, operations in document["paths"].items():
-            name = "MessagesError" if messages.ROUTE in path else "Error"
+            name = "MessagesError" if anthropic_errors.ROUTE in path else "Error"
             content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
             for operation in operations.values():
                 if operation["responses"].pop("422", None):
@@ -99,7 +100,7 @@ class _App(FastAPI):
         scope[DIRECT_SEND] = send
         if scope.get("method") == "HEAD":  # the HTTP server omits the body
             scope = {**scope, "method": "GET"}
-        await super().__call__(scope, receive, messages.errors_in_shape(scope, send))
+        await super().__call__(scope, receive, anthropic_errors.errors_in_shape(scope, send))
 
 
 def _add_front(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -53,7 +54,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Sampling parameters of a request; names and meanings are those of the OpenAI API and of vLLM.
 
     `stop` and `skip_special_tokens` apply to text and are handled by the server: `for_engine` clears them.
-    Raises `InvalidParameter` with the name of the invalid field.
+    Raises `InvalidParameter` for an invalid field.
     """
 
     n: int = 1
@@ -113,6 +114,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The token ids of `prediction`, set by the server."""
 
     def __post_init__(self) -> None:
+        self.validate({})
+
+    def validate(self, names: Mapping[str, str]) -> None:
+        """Raise `InvalidParameter` for an invalid field, by its name in `names` if it is there."""
         if isinstance(self.stop, str):
             self.stop = [self.stop]
         for name, is_valid, expected in (
@@ -156,7 +161,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             ("prediction", not _SURROGATE.search(self.prediction), "text without unpaired surrogates"),
         ):
             if not is_valid:
-                raise InvalidParameter(f"{name} must be {expected}, got {_shown(getattr(self, name))}", name)
+                param = names.get(name, name)
+                raise InvalidParameter(f"{param} must be {expected}, got {_shown(getattr(self, name))}", param)
 
     def for_engine(self, seed: int) -> SamplingParams:
         """Return the parameters that the engine needs for one of the `n` outputs, with its own seed and without text.

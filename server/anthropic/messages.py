@@ -6,10 +6,9 @@ signature, and accepted as such; `budget_tokens` is enforced.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -17,10 +16,11 @@ import msgspec
 import pydantic_core
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
-from starlette.types import Message as AsgiMessage
-from starlette.types import Scope, Send
+from starlette.types import Send
 
 from quire.engine.protocol.errors import InvalidParameter
+from quire.engine.protocol.sampling_params import StructuredOutputs
+from quire.server.anthropic.errors import anthropic_error
 from quire.server.client.output_stream import EngineUnavailable, RequestFailed
 from quire.server.http.content_blocks import (
     BlockClosed,
@@ -32,54 +32,39 @@ from quire.server.http.content_blocks import (
 )
 from quire.server.http.errors import describe, json_response
 from quire.server.http.large_bodies import BodyRoute
-from quire.server.http.response import EventStreamResponse, part, while_connected
-from quire.server.http.state import AppState, MayChooseReplica
-from quire.server.openai.chat import ChatRequest, ReasoningEffort
-from quire.server.openai.protocol import (
+from quire.server.http.request_body import Admit, RequestBody
+from quire.server.http.request_model import (
     LABEL,
     MAX_MESSAGES,
     ExtraField,
     Int64,
     MessagePart,
-    ProcessedBody,
+    ReasoningEffort,
     RequestModel,
+    check_length,
     hint,
     rejected,
-    renamed_params,
     variant,
 )
+from quire.server.http.response import EventStreamResponse, part, while_connected
+from quire.server.http.state import AppState, MayChooseReplica
 from quire.server.serving.generation import Generation
-from quire.server.text.input_processor import InputProcessor
-from quire.server.text.inputs import GenerationInput, Task
-from quire.server.text.tools import MAX_TOOLS
+from quire.server.serving.sampling import sampling_params
+from quire.server.text.conversation import ChatTemplateOptions
+from quire.server.text.inputs import ChatInput, GenerationInput, ParamNames, RequestOptions, Task
+from quire.server.text.tools import MAX_TOOLS, read_tool_use
 
 router = APIRouter(route_class=BodyRoute)
 
-ROUTE = "/v1/messages"
-"""Errors on paths with this route use Anthropic's format."""
-
-_NAMES = {
-    "continue_final_message": "messages",
-    "response_format": "output_config.format",
-    "reasoning_effort": "output_config.effort",
-    "thinking_token_budget": "thinking.budget_tokens",
-    ".function.parameters": ".input_schema",
-    ".function": "",
-    "stop": "stop_sequences",
-}
-"""Anthropic's names of chat's parameters."""
+_NAMES = ParamNames(
+    continue_final_message="messages",
+    structured_outputs="output_config.format",
+    reasoning_effort="output_config.effort",
+    thinking_budget="thinking.budget_tokens",
+    stop="stop_sequences",
+)
+"""The API's own names."""
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-_ERRORS = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    408: "timeout_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
-
 _encode = msgspec.json.Encoder().encode
 
 
@@ -173,11 +158,9 @@ class MessageOutputConfig(RequestModel):
     format: MessageFormat | None = None
 
 
-class CountTokensRequest(ProcessedBody, RequestModel):
+class CountTokensRequest(RequestBody):
     """The body of a request to count a conversation's tokens."""
 
-    names: ClassVar[Mapping[str, str]] = _NAMES
-    needs: ClassVar[Task | None] = "generate"
     extra_fields: ClassVar[Mapping[str, ExtraField]] = {
         "cache_control": LABEL,
         "metadata": LABEL,
@@ -204,58 +187,59 @@ class CountTokensRequest(ProcessedBody, RequestModel):
     chat_template_kwargs: dict[str, Any] | None = None
     """vLLM extension, as in chat."""
 
-    def as_chat(self, messages: list[dict[str, Any]]) -> ChatRequest:
-        """Convert to a chat request with these messages; raises `InvalidParameter` for anything that chat cannot
-        express.
-        """
-        fields: dict[str, Any] = {"chat_template_kwargs": self.chat_template_kwargs}
-        if self.messages and self.messages[-1].role == "assistant":
-            if messages[-1].get("tool_calls"):
-                raise InvalidParameter(
-                    "messages: the results of the last message's tool_use must follow it", "messages"
-                )
-            fields["continue_final_message"] = True
-        if self.tools:
-            fields["tools"] = [_chat_tool(tool, f"tools[{at}]") for at, tool in enumerate(self.tools)]
-        if (choice := self.tool_choice) is not None:
-            fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
-            fields["tool_choice"] = _chat_choice(choice)
-        if self.thinking is not None and self.thinking.type == "enabled":
-            fields["thinking_token_budget"] = self.thinking.budget_tokens
-        if (output := self.output_config) is not None:
-            fields["reasoning_effort"] = output.effort
-            if output.format is not None:
-                schema = {"name": "output", "schema": output.format.schema_, "strict": True}
-                fields["response_format"] = {"type": "json_schema", "json_schema": schema}
-        return ChatRequest.model_validate({"model": self.model, "messages": messages, **fields, **self._sampling()})
-
-    def conversation(self, ignored: set[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the chat messages, each with the parameter that it was made from. Add the fields that are ignored."""
+    def chat_input(self, ignored: set[str]) -> ChatInput:
+        """The conversation; adds the fields that are ignored. Raises `InvalidParameter`."""
+        messages: list[dict[str, Any]] = []
         if self.system is not None:
-            yield "system", {"role": "system", "content": _text(self.system, "system", ignored)}
+            messages.append({"role": "system", "content": _text(self.system, "system", ignored)})
         for at, turn in enumerate(self.messages):
-            for message in _chat_messages(turn, f"messages[{at}].content", ignored):
-                yield f"messages[{at}]", message
+            messages += _chat_messages(turn, f"messages[{at}].content", ignored)
+        is_continued = bool(self.messages) and self.messages[-1].role == "assistant"
+        if is_continued and messages[-1].get("tool_calls"):
+            raise InvalidParameter("messages: the results of the last message's tool_use must follow it", "messages")
+        check_length(messages, MAX_MESSAGES, "messages")
+        tools = [_chat_tool(tool, f"tools[{at}]") for at, tool in enumerate(self.tools or ())]
+        choice = None if self.tool_choice is None else _chat_choice(self.tool_choice)
+        max_calls = 1 if self.tool_choice is not None and self.tool_choice.disable_parallel_tool_use else None
+        thinking = self.thinking or MessageThinking(type="adaptive")
+        return ChatInput(
+            messages=messages,
+            tools=tools,
+            tool_use=read_tool_use(tools, choice, max_calls, function="", parameters="input_schema"),
+            template=ChatTemplateOptions(
+                chat_template_kwargs=self.chat_template_kwargs or {},
+                reasoning_effort=None if self.output_config is None else self.output_config.effort,
+                thinking={"enabled": True, "disabled": False}.get(thinking.type),
+                continue_final_message=is_continued,
+            ),
+            thinking_budget=thinking.budget_tokens if thinking.type == "enabled" else None,
+        )
 
-    def _sampling(self) -> dict[str, Any]:
-        return {}
+    def sampling_fields(self) -> dict[str, Any]:
+        """The sampling parameters."""
+        format = self.output_config and self.output_config.format
+        return {"structured_outputs": format and StructuredOutputs(json=format.schema_)}
 
     @property
     def user_name(self) -> object:
         metadata = (self.model_extra or {}).get("metadata")
         return metadata.get("user_id") if isinstance(metadata, dict) else None
 
-    async def process_here(self, admit: Callable[[], InputProcessor]) -> GenerationInput:
-        thinking = None if self.thinking is None else {"enabled": True, "disabled": False}.get(self.thinking.type)
+    async def process_here(self, admit: Admit) -> GenerationInput:
         ignored = self.check_fields()
-        conversation = [*self.conversation(ignored)]
-        chat = self.as_chat([message for _, message in conversation])
-        with renamed_params(_NAMES, [place for place, _ in conversation]):
-            return await chat.process_here(admit, thinking, ignored)
+        chat = self.chat_input(ignored)
+        processor = admit(ignored)
+        if chat.thinking_budget is not None and processor.reasoning_format is None:
+            processor.ignore(["thinking"])  # the API demands a budget from clients that let a model think
+            chat = replace(chat, thinking_budget=None)
+        params = sampling_params(processor.sampling_defaults, self.sampling_fields(), _NAMES)
+        return await processor.process_chat(chat, params, RequestOptions(param_names=_NAMES))
 
 
 class MessagesRequest(CountTokensRequest):
     """The body of a request for a message."""
+
+    needs: ClassVar[Task | None] = "generate"
 
     max_tokens: Annotated[Int64, Field(ge=1)]
     stop_sequences: list[str] | None = None
@@ -264,8 +248,8 @@ class MessagesRequest(CountTokensRequest):
     top_k: Int64 | None = None
     stream: bool | None = None
 
-    def _sampling(self) -> dict[str, Any]:
-        return {
+    def sampling_fields(self) -> dict[str, Any]:
+        return super().sampling_fields() | {
             "max_tokens": self.max_tokens,
             "stop": self.stop_sequences,
             "temperature": self.temperature,
@@ -278,7 +262,7 @@ class MessagesRequest(CountTokensRequest):
 async def messages(body: MessagesRequest, request: Request, state: AppState) -> Response:
     """Generate an answer to a conversation, in Anthropic's format."""
     model = state.check_model(body.model)
-    chat: GenerationInput = await body.process(state.frontend.admit)
+    chat: GenerationInput = await body.process(state.frontend)
     message_id = f"msg_{uuid.uuid4().hex}"
     generation = state.frontend.generate(message_id, chat)
     message = _MessageFormatter(message_id, model, len(chat.prompts[0]))
@@ -294,7 +278,7 @@ async def count_tokens(body: CountTokensRequest, state: AppState) -> Response:
     maximum.
     """
     state.check_model(body.model)
-    chat: GenerationInput = await body.process(lambda: state.frontend.input_processor)
+    chat: GenerationInput = await body.process(state.frontend)
     return json_response({"input_tokens": len(chat.prompts[0])})
 
 
@@ -327,7 +311,7 @@ class _MessageFormatter:
                 if events:
                     await send(part(b"".join(events)))
         except (RequestFailed, EngineUnavailable) as error:
-            await send(part(_sse("error", _error(*describe(error)))))
+            await send(part(_sse("error", anthropic_error(*describe(error)))))
             return
         events = [_event(event) for event in blocks.close()]
         events.append(_sse("message_delta", {"delta": self._stop(), "usage": self._usage()}))
@@ -430,11 +414,15 @@ def _assistant_message(content: str | list[dict[str, Any]], param: str, ignored:
                 thoughts.append(text)
             case _ToolUseBlock() as read:
                 function = {"name": read.name, "arguments": read.input}
-                calls.append({"id": read.id, "type": "function", "function": function})
-    message: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts) if texts or not calls else None}
+                calls.append({"type": "function", "id": read.id, "function": function})
+    message: dict[str, Any] = {"role": "assistant"}
+    if texts or not calls:
+        message["content"] = "\n".join(texts)
+    if calls:
+        message["tool_calls"] = calls
     if thoughts:
         message["reasoning_content"] = "\n".join(thoughts)
-    return message | {"tool_calls": calls} if calls else message
+    return message
 
 
 def _text(content: str | list[dict[str, Any]], param: str, ignored: set[str]) -> str:
@@ -468,59 +456,3 @@ def _chat_choice(choice: MessageToolChoice) -> str | dict[str, Any]:
     if choice.name is not None:
         return {"type": "function", "function": {"name": choice.name}}
     return "required" if choice.type == "any" else choice.type
-
-
-# --- errors ---------------------------------------------------------------------------------------------------
-
-
-def _error(status: int, body: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert an OpenAI error to Anthropic's format, which has no field for the parameter."""
-    kind = _ERRORS.get(status, "invalid_request_error" if status < 500 else "api_error")
-    text, param = body["error"]["message"], body["error"]["param"]
-    message = text if param is None or param in text else f"{param}: {text}"
-    return {"type": "error", "error": {"type": kind, "message": message}}
-
-
-ERROR_SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "description": "An error in the format of Anthropic's API.",
-    "properties": {
-        "type": {"const": "error"},
-        "error": {
-            "type": "object",
-            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
-            "required": ["type", "message"],
-        },
-    },
-    "required": ["type", "error"],
-}
-"""Schema of errors, for the OpenAPI document."""
-
-
-def errors_in_shape(scope: Scope, send: Send) -> Send:
-    """Wrap `send` to convert all errors on these routes, including those of the middleware, to Anthropic's format."""
-    if scope["type"] != "http" or ROUTE not in scope["path"]:
-        return send
-    start: AsgiMessage | None = None
-    parts: list[bytes] = []
-
-    async def send_in_shape(message: AsgiMessage) -> None:
-        nonlocal start
-        if message["type"] == "http.response.start" and message["status"] >= 400:
-            start = message
-        elif start is None:
-            await send(message)
-        else:
-            parts.append(message.get("body", b""))
-            if not message.get("more_body", False):
-                await _send_error(start, b"".join(parts), send)
-
-    return send_in_shape
-
-
-async def _send_error(start: AsgiMessage, body: bytes, send: Send) -> None:
-    with contextlib.suppress(ValueError, LookupError, TypeError):  # not an error object of this server
-        body = json.dumps(_error(start["status"], json.loads(body))).encode()
-    headers = [(name, value) for name, value in start["headers"] if name.lower() != b"content-length"]
-    await send({**start, "headers": [*headers, (b"content-length", str(len(body)).encode())]})
-    await send({"type": "http.response.body", "body": body})

@@ -3,7 +3,7 @@
 Parsing, validating, rendering and tokenizing hold the interpreter lock for a long time, or take much memory, if a body
 is large or hostile. So a body above `LARGE_BODY` is not even parsed here. A fork of a helper process (`Sandbox`) does
 everything up to the engine's input, within limits of time and memory, and returns the request without what it has
-processed (`ProcessedBody.reduced`), or a response. It is killed when the client leaves. So is the fork for a request
+processed (`RequestBody.reduced`), or a response. It is killed when the client leaves. So is the fork for a request
 that may bring its own chat template.
 """
 
@@ -49,14 +49,14 @@ MAX_BODIES_BYTES = 256 * 2**20
 _NICENESS = 10
 """Lowers the scheduling priority: streams come first."""
 
-Prepare = Callable[[Any, InputProcessor, bytes | None], Coroutine[Any, Any, Any]]
-"""Makes what a route gets of its body: from the parsed JSON, and the stored conversation that it continues, which is
-None at first.
+ProcessLarge = Callable[[Any, InputProcessor, bytes | None], Coroutine[Any, Any, Any]]
+"""Makes what a route gets of its body (`RequestBody.process_large`): from the parsed JSON, and the stored conversation
+that it continues, which is None at first.
 """
 
 
 class LargeBodies:
-    """The processes for the large bodies of one API process. They are prepared for `routes`; a request may continue one
+    """The processes for the large bodies of one API process. They have imported `routes`; a request may continue one
     of the `responses`.
     """
 
@@ -64,28 +64,18 @@ class LargeBodies:
         self, model: ModelConfig, formats: ChatFormats, routes: Sequence[BodyRoute], responses: ResponseStore
     ) -> None:
         self.responses = responses
-        prepares = [route.prepare for route in routes if route.body_field is not None]
-        self._sandbox = Sandbox(_make, (model, formats, prepares), BODY_SECONDS, BODY_MEMORY, _NICENESS)
-        self._is_started = False
+        processes = [route.process_large for route in routes if route.body_field is not None]
+        self._sandbox = Sandbox(_make, (model, formats, processes), BODY_SECONDS, BODY_MEMORY, _NICENESS)
         self._slots = FairSlots(max(2, len(os.sched_getaffinity(0)) // 2))
-        self._templates = formats.trust_request_chat_template
+        self.trusts_templates = formats.trust_request_chat_template
+        """Whether requests may have chat templates."""
         self._held: Counter[Share] = Counter()
         """Bytes of the large bodies that are held now, by share."""
+        asyncio.get_running_loop().run_in_executor(None, self._sandbox.start)  # in the background
 
-    def start(self) -> None:
-        """Start the helper in the background, unless it has been started."""
-        if not self._is_started:
-            self._is_started = True
-            asyncio.get_running_loop().run_in_executor(None, self._sandbox.start)
-
-    def takes(self, body: bytes) -> bool:
-        """Return whether to process a small body elsewhere, because it may contain a chat template."""
-        # An escape may hide the name, and so may UTF-16.
-        return self._templates and any(mark in body for mark in (b"chat_template", b"\\u", b"\0"))
-
-    async def process(self, prepare: Prepare, body: bytes | memoryview, stored: bytes | None = None) -> Any:
-        """Return what `prepare` returns; raises `HTTPException`, and `Answered` with a complete response."""
-        header = pickle.dumps((prepare, stored))
+    async def process(self, process_large: ProcessLarge, body: bytes | memoryview, stored: bytes | None = None) -> Any:
+        """Return what `process_large` returns; raises `HTTPException`, and `Answered` with a complete response."""
+        header = pickle.dumps((process_large, stored))
         try:
             async with self._slots:
                 answer = await self._sandbox.ask_async(header, body)
@@ -137,7 +127,9 @@ class Answered(Exception):
 
 @dataclass(frozen=True)
 class Continued:
-    """The request continues a stored response, whose conversation `prepare` needs; `body` is the request without it."""
+    """The request continues a stored response, whose conversation `process_large` needs; `body` is the request without
+    it.
+    """
 
     response_id: str
     body: Any
@@ -152,16 +144,16 @@ class _Raised:
 
 
 class BodyRoute(APIRoute):
-    """A route whose body, a `ProcessedBody`, is processed elsewhere if it is large."""
+    """A route whose body, a `RequestBody`, is processed elsewhere if it is large."""
 
     keeps_body = False
     """Whether the route reads the bytes of the body."""
 
     @property
-    def prepare(self) -> Prepare:
-        """What another process does with a large body."""
-        prepare: Prepare = self._kind.prepare
-        return prepare
+    def process_large(self) -> ProcessLarge:
+        """Processes a large body, in another process."""
+        process_large: ProcessLarge = self._kind.process_large
+        return process_large
 
     @property
     def needs_engine(self) -> bool:
@@ -202,7 +194,6 @@ class _BodyRequest(Request):
     async def body(self) -> bytes:
         if not hasattr(self, "_body"):
             bodies: LargeBodies = self.app.state.quire.bodies
-            bodies.start()
             body = b""
             async for chunk in self.stream():
                 if self.large is None and len(body) + len(chunk) <= LARGE_BODY:
@@ -211,7 +202,9 @@ class _BodyRequest(Request):
                 if self.large is None:
                     self.large = _LargeBody(bodies, body)
                 self.large.add(chunk)
-            if self.large is not None or bodies.takes(body):
+            # An escape may hide the name of a chat template, and so may UTF-16.
+            may_have_template = any(mark in body for mark in (b"chat_template", b"\\u", b"\0"))
+            if self.large is not None or (bodies.trusts_templates and may_have_template):
                 if self._route.needs_engine:
                     self.app.state.quire.frontend.client.admit()
                 self._json = await while_connected(self.receive, self._process(bodies, body))
@@ -222,11 +215,11 @@ class _BodyRequest(Request):
         return self._body
 
     async def _process(self, bodies: LargeBodies, small: bytes) -> Any:
-        prepare = self._route.prepare
+        process_large = self._route.process_large
         with memoryview(small) if self.large is None else self.large.view() as body:
-            found = await bodies.process(prepare, body)
+            found = await bodies.process(process_large, body)
             if isinstance(found, Continued) and (stored := bodies.responses.get(found.response_id)) is not None:
-                found = await bodies.process(prepare, body, stored.conversation)
+                found = await bodies.process(process_large, body, stored.conversation)
         return found.body if isinstance(found, Continued) else found
 
     def release(self) -> None:
@@ -266,7 +259,7 @@ class _LargeBody:
         self._bodies.release(self._share, self._size)
 
 
-def _make(argument: tuple[ModelConfig, ChatFormats, Sequence[Prepare]]) -> Answer:
+def _make(argument: tuple[ModelConfig, ChatFormats, Sequence[ProcessLarge]]) -> Answer:
     """Make the sandbox's function. Unpickling the argument has imported the routes."""
     model, formats, _ = argument
     processor = InputProcessor.load(model, formats, SizeCheck())
@@ -274,16 +267,16 @@ def _make(argument: tuple[ModelConfig, ChatFormats, Sequence[Prepare]]) -> Answe
 
     def answer(question: bytes) -> bytes:
         stream = io.BytesIO(question)
-        prepare, stored = pickle.load(stream)
-        return pickle.dumps(_prepared(prepare, stream.read(), processor, stored))
+        process_large, stored = pickle.load(stream)
+        return pickle.dumps(_process(process_large, stream.read(), processor, stored))
 
     return answer
 
 
-def _prepared(prepare: Prepare, body: bytes, processor: InputProcessor, stored: bytes | None) -> Any:
+def _process(process_large: ProcessLarge, body: bytes, processor: InputProcessor, stored: bytes | None) -> Any:
     """What a route gets of this body, or `_Raised`, or a response. Errors are those that FastAPI raises too."""
     try:
-        return asyncio.run(prepare(_parsed(body), processor, stored))
+        return asyncio.run(process_large(_parsed(body), processor, stored))
     except MemoryError:
         raise
     except HTTPException as error:

@@ -43,25 +43,25 @@ MAX_COPIED_BYTES = 64 * 2**20
 """Maximum size of all copies of `parameters`, of which every instance gets one."""
 
 
-async def _prepare_forwarded(body: Any, processor: InputProcessor, stored: bytes | None) -> Any:
+async def _process_forwarded(body: Any, processor: InputProcessor, stored: bytes | None) -> Any:
     """Keep only the names of the fields, which select a route."""
     return dict.fromkeys(body) if isinstance(body, dict) else body
 
 
-async def _prepare_prediction(body: Any, processor: InputProcessor, stored: bytes | None) -> Any:
+async def _process_prediction(body: Any, processor: InputProcessor, stored: bytes | None) -> Any:
     if isinstance(body, dict) and "instances" in body:
         return {"instances": _Instances(_instances(body, processor.pooling))}
-    return await _prepare_forwarded(body, processor, stored)
+    return await _process_forwarded(body, processor, stored)
 
 
 class _ForwardRoute(BodyRoute):
     keeps_body = True
-    prepare = staticmethod(_prepare_forwarded)
+    process_large = staticmethod(_process_forwarded)
 
 
 class _PredictRoute(BodyRoute):
     keeps_body = True
-    prepare = staticmethod(_prepare_prediction)
+    process_large = staticmethod(_process_prediction)
 
 
 @dataclass(frozen=True)

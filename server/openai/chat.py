@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -12,21 +12,28 @@ from pydantic import Field
 from quire.engine.protocol.errors import InvalidParameter
 from quire.engine.protocol.logprobs import TokenLogprobs
 from quire.server.http.large_bodies import BodyRoute
+from quire.server.http.request_body import Admit
+from quire.server.http.request_model import (
+    MAX_MESSAGES,
+    Int64,
+    MessagePart,
+    ReasoningEffort,
+    RequestModel,
+    check_length,
+    variant,
+)
 from quire.server.http.response import GenerationResponse, Usage
 from quire.server.http.state import AppState, MayChooseReplica
 from quire.server.openai.logprobs import TokenNames, prompt_logprobs_object, token_logprobs
-from quire.server.openai.protocol import MAX_MESSAGES, GenerationRequest, Int64, MessagePart, RequestModel, variant
+from quire.server.openai.protocol import GenerationRequest
 from quire.server.parsers.events import ToolCall
 from quire.server.text.conversation import ChatTemplateOptions
-from quire.server.text.input_processor import InputProcessor
 from quire.server.text.inputs import ChatInput, GenerationInput
 from quire.server.text.output_processor import TextDelta
 from quire.server.text.tokenizer import Tokenizer
 from quire.server.text.tools import MAX_TOOLS, read_tool_use
 
 router = APIRouter(route_class=BodyRoute)
-
-ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class AssistantFunction(MessagePart):
@@ -160,13 +167,10 @@ class ChatRequest(GenerationRequest):
     add_special_tokens: bool | None = None
     """vLLM extension: add the tokenizer's special tokens to the template's output. Default: false."""
 
-    def reject_unsupported(self) -> set[str]:
+    def check_fields(self, param: str = "") -> set[str]:
         """See `GenerationRequest`. Also checks the number of messages and their contents."""
-        ignored = super().reject_unsupported()
-        if len(self.messages) > MAX_MESSAGES:
-            raise InvalidParameter(
-                f"messages: at most {MAX_MESSAGES} are allowed, got {len(self.messages)}", "messages"
-            )
+        ignored = super().check_fields(param)
+        check_length(self.messages, MAX_MESSAGES, "messages")
         if self.continue_final_message and self.add_generation_prompt:
             raise InvalidParameter(
                 "continue_final_message and add_generation_prompt exclude each other; send only one of them",
@@ -190,14 +194,13 @@ class ChatRequest(GenerationRequest):
         """The maximum number of output tokens."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
-    def chat_input(self, thinking: bool | None = None) -> ChatInput:
-        """The conversation. `thinking` sets the template's switch for reasoning, unless it is None."""
+    def chat_input(self) -> ChatInput:
+        """The conversation."""
         template = ChatTemplateOptions(
             chat_template=self.chat_template,
             chat_template_kwargs=self.chat_template_kwargs or {},
             documents=self.documents or (),
             reasoning_effort=self.reasoning_effort,
-            thinking=thinking,
             add_generation_prompt=self.add_generation_prompt is not False,
             continue_final_message=bool(self.continue_final_message),
             add_special_tokens=bool(self.add_special_tokens),
@@ -212,30 +215,16 @@ class ChatRequest(GenerationRequest):
             thinking_budget=self.thinking_token_budget,
         )
 
-    async def process_here(
-        self,
-        admit: Callable[[], InputProcessor],
-        thinking: bool | None = None,
-        ignored: Collection[str] = (),
-    ) -> GenerationInput:
-        """See `ProcessedBody`; `thinking` as in `chat_input`. All conversation APIs convert their requests to chat and
-        call this, with the fields that they ignore themselves.
-        """
-        ignored = self.reject_unsupported().union(ignored)
-        processor = admit()
-        if thinking and self.thinking_token_budget is not None and processor.reasoning_format is None:
-            self.thinking_token_budget = None  # the Messages API demands one from clients that let a model think
-            ignored.add("thinking")
-        if ignored:
-            processor.ignore(ignored)
+    async def process_here(self, admit: Admit) -> GenerationInput:
+        processor = admit(self.check_fields())
         params = self.sampling_params(
             processor.sampling_defaults,
-            max_tokens=self.longest or processor.sampling_defaults.get("max_tokens"),
+            max_tokens=self.longest or None,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             prediction="" if self.prediction is None else self.prediction.predicted_text,
         )
         options = self.request_options(logprobs="top_logprobs")
-        given = await processor.process_chat(self.chat_input(thinking), params, options)
+        given = await processor.process_chat(self.chat_input(), params, options)
         last = self.messages[-1]
         return replace(given, echo=last.text) if self.echo and last.role == "assistant" else given
 
@@ -244,7 +233,7 @@ class ChatRequest(GenerationRequest):
 async def chat_completions(body: ChatRequest, request: Request, state: AppState) -> Response:
     """Generate an answer to a conversation."""
     model = state.check_model(body.model)
-    chat: GenerationInput = await body.process(state.frontend.admit)
+    chat: GenerationInput = await body.process(state.frontend)
     request_id = body.response_id("chatcmpl")
     generation = state.frontend.generate(request_id, chat)
     formatter = _ChatFormatter(state.frontend.input_processor.tokenizer, body, chat)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, NamedTuple
 
 from fastapi import APIRouter, Request, Response
@@ -13,11 +13,12 @@ from quire.engine.protocol.errors import InvalidParameter
 from quire.engine.protocol.logprobs import TokenLogprobs
 from quire.engine.protocol.sampling_params import MAX_N, SamplingParams
 from quire.server.http.large_bodies import BodyRoute
+from quire.server.http.request_body import Admit
+from quire.server.http.request_model import Int64
 from quire.server.http.response import GenerationResponse, Usage
 from quire.server.http.state import AppState, MayChooseReplica
 from quire.server.openai.logprobs import MIN_LOGPROB, TokenNames, prompt_logprobs_object
-from quire.server.openai.protocol import MAX_SEQUENCES, GenerationRequest, Int64, ManyTokenIds, Texts, TokenIds
-from quire.server.text.input_processor import InputProcessor
+from quire.server.openai.protocol import MAX_SEQUENCES, GenerationRequest, ManyTokenIds, Texts, TokenIds
 from quire.server.text.inputs import GenerationInput, Prompt
 from quire.server.text.output_processor import Detokenizer, TextDelta
 from quire.server.text.tokenizer import Tokenizer
@@ -37,9 +38,9 @@ class CompletionRequest(GenerationRequest):
     add_special_tokens: bool | None = None
     """vLLM extension: add the tokenizer's special tokens to a text prompt. Default: true."""
 
-    def reject_unsupported(self) -> set[str]:
+    def check_fields(self, param: str = "") -> set[str]:
         """See `GenerationRequest`. Also checks `best_of` and `logprob_token_ids`."""
-        ignored = super().reject_unsupported()
+        ignored = super().check_fields(param)
         if self.best_of is not None and not self.shown <= self.best_of <= MAX_N:
             raise InvalidParameter(f"best_of must be from n to {MAX_N}, got {self.best_of}", "best_of")
         if self.best_of is not None and self.use_beam_search:
@@ -82,10 +83,8 @@ class CompletionRequest(GenerationRequest):
             )
         return prompts
 
-    async def process_here(self, admit: Callable[[], InputProcessor]) -> _ProcessedCompletion:
-        ignored = self.reject_unsupported()
-        processor = admit()
-        processor.ignore(ignored)
+    async def process_here(self, admit: Admit) -> _ProcessedCompletion:
+        processor = admit(self.check_fields())
         given, special = self.prompts(), self.add_special_tokens is not False
         completion = await processor.process_prompts(
             given, self.params(processor.sampling_defaults), self.request_options(), add_special_tokens=special
@@ -113,7 +112,7 @@ class CompletionRequest(GenerationRequest):
 async def completions(body: CompletionRequest, request: Request, state: AppState) -> Response:
     """Complete one or more prompts."""
     model = state.check_model(body.model)
-    processed: _ProcessedCompletion = await body.process(state.frontend.admit)
+    processed: _ProcessedCompletion = await body.process(state.frontend)
     completion, echoes = processed
     tokenizer, prompts = state.frontend.input_processor.tokenizer, completion.prompts
     request_id = body.response_id("cmpl")

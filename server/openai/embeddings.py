@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, ClassVar
 
 from fastapi import APIRouter, Request, Response
@@ -39,7 +38,7 @@ class EmbeddingRequest(VectorsBody):
 async def embeddings(body: EmbeddingRequest, request: Request, state: AppState) -> Response:
     """Compute the embedding vectors of one or more texts, with an embedding model."""
     model = state.check_model(body.model)
-    prompts: list[list[int]] = await body.process(partial(state.frontend.admit, "embed"))
+    prompts: list[list[int]] = await body.process(state.frontend)
     request_id = make_id(body, "embd")
     outputs, pooling = await run(request, state, body, request_id, prompts)
     data = await asyncio.to_thread(_data, outputs, pooling, body.vectors(), body.encoding_format == "base64")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -18,28 +17,18 @@ from quire.engine.protocol.engine_core import EngineCoreOutput
 from quire.engine.protocol.errors import InvalidParameter
 from quire.server.http.errors import json_response
 from quire.server.http.large_bodies import BodyRoute
+from quire.server.http.request_body import Admit, RequestBody
+from quire.server.http.request_model import ExtraField, Int64, hint, rejected
 from quire.server.http.response import while_connected
 from quire.server.http.state import AppState, MayChooseReplica, ServedModel
-from quire.server.openai.protocol import (
-    MAX_PROMPTS,
-    ExtraField,
-    Int64,
-    ManyTokenIds,
-    ProcessedBody,
-    RequestModel,
-    Texts,
-    TokenIds,
-    hint,
-    rejected,
-)
+from quire.server.openai.protocol import MAX_PROMPTS, ManyTokenIds, Texts, TokenIds
 from quire.server.text.embedding_output import VectorOptions, activated, to_json
-from quire.server.text.input_processor import InputProcessor
 from quire.server.text.inputs import EmbeddingOptions, Prompt, Task
 
 router = APIRouter(route_class=BodyRoute)
 
 
-class PoolingBody(ProcessedBody, RequestModel):
+class PoolingBody(RequestBody):
     """What the bodies of all pooling routes have in common."""
 
     extra_fields: ClassVar[Mapping[str, ExtraField]] = {
@@ -107,10 +96,8 @@ class InputsBody(PoolingBody):
         """The output options of vectors."""
         return VectorOptions(normalize=self.use_activation)
 
-    async def process_here(self, admit: Callable[[], InputProcessor]) -> list[list[int]]:
-        ignored = self.check_fields()
-        processor = admit()
-        processor.ignore(ignored)
+    async def process_here(self, admit: Admit) -> list[list[int]]:
+        processor = admit(self.check_fields())
         return await processor.process_embeddings(self.inputs(), self.rendering(), self.vectors())
 
 
@@ -197,7 +184,7 @@ def usage(prompts: Sequence[list[int]]) -> dict[str, int]:
 async def classify(body: ClassificationRequest, request: Request, state: AppState) -> Response:
     """Compute the probability of each label for one or more texts, with a classifier; as in vLLM."""
     model = state.check_model(body.model)
-    prompts: list[list[int]] = await body.process(partial(state.frontend.admit, "classify"))
+    prompts: list[list[int]] = await body.process(state.frontend)
     request_id = make_id(body, "classify")
     outputs, pooling = await run(request, state, body, request_id, prompts)
     data = await asyncio.to_thread(_classes, outputs, pooling, body.use_activation)
@@ -221,7 +208,7 @@ def _classes(
 async def pooling(body: PoolingRequest, request: Request, state: AppState) -> Response:
     """Compute what the model's pooling makes of texts: vectors of an embedding model, probabilities of a classifier."""
     model = state.check_model(body.model)
-    prompts: list[list[int]] = await body.process(partial(state.frontend.admit, body.task_of_model() or "pool"))
+    prompts: list[list[int]] = await body.process(state.frontend)
     request_id, options = make_id(body, "pool"), body.vectors()
     outputs, pooled = await run(request, state, body, request_id, prompts)
     data = await asyncio.to_thread(_pooled, outputs, pooled, options, body.encoding_format == "base64")

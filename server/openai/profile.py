@@ -16,8 +16,8 @@ from pydantic import Field
 
 from quire.server.client.profiler import MAX_PROFILE_SECONDS, ProfileConflict
 from quire.server.http.errors import ApiError, json_response
+from quire.server.http.request_model import ExtraField, RequestModel, hint
 from quire.server.http.state import AppState, ServedModel
-from quire.server.openai.protocol import ExtraField, RequestModel, hint
 
 _CHUNK_BYTES = 1 << 18
 

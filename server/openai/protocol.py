@@ -1,215 +1,31 @@
-"""The common parameters of generation requests, and what happens to fields that nothing reads.
-
-A field that may change the answer and is not supported is rejected by name. A hint, a label and an unknown field inside
-a message are accepted and ignored (`RequestModel`).
-"""
+"""The common parameters of chat and completions."""
 
 from __future__ import annotations
 
-import contextlib
-import re
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
-from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
+from pydantic import Field
 
 from quire.engine.protocol.errors import InvalidParameter
 from quire.engine.protocol.sampling_params import MAX_N, MAX_STOP_STRINGS, SamplingParams, StructuredOutputs
-from quire.server.client.fair_share import enter_user
+from quire.server.http.request_body import RequestBody
+from quire.server.http.request_model import LABEL, ExtraField, Int64, RequestModel, hint, rejected
 from quire.server.http.response import StreamUsage
-from quire.server.text.input_processor import InputProcessor
-from quire.server.text.inputs import IgnoredParameter, Processed, RequestOptions, Task, TruncationSide, tasks_of
+from quire.server.serving.sampling import sampling_params
+from quire.server.text.inputs import ParamNames, RequestOptions, Task, TruncationSide
 
-_SHORT = 1024
-"""Characters of a string that a processed body keeps."""
-MAX_MESSAGES = 4096
-"""Messages of a chat."""
 MAX_PROMPTS = 2048
 """Prompts of a completion, and inputs of an embeddings request; OpenAI's limit."""
 MAX_SEQUENCES = 4096
 """Prompts × n of a completion."""
 
 
-Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-"""An integer that fits into a message to the engine."""
 TokenIds = Annotated[list[Int64], Field(fail_fast=True)]
 """Only the first error of a long list is reported: reporting every element would take minutes and gigabytes."""
 Texts = Annotated[list[str], Field(fail_fast=True, max_length=MAX_PROMPTS)]
 ManyTokenIds = Annotated[list[TokenIds], Field(fail_fast=True, max_length=MAX_PROMPTS)]
-
-
-class ExtraField(NamedTuple):
-    """What happens to a field that nothing reads. Null is the same as no field."""
-
-    kind: Literal["label", "hint", "rejected"]
-    """A label never has an effect. Other values of a hint are ignored and logged, or rejected with
-    `--strict-parameters`.
-    """
-    neutral: tuple[Any, ...] = ()
-    """Values without effect, which are always accepted."""
-
-
-LABEL = ExtraField("label")
-
-
-def hint(*neutral: Any) -> ExtraField:
-    """A preference, such as a shorter answer, or a label that few servers know."""
-    return ExtraField("hint", neutral)
-
-
-def rejected(*neutral: Any) -> ExtraField:
-    """A field that would change the answer."""
-    return ExtraField("rejected", neutral)
-
-
-def _add_extra_fields(schema: dict[str, Any], model: type[RequestModel]) -> None:
-    """Add the fields that nothing reads to a JSON schema. docs/reference/api.md is generated from this."""
-    for kind in ("label", "hint", "rejected"):
-        extra = {name: each for name, each in model.extra_fields.items() if name not in model.model_fields}
-        found = {name: list(each.neutral) for name, each in sorted(extra.items()) if each.kind == kind}
-        if found:
-            schema[f"x-{kind}"] = found
-    if model.unknown_fields.kind == "hint":
-        schema["x-ignores-unknown"] = True
-
-
-class RequestModel(BaseModel):
-    """A body, or part of one. It may have fields that it does not declare: see `extra_fields`."""
-
-    model_config = ConfigDict(
-        extra="allow",
-        strict=True,
-        use_attribute_docstrings=True,
-        json_schema_extra=_add_extra_fields,
-    )
-    extra_fields: ClassVar[Mapping[str, ExtraField]] = {}
-    """The known fields that nothing reads."""
-    unknown_fields: ClassVar[ExtraField] = rejected()
-    """What happens to the others."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, value: Any) -> Any:
-        """Null is the same as no field."""
-        return {name: each for name, each in value.items() if each is not None} if isinstance(value, dict) else value
-
-    def check_fields(self, param: str = "") -> set[str]:
-        """Return the fields that are ignored, here and in parts, named after `param`; raise `InvalidParameter` for the
-        first one that is rejected.
-        """
-        ignored = set()
-        for name, value in (self.model_extra or {}).items():
-            extra = self.extra_fields.get(name, self.unknown_fields)
-            if extra.kind == "label" or value in extra.neutral:
-                continue
-            if extra.kind == "rejected":
-                why = "is not a parameter of this API"
-                if name in self.extra_fields:
-                    why = "is not supported" + " with this value" * bool(extra.neutral)
-                raise InvalidParameter(f"{param}{name} {why}", f"{param}{name}")
-            ignored.add(f"{param}{name}")
-        for name in type(self).model_fields:
-            match getattr(self, name):
-                case RequestModel() as part:
-                    ignored |= part.check_fields(f"{param}{name}.")
-                case [RequestModel() | str(), *_] as parts:  # not lists of token ids, which are long
-                    for at, part in enumerate(parts):
-                        if isinstance(part, RequestModel):
-                            ignored |= part.check_fields(f"{param}{name}[{at}].")
-        return ignored
-
-
-class MessagePart(RequestModel):
-    """A message, or part of one. Clients send back what they got from other servers, so unknown fields are ignored."""
-
-    unknown_fields: ClassVar[ExtraField] = hint()
-
-
-class ProcessedBody(BaseModel):
-    """A body that another process may have processed, if it is large (`quire.server.http.large_bodies`)."""
-
-    model_config = ConfigDict(use_attribute_docstrings=True)
-    names: ClassVar[Mapping[str, str]] = {}
-    """Chat's parameters as this API calls them."""
-    needs: ClassVar[Task | None] = None
-    """What the model must be able to do; None: anything."""
-    max_items: ClassVar[Mapping[str, int]] = {}
-    """The maximum length of lists, which is checked before anything else in a large body."""
-    _processed: Processed | None = PrivateAttr(None)
-    _is_refused: bool = PrivateAttr(False)
-    """The model cannot do it at all; only small fields are left."""
-    _user_name: object = PrivateAttr(None)
-    """`user_name` of a processed body, if it is small."""
-
-    @property
-    def user_name(self) -> object:
-        """Who the user is, according to the request; for fair sharing."""
-        return getattr(self, "user", None)
-
-    def task_of_model(self) -> Task | None:
-        """`needs`, which may depend on the body."""
-        return self.needs
-
-    async def process(self, admit: Callable[[], InputProcessor]) -> Any:
-        """Return what the route needs of the input processor.
-
-        `admit` is `Frontend.admit`. It is called when the request is known to be supported, before it is rendered.
-        """
-        enter_user(self._user_name if self._processed is not None else self.user_name)
-        if self._is_refused:
-            admit()
-        if self._processed is None:
-            return await self.process_here(admit)
-        with renamed_params(self.names):
-            return await admit().resolve(self._processed)
-
-    async def process_here(self, admit: Callable[[], InputProcessor]) -> Any:
-        """`process` in this process. Every request type has its own."""
-        raise NotImplementedError
-
-    @classmethod
-    async def prepare(cls, value: Any, processor: InputProcessor, stored: bytes | None) -> Any:
-        """Validate and process parsed JSON; returns the body as it is sent to the process that asks."""
-        return await cls.validated(value).prepared(processor)
-
-    async def prepared(self, processor: InputProcessor) -> Self:
-        """Process this body; returns it reduced. The first process rejects what the model cannot do at all."""
-        if (task := self.task_of_model()) is not None and task not in tasks_of(processor.pooling):
-            body = self.reduced(None)
-            body._is_refused = True
-            return body
-        value = await self.process_here(lambda: processor)
-        unresolved = processor.take_unresolved()
-        return self.reduced(Processed(value=value, unresolved=unresolved, ignored=processor.ignored))
-
-    @classmethod
-    def validated(cls, value: Any) -> Self:
-        """Validate parsed JSON; raises `RequestValidationError`, and `InvalidParameter` for a list that is too long."""
-        for name, most in cls.max_items.items():
-            given = value.get(name) if isinstance(value, dict) else None
-            if isinstance(given, list) and len(given) > most:
-                raise InvalidParameter(f"{name}: at most {most} are allowed, got {len(given)}", name)
-        try:
-            return cls.model_validate(value, from_attributes=True)  # as FastAPI does
-        except ValidationError as error:
-            problems = error.errors(include_url=False)
-            raise RequestValidationError([{**each, "loc": ("body", *each["loc"])} for each in problems]) from None
-
-    def reduced(self, processed: Processed | None) -> Self:
-        """Return a copy with `processed`, and with only those fields that are small."""
-        kept = {name: value for name in type(self).model_fields if _is_small(value := getattr(self, name))}
-        body = self.model_construct(**kept)
-        body._processed = processed
-        body._user_name = user if _is_small(user := self.user_name) else None
-        return body
-
-
-def _is_small(value: Any) -> bool:
-    return (
-        len(value) <= _SHORT if isinstance(value, str) else isinstance(value, bool | int | float | StreamOptions | None)
-    )
 
 
 class StreamOptions(RequestModel):
@@ -269,7 +85,7 @@ class StructuredOutputsFormat(RequestModel):
         return StructuredOutputs(**self.model_dump(by_alias=True, include={*type(self).model_fields}))
 
 
-class GenerationRequest(ProcessedBody, RequestModel):
+class GenerationRequest(RequestBody):
     """The common parameters of chat and completions. None: the model's default, or else the API's."""
 
     needs: ClassVar[Task | None] = "generate"
@@ -388,9 +204,9 @@ class GenerationRequest(ProcessedBody, RequestModel):
     return_tokens_as_token_ids: bool | None = None
     """vLLM extension: in log-probabilities, represent tokens as `token_id:123`."""
 
-    def reject_unsupported(self) -> set[str]:
-        """Return the ignored fields; raise `InvalidParameter` for the first field with an unsupported value."""
-        ignored = self.check_fields()
+    def check_fields(self, param: str = "") -> set[str]:
+        """See `RequestModel`. Also checks combinations of fields."""
+        ignored = super().check_fields(param)
         if self.length_penalty not in (None, 1.0) and not self.use_beam_search:
             raise InvalidParameter("length_penalty requires use_beam_search: true", "length_penalty")
         if self.stream_options is not None and not self.stream:
@@ -416,7 +232,7 @@ class GenerationRequest(ProcessedBody, RequestModel):
 
     def sampling_params(self, defaults: dict[str, Any], **given: Any) -> SamplingParams:
         """The sampling parameters. `given` overrides the request, which overrides `defaults`."""
-        named = {name: getattr(self, name, None) for name in SamplingParams.__struct_fields__}
+        named: dict[str, Any] = {name: getattr(self, name, None) for name in SamplingParams.__struct_fields__}
         try:
             named["logit_bias"] = self.logit_bias and {int(token): bias for token, bias in self.logit_bias.items()}
         except ValueError as error:
@@ -427,12 +243,11 @@ class GenerationRequest(ProcessedBody, RequestModel):
                 "structured_outputs and response_format exclude each other; send only one of them", "structured_outputs"
             )
         named["structured_outputs"] = self.structured_outputs.structured() if self.structured_outputs else format
-        return SamplingParams(**{**defaults, **{n: value for n, value in named.items() if value is not None}, **given})
+        return sampling_params(defaults, named | given)
 
-    def request_options(self, **param_names: str) -> RequestOptions:
-        """The options besides the prompt and the sampling parameters; `param_names` as in `RequestOptions`."""
-        if self.structured_outputs is None:
-            param_names["structured_outputs"] = "response_format"
+    def request_options(self, *, logprobs: str = "logprobs") -> RequestOptions:
+        """The options besides the prompt and the sampling parameters; `logprobs` is the API's name of that."""
+        structured = "structured_outputs" if self.structured_outputs is not None else "response_format"
         penalty = 1.0 if self.length_penalty is None else self.length_penalty
         return RequestOptions(
             truncate_prompt_tokens=self.truncate_prompt_tokens,
@@ -440,60 +255,5 @@ class GenerationRequest(ProcessedBody, RequestModel):
             priority=self.priority or 0,
             cache_salt=self.cache_salt,
             length_penalty=penalty if self.use_beam_search else None,
-            param_names=param_names,
+            param_names=ParamNames(logprobs=logprobs, structured_outputs=structured),
         )
-
-
-M = TypeVar("M", bound=RequestModel)
-
-
-def variant(
-    kinds: Mapping[str, type[M]], value: Mapping[str, Any], param: str, ignored: set[str], default: str | None = None
-) -> M:
-    """Parse `value` as the model for its `type` (or `default`), and add the fields that are ignored to `ignored`.
-
-    Raises `InvalidParameter`.
-    """
-    kind = value.get("type", default)
-    if not isinstance(kind, str) or kind not in kinds:
-        raise InvalidParameter(f"{param}.type must be {' or '.join(kinds)}; {kind!r} is not supported", f"{param}.type")
-    try:
-        read = kinds[kind].model_validate({name: each for name, each in value.items() if name != "type"})
-    except ValidationError as error:
-        problem = error.errors()[0]
-        where = param + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"])
-        raise InvalidParameter(f"{where}: {problem['msg']}", where) from None
-    ignored |= read.check_fields(f"{param}.")
-    return read
-
-
-_MESSAGE = re.compile(r"\bmessages\[([0-9]+)\]")
-
-
-@contextlib.contextmanager
-def renamed_params(names: Mapping[str, str], places: Sequence[str] = ()) -> Iterator[None]:
-    """Rename the parameter in an `InvalidParameter` about chat to the one that the user of another API has sent.
-
-    `names` maps parts of names. `places` gives, for each chat message, the parameter that it was made from.
-    """
-
-    def place(found: re.Match[str]) -> str:
-        at = int(found[1])
-        return places[at] if at < len(places) else found[0]
-
-    try:
-        yield
-    except InvalidParameter as error:
-        if error.param is None:
-            raise
-        text, param = str(error), error.param
-        if isinstance(error, IgnoredParameter):  # a message is named as the client has sent it
-            raise IgnoredParameter(text.replace(param, names.get(param, param), 1), names.get(param, param)) from None
-        if placed := _MESSAGE.search(text):
-            text = text[: placed.start()] + place(placed) + text[placed.end() :]
-        if (reported := _MESSAGE.sub(place, param)) == param:
-            for name, other in names.items():
-                reported = reported.replace(name, other)
-        if text.startswith(param):
-            text = reported + text.removeprefix(param)
-        raise type(error)(text, reported) from None

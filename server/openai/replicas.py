@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict
 from typing import Annotated
 
@@ -12,16 +11,15 @@ from pydantic import Field
 from quire.engine.config.parallel_config import MAX_REPLICAS
 from quire.server.http.errors import ApiError, json_response
 from quire.server.http.large_bodies import BodyRoute
+from quire.server.http.request_body import Admit, RequestBody
 from quire.server.http.state import AppState, ServedModel
-from quire.server.openai.protocol import ProcessedBody, RequestModel
-from quire.server.text.input_processor import InputProcessor
 
 MAX_DRAIN_SECONDS = 86_400
 
 router = APIRouter(route_class=BodyRoute)
 
 
-class ResizeRequest(ProcessedBody, RequestModel):
+class ResizeRequest(RequestBody):
     """The number of replicas."""
 
     data_parallel_size: Annotated[int, Field(ge=1, le=MAX_REPLICAS)]
@@ -31,7 +29,7 @@ class ResizeRequest(ProcessedBody, RequestModel):
     `--shutdown-timeout`, or 30.
     """
 
-    async def process_here(self, admit: Callable[[], InputProcessor]) -> None:
+    async def process_here(self, admit: Admit) -> None:
         """Do nothing: it is small."""
 
 

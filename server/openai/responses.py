@@ -10,7 +10,7 @@ import asyncio
 import re
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
@@ -20,6 +20,7 @@ from pydantic import Field, PrivateAttr
 from starlette.types import Send
 
 from quire.engine.protocol.errors import InvalidParameter
+from quire.engine.protocol.sampling_params import StructuredOutputs
 from quire.server.client.output_stream import EngineUnavailable, RequestFailed
 from quire.server.http.content_blocks import (
     BlockClosed,
@@ -32,40 +33,41 @@ from quire.server.http.content_blocks import (
 )
 from quire.server.http.errors import ResponseNotFound, json_response
 from quire.server.http.large_bodies import BodyRoute, Continued
-from quire.server.http.response import EventStreamResponse, part, while_connected
-from quire.server.http.response_store import StoredResponse
-from quire.server.http.state import AppState, MayChooseReplica, ServedModel
-from quire.server.openai.chat import ChatRequest, ReasoningEffort
-from quire.server.openai.logprobs import TokenNames, token_logprobs
-from quire.server.openai.protocol import (
+from quire.server.http.request_body import Admit, RequestBody
+from quire.server.http.request_model import (
     LABEL,
     MAX_MESSAGES,
     ExtraField,
     Int64,
     MessagePart,
-    ProcessedBody,
+    ReasoningEffort,
     RequestModel,
+    check_length,
     hint,
     rejected,
-    renamed_params,
     variant,
 )
+from quire.server.http.response import EventStreamResponse, part, while_connected
+from quire.server.http.response_store import StoredResponse
+from quire.server.http.state import AppState, MayChooseReplica, ServedModel
+from quire.server.openai.logprobs import TokenNames, token_logprobs
 from quire.server.openai.responses_input import InputTurns, is_json_object
 from quire.server.serving.generation import Generation
+from quire.server.serving.sampling import sampling_params
+from quire.server.text.conversation import ChatTemplateOptions
 from quire.server.text.input_processor import InputProcessor
-from quire.server.text.inputs import GenerationInput, Task
-from quire.server.text.tools import MAX_TOOLS
+from quire.server.text.inputs import ChatInput, GenerationInput, ParamNames, RequestOptions, Task
+from quire.server.text.tools import MAX_TOOLS, read_tool_use
 
 router = APIRouter(route_class=BodyRoute)
 
-_NAMES = {
-    "messages": "input",
-    "max_tokens": "max_output_tokens",
-    "response_format": "text.format",
-    "reasoning_effort": "reasoning.effort",
-    ".function": "",
-}
-"""Responses API names of chat's parameters."""
+_NAMES = ParamNames(
+    messages="input",
+    logprobs="top_logprobs",
+    structured_outputs="text.format",
+    reasoning_effort="reasoning.effort",
+)
+"""The API's own names."""
 _LOGPROBS = "message.output_text.logprobs"
 _INCLUDABLE = (
     _LOGPROBS,
@@ -115,15 +117,17 @@ class ResponseTextFormat(RequestModel):
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
     strict: bool | None = None
 
-    def as_chat(self) -> dict[str, Any]:
-        """Convert to the `response_format` of chat."""
+    def structured(self) -> StructuredOutputs | None:
+        """Convert to the engine's parameters."""
         given = self.model_dump(by_alias=True, exclude_none=True, include={"name", "description", "schema_", "strict"})
         if self.type != "json_schema" and given:
             raise InvalidParameter(f"text.format: {next(iter(given))} requires type json_schema", "text.format")
         for name in ("name", "schema") if self.type == "json_schema" else ():
             if name not in given:
                 raise InvalidParameter(f"text.format.{name} is missing", f"text.format.{name}")
-        return {"type": self.type, **({"json_schema": given} if given else {})}
+        if self.schema_ is not None:
+            return StructuredOutputs(json=self.schema_)
+        return StructuredOutputs(json_object=True) if self.type == "json_object" else None
 
 
 class ResponseText(RequestModel):
@@ -151,10 +155,9 @@ class _ProcessedResponse(NamedTuple):
     """The chat messages up to the answer, without instructions, as JSON; None: not to be stored."""
 
 
-class ResponsesRequest(ProcessedBody, RequestModel):
+class ResponsesRequest(RequestBody):
     """The body of a request for a response."""
 
-    names: ClassVar[Mapping[str, str]] = _NAMES
     needs: ClassVar[Task | None] = "generate"
     extra_fields: ClassVar[Mapping[str, ExtraField]] = {
         **dict.fromkeys(("prompt_cache_options", "prompt_cache_retention", *_ECHOED), LABEL),
@@ -208,24 +211,37 @@ class ResponsesRequest(ProcessedBody, RequestModel):
     """vLLM extension, as in chat."""
 
     @classmethod
-    async def prepare(cls, value: Any, processor: InputProcessor, stored: bytes | None) -> Any:
-        """See `ProcessedBody`."""
+    async def process_large(cls, value: Any, processor: InputProcessor, stored: bytes | None) -> Any:
+        """See `RequestBody`."""
         body = cls.validated(value)
         if body.previous_response_id is not None:
             if stored is None:
                 return Continued(body.previous_response_id, body.reduced(None))
             body._earlier = msgspec.json.decode(stored)
-        return await body.prepared(processor)
+        return await body.process_reduced(processor)
 
     def find_earlier(self, state: ServedModel) -> None:
         """Find the conversation that this request continues; raises `InvalidParameter`."""
         if self.previous_response_id is not None and self._processed is None:
             self._earlier = _earlier(self.previous_response_id, state)
 
-    async def process_here(self, admit: Callable[[], InputProcessor]) -> _ProcessedResponse:
+    async def process_here(self, admit: Admit) -> _ProcessedResponse:
         turns = self.conversation()
-        with renamed_params(_NAMES, self.places(turns)):
-            chat = await self.as_chat(turns).process_here(admit, ignored=turns.ignored)
+        given = self.chat_input(turns)
+        has_logprobs = self.top_logprobs or _LOGPROBS in (self.include or ())
+        fields = {
+            "max_tokens": self.max_output_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "seed": self.seed,
+            "stop": self.stop,
+            "logprobs": (self.top_logprobs or 0) if has_logprobs else None,
+            "structured_outputs": self.text and self.text.format and self.text.format.structured(),
+        }
+        processor = admit(turns.ignored)
+        params = sampling_params(processor.sampling_defaults, fields, _NAMES)
+        chat = await processor.process_chat(given, params, RequestOptions(param_names=_NAMES))
         echoed = self.echoed_fields()
         try:
             _encode(echoed)
@@ -251,38 +267,24 @@ class ResponsesRequest(ProcessedBody, RequestModel):
                 turns.add(item, f"input[{at}]")
         return turns
 
-    def places(self, turns: InputTurns) -> list[str]:
-        """For each chat message, the parameter that it was made from."""
-        return [*([] if self.instructions is None else ["instructions"]), *turns.places]
-
-    def as_chat(self, turns: InputTurns) -> ChatRequest:
-        """Convert to a chat request, and note the fields of tools that are ignored; raises `InvalidParameter`."""
+    def chat_input(self, turns: InputTurns) -> ChatInput:
+        """The conversation, with instructions and tools. Adds the ignored fields of tools to those of the turns; raises
+        `InvalidParameter`.
+        """
         instructions = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
-        fields: dict[str, Any] = {}
-        if self.tools:
-            tools = [_chat_tool(tool, f"tools[{at}]", turns.ignored) for at, tool in enumerate(self.tools)]
-            fields["tools"] = [tool for tool in tools if tool is not None]
-        if self.text is not None and self.text.format is not None:
-            fields["response_format"] = self.text.format.as_chat()
-        return ChatRequest.model_validate(
-            {
-                "model": self.model,
-                "messages": [*instructions, *turns.messages],
-                "max_tokens": self.max_output_tokens,
-                "logprobs": bool(self.top_logprobs) or _LOGPROBS in (self.include or ()),
-                "top_logprobs": self.top_logprobs or None,
-                "temperature": self.temperature,
-                "top_p": self.top_p,
-                "top_k": self.top_k,
-                "seed": self.seed,
-                "stop": self.stop,
-                "tool_choice": _chat_choice(self.tool_choice),
-                "parallel_tool_calls": self.parallel_tool_calls,
-                "max_tool_calls": self.max_tool_calls,
-                "reasoning_effort": self.reasoning and self.reasoning.effort,
-                "chat_template_kwargs": self.chat_template_kwargs,
-                **fields,
-            }
+        messages = [*instructions, *turns.messages]
+        check_length(messages, MAX_MESSAGES, "input")
+        found = [_chat_tool(tool, f"tools[{at}]", turns.ignored) for at, tool in enumerate(self.tools or ())]
+        tools = [tool for tool in found if tool is not None]
+        max_calls = 1 if self.parallel_tool_calls is False else self.max_tool_calls
+        return ChatInput(
+            messages=messages,
+            tools=tools,
+            tool_use=read_tool_use(tools, _chat_choice(self.tool_choice), max_calls, function=""),
+            template=ChatTemplateOptions(
+                chat_template_kwargs=self.chat_template_kwargs or {},
+                reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
+            ),
         )
 
     def echoed_fields(self) -> dict[str, Any]:
@@ -316,7 +318,7 @@ async def create_response(body: ResponsesRequest, request: Request, state: AppSt
     """Generate an answer to a conversation, or continue an earlier response."""
     model = state.check_model(body.model)
     body.find_earlier(state)
-    processed: _ProcessedResponse = await body.process(state.frontend.admit)
+    processed: _ProcessedResponse = await body.process(state.frontend)
     response = _ResponseFormatter(model, processed, state)
     generation = state.frontend.generate(response.id, processed.chat)
     if body.stream:

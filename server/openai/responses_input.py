@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from quire.engine.protocol.errors import InvalidParameter
-from quire.server.openai.protocol import LABEL, ExtraField, MessagePart, variant
+from quire.server.http.request_model import LABEL, ExtraField, MessagePart, variant
 
 
 class _InputPart(MessagePart):
@@ -76,16 +76,10 @@ class InputTurns:
         self.messages = messages
         self.ignored: set[str] = set()
         """The fields of items that are ignored."""
-        self.places = ["previous_response_id"] * len(messages)
-        """For each message, the parameter of the first item that it was made from."""
 
-    def add(self, item: dict[str, Any], param: str) -> None:
+    def add(self, given: dict[str, Any], param: str) -> None:
         """Add an item of the input; raises `InvalidParameter` for an invalid or unsupported item."""
-        self._add(variant(_ITEMS, item, param, self.ignored, default="message"), param)
-        self.places += [param] * (len(self.messages) - len(self.places))
-
-    def _add(self, item: _Item, param: str) -> None:
-        match item:
+        match item := variant(_ITEMS, given, param, self.ignored, default="message"):
             case _InputMessage(role="assistant"):
                 self.add_text(self._text(item.content, f"{param}.content"))
             case _InputMessage():
@@ -113,7 +107,7 @@ class InputTurns:
 
     def call(self, call_id: str, name: str, arguments: str) -> None:
         """Add a call, which comes last."""
-        call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+        call = {"type": "function", "id": call_id, "function": {"name": name, "arguments": arguments}}
         self._turn().setdefault("tool_calls", []).append(call)
 
     def _turn(self, *without: str) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Annotated, Any, ClassVar, NamedTuple, Self
 
 from fastapi import APIRouter, Request, Response
@@ -16,11 +15,12 @@ from pydantic import AliasChoices, Field, PrivateAttr, model_validator
 
 from quire.server.http.errors import json_response
 from quire.server.http.large_bodies import BodyRoute
+from quire.server.http.request_body import Admit
+from quire.server.http.request_model import ExtraField, Int64, RequestModel, hint, rejected
 from quire.server.http.state import AppState, MayChooseReplica, ServedModel
 from quire.server.openai.pooling import PoolingBody, make_id, respond, run, usage
-from quire.server.openai.protocol import MAX_PROMPTS, ExtraField, Int64, RequestModel, Texts, hint, rejected
+from quire.server.openai.protocol import MAX_PROMPTS, Texts
 from quire.server.text.embedding_output import scores
-from quire.server.text.input_processor import InputProcessor
 from quire.server.text.inputs import EmbeddingOptions, ScoreInput, Task
 
 router = APIRouter(route_class=BodyRoute)
@@ -64,10 +64,8 @@ class ScoreRequest(PoolingBody):
             body._given_names = first, second
         return body
 
-    async def process_here(self, admit: Callable[[], InputProcessor]) -> ScoreInput:
-        ignored = self.check_fields()
-        processor = admit()
-        processor.ignore(ignored)
+    async def process_here(self, admit: Admit) -> ScoreInput:
+        processor = admit(self.check_fields())
         return await processor.process_pairs(self.text_1, self.text_2, self.rendering(), self._given_names)
 
 
@@ -108,10 +106,8 @@ class RerankRequest(PoolingBody):
     def rendering(self) -> EmbeddingOptions:
         return replace(super().rendering(), max_document_tokens=self.max_tokens_per_doc)
 
-    async def process_here(self, admit: Callable[[], InputProcessor]) -> _Ranking:
-        ignored = self.check_fields()
-        processor = admit()
-        processor.ignore(ignored)
+    async def process_here(self, admit: Admit) -> _Ranking:
+        processor = admit(self.check_fields())
         texts = [each if isinstance(each, str) else each.text for each in self.documents]
         given = await processor.process_pairs(self.query, texts, self.rendering(), ("query", "documents"))
         return _Ranking(given, None if self.return_documents is False else texts)
@@ -136,7 +132,7 @@ async def _scores(
 async def score(body: ScoreRequest, request: Request, state: AppState) -> Response:
     """Score pairs of texts with a cross-encoder, which has one label, or with an embedding model; as in vLLM."""
     model = state.check_model(body.model)
-    given: ScoreInput = await body.process(partial(state.frontend.admit, "score"))
+    given: ScoreInput = await body.process(state.frontend)
     request_id = make_id(body, "score")
     found = await _scores(request, state, body, request_id, given)
     data = [{"index": index, "object": "score", "score": value} for index, value in enumerate(found)]
@@ -158,7 +154,7 @@ async def rerank_v2(body: RerankRequest, request: Request, state: AppState) -> R
 
 async def _rerank(body: RerankRequest, request: Request, state: ServedModel, version: str) -> Response:
     model = state.check_model(body.model)
-    given, texts = await body.process(partial(state.frontend.admit, "score"))
+    given, texts = await body.process(state.frontend)
     request_id = make_id(body, "rerank")
     found = await _scores(request, state, body, request_id, given)
     best = sorted(range(len(found)), key=lambda index: -found[index])

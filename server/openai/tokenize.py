@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated, Any
 
 import msgspec
@@ -12,15 +11,14 @@ from pydantic import Field
 from quire.engine.protocol.errors import InvalidParameter
 from quire.server.http.errors import json_response
 from quire.server.http.large_bodies import BodyRoute
-from quire.server.http.state import AppState, ServedModel
+from quire.server.http.request_body import Admit, RequestBody
+from quire.server.http.state import AppState
 from quire.server.openai.chat import ChatRequest
-from quire.server.openai.protocol import ProcessedBody, RequestModel
-from quire.server.text.input_processor import InputProcessor
 
 router = APIRouter(route_class=BodyRoute)
 
 
-class TokenizeRequest(ProcessedBody, RequestModel):
+class TokenizeRequest(RequestBody):
     """A `prompt`, or the `messages` (and `tools`) of a chat; then all other fields of a chat are accepted too."""
 
     model: str | None = None
@@ -37,16 +35,15 @@ class TokenizeRequest(ProcessedBody, RequestModel):
         mine = {"prompt", "return_token_strs"}
         return ChatRequest.validated(self.model_dump(exclude_unset=True, exclude=mine))
 
-    async def process_here(self, admit: Callable[[], InputProcessor]) -> bytes:
-        processor = admit()
+    async def process_here(self, admit: Admit) -> bytes:
         if (self.prompt is None) == (self.messages is None):
             raise InvalidParameter("expected either prompt or messages", "prompt")
         if self.prompt is not None:
-            self.check_fields()
+            processor = admit(self.check_fields())
             tokens = await processor.tokenize(self.prompt, add_special_tokens=self.add_special_tokens is not False)
         else:
             chat = self.chat()
-            processor.ignore(chat.reject_unsupported())
+            processor = admit(chat.check_fields())
             tokens = await processor.tokenize_chat(
                 chat.chat_input(), chat.truncate_prompt_tokens, chat.longest, chat.truncation_side or "left"
             )
@@ -55,29 +52,29 @@ class TokenizeRequest(ProcessedBody, RequestModel):
         return msgspec.json.encode(found | {"token_strs": strings})
 
 
-class DetokenizeRequest(ProcessedBody, RequestModel):
+class DetokenizeRequest(RequestBody):
     """Token ids."""
 
     model: str | None = None
     tokens: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
 
-    async def process_here(self, admit: Callable[[], InputProcessor]) -> bytes:
-        self.check_fields()
-        return msgspec.json.encode({"prompt": await admit().detokenize(self.tokens, "tokens")})
+    async def process_here(self, admit: Admit) -> bytes:
+        processor = admit(self.check_fields())
+        return msgspec.json.encode({"prompt": await processor.detokenize(self.tokens, "tokens")})
 
 
 @router.post("/tokenize")
 async def tokenize(body: TokenizeRequest, state: AppState) -> Response:
     """Return the token ids of a prompt or a chat, which may exceed the model's maximum length."""
     state.check_model(body.model)
-    return await _response(body, state)
+    return Response(await body.process(state.frontend), media_type="application/json")
 
 
 @router.post("/detokenize")
 async def detokenize(body: DetokenizeRequest, state: AppState) -> Response:
     """Return the text of token ids, including special tokens."""
     state.check_model(body.model)
-    return await _response(body, state)
+    return Response(await body.process(state.frontend), media_type="application/json")
 
 
 @router.get("/tokenizer_info")
@@ -86,7 +83,3 @@ async def tokenizer_info(state: AppState) -> Response:
     processor = state.frontend.input_processor
     found = {"tokenizer_class": "TokenizersBackend", **processor.tokenizer.config}
     return json_response(found | {"chat_template": processor.chat_template})
-
-
-async def _response(body: ProcessedBody, state: ServedModel) -> Response:
-    return Response(await body.process(lambda: state.frontend.input_processor), media_type="application/json")

@@ -63,8 +63,8 @@ def tool_grammar(
     `required`: only calls, whose arguments follow the schemas. Otherwise free text too, or with `answer` (a JSON
     schema) a matching answer instead of calls; then only `strict` tools follow their schemas. `several` calls, or at
     most one. If the model uses reasoning, that comes first (`is_thinking`: the prompt has opened it), at most `budget`
-    tokens of it. Raises `InvalidParameter` for schemas that keyword arguments cannot enforce, and for a budget if no
-    token closes reasoning.
+    tokens of it. A budget requires `has_closing_token`. Raises `InvalidParameter` for schemas that keyword arguments
+    cannot enforce.
     """
     is_either = answer is not None and not required
     grammar = _GrammarText(format, reasoning, token_id, as_json=is_either and format.bare == "{")
@@ -85,6 +85,12 @@ def thoughts_grammar(reasoning: ReasoningFormat, token_id: TokenId, is_thinking:
     grammar = _GrammarText(HARMONY if reasoning == HARMONY_REASONING else ToolFormat(), reasoning, token_id, False)
     body = f"{grammar.literal(HARMONY.answer_open)} TEXT" if reasoning == HARMONY_REASONING else "TEXT"
     return grammar.text_of(body, reasoning, is_thinking, budget)
+
+
+def has_closing_token(reasoning: ReasoningFormat, token_id: TokenId) -> bool:
+    """Return whether the text that closes reasoning begins with a marker that is a token."""
+    markers = filter(reasoning.close.startswith, reasoning.all_markers)
+    return any(token_id(marker) is not None for marker in markers)
 
 
 class _GrammarText:
@@ -121,13 +127,7 @@ class _GrammarText:
     def _thoughts(self, close: str, budget: int | None) -> str:
         if budget is None:
             return self.text_up_to("thoughts", close)
-        before, *tokens = self._split.split(close)
-        if before or not tokens:
-            raise InvalidParameter(
-                f"thinking_token_budget: it needs a token that closes reasoning, but this model writes {close!r} as "
-                "text",
-                "thinking_token_budget",
-            )
+        assert not self._split.split(close)[0], "see `has_closing_token`"
         self.rules.append(f"thoughts[max_tokens={budget}]: TEXT")
         return f"{'thoughts ' if budget else ''}{self.literal(close)}"
 

@@ -8,7 +8,7 @@ import logging
 import random
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from hashlib import blake2b
 
 from quire.engine.config.engine_config import EngineConfig
@@ -156,18 +156,23 @@ class Frontend:
             raise EngineUnavailable("the model is still loading")
         return self._loading.result()
 
-    def admit(self, task: Task = "generate") -> InputProcessor:
-        """Return the input processor if a request can be accepted now, before anything is spent on it.
+    def admit(self, task: Task | None = "generate", ignored: Collection[str] = ()) -> InputProcessor:
+        """Return the input processor if a request can be accepted now, before anything is spent on it. It ignores the
+        fields `ignored`; without a task, it is not for the engine.
 
         Raises `EngineUnavailable` or `QueueFull` if none can, and `InvalidParameter` if the model does not support the
-        task.
+        task, or with `--strict-parameters` for an ignored field.
         """
-        if task not in self._tasks:
-            raise refusal(self.config.model.pooling, task)
-        if self.is_draining:
-            raise EngineUnavailable(SHUTTING_DOWN)
-        self.client.admit()
-        return self.input_processor
+        if task is not None:
+            if task not in self._tasks:
+                raise refusal(self.config.model.pooling, task)
+            if self.is_draining:
+                raise EngineUnavailable(SHUTTING_DOWN)
+            self.client.admit()
+        processor = self.input_processor
+        if ignored:
+            processor.ignore(ignored)
+        return processor
 
     @property
     def is_ready(self) -> bool:

@@ -46,14 +46,16 @@ class ChatTemplate:
         """The variable that turns reasoning on and off."""
         return next((name for name in ("enable_thinking", "thinking") if name in self.reads), None)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], param: str = "messages"
+    ) -> str:
         """Render the prompt of a conversation. If the template raises an error, that is an `InvalidParameter` for
-        `messages`.
+        `param`, the name of the messages.
         """
         try:
             return self._template.render({**self._variables, **variables, "messages": messages})
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
-            raise InvalidParameter(f"the chat template rejected these messages: {error}", "messages") from None
+            raise InvalidParameter(f"the chat template rejected these messages: {error}", param) from None
 
 
 class ChatTemplates:

@@ -69,13 +69,16 @@ def render(
     tools: Sequence[Mapping[str, Any]],
     options: ChatTemplateOptions,
     may_call: bool,
+    param: str = "messages",
+    continue_param: str = "continue_final_message",
 ) -> str:
     """Render the prompt; raises `InvalidParameter` for anything that the template cannot express.
 
-    `may_call`: the model may call the tools, so the prompt must show them.
+    `may_call`: the model may call the tools, so the prompt must show them. `param` and `continue_param` are the API's
+    names of the messages and of `continue_final_message`.
     """
     if not messages:
-        raise InvalidParameter("messages must not be empty", "messages")
+        raise InvalidParameter(f"{param} must not be empty", param)
     if tools and may_call and "tools" not in template.reads:
         raise InvalidParameter(
             "tools: this model's chat template does not support them; start the server with a "
@@ -89,15 +92,15 @@ def render(
     }
     turns = [_message(message, template.source, at) for at, message in enumerate(messages)]
     if options.continue_final_message:
-        turns[-1] = _to_be_continued(turns[-1], len(turns) - 1)
+        turns[-1] = _to_be_continued(turns[-1], len(turns) - 1, continue_param)
     try:
-        prompt = template.render(turns, variables)
+        prompt = template.render(turns, variables, param)
     except InvalidParameter:
         if not any(turn.get("tool_calls") for turn in turns):
             raise
         # Most templates expect tool call arguments as objects, but some (DeepSeek-V3.1's) as JSON text.
-        prompt = template.render([_with_arguments_as_text(turn) for turn in turns], variables)
-    return _cut(prompt) if options.continue_final_message else prompt
+        prompt = template.render([_with_arguments_as_text(turn) for turn in turns], variables, param)
+    return _cut(prompt, continue_param) if options.continue_final_message else prompt
 
 
 def _shown_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
@@ -132,23 +135,18 @@ def _with_arguments_as_text(turn: dict[str, Any]) -> dict[str, Any]:
     return turn | {"tool_calls": calls} if calls else turn
 
 
-def _to_be_continued(turn: dict[str, Any], at: int) -> dict[str, Any]:
+def _to_be_continued(turn: dict[str, Any], at: int, param: str) -> dict[str, Any]:
     """Mark the end of the final message's text. The prompt is cut off there."""
     if not isinstance(turn.get("content"), str) or turn.get("tool_calls"):
-        raise InvalidParameter(
-            f"continue_final_message: messages[{at}] has no text to continue", "continue_final_message"
-        )
+        raise InvalidParameter(f"{param}: messages[{at}] has no text to continue", param)
     return turn | {"content": turn["content"] + _END_SIGN}
 
 
-def _cut(text: str) -> str:
+def _cut(text: str, param: str) -> str:
     """Cut the prompt at the mark. As in transformers, space before it is removed if the template trims messages."""
     at = text.rfind(_END_SIGN.strip())
     if at < 0:
-        raise InvalidParameter(
-            "continue_final_message: this model's chat template changes the final message",
-            "continue_final_message",
-        )
+        raise InvalidParameter(f"{param}: this model's chat template changes the final message", param)
     return text[:at] if text.startswith(_END_SIGN, at) else text[:at].rstrip()
 
 

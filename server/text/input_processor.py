@@ -20,7 +20,7 @@ from quire.engine.config.engine_config import ModelConfig
 from quire.engine.protocol.errors import ConfigError, InvalidParameter
 from quire.engine.protocol.sampling_params import SamplingParams, StructuredOutputs
 from quire.server.parsers.output_parser import OutputFormat
-from quire.server.parsers.tool_grammar import GrammarTool, thoughts_grammar, tool_grammar
+from quire.server.parsers.tool_grammar import GrammarTool, has_closing_token, thoughts_grammar, tool_grammar
 from quire.server.text import conversation
 from quire.server.text.chat_formats import ChatFormats
 from quire.server.text.chat_template import ChatTemplate, ChatTemplates
@@ -31,7 +31,7 @@ from quire.server.text.inputs import (
     ContextLengthExceeded,
     EmbeddingOptions,
     GenerationInput,
-    IgnoredParameter,
+    ParamNames,
     Processed,
     Prompt,
     RequestOptions,
@@ -121,11 +121,11 @@ class InputProcessor:
     def ignore(self, params: Iterable[str]) -> None:
         """Record fields of a request that have no effect, and log each once.
 
-        With `--strict-parameters`, raises `IgnoredParameter` for the first one.
+        With `--strict-parameters`, raises `InvalidParameter` for the first one.
         """
         for param in sorted(params):
             if self._is_strict:
-                raise IgnoredParameter(f"{param} is not supported, and --strict-parameters is set", param)
+                raise InvalidParameter(f"{param} is not supported, and --strict-parameters is set", param)
             name = _INDEX.sub("[]", param)[:100]
             if name not in self.ignored and len(self.ignored) < _MAX_IGNORED:
                 self.ignored.add(name)
@@ -134,7 +134,6 @@ class InputProcessor:
 
     async def resolve(self, processed: Processed) -> Any:
         """Return the value of a request that another process has processed, when its structured outputs are checked."""
-        self.ignore(processed.ignored)
         for outputs, param in processed.unresolved:
             resolved = await self._structured.resolve_in_thread(outputs, param)
             for name in outputs.__struct_fields__:
@@ -172,7 +171,7 @@ class InputProcessor:
 
         tokenized = await run_in_thread(sum(map(len, prompts)), tokenize)
         if (outputs := params.structured_outputs) is not None:
-            name = _name("structured_outputs", options.param_names)
+            name = options.param_names.structured_outputs
             params.structured_outputs = await self._structured.resolve_in_thread(outputs, name)
         return GenerationInput(
             prompts=tokenized,
@@ -188,35 +187,43 @@ class InputProcessor:
         """Process a conversation. Raises `InvalidParameter` also if the model may call tools and their format is
         unknown, or the reasoning is to be limited and its format is unknown.
         """
+        names = options.param_names
         if chat.thinking_budget is not None and self.reasoning_format is None:
             raise InvalidParameter(
-                "thinking_token_budget: this model has no reasoning whose format is known; omit it, or set "
+                f"{names.thinking_budget}: this model has no reasoning whose format is known; omit it, or set "
                 "--reasoning-parser when starting the server",
-                "thinking_token_budget",
+                names.thinking_budget,
             )
-        params = await self._validate(params, options.param_names)
+        params = await self._validate(params, names)
         last, side = self._num_kept(options.truncate_prompt_tokens, params.max_tokens), options.truncation_side
         max_tokens = params.max_tokens if options.reject_long_output else None
         prompt = await run_in_thread(
             _length(chat.messages, chat.tools),
-            lambda: self._fit(self._render(chat, last, side), "messages", last, max_tokens, side),
+            lambda: self._fit(self._render(chat, last, side, names), names.messages, last, max_tokens, side),
         )
         output_format = self._output_format(chat, prompt)
         if (answer := params.structured_outputs) is not None:
-            name = _name("structured_outputs", options.param_names)
-            params.structured_outputs = await self._structured.resolve_in_thread(answer, name)
-        budget = None if output_format is None or output_format.reasoning is None else chat.thinking_budget
+            params.structured_outputs = await self._structured.resolve_in_thread(answer, names.structured_outputs)
+        thoughts, budget = None if output_format is None else output_format.reasoning, chat.thinking_budget
+        if thoughts is None or (answer is not None and chat.tool_use is None):  # a structured answer has no thoughts
+            budget = None
+        elif budget is not None and not has_closing_token(thoughts, self.tokenizer.added_id):
+            raise InvalidParameter(
+                f"{names.thinking_budget}: it needs a token that closes reasoning, but this model writes "
+                f"{thoughts.close!r} as text",
+                names.thinking_budget,
+            )
         needs_grammar = chat.tool_use is not None and (chat.tool_use.needs_grammar or budget is not None)
         if chat.tool_use is not None and (needs_grammar or answer is not None):
-            schema = None if answer is None or chat.tool_use.required else _schema_of(answer, name)
+            schema = None if answer is None or chat.tool_use.required else _schema_of(answer, names.structured_outputs)
             grammar = self._tool_grammar(chat.tool_use, output_format, schema, budget)
             params.structured_outputs = await self._resolve_tools(grammar, chat.tool_use)
-        elif budget is not None and answer is None:  # an answer of a structure has no thoughts
+        elif budget is not None:
             assert output_format is not None
-            assert output_format.reasoning is not None
-            text = thoughts_grammar(output_format.reasoning, self.tokenizer.added_id, output_format.is_thinking, budget)
+            assert thoughts is not None
+            text = thoughts_grammar(thoughts, self.tokenizer.added_id, output_format.is_thinking, budget)
             params.structured_outputs = await self._structured.resolve_in_thread(
-                StructuredOutputs(grammar=text), "thinking_token_budget"
+                StructuredOutputs(grammar=text), names.thinking_budget
             )
         return GenerationInput(
             prompts=[prompt],
@@ -239,16 +246,18 @@ class InputProcessor:
                         checked_schema(tool.parameters)
             raise
 
-    async def _validate(self, params: SamplingParams, names: Mapping[str, str]) -> SamplingParams:
+    async def _validate(self, params: SamplingParams, names: ParamNames) -> SamplingParams:
         """Return a copy of `params` with the token ids of bad words, and with numbers of log-probabilities.
 
         `SamplingParams` itself checks the ranges that do not depend on the model.
         """
         counts: dict[str, int | None] = {}
-        for field_name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+        for field_name, name, count in (
+            ("logprobs", names.logprobs, params.logprobs),
+            ("prompt_logprobs", "prompt_logprobs", params.prompt_logprobs),
+        ):
             counts[field_name] = self._vocab_size if count == -1 else count
             if (counts[field_name] or 0) > self._max_logprobs:
-                name = _name(field_name, names)
                 if count == -1:
                     raise InvalidParameter(f"{name}: -1 requires a server started with --max-logprobs -1", name)
                 raise InvalidParameter(
@@ -290,7 +299,7 @@ class InputProcessor:
         return truncate
 
     def _render(
-        self, chat: ChatInput, last: int | None, side: TruncationSide = "left", is_limited: bool = True
+        self, chat: ChatInput, last: int | None, side: TruncationSide, names: ParamNames, is_limited: bool = True
     ) -> list[int]:
         """Return a conversation's token ids, by default up to the start of the answer: at least the `last` ones, or the
         first ones if the right side is truncated.
@@ -307,15 +316,23 @@ class InputProcessor:
         elif self._templates is None:
             raise InvalidParameter(
                 "this model has no chat template; start the server with --chat-template, or use /v1/completions",
-                "messages",
+                names.messages,
             )
         else:
             template = self._templates.choose(bool(chat.tools))
         if chat.template.reasoning_effort is not None and chat.template.ignores_effort(template):
-            self.ignore(("reasoning_effort",))
-        text = conversation.render(template, chat.messages, chat.tools, chat.template, chat.tool_use is not None)
+            self.ignore([names.reasoning_effort])
+        text = conversation.render(
+            template,
+            chat.messages,
+            chat.tools,
+            chat.template,
+            may_call=chat.tool_use is not None,
+            param=names.messages,
+            continue_param=names.continue_final_message,
+        )
         if is_limited:
-            text = self._cut(text, "messages", last, side)
+            text = self._cut(text, names.messages, last, side)
         return self.tokenizer.encode(text, add_special_tokens=chat.template.add_special_tokens)
 
     def _most_characters(self, last: int | None) -> int | None:
@@ -485,7 +502,8 @@ class InputProcessor:
         """Return a conversation's token ids as `process_chat` does, without a length limit."""
         last = self._num_kept(truncate, max_tokens)
         ids = await run_in_thread(
-            _length(chat.messages, chat.tools), lambda: self._render(chat, last, is_limited=False)
+            _length(chat.messages, chat.tools),
+            lambda: self._render(chat, last, side, ParamNames(), is_limited=False),
         )
         return ids if last is None else ids[-last:] if side == "left" else ids[:last]
 
@@ -716,11 +734,6 @@ def _variables(tokenizer: Tokenizer, formats: ChatFormats) -> dict[str, Any]:
     """The default variables of chat templates, which requests override. A value of None is not set."""
     defaults = formats.default_chat_template_kwargs or {}
     return {name: value for name, value in defaults.items() if value is not None} | tokenizer.special_tokens
-
-
-def _name(field_name: str, names: Mapping[str, str]) -> str:
-    """The API's name of a sampling parameter."""
-    return names.get(field_name, field_name)
 
 
 def _checked(tool: GrammarTool) -> GrammarTool:

@@ -63,8 +63,17 @@ _WANTED: Mapping[Task, str] = {
 }
 
 
-class IgnoredParameter(InvalidParameter):
-    """With `--strict-parameters`: a field that would be ignored, by the name that the client used."""
+@dataclass(frozen=True, kw_only=True)
+class ParamNames:
+    """An API's names of parameters, for error messages."""
+
+    messages: str = "messages"
+    continue_final_message: str = "continue_final_message"
+    reasoning_effort: str = "reasoning_effort"
+    thinking_budget: str = "thinking_token_budget"
+    logprobs: str = "logprobs"
+    structured_outputs: str = "structured_outputs"
+    stop: str = "stop"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,8 +105,7 @@ class RequestOptions:
     """That of beam search; None: sample."""
     reject_long_output: bool = True
     """Reject a request whose output may exceed the model's length. Otherwise the output ends there."""
-    param_names: Mapping[str, str] = field(default_factory=dict)
-    """The API's names of sampling parameters, for error messages, where they differ."""
+    param_names: ParamNames = ParamNames()
 
 
 @dataclass(frozen=True, kw_only=True)

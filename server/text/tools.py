@@ -34,15 +34,21 @@ class ToolUse:
 
 
 def read_tool_use(
-    tools: Sequence[Any], choice: str | Mapping[str, Any] | None, max_calls: int | None = None
+    tools: Sequence[Any],
+    choice: str | Mapping[str, Any] | None,
+    max_calls: int | None = None,
+    *,
+    function: str = ".function",
+    parameters: str = "parameters",
 ) -> ToolUse | None:
     """Parse a request's `tools` and `tool_choice`; returns None if no tool may be called. `max_calls`: see `ToolUse`.
 
-    Raises `InvalidParameter` that describes the error.
+    Raises `InvalidParameter` that describes the error. The API has a tool's name at `function` and the schema of its
+    arguments in a field `parameters` beside it.
     """
     if len(tools) > MAX_TOOLS:
         raise InvalidParameter(f"tools: at most {MAX_TOOLS} are allowed, got {len(tools)}", "tools")
-    known = [_tool(tool, f"tools[{at}]") for at, tool in enumerate(tools)]
+    known = [_tool(tool, f"tools[{at}]", function, parameters) for at, tool in enumerate(tools)]
     names = [tool.name for tool in known]
     if twice := next((name for at, name in enumerate(names) if name in names[:at]), None):
         raise InvalidParameter(f"tools: duplicate function name {twice}", "tools")
@@ -79,7 +85,7 @@ def _named(tools: Sequence[GrammarTool], name: str) -> GrammarTool:
     raise InvalidParameter(f"tool_choice names {name!r}, which is not one of the tools", "tool_choice")
 
 
-def _tool(tool: Any, param: str) -> GrammarTool:
+def _tool(tool: Any, param: str, function_param: str, parameters: str) -> GrammarTool:
     match tool:
         case {"type": "function", "function": {"name": str(name)} as function}:
             pass
@@ -91,7 +97,7 @@ def _tool(tool: Any, param: str) -> GrammarTool:
             )
         case _:
             raise InvalidParameter(f'{param} must be {{"type": "function", "function": {{"name": …}}}}', param)
-    param = f"{param}.function"
+    param += function_param
     if not _NAME.fullmatch(name):
         raise InvalidParameter(
             f"{param}.name must be 1 to 64 letters, digits, underscores, dashes or dots, got {name!r}", f"{param}.name"
@@ -99,7 +105,7 @@ def _tool(tool: Any, param: str) -> GrammarTool:
     strict = function.get("strict")
     if not isinstance(strict, bool | None):
         raise InvalidParameter(f"{param}.strict must be true or false", f"{param}.strict")
-    return GrammarTool(name, _schema(function.get("parameters"), f"{param}.parameters"), bool(strict))
+    return GrammarTool(name, _schema(function.get("parameters"), f"{param}.{parameters}"), bool(strict))
 
 
 def _schema(schema: Any, param: str) -> dict[str, Any]:

@@ -14,9 +14,9 @@ from pydantic import TypeAdapter
 from tokenizers import AddedToken, Tokenizer
 
 from quire.engine.config.engine_config import EngineConfig
-from quire.engine.protocol.errors import InvalidParameter
+from quire.engine.protocol.sampling_params import StructuredOutputs
 from quire.server.anthropic.messages import CountTokensRequest, MessagesRequest
-from quire.server.openai.chat import ChatRequest
+from quire.server.text.inputs import ChatInput
 from tests.fakes.api_server import TLS, Server, run_server
 from tests.unit.server.openai.test_chat import CALL, CITY, TEMPLATE, says, talking  # noqa: F401
 
@@ -119,8 +119,8 @@ async def send(server: Server, text: str = "hi", **fields: Any) -> dict[str, Any
     return message
 
 
-def chat_of(request: CountTokensRequest) -> ChatRequest:
-    return request.as_chat([message for _, message in request.conversation(set())])
+def chat_of(request: CountTokensRequest) -> ChatInput:
+    return request.chat_input(set())
 
 
 async def refused(server: Server, fields: dict[str, Any], status: int = 400, path: str = "") -> dict[str, Any]:
@@ -184,18 +184,19 @@ async def test_tool_choice(server: Server, monkeypatch: pytest.MonkeyPatch) -> N
     sent: Any = []
     submit = server.frontend.client._send
     monkeypatch.setattr(server.frontend.client, "_send", lambda *args: sent.append(args[0]) or submit(*args))
-    for choice, is_held in (("auto", False), ("any", True), ("none", False)):
-        response = await server.http.post("/v1/messages", json=body(tools=[F, G], tool_choice={"type": choice}))
+    for kind, is_held in (("auto", False), ("any", True), ("none", False)):
+        response = await server.http.post("/v1/messages", json=body(tools=[F, G], tool_choice={"type": kind}))
         assert response.status_code == 200
         assert (sent[-1].params.structured_outputs is not None) == is_held
     request = MessagesRequest.model_validate(body(tools=[F], tool_choice={"type": "tool", "name": "f"}))
-    chat = chat_of(request)
-    assert chat.tool_choice == {"type": "function", "function": {"name": "f"}}
-    assert chat.parallel_tool_calls is True
-    request = MessagesRequest.model_validate(
-        body(tools=[F], tool_choice={"type": "auto", "disable_parallel_tool_use": True})
-    )
-    assert chat_of(request).parallel_tool_calls is False
+    use = chat_of(request).tool_use
+    assert use is not None
+    assert (use.required, [tool.name for tool in use.tools]) == (True, ["f"])
+    for is_disabled, max_calls in ((False, None), (True, 1)):
+        choice = {"type": "auto", "disable_parallel_tool_use": is_disabled}
+        use = chat_of(MessagesRequest.model_validate(body(tools=[F], tool_choice=choice))).tool_use
+        assert use is not None
+        assert use.max_calls == max_calls
     message = await send(server, CALL, tools=[F], tool_choice={"type": "none"})
     assert message["content"][0]["type"] == "text"
 
@@ -235,7 +236,7 @@ def test_a_conversation_becomes_one_of_chat() -> None:
         }
     )
     chat = chat_of(request)
-    assert [message.model_dump(exclude_none=True) for message in chat.messages] == [
+    assert chat.messages == [
         {"role": "system", "content": "be\nkind"},
         {"role": "user", "content": "a\nb"},
         {
@@ -252,17 +253,16 @@ def test_a_conversation_becomes_one_of_chat() -> None:
         {"role": "user", "content": "go on"},
         {"role": "assistant", "content": "I"},
     ]
-    assert chat.continue_final_message is True
+    assert chat.template.continue_final_message is True
     function = {"name": "f", "description": "does", "parameters": CITY, "strict": True}
     assert chat.tools == [{"type": "function", "function": function}]
 
 
 def test_a_format_becomes_one_of_chat() -> None:
     output = {"effort": "low", "format": {"type": "json_schema", "schema": CITY}}
-    chat = chat_of(MessagesRequest.model_validate(body(output_config=output)))
-    assert chat.reasoning_effort == "low"
-    given = chat.model_dump(by_alias=True, exclude_none=True)["response_format"]
-    assert (given["type"], given["json_schema"]["schema"]) == ("json_schema", CITY)
+    request = MessagesRequest.model_validate(body(output_config=output))
+    assert chat_of(request).template.reasoning_effort == "low"
+    assert request.sampling_fields()["structured_outputs"] == StructuredOutputs(json=CITY)
 
 
 async def test_the_clients_tool_runner(talking: EngineConfig) -> None:  # noqa: F811
@@ -373,30 +373,6 @@ async def test_what_is_wrong_is_named(server: Server) -> None:
         error = await refused(server, {**body(), **fields})
         assert error["type"] == "invalid_request_error"
         assert named in error["message"]
-
-
-async def test_an_error_about_a_message_names_the_turn(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each result of a tool is a message of chat, and the system prompt stands before all."""
-    use = {"type": "tool_use", "name": "f", "input": {}}
-    result = {"type": "tool_result", "content": "x"}
-    turns = [
-        {"role": "user", "content": "ask"},
-        {"role": "assistant", "content": [{**use, "id": "a"}, {**use, "id": "b"}]},
-        {"role": "user", "content": [{**result, "tool_use_id": "a"}, {**result, "tool_use_id": "b"}]},
-        {"role": "assistant", "content": "So"},
-    ]
-    reject_unsupported = ChatRequest.reject_unsupported
-    expected = ("system", "messages[0]", "messages[1]", "messages[2]", "messages[2]", "messages[3]")
-    for at, place in enumerate(expected):
-
-        def refuse(body: ChatRequest, at: int = at) -> None:
-            reject_unsupported(body)
-            assert len(body.messages) == len(expected)
-            raise InvalidParameter(f"continue_final_message: messages[{at}] is bad", f"messages[{at}]")
-
-        monkeypatch.setattr(ChatRequest, "reject_unsupported", refuse)
-        error = await refused(server, body(system="be kind", messages=turns))
-        assert error["message"] == f"continue_final_message: {place} is bad"
 
 
 async def test_a_last_message_that_cannot_be_gone_on_with(

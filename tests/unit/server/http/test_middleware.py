@@ -26,7 +26,7 @@ from quire.server.config.server_options import ServerOptions
 from quire.server.http import errors, middleware
 from quire.server.http.api_keys import ApiKeys
 from quire.server.http.middleware import MIB
-from quire.server.openai import protocol
+from quire.server.http.request_model import MAX_MESSAGES
 from tests.fakes.api_server import Server, run_server
 from tests.unit.server.openai.test_embeddings import POOLING
 
@@ -202,12 +202,12 @@ async def test_the_number_of_messages_prompts_and_sequences(server: Server, monk
         assert response.status_code == (400 if param else 200)
         assert not param or (await error_of(response))["param"] == param
     message = {"role": "assistant", "content": ""}
-    for count, param in ((protocol.MAX_MESSAGES, "messages"), (protocol.MAX_MESSAGES + 1, "messages")):
+    for count, param in ((MAX_MESSAGES, "messages"), (MAX_MESSAGES + 1, "messages")):
         response = await server.http.post("/v1/chat/completions", json={"messages": [message] * count})
         error = await error_of(response)
         assert (response.status_code, error["param"]) == (400, param)
-        assert ("at most 4096" in error["message"]) == (count > protocol.MAX_MESSAGES), error
-        assert (error["code"] == "context_length_exceeded") == (count <= protocol.MAX_MESSAGES)
+        assert ("at most 4096" in error["message"]) == (count > MAX_MESSAGES), error
+        assert (error["code"] == "context_length_exceeded") == (count <= MAX_MESSAGES)
     body = {"model": "echo", "max_tokens": 1, "messages": [{"role": "user", "content": "a"}] * 4097}
     response = await server.http.post("/v1/messages", json=body)
     assert (response.status_code, "at most 4096" in response.text) == (400, True)

@@ -54,9 +54,9 @@ async def test_bodies_as_clients_send_them(server: Server, client: str) -> None:
 
 
 IGNORED: dict[str, set[str]] = {
-    "Claude Code": {"betas", "context_management", "reasoning_effort", "speed", "thinking.display", "thread"},
+    "Claude Code": {"betas", "context_management", "output_config.effort", "speed", "thinking.display", "thread"},
     "Codex": {
-        *("client_metadata", "input[].end_turn", "reasoning_effort", "service_tier", "text.verbosity"),
+        *("client_metadata", "input[].end_turn", "reasoning.effort", "service_tier", "text.verbosity"),
         "tools[].type=web_search",
     },
     "litellm": {

@@ -14,9 +14,8 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from quire.engine.config.engine_config import EngineConfig
-from quire.engine.protocol.errors import InvalidParameter
+from quire.engine.protocol.sampling_params import StructuredOutputs
 from quire.server.http.response_store import ResponseStore, StoredResponse
-from quire.server.openai.chat import ChatRequest
 from quire.server.openai.responses import ResponsesRequest
 from quire.server.openai.responses_input import InputTurns
 from tests.fakes.api_server import Server, run_server
@@ -181,9 +180,7 @@ async def test_items_become_messages(telling: Server) -> None:
 
 
 def messages_of(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    request = ResponsesRequest(input=items)
-    chat = request.as_chat(request.conversation())
-    return [message.model_dump(exclude_none=True) for message in chat.messages]
+    return ResponsesRequest(input=items).conversation().messages
 
 
 def test_what_the_model_did_in_a_row_is_one_message() -> None:
@@ -200,23 +197,23 @@ def test_what_the_model_did_in_a_row_is_one_message() -> None:
 
 
 def test_tools_and_formats_become_those_of_chat() -> None:
-    one, two = {"type": "function", "name": "f"}, {"type": "function", "function": {"name": "f"}}
-    for choice, expected in (
-        ("required", "required"),
-        (one, two),
-        ({"type": "allowed_tools", "mode": "auto", "tools": [one]},
-         {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [two]}}),
-    ):  # fmt: skip
-        chat = ResponsesRequest(input="", tools=[F, G], tool_choice=choice).as_chat(InputTurns([]))
-        assert chat.tool_choice == expected
+    one = {"type": "function", "name": "f"}
+    for choice, names, is_required in (
+        ("required", ["f", "g"], True),
+        (one, ["f"], True),
+        ({"type": "allowed_tools", "mode": "auto", "tools": [one]}, ["f"], False),
+    ):
+        chat = ResponsesRequest(input="", tools=[F, G], tool_choice=choice).chat_input(InputTurns([]))
+        assert chat.tool_use is not None
+        assert ([tool.name for tool in chat.tool_use.tools], chat.tool_use.required) == (names, is_required)
     function = {key: value for key, value in F.items() if key != "type"}
     assert chat.tools == [{"type": "function", "function": function}, {"type": "function", "function": {"name": "g"}}]
     given = {"type": "json_schema", "name": "city", "schema": CITY, "strict": True}
     request = ResponsesRequest.model_validate({"input": "", "text": {"format": given}, "reasoning": {"effort": "low"}})
-    chat = request.as_chat(InputTurns([]))
-    assert chat.reasoning_effort == "low"
-    format = chat.model_dump(by_alias=True, exclude_none=True)["response_format"]
-    assert format == {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY, "strict": True}}
+    assert request.chat_input(InputTurns([])).template.reasoning_effort == "low"
+    assert request.text is not None
+    assert request.text.format is not None
+    assert request.text.format.structured() == StructuredOutputs(json=CITY)
 
 
 async def test_a_response_goes_on_with_an_earlier_one(telling: Server) -> None:
@@ -361,37 +358,6 @@ async def test_what_is_wrong_is_named(server: Server) -> None:
         assert response.status_code == 400, response.text
         error = json.loads(response.content)["error"]
         assert (error["type"], error["param"]) == ("invalid_request_error", param), error
-
-
-async def test_an_error_about_a_message_names_the_item(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls and thoughts in a row become one message of chat, and instructions stand before all."""
-    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
-    earlier = await send(server, "earlier")
-    fields: dict[str, Any] = {
-        "instructions": "be kind",
-        "previous_response_id": earlier["id"],
-        "input": [
-            {"role": "user", "content": "ask"},
-            {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}]},
-            call,
-            {**call, "call_id": "d"},
-            {"type": "function_call_output", "call_id": "c", "output": "1"},
-            {"type": "function_call_output", "call_id": "d", "output": "2"},
-        ],
-    }
-    reject_unsupported = ChatRequest.reject_unsupported
-    expected = ("instructions", *["previous_response_id"] * 2, "input[0]", "input[1]", "input[4]", "input[5]")
-    for at, place in enumerate(expected):
-
-        def refuse(body: ChatRequest, at: int = at) -> None:
-            reject_unsupported(body)
-            assert len(body.messages) == len(expected)
-            raise InvalidParameter(f"messages[{at}].content is bad", f"messages[{at}].content")
-
-        monkeypatch.setattr(ChatRequest, "reject_unsupported", refuse)
-        response = await server.http.post("/v1/responses", json=fields)
-        error = response.json()["error"]
-        assert (error["param"], error["message"]) == (f"{place}.content", f"{place}.content is bad")
 
 
 async def test_an_error_may_contain_half_of_a_surrogate_pair(server: Server) -> None:

@@ -1,0 +1,136 @@
+"""The pydantic shapes of requests, and what happens to fields that nothing reads.
+
+A field that may change the answer and is not supported is rejected by name. A hint, a label and an unknown field inside
+a message are accepted and ignored (`RequestModel`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sized
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from quire.engine.protocol.errors import InvalidParameter
+
+M = TypeVar("M", bound="RequestModel")
+
+MAX_MESSAGES = 4096
+"""Messages of a chat."""
+
+Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+"""An integer that fits into a message to the engine."""
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+class ExtraField(NamedTuple):
+    """What happens to a field that nothing reads. Null is the same as no field."""
+
+    kind: Literal["label", "hint", "rejected"]
+    """A label never has an effect. Other values of a hint are ignored and logged, or rejected with
+    `--strict-parameters`.
+    """
+    neutral: tuple[Any, ...] = ()
+    """Values without effect, which are always accepted."""
+
+
+LABEL = ExtraField("label")
+
+
+def hint(*neutral: Any) -> ExtraField:
+    """A preference, such as a shorter answer, or a label that few servers know."""
+    return ExtraField("hint", neutral)
+
+
+def rejected(*neutral: Any) -> ExtraField:
+    """A field that would change the answer."""
+    return ExtraField("rejected", neutral)
+
+
+def _add_extra_fields(schema: dict[str, Any], model: type[RequestModel]) -> None:
+    """Add the fields that nothing reads to a JSON schema. docs/reference/api.md is generated from this."""
+    for kind in ("label", "hint", "rejected"):
+        extra = {name: each for name, each in model.extra_fields.items() if name not in model.model_fields}
+        found = {name: list(each.neutral) for name, each in sorted(extra.items()) if each.kind == kind}
+        if found:
+            schema[f"x-{kind}"] = found
+    if model.unknown_fields.kind == "hint":
+        schema["x-ignores-unknown"] = True
+
+
+class RequestModel(BaseModel):
+    """A body, or part of one. It may have fields that it does not declare: see `extra_fields`."""
+
+    model_config = ConfigDict(
+        extra="allow",
+        strict=True,
+        use_attribute_docstrings=True,
+        json_schema_extra=_add_extra_fields,
+    )
+    extra_fields: ClassVar[Mapping[str, ExtraField]] = {}
+    """The known fields that nothing reads."""
+    unknown_fields: ClassVar[ExtraField] = rejected()
+    """What happens to the others."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, value: Any) -> Any:
+        """Null is the same as no field."""
+        return {name: each for name, each in value.items() if each is not None} if isinstance(value, dict) else value
+
+    def check_fields(self, param: str = "") -> set[str]:
+        """Return the fields that are ignored, here and in parts, named after `param`; raise `InvalidParameter` for the
+        first one that is rejected.
+        """
+        ignored = set()
+        for name, value in (self.model_extra or {}).items():
+            extra = self.extra_fields.get(name, self.unknown_fields)
+            if extra.kind == "label" or value in extra.neutral:
+                continue
+            if extra.kind == "rejected":
+                why = "is not a parameter of this API"
+                if name in self.extra_fields:
+                    why = "is not supported" + " with this value" * bool(extra.neutral)
+                raise InvalidParameter(f"{param}{name} {why}", f"{param}{name}")
+            ignored.add(f"{param}{name}")
+        for name in type(self).model_fields:
+            match getattr(self, name):
+                case RequestModel() as part:
+                    ignored |= part.check_fields(f"{param}{name}.")
+                case [RequestModel() | str(), *_] as parts:  # not lists of token ids, which are long
+                    for at, part in enumerate(parts):
+                        if isinstance(part, RequestModel):
+                            ignored |= part.check_fields(f"{param}{name}[{at}].")
+        return ignored
+
+
+class MessagePart(RequestModel):
+    """A message, or part of one. Clients send back what they got from other servers, so unknown fields are ignored."""
+
+    unknown_fields: ClassVar[ExtraField] = hint()
+
+
+def variant(
+    kinds: Mapping[str, type[M]], value: Mapping[str, Any], param: str, ignored: set[str], default: str | None = None
+) -> M:
+    """Parse `value` as the model for its `type` (or `default`), and add the fields that are ignored to `ignored`.
+
+    Raises `InvalidParameter`.
+    """
+    kind = value.get("type", default)
+    if not isinstance(kind, str) or kind not in kinds:
+        raise InvalidParameter(f"{param}.type must be {' or '.join(kinds)}; {kind!r} is not supported", f"{param}.type")
+    try:
+        read = kinds[kind].model_validate({name: each for name, each in value.items() if name != "type"})
+    except ValidationError as error:
+        problem = error.errors()[0]
+        where = param + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"])
+        raise InvalidParameter(f"{where}: {problem['msg']}", where) from None
+    ignored |= read.check_fields(f"{param}.")
+    return read
+
+
+def check_length(values: Sized, most: int, param: str) -> None:
+    """Reject a list that is too long."""
+    if len(values) > most:
+        raise InvalidParameter(f"{param}: at most {most} are allowed, got {len(values)}", param)
