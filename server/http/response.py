@@ -199,16 +199,16 @@ class GenerationResponse:
         openings = filter(None, map(formatter.opening, indices))
         if events := b"".join(head + _encode(opening) + first_tail for opening in openings):
             await send(part(events))
-        # If every chunk has the usage, the text around a delta's text is never constant.
-        frames = [None if usage == "continuous" else _frame(formatter, index, head, tail) for index in indices]
+        frames = [_frame(formatter, index, head, tail) for index in indices]
+        is_constant = usage != "continuous" and not formatter.returns_token_ids
         async for deltas in generation:
             self._usage.add(deltas)
             if usage == "continuous":
                 tail = self._tail(usage)
             events = b""
             for delta in deltas:
-                if delta.is_text and (frame := frames[delta.index]) is not None:
-                    before, after = frame
+                if is_constant and delta.is_text:
+                    before, after = frames[delta.index]
                     events += before + _encode(delta.text) + after
                 elif delta.has_content or (formatter.returns_token_ids and delta.token_ids):
                     events += head + _encode(formatter.chunk_choice(delta)) + tail
@@ -225,12 +225,11 @@ class GenerationResponse:
         return b"]" + self._formatter.null_usage * (usage == "final") + b"}\n\n"
 
 
-def _frame(formatter: Formatter, index: int, head: bytes, tail: bytes) -> tuple[bytes, bytes] | None:
-    """The constant text before and after the delta's text in a text-only event; None if there is no such text."""
+def _frame(formatter: Formatter, index: int, head: bytes, tail: bytes) -> tuple[bytes, bytes]:
+    """What precedes and follows the text in an event with nothing else. It is constant without token ids and usage."""
     mark = "\0"
-    one, other = (head + _encode(formatter.chunk_choice(TextDelta(index, mark, ids))) + tail for ids in ([0], [1, 2]))
-    before, _, after = one.partition(_encode(mark))
-    return (before, after) if one == other else None
+    before, _, after = (head + _encode(formatter.chunk_choice(TextDelta(index, mark))) + tail).partition(_encode(mark))
+    return before, after
 
 
 class EventStreamResponse(Response):
