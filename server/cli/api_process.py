@@ -76,18 +76,18 @@ class ApiProcess:
         """Must be created on the event loop."""
         options, self._connection = args.options, connection
         self._loop = asyncio.get_running_loop()
-        self._frontend = Frontend.join(
+        self._frontend = Frontend(
             args.config,
             args.process_info,
             name=args.names[0],
             formats=ChatFormats.of(options),
             max_queue=options.queue_limit,
             vllm_metrics=options.vllm_metrics,
+            on_drained=lambda replica: connection.send(Drained(replica)),
+            ask_resize=self._resize,
         )
         self._resizes: deque[asyncio.Future[str]] = deque()
         """Calls of `_resize` without an answer, in order."""
-        self._frontend.ask_resize = self._resize
-        self._frontend.client.on_drained = lambda replica: connection.send(Drained(replica))
         for state in args.states:
             self._frontend.client.update(state)
         self._tracing: Tracing | None = None

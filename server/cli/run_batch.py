@@ -243,7 +243,7 @@ async def _run_in_process(
     from quire.server.text.chat_formats import ChatFormats
 
     names = options.served_model_name or (DEMO_NAME if engine.model == EngineOptions.model else engine.model,)
-    frontend = await Frontend.start(
+    frontend = Frontend.start(
         config,
         name=names[0],
         formats=ChatFormats.of(options),
@@ -251,13 +251,12 @@ async def _run_in_process(
         hosts=connect_hosts(config),
     )
     try:
-        await frontend.ready()
-        backend = InProcess(create_app(ServedModel(frontend, names)))
-        await work(backend).run(options.max_concurrency or _default_concurrency(config))
+        async with frontend:
+            await frontend.ready()
+            backend = InProcess(create_app(ServedModel(frontend, names)))
+            await work(backend).run(options.max_concurrency or _default_concurrency(config))
     except EngineUnavailable as failure:
         raise RunFailed(str(failure)) from None
-    finally:
-        await frontend.close(together=True)
 
 
 def _default_concurrency(config: EngineConfig) -> int:

@@ -93,13 +93,14 @@ class EngineClient:
         cache: CacheConfig | None = None,
         is_pooling: bool = False,
         token: str = "",
+        on_drained: Callable[[int], None] = lambda replica: None,
     ) -> None:
         """`index` is the number of this API process, `token` the cluster's. Requests are accepted when the `awaited`
         replicas (None: all) have been up. `is_pooling`: they are answered with vectors.
         """
         self.loop = asyncio.get_running_loop()
         self.index = index
-        self.on_drained: Callable[[int], None] = lambda replica: None
+        self.on_drained = on_drained
         """Called when no more requests are on a replica that drains, once."""
         self._max_num_seqs = max_num_seqs
         self._max_queue = max_queue

@@ -86,7 +86,7 @@ class AsyncLLM:
         return await asyncio.shield(self._starting)
 
     async def _start(self) -> Frontend:
-        frontend = await Frontend.start(
+        frontend = Frontend.start(
             self.config,
             name=str(self.config.model.path),
             formats=ChatFormats(self._chat_template, trust_request_chat_template=True),

@@ -9,7 +9,10 @@ import random
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from functools import partial
 from hashlib import blake2b
+from types import TracebackType
+from typing import Self
 
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.protocol.errors import InvalidParameter
@@ -37,22 +40,57 @@ _CLOSE_POLL_SECONDS = 0.005
 
 
 class Frontend:
-    """The running replicas and their text side. Call `start`, await `ready`, then `close`, all on one event loop."""
+    """The running replicas and their text side, on one event loop: call `start`, await `ready`, then `close`. As an
+    async context manager, it is closed on exit.
+    """
 
     def __init__(
         self,
         config: EngineConfig,
-        client: EngineClient,
-        metrics: Metrics,
         process_info: ApiProcessInfo,
+        *,
+        name: str,
         formats: ChatFormats,
+        max_queue: int | None = None,
+        vllm_metrics: bool = True,
+        on_drained: Callable[[int], None] = lambda replica: None,
+        ask_resize: Callable[[int, float], Awaitable[None]] | None = None,
+        manager: EngineManager | None = None,
     ) -> None:
+        """Create the text side for an engine that a manager has started; `name`, `formats` and `max_queue` as in
+        `start`, `vllm_metrics` as in `Metrics`, `on_drained` as in `EngineClient`.
+
+        The caller passes on the manager's states to `client.update`. `ask_resize` asks the supervisor for another
+        number of replicas; None: it cannot be asked. A `manager` is closed with the frontend.
+        """
         self.config = config
-        self.client = client
-        self.profiler = Profiler(client, config.parallel.world_size)
-        self.metrics = metrics
         self.process_info = process_info
         self.formats = formats
+        self.metrics = Metrics(
+            name,
+            process_info.metrics,
+            process_info.index,
+            process_info.count,
+            config=config,
+            vllm_names=vllm_metrics,
+        )
+        self.client = EngineClient(
+            process_info.endpoints,
+            self.metrics,
+            process_info.index,
+            awaited=process_info.awaited,
+            max_num_seqs=config.scheduler.max_num_seqs,
+            max_queue=max_queue,
+            cache=config.cache,
+            is_pooling=config.model.pooling is not None,
+            token=config.parallel.cluster_token,
+            on_drained=on_drained,
+        )
+        self.profiler = Profiler(self.client, config.parallel.world_size)
+        self.is_draining = False
+        """Whether new requests are rejected, because the server is shutting down."""
+        self.ask_resize = ask_resize
+        self._manager = manager
         self._tasks = tasks_of(config.model.pooling)
         self._serials = itertools.count(time.time_ns() // 1000)  # beyond those of a process that this one replaces
         self._open: weakref.WeakValueDictionary[str, Generation | Embedding] = weakref.WeakValueDictionary()
@@ -60,16 +98,11 @@ class Frontend:
         self._seeds = random.Random(
             f"{config.model.seed}/{process_info.index}" if process_info.index else config.model.seed
         )
-        self._manager: EngineManager | None = None
-        self.ask_resize: Callable[[int, float], Awaitable[None]] | None = None
-        """Asks the supervisor for another number of replicas; None: it cannot be asked."""
-        self.is_draining = False
-        """Whether new requests are rejected, because the server is shutting down."""
         self._seconds: dict[str, float] = {}
         self._loading = asyncio.create_task(asyncio.to_thread(self._load, formats))
 
     @staticmethod
-    async def start(
+    def start(
         config: EngineConfig,
         *,
         name: str,
@@ -85,56 +118,33 @@ class Frontend:
         frontend.
         """
         manager = EngineManager(config, name=name, log_level=log_level, hosts=hosts)
-        formats = formats or ChatFormats()
-        frontend = Frontend.join(config, manager.process_info(0), name=name, formats=formats, max_queue=max_queue)
-        frontend._manager = manager
-        loop, update = asyncio.get_running_loop(), frontend.client.update
+        frontend = Frontend(
+            config,
+            manager.process_info(0),
+            name=name,
+            formats=formats or ChatFormats(),
+            max_queue=max_queue,
+            on_drained=partial(manager.drained, 0),
+            manager=manager,
+        )
+        loop = asyncio.get_running_loop()
 
         def on_change(state: EngineState) -> None:
-            loop.call_soon_threadsafe(update, state)
+            loop.call_soon_threadsafe(frontend.client.update, state)
 
         manager.on_change = on_change
-        frontend.client.on_drained = lambda replica: manager.drained(0, replica)
         if manager.failure is not None:
             frontend.client.update(manager.failure)
         manager.run_in_thread()
         return frontend
 
-    @staticmethod
-    def join(
-        config: EngineConfig,
-        process_info: ApiProcessInfo,
-        *,
-        name: str,
-        formats: ChatFormats,
-        max_queue: int | None = None,
-        vllm_metrics: bool = True,
-    ) -> Frontend:
-        """Create the text side for an engine that a manager has started; `max_queue` as in `start`, `vllm_metrics` as
-        in `Metrics`.
+    async def __aenter__(self) -> Self:
+        return self
 
-        The caller passes on the manager's states to `client.update`.
-        """
-        metrics = Metrics(
-            name,
-            process_info.metrics,
-            process_info.index,
-            process_info.count,
-            config=config,
-            vllm_names=vllm_metrics,
-        )
-        client = EngineClient(
-            process_info.endpoints,
-            metrics,
-            process_info.index,
-            awaited=process_info.awaited,
-            max_num_seqs=config.scheduler.max_num_seqs,
-            max_queue=max_queue,
-            cache=config.cache,
-            is_pooling=config.model.pooling is not None,
-            token=config.parallel.cluster_token,
-        )
-        return Frontend(config, client, metrics, process_info, formats)
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close(together=True)
 
     async def ready(self) -> dict[str, float]:
         """Wait until requests can be served; returns the durations of the start-up phases in seconds.

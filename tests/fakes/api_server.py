@@ -111,7 +111,7 @@ async def run_server(
     if api_key is not None:
         options["api_key"] = (api_key,)
     asked = ServerOptions(**options)
-    frontend = await Frontend.start(config, name=names[0], formats=ChatFormats.of(asked), max_queue=asked.queue_limit)
+    frontend = Frontend.start(config, name=names[0], formats=ChatFormats.of(asked), max_queue=asked.queue_limit)
     listener = socket.create_server(("127.0.0.1", 0))
     # asyncio does so only for sockets that name their protocol; each answer would wait 40 ms for an acknowledgement.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

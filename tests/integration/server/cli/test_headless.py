@@ -219,7 +219,7 @@ async def test_an_api_serves_replicas_of_other_hosts(
 
     hosts = [asyncio.create_task(asyncio.to_thread(host, replica)) for replica in range(2)]
     here = spread(config, 0, 0)
-    frontend = await Frontend.start(here, name="x", hosts=await asyncio.to_thread(connect_hosts, here))
+    frontend = Frontend.start(here, name="x", hosts=await asyncio.to_thread(connect_hosts, here))
     try:
         await asyncio.wait_for(frontend.ready(), 30)
         with frontend.generate(

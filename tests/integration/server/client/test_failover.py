@@ -61,13 +61,10 @@ async def engine(count: int) -> AsyncIterator[Engine]:
     options = EngineOptions(model=str(DEMO_MODEL), device="cpu", kv_cache_memory_bytes=64 << 20, max_num_seqs=64)
     config = resolve(options)
     parallel = replace(config.parallel, replicas=count, local_replicas=range(count))
-    frontend = await Frontend.start(replace(config, parallel=parallel), name="m", log_level="warning")
-    try:
+    async with Frontend.start(replace(config, parallel=parallel), name="m", log_level="warning") as frontend:
         await frontend.ready()
         assert frontend._manager is not None
         yield Engine(frontend.client, frontend.metrics, frontend._manager)
-    finally:
-        await frontend.close()
 
 
 async def read(stream: OutputStream, outputs: dict[str, list[EngineCoreOutput]]) -> None:

@@ -107,11 +107,8 @@ async def test_one_sequence_that_fails_ends_all_of_its_request(server: Server) -
 
 async def test_seeds_are_the_users_or_our_own(config: EngineConfig, core_mode: Callable[[str], None]) -> None:
     async def seeds() -> list[int]:
-        frontend = await Frontend.start(config, name="x")
-        try:
+        async with Frontend.start(config, name="x") as frontend:
             return [frontend._seed(5, 0), frontend._seed(5, 1), frontend._seed(None, 0), frontend._seed(None, 0)]
-        finally:
-            await frontend.close()
 
     first, second = await seeds(), await seeds()
     assert first == second
@@ -122,10 +119,9 @@ async def test_seeds_are_the_users_or_our_own(config: EngineConfig, core_mode: C
 
 async def test_a_core_that_cannot_start_says_why(config: EngineConfig, core_mode: Callable[[str], None]) -> None:
     core_mode("dead")
-    frontend = await Frontend.start(config, name="x")
-    with pytest.raises(EngineUnavailable, match="the weights do not fit"):
-        await frontend.ready()
-    await frontend.close()
+    async with Frontend.start(config, name="x") as frontend:
+        with pytest.raises(EngineUnavailable, match="the weights do not fit"):
+            await frontend.ready()
     assert not Path(frontend.process_info.metrics).parent.exists()
 
 
@@ -140,9 +136,8 @@ async def test_a_core_that_will_not_stop_is_killed(
         return cores[-1]
 
     monkeypatch.setattr("quire.server.client.engine_manager.start_core", start)
-    frontend = await Frontend.start(config, name="x")
-    await frontend.ready()
-    await frontend.close()
+    async with Frontend.start(config, name="x") as frontend:
+        await frontend.ready()
     assert [core.returncode for core in cores] == [-9]
 
 
