@@ -1,6 +1,6 @@
 """`/v1/messages` and `/v1/messages/count_tokens`: Anthropic's API (https://docs.claude.com/en/api/messages).
 
-Requests are converted to chat, and the output of chat to blocks. Reasoning is returned as plain text with an empty
+Requests become the input of chat, and the answer becomes blocks. Reasoning is returned as plain text with an empty
 signature, and accepted as such; `budget_tokens` is enforced.
 """
 
@@ -12,7 +12,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
-import msgspec
 import pydantic_core
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
@@ -46,7 +45,7 @@ from quire.server.http.request_model import (
     rejected,
     variant,
 )
-from quire.server.http.response import EventStreamResponse, part, while_connected
+from quire.server.http.response import EventStreamResponse, named_event, part, while_connected
 from quire.server.http.state import AppState, MayChooseReplica
 from quire.server.serving.generation import Generation
 from quire.server.serving.sampling import sampling_params
@@ -65,7 +64,6 @@ _NAMES = ParamNames(
 )
 """The API's own names."""
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-_encode = msgspec.json.Encoder().encode
 
 
 class _Block(MessagePart):
@@ -292,9 +290,7 @@ class _MessageFormatter:
         self._blocks = ContentBlocks()
 
     async def whole(self, generation: Generation) -> dict[str, Any]:
-        async for deltas in generation:
-            for _ in self._blocks.feed(deltas):
-                pass
+        await self._blocks.collect(generation)
         return self._object([_block(block) for block in self._blocks.blocks], self._stop())
 
     async def write_events(self, generation: Generation, send: Send) -> None:
@@ -307,15 +303,15 @@ class _MessageFormatter:
                 if not has_begun:
                     has_begun = True
                     nothing = {"stop_reason": None, "stop_sequence": None}
-                    events.insert(0, _sse("message_start", {"message": self._object([], nothing)}))
+                    events.insert(0, named_event("message_start", {"message": self._object([], nothing)}))
                 if events:
                     await send(part(b"".join(events)))
         except (RequestFailed, EngineUnavailable) as error:
-            await send(part(_sse("error", anthropic_error(*describe(error)))))
+            await send(part(named_event("error", anthropic_error(*describe(error)))))
             return
         events = [_event(event) for event in blocks.close()]
-        events.append(_sse("message_delta", {"delta": self._stop(), "usage": self._usage()}))
-        events.append(_sse("message_stop", {}))
+        events.append(named_event("message_delta", {"delta": self._stop(), "usage": self._usage()}))
+        events.append(named_event("message_stop", {}))
         await send(part(b"".join(events)))
 
     def _object(self, content: list[dict[str, Any]], stop: dict[str, Any]) -> dict[str, Any]:
@@ -342,12 +338,12 @@ def _event(event: BlockEvent) -> bytes:
     index = event.block.index
     match event:
         case BlockOpened(block):
-            return _sse("content_block_start", {"index": index, "content_block": _block(block)})
+            return named_event("content_block_start", {"index": index, "content_block": _block(block)})
         case BlockDelta(block, text):
             kind, field = _DELTAS[block.kind]
-            return _sse("content_block_delta", {"index": index, "delta": {"type": kind, field: text}})
+            return named_event("content_block_delta", {"index": index, "delta": {"type": kind, field: text}})
         case BlockClosed():
-            return _sse("content_block_stop", {"index": index})
+            return named_event("content_block_stop", {"index": index})
 
 
 _DELTAS = {
@@ -355,10 +351,6 @@ _DELTAS = {
     "text": ("text_delta", "text"),
     "call": ("input_json_delta", "partial_json"),
 }
-
-
-def _sse(name: str, fields: dict[str, Any]) -> bytes:
-    return b"event: " + name.encode() + b"\ndata: " + _encode({"type": name, **fields}) + b"\n\n"
 
 
 def _block(block: ContentBlock) -> dict[str, Any]:

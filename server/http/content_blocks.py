@@ -8,6 +8,7 @@ from typing import Literal
 
 from quire.engine.protocol.logprobs import TokenLogprobs
 from quire.server.parsers.events import ToolCall
+from quire.server.serving.generation import Generation
 from quire.server.text.output_processor import AnswerEnd, TextDelta
 
 ScoredToken = tuple[int, TokenLogprobs]
@@ -88,6 +89,12 @@ class ContentBlocks:
                 yield from self._begin_call(call)
             if calls:
                 self._scored = []
+
+    async def collect(self, generation: Generation) -> None:
+        """Read a whole answer."""
+        async for deltas in generation:
+            for _ in self.feed(deltas):
+                pass
 
     def close(self) -> Iterator[BlockEvent]:
         """Yield the events at the end of the answer."""

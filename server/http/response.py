@@ -265,6 +265,11 @@ def part(body: bytes) -> dict[str, Any]:
     return {"type": "http.response.body", "body": body, "more_body": True}
 
 
+def named_event(name: str, fields: dict[str, Any]) -> bytes:
+    """A server-sent event whose name is also the `type` of its data."""
+    return b"event: " + name.encode() + b"\ndata: " + _encode({"type": name, **fields}) + b"\n\n"
+
+
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Return the result of `work`, which is cancelled if the client disconnects."""
     task = asyncio.create_task(work)

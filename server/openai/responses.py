@@ -1,36 +1,21 @@
 """`/v1/responses`: OpenAI's newer API (https://platform.openai.com/docs/api-reference/responses).
 
-Requests are converted to chat, and the output of chat to items. Reasoning is returned as plain text in the `content` of
-its items, so nothing is encrypted or summarized.
+`responses_input` converts the items of a request to chat messages, and `responses_output` the answer to items.
 """
 
 from __future__ import annotations
 
-import asyncio
 import re
-import time
-import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from fastapi import APIRouter, Request, Response
 from pydantic import Field, PrivateAttr
-from starlette.types import Send
 
 from quire.engine.protocol.errors import InvalidParameter
 from quire.engine.protocol.sampling_params import StructuredOutputs
-from quire.server.client.output_stream import EngineUnavailable, RequestFailed
-from quire.server.http.content_blocks import (
-    BlockClosed,
-    BlockDelta,
-    BlockEvent,
-    BlockOpened,
-    ContentBlock,
-    ContentBlocks,
-    ScoredToken,
-)
 from quire.server.http.errors import ResponseNotFound, json_response
 from quire.server.http.large_bodies import BodyRoute, Continued
 from quire.server.http.request_body import Admit, RequestBody
@@ -47,16 +32,15 @@ from quire.server.http.request_model import (
     rejected,
     variant,
 )
-from quire.server.http.response import EventStreamResponse, part, while_connected
+from quire.server.http.response import EventStreamResponse, while_connected
 from quire.server.http.response_store import StoredResponse
 from quire.server.http.state import AppState, MayChooseReplica, ServedModel
-from quire.server.openai.logprobs import TokenNames, token_logprobs
-from quire.server.openai.responses_input import InputTurns, is_json_object
-from quire.server.serving.generation import Generation
+from quire.server.openai.responses_input import InputTurns
+from quire.server.openai.responses_output import ProcessedResponse, ResponseFormatter
 from quire.server.serving.sampling import sampling_params
 from quire.server.text.conversation import ChatTemplateOptions
 from quire.server.text.input_processor import InputProcessor
-from quire.server.text.inputs import ChatInput, GenerationInput, ParamNames, RequestOptions, Task
+from quire.server.text.inputs import ChatInput, ParamNames, RequestOptions, Task
 from quire.server.text.tools import MAX_TOOLS, read_tool_use
 
 router = APIRouter(route_class=BodyRoute)
@@ -84,8 +68,6 @@ _INCLUDABLE = (
 _ECHOED = ("user", "safety_identifier", "prompt_cache_key")
 MAX_ECHOED = 1024
 """Characters of a field without effect that the response repeats."""
-
-_Status = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
 
 _encode = msgspec.json.Encoder().encode
 
@@ -144,15 +126,6 @@ class ResponseReasoning(RequestModel):
     extra_fields: ClassVar[Mapping[str, ExtraField]] = {"summary": hint("auto"), "generate_summary": hint("auto")}
 
     effort: ReasoningEffort | None = None
-
-
-class _ProcessedResponse(NamedTuple):
-    """The engine's input, and what the response repeats of the request."""
-
-    chat: GenerationInput
-    echoed: dict[str, Any]
-    conversation: bytes | None
-    """The chat messages up to the answer, without instructions, as JSON; None: not to be stored."""
 
 
 class ResponsesRequest(RequestBody):
@@ -225,7 +198,7 @@ class ResponsesRequest(RequestBody):
         if self.previous_response_id is not None and self._processed is None:
             self._earlier = _earlier(self.previous_response_id, state)
 
-    async def process_here(self, admit: Admit) -> _ProcessedResponse:
+    async def process_here(self, admit: Admit) -> ProcessedResponse:
         turns = self.conversation()
         given = self.chat_input(turns)
         has_logprobs = self.top_logprobs or _LOGPROBS in (self.include or ())
@@ -248,7 +221,7 @@ class ResponsesRequest(RequestBody):
             conversation = _encode(turns.messages) if self.store is not False else None
         except (UnicodeEncodeError, OverflowError, ValueError, RecursionError) as error:
             raise InvalidParameter(f"the request cannot be converted to JSON: {error}") from None
-        return _ProcessedResponse(chat, echoed, conversation)
+        return ProcessedResponse(chat, echoed, conversation)
 
     def conversation(self) -> InputTurns:
         """The chat messages up to the answer, without instructions; raises `InvalidParameter`."""
@@ -318,8 +291,8 @@ async def create_response(body: ResponsesRequest, request: Request, state: AppSt
     """Generate an answer to a conversation, or continue an earlier response."""
     model = state.check_model(body.model)
     body.find_earlier(state)
-    processed: _ProcessedResponse = await body.process(state.frontend)
-    response = _ResponseFormatter(model, processed, state)
+    processed: ProcessedResponse = await body.process(state.frontend)
+    response = ResponseFormatter(model, processed, state)
     generation = state.frontend.generate(response.id, processed.chat)
     if body.stream:
         return EventStreamResponse(generation, partial(response.write_events, generation), end=b"")
@@ -360,189 +333,6 @@ async def delete_response(response_id: str, state: AppState) -> Response:
     elif not state.responses.delete(response_id):
         raise _not_found(response_id, state, "response_id")
     return json_response({"id": response_id, "object": "response", "deleted": True})
-
-
-class _ResponseFormatter:
-    """Formats a response while it is generated."""
-
-    def __init__(self, model: str, processed: _ProcessedResponse, state: ServedModel) -> None:
-        chat = processed.chat
-        self.id = f"resp_{uuid.uuid4().hex}"
-        self._store = state.responses
-        self._prompt_tokens = len(chat.prompts[0])
-        self._tokenizer = state.frontend.input_processor.tokenizer
-        self._top = chat.params.logprobs or 0
-        self._blocks = ContentBlocks()
-        self._status: _Status = "in_progress"
-        self._task: asyncio.Task[Any] | None = None
-        self._number = 0
-        """Sequence number of the next event."""
-        self._fields: dict[str, Any] = {
-            "id": self.id,
-            "object": "response",
-            "created_at": int(time.time()),
-            "completed_at": None,
-            "model": model,
-            "error": None,
-            "incomplete_details": None,
-            "temperature": chat.params.temperature,
-            "top_p": chat.params.top_p,
-            **processed.echoed,
-        }
-        self._conversation = processed.conversation
-
-    def object(self) -> dict[str, Any]:
-        """The response so far."""
-        blocks = self._blocks.blocks
-        statuses = {"in_progress": "in_progress", "completed": "completed"}
-        output = [self._item(block, "completed") for block in blocks[:-1]]
-        output += [self._item(block, statuses.get(self._status, "incomplete")) for block in blocks[-1:]]
-        usage = {} if self._status == "in_progress" else {"usage": self._usage()}
-        return self._fields | {"status": self._status, "output": output, **usage}
-
-    def cancel(self) -> None:
-        """End the stream now."""
-        assert self._task is not None
-        self._end("cancelled")
-        self._task.cancel()
-
-    async def whole(self, generation: Generation) -> dict[str, Any]:
-        async for deltas in generation:
-            for _ in self._blocks.feed(deltas):
-                pass
-        self._complete()
-        return self.object()
-
-    async def write_events(self, generation: Generation, send: Send) -> None:
-        """Send the events of a stream. Until its end, the response can be cancelled by id."""
-        self._task = asyncio.current_task()
-        self._store.running[self.id] = self
-        try:
-            begun = {"response": self.object()}
-            await send(part(self._sse("response.created", begun) + self._sse("response.in_progress", begun)))
-            async for deltas in generation:
-                if events := b"".join(map(self._events, self._blocks.feed(deltas))):
-                    await send(part(events))
-            self._complete()
-        except (RequestFailed, EngineUnavailable) as error:
-            self._fields["error"] = {"code": "server_error", "message": str(error)}
-            self._end("failed")
-        except asyncio.CancelledError:
-            if self._status != "cancelled":  # the client has disconnected
-                self._end("cancelled")
-                raise
-            assert self._task is not None
-            self._task.uncancel()
-            generation.close()
-        events = b"".join(map(self._events, self._blocks.close()))
-        last = self._status if self._status in ("completed", "failed") else "incomplete"
-        await send(part(events + self._sse(f"response.{last}", {"response": self.object()})))
-
-    def _complete(self) -> None:
-        if self._blocks.finish_reason == "length":
-            self._fields["incomplete_details"] = {"reason": "max_output_tokens"}
-            self._end("incomplete")
-        else:
-            self._fields["completed_at"] = int(time.time())
-            self._end("completed")
-
-    def _end(self, status: _Status) -> None:
-        """Set the final status, and store the response if requested."""
-        self._status = status
-        self._store.running.pop(self.id, None)
-        if self._conversation is not None:
-            answer = b"".join(b"," + _encode(message) for message in self._messages())
-            beginning = self._conversation[:-1] if self._conversation != b"[]" else b"["
-            self._store.add(self.id, StoredResponse(_encode(self.object()), beginning + answer + b"]"))
-
-    def _messages(self) -> list[dict[str, Any]]:
-        """The output as chat messages, without an incomplete tool call."""
-        turns = InputTurns([])
-        for block in self._blocks.blocks:
-            match block.kind:
-                case "reasoning":
-                    turns.add_reasoning(block.text)
-                case "text":
-                    turns.add_text(block.text)
-                case "call" if is_json_object(block.text):
-                    turns.call(block.call_id, block.name, block.text)
-        return turns.messages
-
-    def _usage(self) -> dict[str, Any]:
-        blocks = self._blocks
-        return {
-            "input_tokens": self._prompt_tokens,
-            "input_tokens_details": {"cached_tokens": blocks.num_cached_tokens, "cache_write_tokens": 0},
-            "output_tokens": blocks.num_tokens,
-            "output_tokens_details": {"reasoning_tokens": blocks.num_reasoning_tokens},
-            "total_tokens": self._prompt_tokens + blocks.num_tokens,
-        }
-
-    def _item(self, block: ContentBlock, status: str) -> dict[str, Any]:
-        content = [self._part(block)] if block.text else []
-        item: dict[str, Any] = {"id": self._item_id(block), "status": status}
-        match block.kind:
-            case "reasoning":
-                return item | {"type": "reasoning", "summary": [], "content": content, "encrypted_content": None}
-            case "text":
-                return item | {"type": "message", "role": "assistant", "content": content}
-            case "call":
-                arguments = {"call_id": block.call_id, "name": block.name, "arguments": block.text}
-                return item | {"type": "function_call", **arguments}
-
-    def _item_id(self, block: ContentBlock) -> str:
-        prefix = {"reasoning": "rs", "text": "msg", "call": "fc"}[block.kind]
-        return f"{prefix}_{self.id.removeprefix('resp_')}{block.index:02}"
-
-    def _events(self, event: BlockEvent) -> bytes:
-        block = event.block
-        at: dict[str, Any] = {"item_id": self._item_id(block), "output_index": block.index}
-        if block.kind != "call":
-            at["content_index"] = 0
-        match event:
-            case BlockOpened():
-                item = {"output_index": block.index, "item": self._item(block, "in_progress")}
-                added = self._sse("response.output_item.added", item)
-                if block.kind == "call":
-                    return added
-                return added + self._sse("response.content_part.added", {**at, "part": self._part(block)})
-            case BlockDelta(text=text, logprobs=scored):
-                extra = {"logprobs": self._scores(scored)} if block.kind == "text" else {}
-                return self._sse(f"{_GROWS[block.kind]}.delta", {**at, "delta": text, **extra})
-            case BlockClosed():
-                whole: dict[str, Any] = {"text": block.text}
-                if block.kind == "text":
-                    whole["logprobs"] = self._scores(block.logprobs)
-                if block.kind == "call":
-                    whole = {"name": block.name, "arguments": block.text}
-                done = self._sse(f"{_GROWS[block.kind]}.done", {**at, **whole})
-                if block.kind != "call":
-                    done += self._sse("response.content_part.done", {**at, "part": self._part(block)})
-                status = "completed" if self._status in ("in_progress", "completed") else "incomplete"
-                item = {"output_index": block.index, "item": self._item(block, status)}
-                return done + self._sse("response.output_item.done", item)
-
-    def _part(self, block: ContentBlock) -> dict[str, Any]:
-        if block.kind == "reasoning":
-            return {"type": "reasoning_text", "text": block.text}
-        scores = self._scores(block.logprobs)
-        return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": scores}
-
-    def _scores(self, scored: Sequence[ScoredToken]) -> list[Any]:
-        name = TokenNames(self._tokenizer, as_ids=False)
-        return [token_logprobs(self._tokenizer, name, *each, self._top) for each in scored]
-
-    def _sse(self, name: str, fields: dict[str, Any]) -> bytes:
-        number, self._number = self._number, self._number + 1
-        data = _encode({"type": name, "sequence_number": number, **fields})
-        return b"event: " + name.encode() + b"\ndata: " + data + b"\n\n"
-
-
-_GROWS = {
-    "reasoning": "response.reasoning_text",
-    "text": "response.output_text",
-    "call": "response.function_call_arguments",
-}
 
 
 def _chat_tool(tool: dict[str, Any], param: str, ignored: set[str]) -> dict[str, Any] | None:
