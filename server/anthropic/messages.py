@@ -31,7 +31,7 @@ from quire.server.http.content_blocks import (
 )
 from quire.server.http.errors import describe, json_response
 from quire.server.http.large_bodies import BodyRoute
-from quire.server.http.request_body import Admit, RequestBody
+from quire.server.http.request_body import Admit, RequestBody, sampling_params
 from quire.server.http.request_model import (
     LABEL,
     MAX_MESSAGES,
@@ -48,19 +48,20 @@ from quire.server.http.request_model import (
 from quire.server.http.response import EventStreamResponse, named_event, part, while_connected
 from quire.server.http.state import AppState, MayChooseReplica
 from quire.server.serving.generation import Generation
-from quire.server.serving.sampling import sampling_params
-from quire.server.text.conversation import ChatTemplateOptions
-from quire.server.text.inputs import ChatInput, GenerationInput, ParamNames, RequestOptions, Task
+from quire.server.text.conversation import ChatTemplateOptions, ParamNames
+from quire.server.text.inputs import ChatInput, GenerationInput, RequestOptions, Task
 from quire.server.text.tools import MAX_TOOLS, read_tool_use
 
 router = APIRouter(route_class=BodyRoute)
 
 _NAMES = ParamNames(
     continue_final_message="messages",
-    structured_outputs="output_config.format",
     reasoning_effort="output_config.effort",
     thinking_budget="thinking.budget_tokens",
+    function="",
+    function_parameters=".input_schema",
     stop="stop_sequences",
+    structured_outputs="output_config.format",
 )
 """The API's own names."""
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -203,7 +204,7 @@ class CountTokensRequest(RequestBody):
         return ChatInput(
             messages=messages,
             tools=tools,
-            tool_use=read_tool_use(tools, choice, max_calls, function="", parameters="input_schema"),
+            tool_use=read_tool_use(tools, choice, max_calls, _NAMES),
             template=ChatTemplateOptions(
                 chat_template_kwargs=self.chat_template_kwargs or {},
                 reasoning_effort=None if self.output_config is None else self.output_config.effort,
@@ -212,11 +213,6 @@ class CountTokensRequest(RequestBody):
             ),
             thinking_budget=thinking.budget_tokens if thinking.type == "enabled" else None,
         )
-
-    def sampling_fields(self) -> dict[str, Any]:
-        """The sampling parameters."""
-        format = self.output_config and self.output_config.format
-        return {"structured_outputs": format and StructuredOutputs(json=format.schema_)}
 
     @property
     def user_name(self) -> object:
@@ -230,7 +226,9 @@ class CountTokensRequest(RequestBody):
         if chat.thinking_budget is not None and processor.reasoning_format is None:
             processor.ignore(["thinking"])  # the API demands a budget from clients that let a model think
             chat = replace(chat, thinking_budget=None)
-        params = sampling_params(processor.sampling_defaults, self.sampling_fields(), _NAMES)
+        format = self.output_config and self.output_config.format
+        structured = format and StructuredOutputs(json=format.schema_)
+        params = sampling_params(self, processor.sampling_defaults, _NAMES, structured_outputs=structured)
         return await processor.process_chat(chat, params, RequestOptions(param_names=_NAMES))
 
 
@@ -245,15 +243,6 @@ class MessagesRequest(CountTokensRequest):
     top_p: float | None = None
     top_k: Int64 | None = None
     stream: bool | None = None
-
-    def sampling_fields(self) -> dict[str, Any]:
-        return super().sampling_fields() | {
-            "max_tokens": self.max_tokens,
-            "stop": self.stop_sequences,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-        }
 
 
 @router.post("/v1/messages", dependencies=[MayChooseReplica])

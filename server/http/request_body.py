@@ -9,9 +9,11 @@ from typing import Any, ClassVar, Self
 from fastapi.exceptions import RequestValidationError
 from pydantic import PrivateAttr, ValidationError
 
+from quire.engine.protocol.sampling_params import SamplingParams
 from quire.server.client.fair_share import enter_user
 from quire.server.http.request_model import RequestModel, check_length
 from quire.server.serving.frontend import Frontend
+from quire.server.text.conversation import CHAT_NAMES, ParamNames
 from quire.server.text.input_processor import InputProcessor
 from quire.server.text.inputs import Processed, Task, refusal, tasks_of
 
@@ -94,6 +96,22 @@ class RequestBody(RequestModel):
         body._processed = processed
         body._user_name = user if _is_small(user := self.user_name) else None
         return body
+
+
+def sampling_params(
+    body: RequestBody, defaults: Mapping[str, Any], names: ParamNames = CHAT_NAMES, **given: Any
+) -> SamplingParams:
+    """Return the sampling parameters of a body, which are its fields with these `names`, over the model's `defaults`.
+
+    `given` overrides fields. None is the same as no field. Raises `InvalidParameter`.
+    """
+    own = {field: getattr(names, field, field) for field in SamplingParams.__struct_fields__}
+    fields = {field: getattr(body, name) for field, name in own.items() if name in type(body).model_fields}
+    params = SamplingParams(max_tokens=None)
+    for field, value in {**defaults, **{n: v for n, v in (fields | given).items() if v is not None}}.items():
+        setattr(params, field, value)
+    params.validate(own)
+    return params
 
 
 def _is_small(value: Any) -> bool:

@@ -10,11 +10,11 @@ from pydantic import Field
 
 from quire.engine.protocol.errors import InvalidParameter
 from quire.engine.protocol.sampling_params import MAX_N, MAX_STOP_STRINGS, SamplingParams, StructuredOutputs
-from quire.server.http.request_body import RequestBody
+from quire.server.http.request_body import RequestBody, sampling_params
 from quire.server.http.request_model import LABEL, ExtraField, Int64, RequestModel, hint, rejected
 from quire.server.http.response import StreamUsage
-from quire.server.serving.sampling import sampling_params
-from quire.server.text.inputs import ParamNames, RequestOptions, Task, TruncationSide
+from quire.server.text.conversation import ParamNames
+from quire.server.text.inputs import RequestOptions, Task, TruncationSide
 
 MAX_PROMPTS = 2048
 """Prompts of a completion, and inputs of an embeddings request; OpenAI's limit."""
@@ -232,9 +232,8 @@ class GenerationRequest(RequestBody):
 
     def sampling_params(self, defaults: dict[str, Any], **given: Any) -> SamplingParams:
         """The sampling parameters. `given` overrides the request, which overrides `defaults`."""
-        named: dict[str, Any] = {name: getattr(self, name, None) for name in SamplingParams.__struct_fields__}
         try:
-            named["logit_bias"] = self.logit_bias and {int(token): bias for token, bias in self.logit_bias.items()}
+            biases = {int(token): bias for token, bias in (self.logit_bias or {}).items()}
         except ValueError as error:
             raise InvalidParameter(f"logit_bias: the keys must be token ids: {error}", "logit_bias") from None
         format = None if self.response_format is None else self.response_format.structured()
@@ -242,8 +241,8 @@ class GenerationRequest(RequestBody):
             raise InvalidParameter(
                 "structured_outputs and response_format exclude each other; send only one of them", "structured_outputs"
             )
-        named["structured_outputs"] = self.structured_outputs.structured() if self.structured_outputs else format
-        return sampling_params(defaults, named | given)
+        structured = self.structured_outputs.structured() if self.structured_outputs else format
+        return sampling_params(self, defaults, logit_bias=biases, structured_outputs=structured, **given)
 
     def request_options(self, *, logprobs: str = "logprobs") -> RequestOptions:
         """The options besides the prompt and the sampling parameters; `logprobs` is the API's name of that."""

@@ -18,7 +18,7 @@ from quire.engine.protocol.errors import InvalidParameter
 from quire.engine.protocol.sampling_params import StructuredOutputs
 from quire.server.http.errors import ResponseNotFound, json_response
 from quire.server.http.large_bodies import BodyRoute, Continued
-from quire.server.http.request_body import Admit, RequestBody
+from quire.server.http.request_body import Admit, RequestBody, sampling_params
 from quire.server.http.request_model import (
     LABEL,
     MAX_MESSAGES,
@@ -37,19 +37,21 @@ from quire.server.http.response_store import StoredResponse
 from quire.server.http.state import AppState, MayChooseReplica, ServedModel
 from quire.server.openai.responses_input import InputTurns
 from quire.server.openai.responses_output import ProcessedResponse, ResponseFormatter
-from quire.server.serving.sampling import sampling_params
-from quire.server.text.conversation import ChatTemplateOptions
+from quire.server.text.conversation import ChatTemplateOptions, ParamNames
 from quire.server.text.input_processor import InputProcessor
-from quire.server.text.inputs import ChatInput, ParamNames, RequestOptions, Task
+from quire.server.text.inputs import ChatInput, RequestOptions, Task
 from quire.server.text.tools import MAX_TOOLS, read_tool_use
 
 router = APIRouter(route_class=BodyRoute)
 
 _NAMES = ParamNames(
     messages="input",
+    reasoning_effort="reasoning.effort",
+    function="",
+    function_parameters=".parameters",
+    max_tokens="max_output_tokens",
     logprobs="top_logprobs",
     structured_outputs="text.format",
-    reasoning_effort="reasoning.effort",
 )
 """The API's own names."""
 _LOGPROBS = "message.output_text.logprobs"
@@ -201,19 +203,16 @@ class ResponsesRequest(RequestBody):
     async def process_here(self, admit: Admit) -> ProcessedResponse:
         turns = self.conversation()
         given = self.chat_input(turns)
+        structured = self.text and self.text.format and self.text.format.structured()
         has_logprobs = self.top_logprobs or _LOGPROBS in (self.include or ())
-        fields = {
-            "max_tokens": self.max_output_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "seed": self.seed,
-            "stop": self.stop,
-            "logprobs": (self.top_logprobs or 0) if has_logprobs else None,
-            "structured_outputs": self.text and self.text.format and self.text.format.structured(),
-        }
         processor = admit(turns.ignored)
-        params = sampling_params(processor.sampling_defaults, fields, _NAMES)
+        params = sampling_params(
+            self,
+            processor.sampling_defaults,
+            _NAMES,
+            logprobs=(self.top_logprobs or 0) if has_logprobs else None,
+            structured_outputs=structured,
+        )
         chat = await processor.process_chat(given, params, RequestOptions(param_names=_NAMES))
         echoed = self.echoed_fields()
         try:
@@ -253,7 +252,7 @@ class ResponsesRequest(RequestBody):
         return ChatInput(
             messages=messages,
             tools=tools,
-            tool_use=read_tool_use(tools, _chat_choice(self.tool_choice), max_calls, function=""),
+            tool_use=read_tool_use(tools, _chat_choice(self.tool_choice), max_calls, _NAMES),
             template=ChatTemplateOptions(
                 chat_template_kwargs=self.chat_template_kwargs or {},
                 reasoning_effort=None if self.reasoning is None else self.reasoning.effort,

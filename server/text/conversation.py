@@ -21,6 +21,26 @@ _OF_FUNCTION = ("name", "description", "parameters")
 
 
 @dataclass(frozen=True, kw_only=True)
+class ParamNames:
+    """An API's names of parameters, for error messages. The defaults are chat's."""
+
+    messages: str = "messages"
+    continue_final_message: str = "continue_final_message"
+    reasoning_effort: str = "reasoning_effort"
+    thinking_budget: str = "thinking_token_budget"
+    function: str = ".function"
+    """What follows `tools[0]` in the name of a function."""
+    function_parameters: str = ".function.parameters"
+    max_tokens: str = "max_tokens"
+    stop: str = "stop"
+    logprobs: str = "logprobs"
+    structured_outputs: str = "structured_outputs"
+
+
+CHAT_NAMES = ParamNames()
+
+
+@dataclass(frozen=True, kw_only=True)
 class ChatTemplateOptions:
     """A request's options for rendering a conversation; names and meanings are vLLM's."""
 
@@ -69,16 +89,14 @@ def render(
     tools: Sequence[Mapping[str, Any]],
     options: ChatTemplateOptions,
     may_call: bool,
-    param: str = "messages",
-    continue_param: str = "continue_final_message",
+    names: ParamNames = CHAT_NAMES,
 ) -> str:
     """Render the prompt; raises `InvalidParameter` for anything that the template cannot express.
 
-    `may_call`: the model may call the tools, so the prompt must show them. `param` and `continue_param` are the API's
-    names of the messages and of `continue_final_message`.
+    `may_call`: the model may call the tools, so the prompt must show them.
     """
     if not messages:
-        raise InvalidParameter(f"{param} must not be empty", param)
+        raise InvalidParameter(f"{names.messages} must not be empty", names.messages)
     if tools and may_call and "tools" not in template.reads:
         raise InvalidParameter(
             "tools: this model's chat template does not support them; start the server with a "
@@ -92,15 +110,15 @@ def render(
     }
     turns = [_message(message, template.source, at) for at, message in enumerate(messages)]
     if options.continue_final_message:
-        turns[-1] = _to_be_continued(turns[-1], len(turns) - 1, continue_param)
+        turns[-1] = _to_be_continued(turns[-1], len(turns) - 1, names.continue_final_message)
     try:
-        prompt = template.render(turns, variables, param)
+        prompt = template.render(turns, variables, names.messages)
     except InvalidParameter:
         if not any(turn.get("tool_calls") for turn in turns):
             raise
         # Most templates expect tool call arguments as objects, but some (DeepSeek-V3.1's) as JSON text.
-        prompt = template.render([_with_arguments_as_text(turn) for turn in turns], variables, param)
-    return _cut(prompt, continue_param) if options.continue_final_message else prompt
+        prompt = template.render([_with_arguments_as_text(turn) for turn in turns], variables, names.messages)
+    return _cut(prompt, names.continue_final_message) if options.continue_final_message else prompt
 
 
 def _shown_tool(tool: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,14 +24,13 @@ from quire.server.parsers.tool_grammar import GrammarTool, has_closing_token, th
 from quire.server.text import conversation
 from quire.server.text.chat_formats import ChatFormats
 from quire.server.text.chat_template import ChatTemplate, ChatTemplates
-from quire.server.text.conversation import ChatTemplateOptions
+from quire.server.text.conversation import CHAT_NAMES, ChatTemplateOptions, ParamNames
 from quire.server.text.embedding_output import VectorOptions
 from quire.server.text.inputs import (
     ChatInput,
     ContextLengthExceeded,
     EmbeddingOptions,
     GenerationInput,
-    ParamNames,
     Processed,
     Prompt,
     RequestOptions,
@@ -299,7 +298,12 @@ class InputProcessor:
         return truncate
 
     def _render(
-        self, chat: ChatInput, last: int | None, side: TruncationSide, names: ParamNames, is_limited: bool = True
+        self,
+        chat: ChatInput,
+        last: int | None,
+        side: TruncationSide,
+        names: ParamNames = CHAT_NAMES,
+        is_limited: bool = True,
     ) -> list[int]:
         """Return a conversation's token ids, by default up to the start of the answer: at least the `last` ones, or the
         first ones if the right side is truncated.
@@ -322,15 +326,7 @@ class InputProcessor:
             template = self._templates.choose(bool(chat.tools))
         if chat.template.reasoning_effort is not None and chat.template.ignores_effort(template):
             self.ignore([names.reasoning_effort])
-        text = conversation.render(
-            template,
-            chat.messages,
-            chat.tools,
-            chat.template,
-            may_call=chat.tool_use is not None,
-            param=names.messages,
-            continue_param=names.continue_final_message,
-        )
+        text = conversation.render(template, chat.messages, chat.tools, chat.template, chat.tool_use is not None, names)
         if is_limited:
             text = self._cut(text, names.messages, last, side)
         return self.tokenizer.encode(text, add_special_tokens=chat.template.add_special_tokens)
@@ -502,8 +498,7 @@ class InputProcessor:
         """Return a conversation's token ids as `process_chat` does, without a length limit."""
         last = self._num_kept(truncate, max_tokens)
         ids = await run_in_thread(
-            _length(chat.messages, chat.tools),
-            lambda: self._render(chat, last, side, ParamNames(), is_limited=False),
+            _length(chat.messages, chat.tools), lambda: self._render(chat, last, side, is_limited=False)
         )
         return ids if last is None else ids[-last:] if side == "left" else ids[:last]
 

@@ -10,7 +10,7 @@ from quire.engine.config.pooling import Pooling
 from quire.engine.protocol.errors import InvalidParameter
 from quire.engine.protocol.sampling_params import SamplingParams, StructuredOutputs
 from quire.server.parsers.output_parser import OutputFormat
-from quire.server.text.conversation import ChatTemplateOptions, Message
+from quire.server.text.conversation import CHAT_NAMES, ChatTemplateOptions, Message, ParamNames
 from quire.server.text.tools import ToolUse
 
 Prompt = str | list[int]
@@ -64,19 +64,6 @@ _WANTED: Mapping[Task, str] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParamNames:
-    """An API's names of parameters, for error messages."""
-
-    messages: str = "messages"
-    continue_final_message: str = "continue_final_message"
-    reasoning_effort: str = "reasoning_effort"
-    thinking_budget: str = "thinking_token_budget"
-    logprobs: str = "logprobs"
-    structured_outputs: str = "structured_outputs"
-    stop: str = "stop"
-
-
-@dataclass(frozen=True, kw_only=True)
 class ChatInput:
     """A conversation to answer. All chat APIs convert their requests to this."""
 
@@ -105,7 +92,7 @@ class RequestOptions:
     """That of beam search; None: sample."""
     reject_long_output: bool = True
     """Reject a request whose output may exceed the model's length. Otherwise the output ends there."""
-    param_names: ParamNames = ParamNames()
+    param_names: ParamNames = CHAT_NAMES
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 from quire.engine.protocol.errors import InvalidParameter
 from quire.server.parsers.tool_grammar import GrammarTool
+from quire.server.text.conversation import CHAT_NAMES, ParamNames
 
 MAX_TOOLS = 128
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
@@ -37,20 +38,17 @@ def read_tool_use(
     tools: Sequence[Any],
     choice: str | Mapping[str, Any] | None,
     max_calls: int | None = None,
-    *,
-    function: str = ".function",
-    parameters: str = "parameters",
+    names: ParamNames = CHAT_NAMES,
 ) -> ToolUse | None:
     """Parse a request's `tools` and `tool_choice`; returns None if no tool may be called. `max_calls`: see `ToolUse`.
 
-    Raises `InvalidParameter` that describes the error. The API has a tool's name at `function` and the schema of its
-    arguments in a field `parameters` beside it.
+    Raises `InvalidParameter` that describes the error.
     """
     if len(tools) > MAX_TOOLS:
         raise InvalidParameter(f"tools: at most {MAX_TOOLS} are allowed, got {len(tools)}", "tools")
-    known = [_tool(tool, f"tools[{at}]", function, parameters) for at, tool in enumerate(tools)]
-    names = [tool.name for tool in known]
-    if twice := next((name for at, name in enumerate(names) if name in names[:at]), None):
+    known = [_tool(tool, f"tools[{at}]", names) for at, tool in enumerate(tools)]
+    known_names = [tool.name for tool in known]
+    if twice := next((name for at, name in enumerate(known_names) if name in known_names[:at]), None):
         raise InvalidParameter(f"tools: duplicate function name {twice}", "tools")
     if not tools and choice not in (None, "none", "auto"):
         raise InvalidParameter("tool_choice requires tools", "tool_choice")
@@ -85,7 +83,7 @@ def _named(tools: Sequence[GrammarTool], name: str) -> GrammarTool:
     raise InvalidParameter(f"tool_choice names {name!r}, which is not one of the tools", "tool_choice")
 
 
-def _tool(tool: Any, param: str, function_param: str, parameters: str) -> GrammarTool:
+def _tool(tool: Any, param: str, names: ParamNames) -> GrammarTool:
     match tool:
         case {"type": "function", "function": {"name": str(name)} as function}:
             pass
@@ -97,15 +95,17 @@ def _tool(tool: Any, param: str, function_param: str, parameters: str) -> Gramma
             )
         case _:
             raise InvalidParameter(f'{param} must be {{"type": "function", "function": {{"name": …}}}}', param)
-    param += function_param
+    of_function = f"{param}{names.function}"
     if not _NAME.fullmatch(name):
         raise InvalidParameter(
-            f"{param}.name must be 1 to 64 letters, digits, underscores, dashes or dots, got {name!r}", f"{param}.name"
+            f"{of_function}.name must be 1 to 64 letters, digits, underscores, dashes or dots, got {name!r}",
+            f"{of_function}.name",
         )
     strict = function.get("strict")
     if not isinstance(strict, bool | None):
-        raise InvalidParameter(f"{param}.strict must be true or false", f"{param}.strict")
-    return GrammarTool(name, _schema(function.get("parameters"), f"{param}.{parameters}"), bool(strict))
+        raise InvalidParameter(f"{of_function}.strict must be true or false", f"{of_function}.strict")
+    schema = _schema(function.get("parameters"), f"{param}{names.function_parameters}")
+    return GrammarTool(name, schema, bool(strict))
 
 
 def _schema(schema: Any, param: str) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from pydantic import TypeAdapter
 from tokenizers import AddedToken, Tokenizer
 
 from quire.engine.config.engine_config import EngineConfig
-from quire.engine.protocol.sampling_params import StructuredOutputs
 from quire.server.anthropic.messages import CountTokensRequest, MessagesRequest
 from quire.server.text.inputs import ChatInput
 from tests.fakes.api_server import TLS, Server, run_server
@@ -258,11 +257,14 @@ def test_a_conversation_becomes_one_of_chat() -> None:
     assert chat.tools == [{"type": "function", "function": function}]
 
 
-def test_a_format_becomes_one_of_chat() -> None:
+async def test_a_format_and_an_effort(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     output = {"effort": "low", "format": {"type": "json_schema", "schema": CITY}}
-    request = MessagesRequest.model_validate(body(output_config=output))
-    assert chat_of(request).template.reasoning_effort == "low"
-    assert request.sampling_fields()["structured_outputs"] == StructuredOutputs(json=CITY)
+    assert chat_of(MessagesRequest.model_validate(body(output_config=output))).template.reasoning_effort == "low"
+    sent: Any = []
+    submit = server.frontend.client._send
+    monkeypatch.setattr(server.frontend.client, "_send", lambda *args: sent.append(args[0]) or submit(*args))
+    await send(server, output_config=output)
+    assert CITY.items() <= sent[0].params.structured_outputs.json.items()
 
 
 async def test_the_clients_tool_runner(talking: EngineConfig) -> None:  # noqa: F811

@@ -357,3 +357,9 @@ async def test_a_prediction_reaches_the_engine(
     (params,) = (message.params for message in submitted)
     assert params.predicted_token_ids == server.tokenizer.encode("hello world", add_special_tokens=False)
     assert params.prediction == ""
+
+
+async def test_a_completion_ignores_a_prediction(server: Server, submitted: list[EngineCoreRequest]) -> None:
+    await post(server, "completions", prompt="x", prediction={"type": "content", "content": "y"}, max_tokens=1)
+    assert submitted[0].params.prediction == ""
+    assert "prediction" in server.frontend.input_processor.ignored

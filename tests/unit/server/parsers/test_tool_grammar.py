@@ -14,7 +14,7 @@ from quire.server.parsers.argument_types import ANY_TYPE, property_types
 from quire.server.parsers.reasoning import REASONING_FORMATS, ReasoningFormat
 from quire.server.parsers.tool_calls import tool_parser
 from quire.server.parsers.tool_formats import TOOL_FORMATS
-from quire.server.parsers.tool_grammar import GrammarTool, thoughts_grammar, tool_grammar
+from quire.server.parsers.tool_grammar import GrammarTool, has_closing_token, thoughts_grammar, tool_grammar
 from quire.server.text.structured_outputs import _checked_grammar
 from tests.fakes.tokenizers import byte_level
 from tests.unit.server.parsers.samples import SCHEMAS, TOOLS, TWO_CALLS, joined
@@ -448,8 +448,8 @@ def test_thoughts_end_with_their_budget(is_thinking: bool) -> None:
         assert count == allowed + (0 if is_thinking else len("<think>"))
     none = thoughts_grammar(THINK, tokenizer.token_to_id, is_thinking=True, budget=0)
     assert (verdict("special", none, "</think>a"), verdict("special", none, "a</think>")) == ("yes", "no")
-    with pytest.raises(InvalidParameter, match="thinking_token_budget"):
-        thoughts_grammar(THINK, tokenizers("text")[0].token_to_id, is_thinking=True, budget=3)
+    assert has_closing_token(THINK, tokenizer.token_to_id)
+    assert not has_closing_token(THINK, tokenizers("text")[0].token_to_id)
     harmony = thoughts_grammar(REASONING_FORMATS["openai_gptoss"], tokenizer.token_to_id, is_thinking=False, budget=50)
     assert verdict("special", harmony, f"{HARMONY_THOUGHTS}<|channel|>final<|message|>Hello") == "yes"
 
