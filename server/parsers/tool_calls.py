@@ -34,7 +34,7 @@ from quire.server.parsers.incremental import (
     decoded,
     space_before,
 )
-from quire.server.parsers.tool_formats import ToolFormat
+from quire.server.parsers.tool_formats import JsonObject, Python, Quoted, Tagged, ToolFormat
 
 Schemas = Mapping[str, Mapping[str, Any]]
 """The functions that may be called: by name, the JSON schemas of their arguments."""
@@ -58,9 +58,16 @@ def tool_parser(
     `hidden` are the markers that are not shown where they do not open a call, `limit` the maximum number of calls to
     emit.
     """
-    kind = _PythonicParser if format.python else _TaggedParser if format.tagged else ToolParser
-    kind = _QuotedParser if format.quote else kind
-    return kind(format.read_as or format, schemas, hidden, limit)
+    format = format.read_as or format
+    match format.call:
+        case Python():
+            return _PythonicParser(format, schemas, hidden, limit)
+        case Tagged() as tags:
+            return _TaggedParser(tags, format, schemas, hidden, limit)
+        case Quoted(quote):
+            return _QuotedParser(quote, format, schemas, hidden, limit)
+        case _:
+            return ToolParser(format, schemas, hidden, limit)
 
 
 class ToolParser(IncrementalParser):
@@ -70,10 +77,12 @@ class ToolParser(IncrementalParser):
         self._format = format
         self._schemas = schemas
         self._limit = limit
-        self._marker = any_of((*format.markers, *hidden))
-        self._half_marker = beginning_of((*format.markers, *hidden))
-        self._hidden_marker = any_of(hidden)
-        self._longest = max(map(len, (*format.markers, *hidden)), default=0)
+        _, opening, closing = format.block
+        self._opening, self._closing = opening.strip(), closing.strip()
+        self._before, self._between, self._after = format.call.around
+        markers = (*format.markers, *hidden)
+        self._marker, self._half_marker, self._hidden_marker = any_of(markers), beginning_of(markers), any_of(hidden)
+        self._longest = max(map(len, markers), default=0)
         self._count = 0
         self._is_closing = False
         """A call's arguments are complete; the text up to the next call belongs to the format."""
@@ -103,7 +112,7 @@ class ToolParser(IncrementalParser):
                 if marker in self._format.markers:
                     space = space_before(self._text, end)
                     self._emit_text(end - space)
-                    self._lacks_close = marker == self._format.before
+                    self._lacks_close = marker == self._before
                     self._pos = space + (0 if self._lacks_close else len(marker))
                     return True
                 self._emit_text(end)
@@ -119,7 +128,7 @@ class ToolParser(IncrementalParser):
 
     def _try_block(self) -> Steps[None]:
         """Read a block. If it is invalid, its marker is content."""
-        behind_marker = self._pos + (len(self._format.before) if self._lacks_close else 0)
+        behind_marker = self._pos + (len(self._before) if self._lacks_close else 0)
         calls_before = self._count
         self._is_closing = False
         try:
@@ -141,7 +150,8 @@ class ToolParser(IncrementalParser):
             self._pos = 0
 
     def _block(self) -> Steps[None]:
-        yield from self._head("[")
+        if not self._lacks_close:
+            yield from self._piece(self._opening.removesuffix("["))
         first = yield from self._peek()
         in_list = first == "["
         self._pos += in_list
@@ -155,7 +165,7 @@ class ToolParser(IncrementalParser):
             self._drop()
             if separator is None or not (yield from self._continues(separator.strip())):
                 break
-        close = self._format.close.strip()
+        close = self._closing
         if in_list:
             yield from self._expect("]")
             close = close.removeprefix("]")
@@ -164,12 +174,6 @@ class ToolParser(IncrementalParser):
             yield from self._take(close)
         else:
             yield from self._piece(close)
-
-    def _head(self, opener: str) -> Steps[None]:
-        """Read what opens a block after its marker, except for an `opener` of a list."""
-        head = self._format.open.removeprefix(self._format.markers[0]).strip()
-        if not self._lacks_close:
-            yield from self._piece(head.removesuffix(opener))
 
     def _piece(self, text: str) -> Steps[None]:
         """Read a piece of the format, which may be empty. Line breaks in it are optional."""
@@ -183,7 +187,7 @@ class ToolParser(IncrementalParser):
         if separator:
             return (yield from self._take(separator))
         begin = self._pos
-        found = yield from self._take(self._format.before)
+        found = yield from self._take(self._before)
         self._pos = begin
         return found
 
@@ -220,25 +224,28 @@ class ToolParser(IncrementalParser):
 
     def _named(self) -> Steps[None]:
         """Read a call in the format's fixed order."""
-        format = self._format
-        if format.is_object:
-            raise MalformedText
-        if not (yield from self._take(format.before)):
+        if isinstance(self._format.call, JsonObject) or not (yield from self._take(self._before)):
             raise MalformedText
         yield from self._peek()
         name, call_id = (yield from self._match(_NAME)), None
-        if format.id_as_name:
+        if self._format.id_as_name:
             if not (yield from self._take(":")):
                 raise MalformedText
             call_id = f"{name}:{yield from self._match(_DIGITS)}"
             name = name.removeprefix("functions.")
         name = self._known(name)
-        if "[CALL_ID]" in format.inner and (yield from self._take("[CALL_ID]")):
+        if "[CALL_ID]" in self._format.inner and (yield from self._take("[CALL_ID]")):
             yield from self._match(_ID)
-        yield from self._piece(format.between)
-        yield from self._named_arguments(name, call_id)
-        if format.after:
-            yield from self._expect(format.after.strip())
+        yield from self._piece(self._between)
+        calls_before = self._count
+        try:
+            yield from self._named_arguments(name, call_id)
+        except TextCutOff:
+            if self._count > calls_before:
+                self._text, self._pos = "", 0
+            raise
+        if self._after:
+            yield from self._expect(self._after.strip())
 
     def _named_arguments(self, name: str, call_id: str | None) -> Steps[None]:
         """Read the arguments of a call in the format's fixed order."""
@@ -300,8 +307,8 @@ class _PythonicParser(ToolParser):
     """Calls with Python keyword arguments, each of which is emitted when it is complete."""
 
     def _block(self) -> Steps[None]:
-        yield from self._head("")
-        separator, close = (self._format.separator or "").strip(), self._format.close.strip()
+        yield from self._piece(self._opening)
+        separator = (self._format.separator or "").strip()
         while True:
             yield from self._peek()
             self._is_closing = False
@@ -313,9 +320,9 @@ class _PythonicParser(ToolParser):
             yield from self._peek()
             if separator and not (yield from self._take(separator)):
                 break
-            if not separator and (yield from self._take(close)):
+            if not separator and (yield from self._take(self._closing)):
                 return
-        yield from self._expect(close)
+        yield from self._expect(self._closing)
 
     def _keywords(self, name: str) -> Steps[None]:
         """Read the arguments of a call after the opening parenthesis, and the closing one."""
@@ -366,9 +373,10 @@ class _PythonicParser(ToolParser):
 class _TaggedParser(ToolParser):
     """Calls with arguments between tags. Strings are emitted while they arrive, other values when they are complete."""
 
-    def __init__(self, format: ToolFormat, schemas: Schemas, hidden: Collection[str], limit: int | None) -> None:
-        assert format.tagged is not None
-        self._tags = tags = format.tagged
+    def __init__(
+        self, tags: Tagged, format: ToolFormat, schemas: Schemas, hidden: Collection[str], limit: int | None
+    ) -> None:
+        self._tags = tags
         line, _, _ = tags.between.strip().partition("\n")
         both = zip(line, tags.between_json or line, strict=False)
         self._key_end = "".join(one for one, _ in takewhile(lambda pair: pair[0] == pair[1], both))
@@ -387,35 +395,30 @@ class _TaggedParser(ToolParser):
     def _named_arguments(self, name: str, call_id: str | None) -> Steps[None]:
         schema, is_out = self._schemas[name], False
         unlike_keys = sorted((key for key in property_names(schema) if not self._key.fullmatch(key)), reverse=True)
-        try:
-            while (yield from self._opens_argument()):
-                key = yield from self._argument_name(unlike_keys)
-                is_text = yield from self._between()
-                types = property_types(schema, key)
-                if is_text is not None:
-                    types = TEXT if is_text else types - TEXT or types
-                if not is_out:
-                    self._begin(name, call_id)
-                self._show_arguments(f"{', ' if is_out else '{'}{json.dumps(key, ensure_ascii=False)}: ")
-                is_out = True
-                if types == TEXT:
-                    yield from self._text_value(self._value_end, self._half_value_end)
-                else:
-                    yield from self._typed_value(types)
-            yield from self._ends()
-        except TextCutOff:
-            if is_out:
-                self._pos = len(self._text)
-                self._drop()
-            raise
+        while True:
+            yield from self._peek()
+            if not (yield from self._take(self._tags.open)):
+                break
+            key = yield from self._argument_name(unlike_keys)
+            is_text = yield from self._read_between()
+            types = property_types(schema, key)
+            if is_text is not None:
+                types = TEXT if is_text else types - TEXT or types
+            if not is_out:
+                self._begin(name, call_id)
+            self._show_arguments(f"{', ' if is_out else '{'}{json.dumps(key, ensure_ascii=False)}: ")
+            is_out = True
+            if types == TEXT:
+                yield from self._text_value(self._value_end, self._half_value_end)
+            else:
+                yield from self._typed_value(types)
+        begin = self._pos
+        yield from self._expect((self._after or self._closing).strip())
+        self._pos = begin
         if not is_out:
             self._begin(name, call_id)
         self._show_arguments("}" if is_out else "{}")
         self._is_closing = True
-
-    def _opens_argument(self) -> Steps[bool]:
-        yield from self._peek()
-        return (yield from self._take(self._tags.open))
 
     def _argument_name(self, unlike_keys: Collection[str]) -> Steps[str]:
         """Read a key: one of the properties whose names contain what ends a key, or any other."""
@@ -425,13 +428,7 @@ class _TaggedParser(ToolParser):
                 return key
         return (yield from self._match(self._key))
 
-    def _ends(self) -> Steps[None]:
-        """Check that the call ends here."""
-        begin = self._pos
-        yield from self._expect((self._format.after or self._format.close).strip())
-        self._pos = begin
-
-    def _between(self) -> Steps[bool | None]:
+    def _read_between(self) -> Steps[bool | None]:
         """Read what is between key and value; returns whether the value is text, if that tells."""
         tags, is_text = self._tags, None
         if tags.between_json:
@@ -494,57 +491,54 @@ class _QuotedParser(ToolParser):
     """Calls with arguments that are like JSON, but for the quotes of strings, and keys without quotes. Strings are
     emitted while they arrive, other values when they are complete."""
 
-    def __init__(self, format: ToolFormat, schemas: Schemas, hidden: Collection[str], limit: int | None) -> None:
-        self._quote, self._half_quote = any_of((format.quote,)), beginning_of((format.quote,))
-        self._unquoted = re.compile(rf"(?:(?!{self._quote.pattern}).)*", re.DOTALL)
+    def __init__(
+        self, quote: str, format: ToolFormat, schemas: Schemas, hidden: Collection[str], limit: int | None
+    ) -> None:
+        self._quote = quote
+        self._quote_end, self._half_quote_end = any_of((quote,)), beginning_of((quote,))
+        self._unquoted = re.compile(rf"(?:(?!{re.escape(quote)}).)*", re.DOTALL)
         super().__init__(format, schemas, hidden, limit)
 
     def _named_arguments(self, name: str, call_id: str | None) -> Steps[None]:
         """Read the arguments after their opening brace, up to the closing one."""
         schema, closers, is_out, is_first = self._schemas[name], ["}"], False, True
         names = property_names(schema)
-        try:
-            while (first := (yield from self._peek())) != "}" or len(closers) > 1:
-                if first == closers[-1]:
-                    self._pos += 1
-                    self._show_arguments(closers.pop())
-                    self._drop()
-                    is_first = False
-                    continue
-                before, types = "", ANY_TYPE
-                if not is_first:
-                    yield from self._expect(",")
-                    before = ", "
-                if closers[-1] == "}":
-                    key = yield from self._key(names if len(closers) == 1 else ())
-                    types = property_types(schema, key) if len(closers) == 1 else ANY_TYPE
-                    before += f"{json.dumps(key, ensure_ascii=False)}: "
-                if not is_out:
-                    self._begin(name, call_id)
-                self._show_arguments(before if is_out else "{" + before)
-                is_out, is_first = True, False
+        while (first := (yield from self._peek())) != "}" or len(closers) > 1:
+            if first == closers[-1]:
+                self._pos += 1
+                self._show_arguments(closers.pop())
                 self._drop()
-                opener = yield from self._peek()
-                if opener in _CLOSERS:
-                    self._pos += 1
-                    closers.append(_CLOSERS[opener])
-                    self._show_arguments(opener)
-                    self._drop()
-                    is_first = True
-                elif (yield from self._take(self._format.quote)):
-                    self._drop()
-                    yield from self._text_value(self._quote, self._half_quote)
-                else:
-                    text = (yield from self._match(_BARE_VALUE)).strip()
-                    if not text:
-                        raise MalformedText
-                    self._show_arguments(json_of(text, types - TEXT or types))
-                    self._drop()
-        except TextCutOff:
-            if is_out:
-                self._pos = len(self._text)
+                is_first = False
+                continue
+            before, types = "", ANY_TYPE
+            if not is_first:
+                yield from self._expect(",")
+                before = ", "
+            if closers[-1] == "}":
+                key = yield from self._key(names if len(closers) == 1 else ())
+                types = property_types(schema, key) if len(closers) == 1 else ANY_TYPE
+                before += f"{json.dumps(key, ensure_ascii=False)}: "
+            if not is_out:
+                self._begin(name, call_id)
+            self._show_arguments(before if is_out else "{" + before)
+            is_out, is_first = True, False
+            self._drop()
+            opener = yield from self._peek()
+            if opener in _CLOSERS:
+                self._pos += 1
+                closers.append(_CLOSERS[opener])
+                self._show_arguments(opener)
                 self._drop()
-            raise
+                is_first = True
+            elif (yield from self._take(self._quote)):
+                self._drop()
+                yield from self._text_value(self._quote_end, self._half_quote_end)
+            else:
+                text = (yield from self._match(_BARE_VALUE)).strip()
+                if not text:
+                    raise MalformedText
+                self._show_arguments(json_of(text, types - TEXT or types))
+                self._drop()
         if not is_out:
             self._begin(name, call_id)
         self._show_arguments("}" if is_out else "{}")
@@ -553,9 +547,9 @@ class _QuotedParser(ToolParser):
     def _key(self, names: Collection[str]) -> Steps[str]:
         """Read a key, which may be in quotes, and the colon. `names` may contain what ends other keys."""
         yield from self._peek()
-        if (yield from self._take(self._format.quote)):
+        if (yield from self._take(self._quote)):
             key = yield from self._match(self._unquoted)
-            yield from self._expect(self._format.quote)
+            yield from self._expect(self._quote)
             yield from self._expect(":")
             return key
         for key in sorted((name for name in names if not _BARE_KEY.fullmatch(name)), reverse=True):

@@ -18,7 +18,7 @@ from quire.server.parsers.incremental import any_of
 from quire.server.parsers.quoted_grammar import QuotedGrammar
 from quire.server.parsers.reasoning import HARMONY_REASONING, ReasoningFormat
 from quire.server.parsers.text_grammar import pattern, quoted, selections, text_terminal
-from quire.server.parsers.tool_formats import HARMONY, TaggedArguments, ToolFormat
+from quire.server.parsers.tool_formats import HARMONY, JsonObject, Python, Quoted, Tagged, ToolFormat
 
 TokenId = Callable[[str], int | None]
 """The id of a marker that is one added token; None for plain text."""
@@ -111,7 +111,8 @@ class _GrammarText:
         self._calls: list[str] = []
         self._shared: set[str] = set()
         """Names of rules that are used several times."""
-        self._values = QuotedGrammar(format.quote, self.rules, self.literal)
+        if isinstance(format.call, Quoted):
+            self._values = QuotedGrammar(format.call.quote, self.rules, self.literal)
 
     def text_of(self, body: str, reasoning: ReasoningFormat | None, is_thinking: bool, budget: int | None) -> str:
         """The grammar of reasoning and then `body`."""
@@ -140,43 +141,30 @@ class _GrammarText:
         """Add the rules for a call of this function."""
         index, format = len(self._calls), self._format
         self._calls.append(f"call_{index}")
-        if self._as_json:
-            self.rules.append(f"call_{index}: %json {json.dumps(self._object(name, schema))}")
-            if format.separator is not None:
-                self.rules.append(f"more_{index}: {self.literal(format.separator)} call_{index}")
-            return
-        if format.python:
-            self.rules.append(f"args_{index}: {' | '.join(self._keywords(index, name, schema))}")
-        elif format.tagged is not None:
-            self.rules.append(f"args_{index}: {' | '.join(self._tagged(format.tagged, index, name, schema))}")
-        elif format.quote:
-            self.rules.append(f"args_{index}: {self._quoted(name, schema)}")
-        else:
-            self.rules.append(f"args_{index}: %json {json.dumps({'type': 'object', **schema})}")
-        self.rules.append(f"call_{index}: {self._head('', name)} args_{index} {self.literal(format.after)}")
-        if format.separator is not None:
-            head = self._head(format.separator, name)
-            self.rules.append(f"more_{index}: {head} args_{index} {self.literal(format.after)}")
-
-    def _head(self, separator: str, name: str) -> str:
-        """What precedes the arguments of a call: one literal, so that no other literal starts with a part of it."""
-        format = self._format
-        if format.id_as_name:
-            before = self.literal(f"{separator}{format.before}functions.{name}:")
-            return f"{before} NUMBER {self.literal(format.between)}"
-        return self.literal(f"{separator}{format.before}{name}{format.between}")
-
-    def _object(self, name: str, schema: dict[str, Any]) -> dict[str, Any]:
-        """The schema of a call, for formats in which it is an object."""
-        key, _, _ = self._format.between.removeprefix('", "').partition('"')
-        inner = {keyword: value for keyword, value in schema.items() if keyword not in _AT_THE_ROOT}
-        arguments = _moved({"type": "object", **inner}, f"/properties/{key}")
-        return {
-            "type": "object",
-            "properties": {"name": {"const": name}, key: arguments},
-            "required": ["name", key],
-            "additionalProperties": False,
-        }
+        match format.call:
+            case JsonObject(key) if self._as_json:
+                self.rules.append(f"call_{index}: %json {json.dumps(_object(name, key, schema))}")
+                if format.separator is not None:
+                    self.rules.append(f"more_{index}: {self.literal(format.separator)} call_{index}")
+                return
+            case Python():
+                arguments = " | ".join(self._keywords(index, name, schema))
+            case Tagged() as tags:
+                arguments = " | ".join(self._tagged(tags, index, name, schema))
+            case Quoted():
+                arguments = self._quoted(name, schema)
+            case _:
+                arguments = f"%json {json.dumps({'type': 'object', **schema})}"
+        self.rules.append(f"args_{index}: {arguments}")
+        before, between, after = format.call.around
+        for rule, separator in (("call", ""), ("more", format.separator)):
+            if separator is None:
+                continue
+            if format.id_as_name:
+                head = f"{self.literal(f'{separator}{before}functions.{name}:')} NUMBER {self.literal(between)}"
+            else:  # one literal, so that no other literal starts with a part of it
+                head = self.literal(f"{separator}{before}{name}{between}")
+            self.rules.append(f"{rule}_{index}: {head} args_{index} {self.literal(after)}")
 
     def add_blocks(self, several: bool) -> None:
         """`calls`: one or more blocks. `rest`: a block without its marker."""
@@ -185,8 +173,8 @@ class _GrammarText:
         if several and format.separator is not None:
             calls = "call more*"
             self.rules.append(f"more: {' | '.join(call.replace('call', 'more') for call in self._calls)}")
-        marker = format.markers[0] if format.open.startswith(format.markers[0]) else ""
-        rest = f"{self.literal(format.open.removeprefix(marker))} {calls} {self.literal(format.close)}"
+        marker, opening, closing = format.block
+        rest = f"{self.literal(opening)} {calls} {self.literal(closing)}"
         block = f"{self.literal(marker)} rest"
         again = f"({self.literal(format.gap + marker)} rest)*" if several and format.separator is None else ""
         self.rules += [f"call: {' | '.join(self._calls)}", f"rest: {rest}", f"calls: {block} {again}"]
@@ -200,7 +188,7 @@ class _GrammarText:
             return "(calls | PLAIN)?"
         if format.answer_open:
             return f"(calls | {self.literal(format.answer_open)} TEXT)"
-        block = f"{self.text_up_to('head', format.markers[0])} rest"
+        block = f"{self.text_up_to('head', format.block[0])} rest"
         return f"({block})* TEXT" if several else f"({block} | TEXT)"
 
     def text_up_to(self, name: str, marker: str) -> str:
@@ -234,7 +222,7 @@ class _GrammarText:
         except ValueError as error:
             raise InvalidParameter(f"tools: the parameters of {name}: {error}", "tools") from None
 
-    def _tagged(self, tags: TaggedArguments, index: int, name: str, schema: dict[str, Any]) -> Iterator[str]:
+    def _tagged(self, tags: Tagged, index: int, name: str, schema: dict[str, Any]) -> Iterator[str]:
         """Arguments between tags in the schema's order; any arguments if the schema says nothing about them."""
         is_open = schema.get("additionalProperties") in (None, True, {})
         if is_open and not schema.get("properties") and not schema.get("required"):
@@ -257,7 +245,7 @@ class _GrammarText:
             items.append((f"{opening} ({ways})", is_required))
         yield from selections(items, "")
 
-    def _tagged_value(self, tags: TaggedArguments, rule: str, schema: Any, root: dict[str, Any]) -> Iterator[str]:
+    def _tagged_value(self, tags: Tagged, rule: str, schema: Any, root: dict[str, Any]) -> Iterator[str]:
         """The ways to write a value, each from `between` to `close`: as text, as JSON."""
         types = types_of(schema, root)
         others = types - TEXT
@@ -273,7 +261,7 @@ class _GrammarText:
             self.rules.append(f"{rule}_json: %json {json.dumps(narrowed)}")
             yield f"{self.literal(tags.between_json or tags.between)} {rule}_json {self.literal(tags.close)}"
 
-    def _raw(self, rule: str, terminal: str, tags: TaggedArguments) -> str:
+    def _raw(self, rule: str, terminal: str, tags: Tagged) -> str:
         """Text that matches the terminal's expression, and the closing tag, either as tokens or as text."""
         close = tags.close.rstrip("\n")
         before, *tokens = self._split.split(close)
@@ -292,7 +280,7 @@ class _GrammarText:
 
 def _lax(schema: dict[str, Any], format: ToolFormat) -> dict[str, Any]:
     """The schema of a function whose arguments are not enforced."""
-    if not format.python:
+    if not isinstance(format.call, Python):
         return {"type": "object"}
     return {"type": "object", "properties": {key: {} for key in property_names(schema) if key.isidentifier()}}
 
@@ -312,6 +300,17 @@ def _properties(name: str, schema: dict[str, Any]) -> Iterator[tuple[str, Any, b
         if value is False and key not in required:
             continue
         yield key, {**value, **_shared_by(schema)} if isinstance(value, dict) else value, key in required
+
+
+def _object(name: str, key: str, schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a call that is an object."""
+    inner = {keyword: value for keyword, value in schema.items() if keyword not in _AT_THE_ROOT}
+    return {
+        "type": "object",
+        "properties": {"name": {"const": name}, key: _moved({"type": "object", **inner}, f"/properties/{key}")},
+        "required": ["name", key],
+        "additionalProperties": False,
+    }
 
 
 def _shared_by(schema: dict[str, Any]) -> dict[str, Any]:

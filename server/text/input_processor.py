@@ -20,6 +20,7 @@ from quire.engine.config.engine_config import ModelConfig
 from quire.engine.protocol.errors import ConfigError, InvalidParameter
 from quire.engine.protocol.sampling_params import SamplingParams, StructuredOutputs
 from quire.server.parsers.output_parser import OutputFormat
+from quire.server.parsers.tool_formats import Quoted, Tagged
 from quire.server.parsers.tool_grammar import GrammarTool, has_closing_token, thoughts_grammar, tool_grammar
 from quire.server.text import conversation
 from quire.server.text.chat_formats import ChatFormats
@@ -427,8 +428,8 @@ class InputProcessor:
         """Return the grammar for required or strict calls, or for calls or an answer with the schema `answer`."""
         assert output_format is not None
         assert output_format.tools is not None
-        tools, format = use.tools, output_format.tools
-        if format.tagged is not None or format.quote:  # each property has a grammar of its own
+        tools = use.tools
+        if isinstance(output_format.tools.call, Tagged | Quoted):  # each property has a grammar of its own
             tools = tuple(_checked(tool) if tool.strict or use.required else tool for tool in tools)
         grammar = tool_grammar(
             output_format.tools,

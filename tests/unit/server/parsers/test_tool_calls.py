@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from quire.server.parsers.argument_types import TEXT, property_types
 from quire.server.parsers.events import Content, Event, ToolCall
 from quire.server.parsers.tool_calls import tool_parser
-from quire.server.parsers.tool_formats import TOOL_FORMATS
+from quire.server.parsers.tool_formats import TOOL_FORMATS, Python, Tagged
 from tests.unit.server.parsers.samples import SCHEMAS, TWO_CALLS, joined
 
 BOTH = [("get_weather", {"city": "Bonn"}), ("now", {})]
@@ -64,7 +64,7 @@ def test_text_without_calls_is_content_and_not_held_back(format: str) -> None:
 @pytest.mark.parametrize("format", TWO_CALLS)
 def test_arguments_stream_before_they_are_complete(format: str) -> None:
     text = TWO_CALLS[format]
-    if TOOL_FORMATS[format].python:
+    if isinstance(TOOL_FORMATS[format].call, Python):
         text = text.replace("city=", "unit='c', city=")
     half = text[: text.index("Bonn") + 2]
     parser = tool_parser(TOOL_FORMATS[format], SCHEMAS)
@@ -72,7 +72,7 @@ def test_arguments_stream_before_they_are_complete(format: str) -> None:
     assert isinstance(first, ToolCall)
     assert (first.index, first.name, first.arguments) == (0, "get_weather", "")
     said = "".join(event.arguments for event in others if isinstance(event, ToolCall))
-    assert said == ('{"unit": "c"' if TOOL_FORMATS[format].python else '{"city": "Bo')
+    assert said == ('{"unit": "c"' if isinstance(TOOL_FORMATS[format].call, Python) else '{"city": "Bo')
 
 
 def test_ids_are_those_that_the_template_takes() -> None:
@@ -207,7 +207,7 @@ def test_what_is_read_does_not_depend_on_the_cuts(format: str, parts: list[str],
         assert content == text
 
 
-TAGGED = sorted(name for name, format in TOOL_FORMATS.items() if format.tagged)
+TAGGED = {name: format.call for name, format in sorted(TOOL_FORMATS.items()) if isinstance(format.call, Tagged)}
 OBJECT: dict[str, Any] = {
     "$ref": "#/$defs/base",
     "properties": {"list": {"type": "array"}, "any": {}, "text": {"type": "string"}},
@@ -216,14 +216,13 @@ OBJECT: dict[str, Any] = {
 
 
 def tagged_call(format: str, arguments: list[tuple[str, str]], schema: Mapping[str, Any] = OBJECT) -> str:
-    described = TOOL_FORMATS[format]
-    tags = described.tagged
-    assert tags is not None
-    call = f"{described.before}f{described.between}"
+    tags, (marker, opening, closing) = TAGGED[format], TOOL_FORMATS[format].block
+    before, between, after = tags.around
+    call = f"{before}f{between}"
     for key, value in arguments:
         is_text = property_types(schema, key) == TEXT
         call += tags.open + key + (tags.between if is_text else tags.between_json or tags.between) + value + tags.close
-    return described.open + call + described.after + described.close
+    return marker + opening + call + after + closing
 
 
 def read_tagged(format: str, text: str, cuts: list[int] | None = None, schema: Mapping[str, Any] = OBJECT) -> Any:
@@ -240,8 +239,7 @@ def read_tagged(format: str, text: str, cuts: list[int] | None = None, schema: M
 
 @pytest.mark.parametrize("format", TAGGED)
 def test_a_closing_tag_ends_a_value_but_not_in_a_string_of_json(format: str) -> None:
-    tags = TOOL_FORMATS[format].tagged
-    assert tags is not None
+    tags = TAGGED[format]
     close, opener = tags.close.strip(), tags.open
     for written in ([close], {"a": f"{close}{opener}list", "b": f'"{close}'}, [[], "\\", close]):
         value = json.dumps(written, ensure_ascii=False)
@@ -264,8 +262,7 @@ def test_a_string_of_json_that_is_not_closed_ends_with_the_value(format: str, va
 @pytest.mark.parametrize("piece", ["[1, ", '["a", ', '"', "</", "\n", "CLOSE", 'CLOSE OPEN[\\"', '"CLOSE'])
 def test_a_long_value_is_read_once(format: str, piece: str) -> None:
     """Counted in characters that are searched, when it comes in pieces of a few."""
-    tags = TOOL_FORMATS[format].tagged
-    assert tags is not None
+    tags = TAGGED[format]
     opening = f"{tags.open}any{tags.between_json or tags.between}"
     piece = piece.replace("CLOSE", tags.close).replace("OPEN", opening)
     text = tagged_call(format, [("list", '["' + piece * (40_000 // len(piece))), ("any", "1")])
@@ -294,10 +291,9 @@ def test_a_long_value_is_read_once(format: str, piece: str) -> None:
     assert count < 20 * len(text)
 
 
-@given(st.sampled_from(TAGGED), st.data(), st.lists(st.integers(0, 10_000), max_size=8))
+@given(st.sampled_from(sorted(TAGGED)), st.data(), st.lists(st.integers(0, 10_000), max_size=8))
 def test_tagged_values_do_not_depend_on_the_cuts(format: str, data: st.DataObject, cuts: list[int]) -> None:
-    tags = TOOL_FORMATS[format].tagged
-    assert tags is not None
+    tags = TAGGED[format]
     pieces = ['"', "\\", "\n", " ", "[", "]", "{", "a", "<", "</", tags.close.strip(), tags.open, "list"]
     values = st.lists(st.sampled_from(pieces), max_size=10).map("".join)
     keys = st.sampled_from(["list", "any", "text", "count"])

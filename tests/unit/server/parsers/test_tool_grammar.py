@@ -13,7 +13,7 @@ from quire.engine.protocol.errors import InvalidParameter
 from quire.server.parsers.argument_types import ANY_TYPE, property_types
 from quire.server.parsers.reasoning import REASONING_FORMATS, ReasoningFormat
 from quire.server.parsers.tool_calls import tool_parser
-from quire.server.parsers.tool_formats import TOOL_FORMATS
+from quire.server.parsers.tool_formats import TOOL_FORMATS, Python, Quoted, Tagged
 from quire.server.parsers.tool_grammar import GrammarTool, has_closing_token, thoughts_grammar, tool_grammar
 from quire.server.text.structured_outputs import _checked_grammar
 from tests.fakes.tokenizers import byte_level
@@ -78,7 +78,7 @@ def verdict(kind: str, grammar: str, text: str) -> str:
 def wrong(format: str, text: str) -> list[str]:
     """The same calls with arguments that break the schema."""
     others = [text.replace("city", "town")]
-    if TOOL_FORMATS[format].tagged is None and not TOOL_FORMATS[format].quote:
+    if not isinstance(TOOL_FORMATS[format].call, Tagged | Quoted):
         others.append(text.replace("Bonn", 'Bonn", unit="k').replace('", unit=', '", "unit": '))
     return others
 
@@ -109,7 +109,7 @@ def test_strict_tools_beside_free_text(format: str, kind: str) -> None:
     if not TOOL_FORMATS[format].bare:
         assert verdict(kind, rules, f"Let me see.\n{text}") == "yes"
         assert verdict(kind, rules, f"Let me see.\n{wrong(format, text)[0]}") == "no"
-    if not TOOL_FORMATS[format].python:
+    if not isinstance(TOOL_FORMATS[format].call, Python):
         lax = (GrammarTool("get_weather", TOOLS[0].parameters), TOOLS[1])
         assert verdict(kind, grammar(format, kind, lax, required=False), wrong(format, text)[0]) == "yes"
 
@@ -386,7 +386,9 @@ TREE: dict[str, object] = {
     ],
 )
 def test_quoted_arguments_follow_the_schema(format: str, call: str, key: str, good: list[str], bad: list[str]) -> None:
-    quote = TOOL_FORMATS[format].quote
+    tool_format = TOOL_FORMATS[format]
+    assert isinstance(tool_format.call, Quoted)
+    quote = tool_format.call.quote
     rules = {kind: grammar(format, kind, (GrammarTool("f", TREE),), several=False) for kind in ("text", "special")}
     for kind in rules:
         _checked_grammar(rules[kind])  # raises where it would be refused
@@ -395,7 +397,7 @@ def test_quoted_arguments_follow_the_schema(format: str, call: str, key: str, go
             assert verdict(kind, rules[kind], written) == ("yes" if value in good else "no"), (kind, value)
     for value in good:
         written = call.format(key=key, value=value.replace('"', quote))
-        _, _, ((_, said),) = joined(tool_parser(TOOL_FORMATS[format], {"f": TREE}).feed(written))
+        _, _, ((_, said),) = joined(tool_parser(tool_format, {"f": TREE}).feed(written))
         assert [*json.loads(said)] == [key]
 
 
