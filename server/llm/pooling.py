@@ -34,7 +34,7 @@ async def _pool(
 ) -> tuple[list[float], dict[str, Any]]:
     """Return a prompt's vector, and the common fields of results."""
     processor, (given, salt) = frontend.admit(task), split_salt(prompt)
-    (ids,) = await processor.process_embeddings({"prompt": given}, rendering, vectors)
+    (ids,) = await processor.pooled.process_embeddings({"prompt": given}, rendering, vectors)
     request_id = request_id or uuid.uuid4().hex
     with frontend.embed(request_id, [ids], integer(priority, "priority"), salt) as embedding:
         (output,) = await embedding.vectors()
@@ -98,7 +98,7 @@ async def score(
     for texts, param in ((data_1, "data_1"), (data_2, "data_2")):
         if not all(isinstance(text, str) for text in texts):
             raise InvalidParameter(f"{param}: only texts can be scored", param)
-    given = await processor.process_pairs(data_1, data_2, rendering, ("data_1", "data_2"))
+    given = await processor.pooled.process_pairs(data_1, data_2, rendering, ("data_1", "data_2"))
     request_id = request_id or uuid.uuid4().hex
     priority = integer(priority, "priority")
     with frontend.embed(request_id, given.prompts, priority, None, given.second_segments) as embedding:

@@ -98,7 +98,7 @@ class InputsBody(PoolingBody):
 
     async def process_here(self, admit: Admit) -> list[list[int]]:
         processor = admit(self.check_fields())
-        return await processor.process_embeddings(self.inputs(), self.rendering(), self.vectors())
+        return await processor.pooled.process_embeddings(self.inputs(), self.rendering(), self.vectors())
 
 
 class ClassificationRequest(InputsBody):

@@ -66,7 +66,7 @@ class ScoreRequest(PoolingBody):
 
     async def process_here(self, admit: Admit) -> ScoreInput:
         processor = admit(self.check_fields())
-        return await processor.process_pairs(self.text_1, self.text_2, self.rendering(), self._given_names)
+        return await processor.pooled.process_pairs(self.text_1, self.text_2, self.rendering(), self._given_names)
 
 
 class RerankDocument(RequestModel):
@@ -109,7 +109,7 @@ class RerankRequest(PoolingBody):
     async def process_here(self, admit: Admit) -> _Ranking:
         processor = admit(self.check_fields())
         texts = [each if isinstance(each, str) else each.text for each in self.documents]
-        given = await processor.process_pairs(self.query, texts, self.rendering(), ("query", "documents"))
+        given = await processor.pooled.process_pairs(self.query, texts, self.rendering(), ("query", "documents"))
         return _Ranking(given, None if self.return_documents is False else texts)
 
 

@@ -6,12 +6,11 @@ import asyncio
 import itertools
 import json
 import logging
-import operator
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -25,36 +24,25 @@ from quire.server.parsers.tool_grammar import GrammarTool, has_closing_token, th
 from quire.server.text import conversation
 from quire.server.text.chat_formats import ChatFormats
 from quire.server.text.chat_template import ChatTemplate, ChatTemplates
-from quire.server.text.conversation import CHAT_NAMES, ChatTemplateOptions, ParamNames
-from quire.server.text.embedding_output import VectorOptions
+from quire.server.text.conversation import CHAT_NAMES, ParamNames
 from quire.server.text.inputs import (
     ChatInput,
     ContextLengthExceeded,
-    EmbeddingOptions,
     GenerationInput,
     Processed,
     Prompt,
     RequestOptions,
-    ScoreInput,
     TruncationSide,
 )
+from quire.server.text.pooling_processor import PoolingProcessor
+from quire.server.text.prompt_tokenizer import SHORT, PromptTokenizer, run_in_thread, truncated
 from quire.server.text.structured_outputs import SizeCheck, StructuredOutputCheck, about, checked_schema
 from quire.server.text.tokenizer import Tokenizer
 from quire.server.text.tools import ToolUse
 
-T = TypeVar("T")
-
 logger = logging.getLogger(__name__)
 
 _DEFAULT_OPTIONS = RequestOptions()
-_SHORT = 2048
-"""Characters and token ids that are processed on the event loop. More are processed in a thread, so that other streams
-do not wait.
-"""
-MAX_PROMPT_TOKENS = 2**21
-"""Tokens of all prompts or inputs of a request. A single prompt may have as many as the model allows."""
-MAX_PAIR_CHARACTERS = 2**24
-"""Characters of all pairs of texts to score, if a common text is tokenized with each of the others."""
 _MAX_IGNORED = 256
 """Ignored fields that are logged; clients choose their names."""
 _INDEX = re.compile(r"\[[0-9]+\]")
@@ -85,11 +73,12 @@ class InputProcessor:
         self.reasoning_format = formats.reasoning_format(source)
         self.max_model_len = model.max_model_len
         self.pooling = model.pooling
-        self._pair_template: ChatTemplate | None = None
-        """The template of pairs of texts, if the user has given one: a model's own is for chats."""
-        if templates is not None and formats.chat_template is not None and model.pooling is not None:
-            self._pair_template = templates.choose(has_tools=False)
-        self._has_token_types = isinstance(arch := model.architecture, EncoderSpec) and arch.token_types > 1
+        self._prompts = PromptTokenizer(tokenizer, model)
+        self._pooled: PoolingProcessor | None = None
+        if model.pooling is not None:
+            template = templates.choose(has_tools=False) if templates and formats.chat_template is not None else None
+            has_types = isinstance(arch := model.architecture, EncoderSpec) and arch.token_types > 1
+            self._pooled = PoolingProcessor(self._prompts, model.pooling, template, has_types)
         self.sampling_defaults = model.sampling_defaults
         self._max_output_tokens = model.max_output_tokens
         self._templates = templates
@@ -113,6 +102,12 @@ class InputProcessor:
         if unread and not isinstance(structured, SizeCheck):  # otherwise the process that asks does so
             logger.warning("--default-chat-template-kwargs: no chat template of the model reads %s", ", ".join(unread))
         return InputProcessor(tokenizer, templates, model, formats, structured)
+
+    @property
+    def pooled(self) -> PoolingProcessor:
+        """Processes requests to a model that pools."""
+        assert self._pooled is not None
+        return self._pooled
 
     def close(self) -> None:
         """Stop the process that compiles grammars."""
@@ -158,15 +153,16 @@ class InputProcessor:
     ) -> GenerationInput:
         """Process texts and token ids to continue. With `add_special_tokens`, texts get the tokenizer's."""
         params = await self._validate(params, options.param_names)
-        last, side = self._num_kept(options.truncate_prompt_tokens, params.max_tokens), options.truncation_side
+        last = self._prompts.num_kept(options.truncate_prompt_tokens, params.max_tokens or 1)
+        side = options.truncation_side
         max_tokens = params.max_tokens if options.reject_long_output else None
 
         def tokenize() -> list[list[int]]:
             tokenized, total = [], 0
             for prompt in prompts:
-                ids = self._token_ids(prompt, "prompt", last, add_special_tokens, side)
+                ids = self._prompts.token_ids(prompt, "prompt", last, add_special_tokens, side)
                 tokenized.append(self._fit(ids, "prompt", last, max_tokens, side))
-                total = self._add_tokens(total, tokenized[-1], "prompt")
+                total = self._prompts.add_tokens(total, tokenized[-1], "prompt")
             return tokenized
 
         tokenized = await run_in_thread(sum(map(len, prompts)), tokenize)
@@ -195,7 +191,8 @@ class InputProcessor:
                 names.thinking_budget,
             )
         params = await self._validate(params, names)
-        last, side = self._num_kept(options.truncate_prompt_tokens, params.max_tokens), options.truncation_side
+        last = self._prompts.num_kept(options.truncate_prompt_tokens, params.max_tokens or 1)
+        side = options.truncation_side
         max_tokens = params.max_tokens if options.reject_long_output else None
         prompt = await run_in_thread(
             _length(chat.messages, chat.tools),
@@ -270,7 +267,7 @@ class InputProcessor:
                     f"logprob_token_ids: at most {self._max_logprobs} are allowed (--max-logprobs), got {len(scored)}",
                     "logprob_token_ids",
                 )
-            self._check_ids(scored, "logprob_token_ids")
+            self._prompts.check_ids(scored, "logprob_token_ids")
             counts["logprobs"] = len(scored)
         given = (params.stop_token_ids, params.logit_bias, params.allowed_token_ids or (), *params.bad_words)
         params = msgspec.structs.replace(
@@ -286,17 +283,6 @@ class InputProcessor:
         if (most := self._max_output_tokens) is not None:
             params.max_tokens = most if params.max_tokens is None else min(params.max_tokens, most)
         return params
-
-    def _num_kept(self, truncate: int | None, max_tokens: int | None) -> int | None:
-        """Resolve `truncate_prompt_tokens` to a number of prompt tokens; None: all of them."""
-        if truncate == -1:
-            return max(1, self.max_model_len - max(1, max_tokens or 1))
-        if truncate is not None and not 1 <= truncate <= self.max_model_len:
-            raise InvalidParameter(
-                f"truncate_prompt_tokens must be -1 or from 1 to {self.max_model_len}, got {truncate}",
-                "truncate_prompt_tokens",
-            )
-        return truncate
 
     def _render(
         self,
@@ -329,44 +315,8 @@ class InputProcessor:
             self.ignore([names.reasoning_effort])
         text = conversation.render(template, chat.messages, chat.tools, chat.template, chat.tool_use is not None, names)
         if is_limited:
-            text = self._cut(text, names.messages, last, side)
+            text = self._prompts.cut(text, names.messages, last, side)
         return self.tokenizer.encode(text, add_special_tokens=chat.template.add_special_tokens)
-
-    def _most_characters(self, last: int | None) -> int | None:
-        """Return the number of characters of a text that is truncated to `last` tokens which are tokenized as in the
-        whole text; None: all of them.
-        """
-        longest = self.tokenizer.max_characters
-        return None if last is None or longest is None else 2 * longest * (last + 1)
-
-    def _cut(self, text: str, param: str, last: int | None, side: TruncationSide = "left") -> str:
-        """Return the part of a text that its `last` tokens may represent; rejects a text that is certainly too long, or
-        has what is no character.
-        """
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            message = f"{param}: the text contains an unpaired surrogate, which is not a character"
-            raise InvalidParameter(message, param) from None
-        longest = self.tokenizer.max_characters
-        if longest is None:
-            return text
-        if last is not None and (kept := self._most_characters(last)) is not None:
-            return text[-kept:] if side == "left" else text[:kept]
-        if (least := len(text) // longest) > self.max_model_len:
-            raise ContextLengthExceeded(
-                f"this model's maximum context length is {self.max_model_len} tokens, output included, but the "
-                f"prompt has at least {least}",
-                param,
-            )
-        return text
-
-    def _add_tokens(self, total: int, ids: Sequence[int], param: str) -> int:
-        """Count a prompt; rejects too many tokens in one request."""
-        total += len(ids)
-        if total > (most := max(MAX_PROMPT_TOKENS, self.max_model_len)):
-            raise InvalidParameter(f"{param}: more than {most} tokens in one request; send several requests", param)
-        return total
 
     def _fit(
         self, ids: list[int], param: str, last: int | None, max_tokens: int | None, side: TruncationSide
@@ -375,7 +325,7 @@ class InputProcessor:
         output.
         """
         if last is not None:
-            ids = ids[-last:] if side == "left" else ids[:last]
+            ids = truncated(ids, last, side)
         if not ids:
             raise InvalidParameter(f"{param} must not be empty: there is no token to continue from", param)
         if len(ids) >= self.max_model_len:
@@ -390,7 +340,7 @@ class InputProcessor:
                 f"{len(ids)} and the output (max_tokens) {max_tokens}, {len(ids) + max_tokens} in total",
                 param,
             )
-        self._check_ids(ids, param)
+        self._prompts.check_ids(ids, param)
         return ids
 
     def _output_format(self, chat: ChatInput, prompt: Sequence[int]) -> OutputFormat | None:
@@ -449,9 +399,9 @@ class InputProcessor:
 
         Rejects unknown ids, and bad words that exclude every allowed token.
         """
-        self._check_ids(params.stop_token_ids, "stop_token_ids")
-        self._check_ids(params.logit_bias, "logit_bias")
-        self._check_ids(params.allowed_token_ids or (), "allowed_token_ids")
+        self._prompts.check_ids(params.stop_token_ids, "stop_token_ids")
+        self._prompts.check_ids(params.logit_bias, "logit_bias")
+        self._prompts.check_ids(params.allowed_token_ids or (), "allowed_token_ids")
         params.stop_token_ids = [*dict.fromkeys(params.stop_token_ids)]
         if params.allowed_token_ids is not None:
             params.allowed_token_ids = [*dict.fromkeys(params.allowed_token_ids)]
@@ -470,26 +420,8 @@ class InputProcessor:
         text = word.strip()
         first, spaced = (self.tokenizer.encode(each, add_special_tokens=False) for each in (text, f" {text}"))
         both = [first, spaced] if len(spaced) == len(first) and spaced[0] != first[0] else [first]
-        self._check_ids([*itertools.chain(*both)], "bad_words")
+        self._prompts.check_ids([*itertools.chain(*both)], "bad_words")
         return [ids for ids in both if ids]
-
-    def _check_ids(self, ids: Collection[int], param: str) -> None:
-        """Reject ids outside of the model's vocabulary; a tokenizer may have more tokens than its model."""
-        if ids and not 0 <= min(ids) <= max(ids) < self._vocab_size:
-            bad = next(i for i in ids if not 0 <= i < self._vocab_size)
-            raise InvalidParameter(
-                f"{param}: token id {bad} is not in the model's vocabulary (0 to {self._vocab_size - 1})", param
-            )
-
-    def _token_ids(
-        self, prompt: Prompt, param: str, last: int | None, add_special_tokens: bool, side: TruncationSide = "left"
-    ) -> list[int]:
-        if isinstance(prompt, str):
-            return self.tokenizer.encode(self._cut(prompt, param, last, side), add_special_tokens=add_special_tokens)
-        try:
-            return [operator.index(token_id) for token_id in prompt]
-        except TypeError:
-            raise InvalidParameter(f"{param}: token ids must be integers", param) from None
 
     # --- tokens -------------------------------------------------------------------------------------------------
 
@@ -497,11 +429,11 @@ class InputProcessor:
         self, chat: ChatInput, truncate: int | None, max_tokens: int | None, side: TruncationSide = "left"
     ) -> list[int]:
         """Return a conversation's token ids as `process_chat` does, without a length limit."""
-        last = self._num_kept(truncate, max_tokens)
+        last = self._prompts.num_kept(truncate, max(1, max_tokens or 1))
         ids = await run_in_thread(
             _length(chat.messages, chat.tools), lambda: self._render(chat, last, side, is_limited=False)
         )
-        return ids if last is None else ids[-last:] if side == "left" else ids[:last]
+        return ids if last is None else truncated(ids, last, side)
 
     async def tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return a text's token ids, without a length limit."""
@@ -515,205 +447,14 @@ class InputProcessor:
 
     async def detokenize(self, token_ids: list[int], param: str) -> str:
         """Return the text of token ids, including special tokens; rejects ids that the model does not have."""
-        self._check_ids(token_ids, param)
+        self._prompts.check_ids(token_ids, param)
         return await asyncio.to_thread(self.tokenizer.decode, token_ids, skip_special_tokens=False)
-
-    # --- pooling ------------------------------------------------------------------------------------------------
-
-    async def process_embeddings(
-        self, inputs: Mapping[str, Prompt], options: EmbeddingOptions, vectors: VectorOptions
-    ) -> list[list[int]]:
-        """Return the token ids of texts and token ids to embed or classify, by their names for error messages.
-
-        Requires a model that pools, whose vectors must support `vectors`.
-        """
-        assert self.pooling is not None
-        vectors.check(self.pooling)
-        prefix = self._embedding_prefix(options.prompt_name)
-
-        def render() -> list[list[int]]:
-            rendered, total = [], 0
-            for param, given in inputs.items():
-                rendered.append(self._embedding_ids(given, prefix, options, param))
-                total = self._add_tokens(total, rendered[-1], param.partition("[")[0])
-            return rendered
-
-        return await run_in_thread(sum(len(given) + len(prefix) for given in inputs.values()), render)
-
-    async def process_pairs(
-        self, first: str | Sequence[str], second: str | Sequence[str], options: EmbeddingOptions, names: tuple[str, str]
-    ) -> ScoreInput:
-        """Process pairs of texts to score: each of `first` with its counterpart, or a single one with all of `second`.
-
-        `names` are those of both for error messages. Requires a model that supports the task.
-        """
-        assert self.pooling is not None
-        firsts, seconds = ([given] if isinstance(given, str) else given for given in (first, second))
-        for given, name in zip((firsts, seconds), names, strict=True):
-            if not given:
-                raise InvalidParameter(f"{name} must not be empty: there is nothing to score", name)
-        if len(firsts) not in (1, len(seconds)):
-            raise InvalidParameter(
-                f"{names[0]}: {len(firsts)} texts for {len(seconds)} in {names[1]}; send one, or as many", names[0]
-            )
-        first_names, second_names = (
-            [name] if isinstance(given, str) else [f"{name}[{at}]" for at in range(len(given))]
-            for given, name in zip((first, second), names, strict=True)
-        )
-        if options.max_document_tokens is not None:
-            longest = options.max_document_tokens
-            named = [*zip(seconds, second_names, strict=True)]
-            seconds = await run_in_thread(
-                sum(map(len, seconds)),
-                lambda: [
-                    self.tokenizer.shortened(self._cut(text, name, longest, "right"), longest) for text, name in named
-                ],
-            )
-        if self.pooling.classes is None:
-            texts = dict(zip((*first_names, *second_names), (*firsts, *seconds), strict=True))
-            prompts = await self.process_embeddings(texts, options, VectorOptions())
-            count = len(firsts)
-            return ScoreInput(
-                prompts=prompts, compared=[(at if count > 1 else 0, count + at) for at in range(len(seconds))]
-            )
-        size = sum(map(len, (*firsts, *seconds)))
-        joins_ids = self._pair_template is None and not self.pooling.classes.joins_texts
-        if not joins_ids:  # a common first text is tokenized with each second one
-            most = self._most_characters(self._limit(options))
-            lengths = [[len(text[:most]) for text in texts] for texts in (firsts, seconds)]
-            size = sum(map(sum, lengths)) + lengths[0][0] * (len(seconds) - len(firsts))
-            if size > MAX_PAIR_CHARACTERS:
-                raise InvalidParameter(
-                    f"{names[1]}: {len(seconds)} pairs of texts have {size} characters, and at most "
-                    f"{MAX_PAIR_CHARACTERS} are allowed in one request; send several requests, or shorter texts",
-                    names[1],
-                )
-
-        def render() -> ScoreInput:
-            rendered, starts, total = [], [], 0
-            for at, (text, name) in enumerate(zip(seconds, second_names, strict=True)):
-                if at < len(firsts):
-                    other, other_name = firsts[at], first_names[at]
-                    other_ids = self._plain_ids(other, other_name, options) if joins_ids else []
-                if joins_ids:
-                    ids, start = self.tokenizer.join_pair(
-                        other_ids,
-                        self._plain_ids(text, name, options),
-                        self._limit(options),
-                        add_special_tokens=options.add_special_tokens,
-                        side=options.truncation_side,
-                    )
-                else:
-                    ids, start = self._rendered_pair(other, text, options, (other_name, name)), 0
-                if len(ids) > self.max_model_len:  # perhaps because of the first text alone
-                    self._check_length(other_ids or self._plain_ids(other, other_name, options), other_name)
-                self._check_length(ids, name)
-                rendered.append(ids)
-                starts.append(start if self._has_token_types else 0)
-                total = self._add_tokens(total, ids, names[1])
-            return ScoreInput(prompts=rendered, second_segments=starts)
-
-        return await run_in_thread(size, render)
-
-    def _plain_ids(self, text: str, name: str, options: EmbeddingOptions) -> list[int]:
-        """The token ids of a text of a pair, without special tokens."""
-        text = self._cut(text, name, self._limit(options), options.truncation_side)
-        return self.tokenizer.encode(text, add_special_tokens=False)
-
-    def _rendered_pair(self, first: str, second: str, options: EmbeddingOptions, names: tuple[str, str]) -> list[int]:
-        """The token ids of a pair that is tokenized as one text."""
-        limit, side, specials = self._limit(options), options.truncation_side, options.add_special_tokens
-        first, second = self._cut(first, names[0], limit, side), self._cut(second, names[1], limit, side)
-        if self._pair_template is not None:
-            return self._pair_from_template(self._pair_template, first, second, limit, options)
-        if limit is None:
-            return self.tokenizer.encode(first + second, add_special_tokens=specials)
-        return self.tokenizer.encode_within(first + second, limit, add_special_tokens=specials, side=side)
-
-    def _pair_from_template(
-        self, template: ChatTemplate, first: str, second: str, limit: int | None, options: EmbeddingOptions
-    ) -> list[int]:
-        """The template's text. Truncation shortens the second text, so that the template's end stays."""
-        while True:
-            messages = [{"role": "query", "content": first}, {"role": "document", "content": second}]
-            text = conversation.render(template, messages, (), ChatTemplateOptions(), may_call=False)
-            ids = self.tokenizer.encode(text, add_special_tokens=options.add_special_tokens)
-            if limit is None or len(ids) <= limit or not second:
-                return ids
-            count = len(self.tokenizer.encode(second, add_special_tokens=False))
-            shorter = self.tokenizer.shortened(second, max(0, count - (len(ids) - limit)), options.truncation_side)
-            second = shorter if len(shorter) < len(second) else ""
-
-    def _limit(self, options: EmbeddingOptions) -> int | None:
-        """Resolve `EmbeddingOptions.truncate` to a number of tokens; None: nothing is truncated."""
-        limit = options.truncate
-        if limit is not None and limit != -1 and not 1 <= limit <= self.max_model_len:
-            raise InvalidParameter(
-                f"truncate_prompt_tokens must be -1 or from 1 to {self.max_model_len}, got {limit}",
-                "truncate_prompt_tokens",
-            )
-        return self.max_model_len if limit == -1 else limit
-
-    def _check_length(self, ids: list[int], param: str) -> None:
-        """Reject a prompt to pool that is empty or too long, or has unknown tokens."""
-        if not ids:
-            raise InvalidParameter(f"{param} has no tokens: there is nothing to {self._verb}", param)
-        if len(ids) > self.max_model_len:
-            raise ContextLengthExceeded(
-                f"this model's maximum context length is {self.max_model_len} tokens, but {param} has {len(ids)}; "
-                "shorten it, or send truncate_prompt_tokens: -1 to truncate it",
-                param,
-            )
-        self._check_ids(ids, param)
-
-    @property
-    def _verb(self) -> str:
-        return "embed" if self.pooling is None or self.pooling.classes is None else "classify"
-
-    def _embedding_ids(self, given: Prompt, prefix: str, options: EmbeddingOptions, param: str) -> list[int]:
-        assert self.pooling is not None
-        limit, side = self._limit(options), options.truncation_side
-        if not given:
-            raise InvalidParameter(f"{param} must not be empty: there is nothing to {self._verb}", param)
-        if isinstance(given, str):
-            text = (prefix + given).lower() if self.pooling.lower_case else prefix + given
-            text, specials = self._cut(text, param, limit, side), options.add_special_tokens
-            if limit is None:
-                ids = self.tokenizer.encode(text, add_special_tokens=specials)
-            else:
-                ids = self.tokenizer.encode_within(text, limit=limit, add_special_tokens=specials, side=side)
-        else:
-            ids = self._token_ids(given, param, None, False)
-            ids = ids if limit is None else ids[:limit] if side == "right" else ids[-limit:]
-        self._check_length(ids, param)
-        return ids
-
-    def _embedding_prefix(self, name: str | None) -> str:
-        """Return the text to put before each embedded text."""
-        assert self.pooling is not None
-        prompts, chosen = self.pooling.prompts, self.pooling.default_prompt if name is None else name
-        if chosen is None:
-            return ""
-        if chosen not in prompts:
-            known = f"it has {', '.join(prompts)}" if prompts else "it has none"
-            raise InvalidParameter(f"prompt_name: this model has no prompt {chosen!r}; {known}", "prompt_name")
-        if prompts[chosen] and not self.pooling.include_prompt:
-            raise InvalidParameter(
-                "prompt_name: this model excludes prompts from pooling (include_prompt false), which is not supported",
-                "prompt_name",
-            )
-        return prompts[chosen]
-
-
-async def run_in_thread(size: int, work: Callable[[], T]) -> T:
-    """Return the result of work on so many characters or tokens: in a thread, unless there are few."""
-    return work() if size <= _SHORT else await asyncio.to_thread(work)
 
 
 def _length(*values: Any) -> int:
     """The number of characters and items in these values; stops counting when there are many."""
     count, ahead = 0, [*values]
-    while ahead and count <= _SHORT:
+    while ahead and count <= SHORT:
         match ahead.pop():
             case str(text):
                 count += len(text)

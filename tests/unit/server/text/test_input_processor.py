@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from quire.engine.config.engine_config import EngineConfig
-from quire.server.text import input_processor
+from quire.server.text.prompt_tokenizer import SHORT
 from tests.fakes.api_server import Server, run_server
 from tests.unit.server.openai.test_embeddings import embedding
 
@@ -94,7 +94,7 @@ async def test_other_streams_go_on(watch: Watch, server: Server, path: str, body
     assert response.status_code == (200 if size else 400), (
         response.text
     )  # some are certainly too long: nothing is encoded
-    assert watch.on_loop <= input_processor._SHORT
+    assert watch.on_loop <= SHORT
     assert watch.top_level_fields >= size
     assert size > CUT or watch.top_level_fields == size
 
