@@ -34,9 +34,10 @@ from quire.server.text.inputs import (
     RequestOptions,
     TruncationSide,
 )
+from quire.server.text.json_schema import checked_schema
 from quire.server.text.pooling_processor import PoolingProcessor
 from quire.server.text.prompt_tokenizer import SHORT, PromptTokenizer, run_in_thread, truncated
-from quire.server.text.structured_outputs import SizeCheck, StructuredOutputCheck, about, checked_schema
+from quire.server.text.structured_outputs import SizeCheck, StructuredOutputCheck, about
 from quire.server.text.tokenizer import Tokenizer
 from quire.server.text.tools import ToolUse
 

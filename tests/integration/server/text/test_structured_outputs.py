@@ -22,7 +22,7 @@ from quire.engine.config.engine_config import EngineConfig
 from quire.engine.protocol.errors import InvalidParameter
 from quire.engine.scheduler.grammar import GrammarCompiler, GrammarError
 from quire.server.llm import AsyncLLM
-from quire.server.text import structured_outputs
+from quire.server.text import json_schema, structured_outputs
 from quire.server.text.structured_outputs import StructuredOutputCheck
 from tests.fakes.api_server import Server
 from tests.fakes.configs import TINY, engine_config
@@ -145,9 +145,9 @@ MALFORMED: list[tuple[Any, str]] = [
     ({"type": "text"}, "type"),
     ({"type": "string", "minLength": -1}, "minLength"),
     ({"type": "integer", "minimum": "3"}, "minimum"),
-    (nested(structured_outputs.MAX_SCHEMA_DEPTH + 1), "deep"),
-    ({"const": "x" * structured_outputs.MAX_SCHEMA_BYTES}, "bytes"),
-    (" " * (structured_outputs.MAX_SCHEMA_BYTES + 1), "characters"),
+    (nested(json_schema.MAX_SCHEMA_DEPTH + 1), "deep"),
+    ({"const": "x" * json_schema.MAX_SCHEMA_BYTES}, "bytes"),
+    (" " * (json_schema.MAX_SCHEMA_BYTES + 1), "characters"),
 ]
 
 
@@ -174,7 +174,7 @@ def test_what_cannot_be_enforced_is_refused_by_name(checker: StructuredOutputChe
         ({"grammar": "start: foo"}, "foo"),
         ({"grammar": "start: start"}, "first token"),
         ({"grammar": "start: <|nowhere|>"}, "special token"),
-        ({"grammar": "x" * (structured_outputs.MAX_SCHEMA_BYTES + 1)}, "grammar"),
+        ({"grammar": "x" * (json_schema.MAX_SCHEMA_BYTES + 1)}, "grammar"),
         ({"grammar": 'start: "a" %json {"uniqueItems": true}'}, "uniqueItems"),
         ({"grammar": "start: %json {"}, "%json"),
         ({"grammar": 'start: a\na[temperature=0.5]: "a"'}, "temperature"),
@@ -292,7 +292,7 @@ def test_references_cost_no_more_each_where_there_are_many(kind: str) -> None:
         earlier = sys.getprofile()
         sys.setprofile(note)
         try:
-            checked = structured_outputs.checked_schema(schema)
+            checked = json_schema.checked_schema(schema)
         finally:
             sys.setprofile(earlier)
         assert len(json.dumps(checked)) < 3 * len(json.dumps(schema)) + 200
