@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import re
 
-from quire.server.parsers.events import Content, Reasoning, ToolCall
+from quire.server.parsers.events import Content, Reasoning
 from quire.server.parsers.incremental import (
-    IncrementalParser,
     MalformedText,
     Steps,
     TextCutOff,
     any_of,
     beginning_of,
 )
-from quire.server.parsers.tool_calls import Schemas
+from quire.server.parsers.tool_calls import Schemas, ToolParser
 from quire.server.parsers.tool_formats import HARMONY, HARMONY_MARKERS
 
 _BODY = "<|message|>"
@@ -28,14 +27,14 @@ _ENDS = (*_END_ONLY, "<|start|>", "<|channel|>")
 """What ends the text of a message: an end, or the header of the next message."""
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
-_ANY = any_of(HARMONY_MARKERS)
-_END = any_of(_ENDS)
-_HALF = beginning_of(HARMONY_MARKERS)
+_ANY = any_of(*HARMONY_MARKERS)
+_END = any_of(*_ENDS)
+_HALF = beginning_of(*HARMONY_MARKERS)
 _MAX_HEADER = 512
 """Characters of a header with its <|message|>, and of white space before it; a longer text is not one."""
 
 
-class HarmonyParser(IncrementalParser):
+class HarmonyParser(ToolParser):
     """Splits the messages of an answer into reasoning, content and calls. Text without a header is content.
 
     Messages of the same kind are separated by a line break.
@@ -43,14 +42,11 @@ class HarmonyParser(IncrementalParser):
 
     def __init__(self, schemas: Schemas, limit: int | None) -> None:
         """`limit`: maximum number of calls to emit."""
-        self._schemas = schemas
-        self._limit = limit
-        self._count = 0
         self._shown: set[type[Content | Reasoning]] = set()
         """The kinds of text that have been emitted."""
         self._is_new = False
         """Nothing of the current message has been emitted."""
-        super().__init__()
+        super().__init__(HARMONY, schemas, (), limit)
 
     def _run(self) -> Steps[None]:
         is_first = True
@@ -62,7 +58,7 @@ class HarmonyParser(IncrementalParser):
                 kind = Reasoning if channel is not None and channel[1] == "analysis" else Content
                 self._is_new = True
                 if recipient is not None and recipient[1] in self._schemas:
-                    yield from self._call(recipient[1])
+                    yield from self._arguments_of(recipient[1])
                 yield from self._body(kind)
             except TextCutOff:
                 yield
@@ -97,16 +93,13 @@ class HarmonyParser(IncrementalParser):
                 return ""
             yield
 
-    def _call(self, name: str) -> Steps[None]:
+    def _arguments_of(self, name: str) -> Steps[None]:
         """Read the arguments of a call."""
         if (yield from self._peek()) != "{":
             self._pos = 0
             return
-        self._drop()
-        self._count += 1
-        self._emit_call(ToolCall(self._count - 1, "", HARMONY.new_id(), name))
         try:
-            yield from self._nested(lambda text: self._emit_call(ToolCall(self._count - 1, text)))
+            yield from self._arguments(name)
             yield from self._peek()
             self._drop()
         except TextCutOff:
@@ -134,7 +127,3 @@ class HarmonyParser(IncrementalParser):
             self._events.append(kind(text))
             self._shown.add(kind)
             self._is_new = False
-
-    def _emit_call(self, piece: ToolCall) -> None:
-        if self._limit is None or piece.index < self._limit:
-            self._events.append(piece)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
 from functools import lru_cache
 from typing import TypeVar
 
-from quire.server.parsers.events import Event
+from quire.server.parsers.events import Content, Event, Reasoning
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
@@ -20,7 +20,7 @@ _STRUCTURE = re.compile(r'["{}\[\]]')
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _SCALAR = re.compile(r"[-+.\w]*")
 _SPACE = re.compile(r"\s*")
-_CLOSER = {"{": "}", "[": "]"}
+CLOSERS = {"{": "}", "[": "]"}
 _MAX_NAME = 256
 """Maximum number of characters of a key or name; longer ones are invalid."""
 _MAX_DELIMITER = 64
@@ -70,6 +70,12 @@ class IncrementalParser(ABC):
     def _drop(self) -> None:
         """Discard what has been read."""
         self._text, self._pos = self._text[self._pos :], 0
+
+    def _emit_text(self, length: int, kind: type[Content | Reasoning] = Content) -> None:
+        """Emit the first characters of the text."""
+        if length:
+            self._events.append(kind(self._text[:length]))
+            self._text = self._text[length:]
 
     def _more(self) -> Steps[None]:
         if self._ended:
@@ -151,7 +157,7 @@ class IncrementalParser(ABC):
                     case '"':
                         in_string = not in_string
                     case "{" | "[" as opener:
-                        closers.append(_CLOSER[opener])
+                        closers.append(CLOSERS[opener])
                     case "}" | "]" as closer if not closers or closers.pop() != closer:
                         self._pos -= 1
                         self._show(show)
@@ -180,25 +186,17 @@ def decoded(text: str) -> object:
         raise MalformedText from None
 
 
-def any_of(markers: Iterable[str]) -> re.Pattern[str]:
-    """A pattern for the first of the markers. If one marker is a prefix of another, the longer one matches."""
-    return _any_of(tuple(markers))
-
-
-def beginning_of(markers: Iterable[str]) -> re.Pattern[str]:
-    """A pattern for the start of a marker at the end of a text."""
-    return _beginning_of(tuple(markers))
-
-
 @lru_cache(maxsize=256)
-def _any_of(markers: tuple[str, ...]) -> re.Pattern[str]:
+def any_of(*markers: str) -> re.Pattern[str]:
+    """A pattern for the first of the markers. If one marker is a prefix of another, the longer one matches."""
     return re.compile("|".join(map(re.escape, sorted(markers, key=len, reverse=True))) or r"(?!)")
 
 
 @lru_cache(maxsize=256)
-def _beginning_of(markers: tuple[str, ...]) -> re.Pattern[str]:
+def beginning_of(*markers: str) -> re.Pattern[str]:
+    """A pattern for the start of a marker at the end of a text."""
     beginnings = {marker[:n] for marker in markers for n in range(1, len(marker))}
-    return re.compile(f"(?:{any_of(beginnings).pattern})\\Z")
+    return re.compile(f"(?:{any_of(*beginnings).pattern})\\Z")
 
 
 def space_before(text: str, end: int) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from quire.server.parsers.argument_types import TEXT, type_of, types_of
-from quire.server.parsers.text_grammar import branches, listed, quoted, selections, text_terminal
+from quire.server.parsers.text_grammar import branches, listed, narrowed, quoted, selections, text_terminal
 
 _ANY = "any_value"
 _SCALARS = frozenset({"number", "boolean", "null"})
@@ -73,9 +73,7 @@ class QuotedGrammar:
         if "string" in types and (text := text_terminal(schema, root, self._quote, frozenset())) is not None:
             yield self._text(name, text)
         if scalars := types & _SCALARS:
-            shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
-            narrowed = {**shared, "allOf": [schema, {"type": sorted(scalars)}]}
-            self._rules.append(f"{name}_scalar: %json {json.dumps(narrowed)}")
+            self._rules.append(f"{name}_scalar: %json {json.dumps(narrowed(schema, root, scalars))}")
             yield f"{name}_scalar"
         free = [branch for branch in found if listed(branch) is None]
         if "object" in types:

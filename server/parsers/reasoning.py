@@ -102,7 +102,7 @@ class ReasoningParser(IncrementalParser):
             if self._format.answer:
                 yield from self._answer(*self._format.answer)
         while True:
-            self._emit_text(Content, len(self._text))
+            self._emit_text(len(self._text))
             yield
 
     def _opens(self) -> Steps[bool]:
@@ -127,20 +127,15 @@ class ReasoningParser(IncrementalParser):
 
     def _up_to(self, kind: type[Content | Reasoning], markers: tuple[str, ...], kept: tuple[str, ...]) -> Steps[None]:
         """Emit the text up to the first marker, and discard the marker unless it is to be kept."""
-        whole, half = any_of(markers), beginning_of(markers)
+        whole, half = any_of(*markers), beginning_of(*markers)
         while (found := whole.search(self._text)) is None:
             if self._ended:
-                self._emit_text(kind, len(self._text))
+                self._emit_text(len(self._text), kind)
                 return
             begun = half.search(self._text, max(0, len(self._text) - max(map(len, markers))))
             end = begun.start() if begun else len(self._text)
-            self._emit_text(kind, end - space_before(self._text, end))
+            self._emit_text(end - space_before(self._text, end), kind)
             yield
         space = space_before(self._text, found.start())
-        self._emit_text(kind, found.start() - space)
+        self._emit_text(found.start() - space, kind)
         self._pos = space + (0 if found[0] in kept else len(found[0]))
-
-    def _emit_text(self, kind: type[Content | Reasoning], length: int) -> None:
-        if length:
-            self._events.append(kind(self._text[:length]))
-            self._text = self._text[length:]

@@ -55,6 +55,16 @@ def text_terminal(schema: Any, root: Mapping[str, Any], end: str, others: frozen
     return " | ".join(values) or None
 
 
+def definitions(root: Mapping[str, Any]) -> dict[str, Any]:
+    """What references in a part of the schema `root` refer to."""
+    return {key: root[key] for key in ("$defs", "definitions") if key in root}
+
+
+def narrowed(schema: Any, root: Mapping[str, Any], types: frozenset[str]) -> dict[str, Any]:
+    """The schema of the values of these types that a schema allows."""
+    return {**definitions(root), "allOf": [schema, {"type": sorted(types)}]}
+
+
 def quoted(text: str) -> str:
     """A literal."""
     return json.dumps(text, ensure_ascii=False)

@@ -23,8 +23,9 @@ from quire.server.parsers.argument_types import (
     property_names,
     property_types,
 )
-from quire.server.parsers.events import Content, ToolCall
+from quire.server.parsers.events import ToolCall
 from quire.server.parsers.incremental import (
+    CLOSERS,
     IncrementalParser,
     MalformedText,
     Steps,
@@ -46,7 +47,6 @@ _ARGUMENTS = ("arguments", "parameters")
 _PYTHON = re.compile(r"""["'()\[\]{},]""")
 _BARE_KEY = re.compile(r"[^:,{}\[\]]*")
 _BARE_VALUE = re.compile(r"[^,{}\[\]]*")
-_CLOSERS = {"{": "}", "[": "]"}
 _IN_QUOTES = {quote: re.compile(rf"{quote}|\\.", re.DOTALL) for quote in "'\""}
 
 
@@ -81,7 +81,7 @@ class ToolParser(IncrementalParser):
         self._opening, self._closing = opening.strip(), closing.strip()
         self._before, self._between, self._after = format.call.around
         markers = (*format.markers, *hidden)
-        self._marker, self._half_marker, self._hidden_marker = any_of(markers), beginning_of(markers), any_of(hidden)
+        self._marker, self._half_marker, self._hidden_marker = any_of(*markers), beginning_of(*markers), any_of(*hidden)
         self._longest = max(map(len, markers), default=0)
         self._count = 0
         self._is_closing = False
@@ -296,12 +296,6 @@ class ToolParser(IncrementalParser):
             raise MalformedText
         return name
 
-    def _emit_text(self, length: int) -> None:
-        """Emit the first characters as content."""
-        if length:
-            self._events.append(Content(self._text[:length]))
-            self._text = self._text[length:]
-
 
 class _PythonicParser(ToolParser):
     """Calls with Python keyword arguments, each of which is emitted when it is complete."""
@@ -383,8 +377,8 @@ class _TaggedParser(ToolParser):
         self._key = re.compile(rf"(?:(?!{re.escape(self._key_end)})[^\n])*")
         closer = tags.close.strip()
         closers = (closer, f"\n{closer}") if tags.close.startswith("\n") else (closer,)
-        self._value_end = any_of(closers)
-        self._half_value_end = beginning_of(closers)
+        self._value_end = any_of(*closers)
+        self._half_value_end = beginning_of(*closers)
         self._longest_end = max(map(len, closers))
         self._end_or_quote = re.compile(rf'"|{self._value_end.pattern}')
         self._end_in_string = re.compile(rf'"|\\.|{self._value_end.pattern}|\n', re.DOTALL)
@@ -495,7 +489,7 @@ class _QuotedParser(ToolParser):
         self, quote: str, format: ToolFormat, schemas: Schemas, hidden: Collection[str], limit: int | None
     ) -> None:
         self._quote = quote
-        self._quote_end, self._half_quote_end = any_of((quote,)), beginning_of((quote,))
+        self._quote_end, self._half_quote_end = any_of(quote), beginning_of(quote)
         self._unquoted = re.compile(rf"(?:(?!{re.escape(quote)}).)*", re.DOTALL)
         super().__init__(format, schemas, hidden, limit)
 
@@ -524,9 +518,9 @@ class _QuotedParser(ToolParser):
             is_out, is_first = True, False
             self._drop()
             opener = yield from self._peek()
-            if opener in _CLOSERS:
+            if opener in CLOSERS:
                 self._pos += 1
-                closers.append(_CLOSERS[opener])
+                closers.append(CLOSERS[opener])
                 self._show_arguments(opener)
                 self._drop()
                 is_first = True

@@ -17,7 +17,7 @@ from quire.server.parsers.argument_types import TEXT, property_names, types_of
 from quire.server.parsers.incremental import any_of
 from quire.server.parsers.quoted_grammar import QuotedGrammar
 from quire.server.parsers.reasoning import HARMONY_REASONING, ReasoningFormat
-from quire.server.parsers.text_grammar import pattern, quoted, selections, text_terminal
+from quire.server.parsers.text_grammar import definitions, narrowed, pattern, quoted, selections, text_terminal
 from quire.server.parsers.tool_formats import HARMONY, JsonObject, Python, Quoted, Tagged, ToolFormat
 
 TokenId = Callable[[str], int | None]
@@ -107,7 +107,7 @@ class _GrammarText:
         self._as_json = as_json
         markers = (*format.all_markers, *(reasoning.all_markers if reasoning else ()))
         self._tokens = {marker: token for marker in markers if (token := token_id(marker)) is not None}
-        self._split = re.compile(f"({any_of(self._tokens).pattern})")
+        self._split = re.compile(f"({any_of(*self._tokens).pattern})")
         self._calls: list[str] = []
         self._shared: set[str] = set()
         """Names of rules that are used several times."""
@@ -257,8 +257,8 @@ class _GrammarText:
             if not tags.between_json:
                 others &= _NESTED
         if others:
-            narrowed = schema if types == others else {**_shared_by(root), "allOf": [schema, {"type": sorted(others)}]}
-            self.rules.append(f"{rule}_json: %json {json.dumps(narrowed)}")
+            held = schema if types == others else narrowed(schema, root, others)
+            self.rules.append(f"{rule}_json: %json {json.dumps(held)}")
             yield f"{self.literal(tags.between_json or tags.between)} {rule}_json {self.literal(tags.close)}"
 
     def _raw(self, rule: str, terminal: str, tags: Tagged) -> str:
@@ -299,7 +299,7 @@ def _properties(name: str, schema: dict[str, Any]) -> Iterator[tuple[str, Any, b
     for key, value in properties.items():
         if value is False and key not in required:
             continue
-        yield key, {**value, **_shared_by(schema)} if isinstance(value, dict) else value, key in required
+        yield key, {**value, **definitions(schema)} if isinstance(value, dict) else value, key in required
 
 
 def _object(name: str, key: str, schema: dict[str, Any]) -> dict[str, Any]:
@@ -311,10 +311,6 @@ def _object(name: str, key: str, schema: dict[str, Any]) -> dict[str, Any]:
         "required": ["name", key],
         "additionalProperties": False,
     }
-
-
-def _shared_by(schema: dict[str, Any]) -> dict[str, Any]:
-    return {key: schema[key] for key in ("$defs", "definitions") if key in schema}
 
 
 def _moved(schema: Any, path: str) -> Any:
