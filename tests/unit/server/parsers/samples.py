@@ -74,6 +74,11 @@ TWO_CALLS = {
 """get_weather in Bonn, and now, in every format."""
 
 
+def cut(text: str, cuts: list[int]) -> list[str]:
+    ends = sorted({at % (len(text) + 1) for at in cuts})
+    return [text[begin:end] for begin, end in zip([0, *ends], [*ends, len(text)], strict=True)]
+
+
 def joined(events: list[Event]) -> tuple[str, str, list[tuple[str, str]]]:
     """Content, reasoning, and the name and arguments of each call; the pieces of calls must be in order."""
     content = "".join(event.text for event in events if isinstance(event, Content))

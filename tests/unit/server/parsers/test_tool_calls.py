@@ -15,7 +15,7 @@ from quire.server.parsers.argument_types import TEXT, property_types
 from quire.server.parsers.events import Content, Event, ToolCall
 from quire.server.parsers.tool_calls import tool_parser
 from quire.server.parsers.tool_formats import TOOL_FORMATS, Python, Tagged
-from tests.unit.server.parsers.samples import SCHEMAS, TWO_CALLS, joined
+from tests.unit.server.parsers.samples import SCHEMAS, TWO_CALLS, cut, joined
 
 BOTH = [("get_weather", {"city": "Bonn"}), ("now", {})]
 
@@ -33,21 +33,14 @@ def read(format: str, text: str) -> tuple[str, list[tuple[str, str]]]:
     return content, calls
 
 
-def cut(text: str, cuts: list[int]) -> list[str]:
-    ends = sorted({at % (len(text) + 1) for at in cuts})
-    return [text[begin:end] for begin, end in zip([0, *ends], [*ends, len(text)], strict=True)]
-
-
 @pytest.mark.parametrize("format", TWO_CALLS)
-def test_two_calls(format: str) -> None:
-    content, calls = read(format, TWO_CALLS[format])
-    assert (content, [(name, json.loads(arguments)) for name, arguments in calls]) == ("", BOTH)
-
-
-@pytest.mark.parametrize("format", [name for name in TWO_CALLS if TOOL_FORMATS[name].bare == ""])
-def test_text_around_calls_is_content(format: str) -> None:
-    content, calls = read(format, f"I look it up.\n\n{TWO_CALLS[format]}\nDone.")
-    assert (content, len(calls)) == ("I look it up.\nDone.", 2)
+def test_two_calls_and_text_around_them(format: str) -> None:
+    texts = {TWO_CALLS[format]: ""}
+    if not TOOL_FORMATS[format].bare:
+        texts[f"I look it up.\n\n{TWO_CALLS[format]}\nDone."] = "I look it up.\nDone."
+    for text, said in texts.items():
+        content, calls = read(format, text)
+        assert (content, [(name, json.loads(arguments)) for name, arguments in calls]) == (said, BOTH)
 
 
 @pytest.mark.parametrize("format", TWO_CALLS)
@@ -112,10 +105,7 @@ OTHER_WAYS = [
     ("pythonic", "[ now( a = 1 , ) , now( ) ]", "", ['{"a": 1}', "{}"]),
 ]  # fmt: skip
 
-
-@pytest.mark.parametrize(("format", "text", "content", "arguments"), OTHER_WAYS)
-def test_what_models_also_write(format: str, text: str, content: str, arguments: list[str]) -> None:
-    assert read(format, text) == (content, [("now", said) for said in arguments])
+"""What models also write: format, text, content and arguments of the calls."""
 
 
 NO_CALLS = [
@@ -148,11 +138,7 @@ NO_CALLS = [
     ("pythonic", "["),
 ]
 
-
-@pytest.mark.parametrize(("format", "text"), NO_CALLS)
-def test_what_is_no_call_stays_content(format: str, text: str) -> None:
-    assert read(format, text) == (text, [])
-    assert read(format, f"{text} \n")[0] == f"{text} \n"
+"""What is no call stays content."""
 
 
 BROKEN = [
@@ -168,9 +154,18 @@ BROKEN = [
     ("pythonic", "[now(), unknown()]", ", unknown()]", ["{}"]),
 ]
 
+"""A call that has begun ends where it breaks."""
 
-@pytest.mark.parametrize(("format", "text", "content", "arguments"), BROKEN)
-def test_a_call_that_has_begun_ends_where_it_breaks(format: str, text: str, content: str, arguments: list[str]) -> None:
+
+@pytest.mark.parametrize(
+    ("format", "text", "content", "arguments"),
+    [
+        *OTHER_WAYS,
+        *((format, text + space, text + space, []) for format, text in NO_CALLS for space in ("", " \n")),
+        *BROKEN,
+    ],
+)
+def test_content_and_calls_are_told_apart(format: str, text: str, content: str, arguments: list[str]) -> None:
     assert read(format, text) == (content, [("now", said) for said in arguments])
 
 
@@ -186,9 +181,7 @@ def test_hidden_markers_vanish_where_they_open_no_call() -> None:
 ALL_MARKERS = [marker for format in TOOL_FORMATS.values() for marker in format.all_markers]
 pieces = st.lists(
     st.one_of(
-        st.sampled_from(
-            [*TWO_CALLS.values(), *(text for _, text, *_ in OTHER_WAYS + BROKEN), " \n", "\n\nok", "{", "["]
-        ),
+        st.sampled_from([*TWO_CALLS.values(), *(text for _, text, *_ in OTHER_WAYS + BROKEN), " \n", "\n\nok", *"{["]),
         st.sampled_from(ALL_MARKERS),
         st.text('<>[]{}"\\,:() nowx=1', max_size=8),
     ),
@@ -197,7 +190,7 @@ pieces = st.lists(
 
 
 @given(st.sampled_from(sorted(TWO_CALLS)), pieces, st.lists(st.integers(0, 10_000), max_size=12))
-@settings(max_examples=300)  # of 26 formats
+@settings(max_examples=300)
 def test_what_is_read_does_not_depend_on_the_cuts(format: str, parts: list[str], cuts: list[int]) -> None:
     text = "".join(parts)
     content, calls = read(format, text)
@@ -303,13 +296,9 @@ def test_tagged_values_do_not_depend_on_the_cuts(format: str, data: st.DataObjec
 
 
 @pytest.mark.parametrize("format", TAGGED)
-def test_types_stand_behind_references_too(format: str) -> None:
+def test_properties_stand_behind_references_and_may_have_delimiters(format: str) -> None:
     text = tagged_call(format, [("count", "5"), ("name", "5")])
     assert read_tagged(format, text) == ("", ['{"count": 5, "name": "5"}'])
-
-
-@pytest.mark.parametrize("format", TAGGED)
-def test_names_of_properties_may_have_delimiters(format: str) -> None:
     names = ["a>b", 'a">', 'a"b', "a<b", "a>b>c", "a=b", "a\nb", "a", "a</arg_key>b"]
     schema = {"allOf": [{"properties": {name: {"type": "integer"} for name in names}}]}
     text = tagged_call(format, [(name, "1") for name in names], schema)

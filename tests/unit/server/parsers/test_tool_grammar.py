@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from typing import Any
 
 import llguidance
 import pytest
@@ -37,23 +39,10 @@ def tokenizers(kind: str) -> tuple[Tokenizer, llguidance.LLTokenizer]:
     return tokenizer, llguidance.LLTokenizer(tokenizer.to_str(), eos_token=2)
 
 
-def grammar(
-    format: str, kind: str, tools: tuple[GrammarTool, ...] = TOOLS, required: bool = True, several: bool = True
-) -> str:
+def grammar(format: str, kind: str, tools: Sequence[GrammarTool] = TOOLS, **options: Any) -> str:
     tokenizer, _ = tokenizers(kind)
-    return tool_grammar(TOOL_FORMATS[format], tools, tokenizer.token_to_id, required=required, several=several)
-
-
-def thinking(format: str, kind: str, required: bool, is_thinking: bool) -> str:
-    return tool_grammar(
-        TOOL_FORMATS[format],
-        TOOLS,
-        tokenizers(kind)[0].token_to_id,
-        required=required,
-        several=True,
-        reasoning=THINK,
-        is_thinking=is_thinking,
-    )
+    options = {"required": True, "several": True} | options
+    return tool_grammar(TOOL_FORMATS[format], tools, tokenizer.token_to_id, **options)
 
 
 @lru_cache
@@ -75,6 +64,13 @@ def verdict(kind: str, grammar: str, text: str) -> str:
     return "yes" if matcher.is_accepting() else "begun"
 
 
+def check(kind: str, grammar: str, good: Iterable[str] = (), bad: Iterable[str] = ()) -> None:
+    """Assert that these texts may be the answer, and those not."""
+    for texts, expected in ((good, "yes"), (bad, "no")):
+        for text in texts:
+            assert verdict(kind, grammar, text) == expected, text
+
+
 def wrong(format: str, text: str) -> list[str]:
     """The same calls with arguments that break the schema."""
     others = [text.replace("city", "town")]
@@ -86,46 +82,33 @@ def wrong(format: str, text: str) -> list[str]:
 @FORMATS
 def test_required_calls_are_calls_with_valid_arguments(format: str, kind: str) -> None:
     text, rules = TWO_CALLS[format], grammar(format, kind)
-    assert verdict(kind, rules, text) == "yes"
-    for other in (*wrong(format, text), "Hello", f"So {text}", text.replace("get_weather", "get_time")):
-        assert verdict(kind, rules, other) == "no"
+    check(kind, rules, [text], [*wrong(format, text), "Hello", f"So {text}", text.replace("get_weather", "get_time")])
     assert verdict(kind, rules, "") == "begun"
-
-
-@FORMATS
-def test_one_call_is_one(format: str, kind: str) -> None:
-    text = TWO_CALLS[format]
-    assert verdict(kind, grammar(format, kind, several=False), text) == "no"
-    assert verdict(kind, grammar(format, kind, TOOLS[:1], several=False), text) == "no"
+    for tools in (TOOLS, TOOLS[:1]):
+        check(kind, grammar(format, kind, tools, several=False), bad=[text])
 
 
 @FORMATS
 def test_strict_tools_beside_free_text(format: str, kind: str) -> None:
     text, rules = TWO_CALLS[format], grammar(format, kind, required=False)
-    for good in (text, "Hello, you.", ""):
-        assert verdict(kind, rules, good) == "yes"
-    for bad in wrong(format, text):
-        assert verdict(kind, rules, bad) == "no"
+    check(kind, rules, [text, "Hello, you.", ""], wrong(format, text))
     if not TOOL_FORMATS[format].bare:
-        assert verdict(kind, rules, f"Let me see.\n{text}") == "yes"
-        assert verdict(kind, rules, f"Let me see.\n{wrong(format, text)[0]}") == "no"
+        check(kind, rules, [f"Let me see.\n{text}"], [f"Let me see.\n{wrong(format, text)[0]}"])
     if not isinstance(TOOL_FORMATS[format].call, Python):
         lax = (GrammarTool("get_weather", TOOLS[0].parameters), TOOLS[1])
-        assert verdict(kind, grammar(format, kind, lax, required=False), wrong(format, text)[0]) == "yes"
+        check(kind, grammar(format, kind, lax, required=False), wrong(format, text)[:1])
 
 
 @FORMATS
 @pytest.mark.parametrize("required", [True, False])
 def test_thoughts_go_before_calls(format: str, kind: str, required: bool) -> None:
     text = TWO_CALLS[format]
-    rules = thinking(format, kind, required, is_thinking=True)
-    assert verdict(kind, rules, f"I think\n</think>\n\n{text}") == "yes"
-    assert verdict(kind, rules, f"I think\n</think>\n\n{wrong(format, text)[0]}") == "no"
+    bad = wrong(format, text)[0]
+    rules = grammar(format, kind, required=required, reasoning=THINK, is_thinking=True)
+    check(kind, rules, [f"I think\n</think>\n\n{text}"], [f"I think\n</think>\n\n{bad}"])
     assert verdict(kind, rules, "I think") == "begun"
-    rules = thinking(format, kind, required, is_thinking=False)
-    for good in (text, f"<think>\nI think\n</think>\n\n{text}"):
-        assert verdict(kind, rules, good) == "yes"
-    assert verdict(kind, rules, f"<think></think>{wrong(format, text)[0]}") == "no"
+    rules = grammar(format, kind, required=required, reasoning=THINK)
+    check(kind, rules, [text, f"<think>\nI think\n</think>\n\n{text}"], [f"<think></think>{bad}"])
 
 
 ANSWER = {
@@ -148,36 +131,18 @@ ANSWER = {
 def test_calls_or_an_answer_of_a_schema(
     format: str, kind: str, several: bool, reasoning: ReasoningFormat | None
 ) -> None:
-    rules = tool_grammar(
-        TOOL_FORMATS[format],
-        TOOLS,
-        tokenizers(kind)[0].token_to_id,
-        required=False,
-        several=several,
-        answer=ANSWER,
-        reasoning=reasoning,
-    )
-    for good in (
-        '{"city": "Bonn"}',
-        '{"city":"Bonn","name":"get_weather","count":3}',
-        '{\n  "city": "x", "next": {"city": "y", "next": null}}',
-    ):
-        assert verdict(kind, rules, good) == "yes"
+    rules = grammar(format, kind, required=False, several=several, answer=ANSWER, reasoning=reasoning)
+    text, nested = TWO_CALLS[format], '{\n  "city": "x", "next": {"city": "y", "next": null}}'
+    for good in ('{"city": "Bonn"}', '{"city":"Bonn","name":"get_weather","count":3}', nested):
+        check(kind, rules, [good])
         assert verdict(kind, rules, f"<think>hm</think>{good}") == ("yes" if reasoning else "no")
-    for bad in (
-        '{"town": "Bonn"}',
-        '{"city": 1}',
-        '{"city": "x", "count": "y"}',
-        '{"city": "x", "next": {}}',
-        "Hello",
-        "[]",
-    ):
-        assert verdict(kind, rules, bad) == "no"
+    check(
+        kind, rules, bad=['{"town": "Bonn"}', '{"city": 1}', '{"city": "x", "count": "y"}', '{"city": "x", "next": {}}']
+    )
+    check(kind, rules, bad=["Hello", "[]", *wrong(format, text), f"Hello {text}", f'{text}{{"city": "Bonn"}}'])
+    check(kind, rules, bad=[f'{{"city": "Bonn"}}{text}'])
     assert verdict(kind, rules, "") == "begun"
-    text = TWO_CALLS[format]
     assert verdict(kind, rules, text) == ("yes" if several else "no")
-    for bad in (*wrong(format, text), f"Hello {text}", f'{text}{{"city": "Bonn"}}', f'{{"city": "Bonn"}}{text}'):
-        assert verdict(kind, rules, bad) == "no"
 
 
 def test_references_of_a_tool_lead_to_the_same_beside_an_answer() -> None:
@@ -195,29 +160,12 @@ def test_references_of_a_tool_lead_to_the_same_beside_an_answer() -> None:
         "additionalProperties": {"items": {"$ref": "#/$defs/a~1b"}, "type": "array"},
         "$defs": {"a/b": {"type": "integer"}},
     }
-    rules = tool_grammar(
-        TOOL_FORMATS["llama3_json"],
-        [GrammarTool("f", tree, strict=True)],
-        tokenizers("text")[0].token_to_id,
-        required=False,
-        several=False,
-        answer=ANSWER,
-    )
-
+    tools = [GrammarTool("f", tree, strict=True)]
+    rules = grammar("llama3_json", "text", tools, required=False, several=False, answer=ANSWER)
     _checked_grammar(rules)  # raises where it would be refused
-
-    def says(arguments: str) -> str:
-        return verdict("text", rules, f'{{"name": "f", "parameters": {arguments}}}')
-
-    for good in (
-        '{"left": {"left": null, "value": 1}}',
-        '{"value": 1, "again": 2}',
-        '{"$ref": {"$ref": "#"}}',
-        '{"x": [1]}',
-    ):
-        assert says(good) == "yes"
-    for bad in ('{"left": {"value": "x"}}', '{"value": 1, "again": "x"}', '{"x": ["y"]}', '{"left": {"name": "f"}}'):
-        assert says(bad) == "no"
+    good = ['{"left": {"left": null, "value": 1}}', '{"value": 1, "again": 2}', '{"$ref": {"$ref": "#"}}', '{"x": [1]}']
+    bad = ['{"left": {"value": "x"}}', '{"value": 1, "again": "x"}', '{"x": ["y"]}', '{"left": {"name": "f"}}']
+    check("text", rules, *([f'{{"name": "f", "parameters": {each}}}' for each in texts] for texts in (good, bad)))
 
 
 def test_keyword_arguments_in_any_selection() -> None:
@@ -227,13 +175,11 @@ def test_keyword_arguments_in_any_selection() -> None:
         "$defs": {"n": {"type": "integer"}},
     }
     rules = grammar("pythonic", "text", (GrammarTool("f", schema),))
-    for good in ("[f(c=1)]", "[f(a=1, c=[])]", '[f(b=true, c="x", d=null)]', "[f(a=2, b=false, c=1, d=null)]"):
-        assert verdict("text", rules, good) == "yes"
-    for bad in ("[f()]", "[f(a=1)]", "[f(a=1.5, c=1)]", "[f(c=1, a=1)]", "[f(, c=1)]", "[f(c=1,)]"):
-        assert verdict("text", rules, bad) == "no"
+    good = ["[f(c=1)]", "[f(a=1, c=[])]", '[f(b=true, c="x", d=null)]', "[f(a=2, b=false, c=1, d=null)]"]
+    bad = ["[f()]", "[f(a=1)]", "[f(a=1.5, c=1)]", "[f(c=1, a=1)]", "[f(, c=1)]", "[f(c=1,)]"]
+    check("text", rules, good, bad)
     optional = grammar("pythonic", "text", (GrammarTool("f", {"properties": {"a": {}, "b": {}}}),))
-    for good in ("[f()]", "[f(a=1)]", "[f(b=1)]", "[f(a=1, b=1)]"):
-        assert verdict("text", optional, good) == "yes"
+    check("text", optional, ["[f()]", "[f(a=1)]", "[f(b=1)]", "[f(a=1, b=1)]"])
     for tool in (GrammarTool("f", {"minProperties": 1}), GrammarTool("f", {"properties": {"not a name": {}}})):
         with pytest.raises(InvalidParameter):
             grammar("pythonic", "text", (tool,))
@@ -264,28 +210,17 @@ HARMONY_THOUGHTS = "<|channel|>analysis<|message|>I think<|end|><|start|>assista
 
 @pytest.mark.parametrize("kind", ["text", "special"])
 def test_harmony_writes_calls_and_answers_in_channels(kind: str) -> None:
-    answer = "<|channel|>final<|message|>"
-
-    def rules(required: bool, answer: object = None) -> str:
-        return tool_grammar(
-            TOOL_FORMATS["openai"],
-            TOOLS,
-            tokenizers(kind)[0].token_to_id,
-            required=required,
-            several=False,
-            answer=answer,
-            reasoning=REASONING_FORMATS["openai_gptoss"],
-        )
-
+    thoughts = REASONING_FORMATS["openai_gptoss"]
+    required, free, either = (
+        grammar("openai", kind, several=False, reasoning=thoughts, **options)
+        for options in ({"required": True}, {"required": False}, {"required": False, "answer": ANSWER})
+    )
     for start in ("", HARMONY_THOUGHTS):
-        assert verdict(kind, rules(True), start + HARMONY_CALL) == "yes"
-        assert verdict(kind, rules(True), start + HARMONY_CALL.replace("city", "town")) == "no"
-        assert verdict(kind, rules(True), f"{start}{answer}Hello") == "no"
-        assert verdict(kind, rules(False), start + HARMONY_CALL) == "yes"
-        assert verdict(kind, rules(False), f"{start}{answer}Hello") == "yes"
-        assert verdict(kind, rules(False), start + HARMONY_CALL.replace("city", "town")) == "no"
-        assert verdict(kind, rules(False, ANSWER), f'{start}{answer}{{"city": "Bonn"}}') == "yes"
-        assert verdict(kind, rules(False, ANSWER), f"{start}{answer}Hello") == "no"
+        call, answer = start + HARMONY_CALL, f"{start}<|channel|>final<|message|>"
+        bad_call = call.replace("city", "town")
+        check(kind, required, [call], [bad_call, f"{answer}Hello"])
+        check(kind, free, [call, f"{answer}Hello"], [bad_call])
+        check(kind, either, [f'{answer}{{"city": "Bonn"}}'], [f"{answer}Hello"])
 
 
 ARGUMENTS: dict[str, object] = {
@@ -324,18 +259,16 @@ ARGUMENTS: dict[str, object] = {
 @pytest.mark.parametrize(
     ("format", "text"),
     [
-        (
-            "qwen3_coder",
-            "<tool_call>\n<function=f>\n<parameter={key}>\n{value}\n</parameter>\n</function>\n</tool_call>",
-        ),
+        ("qwen3_coder",
+         "<tool_call>\n<function=f>\n<parameter={key}>\n{value}\n</parameter>\n</function>\n</tool_call>"),
         ("glm47", "<tool_call>f<arg_key>{key}</arg_key><arg_value>{value}</arg_value></tool_call>"),
     ],
-)
+)  # fmt: skip
 def test_text_and_json_follow_the_schema(format: str, text: str, key: str, good: list[str], bad: list[str]) -> None:
     rules = {kind: grammar(format, kind, (GrammarTool("f", ARGUMENTS),), several=False) for kind in ("text", "special")}
-    for kind, values, expected in (("text", good, "yes"), ("special", good, "yes"), ("text", bad, "no")):
-        for value in values:
-            assert verdict(kind, rules[kind], text.format(key=key, value=value)) == expected, value
+    texts = [[text.format(key=key, value=value) for value in values] for values in (good, bad)]
+    check("text", rules["text"], *texts)
+    check("special", rules["special"], texts[0])
 
 
 TREE: dict[str, object] = {
@@ -389,14 +322,12 @@ def test_quoted_arguments_follow_the_schema(format: str, call: str, key: str, go
     tool_format = TOOL_FORMATS[format]
     assert isinstance(tool_format.call, Quoted)
     quote = tool_format.call.quote
-    rules = {kind: grammar(format, kind, (GrammarTool("f", TREE),), several=False) for kind in ("text", "special")}
-    for kind in rules:
-        _checked_grammar(rules[kind])  # raises where it would be refused
-        for value in (*good, *bad):
-            written = call.format(key=key, value=value.replace('"', quote))
-            assert verdict(kind, rules[kind], written) == ("yes" if value in good else "no"), (kind, value)
-    for value in good:
-        written = call.format(key=key, value=value.replace('"', quote))
+    calls = [[call.format(key=key, value=value.replace('"', quote)) for value in values] for values in (good, bad)]
+    for kind in ("text", "special"):
+        rules = grammar(format, kind, (GrammarTool("f", TREE),), several=False)
+        _checked_grammar(rules)  # raises where it would be refused
+        check(kind, rules, *calls)
+    for written in calls[0]:
         _, _, ((_, said),) = joined(tool_parser(tool_format, {"f": TREE}).feed(written))
         assert [*json.loads(said)] == [key]
 
@@ -404,10 +335,11 @@ def test_quoted_arguments_follow_the_schema(format: str, call: str, key: str, go
 def test_quoted_arguments_in_any_selection() -> None:
     schema = {"properties": {"a": {"type": "integer"}, "b": {}, "c": {"type": "null"}}, "required": ["b"]}
     rules = grammar("gemma4", "special", (GrammarTool("f", schema),))
-    for good in ("b:1", "a:1,b:[]", "b:{},c:null", "a:2,b:true,c:null"):
-        assert verdict("special", rules, f"<|tool_call>call:f{{{good}}}<tool_call|>") == "yes"
-    for bad in ("", "a:1", "b:1,", ",b:1", "b:1,a:1", "a:1b:1"):
-        assert verdict("special", rules, f"<|tool_call>call:f{{{bad}}}<tool_call|>") == "no"
+    good, bad = (
+        ("b:1", "a:1,b:[]", "b:{},c:null", "a:2,b:true,c:null"),
+        ("", "a:1", "b:1,", ",b:1", "b:1,a:1", "a:1b:1"),
+    )
+    check("special", rules, *([f"<|tool_call>call:f{{{each}}}<tool_call|>" for each in texts] for texts in (good, bad)))
     for refused, problem in (
         ({"minProperties": 1}, "minProperties is not supported for this model's tool calls"),
         ({"properties": {"a": {"type": "array", "uniqueItems": True}}}, "uniqueItems is not supported for this"),
@@ -424,8 +356,7 @@ def test_any_arguments_where_the_schema_says_nothing() -> None:
     rules = grammar("deepseek_v32", "text", tools, required=False)
     for arguments in ("", '<｜DSML｜parameter name="any" string="false">[1]</｜DSML｜parameter>\n'):
         call = f'<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n{arguments}</｜DSML｜invoke>\n'
-        call += "</｜DSML｜function_calls>"
-        assert verdict("text", rules, call) == "yes"
+        check("text", rules, [f"{call}</｜DSML｜function_calls>"])
 
 
 @pytest.mark.parametrize("value", [{"not": {"const": "a"}}, {"type": "string", "format": "hostname"}])
@@ -449,18 +380,18 @@ def test_thoughts_end_with_their_budget(is_thinking: bool) -> None:
             count += len(tokenizer.decode([token], skip_special_tokens=False))
         assert count == allowed + (0 if is_thinking else len("<think>"))
     none = thoughts_grammar(THINK, tokenizer.token_to_id, is_thinking=True, budget=0)
-    assert (verdict("special", none, "</think>a"), verdict("special", none, "a</think>")) == ("yes", "no")
+    check("special", none, ["</think>a"], ["a</think>"])
     assert has_closing_token(THINK, tokenizer.token_to_id)
     assert not has_closing_token(THINK, tokenizers("text")[0].token_to_id)
     harmony = thoughts_grammar(REASONING_FORMATS["openai_gptoss"], tokenizer.token_to_id, is_thinking=False, budget=50)
-    assert verdict("special", harmony, f"{HARMONY_THOUGHTS}<|channel|>final<|message|>Hello") == "yes"
+    check("special", harmony, [f"{HARMONY_THOUGHTS}<|channel|>final<|message|>Hello"])
 
 
 def test_keyword_arguments_may_be_named_behind_references() -> None:
     base = {"properties": {"b": {"type": "integer"}, "a": {}}}
     schema = {"allOf": [{"$ref": "#/$defs/base"}], "properties": {"c": {}}, "$defs": {"base": base}}
     tools = (GrammarTool("f", schema), GrammarTool("g", {"type": "object"}, strict=True))
-    assert verdict("text", grammar("pythonic", "text", tools, required=False), "[f(c=1, b=2, a=3)]") == "yes"
+    check("text", grammar("pythonic", "text", tools, required=False), ["[f(c=1, b=2, a=3)]"])
 
 
 def test_a_schema_that_refers_to_itself_costs_little() -> None:
