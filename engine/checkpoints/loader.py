@@ -7,7 +7,7 @@ import math
 import os
 import zlib
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -53,8 +53,8 @@ number of bytes."""
 
 Place = tuple[Weight, Shard, StoredSlice]
 """A slice of a checkpoint tensor: the parameter, the shard in it, and the location in the checkpoint."""
-Needed = dict[str, list[Place]]
-"""Slices by the name of the checkpoint tensor."""
+Places = dict[nn.Parameter, list[Place]]
+"""The slices of each parameter, one for each of its shards, in their order."""
 
 
 def load_parameters(
@@ -76,16 +76,19 @@ def load_parameters(
     are in memory in both forms; `pack=False` skips this. `report` gets the names of all tensors of the checkpoint
     before one is read. Raises `ConfigError` naming the tensors that are missing or have another shape.
     """
-    needed = needed_tensors(module, model)
-    if model.load_format == "dummy":
-        if pack:
-            _store_narrow(module, model, needed, None)
-        units = _units(module, needed, model.quantization, pack=pack)
-        return _fill(units, partial(_fill_randomly, model.seed), readers=1, bar=False)
-    checkpoint = _open(model, needed)
-    needed = _quantized_places(module, needed, checkpoint, keep=pack and model.keeps_quantized)
+    places: Places = defaultdict(list)
+    for place in _places(module, model):
+        places[place[0]].append(place)
+    checkpoint = None if model.load_format == "dummy" else _open(model, places)
+    if checkpoint is not None:
+        places = _quantized_places(places, checkpoint)
+        if pack and model.keeps_quantized:
+            _keep_quantized(module, places, checkpoint)
     if pack:
-        _store_narrow(module, model, needed, checkpoint, warns=warns)
+        _store_narrow(module, model, places, checkpoint, warns=warns and checkpoint is not None)
+    units = _units(module, places, model.quantization, pack=pack)
+    if checkpoint is None:
+        return _fill(units, partial(_fill_randomly, model.seed), readers=1, bar=False)
     if report is not None:
         report(checkpoint.names)
     if cache is not None and cache.restore(module):
@@ -94,21 +97,19 @@ def load_parameters(
     if device.type != "cpu":
         staging = PinnedStaging(device)
         readers = max(_READERS, min(_GPU_READERS, len(os.sched_getaffinity(0)) // num_local_ranks))
-    units = _units(module, needed, model.quantization, pack=pack)
     _fill(units, partial(_read, checkpoint, staging=staging), readers=readers, bar=bar)
     if cache is not None:
         cache.save(module)
 
 
-def _open(model: ModelConfig, needed: Needed) -> Checkpoint:
-    """The checkpoint that these tensors are in. Raises `ConfigError` naming those that are missing or do not fit."""
+def _open(model: ModelConfig, places: Places) -> Checkpoint:
+    """The checkpoint that these slices are in. Raises `ConfigError` naming those that are missing or do not fit."""
     is_built = isinstance(model.architecture, TransformersModelSpec)
-    firsts = {name: places[0] for name, places in needed.items()}
-    shapes = {
-        name: NeededTensor(stored.shape, stored.is_transposed, not weight.is_floating_point())
-        for name, (weight, _, stored) in firsts.items()
-    }
-    return Checkpoint(model, "" if is_built else FAMILIES[model.architecture.name].prefix, shapes)
+    needed = dict[str, NeededTensor]()
+    for weight, _, stored in chain(*places.values()):
+        is_integer = not weight.is_floating_point()
+        needed.setdefault(stored.name, NeededTensor(stored.shape, stored.is_transposed, is_integer))
+    return Checkpoint(model, "" if is_built else FAMILIES[model.architecture.name].prefix, needed)
 
 
 def load_dense(model: ModelConfig, module: Dense | Norm, device: torch.device) -> tuple[Tensor, Tensor | None]:
@@ -145,62 +146,71 @@ class _HasPlaces(Protocol):
     places: list[Place]
 
 
-def needed_tensors(decoder: nn.Module, model: ModelConfig) -> Needed:
-    """The checkpoint tensors that this stage, or a part of it, needs."""
-    needed: Needed = defaultdict(list)
+def _places(module: nn.Module, model: ModelConfig) -> Iterator[Place]:
+    """The slices of the checkpoint that a stage's parameters, or those of a part of it, are filled with."""
     if isinstance(model.architecture, TransformersModelSpec):
-        for place in cast("_HasPlaces", decoder).places:
-            needed[place[2].name].append(place)
-        return needed
-    for path, weight in decoder.named_parameters():
+        yield from cast("_HasPlaces", module).places
+        return
+    for path, weight in module.named_parameters():
         assert isinstance(weight, Weight)
         for shard, stored in find(path, weight, model.architecture):
-            needed[stored.name].append((weight, shard, stored))
+            yield weight, shard, stored
+
+
+def needed_tensors(module: nn.Module, model: ModelConfig) -> dict[str, list[Place]]:
+    """The slices that a stage, or a part of it, needs, by the name of the checkpoint tensor."""
+    needed = defaultdict[str, list[Place]](list)
+    for place in _places(module, model):
+        needed[place[2].name].append(place)
     return needed
 
 
-def _quantized_places(decoder: nn.Module, needed: Needed, checkpoint: Checkpoint, *, keep: bool) -> Needed:
-    """The places with those of quantized tensors as their readers give them. With `keep`, layers that can be computed
-    from them have codes and factors in place of a weight."""
-    places: dict[int, list[Place]] = defaultdict(list)
+def _quantized_places(places: Places, checkpoint: Checkpoint) -> Places:
+    """The places with those of quantized tensors as their readers give them."""
+    return {
+        parameter: [
+            (weight, shard, stored if checkpoint.scheme(stored.name) is None else stored.quantized())
+            for weight, shard, stored in own
+        ]
+        for parameter, own in places.items()
+    }
+
+
+def _matrices(layer: nn.Module) -> list[Quantizable]:
+    """The weights of a layer that may be kept as the checkpoint has them, which are packed together."""
+    if isinstance(layer, ExpertStack):
+        return [layer.gate_up, layer.down]
+    is_one = isinstance(layer, VocabParallelEmbedding) or (isinstance(layer, Linear) and layer.may_be_quantized)
+    return [cast("Quantizable", layer)] if is_one else []
+
+
+def _keep_quantized(module: nn.Module, places: Places, checkpoint: Checkpoint) -> None:
+    """Give layers that can be computed from quantized tensors codes and factors in place of a weight, also in
+    `places`."""
     num_unscaled = 0
-    for place in chain(*needed.values()):
-        is_quantized = checkpoint.scheme(place[2].name) is not None
-        places[id(place[0])].append((*place[:2], place[2].quantized()) if is_quantized else place)
-    for layer in decoder.modules() if keep else ():
-        matrices: list[Quantizable] = []
-        if isinstance(layer, ExpertStack):
-            matrices = [layer.gate_up, layer.down]
-        elif isinstance(layer, VocabParallelEmbedding) or (isinstance(layer, Linear) and layer.may_be_quantized):
-            matrices = [layer]
-        forms = {id(each): _form(places[id(each.weight)], checkpoint) for each in matrices}
-        if None in forms.values():
-            continue  # the experts' matrices are packed together
-        for matrix in matrices:
-            own, form = places.pop(id(matrix.weight)), forms[id(matrix)]
+    for layer in module.modules():
+        matrices = _matrices(layer)
+        forms = [_form(places.get(matrix.weight, []), checkpoint) for matrix in matrices]
+        for matrix, form in zip(matrices, forms, strict=True) if None not in forms else ():
             assert form is not None
+            own = places.pop(matrix.weight)
             order = _order(own, checkpoint) if form.has_order else None
             rounding = _rounding(own, checkpoint) if form.has_rounding else None
-            stored_of = {id(shard): stored for _, shard, stored in own}
             global_scale = _global_scale(own, checkpoint) if form.activations == "fp4" else None
-            num_unscaled += own[0][0].is_cuda and form.activations == "fp4" and global_scale is None
+            num_unscaled += matrix.weight.is_cuda and form.activations == "fp4" and global_scale is None
             with without_memory():
                 kept = keep_quantized(matrix, form, order, rounding, global_scale)
             for part, weight in kept.parts():
-                places[id(weight)] = [
-                    (weight, shard, stored_of[id(whole)].quantized(part, form.group))
-                    for shard, whole in zip(weight.shards, matrix.weight.shards, strict=True)
+                places[weight] = [
+                    (weight, shard, stored.quantized(part, form.group))
+                    for shard, (_, _, stored) in zip(weight.shards, own, strict=True)
                 ]
     if num_unscaled:
         logger.info("%d NVFP4 matrices have no scale of inputs; their activations are not rounded", num_unscaled)
-    found: Needed = defaultdict(list)
-    for place in chain(*places.values()):
-        found[place[2].name].append(place)
-    return found
 
 
 def _store_narrow(
-    decoder: nn.Module, model: ModelConfig, needed: Needed, checkpoint: Checkpoint | None, *, warns: bool = False
+    module: nn.Module, model: ModelConfig, places: Places, checkpoint: Checkpoint | None, *, warns: bool
 ) -> None:
     """Let embeddings, and layers whose products widen their weights, load these in 16 bits if the checkpoint has them
     so. Without a checkpoint, dummy weights are as planned."""
@@ -214,17 +224,11 @@ def _store_narrow(
                 *(model.stored_dtype, model.stored_dtype),
             )
         return
-    names: dict[int, set[str]] = defaultdict(set)
-    for weight, _, stored in chain(*needed.values()):
-        names[id(weight)].add(stored.name)
     wide = set[str]()
-    for layer in decoder.modules():
-        matrices: list[Quantizable] = []
-        if isinstance(layer, ExpertStack):
-            matrices = [layer.gate_up, layer.down]
-        elif isinstance(layer, VocabParallelEmbedding) or (isinstance(layer, Linear) and layer.may_be_quantized):
-            matrices = [layer]
-        own = set[str]().union(*(names[id(matrix.weight)] for matrix in matrices if matrix.quantized is None))
+    for layer in module.modules():
+        matrices = _matrices(layer)
+        whole = [places.get(matrix.weight, []) for matrix in matrices if matrix.quantized is None]
+        own = {stored.name for _, _, stored in chain(*whole)}
         types = {checkpoint.dtype(name) for name in own} if checkpoint is not None else {model.stored_dtype}
         if len(types) == 1 and types <= {"bfloat16", "float16"}:
             (dtype,) = types
@@ -243,7 +247,7 @@ def _form(places: list[Place], checkpoint: Checkpoint) -> Form | None:
         return None
     cuts = {(shard.start, shard.length) if shard.dim == 1 else (0, shard.shape[-1]) for _, shard, _ in places}
     (start, length), *others = cuts
-    names = {stored.name: stored for _, _, stored in places}
+    names = dict.fromkeys(stored.name for _, _, stored in places)
     _, first, _ = places[0]
     form = None if others else form_of([checkpoint.scheme(name) for name in names], start, length, first.shape[-1])
     if form is None or not form.has_order:
@@ -318,26 +322,19 @@ class _Unit:
     pack: Callable[[], None] | None = None
 
 
-def _units(decoder: nn.Module, needed: Needed, quantization: kernels.Quantization | None, *, pack: bool) -> list[_Unit]:
+def _units(module: nn.Module, places: Places, quantization: kernels.Quantization | None, *, pack: bool) -> list[_Unit]:
     """All units of the model. Those that exist in two forms for a while come first, the largest at the front."""
-    places: dict[int, list[Place]] = defaultdict(list)
-    for place in chain(*needed.values()):
-        places[id(place[0])].append(place)
-
-    def unit(weights: Iterable[nn.Parameter], pack: Callable[[], None] | None = None) -> _Unit:
-        own = [weight for weight in weights if id(weight) in places]
-        size = sum(weight.nbytes for weight in own)
-        return _Unit([place for weight in own for place in places.pop(id(weight))], size, pack)
-
-    packed = []
-    if pack:
-        packed = [
-            unit(layer.parameters(), partial(layer.pack, quantization))
-            for layer in decoder.modules()
-            if isinstance(layer, Linear | ExpertStack)
-            or (isinstance(layer, VocabParallelEmbedding) and layer.quantized is not None)
-        ]
-    return sorted(packed, key=lambda unit: -unit.size) + [unit([weight]) for weight in decoder.parameters()]
+    packed, taken = list[_Unit](), set[nn.Parameter]()
+    for layer in module.modules() if pack else ():
+        if isinstance(layer, Linear | ExpertStack) or (
+            isinstance(layer, VocabParallelEmbedding) and layer.quantized is not None
+        ):
+            own = [weight for weight in layer.parameters() if weight in places and weight not in taken]
+            taken.update(own)
+            size = sum(weight.nbytes for weight in own)
+            packed.append(_Unit([*chain(*map(places.__getitem__, own))], size, partial(layer.pack, quantization)))
+    others = [_Unit(own, weight.nbytes) for weight, own in places.items() if weight not in taken]
+    return sorted(packed, key=lambda unit: -unit.size) + others
 
 
 def _fill(units: list[_Unit], fill: Callable[[Place], None], *, readers: int, bar: bool) -> None:
@@ -362,7 +359,7 @@ def _fill(units: list[_Unit], fill: Callable[[Place], None], *, readers: int, ba
         for unit in units:
             while ahead and sum(other.size for other, _ in ahead) + unit.size > most:
                 finish()
-            for weight in {id(place[0]): place[0] for place in unit.places}.values():
+            for weight, _, _ in unit.places:
                 weight.allocate()
             ahead.append((unit, [pool.submit(fill, place) for place in unit.places]))
         while ahead:

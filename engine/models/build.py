@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -80,16 +81,20 @@ def load_model(
     that no rank uses; rank 0 of the host's first replica shows a progress bar.
     """
     model, stage = config.model, config.parallel.stages[config.parallel.stage_of(rank)]
-    with _defaults(device, getattr(torch, model.dtype)), without_memory():
+    with _uninitialized(model, device):
         decoder = build(model, stage, parallel, experts)
-    is_cached = pack and model.load_format != "dummy" and device.type == "cpu"
-    if not isinstance(decoder, Decoder | Encoder):
+    cache = unused = None
+    if isinstance(decoder, Decoder | Encoder):
+        if pack and model.load_format != "dummy" and device.type == "cpu":
+            cache = PackedCache.of(config, rank)
+    else:
         decoder.find(None if model.load_format == "dummy" else Checkpoint(model, "", {}).names)
         if isinstance(model.quantized, Online):
             model = replace(model, quantized=decoder.quantized_online(model.quantized))
+        unused = decoder.surplus
 
     def report(names: set[str]) -> None:
-        found = surplus.unused_names(names, model) if isinstance(decoder, Decoder | Encoder) else decoder.surplus
+        found = surplus.unused_names(names, model) if unused is None else unused
         speculative = config.scheduler.speculative
         if speculative is not None and speculative.method == "mtp":  # what follows the layers is the head
             found = [name for name in found if surplus.layer_of(name) < model.architecture.num_layers]
@@ -104,7 +109,7 @@ def load_model(
         pack=pack,
         bar=rank == 0 and is_first,
         warns=parallel.rank == 0 and is_first,
-        cache=PackedCache.of(config, rank) if is_cached and isinstance(decoder, Decoder | Encoder) else None,
+        cache=cache,
         report=report if rank == 0 else None,
     )
     return decoder
@@ -123,27 +128,19 @@ def load_draft_head(
     model of `config`. An embedding that neither the head nor this stage has is read again."""
     arch = model.architecture
     assert isinstance(arch, DraftHeadSpec)
-    with _defaults(device, getattr(torch, model.dtype)), without_memory():
+    with _uninitialized(model, device):
         head = DraftHead(arch, model.max_model_len, parallel, target)
-    parts: list[tuple[nn.Module, ModelConfig]] = [(head, model)]
-    if (embedding := head.embedding) is not None and not (arch.has_embedding or arch.is_in_target):
-        head.embedding = None
-        parts.append((nn.ModuleDict({"embedding": embedding}), config.model))
+    load_part = partial(load_parameters, device=device, num_local_ranks=config.parallel.num_local_ranks, pack=pack)
+    embedding = None if arch.has_embedding or arch.is_in_target else head.embedding
+    if embedding is not None:
+        load_part(nn.ModuleDict({"embedding": embedding}), config.model)
+        head.embedding = None  # the head's checkpoint does not have it
     known = {*needed_tensors(head, model), *_OUTSIDE_HEADS}
 
     def report(names: set[str]) -> None:
         surplus.report(sorted(names - known), model)
 
-    for module, source in parts:
-        is_reported = module is head and not arch.is_in_target and parallel.rank == 0
-        load_parameters(
-            module,
-            source,
-            device,
-            num_local_ranks=config.parallel.num_local_ranks,
-            pack=pack,
-            report=report if is_reported else None,
-        )
+    load_part(head, model, report=report if parallel.rank == 0 and not arch.is_in_target else None)
     if embedding is not None:
         head.embedding = embedding
     if arch.has_head and arch.draft_vocab_size < arch.vocab_size:
@@ -174,11 +171,12 @@ def _draft_tokens(model: ModelConfig, arch: DraftHeadSpec) -> Tensor:
 
 
 @contextmanager
-def _defaults(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
+def _uninitialized(model: ModelConfig, device: torch.device) -> Iterator[None]:
+    """Create parameters on `device`, in the model's type and without memory."""
     before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+    torch.set_default_dtype(getattr(torch, model.dtype))
     try:
-        with device:
+        with device, without_memory():
             yield
     finally:
         torch.set_default_dtype(before)
