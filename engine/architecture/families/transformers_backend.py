@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import logging
 import os
 import pickle
-import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,8 @@ from quire.engine.protocol.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _MODULE = "quire.engine.models.transformers_backend.describe"
-_AUTO = "models/auto/modeling_auto.py"
-"""Where transformers maps model types to architectures."""
+_AUTO, _CAUSAL = "models/auto/modeling_auto.py", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
+"""Where transformers maps model types to architectures, and its table of those that generate text."""
 _SECONDS = 300
 
 
@@ -50,55 +52,43 @@ class DescribeRequest:
 
 def knows(names: Sequence[str]) -> bool:
     """Whether transformers has one of these architectures, for whatever task."""
-    return _has(_source(_AUTO), *names)
+    tables = _tables().values()
+    return not tables or any(name in built for table in tables for built in table.values() for name in names)
 
 
 def architectures(model_type: str, *, with_headless: bool) -> list[str]:
     """Return the class that transformers builds for a `model_type` to generate text, if it has one; and, with
     `with_headless`, the one without a head.
     """
-    source = _source(_AUTO)
-    tables = ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", *["MODEL_MAPPING_NAMES"] * with_headless)
-    entries = (re.search(rf'"{re.escape(model_type)}", "(\w+)"', _table(source, name) or "") for name in tables)
-    return [entry[1] for entry in entries if entry is not None]
+    tables = (_CAUSAL, *["MODEL_MAPPING_NAMES"] * with_headless)
+    return [name for table in tables for name in _tables().get(table, {}).get(model_type, ())[:1]]
 
 
 def check_known(names: Sequence[str], hf_config: Mapping[str, Any], trust_remote_code: bool) -> None:
-    """Raise `ConfigError` if transformers lacks the model's architecture or activation.
-
-    Its tables are read from its source, as importing it takes seconds. What they do not say, `describe` finds out.
-    """
-    if hf_config.get("auto_map") and trust_remote_code:
+    """Raise `ConfigError` if transformers lacks the model's architecture. What its tables do not say, `describe` finds
+    out."""
+    causal = _tables().get(_CAUSAL, {})
+    if (hf_config.get("auto_map") and trust_remote_code) or not causal or {*names} & {*chain(*causal.values())}:
         return
-    source = _source(_AUTO)
-    if not _has(_table(source, "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"), *names):
-        if hf_config.get("auto_map"):
-            raise ConfigError("it requires its own Python code, which needs --trust-remote-code")
-        if _has(source, *names):
-            raise ConfigError("it is not a causal language model of text in transformers")
-        raise ConfigError("this version of transformers does not know it")
-    activations = _table(_source("activations.py"), "ACT2CLS")
-    for name in ("hidden_act", "hidden_activation", "activation_function"):
-        activation = hf_config.get(name)
-        if activation and not _has(activations, activation):
-            raise ConfigError(f"it has no {name} {activation!r}")
+    if hf_config.get("auto_map"):
+        raise ConfigError("it requires its own Python code, which needs --trust-remote-code")
+    if knows(names):
+        raise ConfigError("it is not a causal language model of text in transformers")
+    raise ConfigError("this version of transformers does not know it")
 
 
-def _source(file: str) -> str | None:
-    """A source file of transformers, or None if it is not found."""
+@cache
+def _tables() -> Mapping[str, Mapping[str, tuple[str, ...]]]:
+    """transformers' tables from model types to architectures, read from its source, as importing it takes seconds."""
     spec = importlib.util.find_spec("transformers")
-    path = Path(spec.origin).parent / file if spec is not None and spec.origin is not None else None
-    return path.read_text(encoding="utf-8") if path is not None and path.exists() else None
-
-
-def _table(source: str | None, name: str) -> str | None:
-    found = re.search(rf"^{name} = .*?^[)}}]", source or "", re.DOTALL | re.MULTILINE)
-    return None if found is None else found[0]
-
-
-def _has(source: str | None, *names: object) -> bool:
-    """Whether one of the names is in the source, or there is no source to tell."""
-    return source is None or any(f'"{name}"' in source for name in names)
+    file = Path(spec.origin).parent / _AUTO if spec is not None and spec.origin is not None else None
+    tables = dict[str, dict[str, tuple[str, ...]]]()
+    for statement in ast.parse(file.read_bytes()).body if file is not None and file.exists() else ():
+        match statement:
+            case ast.Assign([ast.Name(table)], ast.Call(args=[ast.List(entries)])):
+                pairs = [ast.literal_eval(each) for each in entries if isinstance(each, ast.Tuple)]
+                tables[table] = {kind: (built,) if isinstance(built, str) else built for kind, built in pairs}
+    return tables
 
 
 def describe(request: DescribeRequest) -> TransformersModelSpec:
