@@ -257,14 +257,13 @@ def _forward(config: EngineConfig, decoder: nn.Module, stage: int, batch: Batch,
 def _plane(batch: Batch, shape: tuple[int, int, int]) -> Tensor:
     """The cache of a layer with `(tensors, KV heads, elements of a row)`."""
     num_tensors, kv_heads, row = shape
-    sizes = (
-        1,
-        batch.attention(0).block_tables.numel(),
-        kv_heads,
-        _BLOCK_SIZE,
-        row,
-        torch.float32,
-        torch.device("cpu"),
-        num_tensors,
-    )
-    return kernels.allocate_kv_cache(*sizes)[0]
+    return kernels.allocate_kv_cache(
+        layers=1,
+        num_blocks=batch.attention(0).block_tables.numel(),
+        kv_heads=kv_heads,
+        block_size=_BLOCK_SIZE,
+        head_dim=row,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        num_tensors=num_tensors,
+    )[0]

@@ -221,7 +221,8 @@ def _store_narrow(
             logger.warning(
                 "Quire's CPU kernels are not compiled: weights that are stored in %s take 4 bytes each, twice as much "
                 "as planned; install a C++ compiler, or use --dtype %s",
-                *(model.stored_dtype, model.stored_dtype),
+                model.stored_dtype,
+                model.stored_dtype,
             )
         return
     wide = set[str]()

@@ -20,10 +20,7 @@ from quire.engine.repository.model_files import TensorInfo, read_json
 
 _VERSION = 1
 """Of the folders' content: another one is another folder."""
-_ENDS = (
-    *("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>", "<|end|>"),
-    *("<end_of_turn>", "<EOT>"),
-)
+_ENDS = "<|eot_id|> <|eom_id|> <|end_of_text|> <|im_end|> <|endoftext|> <|end|> <end_of_turn> <EOT>"
 """Tokens that end an answer where they exist, whatever the file names as EOS: llama.cpp stops at them, too."""
 _SAMPLING = {
     "temp": "temperature",
@@ -96,7 +93,10 @@ def headers(folder: Path) -> dict[str, TensorInfo]:
 def _generation_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
     named = [metadata.get(f"tokenizer.ggml.{each}_token_id") for each in ("eos", "eot", "eom")]
     tokens = metadata.get("tokenizer.ggml.tokens", [])
-    ends = [*(each for each in named if each is not None), *(tokens.index(each) for each in _ENDS if each in tokens)]
+    ends = [
+        *(each for each in named if each is not None),
+        *(tokens.index(each) for each in _ENDS.split() if each in tokens),
+    ]
     given = {name: metadata.get(f"general.sampling.{key}") for key, name in _SAMPLING.items()}
     return {"eos_token_id": list(dict.fromkeys(ends)), **{n: value for n, value in given.items() if value is not None}}
 

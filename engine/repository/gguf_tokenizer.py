@@ -69,21 +69,23 @@ def tokenizer_json(metadata: Mapping[str, Any]) -> Json:
         "truncation": None,
         "padding": None,
         "added_tokens": [
-            {
-                "id": number,
-                "content": token,
-                "single_word": False,
-                "lstrip": False,
-                "rstrip": strips and kind == Kind.CONTROL and token not in _PHI3_STRIPS_NOT,
-                "normalized": False,
-                "special": kind != Kind.USER_DEFINED,
-            }
+            added_token(
+                number,
+                token,
+                special=kind != Kind.USER_DEFINED,
+                rstrip=strips and kind == Kind.CONTROL and token not in _PHI3_STRIPS_NOT,
+            )
             for number, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
             if kind in (Kind.UNKNOWN, Kind.CONTROL) or (kind == Kind.USER_DEFINED and not _is_blank(token))
         ],
         **parts,
         "post_processor": _post_processor(metadata),
     }
+
+
+def added_token(number: int, text: str, *, special: bool = True, rstrip: bool = False) -> Json:
+    token = {"id": number, "content": text, "special": special, "rstrip": rstrip}
+    return token | dict.fromkeys(("single_word", "lstrip", "normalized"), False)
 
 
 def special_tokens(metadata: Mapping[str, Any]) -> dict[str, int]:

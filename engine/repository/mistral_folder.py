@@ -24,9 +24,8 @@ _VERSION = 1
 _WEIGHTS = "consolidated*.safetensors"
 _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors")
 _KEPT = (
-    *(PARAMS, "generation_config.json", "consolidated.safetensors.index.json"),
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
-    *("chat_template.jinja", "chat_template.json"),
+    f"{PARAMS} generation_config.json consolidated.safetensors.index.json tokenizer.json tokenizer_config.json "
+    "special_tokens_map.json chat_template.jinja chat_template.json"
 )
 """Files that mean the same in both layouts."""
 _SENTENCEPIECE = re.compile(r"tokenizer\.model(?:\.v(\d+)\w*)?")
@@ -48,7 +47,7 @@ def folder_of(source: Path, names: Sequence[str], cache: Path, *, has_tokenizer:
     tokenizer = _tokenizer(source) if has_tokenizer and not (source / "tokenizer.json").exists() else None
     read = [file for file in (source / PARAMS, tokenizer) if file is not None]
     states = [f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in read]
-    kept = [name for name in _KEPT if (source / name).exists()]
+    kept = [name for name in _KEPT.split() if (source / name).exists()]
     key = " ".join(map(str, (_VERSION, source.absolute(), *states, *weights, *kept)))
 
     def write(folder: Path) -> None:

@@ -35,8 +35,8 @@ _OPTIONAL = {
     "dtype": "dtype",
 }
 _OTHERS = (
-    *("max_batch_size", "model_parallel", "ragged_attention", "vision_encoder", "multimodal", "use_cache"),
-    *("max_seq_len", "max_position_embeddings", "sliding_window", "moe", "yarn", "llama_4_scaling", "quantization"),
+    "max_batch_size model_parallel ragged_attention vision_encoder multimodal use_cache "
+    "max_seq_len max_position_embeddings sliding_window moe yarn llama_4_scaling quantization"
 )
 """Settings on which text does not depend, and those that are not only renamed."""
 _LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -109,7 +109,7 @@ def hf_name(name: str) -> str | None:
 def hf_config(params: Mapping[str, Any]) -> Config:
     """The config.json of the model of text. Raises `ConfigError` for what is not supported."""
     is_latent = params.get("kv_lora_rank") is not None
-    known = {*_REQUIRED, *_OPTIONAL, *_OTHERS, *(_LATENT if is_latent else ())}
+    known = {*_REQUIRED, *_OPTIONAL, *_OTHERS.split(), *(_LATENT if is_latent else ())}
     for name, value in params.items():
         if name not in known and value not in (None, False, *_NEUTRAL.get(name, ())):
             raise ConfigError(f"{name} {value!r} is not supported in Mistral's own layout; use the model's config.json")

@@ -10,14 +10,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.engine.protocol.errors import ConfigError
-from quire.engine.repository.gguf_tokenizer import post_processor
+from quire.engine.repository.gguf_tokenizer import added_token, post_processor
 
 Json = dict[str, Any]
 
 _FIRST_SPECIAL = (
-    *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]"),
-    *("[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]"),
-    *("[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]"),
+    "<unk> <s> </s> [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_RESULTS] [/TOOL_RESULTS] [TOOL_CALLS] "
+    "[IMG] <pad> [IMG_BREAK] [IMG_END] [PREFIX] [MIDDLE] [SUFFIX] [SYSTEM_PROMPT] [/SYSTEM_PROMPT] [TOOL_CONTENT]"
 )
 """The special tokens of files that do not list them, up to version 7."""
 BOS, EOS = "<s>", "</s>"
@@ -42,18 +41,7 @@ def tokenizer_json(tekken: Mapping[str, Any]) -> Json:
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [
-            {
-                "id": number,
-                "content": text,
-                "single_word": False,
-                "lstrip": False,
-                "rstrip": False,
-                "normalized": False,
-                "special": True,
-            }
-            for number, text in enumerate(special)
-        ],
+        "added_tokens": [added_token(number, text) for number, text in enumerate(special)],
         "normalizer": None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
         "post_processor": post_processor({"bos": (BOS, special.index(BOS))}),
@@ -72,7 +60,7 @@ def special_tokens(tekken: Mapping[str, Any]) -> list[str]:
     """By id; those without a name are placeholders."""
     listed = tekken.get("special_tokens")
     if listed is None:
-        listed = [{"rank": number, "token_str": text} for number, text in enumerate(_FIRST_SPECIAL)]
+        listed = [{"rank": number, "token_str": text} for number, text in enumerate(_FIRST_SPECIAL.split())]
     named = {entry["rank"]: entry["token_str"] for entry in listed}
     count = tekken["config"]["default_num_special_tokens"]
     if len(named) != len(listed) or not named.keys() <= set(range(count)):

@@ -26,17 +26,7 @@ NAME = "quire"
 _ATTRIBUTE, _NUM_BIASES, _BY_KEY = "quire_answer", "quire_num_biases", "quire_mask_by_key"
 _FEATURES_OF_BIAS = 16
 """Features that a bias of each key adds to the heads of queries and keys, which are then a multiple of 16, too."""
-_IGNORED_ARGUMENTS = frozenset(
-    (
-        "dropout",
-        "position_ids",
-        "cache_position",
-        "use_cache",
-        "output_attentions",
-        "position_embeddings",
-        "deterministic",
-    )
-)
+_IGNORED_ARGUMENTS = "dropout position_ids cache_position use_cache output_attentions position_embeddings deterministic"
 """Arguments that have no effect on one flat batch without dropout."""
 
 
@@ -158,7 +148,7 @@ def _attention(
     if sinks is not None and sinks.shape != (*query.shape[:3], 1):
         others["sinks"] = sinks
     if unknown := sorted(
-        name for name, value in others.items() if name not in _IGNORED_ARGUMENTS and _has_effect(value)
+        name for name, value in others.items() if name not in _IGNORED_ARGUMENTS.split() and _has_effect(value)
     ):
         raise ConfigError(f"its attention takes {', '.join(unknown)}, which is not supported")
     if len(query) != 1 or query.shape[2] != key.shape[2]:
@@ -260,7 +250,11 @@ class CallRecorder:
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings, terms: Terms) -> Tensor:
         self.calls.append(
             RecordedCall(
-                *(query.shape[1], key.shape[1], query.shape[2], value.shape[2], settings),
+                heads=query.shape[1],
+                kv_heads=key.shape[1],
+                key_dim=query.shape[2],
+                value_dim=value.shape[2],
+                settings=settings,
                 has_sinks=terms.sinks is not None and terms.sinks.ndim == 1,
                 has_own_sinks=terms.sinks is not None and terms.sinks.ndim == 2,
                 num_biases=0 if terms.biases is None else terms.biases.shape[2],
