@@ -40,14 +40,6 @@ class DescribeRequest:
     """--max-model-len."""
     trust_remote_code: bool = False
     hf_overrides: Mapping[str, Any] = field(default_factory=dict)
-    is_checked: bool = True
-    """Whether to compare a small model of the same kind with transformers' own implementation."""
-    is_verbose: bool = False
-    """Whether errors include a traceback."""
-
-    @property
-    def is_single(self) -> bool:
-        return self.tensor_parallel_size == self.pipeline_parallel_size == 1
 
 
 def knows(names: Sequence[str]) -> bool:
@@ -107,7 +99,7 @@ def describe(request: DescribeRequest) -> TransformersModelSpec:
     if process.returncode or not process.stdout:
         errors = process.stderr.decode(errors="replace").strip()
         last = errors.splitlines()[-1] if errors else f"exit status {process.returncode}"
-        raise ConfigError(f"transformers cannot build it ({errors if request.is_verbose else last})")
+        raise ConfigError(f"transformers cannot build it ({last})")
     answer = pickle.loads(process.stdout)
     if isinstance(answer, str):
         raise ConfigError(answer)

@@ -59,10 +59,10 @@ class TransformersDecoder(nn.Module):
         layers: range,
         total: int,
         parallel: Parallel,
+        *,
         device: torch.device,
         dtype: torch.dtype,
         max_length: int,
-        *,
         trust_remote_code: bool = False,
     ) -> None:
         super().__init__()
@@ -110,9 +110,9 @@ class TransformersDecoder(nn.Module):
             layers,
             arch.num_layers,
             parallel,
-            device,
-            getattr(torch, model.dtype),
-            model.max_model_len,
+            device=device,
+            dtype=getattr(torch, model.dtype),
+            max_length=model.max_model_len,
             trust_remote_code=model.trust_remote_code,
         )
         decoder.keep_unpacked(arch.read_directly)
@@ -161,8 +161,9 @@ class TransformersDecoder(nn.Module):
         `RecurrentStates`."""
         own = {number: spec for number, spec in specs.items() if number in self.layers}
         if own:
-            arguments = self.hf_model, self.cache, own, self.layers.start, self._dtype
-            self.states = RecurrentStates(*arguments, by_token=by_token)
+            self.states = RecurrentStates(
+                self.hf_model, self.cache, own, first=self.layers.start, dtype=self._dtype, by_token=by_token
+            )
 
     def forward(self, x: Tensor | None, batch: Batch, caches: Sequence[LayerCache]) -> Tensor:
         """As `Decoder.forward`: `[tokens, hidden_size]` after this stage, given that after the previous stage."""

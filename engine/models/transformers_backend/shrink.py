@@ -29,7 +29,8 @@ _INNER = (
     "block_ff_dim dense_intermediate_size d_ff dim_ff moe_shared_intermediate_size moe_shared_expert_intermediate_size "
     "shared_expert_size ffn_intermediate_size"
 )
-_LENGTHS = "max_position_embeddings n_positions n_ctx max_seq_len seq_length max_sequence_length"
+LENGTHS = "max_position_embeddings n_positions max_sequence_length max_seq_len seq_length n_ctx model_max_length"
+"""Names of the longest sequence, the most specific first."""
 _STATE_HEADS = (
     ("mamba_expand", "mamba_n_heads", "mamba_d_head"),
     ("mamba_expand", "n_mamba_heads", "mamba_headdim"),
@@ -124,7 +125,7 @@ def _window(value: int, original: _Original) -> int:
     """A window that is not below the length is none."""
     if value <= 0:
         return value
-    return LENGTH if value >= (original.first(_LENGTHS) or math.inf) else min(value, WINDOW)
+    return LENGTH if value >= (original.first(LENGTHS) or math.inf) else min(value, WINDOW)
 
 
 _RULES: Mapping[str, _Rule] = {
@@ -154,7 +155,7 @@ _RULES: Mapping[str, _Rule] = {
     **_named("num_nextn_predict_layers num_kv_shared_layers", _at_most(1)),
     **_named("vocab_size vocab_size_per_layer_input padded_vocab_size", lambda *_: VOCABULARY),
     "pad_token_id": lambda *_: 0,
-    **_named(_LENGTHS, _at_most(LENGTH)),
+    **_named(LENGTHS, _at_most(LENGTH)),
     "original_max_position_embeddings": lambda *_: SHORT,
     "floor_scale": lambda *_: SHORT,
     "log_scaling_n_floor": _fixed(SHORT),
