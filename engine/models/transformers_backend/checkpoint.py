@@ -16,7 +16,7 @@ import numpy as np
 from torch import nn
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from quire.engine.checkpoints.checkpoint import StoredSlice
+from quire.engine.checkpoints.checkpoint import Rows, StoredSlice
 from quire.engine.layers.weight import Shard, Weight
 from quire.engine.models.transformers_backend.experts import PlannedExperts
 from quire.engine.models.transformers_backend.sharding import PlannedLinear
@@ -24,6 +24,8 @@ from quire.engine.protocol.errors import ConfigError
 
 _WITH_SCALES = frozenset(("Inkling2LoopDequantizeExperts",))
 """Operations that change nothing where the checkpoint has weights without scales."""
+_JOINING = frozenset(("Concatenate", "Inkling2LoopMergeMessageQueries"))
+"""Operations that take the tensors of several source patterns."""
 
 
 @dataclass(frozen=True)
@@ -85,20 +87,22 @@ def needed(
     transformers' parameter."""
     renamed, transposed = differences(model)
     shapes = {path: weight.shards[0].shape for path, weight in model.named_parameters() if isinstance(weight, Weight)}
+    vocab_size = getattr(model.config.get_text_config(decoder=True), "vocab_size", None)
     for path, weight in model.named_parameters():
         assert isinstance(weight, Weight)
         own = renamed.get(path, path)
         name = tied.get(own, own)
         sources = [] if names is None else names.sources.get(name) or names.sources.get(own, [])
+        is_transposed = path in transposed
         if not sources or sources[0].converter is None:
             stored = sources[0].name if sources else name
             for shard in weight.shards:
-                yield weight, shard, _slice_of(stored, weight, shard, path in transposed)
+                yield weight, shard, _Cut(shard, is_transposed, shard.expert).stored(stored, len(weight))
         else:
-            vocab_size = int(model.config.get_text_config(decoder=True).vocab_size)
-            converted = list(_converted(name, weight, sources, path in transposed, shapes, vocab_size))
-            weight.shards = tuple(shard for shard, _ in converted)
-            yield from ((weight, shard, stored) for shard, stored in converted)
+            conversion = _Conversion(name, len(weight), sources, shapes, vocab_size)
+            slices = [each for shard in weight.shards for each in conversion.slices(shard, is_transposed)]
+            weight.shards = tuple(shard for shard, _ in slices)
+            yield from ((weight, *each) for each in slices)
 
 
 def differences(model: nn.Module) -> tuple[dict[str, str], set[str]]:
@@ -114,111 +118,124 @@ def differences(model: nn.Module) -> tuple[dict[str, str], set[str]]:
     return renamed, transposed
 
 
-def _slice_of(name: str, weight: Weight, shard: Shard, is_transposed: bool) -> StoredSlice:
-    """A shard's slice of a tensor that has all experts, if it is one of an expert's matrix."""
-    shape = shard.shape[::-1] if is_transposed else shard.shape
-    if shard.expert is not None:
-        shape = (len(weight), *shape)
-    return StoredSlice(name, shape, is_transposed=is_transposed, expert=shard.expert)
+@dataclass(frozen=True)
+class _Cut:
+    """A shard as a slice of a tensor that an operation of transformers returns or takes."""
+
+    shard: Shard
+    is_transposed: bool
+    """Whether the tensor has inputs before outputs, unlike the shard."""
+    expert: int | None
+    """Its index in the tensor, if that is a stack of experts' matrices."""
+    source: int = 0
+    """Index of the tensor's source pattern."""
+    item: int | None = None
+    """Index in a list of tensors."""
+    rows: Rows | None = None
+    """As in `StoredSlice`."""
+    num_rows: int | None = None
+    """Of the tensor; None: as many as the shard's has."""
+
+    def dim(self, number: int) -> int:
+        """The shard's dimension for one of the tensor; -1: that of experts."""
+        dim = number - (self.expert is not None)
+        return 1 - dim if self.is_transposed and dim >= 0 else dim
+
+    def stored(self, name: str, num_experts: int) -> StoredSlice:
+        rows, *columns = self.shard.shape
+        shape = (self.num_rows or rows, *columns)
+        shape = shape[::-1] if self.is_transposed else shape
+        shape = shape if self.expert is None else (num_experts, *shape)
+        return StoredSlice(name, shape, self.rows, self.is_transposed, self.expert)
 
 
-def _converted(
-    name: str,
-    weight: Weight,
-    sources: list[TensorSource],
-    is_transposed: bool,
-    shapes: Mapping[str, tuple[int, ...]],
-    vocab_size: int,
-) -> Iterator[tuple[Shard, StoredSlice]]:
-    """The shards of a parameter that transformers makes from `sources`, as slices of these. `shapes` are those of all
-    parameters."""
-    converter = sources[0].converter
-    groups = [[each for each in sources if each.part == part] for part in range(len(converter.source_patterns))]
-    groups = [group for group in groups if group]
-    parts = len(groups)
-    operations = [each for each in converter.operations if parts > 1 or type(each).__name__ not in _WITH_SCALES]
-    kinds = [type(operation).__name__ for operation in operations]
-    unsupported = ConfigError(
-        f"{name} is converted from {sources[0].name} by {', then '.join(kinds)}, which is not supported"
-    )
-    is_stack = weight.shards[0].expert is not None
-    of_matrix = 1 if is_stack else 0
-    """The number of dimensions before those of a shard."""
-    dims = [getattr(operation, "dim", 0) - of_matrix for operation in operations]
-    dim = dims[-1] if dims else 0
-    dim = 1 - dim if is_transposed else dim
-    match kinds:
-        case [] if len(sources) == 1:
-            for shard in weight.shards:
-                yield shard, _slice_of(sources[0].name, weight, shard, is_transposed)
-        case ["MergeModulelist"] | ["MergeModulelist", "Concatenate"] if is_stack and dims[0] == -1:
-            has_all = all(len(group) == len(weight) for group in groups)
-            if not has_all or (parts > 1) != (len(kinds) == 2 and dims[1] >= 0):
-                raise unsupported
-            for shard in weight.shards:
-                if parts > 1 and shard.dim != dim:
-                    raise unsupported
-                for number, group in enumerate(groups):
-                    if (cut := _within(shard, number, parts)) is not None:
-                        assert shard.expert is not None
-                        stored = cut.shape[::-1] if is_transposed else cut.shape
-                        yield cut, StoredSlice(group[shard.expert].name, stored, is_transposed=is_transposed)
-        case ["Concatenate"] if len(sources) == parts and dims[0] >= 0:
-            for shard in weight.shards:
-                whole = _along(shard, dim, unsupported)
-                for number, (source,) in enumerate(groups):
-                    if (cut := _within(whole, number, parts)) is not None:
-                        yield cut, _slice_of(source.name, weight, cut, is_transposed)
-        case ["Chunk" | "Split"] if len(sources) == 1 and dims[0] >= 0:
-            targets = converter.target_patterns
-            number = next(i for i, pattern in enumerate(targets) if pattern in name)
-            for shard in weight.shards:
-                part = _along(shard, dim, unsupported)
-                sizes = [part.shape[dim]] * len(targets)
-                if kinds == ["Split"]:
-                    sizes = [shapes[name.replace(targets[number], target)][dim] for target in targets]
-                shape = (*part.shape[:dim], sum(sizes), *part.shape[dim + 1 :])
-                cut = replace(part, shape=shape, start=sum(sizes[:number]) + part.start)
-                yield cut, _slice_of(sources[0].name, weight, cut, is_transposed)
-        case ["Interleave"] | ["Interleave", "Chunk"] if len(sources) == 1 and {*dims} == {0} and not is_transposed:
-            if operations[0].inverse:
-                raise unsupported
-            targets = converter.target_patterns
-            number = next(i for i, pattern in enumerate(targets) if pattern in name)
-            for shard in weight.shards:  # pairs of rows that follow each other are half of the rows apart
-                count, total = shard.shape[0], len(targets) * shard.shape[0]
-                rows = np.arange(total).reshape(-1, 2).T.flatten()[number * count : (number + 1) * count]
-                joint = replace(shard, shape=(total, *shard.shape[1:]))
-                yield shard, replace(_slice_of(sources[0].name, weight, joint, False), rows=rows)
-        case ["Inkling2UnpadVocab"] if len(sources) == 1 and not (is_stack or is_transposed):
-            for shard in weight.shards:
-                shape = vocab_size, *shard.shape[1:]
-                yield shard, StoredSlice(sources[0].name, shape, rows=np.arange(shard.shape[0]))
-        case ["Inkling2LoopMergeMessageQueries"] if is_stack and parts == 2 == len(sources):
-            (queries,), (of_keys,) = groups
-            for shard in weight.shards:  # of a layer: of queries, of keys and values, and of the MLP
-                assert shard.expert is not None
-                rows, shape = 2 * shard.expert + np.arange(2), (2 * len(weight), *shard.shape[1:])
-                for offset, source, start, length in ((0, queries, 0, 1), (1, of_keys, 0, 2), (3, queries, 1, 1)):
-                    cut = replace(shard, shape=(2, *shape[1:]), start=start, length=length, offset=offset)
-                    yield cut, StoredSlice(source.name, shape, rows=rows)
-        case ["Transpose"] if len(weight.shape) - of_matrix == 2 and len(sources) == 1:
-            (operation,) = operations
-            if operation.check_dims or {operation.dim0 - of_matrix, operation.dim1 - of_matrix} != {0, 1}:
-                raise unsupported
-            for shard in weight.shards:
-                yield shard, _slice_of(sources[0].name, weight, shard, not is_transposed)
-        case _:
-            raise unsupported
+class _Conversion:
+    """How transformers makes the parameter `name`, of `num_experts` if it is a stack, from `sources`. `shapes` are
+    those of all parameters."""
+
+    def __init__(
+        self,
+        name: str,
+        num_experts: int,
+        sources: Sequence[TensorSource],
+        shapes: Mapping[str, tuple[int, ...]],
+        vocab_size: int | None,
+    ) -> None:
+        self._name, self._num_experts, self._shapes, self._vocab_size = name, num_experts, shapes, vocab_size
+        converter = sources[0].converter
+        groups = [
+            [each.name for each in sources if each.part == part] for part in range(len(converter.source_patterns))
+        ]
+        self._groups = [group for group in groups if group]
+        self._targets: list[str] = converter.target_patterns
+        self._operations = [
+            each for each in converter.operations if len(self._groups) > 1 or type(each).__name__ not in _WITH_SCALES
+        ]
+        kinds = [type(each).__name__ for each in self._operations]
+        self._unsupported = ConfigError(
+            f"{name} is converted from {sources[0].name} by {', then '.join(kinds)}, which is not supported"
+        )
+        if len(self._groups) > 1 and not _JOINING & {*kinds}:
+            raise self._unsupported
+
+    def slices(self, shard: Shard, is_transposed: bool) -> Iterator[tuple[Shard, StoredSlice]]:
+        """The parts of a shard, as slices of the sources: the operations are followed backwards."""
+        cuts = [_Cut(shard, is_transposed, shard.expert)]
+        for operation in reversed(self._operations):
+            cuts = [each for cut in cuts for each in self._before(operation, cut)]
+        for cut in cuts:
+            names = self._groups[cut.source]
+            if len(names) != (1 if cut.item is None else self._num_experts):
+                raise self._unsupported
+            yield cut.shard, cut.stored(names[cut.item or 0], self._num_experts)
+
+    def _before(self, operation: Any, cut: _Cut) -> Iterator[_Cut]:
+        """The slices of what an operation takes that a slice of what it returns is made of."""
+        kind, shard, dim = type(operation).__name__, cut.shard, cut.dim(getattr(operation, "dim", 0))
+        if cut.item is not None or (cut.rows is not None and kind != "MergeModulelist"):
+            raise self._unsupported
+        along = _along(shard, dim)
+        match kind:
+            case "MergeModulelist" if dim == -1 and cut.expert is not None:
+                yield replace(cut, expert=None, item=cut.expert)
+            case "Concatenate" if along is not None:  # parts of the same size
+                for number in range(len(self._groups)):
+                    if (own := _within(along, number, len(self._groups))) is not None:
+                        yield replace(cut, shard=own, source=number)
+            case "Chunk" | "Split" if along is not None:
+                if not (found := [number for number, pattern in enumerate(self._targets) if pattern in self._name]):
+                    raise self._unsupported
+                number = found[0]
+                sizes = [along.shape[dim]] * len(self._targets)
+                if kind == "Split":
+                    names = [self._name.replace(self._targets[number], target) for target in self._targets]
+                    sizes = [self._shapes[name][dim] for name in names]
+                shape = (*along.shape[:dim], sum(sizes), *along.shape[dim + 1 :])
+                yield replace(cut, shard=replace(along, shape=shape, start=sum(sizes[:number]) + along.start))
+            case "Interleave" if dim == 0 and not operation.inverse:  # neighbors are half of the rows apart
+                yield replace(cut, rows=np.arange(shard.shape[0]).reshape(-1, 2).T.flatten())
+            case "Transpose" if not operation.check_dims and len(shard.shape) == 2:
+                if {cut.dim(operation.dim0), cut.dim(operation.dim1)} != {0, 1}:
+                    raise self._unsupported
+                yield replace(cut, is_transposed=not cut.is_transposed)
+            case "Inkling2UnpadVocab" if dim == 0:
+                yield replace(cut, rows=np.arange(shard.shape[0]), num_rows=self._vocab_size)
+            case "Inkling2LoopMergeMessageQueries" if cut.expert is not None:
+                # Of a layer: of queries, of keys and values, and of the MLP. The second source has the second kind.
+                both = replace(cut, expert=None, rows=2 * cut.expert + np.arange(2), num_rows=2 * self._num_experts)
+                for source, start, length, offset in ((0, 0, 1, 0), (1, 0, 2, 1), (0, 1, 1, 3)):
+                    part = replace(shard, shape=(2, *shard.shape[1:]), start=start, length=length, offset=offset)
+                    yield replace(both, shard=part, source=source)
+            case _:
+                raise self._unsupported
 
 
-def _along(shard: Shard, dim: int, unsupported: ConfigError) -> Shard:
-    """The same shard, as one along a dimension."""
+def _along(shard: Shard, dim: int) -> Shard | None:
+    """The same shard, as one along a dimension; None: it is a slice along another one."""
     if shard.dim == dim:
         return shard
-    if shard.length != shard.shape[shard.dim]:
-        raise unsupported
-    return replace(shard, dim=dim, start=0, length=shard.shape[dim])
+    is_whole = dim >= 0 and shard.length == shard.shape[shard.dim]
+    return replace(shard, dim=dim, start=0, length=shard.shape[dim]) if is_whole else None
 
 
 def _within(shard: Shard, number: int, parts: int) -> Shard | None:
