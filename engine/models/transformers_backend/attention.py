@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from quire import kernels
+from quire.engine.architecture.attention_spec import AttentionSpec
 from quire.engine.layers.batch import Batch
 from quire.engine.layers.kv_cache import LayerCache
 from quire.engine.protocol.errors import ConfigError
@@ -225,36 +226,25 @@ class PagedAttention:
         return mixed[..., :value_dim]
 
 
-@dataclass(frozen=True)
-class RecordedCall:
-    """The heads and features of an attention call on this rank."""
-
-    heads: int
-    kv_heads: int
-    key_dim: int
-    value_dim: int
-    settings: AttentionSettings
-    has_sinks: bool
-    has_own_sinks: bool
-    num_biases: int
-
-
 class CallRecorder:
-    """Records each call, of `tokens` tokens, and returns zeros."""
+    """Describes each call, of `tokens` tokens on the first of `num_ranks` ranks, and returns zeros."""
 
     tokens = 2
 
-    def __init__(self) -> None:
-        self.calls: list[RecordedCall] = []
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self.calls: list[AttentionSpec] = []
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, settings: AttentionSettings, terms: Terms) -> Tensor:
         self.calls.append(
-            RecordedCall(
-                heads=query.shape[1],
-                kv_heads=key.shape[1],
-                key_dim=query.shape[2],
-                value_dim=value.shape[2],
-                settings=settings,
+            AttentionSpec(
+                num_heads=query.shape[1] * self._num_ranks,
+                num_kv_heads=key.shape[1] * self._num_ranks,
+                head_dim=max(query.shape[2], value.shape[2]),
+                scale=settings.scale,
+                rope=None,
+                window=settings.window or None,
+                softcap=settings.softcap,
                 has_sinks=terms.sinks is not None and terms.sinks.ndim == 1,
                 has_own_sinks=terms.sinks is not None and terms.sinks.ndim == 2,
                 num_biases=0 if terms.biases is None else terms.biases.shape[2],

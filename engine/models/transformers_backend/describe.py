@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from quire import kernels
-from quire.engine.architecture.attention_spec import AttentionSpec
 from quire.engine.architecture.families.family import extended_length, stated_length
 from quire.engine.architecture.families.transformers_backend import DescribeRequest
 from quire.engine.architecture.feed_forward_spec import MLPSpec
@@ -111,7 +110,7 @@ def _build_without_weights(
         max_length=length,
         trust_remote_code=request.trust_remote_code,
     )
-    recorder = attention.CallRecorder()
+    recorder = attention.CallRecorder(request.tensor_parallel_size)
     attention.attach(decoder.hf_model, recorder)
     _replace_by_zeros(decoder)
     return decoder, recorder
@@ -161,32 +160,17 @@ def _measure(name: str, config: Any, request: DescribeRequest) -> TransformersMo
     numbers, by_layer = set(attending), dict(zip(attending, calls, strict=False))
     if not sizes.layers or len(calls) != len(numbers) or (decoder.cache is None and len(calls) < sizes.layers):
         raise ConfigError(f"{sizes.layers} layers call attention {len(calls)} times, which is not supported")
-    widest = max(sizes.widest, *(call.heads * call.num_biases for call in calls), 0)
-    layers = []
-    for layer in range(total):
-        call = by_layer.get(layer)
-        layers.append(
-            TransformersLayerSpec(
-                attention=None
-                if call is None
-                else AttentionSpec(
-                    num_heads=call.heads * tp,
-                    num_kv_heads=call.kv_heads * tp,
-                    head_dim=max(call.key_dim, call.value_dim),
-                    scale=call.settings.scale,
-                    rope=None,
-                    window=call.settings.window or None,
-                    softcap=call.settings.softcap,
-                    has_sinks=call.has_sinks,
-                    has_own_sinks=call.has_own_sinks,
-                    num_biases=call.num_biases,
-                ),
-                state=states.get(layer),
-                feed_forward=MLPSpec(intermediate_size=widest * tp),
-                linears=tuple(sizes.linears[layer]),
-                others=sizes.others[layer],
-            )
+    widest = max(sizes.widest * tp, *(call.num_heads * call.num_biases for call in calls), 0)
+    layers = tuple(
+        TransformersLayerSpec(
+            attention=by_layer.get(layer),
+            state=states.get(layer),
+            feed_forward=MLPSpec(intermediate_size=widest),
+            linears=tuple(sizes.linears[layer]),
+            others=sizes.others[layer],
         )
+        for layer in range(total)
+    )
     if request.pipeline_parallel_size > 1:
         if not is_one_each:
             raise ConfigError("--pipeline-parallel-size: its layers run, or call attention, more than once")
@@ -196,7 +180,7 @@ def _measure(name: str, config: Any, request: DescribeRequest) -> TransformersMo
         hidden_size=hidden.shape[-1],
         vocab_size=logits.shape[-1],
         max_position=_length(config.get_text_config(decoder=True).to_dict()),
-        layers=tuple(layers),
+        layers=layers,
         norm=None,
         tie_embeddings=sizes.is_tied,
         embedding=sizes.embedding,
@@ -223,9 +207,8 @@ def _check_class(model: Any, name: str) -> None:
     built = type(model).__name__
     if built != name:
         raise ConfigError(f"it is not a causal language model in transformers, which builds {built} from its config")
-    if (
-        model.config.get_text_config(decoder=True) is not model.config
-    ):  # a part declares the modalities of the whole model
+    if model.config.get_text_config(decoder=True) is not model.config:
+        # A part declares the modalities of the whole model.
         taken = {model.input_modalities} if isinstance(model.input_modalities, str) else set(model.input_modalities)
         if taken != {"text"}:
             raise ConfigError(f"it takes more than text ({', '.join(sorted(taken))}), which is not supported")
