@@ -20,12 +20,13 @@ from quire.engine.protocol.errors import ConfigError
 PLAIN = {"F32": 4, "F16": 2, "BF16": 2}
 """Bytes of a number, by the types that are not quantized."""
 _VERSIONS = (2, 3)
-_TYPES = (
+_TYPE_NAMES = (
     "F32 F16 Q4_0 Q4_1 Q4_2 Q4_3 Q5_0 Q5_1 Q8_0 Q8_1 Q2_K Q3_K Q4_K Q5_K Q6_K Q8_K IQ2_XXS IQ2_XS IQ3_XXS IQ1_S IQ4_NL "
     "IQ3_S IQ2_S IQ4_XS I8 I16 I32 I64 F64 IQ1_M BF16 Q4_0_4_4 Q4_0_4_8 Q4_0_8_8 TQ1_0 TQ2_0 IQ4_NL_4_4 IQ4_NL_4_8 "
     "IQ4_NL_8_8 MXFP4 NVFP4 Q1_0"
 )
-"""ggml's names of tensors' types, by number."""
+_TYPES = dict(enumerate(_TYPE_NAMES.split()))
+"""ggml's names of tensors' types."""
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """Types of metadata, as `struct` has them."""
 _STRING, _ARRAY = 8, 9
@@ -136,9 +137,9 @@ class _Header:
             raise ValueError("a name occurs twice")
         alignment = metadata.get("general.alignment", 32)
         first = -(-self._at // alignment) * alignment
-        tensors, types = {}, dict(enumerate(_TYPES.split()))
+        tensors = {}
         for name, (kind, shape, offset) in found.items():
-            dtype = types.get(kind, f"number {kind}")
+            dtype = _TYPES.get(kind, f"number {kind}")
             if dtype not in PLAIN and dtype not in SCHEMES:
                 raise ConfigError(
                     f"{self._path}: {name} has the type {dtype}, which is not supported; supported: "
