@@ -17,16 +17,9 @@ from quire.engine.config.pooling import Classes, Dense, Pooling
 from quire.engine.config.resolve import resolve
 from quire.engine.protocol.errors import ConfigError
 from tests.fakes.tokenizers import write_model
+from tests.unit.engine.config import test_pooling
 
-BERT: dict[str, Any] = {
-    "architectures": ["BertForSequenceClassification"],
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": 320,
-    "max_position_embeddings": 128,
-}
+BERT = test_pooling.BERT | {"architectures": ["BertForSequenceClassification"]}
 
 
 def bert_spec() -> ModelSpec:

@@ -66,16 +66,10 @@ def test_nodes_with_replicas_must_agree_on_their_number() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"data_parallel_size": 3},
-            "--nnodes 4 with --data-parallel-size 3: replicas have whole hosts, or",
-        ),
+        ({"data_parallel_size": 3}, "--nnodes 4 with --data-parallel-size 3: replicas have whole hosts, or"),
         ({"nnodes": 6}, r"--nnodes 6: 4 ranks .* cannot be divided evenly among the 3 hosts of a replica"),
         ({"node_rank": 4}, "--node-rank 4 is out of range: with --nnodes 4 it must be from 0 to 3"),
-        (
-            {"data_parallel_start_rank": 1},
-            "--data-parallel-start-rank with --nnodes 4: --node-rank says which",
-        ),
+        ({"data_parallel_start_rank": 1}, "--data-parallel-start-rank with --nnodes 4: --node-rank says which"),
         ({"data_parallel_size_local": 1}, "--data-parallel-size-local with --nnodes 4: .*; omit it"),
         ({"data_parallel_address": "10.0.0.1"}, "--data-parallel-address with --nnodes 4: .* --master-addr where"),
         ({"enable_expert_parallel": True}, r"each of the 2 \(--data-parallel-size\) has 2 of the 4 \(--nnodes\); omit"),

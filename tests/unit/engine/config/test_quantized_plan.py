@@ -15,44 +15,16 @@ from quire.engine.config.plan_text import plan_text
 from quire.engine.config.resolve import resolve
 from quire.engine.config.topology import LinkType
 from quire.engine.protocol.errors import ConfigError
+from tests.fakes import published
 from tests.fakes.model_configs import MODEL_CONFIGS
 
 GB = 10**9
 _PACKED = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
 CONFIGS: dict[str, dict[str, Any]] = {
     "DeepSeek R1": MODEL_CONFIGS["DeepSeek R1"],
-    "gpt-oss-120b": {
-        "architectures": ["GptOssForCausalLM"],
-        "hidden_size": 2880,
-        "intermediate_size": 2880,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "num_local_experts": 128,
-        "num_experts_per_tok": 4,
-        "sliding_window": 128,
-        "attention_bias": True,
-        "vocab_size": 201088,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 150000,
-        "tie_word_embeddings": False,
-        "eos_token_id": 200002,
-        "quantization_config": {
-            "quant_method": "mxfp4",
-            "modules_to_not_convert": [
-                *("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"),
-            ],
-        },
-    },
-    "Llama 3.1 405B": MODEL_CONFIGS["Llama 3 70B"]
+    "gpt-oss-120b": published.config("gpt-oss-120b"),
+    "Llama 3.1 405B": published.config("Meta-Llama-3.1-405B")
     | {
-        "hidden_size": 16384,
-        "intermediate_size": 53248,
-        "num_hidden_layers": 126,
-        "num_attention_heads": 128,
-        "num_key_value_heads": 8,
         "quantization_config": {
             "quant_method": "compressed-tensors",
             "format": "pack-quantized",
@@ -77,14 +49,8 @@ def plan(
 ) -> tuple[float, str]:
     """The bytes of all ranks' weights, and what the plan says."""
     (folder / "config.json").write_text(json.dumps(CONFIGS[name]))
-    options = EngineOptions(
-        model=str(folder),
-        device=device,
-        dtype="bfloat16",
-        max_model_len=4096,
-        tensor_parallel_size=tp,
-        pipeline_parallel_size=pp,
-    )
+    sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
+    options = EngineOptions(model=str(folder), device=device, dtype="bfloat16", max_model_len=4096, **sizes)
     ranks = tuple(range(tp * pp))
     links = ((LinkType.UNKNOWN,) * len(ranks),) * len(ranks)
     gpus = Devices("cuda", len(ranks), int(memory), ranks, links, capability)
@@ -148,16 +114,9 @@ def test_what_sparse_attention_selects_is_planned(tmp_path: Path) -> None:
         config = {"index_topk": index_topk, "index_head_dim": 128, "index_n_heads": 64}
         config = MODEL_CONFIGS["DeepSeek R1"] | config | {"architectures": ["DeepseekV32ForCausalLM"]}
         (tmp_path / "config.json").write_text(json.dumps(config))
-        resolved = resolve(
-            EngineOptions(
-                model=str(tmp_path),
-                device="cpu",
-                max_model_len=8192,
-                tensor_parallel_size=8,
-                max_num_batched_tokens=4096,
-            ),
-            described=Devices("cpu", 1, 20_000 * GB),
-        )
+        sizes_of_step = {"tensor_parallel_size": 8, "max_num_batched_tokens": 4096}
+        options = EngineOptions(model=str(tmp_path), device="cpu", max_model_len=8192, **sizes_of_step)
+        resolved = resolve(options, described=Devices("cpu", 1, 20_000 * GB))
         sizes.append(MemoryPlan.of(resolved).workspace)
     assert sizes[1] - sizes[0] == 2 * 8 * 4096 * 2048
 

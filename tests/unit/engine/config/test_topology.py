@@ -258,15 +258,11 @@ def test_the_plan_warns_of_layers_cut_over_slow_links(monkeypatch: pytest.Monkey
     assert "tensor parallel across hosts over mlx5_0 (400 Gb/sec)" in plan(ALL_NVLINK, **wide)
 
 
-def test_the_plan_shows_replicas_and_experts() -> None:
+def test_the_plan_shows_experts() -> None:
     asked = EngineOptions(tensor_parallel_size=2, data_parallel_size=4, data_parallel_size_local=2)
     parallel = parallel_config.resolve(asked, ARCH, Devices("cpu", 8, 1 << 30))
-    assert "  4 replicas, which run independently: replicas 0-1 on this host" in "\n".join(
-        plan_text.parallel_lines(parallel, ARCH)
-    )
-    mixture = from_hf_config(
-        LLAMA | {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 2}
-    )
+    changes = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 2}
+    mixture = from_hf_config(LLAMA | changes)
     experts = ExpertParallelConfig(
         all2all_backend="all_to_all", enable_eplb=True, num_redundant_experts=8, dbo_token_threshold=64
     )
@@ -333,14 +329,14 @@ def test_ranks_share_gpus_round_robin(
 def test_what_cannot_share_is_refused(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
     install(islands([[0]], LinkType.NVLINK, LinkType.NVLINK))
     monkeypatch.setenv(devices.SHARE, "1")
-    with pytest.raises(ConfigError, match="QUIRE_SHARE_GPU is supported only on a single host"):
-        shared(1, tensor_parallel_size=4, nnodes=2)
-    with pytest.raises(ConfigError, match="QUIRE_SHARE_GPU is supported only on a single host"):
-        shared(1, data_parallel_size=3, data_parallel_size_local=2, enable_expert_parallel=True)
-    with pytest.raises(
-        ConfigError, match=r"× 2 replicas .* not supported with --data-parallel-size 2 without --enable-expert-"
+    alone = "QUIRE_SHARE_GPU is supported only on a single host"
+    for changes, message in (
+        ({"tensor_parallel_size": 4, "nnodes": 2}, alone),
+        ({"data_parallel_size": 3, "data_parallel_size_local": 2, "enable_expert_parallel": True}, alone),
+        ({"data_parallel_size": 2}, r"× 2 replicas .* not supported with --data-parallel-size 2 without --enable-exp"),
     ):
-        shared(1, data_parallel_size=2)
+        with pytest.raises(ConfigError, match=message):
+            shared(1, **changes)
     monkeypatch.setenv(devices.SHARE, "yes")
     with pytest.raises(ConfigError, match="QUIRE_SHARE_GPU=yes is invalid"):
         shared(1)
