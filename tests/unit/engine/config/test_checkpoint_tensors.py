@@ -21,6 +21,7 @@ OF_BLOCKS = {**FP8, "weight_block_size": [128, 128]}
 OF_ROWS = {"quant_method": "fbgemm_fp8"}
 MXFP4 = {"quant_method": "mxfp4"}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128}
+GPTQ = {**AWQ, "quant_method": "gptq"}
 WEIGHTS = {"num_bits": 4, "strategy": "channel", "symmetric": False}
 PACKED = {
     "quant_method": "compressed-tensors",
@@ -71,15 +72,13 @@ def test_names_of_stacks_may_have_no_weight_in_them(suffix: str) -> None:
         (MXFP4, [f"{STACK}_blocks", f"{STACK}_scales"], STACK),
         (PACKED, [f"{Q}.weight_{x}" for x in ("packed", "scale", "zero_point", "shape")], f"{Q}.weight"),
         (PACKED, [f"{STACK}_packed", f"{STACK}_scale", f"{STACK}_zero_point"], STACK),
-        (
-            {"quant_method": "awq", "bits": 4, "group_size": 128},
-            [f"{Q}.{x}" for x in ("qweight", "qzeros", "scales")],
-            f"{Q}.weight",
-        ),
+        (AWQ, [f"{Q}.{x}" for x in ("qweight", "qzeros", "scales")], f"{Q}.weight"),
+        (GPTQ, [f"{Q}.{x}" for x in ("qweight", "qzeros", "scales", "g_idx")], f"{Q}.weight"),
+        (None, [f"{Q}.weight"], f"{Q}.weight"),
     ],
 )
 def test_names_of_a_quantized_weight_are_those_of_the_weight(
-    settings: dict[str, Any], names: list[str], logical: str
+    settings: dict[str, Any] | None, names: list[str], logical: str
 ) -> None:
     others = {"model.norm.weight", "model.layers.0.self_attn.k_proj.bias", "model.layers.1.mlp.up_proj.weight"}
     assert logical_names({*names, *others}, read(settings)) == {logical, *others}
@@ -101,6 +100,5 @@ def test_embedding_and_head_are_quantized_as_their_tensors_say(
 ) -> None:
     index = {} if names is None else {"weight_map": dict.fromkeys(names, "model.safetensors")}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    gptq = {"quant_method": "gptq", "bits": 4, "group_size": 128, "lm_head": True}
-    for settings, expected in ((AWQ | {"zero_point": False}, with_awq), (gptq, with_gptq)):
+    for settings, expected in ((AWQ | {"zero_point": False}, with_awq), (GPTQ | {"lm_head": True}, with_gptq)):
         assert quantized_outer(tmp_path, "safetensors", TINY, read(settings)) == expected

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from dataclasses import replace
 from typing import Any
 
@@ -281,6 +280,7 @@ def test_settings_that_are_not_supported_are_refused(refused: dict[str, Any], me
 @pytest.mark.parametrize(
     ("weights", "layout", "message"),
     [
+        ({**INT4, "type": "complex"}, "pack-quantized", "complex"),
         ({**INT4, "num_bits": 3}, "pack-quantized", "config_groups.group_0: weights of type int with num_bits 3"),
         ({**FP8, "num_bits": 6}, "naive-quantized", "type float with num_bits 6"),
         (FP8, "pack-quantized", "type float with num_bits 8 in format pack-quantized"),
@@ -298,10 +298,3 @@ def test_settings_that_are_not_supported_are_refused(refused: dict[str, Any], me
 def test_weights_that_are_not_supported_are_refused(weights: Any, layout: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read(settings(group(weights), format=layout))
-
-
-def test_methods_are_values() -> None:
-    found = method(group(INT4), group(FP8, Q, format="float-quantized"), format="mixed-precision")
-    assert pickle.loads(pickle.dumps(found)) == found
-    assert hash(found) == hash(pickle.loads(pickle.dumps(found)))
-    assert found != method(group(INT4))

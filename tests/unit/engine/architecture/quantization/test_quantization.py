@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -10,21 +11,20 @@ import pytest
 
 from quire.engine.architecture.families.tensors import NeededTensor
 from quire.engine.architecture.quantization import METHODS, read
-from quire.engine.config.checkpoint_tensors import check_tensors, logical_names
+from quire.engine.config.checkpoint_tensors import check_tensors
 from quire.engine.config.options import EngineOptions
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.repository.model_files import TensorInfo
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
-AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
-
-
-def compressed(layout: str = "pack-quantized", **weights: Any) -> dict[str, Any]:
-    group = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}}
-    group["weights"] |= {"symmetric": True, **weights}  # type: ignore[operator]
-    return {"quant_method": "compressed-tensors", "format": layout, "config_groups": {"group_0": group}}
+WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
+PACKED = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": WEIGHTS}},
+}
 
 
 @pytest.mark.parametrize(
@@ -34,40 +34,30 @@ def compressed(layout: str = "pack-quantized", **weights: Any) -> dict[str, Any]
         ({"bits": 4}, "quant_method None is not supported"),
         ({"quant_method": "hqq"}, "quant_method 'hqq' is not supported"),
         ({"quant_method": ["gptq"]}, "quant_method"),
-        (GPTQ | {"bits": 5}, "bits 5 is not supported"),
         (GPTQ | {"bits": "4"}, "bits .*4.* is not supported"),
-        (GPTQ | {"group_size": 100}, "group_size 100 is not supported"),
-        (GPTQ | {"checkpoint_format": "marlin"}, "marlin"),
-        (GPTQ | {"is_marlin_format": True}, "is_marlin_format"),
-        (GPTQ | {"dynamic": {"+:(": {"bits": 8}}}, "dynamic"),
-        (GPTQ | {"dynamic": {"+:.*": {"bits": 7}}}, "bits 7 is not supported"),
-        (AWQ | {"bits": 8}, "bits 8 is not supported"),
-        (AWQ | {"group_size": 16}, "group_size 16 is not supported"),
-        (AWQ | {"version": "gemv"}, "gemv"),
-        (FP8 | {"weight_block_size": [128]}, "weight_block_size"),
-        (FP8 | {"weight_block_size": [128, 0]}, "weight_block_size"),
-        (FP8 | {"fmt": "e5m2"}, "e5m2"),
-        (FP8 | {"activation_scheme": "nearest"}, "nearest"),
-        (FP8 | {"modules_to_not_convert": [1]}, "modules_to_not_convert"),
-        (compressed("marlin-24"), "marlin-24"),
-        (compressed("unheard-of"), "unheard-of"),
-        (compressed(num_bits=3), "3"),
-        (compressed(strategy="star"), "star"),
-        (compressed(type="complex"), "complex"),
-        (compressed() | {"transform_config": {"config_groups": {"u": {}}}}, "transform_config"),
-        ({"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"}, "W4A16_AWQ"),
-        ({"quant_method": "modelopt", "quant_algo": None}, "quant_algo"),
-        ({"quant_method": "bitsandbytes"}, "load_in_4bit or load_in_8bit"),
-        (NF4 | {"bnb_4bit_quant_type": "int3"}, "bnb_4bit_quant_type int3 is not supported"),
-        (NF4 | {"bnb_4bit_quant_storage": "complex64"}, "complex64"),
-        ({"quant_method": "torchao", "quant_type": {"default": {"_type": "Unknown"}}}, "torchao|quant_type|Unknown"),
-        ({"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "int3"}}}, "int3|quark|weight"),
-        ({"quant_method": "gguf", "types": {"model.layers.0.mlp.up_proj": "IQ1_S"}}, "IQ1_S is not supported"),
     ],
 )
 def test_settings_are_refused_by_name(settings: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read(settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "others"),
+    [
+        (GPTQ, {"dynamic": {"-:.*k_proj": {}}, "modules_in_block_to_quantize": [["self_attn.q_proj"]]}),
+        (AWQ, {"modules_to_not_convert": ["visual"]}),
+        (FP8, {"ignored_layers": ["a", "re:b"]}),
+        (PACKED, {"ignore": ["lm_head"]}),
+    ],
+    ids=lambda settings: settings.get("quant_method", ""),
+)
+def test_methods_are_values(settings: dict[str, Any], others: dict[str, Any]) -> None:
+    """They are sent to the ranks, and compared."""
+    method, other = read(settings), read(settings | others)
+    assert pickle.loads(pickle.dumps(other)) == other == read(settings | others)
+    assert hash(other) == hash(read(settings | others))
+    assert method != other
 
 
 def test_nothing_says_that_nothing_is_quantized() -> None:
@@ -128,9 +118,3 @@ def test_a_weight_that_is_plain_though_the_settings_say_otherwise() -> None:
     assert check_tensors(model(GPTQ), needed, headers()).keys() == needed.keys()
     with pytest.raises(ConfigError, match=r"up_proj\.weight is missing"):
         check_tensors(model(None), needed, headers())
-
-
-def test_tensors_of_a_quantized_weight_have_one_name() -> None:
-    found = {*headers(), "model.norm.weight", f"{NAME}.bias"}
-    assert logical_names(found, read(GPTQ)) == {f"{NAME}.weight", f"{NAME}.bias", "model.norm.weight"}
-    assert logical_names(found, None) == found
