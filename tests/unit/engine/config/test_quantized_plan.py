@@ -49,7 +49,7 @@ def plan(
 ) -> tuple[float, str]:
     """The bytes of all ranks' weights, and what the plan says."""
     (folder / "config.json").write_text(json.dumps(CONFIGS[name]))
-    sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
+    sizes: dict[str, Any] = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
     options = EngineOptions(model=str(folder), device=device, dtype="bfloat16", max_model_len=4096, **sizes)
     ranks = tuple(range(tp * pp))
     links = ((LinkType.UNKNOWN,) * len(ranks),) * len(ranks)
@@ -114,7 +114,7 @@ def test_what_sparse_attention_selects_is_planned(tmp_path: Path) -> None:
         config = {"index_topk": index_topk, "index_head_dim": 128, "index_n_heads": 64}
         config = MODEL_CONFIGS["DeepSeek R1"] | config | {"architectures": ["DeepseekV32ForCausalLM"]}
         (tmp_path / "config.json").write_text(json.dumps(config))
-        sizes_of_step = {"tensor_parallel_size": 8, "max_num_batched_tokens": 4096}
+        sizes_of_step: dict[str, Any] = {"tensor_parallel_size": 8, "max_num_batched_tokens": 4096}
         options = EngineOptions(model=str(tmp_path), device="cpu", max_model_len=8192, **sizes_of_step)
         resolved = resolve(options, described=Devices("cpu", 1, 20_000 * GB))
         sizes.append(MemoryPlan.of(resolved).workspace)

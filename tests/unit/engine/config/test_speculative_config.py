@@ -12,6 +12,7 @@ import pytest
 
 from quire.engine.architecture.draft_head_spec import DraftHeadSpec
 from quire.engine.architecture.feed_forward_spec import MoESpec
+from quire.engine.architecture.model_spec import ModelSpec
 from quire.engine.config import draft_heads
 from quire.engine.config.engine_config import EngineConfig, ModelConfig, SpeculativeConfig
 from quire.engine.config.kv_cache_groups import cache_specs
@@ -23,10 +24,24 @@ from quire.engine.protocol.errors import ConfigError
 from tests.unit.engine.config.test_resolve import folder, options
 
 NGRAM = SpeculativeConfig()
+OF_OWN: dict[str, Any] = {"num_speculative_tokens": 5, "prompt_lookup_min": 3}
+OWN = {"method": "ngram", "prompt_lookup_max": 4, **OF_OWN}
 
 
 def speculative(tmp_path: Path, **given: Any) -> SpeculativeConfig | None:
     return resolve(options(folder(tmp_path), **given)).scheduler.speculative
+
+
+def speculative_of(tmp_path: Path, changes: dict[str, Any], **given: Any) -> SpeculativeConfig:
+    found = resolve(options(folder(tmp_path, **changes), **given)).scheduler.speculative
+    assert found is not None
+    return found
+
+
+def head_of(found: SpeculativeConfig) -> DraftHeadSpec:
+    assert found.model is not None
+    assert isinstance(found.model.architecture, DraftHeadSpec)
+    return found.model.architecture
 
 
 @pytest.mark.parametrize(
@@ -43,19 +58,7 @@ def speculative(tmp_path: Path, **given: Any) -> SpeculativeConfig | None:
         ({"speculative_config": {"model": "[ngram]", "method": "ngram"}}, NGRAM),
         ({"speculative_config": {"model": "[ngram]"}}, NGRAM),
         ({"speculative_config": {"prompt_lookup_max": 4}}, SpeculativeConfig(prompt_lookup_min=4)),
-        (
-            {
-                "spec_method": "none",
-                "spec_tokens": 9,
-                "speculative_config": {
-                    "method": "ngram",
-                    "num_speculative_tokens": 5,
-                    "prompt_lookup_min": 3,
-                    "prompt_lookup_max": 4,
-                },
-            },
-            SpeculativeConfig(num_speculative_tokens=5, prompt_lookup_min=3),
-        ),
+        ({"spec_method": "none", "spec_tokens": 9, "speculative_config": OWN}, SpeculativeConfig(**OF_OWN)),
     ],
 )
 def test_what_is_given(tmp_path: Path, given: dict[str, Any], expected: SpeculativeConfig | None) -> None:
@@ -77,10 +80,7 @@ def test_what_is_given(tmp_path: Path, given: dict[str, Any], expected: Speculat
         ({"speculative_config": {"method": ["ngram"]}}, "method ['ngram'] is not supported"),
         ({"speculative_config": {"method": "ngram", "model": "a/b"}}, "method ngram has no model of its own"),
         ({"speculative_config": {"method": "ngram", "draft_sample_method": "x"}}, "draft_sample_method is not"),
-        (
-            {"speculative_config": {"num_speculative_tokens": 0}},
-            "num_speculative_tokens must be at least 1 and at most",
-        ),
+        ({"speculative_config": {"num_speculative_tokens": 0}}, "num_speculative_tokens must be at least 1 and at"),
         ({"speculative_config": {"num_speculative_tokens": "5"}}, "num_speculative_tokens must be at least 1"),
         ({"speculative_config": {"prompt_lookup_min": True}}, "prompt_lookup_min must be at least 1"),
         ({"speculative_config": {"prompt_lookup_min": 5, "prompt_lookup_max": 3}}, "more than prompt_lookup_max"),
@@ -120,13 +120,14 @@ def demo(**given: Any) -> EngineConfig:
     ],
 )
 def test_a_draft_model_is_resolved_like_a_model(given: dict[str, Any]) -> None:
-    config = demo(**given)
+    config = demo(**given, quantization="int8")
     found = config.scheduler.speculative
     assert found is not None
     assert (found.method, found.num_speculative_tokens, found.tensor_parallel_size) == ("draft_model", 5, 1)
     assert found.model is not None
     assert found.model.architecture == config.model.architecture
     assert (found.model.dtype, found.model.max_model_len) == ("float32", 256)
+    assert (found.model.quantization, config.model.quantization) == ("int8", "int8")
     assert (found.prompt_lookup_min, found.num_lookup_tokens) == (2, 16)
 
 
@@ -181,13 +182,6 @@ def test_a_draft_model_that_cannot_guess_is_refused(
         demo(speculative_config={"model": str(tmp_path)} | given, tensor_parallel_size=tp)
 
 
-def test_target_and_drafter_are_quantized_alike() -> None:
-    found = demo(spec_model=str(DEMO_MODEL), quantization="int8").scheduler.speculative
-    assert found is not None
-    assert found.model is not None
-    assert found.model.quantization == "int8"
-
-
 MIMO = {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1, "num_key_value_heads": 4}
 
 
@@ -215,20 +209,29 @@ def test_several_heads_of_a_checkpoint(tmp_path: Path) -> None:
     """Their number is the default of the drafts, and their maximum."""
     stated = {**MIMO_V2, "num_nextn_predict_layers": 3}
     found = speculative_of(tmp_path, stated, spec_method="mtp")
-    assert found.model is not None
-    assert isinstance(found.model.architecture, DraftHeadSpec)
-    assert (found.num_speculative_tokens, found.model.architecture.num_heads) == (3, 3)
+    assert (found.num_speculative_tokens, head_of(found).num_heads) == (3, 3)
     with pytest.raises(ConfigError, match=r"has 3 heads .*; 4 tokens are too many; use --spec-tokens 3 or less"):
         speculative_of(tmp_path, stated, spec_method="mtp", spec_tokens=4)
-    one = speculative_of(tmp_path, MIMO_V2, spec_method="mtp", spec_tokens=1)
-    assert one.model is not None
-    assert len(one.model.architecture.layers) == 1
-    names = [f"model.mtp.layers.{number}.enorm.weight" for number in (0, 2, 1)]
+    assert len(head_of(speculative_of(tmp_path, MIMO_V2, spec_method="mtp", spec_tokens=1)).layers) == 1
+    head = stored_head(tmp_path, *(f"model.mtp.layers.{number}.enorm.weight" for number in (0, 2, 1)))
+    assert isinstance(head, DraftHeadSpec)
+    assert (head.num_heads, head.layers) == (3, head_of(found).layers)
+    for names, message in (
+        (["model.layers.0.mlp.up_proj.weight"], "this checkpoint has no head; omit --spec-method mtp"),
+        (
+            ["model.mtp.layers.0.enorm.weight", "model.mtp.layers.2.enorm.weight"],
+            "this checkpoint has no head 1 of 3; omit --spec-method mtp",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            stored_head(tmp_path, *names)
+
+
+def stored_head(tmp_path: Path, *names: str) -> ModelSpec:
+    """The head of a checkpoint with these tensors."""
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(names, "x")}))
     target = resolve(options(folder(tmp_path, **MIMO_V2))).model
-    head = draft_heads.mtp(replace(target, load_format="safetensors")).architecture
-    assert isinstance(head, DraftHeadSpec)
-    assert (head.num_heads, head.layers) == (3, found.model.architecture.layers)
+    return draft_heads.mtp(replace(target, load_format="safetensors")).architecture
 
 
 STEP: dict[str, Any] = {
@@ -250,18 +253,11 @@ STEP: dict[str, Any] = {
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_no_more_heads_than_tokens(family: dict[str, Any], count: int, tmp_path: Path) -> None:
     """The windows of heads that read each other's output are longer by what is computed again."""
-    given = options(
-        folder(tmp_path, **family, num_nextn_predict_layers=3),
-        max_model_len=256,
-        spec_method="mtp",
-        spec_tokens=count,
-    )
-    config = resolve(given)
+    asked = {"max_model_len": 256, "spec_method": "mtp", "spec_tokens": count}
+    config = resolve(options(folder(tmp_path, **family, num_nextn_predict_layers=3), **asked))
     found = config.scheduler.speculative
     assert found is not None
-    assert found.model is not None
-    head = found.model.architecture
-    assert isinstance(head, DraftHeadSpec)
+    head = head_of(found)
     assert (head.num_heads, len(head.layers), found.num_speculative_tokens) == (count, count, count)
     specs = cache_specs(head, 1, 256, "float32", config.cache.block_size)
     (window,) = {kept.window for layer in specs for kept in layer}
@@ -269,23 +265,6 @@ def test_no_more_heads_than_tokens(family: dict[str, Any], count: int, tmp_path:
     assert attention is not None
     assert attention.window is not None
     assert window == attention.window + (count - 1) * head.is_chained
-
-
-@pytest.mark.parametrize(
-    ("names", "message"),
-    [
-        (("model.layers.0.mlp.up_proj.weight",), "this checkpoint has no head; omit --spec-method mtp"),
-        (
-            ("model.mtp.layers.0.enorm.weight", "model.mtp.layers.2.enorm.weight"),
-            "this checkpoint has no head 1 of 3; omit --spec-method mtp",
-        ),
-    ],
-)
-def test_heads_that_are_missing(names: tuple[str, ...], message: str, tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(names, "x")}))
-    target = resolve(options(folder(tmp_path, **MIMO_V2))).model
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        draft_heads.mtp(replace(target, load_format="safetensors"))
 
 
 def test_several_heads_beside_recurrent_states_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,9 +305,7 @@ EXAONE: dict[str, Any] = {
 )
 def test_the_window_of_exaones_head(stated: dict[str, Any], window: int | None, tmp_path: Path) -> None:
     """With rotary positions in any case, which the target's layers without windows do not have."""
-    found = speculative_of(tmp_path, EXAONE | stated, spec_method="mtp").model
-    assert found is not None
-    (layer,) = found.architecture.layers
+    (layer,) = head_of(speculative_of(tmp_path, EXAONE | stated, spec_method="mtp")).layers
     assert layer.attention is not None
     assert layer.attention.rope is not None
     assert layer.attention.window == window
@@ -339,11 +316,8 @@ def test_layers_of_nemotrons_head(tmp_path: Path) -> None:
         settings = {"architectures": ["NemotronHForCausalLM"], "hybrid_override_pattern": "ME*", "num_hidden_layers": 3}
         settings |= {"num_key_value_heads": 4, "head_dim": 32, "moe_intermediate_size": 64, "mamba_num_heads": 8}
         settings |= {"moe_shared_expert_intermediate_size": 64, "mamba_head_dim": 16, "ssm_state_size": 16}
-        found = speculative_of(tmp_path, settings | stated, spec_method="mtp").model
-        assert found is not None
-        return [
-            (each.attention is not None, isinstance(each.feed_forward, MoESpec)) for each in found.architecture.layers
-        ]
+        layers = head_of(speculative_of(tmp_path, settings | stated, spec_method="mtp")).layers
+        return [(each.attention is not None, isinstance(each.feed_forward, MoESpec)) for each in layers]
 
     attention, experts, mlp = (True, False), (False, True), (False, False)
     assert kinds() == [attention, experts]
@@ -351,12 +325,6 @@ def test_layers_of_nemotrons_head(tmp_path: Path) -> None:
     assert kinds(mtp_layers_block_type=["attention", "moe"], mtp_hybrid_override_pattern="*") == [attention, experts]
     with pytest.raises(ConfigError, match="layers with recurrent states are not supported in a head"):
         kinds(mtp_hybrid_override_pattern="*M")
-
-
-def speculative_of(tmp_path: Path, changes: dict[str, Any], **given: Any) -> SpeculativeConfig:
-    found = resolve(options(folder(tmp_path, **changes), **given)).scheduler.speculative
-    assert found is not None
-    return found
 
 
 def test_a_head_is_in_the_plan(tmp_path: Path) -> None:
