@@ -348,10 +348,6 @@ class MLASpec:
         """Gates of a head that are computed from the hidden state."""
         return {"heads": 1, "features": self.v_head_dim}.get(self.output_gate or "", 0)
 
-    def query_inputs(self, hidden: int) -> int:
-        """Features that queries are computed from."""
-        return (self.q_lora_rank or hidden) * (2 if self.output_gate == "queries" else 1)
-
     @property
     def shares_selection(self) -> bool:
         """Whether the layer attends to what a layer before has selected."""
@@ -392,7 +388,8 @@ class MLASpec:
         if self.q_lora_rank is not None:
             yield from norm("attention.query_norm", self.norm, self.q_lora_rank)
         queries = self.num_heads * self.query_dim
-        yield from linear("attention.query", queries, self.query_inputs(hidden), rows_of=heads)
+        inputs = (self.q_lora_rank or hidden) * (2 if self.output_gate == "queries" else 1)
+        yield from linear("attention.query", queries, inputs, rows_of=heads)
         yield from norm("attention.latent_norm", self.norm, self.kv_lora_rank)
         yield from norm("attention.rotary_norm", self.rotary_norm, self.rope.dim)
         up = self.num_heads * (self.qk_nope_head_dim + self.v_head_dim)

@@ -49,16 +49,13 @@ class MLPSpec:
         again in float32, counted twice."""
         return 3 * self.width(tp) * (3 if self.sparsity else 1)
 
-    @property
-    def has_output_bias(self) -> bool:
-        return self.bias if self.output_bias is None else self.output_bias
-
     def parameters(self, hidden: int, module: str = "feed_forward") -> Parameters:
         """All parameters, of a layer whose input has `hidden` features."""
         size, units = self.intermediate_size, Units(self.intermediate_size, "feed-forward columns")
         rows = {"gate": size, "up": size} if self.is_gated else {"up": size}
         yield from linear(f"{module}.gate_up", rows, hidden, rows_of=units, bias=self.bias)
-        yield from linear(f"{module}.down", hidden, size, columns_of=units, bias=self.has_output_bias)
+        output_bias = self.bias if self.output_bias is None else self.output_bias
+        yield from linear(f"{module}.down", hidden, size, columns_of=units, bias=output_bias)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -181,18 +181,13 @@ class ModelSpec:
         return self.stream_width + passed + self.passes_embedding * self.hidden_size + self.passed_aux_width
 
     @property
-    def aux_width(self) -> int:
-        """Features of a token in the inputs of `aux_layers`, which follow those of the last stage's output."""
-        return len(self.aux_layers) * self.stream_width
-
-    @property
     def output_width(self) -> int:
-        """Features of a token in the output of the last stage."""
-        return self.hidden_size + self.aux_width
+        """Features of a token in the output of the last stage, and in the inputs of `aux_layers`, which follow them."""
+        return self.hidden_size + len(self.aux_layers) * self.stream_width
 
     @property
     def passed_aux_width(self) -> int:
-        """The same of what stages pass on: only the last one has the output of the last layer."""
+        """Features of the inputs of `aux_layers` that stages pass on: only the last one has the last layer's output."""
         return sum(number < self.num_layers for number in self.aux_layers) * self.stream_width
 
     @property

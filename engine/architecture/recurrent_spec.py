@@ -356,16 +356,11 @@ class RGLRUSpec(RecurrentSpec):
     def num_heads(self) -> int:
         return self.blocks
 
-    @property
-    def block_width(self) -> int:
-        """Channels of a block."""
-        return self.width // self.blocks
-
     def state_shape(self, tp: int) -> tuple[int, int, int]:
         return 1, 1, self.width // tp
 
     def parameters(self, hidden: int) -> Parameters:
-        size, blocks = self.block_width, {"": Units(self.blocks, "blocks of the recurrent unit")}
+        size, blocks = self.width // self.blocks, {"": Units(self.blocks, "blocks of the recurrent unit")}
         yield from linear("state.input", dict.fromkeys("xy", self.width), hidden, rows_of=blocks[""], bias=True)
         yield from convolution("state.conv", {"": self.width}, self.conv_size, blocks, bias=True)
         for name in ("input", "decay"):

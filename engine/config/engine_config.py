@@ -309,9 +309,8 @@ class KVCacheGroup:
         blocks = -(-num_tokens // block_size)
         if self.window is None:
             return blocks
-        touched = (
-            self.window - 1 + min(row_tokens, num_tokens)
-        )  # from the first key that the first query of the row sees
+        # From the first key that the first query of the row sees.
+        touched = self.window - 1 + min(row_tokens, num_tokens)
         return min(blocks, 1 + -(-(touched - 1) // block_size))
 
     def max_pages(self, num_tokens: int, row_tokens: int, block_size: int, blocks_per_page: int) -> int:

@@ -19,12 +19,11 @@ from quire.engine.config import cuda_graph_sizes, parallel_config
 from quire.engine.config.devices import Devices
 from quire.engine.config.engine_config import (
     DTYPE_BYTES,
-    CacheConfig,
     EngineConfig,
     ModelConfig,
     ParallelConfig,
 )
-from quire.engine.config.kv_cache_groups import KVCacheShape, block_bytes, cached_layers, count_planes
+from quire.engine.config.kv_cache_groups import block_bytes, cached_layers, count_planes
 from quire.engine.protocol.errors import ConfigError
 
 _CPU_KV_CACHE_BYTES = 4 << 30
@@ -64,7 +63,13 @@ class MemoryPlan:
             graphs += _graphs(drafter) if has_graphs else 0
         return MemoryPlan(
             weights=tuple(weights),
-            kv_block=tuple(_kv_block_bytes(cache, count_planes(specs, cache.groups, stage)) for stage in stages),
+            kv_block=tuple(
+                sum(
+                    count * block_bytes(shape, cache.block_size, cache.dtype)
+                    for shape, count in count_planes(specs, cache.groups, stage).items()
+                )
+                for stage in stages
+            ),
             workspace=workspace,
             graphs=graphs,
         )
@@ -95,11 +100,8 @@ def _graphs(config: EngineConfig) -> int:
 
 def _activations(config: EngineConfig, arch: ModelSpec) -> int:
     """Number of activation values on a rank in the largest step; its experts may get tokens of every replica."""
-    parallel, tokens, tp = (
-        config.parallel,
-        config.scheduler.max_num_batched_tokens,
-        config.parallel.tensor_parallel_size,
-    )
+    parallel, tokens = config.parallel, config.scheduler.max_num_batched_tokens
+    tp = parallel.tensor_parallel_size
     incoming = tokens * parallel.replicas if parallel.is_coupled else tokens
     inner = max(
         (
@@ -113,9 +115,8 @@ def _activations(config: EngineConfig, arch: ModelSpec) -> int:
     count += 4 * tokens * arch.stream_width * isinstance(arch.streams, ConnectionSpec)  # in float32
     if parallel.is_coupled:
         max_top_k = max(layer.feed_forward.top_k for layer in arch.layers if isinstance(layer.feed_forward, MoESpec))
-        outgoing = (
-            tokens // tp * min(max_top_k, parallel.expert_ranks)
-        )  # each token goes to every rank with one of its experts
+        # Each token goes to every rank with one of its experts.
+        outgoing = tokens // tp * min(max_top_k, parallel.expert_ranks)
         count += 8 * max(incoming, outgoing) * arch.hidden_size
     return count
 
@@ -143,18 +144,10 @@ def _eplb_buffer_bytes(config: EngineConfig, arch: ModelSpec) -> int:
     )
 
 
-def _kv_block_bytes(cache: CacheConfig, planes: Counter[KVCacheShape]) -> int:
-    """Bytes of a block, which has room for the layers of any group."""
-    return sum(count * block_bytes(shape, cache.block_size, cache.dtype) for shape, count in planes.items())
-
-
 def _weight_bytes(model: ModelConfig, parallel: ParallelConfig, stage: int) -> int:
     """Bytes of one rank's weights: linear layers and head packed, the rest but embeddings in the model's data type."""
-    arch, stages, tp = (
-        parallel_config.rank_spec(model.architecture, parallel),
-        parallel.stages,
-        parallel.tensor_parallel_size,
-    )
+    arch = parallel_config.rank_spec(model.architecture, parallel)
+    stages, tp = parallel.stages, parallel.tensor_parallel_size
     width, first, last = DTYPE_BYTES[model.dtype], stage == 0, stage == len(stages) - 1
     held = arch.held_layers(stages[stage])
     layers = [(number, each) for number, layer in held for each in layer.matrices(arch.hidden_size, tp)]

@@ -84,22 +84,24 @@ def test_shapes_that_fit() -> None:
 
 
 def test_what_publishers_add_is_accepted() -> None:
-    autogptq: dict[str, Any] = {
+    autogptq = {
         "damp_percent": 0.1,
         "static_groups": False,
         "true_sequential": True,
         "is_marlin_format": False,
+        "model_name_or_path": None,
+        "model_file_base_name": "model",
+        "use_exllama": True,
+        "dataset": None,
     }
-    autogptq |= {"model_name_or_path": None, "model_file_base_name": "model", "use_exllama": True, "dataset": None}
-    meta = {"quantizer": ["gptqmodel:5.0.0"], "static_groups": False, "act_group_aware": True}
-    gptqmodel: dict[str, Any] = {
+    gptqmodel = {
         "method": "gptq",
         "format": "gptq",
         "checkpoint_format": "gptq",
         "pack_dtype": "int32",
-        "meta": meta,
+        "lm_head": False,
+        "meta": {"quantizer": ["gptqmodel:5.0.0"], "static_groups": False, "act_group_aware": True},
     }
-    gptqmodel |= {"lm_head": False}
     auto_round = {"autoround_version": "0.9.0", "iters": 1000, "provider": "auto-round", "low_gpu_mem_usage": True}
     plain = read(SETTINGS)
     assert [read({**SETTINGS, **each}) for each in (autogptq, gptqmodel, auto_round)] == [plain] * 3
