@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,15 +22,20 @@ def flag(
     *,
     short: str | None = None,
     metavar: str | None = None,
-    at_least: int | None = None,
+    least: int | None = None,
     is_per_host: bool = False,
     is_secret: bool = False,
 ) -> Any:
     """Define a dataclass field that is also a command-line flag, with the type and choices of its annotation.
 
-    `at_least` is the smallest number allowed. A value `is_per_host` if it may differ between hosts."""
-    metadata = {"help": help, "short": short, "metavar": metavar, "at_least": at_least, "is_per_host": is_per_host}
+    `least` is the smallest number allowed; a value `is_per_host` if it may differ between hosts.
+    """
+    metadata = {"help": help, "short": short, "metavar": metavar, "least": least, "is_per_host": is_per_host}
     return dataclasses.field(default=default, repr=not is_secret, metadata=metadata)
+
+
+host_flag = partial(flag, is_per_host=True)
+"""A flag whose value may differ between hosts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,10 +50,10 @@ class EngineOptions:
     )
 
     tensor_parallel_size: int = flag(
-        1, "number of ranks that each layer is sharded over", short="-tp", metavar="T", at_least=1
+        1, "number of ranks that each layer is sharded over", short="-tp", metavar="T", least=1
     )
     pipeline_parallel_size: int = flag(
-        1, "number of pipeline stages that the layers are split into", short="-pp", metavar="P", at_least=1
+        1, "number of pipeline stages that the layers are split into", short="-pp", metavar="P", least=1
     )
     pipeline_layer_partition: str | None = flag(
         None, "number of layers in each stage, e.g. 3,2,1 (default: as even as possible)", metavar="N,N,…"
@@ -63,37 +69,28 @@ class EngineOptions:
         "number of hosts that the ranks of all replicas are distributed over evenly, in order (without Ray); a replica "
         "has whole hosts, or a host whole replicas",
         metavar="N",
-        at_least=1,
+        least=1,
     )
-    node_rank: int = flag(
-        0,
-        "number of this host among --nnodes; host 0 has the API, the others run --headless",
-        metavar="R",
-        is_per_host=True,
+    node_rank: int = host_flag(
+        0, "number of this host among --nnodes; host 0 has the API, the others run --headless", metavar="R"
     )
-    master_addr: str = flag(
-        "127.0.0.1", "address of host 0 that the other hosts connect to", metavar="ADDR", is_per_host=True
+    master_addr: str = host_flag("127.0.0.1", "address of host 0 that the other hosts connect to", metavar="ADDR")
+    master_port: int = host_flag(29501, "port of host 0 that the other hosts connect to", metavar="PORT")
+    distributed_timeout_seconds: float = host_flag(
+        600.0, "timeout of communication between ranks, in seconds", metavar="S"
     )
-    master_port: int = flag(29501, "port of host 0 that the other hosts connect to", metavar="PORT", is_per_host=True)
-    distributed_timeout_seconds: float = flag(
-        600.0, "timeout of communication between ranks, in seconds", metavar="S", is_per_host=True
+    watchdog_seconds: float = host_flag(
+        10.0, "a process or rank that does not respond for this many seconds is killed and replaced", metavar="S"
     )
-    watchdog_seconds: float = flag(
-        10.0,
-        "a process or rank that does not respond for this many seconds is killed and replaced",
-        metavar="S",
-        is_per_host=True,
-    )
-    cluster_token: str | None = flag(
+    cluster_token: str | None = host_flag(
         None,
         "secret of at least 16 characters that all hosts share: it authenticates and encrypts their connections. "
         "Command lines are visible to all users of a host: QUIRE_CLUSTER_TOKEN and --cluster-token-file are not "
         "(default: the variable; without any, the first host makes one and prints the others' command)",
         metavar="TOKEN",
         is_secret=True,
-        is_per_host=True,
     )
-    cluster_token_file: str | None = flag(None, "file with the --cluster-token", metavar="FILE", is_per_host=True)
+    cluster_token_file: str | None = host_flag(None, "file with the --cluster-token", metavar="FILE")
     cluster_timeout_seconds: float = flag(
         15.0,
         "seconds without a message after which another host is lost; shorter cuts of the network are survived",
@@ -104,38 +101,31 @@ class EngineOptions:
     )
 
     data_parallel_size: int = flag(
-        1, "number of replicas of the model, each with its own ranks", short="-dp", metavar="D", at_least=1
+        1, "number of replicas of the model, each with its own ranks", short="-dp", metavar="D", least=1
     )
-    data_parallel_size_local: int | None = flag(
+    data_parallel_size_local: int | None = host_flag(
         None,
         "number of replicas on this host (default: all; with --data-parallel-start-rank 1)",
         short="-dpl",
         metavar="D",
-        at_least=0,
-        is_per_host=True,
+        least=0,
     )
-    data_parallel_start_rank: int | None = flag(
+    data_parallel_start_rank: int | None = host_flag(
         None,
         "number of this host's first replica; with --headless its API is at --data-parallel-address, otherwise this "
         "host's API serves only its own replicas, behind an external load balancer",
         short="-dpr",
         metavar="R",
-        is_per_host=True,
     )
-    data_parallel_address: str | None = flag(
+    data_parallel_address: str | None = host_flag(
         None,
         "address of the host with the API, or with replica 0; if it is given to a host that has all replicas, others "
         "can join it while it serves (default: 127.0.0.1)",
         short="-dpa",
         metavar="ADDR",
-        is_per_host=True,
     )
-    data_parallel_rpc_port: int = flag(
-        29550,
-        "port of --data-parallel-address that replicas on other hosts connect to",
-        short="-dpp",
-        metavar="PORT",
-        is_per_host=True,
+    data_parallel_rpc_port: int = host_flag(
+        29550, "port of --data-parallel-address that replicas on other hosts connect to", short="-dpp", metavar="PORT"
     )
     enable_expert_parallel: bool = flag(
         False,
@@ -152,18 +142,16 @@ class EngineOptions:
         False, "expert load balancing: measure the load of each expert, and move and replicate busy ones"
     )
     num_redundant_experts: int = flag(
-        0, "with --enable-eplb, copies of busy experts in each layer, over all ranks", at_least=0
+        0, "with --enable-eplb, copies of busy experts in each layer, over all ranks", least=0
     )
-    eplb_step_interval: int = flag(
-        3000, "with --enable-eplb, steps between two rearrangements", metavar="N", at_least=1
-    )
+    eplb_step_interval: int = flag(3000, "with --enable-eplb, steps between two rearrangements", metavar="N", least=1)
     enable_dbo: bool = flag(
         False,
         "dual-batch overlap: with --enable-expert-parallel, split large batches into two micro-batches; one computes "
         "while the other communicates",
     )
     dbo_token_threshold: int = flag(
-        64, "with --enable-dbo, minimum tokens of a replica at which a step is split", at_least=1
+        64, "with --enable-dbo, minimum tokens of a replica at which a step is split", least=1
     )
 
     device: Literal["auto", "cpu", "cuda"] = flag(
@@ -202,7 +190,7 @@ class EngineOptions:
         "auto", "model implementation (auto: Quire's own, or transformers' if there is none)"
     )
     max_model_len: int | None = flag(
-        None, "maximum length of prompt and output together, in tokens (default: the model's)", at_least=1
+        None, "maximum length of prompt and output together, in tokens (default: the model's)", least=1
     )
     hf_overrides: Mapping[str, Any] | None = flag(
         None, "values in place of those in the model's config.json; those in its parts, such as text_config, one by one"
@@ -223,31 +211,25 @@ class EngineOptions:
         "format of the weights (auto: *.safetensors, or else pytorch_model*.bin); pt: pytorch_model*.bin, unpickling "
         "tensors only; dummy: random weights, reading only config.json and the tokenizer",
     )
-    packed_cache: float | Literal["auto", "off"] = flag(
+    packed_cache: float | Literal["auto", "off"] = host_flag(
         "auto",
         "most GiB of disk space for weights as CPUs use them (packed, quantized), which the next start maps instead of "
         "packing them again (auto: 32, a quarter of the free space at most, and no models below 64 MiB)",
         metavar="GIB",
-        at_least=0,
-        is_per_host=True,
+        least=0,
     )
-    download_dir: str | None = flag(
-        None,
-        "folder that Hugging Face repositories are downloaded to (default: Hugging Face's cache)",
-        metavar="DIR",
-        is_per_host=True,
+    download_dir: str | None = host_flag(
+        None, "folder that Hugging Face repositories are downloaded to (default: Hugging Face's cache)", metavar="DIR"
     )
-    revision: str | None = flag(None, "branch, tag or commit of a Hugging Face repository", is_per_host=True)
-    tokenizer: str | None = flag(None, "folder or repository of the tokenizer (default: the model's)", is_per_host=True)
-    max_logprobs: int = flag(
-        20, "maximum value of logprobs and prompt_logprobs in requests (-1: no limit)", at_least=-1
-    )
+    revision: str | None = host_flag(None, "branch, tag or commit of a Hugging Face repository")
+    tokenizer: str | None = host_flag(None, "folder or repository of the tokenizer (default: the model's)")
+    max_logprobs: int = flag(20, "maximum value of logprobs and prompt_logprobs in requests (-1: no limit)", least=-1)
     trust_remote_code: bool = flag(False, "allow Python code that comes with the model or its tokenizer to run")
     seed: int = flag(0, "seed of dummy weights, and of requests without a seed")
 
-    max_num_seqs: int = flag(256, "maximum number of running requests", at_least=1)
+    max_num_seqs: int = flag(256, "maximum number of running requests", least=1)
     max_num_batched_tokens: int | Literal["auto"] = flag(
-        "auto", "maximum tokens in a step (auto: what --itl-target-ms allows, learned from measured steps)", at_least=1
+        "auto", "maximum tokens in a step (auto: what --itl-target-ms allows, learned from measured steps)", least=1
     )
     itl_target_ms: float | None = flag(
         None,
@@ -258,10 +240,10 @@ class EngineOptions:
     max_num_partial_prefills: int = flag(
         1,
         "number of prompts that share the prompt tokens of a step equally; a long prompt then delays others less",
-        at_least=1,
+        least=1,
     )
     long_prefill_token_threshold: int = flag(
-        0, "maximum tokens of a prompt in a step while there are other requests (0: no limit)", at_least=0
+        0, "maximum tokens of a prompt in a step while there are other requests (0: no limit)", least=0
     )
     enable_chunked_prefill: bool = flag(True, "split long prompts over several steps, together with running decodes")
     scheduling_policy: Literal["fcfs", "priority"] = flag(
@@ -273,11 +255,10 @@ class EngineOptions:
         "--spec-model guess, too, eagle and eagle3 let the head in --spec-model, mtp that in the model's checkpoint, "
         "wherever that pays (auto: draft_model with --spec-model, else ngram on CPU, none on GPU)",
     )
-    spec_model: str | None = flag(
+    spec_model: str | None = host_flag(
         None,
         "folder or repository of a smaller model with the same vocabulary, or of a head, which guesses tokens",
         metavar="MODEL",
-        is_per_host=True,
     )
     spec_tokens: int | None = flag(
         None,
@@ -291,21 +272,18 @@ class EngineOptions:
         short="-sc",
     )
 
-    gpu_memory_utilization: float = flag(
-        0.9, "fraction of the device's free memory for weights, activations and KV cache together", is_per_host=True
+    gpu_memory_utilization: float = host_flag(
+        0.9, "fraction of the device's free memory for weights, activations and KV cache together"
     )
-    kv_cache_memory_bytes: int | None = flag(
-        None,
-        "size of the KV cache per rank, in bytes (default: derived from --gpu-memory-utilization)",
-        at_least=1,
-        is_per_host=True,
+    kv_cache_memory_bytes: int | None = host_flag(
+        None, "size of the KV cache per rank, in bytes (default: derived from --gpu-memory-utilization)", least=1
     )
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8", "fp8_e4m3"] = flag(
         "auto",
         "data type of the KV cache (auto: that of the model, at most 16 bits with --quantization; int8, fp8: with a "
         "scale per token and head; fp8_e4m3 is the same as fp8)",
     )
-    block_size: int = flag(16, "tokens in a KV block", at_least=1)
+    block_size: int = flag(16, "tokens in a KV block", least=1)
     attention_backend: Literal["auto", "triton", "flashinfer", "reference"] = flag(
         "auto",
         "attention implementation on GPUs (auto: the fastest one installed whose results are correct, timed at "

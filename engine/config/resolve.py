@@ -168,7 +168,7 @@ def _check_ranges(options: EngineOptions) -> None:
                 f"--{name.replace('_', '-')} must be one of {', '.join(typing.get_args(kinds[0]))}, got {value}"
             )
     for field in dataclasses.fields(options):
-        low, value = field.metadata.get("at_least"), getattr(options, field.name)
+        low, value = field.metadata.get("least"), getattr(options, field.name)
         if low is None or value in (None, "auto", "off"):
             continue
         if not isinstance(value, int | float):
