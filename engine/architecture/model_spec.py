@@ -57,11 +57,11 @@ class LayerSpec:
     residual_multiplier: float = 1.0
     """Factor on what is added to the residual stream."""
     residual: ResidualSpec | None = None
-    """None: outputs are added to the residual stream."""
+    """The path of what layers add, where it is not the plain residual stream."""
 
     def __post_init__(self) -> None:
         assert self.residual is None or not self.is_parallel
-        assert self.ngrams is None or self.state is not None
+        assert self.ngrams is None or self.state is not None  # which keeps what they read of earlier tokens
 
     @property
     def ngrams(self) -> NGramSpec | None:
@@ -89,7 +89,7 @@ class LayerSpec:
             assert isinstance(self.attention, AttentionSpec)
             assert isinstance(self.feed_forward, MLPSpec)
             yield from residual.parameters(hidden, self.attention, self.feed_forward)
-            parts = [self.state] if self.state is not None else []
+            parts = [part for part in parts if part is self.state]
         elif isinstance(residual, ScaledResidualSpec | AltUpSpec | ConnectionSpec):
             yield from residual.parameters(hidden)
         for part in parts:
