@@ -36,6 +36,11 @@ from quire.server.config.server_options import ServerOptions
 
 _MAX_OTHERS = 3
 """Layouts that `--auto` logs besides the one that it chooses."""
+_HEAD = (
+    "-tp|-pp|-dp|EP|weights|KV tokens|max requests at {length:,} tokens|single request|limit|full batch|requests|"
+    "limit|TTFT|limit"
+)
+"""Of the table, whose rows are those of `_row`."""
 _LEGEND = """\
 EP: with --enable-expert-parallel. Weights are those of the largest rank; KV tokens, and the requests of {length:,}
 tokens that they hold, those of a replica. The rest is a roofline estimate: tokens/s are upper bounds, of a request
@@ -166,13 +171,7 @@ def _text(
         lines += [
             "",
             f"Layouts that fit, the most tokens/s of {first} first (--optimize {goal}):",
-            *_table(
-                [
-                    *("-tp", "-pp", "-dp", "EP", "weights", "KV tokens", f"max requests at {length:,} tokens"),
-                    *("single request", "limit", "full batch", "requests", "limit", "TTFT", "limit"),
-                ],
-                [_row(layout) for layout in fits],
-            ),
+            *_table(_HEAD.format(length=length).split("|"), [_row(layout) for layout in fits]),
             "",
             *_LEGEND.format(length=length, context=context).splitlines(),
         ]
@@ -202,9 +201,13 @@ def _row(layout: Layout) -> list[str]:
         format_bytes(max(MemoryPlan.of(config).weights)),
         f"{tokens:,}",
         f"{tokens / config.model.max_model_len:.1f}",
-        *(f"{_number(floors.tokens_per_second_one)} tokens/s", floors.decode_one.limit),
-        *(f"{_number(floors.tokens_per_second)} tokens/s", f"{floors.rows}", floors.decode.limit),
-        *(f"{_number(floors.ttft.seconds * 1e3)} ms", floors.ttft.limit),
+        f"{_number(floors.tokens_per_second_one)} tokens/s",
+        floors.decode_one.limit,
+        f"{_number(floors.tokens_per_second)} tokens/s",
+        f"{floors.rows}",
+        floors.decode.limit,
+        f"{_number(floors.ttft.seconds * 1e3)} ms",
+        floors.ttft.limit,
     ]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 from array import array
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import accumulate, islice
@@ -158,14 +159,9 @@ def _gpu(stats: RankStats, name: str, label: str = "") -> dict[str, float]:
 
 _SECONDS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _FINE_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, *_SECONDS)
-_TTFT_SECONDS = (
-    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
-    *(1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560),
-)
-_ITL_SECONDS = (
-    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
-    *(1, 2.5, 5, 7.5, 10, 20, 40, 80),
-)
+_LONG_SECONDS = (1, 2.5, 5, 7.5, 10, 20, 40, 80)
+_TTFT_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, *_LONG_SECONDS, 160, 640, 2560)
+_ITL_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, *_LONG_SECONDS)
 _TOKENS = (*(digit * 10**power for power in range(6) for digit in (1, 2, 5)), 1_000_000)
 
 # Histograms of requests, which the API processes observe: name, help, buckets. These have all buckets of vLLM's.
@@ -364,18 +360,15 @@ class Metrics:
         known = {replica: self.of(replica) for replica in states}
         present = {replica: stats for replica, stats in known.items() if states[replica] != "removed"}
         for name, kind, meaning, value in ENGINE_METRICS:
-            yield self._family(
-                *(name, kind, meaning),
-                (
-                    self._sample(name, kind, value(stats), "engine", str(replica))
-                    for replica, stats in (present if kind == "gauge" else known).items()
-                ),
-            )
-        name = "prompt_tokens_by_source"
-        yield self._family(
-            *(name, "counter", "Prompt tokens of started requests, by where their KV came from."),
+            shown = present if kind == "gauge" else known
+            samples = ((value(stats), {"engine": str(replica)}) for replica, stats in shown.items())
+            yield self._metric(name, kind, meaning, samples)
+        yield self._metric(
+            "prompt_tokens_by_source",
+            "counter",
+            "Prompt tokens of started requests, by where their KV came from.",
             (
-                self._sample(name, "counter", value, "engine", str(replica), "source", source)
+                (value, {"engine": str(replica), "source": source})
                 for replica, stats in known.items()
                 for source, value in (
                     ("local_compute", stats.prompt_tokens - stats.prefix_hit_tokens),
@@ -385,60 +378,55 @@ class Metrics:
         )
         if self._config is not None:
             yield self._cache_config(self._config.cache, present)
-        name = "spec_decode_num_accepted_tokens_per_pos"
         places = range(0 if self._config is None else self._config.scheduler.max_drafts)
-        positions = {replica: self._newest(replica) + _POSITIONS for replica in known}
-        yield self._family(
-            *(name, "counter", "Draft tokens that were what was sampled, by their position in the row."),
+        yield self._metric(
+            "spec_decode_num_accepted_tokens_per_pos",
+            "counter",
+            "Draft tokens that were what was sampled, by their position in the row.",
             (
-                self._sample(name, "counter", self._cells[start + at], "engine", str(replica), "position", str(at))
-                for replica, start in positions.items()
+                (self._cells[start + _POSITIONS + at], {"engine": str(replica), "position": str(at)})
+                for replica, start in {replica: self._newest(replica) for replica in known}.items()
                 for at in places
             ),
         )
         tokens = {replica: self._newest(replica) + _SCALARS for replica in known}
         yield self._histogram(
-            *("iteration_tokens_total", "Tokens of a step, without rejected drafts.", ITERATION_TOKENS),
+            "iteration_tokens_total",
+            "Tokens of a step, without rejected drafts.",
+            ITERATION_TOKENS,
             {replica: self._cells[start : start + _POSITIONS - _SCALARS].tolist() for replica, start in tokens.items()},
         )
-        yield self._family(
-            *("replicas", "gauge", "Replicas of the engine."),
-            (
-                self._sample("replicas", "gauge", [*states.values()].count(state), "state", state)
-                for state in STATES[1:]
-            ),
-        )
-        name = "engine_deaths"
-        yield self._family(
-            *(name, "counter", "Deaths of a replica, each followed by a restart if that is possible."),
-            (self._sample(name, "counter", self._deaths[replica], "engine", str(replica)) for replica in known),
-        )
+        counts = Counter(states.values())
+        samples = ((counts[state], {"state": state}) for state in STATES[1:])
+        yield self._metric("replicas", "gauge", "Replicas of the engine.", samples)
+        meaning = "Deaths of a replica, each followed by a restart if that is possible."
+        samples = ((self._deaths[replica], {"engine": str(replica)}) for replica in known)
+        yield self._metric("engine_deaths", "counter", meaning, samples)
         sums = {replica: self._sums(replica) for replica in known}
         for name, (meaning, bounds) in HISTOGRAMS.items():
             yield self._histogram(name, meaning, bounds, {replica: each[_AT[name]] for replica, each in sums.items()})
-        name = "request_success"
-        yield self._family(
-            *(name, "counter", "Finished requests, by finish reason."),
-            (
-                self._sample(name, "counter", count, "engine", str(replica), "finished_reason", reason)
-                for replica, each in sums.items()
-                for reason, count in zip(FINISH_REASONS, each[_AT["finished"]], strict=True)
-            ),
+        samples = (
+            (count, {"engine": str(replica), "finished_reason": reason})
+            for replica, each in sums.items()
+            for reason, count in zip(FINISH_REASONS, each[_AT["finished"]], strict=True)
         )
+        yield self._metric("request_success", "counter", "Finished requests, by finish reason.", samples)
         yield from self._ranks([replica for replica in present if states[replica] in _LIVE])
         yield from self._experts()
 
-    def _family(self, name: str, kind: str, meaning: str, samples: Iterable[str]) -> str:
-        """A metric with its samples. One that vLLM also has is followed by its alias."""
-        full, text = f"{name}_total" if kind == "counter" else name, "".join(samples)
+    def _family(self, name: str, kind: str, meaning: str, text: str) -> str:
+        """A metric with the text of its samples. One that vLLM also has is followed by its alias."""
+        full = f"{name}_total" if kind == "counter" else name
         own = f"\n# HELP quire:{full} {meaning}\n# TYPE quire:{full} {kind}{text}"
         if not self._vllm_names or name not in VLLM_NAMES:
             return own
         alias = text.replace("\nquire:", "\nvllm:")
         return f"{own}\n# HELP vllm:{full} {meaning}\n# TYPE vllm:{full} {kind}{alias}"
 
-    def _sample(self, name: str, kind: str, value: float, *labels: str) -> str:
-        return f"{_series(name, kind, 'model_name', self._model_name, *labels)} {float(value)!r}"
+    def _metric(self, name: str, kind: str, meaning: str, samples: Iterable[tuple[float, dict[str, str]]]) -> str:
+        """A counter or a gauge, given the value and the labels of each sample."""
+        series = ((_series(name, kind, model_name=self._model_name, **labels), value) for value, labels in samples)
+        return self._family(name, kind, meaning, "".join(f"{each} {float(value)!r}" for each, value in series))
 
     def _histogram(
         self, name: str, meaning: str, bounds: Sequence[float], replicas: Mapping[int, Sequence[float]]
@@ -449,77 +437,60 @@ class Metrics:
             buckets = [*accumulate(counts)]
             template = _histogram_template(name, tuple(bounds), self._model_name, str(replica))
             samples.append(template % (*buckets, buckets[-1], total))
-        return self._family(name, "histogram", meaning, samples)
+        return self._family(name, "histogram", meaning, "".join(samples))
 
     def _cache_config(self, cache: CacheConfig, replicas: Mapping[int, EngineStats]) -> str:
-        name, labels = (
-            "cache_config_info",
-            {
-                "block_size": cache.block_size,
-                "cache_dtype": cache.dtype,
-                "enable_prefix_caching": cache.enable_prefix_caching,
-                "gpu_memory_utilization": cache.gpu_memory_utilization,
-            },
+        labels = {
+            "block_size": str(cache.block_size),
+            "cache_dtype": str(cache.dtype),
+            "enable_prefix_caching": str(cache.enable_prefix_caching),
+            "gpu_memory_utilization": str(cache.gpu_memory_utilization),
+        }
+        samples = (
+            (1, {"engine": str(replica), **labels, "num_gpu_blocks": str(stats.kv_blocks)})
+            for replica, stats in replicas.items()
         )
-        given = [str(each) for pair in labels.items() for each in pair]
-        return self._family(
-            *(name, "gauge", "The configuration of the KV cache in labels; always 1."),
-            (
-                self._sample(name, "gauge", 1, "engine", str(replica), *given, "num_gpu_blocks", str(stats.kv_blocks))
-                for replica, stats in replicas.items()
-            ),
-        )
+        meaning = "The configuration of the KV cache in labels; always 1."
+        return self._metric("cache_config_info", "gauge", meaning, samples)
 
     def _ranks(self, replicas: Iterable[int]) -> Iterator[str]:
         """Metrics of the ranks of these replicas; those without a sample do not apply here."""
         stages = self._config.parallel.stage_of if self._config is not None else lambda rank: 0
         ranks = [
-            (stats, ("engine", str(replica), "stage", str(stages(rank)), "rank", str(rank)))
+            (stats, {"engine": str(replica), "stage": str(stages(rank)), "rank": str(rank)})
             for replica in replicas
             for rank, stats in enumerate(self.rank_stats.get(replica, []))
         ]
         for name, kind, label, meaning, values in RANK_METRICS:
             samples = [
-                self._sample(name, kind, value, *labels, *((label, of) if label else ()))
+                (value, labels | ({label: of} if label else {}))
                 for stats, labels in ranks
                 for of, value in values(stats).items()
             ]
             if samples:
-                yield self._family(name, kind, meaning, samples)
+                yield self._metric(name, kind, meaning, samples)
 
     def _experts(self) -> Iterator[str]:
         """Metrics of the load balance between experts, if whole experts are distributed over ranks."""
         load = self.expert_load
         if load is None:
             return
-        name, meaning = (
-            "expert_load_imbalance",
-            "Load of the busiest rank of each MoE layer, divided by the mean over ranks; 1 is balanced.",
-        )
-        yield self._family(name, "gauge", meaning, [self._sample(name, "gauge", load.imbalance)])
-        name, meaning = "experts_moved", "Experts moved to another place."
-        yield self._family(name, "counter", meaning, [self._sample(name, "counter", load.moved)])
+        meaning = "Load of the busiest rank of each MoE layer, divided by the mean over ranks; 1 is balanced."
+        yield self._metric("expert_load_imbalance", "gauge", meaning, [(load.imbalance, {})])
+        yield self._metric("experts_moved", "counter", "Experts moved to another place.", [(load.moved, {})])
         counts = iter(array("q", load.tokens))
         by_layer = {str(layer): list(islice(counts, number)) for layer, number in load.layers.items()}
-        name, meaning = (
-            "expert_load_peak",
-            "Load of a layer's most used expert since the start, divided by the mean over its experts.",
-        )
-        peaks = {layer: max(used) * len(used) / max(1, sum(used)) for layer, used in by_layer.items()}
-        yield self._family(
-            name, "gauge", meaning, (self._sample(name, "gauge", peak, "layer", layer) for layer, peak in peaks.items())
-        )
+        meaning = "Load of a layer's most used expert since the start, divided by the mean over its experts."
+        peaks = ((max(used) * len(used) / max(1, sum(used)), {"layer": layer}) for layer, used in by_layer.items())
+        yield self._metric("expert_load_peak", "gauge", meaning, peaks)
         if sum(load.layers.values()) > _EXPERT_SERIES:
             return
-        name, meaning = "expert_tokens", "Tokens routed to an expert."
-        yield self._family(
-            *(name, "counter", meaning),
-            (
-                self._sample(name, "counter", count, "layer", layer, "expert", str(expert))
-                for layer, used in by_layer.items()
-                for expert, count in enumerate(used)
-            ),
+        samples = (
+            (count, {"layer": layer, "expert": str(expert)})
+            for layer, used in by_layer.items()
+            for expert, count in enumerate(used)
         )
+        yield self._metric("expert_tokens", "counter", "Tokens routed to an expert.", samples)
 
     def _sums(self, replica: int) -> list[float]:
         """The values of a replica, summed over the processes."""
@@ -529,21 +500,19 @@ class Metrics:
 
 
 @cache
-def _series(name: str, kind: str, *labels: str) -> str:
-    """The name and the labels of a sample; `labels` are names and values in turn."""
-    pairs = ",".join(
-        f'{label}="{_escape(value)}"' for label, value in sorted(zip(labels[::2], labels[1::2], strict=True))
-    )
+def _series(name: str, kind: str, /, **labels: str) -> str:
+    """The name and the labels of a sample."""
+    pairs = ",".join(f'{label}="{_escape(value)}"' for label, value in sorted(labels.items()))
     return f"\nquire:{name}{'_total' if kind == 'counter' else ''}{{{pairs}}}"
 
 
 @cache
 def _histogram_template(name: str, bounds: Sequence[float], model_name: str, replica: str) -> str:
     """The samples of a histogram, to be formatted with the count in each bucket and below, the count, and the sum."""
-    labels = ("model_name", model_name, "engine", replica)
+    labels = {"model_name": model_name, "engine": replica}
     edges = [*(str(float(bound)) for bound in bounds), "+Inf"]
-    series = [*(_series(f"{name}_bucket", "histogram", *labels, "le", edge) for edge in edges)]
-    series += [_series(f"{name}_{end}", "histogram", *labels) for end in ("count", "sum")]
+    series = [_series(f"{name}_bucket", "histogram", le=edge, **labels) for edge in edges]
+    series += [_series(f"{name}_{end}", "histogram", **labels) for end in ("count", "sum")]
     return "".join(f"{each.replace('%', '%%')} %r" for each in series)
 
 

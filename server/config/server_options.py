@@ -310,8 +310,12 @@ class ServerOptions(ModelOptions):
         if self.queue_limit is not None and self.queue_limit < 0:
             raise ConfigError(f"--max-queue {self.max_queue}: must be at least 0, or unlimited")
         for name in (
-            *("request_timeout", "max_body_mib", "client_header_timeout", "client_body_timeout"),
-            *("timeout_keep_alive", "max_connections_per_client"),
+            "request_timeout",
+            "max_body_mib",
+            "client_header_timeout",
+            "client_body_timeout",
+            "timeout_keep_alive",
+            "max_connections_per_client",
         ):
             if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
                 raise ConfigError(f"--{name.replace('_', '-')} {value:g}: must be greater than 0, and finite")
