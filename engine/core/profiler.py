@@ -52,7 +52,9 @@ class LoopSpans:
         shift = self._zero + clock.offset - origin
         events = []
         for name, begin, end, step in self._spans:
-            event = Event("X", name, pid, pid, (begin + shift) / 1000, (end - begin) / 1000, "core")
+            event = Event(
+                ph="X", name=name, pid=pid, tid=pid, ts=(begin + shift) / 1000, dur=(end - begin) / 1000, cat="core"
+            )
             if step:
                 event.args = msgspec.Raw(msgspec.json.encode(step_args(step)))
             events.append(event)

@@ -55,7 +55,15 @@ def check_devices(device: Device, count: int) -> Iterator[Check]:
     with tempfile.TemporaryDirectory(prefix="quire-doctor-") as folder:
         init_method = (Path(folder) / "rendezvous").as_uri()
         tasks = [
-            RankTask(rank, size, device, rank, size, init_method, checks_kernels=device == "cuda" or not rank)
+            RankTask(
+                rank=rank,
+                size=size,
+                device=device,
+                index=rank,
+                local_size=size,
+                init_method=init_method,
+                checks_kernels=device == "cuda" or not rank,
+            )
             for rank in range(size)
         ]
         yield from run(tasks, LOOPBACK)

@@ -149,12 +149,12 @@ class Server:
         """Start an API process."""
         manager = self.manager
         args = ApiProcessArgs(
-            self._config,
-            self._options,
-            self._names,
-            manager.process_info(index),
-            self._listener.fileno(),
-            (*manager.states.values(), *([] if manager.failure is None else [manager.failure])),
+            config=self._config,
+            options=self._options,
+            names=self._names,
+            process_info=manager.process_info(index),
+            listener=self._listener.fileno(),
+            states=(*manager.states.values(), *([] if manager.failure is None else [manager.failure])),
         )
         return start_process("quire.server.cli.api_process", args, pass_fds=(self._listener.fileno(),))
 

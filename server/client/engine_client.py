@@ -233,12 +233,12 @@ class EngineClient:
             if number % n == 0:
                 prompt = PromptRequests(n, num_open=n)
             submit = EngineCoreRequest(
-                self.index,
-                request_id,
-                prompt_ids,
-                params,
-                priority,
-                cache_salt,
+                client=self.index,
+                request_id=request_id,
+                prompt_token_ids=prompt_ids,
+                params=params,
+                priority=priority,
+                cache_salt=cache_salt,
                 share=share.key,
                 weight=share.weight,
                 second_segment=second_segments[number] if second_segments else 0,
@@ -348,7 +348,15 @@ class EngineClient:
         found = []
         for number, replica in sorted(self._replicas.items()):
             stats, host = self._metrics.of(number), urlsplit(replica.address).hostname or "localhost"
-            found.append(ReplicaInfo(number, host, replica.state, stats.running, stats.waiting, replica.reason))
+            info = ReplicaInfo(
+                index=number,
+                host=host,
+                state=replica.state,
+                num_requests_running=stats.running,
+                num_requests_waiting=stats.waiting,
+                reason=replica.reason,
+            )
+            found.append(info)
         return found
 
     @property

@@ -47,7 +47,14 @@ def _flag(spec: str, verdict: Any, text: str, convert: Callable[[list[str]], lis
     match = re.fullmatch(r"([\w|-]+)([=?+]?)(.*)", spec)
     assert match is not None
     values: Any = match[2]
-    return Flag(tuple(match[1].split("|")), values, verdict, text, convert, tuple(filter(None, match[3].split(","))))
+    return Flag(
+        names=tuple(match[1].split("|")),
+        values=values,
+        verdict=verdict,
+        text=text,
+        convert=convert,
+        harmless=tuple(filter(None, match[3].split(","))),
+    )
 
 
 def translate(arguments: Sequence[str], own: Collection[str]) -> tuple[list[str], list[str]]:
