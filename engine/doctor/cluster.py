@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from queue import Empty, SimpleQueue
 
 import msgspec
@@ -282,7 +283,9 @@ class Coordinator:
             yield ok("hosts", f"all {self._cluster.nnodes} have joined: {', '.join(self.names.values())}")
         if not others:
             return
-        yield from self._missing(others, reports)
+        for number in others:
+            if number not in reports:
+                yield fault(self.names[number], self._lost[number], _AGAIN)
         nodes = sorted(reports)
         yield from self._compare(reports)
         is_open = True
@@ -317,11 +320,6 @@ class Coordinator:
                 found[number] = answer
             missing.discard(number)
         return dict(sorted(found.items()))
-
-    def _missing(self, wanted: Sequence[int], found: dict[int, Report]) -> Iterator[Check]:
-        for number in wanted:
-            if number not in found:
-                yield fault(self.names[number], self._lost[number], _AGAIN)
 
     def _compare(self, reports: dict[int, Report]) -> Iterator[Check]:
         """Compare the versions, and the MTUs of the interfaces between the hosts."""
@@ -368,20 +366,17 @@ class Coordinator:
                     continue
                 text = f"{self.names[node]} cannot reach it on {self.names[target.node]}: {problem}"
                 name = f"port {target.port}"
-                remedy = f"open it in the firewall of {target.address} for {self._address_of(node)}"
+                remedy = f"open it in the firewall of {target.address} for {listening[node].address}"
                 if target.port in listening[target.node].numbers:
                     yield warning(name, text, f"{remedy}, if hosts or clients are to use it")
                 elif (node, target.node) not in blocked:  # one of them stands for all
-                    low, high = _port_range()
+                    low, high = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
                     blocked.add((node, target.node))
                     remedy += f", like all from {low} to {high}, which the operating system assigns"
                     yield fault(name, text, remedy)
         if not blocked:
             count = sum(map(len, targets.values()))
             yield ok("ports between hosts", f"{count} connections were made, from each host to each other one")
-
-    def _address_of(self, node: int) -> str:
-        return self.names[node].partition("(")[2].rstrip(")")
 
     def _all_reduce(self, reports: dict[int, Report]) -> Iterator[Check]:
         name = "all-reduce of all hosts"
@@ -390,10 +385,8 @@ class Coordinator:
             remedy = "use the same on all hosts (--device)"
             yield fault(name, "some hosts have GPUs, and others have none", remedy)
             return
-        size, url = (
-            sum(report.devices for report in reports.values()),
-            tcp_url(self._cluster.address, self._leader.port),
-        )
+        size = sum(report.devices for report in reports.values())
+        url = tcp_url(self._cluster.address, self._leader.port)
         requests, first = dict[int, Request](), 0
         for node, report in reports.items():
             requests[node] = AllReduce(
@@ -420,10 +413,3 @@ class Coordinator:
                     yield from checks
                 case _:
                     yield fault(name, self._lost[node], _AGAIN)
-
-
-def _port_range() -> tuple[int, int]:
-    """The ports that the operating system assigns."""
-    with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
-        low, high = map(int, file.read().split())
-    return low, high

@@ -54,7 +54,7 @@ def limits(
 ) -> Iterator[Check]:
     """Limits of this process that servers reach: open files, locked memory, processes."""
     _, files = getrlimit(resource.RLIMIT_NOFILE)
-    text = _limit_text(files)
+    text = "unlimited" if files == resource.RLIM_INFINITY else f"{files:,}"
     if files != resource.RLIM_INFINITY and files < _LEAST_FILES:
         remedy = f"raise it to {_LEAST_FILES} or more (ulimit -n, LimitNOFILE=): each connection takes one"
         yield warning("open files", f"at most {text}", remedy)
@@ -89,10 +89,8 @@ def shared_memory(
     except OSError as error:
         remedy = f"mount it: mkdir -p {path} && mount -t tmpfs -o size=8g tmpfs {path}, or docker run --shm-size 8g"
         return fault("shared memory", f"{path}: {error.strerror}", remedy)
-    size, free, needed = (
-        *(count * status.f_frsize for count in (status.f_blocks, status.f_bavail)),
-        _LEAST_SHM[num_gpus > 1],
-    )
+    size, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
+    needed = _LEAST_SHM[num_gpus > 1]
     text = f"{gib(free)} of {gib(size)} free in {path}"
     if free < needed:
         remedy = f"{gib(needed)} is needed: docker run --shm-size 8g (or --ipc=host), mount -o remount,size=8g {path}"
@@ -204,7 +202,3 @@ def _cgroup(root: Path, name: str, older: str) -> str | None:
 def _meminfo(root: Path) -> dict[str, int]:
     lines = (line.split(":") for line in (root / "proc/meminfo").read_text().splitlines())
     return {name: int(value.split()[0]) * 1024 for name, value in lines}
-
-
-def _limit_text(limit: int) -> str:
-    return "unlimited" if limit == resource.RLIM_INFINITY else f"{limit:,}"

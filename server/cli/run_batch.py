@@ -24,7 +24,6 @@ import uvloop
 from tqdm import tqdm
 
 from quire.engine.cluster import ray_cluster
-from quire.engine.config.engine_config import EngineConfig
 from quire.engine.config.options import EngineOptions, flag
 from quire.engine.config.plan_text import plan_text
 from quire.engine.config.resolve import fetch_weights
@@ -254,14 +253,10 @@ async def _run_in_process(
         async with frontend:
             await frontend.ready()
             backend = InProcess(create_app(ServedModel(frontend, names)))
-            await work(backend).run(options.max_concurrency or _default_concurrency(config))
+            # By default twice the batch size, so that each request that finishes has a successor.
+            await work(backend).run(options.max_concurrency or 2 * config.scheduler.max_num_seqs)
     except EngineUnavailable as failure:
         raise RunFailed(str(failure)) from None
-
-
-def _default_concurrency(config: EngineConfig) -> int:
-    """Requests in flight: twice the batch size, so that each request that finishes has a successor."""
-    return 2 * config.scheduler.max_num_seqs
 
 
 class InProcess:
@@ -317,17 +312,10 @@ class OverHttp:
                 raise RunFailed(remote.unreachable(self._url, error)) from None
             if response.status_code != 429:
                 break
-            await asyncio.sleep(_retry_delay(response.headers.get("retry-after", "")))
-        if response.status_code in (401, 403, 502, 503, 504) and not _is_request_timeout(response):
+            retry_after = response.headers.get("retry-after", "")
+            await asyncio.sleep(min(float(retry_after), 60.0) if retry_after.isdigit() else 1.0)
+        # The server's own time limit concerns this request only, unlike a gateway's.
+        is_request_timeout = response.status_code == 504 and b'"request_timeout"' in response.content
+        if response.status_code in (401, 403, 502, 503, 504) and not is_request_timeout:
             raise RunFailed(remote.refusal(self._url, response.status_code, response.content))
         return BatchReply(response.status_code, response.headers.get("x-request-id") or _request_id(), response.content)
-
-
-def _is_request_timeout(response: httpx.Response) -> bool:
-    """Return whether an error concerns this request only: the server's own time limit, not a gateway's."""
-    return response.status_code == 504 and b'"request_timeout"' in response.content
-
-
-def _retry_delay(retry_after: str) -> float:
-    """Seconds to wait before retrying with a busy server."""
-    return min(float(retry_after), 60.0) if retry_after.isdigit() else 1.0

@@ -398,12 +398,13 @@ def test_without_chunked_prefill_a_prompt_is_one_row(depth: int) -> None:
     assert all(engine.tokens(request_id) == continuation(prompt, 5) for request_id, prompt in prompts.items())
 
 
-def test_priority_goes_first_and_is_preempted_last() -> None:
-    engine = Engine(engine_config(policy="priority", max_num_seqs=2))
+@pytest.mark.parametrize(("policy", "running"), [("priority", {"2", "3"}), ("fcfs", {"0", "1"})])
+def test_priorities_count_only_if_the_policy_says_so(policy: str, running: set[str]) -> None:
+    engine = Engine(engine_config(policy=policy, max_num_seqs=2))
     for index, priority in enumerate([5, 5, 1, -1]):
         engine.add(str(index), [index] * 8, priority, max_tokens=4)
     engine.turn()
-    assert {request.core_request.request_id for request in engine.scheduler.running} == {"2", "3"}
+    assert {request.core_request.request_id for request in engine.scheduler.running} == running
     engine.run()
 
 
@@ -450,22 +451,6 @@ def test_the_next_output_says_when_a_request_was_preempted(monkeypatch: pytest.M
     assert not any(told["2"][at + 1 : at + 3])  # tokens alone again
 
 
-def test_preemption_takes_the_last_arrival() -> None:
-    engine = Engine(engine_config(num_blocks=32, block_size=4, prefix=False))
-    for index in range(3):
-        engine.add(str(index), [index] * 40, max_tokens=60)
-    victims = []
-
-    def watch(turn: int) -> None:
-        running = {request.core_request.request_id for request in engine.scheduler.running}
-        if turn and "0" in engine.scheduler.requests:
-            victims.append("0" not in running)
-
-    engine.run(watch)
-    assert engine.scheduler.stats.preemptions > 0
-    assert not any(victims)
-
-
 def test_stages_that_stand_idle_are_counted() -> None:
     """Two requests, of which one waits for memory: the second stage has nothing to do, though somebody would."""
     engine = Engine(engine_config(stages=2, num_blocks=32, prefix=False))
@@ -473,25 +458,6 @@ def test_stages_that_stand_idle_are_counted() -> None:
     engine.add("1", [2] * 100, max_tokens=20)
     engine.run()
     assert engine.idle_stage_steps > 10
-
-
-def test_first_come_first_served_does_not_look_at_priorities() -> None:
-    engine = Engine(engine_config(max_num_seqs=1))
-    engine.add("0", [1] * 8, priority=5, max_tokens=4)
-    engine.add("1", [2] * 8, priority=-5, max_tokens=4)
-    engine.turn()
-    assert [request.core_request.request_id for request in engine.scheduler.running] == ["0"]
-    engine.run()
-
-
-def test_an_abort_frees_the_blocks_at_once() -> None:
-    engine = Engine(engine_config(stages=2, prefix=False))
-    engine.add("0", [1] * 40, max_tokens=20)
-    engine.turn()
-    assert engine.scheduler.kv.num_free < engine.scheduler.kv.num_blocks
-    engine.abort("0")
-    assert engine.scheduler.kv.num_free == engine.scheduler.kv.num_blocks
-    engine.run()
 
 
 def test_requests_that_were_aborted_while_waiting_are_forgotten() -> None:
@@ -566,10 +532,11 @@ def test_a_stop_is_found_one_step_late_and_its_row_is_dropped() -> None:
     assert sum(plan.num_tokens for plan in engine.model.plans) == 3 + 7 + 100 + 4
 
 
-def test_an_abort_in_flight_does_not_wait_for_the_token() -> None:
-    engine = Engine(engine_config(depth=2, prefix=False, max_num_seqs=1))
-    engine.add("a", [1, 2, 3], max_tokens=50)
-    for _ in range(5):
+@pytest.mark.parametrize(("stages", "depth", "turns"), [(2, 2, 1), (1, 2, 5)])
+def test_an_abort_in_flight_does_not_wait_for_the_token(stages: int, depth: int, turns: int) -> None:
+    engine = Engine(engine_config(stages=stages, depth=depth, prefix=False, max_num_seqs=1))
+    engine.add("a", [1] * 40, max_tokens=50)
+    for _ in range(turns):
         engine.turn()
     engine.abort("a")
     assert engine.scheduler.kv.num_free == engine.scheduler.kv.num_blocks
@@ -579,9 +546,9 @@ def test_an_abort_in_flight_does_not_wait_for_the_token() -> None:
     assert engine.ends("a") == ["abort"]
 
 
-@pytest.mark.parametrize("depth", [2, 3])
+@pytest.mark.parametrize("depth", [1, 2, 3])
 def test_a_full_cache_drains_and_then_preempts_the_last(depth: int) -> None:
-    """All that run are in flight when the blocks end: the last is held back, comes home, and makes room."""
+    """If all that run are in flight when the blocks end, the last is held back, comes home, and makes room."""
     engine = Engine(engine_config(depth=depth, num_blocks=33, block_size=4, prefix=False))
     prompts = {str(index): [index] * 40 for index in range(3)}
     for request_id, prompt in prompts.items():
