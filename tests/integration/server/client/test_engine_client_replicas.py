@@ -706,32 +706,6 @@ async def test_killing_or_stopping_a_replica_loses_no_stream_of_any_api_process(
     assert [core.returncode for core in cores] == [-signal.SIGKILL, *[0] * count]
 
 
-@pytest.mark.parametrize("modes", [["dead", ""], ["dead", "dead"]])
-async def test_one_that_cannot_load_ends_the_start_and_is_not_started_again(
-    config: EngineConfig, monkeypatch: pytest.MonkeyPatch, modes: list[str]
-) -> None:
-    async with running(config, monkeypatch, modes) as (_, (client,), cores):
-        with pytest.raises(EngineUnavailable, match=r"replica \d: the weights do not fit"):
-            await client.ready()
-        assert "weights do not fit" in str(await client.failed())
-        assert len(cores) == 2
-
-
-async def test_an_engine_that_dies_again_and_again_is_given_up(
-    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("quire.server.client.engine_manager.RESTART_SECONDS", (0.01, 0.02))
-    modes = ["slow"]
-    async with running(config, monkeypatch, modes) as (_, (client,), cores):
-        await client.ready()
-        modes[0] = "dead"
-        stream = client.submit([("a", prompt(0), LONG)])
-        cores[0].kill()
-        with pytest.raises(EngineUnavailable, match=r"the weights do not fit \(death 6 within 10 minutes"):
-            await whole(stream)
-        assert len(cores) == 6
-
-
 @pytest.mark.parametrize("drain_seconds", [0.0, 60.0])
 async def test_replicas_come_and_go_under_open_streams(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch, drain_seconds: float
