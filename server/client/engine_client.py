@@ -550,8 +550,8 @@ class EngineClient:
 
     def _live_replicas(self) -> list[int]:
         """The replicas that get requests. Unresponsive ones are included only if there are no others."""
-        up = self.up_replicas
-        return [number for number in up if not self._replicas[number].is_unresponsive] or up
+        up = [replica for replica in self._replicas.values() if replica.state == "up"]
+        return [replica.number for replica in up if not replica.is_unresponsive] or [replica.number for replica in up]
 
     def _stats(self, replicas: Sequence[int] | None = None) -> dict[int, EngineStats]:
         """The latest stats of these replicas, or of those that get requests."""
