@@ -124,7 +124,7 @@ class SeveralHeadsDrafter:
                 logits = head.logits(out[drafts_at], number)
                 tokens.append(sample_drafts(logits, *common, positions + (number + 1)))
         self._keep(hidden, own_slots, places, begins_there)
-        self._first[slots], self._behind[slots], input_batch.drafted_until[slots] = first, behind, newest
+        self._remember(slots, first, behind, newest, input_batch)
         return Drafts(drafting, most[drafting], torch.stack(tokens, dim=1)) if tokens else None
 
     def _catch_up(self, first: Ints, slots: Ints, input_batch: InputBatch) -> Ints:
@@ -138,6 +138,10 @@ class SeveralHeadsDrafter:
         known = np.where(follows, self._behind[slots] + first - self._first[slots], 0)
         behind: Ints = np.minimum(known, self._head.arch.num_heads - 1)
         return behind
+
+    def _remember(self, slots: Ints, first: Ints, behind: Ints, newest: Ints, input_batch: InputBatch) -> None:
+        """Record that the heads have run in a step, and that its states are kept."""
+        self._first[slots], self._behind[slots], input_batch.drafted_until[slots] = first, behind, newest
 
     def _read(self, states: Tensor, slots: Tensor, counts: Ints, behind: Ints) -> Tensor:
         """The target's hidden states at each row's positions: those kept, then `states`, those of the step's tokens."""

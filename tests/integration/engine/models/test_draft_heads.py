@@ -27,7 +27,7 @@ from quire.engine.config.memory_plan import MemoryPlan
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import fetch_weights, resolve
 from quire.engine.distributed.communicator import Parallel
-from quire.engine.layers.batch import Batch, KVBlocks
+from quire.engine.layers.batch import Batch
 from quire.engine.layers.kv_cache import LayerCache
 from quire.engine.models.build import load, load_draft_head
 from quire.engine.models.decoder import Decoder
@@ -69,18 +69,19 @@ def with_head(case: str, folder: Path, **options: Any) -> tuple[EngineConfig, Mo
     return replace(config, model=draft_heads.with_aux_layers(config.model, head)), head
 
 
-def a_batch(token_ids: Tensor, start: int) -> Batch:
-    """One request's tokens from position `start` on."""
+def a_batch(token_ids: Tensor, start: int, page: int) -> Batch:
+    """One request's tokens from position `start` on. There are as many blocks to a page."""
     count = len(token_ids)
     positions = torch.arange(start, start + count)
     segments = kernels.StateSegments(*map(torch.tensor, ([0, count], [0, 1], [0 if start else -1], [0])))
+    blocks = in_pages(torch.arange(16)[None], torch.zeros_like(positions), positions, page)
     return Batch(
         token_ids=token_ids,
         positions=positions,
         sequence_lengths=torch.tensor([start + count]),
         query_starts=torch.tensor([0, count]),
         logits_indices=positions - start,
-        groups={0: KVBlocks(positions, torch.arange(16)[None]), 1: segments},
+        groups={1: segments, **blocks},
     )
 
 
@@ -104,7 +105,7 @@ class Stages:
 
     def batch(self, token_ids: Tensor, start: int) -> Batch:
         """One request's tokens from position `start` on."""
-        return in_pages(a_batch(token_ids, start), self.page)
+        return a_batch(token_ids, start, self.page)
 
     def output(self, batch: Batch) -> Tensor:
         hidden: Tensor | None = None

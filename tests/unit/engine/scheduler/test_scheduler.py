@@ -7,7 +7,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -399,7 +399,7 @@ def test_without_chunked_prefill_a_prompt_is_one_row(depth: int) -> None:
 
 
 @pytest.mark.parametrize(("policy", "running"), [("priority", {"2", "3"}), ("fcfs", {"0", "1"})])
-def test_priorities_count_only_if_the_policy_says_so(policy: str, running: set[str]) -> None:
+def test_priorities_count_only_if_the_policy_says_so(policy: Literal["fcfs", "priority"], running: set[str]) -> None:
     engine = Engine(engine_config(policy=policy, max_num_seqs=2))
     for index, priority in enumerate([5, 5, 1, -1]):
         engine.add(str(index), [index] * 8, priority, max_tokens=4)

@@ -24,6 +24,7 @@ from quire.engine.protocol.supervision import (
     ToProcess,
 )
 from quire.server.cli import parent
+from quire.server.client.dp_coordinator import DPCoordinator
 from quire.server.config.server_options import ServerOptions
 from tests.fakes.configs import engine_config
 from tests.fakes.supervised import FakeProcess
@@ -116,7 +117,7 @@ class Play:
         return process
 
     def server(self, **options: Any) -> parent.Server:
-        return parent.Server(engine_config(), ServerOptions(**options), ("demo",), self._listener, {}, None)
+        return parent.Server(engine_config(), ServerOptions(**options), ("demo",), self._listener, {}, DPCoordinator())
 
 
 @pytest.fixture
