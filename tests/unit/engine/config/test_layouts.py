@@ -49,9 +49,7 @@ def test_sizes_are_those_that_serve_resolves(name: str, tmp_path: Path, monkeypa
     asked, machine, fits, refused = find(tmp_path, name)
     memory, links = machine.device.memory, ((LinkType.NVLINK,) * machine.count,) * machine.count
     monkeypatch.setattr(
-        devices,
-        "find",
-        lambda kind, groups: Devices("cuda", machine.count, memory, tuple(range(sum(groups))), links),
+        devices, "find", lambda kind, groups: Devices("cuda", machine.count, memory, tuple(range(sum(groups))), links)
     )
     assert fits
     for layout in fits:
@@ -64,8 +62,7 @@ def test_sizes_are_those_that_serve_resolves(name: str, tmp_path: Path, monkeypa
         with pytest.raises(ConfigError) as error:
             resolve(replace(asked, **each.options))
         assert str(error.value) == str(each.error)
-    both = [*(each.options for each in fits), *(each.options for each in refused)]
-    degrees = [tuple(each.values()) for each in both]
+    degrees = [tuple(each.options.values()) for each in (*fits, *refused)]
     assert len(set(degrees)) == len(degrees)
     assert all(math.prod(sizes[:3]) == machine.count for sizes in degrees)
 
@@ -87,12 +84,10 @@ def cpu() -> Machine:
 
 def test_the_order_is_that_of_the_goal(tmp_path: Path) -> None:
     for name in ("Mixtral 8x7B", "Qwen3 0.6B"):
-        *_, fits, _ = find(tmp_path, name)
-        rates = [layout.estimate.tokens_per_second for layout in fits]
-        assert rates == sorted(rates, reverse=True)
-        *_, fits, _ = find(tmp_path, name, goal="latency")
-        rates = [layout.estimate.tokens_per_second_one for layout in fits]
-        assert rates == sorted(rates, reverse=True)
+        for goal, rate in (("throughput", "tokens_per_second"), ("latency", "tokens_per_second_one")):
+            *_, fits, _ = find(tmp_path, name, goal=goal)
+            rates = [getattr(layout.estimate, rate) for layout in fits]
+            assert rates == sorted(rates, reverse=True)
 
 
 def test_known_answers(tmp_path: Path) -> None:
@@ -116,12 +111,7 @@ def test_known_answers(tmp_path: Path) -> None:
     [
         ("Llama 3 70B", "6xH100", "-tp 3 -pp 1 -dp 2", "does not divide this model's 64 attention heads"),
         ("Llama 3 70B", "A10G", "-tp 1 -pp 1 -dp 1", "Not enough memory: needs "),
-        (
-            "Qwen3 0.6B",
-            "29xH100",
-            "-tp 1 -pp 29 -dp 1",
-            "29 is more than the model's 28 layers",
-        ),
+        ("Qwen3 0.6B", "29xH100", "-tp 1 -pp 29 -dp 1", "29 is more than the model's 28 layers"),
         (
             "Mixtral 8x7B",
             "3xH100",
@@ -140,7 +130,7 @@ def test_a_refusal_says_why(name: str, gpus: str, layout: str, reason: str, tmp_
 def test_degrees_that_are_given_stay(tmp_path: Path) -> None:
     changes = {"tensor_parallel_size": 2}
     _, _, fits, refused = find(tmp_path, "Mixtral 8x7B", "8xH100", options=changes, given=changes)
-    both = [*(each.options for each in fits), *(each.options for each in refused)]
+    both = [each.options for each in (*fits, *refused)]
     assert {each["tensor_parallel_size"] for each in both} == {2}
     assert {math.prod(list(each.values())[:3]) for each in both} == {8}
     assert {each["enable_expert_parallel"] for each in both} == {False, True}
@@ -149,10 +139,9 @@ def test_degrees_that_are_given_stay(tmp_path: Path) -> None:
     assert [each.flags for each in fits] == ["-tp 4 -pp 2 -dp 1 --enable-expert-parallel"]
     assert not refused
     changes = dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"), 4)
+    asked = options(write_config(tmp_path, "Qwen3 0.6B"), **changes)
     with pytest.raises(ConfigError, match=r"-tp 4 -pp 4 -dp 4 .*but 8 are visible"):
-        best_layout(
-            options(write_config(tmp_path, "Qwen3 0.6B"), **changes), describe("8xH100", 1, 50.0), given=changes
-        )
+        best_layout(asked, describe("8xH100", 1, 50.0), given=changes)
 
 
 def test_gpus_are_those_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,11 +312,9 @@ def test_replicas_that_share_experts_use_both_links(tmp_path: Path) -> None:
     given = {"data_parallel_size": 8, "tensor_parallel_size": 1, "enable_expert_parallel": True}
     size = 2 * 32 * 4096 * 2
     slow = describe("4xH200", 2, 1.0)
-    found = links_of(tmp_path, "Mixtral 8x7B", slow, given, {"network": 2})
-    assert found == pytest.approx(size / 2 / 1e9)
     fast = describe("4xH200", 2, 1e6)
-    found = links_of(tmp_path, "Mixtral 8x7B", fast, given, {"link": 2})
-    assert found == pytest.approx(size * 3 / 8 / 450e9)
+    assert links_of(tmp_path, "Mixtral 8x7B", slow, given, {"network": 2}) == pytest.approx(size / 2 / 1e9)
+    assert links_of(tmp_path, "Mixtral 8x7B", fast, given, {"link": 2}) == pytest.approx(size * 3 / 8 / 450e9)
 
 
 @pytest.mark.parametrize(("gpus", "factor"), [("8xH200", 1 + 1 / 8), ("8xA100-80G", 2 * 7 / 8), ("2xH200", 1.0)])
