@@ -9,7 +9,6 @@ from quire.engine.architecture.attention_spec import MLASpec
 from quire.engine.architecture.families.family import (
     Config,
     Family,
-    activation,
     architecture,
     feed_forward,
     layers_by_kind,
@@ -19,7 +18,7 @@ from quire.engine.architecture.families.family import (
     yarn_temperature,
 )
 from quire.engine.architecture.families.llama import NAMES
-from quire.engine.architecture.families.moe import MTP_LAYER
+from quire.engine.architecture.families.moe import MTP_LAYER, sigmoid_experts
 from quire.engine.architecture.feed_forward_spec import MLPSpec, MoESpec
 from quire.engine.architecture.model_spec import ModelSpec
 from quire.engine.architecture.recurrent_spec import KimiDeltaSpec
@@ -52,23 +51,10 @@ def _hybrid(name: str, config: Config, kinds: list[str], state: KimiDeltaSpec, l
 
 
 def _experts(config: Config) -> MoESpec:
-    """DeepSeek-V3's routing."""
+    """DeepSeek-V3's, under other names."""
     require(config, "moe_router_activation_func", "sigmoid")
-    size = int(config["moe_intermediate_size"])
-    return MoESpec(
-        num_experts=int(config["n_routed_experts"]),
-        top_k=int(config["num_experts_per_tok"]),
-        intermediate_size=size,
-        activation=activation(config.get("hidden_act", "silu")),
-        scoring="sigmoid",
-        renormalize=bool(config["norm_topk_prob"]),
-        scale=float(config["routed_scaling_factor"]),
-        groups=int(config["n_group"]),
-        top_groups=int(config["topk_group"]),
-        group_score="top2_sum",
-        correction_bias=True,
-        shared=feed_forward(config, intermediate_size=size * int(config["n_shared_experts"]), bias=False),
-    )
+    named = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+    return sigmoid_experts({**config, **named})
 
 
 def _latent(config: Config, norm: NormSpec, rope_spec: RopeSpec, **changes: Any) -> MLASpec:
