@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from quire.engine.layers.compressed import compressed_cache
 from quire.engine.layers.kv_cache import LayerCache
 from quire.engine.models.build import load_model
 from quire.engine.models.encoder import Encoder
+from tests.fakes.ranks import on_ranks
 
 CPU = torch.device("cpu")
 
@@ -31,6 +33,18 @@ CPU = torch.device("cpu")
 def configure(folder: Path, **options: Any) -> EngineConfig:
     options = {"packed_cache": "off", **options}  # loading is what is tested
     return resolve(EngineOptions(model=str(folder), device="cpu", kv_cache_memory_bytes=1 << 22, **options))
+
+
+def check_logits(
+    model: Any, configs: Iterable[EngineConfig], *, tolerance: float, num_tokens: int = 40, vocabulary: int = 131
+) -> None:
+    """In each of these layouts, logits are those of transformers' `model`, but for this part of their norm."""
+    tokens = torch.randint(0, vocabulary, (num_tokens,), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        expected = model(tokens[None]).logits[0]
+    for config in configs:
+        for result in on_ranks(config.parallel.tensor_parallel_size, partial(logits, config, tokens)):
+            assert (result - expected).norm() <= tolerance * expected.norm(), config.parallel
 
 
 def logits(config: EngineConfig, tokens: Tensor, parallel: Parallel, beside: Sequence[Tensor] = ()) -> Tensor:

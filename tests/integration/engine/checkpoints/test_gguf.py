@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,12 @@ from quire.engine.config.resolve import fetch_weights, resolve
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.models.build import load
 from tests.fakes.gguf_models import add_byte_level, close, config_of, names_of, tensors_of, writer
-from tests.fakes.model_logits import CPU, configure, logits
-from tests.fakes.ranks import on_ranks
+from tests.fakes.model_logits import CPU, check_logits, configure
 from tests.fakes.tokenizers import byte_level
 from tests.integration.engine.checkpoints.test_quantized import packed_bytes
 
 Numbers = npt.NDArray[np.float32]
+LAYOUTS: tuple[dict[str, Any], ...] = ({}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2})
 _SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "moe_intermediate_size": 256}
 _FACTORS = {Type.Q4_K: ((0, 2e-4), (2, 1e-3)), Type.Q6_K: ((208, 2e-5),), Type.IQ4_NL: ((0, 3e-4),)}
 """Where a block has float16 factors, and a value for random codes to be as large as weights are."""
@@ -104,16 +103,11 @@ def test_logits_are_those_of_the_numbers(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     file = tmp_path / "model.gguf"
     model = write(file, architecture, kind)
-    tokens = torch.randint(0, 300, (40,), generator=torch.Generator().manual_seed(1))
-    with torch.inference_mode():
-        expected = model(tokens[None]).logits[0]
     asked = EngineOptions(model=str(file), device="cpu")
     fetch_weights(asked, resolve(asked))
-    for tp, pp in ((1, 1), (2, 1), (1, 2)):
-        config = configure(file, tensor_parallel_size=tp, pipeline_parallel_size=pp, max_model_len=64)
-        assert "gguf: " in plan_text(config)
-        for result in on_ranks(tp, partial(logits, config, tokens)):
-            assert (result - expected).norm() <= 1e-3 * expected.norm(), (tp, pp)
+    configs = [configure(file, max_model_len=64, **layout) for layout in LAYOUTS]
+    assert all("gguf: " in plan_text(config) for config in configs)
+    check_logits(model, configs, tolerance=1e-3, vocabulary=300)
 
 
 @pytest.mark.parametrize("kind", [Type.Q4_K, Type.Q6_K], ids=lambda kind: kind.name)
@@ -121,14 +115,8 @@ def test_a_tied_embedding_is_in_memory_once(kind: Type, tmp_path: Path, monkeypa
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     file = tmp_path / "model.gguf"
     model = write(file, "Qwen3ForCausalLM", kind, tie_word_embeddings=True)
-    tokens = torch.arange(320)
-    with torch.inference_mode():
-        expected = model(tokens[None]).logits[0]
-    for tp, pp in ((1, 1), (2, 1), (1, 2)):
-        config = configure(file, tensor_parallel_size=tp, pipeline_parallel_size=pp, max_model_len=320)
-        for result in on_ranks(tp, partial(logits, config, tokens)):
-            assert (result - expected).norm() <= 1e-3 * expected.norm(), (tp, pp)
-    config = configure(file, max_model_len=320)
+    check_logits(model, [configure(file, max_model_len=64, **layout) for layout in LAYOUTS], tolerance=1e-3)
+    config, tokens = configure(file, max_model_len=64), torch.arange(320)
     packed, dequantized = (load(config, 0, Parallel(), CPU, pack=pack).embedding for pack in (True, False))
     assert packed is not None
     assert dequantized is not None

@@ -7,10 +7,10 @@ import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -22,17 +22,17 @@ from quire.engine.distributed.communicator import Parallel
 from quire.engine.models.transformers_backend import describe
 from quire.engine.protocol.errors import ConfigError
 from tests.fakes.families import write_model
-from tests.fakes.model_logits import configure, logits
+from tests.fakes.model_logits import check_logits, configure, logits
 from tests.fakes.quantized_checkpoints import E2M1
-from tests.fakes.ranks import on_ranks
 from tests.integration.engine.checkpoints.test_quantized import (
     _SIZES,
     KINDS,
     KINDS_OF_MXFP4,
-    LAYOUTS,
     WITH_EXPERTS,
+    all_layouts,
     configured,
     packed_bytes,
+    whole_model,
 )
 
 _LINEAR = re.compile(r"\.(\w*proj|c_attn|c_fc|query_key_value|\w*dense\w*|kv_a_proj_with_mqa)(\.weight)?$")
@@ -74,9 +74,9 @@ ROUNDED: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def write(folder: Path, kind: str, quantization: str) -> None:
-    """A checkpoint, and the one of the rounded numbers in `folder / "whole"`; those of int4 with experts in groups of
-    64. With int8 and int4, the head is int8."""
+def write(folder: Path, kind: str, quantization: str) -> Any:
+    """A checkpoint; returns transformers' model of the rounded numbers. Those of int4 with experts are in groups of 64;
+    with int8 and int4, the head is int8."""
     architecture, changes = (KINDS | KINDS_OF_MXFP4)[kind]
     write_model(architecture, _SIZES | changes, folder)
     numbers, count, function = load_file(folder / "model.safetensors"), 0, ROUNDED[quantization]
@@ -94,6 +94,7 @@ def write(folder: Path, kind: str, quantization: str) -> None:
     (folder / "whole").mkdir()
     (folder / "whole" / "config.json").write_text((folder / "config.json").read_text())
     save_file(numbers, folder / "whole" / "model.safetensors", {"format": "pt"})
+    return whole_model(architecture, folder)
 
 
 @pytest.mark.parametrize(
@@ -101,16 +102,8 @@ def write(folder: Path, kind: str, quantization: str) -> None:
     [("fp8", kind) for kind in (*KINDS, "stacked")] + [("mxfp4", kind) for kind in WITH_EXPERTS],
 )
 def test_logits_are_those_of_the_rounded_numbers(quantization: str, kind: str, tmp_path: Path) -> None:
-    write(tmp_path, kind, quantization)
-    architecture, _ = (KINDS | KINDS_OF_MXFP4)[kind]
-    model = getattr(transformers, architecture).from_pretrained(tmp_path / "whole", dtype=torch.float32).train(False)
-    tokens = torch.randint(0, 131, (40,), generator=torch.Generator().manual_seed(1))
-    with torch.inference_mode():
-        expected = model(tokens[None]).logits[0]
-    for tp, pp, ep in LAYOUTS if kind in WITH_EXPERTS else LAYOUTS[:2]:
-        config = configured(tmp_path, tp, pp, ep, quantization=quantization)
-        for result in on_ranks(tp, partial(logits, config, tokens)):
-            assert (result - expected).norm() <= 1e-3 * expected.norm(), (tp, pp, ep)
+    model = write(tmp_path, kind, quantization)
+    check_logits(model, all_layouts(tmp_path, kind, quantization=quantization), tolerance=1e-3)
 
 
 @pytest.mark.parametrize(("quantization", "kind"), [("fp8", "experts"), ("mxfp4", "latent"), ("mxfp4", "stacked")])
@@ -119,17 +112,8 @@ def test_transformers_implementation_rounds_the_checkpoints_tensors(
 ) -> None:
     """Its experts are stacks, for which the checkpoint has matrices, or transposed stacks."""
     monkeypatch.setattr(transformers_backend, "describe", describe.describe)
-    write(tmp_path, kind, quantization)
-    architecture, _ = (KINDS | KINDS_OF_MXFP4)[kind]
-    model = getattr(transformers, architecture).from_pretrained(tmp_path / "whole", dtype=torch.float32).train(False)
-    tokens = torch.randint(0, 131, (40,), generator=torch.Generator().manual_seed(1))
-    with torch.inference_mode():
-        expected = model(tokens[None]).logits[0]
-    options = {"model_impl": "transformers", "quantization": quantization}
-    for tp in (1, 2):
-        config = configure(tmp_path, max_model_len=64, tensor_parallel_size=tp, **options)
-        for result in on_ranks(tp, partial(logits, config, tokens)):
-            assert (result - expected).norm() <= 1e-3 * expected.norm(), tp
+    model, options = write(tmp_path, kind, quantization), {"model_impl": "transformers", "quantization": quantization}
+    check_logits(model, [configured(tmp_path, tp, 1, False, **options) for tp in (1, 2)], tolerance=1e-3)
     loaded, planned, _ = packed_bytes(tmp_path, **options)
     assert abs(loaded - planned) <= 0.05 * planned
 

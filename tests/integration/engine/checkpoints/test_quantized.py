@@ -27,7 +27,7 @@ from quire.engine.protocol.sampling_params import SamplingParams
 from tests.fakes.checkpoints import likeliest
 from tests.fakes.core_with_ranks import Ranks
 from tests.fakes.families import SIZES, write_model
-from tests.fakes.model_logits import CPU, configure, logits
+from tests.fakes.model_logits import CPU, check_logits, configure, logits
 from tests.fakes.quantized_checkpoints import FORMATS, quantize
 from tests.fakes.ranks import on_ranks
 from tests.fakes.threads import ThreadExecutor
@@ -79,41 +79,41 @@ def write(folder: Path, name: str, kind: str, *, outer: bool = False, **more: An
     architecture, changes = (KINDS | KINDS_OF_MXFP4)[kind]
     write_model(architecture, _SIZES | changes | more, folder)
     quantize(folder, name, transposed=kind == "transposed", outer=outer)
+    return whole_model(architecture, folder)
+
+
+def whole_model(architecture: str, folder: Path) -> Any:
+    """transformers' model of the numbers that a quantized checkpoint stands for."""
     model = getattr(transformers, architecture)
     return model.from_pretrained(folder / "whole", dtype=torch.float32).train(False)
 
 
+def all_layouts(folder: Path, kind: str, **options: Any) -> list[EngineConfig]:
+    return [configured(folder, *layout, **options) for layout in LAYOUTS[: 3 if kind in WITH_EXPERTS else 2]]
+
+
 BY_KIND = {
-    "dense": tuple(name for name in FORMATS if name != "mxfp4"),
-    "experts": (
-        *("gptq, act order", "gptq, 8 bits", "awq", "compressed-tensors, zero points", "compressed-tensors, int8"),
-        *("fp8 of blocks", "fp8", "nvfp4", "bitsandbytes, nf4", "bitsandbytes, int8"),
-    ),
-    "latent": (
-        *("gptq, symmetric", "gptq, act order", "awq", "compressed-tensors, 8 bits", "compressed-tensors, fp8"),
-        *("fp8 of blocks", "nvfp4", "bitsandbytes, nested"),
-    ),
-    "gpt": ("gptq, v2", "awq", "compressed-tensors, 4 bits", "fp8 of blocks", "nvfp4", "bitsandbytes, nested"),
-    "transposed": ("gptq", "gptq, act order", "awq", "compressed-tensors, int8", "fp8", "nvfp4", "bitsandbytes, int8"),
-    "stacked": ("mxfp4",),
+    "dense": "; ".join(name for name in FORMATS if name != "mxfp4"),
+    "experts": "gptq, act order; gptq, 8 bits; awq; compressed-tensors, zero points; compressed-tensors, int8; "
+    "fp8 of blocks; fp8; nvfp4; bitsandbytes, nf4; bitsandbytes, int8",
+    "latent": "gptq, symmetric; gptq, act order; awq; compressed-tensors, 8 bits; compressed-tensors, fp8; "
+    "fp8 of blocks; nvfp4; bitsandbytes, nested",
+    "gpt": "gptq, v2; awq; compressed-tensors, 4 bits; fp8 of blocks; nvfp4; bitsandbytes, nested",
+    "transposed": "gptq; gptq, act order; awq; compressed-tensors, int8; fp8; nvfp4; bitsandbytes, int8",
+    "stacked": "mxfp4",
 }
 """Every format with the plainest model, and each reader of formats with every kind of model."""
 
 
 def cases() -> list[Any]:
-    return [pytest.param(name, kind, id=f"{name}-{kind}") for kind, names in BY_KIND.items() for name in names]
+    pairs = [(name, kind) for kind, names in BY_KIND.items() for name in names.split("; ")]
+    return [pytest.param(*pair, id="-".join(pair)) for pair in pairs]
 
 
 @pytest.mark.parametrize(("name", "kind"), cases())
 def test_logits_are_those_of_the_numbers(name: str, kind: str, tmp_path: Path) -> None:
     model = write(tmp_path, name, kind)
-    tokens = torch.randint(0, 131, (40,), generator=torch.Generator().manual_seed(1))
-    with torch.inference_mode():
-        expected = model(tokens[None]).logits[0]
-    for tp, pp, ep in LAYOUTS if kind in WITH_EXPERTS else LAYOUTS[:2]:
-        config = configured(tmp_path, tp, pp, ep)
-        for result in on_ranks(tp, partial(logits, config, tokens)):
-            assert (result - expected).norm() <= FORMATS[name].tolerance * expected.norm(), (tp, pp, ep)
+    check_logits(model, all_layouts(tmp_path, kind), tolerance=FORMATS[name].tolerance)
 
 
 @pytest.mark.parametrize(
@@ -131,11 +131,10 @@ def test_greedy_tokens_are_those_of_the_numbers(name: str, kind: str, tmp_path: 
     rng = random.Random(0)
     prompts = [[rng.randrange(3, 130) for _ in range(length)] for length in (1, 9, 33)]
     params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
-    for tp, pp, ep in LAYOUTS if kind in WITH_EXPERTS else LAYOUTS[:2]:
-        config = configured(tmp_path, tp, pp, ep)
+    for config in all_layouts(tmp_path, kind):
         with Ranks(config, ThreadExecutor(config)) as ranks:
             tokens = ranks.tokens([(prompt, params) for prompt in prompts], max_num_batched_tokens=16)
-        assert tokens == likeliest(model, prompts, tokens), (tp, pp, ep)
+        assert tokens == likeliest(model, prompts, tokens), config.parallel
 
 
 _LARGE = {"initializer_range": 0.1}
@@ -157,15 +156,8 @@ def test_transformers_implementation_keeps_codes(case: str, tmp_path: Path, monk
     name, architecture, changes, ranks = OF_TRANSFORMERS[case]
     write_model(architecture, _SIZES | changes, tmp_path)
     quantize(tmp_path, name, transposed=case == "Conv1D", outer=architecture == "LlamaForCausalLM")
-    model: Any = getattr(transformers, architecture)
-    model = model.from_pretrained(tmp_path / "whole", dtype=torch.float32).train(False)
-    tokens = torch.randint(0, 131, (40,), generator=torch.Generator().manual_seed(1))
-    with torch.inference_mode():
-        expected = model(tokens[None]).logits[0]
-    for tp in ranks:
-        config = configure(tmp_path, max_model_len=64, model_impl="transformers", tensor_parallel_size=tp)
-        for result in on_ranks(tp, partial(logits, config, tokens)):
-            assert (result - expected).norm() <= 1e-3 * expected.norm(), tp
+    configs = [configured(tmp_path, tp, 1, False, model_impl="transformers") for tp in ranks]
+    check_logits(whole_model(architecture, tmp_path), configs, tolerance=1e-3)
     loaded, planned, _ = packed_bytes(tmp_path, model_impl="transformers")
     assert abs(loaded - planned) <= 0.05 * planned
 
@@ -281,13 +273,7 @@ OUTER = ("gptq, act order", "awq", "compressed-tensors, int8", "fp8 of blocks", 
 @pytest.mark.parametrize("name", OUTER)
 def test_embeddings_and_heads_stay_quantized(name: str, tied: bool, tmp_path: Path) -> None:
     model = write(tmp_path, name, "dense", outer=True, tie_word_embeddings=tied)
-    tokens = torch.randint(0, 192, (40,), generator=torch.Generator().manual_seed(1))
-    with torch.inference_mode():
-        expected = model(tokens[None]).logits[0]
-    for tp, pp, ep in LAYOUTS[:2]:
-        config = configured(tmp_path, tp, pp, ep)
-        for result in on_ranks(tp, partial(logits, config, tokens)):
-            assert (result - expected).norm() <= FORMATS[name].tolerance * expected.norm(), (tp, pp)
+    check_logits(model, all_layouts(tmp_path, "dense"), tolerance=FORMATS[name].tolerance, vocabulary=192)
     for tp in (1, 2):
         loaded, planned, whole = packed_bytes(tmp_path, tensor_parallel_size=tp)
         assert whole == 0
@@ -313,10 +299,8 @@ def vectors(config: EngineConfig, tokens: Tensor, parallel: Parallel) -> Tensor:
     return out
 
 
-CACHE_SCALES = (
-    *("self_attn.k_scale", "self_attn.attn.v_scale", "self_attn.kv_scale", "self_attn.q_scale"),
-    *("self_attn.k_proj.k_scale", "self_attn.v_proj.output_scale", "self_attn.k_proj.output_zero_point"),
-)
+_CACHE_SCALES = "k_scale attn.v_scale kv_scale q_scale k_proj.k_scale v_proj.output_scale k_proj.output_zero_point"
+CACHE_SCALES = [f"self_attn.{name}" for name in _CACHE_SCALES.split()]
 
 
 @pytest.mark.parametrize("model_impl", ["quire", "transformers"])
@@ -345,17 +329,5 @@ def test_scales_of_inputs_and_of_a_kv_cache_are_known(
 def test_a_rank_may_have_an_expert_twice(tmp_path: Path) -> None:
     """Its tensors are then read for both, though other experts' lie between them."""
     model = write(tmp_path, "awq", "experts")
-    tokens = torch.randint(0, 131, (20,), generator=torch.Generator().manual_seed(1))
-    with torch.inference_mode():
-        expected = model(tokens[None]).logits[0]
-    config = configure(
-        tmp_path,
-        max_model_len=64,
-        tensor_parallel_size=2,
-        enable_expert_parallel=True,
-        enable_eplb=True,
-        num_redundant_experts=2,
-        expert_placement_strategy="round_robin",
-    )
-    for result in on_ranks(2, partial(logits, config, tokens)):
-        assert (result - expected).norm() <= 1e-3 * expected.norm()
+    options = {"enable_eplb": True, "num_redundant_experts": 2, "expert_placement_strategy": "round_robin"}
+    check_logits(model, [configured(tmp_path, 2, 1, True, **options)], tolerance=1e-3)

@@ -190,11 +190,8 @@ def test_factors_of_llama_3_are_those_of_its_config(tmp_path: Path) -> None:
         ({"llama.rope.scaling.factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
         ({"llama.rope.scale_linear": 2.0}, {"rope_type": "linear", "factor": 2.0}),
         (
-            {
-                "llama.rope.scaling.type": "yarn",
-                "llama.rope.scaling.factor": 4.0,
-                "llama.rope.scaling.original_context_length": 128,
-            },
+            {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}
+            | {"llama.rope.scaling.original_context_length": 128},
             {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
         ),
     ],
@@ -246,9 +243,8 @@ def tokenized_file(path: Path, **metadata: Any) -> Path:
 def test_the_folder_is_written_once(tmp_path: Path) -> None:
     file = tokenized_file(tmp_path / "m.gguf")
     folder = folder_of(file, tmp_path / "cache")
-    assert {path.name for path in folder.iterdir()} == {
-        *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
-    }
+    names = " ".join(sorted(path.name for path in folder.iterdir()))
+    assert names == "config.json generation_config.json tokenizer.json tokenizer_config.json"
     assert file_of(folder) == file.resolve()
     (folder / "config.json").unlink()
     assert folder_of(file, tmp_path / "cache") == folder

@@ -92,10 +92,8 @@ def test_byte_level_tokenizers_give_the_same_ids(pre: str, tmp_path: Path) -> No
     assert begins_with_bos == (pre in ("llama-bpe", "tekken"))
 
 
-PIECES = (
-    *("▁t", "he", "▁the", "in", "▁a", "er", "ll", "▁w", "or", "an", "▁s", "llo", "hello", "▁hello", "ld", "orld"),
-    *("aa", "aaa", "▁▁", "▁", "t", "h", "e", "i", "n", "a", "r", "l", "w", "o", "s", "d", ",", "q", "u"),
-)
+_WORDS = "▁t he ▁the in ▁a er ll ▁w or an ▁s llo hello ▁hello ld orld aa aaa ▁▁ ▁"
+PIECES = (*_WORDS.split(), *"theinarlwosd,qu")
 
 
 def merged(text: str, pieces: Sequence[str]) -> list[str]:
@@ -123,9 +121,8 @@ def test_sentencepiece_merges_by_score(tmp_path: Path) -> None:
 def test_characters_without_a_piece_are_bytes(tmp_path: Path) -> None:
     found = from_file(tmp_path, "", pieces=dict.fromkeys(PIECES, 1))
     ids = found.encode("hello 😀\n", add_special_tokens=False)
-    assert [found.backend.id_to_token(number) for number in ids] == [
-        *("▁hello", "▁", "<0xF0>", "<0x9F>", "<0x98>", "<0x80>", "<0x0A>")
-    ]
+    tokens = " ".join(str(found.backend.id_to_token(number)) for number in ids)
+    assert tokens == "▁hello ▁ <0xF0> <0x9F> <0x98> <0x80> <0x0A>"
     assert found.decode(ids, skip_special_tokens=True) == "hello 😀\n"
 
 

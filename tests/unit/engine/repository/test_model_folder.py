@@ -14,12 +14,11 @@ from quire.engine.repository.gguf_folder import file_of
 from quire.engine.repository.model_folder import choose, is_gguf, locate
 from tests.fakes.gguf_models import add_tensors, close, config_of, tensors_of, writer
 
-FILES = (
-    *("README.md", "config.json", "mmproj-Some-7B-Q8_0.gguf", "Some-7B.imatrix"),
-    *("Some-7B-Q8_0.gguf", "some-7b.q4_k_m.gguf", "Some-7B-IQ4_XS.gguf", "odd.gguf"),
-    *(f"BF16/Some-7B-BF16-{number:05}-of-00003.gguf" for number in (2, 1, 3)),
-    *("Some-7B-Q2_K-00001-of-00002.gguf", "Some-7B-UD-Q6_K.gguf", "Some-7B-Q6_K.gguf"),
+_OTHERS = (
+    "README.md config.json mmproj-Some-7B-Q8_0.gguf Some-7B.imatrix Some-7B-Q8_0.gguf some-7b.q4_k_m.gguf "
+    "Some-7B-IQ4_XS.gguf odd.gguf Some-7B-Q2_K-00001-of-00002.gguf Some-7B-UD-Q6_K.gguf Some-7B-Q6_K.gguf"
 )
+FILES = (*_OTHERS.split(), *(f"BF16/Some-7B-BF16-{number:05}-of-00003.gguf" for number in (2, 1, 3)))
 
 
 @pytest.mark.parametrize(
