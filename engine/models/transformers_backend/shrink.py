@@ -44,28 +44,28 @@ _SECTIONS = ("n_input_layers", "n_recurrent_layers", "n_output_layers")
 
 @dataclass(frozen=True)
 class _Original:
-    """The config to shrink."""
+    """The config to shrink, and the sizes of the small model that the others depend on."""
 
     values: Mapping[str, Any]
     ranks: int
+    """Divides the small sizes."""
 
     @property
     def heads(self) -> int:
-        """Of the small model."""
         return max(4, 2 * self.ranks)
 
     @property
     def kv_heads(self) -> int:
-        """Of the small model, if they are more than one and fewer than its heads."""
+        """If there are more than one and fewer than heads."""
         return max(2, self.ranks)
 
     @property
     def inner(self) -> int:
-        """Of the small model: features inside a feed-forward layer."""
+        """Features inside a feed-forward layer."""
         return 16 * self.kv_heads
 
     def first(self, names: str) -> int:
-        """The value that has one of these names; 0: there is none."""
+        """The value of the first of these names that has a number; 0: none has."""
         return next((self.values[name] for name in names.split() if isinstance(self.values.get(name), int)), 0)
 
     @cached_property
@@ -162,7 +162,7 @@ _RULES: Mapping[str, _Rule] = {
     **_named("sliding_window sliding_window_size window_size attention_chunk_size local_attention", _window),
     **_named("rel_extent index_topk", _window),
 }
-"""The small size for each name of a whole number that is a size."""
+"""The small size for each name that is a size, given the original size."""
 
 
 def shrink(values: Mapping[str, Any], ranks: int = 1) -> dict[str, Any]:
