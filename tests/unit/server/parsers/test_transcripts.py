@@ -38,13 +38,17 @@ FILES = sorted((Path(__file__).parent / "transcripts").glob("*.txt"))
 
 
 def transcripts() -> Iterator[Any]:
-    for path in FILES:
-        first, *answers = path.read_text(encoding="utf-8").split("\n@@ ")
+    files = {path.stem: path.read_text(encoding="utf-8") for path in FILES}
+    files["deepseek_v4"] = files["deepseek_v32"].replace(
+        "｜DSML｜function_calls", "｜DSML｜tool_calls"
+    )  # all that differs
+    for format, file in files.items():
+        first, *answers = file.split("\n@@ ")
         for answer in answers:
             title, _, rest = answer.partition("\n")
             text, _, expected = rest.rpartition("\n=> ")
             reasoning = first.removeprefix("reasoning: ")
-            yield pytest.param(path.stem, reasoning, text, json.loads(expected), id=f"{path.stem}: {title}")
+            yield pytest.param(format, reasoning, text, json.loads(expected), id=f"{format}: {title}")
 
 
 def read(format: OutputFormat, chunks: Iterable[str]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -60,13 +61,19 @@ class Watch:
             await asyncio.sleep(3600)
 
 
-@pytest.fixture
-async def watch(server: Server, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Watch]:
+@asynccontextmanager
+async def watched(server: Server, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Watch]:
     watch = Watch(server, monkeypatch)
     other = asyncio.create_task(watch.turn())
     yield watch
     other.cancel()
     await asyncio.wait((other,))
+
+
+@pytest.fixture
+async def watch(server: Server, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Watch]:
+    async with watched(server, monkeypatch) as watch:
+        yield watch
 
 
 LIST: Any = {"truncate_prompt_tokens": 5, "max_tokens": 1}
@@ -91,9 +98,8 @@ TURN = {"role": "user", "content": "hello world " * 25}
 )
 async def test_other_streams_go_on(watch: Watch, server: Server, path: str, body: Any, size: int) -> None:
     response = await server.http.post(path, json=body)
-    assert response.status_code == (200 if size else 400), (
-        response.text
-    )  # some are certainly too long: nothing is encoded
+    expected = 200 if size else 400  # some are certainly too long: nothing is encoded
+    assert response.status_code == expected, response.text
     assert watch.on_loop <= SHORT
     assert watch.top_level_fields >= size
     assert size > CUT or watch.top_level_fields == size
@@ -105,13 +111,9 @@ async def test_an_embedding_prompt_counts_for_each_input(
 ) -> None:
     prompts = {"long": "quick " * 50}
     config = embedding(config, prompts=prompts, default_prompt=None if body else "long")
-    async with run_server(config) as server:
-        watch = Watch(server, monkeypatch)
-        other = asyncio.create_task(watch.turn())
-        response = await server.http.post(
-            "/v1/embeddings", json={"input": ["a"] * 20, "truncate_prompt_tokens": -1, **body}
-        )
-        other.cancel()
+    async with run_server(config) as server, watched(server, monkeypatch) as watch:
+        body = {"input": ["a"] * 20, "truncate_prompt_tokens": -1, **body}
+        response = await server.http.post("/v1/embeddings", json=body)
         assert response.status_code == 200, response.text
         assert (watch.on_loop, watch.top_level_fields) == (0, 20 * 301)
 

@@ -274,13 +274,6 @@ def test_stop_strings_go_before_the_parser() -> None:
     assert [(call.name, call.arguments) for call in delta.tool_calls] == [("f", '{"a": "')]
 
 
-def test_special_tokens_show_when_asked_for() -> None:
-    end = token(BYTE_LEVEL, "<|im_end|>")
-    output = EngineCoreOutput("r", [*ids("a"), end, *ids("b")], None, "length")
-    assert feed(SamplingParams(), output)[0] == "ab"
-    assert feed(SamplingParams(skip_special_tokens=False), output)[0] == "a<|im_end|>b"
-
-
 @given(st.data())
 @settings(max_examples=50)
 def test_tokens_before_the_first_words_are_counted_however_outputs_merge(data: st.DataObject) -> None:

@@ -54,6 +54,15 @@ def write(folder: Path, backend: Backend, config: dict[str, Any], **files: str) 
     return folder
 
 
+def prompt_of(
+    folder: Path, tokenizer: Tokenizer, messages: Any = MESSAGES[:1], tools: Any = None, override: str | None = None
+) -> str:
+    templates = ChatTemplates.load(folder, tokenizer, override)
+    assert templates is not None
+    variables = {"tools": tools, "documents": None, "add_generation_prompt": True}
+    return templates.choose(bool(tools)).render(messages, variables)
+
+
 @pytest.mark.parametrize("kind", [byte_level, byte_fallback])
 @pytest.mark.parametrize(
     "config",
@@ -101,20 +110,15 @@ def test_same_prompt_as_transformers(tmp_path: Path, template: str, tools: list[
             ]
     write(tmp_path, byte_fallback(), config, **files)
     ours, theirs = Tokenizer.load(tmp_path), auto_tokenizer(tmp_path)
-    templates = ChatTemplates.load(tmp_path, ours, None)
-    assert templates is not None
-    variables = {"tools": tools, "documents": None, "add_generation_prompt": True}
-    mine = templates.choose(bool(tools)).render(MESSAGES, variables)
-    assert mine == theirs.apply_chat_template(MESSAGES, tools=tools, tokenize=False, add_generation_prompt=True)
+    assert prompt_of(tmp_path, ours, MESSAGES, tools) == theirs.apply_chat_template(
+        MESSAGES, tools=tools, tokenize=False, add_generation_prompt=True
+    )
 
 
 def test_demo_model_reads_the_same() -> None:
     ours, theirs = Tokenizer.load(DEMO_MODEL), auto_tokenizer(DEMO_MODEL)
-    templates = ChatTemplates.load(DEMO_MODEL, ours, None)
-    assert templates is not None
-    prompt = templates.choose(False).render(MESSAGES, {"tools": None, "documents": None, "add_generation_prompt": True})
     ids = theirs.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)
-    assert ours.encode(prompt, add_special_tokens=False) == ids
+    assert ours.encode(prompt_of(DEMO_MODEL, ours, MESSAGES), add_special_tokens=False) == ids
 
 
 def test_a_folder_without_tokenizer_json_is_left_to_transformers(tmp_path: Path) -> None:
@@ -200,25 +204,19 @@ def test_a_python_class_over_tiktoken_is_converted() -> None:
 def test_the_template_of_a_processor_is_read_where_the_tokenizer_has_none(tmp_path: Path) -> None:
     tokenizer = wrapped(byte_level())
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "processor"}))
-    assert rendered(tmp_path, tokenizer) == "processor"
+    assert prompt_of(tmp_path, tokenizer) == "processor"
     tokenizer.config["chat_template"] = "tokenizer"
-    assert rendered(tmp_path, tokenizer) == "tokenizer"
+    assert prompt_of(tmp_path, tokenizer) == "tokenizer"
     tokenizer.config["chat_template"] = [{"name": "rag", "template": "rag"}]
     with pytest.raises(ConfigError, match=r"none of the chat templates \(rag\) is named default; set --chat-template"):
-        rendered(tmp_path, tokenizer)
+        prompt_of(tmp_path, tokenizer)
     (tmp_path / "chat_template.jinja").write_text("file")
-    assert rendered(tmp_path, tokenizer) == "file"
+    assert prompt_of(tmp_path, tokenizer) == "file"
     (tmp_path / "chat_template.jinja").unlink()
     tokenizer.config.clear()
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": 5}))
     with pytest.raises(ConfigError, match=r"chat_template\.json: chat_template must be a text, or a list"):
-        rendered(tmp_path, tokenizer)
-
-
-def rendered(folder: Path, tokenizer: Tokenizer) -> str:
-    templates = ChatTemplates.load(folder, tokenizer, None)
-    assert templates is not None
-    return templates.choose(has_tools=False).render(MESSAGES[:1], {})
+        prompt_of(tmp_path, tokenizer)
 
 
 def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
@@ -233,9 +231,7 @@ def test_template_override_is_text_or_file(tmp_path: Path) -> None:
     tokenizer = wrapped(byte_level())
     (tmp_path / "mine.jinja").write_text("file {{ messages|length }}")
     for override, text in (("inline {{ messages|length }}", "inline 1"), (str(tmp_path / "mine.jinja"), "file 1")):
-        templates = ChatTemplates.load(tmp_path, tokenizer, override)
-        assert templates is not None
-        assert templates.choose(True).render(MESSAGES[:1], {}) == text
+        assert prompt_of(tmp_path, tokenizer, override=override, tools=[{}]) == text
     with pytest.raises(ConfigError, match="--chat-template"):
         ChatTemplates.load(tmp_path, tokenizer, str(tmp_path / "none.jinja"))
     with pytest.raises(ConfigError, match="line 1"):
