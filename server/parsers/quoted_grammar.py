@@ -91,10 +91,7 @@ class QuotedGrammar:
         return f"{quote} {name}_end"
 
     def _objects(self, found: list[list[Mapping[str, Any]]], root: Mapping[str, Any]) -> Iterator[str]:
-        for branch in found:
-            if not _allows(branch, "object"):
-                continue
-            _check(branch)
+        for branch in _allowing(found, "object"):
             properties, required, others = dict[str, Any](), list[str](), list[Any]()
             for schema in branch:
                 for key, value in schema.get("properties", {}).items():
@@ -116,10 +113,7 @@ class QuotedGrammar:
             yield " | ".join(selections(items, quoted(",")))
 
     def _arrays(self, found: list[list[Mapping[str, Any]]], root: Mapping[str, Any]) -> Iterator[str]:
-        for branch in found:
-            if not _allows(branch, "array"):
-                continue
-            _check(branch)
+        for branch in _allowing(found, "array"):
             items = [schema["items"] for schema in branch if "items" in schema]
             least = max((schema.get("minItems", 0) for schema in branch), default=0)
             most = min((schema["maxItems"] for schema in branch if "maxItems" in schema), default=None)
@@ -149,10 +143,10 @@ class QuotedGrammar:
         return json.dumps(value)
 
 
-def _allows(branch: list[Mapping[str, Any]], kind: str) -> bool:
-    return all(kind in types_of({"type": schema["type"]} if "type" in schema else {}, {}) for schema in branch)
-
-
-def _check(branch: list[Mapping[str, Any]]) -> None:
-    if unheld := sorted(_UNHELD & {keyword for schema in branch for keyword in schema}):
-        raise ValueError(f"{unheld[0]} is not supported for this model's tool calls")
+def _allowing(found: list[list[Mapping[str, Any]]], kind: str) -> Iterator[list[Mapping[str, Any]]]:
+    """The branches that allow values of this type. Raises ValueError for keywords that cannot be enforced."""
+    for branch in found:
+        if all(kind in types_of({"type": schema["type"]} if "type" in schema else {}, {}) for schema in branch):
+            if unheld := sorted(_UNHELD & {keyword for schema in branch for keyword in schema}):
+                raise ValueError(f"{unheld[0]} is not supported for this model's tool calls")
+            yield branch

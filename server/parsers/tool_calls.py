@@ -268,6 +268,13 @@ class ToolParser(IncrementalParser):
     def _show_arguments(self, text: str) -> None:
         self._call(ToolCall(self._count - 1, text))
 
+    def _end_arguments(self, name: str, call_id: str | None, is_out: bool) -> None:
+        """Emit the end of arguments that are converted one by one, the first of which has begun the call."""
+        if not is_out:
+            self._begin(name, call_id)
+        self._show_arguments("}" if is_out else "{}")
+        self._is_closing = True
+
     def _text_value(self, end: re.Pattern[str], half_end: re.Pattern[str]) -> Steps[None]:
         """Emit the text up to what ends it as a JSON string, while it arrives."""
         self._show_arguments('"')
@@ -309,7 +316,6 @@ class _PythonicParser(ToolParser):
             name = self._known((yield from self._match(_NAME)))
             yield from self._expect("(")
             yield from self._keywords(name)
-            self._is_closing = True
             self._drop()
             yield from self._peek()
             if separator and not (yield from self._take(separator)):
@@ -335,11 +341,7 @@ class _PythonicParser(ToolParser):
             if (yield from self._peek()) != ")":
                 yield from self._expect(",")
         self._pos += 1
-        if is_out:
-            self._show_arguments("}")
-        else:
-            self._begin(name)
-            self._show_arguments("{}")
+        self._end_arguments(name, None, is_out)
 
     def _literal(self) -> Steps[str]:
         """Read the text of a value, up to the comma or parenthesis after it."""
@@ -409,10 +411,7 @@ class _TaggedParser(ToolParser):
         begin = self._pos
         yield from self._expect((self._after or self._closing).strip())
         self._pos = begin
-        if not is_out:
-            self._begin(name, call_id)
-        self._show_arguments("}" if is_out else "{}")
-        self._is_closing = True
+        self._end_arguments(name, call_id, is_out)
 
     def _argument_name(self, unlike_keys: Collection[str]) -> Steps[str]:
         """Read a key: one of the properties whose names contain what ends a key, or any other."""
@@ -533,10 +532,7 @@ class _QuotedParser(ToolParser):
                     raise MalformedText
                 self._show_arguments(json_of(text, types - TEXT or types))
                 self._drop()
-        if not is_out:
-            self._begin(name, call_id)
-        self._show_arguments("}" if is_out else "{}")
-        self._is_closing = True
+        self._end_arguments(name, call_id, is_out)
 
     def _key(self, names: Collection[str]) -> Steps[str]:
         """Read a key, which may be in quotes, and the colon. `names` may contain what ends other keys."""
