@@ -241,7 +241,7 @@ class ToolParser(IncrementalParser):
         try:
             yield from self._named_arguments(name, call_id)
         except TextCutOff:
-            if self._count > calls_before:
+            if self._count > calls_before:  # the half of an argument is not content
                 self._text, self._pos = "", 0
             raise
         if self._after:
