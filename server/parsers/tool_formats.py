@@ -87,9 +87,9 @@ class ToolFormat:
     block: tuple[str, str, str] = ("", "", "")
     """The marker that opens a block, what follows the marker, and what closes the block."""
     other_markers: tuple[str, ...] = ()
-    """Each also opens a block. One that is the beginning of a call opens that, too, and the block may lack `close`."""
+    """Each also opens a block. One that begins a call opens the call, too, and the block may lack its closing."""
     bare: str = ""
-    """The character that opens a block at the very start of an answer, if no marker does."""
+    """The character that opens a block without a marker, at the very start of an answer."""
     call: JsonObject | Json | Python | Quoted | Tagged = JsonObject()
     separator: str | None = None
     """None: a block has one call."""
