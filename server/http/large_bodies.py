@@ -46,6 +46,8 @@ BODY_MEMORY = 2**30
 MAX_BODIES_BYTES = 256 * 2**20
 """Bytes of all large bodies that an API process holds; further ones get status 503."""
 
+_TEMPLATE_MARKS = (b"chat_template", b"\\u", b"\0")
+"""A body with a chat template has one of these: an escape may hide the name, and so may UTF-16."""
 _NICENESS = 10
 """Lowers the scheduling priority: streams come first."""
 
@@ -202,9 +204,7 @@ class _BodyRequest(Request):
                 if self.large is None:
                     self.large = _LargeBody(bodies, body)
                 self.large.add(chunk)
-            # An escape may hide the name of a chat template, and so may UTF-16.
-            may_have_template = any(mark in body for mark in (b"chat_template", b"\\u", b"\0"))
-            if self.large is not None or (bodies.trusts_templates and may_have_template):
+            if self.large is not None or (bodies.trusts_templates and any(mark in body for mark in _TEMPLATE_MARKS)):
                 if self._route.needs_engine:
                     self.app.state.quire.frontend.client.admit()
                 self._json = await while_connected(self.receive, self._process(bodies, body))
