@@ -94,11 +94,7 @@ class _ToolResultBlock(_Block):
 
 
 _OF_USER: dict[str, type[_Block]] = {"text": _TextBlock, "tool_result": _ToolResultBlock}
-_OF_ASSISTANT: dict[str, type[_Block]] = {
-    "text": _TextBlock,
-    "thinking": _ThinkingBlock,
-    "tool_use": _ToolUseBlock,
-}
+_OF_ASSISTANT: dict[str, type[_Block]] = {"text": _TextBlock, "thinking": _ThinkingBlock, "tool_use": _ToolUseBlock}
 
 
 class MessageTurn(MessagePart):

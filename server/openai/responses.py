@@ -205,13 +205,10 @@ class ResponsesRequest(RequestBody):
         given = self.chat_input(turns)
         structured = self.text and self.text.format and self.text.format.structured()
         has_logprobs = self.top_logprobs or _LOGPROBS in (self.include or ())
+        logprobs = (self.top_logprobs or 0) if has_logprobs else None
         processor = admit(turns.ignored)
         params = sampling_params(
-            self,
-            processor.sampling_defaults,
-            _NAMES,
-            logprobs=(self.top_logprobs or 0) if has_logprobs else None,
-            structured_outputs=structured,
+            self, processor.sampling_defaults, _NAMES, logprobs=logprobs, structured_outputs=structured
         )
         chat = await processor.process_chat(given, params, RequestOptions(param_names=_NAMES))
         echoed = self.echoed_fields()

@@ -67,12 +67,7 @@ class Frontend:
         self.process_info = process_info
         self.formats = formats
         self.metrics = Metrics(
-            name,
-            process_info.metrics,
-            process_info.index,
-            process_info.count,
-            config=config,
-            vllm_names=vllm_metrics,
+            name, process_info.metrics, process_info.index, process_info.count, config=config, vllm_names=vllm_metrics
         )
         self.client = EngineClient(
             process_info.endpoints,

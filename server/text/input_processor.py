@@ -286,12 +286,7 @@ class InputProcessor:
         return params
 
     def _render(
-        self,
-        chat: ChatInput,
-        last: int | None,
-        side: TruncationSide,
-        names: ParamNames = CHAT_NAMES,
-        is_limited: bool = True,
+        self, chat: ChatInput, last: int | None, side: TruncationSide, names: ParamNames, is_limited: bool = True
     ) -> list[int]:
         """Return a conversation's token ids, by default up to the start of the answer: at least the `last` ones, or the
         first ones if the right side is truncated.
@@ -432,7 +427,7 @@ class InputProcessor:
         """Return a conversation's token ids as `process_chat` does, without a length limit."""
         last = self._prompts.num_kept(truncate, max(1, max_tokens or 1))
         ids = await run_in_thread(
-            _length(chat.messages, chat.tools), lambda: self._render(chat, last, side, is_limited=False)
+            _length(chat.messages, chat.tools), lambda: self._render(chat, last, side, CHAT_NAMES, is_limited=False)
         )
         return ids if last is None else truncated(ids, last, side)
 
