@@ -6,16 +6,16 @@ import functools
 import logging
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from quire.kernels import reference
+from quire.kernels import examples, reference
 from quire.kernels.attention_config import AttentionCase, AttentionConfig, AttentionLayer, HostMetadata
-from quire.kernels.cache import FP8_CAPABILITY, allocate_kv_cache
+from quire.kernels.cache import FP8_CAPABILITY
+from quire.kernels.examples import Inputs
 from quire.kernels.flashinfer import FlashInfer, FlashInferMissing, FlashInferWrong
 
 logger = logging.getLogger(__name__)
@@ -126,40 +126,8 @@ def _case(
     layer: AttentionLayer,
     requests: list[tuple[int, int]],
 ) -> AttentionCase:
-    """A call with random inputs for requests of (context, queries), with shuffled block tables."""
-    noise = torch.Generator().manual_seed(0)
-    counts = np.array([count for _, count in requests])
-    lengths = np.array([sum(request) for request in requests])
-    width = -(-int(lengths.max()) // config.block_size)
-    tables = torch.randperm(len(requests) * width, generator=noise).view(-1, width).to(device)
-    cache = allocate_kv_cache(
-        layers=1,
-        num_blocks=len(requests) * width,
-        kv_heads=layer.kv_heads,
-        block_size=config.block_size,
-        head_dim=layer.head_dim,
-        dtype=config.cache_dtype,
-        device=device,
-        num_tensors=1 if layer.is_mla else 2,
-    )[0]
-    for slots in torch.split(torch.arange(cache.shape[1] * config.block_size, device=device), 1 << 14):
-        key, value = torch.randn(2, len(slots), layer.kv_heads, layer.head_dim, device=device).to(dtype)
-        reference.write_kv(key, None if layer.is_mla else value, cache, slots)
-    query = torch.randn(int(counts.sum()), layer.heads, layer.head_dim, generator=noise).to(device, dtype)
-    starts = torch.from_numpy(np.concatenate(([0], counts.cumsum()))).to(device)
-    options: dict[str, Any] = {"window": layer.window, "softcap": layer.softcap}
-    if layer.has_sinks:
-        options["sinks"] = torch.linspace(-1.0, 2.0, layer.heads, device=device)
-    if layer.has_own_sinks:
-        options["sinks"] = torch.randn(len(query), layer.heads, generator=noise).to(device)
-    if layer.has_alibi:
-        options["slopes"] = 2.0 ** -torch.linspace(1.0, 8.0, layer.heads, device=device)
-    if layer.num_biases:
-        shape = len(query), layer.heads, layer.num_biases
-        options["biases"] = torch.randn(shape, generator=noise).to(device, dtype)
-    cache = cache.expand(2, *cache.shape[1:]) if layer.is_mla else cache
-    args = (query, cache, tables, torch.from_numpy(lengths).to(device), starts, layer.scale)
-    return AttentionCase(args, options, HostMetadata(counts, lengths, {}))
+    inputs = Inputs(device, dtype, torch.Generator(device).manual_seed(0))
+    return examples.attention_case(inputs, requests, layer, config.cache_dtype, config.block_size)
 
 
 def mixed_case(
@@ -167,19 +135,6 @@ def mixed_case(
 ) -> AttentionCase:
     """A small batch to compare a backend with the reference: two decodes, and a prompt of `queries` tokens."""
     return _case(device, dtype, config, layer, [(40, 1), (0, queries), (600, 1)])
-
-
-def check_cases(
-    device: torch.device, dtype: torch.dtype, config: AttentionConfig
-) -> Iterator[Callable[[Callable[..., Tensor]], Tensor]]:
-    """Yield a small mixed batch for each of the model's layers; call each with the implementation under test."""
-    for layer in config.layers:
-        case = _case(device, dtype, config, layer, [(0, 19), (700, 1), (31, 5), (3, 1)])
-        yield functools.partial(_run, case)
-
-
-def _run(case: AttentionCase, operation: Callable[..., Tensor]) -> Tensor:
-    return operation(*case.args, **case.options)
 
 
 TIMED_PROMPTS = [(2048, 2048)]
@@ -201,7 +156,7 @@ def _compare_times(
         case = _case(device, dtype, config, layer, requests)
         call = functools.partial(flashinfer, *case.args, **case.options, host=case.host)
         assert call() is not None, "it declines the call"
-        times.append((seconds(call, device), seconds(functools.partial(_run, case, own), device)))
+        times.append((seconds(call, device), seconds(functools.partial(own, *case.args, **case.options), device)))
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return times

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from gpu import kernel_calls
-from gpu.kernel_calls import Call
 from gpu.lab import Lab, free_memory
 from gpu.records import Check, Note, Record
 from quire import kernels
-from quire.kernels import coded_words, dispatch, fp4, reference
-from quire.kernels.check import tolerance
+from quire.kernels import dispatch, fp4, reference
+from quire.kernels.examples import Example, tolerance
 
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
 _PROCESSES, _THREADS = 8, 8
@@ -61,7 +60,9 @@ def check(lab: Lab) -> Iterator[Record]:
     On a GPU each operation has its own process, because after an illegal memory access all calls in a process fail.
     """
     yield _with_flashinfer(torch.device(lab.device))
-    operations = dict.fromkeys(name for name, _, _ in kernel_calls.calls(torch.device("cpu"), torch.float32, tiny=True))
+    operations = dict.fromkeys(
+        example.operation for example in kernel_calls.calls(torch.device("cpu"), torch.float32, tiny=True)
+    )
     check_one, met = functools.partial(_check_operation, lab), set[str]()
     with contextlib.ExitStack() as stack:
         each: Any = map
@@ -114,21 +115,21 @@ def _check_type(device: torch.device, dtype: torch.dtype, only: str = "", *, tin
     """The errors by module and operation. On a GPU, several run at once, because most of the time is compilation."""
     results: dict[str, Errors] = {}
     work = [
-        (operation, results.setdefault(f"{name} {operation}", Errors()), sizes, call, module)
-        for operation, sizes, call in kernel_calls.calls(device, dtype, tiny=tiny)
-        if only in ("", operation)
-        for name, module in _implementations(operation, device.type)
+        (example, results.setdefault(f"{name} {example.operation}", Errors()), module)
+        for example in kernel_calls.calls(device, dtype, tiny=tiny)
+        if only in ("", example.operation)
+        for name, module in _implementations(example.operation, device.type)
     ]
 
-    def run(operation: str, errors: Errors, sizes: str, call: Call, module: Any) -> None:
+    def run(example: Example, errors: Errors, module: Any) -> None:
         try:
             with _CHOSEN if module is kernels else contextlib.nullcontext():
-                found = call(module)
-            oracle = next(each for each in (reference, coded_words, fp4) if hasattr(each, operation))
-            errors.take(sizes, *compare(found, call(oracle), tolerance(operation, dtype)))
+                found = example.call(module)
+            ratios = compare(found, example.expected(), tolerance(example.operation, dtype))
+            errors.take(example.sizes, *ratios)
         except Exception as error:  # from a compiler or a driver
             first = str(error).partition("\n")[0]
-            errors.failures.append(f"{sizes}: {type(error).__name__}: {first}")
+            errors.failures.append(f"{example.sizes}: {type(error).__name__}: {first}")
 
     with ThreadPoolExecutor(_THREADS if device.type == "cuda" else 1) as pool:
         for done in [pool.submit(run, *each) for each in work]:
@@ -175,7 +176,7 @@ def compare(found: Any, expected: Any, step: float) -> tuple[float, float]:
             wrong = int((one != other).sum())
             error, ratio = max(error, float(wrong)), max(ratio, float("inf") if wrong else 0.0)
             continue
-        difference = (one.float() - other.float()).abs()
+        difference = (one.float() - other.float()).abs().masked_fill(one == other, 0.0)  # infinities, too
         allowed = step * (1 + other.float().abs())
         share = (difference / allowed).nan_to_num(nan=float("inf"))
         error, ratio = max(error, float(difference.max())), max(ratio, float(share.max()))

@@ -10,10 +10,11 @@ from dataclasses import replace
 import torch
 from machine import fastest
 
-from gpu.kernel_calls import attention_case, random_stack, sampler_arguments
 from gpu.lab import Lab
 from gpu.records import Note, Record, Row
 from quire import kernels
+from quire.kernels import QuantizedFormat, examples
+from quire.kernels.examples import Inputs
 from quire.kernels.fp4 import FP4_CAPABILITY
 
 
@@ -23,12 +24,13 @@ def attention(lab: Lab) -> Iterator[Record]:
     dtype = getattr(torch, lab.dtype)
     layer = kernels.AttentionLayer(heads[0], heads[1], heads[2], heads[2] ** -0.5)
     device, said = _prepare(lab, kernels.AttentionConfig((layer,), cache_dtype=dtype))
-    case = attention_case([(length - 1, 1)] * requests, (heads[0], heads[1], heads[2]), dtype, device)
+    case = examples.attention_case(Inputs(device, dtype, torch.Generator(device)), [(length - 1, 1)] * requests, layer)
     for text in said:
         yield Note(text)
-    seconds = fastest(lambda: case.call(kernels), lab.sizes.seconds, lab.device)
+    attend = functools.partial(kernels.paged_attention, *case.args, **case.options, host=case.host)
+    seconds = fastest(attend, lab.sizes.seconds, lab.device)
     keys = 2 * requests * length * heads[1] * heads[2] * lab.number_bytes
-    moved = keys + 2 * case.query.nbytes
+    moved = keys + 2 * case.args[0].nbytes
     formula = f"keys, values, query and output {moved / 1e6:,.1f} MB in {seconds * 1e6:,.1f} µs; floor: copying"
     yield Row("attention", moved / seconds / 1e9, lab.limit(lambda machine: machine.copy / 1e9), formula)
 
@@ -37,7 +39,8 @@ def sampler(lab: Lab) -> Iterator[Record]:
     """Top-p over the whole vocabulary, which reads the logits at least once."""
     device, _ = _prepare(lab)
     rows, vocabulary = lab.sizes.sampler
-    arguments = sampler_arguments(rows, vocabulary, device, top_p=0.9)
+    inputs = Inputs(device, torch.float32, torch.Generator(device))
+    arguments = examples.sampler_arguments(inputs, rows, vocabulary, top_p=0.9)
     seconds = fastest(lambda: kernels.sample(*arguments), lab.sizes.seconds, lab.device)
     floor = lab.limit(lambda machine: arguments[0].nbytes / machine.bandwidth * 1e6)
     yield Row("sampler", seconds * 1e6, floor, f"logits {arguments[0].nbytes / 1e6:,.1f} MB / bandwidth")
@@ -53,22 +56,24 @@ def quantized(lab: Lab) -> Iterator[Record]:
         if " products on " in text:
             yield Note(text)
     dtype, shape = getattr(torch, lab.dtype), lab.shape
-    size = 1, 2 * shape.intermediate, shape.hidden
-    rows = 16
-    products = [kernels.pack_linear(random_stack("int4", size, device, dtype).at(0)) for _ in range(_WEIGHTS)]
-    x = torch.randn(rows, shape.hidden, device=device, dtype=dtype)
+    inputs, size = Inputs(device, dtype, torch.Generator(device)), (2 * shape.intermediate, shape.hidden)
+    rows, few = 16, QuantizedFormat("int4", 128)
+    products = [kernels.pack_linear(examples.random_weight(inputs, few, *size)) for _ in range(_WEIGHTS)]
+    x = inputs.normal(rows, shape.hidden)
     run = _replayed(lambda: [product(x, None) for product in products], lab.device)
     seconds = fastest(run, lab.sizes.seconds, lab.device) / _WEIGHTS
     moved = sum(tensor.nbytes for tensor in products[0].state())
     formula = f"{rows} rows, codes and scales {moved / 1e6:,.1f} MB in {seconds * 1e6:,.1f} µs; floor: reading"
     yield Row("4 bits", moved / seconds / 1e9, lab.limit(lambda machine: machine.bandwidth / 1e9), formula)
     rows = lab.sizes.prefill
-    x = torch.randn(rows, shape.hidden, device=device, dtype=dtype)
+    x = inputs.normal(rows, shape.hidden)
     global_scale = torch.full((), 6 * 448 / 8, device=device)  # inputs are at most about 8
     weights = {
-        "fp8": replace(random_stack("fp8", size, device, dtype).at(0), activations="fp8"),
+        "fp8": replace(examples.random_weight(inputs, QuantizedFormat("fp8"), *size), activations="fp8"),
         "fp4": replace(
-            random_stack("e2m1", size, device, dtype, 16).at(0), activations="fp4", global_scale=global_scale
+            examples.random_weight(inputs, QuantizedFormat("e2m1", 16), *size),
+            activations="fp4",
+            global_scale=global_scale,
         ),
     }
     if lab.device == "cuda" and torch.cuda.get_device_capability(device) < FP4_CAPABILITY:
@@ -77,7 +82,7 @@ def quantized(lab: Lab) -> Iterator[Record]:
     for key, weight in weights.items():
         product = kernels.pack_linear(weight)
         seconds = fastest(functools.partial(product, x, None), lab.sizes.seconds, lab.device)
-        operations = 2 * rows * size[1] * size[2]
+        operations = 2 * rows * size[0] * size[1]
         of = f"{rows} rows, {operations / 1e12:,.3g} T operations in {seconds * 1e3:,.2f} ms"
         floor = lab.limit(lambda machine: machine.rate(lab.precision) / 1e12)
         yield Row(key, operations / seconds / 1e12, floor, f"{of}; floor: {lab.precision}")

@@ -115,7 +115,8 @@ def test_paged_attention(
     if DEVICE.type == "cpu":  # the interpreter is slow
         requests = [(min(length, 600), min(count, 20)) for length, count in requests]
     case = backends._case(device, dtype, AttentionConfig((kind,), 16, cache_dtype or dtype), kind, requests)
-    close(backends._run(case, kernels.paged_attention), backends._run(case, reference.paged_attention), dtype)
+    found, expected = (m.paged_attention(*case.args, **case.options) for m in (kernels, reference))
+    close(found, expected, dtype)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(14, 2, 16), (6, 1, 80), (3, 3, 33)])

@@ -71,9 +71,10 @@ def test_attention_is_checked_by_flashinfer_where_that_is_chosen(monkeypatch: py
     monkeypatch.setattr(fake, "plans", [])
     device = torch.device("cpu")
     monkeypatch.setattr(backends, "CHOSEN", {"cpu": backends.FlashInfer(device)})
-    case = module("gpu.kernel_calls").attention_case([(20, 1), (0, 5)], (4, 2, 64), torch.float16, device)
+    inputs = kernels.examples.Inputs(device, torch.float16)
+    example = kernels.examples.attention(inputs, [(20, 1), (0, 5)], kernels.AttentionLayer(4, 2, 64, 0.125))
     for _ in range(2):
-        torch.testing.assert_close(case.call(kernels), case.call(kernels.reference), rtol=0.01, atol=0.01)
+        torch.testing.assert_close(example.call(kernels), example.expected(), rtol=0.01, atol=0.01)
     assert len(fake.plans) == 1
 
 

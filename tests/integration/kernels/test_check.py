@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from quire import kernels
-from quire.kernels import check, coded_words, cpu, fp4, packed, quantized, reference
+from quire.kernels import check, coded_words, cpu, examples, fp4, packed, quantized, reference
 from quire.kernels.coded_words import CodedWords
+from quire.kernels.examples import Inputs
 from quire.kernels.fp4 import Fp4Weight
 from quire.kernels.quantized import QuantizedFormat
 
@@ -174,8 +175,8 @@ def test_wrong_experts_are_rejected(
 @pytest.mark.parametrize("fault", ["one expert", "an expert left out", "no scales"])
 def test_wrong_experts_of_coded_tiles_are_rejected(fault: str, dtype: torch.dtype) -> None:
     """Of every kind of values."""
-    calls = [call for name, call in check._calls_of_packed(CPU, dtype) if name == "coded_experts"]
-    assert len(calls) == 5
+    every = [each for each in examples.packed_matmuls(Inputs(CPU, dtype)) if each.operation == "coded_experts"]
+    assert len(every) == 5
     wrong = SimpleNamespace(coded_experts=partial(wrong_experts, quantized.coded_experts, fault))
-    for call in calls:
-        assert "Mismatched elements" in check._difference("coded_experts", call(wrong), call(quantized), dtype)
+    for example in every:
+        assert "Mismatched elements" in check.difference(example, wrong, dtype)
