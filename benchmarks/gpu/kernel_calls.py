@@ -27,7 +27,7 @@ def calls(device: torch.device, dtype: torch.dtype, *, tiny: bool) -> Iterator[E
     small = [(37, 1), (0, 20), (583, 17), (18, 1)]
     yield from _attention(inputs, small, [(6, 2, 80)], (8, 1, 96))
     yield from _selection(inputs, small, (6, 80), 24)
-    yield from examples.hyper_connections(inputs, 39, 72, iterations=20)
+    yield from examples.hyper_connections(inputs, 5, 72, iterations=20)
     yield examples.compression(inputs, [(36, 1), *small[1:]], (20, 4, 2), rotary_dim=10)
     yield from _experts(inputs, 5, (5, 2, 200, 48))
     yield from _quantized(inputs, [5], (5, 2, 256, 128))
