@@ -89,7 +89,7 @@ def pack_experts(
     packing = linear.packing(gate_up[0], quantization, inputs)
     if packing is linear.PlainLinear:
         return PlainExperts(gate_up, down, activation, *biases)
-    if packing is linear.TiledLinear or packing is linear.Int8Linear or packing is linear.Int4Linear:
+    if issubclass(packing, linear.FusedLinear):
         return TiledExperts(gate_up, down, activation, *biases, gated, quantization)
     products = [[linear.pack_linear(weight, quantization) for weight in weights] for weights in (gate_up, down)]
     return ExpertByExpert(products[0], products[1], activation, *biases, gated)
@@ -117,7 +117,7 @@ def _pack_quantized(
                 return RoundedExperts(gate_up, down, activation, *biases)
             return CodedWordsExperts(gate_up, down, activation, *biases, gated)
         if rounds and gate_up.values == down.values:
-            if gate_up.values == "int4" or linear.packing(gate_up.codes, "int8") is linear.Int8Linear:
+            if issubclass(linear.packing(gate_up.at(0)), linear.FusedLinear):
                 return TiledExperts(gate_up, down, activation, *biases, gated)
         elif is_plain and gate_up.values == down.values and _fits_tiles(down, gated):
             return CodedExperts(gate_up, down, activation, *biases, gated)

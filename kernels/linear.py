@@ -11,9 +11,9 @@ this runs at 85 % of the processor's peak, where `F.linear` (MKL) reaches 40 % o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -100,9 +100,7 @@ def pack_linear(
     int4: a scale and a zero per group of up to 128 weights of an output feature; `in` must be a multiple of 32.
     A quantized weight keeps its codes.
     """
-    if isinstance(weight, QuantizedWeight):
-        return _pack_quantized(weight)
-    return packing(weight, quantization, inputs)(weight)
+    return _pack(weight, "", quantization, inputs)
 
 
 def pack_groups(weight: Tensor, groups: int) -> PackedLinear:
@@ -114,7 +112,7 @@ def pack_groups(weight: Tensor, groups: int) -> PackedLinear:
 def pack_embedding(weight: QuantizedWeight) -> PackedEmbedding:
     """Pack `weight` `[out, in]` for lookups of rows, which stay as they are to the last bit, and for a matmul, which
     does not round `x` to 8 bits."""
-    packed = _pack_quantized(replace(weight, wide=True, activations=None, rounding=None))
+    packed = pack_linear(replace(weight, wide=True, activations=None, rounding=None))
     assert isinstance(packed, PackedEmbedding)
     return packed
 
@@ -127,38 +125,71 @@ def pack_gated(
     inputs: torch.dtype | None = None,
 ) -> PackedLinear:
     """Pack `weight` `[2 * size, in]`, gates before ups, for a matmul and `act_mul`; calls return `[rows, size]`."""
+    return _pack(weight, activation, quantization, inputs)
+
+
+def _pack(
+    weight: Tensor | QuantizedWeight, activation: str, quantization: Quantization | None, inputs: torch.dtype | None
+) -> PackedLinear:
     if isinstance(weight, QuantizedWeight):
-        return _pack_quantized(weight, activation)
-    pack = packing(weight, quantization, inputs)
-    if pack is TiledLinear or pack is Int8Linear or pack is Int4Linear:
-        return pack(weight, activation)
-    return PackedGatedLinear(pack(weight), activation)
-
-
-def _pack_quantized(weight: QuantizedWeight, activation: str = "") -> PackedLinear:
-    rounds = rounds_inputs(weight)
-    is_on_gpu = gpu_capability(weight.codes.device) is not None
-    if weight.rounding is not None and not rounds and not is_on_gpu:
-        scaled = replace(weight, scales=weight.scales * weight.rounding[0], rounding=None, activations=None)
-        return StaticScaleLinear(_pack_quantized(scaled, activation), weight.rounding)
-    if weight.columns is not None:
-        in_order = replace(weight, columns=None, activations=None)
-        return GatheredLinear(_pack_quantized(in_order, activation), weight.columns)
-    if is_on_gpu:
-        product: PackedLinear
-        if not rounds:
-            product = CodedWordsLinear(weight)
-        else:
-            product = Fp4Linear(weight) if weight.values == "e2m1" else RoundedLinear(weight)
-    elif not rounds:
-        return CodedLinear(weight, activation)
-    elif weight.values != "int8":
-        return Int4Linear(weight, activation)
-    elif weight.rounding is not None or packing(weight.codes, "int8") is Int8Linear:
-        return Int8Linear(weight, activation)
-    else:
-        product = Int8OneDNNLinear(weight)
+        if weight.rounding is not None and weight.codes.device.type == "cpu" and not rounds_inputs(weight):
+            scaled = replace(weight, scales=weight.scales * weight.rounding[0], rounding=None, activations=None)
+            return StaticScaleLinear(_pack(scaled, activation, None, None), weight.rounding)
+        if weight.columns is not None:
+            in_order = replace(weight, columns=None, activations=None)
+            return GatheredLinear(_pack(in_order, activation, None, None), weight.columns)
+    kind = packing(weight, quantization, inputs)
+    if issubclass(kind, FusedLinear):
+        return kind(weight, activation)  # type: ignore[arg-type]
+    product: PackedLinear = kind(weight)
     return PackedGatedLinear(product, activation) if activation else product
+
+
+def packing(
+    weight: Tensor | QuantizedWeight, quantization: Quantization | None = None, inputs: torch.dtype | None = None
+) -> type[Any]:
+    """The class that packs a weight `[out, in]`, whose columns are in order; the arguments are those of
+    `pack_linear`."""
+    every = _of_codes(weight) if isinstance(weight, QuantizedWeight) else _of_numbers(weight, quantization, inputs)
+    return next(kind for kind, supports in every if supports)
+
+
+def _of_codes(weight: QuantizedWeight) -> Iterator[tuple[type[PackedLinear], bool]]:
+    """The classes of quantized weights, and whether each supports this one on its device; the first that does is
+    used."""
+    is_on_gpu, rounds = weight.codes.device.type != "cpu", rounds_inputs(weight)
+    yield CodedWordsLinear, is_on_gpu and not rounds
+    yield Fp4Linear, is_on_gpu and weight.values == "e2m1"
+    yield RoundedLinear, is_on_gpu
+    yield CodedLinear, not rounds
+    yield Int4Linear, weight.values != "int8"
+    yield Int8Linear, weight.rounding is not None or not _prefers_onednn_for_int8()
+    yield Int8OneDNNLinear, True
+
+
+def _of_numbers(
+    weight: Tensor, quantization: Quantization | None, inputs: torch.dtype | None
+) -> Iterator[tuple[type[PackedLinear], bool]]:
+    """The same for other weights."""
+    is_compiled, is_widened = "cpu" in dispatch.PLATFORMS, inputs not in (None, weight.dtype)
+    # With AVX2 only, oneDNN does not support bfloat16.
+    onednn_is_faster = {
+        torch.float32: not widens_weights(),
+        torch.bfloat16: isa.has("amx_tile") or (isa.has("avx512_bf16") and not is_compiled),
+    }.get(weight.dtype, False)
+    yield PlainLinear, weight.device.type != "cpu"
+    yield Int4Linear, quantization == "int4"
+    yield Int8OneDNNLinear, quantization == "int8" and _prefers_onednn_for_int8()
+    yield Int8Linear, quantization == "int8"
+    assert not is_widened or (inputs == torch.float32 and widens_weights())
+    yield TiledLinear, is_widened
+    yield OneDNNLinear, onednn_is_faster and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    yield TiledLinear, is_compiled and (weight.dtype != torch.float32 or widens_weights())
+    yield PlainLinear, True
+
+
+def _prefers_onednn_for_int8() -> bool:
+    return isa.has("amx_tile") or (isa.has("avx512_vnni") and "cpu" not in dispatch.PLATFORMS)
 
 
 def gpu_capability(device: torch.device) -> tuple[int, int] | None:
@@ -192,34 +223,6 @@ def rounds_inputs(weight: QuantizedWeight) -> bool:
 def widens_weights() -> bool:
     """Whether products of float32 on CPUs take weights of 16 bits."""
     return "cpu" in dispatch.PLATFORMS and (isa.has("avx2") or isa.has("asimddp"))
-
-
-def packing(
-    weight: Tensor, quantization: Quantization | None, inputs: torch.dtype | None = None
-) -> Callable[[Tensor], PackedLinear]:
-    """The class that packs a weight of this type and shape `[out, in]`; `inputs` is as in `pack_linear`."""
-    if weight.device.type != "cpu":
-        return PlainLinear
-    if quantization == "int4":
-        return Int4Linear
-    is_compiled = "cpu" in dispatch.PLATFORMS
-    if quantization == "int8":
-        return Int8OneDNNLinear if isa.has("amx_tile") or (isa.has("avx512_vnni") and not is_compiled) else Int8Linear
-    if inputs not in (None, weight.dtype):
-        assert inputs == torch.float32
-        assert widens_weights()
-        return TiledLinear
-    has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    if weight.dtype == torch.float32 and not widens_weights():
-        return OneDNNLinear if has_onednn else PlainLinear
-    # With AVX2 only, oneDNN does not support bfloat16.
-    if (
-        weight.dtype == torch.bfloat16
-        and has_onednn
-        and (isa.has("amx_tile") or (isa.has("avx512_bf16") and not is_compiled))
-    ):
-        return OneDNNLinear
-    return TiledLinear if is_compiled else PlainLinear
 
 
 def _padded(x: Tensor) -> Tensor:
@@ -277,16 +280,26 @@ class PackedGatedLinear(PackedLinear):
         self._product.restore(state)
 
 
-class TiledLinear(PackedLinear):
-    """Quire's own matmul of float32, bfloat16 or float16 with float32 sums. Applies a gated activation in registers."""
+class FusedLinear(PackedLinear):
+    """Quire's own matmul on CPUs, which applies a gated activation in registers. Constructors take the weight and the
+    activation; none is ""."""
+
+    def __init__(self, outs: int, activation: str) -> None:
+        self._features, self._activation = outs // (2 if activation else 1), activation
+
+    def _interleaved(self, bias: Tensor | None) -> Tensor | None:
+        return packed.interleave_gated(bias) if bias is not None and self._activation else bias
+
+
+class TiledLinear(FusedLinear):
+    """A matmul of float32, bfloat16 or float16 with float32 sums."""
 
     def __init__(self, weight: Tensor, activation: str = "") -> None:
-        self._features, self._activation = len(weight) // (2 if activation else 1), activation
+        super().__init__(len(weight), activation)
         self._weight = pack_float_tiles(weight, bool(activation))
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        bias = _interleave_bias(bias, self._activation)
-        return _tiled_linear(x, self._weight, bias, self._features, self._activation)
+        return _tiled_linear(x, self._weight, self._interleaved(bias), self._features, self._activation)
 
     def state(self) -> list[Tensor]:
         return [self._weight]
@@ -330,10 +343,6 @@ class OneDNNLinear(PackedLinear):
         self._weight = torch.ops.mkldnn._reorder_linear_weight(dense, _ROWS_HINT)
 
 
-def _interleave_bias(bias: Tensor | None, activation: str) -> Tensor | None:
-    return packed.interleave_gated(bias) if bias is not None and activation else bias
-
-
 def pack_float_tiles(weight: Tensor, gated: bool = False) -> Tensor:
     """Pack `weight` `[out, in]` as `pack_tiles`, with two inputs per word of bfloat16."""
     return _pack_tiles(weight.detach(), 2 if weight.dtype == torch.bfloat16 else 1, gated)
@@ -350,11 +359,8 @@ def pack_int4_tiles(weight: Tensor | QuantizedWeight, gated: bool = False) -> Te
     return _pack_int4_tiles(weight.detach(), group, gated)
 
 
-class Int8Linear(PackedLinear):
-    """Quire's own matmul of 8-bit integers: exact except for rounding weights and `x` to 255 levels.
-
-    Applies a gated activation in registers.
-    """
+class Int8Linear(FusedLinear):
+    """A matmul of 8-bit integers: exact except for rounding weights and `x` to 255 levels."""
 
     def __init__(self, weight: Tensor | QuantizedWeight, activation: str = "") -> None:
         """A quantized weight, which `rounds_inputs`, keeps its integers."""
@@ -367,10 +373,10 @@ class Int8Linear(PackedLinear):
                 self._rounding = [weight.rounding, excess]
         else:
             outs, (self._weight, self._scales) = len(weight), pack_int8_tiles(weight.detach(), bool(activation))
-        self._features, self._activation = outs // (2 if activation else 1), activation
+        super().__init__(outs, activation)
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        bias = _interleave_bias(bias, self._activation)
+        bias = self._interleaved(bias)
         return _int8_linear(x, self._weight, self._scales, bias, self._features, self._activation, *self._rounding)
 
     def state(self) -> list[Tensor]:
@@ -405,40 +411,32 @@ class Int8OneDNNLinear(PackedLinear):
         self._scales.copy_(scales)
 
 
-class Int4Linear(PackedLinear):
-    """4-bit weights in groups that share a scale and a zero. `x` is rounded to 255 levels in each group.
-
-    Applies a gated activation in registers.
-    """
+class Int4Linear(FusedLinear):
+    """4-bit weights in groups that share a scale and a zero. `x` is rounded to 255 levels in each group."""
 
     def __init__(self, weight: Tensor | QuantizedWeight, activation: str = "") -> None:
         """A quantized weight, which `rounds_inputs`, keeps its integers."""
-        outs = len(weight.codes if isinstance(weight, QuantizedWeight) else weight)
-        self._features, self._activation = outs // (2 if activation else 1), activation
+        super().__init__(len(weight.codes if isinstance(weight, QuantizedWeight) else weight), activation)
         self._weight = pack_int4_tiles(weight, bool(activation))
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        bias = _interleave_bias(bias, self._activation)
-        return _int4_linear(x, self._weight, bias, self._features, self._activation)
+        return _int4_linear(x, self._weight, self._interleaved(bias), self._features, self._activation)
 
     def state(self) -> list[Tensor]:
         return [self._weight]
 
 
-class CodedLinear(PackedEmbedding):
-    """A weight in few bits as it is published, with float32 sums: see `quantized.coded_linear`.
-
-    Applies a gated activation in registers.
-    """
+class CodedLinear(FusedLinear, PackedEmbedding):
+    """A weight in few bits as it is published, with float32 sums: see `quantized.coded_linear`."""
 
     def __init__(self, weight: QuantizedWeight, activation: str = "") -> None:
-        self._features, self._activation = len(weight.codes) // (2 if activation else 1), activation
+        super().__init__(len(weight.codes), activation)
         tiles = quantized.pack_coded(weight, bool(activation), _pack_coded_tiles)
         self._weight, self._scales = tiles.tiles, tiles.scales
         self._values, self._group, self._factors = tiles.values, tiles.group, tiles.factors
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        bias = _interleave_bias(bias, self._activation)
+        bias = self._interleaved(bias)
         form = self._values, self._group, self._factors
         return _coded_linear(x, self._weight, self._scales, bias, self._features, *form, self._activation)
 
