@@ -35,6 +35,7 @@ from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import resolve
 from quire.engine.distributed.expert_group import ProcessGroupExpertCommunicator, Transfer
 from quire.engine.distributed.parallel_state import connect
+from quire.engine.models.decoder import Decoder
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.protocol.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from quire.engine.worker.model_runner import ModelRunner
@@ -127,7 +128,8 @@ def work(config: EngineConfig, network: Network, tokens: int, rounds: int, pipe:
     for turn in range(rounds + 1):
         for way, measured in steps.items():
             network.under_way = network.waited = 0.0
-            runner._dbo_token_threshold = 1 if way == "halves" else None
+            assert isinstance(runner._model, Decoder)
+            runner._model._dbo_token_threshold = 1 if way == "halves" else None
             request = NewRequestData(0, prompt, tokens, 0, blocks, SamplingParams(temperature=0.0))
             plan = SchedulerOutput(
                 number, [0] if number else [], [request], [CachedRequestData(0, tokens, [], [])], has_work=True

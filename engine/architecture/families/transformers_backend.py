@@ -57,30 +57,51 @@ def architectures(model_type: str, *, with_headless: bool) -> list[str]:
 
 
 def check_known(names: Sequence[str], hf_config: Mapping[str, Any], trust_remote_code: bool) -> None:
-    """Raise `ConfigError` if transformers lacks the model's architecture. What its tables do not say, `describe` finds
-    out."""
-    causal = _tables().get(_CAUSAL, {})
-    if (hf_config.get("auto_map") and trust_remote_code) or not causal or {*names} & {*chain(*causal.values())}:
+    """Raise `ConfigError` if transformers lacks the model's architecture or activation. What its tables do not say,
+    `describe` finds out.
+    """
+    if hf_config.get("auto_map") and trust_remote_code:
         return
-    if hf_config.get("auto_map"):
-        raise ConfigError("it requires its own Python code, which needs --trust-remote-code")
-    if knows(names):
-        raise ConfigError("it is not a causal language model of text in transformers")
-    raise ConfigError("this version of transformers does not know it")
+    causal = _tables().get(_CAUSAL, {})
+    if causal and not {*names} & {*chain(*causal.values())}:
+        if hf_config.get("auto_map"):
+            raise ConfigError("it requires its own Python code, which needs --trust-remote-code")
+        if knows(names):
+            raise ConfigError("it is not a causal language model of text in transformers")
+        raise ConfigError("this version of transformers does not know it")
+    activations = _activations()
+    for name in ("hidden_act", "hidden_activation", "activation_function"):
+        activation = hf_config.get(name)
+        if activations and activation and activation not in activations:
+            raise ConfigError(f"it has no {name} {activation!r}")
 
 
 @cache
 def _tables() -> Mapping[str, Mapping[str, tuple[str, ...]]]:
-    """transformers' tables from model types to architectures, read from its source, as importing it takes seconds."""
-    spec = importlib.util.find_spec("transformers")
-    file = Path(spec.origin).parent / _AUTO if spec is not None and spec.origin is not None else None
+    """transformers' tables from model types to architectures."""
     tables = dict[str, dict[str, tuple[str, ...]]]()
-    for statement in ast.parse(file.read_bytes()).body if file is not None and file.exists() else ():
+    for statement in _statements(_AUTO):
         match statement:
             case ast.Assign([ast.Name(table)], ast.Call(args=[ast.List(entries)])):
                 pairs = [ast.literal_eval(each) for each in entries if isinstance(each, ast.Tuple)]
                 tables[table] = {kind: (built,) if isinstance(built, str) else built for kind, built in pairs}
     return tables
+
+
+def _activations() -> set[str]:
+    """The names of transformers' activations."""
+    for statement in _statements("activations.py"):
+        match statement:
+            case ast.Assign([ast.Name("ACT2CLS")], ast.Dict(keys)):
+                return {str(key.value) for key in keys if isinstance(key, ast.Constant)}
+    return set()
+
+
+def _statements(file: str) -> Sequence[ast.stmt]:
+    """A source file of transformers, which is read because importing it takes seconds; empty if it is not found."""
+    spec = importlib.util.find_spec("transformers")
+    path = Path(spec.origin).parent / file if spec is not None and spec.origin is not None else None
+    return ast.parse(path.read_bytes()).body if path is not None and path.exists() else []
 
 
 def describe(request: DescribeRequest) -> TransformersModelSpec:

@@ -62,7 +62,8 @@ def test_sizes_are_those_that_serve_resolves(name: str, tmp_path: Path, monkeypa
         with pytest.raises(ConfigError) as error:
             resolve(replace(asked, **each.options))
         assert str(error.value) == str(each.error)
-    degrees = [tuple(each.options.values()) for each in (*fits, *refused)]
+    both: list[Layout | RefusedLayout] = [*fits, *refused]
+    degrees = [tuple(each.options.values()) for each in both]
     assert len(set(degrees)) == len(degrees)
     assert all(math.prod(sizes[:3]) == machine.count for sizes in degrees)
 
@@ -130,7 +131,8 @@ def test_a_refusal_says_why(name: str, gpus: str, layout: str, reason: str, tmp_
 def test_degrees_that_are_given_stay(tmp_path: Path) -> None:
     changes = {"tensor_parallel_size": 2}
     _, _, fits, refused = find(tmp_path, "Mixtral 8x7B", "8xH100", options=changes, given=changes)
-    both = [each.options for each in (*fits, *refused)]
+    found: list[Layout | RefusedLayout] = [*fits, *refused]
+    both = [each.options for each in found]
     assert {each["tensor_parallel_size"] for each in both} == {2}
     assert {math.prod(list(each.values())[:3]) for each in both} == {8}
     assert {each["enable_expert_parallel"] for each in both} == {False, True}
