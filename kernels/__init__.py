@@ -1,7 +1,7 @@
 """The operations that models are built from, each dispatched on the device of its first argument.
 
 `quire.kernels.reference` defines every operation in plain torch and is the oracle for the other implementations.
-Once `prepare` has loaded a platform's module, the operations it defines replace those of the reference; the others fall
+Once `prepare` has loaded a platform's module, the operations it defines replace the reference's; the others fall
 back to the reference. This package imports nothing else from Quire.
 """
 

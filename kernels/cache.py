@@ -106,7 +106,7 @@ def heads_as_blocks(cache: Tensor) -> tuple[Tensor, int]:
 
 
 class RecurrentState(NamedTuple):
-    """The recurrent states of a layer: a page holds that of a request after some token."""
+    """The recurrent states of a layer: a page holds a request's state after some token."""
 
     matrices: Tensor
     """Float32 `[pages, heads, key_head_dim, value_head_dim]`."""

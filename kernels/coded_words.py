@@ -50,7 +50,7 @@ class CodedWords:
     columns: Tensor | None = None
     """int64 `[…, columns]`: as in `QuantizedWeight`."""
     rounding: Tensor | None = None
-    """float32 `[…, 2]`: as in `QuantizedWeight`. The weight's scales include that of the inputs."""
+    """float32 `[…, 2]`: as in `QuantizedWeight`. The weight's scales include the inputs' scale."""
 
     @property
     def bits(self) -> int:
@@ -122,7 +122,7 @@ def pack_words(weight: QuantizedWeight) -> CodedWords:
 
 
 def _pack_stack(weights: QuantizedWeight) -> CodedWords:
-    """`pack_words` of each expert, one at a time: temporary tensors are those of one."""
+    """`pack_words` of each expert, one at a time: temporary tensors are one expert's."""
     first = pack_words(weights.at(0))
 
     def of_all(each: Tensor) -> Tensor:
@@ -305,7 +305,7 @@ def rounded_matmul(
     """Multiply `x` `[rows, in]`, rounded by `round_rows`, by a weight `[out, in]`: `[rows, out]` of the type of `x`.
 
     `codes` is float8_e4m3fn or int8; `scales` is float32 `[out, groups]`, for all inputs or for each ROUNDED_GROUP.
-    With `x_scales`, `x` has been rounded, and `dtype` is that of the result.
+    With `x_scales`, `x` has been rounded, and `dtype` is the result's.
     """
     groups = scales.shape[1]
     size = ROUNDED_GROUP if groups > 1 else x.shape[1]

@@ -18,7 +18,7 @@ from quire.kernels.quantized import QuantizedFormat
 logger = logging.getLogger(__name__)
 
 PLATFORMS: dict[str, object] = {}
-"""Device type → the namespace whose functions replace those of the reference by name."""
+"""Device type → the namespace whose functions replace the reference's by name."""
 
 P = ParamSpec("P")
 R = TypeVar("R")

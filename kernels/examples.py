@@ -34,7 +34,7 @@ _LEAST_STEPS = {
 
 
 def tolerance(operation: str, dtype: torch.dtype) -> float:
-    """How far, relative and absolute, the result of an implementation may differ from that of the reference."""
+    """How far, relative and absolute, the result of an implementation may differ from the reference's."""
     return max(8 * torch.finfo(dtype).eps, _LEAST_STEPS.get(operation, 2e-5))
 
 
@@ -258,7 +258,7 @@ def hyper_connections(inputs: Inputs, tokens: int, hidden: int, iterations: int)
 
 def recurrent(inputs: Inputs, tokens: int, heads: tuple[int, int, int], state_size: int) -> Iterator[Example]:
     """Two requests, of which one begins and has a snapshot in between. `heads` are heads of keys and of values, and
-    their size; `state_size` is that of the selective scan."""
+    their size; `state_size` is the selective scan's."""
     key_heads, value_heads, size = heads
     numbers = (0, tokens * 3 // 5, tokens - 1, tokens), (0, 2, 3), (-1, 1, 2), (1, 0, 2)
     segments = StateSegments(*(inputs.tensor(*each) for each in numbers))
@@ -449,7 +449,7 @@ def quantized_experts(
     *,
     gated: bool = True,
 ) -> Iterator[Example]:
-    """The same for experts; `sizes` are those of `fused_experts`."""
+    """The same for experts; `sizes` are as in `fused_experts`."""
     is_widened, (experts, top_k, hidden, inner) = _is_widened(form, inputs.device, capability), sizes
     all_x, all_chosen = inputs.normal(max(counts), hidden), _chosen(inputs, max(counts), experts, top_k)
     activation = "silu" if gated else "relu2"

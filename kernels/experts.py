@@ -216,7 +216,7 @@ class CodedExperts(PackedExperts):
 
 
 class CodedWordsExperts(PackedExperts):
-    """Weights in few bits as they are published, on a GPU, as those of `linear.CodedWordsLinear`."""
+    """Weights in few bits as they are published, on a GPU, as in `linear.CodedWordsLinear`."""
 
     def __init__(
         self,
@@ -243,7 +243,7 @@ class CodedWordsExperts(PackedExperts):
 
 
 class RoundedExperts(PackedExperts):
-    """Weights of 8 bits as they are published, on a GPU, as those of `linear.RoundedLinear`."""
+    """Weights of 8 bits as they are published, on a GPU, as in `linear.RoundedLinear`."""
 
     def __init__(
         self,
@@ -272,7 +272,7 @@ class RoundedExperts(PackedExperts):
 
 
 class Fp4Experts(PackedExperts):
-    """Weights of 4-bit floats as they are published, on a GPU, as those of `linear.Fp4Linear`."""
+    """Weights of 4-bit floats as they are published, on a GPU, as in `linear.Fp4Linear`."""
 
     def __init__(
         self,

@@ -33,7 +33,7 @@ class Fp4Weight(NamedTuple):
     of_rows: Tensor
     """float32 `[…, out]`: scales of features, in addition, divided by `global_scale`."""
     global_scale: Tensor
-    """float32 `[…, 1]`: that of `QuantizedWeight`."""
+    """float32 `[…, 1]`: as in `QuantizedWeight`."""
 
     def at(self, expert: int) -> Fp4Weight:
         """One weight of a stack."""

@@ -82,7 +82,7 @@ class PackedLinear(ABC):
 
 
 class PackedEmbedding(PackedLinear):
-    """A weight whose rows are also looked up: that of an embedding, and of a head that is tied to it."""
+    """A weight whose rows are also looked up: an embedding's, and a head's that is tied to it."""
 
     @abstractmethod
     def rows(self, rows: Tensor) -> Tensor:
@@ -541,7 +541,7 @@ class StaticScaleLinear(PackedLinear):
     """On CPUs, a matmul of inputs that are rounded to integers of 8 bits in steps of constant size."""
 
     def __init__(self, product: PackedLinear, rounding: Tensor) -> None:
-        """`rounding` is as in `QuantizedWeight`; the product's scales include that of the inputs."""
+        """`rounding` is as in `QuantizedWeight`; the product's scales include the inputs' scale."""
         self._product, self._rounding = product, rounding
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:

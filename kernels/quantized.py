@@ -40,7 +40,7 @@ VALUES: dict[str, Tensor] = {
     "int4": torch.arange(-8.0, 8.0),  # the code is the number + 8
     "e2m1": torch.tensor([*_E2M1, *(-each for each in _E2M1)]),  # OCP Microscaling Formats 1.0
     "nf4": torch.tensor(_NF4),  # Dettmers et al. 2023, "QLoRA"
-    "fp4": torch.tensor([*_FP4, *(-each for each in _FP4)]),  # that of bitsandbytes
+    "fp4": torch.tensor([*_FP4, *(-each for each in _FP4)]),  # bitsandbytes'
     "iq4_nl": torch.tensor([-127.0, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]),  # ggml's
     "int8": torch.arange(256, dtype=torch.uint8).view(torch.int8).float(),  # the code is the byte
     "uint8": torch.arange(256.0),
@@ -138,7 +138,7 @@ class Rounding:
     has_offsets: bool = False
     """Integers are those between the least and the largest weight of a group, not around 0."""
     scales: Literal["float", "e8m0", "e4m3"] = "float"
-    """Numbers that scales may be: those of the weight's type, powers of two (MXFP4), or 8-bit floats times one number
+    """Numbers that scales may be: numbers of the weight's type, powers of two (MXFP4), or 8-bit floats times one number
     for the whole weight (NVFP4)."""
 
 

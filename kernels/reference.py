@@ -259,7 +259,7 @@ def select_tokens(
     being the lowest. The `top_k` tokens with the highest scores are chosen, of equal ones the earlier. Their slots
     (block * block_size + offset) are in the order of the tokens. A query with fewer tokens has all of them, followed by
     the slot of the first again. `query` is `[tokens, heads, head_dim]`, `weights` float32 `[tokens, heads]`, and
-    `cache` `[1, blocks, 1, block_size, row]` has the keys. The other arguments are those of `paged_attention`.
+    `cache` `[1, blocks, 1, block_size, row]` has the keys. The other arguments are as in `paged_attention`.
 
     With `tokens_per_key`, the keys are of groups of so many tokens, and are what is chosen: a query sees those whose
     tokens are all up to its own, which may be none.
@@ -304,7 +304,7 @@ def select_blocks(
     The query's own block and the `local` - 1 before it are chosen, from 1 to `count` of them, and of the others before
     it those with the highest scores, of equal ones the earlier. The score of a block is the largest `query @ key` of
     its tokens, in float32, NaN being the lowest. A query with fewer blocks has all of them, followed by block 0 again.
-    The other arguments are those of `select_tokens`.
+    The other arguments are as in `select_tokens`.
     """
     chosen = torch.empty(*query.shape[:2], count, dtype=torch.int64, device=query.device)
     starts, lengths = query_starts.tolist(), sequence_lengths.tolist()
@@ -594,7 +594,7 @@ def route(
     `logits` are float32 `[tokens, experts]`. Experts are selected by their scores, which are also the weights; with
     "topk_softmax" the weights are the softmax of the selected experts' logits. `correction_bias` (float32 `[experts]`)
     is added for selection only (Wang et al. 2024). With `groups`, only experts in the `top_groups` best groups are
-    eligible; a group's score is that of its best expert or the sum of its two best (DeepSeek-V2 and V3). In the choice,
+    eligible; a group's score is its best expert's or the sum of its two best (DeepSeek-V2 and V3). In the choice,
     the others have the score `ineligible`. Ties, of experts and of groups, go to the lower number. `renormalize` makes
     weights sum to 1 before they are scaled by `scale`.
     """
@@ -829,7 +829,7 @@ def linear_attention(
     delta rule's (Yang et al. 2024), `beta * (value - key @ (exp(decay) * S))`. `query` and `key` are
     `[tokens, key_heads, key_dim]`; a key head belongs to consecutive heads, and with `eps` is divided by its length.
     `decay` is float32 `[tokens, heads]`, or for each key feature `[tokens, heads, key_dim]`; `beta` is float32
-    `[tokens, heads]`. `matrices` is that of `RecurrentState`, and is updated.
+    `[tokens, heads]`. `matrices` is as in `RecurrentState`, and is updated.
     """
     repeats, out = value.shape[1] // key.shape[1], torch.empty_like(value, memory_format=torch.contiguous_format)
     query, key = query.float(), key.float()
@@ -862,7 +862,7 @@ def selective_scan(
     For each token, the state S `[state_size, channels]` becomes `exp(step * rates) * S + key ⊗ (step * x)`, and the
     output is `S.T @ query`: linear attention with a decay for each element of the state. `step` is float32
     `[tokens, channels]`, `rates` float32 `[state_size, channels]`, `key` and `query` are `[tokens, state_size]`.
-    `matrices` is that of `RecurrentState` with one head, and is updated.
+    `matrices` is as in `RecurrentState` with one head, and is updated.
     """
     out, key, query = torch.empty_like(x, memory_format=torch.contiguous_format), key.float(), query.float()
     starts, read, write = (each.tolist() for each in (segments.starts, segments.read, segments.write))
@@ -882,7 +882,7 @@ def wkv(key: Tensor, value: Tensor, decay: Tensor, bonus: Tensor, matrices: Tens
 
     A channel's output is the mean of its values so far, with weights `exp(key + bonus)` for the token's own and
     `exp(key + n * decay)` for that with n tokens in between. `key` and `value` are `[tokens, channels]`, `decay` and
-    `bonus` float32 `[channels]`. `matrices` is that of `RecurrentState` with one head and three rows, and is updated:
+    `bonus` float32 `[channels]`. `matrices` is as in `RecurrentState` with one head and three rows, and is updated:
     the weighted sum of values, the sum of weights, both divided by the exponential of the third row, which is the
     largest exponent so far.
     """

@@ -28,7 +28,7 @@ _MULTIPLE = 16
 
 
 def is_chosen(x: Tensor, codes: Tensor, scales: Tensor) -> bool:
-    """Whether torch multiplies these rows by this weight; the arguments are those of `coded_words.rounded_matmul`."""
+    """Whether torch multiplies these rows by this weight; the arguments are as in `coded_words.rounded_matmul`."""
     least = CHOSEN.get((x.device.type, codes.dtype))
     fits = scales.shape[1] == 1 and not any(size % _MULTIPLE for size in codes.shape)
     return least is not None and fits and len(x) >= least

@@ -18,7 +18,7 @@ def resolve(
     """Return the layout and data type of the cache; `num_blocks` is 0 until `memory_plan.count_blocks` sets it."""
     dtype: str = options.kv_cache_dtype
     if dtype == "auto":
-        # The rounding is negligible compared with that of the quantized weights, and decodes read half as much.
+        # The rounding is negligible compared with the quantized weights', and decodes read half as much.
         dtype = "bfloat16" if model.is_quantized_online and model.dtype == "float32" else model.dtype
     dtype = dtype.removesuffix("_e4m3")
     _check_chunks(model, options.block_size)

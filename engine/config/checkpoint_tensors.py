@@ -186,7 +186,7 @@ def quantized_outer(folder: Path, load_format: str, arch: ModelSpec, method: Met
 
 
 def logical_names(names: Collection[str], method: Method | None) -> set[str]:
-    """The names of a checkpoint's tensors, with those of a quantized weight replaced by the weight's."""
+    """The names of a checkpoint's tensors, in which a quantized weight's tensors are replaced by the weight."""
     found = set(names)
     if isinstance(method, Online) and method.stored is not None:
         return logical_names(names, method.stored)
@@ -221,7 +221,7 @@ def _stored_names(scheme: Scheme, module: str, names: Collection[str]) -> set[st
 
 @cache
 def _endings(scheme: Scheme) -> list[tuple[tuple[str, ...], bool]]:
-    """What names of stored tensors have after that of the module, and whether a tensor is optional."""
+    """The suffixes of stored tensors after the module's name, and whether a tensor is optional."""
     shape = _ANY_STACK if scheme.problem(_ANY_STACK) is None else _ANY_STACK[1:]
     stored = scheme.tensors("", shape)
     return [((name, *info.other_names), info.is_optional) for name, info in stored.items()]

@@ -23,7 +23,7 @@ _SEQUENCE, _REWARD = "ForSequenceClassification", "ForRewardModel"
 _REWARD_HEADS = {"Qwen2ForRewardModel": (HeadLayer("score.0", "ReLU"), HeadLayer("score.2"))}
 _FROM_TOKEN, _METHOD = "classifier_from_token", "method"
 _DIFFERENCE, _ROWS = "from_2_way_softmax", "no_post_processing"
-"""Values of `method`: a single logit, that of the second token minus that of the first; or the logit of each token."""
+"""Values of `method`: a single logit, the second token's minus the first's; or the logit of each token."""
 _ACTIVATIONS: dict[str, Activation] = {"Identity": "identity", "Sigmoid": "sigmoid", "Softmax": "softmax"}
 """By the name of a torch class."""
 

@@ -1,4 +1,4 @@
-"""Resolves heads that draft (`ModelConfig` of the target → that of the head). No torch."""
+"""Resolves draft heads (the target's `ModelConfig` → the head's). No torch."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ class RayPlacement:
     """Id of the placement group to use, in hex; None: create one."""
     nodes: tuple[tuple[str, str], ...]
     """Ray's id and the address of each node with ranks, from node 1 on. Node 0 is the engine core, without ranks; its
-    host may be that of another node too."""
+    host may also be another node's."""
     ranks_per_node: tuple[int, ...]
     """Number of ranks on each of these nodes."""
     all_ranks_per_node: tuple[int, ...]
@@ -253,7 +253,7 @@ class ParallelConfig:
 
     @property
     def expert_ranks(self) -> int:
-        """Number of ranks that a layer's experts are distributed over: those of its stage in all replicas."""
+        """Number of ranks that a layer's experts are distributed over: the ranks of its stage in all replicas."""
         return self.replicas * self.tensor_parallel_size
 
     @property
@@ -391,7 +391,7 @@ class SpeculativeConfig:
 
     @property
     def num_lookup_tokens(self) -> int:
-        """Maximum n-gram drafts of a row. There are some beside those of a model, too."""
+        """Maximum n-gram drafts of a row. There may be some beside a draft model's, too."""
         return self.num_speculative_tokens if self.method == "ngram" else _NUM_LOOKUP_TOKENS
 
 
@@ -434,7 +434,7 @@ class SchedulerConfig:
         return min(most, self.max_num_batched_tokens)
 
     def share(self, tokens: int, stages: int) -> int:
-        """Maximum tokens of a plan if `tokens` are pending or in flight: those of one of the `stages`, rounded up."""
+        """Maximum tokens of a plan if `tokens` are pending or in flight: one stage's share of them, rounded up."""
         if stages == 1 or not self.enable_chunked_prefill:
             return self.max_num_batched_tokens
         return min(self.max_num_batched_tokens, max(-(-tokens // stages), _MIN_SHARE))
@@ -480,7 +480,7 @@ class EngineConfig:
 
     @property
     def with_drafter(self) -> list[EngineConfig]:
-        """This configuration, and that of `drafter` if there is one."""
+        """This configuration, and `drafter`'s if there is one."""
         return [self] if (drafter := self.drafter) is None else [self, drafter]
 
     def with_blocks(self, num_blocks: int) -> EngineConfig:

@@ -57,7 +57,7 @@ class KVCacheSpec(NamedTuple):
     """Cache shape and window of a layer's keys and values, or of its state."""
 
     shape: KVCacheShape
-    """For a recurrent state, that of the memory which it shares."""
+    """For a recurrent state, the shape of the memory that it shares."""
     window: int | None
     """Number of keys that a query sees, including its own; None: all."""
     state_bytes: int = 0
@@ -79,7 +79,7 @@ class KVCacheSpec(NamedTuple):
 
 
 class LayerPlacement(NamedTuple):
-    """Location of a layer's keys and values, or of its state: its group, and the plane among those of its shape."""
+    """Location of a layer's keys and values, or of its state: its group, and its plane of all planes of its shape."""
 
     group: int
     shape: KVCacheShape
@@ -128,7 +128,7 @@ def cached_layers(
 ) -> tuple[list[list[KVCacheSpec]], list[range]]:
     """Return what each layer keeps on a rank, and the layers of each stage.
 
-    The layers of a model that guesses tokens follow those of the target, on the last stage.
+    A draft model's layers follow the target's, on the last stage.
     """
     models = [(model.architecture, parallel.tensor_parallel_size)]
     if speculative is not None and speculative.model is not None:

@@ -149,7 +149,7 @@ NETWORK_GIGABYTES = 50.0
 _PCIE_GIGABYTES = 32.0, 64.0
 """PCIe 4.0 x16, and 5.0 x16, which GPUs have from compute capability 9.0 on."""
 _NOT_KNOWN = "A100"
-"""GPU whose figures stand for those of a GPU that is not known."""
+"""GPU whose figures stand in for an unknown GPU's."""
 _COMMON_WORDS = r"NVIDIA|TESLA|GEFORCE|RTX|SXM\d*|HBM\w*|GENERATION|WORKSTATION|EDITION|AC"
 """Words of a GPU's name that do not distinguish it from others in `GPUS`."""
 _MEASURED_BYTES = 256 << 20, 32 << 20

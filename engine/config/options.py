@@ -203,7 +203,7 @@ class EngineOptions:
     )
     override_generation_config: Mapping[str, Any] | None = flag(
         None,
-        'default sampling parameters in place of those of --generation-config, e.g. {"temperature": 0.5}; '
+        'default sampling parameters instead of the ones of --generation-config, e.g. {"temperature": 0.5}; '
         "max_new_tokens also limits the output of all requests",
     )
     load_format: Literal["auto", "safetensors", "pt", "dummy"] = flag(
@@ -280,7 +280,7 @@ class EngineOptions:
     )
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8", "fp8_e4m3"] = flag(
         "auto",
-        "data type of the KV cache (auto: that of the model, at most 16 bits with --quantization; int8, fp8: with a "
+        "data type of the KV cache (auto: the model's, at most 16 bits with --quantization; int8, fp8: with a "
         "scale per token and head; fp8_e4m3 is the same as fp8)",
     )
     block_size: int = flag(16, "tokens in a KV block", least=1)

@@ -1,6 +1,6 @@
 """Pooling: how a prompt's hidden states become one vector, as configured in a sentence-transformers folder. No torch.
 
-The format is that of `SentenceTransformer.save` (https://sbert.net): modules.json lists the modules and the folders of
+`SentenceTransformer.save` (https://sbert.net) writes the format: modules.json lists the modules and the folders of
 their configurations; sentence_bert_config.json and config_sentence_transformers.json configure the input text. The
 vector of a classifier (`quire.engine.config.classifier`) has a logit for each label.
 """

@@ -102,7 +102,7 @@ def resolve(
 
 
 def fetch_weights(options: EngineOptions, config: EngineConfig) -> None:
-    """Check that the weights are complete and fit the model; downloads those of a Hugging Face repository.
+    """Check that the weights are complete and fit the model; downloads them from a Hugging Face repository.
 
     Separate from `resolve`, so that everything else is checked, and the plan printed, before a large download,
     which shows a progress bar.

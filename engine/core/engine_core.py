@@ -359,7 +359,7 @@ class EngineCore:
         self.outputs.setdefault(client, EngineCoreOutputs()).outputs.append(output)
 
     def add_outputs(self, step_outputs: dict[int, EngineCoreOutputs]) -> None:
-        """Append these outputs to those of this iteration."""
+        """Append these outputs to this iteration's."""
         for client, outputs in step_outputs.items():
             if (earlier := self.outputs.get(client)) is not None:
                 outputs.outputs = earlier.outputs + outputs.outputs

@@ -134,7 +134,7 @@ def _end(process: StartedProcess) -> None:
 
 
 def exec_node(options: EngineOptions, log_level: str, *, may_rejoin: bool) -> NoReturn:
-    """Replace this process by that of a node without a core (see `quire.engine.executor.nodes.main`)."""
+    """Replace this process by a node's without a core (see `quire.engine.executor.nodes.main`)."""
     reader, writer = os.pipe()
     os.write(writer, pickle.dumps((options, log_level, None, may_rejoin)))
     os.close(writer)

@@ -48,7 +48,7 @@ class LoopSpans:
         self._spans.append((name, begin, end, "" if plan is None else step_name(plan)))
 
     def events(self, pid: int, clock: Clock, origin: int) -> list[Event]:
-        """Return the spans as events. `clock` is that of this host."""
+        """Return the spans as events. `clock` is this host's."""
         shift = self._zero + clock.offset - origin
         events = []
         for name, begin, end, step in self._spans:

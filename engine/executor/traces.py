@@ -20,8 +20,8 @@ def send_trace(
 ) -> None:
     """Convert a rank's trace in another process, and send its pieces from a thread. Removes the rank's files.
 
-    `clock` is that of this host for the core's; None: this is the core's host. Converting takes longer than sending, so
-    that the messages of steps hardly wait for pieces.
+    `clock` relates this host's clock to the core's; None: this is the core's host. Converting takes longer than
+    sending, so that the messages of steps hardly wait for pieces.
     """
     name = f"trace-{trace.rank}"
     threading.Thread(target=_send, args=(trace, parallel, send, clock), daemon=True, name=name).start()

@@ -91,7 +91,7 @@ class Attention(nn.Module):
         }
 
     def _metadata(self, batch: Batch, cache: LayerCache, last_tokens: Tensor | None) -> AttentionMetadata:
-        """What all queries read, or only those of the last tokens."""
+        """The metadata of all queries, or of the last tokens' queries only."""
         metadata = batch.attention(cache.group)
         return metadata if last_tokens is None else metadata.last_tokens()
 

@@ -15,7 +15,7 @@ from quire.engine.layers.weight import Shard, Weight
 
 
 def vocab_weight(vocab_size: int, parallel: Parallel, *columns: int, parts: Mapping[str, int] | None = None) -> Weight:
-    """This rank's rows `[ceil(vocab_size / ranks), *columns]`; those of the last ranks are padded. The checkpoint may
+    """This rank's rows `[ceil(vocab_size / ranks), *columns]`; the last ranks' are padded. The checkpoint may
     have them in `parts` with so many rows, one after another."""
     rows = -(-vocab_size // parallel.size)
     first = min(parallel.rank * rows, vocab_size)

@@ -56,7 +56,7 @@ class LayerCache(NamedTuple):
     state_group: int = 0
     """The KV cache group whose segments the recurrent state uses."""
     keys: Tensor | None = None
-    """Those of an indexer, in the same slots as `memory`: `[1, blocks, 1, block_size, row]`."""
+    """An indexer's keys, in the same slots as `memory`: `[1, blocks, 1, block_size, row]`."""
     compressed: CompressedCache | None = None
     """With compressed attention, instead of `memory` and `keys`."""
     entries_group: int | None = None

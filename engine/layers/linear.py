@@ -116,7 +116,7 @@ class GatedLinear(ColumnParallelLinear):
 
 
 def stacked(parts: Sequence[Partition], columns: tuple[int, ...]) -> list[Shard]:
-    """The shards of a parameter whose rows are those of `parts`, one after another."""
+    """The shards of a parameter that has the rows of `parts`, one part after another."""
     shards, offset = [], 0
     for part in parts:
         shards.append(part.shard(*columns, offset=offset))

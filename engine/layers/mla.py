@@ -245,7 +245,7 @@ class MLA(nn.Module):
         """Compute keys and values of some heads at a time from the cached rows of all the batch's requests, and attend
         to them.
 
-        They are stored in blocks like those of the cache, one request after another.
+        They are stored in blocks like the cache's, one request after another.
         """
         spec, size, lengths = self._spec, memory.shape[3], metadata.host_metadata().lengths
         blocks = -(-lengths // size)

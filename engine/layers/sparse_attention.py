@@ -17,7 +17,7 @@ from quire.engine.layers.kv_cache import LayerCache
 
 
 class SparseAttention(Attention):
-    """Queries of requests that are longer than the selection attend to it, those of others to all tokens."""
+    """Queries of requests that are longer than the selection attend to it, all others to all tokens."""
 
     def __init__(self, spec: AttentionSpec, hidden_size: int, parallel: Parallel) -> None:
         super().__init__(spec, hidden_size, parallel)

@@ -37,7 +37,7 @@ class Shard:
     part: str = ""
     """Which tensor, if a parameter combines several: q, k, v."""
     expert: int | None = None
-    """The expert's number in the model, if a parameter holds several experts. All sizes are those of one expert."""
+    """The expert's number in the model, if a parameter holds several experts. All sizes are per expert."""
     local_expert: int = 0
     """The expert's index in the parameter."""
 

@@ -116,10 +116,10 @@ class Decoder(nn.Module):
             self.head = ParallelLMHead(*vocabulary, tied, bias=arch.head_bias)
 
     def forward(self, x: Tensor | None, batch: Batch, caches: Sequence[LayerCache]) -> Tensor:
-        """The output of this stage, given that of the previous one: `[tokens, stage_width]`, or after the last stage
+        """The output of this stage, given the previous stage's: `[tokens, stage_width]`, or after the last stage
         the residual stream `[tokens, hidden_size]`, with the inputs of `aux_layers` behind it.
 
-        The first stage takes None and starts from the batch's token ids. `caches` are those of the layers. With the
+        The first stage takes None and starts from the batch's token ids. `caches` are the layers'. With the
         batch's `logits_indices_only`, the output has only each request's last token.
         """
         if x is None:

@@ -83,7 +83,7 @@ class DraftHead(nn.Module):
     ) -> Tensor:
         """The residual streams after the layers of head `number`, `[tokens, stream_width]`, of the tokens that *follow*
         the batch's, `number` + 1 places behind them, and the hidden states at the batch's positions: the target's, or
-        those that were fed back. `caches` are those of all layers."""
+        those that were fed back. `caches` are all layers'."""
         arch, (target,), around = self.arch, self._target, self._around(number)
         count = len(arch.layers) // arch.num_heads
         own = range(number * count, (number + 1) * count)

@@ -191,6 +191,6 @@ class Encoder(nn.Module):
             return batch.positions
         counted = batch.token_ids != padding
         ends = counted.cumsum(0)  # counted tokens up to and with each
-        before = (ends - counted.long())[batch.query_starts[:-1]]  # those of other prompts
+        before = (ends - counted.long())[batch.query_starts[:-1]]  # tokens of other prompts
         ends = ends - before.repeat_interleave(batch.query_starts.diff())
         return ends * counted + padding

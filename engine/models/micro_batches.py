@@ -7,7 +7,7 @@ from quire.kernels import HostMetadata
 
 
 def split_micro_batches(batch: Batch) -> tuple[Batch, Batch]:
-    """Split a step's tokens, and those of each replica, into two halves.
+    """Split a step's tokens, and each replica's, into two halves.
 
     A request may be split: in every layer its first tokens run before its last ones, which therefore find the keys they
     need. There are no layers with recurrent states.

@@ -13,7 +13,7 @@ CORE = -1
 
 
 class Clock(msgspec.Struct, array_like=True):
-    """What to add to the time of a host for that of the API process, in nanoseconds."""
+    """Nanoseconds to add to a host's time to get the API process's."""
 
     offset: int = 0
     error: int = 0

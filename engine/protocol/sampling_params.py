@@ -51,7 +51,7 @@ def _shown(value: object) -> str:
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Sampling parameters of a request; names and meanings are those of the OpenAI API and of vLLM.
+    """Sampling parameters of a request; names and meanings follow the OpenAI API and vLLM.
 
     `stop` and `skip_special_tokens` apply to text and are handled by the server: `for_engine` clears them.
     Raises `InvalidParameter` for an invalid field.
@@ -66,7 +66,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     top_p: float = 1.0
     """Sample from the most likely tokens whose probabilities add up to this."""
     min_p: float = 0.0
-    """Sample from tokens with at least this probability, relative to that of the most likely token."""
+    """Sample from tokens with at least this probability, relative to the most likely token."""
     seed: int | None = None
     """The same seed gives the same output; None: a random seed for each request."""
     max_tokens: int | None = 16
@@ -100,7 +100,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     return none.
     """
     logprob_token_ids: list[int] | None = None
-    """Return the log-probabilities of these tokens instead of those of the most likely ones."""
+    """Return the log-probabilities of these tokens instead of the most likely ones."""
     prompt_logprobs: int | None = None
     """The same for each token of the prompt except the first. Such a request does not use the prefix cache."""
     skip_special_tokens: bool = True

@@ -91,14 +91,14 @@ GROUPS = ("tp", "pp", "ep")
 class RankStats(msgspec.Struct, array_like=True):
     """What a rank has spent its time with since the start, and what it uses.
 
-    The times are those of CPUs. On a GPU all are 0, as the host does not wait.
+    Times are measured on CPUs. On a GPU all are 0, as the host does not wait.
     """
 
     steps: int = 0
     seconds: float = 0.0
     """Duration of all steps."""
     waited: float = 0.0
-    """The part in which the rank waited for others to compute: for those of its stage, and for the previous stage."""
+    """The part in which the rank waited for others to compute: the ranks of its stage, and the previous stage."""
     is_straggler: bool = False
     """Whether it is persistently slower than the other ranks of its stage."""
     communication: tuple[float, ...] = (0.0,) * len(GROUPS)

@@ -214,7 +214,7 @@ class KVCacheManager:
                 blocks[place] = FREED
 
     def can_allocate(self, count: int, *, cached_blocks: Iterable[int] = ()) -> bool:
-        """Whether `count` pages are free in addition to those of `cached_blocks`, of which some may be free."""
+        """Whether `count` pages are free in addition to `cached_blocks`, some of which may be free themselves."""
         pages = {block // self._blocks_per_page for block in cached_blocks}
         return count + sum(not self._references[page] for page in pages) <= len(self._free)
 
@@ -241,7 +241,7 @@ class KVCacheManager:
     def extend(
         self, blocks: list[int], hashes: list[bytes], start: int, end: int, num_known: int, num_prompt: int
     ) -> list[int]:
-        """Append the blocks that a row from token `start` to `end` needs to those of a request; returns them.
+        """Append the blocks that a row from token `start` to `end` needs to the request's blocks; returns them.
 
         `num_known` tokens of the request are known, of which `num_prompt` are its prompt. `pages_needed` are free.
         """

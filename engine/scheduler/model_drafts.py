@@ -71,7 +71,7 @@ class ModelSpeculationManager(SpeculationManager):
         self._overall_made = Acceptance()
         """Of the model's drafts."""
         self._made: dict[Request, Acceptance] = {}
-        """Those of each request."""
+        """The counters of each request."""
         self._num_without, self._try_after = 0, _TRY_AFTER[0]
         """Plans since the last one with drafts, and their number at which some are tried."""
         behind = (1 << 30) if config.model is None else config.model.min_window
@@ -104,7 +104,7 @@ class ModelSpeculationManager(SpeculationManager):
         options: list[tuple[list[float], float]] = []
         for request in requests:
             _, chances = lookups.get(request, _NOTHING)
-            going_on = chances[-1] if chances else 0.0  # if those of this step are right
+            going_on = chances[-1] if chances else 0.0  # if this step's drafts are right
             options.append((_promises(self.probability(request), most), sum(chances) * going_on))
         base = num_rows + sum(looked_up for _, looked_up in options)
         gains, late = self._gains(requests, options, most)

@@ -38,7 +38,7 @@ class Acceptance:
     """How many recent guesses were right, by the number of tokens that had matched before."""
 
     def __init__(self, overall: Acceptance | None = None) -> None:
-        """`overall` is that of all requests, which learns from this one, too."""
+        """`overall` has the statistics of all requests, and learns from this one, too."""
         self._hits, self._guesses = [0.0] * _NUM_LENGTHS, [0.0] * _NUM_LENGTHS
         self._overall = overall
 

@@ -137,7 +137,7 @@ class RequestQueue:
         return [request for _, _, request in sorted(places)]
 
     def overloaded(self, below: ShareQueue) -> ShareQueue | None:
-        """Return the most loaded share, if its load is above that of `below` even without its newest request."""
+        """Return the most loaded share, if its load exceeds `below`'s even without its newest request."""
         shares = [share for share in self.shares if share.num_running > 1]
         share = max(shares, key=_load_without_newest, default=below)
         return share if _load_without_newest(share) > below.load else None

@@ -16,7 +16,7 @@ class StepEnd:
     """How the rows of a step end: what has been sampled there and, once they are made, the drafts of what follows."""
 
     def __init__(self, rows: StepRows, num_accepted: Tensor | None, device: torch.device) -> None:
-        """`num_accepted` is that of `SampledStep`."""
+        """`num_accepted` is as in `SampledStep`."""
         self._rows, self._device = rows, device
         self._num_accepted = None if num_accepted is None else HostCopy([num_accepted], device)
         self.drafts: Drafts | None = None

@@ -222,7 +222,7 @@ def sample_drafts(
 
 
 def may_draft(rows: StepRows, masked: Sequence[int]) -> Ints:
-    """The rows that sample, without those of these slots: a grammar restricts what they sample, and forces tokens."""
+    """The rows that sample, except in these slots: a grammar restricts what they sample, and forces tokens."""
     sampling: Ints = np.unique(rows.sampling)
     return sampling[~np.isin(rows.slots[sampling], list(masked))] if masked else sampling
 

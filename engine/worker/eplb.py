@@ -234,7 +234,7 @@ def _row_bytes(part: Tensor) -> int:
 
 
 def _parts(row: Tensor, like: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Views of an expert's tensors in a row `[bytes]`; `like` are those of any expert."""
+    """Views of an expert's tensors in a row `[bytes]`; `like` are any expert's."""
     start = 0
     for part in like:
         yield row[start : start + part.nbytes].view(part.dtype).view(part.shape)

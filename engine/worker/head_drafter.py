@@ -144,7 +144,7 @@ class SeveralHeadsDrafter:
         self._first[slots], self._behind[slots], input_batch.drafted_until[slots] = first, behind, newest
 
     def _read(self, states: Tensor, slots: Tensor, counts: Ints, behind: Ints) -> Tensor:
-        """The target's hidden states at each row's positions: those kept, then `states`, those of the step's tokens."""
+        """The target's hidden states at each row's positions: the kept ones, then `states` of the step's tokens."""
         kept, each = self._head.arch.num_heads - 1, counts + behind
         if self._kept is None or len(self._kept) < len(self._first):
             grown = states.new_zeros(len(self._first), kept, states.shape[1])

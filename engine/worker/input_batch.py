@@ -65,7 +65,7 @@ class Span:
 
     batch: Batch
     rows: Ints
-    """For each of these rows, its row in the batch, or, if each token is a row of its own, that of its first token."""
+    """For each of these rows, its row in the batch, or, if each token is a row of its own, its first token's row."""
 
 
 class InputBatch:
@@ -227,7 +227,7 @@ class InputBatch:
             self.memory.index_copy_(0, places, tokens.int())
 
     def append_sampled(self, rows: StepRows) -> None:
-        """Append the written tokens to the rows without drafts. Those of a row with drafts are known when a plan
+        """Append the written tokens to the rows without drafts. The tokens of a row with drafts are known when a plan
         contains them, or chains a row to it."""
         sampling = rows.sampling
         if rows.num_drafts is not None:

@@ -17,7 +17,7 @@ from quire.engine.worker.async_copies import send
 
 
 class KVCaches:
-    """The caches of a stage's layers on one rank, and on the last stage those of the drafter's layers."""
+    """The caches of a stage's layers on one rank, and on the last stage the drafter's caches."""
 
     def __init__(self, config: EngineConfig, stage: int, device: torch.device) -> None:
         caches, num_layers = allocate_caches(config, stage, device), len(config.parallel.stages[stage])

@@ -421,8 +421,8 @@ def _verify(
     logprobs: list[TokenLogprobs | None],
     result: ModelRunnerOutput,
 ) -> None:
-    """Store the sampled tokens of a step with drafts: those of a row up to the first that is not its draft. `token_ids`
-    are those of the batch."""
+    """Store the sampled tokens of a step with drafts: each row's up to the first that is not its draft. `token_ids` are
+    the batch's."""
     if logprobs:
         result.logprobs = [None] * len(result.token_ids)
     at, sampling, ends = 0, rows.sampling.tolist(), rows.counts.cumsum().tolist()

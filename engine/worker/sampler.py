@@ -70,8 +70,8 @@ class Sampler:
         and follow `lengths` tokens.
 
         `masks` are the plan's bitmasks by slot: a row with a mask may only sample tokens in it, and the mask already
-        excludes what the request's parameters forbid. Log-probabilities are those of the original `logits`. Nothing
-        here waits for the device.
+        excludes what the request's parameters forbid. Log-probabilities are computed from the original `logits`.
+        Nothing here waits for the device.
         """
         controls = input_batch.controls[slots]
         logprob_rows = np.flatnonzero(controls["logprobs"] >= 0)

@@ -182,7 +182,7 @@ def main(
 ) -> None:
     """The main function of a worker process: reads `plans`, writes `results`, and updates its state for `LocalRanks`.
 
-    `local_rank` is the rank's index among those of this host.
+    `local_rank` is the rank's index on this host.
     """
     started = current_process.age()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -245,7 +245,7 @@ class Reports:
             self._results.send_bytes(self._encode(message))
 
     def begin(self, step: int) -> None:
-        """Record that a plan has arrived. The progress is that of the oldest step in flight."""
+        """Record that a plan has arrived. Progress is measured on the oldest step in flight."""
         with self._counting:
             self._in_flight.append(step)
             self._state.progress = 2 * self._in_flight[0]

@@ -48,7 +48,7 @@ ERROR_SCHEMA: dict[str, Any] = {
 
 
 def errors_in_shape(scope: Scope, send: Send) -> Send:
-    """Wrap `send` to convert all errors on these routes, including those of the middleware, to Anthropic's format."""
+    """Wrap `send` to convert all errors on these routes, including the middleware's, to Anthropic's format."""
     if scope["type"] != "http" or ROUTE not in scope["path"]:
         return send
     start: Message | None = None

@@ -54,7 +54,7 @@ def http_server(
             log_config=None,
             access_log=options.log_level == "debug",
             http=connection.protocol(options),  # type: ignore[arg-type]  # a class, for uvicorn
-            reset_contextvars=True,  # pipelined requests would inherit those of the request before
+            reset_contextvars=True,  # pipelined requests would inherit the previous request's
             ws="none",
             lifespan="off",
             timeout_graceful_shutdown=_CLOSE_SECONDS,

@@ -33,7 +33,7 @@ from quire.server.config.server_options import ServerOptions
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorOptions:
-    """The flags of the command. Those of `quire serve` mean the same."""
+    """The flags of the command. They mean the same as for `quire serve`."""
 
     json: bool = flag(False, "print one JSON object instead of lines")
     device: Literal["auto", "cpu", "cuda"] = flag("auto", "device to check (auto: CUDA if there is a GPU)")

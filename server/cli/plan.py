@@ -42,8 +42,8 @@ _HEAD = (
 )
 """Of the table, whose rows are those of `_row`."""
 _LEGEND = """\
-EP: with --enable-expert-parallel. Weights are those of the largest rank; KV tokens, and the requests of {length:,}
-tokens that they hold, those of a replica. The rest is a roofline estimate: tokens/s are upper bounds, of a request
+EP: with --enable-expert-parallel. Weights are per rank, for the largest; KV tokens, and the requests of {length:,}
+tokens that they hold, are per replica. The rest is a roofline estimate: tokens/s are upper bounds, of a request
 that is alone and of all that run at once, with {context:,} tokens of context, and TTFT is a lower bound, of a prompt of
 {context:,} tokens that is alone. `limit` is what takes most of that time: memory bandwidth, compute or communication.
 Real servers are slower: use the figures to compare layouts."""
@@ -75,7 +75,7 @@ class PlanOptions:
 
 
 def fill(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the subcommand: those of `quire serve`, and its own."""
+    """Add the flags of the subcommand: `quire serve`'s, and its own."""
     flags.add_model(parser)
     add_config(parser)
     group = parser.add_argument_group("plan")

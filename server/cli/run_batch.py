@@ -1,6 +1,6 @@
 """`quire run-batch`: process a file of requests, each with the route that it names.
 
-The routes are those of the server, called inside the process. The same command resumes an interrupted run. The exit
+It calls the server's routes inside the process. The same command resumes an interrupted run. The exit
 code is 0 once every line has its record, even if that is an error; 1 if the run cannot continue (the engine or server
 is gone, the disk is full); 2 if it cannot start.
 """

@@ -166,8 +166,8 @@ class EngineClient:
         as waiting, each free place in the running batch admits one more. The queue is never full while this process has
         no open requests, as the stats may be outdated then.
 
-        Each API process counts its own open requests, and takes those of the others from the stats that the engine last
-        sent to any of them. So several processes may accept more requests between two steps than one would.
+        Each API process counts its own open requests, and takes the other processes' from the stats that the engine
+        last sent to any of them. So several processes may accept more requests between two steps than one would.
 
         With fair sharing, a share may always have its part of the queue, also if others have filled it.
         """
@@ -601,7 +601,7 @@ class EngineClient:
             self.fail(f"the connection to the engine failed: {error!r}")
 
     def _deliver(self, outputs: EngineCoreOutputs) -> None:
-        """Deliver a step's outputs. Drop those of requests that are unknown or have moved."""
+        """Deliver a step's outputs, except for requests that are unknown or have moved."""
         now = time.monotonic()
         if outputs.stats is not None:
             self._metrics.take(outputs.replica, outputs.stats)

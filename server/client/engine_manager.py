@@ -1,6 +1,6 @@
 """Starts this host's engine cores, restarts those that die, and reports the state of every replica.
 
-It handles no requests. It runs in the parent process of `quire serve`, in that of `--headless` hosts, and in a thread
+It handles no requests. It runs in the parent process of `quire serve`, also on `--headless` hosts, and in a thread
 for `LLM`. Each API process gets the states and resumes its own requests (`EngineClient`).
 """
 
@@ -150,7 +150,7 @@ class EngineManager:
         self.requests = {replica: self._endpoints.requests[replica] for replica in parallel.api_replicas}
         """The replicas of the API, and the address of each."""
         self._awaited = set(self.requests)
-        """Those of the start that have not been up yet."""
+        """Replicas of the start that have not been up yet."""
         self._has_been_up: set[int] = set()
         self._drained: dict[int, set[int]] = {}
         """The replicas that drain, and the API processes that have no more requests on them."""
@@ -161,7 +161,7 @@ class EngineManager:
         self.group_runs = True
         """Whether replicas that share experts have been started, and none has died since."""
         self._running_elsewhere = set[int]()
-        """While they are being stopped: those of other hosts that have not exited."""
+        """While they are being stopped: replicas of other hosts that have not exited."""
         self._cores = [_Core(self, replica, config) for replica in parallel.local_replicas]
         self._lost_since: float | None = None
         """Since when no replica is up, although some were."""
@@ -275,7 +275,7 @@ class EngineManager:
     # --- restarting replicas that share experts -----------------------------------------------------------------
 
     def _stop_group(self, message: str, reason: str, died: int | None = None) -> None:
-        """Stop all replicas, also those of other hosts, as one has died: `died`, or one whose host was lost."""
+        """Stop all replicas, also on other hosts, as one has died: `died`, or one whose host was lost."""
         if self.group_runs:
             self.group_runs = False
             logger.error("%s; restarting all replicas, which share experts", message)

@@ -3,7 +3,7 @@
 The unit of cost is a token to compute before the request's own first token. The cost at a replica is the sum of
 
       the request's tokens that are not cached there
-    + those of the requests that were sent there and have no token yet
+    + prompt tokens of requests that were sent there and have no token yet
     + `DECODE_TOKENS` for each other request there
     + the length of an output for each request that must finish before this one can start
     + the tokens recently sent there in excess of `FAIR_SHARE` times an equal share
@@ -17,7 +17,7 @@ sent the fewest tokens is chosen.
 
 The cache contents are estimated from the requests sent: the hash chains of prompts (and of outputs, after they finish),
 most recently used first, as many blocks as the replica has; another salt makes another chain. The current load is known
-for this process's requests, and comes from the replica's newest stats for those of other processes.
+for this process's requests, and comes from the replica's newest stats for other processes' requests.
 """
 
 from __future__ import annotations

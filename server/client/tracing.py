@@ -1,6 +1,6 @@
 """What the spans of a request are made from: its sequences, and where and when they ran. No OpenTelemetry here.
 
-The times are those of the metrics (`time.monotonic`). Without `--otlp-traces-endpoint` nothing is recorded.
+Times are the metrics' (`time.monotonic`). Without `--otlp-traces-endpoint` nothing is recorded.
 """
 
 from __future__ import annotations

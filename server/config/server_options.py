@@ -176,13 +176,12 @@ class ServerOptions(ModelOptions):
     )
     fair_share_weights: tuple[str, ...] | None = flag(
         None,
-        "with --fair-share user or address, weights other than 1; those of API keys are in --api-key-file",
+        "with --fair-share user or address, weights other than 1; weights of API keys are in --api-key-file",
         metavar="NAME=WEIGHT",
     )
     auto: bool = flag(
         False,
-        "choose those of -tp, -pp, -dp and --enable-expert-parallel that are not given, as quire plan does for this "
-        "host",
+        "choose any of -tp, -pp, -dp and --enable-expert-parallel that are not given, as quire plan does for this host",
     )
     optimize: Literal["throughput", "latency"] = flag(
         "throughput",
@@ -220,7 +219,7 @@ class ServerOptions(ModelOptions):
         60.0, "time in which a request body must end or progress by 1 KiB per second", metavar="SECONDS"
     )
     timeout_keep_alive: int = flag(
-        75, "time after which an idle connection is closed; longer than that of load balancers", metavar="SECONDS"
+        75, "time after which an idle connection is closed; should exceed the load balancer's", metavar="SECONDS"
     )
     max_connections_per_client: int | None = flag(
         None, "maximum number of connections from one address, per API process; further ones get status 429"

@@ -321,7 +321,7 @@ REFUSED: dict[str, str] = {
     "send return_tokens_as_token_ids in requests": "--return-tokens-as-token-ids",
     'send stream_options {"include_usage": true} in requests': "--enable-force-include-usage",
     "send no tools in requests": "--exclude-tools-when-tool-choice-none",
-    "log-probabilities are those of the model, before sampling parameters": "--logprobs-mode=raw_logprobs",
+    "log-probabilities are the model's, before sampling parameters": "--logprobs-mode=raw_logprobs",
     "use one of the built-in --tool-call-parser and --reasoning-parser": (
         "--reasoning-parser-plugin= --tool-parser-plugin="
     ),

@@ -102,7 +102,7 @@ class LargeBodies:
     def hold(self, share: Share, count: int, held: int) -> None:
         """Count bytes of a body that has `held` already.
 
-        Raises `ApiError` if all bodies together have too many; with fair sharing, also if those of a share have more
+        Raises `ApiError` if all bodies together have too many; with fair sharing, also if a share's bodies have more
         than half of that. A body may have more if it is the only one.
         """
         text = ""
@@ -230,7 +230,7 @@ class _BodyRequest(Request):
 
 
 class _LargeBody:
-    """A buffer that grows, and returns its memory to the system; malloc would keep that of a Python object."""
+    """A buffer that grows, and returns its memory to the system; malloc would keep a Python object's."""
 
     def __init__(self, bodies: LargeBodies, begin: bytes) -> None:
         self._bodies, self._share = bodies, SHARE.get()

@@ -76,7 +76,7 @@ class ApiKeyMiddleware:
 
 
 class FairShareMiddleware:
-    """Assigns requests to the shares of their clients. `by` and `weights` are those of `FairShare`; the weights of
+    """Assigns requests to the shares of their clients. `by` and `weights` are as in `FairShare`; the weights of
     `keys` are their own.
     """
 
@@ -152,7 +152,7 @@ def _header(scope: Scope, name: bytes) -> bytes:
 
 
 def _network(address: str) -> str:
-    """The address of a client. Those of IPv6 are cut to 64 bits: a client has all that begin with them."""
+    """The address of a client. IPv6 addresses are cut to 64 bits: a client has all that begin with them."""
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:

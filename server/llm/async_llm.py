@@ -210,7 +210,7 @@ class AsyncLLM:
     ) -> PoolingRequestOutput[PoolingOutput]:
         """Compute what the model's pooling makes of a prompt: a vector, or the probability of each label.
 
-        `pooling_task` checks which of them; the other options are those of `classify` and `embed`.
+        `pooling_task` checks which of them; the other options are as in `classify` and `embed`.
         """
         frontend, vectors = await self.start(), VectorOptions(dimensions=dimensions, normalize=use_activation)
         return await pooling.encode(
@@ -236,7 +236,7 @@ class AsyncLLM:
         """Score each text of `data_1` with its counterpart in `data_2`, or a single one with all of them.
 
         A cross-encoder scores pairs, with `use_activation` as in `classify`; an embedding model compares vectors by
-        their cosine similarity, or if that is False by their dot product. The other options are those of `classify`.
+        their cosine similarity, or if that is False by their dot product. The other options are as in `classify`.
         """
         return await pooling.score(
             await self.start(),

@@ -93,7 +93,7 @@ class LLM(OwnLoop):
     ) -> list[RequestOutput]:
         """Answer one or more conversations; otherwise like `generate`.
 
-        The model may call `tools` (those of the OpenAI API), and must if `tool_choice` requires it. `tool_calls` of a
+        The model may call `tools` (as in the OpenAI API), and must if `tool_choice` requires it. `tool_calls` of a
         result are its calls; its `text` is the complete output, including the text of calls.
         """
         chat = chat_input(

@@ -170,7 +170,7 @@ class GenerationRequest(RequestBody):
     bad_words: list[str] | None = None
     """vLLM extension: texts that must not be generated."""
     logprob_token_ids: TokenIds | None = None
-    """vLLM extension: with `logprobs`, return those of these tokens instead of those of the most likely ones."""
+    """vLLM extension: with `logprobs`, return the log-probabilities of these tokens instead of the most likely ones."""
     response_format: ResponseFormat | None = None
     """Enforced token by token, whatever `strict` says. A schema that cannot be enforced is rejected."""
     structured_outputs: StructuredOutputsFormat | None = None

@@ -23,7 +23,7 @@ class ResizeRequest(RequestBody):
     """The number of replicas."""
 
     data_parallel_size: Annotated[int, Field(ge=1, le=MAX_REPLICAS)]
-    """Number of replicas in all, including those of other hosts."""
+    """Total number of replicas, including other hosts'."""
     drain_timeout_seconds: Annotated[float, Field(ge=0, le=MAX_DRAIN_SECONDS)] | None = None
     """Time for requests on a replica that is removed to end there; then they go on elsewhere. Default:
     `--shutdown-timeout`, or 30.

@@ -237,7 +237,7 @@ class ResponsesRequest(RequestBody):
         return turns
 
     def chat_input(self, turns: InputTurns) -> ChatInput:
-        """The conversation, with instructions and tools. Adds the ignored fields of tools to those of the turns; raises
+        """The conversation, with instructions and tools. Adds the ignored fields of tools to the turns'; raises
         `InvalidParameter`.
         """
         instructions = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]

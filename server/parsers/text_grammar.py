@@ -167,7 +167,7 @@ def _constraints(schema: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _searched(regex: str) -> str:
-    """JSON Schema's regular expressions match anywhere in a text, those of terminals the whole text."""
+    """JSON Schema's regular expressions match anywhere in a text, a terminal's the whole text."""
     starts, ends = regex.startswith("^"), regex.endswith("$") and not regex.endswith(r"\$")
     if (starts or ends) and _has_alternatives(regex):
         raise ValueError(f"the pattern {regex} is not supported for a text: put its alternatives in parentheses")

@@ -49,7 +49,7 @@ class _Beam:
 class BeamSearch(Generation):
     """The `params.n` best sequences of each prompt, best first, that a search with as many beams finds.
 
-    Iterating yields each sequence whole, when all are found. `generate` is that of the frontend, for the steps. Raises
+    Iterating yields each sequence whole, when all are found. `generate` is the frontend's, for the steps. Raises
     `InvalidParameter` for sampling parameters that have no meaning here.
     """
 

@@ -87,7 +87,7 @@ class Frontend:
         self.ask_resize = ask_resize
         self._manager = manager
         self._tasks = tasks_of(config.model.pooling)
-        self._serials = itertools.count(time.time_ns() // 1000)  # beyond those of a process that this one replaces
+        self._serials = itertools.count(time.time_ns() // 1000)  # beyond those of a replaced process
         self._open: weakref.WeakValueDictionary[str, Generation | Embedding] = weakref.WeakValueDictionary()
         """By the caller's id."""
         self._seeds = random.Random(

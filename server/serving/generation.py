@@ -48,7 +48,7 @@ class Generation(_EngineRequest):
     """
 
     def __init__(self, stream: OutputStream, processors: Mapping[str, OutputProcessor]) -> None:
-        """`processors` are those of the sequences, by engine id."""
+        """`processors` has each sequence's, by engine id."""
         super().__init__(stream)
         self._processors = dict(processors)
 

@@ -143,7 +143,7 @@ class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput]):
 
 
 class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
-    """A pair of texts and its score. `prompt_token_ids` are those of both."""
+    """A pair of texts and its score. `prompt_token_ids` has both texts."""
 
 
 def completion(

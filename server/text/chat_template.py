@@ -79,7 +79,7 @@ class ChatTemplates:
         folder: Path, tokenizer: Tokenizer, override: str | None, variables: Mapping[str, Any] | None = None
     ) -> ChatTemplates | None:
         """Load `override` (a file, or the template itself), or else the folder's templates; None if there are none.
-        `variables` are those of the tokenizer unless given.
+        `variables` default to the tokenizer's.
         """
         sources = {"default": _read_override(override)} if override is not None else _find(folder, tokenizer.config)
         variables = variables or tokenizer.special_tokens

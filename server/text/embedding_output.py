@@ -49,7 +49,7 @@ class VectorOptions:
             raise InvalidParameter(f"dimensions must be {good} for this model, got {asked}", "dimensions")
 
     def finish(self, vector: bytes, pooling: Pooling) -> npt.NDArray[np.float32]:
-        """Postprocess a vector of the engine; that of a classifier as in `activated`, by `normalize`."""
+        """Postprocess a vector of the engine; a classifier's as in `activated`, by `normalize`."""
         import numpy as np  # a lazy import, as most servers never make vectors
 
         if pooling.classes is not None:

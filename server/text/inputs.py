@@ -89,7 +89,7 @@ class RequestOptions:
     cache_salt: str | None = None
     """Requests share cached prefixes only with requests that have the same salt."""
     length_penalty: float | None = None
-    """That of beam search; None: sample."""
+    """The width of beam search; None: sample."""
     reject_long_output: bool = True
     """Reject a request whose output may exceed the model's length. Otherwise the output ends there."""
     param_names: ParamNames = CHAT_NAMES

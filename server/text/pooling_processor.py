@@ -55,7 +55,7 @@ class PoolingProcessor:
     ) -> ScoreInput:
         """Process pairs of texts to score: each of `first` with its counterpart, or a single one with all of `second`.
 
-        `names` are those of both for error messages.
+        `names` are both parameters' names for error messages.
         """
         firsts, seconds = ([given] if isinstance(given, str) else given for given in (first, second))
         for given, name in zip((firsts, seconds), names, strict=True):
