@@ -285,9 +285,9 @@ def recurrent(inputs: Inputs, tokens: int, heads: tuple[int, int, int], state_si
 
 
 def _chosen(inputs: Inputs, tokens: int, experts: int, top_k: int) -> tuple[Tensor, Tensor]:
-    """Weights and ids of experts: each if there are enough tokens, and -1, which is on another rank."""
-    ids = inputs.integers(-1, experts, tokens * top_k)
-    every = torch.arange(experts - 1, -2, -1, device=inputs.device)[: len(ids)]
+    """Weights and ids of experts: all if there are enough tokens, and ids of other ranks, below and above."""
+    ids = inputs.integers(-1, experts + 1, tokens * top_k)
+    every = torch.arange(experts, -2, -1, device=inputs.device)[: len(ids)]
     ids[: len(every)] = every
     return inputs.uniform(tokens, top_k), ids.view(tokens, top_k)
 

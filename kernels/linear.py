@@ -132,7 +132,8 @@ def _pack(
     weight: Tensor | QuantizedWeight, activation: str, quantization: Quantization | None, inputs: torch.dtype | None
 ) -> PackedLinear:
     if isinstance(weight, QuantizedWeight):
-        if weight.rounding is not None and weight.codes.device.type == "cpu" and not rounds_inputs(weight):
+        is_on_gpu = gpu_capability(weight.codes.device) is not None
+        if weight.rounding is not None and not is_on_gpu and not rounds_inputs(weight):
             scaled = replace(weight, scales=weight.scales * weight.rounding[0], rounding=None, activations=None)
             return StaticScaleLinear(_pack(scaled, activation, None, None), weight.rounding)
         if weight.columns is not None:
@@ -157,7 +158,7 @@ def packing(
 def _of_codes(weight: QuantizedWeight) -> Iterator[tuple[type[PackedLinear], bool]]:
     """The classes of quantized weights, and whether each supports this one on its device; the first that does is
     used."""
-    is_on_gpu, rounds = weight.codes.device.type != "cpu", rounds_inputs(weight)
+    is_on_gpu, rounds = gpu_capability(weight.codes.device) is not None, rounds_inputs(weight)
     yield CodedWordsLinear, is_on_gpu and not rounds
     yield Fp4Linear, is_on_gpu and weight.values == "e2m1"
     yield RoundedLinear, is_on_gpu

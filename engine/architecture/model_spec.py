@@ -151,6 +151,9 @@ class ModelSpec:
     def __post_init__(self) -> None:
         if not self.layers:
             raise ConfigError("num_hidden_layers must be at least 1")
+        # `streams` and `layer_input`, which pass between layers, are read from the first one.
+        paths = [each.residual for each in self.layers]
+        assert len({(getattr(path, "num_streams", 1), getattr(path, "layer_input", None)) for path in paths}) == 1
 
     @property
     def num_layers(self) -> int:

@@ -147,7 +147,7 @@ class AltUpSpec:
     norm: NormSpec
     """Of the stream that coefficients are computed from."""
     scales_output: bool
-    """What the layer's input is multiplied with is scaled by a vector of the checkpoint."""
+    """The factor of the layer's input is scaled by a vector of the checkpoint."""
     laurel: LaurelSpec
     layer_input: LayerInputSpec
 

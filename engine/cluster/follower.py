@@ -39,7 +39,7 @@ _MAX_FAILED_HANDSHAKES = 10
 _NUM_CLOCKS = 10
 """Measurements of the leader's clock, of which the one with the shortest round trip counts."""
 _RECONNECT_MS = 200
-"""Interval at which it tries to connect."""
+"""Interval between attempts to connect."""
 logger = logging.getLogger(__name__)
 
 

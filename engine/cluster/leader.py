@@ -32,7 +32,7 @@ from quire.engine.process.log import printable
 from quire.engine.protocol.errors import ConfigError
 
 _START, _STOP, _FAIL, _DISMISS = b"start", b"stop", b"fail", b"dismiss"
-"""Commands to the thread, beside messages to send."""
+"""Commands to the leader's thread, which also takes messages to send."""
 logger = logging.getLogger(__name__)
 
 

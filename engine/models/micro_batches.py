@@ -10,7 +10,7 @@ def split_micro_batches(batch: Batch) -> tuple[Batch, Batch]:
     """Split a step's tokens, and each replica's, into two halves.
 
     A request may be split: in every layer its first tokens run before its last ones, which therefore find the keys they
-    need. There are no layers with recurrent states.
+    need. Layers with recurrent states are refused with --enable-dbo.
     """
     counts, known, _ = batch.host_metadata()
     ends = counts.cumsum()

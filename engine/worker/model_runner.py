@@ -103,8 +103,6 @@ class ModelRunner:
         drafter = config.drafter if self._pipeline.is_last else None
         self._drafts = drafter is not None
         """Whether this stage has a drafter, on this rank or the first one."""
-        self._keeps_sampled = self._drafts or self._pipeline.is_first
-        """Whether the last stage reads the tokens that it samples before plans contain them."""
         every_rank_drafts = drafter is not None and drafter.parallel.tensor_parallel_size == self._tp.size
         self._chains = every_rank_drafts and self._pipeline.is_first and not states
         """Whether rows can be chained to rows of a step with drafts: each rank has the drafts, and no state goes back.
@@ -293,7 +291,8 @@ class ModelRunner:
             token_ids = batch.token_ids[: 0 if rows.num_drafts is None else None]  # only the drafts are read
             fill = partial(_store_sampled, rows, sampled, result)
             tokens, readings = sampled.tokens, [AsyncRead([sampled.tokens, token_ids, *sampled.columns], fill)]
-        if self._keeps_sampled and len(rows.sampling):
+        has_readers = self._pipeline.is_first or (self._drafts and plan.num_drafts is not None)
+        if has_readers and len(rows.sampling):
             tokens = self._tp.broadcast(tokens)
             self._input_batch.write_sampled(places, tokens)
         if self._pipeline.is_first:
@@ -311,13 +310,15 @@ class ModelRunner:
     ) -> list[AsyncRead]:
         """Guess the tokens that follow the sampled ones, if the plan asks for drafts and this rank has a drafter. Keeps
         the end of the step if rows of the next one can be chained to it."""
-        num_accepted = count_accepted(rows, batch, tokens)
-        if self._chains and (plan.num_drafts or plan.num_draft_tokens):
-            self._step_end = StepEnd(rows, num_accepted, self._device)
+        may_chain = self._chains and (plan.num_drafts or plan.num_draft_tokens)
         if plan.num_drafts is None:
             self._input_batch.drafted_until[rows.slots] = 0
-            return []
-        if self._drafter is None:
+            if not may_chain:
+                return []
+        num_accepted = count_accepted(rows, batch, tokens)
+        if may_chain:
+            self._step_end = StepEnd(rows, num_accepted, self._device)
+        if plan.num_drafts is None or self._drafter is None:
             return []
         first = self._input_batch.num_computed_tokens[rows.slots]
         step = SampledStep(rows, first, batch, hidden, num_accepted, may_draft(rows, [*plan.masks]), plan.num_drafts)

@@ -61,7 +61,7 @@ class PoolingRunner:
     def pool(
         self, rows: StepRows, batch: Batch, hidden: Tensor, input_batch: InputBatch, result: ModelRunnerOutput | None
     ) -> list[AsyncRead]:
-        """Pool the model's output, of which all ranks have the same, on the first rank. Call this before
+        """Pool the model's output on the first rank; every rank has the same output. Call this before
         `input_batch.advance`."""
         if result is None:
             return []

@@ -370,7 +370,7 @@ def _chat_messages(turn: MessageTurn, param: str, ignored: set[str]) -> list[dic
             case _ToolResultBlock() as read:
                 text = "" if read.content is None else _text(read.content, f"{where}.content", ignored)
                 text = f"Error: {text}" if read.is_error else text
-                messages.append({"role": "tool", "tool_call_id": read.tool_use_id, "content": text})
+                messages.append({"role": "tool", "content": text, "tool_call_id": read.tool_use_id})
             case _TextBlock(text=text):
                 if not messages or messages[-1]["role"] != "user":
                     messages.append({"role": "user", "content": text})

@@ -143,10 +143,6 @@ class EngineClient:
             raise self._failed.result()
         return self._ready.result()
 
-    async def failed(self) -> EngineUnavailable:
-        """Wait until the engine is gone, and return why."""
-        return await asyncio.shield(self._failed)
-
     def check(self) -> None:
         """Raise `EngineUnavailable` if no request can be accepted now."""
         if self._failed.done():

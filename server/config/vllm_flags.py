@@ -362,13 +362,22 @@ default. Those that begin with VLLM_CPU_ have no effect on GPUs."""
 VARIABLES_REFUSED: dict[str, str] = {
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "use --hf-overrides to set max_position_embeddings, and rope_scaling if needed",
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "LoRA adapters are not supported; merge the adapter into the model",
+    "VLLM_CPU_INT4_W4A8": "it is not supported; --quantization int8 also quantizes activations",
     "VLLM_DP_MASTER_IP=127.0.0.1": "use --data-parallel-address",
     "VLLM_DP_MASTER_PORT": "use --data-parallel-rpc-port",
     "VLLM_DP_RANK": "use --data-parallel-start-rank",
     "VLLM_DP_RANK_LOCAL=-1,0": "set CUDA_VISIBLE_DEVICES",
     "VLLM_DP_SIZE=1": "use --data-parallel-size",
+    "VLLM_ENFORCE_STRICT_TOOL_CALLING=1,true": 'omit "strict" in the function of a tool',
+    "VLLM_GPT_OSS_HARMONY_SYSTEM_INSTRUCTIONS": "use a --chat-template that writes instructions where they belong",
+    "VLLM_HUMMING_INPUT_QUANT_CONFIG": "activations are quantized only as the checkpoint says; omit it",
+    "VLLM_HUMMING_ONLINE_QUANT_CONFIG": "weights are not quantized on GPUs; omit it",
     "VLLM_LOGGING_CONFIG_PATH": "use --log-level",
+    "VLLM_MARLIN_INPUT_DTYPE": "activations are quantized only as the checkpoint says; omit it",
+    "VLLM_MODEL_REDIRECT_PATH": "name the model's folder as MODEL",
+    "VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "simulated routing is not supported; omit it",
     "VLLM_PLUGINS": "plug-ins are not supported",
+    "VLLM_SYSTEM_START_DATE": "use a --chat-template with the date",
     "VLLM_USE_MODELSCOPE": "download the model, and name its folder as MODEL",
 }
 """Variables that are errors, by what to use instead. After `=`: values that are accepted, as they change nothing; if

@@ -52,8 +52,8 @@ _NICENESS = 10
 """Lowers the scheduling priority: streams come first."""
 
 ProcessLarge = Callable[[Any, InputProcessor, bytes | None], Coroutine[Any, Any, Any]]
-"""Makes what a route gets of its body (`RequestBody.process_large`): from the parsed JSON, and the stored conversation
-that it continues, which is None at first.
+"""Turns parsed JSON into what the route receives as its body (`RequestBody.process_large`). The bytes are the stored
+conversation that the request continues; None at first.
 """
 
 

@@ -94,7 +94,7 @@ class InputTurns:
                 self.call(item.call_id, item.name, json.dumps({"input": item.input}))
             case _FunctionCallOutputItem():
                 text = self._text(item.output, f"{param}.output")
-                self.messages.append({"role": "tool", "tool_call_id": item.call_id, "content": text})
+                self.messages.append({"role": "tool", "content": text, "tool_call_id": item.call_id})
 
     def add_reasoning(self, text: str) -> None:
         """Add reasoning, which precedes text and calls."""

@@ -420,6 +420,7 @@ HARMONY = TOOL_FORMATS["openai"]
 def detect_tools(template: str) -> str | None:
     """Return the name of the format that a chat template uses, or None if it is unknown."""
     for format in _FORMATS:
+        assert format.signs or format.block[0], f"every template would be one of {format.names[0]}"
         if any(all(sign in template for sign in signs) for signs in format.signs or (format.block[:1],)):
             return format.names[0]
     return None

@@ -57,8 +57,8 @@ class Frontend:
         ask_resize: Callable[[int, float], Awaitable[None]] | None = None,
         manager: EngineManager | None = None,
     ) -> None:
-        """Create the text side for an engine that a manager has started; `name`, `formats` and `max_queue` as in
-        `start`, `vllm_metrics` as in `Metrics`, `on_drained` as in `EngineClient`.
+        """Create the text side for an engine that a manager has started; `name` and `max_queue` as in `start`,
+        `vllm_metrics` as in `Metrics`, `on_drained` as in `EngineClient`.
 
         The caller passes on the manager's states to `client.update`. `ask_resize` asks the supervisor for another
         number of replicas; None: it cannot be asked. A `manager` is closed with the frontend.

@@ -110,7 +110,7 @@ def render(
     }
     turns = [_message(message, template.source, at) for at, message in enumerate(messages)]
     if options.continue_final_message:
-        turns[-1] = _to_be_continued(turns[-1], len(turns) - 1, names.continue_final_message)
+        turns[-1] = _to_be_continued(turns[-1], names.continue_final_message)
     try:
         prompt = template.render(turns, variables, names.messages)
     except InvalidParameter:
@@ -153,10 +153,10 @@ def _with_arguments_as_text(turn: dict[str, Any]) -> dict[str, Any]:
     return turn | {"tool_calls": calls} if calls else turn
 
 
-def _to_be_continued(turn: dict[str, Any], at: int, param: str) -> dict[str, Any]:
+def _to_be_continued(turn: dict[str, Any], param: str) -> dict[str, Any]:
     """Mark the end of the final message's text. The prompt is cut off there."""
     if not isinstance(turn.get("content"), str) or turn.get("tool_calls"):
-        raise InvalidParameter(f"{param}: messages[{at}] has no text to continue", param)
+        raise InvalidParameter(f"{param}: the last message has no text to continue", param)
     return turn | {"content": turn["content"] + _END_SIGN}
 
 

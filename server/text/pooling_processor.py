@@ -1,4 +1,4 @@
-"""The way in of models that pool: tokenizes texts to embed or classify, and pairs of texts to score."""
+"""Tokenizes the inputs of pooling models: texts to embed or classify, and pairs of texts to score."""
 
 from __future__ import annotations
 

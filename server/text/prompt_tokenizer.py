@@ -64,7 +64,7 @@ class PromptTokenizer:
 
     def cut(self, text: str, param: str, last: int | None, side: TruncationSide = "left") -> str:
         """Return the part of a text that its `last` tokens may represent; rejects a text that is certainly too long, or
-        has what is no character.
+        contains an unpaired surrogate.
         """
         try:
             text.encode()

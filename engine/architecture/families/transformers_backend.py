@@ -72,7 +72,7 @@ def check_known(names: Sequence[str], hf_config: Mapping[str, Any], trust_remote
     activations = _activations()
     for name in ("hidden_act", "hidden_activation", "activation_function"):
         activation = hf_config.get(name)
-        if activations and activation and activation not in activations:
+        if activations and activation and str(activation) not in activations:
             raise ConfigError(f"it has no {name} {activation!r}")
 
 

@@ -27,7 +27,12 @@ NAME = "quire"
 _ATTRIBUTE, _NUM_BIASES, _BY_KEY = "quire_answer", "quire_num_biases", "quire_mask_by_key"
 _FEATURES_OF_BIAS = 16
 """Features that a bias of each key adds to the heads of queries and keys, which are then a multiple of 16, too."""
-_IGNORED_ARGUMENTS = "dropout position_ids cache_position use_cache output_attentions position_embeddings deterministic"
+# fmt: off
+_IGNORED_ARGUMENTS = {
+    "dropout", "position_ids", "cache_position", "use_cache",
+    "output_attentions", "position_embeddings", "deterministic",
+}
+# fmt: on
 """Arguments that have no effect on one flat batch without dropout."""
 
 
@@ -149,7 +154,7 @@ def _attention(
     if sinks is not None and sinks.shape != (*query.shape[:3], 1):
         others["sinks"] = sinks
     if unknown := sorted(
-        name for name, value in others.items() if name not in _IGNORED_ARGUMENTS.split() and _has_effect(value)
+        name for name, value in others.items() if name not in _IGNORED_ARGUMENTS and _has_effect(value)
     ):
         raise ConfigError(f"its attention takes {', '.join(unknown)}, which is not supported")
     if len(query) != 1 or query.shape[2] != key.shape[2]:

@@ -52,7 +52,7 @@ NAMES = [*(name for name in FORMATS if name != "mxfp4"), "fp8 of 128"]
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "gpu_capability", lambda device: (9, 0))
     monkeypatch.setattr(experts, "ExpertByExpert", None)  # the experts of a layer run in one call
-    monkeypatch.setattr(linear, "packing", lambda weight, quantization, inputs=None: linear.PlainLinear)
+    monkeypatch.setattr(linear, "_of_numbers", lambda *_: iter([(linear.PlainLinear, True)]))
     monkeypatch.setitem(FORMATS, "fp8 of 128", _BLOCKS_OF_128)
 
 

@@ -81,7 +81,7 @@ def a_batch(token_ids: Tensor, start: int, page: int) -> Batch:
         sequence_lengths=torch.tensor([start + count]),
         query_starts=torch.tensor([0, count]),
         logits_indices=positions - start,
-        groups={1: segments, **blocks},
+        groups={2: segments, **blocks},
     )
 
 

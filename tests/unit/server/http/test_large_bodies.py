@@ -81,9 +81,9 @@ async def elsewhere(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     sizes: list[int] = []
     process = LargeBodies.process
 
-    async def counted(self: LargeBodies, prepare: Any, body: memoryview, *stored: Any) -> Any:
+    async def counted(self: LargeBodies, process_large: Any, body: memoryview, *stored: Any) -> Any:
         sizes.append(len(body))
-        return await process(self, prepare, body, *stored)
+        return await process(self, process_large, body, *stored)
 
     monkeypatch.setattr(LargeBodies, "process", counted)
     return sizes
