@@ -1,4 +1,4 @@
-"""The sizes of an encoder, in addition to those of `quire.engine.architecture.model_spec`. No torch.
+"""The sizes of an encoder of text, in addition to `quire.engine.architecture.model_spec`. No torch.
 
 Every token of a prompt attends to all others, or to those near it, as in BERT.
 """

@@ -1,4 +1,4 @@
-"""An encoder: every token of a prompt attends to those after it, too. Family differences are in `EncoderSpec`."""
+"""An encoder of text (BERT): every token of a prompt attends to all others. Family differences are in `EncoderSpec`."""
 
 from __future__ import annotations
 

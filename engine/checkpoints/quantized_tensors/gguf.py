@@ -1,4 +1,4 @@
-"""Reads GGUF files: their blocks of bytes as codes and factors.
+"""Reads GGUF files: their blocks of bytes as codes and factors, which `Reader.__getitem__` dequantizes.
 
 Source of the layouts: ggml-common.h and ggml-quants.c of github.com/ggml-org/llama.cpp.
 """

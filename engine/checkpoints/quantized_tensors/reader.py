@@ -73,7 +73,7 @@ class Reader(ABC, Generic[S]):
         return _Factors(self, part, group)
 
     def __getitem__(self, cut: Cut) -> Tensor:
-        """The weights themselves, in float32."""
+        """The dequantized weights, in float32."""
         columns = cut[-1]
         values, order = VALUES[self.scheme.values][self.codes(cut).int()], self.order()
         if order is None:
