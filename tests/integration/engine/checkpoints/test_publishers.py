@@ -40,7 +40,7 @@ def test_logits_are_those_of_the_library(
             config = configure(tmp_path / case, max_model_len=64)
             if case.endswith(" NVFP4"):
                 patch.setattr(linear, "gpu_capability", lambda device: (10, 0))
-                patch.setattr(linear, "packing", lambda weight, quantization, inputs=None: linear.PlainLinear)
+                patch.setattr(linear, "_of_numbers", lambda *_: iter([(linear.PlainLinear, True)]))
                 config = test_quantized_on_gpus.configure(tmp_path / case, (10, 0))
             found = logits(config, publishers.TOKENS, Parallel())
         errors[case] = float((found - expected).norm() / expected.norm())
