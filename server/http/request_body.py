@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any, ClassVar, Self
@@ -52,12 +53,9 @@ class RequestBody(RequestModel):
             return await self.process_here(admit)
         return await admit(self._processed.ignored).resolve(self._processed)
 
+    @abstractmethod
     async def process_here(self, admit: Admit) -> Any:
-        """`process` in this process. Every request type has its own.
-
-        It calls `admit` when the request is known to be supported, before it is rendered.
-        """
-        raise NotImplementedError
+        """`process` in this process. Calls `admit` when the request is known to be supported, before it is rendered."""
 
     @classmethod
     async def process_large(cls, value: Any, processor: InputProcessor, stored: bytes | None) -> Any:

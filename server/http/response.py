@@ -199,8 +199,8 @@ class GenerationResponse:
         openings = filter(None, map(formatter.opening, indices))
         if events := b"".join(head + _encode(opening) + first_tail for opening in openings):
             await send(part(events))
-        frames = [_frame(formatter, index, head, tail) for index in indices]
         is_constant = usage != "continuous" and not formatter.returns_token_ids
+        frames = [_frame(formatter, index, head, tail) for index in indices] if is_constant else []
         async for deltas in generation:
             self._usage.add(deltas)
             if usage == "continuous":
