@@ -131,8 +131,6 @@ class ExpertParallelConfig:
     """Additional copies of experts in each layer."""
     step_interval: int = 3000
     """Steps between two rearrangements."""
-    dbo_token_threshold: int | None = None
-    """A step in which a replica has at least this many tokens is split in two (DBO); None: never."""
 
 
 @dataclass(frozen=True)

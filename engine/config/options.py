@@ -145,14 +145,6 @@ class EngineOptions:
         0, "with --enable-eplb, copies of busy experts in each layer, over all ranks", least=0
     )
     eplb_step_interval: int = flag(3000, "with --enable-eplb, steps between two rearrangements", metavar="N", least=1)
-    enable_dbo: bool = flag(
-        False,
-        "dual-batch overlap: with --enable-expert-parallel, split large batches into two micro-batches; one computes "
-        "while the other communicates",
-    )
-    dbo_token_threshold: int = flag(
-        64, "with --enable-dbo, minimum tokens of a replica at which a step is split", least=1
-    )
 
     device: Literal["auto", "cpu", "cuda"] = flag(
         "auto", "device that the model runs on (auto: CUDA if there is a GPU)"

@@ -222,9 +222,8 @@ def for_headless(options: EngineOptions) -> EngineOptions:
 def _experts(options: EngineOptions, arch: ModelSpec, ranks: int) -> ExpertParallelConfig | None:
     """Resolve expert parallelism; `ranks` is the number of ranks that a layer's experts are distributed over."""
     if not options.enable_expert_parallel:
-        for name in ("enable_eplb", "enable_dbo"):
-            if getattr(options, name):
-                raise ConfigError(f"--{name.replace('_', '-')} needs --enable-expert-parallel")
+        if options.enable_eplb:
+            raise ConfigError("--enable-eplb needs --enable-expert-parallel")
         return None
     if isinstance(arch, TransformersModelSpec):
         raise ConfigError(
@@ -234,12 +233,6 @@ def _experts(options: EngineOptions, arch: ModelSpec, ranks: int) -> ExpertParal
     counts = {layer.feed_forward.num_experts for layer in arch.layers if isinstance(layer.feed_forward, MoESpec)}
     if not counts:
         raise ConfigError(f"--enable-expert-parallel: {arch.name} has no experts; omit the flag")
-    if options.enable_dbo and options.data_parallel_size == 1:
-        raise ConfigError(
-            "--enable-dbo overlaps the all-to-all between replicas, and --data-parallel-size is 1; omit the flag"
-        )
-    if options.enable_dbo and any(layer.state is not None for layer in arch.layers):
-        raise ConfigError(f"--enable-dbo is not supported for {arch.name}, whose layers have states; omit the flag")
     if options.num_redundant_experts and not options.enable_eplb:
         raise ConfigError("--num-redundant-experts needs --enable-eplb, which chooses the experts to copy")
     for count in counts:
@@ -263,7 +256,6 @@ def _experts(options: EngineOptions, arch: ModelSpec, ranks: int) -> ExpertParal
         enable_eplb=options.enable_eplb,
         num_redundant_experts=options.num_redundant_experts,
         step_interval=options.eplb_step_interval,
-        dbo_token_threshold=options.dbo_token_threshold if options.enable_dbo else None,
     )
 
 

@@ -185,8 +185,6 @@ def _experts_text(parallel: ParallelConfig, arch: ModelSpec) -> list[str]:
         text.append(f"tokens are dispatched by {experts.all2all_backend}{across}")
     if experts.enable_eplb:
         text.append(f"rebalanced every {experts.step_interval:,} steps")
-    if experts.dbo_token_threshold is not None:
-        text.append(f"steps of {experts.dbo_token_threshold} tokens or more are split into two micro-batches")
     return [f"  {'; '.join(text)}"]
 
 

@@ -35,7 +35,7 @@ class CompletedTransfer:
 class ExpertCommunicator:
     """One rank among `size` that exchange rows; this one is alone. All ranks make the same calls in the same order.
 
-    Rows are `[rows, columns]`, of any type, and any count may be 0. Several transfers may be in progress.
+    Rows are `[rows, columns]`, of any type, and any count may be 0.
     """
 
     rank: int = 0
@@ -55,33 +55,18 @@ class ExpertCommunicator:
         """Start an all-gather of every rank's rows, in rank order; `counts` are their numbers."""
         return self.start_all_to_all(x.repeat(self.size, 1), [len(x)] * self.size, counts)
 
-    def start_reduce_scatter(self, x: Tensor, counts: Sequence[int]) -> Transfer:
-        """Start a reduce-scatter: `x` has `counts[rank]` rows for each rank; the result is the sum of all ranks'
-        rows for this one."""
+    def reduce_scatter(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """The sum of all ranks' rows for this one, where `x` has `counts[rank]` rows for each rank; in float32 and in
+        rank order, so that it is deterministic."""
         mine = counts[self.rank]
-        return SumTransfer(self.start_all_to_all(x, counts, [mine] * self.size), mine)
+        rows = self.all_to_all(x, counts, [mine] * self.size)
+        first, *others = rows.view(self.size, mine, x.shape[1])
+        total: Tensor = sum(others, start=first.float())
+        return total.to(x.dtype)
 
     def all_gather_ints(self, numbers: Sequence[int]) -> list[list[int]]:
         """Every rank's integers, the same number from each. Does not wait for a device."""
         return [list(numbers)]
-
-
-@dataclass(frozen=True)
-class SumTransfer:
-    """The sum of the ranks' rows, in float32 and in rank order, so that it is deterministic."""
-
-    parts: Transfer
-    length: int
-
-    def wait(self) -> Tensor:
-        rows = self.parts.wait()
-        if not self.length:
-            return rows[:0]
-        first, *others = rows.view(-1, self.length, rows.shape[1])
-        total: Tensor = first.float()
-        for part in others:
-            total = total + part
-        return total.to(rows.dtype)
 
 
 class ProcessGroupExpertCommunicator(ExpertCommunicator):

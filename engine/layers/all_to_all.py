@@ -1,9 +1,8 @@
 """Dispatch of tokens to the ranks that have their experts, and combination of the experts' outputs.
 
-Creating a dispatch object starts to send the tokens. `received` waits for the tokens that this rank computes,
-`send_back` starts to return the outputs, and `combined` waits for the outputs of this rank's own tokens. Other work may
-run between these calls. Each is called once, and releases what it has received, so that memory holds only one direction
-at a time.
+Creating a dispatch object starts to send the tokens, `received` waits for those that this rank computes, and `returned`
+exchanges the outputs. Other work may run before `received`. Each is called once and releases what it has received, so
+that memory holds only one direction at a time.
 """
 
 from __future__ import annotations
@@ -34,11 +33,9 @@ class ExpertDispatch(Protocol):
     def received(self) -> RoutedTokens:
         """The tokens that this rank computes; their experts include those on other ranks, which are ignored."""
 
-    def send_back(self, out: Tensor) -> None:
-        """`out` `[received tokens, hidden_size]` is the weighted sum over this rank's experts."""
-
-    def combined(self) -> Tensor:
-        """`[tokens of the replica, hidden_size]`, still to be summed over the ranks of the replica's stage."""
+    def returned(self, out: Tensor) -> Tensor:
+        """The weighted sums over this rank's experts, `[received tokens, hidden_size]`, → the outputs of the replica's
+        tokens, `[tokens, hidden_size]`, still to be summed over the ranks of its stage."""
 
 
 class LocalDispatch:
@@ -50,11 +47,8 @@ class LocalDispatch:
     def received(self) -> RoutedTokens:
         return self._routed
 
-    def send_back(self, out: Tensor) -> None:
-        self._out = out
-
-    def combined(self) -> Tensor:
-        return self._out
+    def returned(self, out: Tensor) -> Tensor:
+        return out
 
 
 class AllGatherDispatch:
@@ -70,11 +64,8 @@ class AllGatherDispatch:
         del self._dispatched
         return _unpacked(rows, self._like)
 
-    def send_back(self, out: Tensor) -> None:
-        self._returning = self._group.dp.start_reduce_scatter(out, self._counts)
-
-    def combined(self) -> Tensor:
-        return self._returning.wait()
+    def returned(self, out: Tensor) -> Tensor:
+        return self._group.dp.reduce_scatter(out, self._counts)
 
 
 class AllToAllDispatch:
@@ -103,11 +94,8 @@ class AllToAllDispatch:
         del self._dispatched
         return _unpacked(rows, self._like)
 
-    def send_back(self, out: Tensor) -> None:
-        self._returning = self._group.all_ranks.start_all_to_all(out, self._received, self._sent)
-
-    def combined(self) -> Tensor:
-        out = self._returning.wait()
+    def returned(self, out: Tensor) -> Tensor:
+        out = self._group.all_ranks.all_to_all(out, self._received, self._sent)
         total = torch.zeros((self._tokens, out.shape[1]), dtype=torch.float32, device=out.device)
         return total.index_add_(0, self._first + self._senders, out.float()).to(out.dtype)
 

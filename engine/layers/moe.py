@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -32,22 +31,12 @@ from quire.engine.layers.quantized import QuantizedParameters, loaded_weight
 from quire.engine.layers.weight import Weight, whole
 
 
-@dataclass(frozen=True)
-class MoEInFlight:
-    """The state of a layer's work on a batch, between `dispatch` and `combine`."""
-
-    x: Tensor | kernels.RoundedRows
-    dispatch: ExpertDispatch
-    shared: Tensor | None = None
-
-
 class MixtureOfExperts(nn.Module):
     """The weighted sum of the chosen experts' outputs for each token (Shazeer et al. 2017), plus a shared expert's
     output.
 
     Without `group`, each rank of a stage has a slice of every expert. With it, whole experts are distributed over the
-    group's ranks; the router is replicated, and the shared expert is sharded over the stage. A layer can run in three
-    phases, between which another batch may run: `combine(compute(dispatch(x)))`.
+    group's ranks; the router is replicated, and the shared expert is sharded over the stage.
     """
 
     def __init__(self, spec: MoESpec, hidden_size: int, parallel: Parallel, group: ExpertGroup | None = None) -> None:
@@ -108,43 +97,33 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: Tensor | kernels.RoundedRows, batch: Batch | None = None) -> Tensor:
         """`[tokens, hidden_size]` → the same, on every rank. `batch` is needed only with `group`, or with a table."""
-        return self.combine(self.compute(self.dispatch(x, batch)))
-
-    def dispatch(self, x: Tensor | kernels.RoundedRows, batch: Batch | None = None) -> MoEInFlight:
-        """Route the tokens and start the dispatch."""
-        group, rows = self._group, kernels.plain_rows(x)
-        if group is None or self.placement is None:
-            return MoEInFlight(x, LocalDispatch(self._weighed(rows, *self.router(rows, batch and batch.token_ids))))
-        if group.dp.size == 1:
-            return MoEInFlight(x, LocalDispatch(self._routed(rows, batch, slice(None))))
-        assert batch is not None
-        if group.config.all2all_backend == "allgather_reducescatter":
-            routed = self._routed(rows, batch, slice(None))
-            return MoEInFlight(x, AllGatherDispatch(group, routed, batch.replica_tokens))
-        own, count = even_slice(len(rows), group.tp.rank, group.tp.size), self.placement.num_local_experts
-        routed = self._routed(rows[own], batch, own)
-        return MoEInFlight(x, AllToAllDispatch(group, routed, count, own.start, len(rows)))
-
-    def compute(self, in_flight: MoEInFlight) -> MoEInFlight:
-        """Compute this rank's part of the shared expert, then its experts' outputs, and start sending them back."""
-        shared = self._shared(in_flight.x)
-        x, weights, ids = in_flight.dispatch.received()
+        dispatch = self._dispatch(kernels.plain_rows(x), batch)
+        shared = self._shared(x)  # while the tokens are in transit
+        received, weights, ids = dispatch.received()
         if self._group is not None and self.placement is not None:
             ids = ids - self._group.rank * self.placement.num_local_experts
         rounding = self._expert_rounding
-        rows = x if rounding is None else kernels.rows_for(in_flight.x, rounding)
-        in_flight.dispatch.send_back(self.experts(rows, weights, ids))
-        return MoEInFlight(in_flight.x, in_flight.dispatch, shared)
-
-    def combine(self, in_flight: MoEInFlight) -> Tensor:
-        """Wait for the outputs and return the sum."""
-        out = in_flight.dispatch.combined()
+        rows = received if rounding is None else kernels.rows_for(x, rounding)
+        out = dispatch.returned(self.experts(rows, weights, ids))
         out = out if self.latent_up is None else self.latent_up(out)
         if self.output_norm is not None and self.shared_output_norm is not None:
-            assert in_flight.shared is not None
-            out, shared = self._parallel.all_reduce(torch.stack((out, in_flight.shared)))
+            assert shared is not None
+            out, shared = self._parallel.all_reduce(torch.stack((out, shared)))
             return self.output_norm(out) + self.shared_output_norm(shared)  # type: ignore[no-any-return]
-        return self._parallel.all_reduce(out if in_flight.shared is None else out + in_flight.shared)
+        return self._parallel.all_reduce(out if shared is None else out + shared)
+
+    def _dispatch(self, x: Tensor, batch: Batch | None) -> ExpertDispatch:
+        """Route the tokens and start to send them."""
+        group = self._group
+        if group is None or self.placement is None:
+            return LocalDispatch(self._weighed(x, *self.router(x, batch and batch.token_ids)))
+        if group.dp.size == 1:
+            return LocalDispatch(self._routed(x, batch, slice(None)))
+        assert batch is not None
+        if group.config.all2all_backend == "allgather_reducescatter":
+            return AllGatherDispatch(group, self._routed(x, batch, slice(None)), batch.replica_tokens)
+        own, count = even_slice(len(x), group.tp.rank, group.tp.size), self.placement.num_local_experts
+        return AllToAllDispatch(group, self._routed(x[own], batch, own), count, own.start, len(x))
 
     def _routed(self, x: Tensor, batch: Batch | None, own: slice) -> RoutedTokens:
         """Route `x`, the tokens `own` of the batch. The choice of an expert's copy depends only on the token's

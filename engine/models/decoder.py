@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -22,9 +22,8 @@ from quire.engine.layers.layer_input import LayerInputs
 from quire.engine.layers.residual import GatedHead, HyperHead, StreamProjections, make_merger
 from quire.engine.layers.rotary import Rotary
 from quire.engine.layers.weight import Weight, whole
-from quire.engine.models.decoder_layer import DecoderLayer, LayerStep, apply, interleave, norm_of
+from quire.engine.models.decoder_layer import DecoderLayer, LayerStep, apply, norm_of
 from quire.engine.models.make_layers import make_layers
-from quire.engine.models.micro_batches import split_micro_batches
 
 
 class PositionEmbedding(nn.Module):
@@ -93,7 +92,6 @@ class Decoder(nn.Module):
             {str(number): layer for number, layer in make_layers(arch, layers, parallel, experts)}
         )
         self._is_last = last
-        self._dbo_token_threshold = None if experts is None else experts.config.dbo_token_threshold
         self.expansion: StreamProjections | None = None
         self.merger: StreamProjections | HyperHead | GatedHead | None = None
         if isinstance(arch.streams, AltUpSpec):
@@ -122,20 +120,9 @@ class Decoder(nn.Module):
         The first stage takes None and starts from the batch's token ids. `caches` are the layers'. With the
         batch's `logits_indices_only`, the output has only each request's last token.
         """
-        if x is None:
-            x = self._embed(batch)
-        if self._dbo_token_threshold is not None and max(batch.replica_tokens, default=0) >= self._dbo_token_threshold:
-            assert not self._arch.aux_layers
-            halves = split_micro_batches(batch)
-            parts = x.split_with_sizes([len(half.positions) for half in halves])
-            return torch.cat(interleave([self._in_phases(*each, caches) for each in zip(parts, halves, strict=True)]))
-        (out,) = interleave([self._in_phases(x, batch, caches)])
-        return out
-
-    def _in_phases(self, x: Tensor, batch: Batch, caches: Sequence[LayerCache]) -> Generator[None, None, Tensor]:
-        """All layers, yielding as `DecoderLayer.in_phases` does."""
         residual, batch = None, replace(batch, shared=SharedResults())
-        given, (x, inputs) = x, self._divided(x)
+        given = self._embed(batch) if x is None else x
+        x, inputs = self._divided(given)
         cos_sin = self._cos_sin(batch)
         last_tokens, last = batch.query_starts[1:] - 1 if batch.logits_indices_only else None, len(self.layers) - 1
         kept: dict[int, Tensor] = {}
@@ -145,7 +132,7 @@ class Decoder(nn.Module):
                 kept[number] = x if residual is None else residual + x
             turns = None if layer.spec.attention is None else cos_sin[layer.spec.attention.rope]
             step = LayerStep(batch, turns, cache, own, last_tokens if number == last else None)
-            x, residual = yield from layer.in_phases(x, residual, step)
+            x, residual = layer(x, residual, step)
         x = x if residual is None else residual + x
         kept[len(self.layers)] = x
         return self._joined(x, given, kept)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator
-from typing import ClassVar, NamedTuple, TypeVar
+from collections.abc import Collection
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
@@ -24,10 +24,6 @@ from quire.engine.layers.norm import Norm, RMSNorm, make_norm
 from quire.engine.layers.recurrent import make_mixer
 from quire.engine.layers.shared_kv_attention import SharedKVAttention
 from quire.engine.layers.sparse_attention import SparseAttention
-
-T = TypeVar("T")
-Phases = Generator[None, None, tuple[Tensor, Tensor | None]]
-"""A layer's work, interrupted whenever tokens are in transit to or from experts: then another batch may run."""
 
 
 class LayerStep(NamedTuple):
@@ -69,12 +65,8 @@ class DecoderLayer(nn.Module):
                 _feed(self.feed_forward_norm, self.feed_forward)
 
     def forward(self, x: Tensor, residual: Tensor | None, step: LayerStep) -> tuple[Tensor, Tensor | None]:
-        """All of `in_phases` at once."""
-        (result,) = interleave([self.in_phases(x, residual, step)])
-        return result
-
-    def in_phases(self, x: Tensor, residual: Tensor | None, step: LayerStep) -> Phases:
-        """Run the layer. `x` is not yet added to `residual`, in the arguments as in the result."""
+        """`[tokens, width]` → the same, of `last_tokens` if there are any. `x` is not yet added to `residual`, in the
+        arguments as in the result."""
         normed, residual = add(self.attention_norm, x, residual)
         mixed = self._mix(self._mixer_input(normed, step.own), step)
         if step.last_tokens is not None:
@@ -85,7 +77,7 @@ class DecoderLayer(nn.Module):
             normed, residual = add(self.feed_forward_norm, mixed, residual)
         elif self.feed_forward_norm is not None:
             normed = self.feed_forward_norm(residual)
-        x = yield from self._fed(normed, step.batch)
+        x = self._fed(normed, step.batch)
         return (x + mixed, residual) if self.spec.is_parallel else (x, residual)
 
     def _mixer_input(self, normed: Tensor | kernels.RoundedRows, own: Tensor | None) -> Tensor | kernels.RoundedRows:
@@ -102,18 +94,11 @@ class DecoderLayer(nn.Module):
             outputs.append(self.state(normed, batch.positions, segments, cache.state))
         return self._scaled(apply(self.attention_post_norm, sum(outputs[1:], start=outputs[0])))
 
-    def _fed(self, normed: Tensor | kernels.RoundedRows, batch: Batch) -> Generator[None, None, Tensor]:
+    def _fed(self, normed: Tensor | kernels.RoundedRows, batch: Batch) -> Tensor:
         """What the feed-forward layer adds to the residual stream."""
         layer = self.feed_forward
         assert layer is not None
-        if isinstance(layer, MixtureOfExperts):
-            in_flight = layer.dispatch(normed, batch)
-            yield
-            in_flight = layer.compute(in_flight)
-            yield
-            out = layer.combine(in_flight)
-        else:
-            out = layer(normed)
+        out = layer(normed, batch) if isinstance(layer, MixtureOfExperts) else layer(normed)
         return self._scaled(apply(self.feed_forward_post_norm, out))
 
     def _scaled(self, x: Tensor) -> Tensor:
@@ -123,12 +108,12 @@ class DecoderLayer(nn.Module):
 class FeedForwardLayer(DecoderLayer):
     """A layer without mixers."""
 
-    def in_phases(self, x: Tensor, residual: Tensor | None, step: LayerStep) -> Phases:
+    def forward(self, x: Tensor, residual: Tensor | None, step: LayerStep) -> tuple[Tensor, Tensor | None]:
         """See `DecoderLayer`."""
         if (last := step.last_tokens) is not None:
             x, residual = x[last], None if residual is None else residual[last]
         normed, residual = add(self.feed_forward_norm, x, residual)
-        return (yield from self._fed(normed, step.batch)), residual
+        return self._fed(normed, step.batch), residual
 
 
 def norm_of(spec: spec_parts.NormSpec | None, hidden_size: int) -> Norm | None:
@@ -148,19 +133,6 @@ def apply(norm: Norm | None, x: Tensor) -> Tensor:
         return x
     out: Tensor = norm(x)
     return out
-
-
-def interleave(runs: list[Generator[None, None, T]]) -> list[T]:
-    """Run all generators to their ends, alternating at each yield: while one's tokens are in transit, the next
-    computes."""
-    results: list[T] = []
-    while len(results) < len(runs):
-        for run in runs:
-            try:
-                next(run)
-            except StopIteration as end:
-                results.append(end.value)
-    return results
 
 
 def _feed(norm: Norm | None, layer: nn.Module | None) -> None:

@@ -11,7 +11,7 @@ from quire.engine.distributed.expert_group import ExpertGroup
 from quire.engine.layers.layer_input import LayerInput
 from quire.engine.layers.residual import AltUp, Laurel
 from quire.engine.layers.weight import Weight, whole
-from quire.engine.models.decoder_layer import DecoderLayer, LayerStep, Phases, add, apply
+from quire.engine.models.decoder_layer import DecoderLayer, LayerStep, add, apply
 
 
 class ScaledResidualLayer(DecoderLayer):
@@ -27,9 +27,9 @@ class ScaledResidualLayer(DecoderLayer):
         self.layer_input = None if path.layer_input is None else LayerInput(path.layer_input, hidden_size)
         self.scalar = Weight((1,), whole(1))
 
-    def in_phases(self, x: Tensor, residual: Tensor | None, step: LayerStep) -> Phases:
+    def forward(self, x: Tensor, residual: Tensor | None, step: LayerStep) -> tuple[Tensor, Tensor | None]:
         """See `DecoderLayer`."""
-        x, residual = yield from super().in_phases(x, residual, step)
+        x, residual = super().forward(x, residual, step)
         assert residual is not None
         if self.layer_input is not None:
             assert step.own is not None
@@ -53,7 +53,7 @@ class AltUpLayer(DecoderLayer):
         self.alt_up, self.laurel = AltUp(path, hidden_size), Laurel(path.laurel, hidden_size)
         self.layer_input = LayerInput(path.layer_input, hidden_size)
 
-    def in_phases(self, x: Tensor, residual: Tensor | None, step: LayerStep) -> Phases:
+    def forward(self, x: Tensor, residual: Tensor | None, step: LayerStep) -> tuple[Tensor, Tensor | None]:
         """See `DecoderLayer`."""
         own, last = step.own, step.last_tokens
         assert own is not None
@@ -64,7 +64,7 @@ class AltUpLayer(DecoderLayer):
         if last is not None:
             normed, x, own, predicted = normed[last], x[last], own[last], predicted[last]
         fed, x = add(self.feed_forward_norm, (mixed + self.laurel(normed)) * 0.5**0.5, x * 0.5**0.5)
-        streams = self.alt_up.correct(predicted, x + (yield from self._fed(fed, step.batch)))
+        streams = self.alt_up.correct(predicted, x + self._fed(fed, step.batch))
         added = self.layer_input(self.alt_up.scaled(streams[:, self.alt_up.active]), own)
         streams[:, 1:] += added[:, None]
         return streams.flatten(1), None

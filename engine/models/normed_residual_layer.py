@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from quire.engine.architecture.residual_spec import NormedResidualSpec
-from quire.engine.models.decoder_layer import DecoderLayer, LayerStep, Phases, add
+from quire.engine.models.decoder_layer import DecoderLayer, LayerStep, add
 
 
 class NormedResidualLayer(DecoderLayer):
@@ -14,7 +14,7 @@ class NormedResidualLayer(DecoderLayer):
 
     sole_readers = ()
 
-    def in_phases(self, x: Tensor, residual: Tensor | None, step: LayerStep) -> Phases:
+    def forward(self, x: Tensor, residual: Tensor | None, step: LayerStep) -> tuple[Tensor, Tensor | None]:
         """See `DecoderLayer`."""
         path = self.spec.residual
         assert isinstance(path, NormedResidualSpec)
@@ -24,4 +24,4 @@ class NormedResidualLayer(DecoderLayer):
         normed = normed if step.last_tokens is None else normed[step.last_tokens]
         normed, _ = add(self.feed_forward_norm, mixed, normed * path.mixer_multiplier)
         assert isinstance(normed, Tensor)
-        return (yield from self._fed(normed, step.batch)), normed * path.feed_forward_multiplier
+        return self._fed(normed, step.batch), normed * path.feed_forward_multiplier

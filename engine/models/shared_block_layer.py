@@ -14,7 +14,7 @@ from quire.engine.architecture.residual_spec import SharedBlockSpec
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.from_spec import FromSpec
 from quire.engine.layers.shared_block import SharedBlock, attention_adapter, feed_forward_adapter
-from quire.engine.models.decoder_layer import DecoderLayer, LayerStep, Phases, apply
+from quire.engine.models.decoder_layer import DecoderLayer, LayerStep, apply
 
 
 class SharedBlockLayer(DecoderLayer):
@@ -31,9 +31,8 @@ class SharedBlockLayer(DecoderLayer):
         self.feed_forward_adapter = feed_forward_adapter(spec.residual, own)
         self.block_output = own.column_parallel("block_output")
 
-    def in_phases(self, x: Tensor, residual: Tensor | None, step: LayerStep) -> Phases:
+    def forward(self, x: Tensor, residual: Tensor | None, step: LayerStep) -> tuple[Tensor, Tensor | None]:
         """See `DecoderLayer`. `step.own` is the embedded token."""
-        yield from ()
         assert self.state is not None
         assert step.own is not None
         batch, cache = step.batch, step.cache

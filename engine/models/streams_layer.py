@@ -10,7 +10,7 @@ from quire.engine.distributed.communicator import Parallel
 from quire.engine.distributed.expert_group import ExpertGroup
 from quire.engine.layers.ngrams import NGrams
 from quire.engine.layers.residual import make_connection
-from quire.engine.models.decoder_layer import DecoderLayer, LayerStep, Phases, apply
+from quire.engine.models.decoder_layer import DecoderLayer, LayerStep, apply
 
 
 class StreamsLayer(DecoderLayer):
@@ -26,7 +26,7 @@ class StreamsLayer(DecoderLayer):
         self.feed_forward_connection = make_connection(spec.residual, hidden_size)
         self.ngrams = None if spec.ngrams is None else NGrams(spec.ngrams, hidden_size, parallel)
 
-    def in_phases(self, x: Tensor, residual: Tensor | None, step: LayerStep) -> Phases:
+    def forward(self, x: Tensor, residual: Tensor | None, step: LayerStep) -> tuple[Tensor, Tensor | None]:
         """See `DecoderLayer`. All tokens are returned: their streams are merged after the last layer."""
         assert step.last_tokens is None
         batch, cache = step.batch, step.cache
@@ -36,5 +36,5 @@ class StreamsLayer(DecoderLayer):
         collapsed, mixing = self.attention_connection.before(x)
         mixed = self._mix(apply(self.attention_norm, collapsed), step)
         collapsed, mixing = self.feed_forward_connection.before(self.attention_connection.after(mixed, mixing))
-        out = yield from self._fed(apply(self.feed_forward_norm, collapsed), batch)
+        out = self._fed(apply(self.feed_forward_norm, collapsed), batch)
         return self.feed_forward_connection.after(out, mixing), None

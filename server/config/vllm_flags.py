@@ -212,7 +212,6 @@ RENAMED: dict[str, tuple[str, Callable[[list[str]], list[str]]]] = {
         "`--data-parallel-start-rank`, with one replica",
         lambda values: ["--data-parallel-start-rank", values[0], "--data-parallel-size-local", "1"],
     ),
-    "--dbo-decode-token-threshold=": ("`--dbo-token-threshold`", _given("--dbo-token-threshold")),
     "--max-cudagraph-capture-size=": (
         "`--cuda-graph-sizes` up to this one",
         lambda values: ["--cuda-graph-sizes", ",".join(map(str, [1, 2, 4, *range(8, int(values[0]) + 1, 8)]))],
@@ -272,7 +271,9 @@ IGNORED: dict[str, str] = {
     ),
     "the processes of --api-server-count render prompts": "--renderer-num-workers=",
     "--max-num-partial-prefills and --long-prefill-token-threshold decide": "--max-long-partial-prefills=",
-    "--dbo-token-threshold is for all steps, in two micro-batches": "--dbo-prefill-token-threshold=",
+    "a step is computed in one piece, as two micro-batches were measured to be slower": (
+        "--dbo-decode-token-threshold= --dbo-prefill-token-threshold= --enable-dbo"
+    ),
     "every token is sent at once": "--stream-interval=",
     "preempted requests are computed again, and nothing is swapped": "--swap-space=",
     "the KV cache has groups of its own for each kind of attention": "--disable-hybrid-kv-cache-manager",

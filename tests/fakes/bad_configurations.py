@@ -200,7 +200,6 @@ CASES = [
     flags("needs a GPU", "--attention-backend", "triton", "--device", "cpu"),
     # Flags that contradict each other or the model
     flags("--enable-eplb needs --enable-expert-parallel", "--enable-eplb"),
-    flags("--enable-dbo needs --enable-expert-parallel", "--enable-dbo"),
     flags("has no experts; omit the flag", "--enable-expert-parallel"),
     flags("cannot be divided evenly among hosts", "--nnodes", "2"),
     flags("--node-rank 3 is out of range", "--nnodes", "2", "-tp", "2", "--node-rank", "3", "--headless"),

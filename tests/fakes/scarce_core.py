@@ -23,14 +23,14 @@ def start(args: CoreArgs, folder: str, most: int) -> Process:
 def limit(most: int) -> None:
     from quire.engine.models.decoder_layer import DecoderLayer
 
-    in_phases = DecoderLayer.in_phases
+    forward = DecoderLayer.forward
 
     def scarce(layer: Any, x: Any, residual: Any, step: Any) -> Any:
         if int(step.batch.sequence_lengths.max()) > most:
             raise RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory")
-        return in_phases(layer, x, residual, step)
+        return forward(layer, x, residual, step)
 
-    DecoderLayer.in_phases = scarce  # type: ignore[method-assign, assignment]
+    DecoderLayer.forward = scarce  # type: ignore[method-assign, assignment]
 
 
 def main() -> None:

@@ -192,29 +192,28 @@ def config_of(case: Case, tp: int, pp: int, **options: Any) -> EngineConfig:
 
 
 def layouts() -> list[Any]:
-    """With two ranks a replica every pair of model, placement and all-to-all; stages, halves and single ranks once."""
+    """With two ranks a replica every pair of model, placement and all-to-all; stages and single ranks once."""
     ways = tuple(itertools.product(("linear", "round_robin"), ("allgather_reducescatter", "all_to_all")))
     pairs = {"Mixtral": (ways[0], ways[3]), "Granite MoE": (ways[1], ways[2]), "DeepSeek V3": (ways[0], ways[3])}
-    found: list[Any] = [(model, 2, 1, *way, None) for model in MODELS for way in pairs[model]]
-    found += [("DeepSeek V3", 1, 2, "linear", "all_to_all", None), ("Mixtral", 2, 2, "round_robin", "all_to_all", 8)]
-    found += [("Granite MoE", 1, 1, "linear", "allgather_reducescatter", 8)]
+    found: list[Any] = [(model, 2, 1, *way) for model in MODELS for way in pairs[model]]
+    found += [("DeepSeek V3", 1, 2, "linear", "all_to_all"), ("Mixtral", 2, 2, "round_robin", "all_to_all")]
+    found += [("Granite MoE", 1, 1, "linear", "allgather_reducescatter")]
     return found
 
 
-@pytest.mark.parametrize(("model", "tp", "pp", "placement", "all2all", "split"), layouts())
+@pytest.mark.parametrize(("model", "tp", "pp", "placement", "all2all"), layouts())
 def test_tokens_are_those_of_one_rank(
     model: str,
     tp: int,
     pp: int,
     placement: Any,
     all2all: Any,
-    split: int | None,
     cases: dict[str, Case],
     tmp_path: Path,
 ) -> None:
     """Uneven loads, a replica without any, and a sleep before each."""
     case = cases[model]
-    experts = ExpertParallelConfig(placement=placement, all2all_backend=all2all, dbo_token_threshold=split)
+    experts = ExpertParallelConfig(placement=placement, all2all_backend=all2all)
     with replicas(config_of(case, tp, pp), tmp_path, 2, experts) as them:
         for replica_of in ([0] * 5, [1] * 5, [0, 1, 0, 0, 1]):
             assert them.tokens(replica_of, case.prompts) == case.expected

@@ -18,9 +18,6 @@ from torch import Tensor
 from quire.engine.config.engine_config import EngineConfig, ExpertParallelConfig
 from quire.engine.distributed.expert_group import ExpertGroup
 from quire.engine.distributed.parallel_state import ParallelState
-from quire.engine.layers.batch import Batch, KVBlocks
-from quire.engine.models import decoder
-from quire.engine.models.micro_batches import split_micro_batches
 from quire.engine.protocol.scheduler_output import SchedulerOutput
 from quire.engine.worker.model_runner import ModelRunner
 from tests.fakes.checkpoints import generate
@@ -92,26 +89,10 @@ LAYOUTS = [
     pytest.param("Mixtral", 2, 1, 1, ExpertParallelConfig(), id="mixtral"),
     pytest.param("Mixtral", 2, 2, 1, ExpertParallelConfig(all2all_backend="all_to_all"), id="mixtral-tp2"),
     pytest.param("DeepSeek V3", 2, 1, 2, ExpertParallelConfig(placement="round_robin"), id="deepseek-pp2"),
-    pytest.param("DeepSeek V3", 2, 1, 1, ExpertParallelConfig(dbo_token_threshold=1), id="deepseek-halves"),
-    pytest.param(
-        "Granite MoE",
-        2,
-        2,
-        1,
-        ExpertParallelConfig(dbo_token_threshold=8, all2all_backend="all_to_all"),
-        id="granite-halves",
-    ),
-    pytest.param("Mixtral", 4, 1, 1, ExpertParallelConfig(dbo_token_threshold=20), id="mixtral-dp4-halves"),
+    pytest.param("Mixtral", 4, 1, 1, ExpertParallelConfig(), id="mixtral-dp4"),
     pytest.param("Mixtral", 2, 2, 1, MOVING, id="mixtral-moving"),
     pytest.param("DeepSeek V3", 2, 1, 2, replace(MOVING, placement="round_robin"), id="deepseek-pp2-moving"),
-    pytest.param(
-        "Granite MoE",
-        2,
-        2,
-        1,
-        replace(MOVING, all2all_backend="all_to_all", dbo_token_threshold=8),
-        id="granite-halves-moving",
-    ),
+    pytest.param("Granite MoE", 2, 2, 1, replace(MOVING, all2all_backend="all_to_all"), id="granite-tp2-moving"),
 ]
 
 
@@ -147,55 +128,3 @@ def test_tokens_are_those_of_one_rank(
         them.probe(0)
     for executor in executors:
         executor.close()
-
-
-def test_only_large_steps_are_split(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    cuts: list[tuple[int, ...]] = []
-
-    def counted(batch: Batch) -> tuple[Batch, Batch]:
-        cuts.append(batch.replica_tokens)
-        return split_micro_batches(batch)
-
-    monkeypatch.setattr(decoder, "split_micro_batches", counted)
-    config = coupled(configure(folders["Mixtral"], max_model_len=64), 2, ExpertParallelConfig(dbo_token_threshold=20))
-    executors = replica_executors(config)
-    with serving(config, executors) as them:
-        them.submit(1, "a", list(range(3, 23)), 4)
-        them.wires[1].answer("a")
-    assert cuts == [(0, 20), (0, 20)]
-    for executor in executors:
-        executor.close()
-
-
-@pytest.mark.parametrize("counts", [[], [1], [1, 1], [7], [1, 1, 1, 9], [6, 2, 4], [2, 6, 4], [1, 12, 1]])
-def test_micro_batches_cover_the_whole_batch(counts: list[int]) -> None:
-    total = sum(counts)
-    ends = torch.tensor([0, *counts]).cumsum(0)
-    computed = 5  # of each row before
-    lengths = torch.tensor(counts, dtype=torch.int64) + computed
-    positions = torch.cat([torch.arange(computed, computed + count) for count in counts] or [torch.empty(0)]).long()
-    numbers, tables = torch.arange(total), torch.arange(len(counts))[:, None]
-    groups = {0: KVBlocks(numbers + 100, tables), 1: KVBlocks(numbers + 200, tables + 50)}
-    whole = Batch(numbers, positions, lengths, ends, ends[1:] - 1, groups, replica_tokens=(total, 3))
-    first, second = split_micro_batches(whole)
-    assert [half.replica_tokens for half in (first, second)] == [(-(-total // 2), 2), (total // 2, 1)]
-    seen = []
-    for half, group in ((first, 0), (second, 0), (first, 1), (second, 1)):
-        slots, block_tables, *_ = half.attention(group)
-        assert len(half.token_ids) == len(half.positions) == len(slots) == int(half.query_starts[-1])
-        assert len(block_tables) == len(half.sequence_lengths) == len(half.query_starts) - 1
-        sizes = half.query_starts.diff()
-        assert (sizes > 0).all()
-        for row, size in enumerate(sizes.tolist()):
-            tokens = slice(int(half.query_starts[row]), int(half.query_starts[row]) + size)
-            length = int(half.sequence_lengths[row])
-            assert half.positions[tokens].tolist() == list(range(length - size, length))
-            seen += [
-                (int(block_tables[row, 0]), at, slot)
-                for at, slot in zip(half.positions[tokens].tolist(), slots[tokens].tolist(), strict=True)
-            ]
-    expected = []
-    for shift, first_slot in ((0, 100), (50, 200)):
-        for row, count in enumerate(counts):
-            expected += [(row + shift, computed + at, first_slot + int(ends[row]) + at) for at in range(count)]
-    assert sorted(seen) == sorted(expected)

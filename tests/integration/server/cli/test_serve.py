@@ -34,24 +34,23 @@ FLAGS = """
 --api-server-count --attention-backend --auto --block-size --chat-template --client-body-timeout --client-header-timeout
 --cluster-timeout-seconds --cluster-token --cluster-token-file --config --cuda-graph-sizes --data-parallel-address
 --data-parallel-rpc-port --data-parallel-size --data-parallel-size-local --data-parallel-start-rank
---dbo-token-threshold --default-chat-template-kwargs --device --disable-custom-all-reduce --distributed-executor-backend
---distributed-timeout-seconds --download-dir --dtype --enable-chunked-prefill --enable-dbo --enable-eplb
---enable-expert-parallel --enable-per-request-metrics --enable-prefix-caching --enforce-eager --eplb-step-interval
---expert-placement-strategy --fair-share --fair-share-weights --generation-config --gpu-memory-utilization --headless
---help --hf-overrides --host --itl-target-ms --kv-cache-dtype --kv-cache-memory-bytes --load-format --log-level
---long-prefill-token-threshold --master-addr --master-port --max-body-mib --max-connections-per-client --max-logprobs
---max-model-len --max-num-batched-tokens --max-num-partial-prefills --max-num-seqs --max-queue --max-restarts
---model-impl --nnodes --no-allow-credentials --no-auto --no-disable-custom-all-reduce --no-enable-chunked-prefill
---no-enable-dbo --no-enable-eplb --no-enable-expert-parallel --no-enable-per-request-metrics --no-enable-prefix-caching
---no-enforce-eager --no-headless --no-restart --no-strict-parameters --no-trust-remote-code
---no-trust-request-chat-template --no-ui --no-vllm-metrics --node-rank --num-redundant-experts --optimize
---otlp-traces-endpoint --override-generation-config --packed-cache --pipeline-layer-partition --pipeline-parallel-size
---port --quantization --reasoning-parser --request-timeout --restart --revision --root-path --runner --scheduling-policy
---seed --served-model-name --shutdown-timeout --spec-method --spec-model --spec-tokens --speculative-config
---ssl-ca-certs --ssl-cert-reqs --ssl-certfile --ssl-keyfile --strict-parameters --tensor-parallel-size
---timeout-keep-alive --tokenizer --tool-call-parser --torch-profiler-dir --trust-remote-code
---trust-request-chat-template --uds --ui --vllm-metrics --watchdog-seconds -asc -dp -dpa -dpl -dpp -dpr -h -pp -q -sc
--tp
+--default-chat-template-kwargs --device --disable-custom-all-reduce --distributed-executor-backend
+--distributed-timeout-seconds --download-dir --dtype --enable-chunked-prefill --enable-eplb --enable-expert-parallel
+--enable-per-request-metrics --enable-prefix-caching --enforce-eager --eplb-step-interval --expert-placement-strategy
+--fair-share --fair-share-weights --generation-config --gpu-memory-utilization --headless --help --hf-overrides --host
+--itl-target-ms --kv-cache-dtype --kv-cache-memory-bytes --load-format --log-level --long-prefill-token-threshold
+--master-addr --master-port --max-body-mib --max-connections-per-client --max-logprobs --max-model-len
+--max-num-batched-tokens --max-num-partial-prefills --max-num-seqs --max-queue --max-restarts --model-impl --nnodes
+--no-allow-credentials --no-auto --no-disable-custom-all-reduce --no-enable-chunked-prefill --no-enable-eplb
+--no-enable-expert-parallel --no-enable-per-request-metrics --no-enable-prefix-caching --no-enforce-eager --no-headless
+--no-restart --no-strict-parameters --no-trust-remote-code --no-trust-request-chat-template --no-ui --no-vllm-metrics
+--node-rank --num-redundant-experts --optimize --otlp-traces-endpoint --override-generation-config --packed-cache
+--pipeline-layer-partition --pipeline-parallel-size --port --quantization --reasoning-parser --request-timeout --restart
+--revision --root-path --runner --scheduling-policy --seed --served-model-name --shutdown-timeout --spec-method
+--spec-model --spec-tokens --speculative-config --ssl-ca-certs --ssl-cert-reqs --ssl-certfile --ssl-keyfile
+--strict-parameters --tensor-parallel-size --timeout-keep-alive --tokenizer --tool-call-parser --torch-profiler-dir
+--trust-remote-code --trust-request-chat-template --uds --ui --vllm-metrics --watchdog-seconds -asc -dp -dpa -dpl -dpp
+-dpr -h -pp -q -sc -tp
 """
 
 RUN = """

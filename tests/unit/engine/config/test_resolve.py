@@ -155,12 +155,6 @@ def test_unsupported_options_are_rejected(tmp_path: Path, changes: dict[str, Any
         ray_cluster.resolve(options(folder(tmp_path), **changes))
 
 
-def test_dbo_is_rejected_without_an_all_to_all(tmp_path: Path) -> None:
-    model = folder(tmp_path, architectures=["MixtralForCausalLM"], num_local_experts=4, num_experts_per_tok=2)
-    with pytest.raises(ConfigError, match=r"--enable-dbo overlaps the all-to-all .* --data-parallel-size is 1"):
-        resolve(options(model, enable_expert_parallel=True, enable_dbo=True))
-
-
 def describe(request: transformers_backend.DescribeRequest) -> NoReturn:
     """transformers cannot build it either."""
     raise ConfigError(f"transformers cannot build {request.path}")

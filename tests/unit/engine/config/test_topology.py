@@ -263,13 +263,11 @@ def test_the_plan_shows_experts() -> None:
     parallel = parallel_config.resolve(asked, ARCH, Devices("cpu", 8, 1 << 30))
     changes = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 2}
     mixture = from_hf_config(LLAMA | changes)
-    experts = ExpertParallelConfig(
-        all2all_backend="all_to_all", enable_eplb=True, num_redundant_experts=8, dbo_token_threshold=64
-    )
+    experts = ExpertParallelConfig(all2all_backend="all_to_all", enable_eplb=True, num_redundant_experts=8)
     text = "\n".join(plan_text.parallel_lines(replace(parallel, experts=experts), mixture))
     assert "4 replicas, which step together" in text
     assert "8 experts a layer and 8 copies over 8 ranks (4 replicas × 2), 2 each, linear" in text
-    assert "tokens are dispatched by all_to_all across hosts; rebalanced every 3,000 steps; steps of 64 tokens" in text
+    assert "tokens are dispatched by all_to_all across hosts; rebalanced every 3,000 steps" in text
 
 
 def test_the_fastest_active_port_is_the_network(tmp_path: Path) -> None:

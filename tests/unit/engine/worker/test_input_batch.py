@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from quire.engine.models.micro_batches import split_micro_batches
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.protocol.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from quire.engine.worker import async_copies, input_batch
@@ -148,18 +145,3 @@ def test_only_what_changed_travels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert step.attention(0).block_tables[0].tolist() == [*range(225), 300]
     assert sent[0] > 2 * 900
     assert sent[1] < 16
-
-
-@pytest.mark.parametrize("counts", [[1, 1, 1, 1], [5, 1, 2], [1, 7], [3], [1, 1, 1], [2, 2], [1]])
-def test_micro_batches_have_matching_host_metadata(counts: list[int]) -> None:
-    states = InputBatch(8, 32, 4)
-    starts = [new(slot, list(range(count + slot)), slot, [slot] * 4) for slot, count in enumerate(counts)]
-    rows = states.apply(
-        SchedulerOutput(0, [], starts, [CachedRequestData(slot, count, [], []) for slot, count in enumerate(counts)])
-    )
-    step, _ = states.batch(rows)
-    for half in split_micro_batches(step):
-        assert half.host is not None
-        from_device = replace(half, host=None).host_metadata()
-        assert half.host.counts.tolist() == from_device.counts.tolist()
-        assert half.host.lengths.tolist() == from_device.lengths.tolist()
