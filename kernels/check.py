@@ -137,7 +137,9 @@ def _examples(inputs: Inputs, config: AttentionConfig, formats: Collection[Quant
     yield examples.route(inputs, 5, 40, 12, "sigmoid", ineligible=0.0, **by_groups)
     yield from examples.on_logits(inputs, 6, 9999, longest=600, num_top=5)
     yield examples.sample(
-        *(inputs, 6, 9999),
+        inputs,
+        rows=6,
+        vocabulary=9999,
         temperature=[1.0, 0.7, 1.0, 0.0, 1.0, 1.0],
         top_k=[0, 5, 0, 9, 9, 4000],
         top_p=[1.0, 1.0, 0.3, 0.7, 0.7, 0.9],

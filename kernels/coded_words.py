@@ -115,7 +115,13 @@ def pack_words(weight: QuantizedWeight) -> CodedWords:
         of_rows = of_rows.masked_fill(((weight.codes & 0x7F) == 0x7F).any(dim=-1), torch.nan)
     words = words.movedim(-2, -3).contiguous()
     return CodedWords(
-        *(weight.values, inputs, group, words, factors[0], factors[1], of_rows.contiguous()),
+        weight.values,
+        inputs,
+        group,
+        words,
+        scales=factors[0],
+        offsets=factors[1],
+        of_rows=of_rows.contiguous(),
         columns=weight.columns,
         rounding=weight.rounding,
     )

@@ -398,8 +398,19 @@ class Int8OneDNNLinear(PackedLinear):
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         integers, scales = _quantize_rows(x)
         out = torch.ops.onednn.qlinear_pointwise(
-            *(_padded(integers), 1.0, packed.INT8_ZERO, self._weight, self._scales, self._zeros),
-            *(None, 1.0, 0, torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32, "none", [], ""),
+            qx=_padded(integers),
+            x_scale=1.0,
+            x_zero_point=packed.INT8_ZERO,
+            qw=self._weight,
+            w_scale=self._scales,
+            w_zero_point=self._zeros,
+            bias=None,
+            output_scale=1.0,
+            output_zero_point=0,
+            output_dtype=torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32,
+            post_op_name="none",
+            post_op_args=[],
+            post_op_algorithm="",
         )
         return _scale_rows(out[: len(x)], scales, bias, x.dtype)
 

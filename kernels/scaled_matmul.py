@@ -66,7 +66,12 @@ def choose(
             CHOSEN[device.type, kind] = least
         logger.info(
             "%s products on %s: %s, by the time of %d x %d (%s)",
-            *(name, device, where, _FEATURES, _INPUTS, ", ".join(texts)),
+            name,
+            device,
+            where,
+            _FEATURES,
+            _INPUTS,
+            ", ".join(texts),
         )
 
 

@@ -69,5 +69,7 @@ class StragglerDetector:
         logger.warning(
             "%s is slower than the other ranks of its stage, which wait for it: it computes for %.1f ms in a step, "
             "they for %.1f ms; look for other processes on its cores, and for throttled or slower cores",
-            *(self._name([rank]), 1e3 * seconds, 1e3 * others),
+            self._name([rank]),
+            1e3 * seconds,
+            1e3 * others,
         )

@@ -149,7 +149,12 @@ def _kernel_layer(spec: attention_spec.AttentionSpec | attention_spec.MLASpec, t
             heads, kv_heads, size, spec.scale, window, is_mla=is_mla, has_sinks=spec.has_sinks
         )
     return kernels.AttentionLayer(
-        *(spec.num_heads // tp, kv_heads, size, spec.scale, 0 if spec.is_chunked else spec.window or 0, spec.softcap),
+        spec.num_heads // tp,
+        kv_heads,
+        size,
+        spec.scale,
+        window=0 if spec.is_chunked else spec.window or 0,
+        softcap=spec.softcap,
         has_sinks=spec.has_sinks,
         has_own_sinks=spec.has_own_sinks,
         has_alibi=bool(spec.alibi),

@@ -41,6 +41,11 @@ class AttentionMetadata(NamedTuple):
     host: HostMetadata | None = None
     """As in `Batch`."""
 
+    @property
+    def paged(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Block tables, sequence lengths and query starts, which kernels that read a paged cache take together."""
+        return self[1:4]
+
     def last_tokens(self) -> AttentionMetadata:
         """The same with one query for each sequence: its last token."""
         starts = torch.arange(len(self.query_starts), device=self.query_starts.device)

@@ -43,8 +43,7 @@ class BlockIndexer(nn.Module):
         assert keys is not None
         spec, (tokens, heads), block_size = self._spec, index_query.shape[:2], memory.shape[3]
         blocks = kernels.select_blocks(
-            *(index_query, keys, metadata.block_tables, metadata.sequence_lengths, metadata.query_starts),
-            *(spec.block_size, spec.num_blocks, spec.num_local_blocks),
+            index_query, keys, *metadata.paged, spec.block_size, spec.num_blocks, spec.num_local_blocks
         )
         number, request = torch.arange(tokens, device=query.device), metadata.sequence_of_tokens(tokens)
         positions = metadata.sequence_lengths[request] - metadata.query_starts[request + 1] + number
@@ -62,8 +61,7 @@ class BlockIndexer(nn.Module):
             pages = metadata.block_tables[request[rows, None, None], places // block_size]
             slots = (pages * step + head) * block_size + places % block_size
             found = kernels.sparse_attention(
-                *(grouped[rows].flatten(0, 1), by_head, slots.flatten(0, 1)),
-                *(counts[rows].repeat_interleave(heads), scale),
+                grouped[rows].flatten(0, 1), by_head, slots.flatten(0, 1), counts[rows].repeat_interleave(heads), scale
             )
             mixed[rows] = torch.unflatten(found, 0, (-1, heads)).flatten(1, 2)
         return mixed

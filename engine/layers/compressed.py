@@ -47,8 +47,15 @@ class Compressor(nn.Module):
         weight = self.norm.weight
         assert isinstance(weight, Tensor)
         kernels.compress_tokens(
-            *(inputs, self.position_bias, weight, self._eps, cos_sin, cache, windows.slot_mapping),
-            *(windows.block_tables, windows.sequence_lengths, windows.query_starts, entry_tables),
+            inputs,
+            self.position_bias,
+            weight,
+            self._eps,
+            cos_sin,
+            cache,
+            windows.slot_mapping,
+            *windows.paged,
+            entry_tables,
         )
 
 
@@ -79,8 +86,7 @@ class EntryIndexer(nn.Module):
         query = self.query(latent_query).unflatten(-1, (self._spec.num_heads, -1))
         query, _ = kernels.rotary(query, query[:, :0], cos_sin)
         return kernels.select_tokens(
-            *(query, self.weights.logits(x) * self._scale, keys, entries.block_tables),
-            *(entries.sequence_lengths, entries.query_starts, self._spec.top_k, self._ratio),
+            query, self.weights.logits(x) * self._scale, keys, *entries.paged, self._spec.top_k, self._ratio
         )
 
 

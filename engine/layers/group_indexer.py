@@ -42,9 +42,14 @@ class GroupIndexer(nn.Module):
         kernels.rotary_write_kv(key[:, :0], key, None, cos_sin[:, :0], keys, metadata.slot_mapping)
         places = torch.zeros(spec.size, spec.head_dim, dtype=torch.float32, device=x.device)  # all alike
         kernels.compress_tokens(
-            *(keys, places, weight.float() + spec.norm.offset, spec.norm.eps),
-            *(self._rotary(batch.positions + 1 - spec.size), keys[:, :, :, spec.size - 1 :: spec.size]),
-            *(metadata.slot_mapping, metadata.block_tables, metadata.sequence_lengths, metadata.query_starts),
+            keys,
+            places,
+            weight.float() + spec.norm.offset,
+            spec.norm.eps,
+            self._rotary(batch.positions + 1 - spec.size),
+            keys[:, :, :, spec.size - 1 :: spec.size],
+            metadata.slot_mapping,
+            *metadata.paged,
             metadata.block_tables,
         )
         return query
@@ -58,8 +63,7 @@ class GroupIndexer(nn.Module):
         assert keys is not None
         weights = torch.ones(index_query.shape[:2], dtype=torch.float32, device=query.device)
         chosen = kernels.select_tokens(
-            *(index_query, weights, keys[:, :, :, spec.size - 1 :: spec.size], metadata.block_tables),
-            *(metadata.sequence_lengths, metadata.query_starts, spec.num_groups, spec.size),
+            index_query, weights, keys[:, :, :, spec.size - 1 :: spec.size], *metadata.paged, spec.num_groups, spec.size
         )
         slots, counts = tokens_of_groups(chosen, metadata, spec.size, memory.shape[3])
         return kernels.sparse_attention(query, memory, slots, counts, scale)

@@ -81,18 +81,24 @@ class Indexer(nn.Module):
         key = self.key_norm(self.key(x))
         key = key if self.gate is None else torch.cat((key, self.gate.logits(x).to(key.dtype)), dim=-1)
         query = kernels.rotary_write_kv(query, key[:, None], None, cos_sin, rows, metadata.slot_mapping)
-        place, keys = (metadata.block_tables, metadata.sequence_lengths, metadata.query_starts), rows
+        keys = rows
         if self.position_bias is not None:
-            no_turns = cos_sin[:, :0]
             keys = rows[:, :, :, pool - 1 :: pool, : self._spec.head_dim]
             kernels.compress_tokens(
-                *(rows, self.position_bias, None, 0.0, no_turns, keys, metadata.slot_mapping, *place),
+                rows,
+                self.position_bias,
+                None,  # without a norm
+                0.0,
+                cos_sin[:, :0],  # and rotation
+                keys,
+                metadata.slot_mapping,
+                *metadata.paged,
                 metadata.block_tables,
             )
         if metadata.host_metadata().lengths.max() <= top_k:
             return Selection()
         weights = self.weights.logits(x) * self._scale
-        chosen = kernels.select_tokens(query, weights, keys, *place, top_k // pool, pool)
+        chosen = kernels.select_tokens(query, weights, keys, *metadata.paged, top_k // pool, pool)
         if pool > 1:
             return Selection(*tokens_of_groups(chosen, metadata, pool, rows.shape[3]))
         return Selection(chosen, (batch.positions + 1).clamp(max=top_k))
@@ -231,9 +237,7 @@ class MLA(nn.Module):
         mixed = kernels.paged_attention(
             self._latent_query(query, keys),
             memory.expand(2, *memory.shape[1:]),
-            metadata.block_tables,
-            metadata.sequence_lengths,
-            metadata.query_starts,
+            *metadata.paged,
             spec.scale,
             window=spec.window or 0,
             host=metadata.host,

@@ -321,7 +321,12 @@ class Experts(ExpertStack):
         if self._product is not None:
             return self._product(x, weights, ids)
         return kernels.fused_experts(
-            *(x, weights, ids, self.gate_up.weight, self.down.weight, self._spec.activation),
+            x,
+            weights,
+            ids,
+            self.gate_up.weight,
+            self.down.weight,
+            self._spec.activation,
             gate_up_bias=self.gate_up.bias,
             down_bias=self._down_bias,
         )

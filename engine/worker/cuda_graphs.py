@@ -92,7 +92,9 @@ class DecodeGraphs:
             return False
         logger.info(
             "captured %d CUDA graphs for decode steps of up to %d requests in %.1f s, using %s",
-            *(len(self._sizes), self._sizes[-1], time.perf_counter() - started),
+            len(self._sizes),
+            self._sizes[-1],
+            time.perf_counter() - started,
             format_bytes(max(0, free - _free_bytes(self._device))),
         )
         return True

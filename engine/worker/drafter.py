@@ -138,7 +138,9 @@ class DraftModel:
         most = np.minimum(step.count, room - newest)
         drafting = step.drafting[(counts == wanted)[step.drafting] & (most[step.drafting] > 0)]
         span = input_batch.span(
-            *(slots[fed], starts[fed], counts[fed]),
+            slots[fed],
+            starts[fed],
+            counts[fed],
             ahead=step.count,
             as_decodes=int(counts.max()) <= step.count + 1 and int(counts.sum()) <= self._max_replayed,
         )

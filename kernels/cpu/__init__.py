@@ -81,11 +81,9 @@ def select_blocks(
     local: int,
 ) -> Tensor:
     if size > _LARGEST_BLOCK:
-        return reference.select_blocks(
-            *(query, cache, block_tables, sequence_lengths, query_starts, size, count, local)
-        )
+        return reference.select_blocks(query, cache, block_tables, sequence_lengths, query_starts, size, count, local)
     out: Tensor = torch.ops.quire.select_blocks(
-        *(query, cache, block_tables, sequence_lengths, query_starts, size, count, local)
+        query, cache, block_tables, sequence_lengths, query_starts, size, count, local
     )
     return out
 
@@ -101,7 +99,7 @@ def select_tokens(
     tokens_per_key: int = 1,
 ) -> Tensor:
     out: Tensor = torch.ops.quire.select_tokens(
-        *(query, weights, cache, block_tables, sequence_lengths, query_starts, top_k, tokens_per_key)
+        query, weights, cache, block_tables, sequence_lengths, query_starts, top_k, tokens_per_key
     )
     return out
 
@@ -145,7 +143,7 @@ def mhc_pre(
     output_eps: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     out: tuple[Tensor, Tensor, Tensor] = torch.ops.quire.mhc_pre(
-        *(x, function, base, scale, num_streams, norm_eps, eps, iterations, magnitude, output_eps)
+        x, function, base, scale, num_streams, norm_eps, eps, iterations, magnitude, output_eps
     )
     return out
 
@@ -176,7 +174,7 @@ def linear_attention(
     is_delta: bool = True,
 ) -> Tensor:
     out: Tensor = torch.ops.quire.linear_attention(
-        *(query, key, value, decay, beta, matrices, *segments, scale, eps, is_delta)
+        query, key, value, decay, beta, matrices, *segments, scale, eps, is_delta
     )
     return out
 
@@ -271,7 +269,7 @@ def coded_linear(
     activation: str = "",
 ) -> Tensor:
     out: Tensor = torch.ops.quire.coded_linear(
-        *(x, tiles, scales, bias, features, values, VALUES[values], group, factors, activation)
+        x, tiles, scales, bias, features, values, VALUES[values], group, factors, activation
     )
     return out
 
@@ -309,7 +307,7 @@ def packed_experts(
     gated: bool = True,
 ) -> Tensor:
     out: Tensor = torch.ops.quire.packed_experts(
-        *(x, weights, ids, gate_up, gate_up_scales, gate_up_bias, down, down_scales, down_bias, activation, gated)
+        x, weights, ids, gate_up, gate_up_scales, gate_up_bias, down, down_scales, down_bias, activation, gated
     )
     return out
 

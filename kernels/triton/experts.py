@@ -177,7 +177,7 @@ def sum_pairs(rows: Tensor, weights: Tensor, ids: Tensor, experts: int) -> Tenso
     (tokens, top_k), hidden = ids.shape, rows.shape[1]
     out = rows.new_empty(tokens, hidden)
     _sum_kernel[tokens, triton.cdiv(hidden, _SUMMED_AT_ONCE)](
-        *(rows, weights, ids, out, experts, hidden), TOP_K=top_k, BLOCK=_SUMMED_AT_ONCE, num_warps=4
+        rows, weights, ids, out, experts, hidden, TOP_K=top_k, BLOCK=_SUMMED_AT_ONCE, num_warps=4
     )
     return out
 

@@ -56,7 +56,7 @@ def score_tokens(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, 
         source = (logits, logits.stride(0), tokens, tiles_of)
         _score_kernel[(rows, tiles)](*source, width, TILE=_TILE, num_warps=_WARPS)
         _total_kernel[(rows,)](
-            *(*source, tiles, logprobs, ranks, totals), TILES=triton.next_power_of_2(tiles), num_warps=1
+            *source, tiles, logprobs, ranks, totals, TILES=triton.next_power_of_2(tiles), num_warps=1
         )
     top = logits.topk(min(num_top, width), dim=-1)
     return logprobs, ranks, top.indices.int(), top.values - totals[:, None]

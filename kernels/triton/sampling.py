@@ -412,7 +412,7 @@ def _draw_kernel(
         is_known = tl.load(states + 4 * row + 2)
     else:
         bound, strict, is_known, token = _after(
-            *(states - 4 * rows, draws - 3 * rows * tiles, masses - rows * tiles, facts, controls, row, tiles), TILES
+            states - 4 * rows, draws - 3 * rows * tiles, masses - rows * tiles, facts, controls, row, tiles, TILES
         )
         if tile == 0:
             tl.store(states + 4 * row, bound)
