@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 from quire.server.parsers.events import Content, Reasoning
 from quire.server.parsers.incremental import IncrementalParser, Steps, TextCutOff, any_of, beginning_of, space_before
@@ -16,12 +16,15 @@ class ReasoningFormat:
 
     open: str
     close: str
+    _: KW_ONLY
     answer: tuple[str, ...] = ()
     """What opens and closes the answer after reasoning, if the model writes that."""
     ends: tuple[str, ...] = ()
     """Markers of calls, which end reasoning that is not closed."""
     inner: tuple[str, ...] = ()
     """Other markers of the format."""
+    signs: tuple[str, ...]
+    """What chat templates of the format, and of no other that follows in `REASONING_FORMATS`, all have."""
 
     @property
     def all_markers(self) -> tuple[str, ...]:
@@ -37,47 +40,55 @@ class ReasoningFormat:
         return self != HARMONY_REASONING and prompt.rstrip().endswith(self.close)
 
 
-_THINK = ReasoningFormat("<think>", "</think>")
 # DeepSeek-R1 (https://huggingface.co/deepseek-ai/DeepSeek-R1) and models that follow it.
+_THINK = ReasoningFormat("<think>", "</think>", signs=("</think>",))
 
 HARMONY_REASONING = ReasoningFormat(
-    "<|channel|>analysis<|message|>", "<|end|><|start|>assistant", inner=HARMONY_MARKERS
+    "<|channel|>analysis<|message|>",
+    "<|end|><|start|>assistant",
+    inner=HARMONY_MARKERS,
+    signs=("<|channel|>", "analysis"),
 )
 
 REASONING_FORMATS: dict[str, ReasoningFormat] = {
-    **dict.fromkeys(("deepseek_r1", "deepseek_v3", "deepseek_v4", "qwen3", "glm45", "glm47", "holo2", "hy_v3"), _THINK),
-    **dict.fromkeys(("mimo", "minimax_m2", "nemotron_v3", "olmo3", "step3", "step3p5"), _THINK),
-    # The template of Granite 3.2 (https://huggingface.co/ibm-granite/granite-3.2-8b-instruct) asks for these words.
-    "granite": ReasoningFormat("Here is my thought process:", "Here is my response:"),
-    # Magistral 2509 (https://huggingface.co/mistralai/Magistral-Small-2509).
-    "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
-    # Kimi K2 Thinking may call tools without closing its thoughts.
-    "kimi_k2": ReasoningFormat("<think>", "</think>", ends=("<|tool_calls_section_begin|>",)),
-    # The template of Hunyuan-A13B (https://huggingface.co/tencent/Hunyuan-A13B-Instruct).
-    "hunyuan_a13b": ReasoningFormat("<think>", "</think>", answer=("<answer>", "</answer>")),
-    # The template of Seed-OSS (https://huggingface.co/ByteDance-Seed/Seed-OSS-36B-Instruct).
-    "seed_oss": ReasoningFormat("<seed:think>", "</seed:think>"),
-    # Gemma 4 (https://ai.google.dev/gemma/docs/core/prompt-formatting-gemma4); calls end its thoughts, too.
-    "gemma4": ReasoningFormat("<|channel>thought", "<channel|>", ends=("<|tool_call>",), inner=("<|channel>",)),
     # gpt-oss, whose answers `harmony` parses; see there.
     "openai_gptoss": HARMONY_REASONING,
+    # The template of Granite 3.2 (https://huggingface.co/ibm-granite/granite-3.2-8b-instruct) asks for these words.
+    "granite": ReasoningFormat("Here is my thought process:", "Here is my response:", signs=("Here is my response:",)),
+    # Magistral 2509 (https://huggingface.co/mistralai/Magistral-Small-2509).
+    "mistral": ReasoningFormat("[THINK]", "[/THINK]", signs=("[/THINK]",)),
+    # The template of Seed-OSS (https://huggingface.co/ByteDance-Seed/Seed-OSS-36B-Instruct).
+    "seed_oss": ReasoningFormat("<seed:think>", "</seed:think>", signs=("</seed:think>",)),
+    # The template of Hunyuan-A13B (https://huggingface.co/tencent/Hunyuan-A13B-Instruct).
+    "hunyuan_a13b": ReasoningFormat(
+        "<think>", "</think>", answer=("<answer>", "</answer>"), signs=("</think>", "<answer>")
+    ),
+    # Gemma 4 (https://ai.google.dev/gemma/docs/core/prompt-formatting-gemma4); calls end its thoughts, too.
+    "gemma4": ReasoningFormat(
+        "<|channel>thought",
+        "<channel|>",
+        ends=("<|tool_call>",),
+        inner=("<|channel>",),
+        signs=("<|channel>thought",),
+    ),
+    # Kimi K2 Thinking may call tools without closing its thoughts.
+    "kimi_k2": ReasoningFormat(
+        "<think>",
+        "</think>",
+        ends=("<|tool_calls_section_begin|>",),
+        signs=("</think>", "<|tool_calls_section_begin|>"),
+    ),
+    **dict.fromkeys(("deepseek_r1", "deepseek_v3", "deepseek_v4", "qwen3", "glm45", "glm47", "holo2", "hy_v3"), _THINK),
+    **dict.fromkeys(("mimo", "minimax_m2", "nemotron_v3", "olmo3", "step3", "step3p5"), _THINK),
 }
-"""The values of --reasoning-parser besides `auto` and `none`; the names are vLLM's."""
+"""The values of --reasoning-parser besides `auto` and `none`; the names are vLLM's. A chat template has the first format
+whose signs are in it."""
 
 
 def detect_reasoning(template: str) -> str | None:
     """Return the name of the format that a chat template uses, or None."""
-    for name, signs in (
-        ("openai_gptoss", ("<|channel|>", "analysis")),
-        ("granite", ("Here is my response:",)),
-        ("mistral", ("[/THINK]",)),
-        ("seed_oss", ("</seed:think>",)),
-        ("hunyuan_a13b", ("</think>", "<answer>")),
-        ("gemma4", ("<|channel>thought",)),
-        ("kimi_k2", ("</think>", "<|tool_calls_section_begin|>")),
-        ("deepseek_r1", ("</think>",)),
-    ):
-        if all(sign in template for sign in signs):
+    for name, format in REASONING_FORMATS.items():
+        if all(sign in template for sign in format.signs):
             return name
     return None
 
