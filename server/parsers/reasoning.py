@@ -81,7 +81,7 @@ REASONING_FORMATS: dict[str, ReasoningFormat] = {
     **dict.fromkeys(("deepseek_r1", "deepseek_v3", "deepseek_v4", "qwen3", "glm45", "glm47", "holo2", "hy_v3"), _THINK),
     **dict.fromkeys(("mimo", "minimax_m2", "nemotron_v3", "olmo3", "step3", "step3p5"), _THINK),
 }
-"""The values of --reasoning-parser besides `auto` and `none`; the names are vLLM's. A chat template has the first format
+"""The values of --reasoning-parser besides `auto` and `none`; the names are vLLM's. A template has the first format
 whose signs are in it."""
 
 
