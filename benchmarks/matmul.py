@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from quire import kernels
-from quire.kernels import isa, linear
+from quire.kernels import isa, linear, packed_state
 from quire.kernels.quantized import VALUES
 
 LAYERS = ((1152, 896), (896, 896), (9728, 896), (896, 4864))
@@ -85,9 +85,9 @@ def compare(
         weights = [torch.randn(shape).to(dtype) for shape in shapes * copies]
         ours = [kernels.pack_linear(weight, quantization) for weight in weights]
         theirs = [pack(weight) for weight in weights]
-    reads = [part.flatten().view(torch.float32).sum for product in ours for part in product.state()]
+    reads = [part.flatten().view(torch.float32).sum for product in ours for part in packed_state.tensors_of(product)]
     operations = 2 * sum(weight.numel() for weight in weights) / copies
-    moved = sum(part.nbytes for product in ours for part in product.state()) / copies
+    moved = sum(part.nbytes for product in ours for part in packed_state.tensors_of(product)) / copies
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     for rows in rows_of:
         inputs = [torch.randn(rows, columns).to(dtype) for _, columns in shapes * copies]

@@ -11,14 +11,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels import coded_words, fp4, linear, packed, quantized, reference
+from quire.kernels import coded_words, fp4, linear, packed, packed_state, quantized, reference
 from quire.kernels.coded_words import RoundedRows, RowRounding
 from quire.kernels.dispatch import by_device
+from quire.kernels.packed_state import Packed
 from quire.kernels.quantized import QuantizedWeight
 
 fused_experts = by_device(reference.fused_experts)
@@ -32,7 +34,7 @@ _rounded_fused_experts = by_device(coded_words.rounded_fused_experts)
 _fp4_fused_experts = by_device(fp4.fp4_fused_experts)
 
 
-class PackedExperts(ABC):
+class PackedExperts(Packed, ABC):
     """Experts in the layout that the device multiplies fastest."""
 
     @abstractmethod
@@ -388,35 +390,30 @@ class ExpertByExpert(PackedExperts):
         down_bias: Tensor | None,
         gated: bool,
     ) -> None:
-        self._gate_up, self._down, self._activation, self._gated = gate_up, down, activation, gated
-        self._gate_up_biases, self._down_biases = (
-            [None] * len(down) if bias is None else list(bias.detach()) for bias in (gate_up_bias, down_bias)
-        )
+        self._activation, self._gated = activation, gated
+        biases = ([None] * len(down) if bias is None else list(bias.detach()) for bias in (gate_up_bias, down_bias))
+        self._experts: list[list[Any]] = [list(gate_up), list(down), *biases]
 
     def __call__(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        return reference.by_expert(x, weights, ids, len(self._down), self._feed_forward)
+        return reference.by_expert(x, weights, ids, len(self._experts[0]), self._feed_forward)
 
     def _feed_forward(self, expert: int, rows: Tensor) -> Tensor:
-        both = self._gate_up[expert](rows, self._gate_up_biases[expert])
-        inner = (_act_mul if self._gated else reference.activate)(both, self._activation)
-        return self._down[expert](inner, self._down_biases[expert])
+        gate_up, down, gate_up_bias, down_bias = self._expert(expert)
+        inner = (_act_mul if self._gated else reference.activate)(gate_up(rows, gate_up_bias), self._activation)
+        out: Tensor = down(inner, down_bias)
+        return out
 
     @property
     def layout(self) -> str:
-        return f"{super().layout} of {self._gate_up[0].layout} and {self._down[0].layout}"
+        return f"{super().layout} of {packed_state.to_plain(self._expert(0), [], copies=True)}"
 
     def state(self, index: int) -> list[Tensor]:
-        biases = [each[index] for each in (self._gate_up_biases, self._down_biases)]
-        return [
-            *self._gate_up[index].state(),
-            *self._down[index].state(),
-            *(bias for bias in biases if bias is not None),
-        ]
+        return packed_state.tensors_of(self._expert(index))
 
     def restore(self, index: int, state: Sequence[Tensor]) -> None:
-        first, second = (len(each[index].state()) for each in (self._gate_up, self._down))
-        self._gate_up[index].restore(state[:first])
-        self._down[index].restore(state[first : first + second])
-        biases = [each[index] for each in (self._gate_up_biases, self._down_biases)]
-        for target, source in zip((bias for bias in biases if bias is not None), state[first + second :], strict=True):
-            target.copy_(source)
+        expert = packed_state.with_tensors(self._expert(index), [part.clone() for part in state])
+        for experts, part in zip(self._experts, expert, strict=True):
+            experts[index] = part
+
+    def _expert(self, index: int) -> list[Any]:
+        return [experts[index] for experts in self._experts]

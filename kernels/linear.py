@@ -23,6 +23,7 @@ from quire.kernels import coded_words, dispatch, fp4, isa, packed, quantized, re
 from quire.kernels.cache import FP8_CAPABILITY
 from quire.kernels.coded_words import RoundedRows, RowRounding
 from quire.kernels.dispatch import by_device
+from quire.kernels.packed_state import Packed
 from quire.kernels.quantized import QuantizedWeight
 
 Quantization = Literal["int8", "int4"]
@@ -50,16 +51,12 @@ INT4_GROUPS = (128, 64, 32)
 """Sizes of groups that share a scale: the largest that divides the number of input features is used."""
 
 
-class PackedLinear(ABC):
+class PackedLinear(Packed, ABC):
     """A weight in the layout that the device multiplies fastest."""
 
     @abstractmethod
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """`x @ weight.T + bias`; `x` is `[rows, in]`, the result `[rows, out]` of the same type."""
-
-    @abstractmethod
-    def state(self) -> list[Tensor]:
-        """The packed tensors: `restore` copies them into another layer of the same shape and `layout`."""
 
     @property
     def row_rounding(self) -> RowRounding | None:
@@ -69,16 +66,6 @@ class PackedLinear(ABC):
     def of_rounded(self, x: RoundedRows, bias: Tensor | None) -> Tensor:
         """Like a call, with inputs that are rounded as `row_rounding` says; only called if that is not None."""
         raise AssertionError(f"{type(self).__name__} does not take rounded inputs")
-
-    @property
-    def layout(self) -> str:
-        """A description of what the packed tensors stand for."""
-        return type(self).__name__
-
-    def restore(self, state: Sequence[Tensor]) -> None:
-        """Overwrite this layer's packed tensors with the `state` of another one."""
-        for target, source in zip(self.state(), state, strict=True):
-            target.copy_(source)
 
 
 class PackedEmbedding(PackedLinear):
@@ -245,9 +232,6 @@ class PlainLinear(PackedLinear):
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, self._weight, bias)
 
-    def state(self) -> list[Tensor]:
-        return [self._weight]
-
 
 class PackedGatedLinear(PackedLinear):
     """A matmul of gates and ups, followed by their activation."""
@@ -269,16 +253,6 @@ class PackedGatedLinear(PackedLinear):
         """The result, rounded for the product that multiplies it."""
         both = self._product.of_rounded(x, bias) if isinstance(x, RoundedRows) else self._product(x, bias)
         return RoundedRows(*_act_mul_rounded(both, self._activation, *rounding), both.dtype, rounding)
-
-    @property
-    def layout(self) -> str:
-        return f"{super().layout} of {self._product.layout}"
-
-    def state(self) -> list[Tensor]:
-        return self._product.state()
-
-    def restore(self, state: Sequence[Tensor]) -> None:
-        self._product.restore(state)
 
 
 class FusedLinear(PackedLinear):
@@ -302,9 +276,6 @@ class TiledLinear(FusedLinear):
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return _tiled_linear(x, self._weight, self._interleaved(bias), self._features, self._activation)
 
-    def state(self) -> list[Tensor]:
-        return [self._weight]
-
 
 class PackedGroups(PackedLinear):
     """Matmuls of equal parts of the inputs by weights of their own."""
@@ -317,17 +288,11 @@ class PackedGroups(PackedLinear):
         inputs = x.chunk(len(self._parts), dim=1)
         return torch.cat([part(each, None) for part, each in zip(self._parts, inputs, strict=True)], dim=1)
 
-    def state(self) -> list[Tensor]:
-        return [tensor for part in self._parts for tensor in part.state()]
-
-    def restore(self, state: Sequence[Tensor]) -> None:
-        size = len(state) // len(self._parts)
-        for number, part in enumerate(self._parts):
-            part.restore(state[number * size : (number + 1) * size])
-
 
 class OneDNNLinear(PackedLinear):
     """oneDNN's matmul by a prepacked weight, with float32 sums."""
+
+    is_opaque = True
 
     def __init__(self, weight: Tensor) -> None:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS_HINT)
@@ -336,12 +301,11 @@ class OneDNNLinear(PackedLinear):
         out: Tensor = torch.ops.mkldnn._linear_pointwise(_padded(x), self._weight, bias, "none", [], "")
         return out[: len(x)]
 
-    def state(self) -> list[Tensor]:
-        return [self._weight.to_dense()]
+    def __getstate__(self) -> dict[str, Any]:
+        return {"weight": self._weight.to_dense()}
 
-    def restore(self, state: Sequence[Tensor]) -> None:
-        (dense,) = state
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(dense, _ROWS_HINT)
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
 
 
 def pack_float_tiles(weight: Tensor, gated: bool = False) -> Tensor:
@@ -380,20 +344,17 @@ class Int8Linear(FusedLinear):
         bias = self._interleaved(bias)
         return _int8_linear(x, self._weight, self._scales, bias, self._features, self._activation, *self._rounding)
 
-    def state(self) -> list[Tensor]:
-        return [self._weight, self._scales, *self._rounding]
-
 
 class Int8OneDNNLinear(PackedLinear):
     """oneDNN's matmul of 8-bit integers. Without VNNI, it would sum two products in 16 bits, which may overflow."""
 
+    is_opaque = True
+
     def __init__(self, weight: Tensor | QuantizedWeight) -> None:
         if isinstance(weight, QuantizedWeight):
-            integers, self._scales = weight.codes.view(torch.int8), weight.scales[:, 0].contiguous()
+            self._pack(weight.codes.view(torch.int8), weight.scales[:, 0].contiguous())
         else:
-            integers, self._scales = _quantize_weight(weight.detach())
-        self._zeros = torch.zeros(len(integers), dtype=torch.int32)
-        self._weight = torch.ops.onednn.qlinear_prepack(integers, None)
+            self._pack(*_quantize_weight(weight.detach()))
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         integers, scales = _quantize_rows(x)
@@ -414,13 +375,15 @@ class Int8OneDNNLinear(PackedLinear):
         )
         return _scale_rows(out[: len(x)], scales, bias, x.dtype)
 
-    def state(self) -> list[Tensor]:
-        return [self._weight.to_dense().T.contiguous(), self._scales]
+    def __getstate__(self) -> dict[str, Any]:
+        return {"integers": self._weight.to_dense().T.contiguous(), "scales": self._scales}
 
-    def restore(self, state: Sequence[Tensor]) -> None:
-        integers, scales = state
-        self._weight = torch.ops.onednn.qlinear_prepack(integers, None)
-        self._scales.copy_(scales)
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._pack(**state)
+
+    def _pack(self, integers: Tensor, scales: Tensor) -> None:
+        self._weight, self._scales = torch.ops.onednn.qlinear_prepack(integers, None), scales
+        self._zeros = torch.zeros(len(integers), dtype=torch.int32)
 
 
 class Int4Linear(FusedLinear):
@@ -433,9 +396,6 @@ class Int4Linear(FusedLinear):
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return _int4_linear(x, self._weight, self._interleaved(bias), self._features, self._activation)
-
-    def state(self) -> list[Tensor]:
-        return [self._weight]
 
 
 class CodedLinear(FusedLinear, PackedEmbedding):
@@ -456,13 +416,6 @@ class CodedLinear(FusedLinear, PackedEmbedding):
         tiles = quantized.CodedTiles(self._values, self._group, self._factors, self._weight, self._scales)
         return quantized.unpack_coded(tiles, rows) * self._scales[rows, None]
 
-    @property
-    def layout(self) -> str:
-        return f"{super().layout} of {(self._values, self._group, self._factors)}"
-
-    def state(self) -> list[Tensor]:
-        return [self._weight, self._scales]
-
 
 class CodedWordsLinear(PackedEmbedding):
     """A weight in few bits as it is published, on a GPU: codes are widened in registers, and `x` is rounded only if its
@@ -471,18 +424,17 @@ class CodedWordsLinear(PackedEmbedding):
     def __init__(self, weight: QuantizedWeight) -> None:
         self._weight = coded_words.pack_words(weight)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {"weight": [*vars(self._weight).values()]}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._weight = coded_words.CodedWords(*state["weight"])
+
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return _coded_matmul(x, self._weight, bias)
 
     def rows(self, rows: Tensor) -> Tensor:
         return coded_words.unpack_words(self._weight.rows(rows))
-
-    @property
-    def layout(self) -> str:
-        return f"{super().layout} of {(self._weight.values, self._weight.inputs, self._weight.group)}"
-
-    def state(self) -> list[Tensor]:
-        return self._weight.tensors
 
 
 class RoundedLinear(PackedLinear):
@@ -502,9 +454,6 @@ class RoundedLinear(PackedLinear):
     def of_rounded(self, x: RoundedRows, bias: Tensor | None) -> Tensor:
         return _rounded_matmul(x.codes, *self._weight, bias, x.scales, x.dtype)
 
-    def state(self) -> list[Tensor]:
-        return [*self._weight]
-
 
 class Fp4Linear(PackedLinear):
     """A weight of 4-bit floats as it is published, on a GPU: `x` is rounded to them, and tensor cores multiply both."""
@@ -512,11 +461,11 @@ class Fp4Linear(PackedLinear):
     def __init__(self, weight: QuantizedWeight) -> None:
         self._weight = fp4.pack_fp4(weight)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._weight = fp4.Fp4Weight(*state["_weight"])
+
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return _fp4_matmul(x, self._weight, bias)
-
-    def state(self) -> list[Tensor]:
-        return [*self._weight]
 
 
 class GatheredLinear(PackedEmbedding):
@@ -526,6 +475,12 @@ class GatheredLinear(PackedEmbedding):
         """`columns` is as in `QuantizedWeight`."""
         self._product, self._columns, self._last = product, columns, int(columns.max())
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {"product": self._product, "columns": self._columns}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         x = F.pad(x, (0, 1)) if x.shape[1] == self._last else x
         return self._product(x.index_select(1, self._columns), bias)
@@ -534,19 +489,6 @@ class GatheredLinear(PackedEmbedding):
         assert isinstance(self._product, PackedEmbedding)
         columns = self._product.rows(rows)[:, : len(self._columns)]
         return columns.new_zeros(len(rows), self._last + 1).index_copy_(1, self._columns, columns)
-
-    @property
-    def layout(self) -> str:
-        return f"{super().layout} of {self._product.layout}"
-
-    def state(self) -> list[Tensor]:
-        return [self._columns, *self._product.state()]
-
-    def restore(self, state: Sequence[Tensor]) -> None:
-        columns, *product = state
-        self._columns.copy_(columns)
-        self._last = int(columns.max())
-        self._product.restore(product)
 
 
 class StaticScaleLinear(PackedLinear):
@@ -558,15 +500,3 @@ class StaticScaleLinear(PackedLinear):
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return self._product(quantized.round_static(x, self._rounding), bias)
-
-    @property
-    def layout(self) -> str:
-        return f"{super().layout} of {self._product.layout}"
-
-    def state(self) -> list[Tensor]:
-        return [self._rounding, *self._product.state()]
-
-    def restore(self, state: Sequence[Tensor]) -> None:
-        rounding, *product = state
-        self._rounding.copy_(rounding)
-        self._product.restore(product)

@@ -13,7 +13,7 @@ from machine import fastest
 from gpu.lab import Lab
 from gpu.records import Note, Record, Row
 from quire import kernels
-from quire.kernels import QuantizedFormat, examples
+from quire.kernels import QuantizedFormat, examples, packed_state
 from quire.kernels.examples import Inputs
 from quire.kernels.fp4 import FP4_CAPABILITY
 
@@ -62,7 +62,7 @@ def quantized(lab: Lab) -> Iterator[Record]:
     x = inputs.normal(rows, shape.hidden)
     run = _replayed(lambda: [product(x, None) for product in products], lab.device)
     seconds = fastest(run, lab.sizes.seconds, lab.device) / _WEIGHTS
-    moved = sum(tensor.nbytes for tensor in products[0].state())
+    moved = sum(tensor.nbytes for tensor in packed_state.tensors_of(products[0]))
     formula = f"{rows} rows, codes and scales {moved / 1e6:,.1f} MB in {seconds * 1e6:,.1f} µs; floor: reading"
     yield Row("4 bits", moved / seconds / 1e9, lab.limit(lambda machine: machine.bandwidth / 1e9), formula)
     rows = lab.sizes.prefill

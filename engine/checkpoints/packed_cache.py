@@ -167,7 +167,7 @@ def _to_plain(model: nn.Module, tensors: list[Tensor]) -> Any:
         path: {
             name: packed_state.to_plain(value, tensors)
             for name, value in vars(module).items()
-            if isinstance(value, packed_state.PackedWeight)
+            if isinstance(value, packed_state.Packed)
         }
         for path, module in model.named_modules()
     }

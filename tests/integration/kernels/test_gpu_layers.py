@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire import kernels
-from quire.kernels import coded_words, experts, linear, reference
+from quire.kernels import coded_words, experts, linear, packed_state, reference
 from quire.kernels.quantized import VALUES, QuantizedWeight
 from tests.integration.kernels.test_quantized import close, random_weight
 
@@ -54,7 +54,7 @@ def test_codes_are_widened(values: str, groups: int, factors: int) -> None:
     close(product(x, None), both - bias, torch.float32)
     close(kernels.pack_gated(weight, "silu")(x, bias), reference.act_mul(both, "silu"), torch.float32)
     other = kernels.pack_linear(replace(weight, codes=torch.zeros_like(weight.codes)))
-    other.restore(product.state())
+    other = packed_state.with_tensors(other, packed_state.tensors_of(product))
     assert torch.equal(other(x, bias), product(x, bias))
 
 
@@ -70,8 +70,8 @@ def test_inputs_are_rounded_where_the_publisher_does(values: str, inputs: int, g
     close(product(x, bias), both, torch.float32)
     assert (product(x, bias) - F.linear(x, weight.dequantize(), bias)).norm() > 1e-3 * both.norm()
     close(kernels.pack_gated(weight, "silu")(x, bias), reference.act_mul(both, "silu"), torch.float32)
-    assert sum(each.nbytes for each in product.state()) == weight.codes.nbytes + weight.scales.nbytes
-    assert product.state()[0].data_ptr() == weight.codes.data_ptr()
+    assert sum(each.nbytes for each in packed_state.tensors_of(product)) == weight.codes.nbytes + weight.scales.nbytes
+    assert packed_state.tensors_of(product)[0].data_ptr() == weight.codes.data_ptr()
 
 
 def test_inputs_are_not_rounded_where_nothing_multiplies_them(gpu: Place) -> None:
@@ -156,6 +156,6 @@ def test_everything_is_on_the_device(kind: str) -> None:
     )
     product = kernels.pack_experts(gate_up, down, "silu")
     one = kernels.pack_gated(gate_up.at(0), "silu")
-    tensors: list[Tensor] = [*product.state(0), *one.state()]
+    tensors: list[Tensor] = [*product.state(0), *packed_state.tensors_of(one)]
     assert {each.device.type for each in tensors} == {"meta"}
     assert one(torch.empty(3, 256, device="meta"), None).shape == (3, 128)

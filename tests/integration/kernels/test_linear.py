@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quire import kernels
 from quire.engine.architecture.quantization.form import INT4_GROUPS
-from quire.kernels import isa, linear, packed
+from quire.kernels import isa, linear, packed, packed_state
 from tests.integration.kernels.conftest import platforms_only
 from tests.integration.kernels.test_operations import activated
 
@@ -62,7 +62,7 @@ def test_float32_by_weights_of_16_bits_is_that_by_wide_weights(
     exact = F.linear(x.double(), weight.double())
     for activation, each in itertools.product(("", "silu"), (None, bias)):
         narrow, wide = (linear.TiledLinear(part, activation) for part in (weight, weight.float()))
-        assert narrow.state()[0].dtype == stored
+        assert packed_state.tensors_of(narrow)[0].dtype == stored
         found, expected = narrow(x, each), wide(x, each)
         product = exact if each is None else exact + each
         close(found, (activated(product, activation) if activation else product).float(), 1e-6)
@@ -118,13 +118,12 @@ def test_gated_products_are_the_product_and_its_activation(
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
     for each in (None, bias):
         close(gated(x, each), activated(plain(x, each), activation).to(dtype), tolerance)
-    for mine, other in zip(
-        gated.state(), kernels.pack_gated(weight * 2, activation, quantization).state(), strict=True
-    ):
+    larger = packed_state.tensors_of(kernels.pack_gated(weight * 2, activation, quantization))
+    for mine, other in zip(packed_state.tensors_of(gated), larger, strict=True):
         assert mine.shape == other.shape
-    gated.restore(kernels.pack_gated(weight * 2, activation, quantization).state())
     twice = kernels.pack_linear(weight * 2, quantization)(x, bias)
-    close(gated(x, bias), activated(twice, activation).to(dtype), tolerance)
+    found = packed_state.with_tensors(gated, larger)(x, bias)
+    close(found, activated(twice, activation).to(dtype), tolerance)
 
 
 @pytest.mark.parametrize(
@@ -265,8 +264,8 @@ def test_groups_of_inputs_have_weights_of_their_own(
     groups: int, rows: int, dtype: torch.dtype, implementation: str
 ) -> None:
     x, weight, other = (torch.randn(shape).to(dtype) for shape in ((rows, groups * 48), *[(groups * 40, 48)] * 2))
-    packed = kernels.pack_groups(other, groups)
-    packed.restore(kernels.pack_groups(weight, groups).state())
+    tensors = packed_state.tensors_of(kernels.pack_groups(weight, groups))
+    packed = packed_state.with_tensors(kernels.pack_groups(other, groups), tensors)
     parts = zip(x.double().chunk(groups, dim=1), weight.double().chunk(groups), strict=True)
     expected = torch.cat([one @ by.T for one, by in parts], dim=1)
     step = max(1e-5, torch.finfo(dtype).eps)

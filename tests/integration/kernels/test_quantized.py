@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -157,7 +159,7 @@ def test_columns_in_another_order_take_their_inputs(values: str, is_padded: bool
     gated = kernels.pack_gated(replace(weight, columns=columns), "silu")
     close(gated(x, None), activated(F.linear(x, plain), "silu"), torch.float32)
     other = kernels.pack_linear(replace(random_weight(values, 40, 64, groups=4), columns=columns.flip(0)))
-    other.restore(product.state())
+    other = packed_state.with_tensors(other, packed_state.tensors_of(product))
     assert torch.equal(other(x, bias), product(x, bias))
 
 
@@ -207,7 +209,7 @@ def test_inputs_are_rounded_with_a_static_scale_and_zero_point(zero: float) -> N
     x[0, 0] = torch.nan
     assert product(x, None)[0].isnan().all()
     other = kernels.pack_linear(replace(weight, codes=weight.codes.flip(0), rounding=torch.tensor([1.0, 3.0])))
-    other.restore(product.state())
+    other = packed_state.with_tensors(other, packed_state.tensors_of(product))
     assert torch.equal(other(x[1:], bias.to(dtype)), product(x[1:], bias.to(dtype)))
 
 
@@ -342,6 +344,31 @@ def test_they_are_kept_in_files() -> None:
     again, mixed = (packed_state.from_plain(each, tensors) for each in plain)
     assert torch.equal(again(x, None), product(x, None))
     assert torch.equal(mixed(x, weights, ids), mixture(x, weights, ids))
+
+
+@reference_only
+@pytest.mark.parametrize(
+    "pack",
+    [
+        lambda weight: linear.CodedLinear(weight),
+        lambda weight: linear.CodedWordsLinear(weight),
+        lambda weight: linear.GatheredLinear(linear.CodedLinear(weight), torch.randperm(65)[:64]),
+        lambda weight: linear.StaticScaleLinear(linear.CodedLinear(weight), torch.rand(2)),
+        lambda weight: linear.PackedGatedLinear(linear.CodedLinear(weight), "silu"),
+        lambda weight: linear.PackedGroups([linear.CodedLinear(weight), linear.CodedLinear(weight)]),
+        lambda weight: linear.Fp4Linear(replace(weight, global_scale=torch.rand(1) + 0.5)),
+    ],
+    ids=["coded", "words", "gathered", "static", "gated", "groups", "fp4"],
+)
+def test_a_packed_weight_is_its_plain_data_and_tensors(pack: Callable[[QuantizedWeight], linear.PackedLinear]) -> None:
+    """So that experts, each of which has its own, may take each other's tensors."""
+    here, there = (pack(random_weight("e2m1", 40, 64, groups=4)) for _ in range(2))
+    tensors: list[Tensor] = []
+    plain = packed_state.to_plain(here, [])
+    assert packed_state.to_plain(there, tensors) == plain
+    x = torch.randn(9, 128 if isinstance(here, linear.PackedGroups) else 64)
+    assert torch.equal(packed_state.from_plain(json.loads(json.dumps(plain)), tensors)(x, None), there(x, None))
+    assert not torch.equal(here(x, None), there(x, None))
 
 
 @reference_only

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels import fp4, linear, reference
-from quire.kernels.fp4 import Fp4Weight, pack_fp4, widen_fp4
+from quire.kernels.fp4 import pack_fp4, widen_fp4
 from quire.kernels.quantized import QuantizedWeight
 from tests.fakes.interpreter import with_scales_of_8_bit_floats
 from tests.integration.engine.checkpoints.quantized_tensors.layouts import E2M1, E4M3
@@ -192,4 +192,4 @@ def test_where_inputs_are_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
     product = linear.pack_linear(weight)
     assert isinstance(product, linear.Fp4Linear)
     x = torch.randn(3, 64)
-    assert torch.equal(product(x, None), fp4.fp4_matmul(x, Fp4Weight(*product.state())))
+    assert torch.equal(product(x, None), fp4.fp4_matmul(x, product._weight))

@@ -24,6 +24,7 @@ from quire.engine.models.build import load, load_model
 from quire.engine.models.transformers_backend import describe
 from quire.engine.models.transformers_backend.experts import PlannedExperts
 from quire.engine.protocol.sampling_params import SamplingParams
+from quire.kernels import packed_state
 from tests.fakes.checkpoints import likeliest
 from tests.fakes.core_with_ranks import Ranks
 from tests.fakes.families import SIZES, write_model
@@ -225,13 +226,15 @@ def packed_bytes(folder: Path, **options: Any) -> tuple[int, int, int]:
     whole = 0
     for layer in decoder.modules():
         if isinstance(layer, Linear) and layer._product is not None:
-            total += sum(each.nbytes for each in layer._product.state())
+            total += sum(each.nbytes for each in packed_state.tensors_of(layer._product))
             whole += layer.quantized is None
         elif isinstance(layer, VocabParallelEmbedding):
-            total += sum(each.nbytes for each in layer.packed.state()) if layer.packed is not None else 0
+            total += (
+                sum(each.nbytes for each in packed_state.tensors_of(layer.packed)) if layer.packed is not None else 0
+            )
         elif isinstance(layer, PlannedExperts):
             products = [each for products in layer._products for each in products]
-            states = [each.state() for each in products]
+            states = [packed_state.tensors_of(each) for each in products]
             if layer._product is not None:
                 states = [layer._product.state(expert) for expert in range(layer._num_experts)]
             total += sum(each.nbytes for state in states for each in state)

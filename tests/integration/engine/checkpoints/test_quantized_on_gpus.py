@@ -31,7 +31,7 @@ from quire.engine.models import build
 from quire.engine.models.build import load
 from quire.engine.models.transformers_backend import describe
 from quire.engine.protocol.errors import ConfigError
-from quire.kernels import coded_words, experts, fp4, linear
+from quire.kernels import coded_words, experts, fp4, linear, packed_state
 from quire.kernels.quantized import QuantizedFormat, QuantizedWeight
 from tests.fakes.families import write_model
 from tests.fakes.model_logits import CPU, check_logits, logits
@@ -72,9 +72,9 @@ def packed_bytes(config: EngineConfig) -> int:
     total = sum(weight.nbytes for weight in decoder.parameters())
     for layer in decoder.modules():
         if isinstance(layer, Linear) and layer._product is not None:
-            total += sum(each.nbytes for each in layer._product.state())
+            total += sum(each.nbytes for each in packed_state.tensors_of(layer._product))
         if isinstance(layer, VocabParallelEmbedding) and layer.packed is not None:
-            total += sum(each.nbytes for each in layer.packed.state())
+            total += sum(each.nbytes for each in packed_state.tensors_of(layer.packed))
         if isinstance(layer, Experts):
             total += sum(each.nbytes for place in range(count) for each in layer.state(place))
     return total
@@ -156,7 +156,7 @@ def test_memory_while_loading(quantization: str, tmp_path: Path, monkeypatch: py
         tensors = list(decoders[0].parameters())
         for layer in decoders[0].modules():
             if isinstance(layer, Linear) and layer._product is not None:
-                tensors += layer._product.state()
+                tensors += packed_state.tensors_of(layer._product)
         seen.append(sum({each.data_ptr(): each.untyped_storage().size() for each in tensors}.values()))
         put(*args)
 

@@ -58,6 +58,7 @@ from quire.engine.layers.linear import Linear
 from quire.engine.models.build import build, load_model
 from quire.engine.models.encoder import Encoder
 from quire.engine.protocol.errors import ConfigError
+from quire.kernels import packed_state
 from tests.fakes.model_logits import CPU, configure
 from tests.fakes.quantized_checkpoints import quantize
 from tests.fakes.ranks import on_ranks
@@ -284,7 +285,7 @@ def test_quantized_weights_are_kept_and_planned(name: str, tmp_path: Path) -> No
         if isinstance(layer, Linear):
             assert layer.quantized is not None
             assert layer._product is not None
-            tensors += layer._product.state()
+            tensors += packed_state.tensors_of(layer._product)
     planned = MemoryPlan.of(configure(tmp_path)).weights[0]
     assert sum(tensor.nbytes for tensor in tensors) == pytest.approx(planned, rel=0.03)
 

@@ -17,7 +17,7 @@ from quire.engine.checkpoints import packed_cache
 from quire.engine.checkpoints.packed_cache import PackedCache
 from quire.engine.layers.linear import Linear
 from quire.engine.layers.weight import Weight, whole
-from quire.kernels import Quantization
+from quire.kernels import Quantization, packed_state
 from quire.kernels.linear import Int4Linear
 
 LIMIT = 1.0
@@ -42,7 +42,7 @@ class Model(nn.Module):
     def values(self) -> list[Tensor]:
         product = self.linear._product
         assert isinstance(product, Int4Linear)
-        return [*product.state(), *(weight.data for weight in self.parameters())]
+        return [*packed_state.tensors_of(product), *(weight.data for weight in self.parameters())]
 
 
 def put(cache: PackedCache, model: nn.Module) -> None:
