@@ -145,8 +145,17 @@ class Bench:
                 yield self.compare(
                     f"compress_tokens, {ratio} to {head_dim}, {what}",
                     "compress_tokens",
-                    *(inputs, bias, torch.ones(head_dim, dtype=half), 1e-6, torch.randn(tokens, 64), entries),
-                    *(torch.arange(tokens), table, torch.tensor([length]), torch.tensor([0, tokens]), table),
+                    inputs,
+                    bias,
+                    torch.ones(head_dim, dtype=half),
+                    1e-6,
+                    torch.randn(tokens, 64),
+                    entries,
+                    torch.arange(tokens),
+                    table,
+                    torch.tensor([length]),
+                    torch.tensor([0, tokens]),
+                    table,
                 )
 
     def sampling(self) -> Iterator[Result]:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels.cache import LARGEST
+from quire.kernels.packed_state import Packed
 from quire.kernels.quantized import VALUES, QuantizedWeight, common_factor, round_static, values_on
 from quire.kernels.reference import act_mul, activate, add_rms_norm, by_expert, rms_norm
 
@@ -27,7 +28,7 @@ ROUNDED_GROUP = 128
 
 
 @dataclass(frozen=True)
-class CodedWords:
+class CodedWords(Packed):
     """A weight `[out, in]`, or a stack of them, packed for `coded_matmul` or `coded_fused_experts`.
 
     A block is 16 words of each feature: 128 inputs of 4 bits, or 64 of 8. Word `w` has inputs `w`, `w + 16`, …, the

@@ -137,7 +137,13 @@ def attention_case(
     width, device, cache_dtype = -(-int(lengths.max()) // block_size), inputs.device, cache_dtype or inputs.dtype
     tables = inputs.uniform(len(requests) * width).argsort().view(-1, width)
     cache = allocate_kv_cache(
-        *(1, tables.numel(), layer.kv_heads, block_size, layer.head_dim, cache_dtype, device),
+        1,
+        tables.numel(),
+        layer.kv_heads,
+        block_size,
+        layer.head_dim,
+        cache_dtype,
+        device,
         num_tensors=1 if layer.is_mla else 2,
     )[0]
     for slots in torch.split(torch.arange(tables.numel() * block_size, device=device), 1 << 14):
@@ -235,9 +241,19 @@ def compression(
     slots = torch.arange(len(query), device=inputs.device)
     entries = torch.zeros(1, tables.numel(), 1, 4, head_dim, device=inputs.device, dtype=inputs.dtype)
     return _example(
-        *("compress_tokens", f"{len(requests)} requests, {sizes}"),
-        *(cache[:1, :, :1], bias, weight, 1e-6 if normed else 0.0, turns, entries, slots),
-        *(tables, lengths, starts, tables.flip(1)),
+        "compress_tokens",
+        f"{len(requests)} requests, {sizes}",
+        cache[:1, :, :1],
+        bias,
+        weight,
+        1e-6 if normed else 0.0,
+        turns,
+        entries,
+        slots,
+        tables,
+        lengths,
+        starts,
+        tables.flip(1),
         changes=5,
     )
 
@@ -536,9 +552,22 @@ def packed_matmuls(inputs: Inputs) -> Iterator[Example]:
         up, down = _random_experts(inputs, form, (3, 96, 48), x, chosen)
         first, second = quantized.stack_coded(up, True), quantized.stack_coded(down)
         yield _example(
-            *("coded_experts", values, x, *chosen),
-            *(first.tiles, first.scales, None, second.tiles, second.scales, None, "silu"),
-            *(values, first.group, first.factors, second.group, second.factors),
+            "coded_experts",
+            values,
+            x,
+            *chosen,
+            first.tiles,
+            first.scales,
+            None,
+            second.tiles,
+            second.scales,
+            None,
+            "silu",
+            values,
+            first.group,
+            first.factors,
+            second.group,
+            second.factors,
         )
     codes, factors = inputs.integers(0, 16, *weight.shape, dtype=torch.uint8), inputs.normal(2, 70, 3).float()
     for given in ((None, None, 8, 8, False, True), (*factors, 32, 8, True), (*factors, 32, 4, False)):

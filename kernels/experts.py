@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -291,7 +290,9 @@ class Fp4Experts(PackedExperts):
         return _fp4_fused_experts(x, weights, ids, *self._weights, self._activation, *self._biases)
 
     def state(self, index: int) -> list[Tensor]:
-        return [each for weight in self._weights for each in weight.at(index)] + _tensors_at(self._biases, index)
+        return [each for weight in self._weights for each in weight.at(index).tensors] + _tensors_at(
+            self._biases, index
+        )
 
 
 def _detached(gate_up_bias: Tensor | None, down_bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -390,18 +391,18 @@ class ExpertByExpert(PackedExperts):
         down_bias: Tensor | None,
         gated: bool,
     ) -> None:
-        self._activation, self._gated = activation, gated
-        biases = ([None] * len(down) if bias is None else list(bias.detach()) for bias in (gate_up_bias, down_bias))
-        self._experts: list[list[Any]] = [list(gate_up), list(down), *biases]
+        self._gate_up, self._down, self._activation, self._gated = list(gate_up), list(down), activation, gated
+        self._gate_up_biases, self._down_biases = (
+            [None] * len(down) if bias is None else list(bias.detach()) for bias in (gate_up_bias, down_bias)
+        )
 
     def __call__(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        return reference.by_expert(x, weights, ids, len(self._experts[0]), self._feed_forward)
+        return reference.by_expert(x, weights, ids, len(self._down), self._feed_forward)
 
     def _feed_forward(self, expert: int, rows: Tensor) -> Tensor:
-        gate_up, down, gate_up_bias, down_bias = self._expert(expert)
-        inner = (_act_mul if self._gated else reference.activate)(gate_up(rows, gate_up_bias), self._activation)
-        out: Tensor = down(inner, down_bias)
-        return out
+        both = self._gate_up[expert](rows, self._gate_up_biases[expert])
+        inner = (_act_mul if self._gated else reference.activate)(both, self._activation)
+        return self._down[expert](inner, self._down_biases[expert])
 
     @property
     def layout(self) -> str:
@@ -411,9 +412,10 @@ class ExpertByExpert(PackedExperts):
         return packed_state.tensors_of(self._expert(index))
 
     def restore(self, index: int, state: Sequence[Tensor]) -> None:
-        expert = packed_state.with_tensors(self._expert(index), [part.clone() for part in state])
-        for experts, part in zip(self._experts, expert, strict=True):
-            experts[index] = part
+        if not packed_state.is_opaque(self._expert(index)):
+            return super().restore(index, state)
+        expert = packed_state.with_tensors(self._expert(index), state)
+        self._gate_up[index], self._down[index], self._gate_up_biases[index], self._down_biases[index] = expert
 
-    def _expert(self, index: int) -> list[Any]:
-        return [experts[index] for experts in self._experts]
+    def _expert(self, index: int) -> list[linear.PackedLinear | Tensor | None]:
+        return [self._gate_up[index], self._down[index], self._gate_up_biases[index], self._down_biases[index]]

@@ -7,12 +7,13 @@ feature, and inputs one that is constant, which the publisher has measured.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.kernels.packed_state import Packed
 from quire.kernels.quantized import QuantizedWeight, Rounding, nearest_codes, values_on
 from quire.kernels.reference import act_mul, activate, by_expert
 
@@ -23,7 +24,8 @@ GROUP = 16
 _LARGEST_CODE, _LARGEST_SCALE = 6.0, 448.0
 
 
-class Fp4Weight(NamedTuple):
+@dataclass(frozen=True)
+class Fp4Weight(Packed):
     """A weight `[out, in]`, or a stack of them, packed for `fp4_matmul` or `fp4_fused_experts`."""
 
     codes: Tensor
@@ -35,18 +37,23 @@ class Fp4Weight(NamedTuple):
     global_scale: Tensor
     """float32 `[…, 1]`: as in `QuantizedWeight`."""
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.codes, self.scales, self.of_rows, self.global_scale]
+
     def at(self, expert: int) -> Fp4Weight:
         """One weight of a stack."""
-        return Fp4Weight(*(each[expert] for each in self))
+        return Fp4Weight(*(each[expert] for each in self.tensors))
 
 
 def pack_fp4(weight: QuantizedWeight) -> Fp4Weight:
     """Pack a weight of e2m1 in groups of GROUP, or a stack, one expert at a time, on any device."""
     if weight.codes.dim() == 3:
         first = pack_fp4(weight.at(0))
-        stack = Fp4Weight(*(each.new_empty((len(weight.codes), *each.shape)) for each in first))
+        stack = Fp4Weight(*(each.new_empty((len(weight.codes), *each.shape)) for each in first.tensors))
         for expert in range(len(weight.codes)):
-            for target, source in zip(stack.at(expert), pack_fp4(weight.at(expert)) if expert else first, strict=True):
+            packed = pack_fp4(weight.at(expert)) if expert else first
+            for target, source in zip(stack.at(expert).tensors, packed.tensors, strict=True):
                 target.copy_(source)
         return stack
     assert weight.global_scale is not None

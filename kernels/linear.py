@@ -424,12 +424,6 @@ class CodedWordsLinear(PackedEmbedding):
     def __init__(self, weight: QuantizedWeight) -> None:
         self._weight = coded_words.pack_words(weight)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"weight": [*vars(self._weight).values()]}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._weight = coded_words.CodedWords(*state["weight"])
-
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return _coded_matmul(x, self._weight, bias)
 
@@ -461,9 +455,6 @@ class Fp4Linear(PackedLinear):
     def __init__(self, weight: QuantizedWeight) -> None:
         self._weight = fp4.pack_fp4(weight)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._weight = fp4.Fp4Weight(*state["_weight"])
-
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return _fp4_matmul(x, self._weight, bias)
 
@@ -472,23 +463,17 @@ class GatheredLinear(PackedEmbedding):
     """A matmul whose columns are in another order than the inputs."""
 
     def __init__(self, product: PackedLinear, columns: Tensor) -> None:
-        """`columns` is as in `QuantizedWeight`."""
-        self._product, self._columns, self._last = product, columns, int(columns.max())
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"product": self._product, "columns": self._columns}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)  # type: ignore[misc]
+        """`columns` is as in `QuantizedWeight`: there are more than inputs if one has no input."""
+        self._product, self._columns = product, columns
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        x = F.pad(x, (0, 1)) if x.shape[1] == self._last else x
+        x = F.pad(x, (0, 1)) if x.shape[1] < len(self._columns) else x
         return self._product(x.index_select(1, self._columns), bias)
 
     def rows(self, rows: Tensor) -> Tensor:
         assert isinstance(self._product, PackedEmbedding)
         columns = self._product.rows(rows)[:, : len(self._columns)]
-        return columns.new_zeros(len(rows), self._last + 1).index_copy_(1, self._columns, columns)
+        return columns.new_zeros(len(rows), len(self._columns) + 1).index_copy_(1, self._columns, columns)
 
 
 class StaticScaleLinear(PackedLinear):

@@ -1,7 +1,7 @@
-"""Packed weights as plain data: their tensors, and the rest of them as JSON.
+"""Packed weights as tensors and JSON.
 
-As such they are kept in files and move between ranks. Objects are made from it with the tensors as they are: packing is
-skipped.
+The packed cache stores both. Experts that move between ranks send only the tensors, as both ranks have the same JSON
+(`PackedExperts.layout`). Loading skips packing, except for oneDNN's formats (`is_opaque`).
 """
 
 from __future__ import annotations
@@ -9,18 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
-
-from quire.kernels import dispatch, isa
 
 
 class Packed:
-    """A weight in the layout that the device multiplies fastest. Its state has tensors, packed weights, numbers and
-    strings, and lists of these."""
+    """A packed weight. Its state consists of tensors, packed weights, numbers, strings, and lists of these; tuples
+    become lists."""
 
     is_opaque: ClassVar[bool] = False
-    """Whether it is in a format of oneDNN's: then the state is a copy, which is packed again."""
+    """Whether it is in one of oneDNN's formats. Then its state is a copy, which is packed again."""
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self)
@@ -30,13 +27,7 @@ class Packed:
 
 
 class NotPlain(Exception):
-    """A packed weight is in a format of oneDNN's."""
-
-
-def platform() -> str:
-    """What the layout of packed weights depends on, besides the weights and Quire's version."""
-    chosen = (isa.chosen().name, isa.has("amx_tile"))
-    return repr((chosen, sorted(dispatch.PLATFORMS), torch.backends.mkldnn.is_available()))  # type: ignore[no-untyped-call]
+    """A packed weight is in one of oneDNN's formats."""
 
 
 def to_plain(value: Any, tensors: list[Tensor], *, copies: bool = False) -> Any:
@@ -70,6 +61,15 @@ def from_plain(plain: Any, tensors: Sequence[Tensor]) -> Any:
         case list():
             return [from_plain(each, tensors) for each in plain]
     return plain
+
+
+def is_opaque(value: Any) -> bool:
+    """Whether a packed weight, or one that it consists of, is."""
+    try:
+        to_plain(value, [])
+    except NotPlain:
+        return True
+    return False
 
 
 def tensors_of(value: Any) -> list[Tensor]:

@@ -86,9 +86,6 @@ class _Observed(PackedLinear):
         self._moments.addmm_(x.T, x)
         return F.linear(x, self._weight, bias)
 
-    def state(self) -> list[Tensor]:
-        return [self._weight]
-
     def moments(self, _: int) -> Tensor:
         return self._moments
 

@@ -31,7 +31,7 @@ from quire.engine.cluster import handshake
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.repository import model_files
-from quire.kernels import disk, packed_state
+from quire.kernels import disk, dispatch, isa, packed_state
 
 logger = logging.getLogger(__name__)
 
@@ -146,10 +146,16 @@ def _key(config: EngineConfig, rank: int) -> str:
     # In seconds, as layers of images keep them.
     times = [int((model.path / name).stat().st_mtime) for name, _ in hashes]
     digest = hashlib.sha256(repr((place, experts, loaded, model.max_model_len, model.pooling is None)).encode())
-    digest.update(repr((hashes, times, packed_state.platform())).encode())
+    digest.update(repr((hashes, times, _platform())).encode())
     for source in _sources():
         digest.update(source.read_bytes())
     return digest.hexdigest()[:32]
+
+
+def _platform() -> str:
+    """What of this machine determines the layout of packed weights."""
+    chosen = (isa.chosen().name, isa.has("amx_tile"))
+    return repr((chosen, sorted(dispatch.PLATFORMS), torch.backends.mkldnn.is_available()))  # type: ignore[no-untyped-call]
 
 
 def _sources() -> list[Path]:

@@ -94,8 +94,14 @@ class LocalRanks:
                 process = context.Process(
                     target=_run,
                     args=(
-                        *(config, rank, index, init_method),
-                        *(self._ring, self._states, sender, log_level),
+                        config,
+                        rank,
+                        index,
+                        init_method,
+                        self._ring,
+                        self._states,
+                        sender,
+                        log_level,
                     ),
                     name=f"quire-rank-{rank}",
                     daemon=True,

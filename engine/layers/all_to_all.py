@@ -1,8 +1,8 @@
 """Dispatch of tokens to the ranks that have their experts, and combination of the experts' outputs.
 
-Creating a dispatch object starts to send the tokens, `received` waits for those that this rank computes, and `returned`
-exchanges the outputs. Other work may run before `received`. Each is called once and releases what it has received, so
-that memory holds only one direction at a time.
+Creating a dispatch object starts to send the tokens, `received` waits for those that this rank computes, and `combine`
+exchanges the outputs. Other work may run before `received`. Each is called once and keeps nothing of what it returns,
+so that memory need hold only one direction at a time.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class ExpertDispatch(Protocol):
     def received(self) -> RoutedTokens:
         """The tokens that this rank computes; their experts include those on other ranks, which are ignored."""
 
-    def returned(self, out: Tensor) -> Tensor:
-        """The weighted sums over this rank's experts, `[received tokens, hidden_size]`, → the outputs of the replica's
-        tokens, `[tokens, hidden_size]`, still to be summed over the ranks of its stage."""
+    def combine(self, out: Tensor) -> Tensor:
+        """Exchange `out` `[received tokens, hidden_size]`, the weighted sums over this rank's experts. Returns those of
+        the replica's tokens, `[tokens, hidden_size]`, still to be summed over the ranks of its stage."""
 
 
 class LocalDispatch:
@@ -47,7 +47,7 @@ class LocalDispatch:
     def received(self) -> RoutedTokens:
         return self._routed
 
-    def returned(self, out: Tensor) -> Tensor:
+    def combine(self, out: Tensor) -> Tensor:
         return out
 
 
@@ -64,7 +64,7 @@ class AllGatherDispatch:
         del self._dispatched
         return _unpacked(rows, self._like)
 
-    def returned(self, out: Tensor) -> Tensor:
+    def combine(self, out: Tensor) -> Tensor:
         return self._group.dp.reduce_scatter(out, self._counts)
 
 
@@ -94,7 +94,7 @@ class AllToAllDispatch:
         del self._dispatched
         return _unpacked(rows, self._like)
 
-    def returned(self, out: Tensor) -> Tensor:
+    def combine(self, out: Tensor) -> Tensor:
         out = self._group.all_ranks.all_to_all(out, self._received, self._sent)
         total = torch.zeros((self._tokens, out.shape[1]), dtype=torch.float32, device=out.device)
         return total.index_add_(0, self._first + self._senders, out.float()).to(out.dtype)

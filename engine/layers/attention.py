@@ -101,9 +101,7 @@ class Attention(nn.Module):
         return kernels.paged_attention(
             query,
             cache.memory,
-            metadata.block_tables,
-            metadata.sequence_lengths,
-            metadata.query_starts,
+            *metadata.paged,
             self._spec.scale,
             window=self._window,
             softcap=self._spec.softcap,

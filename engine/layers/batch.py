@@ -44,7 +44,7 @@ class AttentionMetadata(NamedTuple):
     @property
     def paged(self) -> tuple[Tensor, Tensor, Tensor]:
         """Block tables, sequence lengths and query starts, which kernels that read a paged cache take together."""
-        return self[1:4]
+        return self.block_tables, self.sequence_lengths, self.query_starts
 
     def last_tokens(self) -> AttentionMetadata:
         """The same with one query for each sequence: its last token."""

@@ -87,9 +87,9 @@ class Indexer(nn.Module):
             kernels.compress_tokens(
                 rows,
                 self.position_bias,
-                None,  # without a norm
+                None,  # no norm
                 0.0,
-                cos_sin[:, :0],  # and rotation
+                cos_sin[:, :0],  # no rotation
                 keys,
                 metadata.slot_mapping,
                 *metadata.paged,

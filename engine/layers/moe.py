@@ -99,12 +99,7 @@ class MixtureOfExperts(nn.Module):
         """`[tokens, hidden_size]` → the same, on every rank. `batch` is needed only with `group`, or with a table."""
         dispatch = self._dispatch(kernels.plain_rows(x), batch)
         shared = self._shared(x)  # while the tokens are in transit
-        received, weights, ids = dispatch.received()
-        if self._group is not None and self.placement is not None:
-            ids = ids - self._group.rank * self.placement.num_local_experts
-        rounding = self._expert_rounding
-        rows = received if rounding is None else kernels.rows_for(x, rounding)
-        out = dispatch.returned(self.experts(rows, weights, ids))
+        out = dispatch.combine(self._of_own_experts(x, dispatch))
         out = out if self.latent_up is None else self.latent_up(out)
         if self.output_norm is not None and self.shared_output_norm is not None:
             assert shared is not None
@@ -124,6 +119,16 @@ class MixtureOfExperts(nn.Module):
             return AllGatherDispatch(group, self._routed(x, batch, slice(None)), batch.replica_tokens)
         own, count = even_slice(len(x), group.tp.rank, group.tp.size), self.placement.num_local_experts
         return AllToAllDispatch(group, self._routed(x[own], batch, own), count, own.start, len(x))
+
+    def _of_own_experts(self, x: Tensor | kernels.RoundedRows, dispatch: ExpertDispatch) -> Tensor:
+        """The weighted sums over this rank's experts, of the tokens that it receives."""
+        received, weights, ids = dispatch.received()
+        if self._group is not None and self.placement is not None:
+            ids = ids - self._group.rank * self.placement.num_local_experts
+        rounding = self._expert_rounding
+        rows = received if rounding is None else kernels.rows_for(x, rounding)
+        out: Tensor = self.experts(rows, weights, ids)
+        return out
 
     def _routed(self, x: Tensor, batch: Batch | None, own: slice) -> RoutedTokens:
         """Route `x`, the tokens `own` of the batch. The choice of an expert's copy depends only on the token's

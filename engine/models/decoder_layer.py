@@ -65,8 +65,8 @@ class DecoderLayer(nn.Module):
                 _feed(self.feed_forward_norm, self.feed_forward)
 
     def forward(self, x: Tensor, residual: Tensor | None, step: LayerStep) -> tuple[Tensor, Tensor | None]:
-        """`[tokens, width]` → the same, of `last_tokens` if there are any. `x` is not yet added to `residual`, in the
-        arguments as in the result."""
+        """`[tokens, width]` → the same, only the rows of `last_tokens` if they are set. `x` is not yet added to
+        `residual`, in the arguments as in the result."""
         normed, residual = add(self.attention_norm, x, residual)
         mixed = self._mix(self._mixer_input(normed, step.own), step)
         if step.last_tokens is not None:

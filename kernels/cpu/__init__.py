@@ -125,8 +125,17 @@ def compress_tokens(
     entry_tables: Tensor,
 ) -> None:
     torch.ops.quire.compress_tokens(
-        *(inputs, position_bias, weight, eps, cos_sin, cache, slots),
-        *(block_tables, sequence_lengths, query_starts, entry_tables),
+        inputs,
+        position_bias,
+        weight,
+        eps,
+        cos_sin,
+        cache,
+        slots,
+        block_tables,
+        sequence_lengths,
+        query_starts,
+        entry_tables,
     )
 
 
@@ -331,8 +340,23 @@ def coded_experts(
     gated: bool = True,
 ) -> Tensor:
     out: Tensor = torch.ops.quire.coded_experts(
-        *(x, weights, ids, gate_up, gate_up_scales, gate_up_bias, down, down_scales, down_bias, activation),
-        *(values, VALUES[values], gate_up_group, gate_up_factors, down_group, down_factors, gated),
+        x,
+        weights,
+        ids,
+        gate_up,
+        gate_up_scales,
+        gate_up_bias,
+        down,
+        down_scales,
+        down_bias,
+        activation,
+        values,
+        VALUES[values],
+        gate_up_group,
+        gate_up_factors,
+        down_group,
+        down_factors,
+        gated,
     )
     return out
 

@@ -229,7 +229,7 @@ def fp4_matmul(x: Tensor, weight: Fp4Weight, bias: Tensor | None = None) -> Tens
         return out
     shape = _shape(rows, x.device)
     _fp4_kernel[triton.cdiv(rows, shape.rows), triton.cdiv(features, shape.features)](
-        *(*_rounded(x, weight.global_scale), *weight[:3], weight.of_rows if bias is None else bias),
+        *(*_rounded(x, weight.global_scale), *weight.tensors[:3], weight.of_rows if bias is None else bias),
         *(out, rows, features, inputs),
         BIAS=bias is not None,
         GROUP=GROUP,
@@ -267,7 +267,15 @@ def fp4_fused_experts(
         out = x.new_empty(count, features)
         _fp4_grouped_kernel[len(blocks), triton.cdiv(features, shape.features)](
             *_rounded(source, weight.global_scale, ids, experts, per_row),
-            *(*weight[:3], weight.of_rows if bias is None else bias, out, pairs, blocks, features, source.shape[1]),
+            *(
+                *weight.tensors[:3],
+                weight.of_rows if bias is None else bias,
+                out,
+                pairs,
+                blocks,
+                features,
+                source.shape[1],
+            ),
             BIAS=bias is not None,
             GROUP=GROUP,
             ROWS=shape.rows,

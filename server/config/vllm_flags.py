@@ -271,7 +271,7 @@ IGNORED: dict[str, str] = {
     ),
     "the processes of --api-server-count render prompts": "--renderer-num-workers=",
     "--max-num-partial-prefills and --long-prefill-token-threshold decide": "--max-long-partial-prefills=",
-    "a step is computed in one piece, as two micro-batches were measured to be slower": (
+    "steps are not split into micro-batches (dual-batch overlap)": (
         "--dbo-decode-token-threshold= --dbo-prefill-token-threshold= --enable-dbo"
     ),
     "every token is sent at once": "--stream-interval=",

@@ -24,7 +24,7 @@ class ReasoningFormat:
     inner: tuple[str, ...] = ()
     """Other markers of the format."""
     signs: tuple[str, ...]
-    """What chat templates of the format, and of no other that follows in `REASONING_FORMATS`, all have."""
+    """What a chat template of the format contains."""
 
     @property
     def all_markers(self) -> tuple[str, ...]:
@@ -81,8 +81,8 @@ REASONING_FORMATS: dict[str, ReasoningFormat] = {
     **dict.fromkeys(("deepseek_r1", "deepseek_v3", "deepseek_v4", "qwen3", "glm45", "glm47", "holo2", "hy_v3"), _THINK),
     **dict.fromkeys(("mimo", "minimax_m2", "nemotron_v3", "olmo3", "step3", "step3p5"), _THINK),
 }
-"""The values of --reasoning-parser besides `auto` and `none`; the names are vLLM's. A template has the first format
-whose signs are in it."""
+"""The values of --reasoning-parser besides `auto` and `none`; the names are vLLM's. `detect_reasoning` takes the first
+format whose signs are all in the template: special cases stand before plain `<think>`."""
 
 
 def detect_reasoning(template: str) -> str | None:

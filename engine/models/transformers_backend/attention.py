@@ -218,9 +218,7 @@ class PagedAttention:
         mixed = kernels.paged_attention(
             query.contiguous(),
             cache,
-            metadata.block_tables,
-            metadata.sequence_lengths,
-            metadata.query_starts,
+            *metadata.paged,
             settings.scale,
             window=settings.window,
             softcap=settings.softcap,

@@ -285,9 +285,6 @@ class _Zeros(kernels.PackedLinear):
         self.is_called = True
         return x.new_zeros(len(x), self._rows)
 
-    def state(self) -> list[Tensor]:
-        return []
-
 
 def _read_directly(decoder: TransformersDecoder) -> frozenset[str]:
     """Linear layers that are never called, with `*` for layer numbers: models read their weights directly."""

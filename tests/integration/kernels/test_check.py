@@ -132,7 +132,7 @@ def level(factors: Tensor) -> Tensor:
 def without_scales(weight: Any) -> Any:
     """An argument, without the scales of a weight if it has any."""
     if isinstance(weight, Fp4Weight):
-        return weight._replace(scales=level(weight.scales), of_rows=level(weight.of_rows))
+        return replace(weight, scales=level(weight.scales), of_rows=level(weight.of_rows))
     if isinstance(weight, CodedWords):
         scales = None if weight.scales is None else level(weight.scales)
         return replace(weight, scales=scales, of_rows=level(weight.of_rows))

@@ -350,15 +350,16 @@ def test_they_are_kept_in_files() -> None:
 @pytest.mark.parametrize(
     "pack",
     [
-        lambda weight: linear.CodedLinear(weight),
-        lambda weight: linear.CodedWordsLinear(weight),
-        lambda weight: linear.GatheredLinear(linear.CodedLinear(weight), torch.randperm(65)[:64]),
+        linear.CodedLinear,
+        linear.CodedWordsLinear,
+        lambda weight: linear.RoundedLinear(random_weight("fp8", 40, 64)),
+        lambda weight: linear.GatheredLinear(linear.CodedLinear(weight), torch.randperm(64)),
         lambda weight: linear.StaticScaleLinear(linear.CodedLinear(weight), torch.rand(2)),
         lambda weight: linear.PackedGatedLinear(linear.CodedLinear(weight), "silu"),
         lambda weight: linear.PackedGroups([linear.CodedLinear(weight), linear.CodedLinear(weight)]),
         lambda weight: linear.Fp4Linear(replace(weight, global_scale=torch.rand(1) + 0.5)),
     ],
-    ids=["coded", "words", "gathered", "static", "gated", "groups", "fp4"],
+    ids=["coded", "words", "rounded", "gathered", "static", "gated", "groups", "fp4"],
 )
 def test_a_packed_weight_is_its_plain_data_and_tensors(pack: Callable[[QuantizedWeight], linear.PackedLinear]) -> None:
     """So that experts, each of which has its own, may take each other's tensors."""
@@ -369,6 +370,26 @@ def test_a_packed_weight_is_its_plain_data_and_tensors(pack: Callable[[Quantized
     x = torch.randn(9, 128 if isinstance(here, linear.PackedGroups) else 64)
     assert torch.equal(packed_state.from_plain(json.loads(json.dumps(plain)), tensors)(x, None), there(x, None))
     assert not torch.equal(here(x, None), there(x, None))
+
+
+@reference_only
+def test_the_plain_data_of_experts_of_their_own() -> None:
+    gate_up, down = (replace(each, values="e2m1") for each in random_experts("nf4", 24, 64, (2, 3), 1))
+    bias, x, (weights, ids) = torch.randn(6, 64), torch.randn(9, 64), kernels.route(torch.randn(9, 6), 2, "softmax")
+    mixture, tensors = kernels.pack_experts(gate_up, down, "silu", down_bias=bias), list[Tensor]()
+    assert type(mixture) is experts.ExpertByExpert
+    plain = json.loads(json.dumps(packed_state.to_plain(mixture, tensors)))
+    assert torch.equal(packed_state.from_plain(plain, tensors)(x, weights, ids), mixture(x, weights, ids))
+
+
+@reference_only
+def test_formats_of_onednn_are_only_copied() -> None:
+    here, there = (linear.PackedGatedLinear(linear.OneDNNLinear(torch.randn(40, 64)), "silu") for _ in range(2))
+    with pytest.raises(packed_state.NotPlain):
+        packed_state.to_plain(here, [])
+    x = torch.randn(9, 64)
+    again = packed_state.with_tensors(here, packed_state.tensors_of(there))
+    torch.testing.assert_close(again(x, None), there(x, None))
 
 
 @reference_only

@@ -109,7 +109,7 @@ def test_packing_keeps_numbers() -> None:
         packed = pack_fp4(each)
         numbers = widen_fp4(packed.codes, packed.scales) * (packed.of_rows * packed.global_scale)[:, None]
         torch.testing.assert_close(numbers, each.dequantize(), rtol=1e-6, atol=0)
-    assert sum(part.nbytes for part in pack_fp4(weight)) == 9 * 96 // 2 + 9 * 96 // 16 + 4 * 9 + 4
+    assert sum(part.nbytes for part in pack_fp4(weight).tensors) == 9 * 96 // 2 + 9 * 96 // 16 + 4 * 9 + 4
 
 
 def expected_of(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:

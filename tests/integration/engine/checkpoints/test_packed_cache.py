@@ -14,7 +14,6 @@ from quire.engine.checkpoints import loader, packed_cache
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.models.build import load_model
-from quire.kernels import packed_state
 from tests.fakes.checkpoints import write_checkpoint
 from tests.fakes.families import write
 from tests.fakes.model_logits import CPU, configure, logits
@@ -70,7 +69,7 @@ def test_a_file_belongs_to_a_checkpoint_a_rank_and_a_processor(
     keys |= {key(rank, pipeline_parallel_size=2) for rank in range(2)}
     assert len(keys) == 8
     assert key(max_num_seqs=3, block_size=4) == key()
-    monkeypatch.setattr(packed_state, "platform", lambda: "another processor")
+    monkeypatch.setattr(packed_cache, "_platform", lambda: "another processor")
     assert key() not in keys
     monkeypatch.undo()
     file = folder / "model.safetensors"

@@ -80,6 +80,11 @@ def test_harmony_is_parsed_where_its_format_was_pickled() -> None:
         ("{%- if add_generation_prompt %}{{ '<think>\\n\\n</think>\\n\\n' }}{%- endif %}", "deepseek_r1"),
         ("Think after 'Here is my thought process:' and answer after 'Here is my response:'", "granite"),
         ("{{- '[THINK]' + block['thinking'] + '[/THINK]' }}", "mistral"),
+        ("{{- '<|start|>assistant<|channel|>analysis<|message|>' + message.thinking }}", "openai_gptoss"),
+        ("{{- '<seed:think>' + thinking + '</seed:think>' }}", "seed_oss"),
+        ("{{- '<think>' + thinking + '</think><answer>' + content + '</answer>' }}", "hunyuan_a13b"),
+        ("{{- '<|channel>thought' + thinking + '<channel|>' }}", "gemma4"),
+        ("{{- '<think>' + thinking + '</think><|tool_calls_section_begin|>' }}", "kimi_k2"),
         ("{% for message in messages %}{{ message.content }}{% endfor %}", None),
     ],
 )  # fmt: skip
