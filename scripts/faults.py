@@ -33,7 +33,7 @@ FAULTS = ROOT / "tests" / "faults"
 Tier = Literal["quick", "default", "slow"]
 SELECTIONS: dict[Tier, tuple[str, ...]] = {
     "quick": ("--case-seconds=0.05",),
-    "default": ("--function-seconds=2",),
+    "default": ("--function-seconds=1",),
     "slow": ("-m", "slow"),
 }
 """What scripts/test passes to pytest for a tier. A case that a tier leaves out notices nothing."""

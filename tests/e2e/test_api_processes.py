@@ -6,6 +6,7 @@ import asyncio
 
 import httpx
 import psutil
+import pytest
 
 from tests.e2e.serving import Server, serve
 
@@ -24,6 +25,7 @@ async def answers(server: Server) -> set[str]:
     return set(await asyncio.gather(*(one() for _ in range(COUNT))))
 
 
+@pytest.mark.slow
 def test_they_answer_alike_and_are_replaced_and_end_together() -> None:
     """That each of them answers, and counts for all, is in tests/integration/server/cli/test_serve.py."""
     with serve("--api-server-count", "2") as server:

@@ -151,12 +151,14 @@ def test_embedding_gemma_as_it_is_published(tmp_path: Path) -> None:
         assert "no KV cache" in plan
 
 
+@pytest.mark.slow
 def test_the_python_api_in_another_layout(expected: Vectors) -> None:
     with LLM(str(minilm()), dtype="float32", tensor_parallel_size=2, max_num_seqs=2) as llm:
         results = llm.embed(TEXTS, use_tqdm=False)
         check([result.outputs.embedding for result in results], expected)
 
 
+@pytest.mark.slow
 def test_a_file_of_requests(tmp_path: Path, expected: Vectors) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     with source.open("w") as file:

@@ -110,6 +110,7 @@ def test_tokens_are_those_of_transformers(tmp_path: Path) -> None:
     assert found(module("gpu.tokens").check, tmp_path)[1] == []
 
 
+@pytest.mark.slow
 def test_tokens_of_two_ranks_are_those_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = module("gpu.tokens")
     start, seen = tokens.Engine, list[str]()
@@ -169,6 +170,7 @@ def test_the_model_has_rows(tmp_path: Path) -> None:
     assert rows["prefill"].floor == 1.0  # T operations a second
 
 
+@pytest.mark.slow
 def test_throughput_without_http(tmp_path: Path) -> None:
     row = found(module("gpu.offline").measure, tmp_path)[0]["offline"]
     assert row.formula.startswith("8 requests of 16 in, 8 out in ")
@@ -351,6 +353,7 @@ def test_the_docs_have_the_markers() -> None:
     assert 0 < text.index(report.BEGIN) < text.index(report.END)
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path) -> None:
     """From a clone in which nothing is installed but what Quire needs; a GPU is asked for unless told otherwise."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

@@ -58,6 +58,7 @@ def configure(folder: Path, tp: int, pp: int, groups: int) -> EngineConfig:
 
 
 @pytest.mark.parametrize(("tp", "pp", "groups"), [(1, 1, 4), (2, 3, 2)])
+@pytest.mark.slow
 def test_tokens_equal_transformers(
     folder: Path, prompts: list[list[int]], expected: list[list[int]], tp: int, pp: int, groups: int
 ) -> None:

@@ -78,6 +78,7 @@ def test_tokens_stay_while_experts_move(
 
 
 @pytest.mark.parametrize(("quantization", "pp"), [(None, 2), pytest.param("int8", 1, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_processes_move_experts_and_report_it(quantization: Any, pp: int, tmp_path: Path) -> None:
     """The same tokens as where nothing moves, bytes and all."""
     model = write("Mixtral", tmp_path)

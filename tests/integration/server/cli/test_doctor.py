@@ -6,6 +6,8 @@ import json
 import socket
 import subprocess
 
+import pytest
+
 from quire.kernels import cpu
 from tests.e2e.serving import quire
 
@@ -16,6 +18,7 @@ NAMES = {
 }
 
 
+@pytest.mark.slow
 def test_the_checks_of_a_host_whose_port_is_taken() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -235,6 +235,7 @@ def test_how_the_model_chats_may_be_said(model_folder: Path, tmp_path: Path) -> 
     assert "HI" in records(target)[0]["response"]["body"]["choices"][0]["message"]["reasoning"]
 
 
+@pytest.mark.slow
 def test_killed_and_gone_on_with(model_folder: Path, tmp_path: Path) -> None:
     """By SIGKILL, as by SIGTERM, which has no handler; and then by Ctrl-C."""
     count = 200
@@ -262,6 +263,7 @@ def test_killed_and_gone_on_with(model_folder: Path, tmp_path: Path) -> None:
         assert record["response"]["body"]["choices"][0]["text"] == f"hello {record['custom_id'][3:]}"
 
 
+@pytest.mark.slow
 def test_a_line_that_kills_the_engine_gets_an_error_and_the_others_go_on(model_folder: Path, tmp_path: Path) -> None:
     asked = [line("a"), line("b"), line("dies", {"prompt": "<vanish>"}), line("c")]
     done = run(model_folder, write(tmp_path / "in", asked), tmp_path / "out", "--max-concurrency", "1")

@@ -462,6 +462,7 @@ def held_by_each(
     return clients
 
 
+@pytest.mark.slow
 def test_every_api_process_has_the_same_front_and_the_metrics_of_all(model_folder: Path, tmp_path: Path) -> None:
     authority, flags = certify(tmp_path)
     authority.configure_trust(trusting := ssl.create_default_context())
@@ -500,6 +501,7 @@ def test_every_api_process_has_the_same_front_and_the_metrics_of_all(model_folde
     assert not psutil.wait_procs(family, timeout=10)[1]
 
 
+@pytest.mark.slow
 def test_an_api_process_that_dies_is_replaced_and_each_says_why_the_engine_died(model_folder: Path) -> None:
     """Nobody else is hurt. Both at once are killed in tests/e2e/test_api_processes.py."""
     arguments = ("--port", "0", "--api-server-count", "2", "--served-model-name", "echo", "--no-restart")
