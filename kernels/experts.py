@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -412,10 +413,19 @@ class ExpertByExpert(PackedExperts):
         return packed_state.tensors_of(self._expert(index))
 
     def restore(self, index: int, state: Sequence[Tensor]) -> None:
-        if not packed_state.is_opaque(self._expert(index)):
-            return super().restore(index, state)
-        expert = packed_state.with_tensors(self._expert(index), state)
-        self._gate_up[index], self._down[index], self._gate_up_biases[index], self._down_biases[index] = expert
+        rest = list(state)
+        for experts in self._lists:
+            targets = packed_state.tensors_of(experts[index])
+            sources, rest = rest[: len(targets)], rest[len(targets) :]
+            if packed_state.is_opaque(experts[index]):
+                experts[index] = packed_state.with_tensors(experts[index], [each.clone() for each in sources])
+                continue
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source)
 
-    def _expert(self, index: int) -> list[linear.PackedLinear | Tensor | None]:
-        return [self._gate_up[index], self._down[index], self._gate_up_biases[index], self._down_biases[index]]
+    def _expert(self, index: int) -> list[Any]:
+        return [experts[index] for experts in self._lists]
+
+    @property
+    def _lists(self) -> list[list[Any]]:
+        return [self._gate_up, self._down, self._gate_up_biases, self._down_biases]

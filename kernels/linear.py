@@ -463,7 +463,7 @@ class GatheredLinear(PackedEmbedding):
     """A matmul whose columns are in another order than the inputs."""
 
     def __init__(self, product: PackedLinear, columns: Tensor) -> None:
-        """`columns` is as in `QuantizedWeight`: there are more than inputs if one has no input."""
+        """`columns` is as in `QuantizedWeight`: more than the inputs if some have none."""
         self._product, self._columns = product, columns
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:

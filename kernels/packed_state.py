@@ -17,7 +17,7 @@ class Packed:
     become lists."""
 
     is_opaque: ClassVar[bool] = False
-    """Whether it is in one of oneDNN's formats. Then its state is a copy, which is packed again."""
+    """Whether it is in one of oneDNN's formats: then its state is a plain copy, and loading packs it again."""
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self)
@@ -64,7 +64,7 @@ def from_plain(plain: Any, tensors: Sequence[Tensor]) -> Any:
 
 
 def is_opaque(value: Any) -> bool:
-    """Whether a packed weight, or one that it consists of, is."""
+    """Whether a packed weight, or any inside it, is in one of oneDNN's formats."""
     try:
         to_plain(value, [])
     except NotPlain:

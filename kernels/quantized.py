@@ -70,8 +70,8 @@ class QuantizedWeight:
     offsets: Tensor | None = None
     """The same, in units of the values."""
     columns: Tensor | None = None
-    """The input of each column, int64 `[columns]` or `[experts, columns]`, if they are not in order; the number of
-    inputs for a column that has none."""
+    """The input of each column, int64 `[columns]` or `[experts, columns]`, if they are not in order. Each input has one
+    column; others have none, for which the number of inputs stands."""
     activations: str | None = None
     """int8, fp8 or fp4: inputs may be rounded to this, with a scale for each row, or for the inputs of each group in
     it."""

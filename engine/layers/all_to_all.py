@@ -1,8 +1,8 @@
 """Dispatch of tokens to the ranks that have their experts, and combination of the experts' outputs.
 
 Creating a dispatch object starts to send the tokens, `received` waits for those that this rank computes, and `combine`
-exchanges the outputs. Other work may run before `received`. Each is called once and keeps nothing of what it returns,
-so that memory need hold only one direction at a time.
+exchanges the outputs. Other work may run before `received`. Each is called once; dispatches that exchange rows drop the
+received ones when they return them, so that memory need hold only one direction at a time.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ class MixtureOfExperts(nn.Module):
         return AllToAllDispatch(group, self._routed(x[own], batch, own), count, own.start, len(x))
 
     def _of_own_experts(self, x: Tensor | kernels.RoundedRows, dispatch: ExpertDispatch) -> Tensor:
-        """The weighted sums over this rank's experts, of the tokens that it receives."""
+        """Run this rank's experts on the tokens that it receives; returns the weighted sums."""
         received, weights, ids = dispatch.received()
         if self._group is not None and self.placement is not None:
             ids = ids - self._group.rank * self.placement.num_local_experts

@@ -52,16 +52,16 @@ def test_tensors_that_do_not_fit_are_one_line(tmp_path: Path) -> None:
 ENDLESS = {"model": "quire-demo", "prompt": "Quire", "max_tokens": 400, "ignore_eos": True, "temperature": 0.0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("victim", "number"),
     [
         ("quire-rank-1", signal.SIGKILL),
         ("quire-core", signal.SIGKILL),
-        pytest.param("quire-rank-1", signal.SIGSTOP, marks=pytest.mark.slow),
-        pytest.param("quire-core", signal.SIGSTOP, marks=pytest.mark.slow),
+        ("quire-rank-1", signal.SIGSTOP),
+        ("quire-core", signal.SIGSTOP),
     ],
 )
-@pytest.mark.slow
 def test_streams_go_on_when_a_part_of_the_only_engine_dies_or_stops(victim: str, number: signal.Signals) -> None:
     with (
         serve("-tp", "2", "--watchdog-seconds", "3") as server,
@@ -231,7 +231,6 @@ def named_shared_memory(family: list[psutil.Process]) -> set[str]:
     return {path for path in mapped | opened if path.startswith("/dev/shm/") and Path(path).exists()}
 
 
-@pytest.mark.slow
 def test_nothing_outlives_the_server(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     """What a killed server has left in the temporary folder is removed by the next one, which is stopped."""
     folder = tmp_path_factory.mktemp("t")
@@ -248,7 +247,6 @@ def test_nothing_outlives_the_server(monkeypatch: pytest.MonkeyPatch, tmp_path_f
             assert len(list(folder.iterdir())) == (number == signal.SIGKILL)
 
 
-@pytest.mark.slow
 def test_nothing_is_imported_from_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("numpy", "torch", "msgspec"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('imported from the current folder')")

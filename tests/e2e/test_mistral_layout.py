@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 import torch
 from safetensors.torch import save_file
 from transformers import MistralConfig, MistralForCausalLM
@@ -17,7 +16,6 @@ from tests.e2e.serving import serve
 from tests.fakes.mistral_layout import PARAMS, stored, write_folder
 
 
-@pytest.mark.slow
 def test_it_serves_the_model_and_names_the_template_that_is_missing(tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = MistralConfig(

@@ -353,7 +353,6 @@ def test_the_docs_have_the_markers() -> None:
     assert 0 < text.index(report.BEGIN) < text.index(report.END)
 
 
-@pytest.mark.slow
 def test_the_command(tmp_path: Path) -> None:
     """From a clone in which nothing is installed but what Quire needs; a GPU is asked for unless told otherwise."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

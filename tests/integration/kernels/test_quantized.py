@@ -71,7 +71,7 @@ def test_rows_are_those_of_the_weight(values: str, groups: int, factors: int, in
     """To the last bit, also with factors that float16 does not represent."""
     weight = random_weight(values, 70, ins, groups=groups, factors=factors)
     weight = replace(weight, scales=weight.scales * torch.rand(70, groups), activations="int8")
-    columns = torch.randperm(ins + 3)[:ins]
+    columns = torch.randperm(ins)
     rows, expected = torch.tensor([69, 0, 33, 33]), weight.dequantize()
     assert kernels.pack_embedding(weight).rows(rows)[:, :ins].equal(expected[rows])
     assert coded_words.unpack_words(coded_words.pack_words(replace(weight, wide=True)).rows(rows)).equal(expected[rows])

@@ -319,7 +319,6 @@ def test_gptq_of_inputs_that_do_not_depend_on_each_other_is_rounding() -> None:
     assert torch.equal(ours.scales, nearest.scales)
 
 
-@pytest.mark.slow
 def test_gptq_takes_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     demo = configure(Path("engine/models/demo").resolve(), max_model_len=64).model.path
     texts = tmp_path / "texts.jsonl"

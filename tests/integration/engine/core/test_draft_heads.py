@@ -144,11 +144,8 @@ LEARNING: dict[str, tuple[Callable[[Path], Any], Callable[..., Reference]]] = {
 """Cases whose heads can be fitted to texts: how the target is written, and both, fitted."""
 
 
-@pytest.mark.parametrize(
-    ("case", "tp", "pp"),
-    [*((case, 1, 1) for case in LEARNING), pytest.param("EAGLE-3", 2, 2, marks=pytest.mark.slow)],
-)
 @pytest.mark.slow
+@pytest.mark.parametrize(("case", "tp", "pp"), [*((case, 1, 1) for case in LEARNING), ("EAGLE-3", 2, 2)])
 def test_acceptance_is_that_of_the_oracle(case: str, tp: int, pp: int, tmp_path: Path) -> None:
     """Heads that have learned the answers save steps, as many as a run step by step by the reference."""
     write_target, write_both = LEARNING[case]
@@ -203,8 +200,8 @@ def continued(target: Any, tokens: list[int], count: int) -> list[int]:
     return tokens
 
 
-@pytest.mark.parametrize("case", ["EAGLE-3", pytest.param("MTP, MiMo-V2-Flash", marks=pytest.mark.slow)])
 @pytest.mark.slow
+@pytest.mark.parametrize("case", ["EAGLE-3", "MTP, MiMo-V2-Flash"])
 def test_heads_beside_ranks_as_processes(case: str, tmp_path: Path) -> None:
     """With the real manager, whatever it costs."""
     CASES[case][1](tmp_path)

@@ -181,7 +181,6 @@ def mixed(ranks: Ranks) -> tuple[list[SamplingParams], list[list[int]]]:
     return params, [runner.run([one])[0].token_ids for one in params]
 
 
-@pytest.mark.slow
 def test_it_does_not_depend_on_ranks_or_stages(
     mixed: tuple[list[SamplingParams], list[list[int]]], folder: Path
 ) -> None:

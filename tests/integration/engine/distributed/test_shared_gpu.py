@@ -84,7 +84,6 @@ def serve(rank: int, init_method: str, pipe: Connection) -> None:
     os._exit(0)
 
 
-@pytest.mark.slow
 def test_exchanges_go_through_the_host(tmp_path: Path) -> None:
     started = []
     for rank in range(4):

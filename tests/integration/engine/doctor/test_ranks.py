@@ -34,7 +34,6 @@ class Clock:
             self._now = 1e6
 
 
-@pytest.mark.slow
 def test_a_rank_that_waits_for_nothing_names_itself(tmp_path: Path) -> None:
     (found,) = ranks.run([task(tmp_path)], "127.0.0.1")
     assert (found.name, found.status) == ("all-reduce", "fault")

@@ -77,8 +77,8 @@ def test_tokens_stay_while_experts_move(
     assert len(moved) >= 10 * tp
 
 
-@pytest.mark.parametrize(("quantization", "pp"), [(None, 2), pytest.param("int8", 1, marks=pytest.mark.slow)])
 @pytest.mark.slow
+@pytest.mark.parametrize(("quantization", "pp"), [(None, 2), ("int8", 1)])
 def test_processes_move_experts_and_report_it(quantization: Any, pp: int, tmp_path: Path) -> None:
     """The same tokens as where nothing moves, bytes and all."""
     model = write("Mixtral", tmp_path)

@@ -153,7 +153,6 @@ def test_transformers_implementation_runs_models_that_have_a_mapping(case: str, 
 
 
 @pytest.mark.usefixtures("own_process")
-@pytest.mark.slow
 def test_what_has_no_mapping_goes_to_transformers_with_a_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     others.write("OLMo", tmp_path)
     config = configure(tmp_path)

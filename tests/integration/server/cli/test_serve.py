@@ -462,7 +462,6 @@ def held_by_each(
     return clients
 
 
-@pytest.mark.slow
 def test_every_api_process_has_the_same_front_and_the_metrics_of_all(model_folder: Path, tmp_path: Path) -> None:
     authority, flags = certify(tmp_path)
     authority.configure_trust(trusting := ssl.create_default_context())
