@@ -24,6 +24,13 @@ Make = Callable[..., Sandbox[str]]
 FOR_EVER = "any(iter(int, 1))"
 
 
+def _parents(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return process.parents()
+    except psutil.NoSuchProcess:
+        return []
+
+
 @pytest.fixture
 def answering() -> Iterator[Make]:
     """Makes one that answers with an expression of `q`, the question."""
@@ -35,7 +42,10 @@ def answering() -> Iterator[Make]:
         return made[-1]
 
     yield make
-    children = {*psutil.Process().children(recursive=True)} - others
+    # Helpers of earlier tests' servers may fork meanwhile.
+    children = {
+        child for child in psutil.Process().children(recursive=True) if others.isdisjoint([child, *_parents(child)])
+    }
     for one in made:
         one.close()
     alive = [child for child in psutil.wait_procs(children, timeout=10)[1] if child.status() != psutil.STATUS_ZOMBIE]
