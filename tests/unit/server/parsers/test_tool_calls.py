@@ -200,6 +200,13 @@ def test_what_is_read_does_not_depend_on_the_cuts(format: str, parts: list[str],
         assert content == text
 
 
+@pytest.mark.parametrize("cut_after", range(4))
+def test_an_escaped_quote_may_be_cut(cut_after: int) -> None:
+    call = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "\\"}{"}}\n</tool_call>'
+    at = call.index("\\") - 1 + cut_after
+    assert joined(events_of("hermes", [call[:at], call[at:]]))[2] == [("get_weather", '{"city": "\\"}{"}')]
+
+
 TAGGED = {name: format.call for name, format in sorted(TOOL_FORMATS.items()) if isinstance(format.call, Tagged)}
 OBJECT: dict[str, Any] = {
     "$ref": "#/$defs/base",
