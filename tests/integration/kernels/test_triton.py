@@ -159,6 +159,11 @@ def test_attention_is_dense_attention(
     close(case.run(), case.expected)
 
 
+def test_a_decode_sees_its_window_alone() -> None:
+    case = test_attention.build([(40, 1), (5, 1)], 2, 1, 16, 16, window=10)
+    close(case.run(), case.expected)
+
+
 @pytest.mark.parametrize(
     ("num_biases", "window", "names", "dtype"),
     [

@@ -131,21 +131,24 @@ class CachedAttention(nn.Module):
         self.spec, self.size = spec, parallel.size
 
     def forward(self, x: Tensor) -> Tensor:
-        spec, count = self.spec, len(x)
-        shape = (1, 3, spec.kv_heads_per_rank(self.size), 4, spec.head_dim)
-        cache = kernels.allocate_kv_cache(*shape, torch.float32, torch.device("cpu"))[0]
-        positions = torch.arange(count)
-        batch = Batch(
-            token_ids=positions,
-            positions=positions,
-            sequence_lengths=torch.tensor([count]),
-            query_starts=torch.tensor([0, count]),
-            logits_indices=torch.tensor([count - 1]),
-            groups={0: KVBlocks(positions, torch.arange(3)[None, : -(-count // 4)])},
-        )
-        turns = Rotary(spec.rope, 100)(positions)
-        out: Tensor = self.attention(x, batch, turns, LayerCache(cache))
+        out: Tensor = self.attention(x, *prefill(self.spec, len(x), self.size))
         return out
+
+
+def prefill(spec: attention_spec.AttentionSpec, count: int, ranks: int = 1) -> tuple[Batch, Tensor | None, LayerCache]:
+    """One request's whole prompt, the turns of its positions, and the cache of a layer on one of the ranks."""
+    shape = (1, 3, spec.kv_heads_per_rank(ranks), 4, spec.head_dim)
+    cache = kernels.allocate_kv_cache(*shape, torch.float32, torch.device("cpu"))[0]
+    positions = torch.arange(count)
+    batch = Batch(
+        token_ids=positions,
+        positions=positions,
+        sequence_lengths=torch.tensor([count]),
+        query_starts=torch.tensor([0, count]),
+        logits_indices=torch.tensor([count - 1]),
+        groups={0: KVBlocks(positions, torch.arange(3)[None, : -(-count // 4)])},
+    )
+    return batch, Rotary(spec.rope, 100)(positions), LayerCache(cache)
 
 
 def test_what_ranks_cannot_divide_is_a_mistake() -> None:

@@ -75,6 +75,12 @@ def test_whatever_a_chunk_shows_beside_text_goes_the_general_way() -> None:
         assert not dataclasses.replace(plain, **{name: value}).is_text
 
 
+def test_a_prompt_is_found_in_the_cache_once_for_all_its_choices() -> None:
+    usage = Usage([[1, 2, 3], [4, 5]], 2)
+    usage.add(TextDelta(index, num_cached_tokens=cached) for index, cached in ((0, 2), (1, 2), (2, 1), (3, 1)))
+    assert usage.object()["prompt_tokens_details"] == {"cached_tokens": 3}
+
+
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 5}
 PROMPT: dict[str, Any] = {"prompt": "hello world", "max_tokens": 5}
 
