@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FAULTS = ROOT / "tests" / "faults"
 Tier = Literal["quick", "default", "slow"]
 SELECTIONS: dict[Tier, tuple[str, ...]] = {
-    "quick": ("--case-seconds=0.05",),
+    "quick": ("--case-seconds=0.12", "--function-seconds=0.25"),
     "default": ("--function-seconds=1",),
     "slow": ("-m", "slow"),
 }
