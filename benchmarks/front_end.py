@@ -146,7 +146,7 @@ def server(pace: float, arguments: list[str]) -> int:
 
 
 class Server:
-    """A running server from the sources in a folder, which know the modules that the stand-in imports."""
+    """A running server of a checkout. It runs that checkout's copy of this file: its stand-in knows its messages."""
 
     def __init__(self, sources: str, pace: float, arguments: list[str]) -> None:
         script = Path(sources) / "benchmarks" / Path(__file__).name

@@ -77,6 +77,7 @@ def test_slow_cases_have_measurements_of_their_own(select: Select) -> None:
 
 def test_the_quick_tier_leaves_out_functions_with_long_cases(select: Select) -> None:
     assert select(CASES, MEASURED, case_seconds=0.05) == ["test_fast"]
+    assert len(select(CASES, MEASURED, case_seconds=2.0, function_seconds=4.0)) == 3
 
 
 def test_the_longest_file_goes_first(select: Select) -> None:

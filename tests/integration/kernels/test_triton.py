@@ -347,7 +347,7 @@ def test_sums_over_experts(
     """With gates, and without."""
     x, weights = torch.randn(tokens, 40).to(dtype), torch.rand(tokens, top_k)
     ids = torch.randint(-2, experts + 2, (tokens, top_k))  # others' too
-    ids[:, 0] = experts - 1
+    ids[:, 0], ids[0] = experts - 1, torch.arange(top_k)
     matrices = (torch.randn(experts, rows, 40) / 6).to(dtype), (torch.randn(experts, 40, 24) / 5).to(dtype)
     biases = (torch.randn(experts, rows).to(dtype), torch.randn(experts, 40).to(dtype)) if has_bias else ()
     found, expected = (m.fused_experts(x, weights, ids, *matrices, "silu", *biases) for m in (kernels, reference))

@@ -105,7 +105,7 @@ def run(target: Any, everyone: list[tuple[Any, ...]]) -> None:
     assert [process.exitcode for process in processes] == [0] * len(processes)
 
 
-@pytest.mark.parametrize(("dp", "tp", "pp"), [(2, 2, 1), pytest.param(2, 2, 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("dp", "tp", "pp"), [(2, 2, 2), pytest.param(1, 2, 2, marks=pytest.mark.slow)])
 def test_ranks_reach_those_that_share_their_experts(dp: int, tp: int, pp: int, tmp_path: Path) -> None:
     where = f"file://{tmp_path}/rendezvous"
     run(talk, [(dp, tp, pp, replica, rank, where) for replica in range(dp) for rank in range(tp * pp)])

@@ -32,15 +32,16 @@ def test_a_linear_layer(like: nn.Linear | Conv1D) -> None:
         out: Tensor = fill(PlannedLinear("up", like, "colwise", parallel))(x)
         return out
 
+    expected = on_ranks(1, down)[0]
     for rank in on_ranks(2, down):
-        torch.testing.assert_close(rank, on_ranks(1, down)[0])
+        torch.testing.assert_close(rank, expected)
     torch.testing.assert_close(torch.cat(on_ranks(2, up), -1), on_ranks(1, up)[0])
 
 
 @pytest.mark.parametrize("is_transposed", [False, True])
 @pytest.mark.parametrize(("style", "dim"), [("packed_colwise", 1), ("packed_rowwise", 2)])
 def test_a_rank_has_the_same_share_of_both_halves(style: str, dim: int, is_transposed: bool) -> None:
-    """Of every expert."""
+    """Of the gate and of the up projection of every expert, which are stored as one tensor."""
     experts = torch.randn(3, 8, 12)
     stored = experts.transpose(1, 2) if is_transposed else experts
 

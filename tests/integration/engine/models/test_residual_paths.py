@@ -16,11 +16,12 @@ from tests.integration.engine.layers.test_sharding import fill, prefill
 
 @torch.no_grad()
 def test_a_scalar_multiplies_the_whole_stream() -> None:
-    """Not only what the layer adds to it."""
+    """Gemma 4 multiplies the residual stream, not only what the layer adds to it."""
     x, residual = torch.randn(2, 5, 32)
     spec = replace(TINY_LAYER, residual=ScaledResidualSpec(layer_input=None))
     plain, scaled = DecoderLayer(TINY_LAYER, 32, Parallel()), ScaledResidualLayer(spec, 32, Parallel())
-    fill(plain), fill(scaled)
+    for layer in (plain, scaled):
+        fill(layer)
     scaled.scalar.fill_(0.25)
     sums = []
     for layer in (plain, scaled):

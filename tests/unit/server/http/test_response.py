@@ -1,5 +1,5 @@
 """Chunks that bring text alone are put together from bytes; they are what the general way would have made. And the
-times of requests in responses.
+usage and times of requests in responses.
 """
 
 from __future__ import annotations

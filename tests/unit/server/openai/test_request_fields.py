@@ -186,7 +186,6 @@ async def test_what_would_change_the_answer_is_refused_by_name(server: Server) -
     for route, body, param in (
         ("chat/completions", {**chat, "no_such_thing": 1}, "no_such_thing"),
         ("chat/completions", {**chat, "web_search_options": {}}, "web_search_options"),
-        ("completions", {"prompt": "x", "suffix": "y"}, "suffix"),
         ("chat/completions", {**chat, "modalities": ["text", "audio"]}, "modalities"),
         ("chat/completions", {**chat, "response_format": {"type": "text", "foo": 1}}, "response_format.foo"),
         ("responses", {"input": "hi", "text": {"foo": 1}}, "text.foo"),
