@@ -3,7 +3,7 @@
 .venv/bin/python benchmarks/all_reduce.py --ranks 2 4
 
 The floor of a size is the time in which every rank copies it twice, all ranks at once, measured in the same run: a rank
-hands over what the others sum, sums its share, and takes the rest.
+hands over the shares that the others sum, sums its own share, and takes the rest.
 """
 
 from __future__ import annotations

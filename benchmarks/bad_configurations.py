@@ -1,4 +1,4 @@
-"""How `quire serve` ends for each of tests/fakes/bad_configurations.py: exit code, seconds, and what it says.
+"""The end of `quire serve` for each of tests/fakes/bad_configurations.py: exit code, seconds, and message.
 
     .venv/bin/python -m benchmarks.bad_configurations [REGULAR EXPRESSION of names]
 

@@ -25,7 +25,7 @@ from typing import NamedTuple
 from quire import AsyncLLM, SamplingParams
 from quire.engine.config.options import DEMO_MODEL
 
-VOCAB = 3072  # that of the demo model, whose tokenizer is used
+VOCAB = 3072  # the demo model's size, as its tokenizer is used
 LENGTH = 4096
 
 

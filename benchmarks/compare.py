@@ -94,7 +94,7 @@ class Measured:
     peer: str
     version: str
     kind: str
-    """What the precision means in this server."""
+    """The meaning of the precision in this server."""
     command: str
     start: list[float] = field(default_factory=list)
     """Seconds from the command to the first token."""
@@ -277,12 +277,12 @@ class Group:
 
 
 def useful_rate(throughputs: Sequence[float], output: int) -> float:
-    """`LOAD` of the smallest capacity among those of at least half the largest, in requests of `output` tokens."""
+    """`LOAD` of the smallest capacity that is at least half of the largest, in requests of `output` tokens."""
     return LOAD * min(found for found in throughputs if found >= max(throughputs) / 2) / output
 
 
 def compare_logprobs(truth: Sequence[float], found: Sequence[float]) -> dict[str, float]:
-    """How close the log-probabilities of the same tokens are to `truth`."""
+    """The likeness of the log-probabilities of the same tokens to `truth`."""
     differences = [abs(a - b) for a, b in zip(truth, found, strict=True)]
     return {
         "correlation": statistics.correlation(truth, found),

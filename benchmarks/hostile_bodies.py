@@ -1,13 +1,13 @@
-"""What one hostile request costs the others: pauses of 16 streams, and memory of the API process.
+"""The cost of one hostile request for the others: pauses of 16 streams, and memory of the API process.
 
 .venv/bin/python benchmarks/hostile_bodies.py [--only WORD …] [--list]
 
 `quire serve` runs with the demo model. 16 clients in another process stream answers, one after the other, and measure
 the longest gap between two parts of an answer. Before each body comes an undisturbed phase, whose longest gap is
 subtracted. Other work on the machine makes pauses too, so the shortest gap of several rounds counts, in both phases. A
-body is handled when its answer is complete; then, or after `--patience` seconds, the next phase begins. Memory is that
-of the first API process (VmRSS), sampled every 10 ms: its peak, and where it settles. Further flags are passed to
-`quire serve`.
+body is handled when its answer is complete; then, or after `--patience` seconds, the next phase begins. Memory is the
+first API process's (VmRSS), sampled every 10 ms: its peak, and the level at which it settles. Further flags are passed
+to `quire serve`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""CPU kernels compared with the reference at the sizes of Qwen2.5-0.5B, and of DeepSeek-V4-Flash for what others do not
-have; attention also with the machine's floor.
+"""CPU kernels compared with the reference at the sizes of Qwen2.5-0.5B, and of DeepSeek-V4-Flash for its own
+operations; attention also with the machine's floor.
 
 .venv/bin/python benchmarks/kernels.py --threads 2 [--only attention] [--json]
 

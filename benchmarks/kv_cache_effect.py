@@ -52,7 +52,7 @@ WEIGHTS, WORKSPACE, KV_CACHE, MEASURED = "#3d6f8e", "#b9b9b9", "#e3a857", "#3d6f
 
 @dataclass(frozen=True)
 class Room:
-    """How a worker's budget is spent, in bytes, and the resulting blocks and complete requests."""
+    """The parts of a worker's budget, in bytes, and the resulting blocks and complete requests."""
 
     tensor_parallel_size: int
     weights: int

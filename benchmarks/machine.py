@@ -52,7 +52,7 @@ class Machine:
 
     @property
     def bandwidth(self) -> float:
-        """The highest measured bandwidth, since a floor must not exceed what is possible."""
+        """The highest measured bandwidth, since a floor must be a lower bound."""
         return max(self.copy, self.read)
 
     def rate(self, precision: str) -> float:

@@ -54,7 +54,7 @@ KINDS: dict[str, tuple[torch.dtype, kernels.Quantization | None, Callable[[Tenso
     "int8": (torch.float32, "int8", linear.Int8OneDNNLinear),
     "int4": (torch.float32, "int4", TorchInt4),
 }
-"""Type of x, quantization, and what to compare with."""
+"""Type of x, quantization, and the product to compare with."""
 CODED = {"int4 codes": "int4", "nf4 codes": "nf4", "int8 codes": "int8", "fp8 codes": "fp8"}
 """Kinds of weights in few bits, in groups of GROUP, which are compared with the product of bfloat16."""
 GROUP = 128

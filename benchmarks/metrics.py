@@ -2,8 +2,8 @@
 
 .venv/bin/python benchmarks/metrics.py [--quick] [--scrape] [--json]
 
-`steps`: decode steps of the demo model in this process, with and without the times of each step and the samples of what
-the rank uses; and the microseconds of each, because the ratios differ among themselves by more. `requests`: the API
+`steps`: decode steps of the demo model in this process, with and without the times of each step and the samples of the
+rank's usage; and the microseconds of each, because the ratios differ among themselves by more. `requests`: the API
 process's work for requests between the engine's messages and the output streams, with and without its counts. `scrape`:
 milliseconds for the text of /metrics with this number of replicas, and the KiB that it takes in memory, with the table
 that processes share; and the same of prometheus_client, with metrics of the same names, labels and buckets. Divide by
@@ -54,7 +54,7 @@ def cpu_seconds(work: Callable[[], object]) -> float:
 
 
 def paired(rounds: int, with_metrics: Callable[[], float], without: Callable[[], float]) -> tuple[float, float]:
-    """The median ratio and difference of what the two return, in turns, the first time left out."""
+    """The median ratio and difference of the two's results, in turns, the first time left out."""
     pairs = []
     for turn in range(rounds + 1):
         if turn % 2:
@@ -113,7 +113,7 @@ class Steps:
             del self.executor._worker.count_step
 
     def microseconds(self) -> dict[str, float]:
-        """CPU time of a step, of its times, and of a sample of what the rank uses."""
+        """CPU time of a step, of its times, and of a sample of the rank's usage."""
         worker, state, count = self.executor._worker, self.executor._state, 10_000
 
         def times() -> None:
@@ -132,7 +132,7 @@ class Steps:
         }
 
     def with_sampler(self) -> float:
-        """As `run`, with samples of what the rank uses."""
+        """As `run`, with samples of the rank's usage."""
         sampler = UsageSampler([os.getpid()], None)
         try:
             return self.run()
@@ -202,7 +202,7 @@ def filled(replicas: int) -> Metrics:
 
 
 def same(exposition: str) -> CollectorRegistry:
-    """The metrics of a text as those of prometheus_client."""
+    """The metrics of a text as prometheus_client's metrics."""
     registry = CollectorRegistry()
     for family in text_string_to_metric_families(exposition):
         rows = [
@@ -227,7 +227,7 @@ def same(exposition: str) -> CollectorRegistry:
 
 
 def kept(make: Callable[[], object]) -> float:
-    """The KiB that a result takes, with what is cached for it."""
+    """The KiB that a result takes, including its caches."""
     _series.cache_clear()
     _histogram_template.cache_clear()
     tracemalloc.start()
@@ -238,7 +238,7 @@ def kept(make: Callable[[], object]) -> float:
 
 
 def scrape(replicas: int, rounds: int) -> dict[str, float]:
-    """Of the text of /metrics."""
+    """Milliseconds and KiB of the text of /metrics."""
     metrics = filled(replicas)
     text = metrics.exposition().decode()
     registry = same(text)

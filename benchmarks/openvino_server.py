@@ -1,8 +1,8 @@
 """OpenVINO GenAI's continuous batching behind `/v1/completions`, for benchmarks/compare.py.
 
-OpenVINO GenAI is a library without a server. This server provides only what the comparison needs: prompts as token ids,
-greedy decoding to the requested length, and streaming. It runs in OpenVINO's environment and otherwise needs only the
-standard library.
+OpenVINO GenAI is a library without a server. This server provides only the needs of the comparison: prompts as token
+ids, greedy decoding to the requested length, and streaming. It runs in OpenVINO's environment and otherwise needs only
+the standard library.
 
     VENV/bin/python benchmarks/openvino_server.py MODEL --port 8000 --threads 2
 """

@@ -3,8 +3,8 @@
 .venv/bin/python benchmarks/page.py [--picture docs/pictures/page.png]
 
 A server with two stages of two ranks answers 16 streams all the time. Phases with a poll of `/ui/state` each second
-take turns with phases without. The processor time of a poll is that of the API process for 200 polls in a row, while it
-does nothing else. `--picture` takes one of the page under this load, with Chromium.
+take turns with phases without. The processor time of a poll is measured in the API process over 200 polls in a row,
+while it does nothing else. `--picture` takes a picture of the page under this load, with Chromium.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class Peer(ABC):
     remedy: ClassVar[str]
     """How to install it."""
     precisions: ClassVar[dict[str, str]]
-    """f32, 16-bit, int8, 4-bit, q4_k_m → what the precision means in this server."""
+    """f32, 16-bit, int8, 4-bit, q4_k_m → the meaning of the precision in this server."""
     writes: ClassVar[str] = ""
     """The precision whose model other servers read as well."""
     path: ClassVar[str] = "/v1/completions"

@@ -2,7 +2,7 @@
 
     .venv/bin/python benchmarks/precision.py [--json FILE]
 
-Also of what `quire quantize` writes; GPTQ gets chats like those of the training.
+Also the accuracy of checkpoints from `quire quantize`; GPTQ gets chats similar to the training data.
 
 For each precision: the share of held-out chats answered correctly (greedy, equal to the expected reply character for
 character, as scripts/train_demo_model.py scores), the number of replies identical to float32, and the perplexity of the

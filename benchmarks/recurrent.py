@@ -1,12 +1,13 @@
-"""Scans of layers with a recurrent state, beside those of transformers in torch: prefill, and decode of many requests.
+"""Scans of layers with a recurrent state, beside transformers' scans in torch: prefill, and decode of many requests.
 
 .venv/bin/python benchmarks/recurrent.py --threads 2
 
 The layers have the sizes of a model of 0.5B; the two take turns. Each pair is first compared, and a difference ends the
 run. With one thread, times are the processor's, which other work on the machine changes less than elapsed ones.
 
-`floor` is what the machine could do at best: in a decode, reading and writing the states at the rate of a copy; in a
-prefill, the matrix products of the chunked form (chunks of 64) at the rate of float32 products. Mamba has no products.
+`floor` is the best possible time of the machine: in a decode, reading and writing the states at the rate of a copy; in
+a prefill, the matrix products of the chunked form (chunks of 64) at the rate of float32 products. Mamba has no
+products.
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ def _group(group: dict[str, Any], measured: str) -> str:
 
 
 def _shortened(failure: str) -> str:
-    """The first line and the last, which is that of the server's log."""
+    """The first line and the last, which is the last line of the server's log."""
     lines = failure.strip().splitlines()
     return " ".join(dict.fromkeys([lines[0], lines[-1]]))
 

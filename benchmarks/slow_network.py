@@ -1,11 +1,11 @@
-"""What a slow or interrupted network between two hosts costs: time per token, and the pause of a stream.
+"""The cost of a slow or interrupted network between two hosts: time per token, and the pause of a stream.
 
 .venv/bin/python -m benchmarks.slow_network [--delays 0 50] [--cuts 1 3 6 10] [flags of quire serve]
 
 Needs root. Two hosts are two network namespaces. Their network interfaces (TAP) are connected by this program, which
 holds each packet for the one-way delay, and drops all packets during a cut. `quire serve --nnodes 2` runs the demo
-model there, by default with one pipeline stage on each host. The time per token is that of one stream. A stream that
-a cut interrupts is compared with an undisturbed one; its pause is the longest time between two tokens.
+model there, by default with one pipeline stage on each host. The time per token is measured with one stream. A stream
+that a cut interrupts is compared with an undisturbed one; its pause is the longest time between two tokens.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Cable(threading.Thread):
     """Carries packets between two TAP devices."""
 
     def __init__(self, ends: tuple[int, int], delay: float) -> None:
-        """`delay` is that of each packet, in seconds."""
+        """`delay` is the delay of each packet, in seconds."""
         super().__init__(daemon=True)
         self._ends, self._delay = ends, delay
         self.is_cut = False
@@ -90,7 +90,7 @@ def serving(delay: float, flags: list[str]) -> Iterator[tuple[Host, Cable]]:
         try:
             yield first, cable
         finally:
-            with contextlib.redirect_stdout(sys.stderr):  # what the hosts have printed
+            with contextlib.redirect_stdout(sys.stderr):  # the output of the hosts
                 stack.close()
 
 
@@ -100,7 +100,7 @@ class Answer:
 
     tokens: list[int]
     times: list[float]
-    """When each token came, in seconds."""
+    """Arrival time of each token, in seconds."""
 
     @property
     def pauses(self) -> list[float]:

@@ -184,7 +184,7 @@ MODELS: dict[str, tuple[Callable[[int], Callable[[int], Calls]], tuple[str, ...]
     "deepseek-v4": (deepseek_v4, ("window", "1 for 4", "1 for 128")),
     "minimax-m3": (minimax_m3, ("dense", "sparse", "selection")),
 }
-"""What makes the calls of a model, and their names."""
+"""The function that makes the calls of a model, and their names."""
 
 
 def milliseconds(call: Callable[[], object]) -> float:

@@ -12,7 +12,7 @@ so that each token is followed by a given one. Its answers are therefore known, 
 - repeated: as new, but an earlier request has got the same answer.
 
 With `--peer llama.cpp=FOLDER` or `--peer vllm=FOLDER` (see peers.py), these servers answer the same prompts in the same
-rounds, without drafts and with those of their own lookup: llama.cpp with weights in 8 bits (q8_0), vLLM in bfloat16.
+rounds, without drafts and with drafts from their own lookup: llama.cpp with weights in 8 bits (q8_0), vLLM in bfloat16.
 
 The load draft is another: the bundled demo model, in float32, answers questions, one after another, and its draft model
 (scripts/train_demo_model.py --draft) guesses.
@@ -65,12 +65,12 @@ QUESTIONS = [
     "What happens in the decode phase?",
     "Who decides to which replica my request goes?",
 ]
-"""In wordings that the demo model has not been trained on."""
+"""Questions in wordings that the demo model has not been trained on."""
 PEERS: dict[str, type[Peer]] = {"llama.cpp": LlamaCpp, "vllm": Vllm}
 LLAMA_CPP_LOOKUP = ["--spec-type", "ngram-simple"]
 VLLM_LOOKUP = ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_max": 4}']
 SMALL = 1e-3
-"""Scale of what the layers add to the embedding of a token, which alone decides the next one."""
+"""Scale of the layers' additions to the embedding of a token, which alone decides the next one."""
 
 
 def make_model(folder: Path, layers: int) -> list[int]:
@@ -184,7 +184,7 @@ def main() -> None:
 
 @contextmanager
 def serving(peers: Mapping[str, Path], folder: Path, streams: int) -> Iterator[list[Server]]:
-    """Run each peer with the model in `folder` for at most this many streams: without drafts, and with those of its
+    """Run each peer with the model in `folder` for at most this many streams: without drafts, and with drafts from its
     lookup."""
     threads = int(os.environ.get("OMP_NUM_THREADS", len(os.sched_getaffinity(0))))
     servers: list[Server] = []
@@ -209,7 +209,7 @@ def serving(peers: Mapping[str, Path], folder: Path, streams: int) -> Iterator[l
 
 def report_draft_model(rounds: int) -> None:
     """Print the row of the demo model with its draft model, whose answers are compared. Each run has a cache salt of
-    its own, so that it does not find the answers of those before."""
+    its own, so that it does not find the answers of earlier runs."""
     engine: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 4, "enable_prefix_caching": False}
     params = SamplingParams(temperature=0.0, max_tokens=200)
     salts = itertools.count()
@@ -260,7 +260,7 @@ def report(
     rates: list[list[float]] = []
     for number in range(options.rounds + 1):
         prompts = [make_prompt(load, following, rng, count, options.edit_every) for _ in range(streams)]
-        salt = f"{precision} {load} {streams} {number}"  # so that nothing is known of the rounds before
+        salt = f"{precision} {load} {streams} {number}"  # so that earlier rounds are unknown
         turns = [partial(rate, llm, load, prompts, salt, following, count) for llm in (off, on)]
         turns += [partial(peer_rate, server, prompts, following, count) for server in servers]
         order = range(len(turns)) if number % 2 else reversed(range(len(turns)))

@@ -4,7 +4,7 @@
 
 Each round starts every model once in each way, in turns: the checkout `--base`, with its own .venv, if one is given;
 this checkout without a packed cache (`cold`: it packs the weights, and writes them); and again with it (`warm`).
-Processor time is that of all processes of the server until the first answer. Files come from the page cache.
+Processor time is the sum over all processes of the server until the first answer. Files come from the page cache.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MODELS: dict[str, tuple[str, ...]] = {
 }
 """Flags of the bundled model, and of Qwen2.5-0.5B's shape in each precision."""
 _SETTLE_SECONDS = 0.3
-"""Between starts: the system frees the memory of the last one meanwhile."""
+"""Pause between starts: the system frees the memory of the last one meanwhile."""
 
 
 @dataclass(frozen=True)

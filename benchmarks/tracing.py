@@ -39,7 +39,7 @@ from serving import Server, serving
 _STREAMS = 16
 _TOKENS = 16
 _SPANS = 5
-"""Of a request."""
+"""Spans of a request."""
 
 
 class Collector(TraceServiceServicer):

@@ -1,4 +1,4 @@
-"""What paged attention needs to know about a model's layers, and about a step on the host."""
+"""The properties of a model's layers, and of a step on the host, that paged attention needs."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def choose(
 ) -> Attention | None:
     """Return the backend to try before the platform's `own` paged attention for queries of `dtype`, if any.
 
-    `problem` says what is wrong with the Triton kernel, in which case `own` is the reference; "" if nothing is. Logs
+    `problem` describes the error of the Triton kernel, in which case `own` is the reference; "" if there is none. Logs
     the selected backend and the reason in one line. Raises `BackendUnavailable` if the requested backend cannot be
     used.
     """

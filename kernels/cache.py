@@ -80,10 +80,10 @@ def allocate_kv_cache(
 ) -> Tensor:
     """Allocate the KV cache of a rank, `[layers, num_tensors, blocks, kv_heads, block_size, row]`, filled with zeros.
 
-    There are two tensors, keys and values, or a single one if these are the same. In memory those of a block follow
-    each other, so that consecutive blocks of a layer can hold something else (`recurrent_states`). The cache must not
-    contain NaN, because attention reads whole blocks and multiplies masked values by 0. On CPU the pages are the
-    operating system's zero pages: memory is committed when a block is first written.
+    There are two tensors, keys and values, or a single one if these are the same. In memory the tensors of a block
+    follow each other, so that consecutive blocks of a layer can hold something else (`recurrent_states`). The cache
+    must not contain NaN, because attention reads whole blocks and multiplies masked values by 0. On CPU the pages are
+    the operating system's zero pages: memory is committed when a block is first written.
     """
     shape = (layers, num_blocks, num_tensors, kv_heads, block_size, row_size(head_dim, dtype))
     if device.type != "cpu":
@@ -113,7 +113,7 @@ class RecurrentState(NamedTuple):
     inputs: Tensor
     """The last inputs of the causal convolution, `[pages, conv_size - 1, channels]`."""
     others: tuple[Tensor, ...] = ()
-    """The same of other convolutions in the layer."""
+    """The last inputs of other convolutions in the layer."""
 
 
 def recurrent_states(
@@ -126,8 +126,8 @@ def recurrent_states(
 ) -> RecurrentState:
     """View the memory of a layer's `cache` `[num_tensors, blocks, …]` as pages of states.
 
-    `matrices` are the heads and the sizes of each one's matrix; `inputs`, of type `dtype`, the tokens and channels, and
-    `others` those of other convolutions.
+    `matrices` are the heads and the sizes of each one's matrix. `inputs`, of type `dtype`, are the tokens and channels
+    of the causal convolution, and `others` the tokens and channels of other convolutions.
     """
     memory = cache.transpose(0, 1).view(torch.uint8).flatten(1)
     pages = len(memory) // blocks_per_page
@@ -143,7 +143,7 @@ def recurrent_states(
 def page_rows(cache: Tensor, blocks_per_page: int, first: int, count: int, width: int) -> Tensor:
     """View a part of each page of a layer's `cache` `[1, blocks, …]` as a cache of `count` rows of `width` elements,
     which begin with the page's element `first`: `[1, blocks, 1, count, width]`. A page has the number of its first
-    block. Other blocks must not be used: theirs overlap."""
+    block. Other blocks must not be used: their rows overlap."""
     _, blocks, *block = cache.shape
     size = math.prod(block)
     assert cache[0].is_contiguous()
@@ -159,7 +159,7 @@ class StateSegments(NamedTuple):
     starts: Tensor
     """`[segments + 1]`, the first token of each segment."""
     rows: Tensor
-    """`[rows + 1]`, the first segment of each row; those of a row follow each other."""
+    """`[rows + 1]`, the first segment of each row; the segments of a row follow each other."""
     read: Tensor
     """`[segments]`, the page with the state before each segment; -1: there is none, and the state is zero."""
     write: Tensor

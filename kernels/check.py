@@ -42,8 +42,8 @@ def passing(
     config: AttentionConfig,
     formats: Collection[QuantizedFormat] = FORMATS,
 ) -> tuple[types.SimpleNamespace, dict[str, str]]:
-    """Return the kernels of a platform's module that agree with the reference, and what is wrong with each of the
-    others, by name. Logs a warning for each of the others; the reference is used for them.
+    """Return the kernels of a platform's module that agree with the reference, and the problem with each of the others,
+    by name. Logs a warning for each of the others; the reference is used for them.
     """
     found = differences(module, device, dtype, config, formats)
     problems = {name: problem for name, problem in found.items() if problem}
@@ -72,7 +72,7 @@ def differences(
         calls += examples.packed_matmuls(Inputs(device, dtype))
 
     def problem(example: Example) -> str:
-        """What is wrong with the kernel; "" if it agrees with the reference."""
+        """The problem with the kernel; "" if it agrees with the reference."""
         try:
             return difference(example, module, dtype)
         except Exception as error:  # from a compiler or a driver

@@ -1,7 +1,7 @@
 """Weights of 4 or 8 bits in the layout that GPUs multiply by, and the products, in plain torch: the oracle of the
 Triton kernels.
 
-`QuantizedWeight` says what the numbers are. They are multiplied in one of two ways: as `CodedWords`, whose codes become
+`QuantizedWeight` defines the numbers. They are multiplied in one of two ways: as `CodedWords`, whose codes become
 numbers of the type of the inputs in registers, or as 8-bit floats or integers by inputs that are rounded to the same
 (W8A8).
 """
@@ -32,7 +32,7 @@ class CodedWords(Packed):
     """A weight `[out, in]`, or a stack of them, packed for `coded_matmul` or `coded_fused_experts`.
 
     A block is 16 words of each feature: 128 inputs of 4 bits, or 64 of 8. Word `w` has inputs `w`, `w + 16`, …, the
-    first one lowest. Codes of 4 bits have float16 factors unless scales are wide, those of 8 bits float32.
+    first one lowest. Codes of 4 bits have float16 factors unless scales are wide; codes of 8 bits have float32 factors.
     """
 
     values: str
@@ -47,7 +47,7 @@ class CodedWords(Packed):
     offsets: Tensor | None
     """The same, in units of the values."""
     of_rows: Tensor
-    """float32 `[…, out]`: scales of features, in addition. NaN if a code of the feature is."""
+    """float32 `[…, out]`: scales of features, in addition. NaN if a code of the feature is NaN."""
     columns: Tensor | None = None
     """int64 `[…, columns]`: as in `QuantizedWeight`."""
     rounding: Tensor | None = None
@@ -183,8 +183,8 @@ def coded_fused_experts(
     down_bias: Tensor | None = None,
     gated: bool = True,
 ) -> Tensor:
-    """`reference.fused_experts` with stacks of packed weights, which do not say whether there are gates: columns in
-    another order may be more than the inputs."""
+    """`reference.fused_experts` with stacks of packed weights. Their shapes do not show whether there are gates:
+    reordered columns may be more than the inputs."""
 
     def feed_forward(expert: int, rows: Tensor) -> Tensor:
         both = coded_matmul(rows, gate_up.at(expert), _bias_at(gate_up_bias, expert))
@@ -213,7 +213,7 @@ def round_rows(x: Tensor, dtype: torch.dtype, groups: int = 1) -> tuple[Tensor, 
 
 
 class RowRounding(NamedTuple):
-    """What the inputs of a product are rounded to: the arguments of `round_rows`."""
+    """How the inputs of a product are rounded: the arguments of `round_rows`."""
 
     dtype: torch.dtype
     groups: int
@@ -221,7 +221,7 @@ class RowRounding(NamedTuple):
 
 @dataclass(frozen=True)
 class RoundedRows:
-    """Rows that `round_rows` has rounded, for a product that rounds its inputs so."""
+    """Rows that `round_rows` has rounded, for a product that rounds its inputs in the same way."""
 
     codes: Tensor
     scales: Tensor
@@ -229,7 +229,7 @@ class RoundedRows:
     """The type that they had."""
     rounding: RowRounding
     plain: Tensor | None = None
-    """The rows as they were, if some readers do not round them so."""
+    """The rows as they were, if some readers do not round them in this way."""
 
     @property
     def shape(self) -> torch.Size:
@@ -251,7 +251,7 @@ def plain_rows(x: Tensor | RoundedRows) -> Tensor:
 
 
 def rows_for(x: Tensor | RoundedRows, rounding: RowRounding | None) -> Tensor | RoundedRows:
-    """Rows for a product that rounds its inputs so."""
+    """Rows for a product that rounds its inputs in this way."""
     return x if isinstance(x, RoundedRows) and x.rounding == rounding else plain_rows(x)
 
 
@@ -341,8 +341,8 @@ def rounded_fused_experts(
     x_scales: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`reference.fused_experts` with weights and scales as those of `rounded_matmul`, `[experts, …]`, as are `x_scales`
-    and `dtype`."""
+    """`reference.fused_experts` with weights and scales as in `rounded_matmul`, stacked to `[experts, …]`; `x_scales`
+    and `dtype` are as in `rounded_matmul`, too."""
     dtype, rounding = dtype or x.dtype, RowRounding(gate_up.dtype, gate_up_scales.shape[2])
     if x_scales is None:
         x, x_scales = round_rows(x, *rounding)

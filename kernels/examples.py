@@ -47,7 +47,7 @@ class Example(NamedTuple):
     """Calls the operation of the given module; returns everything that it computes."""
 
     def expected(self) -> Any:
-        """What the reference computes."""
+        """The reference's result."""
         every = (reference, packed, quantized, coded_words, fp4)
         return self.call(next(module for module in every if hasattr(module, self.operation)))
 
@@ -172,7 +172,7 @@ def attention(
     cache_dtype: torch.dtype | None = None,
     block_size: int = 16,
 ) -> Example:
-    """What takes the host's numbers gets them, as from a model."""
+    """An implementation that takes the host's numbers gets them, as from a model."""
     case = attention_case(inputs, requests, layer, cache_dtype, block_size)
 
     def call(module: Any) -> Tensor:
@@ -290,7 +290,7 @@ def recurrent(inputs: Inputs, tokens: int, heads: tuple[int, int, int], state_si
     given = query, key, value, decay, beta, matrices, segments, size**-0.5
     yield _example("linear_attention", named, *given, 1e-6, changes=5)
     yield _example("linear_attention", f"{named}, sums", *given, changes=5, is_delta=False)
-    # No rate is near 0: what never decays sums the errors of all steps.
+    # No rate is near 0: a state that never decays sums the errors of all steps.
     step, rates = inputs.uniform(tokens, channels), -0.1 - inputs.uniform(state_size, channels)
     sides = inputs.normal(tokens, state_size), inputs.normal(tokens, state_size)
     states, named = inputs.normal(3, 1, state_size, channels, dtype=torch.float32), f"{tokens} tokens, {channels}"
@@ -409,8 +409,8 @@ def _random_experts(
     chosen: Iterable[Tensor],
     activation: str = "silu",
 ) -> tuple[QuantizedWeight, QuantizedWeight]:
-    """Stacks for `fused_experts`. The largest result is far above the tolerance, but an input of the second matmul that
-    is rounded to the next code changes none by more than that."""
+    """Stacks for `fused_experts`. The largest result is far above the tolerance, but rounding an input of the second
+    matmul to the next code changes no result by more than the tolerance."""
     experts, hidden, inner = sizes
     up = random_weight(inputs, form, experts, inner * (2 if activation == "silu" else 1), hidden)
     down, few = random_weight(inputs, form, experts, hidden, inner), slice(0, 8)
@@ -487,7 +487,7 @@ def quantized_experts(
 
 
 def _fp4_scale(inputs: Inputs) -> Tensor:
-    """With it, some inputs are cut off."""
+    """A scale with which some inputs are cut off."""
     return torch.full((), 6.0 * 448 / 3, device=inputs.device)
 
 
@@ -526,8 +526,7 @@ def _rounded_as(plain: Tensor, codes: Tensor, scales: Tensor) -> tuple[Tensor, T
 
 
 def packed_matmuls(inputs: Inputs) -> Iterator[Example]:
-    """The operations of `packed` and of `quantized`, at one small size. Inputs that are packed are so by the
-    reference."""
+    """The operations of `packed` and of `quantized`, at one small size. Packed inputs are packed by the reference."""
     x, weight, bias, dtype = inputs.normal(5, 96), inputs.normal(70, 96), inputs.normal(70), inputs.dtype
     yield _example("quantize_rows", "", x)
     yield _example("quantize_weight", "", weight)

@@ -133,7 +133,7 @@ def _pack_quantized(
 
 
 def _fits_tiles(down: QuantizedWeight, gated: bool) -> bool:
-    """Whether the inputs can be those of whole tiles of gates: groups cannot be padded."""
+    """Whether the inputs can fill whole tiles of gates: groups cannot be padded."""
     return down.scales.shape[-1] == 1 or _padding(down.codes, gated) == 0
 
 
@@ -359,7 +359,7 @@ def _int4_stack(weights: Tensor | QuantizedWeight, *, gated: bool = False, paddi
 
 
 def _number(weights: Tensor | QuantizedWeight) -> int:
-    """Of experts."""
+    """Number of experts."""
     return len(weights.codes if isinstance(weights, QuantizedWeight) else weights)
 
 

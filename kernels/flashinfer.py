@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 HEAD_DIMS = (64, 128, 256)
 TYPES = (torch.float16, torch.bfloat16)
-"""What all FlashInfer kernels support, on every GPU that FlashInfer supports."""
+"""The head sizes and types that all FlashInfer kernels support, on every GPU that FlashInfer supports."""
 _WORKSPACE_BYTES = 128 << 20
 """The size its documentation recommends; partial results of split sequences are merged there."""
 _AHEAD = 3
@@ -62,9 +62,9 @@ class _Wrapper:
 class FlashInfer:
     """FlashInfer on one device, called like `reference.paged_attention`; returns None to decline a call.
 
-    It declines what `unsupported` names, steps that cannot be planned on the host (`HostMetadata.plans`), and CUDA
-    graph capture, because a graph would outlive the plan. Raises `FlashInferMissing` if FlashInfer is not installed or
-    cannot be imported.
+    It declines calls that need a feature named by `unsupported`, steps that cannot be planned on the host
+    (`HostMetadata.plans`), and CUDA graph capture, because a graph would outlive the plan. Raises `FlashInferMissing`
+    if FlashInfer is not installed or cannot be imported.
     """
 
     def __init__(self, device: torch.device) -> None:

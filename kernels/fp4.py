@@ -62,8 +62,8 @@ def pack_fp4(weight: QuantizedWeight) -> Fp4Weight:
 
 
 def as_eighths(scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales `[out, groups]` that are not negative as float8_e4m3fn, and what those of each feature are multiplied by,
-    float32 `[out]`. Those that are 8-bit floats times one number for a feature stay as they are to 1e-7.
+    """Scales `[out, groups]` that are not negative as float8_e4m3fn, and the factor of each feature's scales, float32
+    `[out]`. Scales that are 8-bit floats times one number for a feature stay as they are to 1e-7.
 
     The largest of a feature becomes 256 to 448, or 240, whichever of the eight fractions loses least in the others:
     multiples of a power of two lose nothing, as small ones have fewer bits.
@@ -102,7 +102,7 @@ def _packed(codes: Tensor) -> Tensor:
 
 
 def widen_fp4(codes: Tensor, scales: Tensor) -> Tensor:
-    """What codes and scales stand for, float32 `[…, in]`."""
+    """The numbers that codes and scales stand for, float32 `[…, in]`."""
     numbers = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
     wide: Tensor = values_on(codes.device, "e2m1")[numbers.int()] * scales.float().repeat_interleave(GROUP, dim=-1)
     return wide

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 Feature = Literal["avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "asimddp"]
-"""What kernels are chosen by, as Linux names it in /proc/cpuinfo."""
+"""The processor features that kernels are chosen by, as Linux names them in /proc/cpuinfo."""
 
 
 class Isa(NamedTuple):
-    """An instruction set that there is a build of the CPU kernels for."""
+    """An instruction set for which there is a build of the CPU kernels."""
 
     name: str
     machine: str
@@ -26,7 +26,7 @@ class Isa(NamedTuple):
     requires: frozenset[str]
     """In the words of /proc/cpuinfo."""
     flags: tuple[str, ...]
-    """Of the compiler."""
+    """The compiler's flags."""
 
 
 _V3 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe", "abm"})
@@ -56,7 +56,8 @@ _VARIABLE = "QUIRE_CPU_ISA"
 
 @functools.cache
 def processor_features() -> frozenset[str]:
-    """What this host's processor and kernel support, in the words of /proc/cpuinfo; empty where there is none."""
+    """The features that this host's processor and kernel support, in the words of /proc/cpuinfo; empty where there is
+    none."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -60,7 +60,7 @@ class PackedLinear(Packed, ABC):
 
     @property
     def row_rounding(self) -> RowRounding | None:
-        """What the product rounds its inputs to, if they may be so before (`of_rounded`)."""
+        """How the product rounds its inputs, if they may be rounded in advance (`of_rounded`)."""
         return None
 
     def of_rounded(self, x: RoundedRows, bias: Tensor | None) -> Tensor:
@@ -81,8 +81,8 @@ def pack_linear(
 ) -> PackedLinear:
     """Pack `weight` `[out, in]` for a matmul; the caller may free it. Quantization is for tensors on CPUs only.
 
-    `inputs` is the type of what it multiplies, if that is not its own: float32, and 16 bits for the weight, which is
-    then widened in registers.
+    `inputs` is the type of the inputs, if it is not the weight's own: float32, with a weight of 16 bits, which is then
+    widened in registers.
     int8: one scale per output feature and one per row of `x`, computed at run time (W8A8, dynamic).
     int4: a scale and a zero per group of up to 128 weights of an output feature; `in` must be a multiple of 32.
     A quantized weight keeps its codes.
@@ -136,8 +136,7 @@ def _pack(
 def packing(
     weight: Tensor | QuantizedWeight, quantization: Quantization | None = None, inputs: torch.dtype | None = None
 ) -> type[Any]:
-    """The class that packs a weight `[out, in]`, whose columns are in order; the arguments are those of
-    `pack_linear`."""
+    """The class that packs a weight `[out, in]`, whose columns are in order; the arguments are as in `pack_linear`."""
     every = _of_codes(weight) if isinstance(weight, QuantizedWeight) else _of_numbers(weight, quantization, inputs)
     return next(kind for kind, supports in every if supports)
 
@@ -250,7 +249,7 @@ class PackedGatedLinear(PackedLinear):
         return _act_mul(self._product.of_rounded(x, bias), self._activation)
 
     def rounded(self, x: Tensor | RoundedRows, bias: Tensor | None, rounding: RowRounding) -> RoundedRows:
-        """The result, rounded for the product that multiplies it."""
+        """Return the result quantized for the next matmul."""
         both = self._product.of_rounded(x, bias) if isinstance(x, RoundedRows) else self._product(x, bias)
         return RoundedRows(*_act_mul_rounded(both, self._activation, *rounding), both.dtype, rounding)
 

@@ -235,7 +235,7 @@ def feed_forward_by_tiles(
     activation: str,
     gated: bool,
 ) -> Tensor:
-    """`by_expert` with products of an expert and its rows, whose results are those of whole tiles."""
+    """`by_expert` with products of an expert and its rows, whose results have the features of whole tiles."""
 
     def feed_forward(expert: int, rows: Tensor) -> Tensor:
         both = gate_up(expert, rows)

@@ -50,7 +50,8 @@ def to_plain(value: Any, tensors: list[Tensor], *, copies: bool = False) -> Any:
 
 
 def from_plain(plain: Any, tensors: Sequence[Tensor]) -> Any:
-    """Return what `to_plain` was given. Raises `KeyError`, `IndexError` or `TypeError` for what it has not returned."""
+    """Return the object that `to_plain` was given. Raises `KeyError`, `IndexError` or `TypeError` for JSON that it has
+    not returned."""
     match plain:
         case {"tensor": int(index)}:
             return tensors[index]

@@ -1,8 +1,8 @@
-"""Weights in few bits: what they stand for, and their packed form, in plain torch: the oracle of the kernels.
+"""Weights in few bits: their numbers, and their packed form, in plain torch: the oracle of the kernels.
 
 A quantized weight is a matrix of codes, each an index into a table of values, and factors for groups of inputs:
 `weight[o, i] = (values[codes[o, i]] + offsets[o, group of i]) * scales[o, group of i]`. Every published format that
-Quire reads is this with other values, groups and factors.
+Quire reads has this form, with other values, groups and factors.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ VALUES: dict[str, Tensor] = {
     "uint8": torch.arange(256.0),
     "fp8": torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float(),
 }
-"""What a code of each kind stands for: 16 or 256 values."""
+"""The values that codes of each kind stand for: 16 or 256."""
 
 
 @cache
@@ -110,7 +110,7 @@ class QuantizedWeight:
 
 @dataclass(frozen=True)
 class QuantizedFormat:
-    """What weights of one kind have in common, and kernels have variants for."""
+    """The properties that weights of one kind have in common, and that kernels have variants for."""
 
     values: str
     group: int = 0
@@ -127,7 +127,7 @@ class QuantizedFormat:
 
 @dataclass(frozen=True)
 class Rounding:
-    """What `quantize` rounds to."""
+    """The numbers that `quantize` rounds to."""
 
     values: str
     """int4, int8, fp8 or e2m1."""
@@ -136,14 +136,15 @@ class Rounding:
     rows: int = 1
     """Output features that share factors."""
     has_offsets: bool = False
-    """Integers are those between the least and the largest weight of a group, not around 0."""
+    """Integers cover the range from the least to the largest weight of a group, not a range around 0."""
     scales: Literal["float", "e8m0", "e4m3"] = "float"
     """Numbers that scales may be: numbers of the weight's type, powers of two (MXFP4), or 8-bit floats times one number
     for the whole weight (NVFP4)."""
 
 
 _LARGEST = {"int4": 7.5, "int8": 127.5, "fp8": 448.0, "e2m1": 6.0}
-"""What the largest weight of a group becomes: of integers it is rounded down, which costs less than a coarser scale."""
+"""The number that the largest weight of a group becomes. For integers it is then rounded down, which costs less than a
+coarser scale."""
 _BETWEEN_E2M1 = torch.tensor([(low + high) / 2 for low, high in pairwise(_E2M1)])
 _BETWEEN_E2M1[1::2] = _BETWEEN_E2M1[1::2].nextafter(torch.zeros(()))  # a number in the middle takes the even code
 
@@ -156,15 +157,15 @@ def quantize(
     weight: Tensor, rounding: Rounding, largest: Tensor | None = None, *, search: bool = False
 ) -> QuantizedWeight:
     """Round a weight `[out, in]`, or a stack of them, to the nearest codes; `largest` is as for `choose_factors`. With
-    `search`, factors are those of `search_factors`."""
+    `search`, factors come from `search_factors`."""
     scales, offsets = (search_factors if search else choose_factors)(weight, rounding, largest)
     codes = nearest_codes(weight, rounding, scales, offsets)
     return QuantizedWeight(rounding.values, weight.dtype, codes, scales, offsets)
 
 
 def search_factors(weight: Tensor, rounding: Rounding, largest: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """Like `choose_factors`, but factors of 4-bit codes are those with the least sum of squared errors in each group,
-    among some that do not cover the largest weights. With 8 bits, that changes next to nothing."""
+    """Like `choose_factors`, but factors of 4-bit codes are chosen for the least sum of squared errors in each group,
+    also among some that do not cover the largest weights. With 8 bits, a search changes next to nothing."""
     scales, offsets = choose_factors(weight, rounding, largest)
     if rounding.values not in ("int4", "e2m1") or rounding.rows > 1:
         return scales, offsets
@@ -182,7 +183,7 @@ def search_factors(weight: Tensor, rounding: Rounding, largest: Tensor | None = 
 
 
 def _squared_errors(weight: Tensor, rounding: Rounding, scales: Tensor, offsets: Tensor | None) -> Tensor:
-    """Those of each group, `[…, out, groups]`."""
+    """The sum of squared errors of each group, `[…, out, groups]`."""
     codes = nearest_codes(weight, rounding, scales, offsets)
     found = QuantizedWeight(rounding.values, torch.float32, codes, scales, offsets).dequantize()
     return (found - weight.float()).square_().view(*scales.shape, -1).sum(dim=-1)
@@ -193,8 +194,8 @@ def choose_factors(
 ) -> tuple[Tensor, Tensor | None]:
     """Scales and offsets, `[…, out, groups]` in float32, with which codes cover this part of the range of each group.
 
-    `largest`: the largest magnitude of the whole weight, `[…, 1, 1]`, if it is not this one's. Those of 8-bit floats
-    are multiples of `unit_of(largest)`.
+    `largest`: the largest magnitude of the whole weight, `[…, 1, 1]`, if it is not this one's. Scales that are 8-bit
+    floats are multiples of `unit_of(largest)`.
     """
     grouped = weight.float().unflatten(-1, (-1, rounding.group or weight.shape[-1]))  # type: ignore[no-untyped-call]
     low, high = (part * each for each in grouped.aminmax(dim=-1))
@@ -221,7 +222,7 @@ def choose_factors(
 
 
 def unit_of(largest: Tensor) -> Tensor:
-    """What scales that are 8-bit floats are multiples of, for a weight with this largest magnitude."""
+    """The unit of scales that are 8-bit floats, for a weight with this largest magnitude."""
     return torch.where(largest == 0, 1.0, largest.float() / (448 * _LARGEST["e2m1"]))
 
 
@@ -254,8 +255,8 @@ def round_static(x: Tensor, rounding: Tensor) -> Tensor:
 class CodedTiles:
     """A weight packed for `coded_linear`. A step of a tile is a group of inputs: factors, then words of codes.
 
-    Codes of 4 bits have float16 factors unless scales are wide, those of 8 bits float32. A word has 32 bits of each of
-    TILE features, the code of the first input lowest.
+    Codes of 4 bits have float16 factors unless scales are wide; codes of 8 bits have float32 factors. A word has 32
+    bits of each of TILE features, the code of the first input lowest.
     """
 
     values: str
@@ -321,7 +322,7 @@ def pack_coded(
 
 
 def common_factor(scales: Tensor, wide: bool) -> Tensor:
-    """What to divide the scales `[out, groups]` of each feature by, so that they fit float32 if `wide`, else float16:
+    """The divisors for the scales `[out, groups]` of each feature, with which they fit float32 if `wide`, else float16:
     the largest becomes a half or a little more, or about 2 ** 14 in float16, which then loses least.
 
     If all are 8-bit floats times one number, as in NVFP4, float16 loses nothing.

@@ -212,7 +212,7 @@ def paged_attention(
     - `slopes` float32 `[heads]`: ALiBi (Press et al. 2022) adds `slope * (key position - query position)`, after
       soft-capping.
     - `biases` `[tokens, heads, keys]`, of the type of the query, are added in the same place to the scores of as many
-      keys, the last of which is the query's own; keys before these have none (Inkling).
+      keys, the last of which is the query's own; earlier keys have no bias (Inkling).
     - `sinks` float32 `[heads]` (gpt-oss) or `[tokens, heads]`: one additional score per query, whose value is 0.
     """
     kv_heads, block_size = cache.shape[2:4]
@@ -261,8 +261,8 @@ def select_tokens(
     the slot of the first again. `query` is `[tokens, heads, head_dim]`, `weights` float32 `[tokens, heads]`, and
     `cache` `[1, blocks, 1, block_size, row]` has the keys. The other arguments are as in `paged_attention`.
 
-    With `tokens_per_key`, the keys are of groups of so many tokens, and are what is chosen: a query sees those whose
-    tokens are all up to its own, which may be none.
+    With `tokens_per_key`, each key belongs to a group of so many tokens, and groups are chosen: a query sees the groups
+    whose tokens are all up to its own, which may be none.
     """
     block_size, chosen = cache.shape[3], torch.empty(len(query), top_k, dtype=torch.int64, device=query.device)
     starts, lengths = query_starts.tolist(), sequence_lengths.tolist()
@@ -301,10 +301,10 @@ def select_blocks(
     """Choose `count` blocks of `size` tokens for each head of a query to attend to (MiniMax-M3, 2026); returns their
     numbers in the request in ascending order, int64 `[tokens, heads, count]`.
 
-    The query's own block and the `local` - 1 before it are chosen, from 1 to `count` of them, and of the others before
-    it those with the highest scores, of equal ones the earlier. The score of a block is the largest `query @ key` of
-    its tokens, in float32, NaN being the lowest. A query with fewer blocks has all of them, followed by block 0 again.
-    The other arguments are as in `select_tokens`.
+    The query's own block and the `local` - 1 before it are chosen, from 1 to `count` of them; then the earlier blocks
+    with the highest scores, of equal ones the earlier. The score of a block is the largest `query @ key` of its tokens,
+    in float32, NaN being the lowest. A query with fewer blocks has all of them, followed by block 0 again. The other
+    arguments are as in `select_tokens`.
     """
     chosen = torch.empty(*query.shape[:2], count, dtype=torch.int64, device=query.device)
     starts, lengths = query_starts.tolist(), sequence_lengths.tolist()
@@ -322,8 +322,8 @@ def select_blocks(
 
 
 def choose_blocks(scores: Tensor, own: Tensor, count: int, local: int) -> Tensor:
-    """The choice of `select_blocks` by the blocks' scores `[tokens, heads, blocks]`, those of blocks after the queries'
-    `own` `[tokens]` having any value."""
+    """The choice of `select_blocks` by the blocks' scores `[tokens, heads, blocks]`; the scores of blocks after the
+    queries' `own` `[tokens]` may have any value."""
     numbers = torch.arange(scores.shape[-1], device=scores.device)
     is_after = numbers > own[:, None]
     is_local = (numbers > own[:, None] - local) & ~is_after
@@ -339,8 +339,8 @@ def sparse_attention(
     """Attention of each query to its own tokens of a paged KV cache, which are in the first `counts` of its `slots`.
 
     `query` is `[tokens, heads, head_dim]`, `slots` int64 `[tokens, top_k]`, and `counts` int64 `[tokens]` from 1 to
-    top_k. `cache`, `scale` and `sinks` `[heads]` are those of `paged_attention`, and so is the result: that of a decode
-    with these tokens.
+    top_k. `cache`, `scale` and `sinks` `[heads]` are as in `paged_attention`. The result is as for a decode with these
+    tokens.
     """
     output, top_k = torch.empty_like(query), slots.shape[1]
     place = torch.arange(top_k, device=query.device)
@@ -349,7 +349,7 @@ def sparse_attention(
         keys, values = (_read_slots(side, slots[rows]) for side in cache)
         is_beyond = place >= counts[rows, None]
         values.masked_fill_(is_beyond[:, None, :, None], 0.0)
-        distances = is_beyond.to(torch.int64)[:, None]  # what is in the future is hidden
+        distances = is_beyond.to(torch.int64)[:, None]  # keys in the future are hidden
         mixed = _attend(query[rows, None].float(), keys, values, distances, scale, 0, 0.0, sinks, None, None)
         output[rows] = mixed[:, 0].to(query.dtype)
     return output
@@ -392,8 +392,8 @@ def compress_tokens(
     float type, in the block of `entry_tables` that its last token is in; a row is for `block_size // rows` tokens.
     Before, its last rotary_dim features, which are pairs side by side, become the first ones, in halves, and are
     rotated as by `rotary`. `cos_sin` `[tokens, rotary_dim]` has the rotation of the entry that ends with each token.
-    Nothing is stored for a token with -1 in `slots` `[tokens]`. A row of `cache` may be a part of what `inputs` has of
-    the last token of its group, if no other entry is computed from it. The other arguments are those of
+    Nothing is stored for a token with -1 in `slots` `[tokens]`. A row of `cache` may be a part of the row in `inputs`
+    of the last token of its group, if no other entry is computed from it. The other arguments are as in
     `paged_attention`.
     """
     assert cache.dtype not in LARGEST
@@ -436,8 +436,8 @@ def mhc_pre(
     magnitude: float = 2.0,
     output_eps: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What a layer with manifold-constrained hyper-connections (Xie et al. 2026) reads of the residual streams `x`
-    `[tokens, num_streams * hidden_size]`, and the weights with which `mhc_post` mixes them afterwards.
+    """The input of a layer with manifold-constrained hyper-connections (Xie et al. 2026), computed from the residual
+    streams `x` `[tokens, num_streams * hidden_size]`, and the weights with which `mhc_post` mixes them afterwards.
 
     Weights are `function`, `[num_streams * (2 + num_streams), num_streams * hidden_size]`, times the RMSNorm of the
     streams together, with `norm_eps`; each of their three parts is multiplied by one of `scale` `[3]`, and `base` is
@@ -450,7 +450,7 @@ def mhc_pre(
       `magnitude` plus `output_eps`.
     - Float32 `[tokens, num_streams, num_streams]`, the weight of each stream (first) in each stream (second): a softmax
       over the second plus `eps`, made doubly stochastic by dividing by the sums over the first and, `iterations` - 1
-      times, by those over the second and then the first (Sinkhorn & Knopp 1967), with `eps` added to sums.
+      times, by the sums over the second and then the first (Sinkhorn & Knopp 1967), with `eps` added to sums.
     """
     wide = x.float()
     weights = F.linear(F.rms_norm(wide, wide.shape[1:], None, norm_eps), function)
@@ -471,8 +471,8 @@ def mhc_pre(
 
 
 def mhc_post(x: Tensor, streams: Tensor, outputs: Tensor, mixed: Tensor) -> Tensor:
-    """The residual streams after a layer with hyper-connections: those before it, `streams` `[tokens, num_streams *
-    hidden_size]`, mixed, plus the layer's output `x` `[tokens, hidden_size]`. `outputs` and `mixed` are the weights
+    """The residual streams after a layer with hyper-connections: `streams` `[tokens, num_streams * hidden_size]`, the
+    streams before it, mixed, plus the layer's output `x` `[tokens, hidden_size]`. `outputs` and `mixed` are the weights
     that `mhc_pre` computes; if there are none for mixing, streams stay as they are. Sums are float32."""
     before = torch.unflatten(streams, 1, (outputs.shape[1], -1)).float()
     before = mixed.mT @ before if mixed.shape[1] else before
@@ -650,7 +650,7 @@ def fused_experts(
 
 
 class Rows(Protocol):
-    """A tensor of rows, or what stands for one."""
+    """A tensor of rows, or a stand-in for one."""
 
     @property
     def shape(self) -> torch.Size: ...
@@ -792,7 +792,7 @@ def causal_conv(
     """Convolve each channel over its last tokens, then apply silu (if `silu`): `[tokens, channels]` → the same.
 
     `weight` is `[channels, conv_size]`, with the weight of the newest token last; `bias` is `[channels]`. `inputs` is
-    that of `RecurrentState`, and is updated.
+    as in `RecurrentState`, and is updated.
     """
     out, size = torch.empty_like(x, memory_format=torch.contiguous_format), weight.shape[1]
     starts, read, write = (each.tolist() for each in (segments.starts, segments.read, segments.write))
@@ -880,11 +880,11 @@ def selective_scan(
 def wkv(key: Tensor, value: Tensor, decay: Tensor, bonus: Tensor, matrices: Tensor, segments: StateSegments) -> Tensor:
     """The weighted means of RWKV-4 (Peng et al. 2023): `[tokens, channels]` like `value`.
 
-    A channel's output is the mean of its values so far, with weights `exp(key + bonus)` for the token's own and
-    `exp(key + n * decay)` for that with n tokens in between. `key` and `value` are `[tokens, channels]`, `decay` and
-    `bonus` float32 `[channels]`. `matrices` is as in `RecurrentState` with one head and three rows, and is updated:
-    the weighted sum of values, the sum of weights, both divided by the exponential of the third row, which is the
-    largest exponent so far.
+    A channel's output is the mean of its values so far, with weights `exp(key + bonus)` for the token's own value and
+    `exp(key + n * decay)` for a value with n tokens in between. `key` and `value` are `[tokens, channels]`, `decay` and
+    `bonus` float32 `[channels]`. `matrices` is as in `RecurrentState` with one head and three rows, and is updated: the
+    weighted sum of values, the sum of weights, both divided by the exponential of the third row, which is the largest
+    exponent so far.
     """
     out, keys, values = torch.empty_like(value, memory_format=torch.contiguous_format), key.float(), value.float()
     starts, read, write = (each.tolist() for each in (segments.starts, segments.read, segments.write))

@@ -1,7 +1,7 @@
 """torch's own products of rounded inputs (cuBLASLt on GPUs), where they are faster than the platform's kernel.
 
 A rank times both when it starts, as it does with attention backends. A row's product does not depend on the other rows,
-but numbers of rows are multiplied by one or the other.
+but the number of rows decides which of the two computes it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TIMED_ROWS = (1024, 256, 64, 32)
 _INPUTS, _FEATURES = 4096, 4096
 """The weight that is timed."""
 _MULTIPLE = 16
-"""Of inputs and of features: what cuBLASLt supports."""
+"""cuBLASLt supports numbers of inputs and of features that are multiples of this."""
 
 
 def is_chosen(x: Tensor, codes: Tensor, scales: Tensor) -> bool:
@@ -50,7 +50,7 @@ def choose(
 ) -> None:
     """Time both products of each kind of weights with inputs of `dtype`; `own` is the platform's. Logs a line for each.
 
-    What torch does not support on this device, or computes in another way, is not used.
+    Products that torch does not support on this device, or computes in another way, are not used.
     """
     for name in sorted({form.values for form in formats if form.rounds_inputs and form.group == 0}):
         kind = torch.int8 if name == "int8" else torch.float8_e4m3fn
@@ -78,7 +78,7 @@ def choose(
 def _compare(
     device: torch.device, dtype: torch.dtype, kind: torch.dtype, own: Callable[..., Tensor]
 ) -> tuple[list[str], int | None]:
-    """What was timed, and the least number of rows from which torch is faster; None: it is not."""
+    """The times as text, and the least number of rows from which torch is faster; None: it is not."""
     noise = torch.Generator().manual_seed(0)
     codes = (torch.randn(_FEATURES, _INPUTS, generator=noise) * 32).clamp(-127, 127).to(kind).to(device)
     scales = (torch.rand(_FEATURES, 1, generator=noise) + 0.5).to(device) / _INPUTS

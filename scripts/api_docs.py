@@ -46,7 +46,7 @@ _EXTRA_FIELDS = {
     "hint": "Accepted and ignored",
     "rejected": "Not supported. Rejected by name, except with a value shown in parentheses, which has no effect",
 }
-"""What is said of the fields that nothing reads, by their kind (`quire.server.http.request_model.ExtraField`)."""
+"""The remark on fields that nothing reads, by their kind (`quire.server.http.request_model.ExtraField`)."""
 _LIMITS_OF_64_BITS = (-(2**63), 2**63)
 """Omitted from remarks, because every integer has them."""
 

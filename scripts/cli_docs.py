@@ -93,13 +93,14 @@ def _row(action: argparse.Action) -> tuple[str, str, str, str]:
 
 
 def _sentence(text: str) -> str:
-    """A help text, which begins small and has no full stop, as a sentence; what begins with a name is left as it is."""
+    """A help text, which begins small and has no full stop, as a sentence; a text that begins with a name is left as it
+    is."""
     first = "".join(takewhile(str.isalpha, text))
     return _marked(text[:1].upper() + text[1:] if first.islower() else text).removesuffix(".") + "."
 
 
 def _marked(text: str) -> str:
-    """Flags and names with characters that mean something in Markdown, as code."""
+    """Flags and names with characters that Markdown interprets, as code."""
     parts = text.split("`")
     parts[::2] = (re.sub(r"(?<![\w-])--[a-z][\w-]*|[\w.]*[*_][\w.*]+", r"`\g<0>`", part) for part in parts[::2])
     return "`".join(parts)

@@ -1,6 +1,6 @@
 """The Grafana dashboards in deploy/grafana/dashboards; `scripts/docs` writes them.
 
-Here a panel is its title, its unit and its queries; the JSON has the rest, which is the same everywhere.
+Here a panel has its title, its unit and its queries; the JSON adds the rest, which is the same everywhere.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Panel:
     width: int = 8
     description: str = ""
     red_above: float | None = None
-    """Where a value is bad."""
+    """The threshold above which a value is bad."""
 
 
 def quantiles(name: str) -> list[tuple[str, str]]:

@@ -10,7 +10,7 @@ from html import escape
 
 WIDTH = 800
 INK, QUIET = "#1f2933", "#5b6672"
-# Fill and outline of what is drawn.
+# Fill and outline of shapes.
 BLUE, ORANGE = ("#d6e6fa", "#2b6cb0"), ("#fde3c8", "#c05f12")
 GREEN, PURPLE = ("#d8f0da", "#2f7d36"), ("#e7dcf6", "#6b46a8")
 GREY, WHITE = ("#e9ecf0", "#9aa5b1"), ("#ffffff", "#9aa5b1")

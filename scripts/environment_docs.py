@@ -153,7 +153,7 @@ NOT_VARIABLES = {
     *("SC_CLK_TCK", "PCI_BUS_ID", "PATH", "PYTHONPATH"),
     *("MODEL_MAPPING_NAMES", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"),
 }
-"""Other names that stand in files which use the environment."""
+"""Other names in files that use the environment."""
 _NAME = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+")
 _OURS = re.compile(r"(QUIRE|AIP|VLLM)_[A-Z0-9_]+")
 
@@ -184,7 +184,7 @@ def used() -> dict[str, str]:
 
 
 def _names(source: str) -> Iterator[str]:
-    """Names of environment variables in a file: all that look so where it uses the environment, else only our own.
+    """Names of environment variables in a file: all that look like one if it uses the environment, else only our own.
 
     Names are often constants defined elsewhere in the file, so reading the calls is not enough. Text after `=` is a
     value.

@@ -1,12 +1,12 @@
-"""Which tests notice a fault: applies each patch of tests/faults to a copy of the tree, and runs tests there.
+"""Finds the tests that notice a fault: applies each patch of tests/faults to a copy of the tree, and runs tests there.
 
     scripts/test --faults                   all faults
     scripts/test --faults NAME … --jobs 2   some of them, two at once
 
-A patch is a small diff with a header: a sentence that says the fault, and the test that is expected to fail, with its
-tier. That test runs first, and must pass without the fault. Only if it does not notice the fault, the quick and then
-the default tier run. The tier of a fault is that of the test that fails. The exit status is 1 if no test notices a
-fault, if a patch does not apply, or if an expected test fails without the fault.
+A patch is a small diff with a header: a sentence that describes the fault, and the test that is expected to fail, with
+its tier. That test runs first, and must pass without the fault. Only if it does not notice the fault, the quick and
+then the default tier run. The tier of a fault is the tier of the test that fails. The exit status is 1 if no test
+notices a fault, if a patch does not apply, or if an expected test fails without the fault.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ SELECTIONS: dict[Tier, tuple[str, ...]] = {
     "default": ("--function-seconds=1",),
     "slow": ("-m", "slow"),
 }
-"""What scripts/test passes to pytest for a tier. A case that a tier leaves out notices nothing."""
+"""Options that scripts/test passes to pytest for a tier. A case that a tier leaves out notices nothing."""
 PATHS: dict[Tier, str] = {"quick": "tests/unit", "default": "tests"}
-"""Where the tests of the tiers are that run as a whole."""
+"""The folders with the tests of the tiers that run as a whole."""
 _HEADER = re.compile(
     r"(?P<sentence>[A-Z`][^\n]+(?:\n[^\n]+)*\.)\n\n"
     r"Caught by: (?P<node>[^\s:]+::\w+) \((?P<tier>quick|default|slow)\)\n\n(?=--- a/)"
@@ -88,7 +88,7 @@ class Fault:
         return str(Path(self.targets[0]).parent)
 
     def attempts(self, *, has_tiers: bool) -> Iterator[tuple[Tier, str]]:
-        """What to run: the expected test, as in the lowest tier that may have it, and then whole tiers."""
+        """The runs: the expected test, as in the lowest tier that may have it, and then whole tiers."""
         if self.tier == "slow":
             yield "slow", self.node
         else:
@@ -162,7 +162,7 @@ class Trees:
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a fault."""
+    """The outcome of a fault."""
 
     fault: Fault
     tier: Tier | None = None
@@ -177,7 +177,7 @@ class Result:
 
 
 def examine(fault: Fault, trees: Trees, *, has_tiers: bool) -> Result:
-    """Find the first test that notices a fault; without `has_tiers`, among those that are expected to."""
+    """Find the first test that notices a fault; without `has_tiers`, among the expected tests."""
     try:
         with trees.faulty(fault) as tree:
             for tier, what in fault.attempts(has_tiers=has_tiers):
@@ -201,13 +201,13 @@ def summary(results: Sequence[Result]) -> str:
 
 @cache
 def _head() -> str:
-    """The commit, which chooses the cases of functions that take long."""
+    """The commit, which determines the cases of functions that take long."""
     command = ["git", "rev-parse", "HEAD"]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def _copy_tree(target: Path) -> None:
-    """Copy what git tracks, and what it would."""
+    """Copy the files that git tracks, and the files that it would track."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(None, dict.fromkeys(listed.split("\0"))):
@@ -228,7 +228,7 @@ def _run(command: Sequence[str], folder: Path, environment: dict[str, str]) -> t
                 code = process.wait(_HANGS_AFTER)
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # and what it has left behind
+                os.killpg(process.pid, signal.SIGKILL)  # and processes that it has left behind
             process.wait()
         output.seek(0)
         return code, output.read()

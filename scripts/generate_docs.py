@@ -27,18 +27,18 @@ FILES: dict[str, Callable[[], str]] = {
     **{f"docs/pictures/{name}.svg": draw for name, draw in draw_docs.PICTURES.items()},
     **{f"deploy/grafana/dashboards/{name}.json": render for name, render in dashboards.DASHBOARDS.items()},
 }
-"""What each generated file is made by."""
+"""The function that makes each generated file."""
 
 
 def stale() -> list[str]:
-    """The generated files that differ from what the code says now."""
+    """The generated files that differ from the present code."""
     return [
         name for name, render in FILES.items() if not (ROOT / name).exists() or (ROOT / name).read_text() != render()
     ]
 
 
 def main() -> int:
-    """Write the files, or with `--check` name those that are out of date."""
+    """Write the files, or with `--check` name the files that are out of date."""
     names = stale()
     if "--check" in sys.argv[1:]:
         for name in names:

@@ -8,7 +8,7 @@
 # so that they can read and write HF_HOME, a folder of this host.
 #
 # From the environment:
-#   QUIRE_HOST_IP    this node's address, reachable from the others (default: that of the interface towards HEAD_IP)
+#   QUIRE_HOST_IP    this node's address, reachable from the others (default: the address of the interface to HEAD_IP)
 #   RAY_AUTH_TOKEN   grants access to the cluster, the same on every node; RAY_AUTH_TOKEN_PATH is a file with the token.
 #                    Without either, token authentication is off on this node, and must be off on all nodes.
 #   RAY_PORT         port of the head (default: 6379)

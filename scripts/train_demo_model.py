@@ -161,7 +161,7 @@ def render(tokenizer: PreTrainedTokenizerBase, chat: Chat, messages: int, prompt
 
 
 def targets(ids: list[int], opening: list[int], end: int) -> list[bool]:
-    """The mask of tokens to learn: those after each `opening` up to and including the `end` token."""
+    """The mask of tokens to learn: all tokens after each `opening` up to and including the `end` token."""
     mask, inside = [False] * len(ids), False
     for at in range(len(opening), len(ids)):
         inside = inside or ids[at - len(opening) : at] == opening

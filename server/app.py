@@ -106,8 +106,8 @@ class _App(FastAPI):
 def _add_front(
     app: FastAPI, options: ServerOptions, open_paths: set[str], traced: tuple[Tracing, list[BaseRoute]] | None
 ) -> bool:
-    """Add the middleware. The last one added is the outermost. `traced` has the routes by which traces name requests.
-    Returns whether requests need an API key.
+    """Add the middleware. The last one added is the outermost. Traces name requests by the routes in `traced`. Returns
+    whether requests need an API key.
     """
     app.add_middleware(LimitsMiddleware, max_body=int(options.max_body_mib * MIB), timeout=options.request_timeout)
     keys = ApiKeys.load(options)

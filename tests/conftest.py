@@ -1,4 +1,4 @@
-"""What all tests share."""
+"""Fixtures and settings that all tests share."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytest_plugins = ("tests.tiers",)
 
 OF_SLOW_TESTS = {"playwright": "e2e/test_ui.py", "schemathesis": "e2e/test_openapi_fuzz.py"}
 collect_ignore = [file for package, file in OF_SLOW_TESTS.items() if find_spec(package) is None]
-"""Files with slow tests only. Without what `scripts/setup ci` installs they cannot be imported."""
+"""Files with slow tests only. Without the packages that `scripts/setup ci` installs they cannot be imported."""
 
 NAMESPACES = {f"tests/e2e/test_{name}.py" for name in ("doctor", "namespaces", "nodes", "ray", "replicas")}
 
@@ -37,15 +37,15 @@ def pytest_configure(config: pytest.Config) -> None:
     """Before anything imports Triton, half of which is compiled by itself. On a GPU, it is not to be interpreted."""
     if config.option.markexpr != "gpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")
-    # Neither do tests fill the user's folder, nor do they get weights that another version has packed.
+    # Tests do not fill the user's folder, and do not get weights that another version has packed.
     os.environ["QUIRE_PACKED_CACHE"] = tempfile.mkdtemp(prefix="quire-test-packed-")
-    # A shell without job control has what it puts into the background ignore Ctrl-C, and children inherit that.
+    # A shell without job control makes background processes ignore Ctrl-C, and children inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Garbage collections need not visit all that is imported, each time again: neither now nor during the tests."""
+    """Garbage collections need not visit all imported objects each time: neither now nor during the tests."""
     gc.disable()
     try:
         return (yield)
@@ -55,21 +55,21 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_sessionfinish() -> None:
-    """Extension modules report what is frozen as leaked."""
+    """Extension modules report frozen objects as leaked."""
     gc.unfreeze()
     shutil.rmtree(os.environ["QUIRE_PACKED_CACHE"], ignore_errors=True)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """Random tensors of a test and of its fixtures do not depend on what ran before in this process."""
+    """Random tensors of a test and of its fixtures do not depend on earlier tests in this process."""
     if torch := sys.modules.get("torch"):
         torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
 def quire_log() -> Iterator[None]:
-    """What a test sets up of the log, as commands do, does not outlast it: it writes to a captured stream."""
+    """A test's set-up of the log, as commands do it, does not outlast the test: it writes to a captured stream."""
     logger = logging.getLogger("quire")
     handlers, level, propagate = logger.handlers[:], logger.level, logger.propagate
     yield
@@ -80,7 +80,8 @@ def quire_log() -> Iterator[None]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """As --dist loadfile; and the files whose hosts are network namespaces, which have fixed names, are as one file."""
+    """As --dist loadfile, except that the files whose hosts are network namespaces, which have fixed names, count as
+    one file."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):  # type: ignore[misc]

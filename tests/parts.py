@@ -1,9 +1,9 @@
-"""The parts of the slow tier, as tests/parts.toml lists them, and those which a change touches. No library is needed:
+"""The parts of the slow tier, as tests/parts.toml lists them, and the parts that a change touches. Needs no library:
 
 python -m tests.parts names                 every part, as JSON
-python -m tests.parts root                  those that need root and privileges, as JSON
+python -m tests.parts root                  the parts that need root and privileges, as JSON
 python -m tests.parts files hosts ray       the files of some parts
-python -m tests.parts touched 540           the parts to run for what changed since the last full run, in 540 s
+python -m tests.parts touched 540           the parts to run for the changes since the last full run, in 540 s
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 LAST_FULL_RUN = ROOT / "tests" / "last-full-run.json"
 PROCESSES = 3
-"""How many files of slow tests run at once on two cores, see scripts/test."""
+"""Number of files of slow tests that run at once on two cores, see scripts/test."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Part:
     """It makes network namespaces, or runs another system in a container or on an emulated processor."""
 
     def changed_lines(self, changes: Mapping[str, int]) -> int:
-        """How many of the changed lines are in files that touch this part."""
+        """The number of changed lines in files that touch this part."""
         return sum(
             lines
             for path, lines in changes.items()
@@ -47,7 +47,8 @@ def parts_of(file: str) -> list[str]:
 
 
 def choose(changes: Mapping[str, int], seconds: Mapping[str, float], budget: float) -> tuple[list[str], list[str]]:
-    """The touched parts that fit in the budget, in the order of the lines that touch them, and those that do not."""
+    """The touched parts that fit in the budget, in the order of the lines that touch them, and the touched parts that
+    do not fit."""
     lines = {name: part.changed_lines(changes) for name, part in PARTS.items()}
     touched = sorted((name for name in PARTS if lines[name]), key=lambda name: -lines[name])
     chosen, left_out = [], []
@@ -61,7 +62,7 @@ def choose(changes: Mapping[str, int], seconds: Mapping[str, float], budget: flo
 
 
 def seconds_of_parts() -> dict[str, float]:
-    """On two cores. A file that has not been measured counts five minutes."""
+    """Seconds of the parts on two cores. A file that has not been measured counts five minutes."""
     slow = json.loads((ROOT / "tests" / "seconds.json").read_text())["slow"]
     measured = {file: sum(seconds for _, seconds in functions.values()) for file, functions in slow.items()}
     files = {name: [measured.get(file, 300.0) for file in part.tests] for name, part in PARTS.items()}

@@ -1,8 +1,8 @@
-"""Which tests a tier runs, and in which order.
+"""The choice and the order of the tests of a tier.
 
-`tests/seconds.json` has the measured seconds of each test function, for its cases of the default tier and for those
-marked slow. A function that takes longer than its budget runs as many cases as fit; the commit chooses which, so that
-all take turns, and a whole run (`scripts/test --all`) has them all. Files that take longest go first.
+`tests/seconds.json` has the measured seconds of each test function, for its cases of the default tier and for its slow
+cases. A function that takes longer than its budget runs as many cases as fit; the commit chooses which, so that all
+take turns, and a whole run (`scripts/test --all`) has them all. Files that take longest go first.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests import parts
 ROOT = Path(__file__).parents[1]
 SECONDS = ROOT / "tests" / "seconds.json"
 UNKNOWN = 0.02  # seconds of a case that has not been measured
-LEAST = 0.05  # what takes less is not written down
+LEAST = 0.05  # shorter times are not written down
 
 Measured = dict[str, dict[str, dict[str, list[float]]]]
 """By tier, file and function: the number of cases, and the seconds of them all."""
@@ -126,7 +126,7 @@ class Recorder:
         cases[report.nodeid] = cases.get(report.nodeid, 0) + report.duration
 
     def pytest_sessionfinish(self) -> None:
-        """What ran replaces what was known of its file in that tier; files that are gone are forgotten."""
+        """The new seconds replace the old ones of a file in that tier; files that are gone are forgotten."""
         ran = defaultdict[tuple[str, str], dict[str, list[float]]](dict)
         for (tier, file, function), cases in self.seconds.items():
             ran[tier, file]

@@ -55,7 +55,8 @@ class Errors:
 
 
 def check(lab: Lab) -> Iterator[Record]:
-    """Yield a check for each kernel and type; a kernel that is not called fails. Notes what the reference computes.
+    """Yield a check for each kernel and type; a kernel that is not called fails. Notes the kernels that the reference
+    computes.
 
     On a GPU each operation has its own process, because after an illegal memory access all calls in a process fail.
     """

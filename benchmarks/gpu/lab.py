@@ -43,7 +43,7 @@ class Sizes:
     max_model_len: int
     step_tokens: int
     seconds: float
-    """Of the measurement of a kernel."""
+    """Seconds of the measurement of a kernel."""
 
 
 FULL = Sizes(1024, 64, 64, 8192, (64, 4096, 64, 8, 128), (256, 128_256), (1000, 512, 256), 256, 8448, 8192, 0.3)
@@ -65,7 +65,7 @@ class Lab:
     machine: Machine | None = None
     """None if the limits could not be measured."""
     values: dict[str, float] = field(default_factory=dict)
-    """Of the rows so far."""
+    """The values of the rows so far."""
     data: dict[str, Any] = field(default_factory=dict)
     """Data from earlier parts."""
 

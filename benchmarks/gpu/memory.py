@@ -17,7 +17,7 @@ from quire.engine.config import devices
 
 _SHARE = 0.95
 _VOCABULARY = 300
-"""Of the prompts."""
+"""The vocabulary of the prompts."""
 
 
 def check(lab: Lab) -> Iterator[Record]:

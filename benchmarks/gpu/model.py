@@ -17,7 +17,7 @@ from gpu.lab import Lab, synchronize
 from gpu.records import Note, Record, Row
 
 _WARM = 4
-"""Decode steps before those that are measured."""
+"""Decode steps before the measured ones."""
 _PREFILLS = 4
 """The first one is not counted."""
 

@@ -42,7 +42,7 @@ def measure(lab: Lab) -> Iterator[Record]:
 
 
 def fitting(count: int, streams: int, expected: float, left: float) -> int:
-    """How many of `count` requests fit in `left` seconds, if one request per stream takes `expected` seconds."""
+    """The number of `count` requests that fit in `left` seconds, if one request per stream takes `expected` seconds."""
     return max(streams, min(count, int(_SHARE * left / max(expected, 1e-3)) * streams))
 
 

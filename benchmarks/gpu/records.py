@@ -19,7 +19,7 @@ class Aim:
     higher_is_better: bool = False
     """Whether the value is a rate, bounded above by the floor, and not a time, bounded below by it."""
     is_optional: bool = False
-    """Not every card has what is measured."""
+    """Not every card has the measured feature."""
 
     def reached(self, value: float, share: float | None) -> bool:
         found = value if self.judged == "value" else share

@@ -74,7 +74,7 @@ def rows_of(outcomes: Iterable[Outcome]) -> list[Row]:
 
 
 def missing(outcomes: Iterable[Outcome]) -> list[str]:
-    """The targets without a figure, but for what not every card has."""
+    """The targets without a figure, except for features that not every card has."""
     found = {row.key for row in rows_of(outcomes)}
     return [key for key, aim in AIMS.items() if key not in found and not aim.is_optional]
 

@@ -1,4 +1,4 @@
-"""Descriptions of attention layers, and what they require on a rank. No torch here; see
+"""Descriptions of attention layers, and their requirements on a rank. No torch here; see
 `quire.engine.architecture.model_spec`.
 """
 
@@ -21,8 +21,8 @@ from quire.engine.architecture.spec_parts import (
 from quire.engine.protocol.errors import ConfigError
 
 KEYS_AND_VALUES_AT_ONCE = 1 << 24
-"""Maximum number of key and value elements that MLA computes from its cache at once, and of elements of queries with
-which it attends to selected tokens at once."""
+"""Maximum number of key and value elements that MLA computes from its cache at once, and of query elements with which
+it attends to selected tokens at once."""
 SCORES_AT_ONCE = 1 << 22
 """Number of scores, in float32, that selecting tokens has in memory at once, and of slots of selected blocks."""
 
@@ -33,18 +33,18 @@ class BlockIndexerSpec:
 
     A token has one key, of `head_dim` features, in a cache of its own on every rank. Each KV head has a query, and its
     heads attend to the blocks with its highest scores: the largest `query @ key` of a block's tokens. Queries and keys
-    are normalized and rotated like those of the attention.
+    are normalized and rotated like the attention's.
     """
 
     head_dim: int
     norm: NormSpec
-    """Of a head's query, and with another weight of the key."""
+    """Applied to a head's query and, with a separate weight, to the key."""
     block_size: int
-    """Tokens of a block."""
+    """Tokens per block."""
     num_blocks: int
-    """Blocks that a query attends to at most."""
+    """Maximum number of blocks that a query attends to."""
     num_local_blocks: int
-    """Those of them that are the query's own and the ones just before, whatever their scores."""
+    """How many of them are the query's own block and the blocks just before it, whatever their scores."""
 
     def __post_init__(self) -> None:
         if not 0 < self.num_local_blocks <= self.num_blocks or self.block_size < 1:
@@ -55,11 +55,11 @@ class BlockIndexerSpec:
 
     @property
     def top_k(self) -> int:
-        """Tokens that a query attends to at most."""
+        """Maximum number of tokens that a query attends to."""
         return self.num_blocks * self.block_size
 
     def features(self, num_kv_heads: int) -> int:
-        """Features of a token that a rank scores it with."""
+        """Features per token that a rank uses for scoring."""
         return num_kv_heads * self.head_dim
 
     def workspace(self, length: int, num_kv_heads: int) -> int:
@@ -79,19 +79,19 @@ class GroupIndexerSpec:
     """Scores groups of the tokens before a query, so that it attends only to the best ones, and to the tokens after the
     last complete group (Qwen4-Exp, 2026).
 
-    A token has one key, of `head_dim` features, in a cache of its own on every rank, where the group's key replaces
-    that of its last token. A group's key is the mean of the tokens' keys, normalized, and rotated by the position of
-    the first one. Its score is the sum over the heads of `relu(query @ key)`, and all heads attend to the same groups.
+    A token has one key, of `head_dim` features, in a cache of its own on every rank, where the group's key replaces its
+    last token's key. A group's key is the mean of the tokens' keys, normalized, and rotated by the position of the
+    first one. Its score is the sum over the heads of `relu(query @ key)`, and all heads attend to the same groups.
     """
 
     num_heads: int
     head_dim: int
     norm: NormSpec
-    """Of a head's query, and with another weight of a group's key."""
+    """Applied to a head's query and, with a separate weight, to a group's key."""
     size: int
-    """Tokens of a group."""
+    """Tokens per group."""
     num_groups: int
-    """Groups that a query attends to at most."""
+    """Maximum number of groups that a query attends to."""
 
     def __post_init__(self) -> None:
         if self.size < 1 or self.num_groups < 1:
@@ -99,11 +99,11 @@ class GroupIndexerSpec:
 
     @property
     def top_k(self) -> int:
-        """Tokens that a query attends to at most."""
+        """Maximum number of tokens that a query attends to."""
         return (self.num_groups + 1) * self.size - 1
 
     def features(self, num_kv_heads: int) -> int:
-        """See `BlockIndexerSpec`; those of a group are divided among its tokens."""
+        """See `BlockIndexerSpec`; a group's features are divided among its tokens."""
         return self.num_heads * self.head_dim // self.size
 
     def workspace(self, length: int, num_kv_heads: int) -> int:
@@ -129,7 +129,7 @@ class AttentionSpec:
     values_are_keys: bool = False
     """Values are the keys before their norm and rotation."""
     value_norm: NormSpec | None = None
-    """Of each head's values; without a weight."""
+    """Applied to each head's values, without a weight."""
     query_scale: QueryScaleSpec | None = None
     window: int | None = None
     """Keys that a query attends to, including its own; None: all."""
@@ -149,7 +149,7 @@ class AttentionSpec:
     output_bias: bool = False
     qk_norm: NormSpec | None = None
     clip: float = 0.0
-    """Queries, keys and values are limited to this, in both directions, after their norm; 0: they are not."""
+    """Queries, keys and values are clamped to plus or minus this after their norm; 0: no limit."""
     output_multiplier: float = 1.0
     """Factor on the layer's output."""
     output_gate: Literal["features", "heads"] | None = None
@@ -161,11 +161,11 @@ class AttentionSpec:
     norm_after_rope: bool = False
     """Queries and keys are rotated before they are normalized."""
     kv_source: int | None = None
-    """The number of the layer before whose keys and values are read, and none are computed; None: the layer's own."""
+    """The number of an earlier layer whose keys and values are read; None: the layer computes its own."""
     input_size: int = 0
-    """Features that queries, keys and values are computed from; 0: those of the hidden state."""
+    """Number of features that queries, keys and values are computed from; 0: the hidden size."""
     indexer: BlockIndexerSpec | GroupIndexerSpec | None = None
-    """What selects the tokens that a query attends to; None: it attends to all."""
+    """Selects the tokens that a query attends to; None: it attends to all."""
 
     def __post_init__(self) -> None:
         if self.indexer is not None and self.rope is not None and self.rope.dim > self.indexer.head_dim:
@@ -184,7 +184,7 @@ class AttentionSpec:
 
     @property
     def gate_dim(self) -> int:
-        """Gates of a head."""
+        """Gates per head."""
         return {None: 0, "features": self.head_dim, "heads": 1}[self.output_gate]
 
     def kv_heads_per_rank(self, tp: int) -> int:
@@ -206,12 +206,12 @@ class AttentionSpec:
         return None if self.indexer is None else (1, 1, self.indexer.head_dim)
 
     def index_features(self, tp: int) -> int:
-        """Features of a token that a rank scores it with."""
+        """Features per token that a rank uses for scoring."""
         return 0 if self.indexer is None else self.indexer.features(self.kv_heads_per_rank(tp))
 
     @property
     def tokens_per_key(self) -> int:
-        """Tokens with a key of an indexer."""
+        """Tokens per key of an indexer."""
         return self.indexer.size if isinstance(self.indexer, GroupIndexerSpec) else 1
 
     def parameters(self, hidden: int) -> Parameters:
@@ -255,19 +255,19 @@ class IndexerSpec:
 
     With a `pool`, groups of tokens are scored (GLM-5.3, 2026). A group's key is the sum of its tokens' keys, weighted
     for each feature by the softmax of their gates over the group, with a bias for each place in it. A query attends to
-    all tokens of the best groups, and to those after the last complete group.
+    all tokens of the best groups, and to the tokens after the last complete group.
     """
 
     num_heads: int
     head_dim: int
     norm: NormSpec
-    """Of the keys."""
+    """Applied to the keys."""
     rope: RopeSpec
-    """Of the first features of queries and keys."""
+    """Applied to the first features of queries and keys."""
     rotates_last: bool = False
-    """In the checkpoint, these are the last ones; loading reorders them."""
+    """The checkpoint rotates the last features instead; loading reorders them."""
     pool: int = 1
-    """Tokens of a group."""
+    """Tokens per group."""
 
     def __post_init__(self) -> None:
         if self.rope.dim > self.head_dim:
@@ -275,11 +275,11 @@ class IndexerSpec:
 
     @property
     def row(self) -> int:
-        """Features that are kept of a token: its key, and with a pool its gates."""
+        """Features kept per token: its key and, with a pool, its gates."""
         return self.head_dim * (1 + (self.pool > 1))
 
     def parameters(self, hidden: int, q_lora_rank: int) -> Parameters:
-        """All parameters; what the heads' weights and the gates are computed with is always float32."""
+        """All parameters. The parameters for the heads' weights and the gates are always float32."""
         module, size = "attention.indexer", self.head_dim
         yield from linear(f"{module}.query", self.num_heads * size, q_lora_rank)
         yield from linear(f"{module}.key", size, hidden)
@@ -309,7 +309,7 @@ class MLASpec:
     rope: RopeSpec
     norm: NormSpec
     rotary_norm: NormSpec | None = None
-    """Of the key's rotary part, before its rotation."""
+    """Applied to the key's rotary part before its rotation."""
     latent_multiplier: float = 1.0
     """Factor on the vector that keys and values are computed from, after its norm."""
     bias: bool = False
@@ -318,15 +318,15 @@ class MLASpec:
     """See `AttentionSpec`."""
     output_gate: Literal["heads", "features", "queries"] | None = None
     """The output is multiplied by the sigmoid of a gate. "heads": one for each head, and "features": one for each
-    feature, computed from the hidden state. "queries": one for each feature, which is computed together with the
-    queries, and both from the latent query, normalized and as it is (A.X K2)."""
+    feature, computed from the hidden state. "queries": one for each feature, computed together with the queries; both
+    are computed from the normalized and the plain latent query (A.X K2)."""
     has_sinks: bool = False
     """See `AttentionSpec`."""
     top_k: int | None = None
-    """Tokens that a query attends to at most, those with the highest scores; None: all. With a pool, those of
-    `top_k // pool` groups and of an incomplete one."""
+    """Maximum number of tokens that a query attends to, chosen by the highest scores; None: all. With a pool, these
+    are the tokens of `top_k // pool` groups and of an incomplete group."""
     indexer: IndexerSpec | None = None
-    """What selects them; None: the last layer before that has an indexer."""
+    """Selects these tokens; None: the last earlier layer with an indexer selects them."""
 
     def __post_init__(self) -> None:
         if self.indexer is not None and self.q_lora_rank is None:
@@ -340,17 +340,17 @@ class MLASpec:
 
     @property
     def query_dim(self) -> int:
-        """Rows of a head in the projection to queries."""
+        """Rows per head in the projection to queries."""
         return self.head_dim + (self.v_head_dim if self.output_gate == "queries" else 0)
 
     @property
     def gate_dim(self) -> int:
-        """Gates of a head that are computed from the hidden state."""
+        """Gates per head that are computed from the hidden state."""
         return {"heads": 1, "features": self.v_head_dim}.get(self.output_gate or "", 0)
 
     @property
     def shares_selection(self) -> bool:
-        """Whether the layer attends to what a layer before has selected."""
+        """Whether the layer attends to the tokens that an earlier layer selected."""
         return self.top_k is not None and self.indexer is None
 
     def workspace(self, length: int, tp: int) -> int:
@@ -372,12 +372,12 @@ class MLASpec:
         return None if self.indexer is None else (1, 1, self.indexer.row)
 
     def index_features(self, tp: int) -> int:
-        """Features of a token that every rank scores it with; those of a group are divided among its tokens."""
+        """Features per token that every rank uses for scoring; a group's features are divided among its tokens."""
         return 0 if self.indexer is None else self.indexer.num_heads * self.indexer.head_dim // self.indexer.pool
 
     @property
     def tokens_per_key(self) -> int:
-        """Tokens with a key of an indexer."""
+        """Tokens per key of an indexer."""
         return 1 if self.indexer is None else self.indexer.pool
 
     def parameters(self, hidden: int) -> Parameters:
@@ -412,9 +412,9 @@ class CompressorSpec:
 
     ratio: int
     overlaps: bool
-    """An entry is of its own group and of the one before, for which tokens have another vector and gate."""
+    """An entry combines its own group and the group before, for which tokens have another vector and gate."""
     norm: NormSpec
-    """Of the entries."""
+    """Applied to the entries."""
 
     def __post_init__(self) -> None:
         if self.ratio < 1:
@@ -426,11 +426,11 @@ class CompressorSpec:
         return self.ratio * (1 + self.overlaps)
 
     def width(self, head_dim: int) -> int:
-        """Features of a token's vectors, and as many of its gates, for entries of `head_dim`."""
+        """Features of a token's vectors for entries of `head_dim`; its gates have as many."""
         return (1 + self.overlaps) * head_dim
 
     def parameters(self, owner: str, head_dim: int, hidden: int) -> Parameters:
-        """Those of entries of `head_dim`, in the module `owner`; the biases are always float32."""
+        """The parameters for entries of `head_dim`, in the module `owner`. The biases are always float32."""
         module, features = f"{owner}.compressor", self.width(head_dim)
         yield from linear(f"{module}.inputs", dict.fromkeys(("kv", "gate"), features), hidden)
         yield Parameter(module, "position_bias", {"": (self.ratio, features)}, is_float32=True)
@@ -439,12 +439,12 @@ class CompressorSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class EntryIndexerSpec:
-    """Scores entries as `IndexerSpec` does tokens; their keys are compressed like them. Replicated on all ranks."""
+    """Scores entries as `IndexerSpec` scores tokens. Keys are compressed like the entries. Replicated on all ranks."""
 
     num_heads: int
     head_dim: int
     top_k: int
-    """Entries that a query attends to at most."""
+    """Maximum number of entries that a query attends to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -463,18 +463,19 @@ class CompressedAttentionSpec:
     scale: float
     rope: RopeSpec
     norm: NormSpec
-    """Of keys, and of what queries are computed from."""
+    """Applied to keys, and to the vector that queries are computed from."""
     query_norm: NormSpec
-    """Of each head's query; without a weight."""
+    """Applied to each head's query, without a weight."""
     window: int
     """Tokens that a query attends to, including its own."""
     output_groups: int
-    """The heads are divided into so many groups, whose results are projected separately to `output_rank` features."""
+    """Number of groups that the heads are divided into. Their results are projected separately to `output_rank`
+    features."""
     output_rank: int
     compressor: CompressorSpec | None = None
     """None: there are no entries."""
     indexer: EntryIndexerSpec | None = None
-    """What selects entries; None: a query attends to all of them."""
+    """Selects entries; None: a query attends to all of them."""
 
     def __post_init__(self) -> None:
         if self.rope.dim > self.head_dim:
@@ -490,36 +491,36 @@ class CompressedAttentionSpec:
 
     @property
     def compressor_ratio(self) -> int:
-        """Tokens of an entry; 0: there are no entries."""
+        """Tokens per entry; 0: there are no entries."""
         return 0 if self.compressor is None else self.compressor.ratio
 
     @property
     def tokens_per_key(self) -> int:
-        """Tokens with a key of an indexer."""
+        """Tokens per key of an indexer."""
         return 1 if self.indexer is None else self.compressor_ratio
 
     @property
     def kept_window(self) -> int:
-        """Tokens of which vectors are kept: for the window, and for the entry of a query's own token."""
+        """Tokens whose vectors are kept: for the window, and for the entry of a query's own token."""
         return self.window if self.compressor is None else max(self.window, self.compressor.span)
 
     @property
     def inputs_width(self) -> int:
-        """Values of a token that compressors need: vectors and gates."""
+        """Values per token that compressors need: vectors and gates."""
         if self.compressor is None:
             return 0
         sizes = self.head_dim + (0 if self.indexer is None else self.indexer.head_dim)
         return 2 * self.compressor.width(sizes)
 
     def max_entries(self, length: int) -> int:
-        """Entries that a query attends to at most, after `length` tokens."""
+        """Maximum number of entries that a query attends to after `length` tokens."""
         if self.compressor is None:
             return 0
         count = length // self.compressor.ratio
         return count if self.indexer is None else min(count, self.indexer.top_k)
 
     def workspace(self, length: int, tp: int) -> int:
-        """See `AttentionSpec`: what compressors need of some groups, the slots of some queries, and scores."""
+        """See `AttentionSpec`: the compressors' values for some groups, the slots of some queries, and scores."""
         return 32 * SCORES_AT_ONCE
 
     def kv_shape(self, tp: int) -> tuple[int, int, int]:
@@ -531,7 +532,7 @@ class CompressedAttentionSpec:
         return None if self.indexer is None else (1, 1, self.indexer.head_dim)
 
     def index_features(self, tp: int) -> int:
-        """Features of a token that a rank scores it with; those of an entry are divided among its tokens."""
+        """Features per token that a rank uses for scoring; an entry's features are divided among its tokens."""
         if self.indexer is None:
             return 0
         return self.indexer.num_heads * self.indexer.head_dim // self.compressor_ratio

@@ -5,9 +5,9 @@ Multi-token prediction (DeepSeek-V3, 2024) trains such a head with the model, an
 EAGLE (Li et al. 2024) and EAGLE-3 (Li et al. 2025) train it for a finished model, and store it in a checkpoint of its
 own; EAGLE-3 reads the residual streams of three layers, projected, in place of the last layer's.
 
-A checkpoint may have several heads for multi-token prediction, each of which predicts a token further ahead. Number n,
-from 0 on, reads at each position a hidden state and the token n + 1 places after it, and predicts the one behind that.
-The hidden state is the target's (MiMo-V2), or that of the head before it (DeepSeek-V3's paper, Step 3.5).
+A checkpoint may have several heads for multi-token prediction, each of which predicts a token further ahead. Head n,
+counted from 0, reads at each position a hidden state and the token n + 1 places after it, and predicts the token after
+that one. The hidden state is the target's (MiMo-V2), or the previous head's (DeepSeek-V3's paper, Step 3.5).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from quire.engine.architecture.spec_parts import MatrixShape, NormSpec, Paramete
 
 @dataclass(frozen=True, kw_only=True)
 class DraftHeadSpec(ModelSpec):
-    """A head that drafts, or several. `name` is that of the family whose layers they have, and `vocab_size` that of the
-    target. The sizes of norms and projections are those of each head; of several, each has one layer."""
+    """One head that drafts, or several. `name` names the family whose layers they have, and `vocab_size` is the
+    target's. The sizes of norms and projections are per head. If there are several heads, each has one layer."""
 
     method: Literal["mtp", "eagle", "eagle3"]
     target_layers: int
@@ -39,22 +39,23 @@ class DraftHeadSpec(ModelSpec):
     reads_layers: tuple[int, ...] = ()
     """The target's layers whose inputs it reads (`ModelSpec.aux_layers`); empty: the target's output."""
     hidden_norm: NormSpec | None = None
-    """Of the hidden state; `embedding_norm` is that of the embedded token."""
+    """Applied to the hidden state; `embedding_norm` is applied to the embedded token."""
     joins: Literal["embedding first", "hidden first", "sum"] | None = None
-    """How a projection combines the embedded token and the hidden state: side by side, or with one for each of them,
-    whose results are added, in all residual streams. None: the layer's attention reads both, and a projection combines
-    the inputs of `reads_layers`."""
+    """How a projection combines the embedded token and the hidden state: it reads them side by side, or there is one
+    projection for each, whose results are added, in all residual streams. None: the layer's attention reads both, and a
+    projection combines the inputs of `reads_layers`."""
     projection_bias: bool = False
     draft_vocab_size: int = 0
-    """Tokens that its own matrix has logits of."""
+    """Number of tokens that its own matrix computes logits for."""
     has_embedding: bool = False
     """Whether it has an embedding of its own; otherwise it uses the target's."""
     has_head: bool = False
-    """The same for the matrix that computes logits; of several heads, each has its own."""
+    """The same for the matrix that computes logits; each of several heads has its own."""
     feeds_normed: bool = False
-    """What stands for the target's hidden state behind a draft: its own output, after `norm` or before."""
+    """After a draft, the head's own output replaces the target's hidden state: true takes it after `norm`, false
+    before."""
     stored_layer: str = ""
-    """What stands before the names of its layer's tensors, if that is not the same for all checkpoints."""
+    """Prefix of the names of its layer's tensors, if it is not the same for all checkpoints."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -74,28 +75,29 @@ class DraftHeadSpec(ModelSpec):
 
     @property
     def stage_width(self) -> int:
-        """Features of a token that are in memory beside the residual streams: what the head reads."""
+        """Features per token that are in memory beside the residual streams: the head's inputs."""
         read = self.stream_width + self.hidden_size if self.joins == "sum" else self.projection_inputs
         return self.hidden_size + read
 
     def outer_matrices(self, tp: int) -> tuple[MatrixShape, MatrixShape]:
-        """See `ModelSpec`; those that it has in common with its target have no rows."""
+        """See `ModelSpec`; matrices that it shares with its target have no rows."""
         rows = self.has_head * self.num_heads * -(-self.draft_vocab_size // tp)
         embedding = MatrixShape(self.has_embedding * -(-self.vocab_size // tp), self.hidden_size, module="embedding")
         return embedding, embedding._replace(rows=rows, module="head")
 
     def parameters_before(self) -> Parameters:
-        """The embedding; that of a head in its target's checkpoint may be a copy."""
+        """The embedding. In its target's checkpoint, a head may have a copy of the target's embedding."""
         if self.has_embedding or self.is_in_target:
             yield from linear("embedding", self.vocab_size, self.hidden_size, rows_of=self._tokens(self.vocab_size))
 
     def parameters_after(self, *, has_head: bool = True) -> Parameters:
-        """Those of all heads, before and after their layers; whether they have matrices for logits is `has_head`."""
+        """Parameters of all heads, before and after their layers. The field `has_head` says if they have matrices for
+        logits."""
         for _ in range(self.num_heads):
             yield from self.head_parameters()
 
     def head_parameters(self) -> Parameters:
-        """Those of each head, before and after its layers."""
+        """Parameters of each head, before and after its layers."""
         hidden = self.hidden_size
         yield from norm("heads.embedding_norm", self.embedding_norm, hidden)
         yield from norm("heads.hidden_norm", self.hidden_norm, hidden)

@@ -1,6 +1,6 @@
 """The sizes of an encoder of text, in addition to `quire.engine.architecture.model_spec`. No torch.
 
-Every token of a prompt attends to all others, or to those near it, as in BERT.
+Every token of a prompt attends to all others, or to the tokens near it, as in BERT.
 """
 
 from __future__ import annotations
@@ -69,13 +69,13 @@ _OF_MODEL = (
     "name", "hidden_size", "vocab_size", "max_position", "norm", "tie_embeddings",
     "embedding_norm", "embedding_multiplier",
 )  # fmt: skip
-"""What decoders have in common with encoders."""
+"""Fields that decoders have in common with encoders."""
 
 
 def bidirectional(arch: ModelSpec, reach: int | None = None) -> EncoderSpec:
-    """Return the encoder with the layers of the decoder `arch`, whose tokens also attend to those after them.
+    """Return the encoder with the layers of the decoder `arch`, whose tokens also attend to later tokens.
 
-    `reach` is that of the layers with a window. Raises `ConfigError` if the decoder has parts that encoders lack.
+    `reach` applies to the layers with a window. Raises `ConfigError` if the decoder has parts that encoders lack.
     """
 
     def encoded(layer: LayerSpec) -> LayerSpec:

@@ -30,23 +30,23 @@ class MLPSpec:
     is_gated: bool = True
     bias: bool = False
     output_bias: bool | None = None
-    """Whether `down` has a bias; None: as the others."""
+    """Whether `down` has a bias; None: like the others."""
     gate_multiplier: float = 1.0
     """Factor on the gate before its activation."""
     output_multiplier: float = 1.0
     is_adapted: bool = False
-    """An adapter's output is added to what is computed from the input."""
+    """An adapter's output is added to gates and ups."""
     sparsity: float = 0.0
-    """The share of the gate's features that are 0: those below that quantile of a normal distribution with their mean
-    and deviation. The others are what they exceed it by (Gemma 3n)."""
+    """The share of the gate's features that become 0: the features below this quantile of a normal distribution with
+    their mean and deviation. The others become their excess over the quantile (Gemma 3n)."""
 
     def width(self, tp: int) -> int:
-        """Inner features of a token on one rank."""
+        """Inner features per token on one rank."""
         return self.intermediate_size // tp
 
     def activations(self, tp: int) -> int:
-        """Values of a token that a rank has at once inside: gates, ups and their products, and with sparsity as many
-        again in float32, counted twice."""
+        """Values per token that a rank holds inside the layer at once: gates, ups and their products, and with sparsity
+        as many again in float32, counted twice."""
         return 3 * self.width(tp) * (3 if self.sparsity else 1)
 
     def parameters(self, hidden: int, module: str = "feed_forward") -> Parameters:
@@ -71,7 +71,7 @@ class MoESpec:
     """See `MLPSpec`."""
     latent_size: int = 0
     """Features that the hidden state is projected to for the experts, whose sum is projected back (Nemotron 3); 0: they
-    have the hidden state's own."""
+    read the hidden state itself."""
     scoring: Literal["softmax", "sigmoid", "topk_softmax", "sparse_mixer", "sqrt_softplus"] = "softmax"
     """topk_softmax: the softmax over the chosen experts' logits. sparse_mixer: experts are chosen one after another,
     each with its softmax among those not yet chosen whose logits are close to its own (Liu et al. 2024)."""
@@ -85,7 +85,7 @@ class MoESpec:
     top_groups: int = 1
     group_score: Literal["max", "top2_sum"] = "max"
     ineligible_score: float = -math.inf
-    """What the scores of experts that are not eligible become."""
+    """The score given to experts that are not eligible."""
     correction_bias: bool = False
     """Each expert has a bias that is used for the choice only."""
     router_bias: bool = False
@@ -98,13 +98,13 @@ class MoESpec:
     shared_gate: bool = False
     """Multiply the shared output by `sigmoid(x @ gate)`."""
     norm: NormSpec | None = None
-    """Of inputs and outputs, with other weights for the experts than for the shared expert, and of the router's inputs,
-    which are then divided by their number's root (Gemma 4); None: there are none."""
+    """Applied to inputs and outputs, with separate weights for the experts and the shared expert, and to the router's
+    inputs, which are then divided by the root of their number (Gemma 4); None: there are no norms."""
     expert_scale: bool = False
-    """The weight of each expert is multiplied by a number of the checkpoint."""
+    """The weight of each expert is multiplied by a number from the checkpoint."""
     table_size: int = 0
-    """Above 0: a token's experts are those that a table of the checkpoint has for its id, of so many ids; scores are
-    only their weights (DeepSeek-V4)."""
+    """Above 0: a table in the checkpoint, with so many ids, gives the experts of each token by its id; scores are only
+    their weights (DeepSeek-V4)."""
 
     def __post_init__(self) -> None:
         eligible = self.num_experts // self.groups * self.top_groups
@@ -117,11 +117,11 @@ class MoESpec:
 
     @property
     def experts_per_rank(self) -> tuple[int, Units | None]:
-        """The number of experts on a rank, and what ranks divide of each; None: nothing."""
+        """The number of experts on a rank, and the units of each that ranks divide; None: none."""
         return self.num_experts, Units(self.intermediate_size, "feed-forward columns of an expert")
 
     def width(self, tp: int) -> int:
-        """Inner features of a token on one rank."""
+        """Inner features per token on one rank."""
         _, units = self.experts_per_rank
         size = self.intermediate_size // (1 if units is None else tp)
         return self.top_k * size + (0 if self.shared is None else self.shared.width(tp))
@@ -131,8 +131,8 @@ class MoESpec:
         return 3 * self.width(tp)
 
     def parameters(self, hidden: int) -> Parameters:
-        """See `MLPSpec`. The router is on all ranks, and never quantized; what decides the routing is always float32,
-        and tables are int32."""
+        """See `MLPSpec`. The router is on all ranks and never quantized. Parameters that decide the routing are always
+        float32; tables are int32."""
         module, count = "feed_forward", self.num_experts
         yield from linear(f"{module}.router", count, hidden, is_float32=True, bias=self.router_bias)
         for name in ("correction_bias", "expert_scale"):
@@ -156,7 +156,7 @@ class MoESpec:
         return matrices(self.expert_parameters(hidden), tp)
 
     def expert_parameters(self, hidden: int) -> Parameters:
-        """Those of the experts that tokens are routed to."""
+        """The parameters of the experts that tokens are routed to."""
         inputs, size = self.latent_size or hidden, self.intermediate_size
         rows = {"gate": size, "up": size} if self.is_gated else {"up": size}
         number, units = self.experts_per_rank
@@ -167,7 +167,7 @@ class MoESpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertParallelMoESpec(MoESpec):
-    """A mixture whose experts are distributed over ranks as a whole; sizes are those of one rank."""
+    """A mixture whose experts are distributed over ranks as a whole; sizes are per rank."""
 
     num_local_experts: int
     """Experts on each rank, including copies."""

@@ -1,4 +1,4 @@
-"""A decoder's description: what each of its layers consists of, and what that requires on a rank. No torch here.
+"""A decoder's description: the parts of each layer, and their requirements on a rank. No torch here.
 
 `quire.engine.architecture.families` derives a `ModelSpec` from Hugging Face's `config.json`; `quire.engine.models`
 builds the modules. Each layer has its own description (equal ones are one object), so that windows, dense first layers
@@ -48,20 +48,20 @@ class LayerSpec:
     state: RecurrentSpec | None = None
     feed_forward: MLPSpec | MoESpec | None
     attention_norm: NormSpec | None
-    """Before the mixers."""
+    """Applied before the mixers."""
     attention_post_norm: NormSpec | None = None
     feed_forward_norm: NormSpec | None
     feed_forward_post_norm: NormSpec | None = None
     is_parallel: bool = False
     """Both read the same residual stream; without a feed_forward_norm, they read the same normalized one."""
     residual_multiplier: float = 1.0
-    """Factor on what is added to the residual stream."""
+    """Factor on the layer's additions to the residual stream."""
     residual: ResidualSpec | None = None
-    """The path of what layers add, where it is not the plain residual stream."""
+    """The residual path, if it is not the plain residual stream."""
 
     def __post_init__(self) -> None:
         assert self.residual is None or not self.is_parallel
-        assert self.ngrams is None or self.state is not None  # which keeps what they read of earlier tokens
+        assert self.ngrams is None or self.state is not None  # the state keeps what they read of earlier tokens
 
     @property
     def ngrams(self) -> NGramSpec | None:
@@ -81,7 +81,7 @@ class LayerSpec:
         return [*self.mixers, *([] if self.feed_forward is None else [self.feed_forward])]
 
     def parameters(self, hidden: int) -> Parameters:
-        """All parameters, with paths in the layer. A block that layers share is where it is held."""
+        """All parameters, with paths in the layer. A block that layers share counts in the layer that holds it."""
         for name in ("attention_norm", "attention_post_norm", "feed_forward_norm", "feed_forward_post_norm"):
             yield from norm(name, getattr(self, name), hidden)
         parts, residual = self.parts, self.residual
@@ -128,16 +128,16 @@ class ModelSpec:
     max_position: int
     layers: tuple[LayerSpec, ...]
     norm: NormSpec | None
-    """Before the head."""
+    """Applied before the head."""
     tie_embeddings: bool
     position_embeddings: int = 0
-    """Learned positions (0: none), of which the first `position_offset` are unused."""
+    """Learned positions (0: none); the first `position_offset` are unused."""
     position_offset: int = 0
     has_sinusoids: bool = False
     """Positions, counted from `position_offset` on, are added to embedded tokens as sines and cosines, which are
     computed (Vaswani et al. 2017)."""
     embedding_norm: NormSpec | None = None
-    """After the embedding."""
+    """Applied after the embedding."""
     embedding_multiplier: float = 1.0
     logit_multiplier: float = 1.0
     logit_softcap: float = 0.0
@@ -167,7 +167,7 @@ class ModelSpec:
 
     @property
     def layer_input(self) -> LayerInputSpec | None:
-        """The same of all layers."""
+        """The layers' own input, if they have one; it is the same for all layers."""
         residual = self.layers[0].residual
         return residual.layer_input if isinstance(residual, ScaledResidualSpec | AltUpSpec) else None
 
@@ -199,7 +199,7 @@ class ModelSpec:
         return any(isinstance(layer.residual, SharedBlockSpec) for layer in self.layers)
 
     def held_layers(self, stage: range) -> list[tuple[int, LayerSpec]]:
-        """The layers of a stage by their number; of those that share a block, the first one holds it."""
+        """The layers of a stage by their number. If layers share a block, the first one holds it."""
         found, blocks = [], set[int]()
         for number in stage:
             layer = self.layers[number]
@@ -274,7 +274,7 @@ class ModelSpec:
         return sum(each.elements(1) for each in chain(*layers, after) if each.is_float32)
 
     def layout_errors(self, tp: int) -> list[str]:
-        """What `tp` ranks cannot divide."""
+        """The units that `tp` ranks cannot divide."""
         errors: dict[str, None] = {}
         for layer in dict.fromkeys(self.layers):
             errors |= layout_errors(_parameters(layer, self.hidden_size), tp)
@@ -293,7 +293,7 @@ class ModelSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class TransformersLayerSpec(LayerSpec):
-    """A layer as transformers builds it. Sizes are those of one rank, in the layout in which it was measured."""
+    """A layer as transformers builds it. Sizes are per rank, in the layout in which it was measured."""
 
     attention_norm: NormSpec | None = None
     feed_forward_norm: NormSpec | None = None
@@ -310,7 +310,7 @@ class TransformersLayerSpec(LayerSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class TransformersModelSpec(ModelSpec):
-    """A model as transformers builds it, measured in one tensor-parallel layout. Sizes are those of one rank."""
+    """A model as transformers builds it, measured in one tensor-parallel layout. Sizes are per rank."""
 
     layers: tuple[TransformersLayerSpec, ...]
     embedding: MatrixShape
@@ -324,12 +324,12 @@ class TransformersModelSpec(ModelSpec):
     """Linear layers whose weights the model reads directly, with `*` for layer numbers: they are not packed."""
     attention_calls: tuple[int, ...]
     """The layers whose caches the calls of attention in a step use, in order. A layer that runs several times, or that
-    calls attention several times, is as many layers here, of which the first has the weights."""
+    calls attention several times, is as many layers here; the first of them has the weights."""
     has_key_biases: bool = False
     """Scores have biases by key, which are among the features of the keys in the KV cache."""
     continues_by_token: bool = False
-    """Layers with recurrent states read them only if they get one token: what continues a request runs one token after
-    another."""
+    """Layers with recurrent states read them only if they get one token, so a request is continued one token at a
+    time."""
 
     def outer_matrices(self, tp: int) -> tuple[MatrixShape, MatrixShape]:
         return self.embedding, self.head

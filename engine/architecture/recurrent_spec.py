@@ -1,4 +1,4 @@
-"""Descriptions of layers with a recurrent state, and what they require on a rank. No torch here; see
+"""Descriptions of layers with a recurrent state, and their requirements on a rank. No torch here; see
 `quire.engine.architecture.model_spec`.
 """
 
@@ -37,7 +37,7 @@ class RecurrentSpec(ABC):
     @property
     @abstractmethod
     def num_heads(self) -> int:
-        """What the ranks share: there can be no more of them."""
+        """The number of units that ranks divide: there cannot be more ranks."""
 
     @abstractmethod
     def state_shape(self, tp: int) -> tuple[int, int, int]:
@@ -88,7 +88,7 @@ class GatedDeltaNetSpec(ValueHeadsSpec):
     """Each belongs to several value heads, one after another."""
     key_head_dim: int
     norm: NormSpec
-    """Of each head's output, before its gate."""
+    """Applied to each head's output before its gate."""
     beta_scale: float = 1.0
     """The largest weight of an update; with 2 a state may change its sign (Grazzi et al. 2024)."""
     gate: Literal["silu", "sigmoid"] = "silu"
@@ -149,7 +149,7 @@ class Mamba2Spec(ValueHeadsSpec):
     state_size: int
     """Features of a key."""
     norm: NormSpec | None
-    """Over the features of each group; None: the output is gated only."""
+    """Applied to the features of each group; None: the output is only gated."""
     norm_before_gate: bool = False
     conv_bias: bool = True
     input_bias: bool = False
@@ -188,11 +188,12 @@ class KimiDeltaSpec(ValueHeadsSpec):
     """
 
     rank: int | None
-    """Size of the vectors that decays and output gates are computed from; None: from the hidden state."""
+    """Size of the vectors that decays and output gates are computed from; None: they are computed from the hidden
+    state."""
     lower_bound: float | None = None
     """Decays are this times a sigmoid, rather than minus a softplus."""
     norm: NormSpec
-    """Of each head's output, before its gate."""
+    """Applied to each head's output before its gate."""
     has_rate_grid: bool = False
     """The checkpoint has the heads' rates as `[1, 1, heads, 1]`."""
 
@@ -218,8 +219,8 @@ class KimiDeltaSpec(ValueHeadsSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class LightningSpec(ValueHeadsSpec):
-    """Lightning attention (Qin et al. 2024): linear attention with a constant decay for each head, of rates like those
-    of ALiBi's slopes. Queries, keys and values go through silu; the output is normalized over all heads and gated."""
+    """Lightning attention (Qin et al. 2024): linear attention with a constant decay for each head, whose rates resemble
+    ALiBi's slopes. Queries, keys and values go through silu; the output is normalized over all heads and gated."""
 
     rate: float
     """Factor on the heads' rates."""
@@ -239,12 +240,12 @@ class LightningSpec(ValueHeadsSpec):
 @dataclass(frozen=True, kw_only=True)
 class MLSTMSpec(ValueHeadsSpec):
     """xLSTM's matrix memory (Beck et al. 2024): linear attention with a decay for each head and an exponential gate of
-    its inputs, divided by what the same attention gives for values of 1, at least 1. The output is normalized and
+    its inputs, divided by the result of the same attention for values of 1, at least 1. The output is normalized and
     gated."""
 
     key_head_dim: int
     norm: NormSpec
-    """Of each head's output, with a weight for each feature of all heads."""
+    """Applied to each head's output, with a weight for each feature of all heads."""
     gate_cap: float
     """The gates of inputs and decays become `cap * tanh(gate / cap)` before their exponential and sigmoid."""
 
@@ -271,7 +272,7 @@ class MambaSpec(RecurrentSpec):
     rank: int
     """Size of the vector that steps are computed from."""
     norm: NormSpec | None = None
-    """Of that vector, keys and queries."""
+    """Applied to that vector, keys and queries."""
     conv_bias: bool = True
     bias: bool = False
 
@@ -343,7 +344,7 @@ class RGLRUSpec(RecurrentSpec):
     width: int
     """Channels."""
     blocks: int
-    """Their number; gates are computed from the channels of a block."""
+    """Number of blocks of channels; gates are computed from the channels of a block."""
     activation: Activation
 
     def __post_init__(self) -> None:
@@ -379,9 +380,9 @@ class RWKVSpec(RecurrentSpec):
     width: int
     """Channels of keys and values."""
     inner_size: int
-    """Of the feed-forward layer."""
+    """Inner features of the feed-forward layer."""
     norm: NormSpec
-    """Of both parts' inputs."""
+    """Applied to both parts' inputs."""
     hidden_size: int
 
     @property
@@ -417,19 +418,19 @@ class KeptTensor(NamedTuple):
     kind: str
     """conv or recurrent."""
     number: int
-    """Among the layer's states of this kind."""
+    """Its number among the layer's states of this kind."""
     module: str
     """Path of the module that uses it."""
     shape: tuple[int, ...]
-    """On one rank, for one request."""
+    """The shape on one rank, for one request."""
     is_float32: bool
-    """Whatever the type of the model; else it has that type."""
+    """Whether the state is float32 whatever the model's type; otherwise it has that type."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransformersStateSpec(RecurrentSpec):
-    """The states of a layer as transformers builds it, one after another in one row of float32. Sizes are those of one
-    rank, in the layout in which the layer was measured; the layer's parameters are counted elsewhere."""
+    """The states of a layer as transformers builds it, one after another in one row of float32. Sizes are per rank, in
+    the layout in which the layer was measured; the layer's parameters are counted elsewhere."""
 
     tensors: tuple[KeptTensor, ...]
 

@@ -1,4 +1,4 @@
-"""Residual paths other than the plain one, and what goes with them. No torch here; sizes are in features."""
+"""Residual paths other than the plain one, and their parts. No torch here; sizes are in features."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class EmbeddingReaderSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class SharedBlockSpec:
-    """A layer's attention and feed-forward layer are those of a block, whose weights several layers share (Zamba2).
+    """A layer's attention and feed-forward layer belong to a block, whose weights several layers share (Zamba2).
 
     The attention reads the residual stream beside the embedded token, and the feed-forward layer reads the attention's
     output. The result is projected and added to the input of the layer's state, but not to the residual stream. Each
@@ -49,15 +49,15 @@ class SharedBlockSpec:
     use: int
     """The number of this layer among all that have a block."""
     norm: NormSpec
-    """Of both inputs."""
+    """Applied to both inputs."""
     rank: int
-    """Of the adapters; 0: there are none (Zamba)."""
+    """Rank of the adapters; 0: there are none (Zamba)."""
     adapts_attention: bool
     is_held: bool = True
     """The block counts among the layer's parameters."""
 
     def parameters(self, hidden: int, attention: AttentionSpec, feed_forward: MLPSpec) -> Parameters:
-        """Those of the block, if it counts here, and those of the layer's own that go with it."""
+        """Parameters of the block, if it counts here, and the layer's own parameters that go with it."""
         if self.is_held:
             for each in (*attention.parameters(hidden), *feed_forward.parameters(hidden)):
                 yield each._replace(module=f"block.{each.module}")
@@ -88,17 +88,17 @@ class LayerInputSpec:
     vocab_size: int
     """Tokens beyond it have the row of token 0."""
     activation: Activation
-    """Of the gate."""
+    """The gate's activation."""
     norm: NormSpec
 
     def parameters(self, hidden: int) -> Parameters:
-        """Those of a layer, which are replicated."""
+        """Parameters of a layer; they are replicated."""
         yield from linear("layer_input.gate", self.size, hidden)
         yield from linear("layer_input.projection", hidden, self.size)
         yield from norm("layer_input.norm", self.norm, hidden)
 
     def outer_parameters(self, hidden: int, num_layers: int) -> Parameters:
-        """Those before the layers."""
+        """Parameters before the layers."""
         inputs, rows = num_layers * self.size, Units(self.vocab_size, "tokens", "padding")
         yield from linear("layer_inputs.embedding", self.vocab_size, inputs, rows_of=rows)
         yield from linear("layer_inputs.projection", inputs, hidden)
@@ -107,8 +107,8 @@ class LayerInputSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ScaledResidualSpec:
-    """After the plain layer, its own input is added to the residual stream, and all of it is multiplied by a number of
-    the checkpoint (Gemma 4)."""
+    """After the plain layer, its own input is added to the residual stream, and all of it is multiplied by a number
+    from the checkpoint (Gemma 4)."""
 
     layer_input: LayerInputSpec | None
 
@@ -122,13 +122,13 @@ class ScaledResidualSpec:
 @dataclass(frozen=True, kw_only=True)
 class LaurelSpec:
     """A learned residual of low rank (Menghani et al. 2024): the attention's input plus `norm(up(down(input)))` is
-    averaged with the residual stream after attention, with the size of one of them."""
+    added to the residual stream after attention, and the sum is divided by the square root of 2."""
 
     rank: int
     norm: NormSpec
 
     def parameters(self, hidden: int) -> Parameters:
-        """Those of a layer, which are replicated."""
+        """Parameters of a layer; they are replicated."""
         yield from linear("laurel.down", self.rank, hidden)
         yield from linear("laurel.up", hidden, self.rank)
         yield from norm("laurel.norm", self.norm, hidden)
@@ -137,17 +137,17 @@ class LaurelSpec:
 @dataclass(frozen=True, kw_only=True)
 class AltUpSpec:
     """Alternating updates (Baykal et al. 2023): there are several residual streams. A layer predicts all of them from
-    all, computes one, and corrects the others by what it has computed. Its own input is added to all but the first.
-    Before the layers the streams are projections of the embedded token, and after them their projections are averaged.
+    all, computes one, and corrects the others by the result. Its own input is added to all but the first. Before the
+    layers the streams are projections of the embedded token, and after them their projections are averaged.
     """
 
     num_streams: int
     active: int
     """The stream that is computed."""
     norm: NormSpec
-    """Of the stream that coefficients are computed from."""
+    """Applied to the stream that coefficients are computed from."""
     scales_output: bool
-    """The factor of the layer's input is scaled by a vector of the checkpoint."""
+    """The factor of the layer's input is scaled by a vector from the checkpoint."""
     laurel: LaurelSpec
     layer_input: LayerInputSpec
 
@@ -158,7 +158,7 @@ class AltUpSpec:
             )
 
     def parameters(self, hidden: int) -> Parameters:
-        """Those of a layer, which are replicated; those of the streams are never quantized."""
+        """Parameters of a layer; they are replicated. The streams' parameters are never quantized."""
         yield from self.layer_input.parameters(hidden)
         module, count = "alt_up", self.num_streams
         yield from norm(f"{module}.norm", self.norm, hidden)
@@ -173,7 +173,7 @@ class AltUpSpec:
         yield from self.laurel.parameters(hidden)
 
     def projections(self, module: str, hidden: int) -> Parameters:
-        """Those before the layers, or after them."""
+        """Parameters before the layers, or after them."""
         rows = {str(number): hidden for number in range(self.num_streams - 1)}
         yield from linear(module, rows, hidden, is_quantizable=False)
 
@@ -183,7 +183,7 @@ class HyperConnectionSpec:
     """Manifold-constrained hyper-connections (Xie et al. 2026): there are several residual streams, all of them the
     embedded token before the layers. The input of an attention or a feed-forward layer is a sum of the streams, and
     its output is added to each of them, after they are mixed. The weights of all three are computed from the streams,
-    in float32. Those of the mixing are made doubly stochastic, by dividing rows and columns by their sums
+    in float32. The mixing weights are made doubly stochastic, by dividing rows and columns by their sums
     `iterations` times; without iterations, streams are not mixed (Hunyuan 4). After the layers there is a last sum."""
 
     num_streams: int
@@ -197,7 +197,7 @@ class HyperConnectionSpec:
     averages: bool = False
     """After the layers, the streams are averaged (GLM-5.3)."""
     norm: NormSpec
-    """Of the streams together that weights are computed from; without a weight."""
+    """Applied to all streams together before weights are computed from them; without a weight."""
 
     def __post_init__(self) -> None:
         if self.num_streams < 1:
@@ -210,16 +210,16 @@ class HyperConnectionSpec:
 
     @property
     def num_scales(self) -> int:
-        """Factors on these weights: on those of inputs, of outputs, and of the mixing."""
+        """Factors on these weights: one each for inputs, for outputs and, if there is any, for the mixing."""
         return 3 if self.iterations else 2
 
     def parameters(self, hidden: int) -> Parameters:
-        """Those of a layer, which are always float32."""
+        """Parameters of a layer; they are always float32."""
         for name in ("attention", "feed_forward"):
             yield from self.connection(f"{name}_connection", self.num_weights, self.num_scales, hidden)
 
     def last_parameters(self, module: str, hidden: int) -> Parameters:
-        """Those after the layers."""
+        """Parameters after the layers."""
         if not self.averages:
             yield from self.connection(module, self.num_streams, 1, hidden)
 
@@ -234,37 +234,37 @@ class HyperConnectionSpec:
 
 
 ID_DIGITS = 3
-"""Digits of a token's id, of 8 bits, which all types of activations have exactly; 0: there is no token."""
+"""Digits of a token's id. They have 8 bits, which all types of activations represent exactly; 0: there is no token."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NGramSpec:
-    """What a layer adds to the residual streams before anything else, from embeddings of a token and those just before
-    it (Qwen4-Exp, 2026).
+    """An addition to the residual streams before anything else in a layer, from embeddings of a token and the tokens
+    just before it (Qwen4-Exp, 2026).
 
-    For each number of tokens from 2 on, several heads hash them to rows of an embedding. What precedes a sequence, or
-    an end of text, counts as `end_token`. The rows of all heads together are projected to a value, and to a key for
-    each stream. A stream gets the value times a gate, which is computed from the products of its features with the key,
-    and a causal convolution of that, normalized. Replicated on all ranks, except the embedding.
+    For each number of tokens from 2 on, several heads hash them to rows of an embedding. Tokens before a sequence, or
+    before an end of text, count as `end_token`. The rows of all heads together are projected to a value, and to a key
+    for each stream. A stream gets the value times a gate, which is computed from the products of its features with the
+    key, and a causal convolution of that, normalized. Replicated on all ranks, except the embedding.
     """
 
     size: int
     """Features of the rows of all heads together."""
     multipliers: tuple[int, ...]
-    """Of a token, and of those before it."""
+    """Multipliers of a token and of the tokens before it."""
     head_rows: tuple[int, ...]
-    """Rows of the embedding that the heads have, those of the same number of tokens one after another."""
+    """Rows of the embedding for each head. Heads for the same number of tokens follow one another."""
     total_rows: int
-    """With unused ones at the end."""
+    """Rows of the embedding, including unused rows at the end."""
     parts: int
-    """Tensors in the checkpoint, with as many rows each, but for the last ones."""
+    """Number of tensors in the checkpoint. They have equally many rows, except the last ones."""
     end_token: int
     num_streams: int
     conv_size: int
-    """Inputs that the convolution sees, including its token's own, which are as far apart as there are tokens in the
-    longest n-gram."""
+    """Inputs that the convolution sees, including its token's own. They are as far apart as the longest n-gram has
+    tokens."""
     norm: NormSpec
-    """Of each stream, of its keys, and of the convolution's inputs."""
+    """Applied to each stream, to its keys, and to the convolution's inputs."""
 
     @property
     def head_dim(self) -> int:
@@ -273,7 +273,7 @@ class NGramSpec:
 
     @property
     def tokens(self) -> int:
-        """Those of the longest n-gram."""
+        """Number of tokens in the longest n-gram."""
         return len(self.multipliers)
 
     @property
@@ -289,13 +289,13 @@ class NGramSpec:
         return {str(number): min(most, self.total_rows - start) for number, start in enumerate(starts)}
 
     def kept_inputs(self, hidden: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """What a layer keeps of a request, in tokens and channels: the digits of tokens' ids, once for each place that
-        they are read from, and the convolution's inputs."""
+        """The inputs that a layer keeps of a request, as tokens and channels: the digits of tokens' ids, once for each
+        place that they are read from, and the convolution's inputs."""
         before = self.tokens - 1
         return (before, before * ID_DIGITS), (self.conv_span - 1, self.num_streams * hidden)
 
     def parameters(self, hidden: int) -> Parameters:
-        """Those of a layer."""
+        """Parameters of a layer."""
         width, rows = self.num_streams * hidden, Units(self.total_rows, "rows", "padding")
         yield Parameter(
             "ngrams.embedding",
@@ -320,17 +320,17 @@ class GatedConnectionSpec:
     num_streams: int
     rank: int
     norm: NormSpec
-    """Of each stream, with weights of its own."""
+    """Applied to each stream, with weights of its own."""
     ngrams: NGramSpec | None = None
-    """What the layer adds to the streams first; its state keeps what they read of earlier tokens."""
+    """N-grams that the layer adds to the streams first; its state keeps what they read of earlier tokens."""
 
     def __post_init__(self) -> None:
         if self.num_streams < 1 or self.rank < 1:
             raise ConfigError(f"hc_count {self.num_streams} and hc_lowrank {self.rank} must be at least 1")
 
     def parameters(self, hidden: int) -> Parameters:
-        """Those of a layer, which are replicated, except an embedding. What the weights of outputs are computed with
-        is always float32."""
+        """Parameters of a layer; they are replicated, except an embedding. The projection to the weights of outputs is
+        always float32."""
         for module in ("attention_connection", "feed_forward_connection"):
             yield from self.connection(module, hidden)
         if self.ngrams is not None:
@@ -341,7 +341,7 @@ class GatedConnectionSpec:
         yield from linear(f"{module}.outputs", self.num_streams, self.num_streams * hidden, is_float32=True)
 
     def last_parameters(self, module: str, hidden: int) -> Parameters:
-        """Those after the layers, which are always float32."""
+        """Parameters after the layers; they are always float32."""
         for each in self._gates(module, hidden):
             yield each._replace(is_float32=True, is_quantizable=False)
 

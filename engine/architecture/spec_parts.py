@@ -1,4 +1,4 @@
-"""What the descriptions of several kinds of layers have in common. No torch here; sizes are in features."""
+"""Parts that the descriptions of several kinds of layers have in common. No torch here; sizes are in features."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class MatrixShape(NamedTuple):
     module: str = ""
     """The layer's module that has them, such as attention.qkv."""
     inputs: int = 0
-    """Columns of the whole weight, of which the rank has some; 0: it has all."""
+    """Columns of the whole weight, if the rank has only some of them; 0: it has all."""
 
     @property
     def elements(self) -> int:
@@ -49,10 +49,10 @@ class Units(NamedTuple):
     last ranks have fewer units."""
 
     def share(self, size: int, tp: int) -> int:
-        """What a rank has of a dimension of `size`."""
+        """A rank's share of a dimension of `size`."""
         if self.spare == "padding":
             return -(-size // tp)
-        if not self.number:  # a part of size 0, as some configs have it
+        if not self.number:  # a part of size 0, as in some configs
             return 0
         return max(1, self.number // tp) * (size // self.number)
 
@@ -79,9 +79,9 @@ class Parameter(NamedTuple):
     kind: str
     """Its name in the module: weight, bias, …"""
     parts: Mapping[str, Shape]
-    """Shapes of the matrices or vectors that are stacked in it, by name; those of experts are of a single one."""
+    """Shapes of the matrices or vectors that are stacked in it, by name; for experts, of a single expert."""
     units: Mapping[str, Units] = {}
-    """What ranks divide of each part, or of all parts as one under `ALL`; every rank has what is not here."""
+    """The units that ranks divide in each part, or in all parts as one under `ALL`; every rank has all other parts."""
     dim: int = 0
     """The dimension that they divide."""
     number: int = 1
@@ -104,7 +104,7 @@ class Parameter(NamedTuple):
             yield shape
 
     def elements(self, tp: int) -> int:
-        """Numbers on one of `tp` ranks."""
+        """Number of elements on one of `tp` ranks."""
         return self.number * sum(map(math.prod, self.shapes(tp)))
 
     def matrix(self, tp: int) -> MatrixShape:
@@ -129,8 +129,8 @@ def linear(
     is_float32: bool = False,
     is_quantizable: bool = True,
 ) -> Parameters:
-    """The weight and bias of a linear layer. Ranks divide the rows, of all parts or of those in `rows_of`, or the
-    columns; then each has the whole bias. What is always float32 is never quantized."""
+    """The weight and bias of a linear layer. Ranks divide the rows, of all parts or of the parts in `rows_of`, or the
+    columns; if they divide columns, each has the whole bias. A weight that is always float32 is never quantized."""
     parts = {"": rows} if isinstance(rows, int) else rows
     units = rows_of if isinstance(rows_of, Mapping) else dict.fromkeys(parts, rows_of) if rows_of is not None else {}
     divided = units if columns_of is None else dict.fromkeys(parts, columns_of)
@@ -168,7 +168,7 @@ def matrices(parameters: Iterable[Parameter], tp: int) -> Iterator[MatrixShape]:
 
 
 def layout_errors(parameters: Iterable[Parameter], tp: int) -> dict[str, None]:
-    """What `tp` ranks cannot divide, each once, in order."""
+    """The units that `tp` ranks cannot divide, each once, in order."""
     units = dict.fromkeys(units for each in parameters for units in each.units.values())
     return dict.fromkeys(f"{each.number} {each.name}" for each in units if not each.is_divisible(tp))
 
@@ -188,7 +188,7 @@ class NormSpec:
 
 
 def norm(module: str, spec: NormSpec | None, size: int, units: Units | None = None) -> Parameters:
-    """The parameters of a norm of so many features, of which ranks may divide the units; None: there is no norm."""
+    """The parameters of a norm of `size` features, whose `units` ranks may divide; `spec` None: there is no norm."""
     if spec is None:
         return
     if spec.gate_rank:

@@ -38,12 +38,12 @@ class StoredSlice:
     is_grid: bool = False
     """A small tensor with a dimension for heads, which ours does not have; it is read completely."""
     part: Literal["codes", "scales", "offsets"] | None = None
-    """What is read of a quantized tensor; None: the numbers that it stands for."""
+    """The part of a quantized tensor to read; None: the numbers that it stands for."""
     group: int = 0
     """Columns that share a factor."""
 
     def quantized(self, part: Literal["codes", "scales", "offsets"] | None = None, group: int = 0) -> StoredSlice:
-        """The same of a quantized tensor, whose reader gives output features before inputs."""
+        """The same location for a quantized tensor, whose reader gives output features before inputs."""
         *lead, rows, columns = self.shape
         shape = (*lead, columns, rows) if self.is_transposed else self.shape
         return replace(self, shape=shape, is_transposed=False, part=part, group=group)
@@ -61,7 +61,7 @@ class StoredSlice:
         return tuple(cut) if self.expert is None else (slice(self.expert, self.expert + 1), *cut)
 
     def arranged(self, shard: Shard, read: Tensor) -> Tensor:
-        """The shard's own values, from what `slice` has read."""
+        """The shard's own values, given the tensor that was read with `slice`."""
         if self.is_grid:
             read = read.flatten()
             return read[shard.source] if self.rows is None else read[torch.from_numpy(self.rows[shard.source[0]])]

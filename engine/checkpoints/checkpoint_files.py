@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointFiles(Protocol):
-    """The checkpoint as it is stored."""
+    """A checkpoint in its stored form."""
 
     headers: dict[str, TensorInfo]
 
@@ -135,13 +135,14 @@ class SeparatedExperts:
 
 
 def open_model(model: ModelConfig) -> CheckpointFiles:
-    """The weights of a model, its experts one by one if it has them so."""
+    """The weights of a model; stacks of experts are separated if the model has its experts one by one."""
     files = open_files(model.path, model.load_format)
     return SeparatedExperts(files, model.architecture) if model.architecture.separate_experts else files
 
 
 class Checkpoint:
-    """The tensors that a model needs, by the names of a model with a head; quantized ones as what they stand for."""
+    """The tensors that a model needs, by the names of a model with a head; quantized tensors appear as the weights that
+    they stand for."""
 
     def __init__(self, model: ModelConfig, prefix: str, needed: Mapping[str, NeededTensor]) -> None:
         """Raises `ConfigError` naming the tensors that are missing or have another shape."""
@@ -151,7 +152,7 @@ class Checkpoint:
 
     @property
     def names(self) -> set[str]:
-        """The names of all tensors, those of a quantized weight replaced by the weight's."""
+        """The names of all tensors; the tensors of a quantized weight are replaced by the weight's name."""
         return logical_names(self.headers, self._model.quantized)
 
     def scheme(self, name: str) -> Scheme | None:
@@ -171,7 +172,7 @@ class Checkpoint:
         return info.file
 
     def reader(self, name: str, shape: Shape) -> Reader[Any]:
-        """A quantized tensor; `shape` is that of the weight."""
+        """The reader of a quantized tensor; `shape` is the weight's shape."""
         scheme, module, tensors = self._quantized[name]
         views = {each: self._files.view(info) for each, info in tensors.items()}
         if isinstance(scheme, OnlineScheme) and scheme.stored is not None:

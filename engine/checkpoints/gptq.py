@@ -32,9 +32,9 @@ from quire.kernels.quantized import QuantizedWeight, Rounding, choose_factors, n
 logger = logging.getLogger(__name__)
 
 _DAMPING = 0.01
-"""Of the mean of the diagonal, added to it."""
+"""Fraction of the mean of the diagonal that is added to the diagonal."""
 _COLUMNS = 128
-"""Columns whose errors correct those after them at once."""
+"""Columns whose errors are corrected together in the columns after them."""
 _BLOCK_SIZE, _BATCH_TOKENS = 16, 4096
 
 
@@ -91,7 +91,7 @@ class _Observed(PackedLinear):
 
 
 def _observed(decoder: nn.Module) -> dict[int, Moments]:
-    """Let the layers observe what they multiply: the moments of each weight, by its id."""
+    """Let the layers observe their inputs; returns the moments of each weight, by its id."""
     found: dict[int, Moments] = {}
     for layer in decoder.modules():
         if isinstance(layer, Experts):
@@ -105,7 +105,7 @@ def _observed(decoder: nn.Module) -> dict[int, Moments]:
 
 
 def _observed_experts(experts: Experts) -> dict[int, Moments]:
-    """What is routed to the experts is kept, as the moments of all of them take more memory."""
+    """Keep the tokens that are routed to the experts, as the moments of all experts take more memory."""
     routed: list[tuple[Tensor, Tensor]] = []
     hook = experts.register_forward_pre_hook(lambda _, inputs: routed.append((inputs[0], inputs[2])))
 
@@ -136,10 +136,10 @@ def layers(
     load: LoadStage,
     largest: Callable[[str], Tensor | None] = lambda name: None,
 ) -> Iterator[dict[str, QuantizedWeight]]:
-    """The quantized weights of each stage, by the names of their tensors. A stage sees what the quantized ones before
-    it compute of the texts, and an expert the tokens that are routed to it; its weights that have more inputs than
-    tokens are rounded to the nearest. `config` is in float32, with a stage for each layer if it can have them.
-    `largest` has the largest magnitude of a weight and those that it shares a scale with, if scales depend on it."""
+    """The quantized weights of each stage, by the names of their tensors. A stage reads the outputs of the quantized
+    stages before it for the texts, and an expert the tokens that are routed to it; an expert's weights with more inputs
+    than tokens are rounded to the nearest. `config` is in float32, with a stage for each layer if possible. `largest`
+    returns the largest magnitude of a weight and of the weights that share its scale, if scales depend on it."""
     if any(isinstance(layer.attention, CompressedAttentionSpec) for layer in config.model.architecture.layers):
         raise ConfigError(
             f"GPTQ is not supported for {config.model.architecture.name}, whose attention is compressed; use "
@@ -203,7 +203,7 @@ def _rounded(
 
 
 def _batches(texts: Sequence[Sequence[int]]) -> Iterator[Batch]:
-    """The texts, as many at once as have _BATCH_TOKENS."""
+    """Batches of as many texts as fit in _BATCH_TOKENS tokens."""
     together: list[Sequence[int]] = []
     for text in (*texts, ()):
         if together and (not text or sum(map(len, together)) + len(text) > _BATCH_TOKENS):

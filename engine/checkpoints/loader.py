@@ -141,13 +141,13 @@ def load_dense(model: ModelConfig, module: Dense | Norm, device: torch.device) -
 
 
 class _HasPlaces(Protocol):
-    """A model that knows where its parameters are in the checkpoint, as those of transformers do."""
+    """A model that knows where its parameters are in the checkpoint, as models built by transformers do."""
 
     places: list[Place]
 
 
 def _places(module: nn.Module, model: ModelConfig) -> Iterator[Place]:
-    """The slices of the checkpoint that a stage's parameters, or those of a part of it, are filled with."""
+    """The slices of the checkpoint that fill the parameters of a stage, or of a part of it."""
     if isinstance(model.architecture, TransformersModelSpec):
         yield from cast("_HasPlaces", module).places
         return
@@ -166,7 +166,7 @@ def needed_tensors(module: nn.Module, model: ModelConfig) -> dict[str, list[Plac
 
 
 def _quantized_places(places: Places, checkpoint: Checkpoint) -> Places:
-    """The places with those of quantized tensors as their readers give them."""
+    """The places, with the location of each quantized tensor as its reader gives it."""
     return {
         parameter: [
             (weight, shard, stored if checkpoint.scheme(stored.name) is None else stored.quantized())
@@ -177,7 +177,7 @@ def _quantized_places(places: Places, checkpoint: Checkpoint) -> Places:
 
 
 def _matrices(layer: nn.Module) -> list[Quantizable]:
-    """The weights of a layer that may be kept as the checkpoint has them, which are packed together."""
+    """The weights of a layer that may stay quantized as in the checkpoint; they are packed together."""
     if isinstance(layer, ExpertStack):
         return [layer.gate_up, layer.down]
     is_one = isinstance(layer, VocabParallelEmbedding) or (isinstance(layer, Linear) and layer.may_be_quantized)
@@ -212,8 +212,8 @@ def _keep_quantized(module: nn.Module, places: Places, checkpoint: Checkpoint) -
 def _store_narrow(
     module: nn.Module, model: ModelConfig, places: Places, checkpoint: Checkpoint | None, *, warns: bool
 ) -> None:
-    """Let embeddings, and layers whose products widen their weights, load these in 16 bits if the checkpoint has them
-    so. Without a checkpoint, dummy weights are as planned."""
+    """Let embeddings, and layers whose products widen their weights, load these in 16 bits if the checkpoint stores
+    them in 16 bits. Without a checkpoint, dummy weights are as planned."""
     if model.stored_dtype is None:
         return
     if not kernels.widens_weights():
@@ -295,9 +295,9 @@ def _rounding(places: list[Place], checkpoint: Checkpoint) -> Tensor:
 
 
 def _global_scale(places: list[Place], checkpoint: Checkpoint) -> Tensor | None:
-    """What inputs are multiplied by before they are rounded to 4 bits, `[]` or `[experts]`: the least of weights that
-    are multiplied together, so that the largest inputs of all of them fit. None: the checkpoint lacks it, or it is no
-    positive number, of a layer other than experts."""
+    """The factor that inputs are multiplied by before they are rounded to 4 bits, `[]` or `[experts]`: the least of the
+    factors of weights that are multiplied together, so that the largest inputs of all of them fit. None: the factor of
+    a layer other than experts is missing from the checkpoint, or is not a positive number."""
     found: dict[int, list[Tensor]] = defaultdict(list)
     for _, shard, stored in places:
         own = checkpoint.reader(stored.name, stored.shape).global_scale()
@@ -315,7 +315,8 @@ def _global_scale(places: list[Place], checkpoint: Checkpoint) -> Tensor | None:
 
 @dataclass
 class _Unit:
-    """Parameters that are loaded together: those of a layer that is then packed, or a single one that is not."""
+    """Parameters that are loaded together: all parameters of a layer that is then packed, or a single parameter outside
+    such layers."""
 
     places: list[Place]
     size: int

@@ -2,8 +2,8 @@
 
 A rank's file has the parameters and packed weights of its model, in the format of safetensors and aligned to cache
 lines. It is mapped privately: processes share its pages, and one that writes to a page gets its own copy. Its name is a
-hash of everything that its content depends on, so that a file is never outdated, only unused: those that have not been
-used for longest are removed when the folder would grow beyond its limit.
+hash of everything that its content depends on, so that a file is never outdated, only unused: the least recently used
+files are removed when the folder would grow beyond its limit.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ from quire.kernels import disk, dispatch, isa, packed_state
 logger = logging.getLogger(__name__)
 
 _AUTO_BYTES, _AUTO_SHARE = 32 << 30, 4
-"""`--packed-cache auto`: the folder holds at most so much, and at most this fraction of what the disk has free."""
+"""`--packed-cache auto`: the folder holds at most this many bytes, and at most the disk's free space divided by
+this."""
 _AUTO_MIN_BYTES = 64 << 20
 """With auto, smaller models are not kept: packing takes no time."""
 _ALIGNMENT, _PAGE = 64, 4096
-"""Bytes: of tensors, and of the first one."""
+"""Alignment of tensors, and of the first tensor, in bytes."""
 _NICE = 10
-"""Of the thread that writes."""
+"""Niceness of the thread that writes."""
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int8: "I8", torch.uint8: "U8"} | {
     torch.int32: "I32",
     torch.int64: "I64",
@@ -55,7 +56,7 @@ class PackedCache:
     """The file of a rank."""
 
     def __init__(self, folder: Path, key: str, limit: float | Literal["auto"], num_ranks: int) -> None:
-        """`limit` is that of the folder in GiB, for the files of `num_ranks` ranks."""
+        """`limit` is the folder's limit in GiB, for the files of `num_ranks` ranks."""
         self._folder, self._file, self._limit, self._num_ranks = folder, folder / f"{key}.safetensors", limit, num_ranks
 
     @staticmethod
@@ -130,7 +131,7 @@ class PackedCache:
 
 
 def _key(config: EngineConfig, rank: int) -> str:
-    """A hash of the checkpoint, of what the rank has of it, and of what determines the layout."""
+    """A hash of the checkpoint, of the rank's part of it, and of everything that determines the layout."""
     model, parallel = config.model, config.parallel
     place = (parallel.tensor_parallel_size, parallel.tp_rank_of(rank), parallel.stages[parallel.stage_of(rank)])
     experts = (parallel.experts, parallel.replicas, parallel.replica) if parallel.experts is not None else None
@@ -153,7 +154,7 @@ def _key(config: EngineConfig, rank: int) -> str:
 
 
 def _platform() -> str:
-    """What of this machine determines the layout of packed weights."""
+    """The properties of this machine that determine the layout of packed weights."""
     chosen = (isa.chosen().name, isa.has("amx_tile"))
     return repr((chosen, sorted(dispatch.PLATFORMS), torch.backends.mkldnn.is_available()))  # type: ignore[no-untyped-call]
 
@@ -312,8 +313,8 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _remove_unused(folder: Path, size: int) -> None:
-    """Remove what killed processes have left behind, and files until the others have `size` bytes at most, those first
-    that have not been used for longest."""
+    """Remove files that killed processes have left behind, and the least recently used files until the others have at
+    most `size` bytes."""
     files = []
     for path, status in _files(folder):
         if path.suffix == ".tmp":

@@ -40,7 +40,7 @@ class Source:
     """The tensors of the checkpoint, and the schemes of those that are quantized."""
 
     def __init__(self, request: QuantizeRequest) -> None:
-        """Raises `ConfigError` naming what cannot be quantized."""
+        """Raises `ConfigError` naming a tensor that cannot be quantized."""
         model, self.settings = request.config.model, dict(request.settings)
         arch, method = model.architecture, quantization.read(request.settings)
         assert method is not None
@@ -50,7 +50,7 @@ class Source:
         named = by_needed_name(self._files.headers, prefix, needed)
         self.headers = {info.name: info for info in named.values()}
         self.schemes: dict[str, Scheme] = {}
-        """By the name of the tensor."""
+        """Scheme of each quantized tensor, by the tensor's name."""
         surplus = [name for name, info in named.items() if name not in needed and len(info.shape) > 1]
         self.settings["ignore"] += [name.removesuffix(".weight") for name in surplus]
         if prefix and any(name == prefix + info.name for name, info in named.items()):
@@ -105,7 +105,7 @@ class Source:
         return {module + suffix: each for suffix, each in stored_tensors(scheme, weight, self.largest(name)).items()}
 
     def rounded(self, name: str) -> QuantizedWeight:
-        """The weight, rounded to the nearest numbers, some rows after the others."""
+        """The weight, rounded to the nearest numbers, a few rows at a time."""
         scheme, weight = self.schemes[name], self[name]
         rounding = rounding_of(scheme)
         step = -(-_AT_ONCE // (weight.shape[1] * rounding.rows)) * rounding.rows
@@ -121,7 +121,7 @@ class Source:
 
 
 def _fused_modules(arch: ModelSpec) -> dict[str, list[str]]:
-    """The names of what is multiplied together, with stars for numbers, by the name of each."""
+    """The names of the modules that are multiplied together, with stars for numbers, by the name of each module."""
     fused, found = dict[str, list[str]](), weight_names(arch)
     for number, layer in enumerate(arch.layers):
         for each in layer.matrices(arch.hidden_size, 1):
@@ -180,7 +180,8 @@ def _write_weights(source: Source, folder: Path, request: QuantizeRequest, load:
 
 
 def _shards(source: Source, request: QuantizeRequest, load: gptq.LoadStage) -> Iterator[dict[str, Tensor]]:
-    """The tensors to write: those of a layer that GPTQ has quantized, then those of each file."""
+    """The tensors to write: first the tensors of each stage that GPTQ has quantized, then the other tensors of each
+    file."""
     files: dict[Path, list[TensorInfo]] = {}
     for info in source.headers.values():
         files.setdefault(info.file, []).append(info)

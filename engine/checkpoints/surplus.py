@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint that nothing uses, and what the log says of them."""
+"""The tensors of a checkpoint that nothing uses, and the log messages about them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ _NAMED_PROBLEMS = 8
 _CACHE_FACTORS = re.compile(r"\.([kqv]|kv)_(scale|zero_point)$|\.([kqv]|qkv)_proj\.output_(scale|zero_point)$")
 """Ends of names of KV cache scales in checkpoints of compressed-tensors, ModelOpt, Quark and others."""
 _INPUT_FACTORS = (".input_scale", ".input_scale_ub", ".input_scale_2", ".input_global_scale", ".input_zero_point")
-"""Suffixes of what publishers round inputs with; here inputs are rounded with scales of their own, or not at all."""
+"""Suffixes of the factors with which publishers round inputs; here inputs are rounded with scales of their own, or not
+at all."""
 
 
 def unused_names(names: set[str], model: ModelConfig) -> list[str]:

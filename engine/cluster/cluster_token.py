@@ -20,10 +20,11 @@ _MIN_LENGTH = 16
 
 
 def with_cluster_token(options: EngineOptions, *, is_headless: bool = False) -> EngineOptions:
-    """Return the options with the cluster token, from the flags or the environment, if this host has to do with others.
+    """Return the options with the cluster token, from the flags or the environment, if this host communicates with
+    others.
 
-    If there is none, the first host makes one, and prints the command for the other hosts; on these, and if a token is
-    too short, raises `ConfigError`. No token is needed at a loopback address.
+    If there is none, the first host makes one, and prints the command for the other hosts. If another host has none, or
+    a token is too short, raises `ConfigError`. No token is needed at a loopback address.
     """
     if options.nnodes > 1:
         flag, address = "--master-addr", options.master_addr
@@ -53,7 +54,7 @@ def with_cluster_token(options: EngineOptions, *, is_headless: bool = False) -> 
 
 
 def other_command(options: EngineOptions, arguments: Sequence[str]) -> str:
-    """Return the command line that starts another host than the first, whose command line is `arguments`. It has no
+    """Return the command line that starts a host other than the first, whose command line is `arguments`. It has no
     secrets.
     """
     of_this_host = ["--node-rank"] if options.nnodes > 1 else ["--data-parallel-start-rank", "-dpr"]

@@ -8,13 +8,13 @@ The cluster token authenticates and encrypts the connections (`quire.engine.clus
     HELLO (Hello) ───────────▶  compares versions, model files and settings (`handshake.compare`)
              ◀─────── WELCOME   or END with the reason, or REDIRECT with the address of another leader
              ◀────────── BODY   `Leader.start`: the same for all, once all have joined; again for one that rejoins
-    BODY, HEARTBEAT ◀────────▶  BODY, HEARTBEAT; that of a follower has its time, and the leader adds its own
+    BODY, HEARTBEAT ◀────────▶  BODY, HEARTBEAT; a follower's has its time, and the leader adds its own
     FILES (hashes) ─────────▶   compares all bytes of the weights, some time after the start; END if they differ
     STORE (call) ───────────▶   `KeyValueStore`, torch.distributed's rendezvous: of ranks, which need not join
              ◀───────── STORE   (result)
     END (reason) ◀───────────▶  END (reason; empty after a normal shutdown)
 
-Layouts, and what each of them uses of it:
+Layouts, and the parts of the control plane that each of them uses:
 
 - One host (`executor/mp.py`): no link. The core forks the ranks (`LocalRanks`), sends plans by shared memory, gets
   results through pipes, and notices deaths by the processes' exit.
@@ -26,8 +26,8 @@ Layouts, and what each of them uses of it:
   is any free one, and Ray starts the nodes' processes and reports their exit (`Leader.fail`). The cores of all replicas
   are on one host, and each leads its own nodes.
 - Replicas on several hosts (`server/client/dp_coordinator.py`): the host with the API leads at
-  --data-parallel-address, --data-parallel-rpc-port, or that with replica 0 if each host has an API and the replicas
-  share experts. Each replica of another host joins. Start message: `JoinReply`, the addresses of all. Then
+  --data-parallel-address, --data-parallel-rpc-port, or the host with replica 0 if each host has an API and the
+  replicas share experts. Each replica of another host joins. Start message: `JoinReply`, the addresses of all. Then
   `ReplicaDied` and `ShutdownRequested` to the leader. Requests and outputs use sockets of their own between API
   processes and cores. A replica that dies is restarted by its host, and a host that was lost can join again;
   meanwhile other replicas resume its requests. Other hosts can join at any time, and leave: the leader ends their

@@ -37,7 +37,7 @@ from quire.engine.protocol.profile import Clock
 _MAX_FAILED_HANDSHAKES = 10
 """Failed handshakes after which a follower that has not joined gives up: the leader has another token."""
 _NUM_CLOCKS = 10
-"""Measurements of the leader's clock, of which the one with the shortest round trip counts."""
+"""Number of measurements of the leader's clock; the one with the shortest round trip counts."""
 _RECONNECT_MS = 200
 """Interval between attempts to connect."""
 logger = logging.getLogger(__name__)
@@ -59,10 +59,10 @@ class Follower(ControlLink):
         token: str = "",
         lost_seconds: float = LOST_SECONDS,
     ) -> None:
-        """Join the leader, retrying for up to `seconds`. `token` and `lost_seconds` as of `Leader`.
+        """Join the leader, retrying for up to `seconds`. `token` and `lost_seconds` are as in `Leader`.
 
         `on_end` is called, from its thread, when the leader ends or is lost; it must not block. `leader` is its name in
-        errors, `flags` are those of its address and port. Raises `ConfigError` if it does not answer in time,
+        errors, `flags` are the flags for its address and port. Raises `ConfigError` if it does not answer in time,
         `LinkEnded` if it rejects this follower or has another token, and `Redirected` if another leader is to be
         joined.
         """
@@ -75,7 +75,7 @@ class Follower(ControlLink):
         self._is_accepted = False
         self._redirected: Redirected | None = None
         self.ended: LinkEnded | None = None
-        """What `receive` raises after the remaining messages."""
+        """The exception that `receive` raises after the remaining messages."""
         self._last_heard = 0.0
         self._clocks: deque[Clock] = deque(maxlen=_NUM_CLOCKS)
         """The latest measurements, from heartbeats."""
@@ -100,7 +100,7 @@ class Follower(ControlLink):
 
     @property
     def clock(self) -> Clock:
-        """This host's clock for the leader's."""
+        """This host's clock relative to the leader's."""
         return min(tuple(self._clocks), key=lambda each: each.error, default=Clock())
 
     def receive(self, timeout: float | None) -> bytes:

@@ -16,7 +16,7 @@ from quire.engine.protocol.errors import ConfigError
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _HEAD_BYTES, _NUM_SAMPLES, _SAMPLE_BYTES = 1 << 20, 16, 4096
-"""What is hashed of each file of weights when a host joins."""
+"""Parts of each file of weights that are hashed when a host joins: its beginning, and samples."""
 _HASHED = (
     "config.json",
     "*.index.json",
@@ -45,18 +45,18 @@ class Hello(msgspec.Struct, kw_only=True):
     """The host's own address."""
     versions: dict[str, str] = {}
     model: dict[str, str] = {}
-    """Hash of each file of the model; of weights, size and hash of samples."""
+    """Hash of each file of the model; for weights, size and hash of samples."""
     settings: dict[str, str] = {}
-    """As `EngineConfig.shared_settings`."""
+    """See `EngineConfig.shared_settings`."""
     error: str = ""
     """Why the host cannot start."""
     body: bytes = b""
     """Additional data of the layer above."""
     replica: int | None = None
-    """Number of the replica whose leader it is to join; that of several replicas tells it where."""
+    """Number of the replica whose leader it is to join; the leader of several replicas tells it where."""
 
     def __post_init__(self) -> None:
-        """Escape what errors and log lines repeat."""
+        """Escape the texts that errors and log lines repeat."""
         self.name, self.address, self.error = printable(self.name), printable(self.address), printable(self.error)
         for texts in (self.versions, self.model, self.settings):
             for name in list(texts):

@@ -149,7 +149,7 @@ class Leader(ControlLink):
         self._commands.put((None, _START, body))
 
     def stop(self, body: bytes) -> None:
-        """Send a message to every follower, and let those that join wait for the next `start`."""
+        """Send a message to every follower, and let followers that join wait for the next `start`."""
         self._commands.put((None, _STOP, body))
 
     def send(self, number: int | None, body: bytes) -> None:

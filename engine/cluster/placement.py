@@ -10,7 +10,7 @@ from quire.engine.protocol.errors import ConfigError
 
 @dataclass(frozen=True)
 class ClusterNode:
-    """A host with `total` devices of one kind, of which `free` are unused."""
+    """A host with `total` devices of one kind; `free` of them are unused."""
 
     id: str
     address: str
@@ -32,7 +32,7 @@ def place(
     """Assign the `tp × pp` ranks of each replica to as few hosts as possible, in order, with each stage on one host.
 
     A stage is split over hosts only if no host, even an unused one, has `tp` devices. Raises `ConfigError` with the
-    devices of each host; `unit` is what a rank needs (GPU, CPU), `owner` what provides the hosts.
+    devices of each host; `unit` names a rank's device (GPU, CPU), and `owner` the provider of the hosts.
     """
     ranks, needed = tp * pp, tp * pp * replicas
     flags = f"--tensor-parallel-size {tp} × --pipeline-parallel-size {pp}"

@@ -4,8 +4,8 @@ Ray itself retries for a long time and reports problems in its log only. Therefo
 (`python -m quire.engine.cluster.ray_cluster`: options on standard input, a `ClusterReport` on standard output); its
 output is read as it arrives, and it is killed after a timeout. This process does not import Ray.
 
-This stays apart from the control plane, because it runs before any options are resolved: which nodes there are, and
-what they have, is part of the resolution.
+This stays apart from the control plane, because it runs before any options are resolved: the nodes, and their devices,
+are part of the resolution.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def find(options: EngineOptions) -> tuple[tuple[RayPlacement, ...], Devices] | N
     ranks = Counter[str]()
     for each in report.replicas:
         ranks.update({node: count for (node, _), count in zip(each.nodes, each.ranks_per_node, strict=True)})
-    # Memory of a host is shared by its ranks; that of a device is one rank's.
+    # A host's ranks share its memory; a device's memory belongs to one rank.
     per_rank = [free // ranks[node] if report.kind == "cpu" else free for node, free in report.memory.items()]
     model = _absolute(options.model)
     on_nodes = replace(options, model=model, device=report.kind, master_addr=report.head, master_port=0)
@@ -294,7 +294,7 @@ def connect(ray: Any, address: str, *, log_to_driver: bool = False) -> None:
 
 
 def _address_towards(address: str) -> str | None:
-    """Return this host's address as the cluster sees it. Ray would take that of the route to the Internet."""
+    """Return this host's address as the cluster sees it. Ray would take the address on the route to the Internet."""
     if address == "auto":
         address = os.environ.get("RAY_ADDRESS") or (_CURRENT_CLUSTER.read_text() if _CURRENT_CLUSTER.exists() else "")
     host, _, port = address.strip().rpartition(":")

@@ -40,7 +40,7 @@ class NodesGone(ConfigError):
 
 
 class ActorInfo(NamedTuple):
-    """What an actor says about the place where it runs."""
+    """An actor's report about the place where it runs."""
 
     node: str
     """Ray's id of its node."""

@@ -2,8 +2,8 @@
 
 Every host of a cluster has the same token, and therefore the same two key pairs: one for sockets that listen, one for
 sockets that connect. A connection exists only if both sides hold the keys of the token; then all that it carries is
-encrypted. Sockets on Unix sockets, and those of a cluster on one host without a token, which listen on 127.0.0.1 only,
-are left as they are.
+encrypted. ZMQ sockets on Unix sockets are left as they are, and so are the sockets of a cluster on one host without a
+token, which listen on 127.0.0.1 only.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Dropped:
 class Security:
     """Binds and connects the sockets of a ZMQ context, securely if they are TCP sockets and there is a token.
 
-    A thread authenticates the peers of listening sockets, logs those that fail, and ends with the context.
+    A thread authenticates the peers of listening sockets, logs the ones that fail, and ends with the context.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], token: str) -> None:
@@ -115,7 +115,7 @@ class Security:
         socket.bind(url)
 
     def connect(self, socket: zmq.Socket[bytes], url: str, *, monitor: bool = True) -> None:
-        """Connect a socket; arguments as of `bind`.
+        """Connect a socket; arguments as in `bind`.
 
         A host name is resolved again with each attempt to connect: orchestrators publish the name of a host after they
         have started others, and move it to another address when they restart the host.

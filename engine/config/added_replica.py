@@ -30,8 +30,8 @@ def added_replica(
 ) -> EngineConfig:
     """Return the configuration of replica number `replica` on this host, one of `count` here with it.
 
-    `used` are the devices of the others, of which `num_loading` do not have all their memory yet. Raises `ConfigError`
-    if there are no devices, or not enough memory, for it.
+    `used` are the devices of the other replicas; `num_loading` of these replicas do not have all their memory yet.
+    Raises `ConfigError` if there are no devices, or not enough memory, for it.
     """
     parallel = config.parallel
     if not parallel.local_replicas:

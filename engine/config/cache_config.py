@@ -54,7 +54,7 @@ def _check_chunks(model: ModelConfig, block_size: int) -> None:
 
 
 def _check_entries(arch: ModelSpec, block_size: int, dtype: str) -> None:
-    """Check that a block has whole groups of tokens that an indexer has one key of, and numbers of a float type if
+    """Check that a block has whole groups of tokens that share a key of an indexer, and numbers of a float type if
     there are such groups, entries of compressed attention, or biases among the features of keys."""
     if isinstance(arch, TransformersModelSpec) and arch.has_key_biases and dtype not in DTYPE_BYTES:
         raise ConfigError(
@@ -77,7 +77,7 @@ def _check_entries(arch: ModelSpec, block_size: int, dtype: str) -> None:
 
 
 def check_gpus(options: EngineOptions, cache: CacheConfig, available: Devices) -> None:
-    """Check that this host's GPUs, or those described, support the data type of the KV cache.
+    """Check that this host's GPUs, or the described GPUs, support the data type of the KV cache.
 
     Ranks on other hosts check theirs. GPUs whose compute capability is not known are not checked.
     """

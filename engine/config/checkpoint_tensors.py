@@ -29,7 +29,7 @@ class StoredWeight(NamedTuple):
     scheme: Scheme
     module: str
     tensors: dict[str, TensorInfo]
-    """Those that the checkpoint has, by the scheme's names."""
+    """The tensors that the checkpoint has, by the scheme's names."""
 
 
 def check_model(model: ModelConfig, headers: Mapping[str, TensorInfo]) -> None:
@@ -137,9 +137,9 @@ def _quantized_problems(
 
 def by_needed_name(headers: Mapping[str, T], prefix: str, needed: Collection[str]) -> dict[str, T]:
     """The headers, by names of tensors, under the names that are needed: a checkpoint of the model without its head
-    lacks their prefix; in the first ones of BERT, converted from TensorFlow, norms have a gamma and a beta; in older
-    ones of models that take images, the language model has its own prefixes and head; and transformers writes DeepSeek
-    V4 by some names of its own."""
+    lacks their prefix; in BERT's first checkpoints, converted from TensorFlow, norms have a gamma and a beta; in older
+    checkpoints of models that take images, the language model has its own prefixes and head; and transformers writes
+    DeepSeek V4 by some names of its own."""
     is_bare = not any(name.startswith(prefix) for name in headers)
 
     def needed_name(name: str) -> str:
@@ -167,7 +167,7 @@ def as_stored(arch: ModelSpec, folder: Path, load_format: str) -> ModelSpec:
 
 def quantized_outer(folder: Path, load_format: str, arch: ModelSpec, method: Method | None) -> frozenset[str]:
     """Which of embedding and head (`ModelSpec.outer_matrices`) are stored quantized, by the names of the checkpoint's
-    tensors. As long as these are not known, it is what the settings tell."""
+    tensors. While these are not known, the settings decide."""
     if method is None:
         return frozenset()
     embedding, head = arch.outer_matrices(1)
@@ -208,7 +208,7 @@ def _replace_stored(found: set[str], module: str, method: Method) -> None:
 
 
 def _stored_names(scheme: Scheme, module: str, names: Collection[str]) -> set[str]:
-    """The names of the tensors that a checkpoint has of a quantized weight; empty if one of them is missing."""
+    """The names of a quantized weight's tensors in a checkpoint; empty if one of them is missing."""
     own = set()
     for endings, is_optional in _endings(scheme):
         name = next((name for ending in endings if (name := module + ending) in names), None)

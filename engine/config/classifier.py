@@ -25,11 +25,11 @@ _FROM_TOKEN, _METHOD = "classifier_from_token", "method"
 _DIFFERENCE, _ROWS = "from_2_way_softmax", "no_post_processing"
 """Values of `method`: a single logit, the second token's minus the first's; or the logit of each token."""
 _ACTIVATIONS: dict[str, Activation] = {"Identity": "identity", "Sigmoid": "sigmoid", "Softmax": "softmax"}
-"""By the name of a torch class."""
+"""Activations by the name of a torch class."""
 
 
 def base_names(name: str) -> list[str]:
-    """Return the possible architectures of the model with an output head whose classifier is `name`; empty: it is no
+    """Return the possible architectures of the model with an output head whose classifier is `name`; empty: it is not a
     classifier.
     """
     for end in (_SEQUENCE, _REWARD):
@@ -56,7 +56,7 @@ def read(name: str, config: Mapping[str, Any], arch: ModelSpec, tokenizer: Path)
         layers = head({**family.defaults, **config}) if callable(head) else head
         modules = [_module(layer, arch.hidden_size, len(labels) if layer is layers[-1] else None) for layer in layers]
     mode: Mode = "cls" if isinstance(arch, EncoderSpec) else "lasttoken"
-    if (asked := config.get("classifier_pooling", mode)) != mode:  # of ModernBERT
+    if (asked := config.get("classifier_pooling", mode)) != mode:  # ModernBERT's setting
         if asked != "mean":
             raise ConfigError(f"config.json: classifier_pooling {asked!r} is not supported; supported: cls, mean")
         mode = "mean"
@@ -99,7 +99,8 @@ def _labels(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _activation(config: Mapping[str, Any], num_labels: int) -> Activation:
-    """What transformers' loss of `problem_type` assumes, or else what a cross-encoder of sentence-transformers says."""
+    """The activation that transformers' loss of `problem_type` assumes, or else that a sentence-transformers
+    cross-encoder states."""
     match config.get("problem_type"):
         case "regression":
             return "identity"

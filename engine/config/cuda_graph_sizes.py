@@ -106,8 +106,9 @@ def estimate(config: EngineConfig, arch: ModelSpec) -> int:
 
 
 def _activations(arch: ModelSpec, tp: int) -> int:
-    """Values of a request in the largest graph: the residual streams and what passes between stages, and the inputs and
-    results of the largest mixers and of the largest feed-forward layer, which do not find room in each other's memory.
+    """Values of a request in the largest graph: the residual streams and the values that pass between stages, and the
+    inputs and results of the largest mixers and of the largest feed-forward layer, which do not find room in each
+    other's memory.
     """
     layers = dict.fromkeys(arch.layers)
     mixers = max(

@@ -51,6 +51,6 @@ def eagle(
 
 
 def with_aux_layers(target: ModelConfig, head: ModelConfig) -> ModelConfig:
-    """Return the target with what the head reads of it."""
+    """Return the target with the layers that the head reads as its `aux_layers`."""
     assert isinstance(head.architecture, DraftHeadSpec)
     return replace(target, architecture=replace(target.architecture, aux_layers=head.architecture.reads_layers))

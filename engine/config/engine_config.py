@@ -1,7 +1,7 @@
 """The resolved configuration (`EngineConfig`): frozen, and pickled once to each process. No torch.
 
 `quire.engine.config.resolve.resolve` makes it from `EngineOptions`. Nothing after that reads the options;
-`RayPlacement` carries those that the nodes which Ray starts resolve themselves.
+`RayPlacement` carries the options that nodes started by Ray resolve themselves.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class ModelConfig:
     max_model_len: int
     load_format: Literal["safetensors", "pt", "mistral", "gguf", "dummy"]
     hf_overrides: Mapping[str, Any] = field(default_factory=dict)
-    """Values in place of those in config.json; `architecture` includes them."""
+    """Values that replace values in config.json; `architecture` includes them."""
     sampling_defaults: dict[str, Any] = field(default_factory=dict)
     """Sampling parameters that requests have unless they set them, from generation_config.json."""
     max_output_tokens: int | None = None
-    """Most tokens that a request may generate; larger `max_tokens` are reduced."""
+    """Maximum number of tokens that a request may generate; larger `max_tokens` are reduced."""
     packed_cache: float | Literal["auto"] = 0.0
-    """Most GiB of packed weights that are kept on this host's disk; auto: depends on the disk."""
+    """Maximum GiB of packed weights that are kept on this host's disk; auto: depends on the disk."""
     eos_token_ids: tuple[int, ...]
     trust_remote_code: bool
     seed: int
@@ -57,11 +57,11 @@ class ModelConfig:
     pooling: Pooling | None = None
     """The pooling of an embedding model; None: the model generates text."""
     quantized: Method | None = None
-    """How the checkpoint is quantized, or while it is loaded."""
+    """How the checkpoint is quantized, or how it is quantized while it is loaded."""
     quantized_outer: frozenset[str] = frozenset()
     """Which of embedding and head (`ModelSpec.outer_matrices`) the checkpoint stores quantized."""
     rounded_types: tuple[Literal["int8", "fp8", "fp4"], ...] = ("int8",)
-    """Types in which the device multiplies quantized weights by inputs that are rounded to the same."""
+    """Types in which the device multiplies quantized weights by inputs that are rounded to the same type."""
 
     @property
     def weight_dtype(self) -> str:
@@ -86,7 +86,7 @@ class ModelConfig:
 
     @property
     def min_window(self) -> int:
-        """Tokens that each layer sees at least; `max_model_len` without windows."""
+        """Minimum number of tokens that each layer sees; `max_model_len` without windows."""
         layers = (layer.attention for layer in self.architecture.layers)
         windows = (attention.window for attention in layers if attention is not None and attention.window)
         return min(windows, default=self.max_model_len)
@@ -104,8 +104,8 @@ class ModelConfig:
 
     @cached_property
     def schemes(self) -> Mapping[tuple[int | None, str], Sequence[Scheme | None]]:
-        """How the checkpoint stores what each module combines; None: not quantized. Modules are as in `weight_names`,
-        those outside the layers only if they are in `quantized_outer`."""
+        """How the checkpoint stores the weights that each module combines; None: not quantized. Modules are as in
+        `weight_names`, but outside the layers only modules in `quantized_outer` are included."""
         if self.quantized is None:
             return {}
         found = {
@@ -147,11 +147,11 @@ class RayPlacement:
     ranks_per_node: tuple[int, ...]
     """Number of ranks on each of these nodes."""
     all_ranks_per_node: tuple[int, ...]
-    """The same of all replicas, which share the processors."""
+    """The same for all replicas, which share the processors."""
     bundles: tuple[int, ...]
     """Bundle of each rank in `group`; empty without a group."""
     options: EngineOptions
-    """What each node resolves; node rank and leader's port are still to be set."""
+    """The options that each node resolves; node rank and leader's port are still to be set."""
 
     def ranks_of(self, node: int) -> range:
         counts = (0, *self.ranks_per_node)
@@ -182,7 +182,7 @@ class ParallelConfig:
     """Address and port of the replica's first host, to which its other hosts connect; on these, of the host with the
     API, which tells them (`Redirected`)."""
     ray: tuple[RayPlacement, ...] = ()
-    """Of each replica; empty: the ranks are not started by Ray."""
+    """The placement of each replica; empty: the ranks are not started by Ray."""
     devices: tuple[int, ...] = ()
     """Device index of each rank on this host, ordered by replica and rank; empty: 0, 1, 2, …"""
     links: SlowestLinks = dataclasses.field(default_factory=SlowestLinks)
@@ -209,7 +209,7 @@ class ParallelConfig:
     external_lb: bool = False
     """Whether an API on this host serves only the replicas of this host, behind an external load balancer."""
     init_method: str | None = None
-    """Where the ranks of coupled replicas rendezvous, as of `parallel_state.connect`; None: the ranks of a replica
+    """Where the ranks of coupled replicas rendezvous, as in `parallel_state.connect`; None: the ranks of a replica
     choose a place."""
     experts: ExpertParallelConfig | None = None
     """None: each expert is sharded over the ranks of a stage, and replicas are independent."""
@@ -300,7 +300,7 @@ class KVCacheGroup:
     is_state: bool = False
     """The layers keep a recurrent state instead of keys and values: a page holds the state after some token."""
     fills_pages: bool = False
-    """A block takes a page, because the layers keep more of a token than in other groups."""
+    """A block takes a page, because the layers keep more per token than in other groups."""
 
     def max_blocks(self, num_tokens: int, row_tokens: int, block_size: int) -> int:
         """Maximum number of blocks in use at once by a request of `num_tokens`, in rows of at most `row_tokens`."""
@@ -339,7 +339,7 @@ class CacheConfig:
     gpu_memory_utilization: float = 0.9
     """Fraction of the memory free at start-up that a rank may use, for weights, activations and cache."""
     kv_cache_memory_bytes: int | None = None
-    """Size of a rank's cache that the user has chosen; None: what `gpu_memory_utilization` leaves."""
+    """Size of a rank's cache that the user has chosen; None: the memory that `gpu_memory_utilization` leaves."""
 
     def max_blocks(self, num_tokens: int, row_tokens: int) -> int:
         """Maximum number of blocks in use at once by a request, in all groups."""
@@ -380,7 +380,7 @@ class SpeculativeConfig:
     """The model that guesses, on the last stage; None: the scheduler guesses. Its layers are numbered after the
     target's (see `EngineConfig.drafter`)."""
     tensor_parallel_size: int = 1
-    """Ranks of the last stage that `model` is sharded over: all of them, or only the first one has it."""
+    """Ranks of the last stage that `model` is sharded over: all of them, or 1 if only the first one has it."""
 
     @property
     def reads_hidden_states(self) -> bool:
@@ -462,7 +462,8 @@ class EngineConfig:
 
     @property
     def drafter(self) -> EngineConfig | None:
-        """The same for the model that guesses tokens, whose only stage is the last one; None: there is none."""
+        """The same configuration for the model that guesses tokens, whose only stage is the last one; None: there is
+        none."""
         speculative = self.scheduler.speculative
         if speculative is None or speculative.model is None:
             return None

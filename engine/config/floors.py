@@ -1,28 +1,28 @@
-"""The least time that steps of a layout take, from what they read, compute and send. No torch.
+"""The minimum time of a layout's steps, from the data that they read, compute and send. No torch.
 
 A step of a stage with `n` new tokens of `r` requests takes at least
 
     max(bytes / bandwidth, operations / peak) + communication
 
-- bytes: the rank's weights (`memory_plan.read_bytes`) and the KV blocks of the requests, those that several layers
-  read once for each of them.
-- operations: 2 for each parameter of a linear layer and token (of the experts, those that are chosen), 2 × (features
+- bytes: the rank's weights (`memory_plan.read_bytes`) and the KV blocks of the requests. Blocks that several layers
+  read count once for each layer.
+- operations: 2 for each parameter of a linear layer and token (of the experts, only the chosen ones), 2 × (features
   of a key + of a value) for each head, token and key, and the head of the model once per request. With sparse
-  attention, keys and values are those of the selected tokens, and indexers read the keys of all.
+  attention, only keys and values of the selected tokens count, and indexers read the keys of all tokens.
 - communication: an all-reduce of `b` bytes among `t` ranks, after each part of a layer, takes a latency and
   2 (t - 1) / t × b / bandwidth (Patarasuk and Yuan 2009); with NVSwitch, which sums and copies, 1 + 1 / t instead, if
   that is less. Among `h` hosts it takes that on each, or 2 (h - 1) / h × b / (bandwidth of the network × ranks of the
   group on a host), whichever is longer: every device has its own part of the network. Replicas that share experts send
-  tokens to each other and results back: those on other hosts over the network, those on the same host over its links,
-  at the same time. A message between stages takes latency + b / bandwidth.
+  tokens to each other and results back: to other hosts over the network, on the same host over its links, at the same
+  time. A message between stages takes latency + b / bandwidth.
 
 With P stages, `min(rows, P)` plans are in flight, each with its part of the rows. A token of every row takes the time
-of all stages, or that of the slowest stage for each plan, whichever is longer: the rest is the pipeline's bubble. A
-prompt is cut into chunks as the scheduler does (`SchedulerConfig.share`), and each stage computes a chunk once it has
+of all stages, or the time of the slowest stage for each plan, whichever is longer: the rest is the pipeline's bubble.
+A prompt is cut into chunks as the scheduler does (`SchedulerConfig.share`), and each stage computes a chunk once it has
 computed the one before, and the stage before has computed this one.
 
-What is left out makes real steps slower: launches, sampling, scheduling, norms, imbalance of experts, bandwidth and
-FLOPS below the peak. So the tokens/s are upper bounds, which rank layouts rather than predict.
+Real steps are slower, because the estimate leaves out launches, sampling, scheduling, norms, imbalance of experts, and
+bandwidth and FLOPS below the peak. So the tokens/s are upper bounds, which rank layouts rather than predict.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Limit = Literal["bandwidth", "compute", "communication"]
 
 @dataclass(frozen=True)
 class Floor:
-    """Least seconds, and what most of them are spent on."""
+    """Minimum seconds, and the limit that takes most of them."""
 
     seconds: float
     limit: Limit
@@ -58,14 +58,14 @@ class Floor:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a layout can reach at most."""
+    """Upper bounds on a layout's speed."""
 
     input_len: int
     """Tokens of the prompt, and of context of decodes."""
     rows: int
     """Requests that decode at once, in all replicas."""
     decode_one: Floor
-    """Time of a token of a request that is alone."""
+    """Time of a token if there is only one request."""
     decode: Floor
     """Time in which all rows get a token."""
     ttft: Floor
@@ -77,7 +77,7 @@ class Estimate:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all rows together."""
+        """Tokens per second of all rows together."""
         return self.rows / self.decode.seconds
 
 
@@ -106,7 +106,7 @@ class _Floors:
         self._sizes = MemoryPlan.of(config)
         self._layers = [Counter(self._arch.layers[number] for number in layers) for layers in parallel.stages]
         self._share = min(1.0, machine.count / max(1, parallel.num_local_ranks))
-        """Of a device for each rank."""
+        """A rank's share of a device."""
 
     def decode(self, rows: int, context: int, busy: int) -> Counter[Limit]:
         """Seconds in which each of the `rows` of each of `busy` replicas gets a token at `context` tokens."""
@@ -176,7 +176,7 @@ class _Floors:
         return 2 * (sums + requests * attended)
 
     def _read_again(self, stage: int, tokens: int, context: int) -> float:
-        """Bytes of a request's KV cache that layers read after the one that they belong to."""
+        """Bytes of a request's KV cache that layers read in addition to the layer that it belongs to."""
         cache, tp = self.config.cache, self.config.parallel.tensor_parallel_size
         again = 0.0
         for layer, count in self._layers[stage].items():

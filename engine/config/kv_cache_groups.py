@@ -10,10 +10,10 @@ layers, blocks are allocated in pages that hold a state each. A layer may have k
 neither, and is in as many groups.
 
 A layer with compressed attention is in a group for the tokens of its window, whose blocks take a page each, and in one
-for its entries, of which a block has few. Both use the layer's own plane. A plane has room for an entry of every
-`tokens_per_row` tokens, which divides the ratios of all layers: of layers with larger ratios most of it is not used.
-That way all groups have blocks of as many tokens. Of DeepSeek-V4's layers, with ratios 4 and 128, entries take 1.8
-times the bytes that they have.
+for its entries; a block has few of them. Both use the layer's own plane. A plane has room for an entry of every
+`tokens_per_row` tokens, which divides the ratios of all layers: for layers with larger ratios, most of the plane is not
+used. That way all groups have blocks of as many tokens. In DeepSeek-V4, with ratios 4 and 128, entries take 1.8 times
+their own bytes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from quire.engine.config.engine_config import (
 )
 
 SCALE_BYTES = 4
-"""Of a row of a quantized cache."""
+"""Bytes of the scale of a row in a quantized cache."""
 _MAX_OVERHEAD = 1.1
 """Factor by which memory may exceed the minimum to have fewer groups, because each group needs a block table."""
 
@@ -50,7 +50,7 @@ class KVCacheShape(NamedTuple):
     head_dim: int
     """Values per head and tensor."""
     tokens_per_row: int = 1
-    """Tokens of which one may have a row, in a plane for entries."""
+    """In a plane for entries: number of tokens that share a row."""
 
 
 class KVCacheSpec(NamedTuple):
@@ -63,40 +63,41 @@ class KVCacheSpec(NamedTuple):
     state_bytes: int = 0
     """Size of a recurrent state; 0: these are keys and values."""
     index_shape: KVCacheShape | None = None
-    """What sparse attention keeps of a token in addition, in a plane of its own; None: nothing."""
+    """Shape of a token's additional entry for sparse attention, in a plane of its own; None: there is none."""
     page_row: int = 0
     """Values of a token whose block takes a page of the plane; 0: it takes a block."""
 
     @property
     def shapes(self) -> tuple[KVCacheShape, ...]:
-        """Those of the planes."""
+        """The shapes of the planes."""
         return (self.shape,) if self.index_shape is None else (self.shape, self.index_shape)
 
     @property
     def kind(self) -> tuple[bool, bool, int]:
-        """What the layers of a group have in common."""
+        """The properties that the layers of a group have in common."""
         return self.state_bytes > 0, self.page_row > 0, self.window or 0
 
 
 class LayerPlacement(NamedTuple):
-    """Location of a layer's keys and values, or of its state: its group, and its plane of all planes of its shape."""
+    """Location of a layer's keys and values, or of its state: its group, and its plane among all planes of its
+    shape."""
 
     group: int
     shape: KVCacheShape
     index_shape: KVCacheShape | None
     plane: int
     index_plane: int | None = None
-    """That of the layer's indexer among those of `index_shape`."""
+    """The plane of the layer's indexer, among the planes of `index_shape`."""
 
 
 LayerSpecs = Sequence[Sequence[KVCacheSpec]]
-"""What each layer keeps: none or one for keys and values, and none or one for a state, or for a window in pages."""
+"""The specs of each layer: none or one for keys and values, and none or one for a state, or for a window in pages."""
 
 
 def cache_specs(
     arch: ModelSpec, tp: int, max_model_len: int, dtype: str, block_size: int, beside: Sequence[ModelSpec] = ()
 ) -> list[list[KVCacheSpec]]:
-    """Return what each layer keeps on one of `tp` ranks, for a model of type `dtype`. A window of at least
+    """Return the cache specs of each layer on one of `tp` ranks, for a model of type `dtype`. A window of at least
     `max_model_len` becomes None, unless its blocks take pages. The models `beside` it use the same cache."""
     if any(isinstance(layer.attention, CompressedAttentionSpec) for layer in arch.layers):
         return _compressed_specs(arch, (arch, *beside), block_size)
@@ -106,7 +107,7 @@ def cache_specs(
         ((shared, _),) = Counter(shapes).most_common(1)
     else:  # a block has the size of a state, or a part of it, as blocks have at least one byte for each of 16 tokens
         shared = KVCacheShape(1, 1, -(-max(states, default=1) // 64) * 4)
-    # Of heads that read each other's output, the newest positions are computed again.
+    # If heads read each other's output, their newest positions are computed again.
     again = arch.num_heads - 1 if isinstance(arch, DraftHeadSpec) and arch.is_chained else 0
     specs = []
     for layer in arch.layers:
@@ -126,7 +127,7 @@ def cache_specs(
 def cached_layers(
     model: ModelConfig, parallel: ParallelConfig, speculative: SpeculativeConfig | None, block_size: int
 ) -> tuple[list[list[KVCacheSpec]], list[range]]:
-    """Return what each layer keeps on a rank, and the layers of each stage.
+    """Return the cache specs of each layer on a rank, and the layers of each stage.
 
     A draft model's layers follow the target's, on the last stage.
     """
@@ -143,8 +144,8 @@ def cached_layers(
 
 
 def _compressed_specs(arch: ModelSpec, models: Sequence[ModelSpec], block_size: int) -> list[list[KVCacheSpec]]:
-    """The same for a model whose layers all have compressed attention. All such layers of the `models`, of which it is
-    one, are in the same groups."""
+    """The same for a model whose layers all have compressed attention. All such layers of the `models`, which include
+    it, are in the same groups."""
     attentions = _compressed_attentions(arch)
     assert len(attentions) == arch.num_layers
     window, row = max(each.kept_window for each in _compressed_attentions(*models)), tokens_per_row(models, block_size)
@@ -161,7 +162,7 @@ def _compressed_specs(arch: ModelSpec, models: Sequence[ModelSpec], block_size: 
 
 
 def tokens_per_row(models: Sequence[ModelSpec], block_size: int) -> int:
-    """Tokens of which one may have a row, in the planes of layers with compressed attention of models that use the same
+    """Number of tokens that share a row in the planes of layers with compressed attention, for models that use the same
     cache."""
     return math.gcd(block_size, *(each.compressor_ratio for each in _compressed_attentions(*models)))
 
@@ -200,7 +201,7 @@ def group_layers(
     kinds = sorted({spec.kind for kept in specs for spec in kept})
     counts = [sum(spec.kind == kind for kept in specs for spec in kept) for kind in kinds]
     candidates, costs = [], []
-    # Layers of one kind need no more than one group; those whose blocks take pages use one plane in both groups.
+    # Layers of one kind need at most one group; layers whose blocks take pages use one plane in both groups.
     least = max(counts) if len(kinds) == 1 or any(fills_pages for _, fills_pages, _ in kinds) else 1
     for size in range(max(counts), least - 1, -1):
         numbers = [-(-count // size) for count in counts]
@@ -232,7 +233,7 @@ def _group_slice(
 
 
 def _kept(specs: LayerSpecs, group: KVCacheGroup, stage: int) -> Iterator[tuple[int, KVCacheSpec]]:
-    """Each of the group's layers, and what it keeps there."""
+    """Each of the group's layers, and its cache spec there."""
     for layer in group.layers[stage]:
         of_group = group.is_state, group.fills_pages
         yield layer, next(spec for spec in specs[layer] if spec.kind[:2] == of_group)
@@ -249,12 +250,12 @@ def count_planes(specs: LayerSpecs, groups: Iterable[KVCacheGroup], stage: int) 
 def place_layers(
     specs: LayerSpecs, groups: Iterable[KVCacheGroup], stage: int
 ) -> dict[tuple[int, bool], LayerPlacement]:
-    """Return the location of what each layer of a stage keeps, by its number and whether it takes pages."""
+    """Return where the cache of each layer of a stage is, by the layer's number and whether it takes pages."""
     placements: dict[tuple[int, bool], LayerPlacement] = {}
     for number, group in sorted(enumerate(groups), key=lambda each: not each[1].fills_pages):
         used: defaultdict[KVCacheShape, set[int]] = defaultdict(set)
         windows = {} if group.is_state else {layer: placements.get((layer, True)) for layer in group.layers[stage]}
-        # Entries are in the planes of their layers' windows, and other layers in those that are left.
+        # Entries are in the planes of their layers' windows, and other layers in the remaining planes.
         for layer, spec in sorted(_kept(specs, group, stage), key=lambda each: windows.get(each[0]) is None):
             planes: list[int] = []
             for shape in spec.shapes:

@@ -38,7 +38,7 @@ class Layout:
 
     @property
     def flags(self) -> str:
-        """As on the command line."""
+        """The flags as they are on the command line."""
         return layout_flags(self.options)
 
 
@@ -51,7 +51,7 @@ class RefusedLayout:
 
     @property
     def flags(self) -> str:
-        """As on the command line."""
+        """The flags as they are on the command line."""
         return layout_flags(self.options)
 
     @property
@@ -77,7 +77,7 @@ def layouts(
     input_len: int | None = None,
     goal: Goal = "throughput",
 ) -> tuple[list[Layout], list[RefusedLayout]]:
-    """Return the layouts over all devices that fit, best first, and those that are not possible.
+    """Return the layouts over all devices that fit, best first, and the layouts that are not possible.
 
     `given` are the fields of `options` that the user has set: a degree, or the use of expert parallelism, stays as it
     is. Decodes are estimated at `input_len` tokens, and TTFT for a prompt of that length; None: 1,024, or half of the
@@ -99,7 +99,7 @@ def layouts(
         )
     has_experts = any(isinstance(layer.feed_forward, MoESpec) for layer in model.architecture.layers)
     local = replace(options, model=str(model.path))
-    # What transformers builds is measured in each layout.
+    # Models that transformers builds are measured in each layout.
     shared = None if isinstance(model.architecture, TransformersModelSpec) else model
     fits, refused = [], []
     logging.disable(logging.WARNING)  # each layout would repeat the warnings about the model
@@ -128,7 +128,8 @@ def best_layout(
 
 
 def nothing_fits(refused: list[RefusedLayout]) -> ConfigError:
-    """Return the error if all layouts are refused: that of the one with the most ranks in a replica, or of all."""
+    """Return the error if all layouts are refused: their common error, or the error of the one with the most ranks in a
+    replica."""
     if len({str(layout.error) for layout in refused}) == 1 < len(refused):
         return refused[0].error
     largest = min(refused, key=lambda layout: (layout.options["data_parallel_size"], layout.options[_EXPERTS]))
@@ -139,7 +140,7 @@ def nothing_fits(refused: list[RefusedLayout]) -> ConfigError:
 def candidates(
     options: EngineOptions, count: int, given: Collection[str], *, has_experts: bool
 ) -> Iterator[dict[str, Any]]:
-    """Every layout over `count` devices with the degrees that are given, which may leave some of them idle."""
+    """Every layout over `count` devices with the given degrees, which may leave some devices idle."""
     free = [name for name in DEGREES if name not in given]
     taken = math.prod(getattr(options, name) for name in DEGREES if name in given)
     devices = max(1, count // max(1, taken))
@@ -155,6 +156,6 @@ def candidates(
 
 
 def _cost(floors: Estimate, goal: Goal) -> tuple[float, ...]:
-    """What the best layout has least of."""
+    """Sort key: the best layout has the smallest."""
     throughput, latency = -floors.tokens_per_second, (floors.decode_one.seconds, floors.ttft.seconds)
     return (throughput, *latency) if goal == "throughput" else (*latency, throughput)

@@ -28,7 +28,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Link:
-    """What ranks communicate over: bytes per second that a device sends, and seconds of an operation without data."""
+    """A link that ranks communicate over: bytes per second that a device sends, and seconds of an operation without
+    data."""
 
     name: str
     bandwidth: float
@@ -36,7 +37,7 @@ class Link:
 
 
 def nvlink(gigabytes: float) -> Link:
-    """NVLink with this many GB/s in each direction: half of what data sheets say."""
+    """NVLink with this many GB/s in each direction: half of the figure in data sheets."""
     return Link("NVLink", gigabytes * GIGA, 3e-6)
 
 
@@ -50,7 +51,7 @@ def network(gigabytes: float) -> Link:
     return Link("network", gigabytes * GIGA, 10e-6)
 
 
-# Latencies are not in data sheets. These are at the low end of what all-reduces of a few KiB take.
+# Latencies are not in data sheets. These are at the low end for all-reduces of a few KiB.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +66,7 @@ class Device:
     flops: Mapping[int, float]
     """Peak operations per second, dense, by the bits of the numbers that it multiplies: 32, 16 and, on CPUs, 8."""
     link: Link
-    """Between the devices of a host."""
+    """The link between the devices of a host."""
     capability: tuple[int, int] | None = None
     """NVIDIA's compute capability."""
     bridged: int = 0
@@ -76,12 +77,12 @@ class Device:
 
     @property
     def has_multicast(self) -> bool:
-        """Whether NVSwitch sums what GPUs send, and copies it to all of them."""
+        """Whether NVSwitch sums the data that GPUs send, and copies the sum to all of them."""
         return self.link.name == "NVLink" and not self.bridged and (self.capability or (0, 0)) >= (9, 0)
 
 
 _DRIVER_MIB = 512
-"""Memory of a GPU that is not free before a server starts, about."""
+"""Approximate memory of a GPU that is not free before a server starts."""
 
 
 def _gpu(
@@ -141,7 +142,7 @@ GPUS = (
 )
 """Figures of NVIDIA's data sheets (RTX 3090, 4090, 5090 and PRO 6000 Workstation Edition: of the white papers of their
 architectures): bandwidth in GB/s, dense TFLOPS in 16 bits with float32 accumulation and in float32, and the link in
-GB/s in one direction. The memory, in MiB, is what nvidia-smi shows. A name without its memory means the last of that
+GB/s in one direction. The memory is in MiB, as nvidia-smi shows it. A name without its memory means the last of that
 name."""
 
 NETWORK_GIGABYTES = 50.0
@@ -153,12 +154,13 @@ _NOT_KNOWN = "A100"
 _COMMON_WORDS = r"NVIDIA|TESLA|GEFORCE|RTX|SXM\d*|HBM\w*|GENERATION|WORKSTATION|EDITION|AC"
 """Words of a GPU's name that do not distinguish it from others in `GPUS`."""
 _MEASURED_BYTES = 256 << 20, 32 << 20
-"""Of memory that is read to measure its bandwidth: at least, and for each core. Caches are smaller."""
+"""Bytes of memory that are read to measure its bandwidth: the minimum, and the number for each core. Caches are
+smaller."""
 _SLICES, _ROUNDS = 16, 4
 _CLOCK = 5e9
-"""Hz that processors reach at most, unless the host reports more: /proc/cpuinfo has the present or base clock."""
+"""Maximum clock of processors in Hz, unless the host reports more: /proc/cpuinfo has the present or base clock."""
 _CYCLE_BYTES = 64
-"""Most bytes that a core reads from its caches in a cycle: a cache line."""
+"""Maximum bytes that a core reads from its caches in a cycle: a cache line."""
 _SYNTAX = "[COUNTx]NAME, as in 8xH100-80G, or [COUNTx]NAME:GB,GB/s,TFLOPS[,LINK GB/s] for another NVIDIA GPU"
 
 
@@ -250,8 +252,8 @@ def describe(gpus: str, nodes: int, network_gigabytes: float) -> Machine:
 def _find(name: str) -> Device | None:
     """Return a GPU by its name in `GPUS`, with or without its memory, or by NVML's name for it.
 
-    NVML's are such as NVIDIA H100 80GB HBM3, NVIDIA A100-SXM4-40GB and NVIDIA GeForce RTX 4090. Any other word means
-    another GPU, or a part of one: NVIDIA H20-3e, NVIDIA GeForce RTX 3090 Ti, NVIDIA H100 80GB HBM3 MIG 1g.10gb.
+    NVML's names are such as NVIDIA H100 80GB HBM3, NVIDIA A100-SXM4-40GB and NVIDIA GeForce RTX 4090. Any other word
+    means another GPU, or a part of one: NVIDIA H20-3e, NVIDIA GeForce RTX 3090 Ti, NVIDIA H100 80GB HBM3 MIG 1g.10gb.
     """
     words, memory = _words(name)
     fits = [(each, *_words(each.name)) for each in GPUS]
@@ -274,7 +276,7 @@ def _without_nvlink(device: Device) -> Device:
 def this_machine(options: EngineOptions, nodes: int, network_gigabytes: float) -> Machine:
     """Return this host's visible GPUs, or its processors; other hosts are like it.
 
-    Logs a warning for a GPU whose figures are not known; those of `_NOT_KNOWN` stand for them.
+    Logs a warning for a GPU whose figures are not known, and uses the figures of `_NOT_KNOWN` for it.
     """
     between = network(network_gigabytes)
     if options.device != "cpu" and (memory := devices.free_gpu_memory()):
@@ -307,8 +309,8 @@ def _gpu_of(name: str) -> Device:
 def _processors() -> Device:
     """The processors of this host. Ranks are not bound to cores, so that they share all of them.
 
-    The bandwidth is measured. Peak FLOPS, and what caches deliver, follow from the highest clock and the instruction
-    set.
+    The bandwidth is measured. Peak FLOPS, and the bandwidth of caches, follow from the highest clock and the
+    instruction set.
     """
     lines = [line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines()]
     facts = {name.strip(): value.strip() for name, _, value in lines}

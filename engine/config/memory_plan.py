@@ -43,7 +43,7 @@ class MemoryPlan:
 
     @staticmethod
     def of(config: EngineConfig) -> MemoryPlan:
-        """With the model that guesses tokens, on the last stage."""
+        """The plan, with the model that guesses tokens on the last stage."""
         model, cache = config.model, config.cache
         stages = range(config.parallel.pipeline_parallel_size)
         specs, _ = cached_layers(model, config.parallel, config.scheduler.speculative, cache.block_size)
@@ -55,7 +55,7 @@ class MemoryPlan:
             target, tokens = model.architecture, config.scheduler.max_num_batched_tokens
             read = tokens * target.output_width
             if isinstance(head := drafter.model.architecture, DraftHeadSpec) and (again := head.num_heads - 1):
-                # what several heads read, and keep of it
+                # the inputs of several heads, and what they keep of them
                 read += (tokens + 4 * again * config.scheduler.max_num_seqs) * head.stream_width
             read *= DTYPE_BYTES[model.dtype]
             workspace = max(workspace, _workspace(drafter) + read)
@@ -122,7 +122,8 @@ def _activations(config: EngineConfig, arch: ModelSpec) -> int:
 
 
 def _selection_bytes(config: EngineConfig, arch: ModelSpec) -> int:
-    """Bytes of the slots that sparse attention selects in the largest step: of a layer, and of the one before."""
+    """Bytes of the slots that sparse attention selects in the largest step: for a layer, and for the layer before
+    it."""
     counts = (each.top_k or 0 for layer in arch.layers for each in layer.mixers if isinstance(each, MLASpec))
     top_k = max(counts, default=0)
     return 2 * 8 * config.scheduler.max_num_batched_tokens * top_k if config.model.max_model_len > top_k else 0
@@ -178,9 +179,9 @@ def embedding_bytes(model: ModelConfig, device: str, embedding: MatrixShape) -> 
 
 
 def read_bytes(config: EngineConfig, arch: ModelSpec, stage: int, weights: int, num_tokens: int) -> float:
-    """Bytes of a rank's `weights` that a step with `num_tokens` reads, of all replicas that share experts.
+    """Bytes of a rank's `weights` that a step reads with `num_tokens` tokens of all replicas that share experts.
 
-    Of an embedding it reads few rows, and no experts that no token has chosen, if the choice is uniform. A block that
+    It reads few rows of an embedding, and only the experts that tokens choose, if the choice is uniform. A block that
     layers share is read once for each of them: the weights of the layers between do not fit in a cache. `arch` has
     the sizes of a rank.
     """
@@ -214,7 +215,7 @@ def matrix_bytes(model: ModelConfig, device: str, number: int | None, matrix: Ma
 
 
 def _width(model: ModelConfig, number: int | None, matrix: MatrixShape) -> int:
-    """Bytes of a number of a weight that is not quantized, or is dequantized."""
+    """Bytes per element of a weight that is not quantized, or is dequantized."""
     return DTYPE_BYTES[_dtype(model, number, matrix)]
 
 
@@ -272,7 +273,8 @@ def packed_bytes(rows: int, columns: int, quantization: str | None, width: int) 
 
 
 def count_blocks(config: EngineConfig, available: Devices) -> int:
-    """Return the KV blocks of each rank: what fits into memory, but no more than all requests at full length can use.
+    """Return the KV blocks of each rank: as many as fit into memory, up to the number that all requests at full length
+    can use.
 
     Returns 0 on a host without replicas.
     """
@@ -281,7 +283,7 @@ def count_blocks(config: EngineConfig, available: Devices) -> int:
         return 0
     sizes, row = MemoryPlan.of(config), scheduler.max_num_batched_tokens
     blocks_per_request = cache.max_blocks(model.max_model_len, row)
-    here = parallel.ranks_per_node * len(parallel.local_replicas)  # what other replicas of Ray's take is not free
+    here = parallel.ranks_per_node * len(parallel.local_replicas)  # memory of Ray's other replicas is not free
     sharing = max(1, here) if available.kind == "cpu" else parallel.ranks_per_device
     per_rank = available.memory // sharing
     budget_bytes = int(per_rank * cache.gpu_memory_utilization)
@@ -322,7 +324,7 @@ def count_blocks(config: EngineConfig, available: Devices) -> int:
 
 
 def limit_blocks(config: EngineConfig, blocks: int, block_bytes: int, where: str = "") -> int:
-    """Limit `blocks` to what all requests at full length can use, unless --kv-cache-memory-bytes is given.
+    """Limit `blocks` to the number that all requests at full length can use, unless --kv-cache-memory-bytes is given.
 
     Raises `ConfigError` if they are too few for one request; `where` is added to its text.
     """

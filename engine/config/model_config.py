@@ -38,9 +38,9 @@ _SAMPLING_DEFAULTS = (
     "temperature", "top_p", "top_k", "min_p",
     "repetition_penalty", "presence_penalty", "frequency_penalty",
 )  # fmt: skip
-"""What generation_config.json may set, besides `max_new_tokens`, which is `max_tokens`."""
+"""Parameters that generation_config.json may set, besides `max_new_tokens`, which is `max_tokens`."""
 _MIN_LAYER_BYTES = 24 << 10
-"""Least host memory of a layer on its rank, whatever its size: the Python objects of its modules and parameters."""
+"""Minimum host memory of a layer on its rank, whatever its size: the Python objects of its modules and parameters."""
 _FEW_LAYERS = 1 << 14
 """Layers that every host can describe: a host that runs only the API needs no memory for them."""
 
@@ -142,7 +142,7 @@ def _check_task(
     is_headless: bool,
     is_pooling: bool,
 ) -> None:
-    """Reject what the model cannot do. `classifies` is its name as a classifier; None: it is none."""
+    """Reject options that the model does not support. `classifies` is its name as a classifier; None: it is not one."""
     if options.runner == "generate":
         if classifies is not None:
             raise ConfigError(f"{classifies} is a classifier and cannot generate text; omit --runner generate")
@@ -218,7 +218,7 @@ def _model_spec(options: EngineOptions, path: Path, hf_config: dict[str, Any]) -
 
 
 def _architecture_names(path: Path, hf_config: dict[str, Any], trust_remote_code: bool) -> list[str]:
-    """Return the names in config.json, or, if nobody knows them, the class that transformers builds for `model_type`.
+    """Return the names in config.json, or, if they are not known, the class that transformers builds for `model_type`.
 
     Publishers spell names in their own way (LLaMAForCausalLM), name a class of their own code, or omit them.
     """
@@ -277,7 +277,7 @@ def _stored_dtype(
     dtype: str, available: Devices, hf_config: dict[str, Any], arch: ModelSpec, path: Path, load_format: str
 ) -> str | None:
     """The type of most of the checkpoint's matrices, if it has 16 bits, the model is float32, and its products widen
-    weights. As long as the files are not here, it is what config.json says."""
+    weights. While the files are not here, config.json states the type."""
     if available.kind != "cpu" or dtype != "float32" or isinstance(arch, TransformersModelSpec):
         return None
     sizes = Counter[str]()
@@ -302,7 +302,7 @@ def _quantization_settings(path: Path, hf_config: dict[str, Any]) -> Any:
     """Return the settings of a quantized checkpoint, from config.json or from the file that older tools write."""
     settings = hf_config.get("quantization_config") or hf_config.get("compression_config")
     if settings:
-        # DeepSeek-V4 has beside the settings what belongs to them.
+        # DeepSeek-V4 has one of the settings beside them.
         own = {name: hf_config[name] for name in ("expert_dtype",) if name in hf_config}
         return {**own, **settings} if isinstance(settings, dict) and settings.get("quant_method") == "fp8" else settings
     files = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
@@ -337,8 +337,8 @@ def _choose_quantization(
 
 
 def _rounded_types(available: Devices) -> tuple[Literal["int8", "fp8", "fp4"], ...]:
-    """Return the types in which the device multiplies rounded inputs. Few GPUs have FP4: one of
-    unknown compute capability has not."""
+    """Return the types in which the device multiplies rounded inputs. Few GPUs have FP4: a GPU of
+    unknown compute capability counts as having none."""
     if available.kind != "cuda":
         return ("int8",)
     least = min(available.capabilities().values(), default=FP8_CAPABILITY)
@@ -391,7 +391,7 @@ def _without_dual_chunks(arch: ModelSpec, hf_config: Mapping[str, Any], options:
 
 
 def _generation_config(options: EngineOptions, path: Path) -> tuple[str, dict[str, Any]]:
-    """Return the default sampling parameters as they are given, and where."""
+    """Return where the default sampling parameters are given, and the parameters as given."""
     overrides = options.override_generation_config or {}
     if unknown := sorted(overrides.keys() - {*_SAMPLING_DEFAULTS, "max_new_tokens", "eos_token_id"}):
         raise ConfigError(
@@ -448,7 +448,7 @@ def _eos_token_ids(configs: Mapping[str, Mapping[str, Any]], tokenizer: Path, vo
 
 
 def _check_attention_backend(options: EngineOptions, arch: ModelSpec, available: Devices) -> None:
-    """Check what can be checked of --attention-backend before the ranks start."""
+    """Check --attention-backend as far as possible before the ranks start."""
     backend = options.attention_backend
     if backend == "auto":
         return

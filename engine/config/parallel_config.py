@@ -96,7 +96,7 @@ def group_sizes(ranks: range, tp: int) -> tuple[int, ...]:
 def resolve(
     options: EngineOptions, arch: ModelSpec, available: Devices, placements: tuple[RayPlacement, ...] = ()
 ) -> ParallelConfig:
-    """Return the layout. `placements` are where Ray places the ranks of each replica, if it does.
+    """Return the layout. `placements` say where Ray places the ranks of each replica, if it does.
 
     Raises `ConfigError`.
     """
@@ -269,7 +269,7 @@ def rank_spec(arch: ModelSpec, parallel: ParallelConfig) -> ModelSpec:
 def _partition_layers(arch: ModelSpec, options: EngineOptions) -> tuple[range, ...]:
     """Return the layers of each stage. By default the first stages get the remainder.
 
-    A layer that attends to what a layer before has selected, or to its keys and values, is on the same stage.
+    A layer that uses an earlier layer's selection, or its keys and values, is on the same stage as that layer.
     """
     stages, text, num_layers = options.pipeline_parallel_size, options.pipeline_layer_partition, arch.num_layers
     places = stage_starts(arch)

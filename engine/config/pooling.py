@@ -20,7 +20,7 @@ MODULES = "modules.json"
 
 Mode = Literal["cls", "max", "mean", "mean_sqrt_len", "weightedmean", "lasttoken"]
 MODES: tuple[Mode, ...] = get_args(Mode)
-"""In the order in which the vectors of several modes are concatenated."""
+"""The modes, in the order in which the vectors of several modes are concatenated."""
 _FLAGS: dict[str, Mode] = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -46,7 +46,7 @@ class Dense:
     bias: bool
     activation: DenseActivation = "Identity"
     rows: tuple[int, ...] = ()
-    """The rows of a larger matrix, such as an output head, that are the weight; empty: all of the tensor."""
+    """The rows of a larger matrix, such as an output head, that form the weight; empty: the whole tensor."""
     is_difference: bool = False
     """The weight is the second one of two `rows`, minus the first."""
     total_rows: int = 0
@@ -81,11 +81,11 @@ Activation = Literal["identity", "sigmoid", "softmax"]
 
 @dataclass(frozen=True, kw_only=True)
 class Classes:
-    """What a classifier's logits mean."""
+    """The meaning of a classifier's logits."""
 
     labels: tuple[str, ...]
     activation: Activation
-    """From logits to probabilities or scores, unless a request asks for logits."""
+    """Turns logits into probabilities or scores, unless a request asks for logits."""
     joins_texts: bool = False
     """A pair of texts is one text: the second is appended to the first. Otherwise the tokenizer joins their tokens."""
 
@@ -121,7 +121,7 @@ class Pooling:
     similarity: str = "cosine"
     """The similarity function for comparing vectors."""
     classes: Classes | None = None
-    """What the numbers of a classifier's vector mean; None: the vector is an embedding."""
+    """The meaning of the numbers in a classifier's vector; None: the vector is an embedding."""
 
     @property
     def dense(self) -> list[Dense]:

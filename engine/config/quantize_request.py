@@ -1,4 +1,4 @@
-"""What `quire quantize` asks of the process that reads weights (`quire.engine.models.quantize`). No torch."""
+"""The request of `quire quantize` to the process that reads weights (`quire.engine.models.quantize`). No torch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class QuantizeRequest:
     out: Path
     settings: Mapping[str, Any]
     texts: tuple[tuple[int, ...], ...] = ()
-    """Token ids of texts that GPTQ computes the errors of; none: round to the nearest."""
+    """Token ids of texts for which GPTQ computes the errors; none: round to the nearest."""
 
     def run(self) -> None:
         """Run it in a process of its own, which shows a progress bar. Raises `ConfigError` if it fails."""

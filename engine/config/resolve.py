@@ -43,7 +43,7 @@ _ENVIRONMENT = {
         "avx512_bf16, avx512_vnni, avx512, avx_vnni, avx2 or neon_dotprod",
     ),
 }
-"""What variables that ranks read must match, and what that is."""
+"""Patterns that variables read by ranks must match, and descriptions of the patterns."""
 MAX_TIMEOUT_SECONDS = 1e9
 """torch.distributed counts nanoseconds in 64 bits."""
 
@@ -59,8 +59,8 @@ def resolve(
     model of random weights does not fit, with its plan as a note.
 
     `placement` is given on nodes of a Ray cluster: another node has already determined where the ranks are.
-    `described` are a host's devices for a plan only, instead of this host's or a Ray cluster's; `model` is what other
-    options with the same model have been resolved to. `find` looks for places in a Ray cluster (`ray_cluster.find`).
+    `described` are a host's devices for a plan only, instead of this host's or a Ray cluster's; `model` is the
+    resolved model of other options with the same model. `find` looks for places in a Ray cluster (`ray_cluster.find`).
     """
     _check_ranges(options)
     _check_environment()
@@ -110,7 +110,7 @@ def fetch_weights(options: EngineOptions, config: EngineConfig) -> None:
     _fetch_weights(options, config.model)
     speculative = config.scheduler.speculative
     if speculative is not None and speculative.model is not None:
-        if speculative.method != "mtp":  # whose head is in the model's checkpoint
+        if speculative.method != "mtp":  # its head is in the model's checkpoint
             options = speculative_config.drafter_options(options, config.model)
         _fetch_weights(options, speculative.model)
 
@@ -129,7 +129,8 @@ def _fetch_weights(options: EngineOptions, model: ModelConfig) -> None:
 
 
 def shared_settings(options: EngineOptions, config: EngineConfig) -> dict[str, str]:
-    """Return what must be the same on every host: value by flag, resolved where the flag's value may be automatic.
+    """Return the settings that must be the same on every host: value by flag, resolved where the flag's value may be
+    automatic.
 
     A host without replicas resolves for no device, and has no values that depend on it.
     """

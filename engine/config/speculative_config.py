@@ -23,7 +23,7 @@ _MTP = (
     "deepseek_mtp", "glm4_moe_mtp", "mimo_mtp", "mimo_v2_mtp", "qwen3_next_mtp", "qwen3_5_mtp",
     "ernie_mtp", "exaone_moe_mtp", "nemotron_h_mtp", "step3p5_mtp", "bailing_hybrid_mtp", "bailing_hybrid_v3_mtp",
 )  # fmt: skip
-"""vLLM's names of the heads of families."""
+"""vLLM's names for the heads of model families."""
 _METHODS = {"auto": "auto", "ngram": "ngram", "[ngram]": "ngram", "none": "none", "draft_model": "draft_model"} | {
     **{method: method for method in _HEADS},
     **dict.fromkeys(_MTP, "mtp"),
@@ -37,7 +37,7 @@ _LIMITS = {
     "prompt_lookup_max": (1, 16),
 }
 _DRAFT_TOKENS = 5
-"""Default maximum of a draft model's tokens, each of which takes a pass of its own."""
+"""Default maximum of a draft model's tokens. Each of them takes a pass of its own."""
 
 
 def resolve(
@@ -76,7 +76,7 @@ def resolve(
                 f"{options.model} has {count} heads for multi-token prediction, which guess one token each; "
                 f"{most} tokens are too many; use --spec-tokens {count} or less"
             )
-        if count > most:  # the others would guess what nobody uses
+        if count > most:  # nobody would use the guesses of the others
             layers = head.architecture.layers[:most]
             head = replace(head, architecture=replace(head.architecture, layers=layers, num_heads=most))
         if min(count, most) > 1 and any(layer.state is not None for layer in model.architecture.layers):
@@ -105,7 +105,7 @@ def resolve(
 def _head(method: _HeadMethod, options: EngineOptions, model: ModelConfig, parallel: ParallelConfig) -> ModelConfig:
     """Resolve a head. Raises `ConfigError` if it is not supported, or does not fit `model`.
 
-    The tensors of EAGLE's checkpoints tell what the head consists of: they are downloaded here.
+    The tensors of EAGLE's checkpoints show the parts of the head: they are downloaded here.
     """
     named = _model_of(options) or options.model
     try:

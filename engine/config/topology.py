@@ -81,8 +81,9 @@ def _link(one: Any, other: Any) -> LinkType:
 def assign_devices(links: Links, groups: Sequence[int]) -> tuple[int, ...]:
     """Return the device of each rank, for groups of ranks of these sizes.
 
-    Larger groups choose first. A group gets the devices whose slowest link is fastest; of equal ones, those with the
-    slowest links to the remaining devices. So slow links are between groups. Needs at least `sum(groups)` devices.
+    Larger groups choose first. A group gets the devices whose slowest link is fastest; among equal choices, the devices
+    with the slowest links to the remaining devices. So slow links are between groups. Needs at least `sum(groups)`
+    devices.
     """
     remaining = list(range(len(links)))
     chosen: dict[int, tuple[int, ...]] = {}

@@ -62,8 +62,8 @@ _STATS_SECONDS = 1.0
 _COMPILE_THREADS = 8
 """Threads that compile grammars: more than there are processors, so that fast grammars do not wait for slow ones."""
 _COMPILE_STACK = 2**26
-"""Bytes of their stacks. Compiling is recursive; a grammar that overflows the stack ends the process that checks it, of
-8 MiB, and must not be what ends this one."""
+"""Bytes of their stacks. Compiling is recursive. A grammar that overflows the stack ends the process that checks it,
+whose stack has 8 MiB, and must not end this one."""
 _STOP_TIMEOUT = 5.0
 """Seconds for which a stopping core keeps stepping without work, for the replicas that share its experts."""
 _CAUSE_TIMEOUT = 4.0
@@ -189,7 +189,7 @@ class EngineCore:
         self.profiler = CoreProfiler(self.replica, incarnation, io.send)
         self.compiling: dict[str, EngineCoreRequest] = {}
         """Requests whose grammar is being compiled; they are added to the scheduler with it."""
-        threading.stack_size(_COMPILE_STACK)  # of all threads started from now on; only what they use is memory
+        threading.stack_size(_COMPILE_STACK)  # of all threads started from now on; only used pages take memory
         self._compile_pool = ThreadPoolExecutor(_COMPILE_THREADS, "compile")
         self.wave = Wave(self.depth) if config.parallel.is_coupled else None
         """None: this replica steps independently."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # `prepared_core` is called before the command imports much
 
 _CORE, _WORKER = "quire.engine.core.engine_core", "quire.engine.worker.worker"
 _prepared: list[StartedProcess] = []
-"""What `prepared_core` has started, and `start_core` has not taken."""
+"""Processes that `prepared_core` has started and `start_core` has not taken."""
 
 
 @dataclass(frozen=True)

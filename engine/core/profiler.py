@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class LoopSpans:
-    """What the loop did while a profile was recorded, and when."""
+    """The loop's activities while a profile was recorded, with their times."""
 
     def __init__(self, seconds: float) -> None:
         self.deadline = time.monotonic() + seconds

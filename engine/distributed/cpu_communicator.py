@@ -34,7 +34,7 @@ class CpuParallel(GroupParallel):
         """The shared segment, `[bytes]`; None: gloo is used."""
         self._own = shared.Header()
         self._headers = [self._own]
-        """Of all ranks, if memory is shared."""
+        """Headers of all ranks, if memory is shared."""
 
     def begin_step(self) -> None:
         self._own.has_met = 0

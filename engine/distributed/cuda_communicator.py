@@ -137,7 +137,7 @@ class CudaParallel(GroupParallel):
         return right
 
     def _check(self, algorithm: AllReduceAlgorithm, dtype: torch.dtype) -> tuple[str, int]:
-        """What is wrong with the algorithm's results for this type ("" if nothing), and a digest of their bits."""
+        """The problem with the algorithm's results for this type ("" if there is none), and a digest of their bits."""
         wrong, digest = "", 0
         for x in self._samples(dtype):
             try:
@@ -188,7 +188,7 @@ def describe_algorithms(chosen: Sequence[AllReduceAlgorithm | None]) -> str:
 
 
 def _difference(total: Tensor, expected: Tensor, size: int) -> str:
-    """What is wrong with a sum of `size` summands of about 1; "" if it is correct within the type's precision."""
+    """The problem with a sum of `size` summands of about 1; "" if it is correct within the type's precision."""
     step = size * torch.finfo(total.dtype).eps
     try:
         torch.testing.assert_close(total, expected, rtol=step, atol=4 * step)

@@ -80,7 +80,7 @@ class _Draft:
                 self.placement[rank][place] = expert
 
     def balance(self) -> None:
-        """Swap experts of the busiest rank with those of others, as long as its load is too high and a swap reduces
+        """Swap experts between the busiest rank and other ranks, as long as its load is too high and a swap reduces
         it."""
         each = [share / count for share, count in zip(self._load, self._counts, strict=True)]
         done = rank_loads(self._load, self.placement)

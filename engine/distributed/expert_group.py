@@ -1,4 +1,5 @@
-"""The ranks that share a layer's experts: those of a stage in all replicas. They exchange rows in uneven numbers."""
+"""The ranks that share a layer's experts: the ranks of one stage in all replicas. They exchange rows in uneven
+numbers."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def connect(
 ) -> ParallelState:
     """Join the grid as `rank` of the configuration's replica; returns when all other ranks have joined.
 
-    If replicas share experts, the grid has the ranks of all replicas, otherwise those of this replica. `init_method` is
+    If replicas share experts, the grid has the ranks of all replicas, otherwise only this replica's. `init_method` is
     the same for all ranks: `file:///path` on one host, `tcp://host:port` of the leader of several (see `LinkStore`); a
     single rank needs none and creates no process group. `timeout` bounds every collective and message.
     """

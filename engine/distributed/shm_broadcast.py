@@ -15,8 +15,8 @@ _HEADER = struct.Struct("<I?")
 
 
 class Semaphore:
-    """A semaphore between processes. The kernel frees it with the last of them, as it has no name (unlike those of
-    `multiprocessing`, which a killed process leaves behind in /dev/shm).
+    """A semaphore between processes. The kernel frees it with the last of these processes, as it has no name, unlike
+    the semaphores of `multiprocessing`, which a killed process leaves behind in /dev/shm.
     """
 
     def __init__(self, value: int) -> None:

@@ -1,6 +1,6 @@
 """All-reduces through torch's symmetric memory, which GPUs share: kernels read what the other ranks have written.
 
-What the kernels do, and which types, sizes and numbers of ranks they support, is in torch's CUDASymmetricMemoryOps.cu;
+torch's CUDASymmetricMemoryOps.cu defines the kernels, and the types, sizes and numbers of ranks that they support;
 `CudaParallel.finalize` verifies them on this machine. They run on the current stream and never wait on the host, so
 CUDA graphs can capture them. They have no time-out: if a rank is missing, the others' streams keep waiting.
 """

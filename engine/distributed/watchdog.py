@@ -51,8 +51,8 @@ def _rank_list(ranks: Sequence[int]) -> str:
 
 
 def missing_ranks(ranks: Sequence[int]) -> list[int]:
-    """Those of `ranks` that do not report within a few seconds that they wait. Calling this reports that this rank
-    waits."""
+    """The ranks among `ranks` that do not report within a few seconds that they wait. Calling this reports that this
+    rank waits."""
     store = dist.distributed_c10d._get_default_store()
     deadline = time.monotonic() + _GRACE_SECONDS
     try:

@@ -19,7 +19,7 @@ class Check(msgspec.Struct):
     found: str
     remedy: str = ""
     values: dict[str, float] = {}
-    """What was measured; the names have the units."""
+    """The measurements; the names have the units."""
 
     @property
     def line(self) -> str:

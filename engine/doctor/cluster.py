@@ -1,9 +1,9 @@
-"""The checks between hosts: `quire doctor --nnodes N` runs on each, and the others join node 0 as those of a server do.
+"""The checks between hosts: `quire doctor --nnodes N` runs on each, and the others join node 0 as a server's hosts do.
 
 node R                         node 0
 Report ──────────────────────▶ compares versions, prints
 ◀──────── Listen … Listening ▶ each host listens on a few ports
-◀────────── Reach … Reached ─▶ each host connects to those of the others
+◀────────── Reach … Reached ─▶ each host connects to the others' ports
 ◀────── AllReduce … Reduced ─▶ all devices of all hosts
 """
 
@@ -40,11 +40,11 @@ _ACCEPT_SECONDS = 10.0
 _REPORT_SECONDS = 2 * SECONDS
 _ANSWER_SECONDS = 60.0
 _AGAIN = "read what quire doctor printed on that host (dmesg if it was killed), and start it again on every host"
-"""What to do about a host that was lost."""
+"""Remedy for a host that was lost."""
 
 
 class Report(msgspec.Struct, tag=True):
-    """What a host has found on its own."""
+    """The findings of a host on its own."""
 
     checks: list[Check]
     versions: dict[str, str]
@@ -52,14 +52,14 @@ class Report(msgspec.Struct, tag=True):
     devices: int
     """Number of its devices, and of its ranks in the all-reduce."""
     mtu: int
-    """Of the interface that reaches node 0; 0: unknown."""
+    """MTU of the interface that reaches node 0; 0: unknown."""
 
 
 class Listen(msgspec.Struct, tag=True):
     """Asks a host to listen on ports of `numbers`, and on some that the operating system assigns."""
 
     secret: bytes
-    """With which those that connect begin."""
+    """Hosts that connect send this first."""
     numbers: list[int]
 
 
@@ -67,7 +67,7 @@ class Listening(msgspec.Struct, tag=True):
     address: str
     assigned: list[int]
     numbers: list[int]
-    """Those of `Listen.numbers` that were free."""
+    """The ports of `Listen.numbers` that were free."""
 
 
 class Target(msgspec.Struct):
@@ -86,7 +86,7 @@ class Reach(msgspec.Struct, tag=True):
 
 
 class Reached(msgspec.Struct, tag=True):
-    """Why some of them were not reached, in their order; "": it was."""
+    """For each port, in their order, why it was not reached; "": it was."""
 
     problems: list[str]
 
@@ -107,7 +107,7 @@ Answer = Report | Listening | Reached | Reduced
 
 @dataclass(frozen=True)
 class Cluster:
-    """The hosts that are to be checked, and this one's place among them."""
+    """The hosts that are to be checked, and this host's place among them."""
 
     nnodes: int
     node: int
@@ -116,7 +116,7 @@ class Cluster:
     port: int
     token: str
     seconds: float
-    """Time for the others to join, and of communication between ranks."""
+    """Timeout for the others to join, and for communication between ranks."""
     fixed_ports: tuple[int, ...]
     """Ports of node 0 that others may have to reach, beside `port`."""
 
@@ -126,14 +126,14 @@ class Cluster:
 
 
 def report(checks: list[Check], device: Device, devices: int, cluster: Cluster) -> Report:
-    """What this host tells node 0. Raises `ConfigError` if there is no route to it."""
+    """This host's report to node 0. Raises `ConfigError` if there is no route to it."""
     interface = interface_of(address_towards(cluster.address))
     found = versions.collect() | {"driver": gpus.driver_version()[1] or "none"}
     return Report(checks, found, device, devices, network.mtu(interface) if interface else 0)
 
 
 class Prober:
-    """Does on its own host what node 0 asks for."""
+    """Carries out node 0's requests on its own host."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -172,7 +172,7 @@ class Prober:
 
 
 def _serve(listener: socket.socket, secret: bytes) -> None:
-    """Answer all that connect, each in a thread: one that sends nothing keeps no other waiting."""
+    """Answer all hosts that connect, each in a thread: a host that sends nothing keeps no other waiting."""
     while True:
         try:
             connection, _ = listener.accept()
@@ -182,7 +182,7 @@ def _serve(listener: socket.socket, secret: bytes) -> None:
 
 
 def _answer(connection: socket.socket, secret: bytes) -> None:
-    """Answer one that knows the secret."""
+    """Answer a host that knows the secret."""
     with contextlib.suppress(OSError), connection:
         connection.settimeout(_ACCEPT_SECONDS)
         if hmac.compare_digest(connection.recv(len(secret), socket.MSG_WAITALL), secret):
@@ -201,7 +201,7 @@ def _reach(target: Target, secret: bytes) -> str:
 
 
 def follow(cluster: Cluster, check: Callable[[], Report]) -> str:
-    """Join node 0, check this host, and do what node 0 asks for until it ends; returns why it ended if it failed.
+    """Join node 0, check this host, and carry out node 0's requests until it ends; returns why it ended if it failed.
 
     Raises `ConfigError` if node 0 cannot be joined.
     """
@@ -240,7 +240,7 @@ class Coordinator:
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder[Answer](Answer).decode
         self._answers: SimpleQueue[tuple[int, Answer | None]] = SimpleQueue()
-        """By node; None: it is lost."""
+        """Answers by node; None: the node is lost."""
         self._lost: dict[int, str] = {}
         self.names = {0: self._own.name}
         self._leader = Leader(
@@ -299,7 +299,7 @@ class Coordinator:
             yield not_applicable("all-reduce of all hosts", f"not tried, as {reason}")
 
     def _ask(self, requests: dict[int, Request], seconds: float = _ANSWER_SECONDS) -> dict[int, Answer]:
-        """Ask several hosts at once; those that are lost or do not answer are not in the result."""
+        """Ask several hosts at once; hosts that are lost or do not answer are not in the result."""
         for number, request in requests.items():
             if number:
                 self._leader.send(number, self._encode(request))

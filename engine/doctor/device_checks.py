@@ -31,13 +31,13 @@ from quire.kernels.cpu import compiler
 from quire.kernels.flashinfer import FlashInferMissing, FlashInferWrong
 
 _NUM_BYTES = {"cpu": 1 << 24, "cuda": 1 << 26}
-"""Of the all-reduce."""
+"""Bytes of the all-reduce."""
 _DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.bfloat16, torch.float16)}
-"""In which kernels are checked: those of a server by default, and another."""
+"""Types in which kernels are checked: a server's default, and another."""
 
 
 def main() -> int:
-    """Do the task of standard input."""
+    """Do the task that standard input gives."""
     task = msgspec.json.decode(sys.stdin.buffer.readline(), type=RankTask)
     current_process.watch_stdin(lambda: os._exit(1))
     current_process.set_name(f"quire-doctor-{task.rank}")
@@ -64,7 +64,7 @@ def _select(task: RankTask) -> torch.device | None:
     if task.device == "cpu":
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // task.local_size))
         return torch.device("cpu")
-    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # NVML's
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # NVML's order
     if not torch.cuda.is_available():
         return None
     torch.cuda.set_device(task.index)
@@ -175,7 +175,7 @@ def _compare(module: ModuleType, device: torch.device) -> Iterator[Check]:
 
 
 def _print_all_reduce(task: RankTask, device: torch.device) -> None:
-    """Print what rank 0 finds, and what is wrong with any rank."""
+    """Print rank 0's findings, and the problems of any rank."""
     if task.size == 1:
         return _print(not_applicable(task.subject, "there is one device"))
     config = ParallelConfig(

@@ -170,7 +170,7 @@ def _links(handles: Sequence[Any]) -> Iterator[Check]:
 
 
 def _others(handles: Sequence[Any]) -> Check:
-    """Processes that use the GPUs now. In a container, those outside of it are not listed, but their memory counts."""
+    """Processes that use the GPUs now. In a container, processes outside it are not listed, but their memory counts."""
     import pynvml
 
     found = list[str]()

@@ -30,11 +30,11 @@ class Port(NamedTuple):
     number: int
     remedy: str
     is_needed: bool = True
-    """Whether it is needed for what this host is checked for."""
+    """Whether the checked use of this host needs it."""
 
 
 def interfaces(root: Path = ROOT) -> dict[str, str]:
-    """Network interfaces other than loopback, and what is known of each, for those that are up; "" for the others."""
+    """Network interfaces other than loopback: a description of each that is up; "" for the others."""
     found = {}
     for path in sorted((root / "sys/class/net").iterdir()):
         if path.name == "lo" or not (path / "operstate").exists():
@@ -124,7 +124,7 @@ def names(
     resolve: Callable[[str], Sequence[str]] | None = None,
     has_address: Callable[[str], bool] = lambda address: interface_of(address) is not None,
 ) -> Iterator[Check]:
-    """The host's own name, its address for other hosts, and that of host 0."""
+    """The host's own name, its address for other hosts, and host 0's address."""
     resolve = resolve or _resolve
     own = socket.gethostname()
     try:

@@ -21,7 +21,7 @@ from quire.engine.doctor.check import Check, fault
 Device = Literal["cpu", "cuda"]
 
 SECONDS = 300.0
-"""Time for all that a device is checked for; the CPU kernels may have to be compiled, which takes a minute."""
+"""Time for all checks of a device; the CPU kernels may have to be compiled, which takes a minute."""
 _CPU_RANKS = 2
 _CAUSE_SECONDS = 3.0
 """Time in which the others may still fail for the same reason."""
@@ -29,18 +29,18 @@ _POLL_SECONDS = 0.05
 
 
 class RankTask(msgspec.Struct):
-    """What a process does. It reads this from standard input, and ends when that closes."""
+    """The task of a process. It reads this from standard input, and ends when that closes."""
 
     rank: int
     size: int
     """Number of ranks in the group; they all-reduce if there are several."""
     device: Device
     index: int
-    """The device's, or on CPUs the number of the rank among those of this host."""
+    """The device's index or, on CPUs, the number of the rank among this host's ranks."""
     local_size: int
     """Number of ranks on this host."""
     init_method: str
-    """As of `parallel_state.connect`."""
+    """As in `parallel_state.connect`."""
     token: str = ""
     seconds: float = SECONDS
     """Timeout of the communication."""
@@ -123,7 +123,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
 
 
 def _problem(code: int | None) -> str:
-    """What is wrong with an exit code, of which None is that of a process that has not ended; "" if nothing is."""
+    """The problem that an exit code shows; "" if there is none. The code is None if the process has not ended."""
     if code is None:
         return "hangs"
     if code < 0:
@@ -145,7 +145,7 @@ def _remedy(code: int | None, device: Device) -> str:
 def _reported(out: IO[bytes]) -> Iterator[Check]:
     out.seek(0)
     for line in out:
-        with contextlib.suppress(msgspec.DecodeError):  # a library's own words
+        with contextlib.suppress(msgspec.DecodeError):  # a library's own output
             yield msgspec.json.decode(line, type=Check)
 
 

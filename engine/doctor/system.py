@@ -83,7 +83,7 @@ def limits(
 def shared_memory(
     num_gpus: int, path: str = "/dev/shm", statvfs: Callable[[str], os.statvfs_result] = os.statvfs
 ) -> Check:
-    """The size of /dev/shm, against what a group of workers needs."""
+    """The size of /dev/shm, compared with the needs of a group of workers."""
     try:
         status = statvfs(path)
     except OSError as error:

@@ -13,11 +13,11 @@ from quire.engine.doctor.check import Check, fault, not_applicable, ok, warning
 from quire.engine.process.version import DISTRIBUTION
 
 COMPARED = ("python", DISTRIBUTION, "torch")
-"""What must be the same on all hosts (`quire.engine.cluster.handshake.versions`)."""
+"""Packages whose versions must be the same on all hosts (`quire.engine.cluster.handshake.versions`)."""
 _REPORTED = ("transformers", "triton", "flashinfer-python", "ray", "numpy")
-"""What else is compared, and may differ."""
+"""Other packages whose versions are compared, and may differ."""
 _EXTRAS = ("flashinfer", "ray")
-"""What servers use if it is installed."""
+"""Packages that servers use if they are installed."""
 
 
 def installed(package: str) -> str | None:
@@ -44,7 +44,7 @@ def python(version: str, allowed: str | None) -> Check:
 
 
 def packages(requirements: Sequence[str] | None, version_of: Callable[[str], str | None] = installed) -> list[Check]:
-    """`requirements` are those of Quire's metadata. Packages of extras are checked if they are installed."""
+    """`requirements` come from Quire's metadata. Packages of extras are checked if they are installed."""
     if not requirements:
         return [not_applicable("packages", "Quire is not installed as a package")]
     right, wrong = [], list[Check]()

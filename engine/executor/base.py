@@ -18,8 +18,8 @@ POLL_SECONDS = 1.0
 _SLOWER = 10.0
 """How many times longer than predicted a step may take, in addition to `--watchdog-seconds`."""
 _TIMEOUT_MARGIN = 5.0
-"""Seconds for a rank to report a collective that timed out (see `quire.engine.distributed.watchdog`), including what
-its GPU computes before the collective."""
+"""Seconds for a rank to report a collective that timed out (see `quire.engine.distributed.watchdog`), including its
+GPU's computations before the collective."""
 
 
 class WorkerError(RuntimeError):
@@ -29,9 +29,9 @@ class WorkerError(RuntimeError):
 def step_timeout(plan: SchedulerOutput, config: EngineConfig, predicted: float | None) -> float:
     """Return the seconds without progress after which a step counts as hung.
 
-    `predicted` is the expected duration of the step in seconds, if it can be told: a rank is first watched closely when
-    it has run similar steps. Errors of collectives, which name the missing ranks, come earlier where ranks are on
-    several hosts, as their connections are allowed to be interrupted.
+    `predicted` is the expected duration of the step in seconds, if known: a rank is watched closely only after it has
+    run similar steps. Errors of collectives, which name the missing ranks, come earlier where ranks are on several
+    hosts, as their connections are allowed to be interrupted.
     """
     parallel = config.parallel
     if plan.has_work is None and not plan.num_rows:  # a heartbeat needs almost no computation

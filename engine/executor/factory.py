@@ -27,7 +27,7 @@ def start(config: EngineConfig, log_level: str, on_end: Callable[[], None]) -> E
     if config.parallel.is_coupled:
         is_one_host = len(config.parallel.local_replicas) == config.parallel.replicas
         set_interfaces(LOOPBACK if is_one_host else config.parallel.coordinator[0])
-    # Each imports what the others do not need.
+    # Each executor imports modules that the others do not need.
     match config.parallel.executor:
         case "uni":
             from quire.engine.executor.uni import UniExecutor

@@ -58,7 +58,7 @@ _REJOIN_SECONDS = 1.0
 """Interval at which a node tries to join again."""
 _PROGRESS_SECONDS = 1.0
 _LAST = -1000
-"""Priority of what is done at the exit after multiprocessing has removed its own folder."""
+"""Exit priority of tasks that run after multiprocessing has removed its own folder."""
 
 logger = logging.getLogger("quire.engine.executor.nodes")
 
@@ -113,9 +113,9 @@ class MultiNodeExecutor(ProcessExecutor):
         self._inbox: WakeQueue[tuple[int, FromNode | NodeLost]] = WakeQueue()
         self._progress = dict.fromkeys(range(parallel.world_size), -1)
         self._waiting: dict[int, list[int]] = {}
-        """By node: the ranks that wait for others."""
+        """The ranks that wait for others, by node."""
         self._other_stats: dict[int, RankStats] = {}
-        """By rank of another node."""
+        """Stats of each rank of another node, by rank."""
         self._names = {parallel.node: self._hello.name}
         self._is_started = False
         self._leader = Leader(
@@ -293,7 +293,8 @@ def serve_node(
 
 
 class Node:
-    """Runs the ranks of a host other than the replica's first: carries plans to them, and their messages to that."""
+    """Runs the ranks of a host other than the replica's first: carries plans to them, and their messages to the first
+    host."""
 
     def __init__(self, config: EngineConfig, log_level: str) -> None:
         """Join the first node; raises `ConfigError` if it does not answer, and `LinkEnded` if it rejects this one."""
@@ -388,7 +389,7 @@ def _describe_node(config: EngineConfig) -> Hello:
 
 
 def _join(parallel: ParallelConfig, hello: Hello) -> Follower:
-    """Join the first node of the replica; node 0 says where that is, unless it is the one."""
+    """Join the first node of the replica. Node 0 gives its address, unless node 0 is the first node."""
     deadline = time.monotonic() + parallel.timeout
     token, lost_seconds = parallel.cluster_token, parallel.cluster_timeout
 

@@ -1,4 +1,4 @@
-"""What the fork server of ranks imports before it forks them."""
+"""Modules that the fork server of ranks imports before it forks them."""
 
 from __future__ import annotations
 

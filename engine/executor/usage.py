@@ -1,4 +1,4 @@
-"""What the ranks of this host use: processor time, memory, and their GPUs."""
+"""Measures the resources that the ranks of this host use: processor time, memory, and their GPUs."""
 
 from __future__ import annotations
 

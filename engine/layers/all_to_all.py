@@ -34,8 +34,8 @@ class ExpertDispatch(Protocol):
         """The tokens that this rank computes; their experts include those on other ranks, which are ignored."""
 
     def combine(self, out: Tensor) -> Tensor:
-        """Exchange `out` `[received tokens, hidden_size]`, the weighted sums over this rank's experts. Returns those of
-        the replica's tokens, `[tokens, hidden_size]`, still to be summed over the ranks of its stage."""
+        """Exchange `out` `[received tokens, hidden_size]`, the weighted sums over this rank's experts. Returns the sums
+        of the replica's tokens, `[tokens, hidden_size]`, still to be summed over the ranks of its stage."""
 
 
 class LocalDispatch:

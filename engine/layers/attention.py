@@ -21,8 +21,8 @@ from quire.engine.layers.weight import Shard
 class Attention(nn.Module):
     """Attention as described by `quire.engine.architecture.attention_spec.AttentionSpec`.
 
-    This is the path of most families. What others do to heads before they are stored is in `head_changes`; where
-    queries read something else, there is a class that inherits from this one.
+    This is the path of most families. `head_changes` has the operations of other families on heads before they are
+    stored; where queries read something else, there is a class that inherits from this one.
     """
 
     def __init__(self, spec: attention_spec.AttentionSpec, hidden_size: int, parallel: Parallel) -> None:
@@ -122,8 +122,8 @@ class Attention(nn.Module):
 
 
 def attention_config(config: EngineConfig) -> kernels.AttentionConfig:
-    """What a rank requires of `kernels.paged_attention`: the kinds of the layers of the model, and of a drafter, that
-    use it, with the rank's sizes."""
+    """The requirements of a rank for `kernels.paged_attention`: the kinds of the layers of the model, and of a drafter,
+    that use it, with the rank's sizes."""
     kinds = (
         _kernel_layer(layer.attention, each.parallel.tensor_parallel_size)
         for each in (config.with_drafter if config.cache.num_blocks else ())
@@ -161,7 +161,7 @@ def _kernel_layer(spec: attention_spec.AttentionSpec | attention_spec.MLASpec, t
 
 
 def head_norm(spec: attention_spec.AttentionSpec, rows: Shard, parallel: Parallel) -> nn.Module | None:
-    """The normalization of this rank's queries or keys, which are these rows of their matrix."""
+    """The normalization of this rank's queries or keys, which are the `rows` of their matrix."""
     shard = Shard(rows.shape[:1], rows.start, rows.length, part=rows.part)
     if spec.qk_norm is None:
         return None

@@ -25,13 +25,13 @@ class KVBlocks(NamedTuple):
 
 
 class AttentionMetadata(NamedTuple):
-    """What an attention layer needs to know of a step: the blocks of its KV cache group, and which tokens are whose.
+    """A step as an attention layer sees it: the blocks of its KV cache group, and the tokens of each sequence.
 
     A sequence is a request of the batch, or a part of one that the queries of that part alone attend to.
     """
 
     slot_mapping: Tensor
-    """Of all tokens, as in `KVBlocks`."""
+    """Slots of all tokens, as in `KVBlocks`."""
     block_tables: Tensor
     """`[sequences, max_blocks]`"""
     sequence_lengths: Tensor
@@ -93,12 +93,12 @@ class Selection(NamedTuple):
 
 @dataclass
 class SharedResults:
-    """What layers of a forward pass compute for those after them."""
+    """Results that layers of a forward pass compute for later layers."""
 
     selection: Selection = field(default_factory=Selection)
     """Each layer of latent attention with an indexer replaces it."""
     chunks: dict[int, AttentionMetadata] = field(default_factory=dict)
-    """For KV cache groups of layers with chunked attention, what all queries of the step read."""
+    """For KV cache groups of layers with chunked attention, the metadata of all queries of the step."""
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,10 @@
 of a stage.
 
 A layer's plane of the KV cache has rows of one vector, which is key and value of all heads. In the blocks of a request
-in the first group of layers, which are pages, rows are those of tokens, and are followed by what compressors need of
-these tokens. In the blocks of the second group, rows are those of entries. So one list of rows has all that a query
-attends to: the tokens of its window, then its entries. What compressors need is kept as long as an entry may be
-computed from it, and is written again with a token that is computed again.
+in the first group of layers, which are pages, each row belongs to a token, and the rows are followed by the
+compressors' inputs for these tokens. In the blocks of the second group, each row belongs to an entry. So one list of
+rows has everything that a query attends to: the tokens of its window, then its entries. The compressors' inputs are
+kept as long as an entry may be computed from them, and are written again with a token that is computed again.
 
 In the cache and in queries, a head's rotary features come first, with pairs in halves. Compressors and results have
 them last, with pairs side by side, as in the checkpoint.
@@ -139,7 +139,7 @@ class CompressedAttention(nn.Module):
         return out
 
     def _compress(self, x: Tensor, batch: Batch, cache: LayerCache) -> None:
-        """Write what compressors need of the tokens, and the entries of the groups that end with one of them."""
+        """Write the compressors' inputs for the tokens, and the entries of the groups that end with one of them."""
         spec, kept, windows = self._spec, cache.compressed, batch.attention(cache.group)
         assert spec.compressor is not None
         assert self.compressor is not None

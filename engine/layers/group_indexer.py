@@ -30,8 +30,8 @@ class GroupIndexer(nn.Module):
         self.key_norm = make_norm(spec.norm, spec.head_dim)
 
     def forward(self, x: Tensor, batch: Batch, cos_sin: Tensor, cache: LayerCache) -> Tensor:
-        """Write the tokens' keys, and those of groups that end with one of them, to the cache; returns the tokens'
-        queries `[tokens, heads, head_dim]`."""
+        """Write the tokens' keys, and the keys of groups that end with one of the tokens, to the cache; returns the
+        tokens' queries `[tokens, heads, head_dim]`."""
         spec, weight, metadata, keys = self._spec, self.key_norm.weight, batch.attention(cache.group), cache.keys
         assert isinstance(weight, Tensor)
         assert keys is not None
@@ -70,9 +70,9 @@ class GroupIndexer(nn.Module):
 
 
 def tokens_of_groups(chosen: Tensor, metadata: AttentionMetadata, size: int, block_size: int) -> tuple[Tensor, Tensor]:
-    """The slots of the tokens of `chosen` groups `[tokens, groups]`, which are slots of groups of `size` tokens, and of
-    those after the last complete group: `[tokens, (groups + 1) * size - 1]`; and how many of each token's are valid,
-    `[tokens]`."""
+    """The slots of the tokens in the `chosen` groups, then of the tokens after the last complete group: `[tokens,
+    (groups + 1) * size - 1]`; and how many of each token's slots are valid, `[tokens]`. `chosen` `[tokens, groups]` are
+    slots of groups of `size` tokens."""
     tokens, most = chosen.shape
     device, width = chosen.device, (most + 1) * size - 1
     number, owners = torch.arange(width, device=device), metadata.sequence_of_tokens(tokens)

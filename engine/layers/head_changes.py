@@ -1,5 +1,6 @@
-"""What some families do to heads between their projection and their rotation. A layer has a list of these functions,
-chosen by its spec when it is made; in most families it is empty, or has only the norms of queries and keys."""
+"""Operations of some families on heads between their projection and their rotation. A layer has a list of these
+functions, chosen by its spec when it is made; in most families it is empty, or has only the norms of queries and
+keys."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ class Heads(NamedTuple):
     positions: Tensor
     """`[tokens]`"""
     cos_sin: Tensor
-    """Of the rotation that follows all changes."""
+    """Cosines and sines of the rotation that follows all changes."""
 
 
 HeadChange = Callable[[Heads], Heads]

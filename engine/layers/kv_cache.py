@@ -1,4 +1,4 @@
-"""What a layer keeps of tokens and requests."""
+"""A layer's caches of tokens and requests."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from quire.kernels import RecurrentState
 
 
 class CompressedCache(NamedTuple):
-    """What a layer with compressed attention keeps (see `quire.engine.layers.compressed`)."""
+    """The cache of a layer with compressed attention (see `quire.engine.layers.compressed`)."""
 
     memory: Tensor
     """`[1, blocks, 1, rows of a block, head_dim]`, of tokens and of entries. A block of tokens is a page, whose first
-    rows are theirs."""
+    rows belong to the tokens."""
     tokens: Tensor
     """The same rows of tokens, `[1, blocks, 1, block_size, head_dim]`."""
     inputs: Tensor | None = None
-    """`[1, blocks, 1, block_size, features]`, what compressors need of tokens; None: there are no entries."""
+    """`[1, blocks, 1, block_size, features]`, the compressors' inputs for tokens; None: there are no entries."""
     keys: Tensor | None = None
-    """The indexer's, of entries, `[1, blocks, 1, rows of a block, row]`."""
+    """The indexer's keys of entries, `[1, blocks, 1, rows of a block, row]`."""
 
     @property
     def block_size(self) -> int:

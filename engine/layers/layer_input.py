@@ -35,7 +35,7 @@ class LayerInputs(nn.Module):
 
 
 class LayerInput(nn.Module):
-    """What a layer's own input adds to the residual stream."""
+    """The contribution of a layer's own input to the residual stream."""
 
     def __init__(self, spec: LayerInputSpec, hidden_size: int) -> None:
         super().__init__()

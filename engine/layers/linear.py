@@ -65,7 +65,7 @@ class Linear(nn.Module):
 
     @property
     def row_rounding(self) -> kernels.RowRounding | None:
-        """What inputs may be rounded to before; None: they may not."""
+        """How inputs may be rounded in advance; None: they may not."""
         return None if self._product is None else self._product.row_rounding
 
     def product(self, x: Tensor | kernels.RoundedRows, bias: Tensor | None = None) -> Tensor:

@@ -10,8 +10,8 @@ With sparse attention (DeepSeek-V3.2, 2025), the queries of requests that are lo
 selected rows, in the latent space. Shorter requests attend to all rows, as without it.
 
 An indexer with a pool (GLM-5.3, 2026) keeps a token's key and gates until its group is complete. Then the group's key
-replaces the last token's own, which nothing else needs: when a token of the group is computed again, so are those after
-it.
+replaces the last token's own, which nothing else needs: when a token of the group is computed again, so are the tokens
+after it.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class Indexer(nn.Module):
         self._scale = (spec.num_heads * spec.head_dim) ** -0.5
 
     def forward(self, x: Tensor, latent_query: Tensor, batch: Batch, cos_sin: Tensor, cache: LayerCache) -> Selection:
-        """Write what is kept of the tokens to the cache, and select the tokens to attend to, if a request is
-        longer than top_k."""
+        """Write the tokens' rows to the cache, and select the tokens to attend to, if a request is longer than
+        top_k."""
         pool, top_k, metadata, rows = self._spec.pool, self._top_k, batch.attention(cache.group), cache.keys
         assert rows is not None
         query = self.query(latent_query).unflatten(-1, (self._spec.num_heads, -1))

@@ -84,13 +84,13 @@ class MixtureOfExperts(nn.Module):
 
     @property
     def row_rounding(self) -> kernels.RowRounding | None:
-        """What inputs may be rounded to before, if they are also kept as they are; None: nothing reads them rounded."""
+        """How inputs may be rounded in advance, if they are also kept as they are; None: nothing reads them rounded."""
         of_shared = None if self.shared is None or self.shared_input_norm else self.shared.reads_input.row_rounding
         return self._expert_rounding or of_shared
 
     @property
     def _expert_rounding(self) -> kernels.RowRounding | None:
-        """The same for the experts: only if they read what the layer reads, and it is on this rank."""
+        """The same for the experts: only if they read the layer's own input, on this rank."""
         is_sent = self._group is not None and self._group.dp.size > 1
         is_changed = self.input_norm is not None or self.latent_down is not None or self._weighs_inputs
         return None if is_sent or is_changed else self.experts.row_rounding
@@ -242,7 +242,7 @@ class ExpertMatrices(nn.Module):
         super().__init__()
         self.weight, self.bias = weight, bias
         self.in_features = weight.shards[0].shape[1]
-        """Of all ranks."""
+        """Input features of all ranks together."""
         self.quantized: QuantizedParameters | None = None
         """As in `Linear`."""
 

@@ -1,4 +1,4 @@
-"""Embeddings of a token and those before it (Qwen4-Exp, 2026), as described by
+"""Embeddings of a token and the tokens before it (Qwen4-Exp, 2026), as described by
 `quire.engine.architecture.residual_spec.NGramSpec`; replicated on all ranks, except the embedding.
 
 The ids of the tokens before a step are kept beside the recurrent state of the layer, like the inputs of convolutions:
@@ -22,11 +22,11 @@ from quire.engine.layers.residual import StreamNorm
 from quire.kernels import RecurrentState, StateSegments
 
 _LEAST = 1e-6
-"""Of a gate's size before its root, as in the authors' code."""
+"""Lower bound of a gate's size before its root, as in the authors' code."""
 
 
 class NGrams(nn.Module):
-    """What is added to the residual streams."""
+    """The contribution of the n-grams to the residual streams."""
 
     def __init__(self, spec: NGramSpec, hidden_size: int, parallel: Parallel) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class NGrams(nn.Module):
             taps = F.pad(torch.eye(before).flip(1).repeat_interleave(ID_DIGITS, dim=0), (0, 1))
         self._head_rows, self._first_rows = rows.to(device).unbind()
         self._powers, self._taps = powers.to(device), taps.to(device)
-        """Of digits; and the weights that read them at each distance, but not those of the own token."""
+        """Place values of digits; and the weights that read the digits at each distance, but not the own token's."""
 
     def forward(self, x: Tensor, token_ids: Tensor, segments: StateSegments, state: RecurrentState) -> Tensor:
         """The streams `[tokens, streams * hidden_size]` → the same; updates the inputs in `state`."""

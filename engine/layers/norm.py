@@ -17,7 +17,7 @@ from quire.engine.layers.weight import Shard, Weight, whole
 
 
 class RoundsInputs(Protocol):
-    """A layer whose inputs may be rounded before."""
+    """A layer whose inputs may be rounded in advance."""
 
     @property
     def row_rounding(self) -> kernels.RowRounding | None: ...
@@ -34,7 +34,8 @@ class RMSNorm(nn.Module):
         self._keeps = False
 
     def feed(self, layer: RoundsInputs, *, keeps: bool = False) -> None:
-        """Round results as `layer` rounds its inputs; `keeps`: other layers read them, too, which may not."""
+        """Round results as `layer` rounds its inputs; `keeps`: also keep the unrounded results, for other layers that
+        read them."""
         if self.weight is not None:
             self._next, self._keeps = [layer], keeps
 
@@ -53,7 +54,7 @@ class RMSNorm(nn.Module):
         return kernels.RoundedRows(*rows, x.dtype, rounding, plain)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor | kernels.RoundedRows, Tensor]:
-        """`residual + x`, normalized and as it is."""
+        """`residual + x`, normalized and unchanged."""
         if self.weight is None:
             residual = residual + x
             return self(residual), residual
@@ -78,7 +79,7 @@ class LayerNorm(nn.Module):
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self._eps)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """`residual + x`, normalized and as it is."""
+        """`residual + x`, normalized and unchanged."""
         residual = residual + x
         return self(residual), residual
 
@@ -98,7 +99,7 @@ class GatedNorm(nn.Module):
         return (normed * gate.sigmoid()).to(x.dtype)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """`residual + x`, normalized and as it is."""
+        """`residual + x`, normalized and unchanged."""
         residual = residual + x
         return self(residual), residual
 

@@ -1,4 +1,4 @@
-"""The parameters of a quantized weight: codes and factors in place of the weight itself, sharded as it is."""
+"""The parameters of a quantized weight: codes and factors in place of the weight itself, sharded like it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Part = Literal["codes", "scales", "offsets"]
 
 
 class QuantizedParameters(nn.Module):
-    """What a rank keeps of the quantized weight `like`. Once it is packed, the parameters are empty."""
+    """A rank's part of the quantized weight `like`. Once it is packed, the parameters are empty."""
 
     def __init__(
         self, like: Weight, form: Form, order: Tensor | None, rounding: Tensor | None, global_scale: Tensor | None
@@ -83,7 +83,7 @@ class QuantizedParameters(nn.Module):
 
 
 def quantized_formats(config: EngineConfig) -> tuple[QuantizedFormat, ...]:
-    """What a rank requires of products by quantized weights, of the model and of a drafter."""
+    """The formats of quantized weights that a rank multiplies by, of the model and of a drafter."""
     found: dict[QuantizedFormat, None] = {}
     for each in config.with_drafter:
         found |= dict.fromkeys(_formats(each))

@@ -20,7 +20,7 @@ from quire.kernels import RecurrentState, StateSegments
 _LENGTH_EPS = 1e-6
 """Added to the square of the length of queries and keys, as in the authors' code."""
 _DECAY_POWER = 8.0
-"""Of the decays in a real-gated linear recurrent unit, as in the paper."""
+"""Power of the decays in a real-gated linear recurrent unit, as in the paper."""
 _SMALLEST_STEP = 1e-30
 """Below it, a state does not change in float32; dividing by it does not overflow."""
 

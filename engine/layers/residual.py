@@ -23,7 +23,7 @@ from quire.engine.layers.norm import make_norm
 from quire.engine.layers.weight import Weight, whole
 
 _SMALLEST_SQUARE = 1e-5
-"""Of a projected stream's mean square, as in the authors' code."""
+"""Lower bound of a projected stream's mean square, as in the authors' code."""
 
 
 class AltUp(nn.Module):
@@ -48,7 +48,7 @@ class AltUp(nn.Module):
         return sum((weights[:, :, number, None] * streams[:, number, None] for number in range(count)), start=streams)
 
     def correct(self, predicted: Tensor, computed: Tensor) -> Tensor:
-        """`predicted`, with what was computed for the active stream, `[tokens, hidden_size]`."""
+        """`predicted`, corrected by the result for the active stream, `computed` `[tokens, hidden_size]`."""
         weights: Tensor = self.correction(self._modalities(computed)) + 1
         return predicted + weights[..., None] * (computed - predicted[:, self.active])[:, None]
 
@@ -62,8 +62,8 @@ class AltUp(nn.Module):
 
 
 class StreamProjections(GroupedLinear):
-    """The projections of all streams but the first: before the layers of the embedded tokens, after them of each
-    stream its own."""
+    """The projections of all streams but the first: before the layers, each is applied to the embedded tokens; after
+    them, each to its own stream."""
 
     def __init__(self, spec: AltUpSpec, hidden_size: int, *, is_last: bool) -> None:
         weight = FromSpec(spec.projections("", hidden_size)).weight("")
@@ -224,5 +224,5 @@ def make_connection(spec: ConnectionSpec, hidden_size: int) -> HyperConnection |
 
 
 def make_merger(spec: ConnectionSpec, hidden_size: int) -> HyperHead | GatedHead:
-    """What makes one stream of several after the layers."""
+    """The module that merges several streams into one after the layers."""
     return GatedHead(spec, hidden_size) if isinstance(spec, GatedConnectionSpec) else HyperHead(spec, hidden_size)

@@ -21,7 +21,7 @@ from quire.engine.layers.norm import make_norm
 
 
 class SharedBlock(nn.Module):
-    """What layers with the same block share."""
+    """The modules that layers with the same block share."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class SharedBlock(nn.Module):
         attention_adapter: Adapter | None,
         feed_forward_adapter: Adapter | None,
     ) -> Tensor:
-        """`[tokens, input_size]`, and what is the layer's own, → `[tokens, hidden_size]`."""
+        """`[tokens, input_size]`, with the layer's own cache and adapters, → `[tokens, hidden_size]`."""
         normed = self.attention_norm(x)
         qkv = self.attention.qkv(normed)
         qkv = qkv if attention_adapter is None else qkv + attention_adapter(normed)

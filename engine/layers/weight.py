@@ -74,7 +74,8 @@ class Weight(nn.Parameter):
 
     shards: tuple[Shard, ...]
     input_dtype: torch.dtype
-    """The type of what it is multiplied by: its own, unless `store_as` has changed that."""
+    """The type of the inputs that the weight is multiplied by: its own type, unless `store_as` has narrowed the
+    weight."""
 
     def __new__(cls, shape: tuple[int, ...], *shards: Shard, dtype: torch.dtype | None = None) -> Weight:
         weight = super().__new__(cls, torch.empty(shape, dtype=dtype), requires_grad=False)
@@ -94,7 +95,7 @@ class Weight(nn.Parameter):
 
     def store_as(self, dtype: torch.dtype) -> None:
         """Load the weight in this narrower type, in which the checkpoint has it. Only a layer that is then packed, or
-        that widens what it looks up, can have such a weight."""
+        that widens the rows that it looks up, can have such a weight."""
         data = torch.empty(self.shape, dtype=dtype, device=self.device)
         data.untyped_storage().resize_(0)
         self.data = data

@@ -96,7 +96,7 @@ def load_model(
     def report(names: set[str]) -> None:
         found = surplus.unused_names(names, model) if unused is None else unused
         speculative = config.scheduler.speculative
-        if speculative is not None and speculative.method == "mtp":  # what follows the layers is the head
+        if speculative is not None and speculative.method == "mtp":  # layers after the model's are the head's
             found = [name for name in found if surplus.layer_of(name) < model.architecture.num_layers]
         surplus.report(found, model)
 
@@ -149,8 +149,8 @@ def load_draft_head(
 
 
 def _draft_tokens(model: ModelConfig, arch: DraftHeadSpec) -> Tensor:
-    """The tokens that the logits of the head are of, `[draft_vocab_size]`: its checkpoint has their distances from
-    0, 1, 2, …"""
+    """The token of each logit of the head, `[draft_vocab_size]`: its checkpoint has the tokens' distances from 0, 1, 2,
+    …"""
     numbers = torch.arange(arch.draft_vocab_size)
     if model.load_format == "dummy":
         return numbers

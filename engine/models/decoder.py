@@ -138,7 +138,7 @@ class Decoder(nn.Module):
         return self._joined(x, given, kept)
 
     def _divided(self, x: Tensor) -> tuple[Tensor, Sequence[Tensor | None]]:
-        """The residual streams, and the own input of each of the stage's layers, of `[tokens, stage_width]`."""
+        """Split `[tokens, stage_width]` into the residual streams and the own input of each of the stage's layers."""
         arch = self._arch
         if arch.layer_input is None and not arch.passes_embedding:
             return x[:, : arch.stream_width].contiguous() if arch.aux_layers else x, [None] * len(self.layers)
@@ -149,8 +149,8 @@ class Decoder(nn.Module):
         return x.contiguous(), [own[int(number)] for number in self.layers]
 
     def _joined(self, x: Tensor, given: Tensor, kept: Mapping[int, Tensor]) -> Tensor:
-        """What this stage passes on: the residual streams with what goes beside them in what it was given, and the
-        inputs of `aux_layers` that are among those it has `kept`, by their number in this stage."""
+        """The output of this stage: the residual streams, with the columns beside them in `given`, and the inputs of
+        `aux_layers`, from `given` and from those that this stage has `kept`, by their number in this stage."""
         arch = self._arch
         end = arch.stage_width - arch.passed_aux_width
         if self._is_last:
@@ -185,8 +185,8 @@ class Decoder(nn.Module):
         return F.pad(x, (0, self._arch.passed_aux_width)) if self._arch.aux_layers else x
 
     def features(self, x: Tensor) -> Tensor:
-        """Normalize the last stage's `[rows, hidden_size]`, or the part of its output that is that: the input of the
-        head and of pooling."""
+        """Normalize the last stage's hidden states `[rows, hidden_size]`, without the inputs of `aux_layers` that may
+        be behind them in its output: the input of the head and of pooling."""
         return apply(self.norm, x[:, : self._arch.hidden_size].contiguous() if self._arch.aux_layers else x)
 
     def logits(self, x: Tensor) -> Tensor:
@@ -194,7 +194,7 @@ class Decoder(nn.Module):
         return self.logits_of(self.features(x))
 
     def logits_of(self, features: Tensor) -> Tensor:
-        """The same of what is normalized."""
+        """Like `logits`, for normalized `features`."""
         arch = self._arch
         out: Tensor = self.head(features)
         if arch.logit_multiplier != 1.0:

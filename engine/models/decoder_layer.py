@@ -27,7 +27,7 @@ from quire.engine.layers.sparse_attention import SparseAttention
 
 
 class LayerStep(NamedTuple):
-    """What a layer reads in a step besides the hidden states."""
+    """The inputs of a layer in a step besides the hidden states."""
 
     batch: Batch
     cos_sin: Tensor | None
@@ -36,7 +36,7 @@ class LayerStep(NamedTuple):
     """The layer's own input, or the embedded token if the layer reads it."""
     last_tokens: Tensor | None = None
     """The indices of the requests' last tokens, if only these are needed after the layer: the model's last layer needs
-    only keys and values of the others."""
+    only keys and values of the other tokens."""
 
 
 class DecoderLayer(nn.Module):
@@ -84,7 +84,7 @@ class DecoderLayer(nn.Module):
         return normed
 
     def _mix(self, normed: Tensor | kernels.RoundedRows, step: LayerStep) -> Tensor:
-        """What the mixers add to the residual stream."""
+        """The contribution of the mixers to the residual stream."""
         outputs, batch, cache = [], step.batch, step.cache
         if self.attention is not None:
             last = () if step.last_tokens is None else (step.last_tokens,)
@@ -95,7 +95,7 @@ class DecoderLayer(nn.Module):
         return self._scaled(apply(self.attention_post_norm, sum(outputs[1:], start=outputs[0])))
 
     def _fed(self, normed: Tensor | kernels.RoundedRows, batch: Batch) -> Tensor:
-        """What the feed-forward layer adds to the residual stream."""
+        """The contribution of the feed-forward layer to the residual stream."""
         layer = self.feed_forward
         assert layer is not None
         out = layer(normed, batch) if isinstance(layer, MixtureOfExperts) else layer(normed)
@@ -121,7 +121,7 @@ def norm_of(spec: spec_parts.NormSpec | None, hidden_size: int) -> Norm | None:
 
 
 def add(norm: Norm | None, x: Tensor, residual: Tensor | None) -> tuple[Tensor | kernels.RoundedRows, Tensor]:
-    """`residual + x`, normalized and as it is."""
+    """`residual + x`, normalized and unchanged."""
     if norm is not None and residual is not None:
         return norm.add(x, residual)
     residual = x if residual is None else residual + x

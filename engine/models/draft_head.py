@@ -26,7 +26,7 @@ from quire.engine.models.make_layers import layer_class
 
 
 class _AroundLayers(nn.Module):
-    """What a head has before and after its layers."""
+    """The modules of a head before and after its layers."""
 
     def __init__(self, arch: DraftHeadSpec, parallel: Parallel) -> None:
         super().__init__()
@@ -67,11 +67,11 @@ class DraftHead(nn.Module):
             {str(number): layer_class(layer)(layer, width, parallel) for number, layer in enumerate(arch.layers)}
         )
         self.token_ids: Tensor | None = None
-        """`[draft_vocab_size]`, int64: the tokens that the logits of its own head are of; None: all, in order."""
+        """`[draft_vocab_size]`, int64: the token of each logit of its own head; None: all tokens, in order."""
 
     def hidden_states(self, output: Tensor) -> Tensor:
-        """What the head reads of the output of the target's last stage: `[tokens, …]` → `[tokens, hidden_size]`, or all
-        residual streams where there are several, `[tokens, stream_width]`."""
+        """The input of the head, from the output of the target's last stage: `[tokens, …]` → `[tokens, hidden_size]`,
+        or all residual streams where there are several, `[tokens, stream_width]`."""
         arch, (target,) = self.arch, self._target
         if not arch.reads_layers:
             return target.features(output) if arch.reads_normed else output
@@ -81,9 +81,9 @@ class DraftHead(nn.Module):
     def forward(
         self, token_ids: Tensor, hidden: Tensor, batch: Batch, caches: Sequence[LayerCache], number: int = 0
     ) -> Tensor:
-        """The residual streams after the layers of head `number`, `[tokens, stream_width]`, of the tokens that *follow*
-        the batch's, `number` + 1 places behind them, and the hidden states at the batch's positions: the target's, or
-        those that were fed back. `caches` are all layers'."""
+        """The residual streams after the layers of head `number`, `[tokens, stream_width]`. They are given the tokens
+        that *follow* the batch's, `number` + 1 places behind them, and the hidden states at the batch's positions: the
+        target's, or hidden states that were fed back. `caches` are the caches of all layers."""
         arch, (target,), around = self.arch, self._target, self._around(number)
         count = len(arch.layers) // arch.num_heads
         own = range(number * count, (number + 1) * count)
@@ -114,7 +114,7 @@ class DraftHead(nn.Module):
         return x if residual is None else residual + x
 
     def fed_back(self, x: Tensor) -> Tensor:
-        """What stands for the target's hidden state behind a draft of a single head, given the residual streams
+        """The replacement for the target's hidden state behind a draft of a single head, given the residual streams
         `[tokens, stream_width]` after its layers."""
         return self._features(x, 0) if self.arch.feeds_normed else x
 

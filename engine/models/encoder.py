@@ -41,7 +41,7 @@ class DistanceBias(nn.Module):
         self._buckets = _buckets(distances, arch.relative_buckets)
 
     def forward(self) -> Tensor:
-        """`[heads, distances]`, starting with that from the last query to the first key."""
+        """`[heads, distances]`, starting with the distance from the last query to the first key."""
         return self.weight[self._buckets.to(self.weight.device)].T.contiguous()
 
 

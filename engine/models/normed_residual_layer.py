@@ -9,7 +9,7 @@ from quire.engine.models.decoder_layer import DecoderLayer, LayerStep, add
 
 
 class NormedResidualLayer(DecoderLayer):
-    """What mixers and feed-forward layer give is added to their normalized input, times a factor, in place of the
+    """The outputs of mixers and feed-forward layer are added to their normalized input, times a factor, in place of the
     residual stream."""
 
     sole_readers = ()

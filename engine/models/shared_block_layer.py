@@ -18,7 +18,7 @@ from quire.engine.models.decoder_layer import DecoderLayer, LayerStep, apply
 
 
 class SharedBlockLayer(DecoderLayer):
-    """A recurrent state that reads the residual stream plus what a block gives for it and the embedded token."""
+    """A recurrent state that reads the residual stream plus the output of a block for it and the embedded token."""
 
     def __init__(self, spec: LayerSpec, hidden_size: int, parallel: Parallel, block: SharedBlock) -> None:
         super().__init__(replace(spec, attention=None, feed_forward=None), hidden_size, parallel)

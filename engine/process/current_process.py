@@ -22,9 +22,9 @@ def share_cores() -> None:
 
 @contextlib.contextmanager
 def imports() -> Iterator[None]:
-    """For imports when a process starts: without garbage collections, now of them and later in them.
+    """For imports when a process starts: no garbage collections now, and later ones do not visit the imported objects.
 
-    Importing torch makes hundreds, which take a seventh of its time, as each visits what has been imported so far.
+    Importing torch makes hundreds, which take a seventh of its time, as each visits everything imported so far.
     """
     gc.disable()
     try:

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from quire.engine.protocol.stats import LogRecord
 
 _MAX_CHARACTERS = 1000
-"""Of a message that is kept; and of the text of its exception."""
+"""Maximum length of a message that is kept, and of the text of its exception."""
 
 
 class RecentWarnings(logging.Handler):
-    """Keeps the last warnings and errors of this process, and of those that send theirs to it."""
+    """Keeps the last warnings and errors of this process, and of processes that send theirs to it."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

@@ -1,4 +1,4 @@
-"""The folder with the temporary files of a server or node, of which nothing stays behind."""
+"""The folder with the temporary files of a server or node; it leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pathlib import Path
 from quire.engine.protocol.errors import ConfigError
 
 MAX_TMPDIR_BYTES = 45
-"""Of the path that TMPDIR sets. The path of a Unix socket in a folder there must be shorter than 108 bytes (unix(7)),
-also that of a core's fork server.
+"""Maximum length of the path that TMPDIR sets. The path of a Unix socket in a folder there, also of a core's fork
+server, must be shorter than 108 bytes (unix(7)).
 """
 _PREFIX, _MARK = "quire-", "in-use"
 

@@ -1,4 +1,4 @@
-"""Starts processes, watches them, and restarts those that die or hang.
+"""Starts processes, watches them, and restarts processes that die or hang.
 
 A supervised process runs `main` of a module (`quire.engine.process.supervised`). Its standard input is one end of a
 pair of sockets, over which it receives its arguments (pickled), then `ToProcess` messages, and sends `FromProcess`
@@ -218,7 +218,7 @@ class Supervisor:
             self._step()
 
     def stop(self, stopping: Sequence[SupervisedProcess], message: ToProcess, seconds: float) -> None:
-        """Send processes a message, and return when they have exited; kill those that do not exit within `seconds`.
+        """Send processes a message, and return when they have exited; kill any that do not exit within `seconds`.
 
         The others are watched meanwhile.
         """

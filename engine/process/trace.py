@@ -23,7 +23,7 @@ from quire.engine.protocol.profile import RankTrace, TraceSummary
 from quire.engine.protocol.scheduler_output import SchedulerOutput
 
 _RANKS, _DEVICES = 4096, 32
-"""Process numbers: those of a replica, and those of a rank."""
+"""Ranks that a replica's process numbers have room for, and process numbers of a rank."""
 _ID_BITS = 26
 """Bits of torch's flow event ids. With the number of the process they stay below 2 ** 53."""
 _LOWEST_PRIORITY = 19
@@ -56,14 +56,14 @@ class Event(msgspec.Struct, omit_defaults=True, gc=False):
 
 
 class _TorchTrace(msgspec.Struct):
-    """What `torch.profiler` writes."""
+    """A trace as `torch.profiler` writes it."""
 
     traceEvents: list[Event]
     baseTimeNanoseconds: int = 0
 
 
 class Conversion(msgspec.Struct):
-    """What `main` reads."""
+    """The input of `main`."""
 
     trace: RankTrace
     process: str
@@ -175,7 +175,8 @@ class TraceWriter:
 
 
 def read_pieces(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
-    """Yield what `main` writes: the number of events of each piece, and the piece. Raises `EOFError` within a piece."""
+    """Yield the output of `main`: the number of events of each piece, and the piece. Raises `EOFError` within a
+    piece."""
     while header := file.read(FRAME.size):
         if len(header) == FRAME.size:
             count, size = FRAME.unpack(header)

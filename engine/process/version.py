@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 DISTRIBUTION = "quire-llm"
-"""What pip installs; another project's package is named `quire`."""
+"""The name of the package that pip installs; another project's package is named `quire`."""
 COMMIT_FILE = Path("quire", "engine", "process", "commit.txt")
 """Where `setup.py` writes the commit that a wheel or an sdist is built from."""
 
@@ -18,7 +18,8 @@ def version() -> str:
 
 
 def commit(root: Path = Path(__file__).parents[3]) -> str:
-    """The commit of what is below `root`, a checkout or the folder of installed packages; empty if it is not known."""
+    """The commit of the files below `root`, a checkout or the folder of installed packages; empty if it is not
+    known."""
     if (file := root / COMMIT_FILE).exists():
         return file.read_text().strip()
     if not (root / ".git").exists():  # git would look for a repository around it

@@ -40,7 +40,7 @@ class EngineCoreRequest(msgspec.Struct, tag=True, array_like=True):
     share: bytes = b""
     """Requests of different shares are scheduled fairly. Without fair sharing, all are of one share."""
     weight: float = 1.0
-    """Of the share; the newest request's counts."""
+    """Weight of the share; the newest request's counts."""
     second_segment: int = 0
     """Encoders with token types: index of the first token of a pair's second text; 0: there is one text."""
 
@@ -104,7 +104,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True):
     num_cached_tokens: int = 0
     """Prompt tokens that came from the prefix cache; set from the first output on."""
     prompt_logprobs: PromptLogprobs | None = None
-    """For the prompt tokens after those already sent; all are sent before the first of `token_ids`."""
+    """For the prompt tokens that follow the ones already sent; all are sent before the first of `token_ids`."""
     vector: bytes | None = None
     """Embedding models: float32, before the final normalization."""
     running_seconds: float = 0.0
@@ -112,7 +112,7 @@ class EngineCoreOutput(msgspec.Struct, array_like=True):
     preempted_after: list[float] = []
     """`running_seconds` at each of its preemptions there."""
     num_accepted_tokens: int = 0
-    """Draft tokens that counted, of the row that gave this output."""
+    """Accepted draft tokens of the row that gave this output."""
     num_rejected_tokens: int = 0
 
 
@@ -123,7 +123,7 @@ class EngineCoreOutputs(msgspec.Struct, tag=True, array_like=True):
     """
 
     outputs: list[EngineCoreOutput] = []
-    """First and last outputs, and those with log-probabilities."""
+    """First and last outputs, and outputs with log-probabilities."""
     stats: EngineStats | None = None
     """None: unchanged."""
     request_ids: list[str] = []
@@ -133,11 +133,11 @@ class EngineCoreOutputs(msgspec.Struct, tag=True, array_like=True):
     expert_load: ExpertLoad | None = None
     """None: unchanged or not available."""
     rank_stats: list[RankStats] | None = None
-    """Of the replica's ranks, in order. None: unchanged."""
+    """Stats of the replica's ranks, in order. None: unchanged."""
     warnings: list[LogRecord] = []
     """New warnings and errors of the replica's core, nodes and ranks."""
     incarnation: int = 0
-    """Of the replica: outputs of an earlier start may arrive late, and are dropped."""
+    """The replica's incarnation: outputs of an earlier start may arrive late, and are dropped."""
 
 
 class ProbeReply(msgspec.Struct, tag=True, array_like=True):

@@ -1,4 +1,4 @@
-"""Profiling a running engine: what goes from an API process to each rank, and the traces that come back. No torch.
+"""Profiling a running engine: the messages from an API process to each rank, and the traces that come back. No torch.
 
 An API process sends `StartProfile` and `StopProfile` to the core of each replica, which puts them into its next plan:
 all ranks start and stop at the same step. The traces come back as `TracePiece`s.
@@ -23,7 +23,7 @@ class Clock(msgspec.Struct, array_like=True):
     def measured(cls, sent: int, answered: int, received: int) -> Clock:
         """Return the clock of this host relative to another one's, which answered at its time `answered`.
 
-        An offset that is smaller than its error is none: then the hosts may be the same.
+        An offset that is not larger than its error becomes 0: then the hosts may be the same.
         """
         error = (received - sent) // 2
         offset = answered - sent - error
@@ -35,18 +35,18 @@ class Clock(msgspec.Struct, array_like=True):
 
 
 class ProfileOptions(msgspec.Struct, array_like=True, frozen=True):
-    """What to record."""
+    """Options of a recording."""
 
     seconds: float
-    """After which the recording ends, even if nobody stops it."""
+    """Time after which the recording ends, even if nobody stops it."""
     origin: int
     """Time 0 of the trace, by the clock of the API process, in nanoseconds since 1970."""
     with_stack: bool = False
-    """Python calls, too."""
+    """Record Python calls, too."""
     record_shapes: bool = False
-    """Shapes of the operations' inputs, too."""
+    """Record the shapes of the operations' inputs, too."""
     profile_memory: bool = False
-    """Memory that is allocated and freed, too."""
+    """Record memory that is allocated and freed, too."""
 
 
 class StartProfile(msgspec.Struct, tag=True, array_like=True):
@@ -63,7 +63,7 @@ class StopProfile(msgspec.Struct, tag=True, array_like=True):
     client: int
     call_id: int
     clock: Clock = msgspec.field(default_factory=Clock)
-    """Of the core's host."""
+    """The clock of the core's host."""
     discard: bool = False
     """No traces are wanted."""
 
@@ -99,9 +99,9 @@ class RankTrace(msgspec.Struct, tag=True, array_like=True):
 
     rank: int
     pid: int
-    """Of the rank's process."""
+    """Id of the rank's process."""
     folder: str
-    """On the rank's host. The receiver removes it. Empty: there are no files."""
+    """The folder on the rank's host. The receiver removes it. Empty: there are no files."""
     options: ProfileOptions
     stop: StopProfile
     steps: int
@@ -113,7 +113,7 @@ class RankTrace(msgspec.Struct, tag=True, array_like=True):
 
 
 class TraceSummary(msgspec.Struct, array_like=True):
-    """What a trace has."""
+    """A summary of a trace."""
 
     process: str
     """Name of the process in the trace."""
@@ -134,6 +134,6 @@ class TracePiece(msgspec.Struct, tag=True, array_like=True):
     rank: int
     data: bytes
     summary: TraceSummary | None = None
-    """In the last piece of each rank."""
+    """Only in the last piece of each rank."""
     replica: int = 0
     incarnation: int = 0

@@ -1,4 +1,4 @@
-"""What a rank reports while it runs, in memory that it shares with the process that has started it. No torch."""
+"""A rank's report while it runs, in memory that it shares with the process that has started it. No torch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class RankState(ctypes.Structure):
     progress: int
     """2 × step of the oldest plan in flight; if there is none, 2 × last step + 1."""
     heartbeat: float
-    """When the rank was last heard of, on the monotonic clock."""
+    """Time of the rank's last sign of life, on the monotonic clock."""
     is_waiting: bool
     """Whether the rank waited for others at that time."""
     steps: int
-    """Steps that are counted in `seconds` and `waited`: those on a CPU."""
+    """Steps that are counted in `seconds` and `waited`: only steps on a CPU."""
     seconds: float
     """Duration of all steps."""
     waited: float
@@ -36,5 +36,5 @@ class RankState(ctypes.Structure):
     )
 
     def stats(self, usage: RankUsage | None) -> RankStats:
-        """Return the times, with what the rank uses."""
+        """Return the times, with the rank's `usage`."""
         return RankStats(self.steps, self.seconds, self.waited, communication=tuple(self.communication), usage=usage)

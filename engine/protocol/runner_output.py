@@ -22,7 +22,7 @@ class ModelRunnerOutput(msgspec.Struct, tag=True, array_like=True):
     prompt_logprobs: dict[int, PromptLogprobs] = {}
     """By row number, for rows of requests with prompt log-probabilities."""
     accepted: dict[int, list[int]] = {}
-    """By row number, the sampled tokens that follow the one in `token_ids`, for rows with drafts that count."""
+    """By row number, the sampled tokens that follow the one in `token_ids`, for rows with accepted drafts."""
     accepted_logprobs: dict[int, list[TokenLogprobs | None]] = {}
     """One for each of `accepted`, for rows that request them."""
     vectors: dict[int, bytes] = {}
@@ -32,7 +32,7 @@ class ModelRunnerOutput(msgspec.Struct, tag=True, array_like=True):
     expert_load: ExpertLoad | None = None
     """Expert parallelism: present in some steps only."""
     draft_token_ids: dict[int, list[int]] = {}
-    """By row number, what a drafter that is a model expects after the last sampled token; see
+    """By row number, the tokens that a drafter that is a model expects after the last sampled token; see
     `SchedulerOutput.num_drafts`."""
     failure: str = ""
     """Why the step failed; its results are invalid. Steps in flight after it are skipped and report the same reason."""

@@ -32,10 +32,10 @@ class NewRequestData(msgspec.Struct, array_like=True):
 
 
 class CachedRequestData(msgspec.Struct, array_like=True):
-    """A row with changes: `num_tokens` more tokens of a known request, and what changed since it was last scheduled.
+    """A row with changes: `num_tokens` more tokens of a known request, and its changes since it was last scheduled.
 
     The last of a row's tokens may be drafts, which are guessed. Such a row samples after its last known token and after
-    each draft. A draft counts if it is what was sampled at its place, and if those before it count.
+    each draft. Drafts are accepted up to the first one that differs from the token sampled at its place.
     """
 
     slot: int
@@ -45,17 +45,17 @@ class CachedRequestData(msgspec.Struct, array_like=True):
     new_block_ids: list[int]
     """Appended to `NewRequestData.block_ids`, in the same order."""
     draft_token_ids: list[int] = []
-    """The last of the row's `num_tokens`."""
+    """The last of the row's `num_tokens` tokens."""
     num_accepted: int = 0
-    """Drafts of the request's last row that count and are not computed again: their KV is in the cache. They are among
+    """Accepted drafts of the request's last row that are not computed again: their KV is in the cache. They are among
     `new_token_ids`."""
     is_chained: bool = False
     """The row continues where the request's row of the plan before ends, which is not known yet: with the last token
-    that is sampled there, and the drafts that are made there, of which it has at most `num_tokens` - 1."""
+    that is sampled there, and at most `num_tokens` - 1 of the drafts that are made there."""
 
     @property
     def num_drafts(self) -> int:
-        """The last of the row's `num_tokens`; at most, of a chained row."""
+        """Number of drafts at the end of the row; their maximum number in a chained row."""
         return self.num_tokens - 1 if self.is_chained else len(self.draft_token_ids)
 
     @property
@@ -87,7 +87,7 @@ class SchedulerOutput(msgspec.Struct, array_like=True):
     clears_failure: bool = False
     """After a failed step: the workers stop skipping plans and run this one."""
     profile: StartProfile | StopProfile | None = None
-    """What the ranks' profilers do before this step."""
+    """The request to the ranks' profilers before this step."""
     num_drafts: int | None = None
     """Maximum drafts to make for each row that samples without a mask, at the end of this step, by a drafter that is a
     model; 0: it only computes its own KV of the rows' tokens; None: it does not run."""

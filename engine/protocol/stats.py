@@ -1,4 +1,4 @@
-"""What the engine reports about itself: gauges and counters. No torch."""
+"""The engine's report about itself: gauges and counters. No torch."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class EngineStats(msgspec.Struct, array_like=True):
     """Speculation: rows with draft tokens."""
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-    """Draft tokens that counted."""
+    """Accepted draft tokens."""
     iteration_tokens: list[int] = msgspec.field(default_factory=lambda: [0] * (len(ITERATION_TOKENS) + 2))
     """Histogram of the tokens of a step, without rejected drafts: the number of steps in each bucket, the last one
     unbounded; then the sum."""
     accepted_per_position: list[int] = msgspec.field(default_factory=lambda: [0] * MAX_DRAFT_TOKENS)
-    """Draft tokens that counted, by their place in the row."""
+    """Accepted draft tokens, by their place in the row."""
 
 
 class LogRecord(msgspec.Struct, tag=True, array_like=True):
@@ -56,7 +56,7 @@ class LogRecord(msgspec.Struct, tag=True, array_like=True):
 
 
 class GpuUsage(msgspec.Struct, array_like=True):
-    """What NVML reports of a GPU; None: this GPU does not report it."""
+    """NVML's report of a GPU; None: this GPU does not report it."""
 
     memory_used: int
     memory_total: int
@@ -73,7 +73,7 @@ class GpuUsage(msgspec.Struct, array_like=True):
 
 
 class RankUsage(msgspec.Struct, array_like=True):
-    """What a rank uses of its host, and of its GPU."""
+    """A rank's use of its host and of its GPU."""
 
     cpu_seconds: float
     """Processor time since the start."""
@@ -85,11 +85,11 @@ class RankUsage(msgspec.Struct, array_like=True):
 
 
 GROUPS = ("tp", "pp", "ep")
-"""What ranks communicate for: tensor, pipeline and expert parallelism."""
+"""Purposes of communication between ranks: tensor, pipeline and expert parallelism."""
 
 
 class RankStats(msgspec.Struct, array_like=True):
-    """What a rank has spent its time with since the start, and what it uses.
+    """How a rank has spent its time since the start, and its use of resources.
 
     Times are measured on CPUs. On a GPU all are 0, as the host does not wait.
     """

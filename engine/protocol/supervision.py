@@ -17,7 +17,7 @@ class Ready(msgspec.Struct, tag=True, array_like=True):
     seconds: dict[str, float]
     """Duration of each phase of the start-up."""
     stats: EngineStats | None = None
-    """Of an engine core; its KV cache can be larger or smaller than planned."""
+    """Stats of an engine core; its KV cache can be larger or smaller than planned."""
 
 
 class Failed(msgspec.Struct, tag=True, array_like=True):
@@ -84,7 +84,7 @@ class ReplicaDraining(msgspec.Struct, tag=True, array_like=True):
 
     replica: int
     seconds: float
-    """After which requests are moved."""
+    """Time after which requests are moved."""
 
 
 class ReplicaRemoved(msgspec.Struct, tag=True, array_like=True):
@@ -103,7 +103,7 @@ class Drain(msgspec.Struct, tag=True, array_like=True):
     """Reject new requests, finish the running ones, and exit."""
 
     seconds: float
-    """After which running requests fail."""
+    """Time after which running requests fail."""
 
 
 class Shutdown(msgspec.Struct, tag=True, array_like=True):

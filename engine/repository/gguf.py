@@ -28,7 +28,7 @@ _TYPE_NAMES = (
 _TYPES = dict(enumerate(_TYPE_NAMES.split()))
 """ggml's names of tensors' types."""
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-"""Types of metadata, as `struct` has them."""
+"""Types of metadata, by `struct`'s characters."""
 _STRING, _ARRAY = 8, 9
 _MAX_DIMENSIONS = 4
 
@@ -45,7 +45,7 @@ class GgufTensor:
     start: int
     """Its first byte in the file."""
     added: float = 0.0
-    """What llama.cpp has added to the numbers of the published model."""
+    """The number that llama.cpp has added to the published model's numbers."""
 
     @property
     def row_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""llama.cpp's architectures: metadata → config.json, tensors → those of the published model. No torch.
+"""llama.cpp's architectures: metadata → config.json, tensors → the published model's. No torch.
 
 Source: convert_hf_to_gguf.py and gguf-py/gguf/tensor_mapping.py of github.com/ggml-org/llama.cpp.
 """
@@ -66,11 +66,11 @@ _NAMES = {
 }
 """Modules by llama.cpp's names without the layer's number, for each architecture of config.json."""
 _ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-"""They become settings of config.json."""
+"""Tensors that become settings of config.json."""
 
 
 class _Metadata:
-    """The metadata of an architecture; notes what is read, because the rest is refused."""
+    """The metadata of an architecture; notes the settings that are read, because the rest is refused."""
 
     def __init__(self, gguf: GgufFile, architecture: str) -> None:
         self.tensors = gguf.tensors
@@ -81,7 +81,7 @@ class _Metadata:
             self._unread.discard(name)
 
     def __call__(self, name: str, *default: Any) -> Any:
-        """A setting; a list of equal ones for each layer is one setting."""
+        """A setting. A list with the same value for each layer is one setting."""
         self._unread.discard(name)
         if name not in self._values and not default:
             raise ConfigError(f"the metadata lack {self._prefix}{name}")
@@ -104,7 +104,7 @@ class _Metadata:
 
 
 def hf_config(gguf: GgufFile) -> Config:
-    """The model's config.json. Raises `ConfigError` for what is not supported."""
+    """The model's config.json. Raises `ConfigError` for unsupported settings."""
     name = gguf.metadata.get("general.architecture")
     try:
         if name not in _CONFIGS:
@@ -149,7 +149,7 @@ def hf_tensors(gguf: GgufFile, config: Config) -> dict[str, GgufTensor]:
 
 
 def _decoder(name: str, metadata: _Metadata) -> Config:
-    """What all architectures have."""
+    """The settings that all architectures have."""
     heads, hidden = int(metadata("attention.head_count")), int(metadata("embedding_length"))
     head_dim = int(metadata("attention.key_length", hidden // heads))
     metadata.require("attention.value_length", head_dim)
@@ -265,7 +265,7 @@ def _gemma3(metadata: _Metadata) -> Config:
 
 
 def _query_scale(config: Config, layers_of_27b: int) -> int:
-    """The metadata do not have it: 27B's is not the size of a head."""
+    """The metadata lack this number: 27B's is not the size of a head."""
     is_27b = config["num_hidden_layers"] == layers_of_27b
     return int(config["hidden_size"] // config["num_attention_heads"] if is_27b else config["head_dim"])
 
@@ -288,4 +288,4 @@ _CONFIGS: dict[Any, Callable[[_Metadata], Config]] = {
     "gemma3": _gemma3,
     "phi3": _phi3,
 }
-"""By llama.cpp's name."""
+"""Readers of the settings, by llama.cpp's name of the architecture."""

@@ -1,4 +1,4 @@
-"""The folder of a GGUF file's model: what its metadata say, as config.json, tokenizer.json and so on. No torch.
+"""The folder of a GGUF file's model: its metadata, as config.json, tokenizer.json and so on. No torch.
 
 Everything that reads a model folder works with it. The weights stay in the file, which config.json names.
 """
@@ -19,7 +19,7 @@ from quire.engine.repository.gguf_tokenizer import adds, special_tokens, tokeniz
 from quire.engine.repository.model_files import TensorInfo, read_json
 
 _VERSION = 1
-"""Of the folders' content: another one is another folder."""
+"""Version of the folders' content; another version has another folder."""
 _ENDS = "<|eot_id|> <|eom_id|> <|end_of_text|> <|im_end|> <|endoftext|> <|end|> <end_of_turn> <EOT>"
 """Tokens that end an answer where they exist, whatever the file names as EOS: llama.cpp stops at them, too."""
 _SAMPLING = {
@@ -29,11 +29,11 @@ _SAMPLING = {
     "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
 }
-"""What general.sampling.… is in generation_config.json."""
+"""Names in generation_config.json, by the names of general.sampling.… settings."""
 
 
 def folder_of(file: Path, cache: Path, *, has_tokenizer: bool = True) -> Path:
-    """The folder of a file in `cache`, written if it is not there: by path, size and time of change of the file."""
+    """The folder of a file in `cache`, by the file's path, size and time of change; written if it is not there."""
     try:
         status = file.stat()
     except OSError as error:
@@ -43,7 +43,7 @@ def folder_of(file: Path, cache: Path, *, has_tokenizer: bool = True) -> Path:
 
 
 def written_once(cache: Path, name: str, key: str, write: Callable[[Path], None]) -> Path:
-    """The folder in `cache` that is called by a name and a key, made by `write` if it is not there."""
+    """The folder in `cache` that is named after a name and a key, made by `write` if it is not there."""
     folder = cache / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     if not folder.exists():
         try:

@@ -1,6 +1,6 @@
 """The tokenizer in a GGUF file's metadata, as the tokenizer.json that `tokenizers` reads.
 
-Sources: src/llama-vocab.cpp of github.com/ggml-org/llama.cpp for what the metadata mean, and the tokenizer.json of
+Sources: src/llama-vocab.cpp of github.com/ggml-org/llama.cpp for the meaning of the metadata, and the tokenizer.json of
 published models for the parts of each kind.
 """
 
@@ -49,7 +49,7 @@ _SPLITS = {
 """How text is split before merges, by tokenizer.ggml.pre; empty: as GPT-2 does."""
 _ONE_DIGIT = ("smollm", "starcoder", "refact")
 _WHOLE_WORDS_FIRST = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")
-"""Those where a word that is a token needs no merges. The texts of these begin with BOS."""
+"""Values of tokenizer.ggml.pre with which a word that is a token needs no merges. Their texts begin with BOS."""
 _NFC = ("qwen2",)
 _ENDS: tuple[Literal["bos", "eos"], ...] = ("bos", "eos")
 _PHI3_STRIPS_NOT = ("<unk>", "<s>", "<|endoftext|>")
@@ -111,7 +111,7 @@ def _post_processor(metadata: Mapping[str, Any]) -> Json | None:
 
 
 def post_processor(ends: Mapping[Literal["bos", "eos"], tuple[str, int]]) -> Json | None:
-    """What lets texts begin with BOS and end with EOS, which are given by their text and id."""
+    """The post-processor that begins texts with BOS and ends them with EOS, which are given by their text and id."""
     if not ends:
         return None
     add = {each: [{"SpecialToken": {"id": text, "type_id": 0}}] for each, (text, _) in ends.items()}
@@ -127,7 +127,7 @@ def post_processor(ends: Mapping[Literal["bos", "eos"], tuple[str, int]]) -> Jso
 
 
 def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str]) -> Json:
-    """BPE of bytes, for each of which a character stands, as GPT-2's."""
+    """BPE of bytes, with a character for each byte, as in GPT-2."""
     pre = metadata.get("tokenizer.ggml.pre")
     if pre not in _SPLITS:
         raise ConfigError(
@@ -149,7 +149,8 @@ def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str]) -> Json:
 
 
 def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str], kinds: Sequence[int]) -> Json:
-    """BPE of characters, with ▁ for a space and single bytes for what has no token, as Llama 2's and Gemma's."""
+    """BPE of characters, with ▁ for a space and single bytes for characters without a token, as in Llama 2 and
+    Gemma."""
     has_prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
     pieces = [token.replace(" ", "▁") if _is_blank(token) else token for token in tokens]
     merges = _listed_merges(metadata) or sentencepiece_merges(pieces, kinds, metadata["tokenizer.ggml.scores"])
@@ -177,7 +178,7 @@ def _replaced(before: str, after: str) -> Json:
 
 
 def _is_blank(token: str) -> bool:
-    """llama.cpp has the pieces of several ▁ as spaces."""
+    """llama.cpp stores the pieces of several ▁ as spaces."""
     return not token.strip(" ▁")
 
 
@@ -191,8 +192,8 @@ def _listed_merges(metadata: Mapping[str, Any]) -> list[list[str]]:
 
 
 def sentencepiece_merges(pieces: Sequence[str], kinds: Sequence[int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """SentencePiece merges any two pieces that make a piece, that with the best score first. What a user has defined
-    comes before everything."""
+    """SentencePiece merges any two pieces that make a piece, the piece with the best score first. User-defined pieces
+    come before all others."""
     kept = (Kind.NORMAL, Kind.USER_DEFINED, Kind.UNUSED)
     known = {piece for piece, kind in zip(pieces, kinds, strict=True) if kind in kept}
     ranked = [

@@ -1,7 +1,7 @@
 """The folder of a model in Mistral's own layout: params.json as config.json, tekken.json as tokenizer.json. No torch.
 
-Everything that reads a model folder works with it. The weights stay where they are: links lead to them, also to those
-of a repository that are yet to be downloaded.
+Everything that reads a model folder works with it. The weights stay where they are: links lead to them, also to a
+repository's weights that are yet to be downloaded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from quire.engine.repository.mistral_layout import hf_config
 from quire.engine.repository.model_files import PARAMS, read_json, weights_among
 
 _VERSION = 1
-"""Of the folders' content: another one is another folder."""
+"""Version of the folders' content; another version has another folder."""
 _WEIGHTS = "consolidated*.safetensors"
 _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors")
 _KEPT = (
@@ -37,8 +37,8 @@ def is_layout(names: Sequence[str]) -> bool:
 
 
 def folder_of(source: Path, names: Sequence[str], cache: Path, *, has_tokenizer: bool = True) -> Path:
-    """The folder of a model in `cache`, written if it is not there: by the path, and the size and time of change of
-    the files that are read. `names` are those of all files, also of weights that are not in `source` yet.
+    """The folder of a model in `cache`, by the path, and the size and time of change of the files that are read;
+    written if it is not there. `names` are the names of all files, also of weights that are not in `source` yet.
 
     Raises `ConfigError` for files that are damaged, and for models and tokenizers that are not supported.
     """
@@ -90,7 +90,8 @@ def _tokenizer(source: Path) -> Path:
 
 
 def _tokenizer_files(tokenizer: Path | None) -> dict[str, Any]:
-    """What is written for a tokenizer. SentencePiece's file is read as it is, and names its special tokens itself."""
+    """The files that are written for a tokenizer, by name. SentencePiece's file is read as it is, and names its special
+    tokens itself."""
     if tokenizer is None:
         return {}
     if tokenizer.suffix != ".json":

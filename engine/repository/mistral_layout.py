@@ -17,7 +17,7 @@ from quire.engine.protocol.errors import ConfigError
 Config = dict[str, Any]
 
 _DEFAULT_LENGTH = 128_000
-"""The positions of a model whose params.json does not tell them, as in vLLM."""
+"""The positions of a model whose params.json does not state them, as in vLLM."""
 _REQUIRED = {
     "dim": "hidden_size",
     "n_layers": "num_hidden_layers",
@@ -38,9 +38,9 @@ _OTHERS = (
     "max_batch_size model_parallel ragged_attention vision_encoder multimodal use_cache "
     "max_seq_len max_position_embeddings sliding_window moe yarn llama_4_scaling quantization"
 )
-"""Settings on which text does not depend, and those that are not only renamed."""
+"""Settings that text does not depend on, and settings that are not only renamed."""
 _LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-"""Settings of latent attention, which has them by the same names in transformers."""
+"""Settings of latent attention, which have the same names in transformers."""
 _LATENT_MOE = {
     "num_shared_experts": ("n_shared_experts", 0),
     "first_k_dense_replace": ("first_k_dense_replace", 0),
@@ -107,7 +107,7 @@ def hf_name(name: str) -> str | None:
 
 
 def hf_config(params: Mapping[str, Any]) -> Config:
-    """The config.json of the model of text. Raises `ConfigError` for what is not supported."""
+    """The config.json of the model of text. Raises `ConfigError` for unsupported settings."""
     is_latent = params.get("kv_lora_rank") is not None
     known = {*_REQUIRED, *_OPTIONAL, *_OTHERS.split(), *(_LATENT if is_latent else ())}
     for name, value in params.items():
@@ -139,7 +139,7 @@ def hf_config(params: Mapping[str, Any]) -> Config:
 
 
 def _check_all_read(name: str, rest: Config) -> None:
-    """`rest` is what nobody has read."""
+    """`rest` are the settings that nothing has read."""
     if unknown := [key for key, value in rest.items() if value is not None]:
         raise ConfigError(f"{name}.{unknown[0]} {rest[unknown[0]]!r} is not supported in Mistral's own layout")
 
@@ -152,7 +152,7 @@ def _take(part: Config, name: str, key: str) -> Any:
 
 
 def _windows(window: Any, layers: int) -> Config:
-    """A window may be that of all layers, or a list that is repeated over them."""
+    """The window may be one for all layers, or a list that is repeated over them."""
     if not isinstance(window, list):
         return {"sliding_window": window}
     sizes = {size for size in window if size is not None}
@@ -196,7 +196,7 @@ def _yarn(yarn: Config, config: Config) -> Config:
 
 
 def _query_scaling(scaling: Config, config: Config) -> Config:
-    """Queries that grow with their position: Ministral 3's, and those of latent attention."""
+    """Queries that grow with their position: in Ministral 3, and in latent attention."""
     original = _take(scaling, "llama_4_scaling", "original_max_position_embeddings")
     rope = dict(config.get("rope_parameters") or {"rope_type": "default", "rope_theta": config["rope_theta"]})
     if rope.setdefault("original_max_position_embeddings", original) != original:

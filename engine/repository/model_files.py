@@ -141,7 +141,7 @@ def check_weights(folder: Path, load_format: str) -> dict[str, TensorInfo] | Non
 
 
 def torch_files(folder: Path) -> list[Path]:
-    """Return the folder's pytorch_model*.bin files, or those in its index."""
+    """Return the folder's pytorch_model*.bin files, or the files in its index."""
     files = [folder / name for name in _files_in_index(folder, "pt")] or sorted(folder.glob(_WEIGHTS["pt"]))
     if not files:
         raise ConfigError(
@@ -188,7 +188,7 @@ def download(repository: str, revision: str | None, folder: str | None, patterns
 
 
 def with_overrides(hf_config: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return config.json with --hf-overrides: values are replaced; those of a part, such as text_config, one by one.
+    """Return config.json with --hf-overrides: values are replaced; in a part, such as text_config, one by one.
 
     `rope_scaling` and `rope_theta` change the `rope_parameters` that transformers 5 writes in their place.
     """

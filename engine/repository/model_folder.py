@@ -24,8 +24,8 @@ def locate(model: str, revision: str | None, download_dir: str | None, *, has_to
     used.
 
     A GGUF file is named by its path, or as `owner/name:Q4_K_M` or `folder:Q4_K_M`. Repositories are downloaded to
-    `download_dir`, by default Hugging Face's cache, and of GGUF files only those that are named. Raises `ConfigError`
-    if the model cannot be read.
+    `download_dir`, by default Hugging Face's cache, and of GGUF files only the named ones. Raises `ConfigError` if the
+    model cannot be read.
     """
     if (parts := _parts(model)) is not None:
         file = _find(*parts, revision, download_dir)

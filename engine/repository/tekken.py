@@ -25,7 +25,7 @@ BOS, EOS = "<s>", "</s>"
 def tokenizer_json(tekken: Mapping[str, Any]) -> Json:
     """Special tokens come first, then tokens by rank. Prompts begin with BOS.
 
-    Raises `ConfigError` for what is not supported, and other errors for files that are not complete.
+    Raises `ConfigError` for unsupported settings, and other errors for files that are not complete.
     """
     config = tekken["config"]
     special = special_tokens(tekken)
@@ -57,7 +57,7 @@ def tokenizer_json(tekken: Mapping[str, Any]) -> Json:
 
 
 def special_tokens(tekken: Mapping[str, Any]) -> list[str]:
-    """By id; those without a name are placeholders."""
+    """The special tokens by id; tokens without a name are placeholders."""
     listed = tekken.get("special_tokens")
     if listed is None:
         listed = [{"rank": number, "token_str": text} for number, text in enumerate(_FIRST_SPECIAL.split())]
@@ -69,7 +69,7 @@ def special_tokens(tekken: Mapping[str, Any]) -> list[str]:
 
 
 def _merges(ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:
-    """Any two tokens that make a token are merged, those first that make the one of the lowest rank."""
+    """Any two tokens that make a token are merged, in the order of the rank of the token that they make."""
     found = []
     for token in ranks:
         cuts = ((token[:cut], token[cut:]) for cut in range(1, len(token)))

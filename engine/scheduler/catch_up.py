@@ -1,8 +1,8 @@
 """How far a draft model is behind the requests that it drafts for.
 
-In steps without the model, requests move on, and what it lacks then it must compute before it drafts for them. The
-workers do that in the first steps in which it runs again, `CATCH_UP_TOKENS` in each, the first rows first
-(`quire.engine.worker.drafter.DraftModel`). Here it is counted how far they are, so that its cost is known in advance.
+In steps without the model, requests move on, and the model must compute the missed tokens before it drafts for them.
+The workers do so in the first steps in which it runs again, `CATCH_UP_TOKENS` in each, the first rows first
+(`quire.engine.worker.drafter.DraftModel`). This module counts how far they are, so that the cost is known in advance.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class CatchUp:
     """Owns `Request.num_drafter_tokens`."""
 
     def __init__(self, max_behind: int) -> None:
-        """`max_behind`: what is farther behind the newest token is skipped, as the model's windows end there."""
+        """`max_behind`: tokens farther behind the newest one are skipped, as the model's windows end there."""
         self._max_behind = max_behind
         self._in_flight: dict[int, int] = {}
         """By step in flight, the tokens that it computes for rows that are behind."""
@@ -46,7 +46,7 @@ class CatchUp:
         self._in_flight.pop(step, None)
 
     def behind(self, requests: Sequence[Request]) -> list[tuple[int, int]]:
-        """Return for each of these requests, which have rows in this order, the known tokens that the model lacks, and
+        """Return, for each of these requests, which have rows in this order, the known tokens that the model lacks, and
         the number of steps before the model can draft for the request, if it runs from now on."""
         found, total = [], 0
         for request in requests:

@@ -1,8 +1,9 @@
-"""The steps at whose ends the workers make drafts: slots for these, and rows that are chained to such a step.
+"""The steps at whose ends the workers make drafts: slots for the drafts, and rows that are chained to such a step.
 
-While a step with drafts is in flight, it is not known where its rows end. A chained row continues there all the same,
-with the drafts that are made there (`CachedRequestData.is_chained`): the workers know. It moves its request forward by
-the maximum number of tokens, and is placed within the limits even then; the results take back what is too much.
+While a step with drafts is in flight, the core does not know where its rows end. A chained row continues there all the
+same, with the drafts that are made there (`CachedRequestData.is_chained`): the workers know the place. It moves its
+request forward by the maximum number of tokens, and is placed within the limits even then; the results take back the
+excess.
 """
 
 from __future__ import annotations

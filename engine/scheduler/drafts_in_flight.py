@@ -8,8 +8,8 @@ from quire.engine.scheduler.request import Request
 class DraftsInFlight(dict[Request, list[int]]):
     """The number of drafts of each row in flight, oldest first, of the requests that have drafts or chained rows.
 
-    `Request.num_computed_tokens` counts all of these drafts, and so is an upper bound until the results arrive. Only
-    of the oldest row is the number of drafts exact. A row behind it is chained (`CachedRequestData.is_chained`): its
+    `Request.num_computed_tokens` counts all of these drafts, and so is an upper bound until the results arrive. The
+    number of drafts is exact only for the oldest row. A row behind it is chained (`CachedRequestData.is_chained`): its
     drafts are made at the end of the step before it, and may be fewer than was planned.
 
     Invariant (`check_integrity`): a request has moved past its known tokens by one token and the drafts of each row.

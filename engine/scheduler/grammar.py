@@ -46,12 +46,12 @@ length."""
 _MAX_ROW = 2000
 """Maximum number of items in a row of llguidance's Earley parser: of the alternatives that are open at one place of the
 output. Enough for a schema with 500 optional properties of one object, which have four items each, or an anyOf of 1,900
-objects. What JSON can express in several ways does not add up, because brackets separate its parts."""
+objects. Ambiguities in JSON do not add up, because brackets separate its parts."""
 _MAX_ROW_OF_GRAMMAR = 500
 """The same for grammars in Lark's notation or GBNF. Rows of an ambiguous grammar (`s: s s | "a"`) grow with the output,
-and the time of a mask with the cube of that: with 500 items 35 ms for a vocabulary of 4,096 tokens, with 2,000 seconds.
-Enough for the grammar of a programming language (some hundred rules take less than 200 items), 128 tools, 500
-alternatives, or a schema (`%json`) with 120 optional properties of one object."""
+and the time of a mask with the cube of their size: 35 ms with 500 items for a vocabulary of 4,096 tokens, seconds with
+2,000 items. Enough for the grammar of a programming language (some hundred rules take less than 200 items), 128 tools,
+500 alternatives, or a schema (`%json`) with 120 optional properties of one object."""
 
 
 _MAX_FORCED = 2**16

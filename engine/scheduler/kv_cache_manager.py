@@ -20,14 +20,14 @@ A recurrent state takes a page, whose first block stands for it in the list: at 
 state includes. A row reads the state at its start, and writes the state at its end and at each place in between that
 has a page. States stay in the prefix cache at multiples of `STATE_INTERVAL` tokens, at the last boundary of a prompt,
 and at the last boundary of the tokens sampled so far; at other places the page is used for the next state. Where blocks
-fill pages, those in the windows of these places stay.
+fill pages, the blocks in the windows of these places stay.
 
 A block outside a window is freed before the row that no longer sees it is scheduled, while rows in flight may still
 read it. Workers run plans in order, so these rows run before the block is written again.
 
 A block is published when the plan that fills it is made, not when the plan has run: every worker runs plans in order,
 and in each layer writes all KV of a step before any row of the step attends. A later row, even of the same plan, can
-therefore read what an earlier row writes. If the plan fails, the blocks that it and later plans published are
+therefore read the KV that an earlier row writes. If the plan fails, the blocks that it and later plans published are
 unpublished.
 """
 

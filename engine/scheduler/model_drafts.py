@@ -3,10 +3,10 @@
 
 When a plan is made, the number of drafts to make after it is chosen, like the number of n-gram drafts, by the expected
 rate: the share of a request's recent drafts that were right, and the measured times of steps, which include making
-drafts. Where the model is behind (`quire.engine.scheduler.catch_up`), what it must compute before it drafts is spread
-over the steps that are left. The number is none where n-grams are expected to go on and promise as many tokens, or
-where none pay; then some are tried once in a while. Of the drafts that a request has when the next plan is made, it
-gets those that promise more tokens.
+drafts. Where the model is behind (`quire.engine.scheduler.catch_up`), the tokens that it must compute before it drafts
+are spread over the remaining steps. No drafts are made where n-grams are expected to go on and promise as many tokens,
+or where drafts do not pay; then some are tried once in a while. When the next plan is made, a request gets whichever of
+its drafts promise more tokens.
 """
 
 from __future__ import annotations
@@ -33,18 +33,19 @@ from quire.engine.scheduler.speculation import (
 _MAX_AGE_PLAIN = 256
 """See `StepTimes`. Measuring a plain step takes two steps: the first one may still check drafts."""
 _TRY_AFTER = 64, 256
-"""Steps without drafts after which some are made, to learn whether they have become better; and their maximum, as each
-try that fails doubles them."""
+"""Steps without drafts after which some are made, to learn whether they have become better; and the maximum of that
+number, which doubles with each try that fails."""
 _NUM_TRIED = 2
 _DECIDE_EVERY = 8
-"""Plans without drafts, of as many rows, for which a decision holds: it takes some of the time of a short step."""
+"""Plans without drafts, of as many rows, for which a decision holds: deciding takes a part of a short step's time."""
 _NOTHING: tuple[list[int], list[float]] = [], []
-"""What a request has that looks up nothing; see `SpeculationManager.look_up`."""
+"""The drafts and chances of a request that looks up nothing; see `SpeculationManager.look_up`."""
 _AS_MATCHED = 4
-"""`Acceptance` counts by the length of a match. A model's drafts have none and are all counted at this one, which only
-chooses what is expected before any are known: 4 in 5 are right."""
+"""`Acceptance` counts by the length of a match. A model's drafts have no match and are all counted at this length,
+which only determines the expectation before any results are known: 4 in 5 are right."""
 _MIN_MEASURED = 16
-"""Tokens of a step with which a model catches up, below which their time is not told apart from the others'."""
+"""Tokens of a step with which a model catches up, below which their time is not separated from the other tokens'
+time."""
 _MAX_STOPS, _STOP_DECAY = 1 / 16, 0.99
 """Share of recent rows that end with a stop token, above which the core waits for results, and the factor by which a
 row counts less with each later one. A row that is chained to such a row is computed in vain: a whole step, while
@@ -62,14 +63,14 @@ class ModelSpeculationManager(SpeculationManager):
         *,
         ranks_wait_for_cpu: bool = False,
     ) -> None:
-        """`ranks_wait_for_cpu`: several ranks compute on CPUs, so that all wait for one whose core makes a plan."""
+        """`ranks_wait_for_cpu`: several ranks compute on CPUs, so that all wait for a rank whose core makes a plan."""
         super().__init__(config, max_sampled_tokens, state_block_size)
         self._ranks_wait_for_cpu = ranks_wait_for_cpu
         self.times = StepTimes(_MAX_AGE_PLAIN)
         self._drafts: dict[Request, tuple[int, list[int]]] = {}
         """The last drafts of each request, and its number of tokens when they were made."""
         self._overall_made = Acceptance()
-        """Of the model's drafts."""
+        """Counters of the model's drafts, over all requests."""
         self._made: dict[Request, Acceptance] = {}
         """The counters of each request."""
         self._num_without, self._try_after = 0, _TRY_AFTER[0]
@@ -100,7 +101,7 @@ class ModelSpeculationManager(SpeculationManager):
         self._declined = None
         most = min(self.config.num_speculative_tokens, room // len(requests))
         lookups = self.look_up(requests, num_rows - len(requests))
-        # Of each request, how many drafts count of those that could be made, by their number, and of n-grams.
+        # For each request: how many model drafts are expected to count, by their number, and how many n-grams.
         options: list[tuple[list[float], float]] = []
         for request in requests:
             _, chances = lookups.get(request, _NOTHING)
@@ -113,7 +114,7 @@ class ModelSpeculationManager(SpeculationManager):
         repeated = gains if self.state_block_size is not None else [0.0] * most
         sizes = [num_rows + depth * len(requests) + again for depth, again in enumerate(repeated, 1)]
         times, each = self.times.relative("makes", num_rows, sizes), self.times.catch_up(num_rows)
-        if not times:  # without drafts, which are to be measured first
+        if not times:  # plain steps are to be measured first
             return 0
         best, best_depth, limit, surest = MIN_GAIN, 0, 0.0, max(promises[1] for promises, _ in options)
         for depth, (time, gain, tokens) in enumerate(zip(times, gains, late, strict=True), 1):
@@ -137,10 +138,10 @@ class ModelSpeculationManager(SpeculationManager):
         self, requests: Sequence[Request], options: Sequence[tuple[list[float], float]], most: int
     ) -> tuple[list[float], list[float]]:
         """Return by how many tokens 1 to `most` drafts of each request are expected to be better than n-grams in a
-        step, and with how many tokens a step the model then catches up.
+        step, and with how many tokens per step the model then catches up.
 
         Both are spread over the steps that each request has left: the model catches up once, and a request that ends
-        before it has done so has no drafts.
+        before the model has caught up has no drafts.
         """
         behind, gains, late = self._catch_up.behind(requests), [], []
         for depth in range(1, most + 1):
@@ -154,11 +155,11 @@ class ModelSpeculationManager(SpeculationManager):
         return gains, late
 
     def probability(self, request: Request) -> float:
-        """Estimated probability of a draft to be right if those before it are."""
+        """Return the estimated probability that a draft is right if the drafts before it are."""
         return self._made.get(request, self._overall_made).probability(_AS_MATCHED)
 
     def draft(self, decodes: Sequence[Request], num_others: int = 0) -> dict[Request, list[int]]:
-        """Return the drafts of these requests: n-grams, or those that a model has made of their next tokens."""
+        """Return the drafts of these requests: n-grams, or a model's drafts of their next tokens."""
         found = self.look_up(decodes, num_others)
         for request in decodes:
             length, made = self._drafts.get(request, (-1, []))
@@ -193,8 +194,8 @@ class ModelSpeculationManager(SpeculationManager):
                 self._num_without = self._try_after
 
     def may_chain(self, requests: Sequence[Request], num_drafts: int) -> bool:
-        """Whether these requests should have rows with `num_drafts` of the model before it is known where those before
-        them end: not if n-grams, which need the text, promise more."""
+        """Whether these requests should have rows with `num_drafts` of the model before it is known where the previous
+        rows end: not if n-grams, which need the text, promise more."""
         if self._ranks_wait_for_cpu or self._stops > _MAX_STOPS:
             return False
         return all(
@@ -236,8 +237,8 @@ class ModelSpeculationManager(SpeculationManager):
 
 
 def _promises(probability: float, most: int) -> list[float]:
-    """Return the expected numbers that count of 0 to `most` drafts, each right with this probability if those before it
-    are."""
+    """Return how many of 0 to `most` drafts are expected to count, if each is right with this probability when the
+    drafts before it are."""
     return [*accumulate((probability**place for place in range(1, most + 1)), initial=0.0)]
 
 

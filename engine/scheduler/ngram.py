@@ -12,19 +12,19 @@ from operator import mul
 import numpy as np
 
 _MAX_MATCH = 16
-"""Longer matches are not told apart."""
+"""Longer matches are not distinguished."""
 _DECAY = 0.95
 """Factor by which a guess counts less with each later one: about the last 20 count."""
 _PRIOR_WEIGHT = 1.0
-"""Guesses as which the rule of succession counts."""
+"""Weight of the rule of succession, as a number of guesses."""
 _OVERALL_WEIGHT = 4.0
-"""Guesses as which the share of all requests counts for one of them."""
+"""Weight of the share of all requests in the share of one request, as a number of guesses."""
 _MAX_MISSES = 2
-"""Consecutive tokens that may differ from those that are being repeated, as if they had been replaced."""
+"""Consecutive tokens that may differ from the repeated tokens, as if they had been replaced."""
 _CORPUS_MATCH = 4
-"""Tokens as whose repetition the start of a corpus counts."""
+"""Length of the match that the start of a corpus counts as."""
 _NUM_LENGTHS = 6
-"""Of matches, told apart by powers of two; see `_length_class`."""
+"""Number of classes of match lengths, by powers of two; see `_length_class`."""
 _UNKNOWN = -1
 """In front of the tokens, so that a comparison with tokens before the first one fails."""
 RECENT_MATCH = 4
@@ -51,14 +51,15 @@ class Acceptance:
             self._overall.learn(num_matched, is_hit=is_hit)
 
     def chances(self, num_matched: int, count: int) -> list[float]:
-        """Return the estimated probabilities of 1, 2, … `count` tokens after a match to be all right."""
+        """Return the estimated probabilities that 1, 2, … `count` tokens after a match are all right."""
         return [*accumulate(map(self.probability, range(num_matched, num_matched + count)), mul)]
 
     def probability(self, num_matched: int) -> float:
-        """Return that of the next token: the share of recent guesses after matches of this length that were right.
+        """Return the probability that the next token is right: the share of right guesses among recent ones after
+        matches of this length.
 
-        Without any, it is the share of all requests, or without these by the rule of succession: after n tokens that
-        were repeated, the next one is with a probability of about n / (n + 1).
+        Without such guesses, it is the share of all requests or, without these, follows the rule of succession: after n
+        repeated tokens, the next one repeats with a probability of about n / (n + 1).
         """
         expected, weight = num_matched / (num_matched + 1), _PRIOR_WEIGHT
         if self._overall is not None:
@@ -68,7 +69,7 @@ class Acceptance:
 
 
 class RecentTexts:
-    """Recent answers, in which the requests with the same salt look for what they may be repeating.
+    """Recent answers, in which the requests with the same salt look for text that they may be repeating.
 
     Texts are in one array, with gaps between them, and places are found by a hash of the tokens before them. When the
     array is full, it becomes the older of two.
@@ -117,7 +118,8 @@ class RecentTexts:
 class TokenLookup:
     """The tokens of a request, and the place in them, or in a recent answer, that is being repeated.
 
-    The place moves along with each new token, which takes no search, until several differ from those at the place.
+    The place moves along with each new token, which takes no search, until several of them differ from the tokens at
+    the place.
     """
 
     def __init__(
@@ -128,15 +130,15 @@ class TokenLookup:
         salt: bytes = b"",
         overall: Acceptance | None = None,
     ) -> None:
-        """A match has at least `minimum` tokens. `corpus` is text to repeat in addition to the request's own and to
-        those of `recent`, with this salt. `overall` is that of requests without such a text, which is expected to be
-        repeated whatever others do."""
+        """A match has at least `minimum` tokens. `corpus` is text to repeat in addition to the request's own text and
+        to `recent` texts with this salt. `overall` has the statistics of requests without a corpus, as a corpus is
+        expected to be repeated whatever others do."""
         self._minimum = minimum
         self.num_known = 0
         """Tokens of the request that it has been given."""
         self._recent, self._salt = recent, salt
         self._others: np.ndarray | None = None
-        """The recent texts that `_source` is a place in; None: it is one in the own tokens."""
+        """The recent texts that `_source` is a place in; None: it is a place in the request's own tokens."""
         self._tokens = np.full(max(256, 2 * (len(corpus) + _MAX_MATCH + 1)), _UNKNOWN, np.int32)
         self._tokens[_MAX_MATCH : _MAX_MATCH + len(corpus)] = corpus
         self._end = _MAX_MATCH + len(corpus) + bool(corpus)
@@ -151,7 +153,7 @@ class TokenLookup:
         self._num_matched = max(minimum, _CORPUS_MATCH) if corpus else 0
         """Tokens before `_source` that equal the last ones."""
         self.proposed: tuple[list[int], list[float]] | None = None
-        """What has been proposed after the last token, and its chances, for the caller to keep until the next one."""
+        """The tokens proposed after the last token, and their chances, for the caller to keep until the next token."""
 
     def extend(self, token_ids: list[int]) -> None:
         """Add the tokens of the request that are new since the last call, given all of them."""
@@ -187,14 +189,14 @@ class TokenLookup:
             return []
         if self._others is not None:
             return self._until_gap(self._others[source : source + count].tolist())
-        period = self._end - source  # what follows the last token is expected to repeat as well
+        period = self._end - source  # the tokens after the last one are expected to repeat as well
         if count <= period:
             return self._until_gap(self._tokens[source : source + count].tolist())
         return self._until_gap(np.resize(self._tokens[source : self._end], count).tolist())
 
     def chances(self, count: int) -> list[float]:
-        """Return the estimated probabilities of the first, the second, … of `count` proposed tokens to be right after
-        others that are."""
+        """Return the estimated probabilities that the first, the second, … of `count` proposed tokens are right, as are
+        the tokens before them."""
         return self._acceptance.chances(self._num_matched, count)
 
     @property
@@ -230,5 +232,5 @@ class TokenLookup:
 
 
 def _length_class(num_matched: int) -> int:
-    """0, 1, 2-3, 4-7, 8-15 or more."""
+    """The class of a match length: 0, 1, 2-3, 4-7, 8-15, or 16 and more."""
     return min(num_matched.bit_length(), _NUM_LENGTHS - 1)

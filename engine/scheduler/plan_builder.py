@@ -1,4 +1,4 @@
-"""The plan of a step while it is made: its rows, and what the workers do not know yet of their requests."""
+"""The plan of a step while it is made: its rows, and the changes of their requests that the workers do not know yet."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ class PlansInFlight:
         self.rows: dict[int, list[Request]] = {}
         """The requests of each plan, row by row."""
         self.num_tokens = 0
-        """Of all plans in flight."""
+        """Tokens of all plans in flight."""
         self._skipped_until = -1
         """After a failed step, the workers skip the plans in flight up to this step."""
         self._next_clears_failure = False
@@ -37,7 +37,7 @@ class PlansInFlight:
         self.next_step += 1
 
     def fail(self, step: int) -> list[Request] | None:
-        """Record that the oldest plan has failed; returns the requests of those behind it, which the workers skip.
+        """Record that the oldest plan has failed; returns the requests of the plans behind it, which the workers skip.
 
         None: the workers have skipped it, too.
         """

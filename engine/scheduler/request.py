@@ -13,7 +13,7 @@ from quire.engine.scheduler.ngram import TokenLookup
 
 @dataclass(slots=True, eq=False)
 class ShareQueue:
-    """The requests of one share (`EngineCoreRequest.share`), and what it has received."""
+    """The requests of one share (`EngineCoreRequest.share`), and the service that it has received."""
 
     key: bytes
     weight: float

@@ -1,4 +1,5 @@
-"""The KV blocks of requests: which a request needs, which it gets, and what the prefix cache has of them.
+"""The KV blocks of requests: the blocks that a request needs, the blocks that it gets, and its blocks in the prefix
+cache.
 
 `quire.engine.scheduler.kv_cache_manager` knows blocks, and this module knows whose they are.
 """
@@ -74,7 +75,7 @@ class RequestBlocks:
     def free_out_of_window(self, request: Request) -> None:
         """Free the blocks outside the request's windows. The request must not have a row in the current plan.
 
-        All rows of a step write KV before any row attends, so a later row could overwrite what this one still reads.
+        All rows of a step write KV before any row attends, so a later row could overwrite KV that this one still reads.
         """
         if self.kv.windows:
             num_published = request.num_published

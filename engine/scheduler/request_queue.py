@@ -44,7 +44,7 @@ class RequestQueue:
 
     def __init__(self) -> None:
         self._shares: dict[bytes, ShareQueue] = {}
-        """Those with unfinished requests."""
+        """Shares with unfinished requests."""
         self._count = 0
         self._virtual_time = 0.0
         """The highest `ShareQueue.served` at which a share was served: where one starts that had no waiting

@@ -18,11 +18,11 @@ class RunningRequests(list[Request]):
     def __init__(self, max_num_seqs: int) -> None:
         super().__init__()
         self.prefilling: list[Request] = []
-        """Those with known tokens that are not scheduled yet, sorted the same way."""
+        """Requests with known tokens that are not scheduled yet, sorted the same way."""
         self.decoding: list[Request] = []
-        """Those in decode, sorted the same way."""
+        """Requests in decode, sorted the same way."""
         self.decode_context = 0
-        """Sum of `num_computed_tokens` over `decoding`; for whoever moves one forward to keep."""
+        """Sum of `num_computed_tokens` over `decoding`; callers that move a decode forward must update it."""
         self.free_slots = list(reversed(range(max_num_seqs)))
         self._freed_slots: list[int] = []
         """Slots that the next plan tells the workers to free."""

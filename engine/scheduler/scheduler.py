@@ -14,13 +14,14 @@ A request with structured output waits for each sampled token (see `quire.engine
 pipeline stages, one plan per stage is in flight, and a decode waits for its token.
 
 With speculation, a decode whose tokens are all known can have drafts (see `quire.engine.scheduler.speculation`). Its
-row advances past them, and it waits for the result, which takes back those that do not count. A recurrent state cannot
-go back, so it is kept as it is before the drafts, and the request's next row computes those that count once more. While
-drafts of a model pay, a single stage runs ahead only if all rows can be chained (`quire.engine.scheduler.draft_steps`).
+row advances past them, and it waits for the result, which takes back the drafts that do not count. A recurrent state
+cannot go back, so it is kept as it is before the drafts, and the request's next row recomputes the drafts that count.
+While drafts of a model pay, a single stage runs ahead only if all rows can be chained
+(`quire.engine.scheduler.draft_steps`).
 
-The scheduler conducts, and others own what is between its calls: `TokenBudget` decides how many tokens a plan contains,
-`RequestQueue` who is next, `RunningRequests` who has a slot, `RequestBlocks` what memory requests have, `PlansInFlight`
-which results are awaited, and `PlanBuilder` what the workers are told.
+The scheduler coordinates; other objects own the state between its calls: `TokenBudget` decides how many tokens a plan
+contains, `RequestQueue` which request is next, `RunningRequests` which requests have a slot, `RequestBlocks` which
+memory requests have, `PlansInFlight` which results are awaited, and `PlanBuilder` which changes the workers receive.
 """
 
 from __future__ import annotations
@@ -331,7 +332,7 @@ class Scheduler:
         )
 
     def _chain(self) -> SchedulerOutput | None:
-        """Return a plan whose rows are all chained to those in flight; None if it must wait for their results."""
+        """Return a plan whose rows are all chained to those in flight; None if the core must wait for their results."""
         if not isinstance(self.speculation, ModelSpeculationManager) or self.structured_output:
             return None
         if len(self.waiting) > 0 and (self.running.free_slots or len(self.waiting.shares) > 1):  # one may be admitted
@@ -518,7 +519,7 @@ class Scheduler:
         return outputs
 
     def _count_tokens(self, plan: SchedulerOutput, num_accepted: int) -> None:
-        """Count the tokens of a step. Drafts that do not count are left out, and those that are computed again."""
+        """Count the tokens of a step, except drafts that do not count and drafts that are computed again."""
         num_tokens = plan.num_tokens
         if self.speculation is not None:
             num_tokens += (0 if self.kv.states else num_accepted) - plan.num_draft_tokens
@@ -561,11 +562,11 @@ class Scheduler:
     def _verify(
         self, request: Request, sampled: list[int], logprobs: list[TokenLogprobs | None], num_made: int
     ) -> EngineCoreOutput:
-        """Process the result of the oldest row in flight of a request with drafts: take back those that do not count,
-        and return the output.
+        """Process the result of the oldest row in flight of a request with drafts: take back the drafts that do not
+        count, and return the output.
 
         `sampled` are the tokens at the places of the drafts that count, and the one after them; `num_made` drafts of
-        what follows were made, which a chained row has.
+        the following tokens were made, which a chained row has.
         """
         num_drafts, num_missing = self.drafts_in_flight.on_result(request, num_made)
         num_accepted = len(sampled) - 1
@@ -575,7 +576,7 @@ class Scheduler:
         sampled = sampled[: min(next(ends, len(sampled)), request.max_tokens - len(request.token_ids))]
         request.token_ids += sampled
         output = self._make_output(request, sampled, logprobs[: len(sampled)])
-        num_told = min(num_accepted, len(sampled))  # those after the end count nowhere
+        num_told = min(num_accepted, len(sampled))  # drafts after the end count nowhere
         output.num_accepted_tokens, output.num_rejected_tokens = num_told, num_drafts - num_told
         self.stats.num_drafts += num_drafts > 0
         self.stats.num_draft_tokens += num_drafts

@@ -6,8 +6,8 @@ that a draft counts exactly when it is the token that would have been sampled: t
 number of steps is lower (see `quire.engine.scheduler.scheduler`).
 
 Drafts are used when they pay. The expected number of tokens of a step follows from how often recent guesses were right,
-also those that were not used; its time is measured. Of the possible numbers of drafts, the one with the highest
-expected rate is chosen, which is none where a step with more tokens takes longer in proportion.
+including unused guesses; its time is measured. Of the possible numbers of drafts, the one with the highest expected
+rate is chosen: 0 where a step with more tokens takes longer in proportion.
 """
 
 from __future__ import annotations
@@ -30,10 +30,12 @@ SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 _SMOOTHING = 0.2
 """Weight of a new measurement."""
 Kind = Literal["plain", "checks", "makes", "catches up"]
-"""What is measured: steps of one token for each row; with drafts; with about as many drafts as a model makes at their
-end; and what a step takes longer if a draft model catches up, by the tokens of that."""
+"""Measured times: of steps with one token for each row; of steps with drafts; of steps with about as many drafts as a
+model makes at their end; and the extra time of a step in which a draft model catches up, by the number of tokens that
+it catches up with."""
 _MAX_AGE = 512
-"""Steps after which a measurement with drafts is forgotten. What is not known is assumed to be cheap, and so tried."""
+"""Steps after which a measurement with drafts is forgotten. Unknown times are assumed to be short, so that they are
+tried."""
 _MAX_AGE_PLAIN = 64
 """The same for plain steps, which are measured again at once: drafts must be better than they are."""
 _WARM_UP: Mapping[Kind, int] = {"plain": 3, "checks": 1, "makes": 1, "catches up": 1}
@@ -41,7 +43,8 @@ _WARM_UP: Mapping[Kind, int] = {"plain": 3, "checks": 1, "makes": 1, "catches up
 _OUTLIER_FACTOR = 3.0
 """A measurement is clipped to this multiple of the expected time."""
 MIN_CHANCE = 0.1
-"""Probability to count below which a draft is not worth a place in a step, however little that seems to take."""
+"""Probability to count below which a draft is not worth a place in a step, however little time the place seems to
+take."""
 MIN_GAIN = 1.05
 """Expected gain below which there are no drafts, as they cost time outside of the step, too."""
 
@@ -52,7 +55,7 @@ class StepTimes:
     def __init__(self, max_age_plain: int = _MAX_AGE_PLAIN) -> None:
         self._max_age_plain = max_age_plain
         self._seconds: dict[tuple[Kind, int], float] = {}
-        """By kind and size, a place in `SIZES`; so are the others."""
+        """By kind and size (a place in `SIZES`), like the dictionaries below."""
         self._tokens: dict[tuple[Kind, int], int] = {}
         """Tokens of the last step."""
         self._learned_at: dict[tuple[Kind, int], int] = {}
@@ -78,8 +81,8 @@ class StepTimes:
         return self._seconds.get(("plain", bisect_left(SIZES, num_rows)))
 
     def catch_up(self, num_rows: int) -> float:
-        """Return the time that a token takes with which a draft model catches up, as a multiple of the time of a plain
-        step; 0 if that is not known."""
+        """Return the time per token with which a draft model catches up, as a multiple of the time of a plain step; 0
+        if that is not known."""
         found = [key for key in self._seconds if key[0] == "catches up"]
         if not found or (base := self.plain(num_rows)) is None:
             return 0.0
@@ -123,7 +126,7 @@ class SpeculationManager:
     """Makes the drafts of each plan, by n-grams.
 
     `state_block_size`: the block size of a model with recurrent states. There drafts end with the block of the last
-    known token, and those that count are computed again in the next step.
+    known token, and drafts that count are computed again in the next step.
     """
 
     def __init__(self, config: SpeculativeConfig, max_sampled_tokens: int, state_block_size: int | None = None) -> None:
@@ -217,15 +220,15 @@ class SpeculationManager:
         return "plain" if plan.num_tokens == plan.num_rows else None
 
     def on_finish(self, request: Request, num_running: int) -> None:
-        """Remember the answer of a finished request for those that repeat it, unless so many run that nothing has
+        """Remember the answer of a finished request for requests that repeat it, unless so many run that none has
         drafts."""
         if num_running <= MAX_ROWS:
             begin = max(0, request.num_prompt_tokens - RECENT_MATCH)
             self.recent.add(request.token_ids[begin:], request.core_request.cache_salt)
 
     def propose(self, request: Request) -> tuple[list[int], list[float]]:
-        """Return the tokens expected next, and the probabilities of each to count: found once for the same tokens, as a
-        step may ask several times."""
+        """Return the tokens expected next, and each one's probability to count. They are computed once for the same
+        tokens, as a step may ask several times."""
         lookup = request.lookup
         if lookup is None:
             asked = request.core_request
@@ -233,7 +236,7 @@ class SpeculationManager:
             lookup = request.lookup = TokenLookup(
                 self.config.prompt_lookup_min, predicted, self.recent, salt, self.acceptance
             )
-            lookup.extend(request.token_ids[: request.num_prompt_tokens])  # what is predicted follows it
+            lookup.extend(request.token_ids[: request.num_prompt_tokens])  # the predicted tokens follow it
         lookup.extend(request.token_ids)
         if (most := self.max_drafts(request)) <= 0:
             return [], []

@@ -23,13 +23,13 @@ from quire.engine.scheduler.request_queue import discard, insert
 _BUDGET_SECONDS = 0.02
 """Time for grammars in one iteration of the loop."""
 _AT_ONCE = 16
-"""Requests whose masks are computed together. The time is checked between: if all of them take as long as a mask can,
-unlike for the token before, they exceed the budget by that."""
+"""Requests whose masks are computed together. The time is checked only between such groups: a group whose masks all
+take as long as possible, unlike for the token before, exceeds the budget by its own time."""
 
 
 @dataclass(frozen=True)
 class StartedGrammar:
-    """A grammar after the known tokens of a new request, with what its first row needs."""
+    """A grammar after the known tokens of a new request, with the data for its first row."""
 
     grammar: Grammar
     forced: list[int]

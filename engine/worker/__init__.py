@@ -8,4 +8,4 @@ _begun = time.perf_counter()
 import torch  # noqa: E402, F401
 
 IMPORT_SECONDS = time.perf_counter() - _begun
-"""What importing torch has taken."""
+"""Seconds that importing torch has taken."""

@@ -59,7 +59,8 @@ class AsyncOutput:
     """
 
     def __init__(self, result: ModelRunnerOutput | None, readings: Sequence[AsyncRead], device: torch.device) -> None:
-        """`result` holds what is known at launch; None: this rank reports no result, only that its step is complete."""
+        """`result` holds everything known at launch; None: this rank reports no result, only that its step is
+        complete."""
         self._result, self._readings = result, readings
         self._copy = HostCopy([tensor for reading in readings for tensor in reading.tensors], device)
 

@@ -1,4 +1,4 @@
-"""Rows that continue where the step before has ended, which the core has planned before it knew."""
+"""Rows that continue where the previous step ends; the core has planned them before it knew where that is."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire.engine.worker.input_batch import InputBatch, Ints, StepRows
 
 
 class StepEnd:
-    """How the rows of a step end: what has been sampled there and, once they are made, the drafts of what follows."""
+    """The ends of a step's rows: the sampled tokens and, once they are made, the drafts of the following tokens."""
 
     def __init__(self, rows: StepRows, num_accepted: Tensor | None, device: torch.device) -> None:
         """`num_accepted` is as in `SampledStep`."""

@@ -35,20 +35,20 @@ from quire.kernels import HostMetadata
 
 @dataclass(frozen=True)
 class SampledStep:
-    """What a drafter knows of a step that has been sampled. The sampled tokens are in the input batch's memory."""
+    """A sampled step as a drafter sees it. The sampled tokens are in the input batch's memory."""
 
     rows: StepRows
     first: Ints
     """`[rows]`, tokens that were computed before the step."""
     batch: Batch
-    """The target's."""
+    """The target's batch."""
     hidden: Tensor
     """The target's output: the residual stream after its last layer, `[tokens, hidden_size]`; with
-    `Batch.logits_indices_only`, of the rows' last tokens only."""
+    `Batch.logits_indices_only`, only for the rows' last tokens."""
     num_accepted: Tensor | None
     """int64 on the device, for each row that samples, in order: drafts that count; None: no row has drafts."""
     drafting: Ints
-    """The rows to make drafts for, of those that sample; see `may_draft`."""
+    """The rows that sample and for which drafts are to be made; see `may_draft`."""
     count: int
     """Maximum drafts of a row."""
 
@@ -67,7 +67,7 @@ class Drafts:
     rows: Ints
     """Numbers of the rows that have drafts."""
     counts: Ints
-    """How many of `tokens` each of them has: there are slots for their KV."""
+    """How many of `tokens` each of these rows has: there are slots for their KV."""
     tokens: Tensor
     """int64 `[rows, drafts]`, on the device."""
 
@@ -91,11 +91,11 @@ class DraftModel:
     """A smaller model with the same vocabulary, which reads a request's tokens as the target does.
 
     `InputBatch.num_drafter_tokens` says for how many of a request's tokens its KV is complete. In each step it computes
-    those that follow, up to the newest one, whatever the target has computed: where steps have passed without it, it
-    catches up, a few rows at a time so that no step takes long, and by no more than its windows, as the blocks before
-    them are freed. A row that is still behind has no drafts. The core expects this (`quire.engine.scheduler.catch_up`).
-    Where there is such a gap, or one in blocks of the prefix cache that were filled in such steps, its guesses are
-    worse.
+    the tokens after these, up to the newest one, whatever the target has computed: where steps have passed without it,
+    it catches up, a few rows at a time so that no step takes long, and by no more than its windows, as the blocks
+    before them are freed. A row that is still behind has no drafts. The core expects this
+    (`quire.engine.scheduler.catch_up`). Where there is such a gap, or one in blocks of the prefix cache that were
+    filled in such steps, its guesses are worse.
 
     On a CPU its passes of few tokens are replayed; on a GPU they run without graphs.
     """
@@ -120,11 +120,11 @@ class DraftModel:
     def draft(self, step: SampledStep, input_batch: InputBatch) -> Drafts | None:
         rows, first = step.rows, step.first
         slots, room = rows.slots, input_batch.capacity(rows.slots)
-        # Where a token has been sampled, it follows; after drafts that do not count, what follows it has no meaning.
+        # A sampled token follows the row's tokens; if drafts do not count, the tokens behind it have no meaning.
         samples = np.zeros(len(slots), bool)
         samples[rows.sampling] = True
         ends = np.minimum(first + rows.counts + samples, room)
-        # What it has computed after the newest token that was known then had no meaning.
+        # Its results after the newest token that was known then had no meaning.
         starts = np.minimum(input_batch.num_drafter_tokens[slots], first + 1)
         starts = np.maximum(starts, first + 1 - self._max_behind)
         wanted = np.maximum(ends - starts, 0)
@@ -180,7 +180,7 @@ class RowsAhead:
     tables: Mapping[int, Tensor]
     """The block tables of these rows, by KV cache group."""
     limits: Tensor
-    """`[rows]`, the slots of each row. What is beyond them is not stored."""
+    """`[rows]`, the slots of each row. Tokens beyond them are not stored."""
     newest: Ints
     """Positions of the newest tokens, at most."""
     block_size: int

@@ -27,7 +27,7 @@ class GraphRecorder(Protocol):
     """How a device captures a step."""
 
     name: str
-    """What captured steps are called in logs."""
+    """The name of captured steps in logs."""
     runs_on_capture: bool
     """Whether `capture` also runs the step, so that steps are captured when they first occur; it then raises
     `NotReplayable`.
@@ -133,8 +133,8 @@ _NOT_REPLAYABLE = {
 
 
 class _PythonAccesses(TorchFunctionMode):
-    """Detects what op replay cannot record: numbers that pass between tensors and Python, and hidden aliases of
-    memory."""
+    """Detects accesses that op replay cannot record: numbers that pass between tensors and Python, and hidden aliases
+    of memory."""
 
     def __init__(self, found_at: list[str]) -> None:
         super().__init__()

@@ -21,7 +21,7 @@ class HeadDrafter:
     """Runs the head on all tokens of a step, each with the token that follows it, and then on its own drafts.
 
     The KV of the head at a position depends on the target's hidden state there, and on the next token. It is computed
-    in the target's step, when that is known; behind drafts that do not count, it is computed again in a later step.
+    in the target's step, when both are known; behind drafts that do not count, it is computed again in a later step.
     Steps without the head leave a gap, with which later guesses are worse; so does the end of a prefix of the cache,
     where the next token was another one.
     """
@@ -64,13 +64,13 @@ class HeadDrafter:
 
 
 class SeveralHeadsDrafter:
-    """Runs several heads on all tokens of a step. Head n reads a hidden state at a position, the target's or that of
-    the head before it, and the token n + 1 places after it, and guesses the one behind that: all drafts of a row are
-    made at its last position.
+    """Runs several heads on all tokens of a step. Head n reads a hidden state at a position, the target's or the
+    previous head's, and the token n + 1 places after the position, and guesses the token behind that one: all drafts of
+    a row are made at its last position.
 
     At the last n positions of a step, drafts stand for tokens that are not sampled yet. In the next step, the KV there
-    are computed again: the target's hidden states are kept by request slot. They are not known at the end of a prefix
-    of the cache, and after steps without the heads: there nothing is computed again, and guesses are worse.
+    is computed again: the target's hidden states are kept by request slot. They are not known at the end of a prefix of
+    the cache, and after steps without the heads: there nothing is computed again, and guesses are worse.
     """
 
     def __init__(self, head: DraftHead, caches: Sequence[LayerCache], parallel: Parallel, sampler: Sampler) -> None:

@@ -1,4 +1,4 @@
-"""What glibc does with memory that a rank on CPU has freed; where there is another C library, nothing is changed."""
+"""Controls how glibc treats memory that a rank on a CPU has freed; other C libraries are left unchanged."""
 
 from __future__ import annotations
 
@@ -62,5 +62,5 @@ class ActivationHeap:
         self._limit, self._has_trimmed = resident + self._kept, True
 
     def resident_bytes(self) -> int:
-        """The memory of this process, with what it shares with others."""
+        """The resident memory of this process, including memory that it shares with others."""
         return int(os.pread(self._sizes, 128, 0).split()[1]) * self._page  # proc(5)

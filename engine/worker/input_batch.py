@@ -72,8 +72,8 @@ class InputBatch:
     """The state of each running request, by request slot. It is the same on every rank.
 
     Tokens and block tables are on the device. Sampled tokens are written there directly: the host knows their number,
-    but not their values until a plan contains them. The host writes what plans contain into its own memory, and sends
-    the changes with the next batch. On a CPU, device memory and host memory are the same, and nothing is sent.
+    but not their values until a plan contains them. The host writes the contents of plans into its own memory, and
+    sends the changes with the next batch. On a CPU, device memory and host memory are the same, and nothing is sent.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class InputBatch:
         """Tokens at the end of the request's last step, drafts included, if several heads have run in it; otherwise 0.
         """
         self.num_blocks = np.zeros(slots, np.int64)
-        """In each group."""
+        """Blocks of each request in each group."""
         self.score_from = np.zeros(slots, np.int64)
         self.score_until = np.zeros(slots, np.int64)
         """Positions from `score_from` up to `score_until` have logits that score the next token of the prompt; 0: none.

@@ -1,11 +1,12 @@
-"""Measures how large the KV cache can be on a GPU: runs the largest step once, and gives the cache what is left.
+"""Measures how large the KV cache can be on a GPU: runs the largest step once, and gives the cache the remaining
+memory.
 
 The budget is --gpu-memory-utilization of the memory that was free before the rank used the device. The budget covers,
 as measured, the weights, the peak of the largest step including sampling, and memory outside torch's allocator (the
 CUDA context, kernels, libraries, communicators); and, as estimated, the CUDA graphs, which are captured after the cache
-is allocated. The memory outside the budget is a reserve for what is not measured. torch's allocator never takes the
-last part of it: an allocation outside torch (a kernel that is loaded late, a library's workspace) fails permanently,
-where torch frees cached memory and tries again.
+is allocated. The memory outside the budget is a reserve for unmeasured uses. torch's allocator never takes the last
+part of it: an allocation outside torch (a kernel that is loaded late, a library's workspace) fails permanently, where
+torch frees cached memory and tries again.
 
 torch's allocator uses expandable segments, unless PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF says otherwise. With
 fixed-size segments, steps of each size leave segments that fit no other step, and a cache that fills the device leaves
@@ -15,7 +16,7 @@ memory, like every pool with its own allocator, does not use them.
 
 Ranks on the same device get equal shares of it. The device's free memory reflects all of them, and the driver cannot
 always attribute memory to processes (not in containers). Therefore the ranks read it together while all are idle, and
-divide what belongs to none of their allocators.
+divide the memory that belongs to none of their allocators.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ class MemoryProfile:
     """Free memory at the start, or the rank's share of it."""
     budget: int
     weights: int
-    """Including what a step keeps for the next."""
+    """Including memory that a step keeps for the next one."""
     activations: int
     graphs: int
     non_torch: int
@@ -212,8 +213,8 @@ def measure(
 
 
 def _device_shares(config: EngineConfig, rank: int, meter: MemoryMeter, reserved: int) -> tuple[int, int, int]:
-    """This rank's shares: of the memory free at the start, of the memory outside torch's allocators, and what must stay
-    free for other ranks."""
+    """This rank's shares of the memory free at the start and of the memory outside torch's allocators, and the memory
+    that must stay free for other ranks."""
     if config.parallel.ranks_per_device == 1:
         return meter.at_start, max(0, meter.at_start - meter.free() - reserved), 0
     dist.barrier()  # all ranks have released their unused cache
@@ -227,7 +228,7 @@ def _device_shares(config: EngineConfig, rank: int, meter: MemoryMeter, reserved
 
 
 def _extra_workspace(config: EngineConfig) -> int:
-    """Bytes that attention needs for a sequence of full length beyond those for the longest one in
+    """Bytes that attention needs for a sequence of full length, beyond its memory for the longest sequence in
     `warm_up.largest_step`."""
     model, tp = config.model, config.parallel.tensor_parallel_size
     arch = parallel_config.rank_spec(model.architecture, config.parallel)

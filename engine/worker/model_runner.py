@@ -212,7 +212,7 @@ class ModelRunner:
     def _run(
         self, plan: SchedulerOutput, replica_tokens: tuple[int, ...], result: ModelRunnerOutput | None
     ) -> list[AsyncRead]:
-        """Start all of a step, and store in `result` what is known immediately. Returns how to read the rest."""
+        """Start all of a step, and store in `result` everything known immediately. Returns the reads of the rest."""
         expert_load = None if self._balancer is None else self._balancer.step()
         if result is not None:
             result.expert_load = expert_load

@@ -56,7 +56,7 @@ class PoolingRunner:
             for module in pooling.modules[: -1 if pooling.is_normalized else None]  # the server normalizes
         ]
         self._states: dict[int, _PoolState] = {}
-        """By slot, for the prompts that have started."""
+        """States of the prompts that have started, by slot."""
 
     def pool(
         self, rows: StepRows, batch: Batch, hidden: Tensor, input_batch: InputBatch, result: ModelRunnerOutput | None

@@ -32,7 +32,7 @@ from quire.engine.protocol.scheduler_output import SchedulerOutput
 _SLICE_SECONDS = {"cpu": 0.1, "cuda": 1.0}
 """Duration of a slice. The end of one makes a GPU's host wait for it."""
 _MAX_BYTES = 1 << 30
-"""Of a rank's files before compression; about a twentieth after it."""
+"""Maximum bytes of a rank's files before compression, which reduces them to about a twentieth."""
 _COMPRESSION = 1
 """The fastest."""
 

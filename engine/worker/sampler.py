@@ -70,7 +70,7 @@ class Sampler:
         and follow `lengths` tokens.
 
         `masks` are the plan's bitmasks by slot: a row with a mask may only sample tokens in it, and the mask already
-        excludes what the request's parameters forbid. Log-probabilities are computed from the original `logits`.
+        excludes tokens that the request's parameters forbid. Log-probabilities are computed from the original `logits`.
         Nothing here waits for the device.
         """
         controls = input_batch.controls[slots]
@@ -91,7 +91,7 @@ class Sampler:
         return SamplerOutput(tokens, logprob_rows, counts, columns)
 
     def draft(self, logits: Tensor, input_batch: InputBatch, slots: Ints, lengths: Tensor) -> Tensor:
-        """Guess what `sample` will return, int64 `[rows]`: with the same noise, and without what depends on the tokens
+        """Guess the result of `sample`, int64 `[rows]`: with the same noise, but without the effects of the tokens
         before. `lengths` are on the device."""
         self._bias(logits, input_batch, slots)
         return kernels.sample(logits, *_controls(input_batch.controls[slots]), lengths)

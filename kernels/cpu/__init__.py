@@ -1,4 +1,4 @@
-"""C++ kernels for CPUs, with the names and meaning of those in `quire.kernels.reference` and `packed`."""
+"""C++ kernels for CPUs, with the names and meaning of the operations in `quire.kernels.reference` and `packed`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Load the C++ kernels: those of the wheel, or compiled for this host once and kept on disk."""
+"""Load the C++ kernels: the wheel's, or kernels that are compiled for this host once and kept on disk."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 SOURCES = Path(__file__).parent
 PREBUILT = Path("prebuilt")
-"""The folder beside the sources that a wheel has its libraries in."""
+"""The folder beside the sources where a wheel has its libraries."""
 _OLDEST_TORCH = "0x020b000000000000"  # 2.11
 _COMPILE = (
     *("-std=c++20", "-O3", "-DNDEBUG", "-fPIC", "-fvisibility=hidden", "-fopenmp-simd"),
@@ -26,7 +26,7 @@ _TORCH = "torch_cpu"
 
 
 class CompileError(Exception):
-    """The text is what the compiler printed."""
+    """The text is the compiler's output."""
 
 
 def library_name(isa_name: str) -> str:
@@ -54,7 +54,7 @@ def compile_library(compiler: str, isa_flags: Sequence[str], torch_headers: Path
             _run([compiler, *flags(isa_flags), *paths, "-o", str(target)])
             return target
 
-        # Those that take longest first; coded.cpp has many instantiations.
+        # The slowest to compile come first; coded.cpp has many instantiations.
         sources = sorted(SOURCES.glob("*.cpp"), key=lambda source: (source.stem != "coded", -source.stat().st_size))
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             objects = [str(target) for target in pool.map(compile_source, sources)]

@@ -21,8 +21,8 @@ class OpReplay(_Mode):
     """The operations on tensors that this thread runs within `with`.
 
     A replay reads tensors that existed before in place. A result of one operation that is an argument of another is a
-    *value*, which every replay recomputes. Values that Python read from tensors, and decisions it made, are those of
-    the recording.
+    *value*, which every replay recomputes. Values that Python read from tensors, and decisions it made, stay as
+    recorded.
 
     `with` writes a Python function with a line for each operation, which drops each value after its last use.
     """

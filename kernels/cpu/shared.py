@@ -23,7 +23,7 @@ class Header(ctypes.Structure):
     """A rank's part of the segment's beginning, as in all_reduce.cpp."""
 
     published: int
-    """Progress within a step, modulo 2^32. A rank that waits has published more than those for which it waits."""
+    """Progress within a step, modulo 2^32. A rank that waits has published more than the ranks for which it waits."""
     has_met: int
     """Whether this rank has met the others in the present step. Until then its waiting does not count."""
     waited: int
@@ -70,5 +70,5 @@ def all_gather(memory: Tensor, rank: int, size: int, timeout: float, x: Tensor) 
 
 
 def broadcast(memory: Tensor, rank: int, size: int, timeout: float, x: Tensor) -> None:
-    """Replace contiguous `x` with that of rank 0."""
+    """Replace contiguous `x` with rank 0's `x`."""
     torch.ops.quire.shared_broadcast(memory, rank, size, timeout, x)

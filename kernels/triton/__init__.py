@@ -1,4 +1,4 @@
-"""Triton kernels for GPUs, with the names and meaning of the operations in `quire.kernels.reference` and
+"""Triton kernels for GPUs, with the names and meaning of the operations in `quire.kernels.reference`,
 `quire.kernels.coded_words` and `quire.kernels.fp4`.
 
 Triton specializes a kernel, and recompiles it for a second or more, when an integer becomes 1 or a multiple of 16 or an

@@ -488,17 +488,17 @@ def _tile(head_dim: int, width: int, is_narrow: bool) -> tuple[int, int]:
 
 
 class _Terms(NamedTuple):
-    """What is added to scores or to their sum: see `reference.paged_attention`. The query is the placeholder of tensors
-    that are not read."""
+    """The terms that are added to scores or to their sum: see `reference.paged_attention`. The query is a placeholder
+    for tensors that are not read."""
 
     sinks: Tensor
     slopes: Tensor
     biases: Tensor
     num_biases: int
     sinks_token: int
-    """From one token's sinks to the next one's; 0: they are the same."""
+    """Stride from one token's sinks to the next one's; 0: they are the same."""
     biases_strides: tuple[int, int]
-    """From one token's, or head's, to the next one's."""
+    """Strides from one token's, and one head's, biases to the next one's."""
 
     @staticmethod
     def of(

@@ -28,7 +28,7 @@ class _Decoding(NamedTuple):
     """How the kernels compute a number: a float32 from the bits of its code, times a factor, plus a term."""
 
     kind: str
-    """integer: the code is the fraction of 1.…; float: its bits are those of a float32; table: a value is loaded."""
+    """integer: the code is the fraction of 1.…; float: its bits are bits of a float32; table: a value is loaded."""
     factor: float = 1.0
     term: float = 0.0
     fraction: int = 0
@@ -40,7 +40,7 @@ _DECODINGS = {
     "int4": _Decoding("integer", 16.0, -24.0),
     "uint8": _Decoding("integer", 256.0, -256.0),
     "int8": _Decoding("integer", 256.0, -384.0),  # the sign bit is stored inverted
-    "e2m1": _Decoding("float", 2.0**126, fraction=1),  # exponents are biased by 1, those of float32 by 127
+    "e2m1": _Decoding("float", 2.0**126, fraction=1),  # exponents are biased by 1, in float32 by 127
     "fp8": _Decoding("float", 2.0**120, fraction=3),
     "nf4": _Decoding("table"),
     "fp4": _Decoding("table"),

@@ -192,7 +192,7 @@ def fused_experts(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
 ) -> Tensor:
-    """See `quire.kernels.reference`. Does not wait for the device; all shapes depend on those of the arguments."""
+    """See `quire.kernels.reference`. Does not wait for the device; all shapes depend on the shapes of the arguments."""
     if activation not in KINDS:
         raise KeyError(activation)
     (experts, hidden, size), count, top_k = down.shape, ids.numel(), ids.shape[1]

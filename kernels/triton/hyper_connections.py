@@ -1,7 +1,7 @@
 """Hyper-connections: the products of some tokens with some features of the function, of which there are enough to keep
-a GPU's memory busy with a single token; then a program for each token, and for some features of what it reads.
+a GPU's memory busy with a single token; then a program for each token and some features of the layer's input.
 
-How a token's products are summed does not depend on other tokens.
+The summation of a token's products does not depend on other tokens.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ class MessageTool(MessagePart):
 
 
 class MessageToolChoice(RequestModel):
-    """What the model may or must call."""
+    """The tools that the model may or must call."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None

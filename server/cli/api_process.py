@@ -70,7 +70,7 @@ def http_server(
 
 
 class ApiProcess:
-    """The server of this process, and what the supervisor tells it."""
+    """The server of this process, and its connection to the supervisor."""
 
     def __init__(self, args: ApiProcessArgs, connection: SupervisorConnection) -> None:
         """Must be created on the event loop."""
@@ -100,7 +100,7 @@ class ApiProcess:
         self._stopping: asyncio.Task[None] | None = None
         self._is_restart = bool(args.states)
         self._failure: Exception | None = None
-        """Why requests can never be served."""
+        """The reason why requests can never be served."""
 
     async def run(self) -> None:
         """Serve until the supervisor ends it; raises `ConfigError` and others if requests can never be served."""

@@ -18,7 +18,7 @@ _MAX_URL = 256
 
 @dataclass(frozen=True, slots=True)
 class LineError:
-    """Why a line is not a valid request. The codes are OpenAI's batch API's where it defines one."""
+    """The reason why a line is not a valid request. The codes are OpenAI's batch API's where it defines one."""
 
     code: str
     message: str

@@ -68,17 +68,17 @@ class HostResult(msgspec.Struct):
 
 
 class DoctorReport(msgspec.Struct):
-    """What `--json` prints."""
+    """The output of `--json`."""
 
     status: Status = "ok"
-    """The most serious one."""
+    """The most serious status of all checks."""
     hosts: list[HostResult] = []
     cluster: list[Check] = []
-    """What is between the hosts."""
+    """The checks between the hosts."""
 
 
 class Output:
-    """Prints the results as they come, or in the end as JSON."""
+    """Prints the results as they come, or at the end as JSON."""
 
     def __init__(self, is_json: bool) -> None:
         self._is_json, self._result = is_json, DoctorReport()
@@ -94,7 +94,7 @@ class Output:
         return own.checks
 
     def between(self, check: Check) -> None:
-        """Add a check of what is between the hosts."""
+        """Add a check between the hosts."""
         if not self._result.cluster:
             self._print("between the hosts:")
         self._result.cluster.append(check)
@@ -242,13 +242,14 @@ def check_host(options: DoctorOptions) -> Iterator[Check]:
 def _devices(options: DoctorOptions) -> tuple[ranks.Device, int]:
     """The kind and the number of this host's devices."""
     count = 0
-    with contextlib.suppress(ConfigError):  # the check of the GPUs says it
+    with contextlib.suppress(ConfigError):  # the check of the GPUs reports it
         count = 0 if options.device == "cpu" else count_gpus()
     return ("cuda", count) if count else ("cpu", 1)
 
 
 def _ports(options: DoctorOptions) -> list[Port]:
-    """What `quire serve` listens on at this host. Node 0 of several listens on --master-port while this is checked."""
+    """The addresses that `quire serve` listens on at this host. Node 0 of several listens on --master-port during this
+    check."""
     if options.node_rank:
         return []
     where, replicas = options.master_addr, "choose another with --data-parallel-rpc-port if there are some"

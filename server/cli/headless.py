@@ -87,7 +87,8 @@ def run_replicas(
     stop: threading.Event,
     drain_seconds: Callable[[], float] = lambda: 0.0,
 ) -> Failed | None:
-    """Run this host's replicas until `stop` is set or the API exits. Returns what went wrong, if anything did.
+    """Run this host's replicas until `stop` is set or the API exits. Returns a description of the problem, if there was
+    one.
 
     After `stop`, unless they share experts, requests there end or move within `drain_seconds`.
     """

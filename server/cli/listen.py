@@ -44,7 +44,7 @@ def _tcp(host: str, port: int) -> socket.socket:
         raise ConfigError(f"--port {port}: must be from 0 to 65535")
     try:
         family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    except (socket.gaierror, UnicodeError) as error:  # UnicodeError: no name can be spelled like this
+    except (socket.gaierror, UnicodeError) as error:  # UnicodeError: not a valid host name
         raise ConfigError(f"--host {host}: {getattr(error, 'strerror', None) or 'not a valid host name'}") from None
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

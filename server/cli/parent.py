@@ -38,7 +38,7 @@ from quire.server.client.engine_manager import ApiProcessInfo, EngineManager
 from quire.server.config.server_options import ServerOptions
 
 _FAILURE_SECONDS = 2.0
-"""How long /health reports why the engine died, before the server exits."""
+"""Time for which /health reports why the engine died, before the server exits."""
 _EXIT_SECONDS = 10.0
 """Time for an API process to exit after its requests have ended."""
 _QUICK_EXIT_SECONDS = 0.5
@@ -123,11 +123,11 @@ class Server:
     ) -> None:
         """Start all processes. `seconds` are the durations of earlier phases of the start-up."""
         self.failure: Failed | None = None
-        """Why no API process can be started."""
+        """The reason why no API process can be started."""
         self._config, self._options, self._names, self._listener = config, options, names, listener
         self._seconds = seconds
         self._signals: list[int] = []
-        """Those that have arrived."""
+        """The signals that have arrived."""
         self._wake: Callable[[], None] = lambda: None
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._on_signal)

@@ -1,4 +1,4 @@
-"""`quire plan`: which layouts of a model fit a machine, and what they can reach. Also the choice of `--auto`."""
+"""`quire plan`: the layouts of a model that fit a machine, and bounds on their speed. Also the choice of `--auto`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _HEAD = (
     "-tp|-pp|-dp|EP|weights|KV tokens|max requests at {length:,} tokens|single request|limit|full batch|requests|"
     "limit|TTFT|limit"
 )
-"""Of the table, whose rows are those of `_row`."""
+"""The head of the table; `_row` makes its rows."""
 _LEGEND = """\
 EP: with --enable-expert-parallel. Weights are per rank, for the largest; KV tokens, and the requests of {length:,}
 tokens that they hold, are per replica. The rest is a roofline estimate: tokens/s are upper bounds, of a request
@@ -153,7 +153,7 @@ def _rates(layout: Layout) -> str:
 
 
 def _idle(count: int, layout: Mapping[str, Any]) -> str:
-    """What to say if the layouts with the degrees that are given do not use all devices."""
+    """The remark if the layouts with the given degrees do not use all devices."""
     used = math.prod(layout[name] for name in DEGREES)
     return f"; {count - used} of {count} GPUs are idle, as {used} are used" if used < count else ""
 

@@ -90,7 +90,7 @@ def _path(response: httpx.Response) -> str:
 
 
 def _write(response: httpx.Response, path: str) -> int:
-    """Write the body; a file that is not complete is removed. Returns its bytes."""
+    """Write the body; an incomplete file is removed. Returns its number of bytes."""
     partial = f"{path}.part"
     try:
         with open(partial, "wb") as file:

@@ -23,7 +23,7 @@ from quire.server.config import flags
 from quire.server.text.tokenizer import Tokenizer
 
 _LENGTH = 2048
-"""Most tokens of a text; longer ones are divided."""
+"""Maximum number of tokens of a text; longer texts are divided."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ def fill(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Quantize, and say what to do with it. Returns 0."""
+    """Quantize, and print how to serve the result. Returns 0."""
     if parsed.out is None:
         raise ConfigError("quire quantize needs MODEL and OUT: what to read, and the folder to write")
     options, out = flags.collect(parsed, QuantizeOptions), Path(parsed.out).expanduser().resolve()

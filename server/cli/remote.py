@@ -25,7 +25,7 @@ class RemoteError(ConfigError):
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteOptions:
-    """Which server to use, and how to sample."""
+    """The server to use, and the sampling parameters."""
 
     url: str = flag("http://localhost:8000", "URL of the server", metavar="URL")
     api_key: str | None = flag(

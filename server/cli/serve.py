@@ -58,7 +58,7 @@ def run(parsed: argparse.Namespace) -> int:
     return _run_headless(options, server) if server.headless else _serve(options, server, seconds)
 
 
-# Both import what they need: the parsers of all commands import this module, and a core imports torch meanwhile.
+# Both import their modules here: the parsers of all commands import this module, and a core imports torch meanwhile.
 
 
 def _run_headless(options: EngineOptions, server: ServerOptions) -> int:

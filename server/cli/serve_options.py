@@ -26,7 +26,7 @@ def add_config(parser: argparse.ArgumentParser) -> None:
 def read_options(parsed: argparse.Namespace) -> tuple[EngineOptions, ServerOptions]:
     """Read the options from the command line, then the `--config` file, then the environment (Vertex AI's and vLLM's).
 
-    `notes` of `parsed` then says what has no effect, and `given` has the options that are set, by name.
+    `notes` of `parsed` then names the options without effect, and `given` has the options that are set, by name.
     """
     from_file = flags.read_config(parsed.config, parsed.parser) if parsed.config is not None else []
     file = parsed.parser.parse_args(from_file)

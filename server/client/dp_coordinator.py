@@ -31,7 +31,7 @@ from quire.engine.protocol.supervision import ReplicaUp
 
 
 class ReplicaListener(Protocol):
-    """What `DPCoordinator` notifies of other hosts' replicas, from any thread (`EngineManager`)."""
+    """A listener that `DPCoordinator` notifies of other hosts' replicas, from any thread (`EngineManager`)."""
 
     def replica_joined(self, replica: int, address: str) -> None: ...
 
@@ -49,14 +49,14 @@ class ReplicaListener(Protocol):
 
 
 class JoinRequest(msgspec.Struct):
-    """What a replica sends in its `Hello`."""
+    """The contents of a replica's `Hello`."""
 
     requests: str
     """The address at which it receives requests."""
     is_headless: bool
     """Whether the leader's API serves this replica."""
     master: tuple[str, int] | None = None
-    """Where the other hosts of the replica join it, if there are any."""
+    """The address at which the other hosts of the replica join it, if there are any."""
 
 
 class JoinReply(msgspec.Struct, tag=True):
@@ -73,7 +73,7 @@ class StopGroup(msgspec.Struct, tag=True):
 
 
 class ReplicaDied(msgspec.Struct, tag=True, array_like=True):
-    """Sent by the host of a replica: its core has died, and why."""
+    """Sent by the host of a replica: its core has died, with the reason."""
 
     reason: str
 
@@ -82,7 +82,7 @@ class ShutdownRequested(msgspec.Struct, tag=True, array_like=True):
     """Sent by the host of a replica: it shuts down as soon as no other host needs it."""
 
     seconds: float
-    """How long requests may go on there; independent replicas only."""
+    """Time for which requests may go on there; independent replicas only."""
 
 
 _decode = msgspec.msgpack.Decoder(ReplicaDied | ReplicaUp | ShutdownRequested).decode
@@ -135,9 +135,11 @@ class DPCoordinator:
         self.responses: tuple[str, ...] = ()
         """The address of each API process; empty if no other host needs them."""
         self.init_method = ""
-        """Where the ranks of coupled replicas rendezvous: at the leader; empty if there are no other hosts."""
+        """The address at which the ranks of coupled replicas rendezvous: at the leader; empty if there are no other
+        hosts."""
         self.masters: dict[int, tuple[str, int]] = {}
-        """Where further hosts of the replicas join, by replica; of the leader for all that it knows."""
+        """The address at which further hosts of a replica join, by replica; the leader has the addresses of all known
+        replicas."""
         self._ports: list[socket.socket] = []
         self._lock = threading.Lock()
         self._listener: ReplicaListener | None = None
@@ -145,8 +147,8 @@ class DPCoordinator:
         """Notices from before there was a listener."""
 
     def _reserve_ports(self, config: EngineConfig, address: str, num_responses: int = 0) -> None:
-        """Reserve ports at `address`, which belongs to this host: `num_responses`, and those of its replicas; raises
-        `ConfigError`.
+        """Reserve ports at `address`, which belongs to this host: `num_responses`, and the ports of its replicas;
+        raises `ConfigError`.
         """
         parallel = config.parallel
         self._flags = ("--data-parallel-address", "--data-parallel-rpc-port")
@@ -172,7 +174,7 @@ class DPCoordinator:
         self.init_method = tcp_url(*parallel.coordinator)
 
     def watch(self, listener: ReplicaListener) -> None:
-        """Report the states of replicas to `listener`, including those from before this call."""
+        """Report the states of replicas to `listener`, including states from before this call."""
         with self._lock:
             self._listener = listener
             notices, self._notices = self._notices, []
@@ -199,8 +201,8 @@ class DPCoordinator:
     def can_shut_down(self) -> bool:
         """After `request_shutdown`: whether no other host needs this one.
 
-        Independent replicas are not needed when the API has no more requests on them, those that share experts when
-        all hosts have requested it, or one was lost.
+        Independent replicas are not needed when the API has no more requests on them; replicas that share experts are
+        not needed when all hosts have requested it, or one was lost.
         """
         return True
 
@@ -319,7 +321,7 @@ class DPLeader(DPCoordinator):
             self._notify(lambda listener: listener.replica_joined(hello.number, request.requests))
 
     def _master_of(self, replica: int) -> tuple[str, int] | None:
-        """Return where a replica's further hosts join it; None while its first host is not there."""
+        """Return the address at which a replica's further hosts join it; None while its first host is not there."""
         is_there = replica in self.local_replicas or self._leader.is_joined(replica)
         return self.masters.get(replica) if is_there else None
 
@@ -356,7 +358,7 @@ class DPMember(DPCoordinator):
         host, port = parallel.coordinator
         self.leader = f"the host with the {'API' if is_headless else 'first replica'} ({host})"
         self.ended: LinkEnded | None = None
-        """Set when the leader has exited, or needs a replica no more."""
+        """Set when the leader has exited, or no longer needs a replica."""
         self._is_headless = is_headless
         self.restarts_group = is_headless and parallel.is_coupled
         own = address_towards(host, parallel.timeout)

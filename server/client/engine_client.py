@@ -134,7 +134,7 @@ class EngineClient:
         self.loop.add_reader(self._responses.FD, self._receive)
 
     async def ready(self) -> ReplicaUp:
-        """Wait until every awaited replica has been up, and return what the last one reported.
+        """Wait until every awaited replica has been up, and return the last one's report.
 
         Raises `EngineUnavailable` with the reason if the model cannot be loaded.
         """
@@ -296,7 +296,7 @@ class EngineClient:
         running.finish(reason, self._metrics, replica, is_pooling=self._is_pooling)
 
     def _on_started(self, running: RunningRequest) -> None:
-        """Count a request as waiting no more."""
+        """Stop counting a request as waiting."""
         if running.submit.share:
             share = Share(running.submit.share, running.submit.weight)
             self._num_waiting[share] -= 1
@@ -437,7 +437,7 @@ class EngineClient:
             self._router.on_replica_removed(replica.number)
 
     def _disconnect(self, replica: Replica) -> None:
-        """Close the connection to a replica, which will answer no more."""
+        """Close the connection to a replica, which will no longer answer."""
         replica.close()
         self.calls.on_lost(replica.number)
 
@@ -550,7 +550,7 @@ class EngineClient:
         return [replica.number for replica in up if not replica.is_unresponsive] or [replica.number for replica in up]
 
     def _stats(self, replicas: Sequence[int] | None = None) -> dict[int, EngineStats]:
-        """The latest stats of these replicas, or of those that get requests."""
+        """The latest stats of these replicas, or of the replicas that get requests."""
         return {number: self._metrics.of(number) for number in replicas or self._live_replicas()}
 
     def _subject(self, replica: int) -> str:
@@ -619,7 +619,7 @@ class EngineClient:
                 if running.num_deaths:
                     self._clear_deaths(request_id, running)
                 running.stream.put_token(request_id, token_id)
-        for last_output, count in Counter(earlier).items():  # most had their last output in the same step
+        for last_output, count in Counter(earlier).items():  # most requests had their last output in the same step
             self._metrics.observe(outputs.replica, "inter_token_latency_seconds", now - last_output, count)
         for output in outputs.outputs:
             running = self._running.get(output.request_id)
@@ -649,7 +649,8 @@ class EngineClient:
             self._check_drained()
 
     def _record_progress(self, running: RunningRequest, output: EngineCoreOutput) -> None:
-        """Store the state for resuming the request elsewhere, and remove what a previous replica has delivered."""
+        """Store the state for resuming the request elsewhere, and remove outputs that a previous replica has
+        delivered."""
         if (scores := output.prompt_logprobs) is not None:
             repeated = min(running.num_repeated, len(scores))
             running.num_repeated -= repeated

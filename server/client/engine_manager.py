@@ -1,4 +1,4 @@
-"""Starts this host's engine cores, restarts those that die, and reports the state of every replica.
+"""Starts this host's engine cores, restarts cores that die, and reports the state of every replica.
 
 It handles no requests. It runs in the parent process of `quire serve`, also on `--headless` hosts, and in a thread
 for `LLM`. Each API process gets the states and resumes its own requests (`EngineClient`).
@@ -82,7 +82,7 @@ class _Core(SupervisedProcess):
         self.config = config
         self.incarnation = 0
         self.up_at = 0.0
-        """When it was last ready, on the monotonic clock."""
+        """Time at which it was last ready, on the monotonic clock."""
         self.deaths: deque[float] = deque()
         """Times of its deaths in the last `RESTART_WINDOW` seconds."""
         self.num_quick_deaths = 0
@@ -110,7 +110,7 @@ class _Core(SupervisedProcess):
 
 class EngineManager:
     """The replicas of an engine, as their supervisor sees them. Its methods belong to the thread that runs
-    `supervisor`, except those of other hosts' notices and `drained`.
+    `supervisor`, except the methods for other hosts' notices and `drained`.
     """
 
     def __init__(
@@ -133,9 +133,9 @@ class EngineManager:
         self.states: dict[int, ReplicaUp | ReplicaLost | ReplicaDraining] = {}
         """The newest state of each replica that has been up or has died."""
         self.failure: EngineFailed | None = None
-        """Why the engine is gone for good."""
+        """The reason why the engine has failed for good."""
         self.is_user_error = False
-        """Whether that is an error of the configuration."""
+        """Whether the reason is an error of the configuration."""
         self.on_change: Callable[[EngineState], None] = lambda state: None
         """Called with every new state."""
         self._config, self._log_level, self._hosts = config, log_level, hosts or DPCoordinator()
@@ -161,17 +161,17 @@ class EngineManager:
         self.group_runs = True
         """Whether replicas that share experts have been started, and none has died since."""
         self._running_elsewhere = set[int]()
-        """While they are being stopped: replicas of other hosts that have not exited."""
+        """Replicas of other hosts that have not exited while the group is being stopped."""
         self._cores = [_Core(self, replica, config) for replica in parallel.local_replicas]
         self._lost_since: float | None = None
-        """Since when no replica is up, although some were."""
+        """Time since which no replica is up, although some were."""
         self._thread = threading.Thread(target=self._run_thread, daemon=True, name="engine-manager")
         for core in self._cores:
             self.supervisor.add(core)
         self._hosts.watch(self)
 
     def process_info(self, index: int) -> ApiProcessInfo:
-        """Return what API process `index` must know of the others."""
+        """Return the information about the other processes that API process `index` needs."""
         endpoints = Endpoints(dict(self.requests), self._endpoints.responses)
         return ApiProcessInfo(endpoints, self._metrics_path, frozenset(self._awaited), index)
 
@@ -230,7 +230,7 @@ class EngineManager:
         self.on_change(state)
 
     def on_core_exit(self, core: _Core, failure: Failed) -> float | None:
-        """Decide what follows from the exit of a core; returns the seconds after which to start it again."""
+        """Handle the exit of a core; returns the seconds after which to start it again."""
         if self.failure is not None:
             return None
         reason, policy = f"{self._prefix(core.replica)}{failure.reason}", self._policy
@@ -264,7 +264,7 @@ class EngineManager:
         delay = min(most, least * 2 ** min(core.num_quick_deaths, _MAX_DOUBLINGS))
         if is_coupled:
             self._stop_group(reason, failure.reason, core.replica)
-            if not self._hosts.leads:  # its leader counts those that have exited
+            if not self._hosts.leads:  # its leader counts the cores that have exited
                 self.on_state(ReplicaLost(core.replica, failure.reason, returns))
             self._start_group_if_stopped(delay)
             return None
@@ -336,11 +336,11 @@ class EngineManager:
     # --- adding and removing replicas ----------------------------------------------------------------------------
 
     def resize(self, count: int, drain_seconds: float) -> None:
-        """Start replicas on this host, or drain some of it, so that there are `count` in all, 1 to `MAX_REPLICAS`; does
-        not wait for them.
+        """Start replicas on this host, or drain some of its replicas, so that there are `count` in all, 1 to
+        `MAX_REPLICAS`; does not wait for them.
 
-        Replicas that are not up are removed first, then those with the highest numbers. Dead ones that stay are started
-        again. Raises `ConfigError`, and changes nothing, if that is not possible.
+        Replicas that are not up are removed first, then the replicas with the highest numbers. Dead ones that stay are
+        started again. Raises `ConfigError`, and changes nothing, if that is not possible.
         """
         if not self.is_settled or self.failure is not None:
             raise ConfigError("the engine is not running yet, or has failed")
@@ -358,7 +358,7 @@ class EngineManager:
                 "SIGTERM"
             )
         self._cores = [core for core in self._cores if core.process is not None or not core.is_stopping]
-        taken = self.requests.keys() | {core.replica for core in self._cores}  # also those that are exiting
+        taken = self.requests.keys() | {core.replica for core in self._cores}  # also cores that are exiting
         unused = (number for number in range(MAX_REPLICAS) if number not in taken)
         added: list[_Core] = []
         for number in islice(unused, max(0, count - len(present))):
@@ -486,7 +486,7 @@ class EngineManager:
         self.supervisor.call(handle)
 
     def fail(self, reason: str) -> None:
-        """Report that the engine is gone for good."""
+        """Report that the engine has failed for good."""
         self.supervisor.call(lambda: self.on_state(EngineFailed(reason)))
 
     # --- running and stopping -----------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Fair sharing (`--fair-share`): which share of the engine a request belongs to, and turns of shares."""
+"""Fair sharing (`--fair-share`): the share of the engine that a request belongs to, and turns of shares."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Share(NamedTuple):
     """A share, as the engine sees it."""
 
     key: bytes = b""
-    """Of all requests, without fair sharing."""
+    """A hash of the client; empty without fair sharing, when all requests have one share."""
     weight: float = 1.0
 
 
@@ -26,8 +26,8 @@ _BY_USER: ContextVar[FairShare | None] = ContextVar("by_user", default=None)
 
 
 class FairShare:
-    """Assigns requests to shares by what identifies their client: `by` is `--fair-share`. `weights` are those that are
-    not 1.
+    """Assigns requests to shares by their client's identity: `by` is `--fair-share`. `weights` has all weights other
+    than 1.
     """
 
     def __init__(self, by: str, weights: Mapping[str, float]) -> None:
@@ -46,12 +46,12 @@ class FairShare:
 
 
 class FairSlots:
-    """A limit of what runs at the same time. The shares of those that wait take turns."""
+    """A limit on concurrent work. The shares of waiting tasks take turns."""
 
     def __init__(self, count: int) -> None:
         self._num_free = count
         self._waiting: dict[Share, deque[asyncio.Future[None]]] = {}
-        """In the order of turns."""
+        """The waiting tasks by share, in the order of turns."""
 
     async def __aenter__(self) -> None:
         """Wait for a slot in the turn of the current task's share."""
@@ -71,7 +71,7 @@ class FairSlots:
         self._give()
 
     def _give(self) -> None:
-        """Give a slot that has become free to the next one that still waits."""
+        """Give a slot that has become free to the next waiting task."""
         while self._waiting:
             share, turns = next(iter(self._waiting.items()))
             del self._waiting[share]
@@ -84,6 +84,7 @@ class FairSlots:
 
 
 def enter_user(user: object) -> None:
-    """With `--fair-share user`, assign the current task's request to its user. Those without one share a share."""
+    """With `--fair-share user`, assign the current task's request to its user. Requests without a user have one
+    share."""
     if isinstance(user, str) and (fair_share := _BY_USER.get()) is not None:
         fair_share.enter(user)

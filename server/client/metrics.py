@@ -72,8 +72,8 @@ ENGINE_METRICS: tuple[tuple[str, Literal["gauge", "counter"], str, Callable[[Eng
     ),
 )
 
-# Metrics of a rank: name, kind, the name of another label, help, and the values by this label. Those that do not apply
-# to a rank are absent.
+# Metrics of a rank: name, kind, the name of another label, help, and the values by this label. Metrics that do not
+# apply to a rank are absent.
 RANK_METRICS: tuple[tuple[str, Literal["gauge", "counter"], str, str, Callable[[RankStats], dict[str, float]]], ...] = (
     (
         "rank_busy_seconds",
@@ -227,7 +227,7 @@ layers.
 
 
 def _layout() -> tuple[dict[str, slice], int]:
-    """Return where each group of an API process's values for one replica is, and their number.
+    """Return the place of each group of an API process's values for one replica, and the number of values.
 
     They are followed by the newest stats that the replica has sent to this process.
     """
@@ -287,10 +287,10 @@ class Metrics:
         self._table = table
         self._cells = memoryview(table).cast("d")
         self._states = self._cells[:MAX_REPLICAS]
-        """By replica, as places in `STATES` from 1 on; 0: there was never one with this number."""
+        """By replica, as places in `STATES` from 1 on; 0: there was never a replica with this number."""
         self._deaths = self._cells[MAX_REPLICAS : 2 * MAX_REPLICAS]
         self._starts = [2 * MAX_REPLICAS + process * _PER_PROCESS for process in range(count)]
-        """Where the values of each process start."""
+        """The start of each process's values."""
         self._own = self._starts[index]
         self._model_name, self._config, self._vllm_names = model_name, config, vllm_names
         self.expert_load: ExpertLoad | None = None
@@ -342,7 +342,7 @@ class Metrics:
         return self._sums(replica)[_AT[name]]
 
     def _newest(self, replica: int) -> int:
-        """Where the newest stats of a replica start."""
+        """The start of a replica's newest stats."""
         at, cells = replica * _PER_REPLICA + _CELLS, self._cells
         starts = [start + at for start in self._starts]
         return max(starts, key=lambda start: (cells[start + _STARTED], cells[start + _STEPS]))
@@ -454,7 +454,7 @@ class Metrics:
         return self._metric("cache_config_info", "gauge", meaning, samples)
 
     def _ranks(self, replicas: Iterable[int]) -> Iterator[str]:
-        """Metrics of the ranks of these replicas; those without a sample do not apply here."""
+        """Metrics of the ranks of these replicas; metrics without a sample do not apply here."""
         stages = self._config.parallel.stage_of if self._config is not None else lambda rank: 0
         ranks = [
             (stats, {"engine": str(replica), "stage": str(stages(rank)), "rank": str(rank)})

@@ -12,7 +12,7 @@ from quire.server.client.tracing import RequestTimes, SequenceTrace
 
 
 class EngineUnavailable(RuntimeError):
-    """The engine is still loading, has died, or is shutting down; the message says which, and why."""
+    """The engine is still loading, has died, or is shutting down; the message says which, and the reason."""
 
 
 class RequestFailed(RuntimeError):
@@ -24,7 +24,7 @@ class RequestTimedOut(RequestFailed):
 
 
 class Deadline(NamedTuple):
-    """When a request must end, on the event loop's clock, and its time limit in seconds."""
+    """The time at which a request must end, on the event loop's clock, and its time limit in seconds."""
 
     at: float
     seconds: float
@@ -47,9 +47,9 @@ class OutputStream:
         """The reader that waits in `get`."""
         self._timer: asyncio.TimerHandle | None = None
         self.times: RequestTimes | None = None
-        """Of the request that has finished last."""
+        """The times of the request that has finished last."""
         self.traces: dict[str, SequenceTrace] = {}
-        """Of the requests that are traced."""
+        """The traces of the requests that are traced."""
 
     @property
     def is_open(self) -> bool:
@@ -59,7 +59,7 @@ class OutputStream:
     async def get(self) -> list[EngineCoreOutput]:
         """Return the outputs since the last call, at most one per request; wait for the first.
 
-        Raises `EngineUnavailable` and `RequestFailed` when there will be no more outputs: what came before is read
+        Raises `EngineUnavailable` and `RequestFailed` when there will be no more outputs: earlier outputs are read
         first.
         """
         while not self._unread:
@@ -81,13 +81,13 @@ class OutputStream:
             self._timer.cancel()
 
     def abort(self) -> None:
-        """Abort what is still running; the reader gets `RequestFailed`."""
+        """Abort the requests that still run; the reader gets `RequestFailed`."""
         if self._open:
             self._abort(self._open.copy(), "abort")
             self.fail(RequestFailed("the request was aborted"))
 
     def end_at(self, deadline: Deadline) -> None:
-        """Abort what is still running at the deadline; the reader gets `RequestTimedOut`."""
+        """Abort the requests that still run at the deadline; the reader gets `RequestTimedOut`."""
         self._timer = asyncio.get_running_loop().call_at(deadline.at, self._time_out, deadline.seconds)
 
     def _time_out(self, seconds: float) -> None:

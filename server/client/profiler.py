@@ -14,7 +14,7 @@ from quire.server.client.engine_client import EngineClient
 from quire.server.client.output_stream import EngineUnavailable
 
 MAX_PROFILE_SECONDS = 60.0
-"""After which a profile ends by itself."""
+"""Time in seconds after which a profile ends by itself."""
 _PIECE_SECONDS = 120.0
 """Time limit for the next piece of a trace. A rank converts its first one before it can send it."""
 
@@ -25,11 +25,11 @@ class ProfileConflict(RuntimeError):
 
 @dataclass(frozen=True)
 class ProfileReport:
-    """What a trace has."""
+    """A summary of a trace."""
 
     num_events: int
     is_cut: bool
-    """Whether a part of the time is missing somewhere."""
+    """Whether the trace is incomplete: a replica is missing, or a recording was cut off or failed."""
 
 
 class Profiler:
@@ -129,7 +129,7 @@ class Profiler:
 
 
 def _metadata(summaries: list[TraceSummary], missing: list[int]) -> dict[str, Any]:
-    """What the trace says about itself."""
+    """The metadata of the trace."""
     return {
         "processes": [
             {

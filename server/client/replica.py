@@ -31,7 +31,7 @@ class ReplicaInfo:
     num_requests_running: int
     num_requests_waiting: int
     reason: str | None
-    """Why it has died, if it is not up."""
+    """The cause of its death, if it is not up."""
 
 
 class Replica:
@@ -41,7 +41,7 @@ class Replica:
         self.number, self.address = number, address
         self.state: ReplicaState = "loading"
         self.reason: str | None = None
-        """Why it has died, if it is not up."""
+        """The cause of its death, if it is not up."""
         self.move_timer: asyncio.TimerHandle | None = None
         """Moves the requests of a replica that drains."""
         self.is_drained = False

@@ -38,7 +38,7 @@ class ReplicaCalls:
         self.waiting: dict[tuple[int, int], asyncio.Future[Reply]] = {}
         """The calls that wait for a reply, by replica and number."""
         self.traces: dict[int, asyncio.Queue[TracePiece | int]] = {}
-        """Where the traces of a `StopProfile` go, by its number; also the numbers of replicas that are lost."""
+        """The queue for the traces of a `StopProfile`, by its number; it also gets the numbers of lost replicas."""
         self._replicas, self._subject = replicas, subject
         self._numbers = itertools.count()
 
@@ -94,7 +94,7 @@ class ReplicaCalls:
             answer.set_result(message)
 
     def on_lost(self, number: int) -> None:
-        """Cancel the calls to a replica that will answer no more."""
+        """Cancel the calls to a replica that will no longer answer."""
         for (replica, _), answer in self.waiting.items():
             if replica == number:
                 answer.cancel()

@@ -57,7 +57,7 @@ class _PlacedRequest:
 
 @dataclass(slots=True)
 class _ReplicaLoad:
-    """What this process has sent to a replica."""
+    """The requests that this process has sent to a replica."""
 
     cached: OrderedDict[int, None] = field(default_factory=OrderedDict)
     """Hashes of blocks, in order of last use."""
@@ -72,7 +72,7 @@ class _ReplicaLoad:
 
 
 class Router:
-    """What one API process knows of the replicas' load and caches."""
+    """Load and caches of the replicas, as known to one API process."""
 
     def __init__(
         self, replicas: Sequence[int], *, cache: CacheConfig | None = None, max_num_seqs: int = 1, first: int = 0

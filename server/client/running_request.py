@@ -22,10 +22,10 @@ class PromptRequests:
     """The unfinished requests of one prompt, for metrics."""
 
     n: int
-    """How many it had."""
+    """Number of requests of the prompt."""
     num_open: int
     max_tokens: int = 0
-    """Tokens of the longest finished one."""
+    """Tokens of the longest finished request."""
 
 
 @dataclass(slots=True)
@@ -40,9 +40,9 @@ class RunningRequest:
     replica: int | None = None
     """None: it waits for a replica."""
     last_replica: int | None = None
-    """The one that it is or was on."""
+    """The replica that it is or was on."""
     first_output: float | None = None
-    """When its first tokens, or its embedding, came."""
+    """Time of its first tokens, or of its embedding."""
     queue_seconds: float = 0.0
     """Time until it was first scheduled."""
     prefill_seconds: float = 0.0
@@ -52,13 +52,13 @@ class RunningRequest:
     num_scored_tokens: int = 0
     """Prompt tokens whose log-probabilities have been delivered."""
     num_repeated: int = 0
-    """How many of these the replica that resumed the request will send again."""
+    """Number of these that the replica that resumed the request will send again."""
     num_cached_tokens: int | None = None
     """The value of the first output, repeated with the output of the replica that resumed the request."""
     num_deaths: int = 0
     """Deaths of its replicas in a row, with fewer than `CLEARING_TOKENS` new tokens in between."""
     died_at: float = 0.0
-    """When the last of them died."""
+    """Time of the last death."""
     num_resumed: int = 0
     """Tokens delivered when it was last resumed."""
     trace: SequenceTrace | None = None

@@ -1,4 +1,5 @@
-"""What the spans of a request are made from: its sequences, and where and when they ran. No OpenTelemetry here.
+"""The data from which the spans of a request are made: its sequences, and where and when they ran. No OpenTelemetry
+here.
 
 Times are the metrics' (`time.monotonic`). Without `--otlp-traces-endpoint` nothing is recorded.
 """
@@ -24,11 +25,11 @@ class RequestTimes(NamedTuple):
     e2e: float = 0.0
     queue: float | None = None
     prefill: float | None = None
-    """From when it was first scheduled to its first output."""
+    """Time from when it was first scheduled to its first output."""
     decode: float | None = None
-    """From its first to its last output."""
+    """Time from its first to its last output."""
     num_tokens: int = 0
-    """Generated ones."""
+    """Number of generated tokens."""
 
 
 @dataclass(slots=True)
@@ -37,17 +38,17 @@ class Segment:
 
     replica: int
     begun: float
-    """When the sequence arrived, or left the previous replica."""
+    """Time at which the sequence arrived, or left the previous replica."""
     scheduled: float | None = None
-    """When it was first scheduled there; unknown before the first output."""
+    """Time at which it was first scheduled there; unknown before the first output."""
     first_output: float | None = None
     preempted: Sequence[float] = ()
     ended: float | None = None
-    """When it finished, or left the replica."""
+    """Time at which it finished, or left the replica."""
     left: Literal["replica_lost", "moved", ""] = ""
-    """Because the replica has died, or is to be removed; empty: it finished there."""
+    """The replica has died, or is to be removed; empty: the sequence finished there."""
     reason: str = ""
-    """Of its leaving, in words."""
+    """The reason for leaving, in words."""
 
 
 @dataclass(slots=True)

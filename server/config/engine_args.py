@@ -1,4 +1,4 @@
-"""`EngineArgs`: the options of an engine as programs for vLLM write them."""
+"""`EngineArgs`: the options of an engine, as in programs for vLLM."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ T = TypeVar("T", bound=argparse.ArgumentParser)
 logger = logging.getLogger(__name__)
 
 _OF_THE_SERVER = ("served_model_name",)
-"""What vLLM's class has, too, and only servers read."""
+"""Fields of vLLM's class that only servers read."""
 _FIELDS = tuple(field.name for field in dataclasses.fields(EngineOptions))
 
 
 class EngineArgs:
-    """Engine options by keyword, with vLLM's values and options: what has no effect is logged (docs/reference/vllm.md).
+    """Engine options by keyword, with vLLM's values and options: options without effect are logged
+    (docs/reference/vllm.md).
 
     Its attributes are the fields of `EngineOptions`, and can be changed. vLLM's environment variables are defaults.
     Raises `ConfigError` for options that are not supported.

@@ -14,7 +14,7 @@ class LazyParser(argparse.ArgumentParser):
     """Imports its subcommand's module and adds the module's flags (`fill`) when it has something to parse."""
 
     def __init__(self, *, module: str | None = None, takes_vllm_flags: bool = False, **keywords: Any) -> None:
-        """With `takes_vllm_flags`, vLLM's flags are converted; `notes` of the result says which have no effect."""
+        """With `takes_vllm_flags`, vLLM's flags are converted; `notes` of the result names the flags without effect."""
         super().__init__(**keywords)
         self._module = module
         self._takes_vllm_flags = takes_vllm_flags

@@ -18,19 +18,19 @@ from quire.engine.config.options import flag
 from quire.engine.protocol.errors import ConfigError
 
 _API_PROCESS_BYTES = 48 << 20
-"""Memory of an idle API process with a small tokenizer, less what it shares with the others."""
+"""Memory of an idle API process with a small tokenizer, less the memory that it shares with the others."""
 _DRAIN_SECONDS = 30.0
 """Default of `--shutdown-timeout` after SIGTERM."""
 
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """What happens when replicas die."""
+    """The policy for replicas that die."""
 
     is_enabled: bool = True
     """Whether to start them again."""
     max_restarts: int = 5
-    """How often within 10 minutes the last replica that is up may die, before the engine has failed."""
+    """Maximum number of deaths of the last replica that is up within 10 minutes; after more, the engine has failed."""
 
 
 TEMPLATE_PARAMETERS = frozenset({"messages", "tools", "documents", "add_generation_prompt"})

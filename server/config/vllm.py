@@ -18,7 +18,7 @@ from quire.server.config import vllm_flags
 
 @dataclass(frozen=True)
 class Flag:
-    """A flag of vLLM that Quire does not have, and what becomes of it."""
+    """A flag of vLLM that Quire does not have, and its conversion."""
 
     names: tuple[str, ...]
     """The first one is the usual one."""
@@ -26,7 +26,7 @@ class Flag:
     """As in `vllm_flags`; "": on or off."""
     verdict: Literal["renamed", "parts", "ignored", "refused"]
     text: str
-    """What it becomes, why it has no effect, or what to use instead."""
+    """Its equivalent, the reason why it has no effect, or its replacement."""
     convert: Callable[[list[str]], list[str]] | None = None
     harmless: tuple[str, ...] = ()
     """Values of a refused flag that change nothing."""
@@ -208,7 +208,8 @@ def _value(text: str) -> Any:
 def read_environment(
     parser: argparse.ArgumentParser, runs_on_cpu: Callable[[], bool]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Read vLLM's variables: set Quire's own, and return the values of `parser` that the others are, and notes on all.
+    """Read vLLM's variables: set Quire's own, and return the equivalent values of `parser` for the others, and notes on
+    all.
 
     Raises `ConfigError` for a variable that is not supported, or has an invalid value.
     """

@@ -1,8 +1,8 @@
-"""What `quire serve` makes of the flags and environment variables of `vllm serve`: the table, as data.
+"""The table of `vllm serve`'s flags and environment variables, and of their equivalents in `quire serve`.
 
-`quire.server.config.vllm` applies it, and docs/reference/vllm.md is generated from it. It has the flags that command
-lines in use have and Quire does not; any other flag is unknown. Flags of the same name and meaning are not here. A flag
-is written as its name and its other names, separated by `|`, and what follows it: nothing (on or off, with a `--no-`
+`quire.server.config.vllm` applies it, and docs/reference/vllm.md is generated from it. It has the flags that existing
+command lines use and Quire does not have; any other flag is unknown. Flags of the same name and meaning are not here. A
+flag is written as its name and its other names, separated by `|`, and a suffix: nothing (on or off, with a `--no-`
 form), `=` (a value), `?` (possibly a value) or `+` (several values).
 """
 
@@ -73,7 +73,7 @@ REPLACED: dict[str, dict[str, str]] = {
     "--all2all-backend": dict.fromkeys(_ALL_TO_ALL.split(), "all_to_all"),
     "--attention-backend": dict.fromkeys(_ATTENTION.split(), "auto"),
 }
-"""Values of vLLM that Quire has something else for, which the log says: the value that is used instead."""
+"""Values of vLLM for which Quire uses another value, which the log reports."""
 
 
 def _all_to_all(text: str) -> str:
@@ -141,7 +141,7 @@ SAME: dict[str, tuple[str, Callable[[str], str]]] = {
     ),
     "--model-impl": ("`vllm` is `quire`", _renamed(vllm="quire")),
 }
-"""Flags of the same name in Quire with values of vLLM's: what these mean, and the conversion."""
+"""Flags of the same name in Quire with values of vLLM's: their meaning, and the conversion."""
 
 
 LISTS = ("--allowed-headers", "--allowed-methods", "--allowed-origins")
@@ -153,7 +153,7 @@ def _given(flag: str) -> Callable[[list[str]], list[str]]:
 
 
 def _chosen(name: str, supported: str, flag: str = "--runner", **values: str) -> Callable[[list[str]], list[str]]:
-    """Convert a choice of vLLM's; those that are empty are Quire's default."""
+    """Convert a choice of vLLM's; empty results mean Quire's default."""
 
     def convert(given: list[str]) -> list[str]:
         if (found := values.get(given[0])) is None:
@@ -190,8 +190,8 @@ PARTS: dict[str, tuple[dict[str, str], str, str]] = {
         "llguidance is the only backend",
     ),
 }
-"""Flags with a JSON object: the keys that are flags of Quire, those that have no effect, and the reason for these.
-After `=`: the only value that is accepted, as it changes nothing. Other keys are errors, unless their value is false or
+"""Flags with a JSON object: the keys that are flags of Quire, the keys without effect, and the reason for these. After
+`=`: the only value that is accepted, as it changes nothing. Other keys are errors, unless their value is false or
 empty."""
 
 
@@ -243,7 +243,7 @@ RENAMED: dict[str, tuple[str, Callable[[list[str]], list[str]]]] = {
     "-n=": ("`--nnodes`", _given("--nnodes")),
     "-r=": ("`--node-rank`", _given("--node-rank")),
 }
-"""Flags of another name or form in Quire: what they become, and the conversion of their values."""
+"""Flags of another name or form in Quire: their equivalents, and the conversion of their values."""
 
 IGNORED: dict[str, str] = {
     "tools are always on if the chat template supports them": "--enable-auto-tool-choice",
@@ -335,7 +335,7 @@ REFUSED: dict[str, str] = {
     "use --log-level": "--log-config-file=",
     "it is not supported": "--enable-prompt-embeds",
 }
-"""Flags that are errors, by what to use instead. After `=`: values that are accepted, as they change nothing. The off
+"""Flags that are errors, by their replacement. After `=`: values that are accepted, as they change nothing. The off
 form is accepted, too."""
 
 VARIABLES: dict[str, str] = {
@@ -381,5 +381,5 @@ VARIABLES_REFUSED: dict[str, str] = {
     "VLLM_SYSTEM_START_DATE": "use a --chat-template with the date",
     "VLLM_USE_MODELSCOPE": "download the model, and name its folder as MODEL",
 }
-"""Variables that are errors, by what to use instead. After `=`: values that are accepted, as they change nothing; if
+"""Variables that are errors, by their replacement. After `=`: values that are accepted, as they change nothing; if
 there are none, these are 0 and false."""

@@ -41,7 +41,7 @@ _uvicorn_logger.setLevel(logging.ERROR)
 
 
 class ConnectionLimits:
-    """The limits of all connections of an API process, and what they use. Times are in seconds."""
+    """The limits of all connections of an API process, and their usage. Times are in seconds."""
 
     def __init__(self, options: ServerOptions) -> None:
         self.header_seconds = options.client_header_timeout
@@ -53,7 +53,7 @@ class ConnectionLimits:
         self._descriptors = max(soft, wanted)
         resource.setrlimit(resource.RLIMIT_NOFILE, (self._descriptors, hard))
         self._warned: dict[str, float] = {}
-        """Until when there is no further message, by its subject."""
+        """Time until which there is no further message, by its subject."""
 
     def refusal(self, client: str, descriptor: int) -> tuple[HTTPStatus, str] | None:
         """Return why another connection of a client is refused, or None. The kernel gives out the lowest descriptor, so
@@ -79,7 +79,7 @@ class ConnectionLimits:
 
 
 def protocol(options: ServerOptions) -> Callable[..., asyncio.Protocol]:
-    """Return what makes the protocol of a connection, for uvicorn."""
+    """Return the factory of a connection's protocol, for uvicorn."""
     return partial(HttpProtocol, limits=ConnectionLimits(options))
 
 
@@ -112,7 +112,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_phase()
-        # uvicorn tells only the request that was parsed last, but it may wait behind the one that is being answered.
+        # uvicorn passes only the request that was parsed last, but it may wait behind the one that is being answered.
         for cycle in filter(None, (self._running, *(cycle for cycle, _ in self.pipeline))):
             cycle.disconnected = cycle.disconnected or not cycle.response_complete
             cycle.message_event.set()

@@ -25,7 +25,7 @@ class ContentBlock:
     call_id: str = ""
     name: str = ""
     logprobs: list[ScoredToken] = field(default_factory=list)
-    """Of text, if requested."""
+    """The log-probabilities of text, if requested."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class ContentBlocks:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Number of reasoning tokens, including markers: those up to the first other text."""
+        """Number of reasoning tokens, including markers: all tokens up to the first other text."""
         return self._num_before_words if any(block.kind == "reasoning" for block in self.blocks) else 0
 
     def feed(self, deltas: Sequence[TextDelta]) -> Iterator[BlockEvent]:

@@ -78,7 +78,7 @@ def post_scope(path: str, body: bytes, like: Scope | None = None) -> Scope:
 
 
 def body_before(body: bytes, receive: Receive) -> Receive:
-    """Return a `receive` that returns the body, then whatever `receive` returns (the disconnection of the client)."""
+    """Return a `receive` that returns the body, then the messages of `receive` (the disconnection of the client)."""
     is_read = False
 
     async def read() -> Message:

@@ -2,9 +2,9 @@
 
 Parsing, validating, rendering and tokenizing hold the interpreter lock for a long time, or take much memory, if a body
 is large or hostile. So a body above `LARGE_BODY` is not even parsed here. A fork of a helper process (`Sandbox`) does
-everything up to the engine's input, within limits of time and memory, and returns the request without what it has
-processed (`RequestBody.reduced`), or a response. It is killed when the client leaves. So is the fork for a request
-that may bring its own chat template.
+everything up to the engine's input, within limits of time and memory, and returns the request without the processed
+parts (`RequestBody.reduced`), or a response. It is killed when the client leaves. So is the fork for a request that may
+bring its own chat template.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from quire.server.text.sandbox import Answer, Sandbox, SandboxStopped
 from quire.server.text.structured_outputs import SizeCheck
 
 LARGE_BODY = 64 * 2**10
-"""In bytes. A smaller body is processed in the API process."""
+"""Bytes of a large body. A smaller one is processed in the API process."""
 BODY_SECONDS = 10.0
 """Processor time limit of processing a large body."""
 BODY_MEMORY = 2**30
@@ -52,7 +52,7 @@ _NICENESS = 10
 """Lowers the scheduling priority: streams come first."""
 
 ProcessLarge = Callable[[Any, InputProcessor, bytes | None], Coroutine[Any, Any, Any]]
-"""Turns parsed JSON into what the route receives as its body (`RequestBody.process_large`). The bytes are the stored
+"""Turns parsed JSON into the body that the route receives (`RequestBody.process_large`). The bytes are the stored
 conversation that the request continues; None at first.
 """
 
@@ -76,7 +76,7 @@ class LargeBodies:
         asyncio.get_running_loop().run_in_executor(None, self._sandbox.start)  # in the background
 
     async def process(self, process_large: ProcessLarge, body: bytes | memoryview, stored: bytes | None = None) -> Any:
-        """Return what `process_large` returns; raises `HTTPException`, and `Answered` with a complete response."""
+        """Return the result of `process_large`; raises `HTTPException`, and `Answered` with a complete response."""
         header = pickle.dumps((process_large, stored))
         try:
             async with self._slots:
@@ -174,7 +174,7 @@ class BodyRoute(APIRoute):
         async def handle_body(request: Request) -> Response:
             body = _BodyRequest(request, self)
             try:
-                await body.body()  # not by FastAPI, which takes every error for one of parsing
+                await body.body()  # not by FastAPI, which treats every error as a parsing error
                 return await handle(body)
             except Answered as answered:
                 return answered.response
@@ -274,7 +274,7 @@ def _make(argument: tuple[ModelConfig, ChatFormats, Sequence[ProcessLarge]]) -> 
 
 
 def _process(process_large: ProcessLarge, body: bytes, processor: InputProcessor, stored: bytes | None) -> Any:
-    """What a route gets of this body, or `_Raised`, or a response. Errors are those that FastAPI raises too."""
+    """The route's input from this body, or `_Raised`, or a response. Errors are the same as FastAPI's."""
     try:
         return asyncio.run(process_large(_parsed(body), processor, stored))
     except MemoryError:

@@ -29,7 +29,7 @@ class RequestBody(RequestModel):
     """A body. Another process processes it if it is large (`quire.server.http.large_bodies`)."""
 
     needs: ClassVar[Task | None] = None
-    """What the model must be able to do; None: the request is not for the engine."""
+    """The task that the model must support; None: the request is not for the engine."""
     max_items: ClassVar[Mapping[str, int]] = {}
     """The maximum length of lists, which is checked before anything else in a large body."""
     _processed: Processed | None = PrivateAttr(None)
@@ -38,7 +38,7 @@ class RequestBody(RequestModel):
 
     @property
     def user_name(self) -> object:
-        """Who the user is, according to the request; for fair sharing."""
+        """The user that the request names; for fair sharing."""
         return getattr(self, "user", None)
 
     def task_of_model(self) -> Task | None:
@@ -46,7 +46,7 @@ class RequestBody(RequestModel):
         return self.needs
 
     async def process(self, frontend: Frontend) -> Any:
-        """Return what the route needs of the input processor: the engine's input, if the request is for the engine."""
+        """Return the input processor's result for the route: the engine's input, if the request is for the engine."""
         enter_user(self._user_name if self._processed is not None else self.user_name)
         admit = partial(frontend.admit, self.task_of_model())
         if self._processed is None:
@@ -88,7 +88,7 @@ class RequestBody(RequestModel):
             raise RequestValidationError([{**each, "loc": ("body", *each["loc"])} for each in problems]) from None
 
     def reduced(self, processed: Processed | None) -> Self:
-        """Return a copy with `processed`, and with only those fields that are small."""
+        """Return a copy with `processed`, and with only the small fields."""
         kept = {name: value for name in type(self).model_fields if _is_small(value := getattr(self, name))}
         body = self.model_construct(**kept)
         body._processed = processed

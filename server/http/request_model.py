@@ -1,4 +1,4 @@
-"""The pydantic shapes of requests, and what happens to fields that nothing reads.
+"""The pydantic shapes of requests, and the handling of fields that nothing reads.
 
 A field that may change the answer and is not supported is rejected by name. A hint, a label and an unknown field inside
 a message are accepted and ignored (`RequestModel`).
@@ -24,7 +24,7 @@ ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "
 
 
 class ExtraField(NamedTuple):
-    """What happens to a field that nothing reads. Null is the same as no field."""
+    """The handling of a field that nothing reads. Null is the same as no field."""
 
     kind: Literal["label", "hint", "rejected"]
     """A label never has an effect. Other values of a hint are ignored and logged, or rejected with
@@ -70,7 +70,7 @@ class RequestModel(BaseModel):
     extra_fields: ClassVar[Mapping[str, ExtraField]] = {}
     """The known fields that nothing reads."""
     unknown_fields: ClassVar[ExtraField] = rejected()
-    """What happens to the others."""
+    """The handling of all other fields that nothing reads."""
 
     @model_validator(mode="before")
     @classmethod
@@ -105,7 +105,7 @@ class RequestModel(BaseModel):
 
 
 class MessagePart(RequestModel):
-    """A message, or part of one. Clients send back what they got from other servers, so unknown fields are ignored."""
+    """A message, or part of one. Clients send back messages of other servers, so unknown fields are ignored."""
 
     unknown_fields: ClassVar[ExtraField] = hint()
 

@@ -26,7 +26,7 @@ from quire.server.text.output_processor import TextDelta
 
 T = TypeVar("T")
 StreamUsage = Literal["none", "final", "continuous"]
-"""Where a stream has the usage: nowhere, in a last event, or in every event."""
+"""The events of a stream that have the usage: none, the last one, or all."""
 
 DIRECT_SEND = "quire.send"
 """Key in an ASGI scope: the server's `send`, without the wrappers of middleware, which have seen the response start."""
@@ -226,7 +226,8 @@ class GenerationResponse:
 
 
 def _frame(formatter: Formatter, index: int, head: bytes, tail: bytes) -> tuple[bytes, bytes]:
-    """What precedes and follows the text in an event with nothing else. It is constant without token ids and usage."""
+    """The bytes before and after the text in an event with nothing else. They are constant without token ids and
+    usage."""
     mark = "\0"
     before, _, after = (head + _encode(formatter.chunk_choice(TextDelta(index, mark))) + tail).partition(_encode(mark))
     return before, after

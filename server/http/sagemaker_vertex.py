@@ -93,7 +93,7 @@ async def invocations(body: dict[str, Any], request: Request, state: AppState) -
 def add_vertex(app: FastAPI) -> set[str]:
     """Add the routes set by Vertex AI's environment variables, unless they exist already.
 
-    Returns the paths of those that need no API key. Raises `ConfigError` for an invalid path.
+    Returns the paths of the routes that need no API key. Raises `ConfigError` for an invalid path.
     """
     routes = {name: os.environ.get(name, "") for name in (HEALTH_ROUTE, PREDICT_ROUTE)}
     for name, path in routes.items():
@@ -164,7 +164,7 @@ def _route(body: Mapping[str, Any], where: str, pooling: Pooling | None) -> str:
 
 
 class _ForwardedResponse(Response):
-    """The response of another route to this body, streamed if that is."""
+    """The response of another route to this body, streamed if the route streams it."""
 
     def __init__(self, request: Request, path: str, body: bytes) -> None:
         super().__init__()

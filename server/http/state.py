@@ -33,7 +33,7 @@ class ServedModel:
     has_request_times: bool = False
     """Whether responses have `metrics` (`--enable-per-request-metrics`)."""
     torch_profiler_dir: str | None = None
-    """Where traces are written; None: they are sent to the client."""
+    """The folder for traces; None: they are sent to the client."""
     drain_seconds: float = 0.0
     """Default time for requests to end on a replica that is removed."""
     routes: Sequence[BodyRoute] = ()

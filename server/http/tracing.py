@@ -95,7 +95,7 @@ def _headers(scope: Scope) -> dict[str, list[str]]:
 
 
 def phases(segment: Segment) -> Iterator[tuple[str, float, float]]:
-    """Yield name, begin and end of what a sequence did on a replica."""
+    """Yield name, begin and end of the phases of a sequence on a replica."""
     assert segment.ended is not None
     if segment.scheduled is None:  # the engine reports it with the first output
         yield "queue_or_prefill", segment.begun, segment.ended
@@ -141,7 +141,7 @@ class Tracing:
 
     def _give_up(self) -> None:
         logger.warning("the last traces could not be exported within %g seconds", _FLUSH_SECONDS)
-        self._log.is_muted = True  # that the attempts end
+        self._log.is_muted = True  # so that the attempts end
         self._exporter.shutdown()
 
     def start_request(self, scope: Scope, route: str | None) -> Span:
@@ -189,7 +189,7 @@ class Tracing:
 
 
 class TracingMiddleware:
-    """Traces POST requests: what generates, and no scrapes or health checks."""
+    """Traces POST requests: requests to generate, and no scrapes or health checks."""
 
     def __init__(self, app: ASGIApp, tracing: Tracing, routes: Sequence[BaseRoute]) -> None:
         self._app = app
@@ -236,7 +236,7 @@ class TracingMiddleware:
 
 
 class _SdkLog(logging.Handler):
-    """Passes each kind of message of the SDK to Quire's log once: a collector that is away would fill it."""
+    """Passes each kind of message of the SDK to Quire's log once: an unreachable collector would fill it."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

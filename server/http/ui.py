@@ -29,7 +29,7 @@ from quire.server.http.state import AppState, ServedModel
 router = APIRouter(include_in_schema=False)
 
 _DRAWN = ("time_to_first_token_seconds", "inter_token_latency_seconds")
-"""Of `HISTOGRAMS`."""
+"""The drawn ones of `HISTOGRAMS`."""
 
 
 def add_page(app: FastAPI) -> set[str]:
@@ -51,7 +51,7 @@ async def page() -> Response:
 
 @router.get("/ui/state")
 async def numbers(state: AppState, request: Request) -> Response:
-    """What the page draws: counters since the start, gauges, the plan, and the last warnings."""
+    """The data that the page draws: counters since the start, gauges, the plan, and the last warnings."""
     frontend = state.frontend
     parallel, model = frontend.config.parallel, frontend.config.model
     warnings = sorted(log.RECENT.records.copy(), key=lambda each: each.time)

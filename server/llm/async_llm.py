@@ -63,7 +63,7 @@ class AsyncLLM:
         self._log_level = log_level
         self._starting: asyncio.Task[Frontend] | None = None
         self._requests: weakref.WeakValueDictionary[str, OfflineRequest] = weakref.WeakValueDictionary()
-        """What `abort` finds."""
+        """The requests that `abort` finds."""
 
     @classmethod
     def from_engine_args(
@@ -119,7 +119,7 @@ class AsyncLLM:
     async def add_request(
         self, request_id: str, prompt: PromptLike, params: SamplingParams | None = None, priority: int = 0
     ) -> AsyncIterator[RequestOutput]:
-        """Start a request; returns what `generate` yields, which need not be read at once.
+        """Start a request; returns the results that `generate` yields, which need not be read at once.
 
         The request is aborted when the iterator is deleted.
         """
@@ -165,7 +165,7 @@ class AsyncLLM:
         normalize: bool | None = None,
         prompt_name: str | None = None,
     ) -> EmbeddingRequestOutput:
-        """Compute the vector of a prompt, with an embedding model (`runner`); the options are those of
+        """Compute the vector of a prompt, with an embedding model (`runner`); the options are the same as for
         `/v1/embeddings`.
 
         Cancelling the task aborts the request. Raises the same errors as `generate`.
@@ -208,7 +208,7 @@ class AsyncLLM:
         use_activation: bool | None = None,
         **rendering: Any,
     ) -> PoolingRequestOutput[PoolingOutput]:
-        """Compute what the model's pooling makes of a prompt: a vector, or the probability of each label.
+        """Compute the pooled output of a prompt: a vector, or the probability of each label.
 
         `pooling_task` checks which of them; the other options are as in `classify` and `embed`.
         """
@@ -271,7 +271,7 @@ AsyncLLMEngine = AsyncLLM
 
 
 class _Results(AsyncIterator[RequestOutput]):
-    """The results of a request that has started, which is aborted when nobody can read them any more."""
+    """The results of a request that has started. It is aborted when nobody can read them any more."""
 
     def __init__(self, request: OfflineRequest) -> None:
         self._steps, self._result = request.run(), request.result

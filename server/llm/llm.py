@@ -185,7 +185,7 @@ class LLM(OwnLoop):
         use_activation: bool | None = None,
         **rendering: Any,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """Compute what the model's pooling makes of one or more prompts; otherwise like `AsyncLLM.encode`."""
+        """Compute the pooled outputs of one or more prompts; otherwise like `AsyncLLM.encode`."""
         many: list[Any] = [prompts] if is_one_prompt(prompts) else list(prompts)
         vectors = VectorOptions(dimensions=dimensions, normalize=use_activation)
         encode = partial(pooling.encode, pooling_task or "pool", self._frontend)

@@ -43,11 +43,11 @@ class OfflineRequest:
         report(1)
 
     def close(self) -> None:
-        """Abort what is still running."""
+        """Abort the sequences that are still running."""
         self._generation.close()
 
     def abort(self) -> None:
-        """Abort what is still running, while another task is in `run`."""
+        """Abort the sequences that are still running, while another task is in `run`."""
         self._generation.abort()
 
     def result(self) -> RequestOutput:

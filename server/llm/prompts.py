@@ -1,4 +1,4 @@
-"""What `AsyncLLM` and `LLM` accept as prompts and parameters, as input of the engine."""
+"""Converts the prompts and parameters of `AsyncLLM` and `LLM` to the engine's input."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ class ChatMessage(MessagePart):
         return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
     def shown(self) -> dict[str, Any]:
-        """What the chat template gets: not the ignored fields."""
+        """The fields for the chat template, without the ignored ones."""
         fields: dict[str, Any] = self.model_dump(exclude_none=True, include=_SHOWN)
         if (call := fields.pop("function_call", None)) is not None:
             fields.setdefault("tool_calls", [{"type": "function", "function": call}])
@@ -115,7 +115,7 @@ class PredictedPart(MessagePart):
 
 
 class Prediction(RequestModel):
-    """What the answer probably repeats: it becomes draft tokens."""
+    """Text that the answer probably repeats: it becomes draft tokens."""
 
     type: Literal["content"]
     content: str | list[PredictedPart]

@@ -212,7 +212,7 @@ class _CompletionFormatter:
         return {}
 
     def best(self, sequences: list[TextDelta]) -> list[TextDelta]:
-        """Of each prompt's candidates, the `n` with the highest mean log-probability per token, renumbered."""
+        """The `n` candidates of each prompt with the highest mean log-probability per token, renumbered."""
         candidates = self._body.candidates
         if candidates == self._n:
             return sequences

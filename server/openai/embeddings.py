@@ -21,7 +21,7 @@ router = APIRouter(route_class=BodyRoute)
 
 
 class EmbeddingRequest(VectorsBody):
-    """What to embed, and how."""
+    """The texts to embed, and the options."""
 
     needs: ClassVar[Task | None] = "embed"
 

@@ -1,4 +1,4 @@
-"""`/classify` and `/pooling`, as vLLM defines them, and what the bodies of all pooling routes have in common."""
+"""`/classify` and `/pooling`, as vLLM defines them, and the common parts of all pooling routes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ router = APIRouter(route_class=BodyRoute)
 
 
 class PoolingBody(RequestBody):
-    """What the bodies of all pooling routes have in common."""
+    """The common fields of the bodies of all pooling routes."""
 
     extra_fields: ClassVar[Mapping[str, ExtraField]] = {
         "metadata": hint(),
@@ -102,7 +102,7 @@ class InputsBody(PoolingBody):
 
 
 class ClassificationRequest(InputsBody):
-    """What to classify, and how."""
+    """The texts to classify, and the options."""
 
     needs: ClassVar[Task | None] = "classify"
 
@@ -128,11 +128,11 @@ class VectorsBody(InputsBody):
 
 
 class PoolingRequest(VectorsBody):
-    """What to pool, and how."""
+    """The texts to pool, and the options."""
 
     needs: ClassVar[Task | None] = "pool"
     task: Literal["embed", "classify"] | None = None
-    """Only to check what the model does, which has one task. There are no results for single tokens (`token_embed`,
+    """Only to check the task of the model, which has one. There are no results for single tokens (`token_embed`,
     `token_classify`).
     """
 
@@ -148,7 +148,7 @@ async def run(
     prompts: Sequence[list[int]],
     second_segments: Sequence[int] = (),
 ) -> tuple[list[EngineCoreOutput], Pooling]:
-    """Return the engine's outputs for processed prompts, and what they mean."""
+    """Return the engine's outputs for processed prompts, and the pooling that made them."""
     pooling = state.frontend.input_processor.pooling
     assert pooling is not None
     with state.frontend.embed(request_id, prompts, body.priority or 0, body.cache_salt, second_segments) as embedding:
@@ -206,7 +206,7 @@ def _classes(
 
 @router.post("/pooling", dependencies=[MayChooseReplica])
 async def pooling(body: PoolingRequest, request: Request, state: AppState) -> Response:
-    """Compute what the model's pooling makes of texts: vectors of an embedding model, probabilities of a classifier."""
+    """Compute the pooled outputs of texts: vectors of an embedding model, probabilities of a classifier."""
     model = state.check_model(body.model)
     prompts: list[list[int]] = await body.process(state.frontend)
     request_id, options = make_id(body, "pool"), body.vectors()

@@ -25,10 +25,10 @@ router = APIRouter()
 
 
 class StartProfileRequest(RequestModel):
-    """What to record; everything has a default."""
+    """The contents of the recording; everything has a default."""
 
     seconds: Annotated[float, Field(gt=0, le=MAX_PROFILE_SECONDS)] = MAX_PROFILE_SECONDS
-    """After which the recording ends, even if it is not stopped. The trace is kept until `/stop_profile`."""
+    """The recording ends after this time, even if it is not stopped. The trace is kept until `/stop_profile`."""
     with_stack: bool = False
     """Record Python calls, too, which makes steps much slower."""
     record_shapes: bool = False
@@ -41,7 +41,7 @@ class StartProfileRequest(RequestModel):
 
 @router.post("/start_profile")
 async def start_profile(state: AppState, request: Request, body: StartProfileRequest | None = None) -> Response:
-    """Start recording what all ranks do, while they serve, with torch's profiler. The body may be empty.
+    """Start recording the operations of all ranks, while they serve, with torch's profiler. The body may be empty.
 
     Requires API keys or `--torch-profiler-dir`. Without keys, clients must be on the server's host, and no web pages.
     """
@@ -72,7 +72,7 @@ async def stop_profile(state: AppState, request: Request) -> Response:
     path = os.path.join(folder or "", name)
     try:
         with contextlib.ExitStack() as opened:
-            if folder is None:  # the file has no name, so that nothing of it stays behind
+            if folder is None:  # the file has no name, so that nothing is left behind
                 file: IO[bytes] = opened.enter_context(tempfile.TemporaryFile())
             else:
                 file = opened.enter_context(open(path, "xb"))

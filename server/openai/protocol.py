@@ -221,7 +221,7 @@ class GenerationRequest(RequestBody):
 
     @property
     def stream_usage(self) -> StreamUsage:
-        """Where the stream has the usage."""
+        """The events of the stream that have the usage."""
         if self.stream_options is None or not self.stream_options.include_usage:
             return "none"
         return "continuous" if self.stream_options.continuous_usage_stats else "final"

@@ -41,9 +41,10 @@ async def replicas(state: AppState) -> Response:
 
 @router.post("/replicas", status_code=202)
 async def resize(body: ResizeRequest, state: AppState) -> Response:
-    """Start replicas on this host, or drain and stop some of it. Responds at once; `GET /replicas` shows the progress.
+    """Start replicas on this host, or drain and stop some of them. Responds at once; `GET /replicas` shows the
+    progress.
 
-    Only a server with API keys does so.
+    The server must have API keys.
     """
     if not state.has_api_keys:
         raise ApiError(

@@ -65,7 +65,7 @@ _INCLUDABLE = (
     "web_search_call.action.sources",
     "web_search_call.results",
 )
-"""What clients may request. Except for log-probabilities, nothing of it exists here."""
+"""The values that clients may request. Except for log-probabilities, none of them exists here."""
 
 _ECHOED = ("user", "safety_identifier", "prompt_cache_key")
 MAX_ECHOED = 1024

@@ -38,7 +38,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class ProcessedResponse(NamedTuple):
-    """The engine's input, and what the response repeats of the request."""
+    """The engine's input, and the fields of the request that the response repeats."""
 
     chat: GenerationInput
     echoed: dict[str, Any]

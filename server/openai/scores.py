@@ -78,7 +78,7 @@ class RerankDocument(RequestModel):
 
 
 class RerankRequest(PoolingBody):
-    """What to rank, by which query."""
+    """The query, and the documents to rank."""
 
     needs: ClassVar[Task | None] = "score"
     max_items: ClassVar[Mapping[str, int]] = {"documents": MAX_PROMPTS}

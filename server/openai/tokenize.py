@@ -31,7 +31,7 @@ class TokenizeRequest(RequestBody):
     return_token_strs: bool | None = False
 
     def chat(self) -> ChatRequest:
-        """Convert to a chat request; rejects what chat rejects."""
+        """Convert to a chat request; rejects the same requests as chat."""
         mine = {"prompt", "return_token_strs"}
         return ChatRequest.validated(self.model_dump(exclude_unset=True, exclude=mine))
 
@@ -79,7 +79,7 @@ async def detokenize(body: DetokenizeRequest, state: AppState) -> Response:
 
 @router.get("/tokenizer_info")
 async def tokenizer_info(state: AppState) -> Response:
-    """What tokenizer_config.json says, and the chat template in use; as in vLLM."""
+    """The contents of tokenizer_config.json, and the chat template in use; as in vLLM."""
     processor = state.frontend.input_processor
     found = {"tokenizer_class": "TokenizersBackend", **processor.tokenizer.config}
     return json_response(found | {"chat_template": processor.chat_template})

@@ -36,7 +36,7 @@ def type_of(value: object) -> str:
 
 
 def property_names(schema: Mapping[str, Any]) -> list[str]:
-    """Return the properties that an object's schema names, in their order: of itself and of what it refers to."""
+    """Return the properties that an object's schema and the schemas that it refers to name, in their order."""
     names: dict[str, None] = {}
 
     def note(each: Mapping[str, Any]) -> frozenset[str]:
@@ -64,15 +64,15 @@ def _properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def types_of(schema: Any, root: Mapping[str, Any], budget: list[int] | None = None) -> frozenset[str]:
-    """Return the types that a schema allows, of the keywords that tell; `root` is what its references refer to.
+    """Return the types that a schema allows by its keywords for types; its references refer to `root`.
 
-    What is beyond `budget` schemas may have any type, so that a schema that refers to itself costs little.
+    Schemas beyond `budget` may have any type, so that a schema that refers to itself costs little.
     """
     return _types_in(schema, root, budget or [_MAX_SCHEMAS], _own_types)
 
 
 def _own_types(schema: Mapping[str, Any]) -> frozenset[str]:
-    """Return the types that a schema's keywords allow, without those that refer to schemas or combine them."""
+    """Return the types that a schema's keywords allow, without the keywords that refer to schemas or combine them."""
     types = ANY_TYPE
     match schema.get("type"):
         case str(name):
@@ -93,7 +93,8 @@ def _types_in(
     of: Callable[[Mapping[str, Any]], frozenset[str]],
     depth: int = 0,
 ) -> frozenset[str]:
-    """Return the types that are left of those `of` each schema that this one is, refers to or combines."""
+    """Return the types that remain when `of` is applied to this schema and to all schemas that it refers to or
+    combines."""
     budget[0] -= 1
     if not isinstance(schema, Mapping) or depth > _MAX_DEPTH or budget[0] < 0:
         return ANY_TYPE
@@ -110,7 +111,7 @@ def _types_in(
 
 
 def resolved(reference: str, root: Mapping[str, Any]) -> Any:
-    """Return what a reference within `root` refers to; None if nothing."""
+    """Return the target of a reference within `root`; None if there is none."""
     target: Any = root
     for part in reference.removeprefix("#").split("/")[1:]:
         part = unquote(part).replace("~1", "/").replace("~0", "~")

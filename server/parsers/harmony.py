@@ -24,7 +24,7 @@ from quire.server.parsers.tool_formats import HARMONY, HARMONY_MARKERS
 _BODY = "<|message|>"
 _END_ONLY = ("<|end|>", "<|return|>", "<|call|>")
 _ENDS = (*_END_ONLY, "<|start|>", "<|channel|>")
-"""What ends the text of a message: an end, or the header of the next message."""
+"""The end of a message's text: an end marker, or the header of the next message."""
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
 _ANY = any_of(*HARMONY_MARKERS)
@@ -66,7 +66,7 @@ class HarmonyParser(ToolParser):
     def _header(self, is_first: bool) -> Steps[str]:
         """Read a header and the marker of the text; returns "" for text without a header.
 
-        Each decision depends on the shortest text that allows it, not on how much has arrived behind it.
+        Each decision depends on the shortest text that allows it, not on the amount of text that has arrived after it.
         """
         openers = (*HARMONY_MARKERS, "to=") if is_first else HARMONY_MARKERS
         while True:

@@ -24,7 +24,7 @@ CLOSERS = {"{": "}", "[": "]"}
 _MAX_NAME = 256
 """Maximum number of characters of a key or name; longer ones are invalid."""
 _MAX_DELIMITER = 64
-"""Maximum number of characters of what ends a key or name."""
+"""Maximum number of characters of the text that ends a key or name."""
 _MAX_SPACE = 16
 """Maximum number of white space characters that belong to a marker; at most this many are held back."""
 
@@ -68,7 +68,7 @@ class IncrementalParser(ABC):
         """Read from `_pos` on, pausing with `_more` at the end of the text."""
 
     def _drop(self) -> None:
-        """Discard what has been read."""
+        """Discard the text that has been read."""
         self._text, self._pos = self._text[self._pos :], 0
 
     def _emit_text(self, length: int, kind: type[Content | Reasoning] = Content) -> None:
@@ -108,7 +108,7 @@ class IncrementalParser(ABC):
             raise MalformedText
 
     def _match(self, pattern: re.Pattern[str]) -> Steps[str]:
-        """Read what matches; at least one character that does not match must follow."""
+        """Read the matching text; at least one character that does not match must follow."""
         while True:
             found = pattern.match(self._text, self._pos)
             if found is not None and found.end() < len(self._text):
@@ -200,6 +200,6 @@ def beginning_of(*markers: str) -> re.Pattern[str]:
 
 
 def space_before(text: str, end: int) -> int:
-    """How much of the white space that ends at `end` belongs to a marker there: all, up to a limit."""
+    """The length of the white space before `end` that belongs to a marker there: all of it, up to a limit."""
     begin = max(0, end - _MAX_SPACE)
     return end - begin - len(text[begin:end].rstrip())

@@ -14,7 +14,7 @@ from quire.server.parsers.tool_formats import HARMONY, ToolFormat
 
 @dataclass(frozen=True, kw_only=True)
 class OutputFormat:
-    """How to parse the answers to one request; creates a parser for each."""
+    """The format of the answers to one request; creates a parser for each."""
 
     reasoning: ReasoningFormat | None = None
     is_thinking: bool = False
@@ -27,11 +27,12 @@ class OutputFormat:
 
     @property
     def markers(self) -> frozenset[str]:
-        """Markers that the parser needs, even if they are special tokens and the user wants those skipped."""
+        """Markers that the parser needs, even if they are special tokens and the user wants special tokens skipped."""
         return frozenset(marker for format in (self.reasoning, self.tools) if format for marker in format.all_markers)
 
     def parser(self, hidden: Collection[str] = ()) -> OutputParser:
-        """Create a parser for one answer. `hidden` are markers that are not shown where they do not mark anything."""
+        """Create a parser for one answer. Markers in `hidden` are dropped from the content where they do not mark
+        anything."""
         if self.reasoning == HARMONY_REASONING or self.tools == HARMONY:  # they may have been pickled
             return OutputParser(HarmonyParser(self.schemas, self.limit), None, self.shows_reasoning)
         tools = self.tools or (ToolFormat() if hidden else None)

@@ -34,7 +34,7 @@ class QuotedGrammar:
     def members(self, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
         """The members of an object of this schema, without braces.
 
-        Raises ValueError for keywords that cannot be enforced. `root` is what references refer to.
+        Raises ValueError for keywords that cannot be enforced. References refer to `root`.
         """
         if not (ways := [*self._objects(branches(schema, root), root)]):
             raise ValueError(f"{json.dumps(schema)} allows no value")

@@ -18,13 +18,13 @@ class ReasoningFormat:
     close: str
     _: KW_ONLY
     answer: tuple[str, ...] = ()
-    """What opens and closes the answer after reasoning, if the model writes that."""
+    """The markers that open and close the answer after reasoning, if the model writes them."""
     ends: tuple[str, ...] = ()
     """Markers of calls, which end reasoning that is not closed."""
     inner: tuple[str, ...] = ()
     """Other markers of the format."""
     signs: tuple[str, ...]
-    """What a chat template of the format contains."""
+    """Texts that a chat template of the format contains."""
 
     @property
     def all_markers(self) -> tuple[str, ...]:
@@ -36,7 +36,7 @@ class ReasoningFormat:
         return prompt.rstrip().endswith(self.open)
 
     def is_closed_by(self, prompt: str) -> bool:
-        """Whether the prompt ends after reasoning. Harmony's messages, of whatever channel, all begin after `close`."""
+        """Whether the prompt ends after reasoning. Harmony's messages of all channels begin after `close`."""
         return self != HARMONY_REASONING and prompt.rstrip().endswith(self.close)
 
 

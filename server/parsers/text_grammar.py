@@ -24,7 +24,7 @@ _FORMATS = {
     r"(/([A-Za-z0-9._~!$&'()*+,;=:@-]|%[0-9A-Fa-f]{2})*)*(\?([A-Za-z0-9._~!$&'()*+,;=:@/?-]|%[0-9A-Fa-f]{2})*)?"
     r"(#([A-Za-z0-9._~!$&'()*+,;=:@/?-]|%[0-9A-Fa-f]{2})*)?",
 }
-"""What may be written for a format: all or most of what it allows."""
+"""Patterns of the texts that may be written for a format: all or most of its values."""
 _ANYTHING = r"(.|\n)*"
 _ALTERNATIVES = ("anyOf", "oneOf")
 _NOT_NESTED = frozenset({"null", "boolean", "number"})
@@ -36,7 +36,7 @@ _NOT_JSON = {
     "object": r"/\s*\{(.|\n)*/",
     "array": r"/\s*\[(.|\n)*/",
 }
-"""By type, patterns for what could be taken for a JSON value of this type, and maybe more."""
+"""By type, patterns for texts that could be taken for a JSON value of this type, and maybe more."""
 
 
 def text_terminal(schema: Any, root: Mapping[str, Any], end: str, others: frozenset[str]) -> str | None:
@@ -44,7 +44,7 @@ def text_terminal(schema: Any, root: Mapping[str, Any], end: str, others: frozen
 
     These are strings, which do not contain `end` and are not like JSON of the types `others`, and of these types null,
     booleans and numbers (numbers with bounds are left out): a lexeme of their own would be taken for the start of a
-    string. `root` is what references in the schema refer to. Raises ValueError for keywords that cannot be enforced.
+    string. References in the schema refer to `root`. Raises ValueError for keywords that cannot be enforced.
     """
     found = branches(schema, root)
     texts = [text for branch in found if (text := _branch(branch)) is not None]
@@ -56,7 +56,7 @@ def text_terminal(schema: Any, root: Mapping[str, Any], end: str, others: frozen
 
 
 def definitions(root: Mapping[str, Any]) -> dict[str, Any]:
-    """What references in a part of the schema `root` refer to."""
+    """The definitions that references in a part of the schema `root` refer to."""
     return {key: root[key] for key in ("$defs", "definitions") if key in root}
 
 
@@ -197,7 +197,7 @@ def _has_alternatives(regex: str) -> bool:
 
 
 def selections(items: list[tuple[str, bool]], separator: str) -> Iterator[str]:
-    """Items in their order, with or without those that are not required: one alternative for each possible first."""
+    """Items in their order, with or without the optional ones: one alternative for each possible first item."""
     for first, (item, is_required) in enumerate(items):
         others = (f"{separator} {other}" if must else f"({separator} {other})?" for other, must in items[first + 1 :])
         yield " ".join((item, *others))

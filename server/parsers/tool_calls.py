@@ -1,9 +1,9 @@
 """Parses the tool calls in a model's text, in the formats of `tool_formats`.
 
-What is not a call remains content: text that only starts like a call, calls that are cut off before their arguments,
-calls of functions that were not offered. Once a call has been streamed, it is not taken back: if its text ends or
-becomes invalid, its arguments end there, deliberately incomplete (so a client that parses them notices), and what
-follows is content again.
+Text that is not a call remains content: text that only starts like a call, calls that are cut off before their
+arguments, calls of functions that were not offered. Once a call has been streamed, it is not taken back: if its text
+ends or becomes invalid, its arguments end there, deliberately incomplete (so a client that parses them notices), and
+the text after it is content again.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def tool_parser(
 ) -> ToolParser:
     """Create a parser for one answer.
 
-    `hidden` are the markers that are not shown where they do not open a call, `limit` the maximum number of calls to
+    Markers in `hidden` are dropped from the content unless they open a call. `limit` is the maximum number of calls to
     emit.
     """
     format = format.read_as or format
@@ -241,7 +241,7 @@ class ToolParser(IncrementalParser):
         try:
             yield from self._named_arguments(name, call_id)
         except TextCutOff:
-            if self._count > calls_before:  # the half of an argument is not content
+            if self._count > calls_before:  # half of an argument is not content
                 self._text, self._pos = "", 0
             raise
         if self._after:
@@ -276,7 +276,7 @@ class ToolParser(IncrementalParser):
         self._is_closing = True
 
     def _text_value(self, end: re.Pattern[str], half_end: re.Pattern[str]) -> Steps[None]:
-        """Emit the text up to what ends it as a JSON string, while it arrives."""
+        """Emit the text up to its end as a JSON string, while it arrives."""
         self._show_arguments('"')
         while (found := end.search(self._text)) is None:
             half = None if self._ended else half_end.search(self._text)
@@ -414,7 +414,7 @@ class _TaggedParser(ToolParser):
         self._end_arguments(name, call_id, is_out)
 
     def _argument_name(self, unlike_keys: Collection[str]) -> Steps[str]:
-        """Read a key: one of the properties whose names contain what ends a key, or any other."""
+        """Read a key: one of the properties whose names contain the end of a key, or any other."""
         for key in unlike_keys:
             if (yield from self._take(key + self._key_end)):
                 self._pos -= len(self._key_end)
@@ -422,7 +422,7 @@ class _TaggedParser(ToolParser):
         return (yield from self._match(self._key))
 
     def _read_between(self) -> Steps[bool | None]:
-        """Read what is between key and value; returns whether the value is text, if that tells."""
+        """Read the text between key and value; returns whether the value is text, if it says so."""
         tags, is_text = self._tags, None
         if tags.between_json:
             yield from self._peek()
@@ -535,7 +535,7 @@ class _QuotedParser(ToolParser):
         self._end_arguments(name, call_id, is_out)
 
     def _key(self, names: Collection[str]) -> Steps[str]:
-        """Read a key, which may be in quotes, and the colon. `names` may contain what ends other keys."""
+        """Read a key, which may be in quotes, and the colon. `names` may contain the character that ends other keys."""
         yield from self._peek()
         if (yield from self._take(self._quote)):
             key = yield from self._match(self._unquoted)

@@ -74,7 +74,7 @@ def _mistral_id() -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ToolFormat:
-    """How calls are written.
+    """The notation of calls.
 
     A block is a marker, the rest of its opening, calls separated by `separator`, its closing. Blocks are separated by
     `gap`. White space around the pieces is ignored.
@@ -85,7 +85,7 @@ class ToolFormat:
     signs: tuple[tuple[str, ...], ...] = ()
     """A chat template that contains all texts of one of these uses the format. Default: the marker."""
     block: tuple[str, str, str] = ("", "", "")
-    """The marker that opens a block, what follows the marker, and what closes the block."""
+    """The marker that opens a block, the text after the marker, and the text that closes the block."""
     other_markers: tuple[str, ...] = ()
     """Each also opens a block. One that begins a call opens the call, too, and the block may lack its closing."""
     bare: str = ""
@@ -99,9 +99,9 @@ class ToolFormat:
     inner: tuple[str, ...] = ()
     """Markers inside of a block that are single tokens in some tokenizers."""
     id_as_name: bool = False
-    """In place of the name stands the call's id: `functions.`, the name, a colon and a number."""
+    """The call's id takes the place of the name: `functions.`, the name, a colon and a number."""
     answer_open: str = ""
-    """What precedes an answer that is not a call."""
+    """The text before an answer that is not a call."""
     new_id: Callable[[], str] = _call_id
     read_as: ToolFormat | None = None
     """The format to parse, if models that write this one also write another."""
@@ -184,7 +184,7 @@ _FORMATS = (
     ),
     ToolFormat(
         # OpenAI, the format of gpt-oss: https://github.com/openai/harmony/blob/main/docs/format.md. `harmony` parses
-        # it; this is what a grammar lets the model write. <|call|> ends the answer.
+        # it; a grammar lets the model write this form. <|call|> ends the answer.
         names=("openai",),
         signs=(("<|channel|>", "<|message|>", "functions."),),
         block=("<|channel|>", "commentary to=functions.", ""),
@@ -407,8 +407,8 @@ _FORMATS = (
         separator="; ",
     ),
 )
-"""A new format is one entry here; its names are also choices of a flag, in `ServerOptions`. It stands before those
-whose signs its templates also contain.
+"""A new format is one entry here; its names are also choices of a flag, in `ServerOptions`. It stands before the
+formats whose signs its templates also contain.
 """
 
 TOOL_FORMATS = {name: format for format in _FORMATS for name in format.names}

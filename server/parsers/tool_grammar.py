@@ -26,7 +26,7 @@ TokenId = Callable[[str], int | None]
 _UNCONSTRAINING = {"type", "properties", "required", "additionalProperties", "$defs", "definitions"} | {
     "$schema", "$id", "x-guidance", "title", "description", "default", "examples", "strict",
 }  # fmt: skip
-"""The keywords of an object's schema that arguments written one by one can enforce, and those without an effect."""
+"""The keywords of an object's schema that arguments written one by one can enforce, and the keywords without effect."""
 
 _NESTED = frozenset({"object", "array"})
 

@@ -70,7 +70,7 @@ class BeamSearch(Generation):
         self._is_over = False
         trace, num_prompt_tokens = TRACE.get(), sum(map(len, given.prompts))
         self._trace = None if trace is None else trace.add(0, num_prompt_tokens, time.monotonic())
-        """Of the whole search; its steps have none."""
+        """The trace of the whole search; its steps have none."""
 
     @property
     def is_open(self) -> bool:
@@ -78,7 +78,7 @@ class BeamSearch(Generation):
 
     @property
     def times(self) -> None:
-        """There are only those of its steps."""
+        """A search has no times, only its steps do."""
 
     def close(self) -> None:
         self._end("abort")

@@ -87,7 +87,7 @@ class Frontend:
         self.ask_resize = ask_resize
         self._manager = manager
         self._tasks = tasks_of(config.model.pooling)
-        self._serials = itertools.count(time.time_ns() // 1000)  # beyond those of a replaced process
+        self._serials = itertools.count(time.time_ns() // 1000)  # beyond the serial numbers of a replaced process
         self._open: weakref.WeakValueDictionary[str, Generation | Embedding] = weakref.WeakValueDictionary()
         """By the caller's id."""
         self._seeds = random.Random(
@@ -185,7 +185,7 @@ class Frontend:
         return not self.is_draining and self._loading.done() and self.client.is_up
 
     async def resize(self, count: int, drain_seconds: float) -> None:
-        """Change the number of replicas (see `EngineManager.resize`), without waiting for those that start or drain.
+        """Change the number of replicas (see `EngineManager.resize`), without waiting for replicas that start or drain.
 
         Raises `InvalidParameter` if that is not possible, and `EngineUnavailable`.
         """
@@ -264,7 +264,7 @@ class Frontend:
         if (earlier := self._open.get(request_id)) is not None and earlier.is_open:
             raise InvalidParameter(f"a request with the id {request_id} is already running", "request_id")
         # Numbered, and with the number of the process, so that a late output of a finished request, or of a dead API
-        # process's, is not mistaken for one of a new request with the same id.
+        # process's, is not mistaken for an output of a new request with the same id.
         serial = next(self._serials)
         engine_ids = [f"{request_id}-{at}-{serial:x}@{self.process_info.index}" for at in range(len(sequences))]
         # The engine sees no text: a salt has the length of a prefix cache hash.

@@ -13,17 +13,17 @@ from quire.server.text.output_processor import OutputProcessor, TextDelta
 
 
 class _EngineRequest:
-    """A request of one or more sequences. As a context manager, it aborts what is still running on exit."""
+    """A request of one or more sequences. As a context manager, it aborts the sequences that still run on exit."""
 
     def __init__(self, stream: OutputStream) -> None:
         self._stream = stream
 
     def close(self) -> None:
-        """Abort what is still running in the engine."""
+        """Abort the sequences that still run in the engine."""
         self._stream.close()
 
     def abort(self) -> None:
-        """Abort what is still running in the engine, while another task reads, which gets `RequestFailed`."""
+        """Abort the sequences that still run in the engine, while another task reads, which gets `RequestFailed`."""
         self._stream.abort()
 
     @property

@@ -70,7 +70,7 @@ class BeamSearchSequence:
     """A sequence that beam search has found."""
 
     tokens: list[int]
-    """Of prompt and output."""
+    """Tokens of prompt and output."""
     logprobs: list[dict[int, Logprob]]
     """For each token of the output: that token and the most likely ones, by token id."""
     cum_logprob: float
@@ -113,7 +113,7 @@ class ScoringOutput:
 
 @dataclass
 class PoolingOutput:
-    """What the model's pooling makes of a prompt: a vector, or the probability of each label."""
+    """The pooled output of a prompt: a vector, or the probability of each label."""
 
     data: list[float]
 

@@ -1,4 +1,4 @@
-"""Which chat template, tool call format and reasoning format a server uses."""
+"""The chat template, tool call format and reasoning format of a server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Converts a conversation to what a chat template expects, and renders the prompt."""
+"""Converts a conversation to the form that a chat template expects, and renders the prompt."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Message = Mapping[str, Any]
 _END_SIGN = "\ue000end of the final message\ue000 "
 """Occurs in no conversation. The space shows whether a template trims messages."""
 _OF_FUNCTION = ("name", "description", "parameters")
-"""What the prompt shows of a function, in this order."""
+"""The fields of a function that the prompt shows, in this order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class ParamNames:
     reasoning_effort: str = "reasoning_effort"
     thinking_budget: str = "thinking_token_budget"
     function: str = ".function"
-    """What follows `tools[0]` in the name of a function."""
+    """The suffix of `tools[0]` in the name of a function."""
     function_parameters: str = ".function.parameters"
     max_tokens: str = "max_tokens"
     stop: str = "stop"
@@ -129,7 +129,8 @@ def _shown_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _message(message: Message, template: str, at: int) -> dict[str, Any]:
-    """Convert a message to what templates expect: text content, tool call arguments as objects, no empty fields."""
+    """Convert a message to the form that templates expect: text content, tool call arguments as objects, no empty
+    fields."""
     result = {key: value for key, value in message.items() if value is not None}
     content = result.get("content")
     if isinstance(content, list):

@@ -1,4 +1,4 @@
-"""The way in: renders and tokenizes the requests of all APIs, and validates them against the model."""
+"""Renders and tokenizes the requests of all APIs, and validates them against the model."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class InputProcessor:
         return processed.value
 
     def take_unresolved(self) -> Sequence[tuple[StructuredOutputs, str]]:
-        """Return what this processor, which checks sizes only, has left to `resolve` of another one."""
+        """Return the outputs that this processor, which only checks sizes, has left for another one to `resolve`."""
         assert isinstance(self._structured, SizeCheck)
         left, self._structured.unresolved = self._structured.unresolved, []
         return left
@@ -340,7 +340,8 @@ class InputProcessor:
         return ids
 
     def _output_format(self, chat: ChatInput, prompt: Sequence[int]) -> OutputFormat | None:
-        """Return how to parse the answer, which depends on whether the prompt ends inside the model's reasoning."""
+        """Return the output format of the answer, which depends on whether the prompt ends inside the model's
+        reasoning."""
         thoughts, use = self.reasoning_format, chat.tool_use
         if use is not None and self.tool_format is None:
             raise InvalidParameter(

@@ -1,4 +1,4 @@
-"""What the input processor takes and returns: requests in a form that all APIs and the Python API share."""
+"""Inputs and results of the input processor: requests in a form that all APIs and the Python API share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ Prompt = str | list[int]
 TruncationSide = Literal["left", "right"]
 """The side that truncation removes."""
 Task = Literal["generate", "embed", "classify", "score", "pool"]
-"""What a request wants of the model: text, vectors, classes, scores of pairs of texts, or whatever pooling makes."""
+"""The kind of result that a request asks for: text, vectors, classes, scores of pairs of texts, or any pooled
+output."""
 
 
 class ContextLengthExceeded(InvalidParameter):
@@ -26,7 +27,7 @@ class ContextLengthExceeded(InvalidParameter):
 
 
 def tasks_of(pooling: Pooling | None) -> frozenset[Task]:
-    """Return what a model with this pooling can do."""
+    """Return the tasks that a model with this pooling supports."""
     if pooling is None:
         return frozenset({"generate"})
     if pooling.classes is None:
@@ -35,7 +36,7 @@ def tasks_of(pooling: Pooling | None) -> frozenset[Task]:
 
 
 def refusal(pooling: Pooling | None, task: Task) -> InvalidParameter:
-    """Return the error for a task that the model does not support; it names what the model can do."""
+    """Return the error for a task that the model does not support; it names the supported task."""
     wanted = _WANTED[task]
     if pooling is None:
         remedy = "use a model with a classification head (…ForSequenceClassification)"
@@ -71,7 +72,7 @@ class ChatInput:
     tools: Sequence[Mapping[str, Any]] = ()
     """The tools as the request has them, for the chat template."""
     tool_use: ToolUse | None = None
-    """Which of them the model may or must call; None: it may call none."""
+    """The tools that the model may or must call; None: it may call none."""
     template: ChatTemplateOptions = field(default_factory=ChatTemplateOptions)
     shows_reasoning: bool = True
     thinking_budget: int | None = None
@@ -80,7 +81,7 @@ class ChatInput:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestOptions:
-    """What a generation request sets besides its prompt and its sampling parameters."""
+    """The options of a generation request besides its prompt and its sampling parameters."""
 
     truncate_prompt_tokens: int | None = None
     """Number of tokens to keep of the prompt; -1: as many as the model's length and the output allow."""
@@ -105,7 +106,7 @@ class GenerationInput:
     is_chat: bool = False
     """Whether the prompt is a conversation."""
     output_format: OutputFormat | None = None
-    """How to parse the generated text; None: it is plain text."""
+    """The format of the generated text; None: it is plain text."""
     echo: str = ""
     """Text to put before a chat's answer."""
     length_penalty: float | None = None
@@ -123,7 +124,7 @@ class EmbeddingOptions:
     """Number of tokens to keep of a longer input; -1: the model's maximum length; None: longer inputs are rejected."""
     truncation_side: TruncationSide = "right"
     prompt_name: str | None = None
-    """Which of the model's prompts to put before a text; None: its default."""
+    """Name of the model's prompt to put before a text; None: its default."""
     max_document_tokens: int | None = None
     """Number of tokens to keep of the second text of a pair."""
 
@@ -142,10 +143,10 @@ class ScoreInput:
 
 @dataclass(frozen=True, kw_only=True)
 class Processed:
-    """A request that another process has processed, except for what the first one caches."""
+    """A request that another process has processed, except for the parts that the first process caches."""
 
     value: Any
-    """What processing the request returns."""
+    """The result of processing the request."""
     unresolved: Sequence[tuple[StructuredOutputs, str]]
     """The structured outputs in `value`, not compiled yet, with the names of their parameters."""
     ignored: Collection[str]

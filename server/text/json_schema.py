@@ -1,9 +1,10 @@
 """Checks and rewrites JSON Schemas for llguidance.
 
-JSON Schema (draft 2020-12, and what earlier drafts name differently) is enforced as a grammar or rejected. llguidance
-itself rejects much. What it would ignore is rejected here: constraints that it does not know, references that could
-bypass this check, numbers that do not fit into a double, bounds that repeated keys would satisfy. As in JSON Schema,
-keywords and formats that constrain nothing, such as unknown ones, are ignored. Date formats are made exact.
+JSON Schema (draft 2020-12, and keywords that earlier drafts name differently) is enforced as a grammar or rejected.
+llguidance itself rejects much. This module rejects the parts that llguidance would ignore: constraints that it does not
+know, references that could bypass this check, numbers that do not fit into a double, bounds that repeated keys would
+satisfy. As in JSON Schema, keywords and formats that constrain nothing, such as unknown ones, are ignored. Date formats
+are made exact.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from urllib.parse import unquote
 from quire.engine.scheduler.grammar import JSON_OPTIONS
 
 MAX_SCHEMA_BYTES = 256 * 1024
-"""Of a JSON schema, and of a grammar, in bytes."""
+"""Maximum size of a JSON schema, and of a grammar, in bytes."""
 MAX_SCHEMA_DEPTH = 64
 """Nesting depth of objects and arrays in a JSON schema."""
 
@@ -36,8 +37,8 @@ _REJECTED = {
     *("unevaluatedItems", "unevaluatedProperties", "dependentRequired", "dependentSchemas", "dependencies"),
     *("$dynamicRef", "$recursiveRef", "$id", "divisibleBy", "disallow", "extends", "x-guidance"),
 }
-"""Constraints that cannot be enforced, what could change the meaning of a reference, and llguidance's own options.
-Other keywords constrain nothing.
+"""Constraints that cannot be enforced, keywords that could change the meaning of a reference, and llguidance's own
+options. Other keywords constrain nothing.
 """
 _VACUOUS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("unevaluatedItems", "unevaluatedProperties"), (True, {})),
@@ -73,8 +74,8 @@ FORMATS: dict[str, dict[str, Any]] = {
     "hostname": {"format": "hostname", "maxLength": 253},
     **{name: {"format": name} for name in ("duration", "email", "ipv4", "ipv6", "uri", "uuid")},
 }
-"""RFC 3339's dates and times, without what many parsers reject: year 0, leap seconds, lower-case t and z. The other
-formats are llguidance's own.
+"""RFC 3339's dates and times, without the forms that many parsers reject: year 0, leap seconds, lower-case t and z. The
+other formats are llguidance's own.
 """
 _SET_OPERATION = re.compile(r"(?<!\\)(?:\\\\)*\[\^?\]?(?:\\.|[^\]\\])*?(?:\[|&&|--|~~)")
 """An operator in a character class of the regex engine; plain characters in JSON Schema's regular expressions
@@ -164,7 +165,7 @@ class _SchemaWalk:
         return result
 
     def _check(self, schema: dict[str, Any], path: str) -> None:
-        """Reject what llguidance would enforce only partially."""
+        """Reject keywords that llguidance would enforce only partially."""
         if "format" in schema and (not isinstance(schema["format"], str) or schema["format"] in _REJECTED_FORMATS):
             raise self._error("format", path, f"must be one of {', '.join(FORMATS)}, not {schema['format']!r}")
         literals = {keyword: list(_leaves(schema[keyword])) for keyword in _NUMBERS if keyword in schema}
@@ -225,7 +226,7 @@ class _SchemaWalk:
         """Return whether a complete value exists; True if that is unclear.
 
         A schema is finite once each of its needs has a finite alternative. So finiteness propagates from schemas
-        without needs to those that depend on them; each need is visited once.
+        without needs to the schemas that depend on them; each need is visited once.
         """
         unmet: dict[int, int] = {}
         """By identity of a schema: how many of its needs have no finite alternative yet."""
@@ -257,7 +258,7 @@ class _SchemaWalk:
         return not unmet[id(root)]
 
     def _needs(self, schema: dict[str, Any], root: dict[str, Any]) -> Iterator[list[Any]]:
-        """What must be complete for a value of this schema to be: one schema of each list."""
+        """The schemas that must be complete for a value of this schema to be complete: one of each list."""
         if (reference := schema.get("$ref")) is not None:
             yield [root if reference == "#" else self._targets[reference.removeprefix("#/$defs/")]]
         for keyword in ("anyOf", "oneOf"):

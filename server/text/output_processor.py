@@ -14,7 +14,7 @@ from quire.server.parsers.output_parser import OutputFormat, OutputParser
 from quire.server.text.tokenizer import Tokenizer
 
 AnswerEnd = FinishReason | Literal["tool_calls"]
-"""Why an answer ended: the engine's finish reason, or `tool_calls` if it stopped and contains some."""
+"""The reason for an answer's end: the engine's finish reason, or `tool_calls` if it stopped and contains some."""
 
 _REPLACEMENT = "\ufffd"
 _MAX_PENDING = 16
@@ -28,8 +28,8 @@ class Detokenizer:
     F without the prefix that it shares with P. So the space that a decoder strips from a first token stays, a character
     that starts in the prompt and ends in the output is returned whole, and bytes that never form a character become
     U+FFFD. The one exception: returned text is never changed. Byte-fallback decoders replace every byte of a run of
-    byte tokens if one of them is not UTF-8, even in complete characters; those already returned stay, and only the rest
-    of the run is replaced. (`tokenizers`' DecodeStream raises in this case, repeats a prompt that ends inside a
+    byte tokens if one of them is not UTF-8, even in complete characters; characters already returned stay, and only the
+    rest of the run is replaced. (`tokenizers`' DecodeStream raises in this case, repeats a prompt that ends inside a
     character, and drops pending tokens at the end.)
 
     Each call decodes a window: the tokens of the last returned text (`_context`) and the tokens not returned yet
@@ -159,7 +159,7 @@ class TextDelta:
     """The stop string or stop token that ended the sequence; None for the end-of-sequence token."""
     num_cached_tokens: int = 0
     num_accepted_tokens: int = 0
-    """Draft tokens that counted."""
+    """Accepted draft tokens."""
     num_rejected_tokens: int = 0
     prompt_logprobs: PromptLogprobs | None = None
     """If requested: of the whole prompt, in the first delta with tokens or a finish reason."""
@@ -167,7 +167,7 @@ class TextDelta:
     tool_calls: list[ToolCall] = field(default_factory=list)
     """Pieces of tool calls, at most one per call."""
     num_tokens_before_words: int = 0
-    """How many of `token_ids` come before the first text or tool call of the sequence: reasoning and markers."""
+    """The number of `token_ids` before the first text or tool call of the sequence: reasoning and markers."""
 
     @property
     def has_content(self) -> bool:
@@ -238,7 +238,7 @@ class OutputProcessor:
         self._count = 0
         top = params.prompt_logprobs
         self._scores = None if top is None else PromptLogprobs(top, b"", b"", b"", b"")
-        """Of the prompt; None once they have been returned."""
+        """The log-probabilities of the prompt; None once they have been returned."""
 
     def feed(self, output: EngineCoreOutput) -> TextDelta:
         """Convert an output. A stop string may finish the sequence before the engine does."""

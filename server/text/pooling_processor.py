@@ -23,7 +23,7 @@ class PoolingProcessor:
     def __init__(
         self, prompts: PromptTokenizer, pooling: Pooling, pair_template: ChatTemplate | None, has_token_types: bool
     ) -> None:
-        """`pair_template` is the template of pairs of texts, if the user has given one: a model's own is for chats."""
+        """`pair_template` is the user's template for pairs of texts, if given: a model's own is for chats."""
         self._prompts = prompts
         self._tokenizer = prompts.tokenizer
         self._pooling = pooling

@@ -99,7 +99,7 @@ class PromptTokenizer:
 
 
 def truncated(given: Truncated, length: int, side: TruncationSide) -> Truncated:
-    """Return the part that is left when `side` is truncated."""
+    """Return the part that remains when `side` is truncated."""
     return given[-length:] if side == "left" else given[:length]
 
 

@@ -1,8 +1,8 @@
-"""Runs work in separate processes, so that it can be stopped from outside, whatever library it uses.
+"""Runs work in separate processes, so that it can be stopped from outside, regardless of the libraries that it uses.
 
-A helper process starts with the first question and prepares what all answers need. Each question is answered by a fork
-of the helper; one fork always waits for the next question. The kernel kills a fork that has used up its processor time
-(setitimer(2)), which affects nothing else.
+A helper process starts with the first question and prepares the state that all answers need. Each question is answered
+by a fork of the helper; one fork always waits for the next question. The kernel kills a fork that has used up its
+processor time (setitimer(2)), which affects nothing else.
 """
 
 from __future__ import annotations
@@ -34,16 +34,17 @@ T = TypeVar("T")
 Answer = Callable[[bytes], bytes]
 
 MAX_MEMORY = 2**29
-"""Memory limit of an answer in bytes, in addition to what is prepared."""
+"""Memory limit of an answer in bytes, in addition to the prepared state."""
 _NICE_AFTER_SECONDS = 0.25
 """Seconds after which the scheduling priority of an answer is lowered."""
 _NICENESS = 5
 _WALL_CLOCK_FACTOR = 10
 """Wall-clock limit of an answer, as a multiple of its processor time limit; it matters on a busy machine."""
 _SILENT_SECONDS, _START_SECONDS = 10.0, 60.0
-"""Seconds after which a helper hangs that has taken no question; the second is for one that may still be starting."""
+"""Seconds after which a helper that has taken no question is taken to hang; the second value is for one that may still
+be starting."""
 _GRACE_SECONDS = 1.0
-"""After that: this process may have been stopped meanwhile, together with the helper."""
+"""Seconds of grace after that: this process may have been stopped meanwhile, together with the helper."""
 _PID = struct.Struct("!i")
 _HELPER = "from quire.server.text import sandbox; sandbox.main()"
 
@@ -75,8 +76,8 @@ class Sandbox(Generic[T]):
     """Answers questions by `make(argument)`. `ask` blocks, and is safe to call from several threads at once.
 
     `make` and `argument` are pickled; the helper imports the module of `make`. `seconds` is the processor time limit of
-    an answer, and `memory` its memory limit in bytes, in addition to what is prepared. `niceness` lowers the scheduling
-    priority of everything.
+    an answer, and `memory` its memory limit in bytes, in addition to the prepared state. `niceness` lowers the
+    scheduling priority of everything.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class Sandbox(Generic[T]):
         return _answer_of(await self._ask_async(question) or await self._ask_async(question))
 
     def _ask(self, question: bytes) -> bytes | None:
-        """Return what a fork has reported (see `_answer_of`), or None if the helper cannot be reached."""
+        """Return a fork's report (see `_answer_of`), or None if the helper cannot be reached."""
         mine, theirs = socket.socketpair()
         with mine:
             helper = self._hand_over(theirs)
@@ -124,7 +125,7 @@ class Sandbox(Generic[T]):
         return None if helper.is_replaced else reported or None
 
     def _exchange(self, fork: socket.socket, question: bytes, pid: int) -> bytes:
-        """Return what a fork reports on a question; kill it if that takes too long."""
+        """Return a fork's report on a question; kill it if that takes too long."""
         reported = b""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             try:
@@ -253,7 +254,7 @@ class Sandbox(Generic[T]):
 
 
 def _answer_of(reported: bytes | None) -> bytes:
-    """What a fork has answered, from what it has reported: its process id, the answer and a full stop."""
+    """The answer in a fork's report, which consists of its process id, the answer and a full stop."""
     if reported is None:
         raise OSError(errno.EAGAIN, "the helper process cannot answer")
     if not reported.endswith(b".") or len(reported) == _PID.size:

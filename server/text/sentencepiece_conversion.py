@@ -31,16 +31,16 @@ _SAMPLES = (
     "▁ ▁▁x <0x41>",
     "",
 )
-"""What both tokenizers must give the same tokens for."""
+"""Texts for which both tokenizers must give the same tokens."""
 
 
 def converted(file: Path, added: Collection[str], *, prefix_everywhere: bool) -> tuple[Backend, dict[str, str]]:
     """Return the tokenizer, without a post-processor, and the special tokens that the file names (bos_token, …).
 
-    `added` are texts that are tokens wherever they stand, as the control symbols of the file are: all of them are taken
-    out of a text before SentencePiece sees its parts. If the file says that texts begin with a space, each part does.
-    With `prefix_everywhere` false only one at the start of the text does, unless it has a space there. Raises
-    `ConfigError` for files that cannot be read, and for settings that `tokenizers` cannot represent.
+    `added` are texts that are always tokens, like the control symbols of the file: all of them are taken out of a text
+    before SentencePiece sees its parts. If the file says that texts begin with a space, each part does. With
+    `prefix_everywhere` false only one at the start of the text does, unless it has a space there. Raises `ConfigError`
+    for files that cannot be read, and for settings that `tokenizers` cannot represent.
     """
     schema: Any = sentencepiece_model_pb2  # its classes are made when it is imported
     model = schema.ModelProto()

@@ -45,7 +45,7 @@ _INLINE_JSON = re.compile(r"%json\s*(?=\{)")
 
 
 Resolved = tuple[StructuredOutputs, str]
-"""What the engine gets, and why it cannot be enforced."""
+"""The structured outputs for the engine, and the reason if they cannot be enforced."""
 
 
 @dataclass
@@ -146,11 +146,11 @@ class StructuredOutputCheck:
 
 
 class SizeCheck:
-    """In place of `StructuredOutputCheck`: checks sizes only, and leaves the rest to another process."""
+    """Replaces `StructuredOutputCheck`: checks sizes only, and leaves the rest to another process."""
 
     def __init__(self) -> None:
         self.unresolved: list[tuple[StructuredOutputs, str]] = []
-        """What is to be resolved, in this order, and the parameters that it is about."""
+        """The structured outputs to resolve, in this order, and the names of their parameters."""
 
     async def resolve_in_thread(
         self, outputs: StructuredOutputs, param: str = "structured_outputs"
@@ -177,7 +177,7 @@ def about(param: str, place: str = "") -> Iterator[None]:
 
 
 def _enforceable(resolved: Resolved) -> StructuredOutputs:
-    """Return what the engine gets; raises ValueError if it cannot be enforced."""
+    """Return the structured outputs for the engine; raises ValueError if they cannot be enforced."""
     outputs, reason = resolved
     if reason:
         raise ValueError(reason)

@@ -17,7 +17,7 @@ _SAMPLES = (
     "Ελληνικά РУССКИЙ текст עברית العربية हिन्दी ไทย 😀👩‍👩‍👧 e\u0301\u00a0\u2003x",
     "   leading and trailing   ",
 )
-"""What both tokenizers must give the same tokens for."""
+"""Texts for which both tokenizers must give the same tokens."""
 
 
 def converted(slow: Any) -> Backend:

@@ -144,10 +144,10 @@ class Tokenizer:
 
     @cached_property
     def _pair_layouts(self) -> tuple[_PairLayout, _PairLayout]:
-        """How pairs are joined, without and with special tokens.
+        """The pair templates without and with special tokens.
 
-        The backend's own `post_process` is not used for texts: what `Encoding.truncate` removes of both stays, and is
-        joined in all combinations.
+        The backend's own `post_process` is not used for texts: it keeps the parts that `Encoding.truncate` removes from
+        both, and joins them in all combinations.
         """
         texts = ("a", *self.backend.get_vocab())
         text = next(text for text in texts if self.encode(text, add_special_tokens=False))
@@ -201,9 +201,7 @@ class Tokenizer:
         return text
 
     def pieces(self, skip_special_tokens: bool) -> Mapping[int, str]:
-        """By token id, the text that it adds after whole characters, whatever they are. Tokens without such a text are
-        empty.
-        """
+        """By token id, the text that it adds after any whole characters. Tokens without such a text are empty."""
         return self._pieces[skip_special_tokens]
 
     def _token_text(self, token_id: int) -> str:
@@ -242,8 +240,8 @@ class Tokenizer:
 
 
 class _PairLayout(NamedTuple):
-    """How a tokenizer joins pairs of texts: its special tokens and their types, and where among them the texts stand,
-    whose tokens have other types.
+    """A tokenizer's layout of pairs of texts: its special tokens and their types, and the places among them of the
+    texts, whose tokens have other types.
     """
 
     ids: list[int]
@@ -312,13 +310,13 @@ def _from_tokenizer_json(folder: Path, config: dict[str, Any]) -> Tokenizer:
     path = folder / "tokenizer.json"
     try:
         backend = Backend.from_file(str(path))
-    except Exception as error:  # tokenizers raises nothing narrower
+    except Exception as error:  # tokenizers raises no narrower class
         raise ConfigError(f"{path}: not a valid tokenizer: {error}") from None
     return _completed(backend, folder, config, {})
 
 
 def _completed(backend: Backend, folder: Path, config: dict[str, Any], named: dict[str, str]) -> Tokenizer:
-    """Add the tokens of tokenizer_config.json, whose names for special tokens come before those that are `named`."""
+    """Add the tokens of tokenizer_config.json, whose names for special tokens take precedence over the `named` ones."""
     special = named | {name: content(config[name]) for name in _NAMED if config.get(name) is not None}
     for token_id, entry in sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])):
         if backend.token_to_id(entry["content"]) is None:
@@ -395,7 +393,7 @@ def _from_sentencepiece(folder: Path, config: dict[str, Any]) -> Tokenizer:
 
 
 def _libraries(folder: Path) -> list[str]:
-    """What reading the vocabulary needs."""
+    """The modules that reading the vocabulary requires."""
     files = [path for pattern in ("*.model", "*.tiktoken") for path in sorted(folder.glob(pattern))]
     if not files:
         return []

@@ -1,4 +1,4 @@
-"""A request's tool options: which tools the model may call, must call, and how many."""
+"""A request's tool options: the tools that the model may or must call, and the number of calls."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from tests.chaos.system import LAYOUTS
 
 
 def main() -> int:
-    """Attack servers, print what happens and a table, and return 1 if something was lost, wrong or left behind."""
+    """Attack servers, print the events and a table, and return 1 if something was lost, wrong or left behind."""
     parser = argparse.ArgumentParser(prog="scripts/chaos", description=__doc__)
     parser.add_argument("--minutes", type=float, default=5.0, help="of attacks, per layout (default: 5)")
     parser.add_argument("--faults", type=int, metavar="N", help="end after N faults per layout instead")

@@ -1,4 +1,4 @@
-"""What a server has answered, whether streamed or not, and how it differs from an undisturbed answer."""
+"""The answers of a server, streamed or not, and their differences from undisturbed answers."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from typing import Any, Literal
 Verdict = Literal["right", "wrong", "duplicated"]
 
 _TOLERANCE = 1e-3
-"""Of log-probabilities and embeddings: a resumed request computes in one step what it had computed in several."""
+"""The tolerance of log-probabilities and embeddings: a resumed request computes tokens in one step that it had computed
+in several."""
 
 
 @dataclass
 class Choice:
-    """One choice of an answer: everything that its chunks say, joined."""
+    """One choice of an answer: the contents of its chunks, joined."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     calls: dict[int, str] = field(default_factory=dict)
     """Tool calls: name and arguments."""
     scores: list[tuple[str, float]] = field(default_factory=list)
-    """Tokens with their log-probabilities, those of the prompt first."""
+    """Tokens with their log-probabilities, prompt tokens first."""
     finish_reasons: list[str] = field(default_factory=list)
 
 
@@ -35,7 +36,7 @@ class Answer:
     usage: list[tuple[int, int]] = field(default_factory=list)
     """Tokens of prompt and output, each time they are sent."""
     num_ends: int = 0
-    """How often the stream has said that it is over."""
+    """Number of ends that the stream has reported."""
 
     @property
     def num_tokens(self) -> int:
@@ -83,7 +84,7 @@ class Answer:
 
 
 def _scores(logprobs: dict[str, Any]) -> list[tuple[str, float]]:
-    """Of a chat (`content`) or of a completion."""
+    """The text of a chat (`content`) or of a completion."""
     found = []
     for place in logprobs.get("content") or ():
         found += [(each["token"], each["logprob"]) for each in (place, *place["top_logprobs"])]
@@ -119,7 +120,7 @@ def _compare(got: Choice, expected: Choice | None, is_whole: bool) -> Verdict:
 
 
 def _repeats(got: Sequence[int], expected: Sequence[int]) -> bool:
-    """Whether tokens are those expected, but some of them twice in a row."""
+    """Whether tokens are the expected ones, but some of them twice in a row."""
     same = next((i for i, (mine, other) in enumerate(zip(got, expected, strict=False)) if mine != other), len(expected))
     rest = got[same:]
     return bool(rest) and any(

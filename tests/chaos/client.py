@@ -13,7 +13,7 @@ import h11
 
 KEY = {"authorization": "Bearer chaos"}
 _SMALL_BUFFER = 4096
-"""In bytes, of a slow reader: the server soon finds that it cannot send."""
+"""Receive buffer of a slow reader in bytes: the server soon finds that it cannot send."""
 
 
 class Refused(Exception):
@@ -26,7 +26,7 @@ class Broken(Exception):
 
 @dataclass
 class Pace:
-    """How a client reads: `size` bytes at a time, with pauses of `pause` seconds."""
+    """The pace of a client: `size` bytes at a time, with pauses of `pause` seconds."""
 
     size: int = 1 << 16
     pause: float = 0.0

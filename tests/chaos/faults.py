@@ -1,4 +1,5 @@
-"""What is done to a server while it serves. Each fault is over, but for its consequences, when its function returns."""
+"""Faults that hit a server while it serves. Each fault is over, except for its consequences, when its function
+returns."""
 
 from __future__ import annotations
 
@@ -24,9 +25,9 @@ from tests.chaos.system import MEMORY_GROUPS, System
 
 _WAIT_SECONDS = 120.0
 _HELD_SECONDS = (0.5, 3.0)
-"""How long something stays full, stopped or cut."""
+"""Duration of a full disk, a stop or a cut."""
 _PAUSE_SECONDS = (0.2, 1.5)
-"""Of SIGSTOP to SIGCONT: well below --watchdog-seconds."""
+"""Time from SIGSTOP to SIGCONT: well below --watchdog-seconds."""
 _FREE_DESCRIPTORS = 6
 _FREE_BYTES = 64 << 20
 
@@ -36,13 +37,13 @@ T = TypeVar("T")
 
 @dataclass
 class Attack:
-    """What a fault may use. Its random choices repeat with its seed."""
+    """The means of a fault. Its random choices repeat with its seed."""
 
     system: System
     load: Load
     rng: random.Random
     told: str = ""
-    """What was done, for the report."""
+    """A description of the fault, for the report."""
 
     def victim(self, kind: str) -> psutil.Process:
         """A process of this kind, once there are any."""
@@ -55,7 +56,7 @@ class Attack:
             victim.kill()
 
     def stop(self, victim: psutil.Process, *, is_for_good: bool = True) -> None:
-        """Stop a process. Of one that is not to go on, note whose connections that cuts."""
+        """Stop a process. If it will not go on, note whose connections that cuts."""
         victim.suspend()
         _until(lambda: victim.status() in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE), "it does not stop")
         if is_for_good:
@@ -151,7 +152,7 @@ def _is_alive(process: psutil.Process) -> bool:
     return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
-# --- what runs out ------------------------------------------------------------------------------------------------
+# --- lack of resources --------------------------------------------------------------------------------------------
 
 
 def _fill(folder: Callable[[System], Path], kind: str) -> Callable[[Attack], None]:
@@ -174,7 +175,7 @@ def _fill(folder: Callable[[System], Path], kind: str) -> Callable[[Attack], Non
 def _exhaust_descriptors(attack: Attack) -> None:
     """Leave the API processes hardly any descriptors, connect more often than that, and kill a core.
 
-    libuv closes further connections at once. What runs goes on.
+    libuv closes further connections at once. Running requests go on.
     """
     processes = [(each, each.rlimit(psutil.RLIMIT_NOFILE)) for each in attack.system.processes("quire-api")]
     idle: list[socket.socket] = []
@@ -247,7 +248,7 @@ def _cut(shortest: float, longest: float) -> Callable[[Attack], None]:
 
 
 def _slow_down(attack: Attack) -> None:
-    """Let packets wait: a cable that carries little."""
+    """Delay packets: a slow cable."""
     queue = ["dev", "eth0", "root", "tbf", "rate", "256kbit", "burst", "8kbit", "latency", "1s"]
     for host in attack.system.hosts:
         subprocess.run(["tc", "-n", host.name, "qdisc", "add", *queue], check=True)
@@ -276,7 +277,7 @@ def _leave(attack: Attack) -> None:
 
 
 def _resize(attack: Attack) -> None:
-    """Add a replica, remove two, and add one again. Requests on those that are removed may have to move."""
+    """Add a replica, remove two, and add one again. Requests on removed replicas may have to move."""
     host, port = attack.system.address
     url = f"http://{host}:{port}/replicas"
     for count in (3, 1, 2):
@@ -324,7 +325,7 @@ _OF_HOSTS = {"cut", "long cut", "slow cable", "lose host", "leave"}
 
 
 def applicable(system: System) -> tuple[list[str], list[str]]:
-    """The faults that a layout can have, and those that this machine cannot make, with the reason."""
+    """The faults that a layout can have, and the faults that this machine cannot make, with the reason."""
     flags, missing = system.layout.flags, []
     left_out = set() if {"-tp", "-pp"} & {*flags} else set(_OF_RANKS)
     left_out |= set() if "-dp" in flags else _OF_REPLICAS

@@ -1,4 +1,4 @@
-"""Clients of every kind, and what became of their requests."""
+"""Clients of every kind, and the outcomes of their requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.fakes.namespaces import Host
 End = Literal["right", "wrong", "duplicated", "lost", "cut", "hung", "refused"]
 
 HUNG_SECONDS = 180.0
-"""A request without an end for so long hangs: more than a few restarts on a slow machine take."""
+"""Seconds after which an unfinished request hangs: longer than a few restarts on a slow machine."""
 _SCHEMA = {
     "type": "object",
     "properties": {
@@ -36,7 +36,7 @@ _PROMPTS = ("Quire is", "A pipeline of stages", "Tensor parallelism", "The KV ca
 
 @dataclass(frozen=True)
 class Request:
-    """A request, and how its client behaves."""
+    """A request, and the behaviour of its client."""
 
     name: str
     path: str
@@ -100,16 +100,16 @@ def _format() -> dict[str, Any]:
 
 @dataclass(eq=False)
 class Record:
-    """What has become of a request. Times are those of `time.monotonic`."""
+    """The outcome of a request. Times are from `time.monotonic`."""
 
     request: Request
     answer: Answer = field(default_factory=Answer)
     port: int = 0
     started: float = field(default_factory=time.monotonic)
     heard: list[float] = field(default_factory=list)
-    """When it got tokens."""
+    """The times at which it got tokens."""
     num_tokens: list[int] = field(default_factory=list)
-    """How many it had then."""
+    """Its number of tokens at these times."""
     may_be_refused: bool = False
     end: End | None = None
     detail: str = ""
@@ -150,7 +150,7 @@ class Load:
     ) -> None:
         """Connect to `address` as seen from `host` (None: this one)."""
         self.records: list[Record] = []
-        """Of requests that have ended."""
+        """The records of requests that have ended."""
         self.open: set[Record] = set()
         self.cut_ports: set[int] = set()
         """Local ports of clients whose API process was killed."""
@@ -186,7 +186,7 @@ class Load:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Clients are at work meanwhile."""
+        """Run clients within the block."""
         self._thread.start()
         try:
             yield
@@ -199,7 +199,7 @@ class Load:
         self._thread.join()
 
     def inside(self) -> AbstractContextManager[None]:
-        """Sockets that this thread opens meanwhile are where the clients are."""
+        """Within the block, sockets that this thread opens are on the clients' host."""
         return nullcontext() if self._host is None else self._host.inside()
 
     def _run_thread(self) -> None:

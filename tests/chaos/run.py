@@ -1,4 +1,4 @@
-"""One run: a server under load, faults by a schedule, a killed parent, a drain, and what remained."""
+"""One run: a server under load, faults by a schedule, a killed parent, a drain, and the remains."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
 
 @dataclass
 class Report:
-    """What has happened in a run."""
+    """The results of a run."""
 
     layout: str
     records: list[Record] = field(default_factory=list)
@@ -29,7 +29,7 @@ class Report:
     """Seconds after each fault until the stream that waited longest got its next token."""
     leftovers: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    """Wrong exit codes, and what did not happen in time."""
+    """Wrong exit codes, and events that did not happen in time."""
     left_out: list[str] = field(default_factory=list)
     """Faults that this machine cannot make, with the reason."""
     server_log: str = ""
@@ -37,12 +37,12 @@ class Report:
 
     @property
     def ends(self) -> Counter[str]:
-        """How many requests ended in which way."""
+        """Number of requests by outcome."""
         return Counter(str(record.end) for record in self.records)
 
     @property
     def failures(self) -> list[str]:
-        """Everything that must not happen."""
+        """All outcomes that must not happen."""
         bad = [record for record in self.records if record.end in ("lost", "duplicated", "wrong", "hung")]
         found = [
             f"{each.end}: {each.request.name}, {each.started - self.begun:.1f} to {each.ended - self.begun:.1f} s, "
@@ -147,7 +147,7 @@ def _inject(name: str, attack: Attack, report: Report, told: Callable[[str], Non
 
 
 def _drain(attacked: System, load: Load, every: int, report: Report, told: Callable[[str], None]) -> None:
-    """Send SIGTERM to a server under load: what is running goes on to its end."""
+    """Send SIGTERM to a server under load: running requests go on to their end."""
     with load.running():
         _wait_for_answers(load, attacked, every)
         told("SIGTERM")

@@ -1,7 +1,7 @@
-"""The servers that are attacked: their layouts, processes, and what they leave behind.
+"""The servers that are attacked: their layouts, processes, and the files and processes that they leave behind.
 
-Each has a temporary folder and a /dev/shm of its own, small file systems, so that what is found there is the server's,
-and a full disk is that of nobody else. Its processes are known by a variable in their environment.
+Each has a temporary folder and a /dev/shm of its own, small file systems, so that all files there are the server's, and
+a full disk affects nobody else. Its processes are known by a variable in their environment.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MARK = "QUIRE_CHAOS"
 """Environment variable of all processes of a server."""
 _TMP_MIB, _SHM_MIB = 16, 256
 MEMORY_GROUPS = Path("/sys/fs/cgroup/memory")
-"""Of cgroup version 1."""
+"""The folder of cgroup version 1."""
 _PREPARE = 'echo $$ > "$1"; mount --bind "$2" /dev/shm && shift 2 && exec "$@"'
 _INIT = """
 import contextlib, os, subprocess, sys
@@ -42,17 +42,17 @@ with contextlib.suppress(ChildProcessError):
         os.wait()
 sys.exit(code if code >= 0 else 128 - code)
 """
-"""A host's first process, with which all others end, is none of the server's; it stays until they have ended."""
+"""A host's first process, with which all others end, is not the server's; it stays until they have ended."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The flags of a server, and what can be attacked there."""
+    """The flags of a server, and its parts that can be attacked."""
 
     name: str
     flags: tuple[str, ...] = ()
     others: tuple[tuple[str, ...], ...] = ()
-    """Of each further host: further flags of its command."""
+    """Further flags of the command of each further host."""
     address_flag: str = ""
     """The flag by which all hosts are told the address of the first."""
     has_experts: bool = False
@@ -125,16 +125,16 @@ class System:
         """None for a server on this host."""
         self.address = "", 0
         self.text = ""
-        """What ended servers have printed."""
+        """The output of ended servers."""
         self._model = model
         self._api: Command | None = None
         self._others: dict[str, Command] = {}
-        """Those of further hosts, by name."""
+        """The commands of further hosts, by name."""
         self._is_ending = False
 
     @property
     def host(self) -> Host | None:
-        """Where the API is."""
+        """The URL of the API."""
         return self.hosts[0] if self.hosts else None
 
     @property
@@ -236,7 +236,7 @@ class System:
             time.sleep(0.05)
 
     def leftovers(self) -> list[str]:
-        """What is still there after the server has exited: processes (after some time), files, shared memory."""
+        """Processes (after some time), files and shared memory that remain after the server has exited."""
         left = [f"process {each.pid}" for each in psutil.wait_procs(self.processes(), _EXIT_SECONDS)[1]]
         left += [f"/dev/shm/{path.name}" for path in self.shm.iterdir()]
         left += [f"$TMPDIR/{path.relative_to(self.tmp)}" for path in self.tmp.iterdir()]
@@ -252,7 +252,7 @@ class System:
         self._join()
 
     def _join(self) -> None:
-        """Keep what the server has printed. Hosts end their commands themselves."""
+        """Keep the server's output. Hosts end their commands themselves."""
         if self._api is None:
             return
         if not self.hosts:

@@ -1,4 +1,4 @@
-"""The comparison finds what it is there to find."""
+"""The comparison finds lost, repeated and wrong output."""
 
 from __future__ import annotations
 

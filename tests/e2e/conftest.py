@@ -1,4 +1,4 @@
-"""The compiled kernels serve here."""
+"""These tests run with the compiled kernels."""
 
 from tests.fakes.cpu_kernels import cpu_kernels
 

@@ -20,11 +20,11 @@ from packaging.utils import canonicalize_name
 OWN_ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
 """Environment variables that lead no Python to the checkout."""
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire" / "clients"
-"""Environments that tests share, one for each set of requirements, and what else is made once."""
+"""Environments that tests share, one for each set of requirements, and other folders that are made once."""
 
 
 def run(command: Sequence[str], failure: str, *, cwd: Path | None = None, **variables: str) -> str:
-    """What a command prints; the test fails when the command does, with its output."""
+    """The output of a command; if the command fails, the test fails with its output."""
     done = subprocess.run(
         command,
         cwd=cwd,
@@ -55,8 +55,8 @@ def made_once(name: str, *inputs: str, make: Callable[[Path], None]) -> Path:
 
 
 def environment(terminal: pytest.CaptureFixture[str], *requirements: str, beside_tests: bool = False) -> Path:
-    """The Python of an environment with what pip installs for these arguments, made if it is not there; fails where it
-    cannot be made. `beside_tests`: it has the packages of the tests' environment, too.
+    """The Python of an environment with the packages that pip installs for these arguments, made if it does not exist;
+    fails where it cannot be made. `beside_tests`: it has the packages of the tests' environment, too.
     """
     wanted = " ".join(requirements)
     packages = sysconfig.get_path("purelib") if beside_tests else ""
@@ -95,7 +95,7 @@ def environment_of_links(folder: Path, requirements: Iterable[str]) -> None:
 
 
 def needed_packages(requirements: Iterable[str]) -> set[str]:
-    """The names of the packages that these requirements need, of those that are installed here."""
+    """The names of the installed packages that these requirements need."""
     seen: set[tuple[str, str]] = set()
     remaining = [(Requirement(text), "") for text in requirements]
     while remaining:

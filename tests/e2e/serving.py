@@ -19,7 +19,7 @@ _SERVING = re.compile(r"serving .* on (http://\S+)")
 
 @dataclass
 class Server:
-    """A running server; `lines` is what it has printed so far."""
+    """A running server; `lines` is its output so far."""
 
     process: subprocess.Popen[str]
     url: str = ""
@@ -37,7 +37,7 @@ class Server:
 
 
 def quire(*arguments: str) -> list[str]:
-    """The command line of `quire`, whichever way it is installed."""
+    """The command line of `quire`, however it is installed."""
     return [
         sys.executable,
         "-P",

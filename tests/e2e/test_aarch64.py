@@ -1,7 +1,7 @@
 """The kernels on ARM: the wheel for aarch64 is built by a cross-compiler, and their tests run on an emulated processor.
 
-Python, its packages and the libraries of C and C++ are those for aarch64, from Debian and the package index. They take
-about 1.1 GB on disk, and are kept for the next run.
+Python, its packages and the C and C++ libraries for aarch64 come from Debian and the package index. They take about 1.1
+GB on disk, and are kept for the next run.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ CPU part\t: 0xd0c
 CPU revision\t: 1
 
 """
-"""Of /proc/cpuinfo on a Neoverse N1, which has dot products, and nothing newer."""
+"""/proc/cpuinfo of a Neoverse N1, which has dot products, and nothing newer."""
 
 _PLUGIN = """
 import hypothesis
@@ -68,7 +68,7 @@ def pytest_collection_modifyitems(items):
         if hasattr(item.obj, "hypothesis"):
             item.obj._hypothesis_internal_use_settings = FEW
 """
-"""Of each test one case runs for each type of numbers, and few examples: all takes ten times as long as on this
+"""Each test runs one case for each type of numbers, with few examples: emulation is ten times as slow as this
 machine."""
 _TESTS = (
     "check.py::test_every_cpu_kernel_is_checked_and_right",
@@ -82,7 +82,7 @@ _TESTS = (
 )
 """The first one compares every kernel with the reference, at odd sizes."""
 _SELECTION = "not [reference and not outside_the_window and not a_hundred_thousand"
-"""Without tests that take long, and whose faults would be those of every processor."""
+"""Without long tests whose failures would not depend on the processor."""
 _NEEDED_BY_TORCH = ("filelock", "fsspec", "jinja2", "networkx", "sympy", "typing-extensions")
 _NEEDED_BY_TESTS = ("hypothesis", "msgspec", "numpy", "pytest", "pytest-timeout")
 
@@ -95,7 +95,7 @@ class Emulation:
         self.root, self.site, self.stubs = folder / "root", folder / "site", folder / "stubs"
 
     def python(self, folder: Path, *arguments: str) -> str:
-        """What the emulated Python prints, with the modules of a folder beside the packages."""
+        """The output of the emulated Python, with the modules of a folder beside the packages."""
         variables = {
             "LD_LIBRARY_PATH": self.stubs,
             "PYTHONPATH": f"{folder}:{self.site}",
@@ -124,7 +124,7 @@ class Emulation:
             (self.root / name).write_text(content)
 
     def install_packages(self) -> None:
-        """What the kernels and their tests import."""
+        """Install the packages that the kernels and their tests import."""
         version = (self.root / "usr/bin/python3").readlink().name.removeprefix("python")
         platforms = ("manylinux_2_17_aarch64", "manylinux_2_28_aarch64")
         options = (
@@ -167,7 +167,7 @@ def aarch64() -> Emulation:
 
 @pytest.fixture(scope="module")
 def installed() -> Iterator[Path]:
-    """A folder with what is in the wheel, and the tests beside it."""
+    """A folder with the contents of the wheel, and the tests beside it."""
     with tempfile.TemporaryDirectory(prefix="quire-aarch64-") as name:
         folder = Path(name)
         wheel = build_wheel(folder, f"{TARGET}-g++")
@@ -180,7 +180,7 @@ def installed() -> Iterator[Path]:
 
 
 def test_the_kernels_of_the_wheel_are_right_on_aarch64(aarch64: Emulation, installed: Path) -> None:
-    """By their own tests, without those that need another program or a GPU, or wait for each other with time limits."""
+    """By their own tests, except tests that need another program or a GPU, or wait for each other with time limits."""
     options = ("-c", "/dev/null", f"--rootdir={installed}")
     plugins = ("-p", "fewer_cases", "-p", "no:cacheprovider")
     files = [f"{KERNELS}/test_{name}" for name in _TESTS]

@@ -15,7 +15,7 @@ COUNT = 6
 
 
 async def answers(server: Server) -> set[str]:
-    """Of as many clients, each on a connection of its own."""
+    """The answers of as many clients, each on a connection of its own."""
 
     async def one() -> str:
         async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
@@ -27,7 +27,7 @@ async def answers(server: Server) -> set[str]:
 
 @pytest.mark.slow
 def test_they_answer_alike_and_are_replaced_and_end_together() -> None:
-    """That each of them answers, and counts for all, is in tests/integration/server/cli/test_serve.py."""
+    """tests/integration/server/cli/test_serve.py tests that each of them answers, and counts for all."""
     with serve("--api-server-count", "2") as server:
         both, expected = [server.named(name) for name in ("quire-api-0", "quire-api-1")], set()
         for held in both:  # the other one answers

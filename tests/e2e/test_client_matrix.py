@@ -1,6 +1,6 @@
 """Clients that people use, each in an environment of its own, against one live server of the demo model.
 
-What they do is in tests/e2e/clients. Environments are kept in ~/.cache/quire/clients, one for each requirement.
+Their programs are in tests/e2e/clients. Environments are kept in ~/.cache/quire/clients, one for each requirement.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def embedding_server() -> Iterator[Server]:
 
 @pytest.fixture
 def busy_url(server: Server) -> Iterator[str]:
-    """The server behind a door that turns every first, third, … request away, to come again after a second."""
+    """The server behind a proxy that rejects every first, third, … request, with a retry after a second."""
     arrived = 0
 
     class Door(BaseHTTPRequestHandler):

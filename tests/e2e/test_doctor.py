@@ -18,7 +18,7 @@ TOKEN = "a token for tests only"
 
 
 def diagnosed(hosts: tuple[Host, Host]) -> tuple[dict[str, Any], tuple[int, int]]:
-    """What node 0 prints, and the exit codes of both."""
+    """The output of node 0, and the exit codes of both."""
     first, second = hosts
     arguments = ("doctor", "--json", "--device", "cpu", "--nnodes", "2", "--master-addr", first.address)
     commands = [

@@ -1,4 +1,4 @@
-"""Real weights of all-MiniLM-L6-v2, served: the vectors are those of transformers, mean pooling and normalization."""
+"""Real weights of all-MiniLM-L6-v2, served: the vectors equal transformers' with mean pooling and normalization."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_vectors_are_those_of_transformers(
     raw = client.embeddings.with_raw_response.create(input=TEXTS, encoding_format="base64", **model)
     strings = [entry["embedding"] for entry in json.loads(raw.content)["data"]]
     check([np.frombuffer(base64.b64decode(text), "<f4") for text in strings], expected)
-    for text, right in zip(TEXTS, expected, strict=True):  # alone as in company
+    for text, right in zip(TEXTS, expected, strict=True):  # the same alone and in a batch
         check(client.embeddings.create(input=text, **model).data[0].embedding, right)
 
 

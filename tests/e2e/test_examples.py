@@ -253,13 +253,13 @@ def test_azure_ml(server: Server, capfd: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_triton(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The programs of Triton itself; those of this version need NumPy 1."""
+    """The programs of Triton itself; this version of them needs NumPy 1."""
     programs = environment(capfd, "--no-deps", TRITON, "numpy<2")
     (packages,) = programs.parents[1].glob("lib/python3*/site-packages")
     triton = packages / "pytriton" / "tritonserver"
     stubs = triton / "python_backend_stubs" / f"{sys.version_info.major}.{sys.version_info.minor}"
     shutil.copy(stubs / "triton_python_backend_stub", triton / "backends" / "python")  # where its libraries are found
-    # Its Python is the first one in PATH, with what the tests' Python has, and NumPy 1 before that.
+    # Its Python is the first one in PATH, with the packages of the tests' Python, and NumPy 1 before them.
     run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "env")], "no environment can be made")
     (here,) = tmp_path.glob("env/lib/python3*/site-packages")
     (here / "numpy").symlink_to(packages / "numpy")

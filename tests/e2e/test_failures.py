@@ -1,4 +1,4 @@
-"""Things that go wrong: one clear line and a non-zero exit, or an error object for everybody who waits."""
+"""Failures: one clear line and a non-zero exit, or an error object for every waiting client."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def stopped_main_thread(process: psutil.Process) -> Iterator[None]:
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_while_others_wait_for_it_is_named() -> None:
-    """In most places that is in operations that are replayed without Python, so that no stack shows who waits: the
+    """Most often it hangs in operations that are replayed without Python, so that no stack shows the waiting rank: the
     parts are in tests/integration/engine/distributed/test_cpu_communicator.py and tests/unit/engine/executor."""
     with (
         serve("-tp", "2", "--no-restart", "--watchdog-seconds", "3") as server,
@@ -225,14 +225,14 @@ def test_a_death_while_idle_is_noticed(victim: str, named: str) -> None:
 
 
 def named_shared_memory(family: list[psutil.Process]) -> set[str]:
-    """What processes have open or mapped in shared memory under a name. (Other programs have some there, too.)"""
+    """Files in shared memory that processes have open or mapped under a name. (Other programs have some there, too.)"""
     mapped = {each.path for process in family for each in process.memory_maps()}
     opened = {each.path for process in family for each in process.open_files()}
     return {path for path in mapped | opened if path.startswith("/dev/shm/") and Path(path).exists()}
 
 
 def test_nothing_outlives_the_server(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """What a killed server has left in the temporary folder is removed by the next one, which is stopped."""
+    """Files that a killed server has left in the temporary folder are removed by the next one, which is stopped."""
     folder = tmp_path_factory.mktemp("t")
     monkeypatch.setenv("TMPDIR", str(folder))
     for number in (signal.SIGKILL, signal.SIGTERM):

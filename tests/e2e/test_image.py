@@ -31,9 +31,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 MAX_BYTES = 1.2e9
 _OBJECTS = "/objects"
-"""While the image is built: what has been compiled before."""
+"""The folder of objects compiled before, while the image is built."""
 SUITE = "bookworm"
-# What images of Debian do, too: no documentation, and no packages kept after they have been installed.
+# As in images of Debian: no documentation, and no packages kept after they have been installed.
 _SLIM = (
     "--variant=minbase",
     *(f"--dpkgopt=path-exclude=/usr/share/{folder}/*" for folder in ("doc", "locale", "man")),
@@ -52,7 +52,7 @@ events_logger = "none"
 lock_type = "file"
 runtime = "runc"
 """
-"""Of podman: what it needs of the host is not systemd, nor the right to raise limits."""
+"""Podman's configuration: it needs neither systemd nor the right to raise limits on the host."""
 
 
 class Podman:
@@ -65,7 +65,7 @@ class Podman:
         self.variables = {"CONTAINERS_CONF": f"{folder}/containers.conf", "DISABLE_HC_SYSTEMD": "true"}
 
     def __call__(self, *arguments: str) -> str:
-        """What a command of it prints."""
+        """The output of one of its commands."""
         return run([*self.command, *arguments], f"podman {arguments[0]} failed", cwd=ROOT, **self.variables)
 
     def build(self, folder: Path, variant: str, *arguments: str) -> None:
@@ -104,15 +104,15 @@ class Podman:
 
 @pytest.fixture(scope="module")
 def folder() -> Iterator[Path]:
-    """Packages for Python, pip's configuration for the build, and what podman stores."""
+    """Packages for Python, pip's configuration for the build, and podman's storage."""
     with tempfile.TemporaryDirectory(prefix="quire-image-") as name:
         yield Path(name)
 
 
 @pytest.fixture(scope="module")
 def podman(folder: Path) -> Iterator[Podman]:
-    """With `localhost/base`, which stands in for the base of the images. Its compiler keeps what it compiles: if
-    this machine has the same one, the kernels are not compiled again."""
+    """With `localhost/base`, which stands in for the base of the images. Its compiler keeps its objects: if this
+    machine has the same one, the kernels are not compiled again."""
 
     def make(folder: Path) -> None:
         run(["mmdebstrap", "--quiet", *_SLIM, SUITE, str(folder / "base.tar")], f"no base can be made; {_NEEDS}")
@@ -197,7 +197,7 @@ def test_it_answers_with_a_read_only_root_and_stops(podman: Podman, image: str) 
 
 
 def test_it_answers_for_a_user_that_it_does_not_know(podman: Podman, image: str) -> None:
-    """At a port of that user's choice; health is bad, as no server listens at the one that it asks."""
+    """At a port of that user's choice; health is bad, as no server listens at the port of the health check."""
     with podman.started("--user", "4242", image, "serve", "--port", "8001") as container:
         container.wait_for("serving .* on http://127.0.0.1:8001")
         ask(podman, 8001, "4242")
@@ -220,7 +220,8 @@ def ask(podman: Podman, port: int, user: str) -> psutil.Process:
 
 
 def test_the_image_for_gpus_has_what_triton_compiles_with(podman: Podman, folder: Path) -> None:
-    """Up to where PyTorch is installed, with the stand-in for its base; the rest is that of the image for CPUs."""
+    """Up to the installation of PyTorch, with the stand-in for its base; the rest is the same as in the image for
+    CPUs."""
     podman.build(folder, "cu130", "--target", "cu130", "--tag", "quire:cu130")
     headers = "python3 -c 'import sysconfig; print(sysconfig.get_path(\"include\"))'"
     extension = f"echo '#include <Python.h>' | gcc -x c -shared -fPIC -I$({headers}) -o /tmp/stub.so -"

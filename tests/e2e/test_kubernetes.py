@@ -104,7 +104,7 @@ class Cluster:
     def start(
         self, host: Host, template: Manifest, index: int = 0, variables: Mapping[str, str] = MappingProxyType({})
     ) -> Command:
-        """Start a pod, number `index` of its set; `variables` are what a controller adds."""
+        """Start a pod, number `index` of its set; a controller adds `variables`."""
         command, env = self.command(host, template, index, variables)
         return host.start("sh", "-c", _POD, str(ROOT), *command, **env)
 

@@ -53,7 +53,7 @@ async def test_all_streams_end_and_nothing_is_left_behind(server: Server) -> Non
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=server.url, timeout=300, limits=limits) as client:
         for turn in range(MAX_ROUNDS):
-            rng = random.Random(turn % 2)  # the same prompts again and again, so that what grows is not the cache
+            rng = random.Random(turn % 2)  # the same prompts again and again, so that the cache does not grow
             streams = await asyncio.gather(*(one_stream(client, rng) for _ in range(STREAMS)))
             for count, reasons, used in streams:
                 assert reasons == ["length"]
@@ -61,8 +61,8 @@ async def test_all_streams_end_and_nothing_is_left_behind(server: Server) -> Non
             assert await asyncio.to_thread(metric, server, "quire:num_requests_running") == 0
             assert await asyncio.to_thread(metric, server, "quire:kv_cache_usage_perc") == 0
             memory.append(sum(process.memory_info().rss for process in server.family()))
-            # What streams leave behind comes with every two rounds; steps that are recorded for a replay, and larger
-            # ones than before, become rare.
+            # Memory that streams leave behind grows with every two rounds; steps that are recorded for a replay, and
+            # larger ones than before, become rare.
             if turn >= 5 and memory[-1] - memory[-3] < 2 * STREAMS * 4096:
                 break
         else:

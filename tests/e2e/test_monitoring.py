@@ -103,7 +103,7 @@ def prometheus(folder: Path, targets: list[str]) -> Iterator[Prometheus]:
 
 @contextlib.contextmanager
 def server_with_gpu() -> Iterator[str]:
-    """The address of what exports the metrics of a rank on a GPU, which tests have none of."""
+    """The address of an exporter with the metrics of a rank on a GPU, as tests have no GPU."""
     metrics = Metrics(NAME, vllm_names=False)
     metrics.state(0, "up")
     gpu = GpuUsage(1 << 30, 80 << 30, 0.5, 300.0, 1000, 1000, 1 << 20, 1 << 20)
@@ -131,7 +131,7 @@ def server_with_gpu() -> Iterator[str]:
 
 @contextlib.contextmanager
 def load(servers: list[Server]) -> Iterator[None]:
-    """Clients that ask until the end; those that come later wait in the queue."""
+    """Clients that send requests until the end; later ones wait in the queue."""
     ended = threading.Event()
 
     def ask(server: Server) -> None:
@@ -185,7 +185,7 @@ def test_every_query_of_every_dashboard_and_rule_has_data(tmp_path: Path, monkey
 
 
 def check_series(database: Prometheus, targets: list[str]) -> None:
-    """What the two servers export is that of their layouts, and the aliases are the same values."""
+    """The metrics of the two servers match their layouts, and the aliases have the same values."""
     one, two, _ = targets
     groups = 'count by (group) (quire:rank_communication_seconds_total{instance="%s"} > 0)'
     with_time = {
@@ -202,7 +202,7 @@ def check_series(database: Prometheus, targets: list[str]) -> None:
 
 
 def check_panels_tell_servers_apart(database: Prometheus, targets: list[str]) -> None:
-    """What a panel about ranks says about a server does not depend on the others."""
+    """A panel's values for the ranks of one server do not depend on the other servers."""
     moment = time.time()
     while min(database.values("timestamp(up)")) <= moment:  # until all samples of that moment are stored
         time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""The hosts that other tests stand on are really apart."""
+"""The hosts that other tests use are really separate."""
 
 from __future__ import annotations
 

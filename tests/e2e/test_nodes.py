@@ -37,7 +37,7 @@ CUT_SECONDS = 10.0
 """Less than the default of --cluster-timeout-seconds."""
 STOPPED_SECONDS = 15.0
 LOST = "(nothing was received from it for 15 s|its connection has closed)"
-"""When a cable is unplugged. TCP gives up at the same time."""
+"""The message when a cable is unplugged. TCP gives up at the same time."""
 _INIT = """
 import contextlib, os, subprocess, sys
 code = subprocess.call(sys.argv[1:])
@@ -46,7 +46,7 @@ with contextlib.suppress(ChildProcessError):
         os.wait()
 sys.exit(code if code >= 0 else 128 - code)
 """
-"""A host's first process, with which all others end, is none of the server's; it stays until they have ended."""
+"""A host's first process, with which all others end, is not the server's; it stays until they have ended."""
 PROMPTS = [f"Quire serves {'many ' * n}models" for n in range(6)]
 REQUESTS = [
     {"prompt": prompt, "max_tokens": 24, "ignore_eos": True, **sampling}
@@ -254,7 +254,7 @@ def test_without_restarts_all_stop_when_node_0_goes(hosts: tuple[Host, Host], vi
     assert nodes.other.wait(STOPPED_SECONDS) == 1
     assert not psutil.wait_procs(processes, STOPPED_SECONDS)[1]
     reason = {
-        "everything": r"(was killed by SIGKILL on )?node 0 \(10.77.0.1\)",  # by who was killed first
+        "everything": r"(was killed by SIGKILL on )?node 0 \(10.77.0.1\)",  # depending on which was killed first
         "quire-serve": "the server process has ended",
     }[victim]
     nodes.other.wait_for(f"ERROR .*{reason}", 0)

@@ -160,7 +160,7 @@ def test_a_structured_answer_streams_to_the_same_text(client: openai.OpenAI) -> 
 
 
 def test_echo_scores_the_prompt_as_generating_it_did(client: openai.OpenAI) -> None:
-    """What is generated, sent again as a prompt to be scored, has the scores that it was generated with."""
+    """Generated text that is sent again as a prompt to score gets the same scores as when it was generated."""
     prompt = "Quire is"
     options: dict[str, Any] = {"model": "quire-demo", "logprobs": 2, "temperature": 0}
     made = client.completions.create(prompt=prompt, max_tokens=12, extra_body={"return_token_ids": True}, **options)

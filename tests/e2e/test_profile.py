@@ -84,7 +84,7 @@ def test_a_trace_has_every_rank_and_the_loops_on_one_clock(server: Server, tmp_p
         assert len(own) == STAGES * TP
         assert common
         for step in common:
-            # The plan is submitted before the ranks have it, and those of a stage run it at the same time.
+            # The plan is submitted before the ranks have it, and the ranks of a stage run it at the same time.
             of_ranks = [rank[step] for rank in own]
             assert {json.dumps(each["args"]) for each in of_ranks} == {json.dumps(core[step]["args"])}
             assert all(each["ts"] >= core[step]["ts"] for each in of_ranks)

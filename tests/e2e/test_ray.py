@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 HEAD, PORT = "10.77.0.1", 6379
 URL = f"http://{HEAD}:8000"
-"""Of which Ray's share is bounded by `ray_cluster.CONNECT_SECONDS`; the rest is imports on a busy machine."""
+"""Seconds, of which Ray's share is bounded by `ray_cluster.CONNECT_SECONDS`; the rest is imports on a busy machine."""
 STOPPED_SECONDS = 15.0
 SHAPE = ("--max-model-len", "1024", "--max-num-seqs", "8", "--kv-cache-memory-bytes", "20000000")
 GRID = ("--tensor-parallel-size", "2", "--pipeline-parallel-size", "2")
@@ -47,7 +47,7 @@ _CLEAN = {name: "" for name in os.environ if name.lower() in ("http_proxy", "htt
 
 @dataclass
 class Cluster:
-    """Two raylets of two processors each. What host 2 has of some model folders is not what host 1 has."""
+    """Two raylets of two processors each. Some model folders differ between the hosts."""
 
     hosts: tuple[Host, Host]
     folder: Path
@@ -78,7 +78,7 @@ class Cluster:
         return self.start(*quire("serve", *arguments, "--host", HEAD, "--port", "8000"), **env)
 
     def serve_when_free(self, *arguments: str) -> Command:
-        """`serve`, again while Ray has not noticed yet what became of a node, or of a server before this one."""
+        """`serve`, repeated until Ray has noticed the end of a node, or of a server before this one."""
         deadline = time.monotonic() + 60
         while True:
             command = self.serve(*arguments)
@@ -103,7 +103,7 @@ class Cluster:
         return self.hosts[0].commands[-1]
 
     def refusal(self, *arguments: str, **env: str) -> str:
-        """What `quire serve` says last, when it does not start."""
+        """The last line of `quire serve`, when it does not start."""
         command = self.serve(*arguments, **env)
         assert command.wait(90) in (1, 2)
         command.join()
@@ -160,7 +160,7 @@ def ask(url: str, host: Host | None = None) -> list[str]:
 
 @pytest.fixture(scope="module")
 def expected() -> tuple[list[str], list[str]]:
-    """What one process says: the texts of `REQUESTS`, and those of streams."""
+    """The output of one process: the texts of `REQUESTS`, and the texts of streams."""
     with serve(*SHAPE) as server:
         return ask(server.url), asyncio.run(streams(server.url, lambda: None))
 
@@ -211,7 +211,7 @@ def test_stages_on_two_nodes_answer_as_one_process(cluster: Cluster, expected: t
 def test_what_cannot_run_is_one_line(
     cluster: Cluster, arguments: tuple[str, ...], env: dict[str, str], message: str
 ) -> None:
-    """What needs no cluster to be seen is in tests/integration/engine/cluster/test_ray_cluster.py."""
+    """Cases that need no cluster are in tests/integration/engine/cluster/test_ray_cluster.py."""
     assert message in cluster.refusal(*SHAPE, *RAY, *arguments, **env)
 
 
@@ -295,7 +295,7 @@ def unplug(cluster: Cluster) -> None:
 
 @pytest.fixture
 def mended(cluster: Cluster) -> Iterator[Cluster]:
-    """Left with both nodes there, whatever was done to the second."""
+    """A cluster that has both nodes again after the test."""
     yield cluster
     cluster.hosts[1].set_link(True)
     cluster.start_second()

@@ -48,7 +48,7 @@ def answers(url: str) -> list[str]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_thread_each() -> Iterator[None]:
-    """What counts as another host here takes its processors for its own."""
+    """Each stand-in for another host takes all processors for its own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         yield
@@ -56,7 +56,7 @@ def _one_thread_each() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def expected() -> tuple[list[str], list[str]]:
-    """What one replica says to each prompt, briefly and at length."""
+    """One replica's answers to each prompt, short and long."""
     with serve() as server, ThreadPoolExecutor(8) as pool:
         return answers(server.url), list(pool.map(lambda prompt: ask(server.url, prompt, LONG), PROMPTS))
 
@@ -98,7 +98,7 @@ def until(condition: object, seconds: float = 60.0) -> None:
 
 
 def serves_again(server: Server, replica: str) -> int:
-    """How often the replica has come back."""
+    """Number of times that the replica has come back."""
     return sum(f"replica {replica} is up again" in line for line in server.lines)
 
 
@@ -251,12 +251,12 @@ def states(url: str) -> dict[int, str]:
 
 
 KEY = {"Authorization": "Bearer none"}
-"""What `stream` sends."""
+"""The headers that `stream` sends."""
 
 
 @pytest.mark.slow
 def test_replicas_are_added_and_removed_under_open_streams(expected: tuple[list[str], list[str]]) -> None:
-    """What has not ended goes on elsewhere; replicas that have time to finish are in
+    """Unfinished requests go on elsewhere; replicas that have time to finish are in
     tests/integration/server/client/test_engine_client_replicas.py."""
     with serve("--api-server-count", "2", "--api-key", "none") as server:
         processes = [process.pid for process in server.family() if process.name().startswith("quire-api")]
@@ -275,7 +275,7 @@ def test_replicas_are_added_and_removed_under_open_streams(expected: tuple[list[
             while not all(each["num_requests_running"] for each in await asyncio.to_thread(listed, server.url)):
                 await asyncio.sleep(0.02)
             await resize(1, drain_timeout_seconds=0.0)
-            if not has_moved():  # those that ran have just ended
+            if not has_moved():  # the running ones have just ended
                 await come_and_go()
 
         assert asyncio.run(endless_streams(server.url, come_and_go)) == [{text} for text in expected[1]]
@@ -316,7 +316,7 @@ def test_a_host_that_joins_later(hosts: tuple[Host, Host], expected: tuple[list[
 
 @pytest.mark.slow
 def test_one_api_for_each_replica(expected: tuple[list[str], list[str]]) -> None:
-    """Behind somebody else's balancer, and started in the wrong order."""
+    """Behind an external load balancer, and started in the wrong order."""
     with serve("-dp", "2", "-dpr", "1") as second, serve("-dp", "2", "-dpr", "0") as first:
         assert any("replica 1 on this host" in line for line in second.lines)
         assert answers(first.url) == answers(second.url) == expected[0]

@@ -47,12 +47,13 @@ class Traced:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Those of the next request."""
+        """The headers of the next request."""
         self.trace_id, self.span_id = secrets.token_bytes(16), secrets.token_bytes(8)
         return {"traceparent": f"00-{self.trace_id.hex()}-{self.span_id.hex()}-01", "tracestate": "vendor=1"}
 
     def tree(self, num_sequences: int) -> tuple[ReceivedSpan, list[tuple[ReceivedSpan, list[ReceivedSpan]]]]:
-        """The spans of the last request: its own, and each sequence's with its phases. Checks what holds for all."""
+        """The spans of the last request: its own, and each sequence's with its phases. Checks their common
+        properties."""
 
         def is_whole(spans: list[ReceivedSpan]) -> bool:  # a parent ends after its children
             return any((span.trace_id, span.parent_id) == (self.trace_id, self.span_id) for span in spans)

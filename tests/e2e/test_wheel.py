@@ -1,4 +1,5 @@
-"""The wheel is enough: built, installed in an environment with what it requires, and asked the README's question."""
+"""The wheel suffices: it is built, installed in an environment with its requirements, and asked the README's
+question."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ def outside() -> Iterator[Path]:
 def build_wheel(outside: Path, compiler: str) -> Path:
     """Build the wheel from a copy of the sources in a folder, as setuptools writes beside what it builds.
 
-    What another test has compiled is not compiled again.
+    Objects that another test has compiled are not compiled again.
     """
     source = outside / "source"
     source.mkdir()

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from quire.server.http.tracing import Tracing
 
 TLS = ssl.create_default_context()
-"""One for all clients: reading the certificates takes longer than most tests."""
+"""One SSL context for all clients: reading the certificates takes longer than most tests."""
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Server:
         return await self.frontend.input_processor.tokenize_chat(ChatInput(messages=messages), None, None)
 
     async def until_idle(self) -> None:
-        """Return when the core has said that it runs nothing; a hanging test otherwise."""
+        """Return when the core has reported that it runs nothing; otherwise the test hangs."""
         while self.frontend.metrics.of(0).running or not self.frontend.metrics.of(0).steps:
             await asyncio.sleep(0.01)
 
@@ -107,7 +107,7 @@ async def run_server(
     tracing: Tracing | None = None,
     **options: Any,
 ) -> AsyncIterator[Server]:
-    """`options` are those of `quire serve`."""
+    """`options` are the options of `quire serve`."""
     if api_key is not None:
         options["api_key"] = (api_key,)
     asked = ServerOptions(**options)

@@ -19,11 +19,11 @@ Edit = Callable[[Path], object]
 
 @dataclass(frozen=True)
 class BadConfiguration:
-    """A command line, usually for a copy of the demo model in which one thing is wrong."""
+    """A command line, usually for a copy of the demo model with one mistake."""
 
     name: str
     message: str
-    """What the error says, as a regular expression."""
+    """The text of the error, as a regular expression."""
     arguments: tuple[str, ...] = ()
     edit: Edit = lambda folder: None
     model: str | None = ""

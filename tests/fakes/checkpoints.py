@@ -48,7 +48,7 @@ def write_checkpoint(family: str, folder: Path, **settings: Any) -> Path:
 
 
 TEXT_PARTS = {"Gemma3nForConditionalGeneration": "Gemma3nForCausalLM"}
-"""Models whose other parts transformers has no code for (it takes timm's), and their text parts."""
+"""Models with parts for which transformers has no code (it takes timm's), and their text parts."""
 
 
 def text_of(model: Any) -> Any:
@@ -100,7 +100,8 @@ def likeliest(model: Any, prompts: list[list[int]], answers: list[list[int]]) ->
 
 
 def score(folder: Path, prompts: list[list[int]]) -> list[Tensor]:
-    """By transformers in float32: the log-probabilities `[tokens, vocab]` of what follows each token of each prompt."""
+    """By transformers in float32: the log-probabilities `[tokens, vocab]` of the token after each token of each
+    prompt."""
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(1)

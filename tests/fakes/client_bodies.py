@@ -1,6 +1,6 @@
 """Request bodies with the fields that well-known clients send, shortened; the values are made up.
 
-Each is a second turn or later where the client sends back what it got, and what it adds to that.
+Each is a second turn or later if the client sends back earlier answers, with the fields that it adds.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from quire.engine.config.engine_config import (
 )
 
 Windows = tuple[int | Literal["state"] | None, ...]
-"""Of the groups of layers: how many of the last tokens a token sees (None: all), or that they have recurrent states."""
+"""Kinds of the groups of layers: the number of the last tokens that a token sees (None: all), or recurrent states."""
 
 NORM = NormSpec(eps=1e-6)
 TINY_ATTENTION = AttentionSpec(num_heads=8, num_kv_heads=4, head_dim=4, scale=0.5, rope=RopeSpec(theta=10000.0, dim=4))
@@ -59,8 +59,8 @@ def engine_config(
 ) -> EngineConfig:
     """A small configuration; `stages` of one rank each, by default one plan in flight for each.
 
-    `windows` are those of the cache groups. With states, and with -9, a window of 9 whose blocks fill pages, a page
-    has three blocks.
+    `windows` are the windows of the cache groups. With states, and with -9, a window of 9 whose blocks fill pages, a
+    page has three blocks.
     """
     layers = TINY.num_layers // stages
     of_stages = tuple(tuple(range(s * layers, (s + 1) * layers)) for s in range(stages))

@@ -28,7 +28,7 @@ from tests.fakes.outputs import each
 
 
 class CountingWire(EngineCoreIO):
-    """Takes outputs in; once every request has ended, has the core tell the workers, and stops it."""
+    """Takes outputs in. Once every request has ended, it makes the core tell the workers, and stops it."""
 
     def __init__(self, submits: list[EngineCoreRequest]) -> None:
         self.inbox: SimpleQueue[Inbound] = SimpleQueue()
@@ -66,7 +66,7 @@ class Ranks:
         self.executor = executor or factory.start(config, "warning", on_end=lambda: None)
         torch.set_num_threads(1)  # for a rank in this process: its matrices are too small to be shared
         self.stats = EngineStats()
-        """Of the last `run`."""
+        """The stats of the last `run`."""
 
     def __enter__(self) -> Ranks:
         return self
@@ -86,14 +86,14 @@ class Ranks:
     ) -> list[list[EngineCoreOutput]]:
         """Serve the requests all at once; `settings` are of `SchedulerConfig` and `CacheConfig`.
 
-        `reported` is output of each that another replica has given before; `second_segments` is where the second text
-        of each pair starts. `speculation` makes the drafts.
+        `reported` is earlier output of each from another replica; the second text of each pair starts at
+        `second_segments`. `speculation` makes the drafts.
         """
         scheduler = {k: v for k, v in settings.items() if k in SchedulerConfig.__dataclass_fields__}
         cache = {k: v for k, v in settings.items() if k in CacheConfig.__dataclass_fields__}
         assert scheduler.keys() | cache.keys() == settings.keys()
         if "max_num_batched_tokens" in scheduler:
-            scheduler.setdefault("dynamic_chunking", False)  # as where the user gives a number
+            scheduler.setdefault("dynamic_chunking", False)  # as if the user had given a number
         blocks = num_blocks or self.config.cache.num_blocks
         assert blocks <= self.config.cache.num_blocks
         config = replace(
@@ -126,5 +126,5 @@ class Ranks:
         return list(wire.outputs.values())
 
     def tokens(self, requests: list[tuple[list[int], SamplingParams]], **settings: Any) -> list[list[int]]:
-        """The same, and of the outputs only the tokens."""
+        """The same, but only the tokens of the outputs."""
         return [[t for output in outputs for t in output.token_ids] for outputs in self.run(requests, **settings)]

@@ -28,7 +28,7 @@ WAIT = 60.0
 
 
 class LinkedWire:
-    """Of a core among others; every answer goes to one queue."""
+    """The wire of one core among others; every answer goes to one queue."""
 
     def __init__(self, replica: int, replicas: int) -> None:
         self.replica, self.num_clients = replica, 1

@@ -14,7 +14,7 @@ from tests.fakes import kept_objects
 
 @pytest.fixture(autouse=True, scope="session")
 def cpu_kernels() -> None:
-    """As in a worker: the compiled kernels serve wherever an operation is called."""
+    """As in a worker: all operations run with the compiled kernels."""
     command = shutil.which(os.environ.get("CXX", "c++"))
     with pytest.MonkeyPatch.context() as patch:
         if command:

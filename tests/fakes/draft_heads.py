@@ -24,7 +24,7 @@ from torch import Tensor
 from tests.fakes.families import CASES, RENAMED, SIZES, name_as_published, write, write_model, write_renamed
 
 HEAD = "head"
-"""The folder of a head with a checkpoint of its own, in that of its target."""
+"""The folder of a head with a checkpoint of its own, in its target's folder."""
 _DRAFT_VOCAB = 60
 _EAGLE3 = {"num_key_value_heads": 2, "head_dim": 20, "intermediate_size": 56, "rope_theta": 5000.0}
 
@@ -37,17 +37,17 @@ class Reference:
     reads: tuple[int, ...]
     """The layers whose inputs the head reads; empty: the normalized output of the last one."""
     combine: Callable[[Tensor], Tensor]
-    """What the head reads of them."""
+    """Combines these inputs to the head's input."""
     step: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-    """The next tokens `[tokens]` and hidden states → what is fed back, and logits `[tokens, vocab]`."""
+    """The next tokens `[tokens]` and hidden states → the hidden states to feed back, and logits `[tokens, vocab]`."""
     further: Sequence[Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = ()
     """The same for heads that read the tokens 2, 3, … places ahead."""
     is_chained: bool = False
-    """They read what the head before them would feed back."""
+    """Each reads the hidden states that the head before it would feed back."""
 
     @torch.no_grad()
     def states(self, tokens: Tensor) -> Tensor:
-        """What the head reads at each position, `[tokens, hidden]`."""
+        """The head's input at each position, `[tokens, hidden]`."""
         streams: list[Tensor] = []
         hook = _last_norm(self.target).register_forward_pre_hook(lambda norm, inputs: streams.append(inputs[0]))
         *inputs, normed = self.target(tokens[None], output_hidden_states=True).hidden_states
@@ -135,7 +135,7 @@ def write_eagle3(target: str, folder: Path, *, texts: Sequence[list[int]] = (), 
 
 
 def write_eagle(target: str, folder: Path) -> Reference:
-    """EAGLE's head for a case without biases: a layer of Llama without its first norm, and no norm behind it."""
+    """EAGLE's head for a case without biases: a layer of Llama without its first norm, and no norm after it."""
     model = write(target, folder)
     width, vocab = model.config.hidden_size, model.config.vocab_size
     config = SIZES | {"hidden_size": width, "num_hidden_layers": 1, "vocab_size": vocab, "model_type": "llama"}
@@ -199,9 +199,9 @@ class MtpCase(NamedTuple):
     target: str
     """The case of `families`."""
     one_layer: dict[str, Any]
-    """What a model that has a head's layers changes in it."""
+    """Changes of its settings for a model that consists of a head's layers."""
     names: Mapping[str, str]
-    """Of what is before, in and after the layers; without a norm, the target's is used."""
+    """Names of the tensors before, in and after the layers; without a norm, the target's is used."""
     counted_by: str | None = "num_nextn_predict_layers"
     """The setting with the number of heads."""
     renamed: tuple[str, str] = ("", "")
@@ -310,7 +310,7 @@ def _head(
     *,
     hidden_first: bool,
 ) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Head `number`, whose layers are those of the model `layer`, in `folder`. Its tensors are added to `tensors`."""
+    """Head `number` with the layers of the model `layer`, in `folder`. Its tensors are added to `tensors`."""
     with torch.no_grad():
         for parameter in layer.parameters():
             generator = torch.Generator().manual_seed(5 + number)
@@ -360,7 +360,7 @@ def _head(
 
 @torch.no_grad()
 def _fit(reference: Reference, outputs: Sequence[Any], texts: Sequence[list[int]]) -> None:
-    """Set the weights of `outputs`, which compute the heads' logits, to those that predict the texts best."""
+    """Set the weights of `outputs`, which compute the heads' logits, to the values that predict the texts best."""
     known = [torch.tensor(text) for text in texts]
     read = [reference.states(text) for text in known]
     for number, (step, output) in enumerate(zip((reference.step, *reference.further), outputs, strict=True)):
@@ -386,7 +386,7 @@ def _last_norm(model: Any) -> Any:
 
 
 class _Streams(Reference):
-    """The same of a head that reads all residual streams behind the last layer, side by side."""
+    """The same for a head that reads all residual streams after the last layer, side by side."""
 
     @torch.no_grad()
     def states(self, tokens: Tensor) -> Tensor:
@@ -397,7 +397,7 @@ def write_v4_mtp(
     folder: Path, *, texts: Sequence[list[int]] = (), kind: str = "sliding_attention", **settings: Any
 ) -> Reference:
     """DeepSeek V4 with its head for multi-token prediction, whose layer has attention of a `kind`. With `texts`, the
-    head has learned what follows the token before, and little else."""
+    head has learned the successor of each token, and little else."""
     case = "DeepSeek V4"
     model, (architecture, changes) = write(case, folder, **settings), CASES[case]
     width, eps = model.config.hidden_size, model.config.rms_norm_eps

@@ -16,8 +16,8 @@ Guess = Callable[[list[int], random.Random], int]
 
 
 class Guesser(SpeculationManager):
-    """Gives each request `most` drafts, or as many as it can still use, whatever they cost. With `varies`, `most` is
-    the maximum."""
+    """Gives each request `most` drafts, or as many as it can still use, regardless of their cost. With `varies`, `most`
+    is the maximum."""
 
     def __init__(
         self,
@@ -65,8 +65,8 @@ class Mixed(ModelSpeculationManager):
 
 
 class Always(ModelSpeculationManager):
-    """Has the workers make `most` drafts after each step, or with `varies` sometimes fewer, or none, or not even that;
-    whatever they cost. There are no n-grams beside them."""
+    """Makes the workers draft `most` tokens after each step, regardless of their cost; with `varies` sometimes fewer,
+    none, or no drafting at all. There are no n-grams beside them."""
 
     def __init__(
         self,

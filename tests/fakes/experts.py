@@ -1,4 +1,4 @@
-"""Mixtures of experts to try, and what a layer needs around it. No transformers here: it imports slowly."""
+"""Mixtures of experts for tests, and the surroundings that a layer needs. No transformers here: it imports slowly."""
 
 from __future__ import annotations
 
@@ -53,6 +53,6 @@ def build(spec: MoESpec, group: ExpertGroup) -> MixtureOfExperts:
 
 
 def batch(tokens: int, replica_tokens: Sequence[int]) -> Batch:
-    """As far as experts look at it."""
+    """The parts of a batch that experts read."""
     none, place = torch.empty(0, dtype=torch.int64), torch.arange(tokens)
     return Batch(place, place, none, none, none, replica_tokens=tuple(replica_tokens))

@@ -1,4 +1,4 @@
-"""A stand-in for the engine core: the same wire, and instead of a model an echo.
+"""A stand-in for the engine core: the same messages, with an echo instead of a model.
 
 It answers a request with the prompt's own tokens, one a step, and the end-of-sequence token; with `ignore_eos` it
 starts over until `max_tokens`. Special tokens in the prompt (tests.fakes.tokenizers.COMMANDS) are not echoed but
@@ -91,7 +91,7 @@ class CoreThread(threading.Thread):
 
 
 def start(args: CoreArgs, folder: str, mode: str = "") -> CoreThread:
-    """In place of `quire.engine.core.launch.start_core`: in a thread."""
+    """Replaces `quire.engine.core.launch.start_core`: starts a core in a thread."""
     return CoreThread(args, mode)
 
 
@@ -112,9 +112,9 @@ class FakeCore:
         self.replica = replica = args.config.parallel.replica
         self.incarnation = args.incarnation
         self.channel = channel
-        """To the supervisor."""
+        """The connection to the supervisor."""
         self.milliseconds = 1
-        """That a step takes at least."""
+        """Minimum duration of a step."""
         self.width: int | None = None
         """Requests that run at once; None: all."""
         self.size = 0
@@ -129,7 +129,7 @@ class FakeCore:
         self.decoder: msgspec.msgpack.Decoder[ToCore] = msgspec.msgpack.Decoder(ToCore)
         self.running: dict[str, Iterator[EngineCoreOutput]] = {}
         self.clients: dict[str, int] = {}
-        """Which API process a request is of."""
+        """The API process of each request."""
         self.reported: set[str] = set()
         """Requests whose first output, with the numbers that stand only there, has been sent."""
         self.stats = EngineStats(kv_blocks=100)
@@ -223,7 +223,7 @@ class FakeCore:
         self.send(client, step)
 
     def echo(self, request: EngineCoreRequest) -> Iterator[EngineCoreOutput]:
-        """The outputs of a request behind what it has had, one for each step; those without tokens are not sent."""
+        """The outputs of a request after its earlier ones, one for each step; outputs without tokens are not sent."""
         prompt, params = request.prompt_token_ids, request.params
         room = MAX_MODEL_LEN - len(prompt)
         limit = min(params.max_tokens or room, room)
@@ -273,7 +273,7 @@ class FakeCore:
 
 
 def is_shutdown(channel: Connection[bytes, bytes]) -> bool:
-    """Whether the supervisor has asked for the end, or has ended itself, as a real core looks for in a thread."""
+    """Whether the supervisor has asked for the end, or has ended itself; a real core checks this in a thread."""
     try:
         return channel.poll(0) and bool(channel.recv_bytes())
     except (EOFError, OSError):

@@ -1,4 +1,4 @@
-"""A server that speaks the OpenAI API as a script tells it, and a clock that passes only as it says."""
+"""A server with the OpenAI API that follows a script, and a clock that advances only when the script says so."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ScriptedClock(LoadClock):
 
 @dataclass
 class Connection:
-    """What a script may do with a request."""
+    """The actions of a script on a request."""
 
     path: str
     headers: dict[str, str]
@@ -98,14 +98,14 @@ Script = Callable[[Connection], Awaitable[None]]
 
 @dataclass
 class FakeServer:
-    """Where it listens, and what it was asked."""
+    """Its address, and the requests that it has received."""
 
     url: str
     clock: ScriptedClock
     asked: list[Connection] = field(default_factory=list)
     num_connections: int = 0
     metrics: list[str | None] = field(default_factory=list)
-    """The next answers of /metrics, None for one that it is not found; then there are none to report."""
+    """The next answers of /metrics, None for status 404; after these, answers have no metrics."""
 
 
 @contextlib.contextmanager

@@ -1107,7 +1107,7 @@ MODELS = {
     "Glm5NextForCausalLM": "GLM-5.3-Flash, without its vision part",
     "Glm5NextForConditionalGeneration": "GLM-5.3-Flash, for text",
 }
-"""What people call the models of an architecture."""
+"""The usual names of an architecture's models."""
 
 _TEXT01 = {
     "num_local_experts": 5,
@@ -1185,8 +1185,8 @@ RENAMED: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         {"model_type": "RefinedWebModel", "alibi": True, "bias": True},
     ),
 }
-"""Architectures that transformers lacks, and the same model in it: its class, its settings, and what the publisher's
-config.json has in place of these."""
+"""Architectures that transformers lacks, and the same model in it: its class, its settings, and their replacements in
+the publisher's config.json."""
 
 
 def table() -> str:
@@ -1273,8 +1273,8 @@ _PUBLISHED_NAMES: dict[str, dict[str, str]] = {
         f"layers.{number}.feedforward_layer_norm": f"layers.{number}.post_attention_layernorm" for number in (1, 3)
     },
 }
-"""Tensors that transformers reads by their publishers' names, and writes by others, such as those of layers of another
-kind."""
+"""Tensors that transformers reads by their publishers' names, and writes by others, such as the names of layers of
+another kind."""
 
 
 def name_as_published(architecture: str, folder: Path, model: Any) -> None:
@@ -1357,7 +1357,7 @@ def write_model(architecture: str, settings: dict[str, Any], folder: Path) -> An
 
 
 def _name_as_part(architecture: str, settings: dict[str, Any], folder: Path) -> None:
-    """Write what is in the folder as the text part of a model that transformers has."""
+    """Rewrite the folder as the text part of a model that transformers has."""
     import transformers
 
     config = getattr(transformers, architecture).config_class(**settings).to_dict() | {"architectures": [architecture]}

@@ -10,8 +10,8 @@ import torch
 
 
 def with_scales_of_8_bit_floats(patch: pytest.MonkeyPatch) -> None:
-    """Let `dot_scaled` take scales of type float8_e4m3fn for what they are: that of Triton 3.9 takes all scales for
-    powers of two."""
+    """Let `dot_scaled` read scales of type float8_e4m3fn as such: Triton 3.9's version takes all scales for powers of
+    two."""
     from triton.runtime import interpreter
 
     of_powers: Any = interpreter._dot_scaled_scale_to_f32

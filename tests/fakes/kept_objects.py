@@ -1,8 +1,8 @@
-"""A C++ compiler that keeps what it compiles: the same source is compiled once, by whichever test and folder.
+"""A C++ compiler that keeps its objects: the same source is compiled once, for all tests and folders.
 
-An object is known by a digest of all that it depends on: the source after the preprocessor, with every header; the
-compiler's version and target; and its options, without paths, which objects do not contain. The program is a copy of
-this file, so it needs nothing but Python.
+An object is known by a digest of everything that it depends on: the source after the preprocessor, with every header;
+the compiler's version and target; and its options, without paths, which objects do not contain. The program is a copy
+of this file, so it needs nothing but Python.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ UNUSED_DAYS = 30
 
 
 def compiler(command: str, folder: Path = FOLDER, python: str = sys.executable, seen_as: str = "") -> Path:
-    """A program that compiles as `command` does, in `folder` beside its objects. `seen_as`: the path that the folder
-    has where it runs, and `python` that of Python."""
+    """A program that compiles as `command` does, in `folder` beside its objects. `seen_as` and `python` are the paths
+    of the folder and of Python where the program runs."""
     folder.mkdir(parents=True, exist_ok=True)
     for kept in folder.iterdir():
         with contextlib.suppress(FileNotFoundError):  # another process may remove it

@@ -1,5 +1,5 @@
-"""JSON schemas of Kubernetes manifests, strict about unknown fields: those of `kubernetes-validate`, and of the custom
-resources that `deploy/` has, with those of their documented fields that it uses.
+"""JSON schemas of Kubernetes manifests, strict about unknown fields: the schemas of `kubernetes-validate`, and schemas
+of the custom resources in `deploy/`, with the documented fields that it uses.
 """
 
 from __future__ import annotations
@@ -195,6 +195,6 @@ def _validator(version: str, kind: str, api_version: str) -> jsonschema.Draft202
 
 
 def errors(manifest: dict[str, Any], version: str) -> list[str]:
-    """What a Kubernetes version objects to in a manifest. Raises `FileNotFoundError` for an unknown kind."""
+    """The errors that a Kubernetes version finds in a manifest. Raises `FileNotFoundError` for an unknown kind."""
     found = _validator(version, manifest["kind"], manifest["apiVersion"]).iter_errors(manifest)
     return [f"{manifest['kind']} {error.json_path}: {error.message[:300]}" for error in found]

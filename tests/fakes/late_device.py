@@ -1,9 +1,9 @@
-"""A device that is never waited for: its numbers reach the host only where somebody waits for an event.
+"""A device that must not be waited for: its numbers reach the host only after a wait for an event.
 
-Its tensors are refused whatever would wait for a GPU: reading a number, shapes that depend on numbers, copies that are
-not asynchronous or come from memory that is not pinned. So is the mixing of host and device. What runs there is
-computed at once in plain torch, kernels included; what is copied to the host stays unknown there until the device
-`may_go`, and somebody waits for an event that was recorded behind the copy.
+Its tensors refuse all operations that would wait for a GPU: reading a number, shapes that depend on numbers, copies
+that are not asynchronous or come from memory that is not pinned. Mixing host and device is refused, too. Operations
+there are computed at once in plain torch, kernels included; numbers that are copied to the host stay unknown there
+until the device `may_go`, and somebody waits for an event that was recorded after the copy.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class DeviceTensor(Tensor):
 
 
 class LateDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Computes on `DeviceTensor`s, and keeps what is copied to the host until it is waited for."""
+    """Computes on `DeviceTensor`s, and keeps copies to the host until they are waited for."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -139,7 +139,7 @@ def unwrap(tree: Any) -> Any:
 
 
 def move(module: nn.Module) -> None:
-    """To the device."""
+    """Move the tensors of a module to the device."""
     for each in module.modules():
         for name, parameter in each._parameters.items():
             if parameter is not None:

@@ -1,4 +1,5 @@
-"""The Kubernetes manifests of `deploy/`, rendered by kustomize and by Helm, and what a cluster makes of their pods."""
+"""The Kubernetes manifests of `deploy/`, rendered by kustomize and by Helm, and the commands of their pods in a
+cluster."""
 
 from __future__ import annotations
 
@@ -60,7 +61,7 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 def pod_templates(manifest: Manifest) -> Iterator[Manifest]:
-    """The pod templates of a workload, of whatever kind."""
+    """The pod templates of a workload of any kind."""
     match manifest["kind"]:
         case "Deployment" | "StatefulSet" | "Job":
             yield manifest["spec"]["template"]
@@ -77,7 +78,7 @@ def all_pod_templates(manifests: Iterable[Manifest]) -> list[Manifest]:
 
 
 def find(manifests: Iterable[Manifest], kind: str, name: str = "quire") -> Manifest:
-    """The manifest of this name; that of a generated ConfigMap ends in a hash."""
+    """The manifest of this name; the name of a generated ConfigMap ends in a hash."""
     (found,) = (
         manifest
         for manifest in manifests
@@ -118,7 +119,7 @@ def environment(container: Manifest, fields: Mapping[str, str], secrets: Mapping
 
 
 def arguments(container: Manifest, variables: Mapping[str, str], mounts: Mapping[str, Path]) -> list[str]:
-    """Its arguments, with variables expanded. A path on a volume is that of the volume's folder on this machine."""
+    """Its arguments, with variables expanded. Paths on a volume point to the volume's folder on this machine."""
     expanded = [_expand(argument, variables) for argument in container["args"]]
     for mount in container["volumeMounts"]:
         if folder := mounts.get(mount["name"]):

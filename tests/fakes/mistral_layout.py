@@ -104,7 +104,7 @@ _LATENT_NAMES = _NAMES | {
 
 
 def mistral_name(name: str, *, is_latent: bool = False) -> str:
-    """The name of a tensor of transformers; also of a model with latent attention."""
+    """The name of a transformers tensor; also of a model with latent attention."""
     module, _, kind = name.rpartition(".")
     for pattern, found in (_LATENT_NAMES if is_latent else _NAMES).items():
         if match := re.fullmatch(pattern, module):

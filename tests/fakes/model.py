@@ -35,15 +35,16 @@ def next_token(tokens: list[int]) -> int:
 class Row:
     tokens: list[int]
     blocks: list[int]
-    """Of all groups, in the order of `quire.engine.scheduler.kv_cache_manager`."""
+    """The blocks of all groups, in the order of `quire.engine.scheduler.kv_cache_manager`."""
     computed: int
     score_from: int = 0
     score_until: int = 0
     """Positions whose logits score the next prompt token."""
     drafts: list[int] = field(default_factory=list)
-    """Of the step that runs."""
+    """The drafts of the step that runs."""
     unknown: list[int] = field(default_factory=list)
-    """What the last step has sampled after drafts, which only a chained row may use before a plan contains it."""
+    """The tokens that the last step has sampled after drafts, which only a chained row may use before a plan contains
+    them."""
     made: list[int] = field(default_factory=list)
     """The drafts that were made at the end of the last step."""
     last_step: int = -1
@@ -59,7 +60,7 @@ class FakeModel:
     num_blocks: int
     max_tokens: int
     keeps: bool = True
-    """Whether it keeps what it samples, as a single stage does."""
+    """Whether it keeps its sampled tokens, as a single stage does."""
     pools: bool = False
     """It embeds: the vector of a prompt is its tokens."""
     groups: Sequence[KVCacheGroup] = (KVCacheGroup(),)
@@ -73,7 +74,7 @@ class FakeModel:
     """By page: the number of the last token that the state in it includes."""
     plans: list[SchedulerOutput] = field(default_factory=list)
     fails: Callable[[SchedulerOutput], bool] = lambda plan: False
-    """Whether there is no memory for a step; those behind it are skipped until a plan says that the core knows."""
+    """Whether there is no memory for a step; the steps after it are skipped until a plan says that the core knows."""
     is_skipping: bool = False
     guess: Callable[[list[int]], int] = next_token
     """The drafter's next token, where a plan asks for drafts."""
@@ -138,7 +139,7 @@ class FakeModel:
         return result
 
     def _unchained(self, chained: CachedRequestData, step: int) -> CachedRequestData:
-        """The row as it is if the plan contains what it continues from."""
+        """The row as it would be if the plan contained the tokens that it continues from."""
         row = self.rows[chained.slot]
         assert row.last_step == step - 1, "the plan before has no row of this slot"
         assert (chained.new_token_ids, chained.draft_token_ids, chained.num_accepted) == ([], [], 0)
@@ -148,7 +149,7 @@ class FakeModel:
         )
 
     def _draft(self, row: Row, sampled: list[int], most: int) -> list[int]:
-        """As many drafts as there are slots for; what was in these slots is lost."""
+        """Make as many drafts as there are slots for; the previous contents of these slots are lost."""
         tokens = row.tokens if row.tokens[row.computed :] == sampled else row.tokens + sampled
         tokens, newest = list(tokens), row.computed + len(row.drafts)
         room = len(row.blocks) // len(self.groups) * self.block_size
@@ -238,12 +239,12 @@ class FakeModel:
                 assert self.kv[self._block(row, index, group)][begin - start : end - start] == expected
 
     def _score(self, row: Row, count: int) -> PromptLogprobs:
-        """The token that is scored stands in the place of its log-probability, and its position in the rank's."""
+        """Scores: the scored token takes the place of its log-probability, and its position the place of the rank."""
         ends = range(max(row.computed - count, row.score_from), min(row.computed, row.score_until))
         return prompt_logprobs([(float(row.tokens[at + 1]), at + 1, [], []) for at in ends], 0)
 
     def _sample(self, row: Row, mask: bytes | None) -> list[int]:
-        """The sampled token, and those that follow it instead of drafts that count."""
+        """The sampled token, and the tokens sampled after accepted drafts."""
         if row.computed < len(row.tokens):
             assert mask is None
             return [-1]

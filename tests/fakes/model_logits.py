@@ -31,14 +31,14 @@ CPU = torch.device("cpu")
 
 
 def configure(folder: Path, **options: Any) -> EngineConfig:
-    options = {"packed_cache": "off", **options}  # loading is what is tested
+    options = {"packed_cache": "off", **options}  # loading is tested
     return resolve(EngineOptions(model=str(folder), device="cpu", kv_cache_memory_bytes=1 << 22, **options))
 
 
 def check_logits(
     model: Any, configs: Iterable[EngineConfig], *, tolerance: float, num_tokens: int = 40, vocabulary: int = 131
 ) -> None:
-    """In each of these layouts, logits are those of transformers' `model`, but for this part of their norm."""
+    """Check that in each of these layouts, logits equal transformers' `model`, up to this part of their norm."""
     tokens = torch.randint(0, vocabulary, (num_tokens,), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
         expected = model(tokens[None]).logits[0]
@@ -58,7 +58,7 @@ def logits(config: EngineConfig, tokens: Tensor, parallel: Parallel, beside: Seq
     first_blocks = F.pad(((lengths + 3) // 4).cumsum(0), (1, 0))
     blocks = int(first_blocks[-1])
     tables = first_blocks[:-1, None] + torch.arange((int(lengths.max()) + 3) // 4)
-    tables = tables.clamp(max=blocks - 1)  # those beyond a request's own are not read
+    tables = tables.clamp(max=blocks - 1)  # blocks beyond a request's own are not read
     rows = numbers.repeat_interleave(lengths)
     spread = config.parallel.experts
     experts = None if spread is None else ExpertGroup(spread, parallel, ExpertCommunicator(), ExpertCommunicator())

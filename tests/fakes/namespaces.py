@@ -1,8 +1,7 @@
 """Hosts for tests: network namespaces joined by a cable or a switch, each with processes of its own.
 
-Processes of one host have no shared memory and no process numbers in common with those of another (they are in a
-namespace of their own for these, too), so that nothing takes two of them for one machine. What a killed run has left is
-removed by the next.
+Hosts have separate namespaces for shared memory and process numbers, too, so that nothing takes two of them for one
+machine. Namespaces that a killed run has left are removed by the next run.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _CLONE_NEWNET = 0x40000000
 
 @dataclass
 class Command:
-    """A program that runs on a host; `lines` is what it has printed so far, errors included."""
+    """A program that runs on a host; `lines` is its output so far, errors included."""
 
     process: subprocess.Popen[str]
     arguments: tuple[str, ...]
@@ -87,7 +86,7 @@ class Command:
         return process
 
     def kill_all(self) -> None:
-        """As when the power goes."""
+        """Kill it and all its processes, as in a power failure."""
         for process in self.family():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -128,14 +127,15 @@ class Host:
         _ip("-n", self.name, "link", "set", "eth0", "up" if is_up else "down")
 
     def set_names(self, **addresses: str) -> None:
-        """What names mean to programs that are started from now on; a later call changes it for them, too."""
+        """Set the addresses of host names for programs that are started from now on; a later call changes them for
+        these, too."""
         hosts = Path(f"/etc/netns/{self.name}/hosts")  # ip-netns(8) mounts it over /etc/hosts
         hosts.parent.mkdir(parents=True, exist_ok=True)
         lines = [f"{address} {name}\n" for name, address in {"localhost": "127.0.0.1", **addresses}.items()]
         hosts.write_text("".join(lines))
 
     def inside(self) -> contextlib.AbstractContextManager[None]:
-        """Sockets that this thread opens meanwhile are on this host."""
+        """Within the block, sockets that this thread opens are on this host."""
         return inside(f"/var/run/netns/{self.name}")
 
     def close(self) -> None:
@@ -158,7 +158,7 @@ class Host:
 
 @contextlib.contextmanager
 def inside(network: str) -> Iterator[None]:
-    """Sockets that this thread opens meanwhile are in this network namespace, a path."""
+    """Within the block, sockets that this thread opens are in this network namespace, a path."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open("/proc/thread-self/ns/net") as home, open(network) as there:
         if libc.setns(there.fileno(), _CLONE_NEWNET):
@@ -244,7 +244,7 @@ def hosts() -> Iterator[tuple[Host, Host]]:
 
 
 def _missing() -> str:
-    """Why there can be no namespaces here; empty: nothing is missing."""
+    """The reason why there can be no namespaces here; empty: nothing is missing."""
     for program, package in (("ip", "iproute2"), ("unshare", "util-linux")):
         if shutil.which(program) is None:
             return f"there is no `{program}`; install {package}"
@@ -257,7 +257,7 @@ def _missing() -> str:
 
 
 def _remove_leftovers() -> None:
-    """Of runs that were killed."""
+    """Remove the namespaces of killed runs."""
     folder = Path("/var/run/netns")
     for path in folder.iterdir() if folder.is_dir() else []:
         found = re.fullmatch(rf"{_PREFIX}(\d+)-\d+", path.name)

@@ -53,7 +53,7 @@ def _attributes(found: Any) -> dict[str, Any]:
 
 @dataclass
 class Collector(TraceServiceServicer):
-    """What it has received."""
+    """The spans that it has received."""
 
     endpoint: str = ""
     spans: list[ReceivedSpan] = field(default_factory=list)

@@ -16,7 +16,7 @@ Execute = Callable[[SchedulerOutput], ModelRunnerOutput | None]
 
 
 def executing(runner: ModelRunner) -> Execute:
-    """Have it run steps, each to its end."""
+    """A function that runs each step to its end."""
     return lambda plan: runner.launch(plan).result()
 
 
@@ -59,7 +59,7 @@ class Driver:
         self._step = 0
 
     def step(self, *rows: tuple[Request, int]) -> None:
-        """Run `count` more tokens of each request and take in what was sampled."""
+        """Run `count` more tokens of each request, and add the sampled tokens."""
         plan = SchedulerOutput(self._step, self._released, [], [])
         self._step, self._released = self._step + 1, []
         for request, count in rows:

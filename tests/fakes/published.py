@@ -1,7 +1,7 @@
-"""Published models: their files with settings, and what their publishers say about them.
+"""Published models: their files with settings, and their publishers' figures.
 
 `published_configs/NAME/` has the settings of the files that Quire reads, as far as public copies have them, without
-those that matter to training only. Numbers of parameters are those of the model card or of the checkpoint's index.
+settings that only matter to training. Numbers of parameters are from the model card or from the checkpoint's index.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ UNLIMITED = 262_144
 
 @dataclass(frozen=True)
 class Published:
-    """What is published about a model. Parts for images and layers for multi-token prediction are not counted, nor are
-    the poolers and heads of encoders."""
+    """Published figures of a model. Parts for images and layers for multi-token prediction are not counted, nor are the
+    poolers and heads of encoders."""
 
     parameters: int | str
     """Exact, or as many digits as are published, rounded or cut off."""

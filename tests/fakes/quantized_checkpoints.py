@@ -1,7 +1,7 @@
 """Packers of published quantized formats, written from their layouts: independent of the readers that they test.
 
-A packer takes a weight `[out, in]` and returns its tensors, by what is appended to the module's name, and the numbers
-that they stand for.
+A packer takes a weight `[out, in]` and returns its tensors, by the suffix of the module's name, and the numbers that
+they represent.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 Packed = tuple[dict[str, Tensor], Tensor]
 GROUP = 32
 INPUT_SCALE = torch.tensor(8 / (6 * 448))
-"""Of NVFP4: for inputs of up to 8."""
+"""NVFP4's scale of inputs: for inputs of up to 8."""
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 
 
@@ -194,7 +194,7 @@ def nvfp4(weight: Tensor) -> Packed:
 
 
 def mxfp4(weight: Tensor) -> Packed:
-    """Of gpt-oss: `[experts, in, out]`, as it is stored unquantized."""
+    """The packer of gpt-oss, from `[experts, in, out]`, as it is stored unquantized."""
     grouped = weight.transpose(1, 2).unflatten(2, (-1, 32))  # type: ignore[no-untyped-call]
     exponents = (grouped.abs().amax(-1) / 6).log2().ceil()
     codes = _e2m1(grouped / exponents.exp2()[..., None])
@@ -246,9 +246,9 @@ class Format:
     settings: dict[str, Any]
     pack: Callable[[Tensor], Packed]
     bits: float
-    """Of a weight, with its factors."""
+    """Bits of a weight, with its factors."""
     tolerance: float = 1e-3
-    """Of logits, relative: rounded inputs have more."""
+    """Relative tolerance of logits: rounded inputs need more."""
 
 
 def _group(bits: int, kind: str, **changes: Any) -> dict[str, Any]:

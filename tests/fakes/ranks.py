@@ -19,13 +19,14 @@ T = TypeVar("T")
 
 
 def on_ranks(size: int, work: Callable[[Parallel], T]) -> list[T]:
-    """What `work` returns on each of `size` ranks, run side by side without gradients."""
+    """The results of `work` on each of `size` ranks, run side by side without gradients."""
     stage = _stage(size)
     return _side_by_side(size, lambda rank: work(stage[rank]), _barriers(stage))
 
 
 def expert_groups(dp: int, tp: int, config: ExpertParallelConfig) -> tuple[list[ExpertGroup], list[threading.Barrier]]:
-    """Of the ranks of a stage in `dp` replicas, and what is to be broken when one of them fails."""
+    """The expert groups of the ranks of a stage in `dp` replicas, and the barriers to break when one of the ranks
+    fails."""
     barriers: list[threading.Barrier] = []
 
     def peers(size: int) -> list[ExpertCommunicator]:
@@ -48,7 +49,7 @@ def expert_groups(dp: int, tp: int, config: ExpertParallelConfig) -> tuple[list[
 
 
 def on_replicas(dp: int, tp: int, config: ExpertParallelConfig, work: Callable[[ExpertGroup], T]) -> list[T]:
-    """As `on_ranks`, of the ranks of a stage in replicas that share experts."""
+    """As `on_ranks`, for the ranks of a stage in replicas that share experts."""
     groups, barriers = expert_groups(dp, tp, config)
     return _side_by_side(dp * tp, lambda rank: work(groups[rank]), barriers)
 

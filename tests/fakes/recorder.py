@@ -1,4 +1,4 @@
-"""What stands for CUDA graphs on CPU, and what forbids in Python that a GPU would have to be waited for."""
+"""Stand-ins for CUDA graphs on CPU, and modes that forbid Python code that would wait for a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quire.engine.worker.graph_recorders import Replay
 
 
 class CallAgain:
-    """Replays a step by calling it. For ranks that meet in Python, which no graph would keep."""
+    """Replays a step by calling it. For ranks that meet in Python code, which no graph could keep."""
 
     name, runs_on_capture = "CUDA graphs", False
 
@@ -68,7 +68,7 @@ _OF_PYTHON = {
 
 
 class _NoPython(TorchFunctionMode):
-    """No tensor becomes a number of Python's, or the other way."""
+    """Forbids converting tensors to Python numbers and back."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
@@ -77,7 +77,7 @@ class _NoPython(TorchFunctionMode):
 
 
 class _NoSizesFromData(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """No operation whose sizes or Python results depend on numbers on the device."""
+    """Forbids operations whose sizes or Python results depend on numbers on the device."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tags = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags)
@@ -92,7 +92,7 @@ class _NoSizesFromData(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class NoWaiting(ExitStack):
-    """A step that a CUDA graph could keep, as far as that is to be seen on CPU; raises `AssertionError` else."""
+    """A step that a CUDA graph could keep, as far as a CPU can show it; otherwise raises `AssertionError`."""
 
     def __enter__(self) -> Self:
         for mode in (_NoPython(), _NoSizesFromData()):  # type: ignore[no-untyped-call]

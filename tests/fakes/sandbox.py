@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class InProcessSandbox:
-    """In place of `quire.server.text.sandbox.Sandbox`, without its limits."""
+    """Replaces `quire.server.text.sandbox.Sandbox`, without its limits."""
 
     def __init__(self, make: Callable[[T], Answer], argument: T, seconds: float, *limits: int) -> None:
         self._make = partial(make, argument)

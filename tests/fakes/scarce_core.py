@@ -1,6 +1,6 @@
-"""The real engine core, but for a memory that does not suffice for sequences of more than so many tokens.
+"""The real engine core, but without enough memory for sequences of more than a number of tokens.
 
-The number of tokens is in the environment.
+This number is in the environment.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _MOST = "QUIRE_TEST_TOKENS"
 
 
 def start(args: CoreArgs, folder: str, most: int) -> Process:
-    """In place of `quire.engine.core.launch.start_core`."""
+    """Replaces `quire.engine.core.launch.start_core`."""
     return start_process("tests.fakes.scarce_core", (args, folder), env={"PYTHONPATH": os.getcwd(), _MOST: str(most)})
 
 

@@ -54,7 +54,7 @@ def write_modules(folder: Path, mode: str = "mean", *behind: dict[str, Any], **s
 
 
 def dense(ins: int, outs: int, *, bias: bool = True, activation: str = "Tanh") -> dict[str, Any]:
-    """For `write_modules`."""
+    """A dense module for `write_modules`."""
     torch.manual_seed(ins + outs)
     weights = {"linear.weight": torch.randn(outs, ins) / ins**0.5}
     if bias:
@@ -79,7 +79,7 @@ def hidden_states(folder: Path, prompts: list[list[int]]) -> list[Tensor]:
 
 
 def pooled(mode: str, x: Tensor) -> Tensor:
-    """What sentence-transformers makes of `[tokens, hidden_size]`."""
+    """sentence-transformers' pooling of `[tokens, hidden_size]`."""
     weights = torch.arange(1, len(x) + 1).float()[:, None]
     vectors: dict[str, Tensor] = {
         "cls": x[0],

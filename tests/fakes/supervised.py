@@ -12,14 +12,14 @@ from quire.engine.protocol.supervision import FromProcess, ToProcess
 
 
 class FakeProcess:
-    """A process that does what the test says; `theirs` is its end of the connection."""
+    """A process controlled by the test; `theirs` is its end of the connection."""
 
     def __init__(self) -> None:
         self.connection, self.theirs = Pipe()
         self.code: int | None = None
         self.is_session_killed = False
         self.on_poll: Callable[[], None] = lambda: None
-        """Called while the process runs, as often as the supervisor looks."""
+        """Called while the process runs, each time the supervisor checks it."""
 
     def poll(self) -> int | None:
         if self.code is None:

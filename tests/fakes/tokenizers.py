@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from quire.server.text import tokenizer
 
 COMMANDS = ("<die>", "<vanish>", "<fail>", "<hang>", "<mute>")
-"""What a prompt can tell the fake core (tests/fakes/fake_core.py); their token ids are 3, 4, …"""
+"""Commands to the fake core (tests/fakes/fake_core.py) in a prompt; their token ids are 3, 4, …"""
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *COMMANDS)
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -35,7 +35,7 @@ def byte_level() -> Tokenizer:
 
 
 def byte_fallback() -> Tokenizer:
-    """As Llama 2's and Mistral's: words with ▁ for the space, and single bytes for what has no token."""
+    """As Llama 2's and Mistral's: words with ▁ for the space, and single bytes for text without a token."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += ["▁", "▁▁", *"abcdehlowréü中", "▁he", "ll", "he", "llo", "▁hello", "▁wor", "ld"]
     vocab = {piece: index for index, piece in enumerate(pieces)}

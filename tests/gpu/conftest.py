@@ -1,7 +1,7 @@
-"""What only a GPU can show: `scripts/test -m gpu` on a machine with one.
+"""Tests that need a GPU: `scripts/test -m gpu` on a machine with one.
 
-QUIRE_GPU_TESTS_ON=cpu rehearses them without: `TRITON_INTERPRET=1 QUIRE_GPU_TESTS_ON=cpu scripts/test -m gpu tests/gpu`
-(Triton's interpreter computes no bfloat16, which is left out there).
+QUIRE_GPU_TESTS_ON=cpu runs them without a GPU: `TRITON_INTERPRET=1 QUIRE_GPU_TESTS_ON=cpu scripts/test -m gpu
+tests/gpu` (Triton's interpreter computes no bfloat16, which is left out there).
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ _deselected = 0
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the tests of this folder; without the device there are none, which the summary says."""
+    """Mark the tests of this folder; without the device they are deselected, and the summary says so."""
     mine = [item for item in items if HERE in item.path.parents]
     for item in mine:
         item.add_marker("gpu")
-        # Torch says so once, of the mode in which a step that waits is an error: here that would be one itself.
+        # Torch warns once about the mode in which a step that waits is an error: here the warning would be an error
+        # itself.
         item.add_marker(pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning"))
     if DEVICE.type == "cuda" and not torch.cuda.is_available():
         global _deselected
@@ -43,7 +44,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """The kernels of the device serve, as in a rank; what a test chooses does not outlast it."""
+    """Use the kernels of the device, as in a rank; a test's choices do not outlast it."""
     monkeypatch.setattr(dispatch, "PLATFORMS", {})
     monkeypatch.setattr(backends, "CHOSEN", {})
     torch.manual_seed(0)

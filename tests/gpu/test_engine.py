@@ -1,4 +1,5 @@
-"""The engine on the device: greedy float32 tokens are those of transformers, whatever serves and however steps run."""
+"""The engine on the device: greedy float32 tokens equal transformers', with any backend and any way of running
+steps."""
 
 from __future__ import annotations
 
@@ -92,7 +93,7 @@ def test_execution_mode_does_not_change_tokens(
 def test_a_model_that_drafts_for_itself_is_right(
     family: str, folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the same noise at temperature 1, and rows chained to those in flight."""
+    """With the same noise at temperature 1, and rows chained to the rows in flight."""
     folder = str(folders(family))
     options: dict[str, Any] = {"device": DEVICE.type, "dtype": "float32", "kv_cache_memory_bytes": 1 << 24}
     config = resolve(EngineOptions(model=folder, spec_model=folder, max_model_len=128, max_num_seqs=8, **options))
@@ -109,7 +110,7 @@ def test_a_model_that_drafts_for_itself_is_right(
 
 @pytest.mark.parametrize("method", ["eagle3", "mtp"])
 def test_heads_change_no_token(method: Literal["eagle3", "mtp"], tmp_path: Path) -> None:
-    """And draft as on a CPU."""
+    """The heads draft as on a CPU."""
     reference = write_eagle3("Llama", tmp_path) if method == "eagle3" else write_mtp("DeepSeek V3", tmp_path)
     options = EngineOptions(
         model=str(tmp_path),

@@ -197,7 +197,7 @@ def test_a_row_of_a_quantized_matmul_does_not_depend_on_others_of_its_class(
 @pytest.mark.parametrize("kind", ["normal", "flat", "peaked", "ties", "holes"])
 @pytest.mark.parametrize("width", [1003, 128_256])
 def test_draws_are_those_of_the_reference(kind: str, width: int, device: torch.device) -> None:
-    """A sum may fall on the other side of a threshold where it is added in another order: nearly all are the same."""
+    """A sum in another order may fall on the other side of a threshold: nearly all results are the same."""
     rows = 24 if DEVICE.type == "cpu" else 256
     width = min(width, 5003) if DEVICE.type == "cpu" else width
     pick = torch.randint(0, 2, (3, rows)).bool()

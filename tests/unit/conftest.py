@@ -1,4 +1,4 @@
-"""Unit tests start no process and load no C++: what does either fails here."""
+"""Unit tests start no process and load no C++: a test that does either fails."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def fonts() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def only_this_process() -> Iterator[None]:
-    """Operations are those of the reference, as kernels may have been loaded before for other tests."""
-    from quire.kernels import cpu, dispatch  # and torch, which the process that shares out the tests does not need
+    """Operations run with the reference, as kernels may have been loaded before for other tests."""
+    from quire.kernels import cpu, dispatch  # and torch, which the process that distributes the tests does not need
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(subprocess.Popen, "_execute_child", refuse("starts a process"))

@@ -1,4 +1,4 @@
-"""What the files that build images repeat of others is the same there."""
+"""Values that the files for building images repeat from other files are the same there."""
 
 from __future__ import annotations
 

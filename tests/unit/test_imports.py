@@ -18,9 +18,9 @@ FLOOR = (
     *("engine.cluster", "engine.config", "engine.repository", "engine.architecture", "engine.process"),
     "engine.protocol",
 )
-"""What the server may import of the engine, and nothing in which imports torch."""
+"""The rooms of the engine that the server may import; nothing in them imports torch."""
 APIS = ("server.openai", "server.anthropic")
-"""Rooms of one floor, which do not import each other."""
+"""Rooms on one level, which do not import each other."""
 ROOMS = (
     "",  # quire/ itself
     *("server.cli", "server.app", "server.llm", *APIS, "server.http", "server.serving"),
@@ -30,17 +30,17 @@ ROOMS = (
     *FLOOR,
     "kernels",
 )
-"""From the top down: a room may import those below it, so that no two are in a circle."""
+"""From the top down: a room may import the rooms below it, so that there are no cycles."""
 SHARED = {"engine.core.launch", "engine.scheduler.grammar"}
 """Modules of the rooms above the floor, without torch, that the server may import, too."""
 OPTIONS_ROOMS = (
     *("engine.config", "server.cli", "server.config", "server.llm"),
     *("engine.cluster.cluster_token", "engine.cluster.ray_cluster", "engine.core.launch", "engine.executor.nodes"),
 )
-"""Where the user's options may be read: where flags are parsed and resolved, and where a process on another host gets
-the options that it resolves itself."""
+"""The rooms that may read the user's options: they parse and resolve flags, or receive options in a process on another
+host, which resolves them itself."""
 TORCH_ROOMS = ("engine.worker", "engine.models", "engine.checkpoints", "engine.layers", "engine.distributed", "kernels")
-"""What may import torch, and the kernels, which import it."""
+"""The rooms that may import torch, and the kernels, which import it."""
 WEB_ROOMS = ("server.http", "server.openai", "server.anthropic", "server.app", "server.cli")
 
 
@@ -74,7 +74,7 @@ MODULES = list(modules())
 
 
 def ours() -> Iterator[tuple[str, str]]:
-    """Each of our modules, and what it imports of ours."""
+    """Each of our modules, and our modules that it imports."""
     for module, path in MODULES:
         for name in imports(path):
             if name == "quire" or name.startswith("quire."):

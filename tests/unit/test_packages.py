@@ -99,7 +99,7 @@ def test_every_dependency_is_pinned_to_a_version_that_it_allows() -> None:
 
 
 def test_no_two_classes_have_one_name() -> None:
-    """So that whoever looks for a class finds one."""
+    """So that a search for a class finds only one."""
     places: dict[str, list[str]] = {}
     for package, paths in FILES.items():
         for path in paths:

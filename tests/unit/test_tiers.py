@@ -33,7 +33,7 @@ Select = Callable[..., list[str]]
 
 @pytest.fixture
 def select(monkeypatch: pytest.MonkeyPatch) -> Select:
-    """Which of the items a run with these options and measurements keeps, in order."""
+    """The items that a run with these options and measurements keeps, in order."""
 
     def selected(
         given: list[Item],

@@ -1,4 +1,4 @@
-"""The messages that docs/guides/troubleshooting.md explains are those of the sources."""
+"""The messages that docs/guides/troubleshooting.md explains exist in the sources."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GAP = "…"
 
 
 def messages() -> list[str]:
-    """First cells of the table of troubles; `…` stands for what differs."""
+    """First cells of the table of troubles; `…` stands for varying parts."""
     rows = PAGE.partition("## Messages about several devices or hosts")[2].splitlines()
     return [found[2].strip() for row in rows if (found := re.match(r"\| (`+)(.+?)\1 \|", row))]
 

@@ -91,7 +91,7 @@ FAMILIES: dict[str, Family] = {
     **step.FAMILIES,
     **ENCODERS,
 }
-"""By the architecture's name in config.json."""
+"""Families by the architecture's name in config.json."""
 
 
 def family_of(arch: ModelSpec) -> Family:

@@ -121,7 +121,7 @@ _DISTILBERT = _BERT | {
     "layers.feed_forward_post_norm": "transformer.layer.{layer}.output_layer_norm",
 }
 _BESIDE = ("pooler.", "cls.", "lm_head.", "vocab_", "embeddings.position_ids")
-"""How names of what is not needed for vectors begin: heads, and BERT's own pooler."""
+"""Prefixes of tensors that are not needed for vectors: heads, and BERT's own pooler."""
 
 
 _ROBERTA_HEAD = HeadLayer("classifier.dense", "Tanh"), HeadLayer("classifier.out_proj")

@@ -1,4 +1,4 @@
-"""DBRX: a mixture of experts with LayerNorm, and queries, keys and values that are limited."""
+"""DBRX: a mixture of experts with LayerNorm, and clamped queries, keys and values."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def _are_mixtures(config: Config) -> list[bool]:
 
 
 def sparse(name: str, config: Config) -> ModelSpec:
-    """Layers that run their indexer, or (GLM-5) attend to what the last one before has selected."""
+    """Layers run their own indexer or (GLM-5) attend to the tokens that the last indexer before them selected."""
     arch = _deepseek(name, config)
     kinds = indexer_types(config)
     if len(kinds) != arch.num_layers or not set(kinds) <= {"full", "shared"}:

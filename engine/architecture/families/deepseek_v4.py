@@ -23,7 +23,7 @@ from quire.engine.protocol.errors import ConfigError
 
 _WINDOW, _SPARSE, _HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 _KINDS = {0: _WINDOW, 4: _SPARSE, 128: _HEAVY}
-"""Kinds of layers by what `compress_ratios` has for them."""
+"""Kinds of layers by their value in `compress_ratios`."""
 _RATES = {_SPARSE: "compress_rate_csa", _HEAVY: "compress_rate_hca"}
 
 
@@ -45,8 +45,8 @@ def _deepseek_v4(name: str, config: Config) -> ModelSpec:
 
 
 def _mtp(config: Config) -> list[LayerSpec]:
-    """The layer of the head for multi-token prediction: with a window only, unless config.json says what it compresses,
-    and with experts that no table gives."""
+    """The layer of the head for multi-token prediction: it has only a window unless config.json states another kind,
+    and experts that are not in a table."""
     return _layers(config, [*_kinds(config)[int(config["num_hidden_layers"]) :], _WINDOW][:1], ["moe"])
 
 
@@ -72,7 +72,7 @@ def _layers(config: Config, kinds: list[str], mixtures: list[str]) -> list[Layer
 
 
 def _kinds(config: Config) -> list[str]:
-    """The kind of each layer, and maybe of those of heads for multi-token prediction after them."""
+    """The kind of each layer and, if stated, of the layers of heads for multi-token prediction after them."""
     count = int(config["num_hidden_layers"])
     kinds = config.get("layer_types")
     if kinds is None and (ratios := config.get("compress_ratios")) is not None:
@@ -87,7 +87,7 @@ def _kinds(config: Config) -> list[str]:
 
 
 def _mixtures(config: Config) -> list[str]:
-    """For each layer moe, or hash_moe for one whose experts are in a table."""
+    """For each layer moe, or hash_moe if its experts are in a table."""
     count, hashed = int(config["num_hidden_layers"]), config.get("num_hash_layers")
     first = 3 if hashed is None else int(hashed)
     kinds = config.get("mlp_layer_types") or [("moe", "hash_moe")[number < first] for number in range(count)]
@@ -97,7 +97,7 @@ def _mixtures(config: Config) -> list[str]:
 
 
 def _experts(config: Config, size: int) -> dict[str, MoESpec]:
-    """By the kind of mixture."""
+    """The experts by the kind of mixture."""
     common: dict[str, Any] = {
         "num_experts": int(config["n_routed_experts"]),
         "top_k": int(config["num_experts_per_tok"]),
@@ -115,7 +115,7 @@ def _experts(config: Config, size: int) -> dict[str, MoESpec]:
 
 
 def _attentions(config: Config) -> dict[str, CompressedAttentionSpec]:
-    """By the kind of layer."""
+    """The attention by the kind of layer."""
     norm, head_dim, (plain, compressed) = rms_norm(config), int(config["head_dim"]), _ropes(config)
     rates = dict(config.get("compress_rates") or {})
     rates |= {kind: config[name] for kind, name in _RATES.items() if config.get(name) is not None}
@@ -145,7 +145,8 @@ def _attentions(config: Config) -> dict[str, CompressedAttentionSpec]:
 
 
 def _ropes(config: Config) -> tuple[RopeSpec, RopeSpec]:
-    """That of layers without entries, and that of others, with another base, and scaled without a temperature."""
+    """The rotary settings of layers without entries, and of other layers, which have another base and are scaled
+    without a temperature."""
     head_dim, settings = int(config["head_dim"]), config.get("rope_parameters") or config.get("rope_scaling") or {}
     partial = config.get("partial_rotary_factor")
     if partial is None:

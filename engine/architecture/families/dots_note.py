@@ -33,13 +33,13 @@ _WINDOW_SIZES = {
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
 }
-"""Of layers with windows."""
+"""Default sizes of layers with windows."""
 _BY_LAYER = {
     *_WINDOW_SIZES,
-    "num_key_value_heads", "head_dim", "attention_bias",  # of the first two, transformers checks what they must be
+    "num_key_value_heads", "head_dim", "attention_bias",  # transformers checks the values of the first two
     "sliding_window", "index_n_heads", "index_head_dim", "index_topk",
 }  # fmt: skip
-"""What `per_layer_config` may state."""
+"""Settings that `per_layer_config` may state."""
 _THETAS = {_SLIDING: ("swa_rope_theta", 50000.0), _FULL: ("rope_theta", 8e7), _INDEXED: ("rope_theta", 8e7)}
 
 
@@ -86,8 +86,8 @@ def _sizes(config: Config, kinds: list[str], kind: str) -> dict[str, Any]:
 
 
 def _attention(config: Config, kinds: list[str], kind: str) -> MLASpec:
-    """Latents are multiplied by the root of how much smaller than the hidden state they are: that of queries is part of
-    the scale."""
+    """Latents are multiplied by the square root of (hidden size / latent size). For queries, this factor is part of the
+    scale."""
     sizes, norm, hidden = _sizes(config, kinds, kind), rms_norm(config), int(config["hidden_size"])
     if sizes["q_lora_rank"] is None:
         raise ConfigError("q_lora_rank null is not supported")
@@ -125,7 +125,8 @@ def _attention(config: Config, kinds: list[str], kind: str) -> MLASpec:
 
 
 def _rope_settings(config: Config, kind: str) -> dict[str, Any]:
-    """Those of a kind of layer, or of all; full attention may have either of its names, whatever `use_dsa` says."""
+    """Rotary settings of a kind of layer, or of all. Full attention may have either of its names, whatever `use_dsa`
+    says."""
     settings: Config = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not any(isinstance(each, Mapping) for each in settings.values()):
         return dict(settings)

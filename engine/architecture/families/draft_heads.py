@@ -1,7 +1,7 @@
-"""Heads that draft: from the target's config.json, or that of a checkpoint of their own, to a `DraftHeadSpec`.
+"""Heads that draft: from the target's config.json, or from their own checkpoint's, to a `DraftHeadSpec`.
 
-Layouts and settings are those of the publishers: SafeAILab's, vLLM's speculators and ModelOpt for EAGLE, and the
-model's own publisher for multi-token prediction. No torch here.
+Layouts and settings follow the publishers: SafeAILab, vLLM's speculators and ModelOpt for EAGLE, and the model's own
+publisher for multi-token prediction. No torch here.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MTP_FAMILIES = tuple(name for name, family in FAMILIES.items() if "mtp" in famil
 
 def mtp_head(config: Mapping[str, Any], target: ModelSpec, names: Collection[str] | None) -> DraftHeadSpec:
     """Return the head for multi-token prediction in the checkpoint of `target`, whose config.json is `config`; or all
-    heads, where they are for tokens further and further ahead. `names` are those of the checkpoint's tensors; None:
+    heads, where they are for tokens further and further ahead. `names` are the names of the checkpoint's tensors; None:
     they are not known.
 
     Raises `ConfigError` if there is none, if one of several is missing, or if its layout is not known.
@@ -89,7 +89,7 @@ def mtp_head(config: Mapping[str, Any], target: ModelSpec, names: Collection[str
 
 
 def _stored_layers(layer: str, after: int, names: Collection[str]) -> set[int]:
-    """The numbers of the heads' layers among these tensors, by `DraftHeadLayout.layer`; 0 where only one can be."""
+    """The numbers of the heads' layers among these tensors, by `DraftHeadLayout.layer`; 0 if there can be only one."""
     own = re.escape(layer.removeprefix("model.")).replace(r"\{layer\}", r"(\d+)").replace(r"\{after\}", r"(\d+)")
     pattern, first = re.compile(rf"(?:.*\.)?{own}\."), after if "{after}" in layer else 0
     found = {int(match[1]) - first if match.groups() else 0 for name in names if (match := pattern.match(name))}
@@ -99,8 +99,8 @@ def _stored_layers(layer: str, after: int, names: Collection[str]) -> set[int]:
 def eagle_head(
     method: Literal["eagle", "eagle3"], config: Mapping[str, Any], names: Collection[str] | None, target: ModelSpec
 ) -> DraftHeadSpec:
-    """Return the head that `config`, its config.json, describes. `names` are those of its checkpoint's tensors; None:
-    they are not known, and those of its first publisher.
+    """Return the head that `config`, its config.json, describes. `names` are the names of its checkpoint's tensors;
+    None: they are not known, and the first publisher's names are assumed.
 
     Raises `ConfigError` if it is not supported, or does not fit `target`.
     """
@@ -183,7 +183,7 @@ def eagle_head(
 
 
 def _read_layers(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    """Return the layers whose inputs the head reads: those that are stated, or those of the paper's code.
+    """Return the layers whose inputs the head reads: the stated layers, or else the layers in the paper's code.
 
     Publishers name them by the layers' outputs or by their inputs. As SGLang does, numbers from 1 on are taken for
     outputs, because the paper's first one is the input of layer 2.

@@ -25,8 +25,8 @@ from quire.engine.protocol.errors import ConfigError
 
 
 def _attentions(config: Config) -> list[AttentionSpec]:
-    """That of each layer. A pattern is a period, whose last layer has no window, or such as LLLG (local, global). With
-    `sliding_windows`, each layer has a window of its own."""
+    """The attention of each layer. A pattern is a period, whose last layer has no window, or a string such as LLLG
+    (local, global). With `sliding_windows`, each layer has a window of its own."""
     pattern, count = config.get("sliding_window_pattern") or 0, int(config["num_hidden_layers"])
     sizes = config.get("sliding_windows")
     if sizes and config.get("sliding_window") is None:

@@ -25,7 +25,7 @@ class HeadLayer(NamedTuple):
     """A linear layer of a classifier's head, after the pooling."""
 
     name: str
-    """In the checkpoint, without `.weight`."""
+    """The name in the checkpoint, without `.weight`."""
     activation: Literal["Identity", "Tanh", "ReLU", "GELU"] = "Identity"
     """The name of a torch class."""
     bias: bool = True
@@ -35,20 +35,21 @@ class HeadLayer(NamedTuple):
 class DraftHeadLayout:
     """How a checkpoint stores a head that drafts (`quire.engine.architecture.draft_head_spec`), or several heads.
 
-    `layer` is what stands before the names of the tensors in the head's layers, which are those of the family
-    otherwise. In it `{layer}` is the number of the layer among those of the heads, and `{after}` that number after the
-    target's layers.
+    `layer` is the prefix of the tensors' names in the head's layers, which otherwise follow the family. In it,
+    `{layer}` is the layer's number among the heads' layers, and `{after}` is the number of the target's layers plus
+    this number.
     """
 
     layer: str
     names: Mapping[str, str]
-    """Of our modules outside the layers, or of those in them that have other names. `{prefix}` is `layer`, and `{last}`
-    the number of the last layer. Norms after the layers are the target's unless they are named."""
+    """Names of our modules outside the layers, and of modules in the layers that have other names. `{prefix}` is
+    `layer`, and `{last}` the number of the last layer. Norms after the layers are the target's unless they are
+    named."""
     layers: Callable[[Config], Sequence[LayerSpec]] | None = None
-    """From the target's config.json to the layers; None: one like the target's last one with attention."""
+    """Maps the target's config.json to the layers; None: one layer like the target's last one with attention."""
     heads: Literal["first", "stored", "listed"] = "first"
-    """The heads that are used: the first one, or all, each for a token further ahead and with a layer of its own. Those
-    are as many as the checkpoint has, with equal layers, or one for each of `layers`."""
+    """The heads that are used: the first one, or all, each for a token further ahead and with a layer of its own.
+    "stored": as many as the checkpoint has, with equal layers; "listed": one for each of `layers`."""
     is_chained: bool = False
     has_own_logits: bool = False
     """Each head has a matrix for logits."""
@@ -62,7 +63,7 @@ class DraftHeadLayout:
 
 
 HeadOf = Callable[[Mapping[str, Any]], Sequence[HeadLayer | tuple[str, NormSpec]]]
-"""From config.json to a head that depends on it; it may have norms, with their names in the checkpoint."""
+"""Maps config.json to a head that depends on it; it may have norms, with their names in the checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -71,19 +72,19 @@ class Family:
 
     `names` maps our modules (without layer numbers) to the checkpoint's names. The first key that exists is used:
     `module.part.weight` and `module.weight` map to the complete name of a tensor, `module.part` and `module` to the
-    name without its last component. In these names, `{layer}` is the layer's number, `{previous}` that of the one
-    before it, `{part}` is q, k, v, gate or up, and `{expert}` is an expert's number. If the name of a module with
+    name without its last component. In these names, `{layer}` is the layer's number, `{previous}` is the previous
+    layer's number, `{part}` is q, k, v, gate or up, and `{expert}` is an expert's number. If the name of a module with
     several parts does not contain the part, the parts are concatenated in one tensor; if the name of experts does not
     contain the number, they are stacked in one tensor.
     """
 
     architecture: Callable[[str, Config], ModelSpec]
-    """From the architecture's name and config.json to the model."""
+    """Maps the architecture's name and config.json to the model."""
     names: Mapping[str, str] | Callable[[ModelSpec], Mapping[str, str]]
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """transformers' defaults for settings that config.json omits. A setting whose default is None may be null."""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Other names of settings, as in transformers' `attribute_map`: to those that `architecture` reads."""
+    """Other names of settings, mapped to the names that `architecture` reads, as in transformers' `attribute_map`."""
     prefix: str = "model."
     """Prefix of names that a checkpoint of the model without its head may omit."""
     is_transposed: Callable[[str], bool] = lambda module: False
@@ -95,11 +96,11 @@ class Family:
     ignored_prefixes: tuple[str, ...] = ()
     """Prefixes of tensors that are not part of the model and are ignored without a warning."""
     ignored_pattern: str = r"rotary_emb\.inv_freq$"
-    """A pattern of names in old checkpoints that are not needed."""
+    """A pattern of unneeded names in old checkpoints."""
     classifier: tuple[HeadLayer, ...] | HeadOf = (HeadLayer("score", bias=False),)
     """The head of `…ForSequenceClassification`; its last layer has a row for each label."""
     after_layers: str = ""
-    """What extra layers after the last one are, in checkpoints that have some; they are not part of the model."""
+    """The purpose of extra layers after the last one, in checkpoints that have some; they are not part of the model."""
     draft_heads: Mapping[str, DraftHeadLayout] = field(default_factory=dict)
     """How checkpoints store heads that draft, by method: mtp with the model, others in a checkpoint of their own."""
 
@@ -215,15 +216,15 @@ def architecture(
 
 
 def stated_length(config: Config) -> int:
-    """The longest length in config.json: Command R and Vicuna leave max_position_embeddings at that of a part of the
-    training.
+    """The longest length in config.json: Command R and Vicuna leave max_position_embeddings at the length of one part
+    of the training.
     """
     named = (config.get(name) for name in ("max_position_embeddings", "model_max_length", "max_sequence_length"))
     return max((int(length) for length in named if length), default=1)
 
 
 def extended_length(length: int, kind: str, factor: float, original: int) -> int:
-    """Return `length`, or the one to which scaling of kind `kind` extends `original` rotary positions: hand-edited
+    """Return `length`, or the length to which scaling of kind `kind` extends `original` rotary positions: hand-edited
     configs do not always state it.
     """
     if kind not in ("linear", "dynamic", "yarn") or length < original:
@@ -243,7 +244,7 @@ def layers_by_kind(
     feed_forwards: Sequence[MLPSpec | MoESpec] = (),
     **common: Any,
 ) -> list[LayerSpec]:
-    """A layer of each of the `kinds`: with the `parts` of its kind, its feed-forward, and what all have in common."""
+    """A layer for each of the `kinds`: with the `parts` of its kind, its feed-forward, and the fields in `common`."""
     if unknown := set(kinds) - parts.keys():
         raise ConfigError(
             f"layers of type {', '.join(sorted(map(str, unknown)))} are not supported; supported: {', '.join(parts)}"
@@ -419,7 +420,7 @@ def yarn_temperature(factor: float, weight: float = 1.0) -> float:
 
 
 def windows(config: Config) -> list[int | None]:
-    """The window of each layer: of the layers given by `layer_types`, or of those from `max_window_layers` on."""
+    """The window of each layer: layers given by `layer_types` have one, or else layers from `max_window_layers` on."""
     window, count = config.get("sliding_window"), int(config["num_hidden_layers"])
     first = min(count, int(config.get("max_window_layers", 0)))
     kinds = config.get("layer_types") or ["full_attention"] * first + ["sliding_attention"] * (count - first)

@@ -100,7 +100,7 @@ def _gemma2(name: str, config: Config) -> ModelSpec:
 def _gemma4(name: str, config: Config) -> ModelSpec:
     """Layers without windows have heads of another size, and values that may be the keys. A layer may have an input of
     its own, experts beside its MLP, and, if it is one of the last, the keys and values of a layer before."""
-    require(config, "use_bidirectional_attention", None, False, "vision")  # of text, the last is none
+    require(config, "use_bidirectional_attention", None, False, "vision")  # for text, "vision" means none
     count, norm = int(config["num_hidden_layers"]), rms_norm(config)
     kinds = list(config.get("layer_types") or _every(6, count))
     kinds[-1] = "full_attention"
@@ -221,7 +221,7 @@ def _gemma3n(name: str, config: Config) -> ModelSpec:
 
 
 def _every(period: int, count: int) -> list[str]:
-    """The kinds of layers, of which the last of each `period` has no window."""
+    """The kinds of layers; the last layer of each `period` has no window."""
     return ["sliding_attention" if number % period else "full_attention" for number in range(1, count + 1)]
 
 
@@ -237,7 +237,7 @@ def _layer_inputs(config: Config, norm: NormSpec) -> LayerInputSpec | None:
 
 
 def _kv_sources(config: Config, kinds: Sequence[str]) -> list[int | None]:
-    """For each layer, the one whose keys and values it reads: the last of its kind that has its own."""
+    """For each layer, the layer whose keys and values it reads: the last of its kind that has its own."""
     shared = int(config["num_kv_shared_layers"])
     first = len(kinds) - shared
     last = {kind: number for number, kind in enumerate(kinds[:first])}
@@ -355,7 +355,7 @@ _GEMMA3N_NAMES = (
     }
 )
 _UNUSED = r"self_attn\.[kv]_(proj|norm)\.weight$"
-"""What checkpoints have of layers that read the keys and values of another."""
+"""Unused tensors of layers that read the keys and values of another layer."""
 FAMILIES = {
     "Gemma3nForCausalLM": Family(_gemma3n, _GEMMA3N_NAMES, _GEMMA3N, ignored_pattern=_UNUSED),
     "Gemma3nForConditionalGeneration": Family(

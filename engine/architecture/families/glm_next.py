@@ -71,7 +71,7 @@ def _kinds(config: Config) -> list[str]:
 
 
 def _feed_forwards(config: Config) -> list[MLPSpec | MoESpec]:
-    """Those of the layers; gates and ups of all have limits."""
+    """The feed-forward of each layer; gates and ups of all have limits."""
     count, experts = int(config["num_hidden_layers"]), sigmoid_experts(config)
     kinds = config.get("mlp_layer_types") or [("dense", "sparse")[number >= 3] for number in range(count)]
     if len(kinds) != count or not set(kinds) <= {"dense", "sparse"}:
@@ -83,7 +83,7 @@ def _feed_forwards(config: Config) -> list[MLPSpec | MoESpec]:
 
 
 def _state(config: Config) -> KimiDeltaSpec:
-    """Settings are on their own, or under other names in `linear_attn_config`, which come first."""
+    """Settings are at the top level, or under other names in `linear_attn_config`, which takes precedence."""
     own: Config = config.get("linear_attn_config") or {}
     width = int(own.get("head_dim", config["linear_head_dim"]))
     bound = own.get("gate_lower_bound", config["linear_lower_bound"])
@@ -100,7 +100,7 @@ def _state(config: Config) -> KimiDeltaSpec:
 
 
 def _attention(config: Config) -> MLASpec:
-    """Without positions. A query attends to the tokens of the best groups, and to those of an incomplete one."""
+    """Without positions. A query attends to the tokens of the best groups and of an incomplete group."""
     require(config, "qk_rope_head_dim", 0)
     require(config, "index_kpool_always_select_tail", True)
     if config["q_lora_rank"] is None:

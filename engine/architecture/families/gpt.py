@@ -26,8 +26,8 @@ from quire.engine.architecture.residual_spec import NormedResidualSpec
 
 
 def _gpt1(name: str, config: Config) -> ModelSpec:
-    """Norms follow the additions to the residual stream. So what normalizes a layer's input is the last norm of the
-    layer before it, and the first layer has none."""
+    """Norms follow the additions to the residual stream. So a layer's input is normalized by the last norm of the layer
+    before it, and the first layer's input is not normalized."""
     act = str(config["afn"])
     config = {
         **config,
@@ -201,7 +201,7 @@ _NEOX_NAMES = {
 
 
 def _neox_japanese(name: str, config: Config) -> ModelSpec:
-    """Without biases, but for that of the last layer's attention."""
+    """Without biases, except for the output of the last layer's attention."""
     config = {
         "partial_rotary_factor": config.get("rotary_pct", 1.0),
         "rope_theta": config.get("rotary_emb_base"),

@@ -33,7 +33,7 @@ _OTHER_NAMES = {
     "num_experts_per_tok": "num_experts_per_token",
     "n_shared_experts": "num_shared_experts",
 }
-"""Usual names in config.json, and those of these families."""
+"""Usual names in config.json, and these families' names for them."""
 
 
 def _hybrid(name: str, config: Config, kinds: list[str], state: KimiDeltaSpec, latent: MLASpec) -> ModelSpec:
@@ -51,7 +51,7 @@ def _hybrid(name: str, config: Config, kinds: list[str], state: KimiDeltaSpec, l
 
 
 def _experts(config: Config) -> MoESpec:
-    """DeepSeek-V3's, under other names."""
+    """DeepSeek-V3's experts, under other names."""
     require(config, "moe_router_activation_func", "sigmoid")
     named = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
     return sigmoid_experts({**config, **named})

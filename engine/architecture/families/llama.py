@@ -86,7 +86,7 @@ def _llama(name: str, config: Config) -> ModelSpec:
 
 
 def mistral(name: str, config: Config) -> ModelSpec:
-    """`rope_interleave` is of Mistral's own layout."""
+    """`rope_interleave` comes from Mistral's own layout."""
     norm = rms_norm(config)
     rope_spec = rope(config, head_dim(config), is_interleaved=bool(config.get("rope_interleave")))
     layers = [sequential(config, norm, rope_spec, window) for window in windows(config)]
@@ -94,7 +94,7 @@ def mistral(name: str, config: Config) -> ModelSpec:
 
 
 def _internlm2(name: str, config: Config) -> ModelSpec:
-    """Llama with other names, and one matrix for queries, keys and values, in groups. `bias` is that of attention."""
+    """Llama with other names, and one matrix for queries, keys and values, in groups. `bias` applies to attention."""
     return _llama(name, {**config, "attention_bias": bool(config["bias"])})
 
 

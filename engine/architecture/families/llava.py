@@ -1,4 +1,4 @@
-"""The text part of models with images before one of several models of text: LLaVA, LLaVA-NeXT, InternVL, SmolVLM.
+"""The text part of models that take images, with one of several text models: LLaVA, LLaVA-NeXT, InternVL, SmolVLM.
 
 Logits are multiplied as in the model of text, of Granite for example; transformers' classes of whole models do not.
 """
@@ -19,7 +19,7 @@ _SIZES: dict[str, Any] = {
     "num_attention_heads": 32,
     "vocab_size": 32000,
 }
-"""Llama's, which old config.json files omit."""
+"""Llama's sizes, which old config.json files omit."""
 _KINDS = {
     "llama": ("LlamaForCausalLM", _SIZES),
     "mistral": ("MistralForCausalLM", _SIZES | {"intermediate_size": 14336}),
@@ -31,7 +31,7 @@ _KINDS = {
 
 
 def _text(name: str, config: Config) -> ModelSpec:
-    """`model_type` is that of the text part."""
+    """`model_type` is the text part's."""
     kind = config["model_type"]
     if kind not in _KINDS:
         raise ConfigError(f"text_config of model_type {kind!r} is not supported; supported: {', '.join(_KINDS)}")

@@ -51,7 +51,7 @@ def _attention(config: Config, window: int | None) -> AttentionSpec:
 
 
 def _with_own_key(config: Config) -> Config:
-    """config.json with windows that have the query's own key, which the publisher's setting is without."""
+    """config.json with windows that include the query's own key; the publisher's setting excludes it."""
     if config.get("sliding_window_size") is None:
         return config
     return {**config, "sliding_window": int(config["sliding_window_size"]) + 1}

@@ -86,7 +86,8 @@ def _as_published(name: str, config: Config) -> ModelSpec:
 
 
 def _minimax_m3(name: str, config: Config) -> ModelSpec:
-    """The publisher's config.json has the settings of sparse attention in a dictionary, and numbers of kinds."""
+    """The publisher's config.json has the settings of sparse attention in a dictionary, and numbers for kinds of
+    layers."""
     sparse = config.get("sparse_attention_config") or {}
     config = {**config, **{_INDEX[key]: value for key, value in sparse.items() if key in _INDEX}}
     require(config, "qk_norm_type", "per_head")

@@ -37,7 +37,7 @@ def _ministral3(name: str, config: Config) -> ModelSpec:
 
 
 def _mistral3(name: str, config: Config) -> ModelSpec:
-    """`model_type` is that of the text part."""
+    """`model_type` is the text part's."""
     kinds: dict[str, tuple[Callable[[str, Config], ModelSpec], Mapping[str, Any]]] = {
         "mistral": (llama.mistral, llama.MISTRAL),
         "ministral3": (_ministral3, {}),

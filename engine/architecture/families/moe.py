@@ -183,7 +183,7 @@ def sigmoid_experts(config: Config) -> MoESpec:
 
 def _dots1(name: str, config: Config) -> ModelSpec:
     """GLM-4 MoE's layers, in some models with windows."""
-    require(config, "scoring_func", "sigmoid", "noaux_tc")  # the latter is what the publisher's code calls it
+    require(config, "scoring_func", "sigmoid", "noaux_tc")  # the publisher's code calls it noaux_tc
     norm, rope_spec = rms_norm(config), rope(config, head_dim(config))
     dense, experts = feed_forward(config), sigmoid_experts({**config, "scoring_func": "sigmoid"})
     layers = [
@@ -232,7 +232,7 @@ _GPT_OSS_ROPE = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-"""The default if the config has none."""
+"""Rotary settings if the config has none."""
 
 
 def _gpt_oss(name: str, config: Config) -> ModelSpec:

@@ -18,7 +18,7 @@ _NAMES_OF_GPT2 = {
     "layer_norm_eps": "layer_norm_epsilon",
     "rope_theta": "rotary_emb_base",
 }
-"""What the config.json of Nomic's own code calls the settings of transformers' class."""
+"""Settings of transformers' class, and their names in the config.json of Nomic's own code."""
 _GATES = {"swiglu": "silu", "geglu": "gelu"}
 
 

@@ -84,7 +84,7 @@ def _attention(config: Config, norm: NormSpec) -> AttentionSpec:
 
 
 def _ngrams(config: Config, norm: NormSpec, num_streams: int) -> dict[int, NGramSpec]:
-    """By the number of a layer, from 1."""
+    """The n-grams by the number of their layer, counted from 1."""
     layers = sorted(set(config.get("ple_layer_ids") or ()))
     if not layers:
         return {}

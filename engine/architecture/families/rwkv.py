@@ -9,8 +9,8 @@ from quire.engine.architecture.recurrent_spec import RWKVSpec
 
 def _rwkv(name: str, config: Config) -> ModelSpec:
     """There are no positions: lengths have no limit of the model's own. transformers halves the residual stream every
-    `rescale_every` layers, for float16, which is refused here; it changes nothing else than what the norms' epsilons
-    are compared with."""
+    `rescale_every` layers, for float16, which is refused here. Halving changes nothing but the size that the norms'
+    epsilons are compared with."""
     norm, hidden = layer_norm(config["layer_norm_epsilon"]), int(config["hidden_size"])
     state = RWKVSpec(
         width=int(config["attention_hidden_size"] or hidden),

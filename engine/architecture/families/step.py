@@ -1,4 +1,4 @@
-"""Step 3.5 and 3.7: windows with more heads than the full layers, a gate for each head, and experts in limits."""
+"""Step 3.5 and 3.7: windows with more heads than the full layers, a gate for each head, and experts with limits."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def _step(name: str, config: Config) -> ModelSpec:
 
 
 def _mtp(config: Config) -> list[LayerSpec]:
-    """The layers of the heads. Their settings follow those of the target's layers, in the publisher's config.json, or
-    are in lists of their own, as transformers writes them."""
+    """The layers of the heads. Their settings follow the target's layers in the publisher's config.json, or are in
+    lists of their own, as transformers writes them."""
     count, number = int(config["num_hidden_layers"]), int(config.get("num_nextn_predict_layers", 1))
     for setting, default in (("layer_types", "full_attention"), ("mlp_layer_types", "dense")):
         stated = config.get(setting)
@@ -79,7 +79,7 @@ def _layer(config: Config, number: int, is_sparse: bool) -> LayerSpec:
 
 
 def _check_layers(config: Config, layers: Sequence[LayerSpec]) -> None:
-    """Check that the settings of single layers, which transformers writes, say what the others do."""
+    """Check that the settings of single layers, which transformers writes, agree with the others."""
     for number, settings in (config.get("per_layer_config") or {}).items():
         attention = layers[int(number)].attention if int(number) < len(layers) else None
         if attention is not None and dict(settings) != {"num_attention_heads": attention.num_heads}:
@@ -87,7 +87,7 @@ def _check_layers(config: Config, layers: Sequence[LayerSpec]) -> None:
 
 
 def _of_layer(config: Config, setting: str, number: int, default: Any) -> Any:
-    """A setting of one layer. Lists may go on with layers for multi-token prediction."""
+    """A setting of one layer. Lists may continue with layers for multi-token prediction."""
     value = config.get(setting)
     if not isinstance(value, list):
         return default if value is None else value
@@ -136,7 +136,7 @@ def _mlp(config: Config, size: str, number: int) -> MLPSpec:
 
 
 def _activation(config: Config, setting: str, number: int) -> GatedActivation:
-    """With the limit of the layer."""
+    """The activation with the layer's limit."""
     limit = _of_layer(config, setting, number, 0) or 0
     if limit not in _LIMITED:
         raise ConfigError(f"{setting}: a limit of {limit} is not supported; supported: {', '.join(map(str, _LIMITED))}")

@@ -1,7 +1,7 @@
 """The tensors that a model reads from its checkpoint, by name and shape. No torch here.
 
-`checkpoint_tensors` lists those of the complete model, so that a checkpoint can be checked before anything starts; the
-modules in `quire.engine.layers` have the same parameters, and a test compares both for every family.
+`checkpoint_tensors` lists the tensors of the complete model, so that a checkpoint can be checked before anything
+starts; the modules in `quire.engine.layers` have the same parameters, and a test compares both for every family.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class StoredTensor:
     """May contain `{layer}`, `{previous}` and `{expert}`; see `named`."""
     shape: Shape
     joint: tuple[str, ...]
-    """The parts that this tensor has."""
+    """The parts that this tensor contains."""
     is_transposed: bool
     is_stacked: bool
     """All experts are stacked in this tensor."""
@@ -55,7 +55,7 @@ def stored_tensor(
 ) -> StoredTensor:
     """Locate the `part` of the parameter `kind` of a module (a path without layer numbers).
 
-    `parts` are the shapes of all the parameter's parts; those of experts are of a single expert.
+    `parts` are the shapes of all the parameter's parts; for experts, of a single expert.
     """
     if module == "head" and kind == "weight" and arch.tie_embeddings:
         module = "embedding"
@@ -79,8 +79,8 @@ def stored_tensor(
 
 
 def _of_block(name: str, layer: LayerSpec | None) -> str:
-    """The name with what it says of the layer's block: `{block}`, its first layer, `{use}`, the layer's number among
-    those with a block, and `{beside_block.}`, for a module that is in another one if there is a block."""
+    """Fill in what the name says of the layer's block: `{block}`, its first layer, `{use}`, the layer's number among
+    layers with a block, and `{beside_block.}`, for a module that is in another one if there is a block."""
     if layer is None:
         return name
     if not isinstance(block := layer.residual, SharedBlockSpec):
@@ -130,14 +130,14 @@ def checkpoint_tensors(arch: ModelSpec, *, has_head: bool) -> dict[str, NeededTe
 
 
 class StackSlice(NamedTuple):
-    """Where a stack has a matrix, or a bias, of an expert."""
+    """Where a stack contains an expert's matrix or bias."""
 
     stack: str
     shape: Shape
-    """Of the stack, with the experts first; the file may have them and their rows in one dimension."""
+    """The stack's shape, with the experts first; the file may have them and their rows in one dimension."""
     expert: int
     rows: tuple[range, ...]
-    """Of the expert."""
+    """The expert's rows."""
     is_transposed: bool
 
 
@@ -162,10 +162,10 @@ def stacked_experts(arch: ModelSpec) -> dict[str, StackSlice]:
 
 
 def weight_names(arch: ModelSpec) -> dict[tuple[int | None, str], list[str]]:
-    """The checkpoint's names, without `.weight`, of what each module with a matrix combines, such as q, k and v; of
-    experts those of the first one. Modules are given by the number of their layer, None outside the layers, and their
-    path."""
-    if isinstance(arch, TransformersModelSpec):  # whose paths are transformers' own
+    """The checkpoint's names, without `.weight`, of the weights that each module with a matrix combines, such as q, k
+    and v; for experts, only the first expert's names. Modules are given by the number of their layer, None outside the
+    layers, and their path."""
+    if isinstance(arch, TransformersModelSpec):  # its paths are transformers' own
         outer = [(None, each.module) for each in arch.outer_matrices(1)]
         inner = [(number, each.module) for number, layer in enumerate(arch.layers) for each in layer.linears]
         return {(number, module): [module] for number, module in (*outer, *inner)}

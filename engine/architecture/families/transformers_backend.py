@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 _MODULE = "quire.engine.models.transformers_backend.describe"
 _AUTO, _CAUSAL = "models/auto/modeling_auto.py", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
-"""Where transformers maps model types to architectures, and its table of those that generate text."""
+"""Where transformers maps model types to architectures, and its table of architectures that generate text."""
 _SECONDS = 300
 
 
@@ -43,7 +43,7 @@ class DescribeRequest:
 
 
 def knows(names: Sequence[str]) -> bool:
-    """Whether transformers has one of these architectures, for whatever task."""
+    """Whether transformers has one of these architectures, for any task."""
     tables = _tables().values()
     return not tables or any(name in built for table in tables for built in table.values() for name in names)
 
@@ -57,9 +57,7 @@ def architectures(model_type: str, *, with_headless: bool) -> list[str]:
 
 
 def check_known(names: Sequence[str], hf_config: Mapping[str, Any], trust_remote_code: bool) -> None:
-    """Raise `ConfigError` if transformers lacks the model's architecture or activation. What its tables do not say,
-    `describe` finds out.
-    """
+    """Raise `ConfigError` if transformers lacks the model's architecture or activation. `describe` checks the rest."""
     if hf_config.get("auto_map") and trust_remote_code:
         return
     causal = _tables().get(_CAUSAL, {})

@@ -1,5 +1,4 @@
-"""Zamba and Zamba2: Mamba or Mamba-2 layers, of which some have attention and an MLP before them whose weights they
-share."""
+"""Zamba and Zamba2: Mamba or Mamba-2 layers. Some have attention and an MLP before them, whose weights they share."""
 
 from __future__ import annotations
 

@@ -13,14 +13,14 @@ from quire.engine.architecture.quantization.settings import WHERE, check_express
 from quire.engine.protocol.errors import ConfigError
 
 PACKINGS = ("auto_round:auto_gptq", "auto_round:auto_awq", "auto_round")
-"""The last is that of GPTQ v2, whose zero points are stored as they are."""
+"""The last is the layout of GPTQ v2, which stores zero points as they are."""
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "act_bits": (16, 32),
     "super_bits": (),
     "act_data_type": ("float", "fp", "int"),
 }
 _PATTERN = re.compile(r"[*+?^$()\[\]{}|\\]")
-"""A name of a module has none of these characters."""
+"""A module's name has none of these characters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class AutoRound(Method):
     rules: tuple[tuple[str, Scheme | None], ...] = ()
     """The same by expressions, in the order of precedence."""
     blocks: tuple[str, ...] = ()
-    """What names of quantized modules start with; empty: all but heads are."""
+    """Prefixes of the names of quantized modules; empty: all modules but heads are quantized."""
 
     def scheme(self, module: str) -> Scheme | None:
         if module in self.modules:
@@ -46,7 +46,7 @@ class AutoRound(Method):
 
 
 def read(settings: Mapping[str, Any]) -> AutoRound:
-    """Raises `ConfigError` for what is not supported."""
+    """Raises `ConfigError` for unsupported settings."""
     packing = choose(settings, "packing_format", PACKINGS, default=PACKINGS[0])
     extra = settings.get("extra_config") or {}
     if not isinstance(extra, Mapping) or not all(isinstance(each, Mapping) for each in extra.values()):

@@ -16,7 +16,7 @@ class AwqScheme(Scheme):
     """Words of 32 bits have codes of 8 consecutive features, 0, 2, 4, 6, 1, 3, 5, 7 from the lowest bits up: `qweight`
     `[in, out / 8]`, and the zero points `qzeros` `[groups, out / 8]`. `scales` is `[groups, out]`.
 
-    A weight is `(code - zero) * scale`. Zero points are those of the group, or 8 (symmetric).
+    A weight is `(code - zero) * scale`. Zero points are per group, or 8 (symmetric).
     """
 
     def tensors(self, module: str, shape: Shape) -> dict[str, Stored]:
@@ -39,7 +39,7 @@ class Awq(Method):
     name: str = "awq"
     default: AwqScheme
     rules: tuple[tuple[str, AwqScheme | None], ...] = ()
-    """As those of `Gptq`."""
+    """Like `Gptq.rules`."""
     skipped: tuple[str, ...] = ()
     """A module is not quantized if its name contains one of these, as whole components."""
 
@@ -50,7 +50,7 @@ class Awq(Method):
 
 
 def read(settings: Mapping[str, Any]) -> Awq:
-    """Read `quantization_config`, or AutoAWQ's quant_config.json. Raises `ConfigError` for what is not supported."""
+    """Read `quantization_config`, or AutoAWQ's quant_config.json. Raises `ConfigError` for unsupported settings."""
     return Awq(
         default=read_scheme(settings, WHERE),
         rules=read_rules(settings, read_scheme),
@@ -59,7 +59,7 @@ def read(settings: Mapping[str, Any]) -> Awq:
 
 
 def read_scheme(settings: Mapping[str, Any], where: str) -> AwqScheme:
-    """As that of GPTQ."""
+    """Like `gptq.read_scheme`."""
     check_neutral(settings, NEUTRAL, where)
     layout = settings.get("version") or settings.get("checkpoint_format") or settings.get("format") or "gemm"
     choose({"version": str(layout).lower()}, "version", ("gemm",), where)

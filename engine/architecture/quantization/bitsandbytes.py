@@ -13,7 +13,7 @@ from quire.engine.architecture.quantization.unpacked import Unpacked
 from quire.engine.protocol.errors import ConfigError
 
 NESTED_BLOCK = 256
-"""Scales that share a scale."""
+"""Number of scales that share a scale."""
 _BYTES = {"uint8": 1, "int8": 1, "bfloat16": 2, "float16": 2, "float32": 4}
 _DTYPES = {1: ("U8", "I8"), 2: ("BF16", "F16"), 4: ("F32",)}
 _KNOWN = (
@@ -37,7 +37,7 @@ class BitsAndBytes4(Scheme):
 
     @property
     def state(self) -> str:
-        """Suffix of the tensor that has the rest in JSON."""
+        """Suffix of the tensor that contains the rest as JSON."""
         return f".weight.quant_state.bitsandbytes__{self.values}"
 
     def tensors(self, module: str, shape: Shape) -> dict[str, Stored]:
@@ -63,8 +63,8 @@ class BitsAndBytes4(Scheme):
 
 @dataclass(frozen=True, kw_only=True)
 class BitsAndBytes8(Unpacked):
-    """Rows of int8, and the largest absolute value of each. Inputs stay in the model's type, so that the outliers that
-    LLM.int8 keeps apart need no care."""
+    """Rows of int8, and the largest absolute value of each. Inputs stay in the model's type, so the outliers that
+    LLM.int8 keeps apart need no special treatment."""
 
     values: str = "int8"
     rows: int = 1
@@ -86,7 +86,7 @@ class BitsAndBytes(Method):
 
 
 def read(settings: Mapping[str, Any]) -> BitsAndBytes:
-    """Raises `ConfigError` for what is not supported."""
+    """Raises `ConfigError` for unsupported settings."""
     refuse_unknown(settings, _KNOWN)  # llm_int8_has_fp16_weight: the weights are not quantized
     skipped = names(settings, "llm_int8_skip_modules")
     if settings.get("load_in_8bit"):

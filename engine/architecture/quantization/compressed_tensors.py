@@ -15,7 +15,7 @@ from quire.engine.architecture.quantization.unpacked import Blocks, Unpacked
 from quire.engine.protocol.errors import ConfigError
 
 SCHEMES: dict[str, Scheme] = {"nvfp4-pack-quantized": NvFp4(), "mxfp4-pack-quantized": MxFp4()}
-"""Of formats that have one kind of weights."""
+"""Schemes of formats that have one kind of weights."""
 _PACKED, _BYTES = "pack-quantized", ("int-quantized", "naive-quantized", "float-quantized")
 _PLAIN = ("dense", "fakequant")
 _SPARSE = "sparse-24-bitmask"
@@ -36,8 +36,8 @@ _WEIGHTS = (
 @dataclass(frozen=True, kw_only=True)
 class PackedScheme(Blocks):
     """int4 or int8 in `weight_packed`, words of 32 bits with the first code lowest, `[…, out, ceil(in * bits / 32)]`. A
-    code is the number plus 2 ** (bits - 1). `weight_zero_point` has those of consecutive rows in a word,
-    `[…, ceil(out * bits / 32), groups]`. `weight_g_idx` has the group of each column.
+    code is the number plus 2 ** (bits - 1). `weight_zero_point` has the zero points of consecutive rows, as such codes,
+    in a word, `[…, ceil(out * bits / 32), groups]`. `weight_g_idx` has the group of each column.
     """
 
     def tensors(self, module: str, shape: Shape) -> dict[str, Stored]:
@@ -94,7 +94,7 @@ class Targets:
         return cls(names=exact, expressions=tuple(sorted(expressions(patterns))), has_linear="Linear" in patterns)
 
     def match(self, module: str) -> tuple[int, str] | None:
-        """The precedence of the target that matches, lowest first: that of `match_targets` in compressed-tensors."""
+        """The precedence of the matching target, lowest first, as in `match_targets` of compressed-tensors."""
         if module in self.names:
             return 0, module
         if match_any(self.expressions, module):
@@ -110,7 +110,7 @@ class CompressedTensors(Method):
     ignored: Targets
     sparse: Targets | None = None
     dense: Targets | None = None
-    """Those of `sparse` that are not."""
+    """Modules among `sparse` that are not sparse."""
 
     def scheme(self, module: str) -> Scheme | None:
         if self.ignored.match(module):
@@ -125,7 +125,7 @@ class CompressedTensors(Method):
 def read(settings: Mapping[str, Any]) -> CompressedTensors | None:
     """Read `quantization_config`, or the older `compression_config`; None if nothing is quantized.
 
-    Raises `ConfigError` for what is not supported. How inputs, outputs and the cache are rounded is a hint: computing
+    Raises `ConfigError` for unsupported settings. How inputs, outputs and the cache are rounded is a hint: computing
     more exactly is correct.
     """
     settings = {**settings, **(settings.get("quantization_config") or {})}
@@ -233,10 +233,10 @@ def _block(weights: Mapping[str, Any], where: str) -> tuple[int, int]:
 
 
 def _activations(inputs: Mapping[str, Any] | None) -> Literal["int8", "fp8", "fp4"] | None:
-    """8-bit inputs of a kernel have a scale for each row, so it is no coarser than what is published; groups are finer.
-    Rows that are published with zero points are rounded within that rounding's own error, too. Floats lose next to
-    nothing by a scale for more of them. 4-bit inputs are those of NVFP4: the scales of groups are relative to one that
-    is constant."""
+    """A kernel's 8-bit inputs have a scale for each row. This is no coarser than the published scales, except for
+    groups, which are finer. Rows that are published with zero points are rounded within that rounding's own error, too.
+    Floats lose next to nothing if more of them share a scale. 4-bit inputs follow NVFP4: the scales of groups are
+    relative to a constant scale."""
     if not inputs:
         return None
     is_float = str(inputs.get("type") or "int").lower() == "float"

@@ -12,30 +12,30 @@ INT4_GROUPS = (128, 64, 32)
 """Sizes of groups of `--quantization int4`, and of 4-bit weights that a CPU multiplies by inputs of 8 bits; the largest
 one that divides the inputs, or the stored group, is used."""
 _WORD, _MAX_GROUP = 8, 256
-"""Inputs of a word of codes, and the most of a group with one pair of factors in memory."""
+"""Inputs per word of codes, and the maximum number of inputs with one pair of factors in memory."""
 _BLOCK_BYTES, _ROUNDED_GROUP = 64, 128
-"""Of a GPU: bytes of a feature in a block of codes, and the inputs of a row that are rounded with one scale."""
+"""On a GPU: bytes of a feature in a block of codes, and the inputs of a row that are rounded with one scale."""
 _FP4_GROUP = 16
-"""The same inputs if they are rounded to 4 bits."""
+"""The inputs of a row that are rounded with one scale if they are rounded to 4 bits."""
 ORDERED_GROUP = 32
 """Inputs that share factors on a rank that has only a part of each group, as its columns are ordered."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """See `quire.kernels.quantized.QuantizedWeight` for the fields; for the bytes `CodedTiles`, and `CodedWords` of
-    GPUs."""
+    """See `quire.kernels.quantized.QuantizedWeight` for the fields, and `CodedTiles`, or `CodedWords` on GPUs, for the
+    bytes."""
 
     values: str
     bits: int
     group: int
-    """Inputs that share factors; those of the whole rank if all do."""
+    """Inputs that share factors; the inputs of the whole rank if all do."""
     has_offsets: bool
     wide: bool
     """Factors of 4-bit codes are float32 as well."""
     has_order: bool
     inputs: int
-    """Columns of the whole weight: with an order, a rank's columns are of any group."""
+    """Columns of the whole weight: with an order, a rank's columns may be of any group."""
     activations: str | None
     has_rounding: bool
 

@@ -20,9 +20,9 @@ class Fp8(Method):
 
     layout: Scheme
     experts: Scheme | None = None
-    """That of experts that tokens are routed to, if it is another."""
+    """The scheme of experts that tokens are routed to, if it differs."""
     skipped: tuple[str, ...] = ()
-    """Modules that are not quantized, by name, or by the start or end of it."""
+    """Modules that are not quantized, by name, or by the start or end of their name."""
     expressions: tuple[str, ...] = ()
     """Regular expressions for such names, matched from the start."""
 
@@ -35,9 +35,9 @@ class Fp8(Method):
 
 
 def read(settings: Mapping[str, Any]) -> Fp8:
-    """Read the settings of `quant_method: fp8`. Raises `ConfigError` for what is not supported.
+    """Read the settings of `quant_method: fp8`. Raises `ConfigError` for unsupported settings.
 
-    Keys without a meaning here tell how the checkpoint was made: headers tell if it is stored in another way.
+    Keys without a meaning here tell how the checkpoint was made; headers tell if it is stored in another way.
     """
     choose(settings, "fmt", ("e4m3", "float8_e4m3fn"), default="e4m3")
     choose(settings, "activation_scheme", ("dynamic", "static"), default="dynamic")

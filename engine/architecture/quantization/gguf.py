@@ -52,7 +52,7 @@ SCHEMES = {
         Gguf(type="MXFP4", values="e2m1", group=32, block=32, size=17),
     )
 }
-"""By type. Tensors of the types F32, F16 and BF16 are plain."""
+"""Schemes by type. Tensors of the types F32, F16 and BF16 are plain."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +61,8 @@ class GgufMethod(Method):
     names_heads: ClassVar[bool] = True
     names_embeddings: ClassVar[bool] = True
     types: Mapping[str, str]
-    """The type of each module's weight, for modules that are quantized. The experts of a layer share an entry: that of
-    model.layers.0.mlp.experts.7.up_proj is model.layers.0.mlp.experts.up_proj."""
+    """The type of each module's weight, for modules that are quantized. The experts of a layer share an entry:
+    model.layers.0.mlp.experts.7.up_proj has the entry model.layers.0.mlp.experts.up_proj."""
 
     def scheme(self, module: str) -> Scheme | None:
         return SCHEMES.get(self.types.get(without_expert(module), ""))
@@ -74,7 +74,7 @@ def without_expert(module: str) -> str:
 
 
 def read(settings: Mapping[str, Any]) -> GgufMethod:
-    """`settings` are those that `quire.engine.repository.gguf_folder` writes. Raises `ConfigError`."""
+    """`quire.engine.repository.gguf_folder` writes the `settings`. Raises `ConfigError`."""
     types = settings.get("types")
     if not isinstance(types, Mapping) or not all(isinstance(each, str) for each in types.values()):
         raise ConfigError(f"{WHERE}: gguf needs types, an object with the type of each module's weight")

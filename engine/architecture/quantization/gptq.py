@@ -21,8 +21,8 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "rotation": (),
     "rotation_config": (),
 }
-"""Settings that change what tensors stand for, and their values that do not. Others tell how the publisher quantized:
-accepted without a look, since each release of a tool writes new ones."""
+"""Settings that change the meaning of tensors, and their values that do not. Other settings tell how the publisher
+quantized; they are accepted unchecked, since each release of a tool writes new ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class GptqScheme(Scheme):
     """Words of 32 bits, the first code lowest: `qweight` has the codes of consecutive inputs, `[in * width / 32, out]`,
     and `qzeros` the zero points of consecutive features, `[groups, out * width / 32]`. `scales` is `[groups, out]`.
 
-    A weight is `(code - zero) * scale`. Zero points are those of the group, or constant (symmetric).
+    A weight is `(code - zero) * scale`. Zero points are per group, or constant (symmetric).
     """
 
     width: int
@@ -65,7 +65,7 @@ class Gptq(Method):
     rules: tuple[tuple[str, GptqScheme | None], ...] = ()
     """Expressions for modules' names, in the order of precedence, and their schemes (`dynamic`)."""
     of_blocks: tuple[str, ...] = ()
-    """What is quantized of a block, by the end of its name, such as mlp.up_proj; empty: everything."""
+    """The modules of a block that are quantized, by the end of their names, such as mlp.up_proj; empty: all."""
     lm_head: bool = False
 
     def scheme(self, module: str) -> GptqScheme | None:
@@ -77,7 +77,7 @@ class Gptq(Method):
 
 
 def read(settings: Mapping[str, Any]) -> Gptq:
-    """Read `quantization_config`, or quantize_config.json. Raises `ConfigError` for what is not supported."""
+    """Read `quantization_config`, or quantize_config.json. Raises `ConfigError` for unsupported settings."""
     names = settings.get("modules_in_block_to_quantize") or ()
     flat = [name for each in names for name in ([each] if isinstance(each, str) else each)]
     return Gptq(
@@ -89,7 +89,7 @@ def read(settings: Mapping[str, Any]) -> Gptq:
 
 
 def read_scheme(settings: Mapping[str, Any], where: str) -> GptqScheme:
-    """Raises `ConfigError`, which begins with `where`."""
+    """Raises `ConfigError` with a message that begins with `where`."""
     check_neutral(settings, NEUTRAL, where)
     layout = settings.get("checkpoint_format") or settings.get("format") or "gptq"
     choose({"checkpoint_format": layout}, "checkpoint_format", ("gptq", "gptq_v2"), where)

@@ -1,4 +1,4 @@
-"""A checkpoint's quantization: which weights are quantized, and what is stored for them."""
+"""A checkpoint's quantization: which weights are quantized, and how they are stored."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Shape = tuple[int, ...]
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """Types of plain tensors, by safetensors' names."""
 FLOATS = tuple(DTYPES)
-"""Those, which most factors have, too."""
+"""The same types, which most factors have, too."""
 INTEGERS = ("I64", "I32")
 """Types of tables."""
 
@@ -29,19 +29,19 @@ class Stored:
     """Names that it has in some checkpoints."""
 
     def name_in(self, names: Collection[str], name: str) -> str | None:
-        """The name that a checkpoint with tensors of these names has it under; None: it lacks it."""
+        """The tensor's name in a checkpoint with tensors of these `names`; None: the checkpoint lacks it."""
         return next((each for each in (name, *self.other_names) if each in names), None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scheme(ABC):
-    """How a weight `[out, in]`, or a stack of them, is stored, and what it stands for; a subclass per layout.
+    """How a weight `[out, in]`, or a stack of them, is stored, and its meaning; a subclass per layout.
 
     A weight is `(values[code] + offset) * scale`, with factors for groups of inputs: see `quire.kernels.quantized`.
     """
 
     values: str
-    """What codes stand for, a key of `quire.kernels.quantized.VALUES`."""
+    """The values of codes, a key of `quire.kernels.quantized.VALUES`."""
     group: int = 0
     """Inputs that share factors; 0: all."""
     has_offsets: bool = False
@@ -51,7 +51,7 @@ class Scheme(ABC):
     """Columns are assigned to groups by a table (GPTQ's act order)."""
     activations: Literal["int8", "fp8", "fp4"] | None = None
     """Type that the publisher rounds inputs to: a kernel may do so as well, with a scale for each row, or for the
-    inputs of each group in it. Those of fp4 have a constant scale in addition, if it is stored."""
+    inputs of each group in it. Inputs in fp4 have a constant scale in addition, if it is stored."""
     has_rounding: bool = False
     """The publisher rounds inputs to int8 with a constant scale, and perhaps a zero point, which are stored."""
 
@@ -61,8 +61,8 @@ class Scheme(ABC):
         return 8 if self.values in ("int8", "uint8", "fp8") else 4
 
     def of_embedding(self) -> Scheme:
-        """The same for an embedding: its rows are looked up, with the factors as they are stored. What multiplies by
-        them, a tied head, does not round its inputs."""
+        """The same for an embedding: its rows are looked up, with the factors as they are stored. A tied head, which
+        multiplies by them, does not round its inputs."""
         return replace(self, wide=self.wide or self.bits == 4, activations=None, has_rounding=False)
 
     @abstractmethod
@@ -81,11 +81,11 @@ class Method(ABC):
     """The quantization of a checkpoint: a subclass per format. Frozen, comparable and picklable."""
 
     name: str
-    """As `quant_method` in config.json."""
+    """The name, as `quant_method` in config.json."""
     names_heads: ClassVar[bool] = False
     """Whether the settings tell quantized heads from plain ones, without a look at the checkpoint's tensors."""
     names_embeddings: ClassVar[bool] = False
-    """The same of embeddings."""
+    """The same for embeddings."""
 
     @abstractmethod
     def scheme(self, module: str) -> Scheme | None:

@@ -1,6 +1,6 @@
 """NVIDIA's ModelOpt: FP8, MXFP8 and NVFP4.
 
-Settings are those of hf_quant_config.json, `{"quantization": {"quant_algo": …}}`, or of config.json, `{"quant_algo": …,
+Settings come from hf_quant_config.json, `{"quantization": {"quant_algo": …}}`, or from config.json, `{"quant_algo": …,
 "ignore": […]}`. Source: github.com/NVIDIA/Model-Optimizer, modelopt/torch/export.
 """
 
@@ -24,7 +24,7 @@ SCHEMES: dict[str, Scheme] = {
     "NVFP4": MODELOPT,
     "W4A16_NVFP4": W4A16_MODELOPT,
 }
-"""By `quant_algo`."""
+"""Schemes by `quant_algo`."""
 _MIXED = "MIXED_PRECISION"
 _KNOWN = (
     "quant_algo", "exclude_modules", "ignore", "group_size", "quantized_layers", "config_groups", "producer",
@@ -37,7 +37,7 @@ class ModelOpt(Method):
     name: str = "modelopt"
     names_heads: ClassVar[bool] = True
     layers: Mapping[str, Scheme | None] = field(default_factory=dict)
-    """By the name of a module that contains what is quantized so; the empty name is the whole model."""
+    """Schemes by the name of a module that contains the quantized modules; the empty name is the whole model."""
     excluded: tuple[str, ...] = ()
 
     def scheme(self, module: str) -> Scheme | None:
@@ -50,7 +50,7 @@ class ModelOpt(Method):
 
 
 def read(settings: Mapping[str, Any]) -> ModelOpt | None:
-    """None if only the cache is quantized. Raises `ConfigError` for what is not supported."""
+    """None if only the cache is quantized. Raises `ConfigError` for unsupported settings."""
     where, inner = WHERE, settings.get("quantization")
     if inner is not None:
         if not isinstance(inner, Mapping):

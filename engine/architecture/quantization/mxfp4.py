@@ -13,14 +13,14 @@ from quire.engine.architecture.quantization.settings import is_skipped, names, r
 @dataclass(frozen=True, kw_only=True)
 class MxFp4(Scheme):
     """Two codes in a byte, the first one low, `[…, out, in / 2]` or in groups of 16 bytes `[…, out, in / 32, 16]`;
-    scales are exponents plus 127, `[…, out, in / 32]`. Names are those of compressed-tensors."""
+    scales are exponents plus 127, `[…, out, in / 32]`. Uses compressed-tensors' names."""
 
     values: str = "e2m1"
     group: int = 32
     packed: str = ".weight_packed"
     scale: str = ".weight_scale"
     other_scale: str | None = None
-    """Another name of scales."""
+    """Another name for scales."""
 
     def tensors(self, module: str, shape: Shape) -> dict[str, Stored]:
         *rows, columns = shape
@@ -48,6 +48,6 @@ class Mxfp4(Method):
 
 
 def read(settings: Mapping[str, Any]) -> Mxfp4:
-    """Raises `ConfigError` for what is not supported."""
+    """Raises `ConfigError` for unsupported settings."""
     refuse_unknown(settings, ("modules_to_not_convert", "dequantize"))
     return Mxfp4(skipped=names(settings, "modules_to_not_convert"))

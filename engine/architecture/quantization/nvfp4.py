@@ -10,10 +10,10 @@ from quire.engine.architecture.quantization.method import Scheme, Shape, Stored
 @dataclass(frozen=True, kw_only=True)
 class NvFp4(Scheme):
     """Two codes in a byte, the first one low, `[…, out, in / 2]`; scales of groups `[…, out, in / 16]`, and one of the
-    weight, or of each expert. Names are those of compressed-tensors, whose global scale divides.
+    weight, or of each expert. Uses the names of compressed-tensors, whose global scale divides.
 
-    If the publisher rounds inputs to 4 bits, too, they have a scale of each group, and a constant one, which is stored.
-    Where it is not, inputs stay in the model's type, which is more exact.
+    If the publisher rounds inputs to 4 bits, too, they have a scale for each group and a constant scale, which is
+    stored. If it is not stored, inputs stay in the model's type, which is more exact.
     """
 
     values: str = "e2m1"

@@ -14,8 +14,8 @@ from quire.engine.protocol.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class OnlineScheme(Scheme):
-    """The plain weight, which its reader rounds. Factors are those of the whole weight on every rank, so that results
-    do not depend on the layout."""
+    """The plain weight, which its reader rounds. Every rank uses the factors of the whole weight, so results do not
+    depend on the layout."""
 
     is_transposed: bool = False
     """The checkpoint has `[…, in, out]`."""
@@ -46,8 +46,8 @@ class Online(Method):
     requested: str
     """A key of SCHEMES."""
     modules: tuple[str, ...]
-    """The names of the modules that are quantized, with a star for each number, sorted: the checkpoint's, or those of
-    transformers' implementation until it knows the checkpoint."""
+    """The names of the modules that are quantized, with a star for each number, sorted: the checkpoint's names, or the
+    names in transformers' implementation until it knows the checkpoint."""
     group: int = 0
     """Inputs that share factors; 0: all."""
     heads: tuple[str, ...] = ()
@@ -68,9 +68,8 @@ class Online(Method):
 
 
 def of(requested: str, arch: ModelSpec, stored: Method | None = None) -> Online:
-    """Quantize the layers of this model: those that published checkpoints quantize, too. Embeddings and routers are
-    none of them, nor are heads with fp8 and mxfp4. Raises `ConfigError` if there is nothing to quantize, or inputs are
-    not whole groups.
+    """Quantize the layers of this model that published checkpoints quantize, too. These exclude embeddings and routers,
+    and with fp8 and mxfp4 heads. Raises `ConfigError` if there is nothing to quantize, or inputs are not whole groups.
     """
     part, scheme = ".experts." if requested == "mxfp4" else "", SCHEMES[requested]
     modules = linear_modules(arch, part)
@@ -106,7 +105,7 @@ def of(requested: str, arch: ModelSpec, stored: Method | None = None) -> Online:
 
 def linear_modules(arch: ModelSpec, part: str = "") -> frozenset[str]:
     """The linear layers and experts of a model by their names in the checkpoint, with a star for each number; with
-    `part`, those whose path in a layer of ours has it. They do not include MLA's projection of the latent."""
+    `part`, only modules whose path in our layer contains it. They do not include MLA's projection of the latent."""
     modules, names = set[str](), weight_names(arch)
     for number, layer in enumerate(arch.layers):
         for each in layer.matrices(arch.hidden_size, 1):

@@ -37,7 +37,7 @@ class Quark(Method):
     name: str = "quark"
     names_heads: ClassVar[bool] = True
     of_layers: tuple[tuple[str, Scheme | None], ...] = ()
-    """By wildcards, the first that matches."""
+    """Schemes by wildcard; the first match counts."""
     of_others: Scheme | None
     excluded: tuple[str, ...] = ()
 
@@ -48,7 +48,7 @@ class Quark(Method):
 
 
 def read(settings: Mapping[str, Any]) -> Quark:
-    """Raises `ConfigError` for what is not supported."""
+    """Raises `ConfigError` for unsupported settings."""
     refuse_unknown(settings, _KNOWN)
     export = settings.get("export") or {}
     if (stored := export.get("weight_format", _REAL)) != _REAL:

@@ -1,4 +1,4 @@
-"""The schemes of `quire quantize`, by the names of compressed-tensors' presets, and what config.json says of them."""
+"""The schemes of `quire quantize`, by the names of compressed-tensors' presets, and their settings in config.json."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ RECIPES: dict[str, Recipe] = {
 
 
 def settings(name: str, arch: ModelSpec, group_size: int | None = None, ignored: Sequence[str] = ()) -> dict[str, Any]:
-    """The `quantization_config` of a model with this scheme: its linear layers and experts are quantized, and whatever
-    else is a matrix is ignored, as are the modules that `ignored` names (`re:…`: an expression that matches from the
+    """The `quantization_config` of a model with this scheme: its linear layers and experts are quantized. All other
+    matrices are ignored, and so are the modules that `ignored` names (`re:…`: an expression that matches from the
     start).
 
     Raises `ConfigError` if the scheme has no groups of this size.
@@ -92,7 +92,7 @@ def without_prefix(ignored: Sequence[str], prefix: str) -> list[str]:
 
 
 def _known(ignored: str, modules: Collection[str], prefix: str) -> str:
-    """What is ignored, with the prefix that files may lack. Raises `ConfigError` if it names no module."""
+    """The ignored name, with the prefix that files may lack if needed. Raises `ConfigError` if it names no module."""
     start, name = ("re:", ignored[3:]) if ignored.startswith("re:") else ("", ignored)
     for each in (ignored, start + (re.escape(prefix) if start else prefix) + name):
         if any(_names(each, module) for module in modules):

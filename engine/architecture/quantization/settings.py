@@ -1,4 +1,4 @@
-"""What the readers of settings share: keys that are refused, values that are supported, and names of modules."""
+"""Checks that the readers of settings share: refused keys, supported values, and names of modules."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ WHERE = "quantization_config"
 
 
 def refuse_unknown(settings: object, known: Iterable[str], where: str = WHERE) -> None:
-    """Raise `ConfigError` for a key that is not known and not off, since it may change what tensors stand for, and for
-    settings that are no object."""
+    """Raise `ConfigError` for an unknown key that is not off, since it may change the meaning of tensors, and for
+    settings that are not an object."""
     if not isinstance(settings, Mapping):
         raise ConfigError(f"{where} must be an object, got {settings!r}")
     accepted = {*known, "quant_method"}
@@ -28,7 +28,7 @@ def refuse_unknown(settings: object, known: Iterable[str], where: str = WHERE) -
 
 
 def check_neutral(settings: Mapping[str, Any], neutral: Mapping[str, tuple[object, ...]], where: str = WHERE) -> None:
-    """Raise `ConfigError` for one of the keys if it is on and has not one of its neutral values."""
+    """Raise `ConfigError` for one of the keys if it is on and does not have one of its neutral values."""
     for key, values in neutral.items():
         if (value := settings.get(key)) and value not in values:
             raise ConfigError(f"{where}: {key} {value} is not supported; use a checkpoint that was made without it")
@@ -37,7 +37,7 @@ def check_neutral(settings: Mapping[str, Any], neutral: Mapping[str, tuple[objec
 def choose(
     settings: Mapping[str, Any], key: str, supported: Sequence[Any], where: str = WHERE, default: Any = None
 ) -> Any:
-    """The value of a key. Raises `ConfigError` unless it is one of those `supported`."""
+    """The value of a key. Raises `ConfigError` unless it is one of the `supported` values."""
     value, listed = settings.get(key), ", ".join(map(str, supported))
     if value in (None, "") and (value := default) is None:
         raise ConfigError(f"{where}: {key} is missing; supported: {listed}")
@@ -62,7 +62,7 @@ def names(settings: Mapping[str, Any], key: str, where: str = WHERE) -> tuple[st
 
 
 def expressions(patterns: Iterable[str]) -> tuple[str, ...]:
-    """The regular expressions of those patterns that are `re:…`."""
+    """The regular expressions of the patterns that are `re:…`."""
     return tuple(each[3:] for each in patterns if each.startswith("re:"))
 
 
@@ -99,7 +99,7 @@ def is_skipped(module: str, patterns: Iterable[str]) -> bool:
 
 @cache
 def _of_paths(patterns: tuple[str, ...]) -> tuple[str, ...]:
-    """Expressions for the modules that patterns match, and what they contain."""
+    """Expressions for the modules that patterns match, and for the modules in them."""
     found = []
     for pattern in patterns:
         expression = rf"(?:{pattern})(?:(?<=\.)|(?=\.|$))"
@@ -113,13 +113,13 @@ def _of_paths(patterns: tuple[str, ...]) -> tuple[str, ...]:
 
 def is_excluded(module: str, wildcards: Iterable[str]) -> bool:
     """Whether a shell-style wildcard matches the module or one that contains it. A star at the end of a name stands for
-    what the module contains: model.layers.1* is not model.layers.10."""
+    the modules that the module contains: model.layers.1* is not model.layers.10."""
     exact, others = _excluded(tuple(wildcards))
     return any(path in exact for path in containing(module)) or match_any(others, module)
 
 
 def containing(module: str) -> Iterator[str]:
-    """The module, and those that contain it."""
+    """The module, and the modules that contain it."""
     while module:
         yield module
         module = module.rpartition(".")[0]

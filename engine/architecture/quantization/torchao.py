@@ -50,7 +50,7 @@ class TorchAoInt4(Scheme):
 class TorchAo(Method):
     name: str = "torchao"
     schemes: tuple[tuple[str, Scheme | None], ...]
-    """By name of a module or its weight, `re:` and a regular expression, or _default, in this order."""
+    """Schemes by name of a module or its weight, `re:` and a regular expression, or _default, in this order."""
     skipped: tuple[str, ...] = ()
 
     def scheme(self, module: str) -> Scheme | None:
@@ -68,7 +68,7 @@ class TorchAo(Method):
 
 
 def read(settings: Mapping[str, Any]) -> TorchAo:
-    """Raises `ConfigError` for what is not supported."""
+    """Raises `ConfigError` for unsupported settings."""
     refuse_unknown(
         settings,
         ("quant_type", "modules_to_not_convert", "include_input_output_embeddings", "untie_embedding_weights"),
@@ -139,7 +139,8 @@ def _intx(prefix: str, activations: Activations | None, arguments: Mapping[str, 
 
 
 def _granularity(value: Any) -> tuple[int, int]:
-    """Rows and columns that share a scale, 0 for all, of the weights: those of activations come first."""
+    """Rows and columns of the weights that share a scale, 0 for all. In a list, the activations' granularity comes
+    first."""
     if isinstance(value, list):
         value = value[-1] if value else None
     kind, arguments = (value.get("_type"), value.get("_data") or {}) if isinstance(value, Mapping) else ("PerRow", {})
@@ -163,7 +164,7 @@ def _expect(arguments: Mapping[str, Any], key: str, supported: str) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """What an encoded enumeration or data type holds."""
+    """The value of an encoded enumeration or data type."""
     return value.get("_data") if isinstance(value, Mapping) else value
 
 

@@ -22,7 +22,7 @@ class Blocks(Scheme):
         return (*experts, -(-out // (self.rows or out)), -(-columns // (self.group or columns)))
 
     def stored_factors(self, dtypes: tuple[str, ...], shape: Shape, *, is_optional: bool = False) -> Stored:
-        """A tensor with a factor for each block. That of a stack may be transposed, as its codes."""
+        """A tensor with a factor for each block. A stack's factors may be transposed, like its codes."""
         *experts, rows, groups = self.factors(shape)
         shapes: list[Shape] = [(*experts, rows, groups)]
         if self.rows > 1:
@@ -38,19 +38,19 @@ class Blocks(Scheme):
 
 @dataclass(frozen=True, kw_only=True)
 class Unpacked(Blocks):
-    """Codes `[…, out, in]`: FP8 numbers or integers, also those of int4. Some publishers transpose stacks, `[experts,
-    in, out]`, which the shape tells."""
+    """Codes `[…, out, in]`: FP8 numbers or integers, including int4. Some publishers transpose stacks, `[experts, in,
+    out]`, which the shape tells."""
 
     weight: str = ".weight"
     scale: str = ".weight_scale"
     other_scale: str | None = None
-    """Another name of scales."""
+    """Another name for scales."""
     zero_point: str = ".weight_zero_point"
     """Name of zero points of integers, which must be 0 if they are stored, unless the scheme has offsets."""
     exponents: bool = False
     """Scales are powers of two, which may be stored as bytes, exponents plus 127."""
     divisor: float = 1.0
-    """What scales are divided by."""
+    """The number that scales are divided by."""
 
     def tensors(self, module: str, shape: Shape) -> dict[str, Stored]:
         *experts, out, columns = shape

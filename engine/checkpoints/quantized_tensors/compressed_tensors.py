@@ -1,4 +1,4 @@
-"""Readers of what compressed-tensors packs."""
+"""Readers of the packed layouts of compressed-tensors."""
 
 from __future__ import annotations
 

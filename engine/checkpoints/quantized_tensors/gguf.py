@@ -64,7 +64,7 @@ Factors = tuple[Tensor, Tensor | None]
 
 @dataclass(frozen=True)
 class _Layout:
-    """What is in blocks `[…, bytes]`."""
+    """The content of blocks `[…, bytes]`."""
 
     codes: Callable[[Tensor], Tensor]
     """uint8 `[…, weights of a block]`"""

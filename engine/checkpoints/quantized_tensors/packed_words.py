@@ -16,8 +16,8 @@ from quire.engine.protocol.errors import ConfigError
 
 
 def unpack(words: Tensor, width: int, cut: slice, order: Sequence[int] = ()) -> Tensor:
-    """A slice of the codes, uint8 `[…, codes]`, that int32 words `[…, words]` have: a stream of `width` bits each,
-    lowest bits first. Only words of the slice are read. `order` has each code's place in a word, if not in order."""
+    """A slice of the codes, uint8 `[…, codes]`, in int32 words `[…, words]`: a stream of `width` bits each, lowest bits
+    first. Only words of the slice are read. `order` has each code's place in a word, if not in order."""
     codes, size = 32 // gcd(32, width), width // gcd(32, width)  # so many codes fill so many words
     first, last = cut.start // codes, -(-cut.stop // codes)
     octets = words[..., first * size : last * size].clone(memory_format=torch.contiguous_format).view(torch.uint8)
@@ -33,10 +33,11 @@ def unpack(words: Tensor, width: int, cut: slice, order: Sequence[int] = ()) -> 
 
 
 class PackedWordsReader(Reader[S]):
-    """What GPTQ and AWQ share: `scales` `[groups, out]`, and zero points, which need not be stored if symmetric."""
+    """The common part of GPTQ and AWQ: `scales` `[groups, out]`, and zero points, which need not be stored if
+    symmetric."""
 
     asymmetric: ClassVar[str]
-    """The setting that says that zero points are those of the group."""
+    """The setting that declares a zero point for each group, as in "set … in quantization_config"."""
 
     def __init__(self, scheme: S, module: str, shape: Shape, tensors: Mapping[str, Tensor]) -> None:
         super().__init__(scheme, module, shape, tensors)

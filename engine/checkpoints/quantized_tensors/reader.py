@@ -27,11 +27,11 @@ class Sliceable(Protocol):
 
 
 class Reader(ABC, Generic[S]):
-    """The weight of a module as a checkpoint stores it. Slices are read when they are asked for, and no more than
-    that (up to whole words and groups) is copied."""
+    """The weight of a module as a checkpoint stores it. Slices are read when they are requested, and no more than the
+    slice (up to whole words and groups) is copied."""
 
     def __init__(self, scheme: S, module: str, shape: Shape, tensors: Mapping[str, Tensor]) -> None:
-        """`tensors` has those that `scheme.tensors(module, shape)` names, without the optional ones that the
+        """`tensors` has the tensors that `scheme.tensors(module, shape)` names, except optional ones that the
         checkpoint lacks; they are backed by the file."""
         self.scheme, self.shape = scheme, shape
         self._tensors = {name.removeprefix(module): tensor for name, tensor in tensors.items()}
@@ -62,8 +62,8 @@ class Reader(ABC, Generic[S]):
         return None
 
     def global_scale(self) -> Tensor | None:
-        """What inputs that are rounded to 4 bits are multiplied by, float32, one number or `[experts]`, if the
-        checkpoint has it."""
+        """The factor that inputs are multiplied by before they are rounded to 4 bits, float32, one number or
+        `[experts]`, if the checkpoint has it."""
         return None
 
     def part(self, part: Part, group: int) -> Sliceable:

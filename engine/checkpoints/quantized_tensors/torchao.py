@@ -12,7 +12,7 @@ from quire.engine.checkpoints.quantized_tensors.reader import Cut, Reader
 
 
 class TorchAoInt4Reader(Reader[TorchAoInt4]):
-    """Zeros are the constants of groups: those of equal weights have scales near 0."""
+    """Zeros are the constants of groups: groups of equal weights have scales near 0."""
 
     def codes(self, cut: Cut) -> Tensor:
         codes = unpack_nibbles(self._tensors[QDATA].view(torch.uint8), cut) ^ 8

@@ -1,4 +1,4 @@
-"""Writes quantized weights as compressed-tensors stores them: what the readers read."""
+"""Writes quantized weights in the layout of compressed-tensors, which the readers read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quire.kernels.quantized import QuantizedWeight, Rounding, unit_of
 
 
 def rounding_of(scheme: Scheme) -> Rounding:
-    """What the weights of a scheme are rounded to."""
+    """The numbers that the weights of a scheme are rounded to."""
     if isinstance(scheme, MxFp4):
         return Rounding("e2m1", scheme.group, scales="e8m0")
     if isinstance(scheme, NvFp4):
@@ -25,8 +25,8 @@ def rounding_of(scheme: Scheme) -> Rounding:
 
 
 def stored_tensors(scheme: Scheme, weight: QuantizedWeight, largest: Tensor | None) -> dict[str, Tensor]:
-    """The tensors of a weight `[out, in]`, by what is appended to the module's name. `largest` is the largest magnitude
-    in the layers that are multiplied together, such as q, k and v: NVFP4 needs it."""
+    """The tensors of a weight `[out, in]`, by the suffix of the module's name. `largest` is the largest magnitude in
+    the layers that are multiplied together, such as q, k and v: NVFP4 needs it."""
     codes, scales = weight.codes, weight.scales.to(weight.dtype)
     if isinstance(scheme, MxFp4):
         return {

@@ -26,7 +26,8 @@ from quire.engine.protocol.errors import ConfigError
 NAME = "quire"
 _ATTRIBUTE, _NUM_BIASES, _BY_KEY = "quire_answer", "quire_num_biases", "quire_mask_by_key"
 _FEATURES_OF_BIAS = 16
-"""Features that a bias of each key adds to the heads of queries and keys, which are then a multiple of 16, too."""
+"""A bias of each key adds up to this many features to the heads of queries and keys, whose size is then a multiple of
+it."""
 # fmt: off
 _IGNORED_ARGUMENTS = {
     "dropout", "position_ids", "cache_position", "use_cache",
@@ -47,7 +48,7 @@ class AttentionSettings:
 
 
 class Terms(NamedTuple):
-    """What takes part in the softmax besides scores; see `kernels.paged_attention`."""
+    """The terms of the softmax besides scores; see `kernels.paged_attention`."""
 
     sinks: Tensor | None = None
     """`[heads]` or `[tokens, heads]`."""
@@ -75,10 +76,10 @@ def attach(model: nn.Module, answer: AttentionFunction) -> None:
 def request_biases(model: nn.Module) -> None:
     """Make modules return biases without a dimension of all keys.
 
-    - Biases of queries and distances become `[1, heads, tokens, rel_extent]`, those of each query for as many keys, the
-      last of which is its own. Modules compute the biases of all queries and keys, given their positions or distances,
-      and none for a key at a distance of `rel_extent` or more. Here, all queries are asked for in one place, and the
-      keys before it.
+    - Biases of queries and distances become `[1, heads, tokens, rel_extent]`: each query has biases for `rel_extent`
+      keys, the last of which is its own. Modules compute the biases of all queries and keys, given their positions or
+      distances, and none for a key at a distance of `rel_extent` or more. Here, modules are asked for biases as if all
+      queries were at one position, with the keys up to it.
     - Masks of keys, the same for all queries, become `[1, heads, 1, tokens]`.
     """
     module: Any

@@ -134,10 +134,10 @@ class _Cut:
     rows: Rows | None = None
     """As in `StoredSlice`."""
     num_rows: int | None = None
-    """Of the tensor; None: as many as the shard's has."""
+    """Rows of the tensor; None: as many as in the shard's tensor."""
 
     def dim(self, number: int) -> int:
-        """The shard's dimension for one of the tensor; -1: that of experts."""
+        """The shard's dimension for dimension `number` of the tensor; -1: the dimension of experts."""
         dim = number - (self.expert is not None)
         return 1 - dim if self.is_transposed and dim >= 0 else dim
 
@@ -150,8 +150,8 @@ class _Cut:
 
 
 class _Conversion:
-    """How transformers makes the parameter `name`, of `num_experts` if it is a stack, from `sources`. `shapes` are
-    those of all parameters."""
+    """How transformers makes the parameter `name`, of `num_experts` if it is a stack, from `sources`. `shapes` are the
+    shapes of all parameters."""
 
     def __init__(
         self,
@@ -190,7 +190,7 @@ class _Conversion:
             yield cut.shard, cut.stored(names[cut.item or 0], self._num_experts)
 
     def _before(self, operation: Any, cut: _Cut) -> Iterator[_Cut]:
-        """The slices of what an operation takes that a slice of what it returns is made of."""
+        """The slices of the operation's inputs that make up this slice of its output."""
         kind, shard, dim = type(operation).__name__, cut.shard, cut.dim(getattr(operation, "dim", 0))
         if cut.item is not None or (cut.rows is not None and kind != "MergeModulelist"):
             raise self._unsupported

@@ -55,8 +55,9 @@ def compare(
     direct: frozenset[str],
     specs: dict[int, TransformersStateSpec],
 ) -> bool:
-    """Compare the logits of `reference`, transformers' model with the config `small`, with those of our layers, which
-    have the states `specs`. Returns whether it must continue requests by token. Raises `ConfigError` if they differ."""
+    """Compare the logits of `reference`, transformers' model with the config `small`, with our layers' logits; our
+    layers have the states `specs`. Returns whether the model must continue requests one token at a time. Raises
+    `ConfigError` if the logits differ."""
     prompts = [torch.randint(4, 100, (count,), generator=torch.Generator().manual_seed(7)) for count in (21, 12)]
     with torch.inference_mode():
         expected = [reference(tokens[None], use_cache=False).logits[0].float() for tokens in prompts]

@@ -27,7 +27,7 @@ from quire.engine.models.transformers_backend.states import RecurrentStates, Sta
 
 
 class _BaseOutput(nn.Module):
-    """Stands in for the base model, and has its attributes: returns its previous output."""
+    """Stands in for the base model, and has its attributes; returns its previous output."""
 
     def __init__(self, base: nn.Module) -> None:
         super().__init__()
@@ -68,12 +68,12 @@ class TransformersDecoder(nn.Module):
         super().__init__()
         model = build.build_model(config, dtype, attention.NAME, trust_remote_code)
         self.names = frozenset(model.state_dict())
-        """Of all parameters of the whole model."""
+        """Names of all parameters of the whole model."""
         self.plans = model.pp_plan
         tied_to = dict(model.all_tied_weights_keys)
         self._conversions = get_model_conversion_mapping(model)
         self.places: list[tuple[Weight, Shard, StoredSlice]] = []
-        """What fills the parameters, and where it lies in the checkpoint, once `find` knows."""
+        """The slices that fill the parameters, and their location in the checkpoint, once `find` knows them."""
         self.surplus: list[str] = []
         """Tensors of the checkpoint that the whole model does not use."""
         build.fix_frequencies(model, max_length)
@@ -89,7 +89,7 @@ class TransformersDecoder(nn.Module):
         self.cache = StateCache(config=config) if has_states(config) else None
         """For the states of layers that have them."""
         self.states: RecurrentStates | None = None
-        """What runs these layers, once `keep_states` knows the states."""
+        """Runs these layers, once `keep_states` knows the states."""
         self.attention_calls: Sequence[int] = layers
         """The stage's layers whose caches the calls of attention in a step use, in order."""
         self.layers, self._dtype = layers, dtype
@@ -166,7 +166,7 @@ class TransformersDecoder(nn.Module):
             )
 
     def forward(self, x: Tensor | None, batch: Batch, caches: Sequence[LayerCache]) -> Tensor:
-        """As `Decoder.forward`: `[tokens, hidden_size]` after this stage, given that after the previous stage."""
+        """As `Decoder.forward`: `[tokens, hidden_size]` after this stage, given the previous stage's output."""
         self.paged.begin(batch, [caches[number - self.layers.start] for number in self.attention_calls])
         if self.states is not None:
             self.states.begin(batch, caches)

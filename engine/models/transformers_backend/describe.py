@@ -98,7 +98,7 @@ class _MirroredRank(Parallel):
 def _build_without_weights(
     config: Any, request: DescribeRequest, dtype: torch.dtype
 ) -> tuple[TransformersDecoder, attention.CallRecorder]:
-    """A whole model, and what records its calls of attention."""
+    """A whole model, and a recorder of its attention calls."""
     parallel, length = _MirroredRank(request.tensor_parallel_size), request.length or _UNLIMITED
     decoder = TransformersDecoder(
         copy.deepcopy(config),
@@ -194,7 +194,7 @@ def _measure(name: str, config: Any, request: DescribeRequest) -> TransformersMo
 
 
 def _length(text: dict[str, Any]) -> int:
-    """The model's length, with the scaling of its rotary positions; those by layer type are scaled in it already."""
+    """The model's length, with the scaling of its rotary positions. It already includes scaling by layer type."""
     length = next((int(v) for name in LENGTHS.split() if isinstance(v := text.get(name), int) and v > 0), _UNLIMITED)
     rope = text.get("rope_parameters") or {}
     if "rope_type" in rope:
@@ -311,7 +311,8 @@ def _replace_by_zeros(decoder: TransformersDecoder) -> None:
 
 
 def _compare(config: Any, request: DescribeRequest, direct: frozenset[str]) -> bool:
-    """Compare a small model in transformers and here. Returns whether it must continue requests by token."""
+    """Compare a small model in transformers and here. Returns whether the model must continue requests one token at a
+    time."""
     try:
         ranks = 1 << (request.tensor_parallel_size - 1).bit_length()
         small = type(config).from_dict(shrink(config.to_dict(), ranks))

@@ -64,7 +64,7 @@ class PlannedExperts(ExpertStack):
         self._biases: tuple[Tensor | None, ...] = ()
 
         def style_of(layer: str, name: str) -> str:
-            """Some plans are those of a checkpoint whose rows of gates and of others take turns, unlike here."""
+            """Some plans are for a checkpoint whose rows of gates and ups alternate, unlike here."""
             style, is_joint = plan[f"{path}.{name}"], layer == "gate_up" and like.has_gate and like.is_concatenated
             return "packed_colwise" if is_joint and style == "colwise" else style
 
@@ -105,7 +105,7 @@ class PlannedExperts(ExpertStack):
             weight.data = weight.data.new_empty(0)
 
     def _own_biases(self) -> tuple[Tensor | None, Tensor | None]:
-        """Of ranks whose results are summed, one adds the second one."""
+        """The biases that this rank adds. If the ranks' results are summed, only one rank adds the second bias."""
         gate_up, down = (None if each.bias is None else each.bias.data for each in (self.gate_up, self.down))
         return gate_up, down if self._adds_bias else None
 

@@ -1,7 +1,7 @@
 """Replacements for transformers' layers, sharded over the ranks of a stage by the model's tensor-parallel plan.
 
 A plan maps parameters and modules, with `*` for layer numbers, to the names of styles; transformers documents these in
-`transformers/distributed/tensor_parallel.py`. What has no style is replicated on every rank.
+`transformers/distributed/tensor_parallel.py`. Parameters and modules without a style are replicated on every rank.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from quire.engine.layers.weight import Shard, Weight, whole
 from quire.engine.protocol.errors import ConfigError
 
 WHOLE = ("replicated_with_grad_allreduce", "replicate", "mla_kv_a_proj", "local_params")
-"""The styles of what all ranks have."""
+"""The styles of parameters and modules that every rank has as a whole."""
 _GATHERED = ("colwise_gather_output", "colwise_rep")
 _SPLIT = ("rowwise_split_input", "rowwise_rep")
 _HOOKS = ("moe_tp_experts", "moe_identity_expert", "all_reduce")

@@ -39,7 +39,7 @@ _STATE_HEADS = (
 )
 """Names for Mamba-2: a factor on the hidden size, and the heads and their size that the product is divided into."""
 _SECTIONS = ("n_input_layers", "n_recurrent_layers", "n_output_layers")
-"""Layers before those that run several times, these layers, and those after them."""
+"""Layers before the layers that run several times, these layers, and the layers after them."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Recurrent states that a model's modules keep in transformers' cache.
 
 A module that uses such states runs once for each segment of a step (`kernels.StateSegments`): it gets the segment's
-tokens, and the cache has the states before them, read from a page of the KV cache. Those after them are written to a
-page. All other modules run over the tokens of all requests together.
+tokens, and the cache has the states before them, read from a page of the KV cache. The states after them are written to
+a page. All other modules run over the tokens of all requests together.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class StateCache(_Cache):  # type: ignore[misc]
         return 1, 0
 
     def get_query_offset(self, layer_idx: int = 0) -> Tensor:
-        """What is added to the number of each token in the step."""
+        """The offset to add to the number of each token in the step."""
         return self.positions - torch.arange(len(self.positions), device=self.positions.device)
 
 
@@ -72,14 +72,14 @@ class RecurrentStates:
         *,
         by_token: bool,
     ) -> None:
-        """`specs` are those of this stage's layers, by number."""
+        """`specs` describes the states of this stage's layers, by number."""
         self.specs, self._cache, self._first, self._dtype = specs, cache, first, dtype
         self._by_token = by_token
         self._batch: Batch | None = None
         self._caches: Sequence[LayerCache] = ()
         self._segments: dict[int, list[tuple[int, int, int, int]]] = {}
         self._calls: Counter[str] = Counter()
-        """Of each module in this step. One that runs several times has the states of several layers, in order."""
+        """Calls of each module in this step. One that runs several times has the states of several layers, in order."""
         layers: dict[str, dict[int, list[tuple[KeptTensor, slice]]]] = defaultdict(dict)
         for layer, spec in sorted(specs.items()):
             for tensor, place in spec.places():
@@ -89,12 +89,12 @@ class RecurrentStates:
             module.forward = partial(self._run, module.forward, path, list(own.items()))
 
     def begin(self, batch: Batch, caches: Sequence[LayerCache]) -> None:
-        """`caches` are those of the stage's layers."""
+        """`caches` has the caches of the stage's layers."""
         self._batch, self._caches, self._segments = batch, caches, {}
         self._calls.clear()
 
     def _segments_of(self, group: int) -> list[tuple[int, int, int, int]]:
-        """The segments of the step: their first token and that after the last one, and the pages read and written."""
+        """The segments of the step: first token, end (exclusive), and the pages read and written."""
         if group not in self._segments:
             assert self._batch is not None
             segments = self._batch.segments(group)
@@ -156,7 +156,7 @@ class RecurrentStates:
 class RecordingCache(StateCache):
     """Records the modules that use each state, and the layers that call attention, in order.
 
-    `model` must be in bfloat16: states in float32 are so in every type of model.
+    `model` must be in bfloat16: states that are then float32 are float32 in every type of model.
     """
 
     def __init__(self, config: Any, model: nn.Module) -> None:
@@ -205,7 +205,7 @@ class RecordingCache(StateCache):
         return state
 
     def specs(self) -> dict[int, TransformersStateSpec]:
-        """What each layer with states keeps, after a run over one request."""
+        """The states that each layer with states keeps, after a run over one request."""
         tensors: dict[int, list[KeptTensor]] = defaultdict(list)
         order: dict[str, list[int]] = defaultdict(list)
         """The layers whose states each module uses, in the order of its calls."""

@@ -32,7 +32,7 @@ reason research girl guy moment air teacher force education
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetOptions:
-    """The requests of a benchmark; the names are those of `vllm bench`."""
+    """The requests of a benchmark, with the names of `vllm bench`."""
 
     num_prompts: int = flag(1000, "number of requests")
     random_input_len: int = flag(1024, "tokens of each prompt, without the common prefix")

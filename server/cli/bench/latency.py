@@ -23,7 +23,7 @@ PERCENTILES = (10, 25, 50, 75, 90, 99)
 
 @dataclass(frozen=True, kw_only=True)
 class LatencyOptions:
-    """The names are those of `vllm bench latency`."""
+    """The options of a run, with the names of `vllm bench latency`."""
 
     input_len: int = flag(32, "tokens of each prompt")
     output_len: int = flag(128, "tokens of each output")
@@ -82,7 +82,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def figures(seconds: Sequence[float]) -> dict[str, Any]:
-    """The names are those of `vllm bench latency`'s JSON."""
+    """The results, with the names of `vllm bench latency`'s JSON."""
     return {
         "avg_latency": float(np.mean(seconds)),
         "std_latency": float(np.std(seconds)),

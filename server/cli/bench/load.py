@@ -1,4 +1,4 @@
-"""When requests are sent: at a given rate (open loop), or when others finish (closed loop)."""
+"""The schedule of requests: at a given rate (open loop), or when others finish (closed loop)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class LoadClock:
 
 @dataclass(frozen=True, slots=True)
 class SendTimes:
-    """When a request was scheduled, when it was sent, and from when its times are measured."""
+    """The times at which a request was scheduled and sent, and from which its times are measured."""
 
     scheduled: float
     sent: float

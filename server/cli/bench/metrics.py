@@ -1,6 +1,4 @@
-"""Computes metrics from records. The names of the results are those of `vllm bench serve`'s JSON; times are in
-milliseconds.
-"""
+"""Computes metrics from records. The results have the names of `vllm bench serve`'s JSON; times are in milliseconds."""
 
 from __future__ import annotations
 

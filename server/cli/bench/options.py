@@ -16,7 +16,7 @@ CHAT = "/v1/chat/completions"
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
-    """The server, the load, and what to report; the names are those of `vllm bench serve`."""
+    """The server, the load, and the contents of the report, with the names of `vllm bench serve`."""
 
     base_url: str | None = flag(None, "URL of the server, instead of host and port", metavar="URL")
     host: str = flag("127.0.0.1", "address of the server")

@@ -68,11 +68,11 @@ _decode = msgspec.json.Decoder(_Chunk).decode
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request and its response. Times are those of the clock that measured it."""
+    """One request and its response. Times are on the clock that measured it."""
 
     moments: SendTimes
     prompt_len: int
-    """In tokens, as counted by the server if it reports usage."""
+    """Length of the prompt in tokens, as counted by the server if it reports usage."""
     end: float = 0.0
     error: str = ""
     arrivals: list[float] = field(default_factory=list)

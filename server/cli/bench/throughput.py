@@ -17,7 +17,7 @@ from quire.server.config import flags
 
 @dataclass(frozen=True, kw_only=True)
 class ThroughputOptions:
-    """The names are those of `vllm bench throughput`."""
+    """The options of a run, with the names of `vllm bench throughput`."""
 
     num_warmups: int = flag(0, "number of warm-up requests")
     output_json: str | None = flag(None, "write the results to a JSON file", metavar="FILE")
@@ -71,7 +71,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def figures(seconds: float, num_requests: int, num_input: int, num_output: int) -> dict[str, Any]:
-    """The names are those of `vllm bench throughput`'s JSON; output tokens are also counted separately."""
+    """The results, with the names of `vllm bench throughput`'s JSON; output tokens are also counted separately."""
     return {
         "elapsed_time": seconds,
         "num_requests": num_requests,

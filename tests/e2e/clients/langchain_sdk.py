@@ -83,7 +83,7 @@ def raises(llm: Any) -> None:
 
 
 def embeds() -> None:
-    """Its token ids would be those of OpenAI's models."""
+    """Its token ids would belong to OpenAI's models."""
     options: Any = {"model": "minilm", "api_key": KEY, "check_embedding_ctx_length": False, "max_retries": 0}
     embeddings = OpenAIEmbeddings(base_url=os.environ["QUIRE_EMBEDDING_URL"], **options)
     texts = ["A man is eating food.", "The girl is carrying a baby."]

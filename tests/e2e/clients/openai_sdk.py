@@ -204,7 +204,7 @@ def embeds() -> None:
 
 
 def retries() -> None:
-    """The server is busy for each first request and says when to come again."""
+    """The server is busy for each first request and returns the time of the next try."""
     with openai.OpenAI(base_url=BUSY_URL, api_key=KEY, max_retries=0) as impatient:
         try:
             impatient.chat.completions.create(messages=QUESTION, **MODEL)

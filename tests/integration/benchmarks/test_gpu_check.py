@@ -1,4 +1,4 @@
-"""scripts/gpu_check on a CPU at toy sizes: every part, what is made of its figures, and parts that break."""
+"""scripts/gpu_check on a CPU at toy sizes: every part, the report of its figures, and parts that break."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ _PROGRAMS = _ROOT / "benchmarks"
 
 @pytest.fixture(autouse=True)
 def _programs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """For this process and for those of the parts, which find the package of this test as `gpu.broken`."""
+    """Set paths for this process and for the processes of the parts, which find the package of this test as
+    `gpu.broken`."""
     monkeypatch.syspath_prepend(str(_PROGRAMS))
     paths = [str(_PROGRAMS), str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
@@ -39,7 +40,7 @@ def make_lab(folder: Path, **fields: Any) -> Any:
 
 
 def found(part: Any, folder: Path, **fields: Any) -> tuple[dict[str, Any], list[Any]]:
-    """Rows by their keys, and what is wrong."""
+    """Rows by their keys, and failed checks."""
     records = list(part(make_lab(folder, **fields)))
     wrong = [record for record in records if record.kind == "check" and not record.ok]
     return {record.key: record for record in records if record.kind == "row"}, wrong
@@ -216,7 +217,7 @@ def test_what_the_spans_cover() -> None:
     [
         ("decode 1", 10.0, 8.6, True),
         ("decode 1", 10.0, 8.4, False),
-        ("decode 1", 10.0, None, False),  # what no floor is known for is not reached
+        ("decode 1", 10.0, None, False),  # without a floor, the aim is not reached
         ("prefill", 65.0, 100.0, True),
         ("prefill", 55.0, 100.0, False),
         ("sampler", 300.0, 1.0, True),
@@ -280,7 +281,7 @@ def test_a_part_that_breaks_takes_no_other_along(broken: Any, tmp_path: Path) ->
     outcomes = broken.Run(lab, ["crash", "fail", "work"], 300)()
     crash, fail, work = outcomes
     assert crash.error.startswith("exit code -6")
-    assert [record.key for record in crash.records] == ["sampler"]  # what it had found before
+    assert [record.key for record in crash.records] == ["sampler"]  # its earlier results
     assert "ValueError: left True" in fail.error
     assert work.error is None
     assert lab.values["idle"] == 1.0
@@ -354,7 +355,7 @@ def test_the_docs_have_the_markers() -> None:
 
 
 def test_the_command(tmp_path: Path) -> None:
-    """From a clone in which nothing is installed but what Quire needs; a GPU is asked for unless told otherwise."""
+    """From a clone in which only Quire's requirements are installed; it needs a GPU unless told otherwise."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment["PYTHON"] = sys.executable
     file = tmp_path / "found.json"
@@ -372,7 +373,7 @@ def test_the_command(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_every_part_at_toy_sizes(tmp_path: Path) -> None:
-    """The rehearsal: what is left to go wrong on a GPU is the GPU."""
+    """The rehearsal: after it, only the GPU itself can cause failures."""
     file, page = tmp_path / "found.json", tmp_path / "page.md"
     report, records = module("gpu.report"), module("gpu.records")
     page.write_text(f"{report.BEGIN}\n{report.END}\n")

@@ -1,4 +1,5 @@
-"""The Kubernetes manifests: valid, the same from kustomize and from the chart, and what Quire and the cluster need."""
+"""The Kubernetes manifests are valid, the same from kustomize and from the chart, and meet the needs of Quire and the
+cluster."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ from tests.fakes.manifests import (
 SOURCES = (kustomize, helm)
 SECRET_KEYS = {"api-keys", "metrics-key", "cluster-token", "hf-token"}
 SECONDS_TO_END = 30
-"""What docs/guides/deployment.md asks for after --shutdown-timeout."""
+"""The time after --shutdown-timeout that docs/guides/deployment.md asks for."""
 ROOT = DEPLOY.parent
 
 
@@ -55,7 +56,7 @@ def without(value: Any, is_superfluous: Callable[[str], bool]) -> Any:
 
 
 def normalized(manifests: list[Manifest]) -> list[Manifest]:
-    """What a cluster gets: without what marks a generator's work, in an order."""
+    """The manifests as a cluster gets them, sorted, without a generator's marks."""
     manifests = [
         without(manifest, lambda key: key in ("helm.sh/chart", "app.kubernetes.io/managed-by", "checksum/config"))
         for manifest in manifests

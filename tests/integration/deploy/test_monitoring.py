@@ -1,4 +1,4 @@
-"""The files in deploy for Prometheus, Grafana and compose agree with each other and with the metrics that there are."""
+"""The files in deploy for Prometheus, Grafana and compose agree with each other and with the existing metrics."""
 
 from __future__ import annotations
 

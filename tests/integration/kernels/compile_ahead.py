@@ -1,12 +1,12 @@
-"""Compile every Triton kernel for a GPU that need not be there.
+"""Compile every Triton kernel for a GPU, which need not be present.
 
 Run as `python -m tests.integration.kernels.compile_ahead [90]`, or 89; with `--coded` for the matmuls of weights in few
 bits, and with `--types bf16` for activations of these types only. With several types, each variant of a kernel is
 compiled for one of them, in turn; with `--turn 2 3`, every third variant from the second on. Each kernel is compiled
 at least once for each type.
 
-The operations are called as ever, on tensors of the CPU, and what they would launch is compiled instead, for the
-compute capability given. Prints a line for each kernel and variant.
+The operations are called as usual, on tensors of the CPU, and their launches are compiled instead of run, for the given
+compute capability. Prints a line for each kernel and variant.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from quire.kernels.triton import elementwise, limits
 
 CPU = torch.device("cpu")
 SHARED_KIB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
-"""That a block of threads may have (CUDA programming guide, table of compute capabilities)."""
+"""Shared memory that a thread block may have, in KiB (CUDA programming guide, table of compute capabilities)."""
 _TYPES = {
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
@@ -54,7 +54,7 @@ _CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
 class Variant(NamedTuple):
-    """What a launch is compiled for."""
+    """The properties of a launch that its compilation depends on."""
 
     signature: dict[str, str]
     constants: dict[str, Any]
@@ -63,7 +63,7 @@ class Variant(NamedTuple):
 
     @classmethod
     def of(cls, kernel: JITFunction[Any], args: tuple[Any, ...], meta: dict[str, Any]) -> Variant:
-        """As Triton tells them apart: by types, and by what of its arguments it is not told to leave out."""
+        """As Triton distinguishes them: by types, and by the values of arguments that it specializes."""
         signature, constants = {}, dict(meta)
         divisible: dict[tuple[int, ...], list[list[object]]] = {}
         looked_at = {parameter.name for parameter in kernel.params if not parameter.do_not_specialize}
@@ -88,7 +88,7 @@ class Variant(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """A kernel, what it is compiled for, and options of the compiler."""
+    """A kernel, the variant to compile, and options of the compiler."""
 
     kernel: JITFunction[Any]
     variant: Variant
@@ -101,7 +101,7 @@ class Launch(NamedTuple):
 
 
 def launches_of(calls: Iterable[Example]) -> dict[str, list[Launch]]:
-    """What operations would launch: the variants of each kernel, in order, each once."""
+    """The launches of these operations: the variants of each kernel, in order, each once."""
     found = dict[tuple[object, ...], Launch]()
 
     def record(self: JITFunction[Any], *args: Any, grid: object, warmup: bool, **options: Any) -> None:
@@ -120,8 +120,8 @@ def launches_of(calls: Iterable[Example]) -> dict[str, list[Launch]]:
 
 
 def in_turn(by_type: list[dict[str, list[Launch]]], turn: int, turns: int) -> list[Launch]:
-    """Of the variants of each kernel, every `turns`-th from the one numbered `turn` on, for one type after the other;
-    and the first of those that only one type has, if none of them is among these."""
+    """Every `turns`-th variant of each kernel from number `turn` on, for one type after the other; and the first of the
+    variants that only one type has, if these include none of them."""
     chosen = dict[tuple[object, ...], Launch]()
     for name in dict.fromkeys(name for kernels in by_type for name in kernels):
         variants = [kernels.get(name, []) for kernels in by_type]
@@ -140,7 +140,7 @@ def in_turn(by_type: list[dict[str, list[Launch]]], turn: int, turns: int) -> li
 
 
 def compile_launch(launch: Launch, capability: int) -> None:
-    """Compile what a launch would run."""
+    """Compile a launch."""
     kernel, (signature, constants, divisible), meta, options = launch
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=divisible)
     out = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)

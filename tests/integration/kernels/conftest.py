@@ -14,7 +14,7 @@ platforms_only = pytest.mark.parametrize("implementation", PLATFORMS, indirect=T
 """For tests that compare `quire.kernels` with the reference, which would be compared with itself, and for tests of
 properties that the reference does not have."""
 reference_only = pytest.mark.parametrize("implementation", ["reference"], indirect=True)
-"""For tests that call the reference by name, or nothing that a platform has: other cases would repeat this one."""
+"""For tests that call the reference by name, or no operation that a platform has: other cases would repeat this one."""
 
 
 @pytest.fixture(autouse=True, scope="module", params=["reference", *PLATFORMS])

@@ -358,7 +358,7 @@ def test_a_sink_that_outweighs_all_leaves_nothing() -> None:
 
 
 def converted(cache: Tensor, dtype: torch.dtype) -> Tensor:
-    """What `write_kv` makes of these keys and values in a cache of another type."""
+    """These keys and values, written by `write_kv` to a cache of another type."""
     _, blocks, kv_heads, block_size, head_dim = cache.shape
     other = kernels.allocate_kv_cache(1, blocks, kv_heads, block_size, head_dim, dtype, torch.device("cpu"))[0]
     rows = cache.transpose(2, 3).reshape(2, -1, kv_heads, head_dim)

@@ -1,4 +1,4 @@
-"""The check of a platform's kernels: of the CPU's, as `quire doctor` makes it, and what a rank makes of the results."""
+"""The check of a platform's kernels: of the CPU's kernels, as in `quire doctor`, and a rank's use of the results."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def without_scales(weight: Any) -> Any:
 
 
 def wrong_experts(right: Any, fault: str, x: Tensor, shares: Tensor, ids: Tensor, *weights: Any, **options: Any) -> Any:
-    """What a kernel returns that does not read all that it should."""
+    """The result of a kernel that does not read all of its arguments."""
     if fault == "one expert":
         ids = ids.clamp(max=0)
     elif fault == "an expert left out":
@@ -174,7 +174,7 @@ def test_wrong_experts_are_rejected(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("fault", ["one expert", "an expert left out", "no scales"])
 def test_wrong_experts_of_coded_tiles_are_rejected(fault: str, dtype: torch.dtype) -> None:
-    """Of every kind of values."""
+    """For every kind of values."""
     every = [each for each in examples.packed_matmuls(Inputs(CPU, dtype)) if each.operation == "coded_experts"]
     assert len(every) == 5
     wrong = SimpleNamespace(coded_experts=partial(wrong_experts, quantized.coded_experts, fault))

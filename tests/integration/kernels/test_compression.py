@@ -19,7 +19,7 @@ REQUESTS = [(0, 1), (15, 1), (0, 40), (5, 3), (127, 1), (90, 39), (31, 2), (3, 1
 
 
 class Case(NamedTuple):
-    """What `kernels.compress_tokens` is called with, but for the cache."""
+    """The arguments of `kernels.compress_tokens`, except for the cache."""
 
     inputs: Tensor
     bias: Tensor

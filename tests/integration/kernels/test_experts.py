@@ -385,7 +385,7 @@ def test_packing_takes_the_memory_of_the_weights() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias", [False, True])
 def test_an_expert_moves_to_another_place(dtype: torch.dtype, bias: bool) -> None:
-    """Bit for bit what it would be, had its weights been there from the start; its neighbours stay as they are."""
+    """Bit for bit the same as if its weights had been there from the start; its neighbours stay as they are."""
     here, there = (random_experts(3, 32, 64, dtype, bias=bias) for _ in range(2))
     mixed = [None if mine is None else mine.clone() for mine in here]
     for mine, theirs in zip(mixed, there, strict=True):
@@ -408,7 +408,7 @@ def test_an_expert_moves_to_another_place(dtype: torch.dtype, bias: bool) -> Non
 def movable(
     gate_up: Tensor | None, down: Tensor | None, gate_up_bias: Tensor | None, down_bias: Tensor | None
 ) -> list[kernels.PackedExperts]:
-    """All `forms`, the quantized, and those of processors without our own products."""
+    """All `forms`, the quantized ones, and the forms for processors without our own products."""
     assert gate_up is not None
     assert down is not None
     biases = [None if bias is None else bias.clone() for bias in (gate_up_bias, down_bias)]

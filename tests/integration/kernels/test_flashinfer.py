@@ -1,7 +1,6 @@
-"""FlashInfer behind the operation, and how one of the backends is chosen, with a library that the reference computes.
+"""FlashInfer behind the operation, and the choice of a backend, with a library that the reference computes.
 
-What only the library itself could show, its kernels, is compared with the reference when a rank starts, and by
-tests/gpu.
+The library's own kernels are compared with the reference when a rank starts, and by tests/gpu.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ NEEDS = AttentionConfig((LAYER,), 16, torch.float16)
 
 @pytest.fixture(autouse=True, scope="module")
 def implementation() -> Any:
-    """The reference serves what the backend leaves to others."""
+    """The reference runs calls that the backend does not take."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dispatch, "PLATFORMS", {})
         yield "reference"
@@ -359,7 +358,7 @@ def methods(source: str, name: str) -> dict[str, dict[str, tuple[str, str]]]:
 
 @pytest.mark.slow
 def test_the_fake_has_the_librarys_interface(tmp_path: Path) -> None:
-    """Without installing it: it is large, asks for CUDA, and its sources say what we call."""
+    """Without installing it: it is large and requires CUDA, and its sources have the functions that we call."""
     wheel = "flashinfer-python==0.7.2.post1"
     asked = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(tmp_path), wheel]
     subprocess.run(asked, check=True)

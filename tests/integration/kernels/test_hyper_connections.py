@@ -1,4 +1,4 @@
-"""Hyper-connections against their formulas, and the same results whatever other tokens there are."""
+"""Hyper-connections against their formulas, and the same results with any other tokens in the batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EPS = 1e-6, 1e-5
 
 
 def weights(streams: int, hidden: int, kinds: int = 3) -> tuple[Tensor, Tensor, Tensor]:
-    """Those of what is read, of what is written, and of the mixing, or the first `kinds` of them."""
+    """The weights of reading, of writing and of mixing, or the first `kinds` of them."""
     count, width = sum((streams, streams, streams**2)[:kinds]), streams * hidden
     return torch.randn(count, width) * width**-0.5, torch.randn(count), torch.randn(kinds)
 
@@ -54,7 +54,7 @@ def check_connection(tokens: int, streams: int, hidden: int, dtype: torch.dtype,
 
 @reference_only
 def test_what_is_added_to_streams_that_are_not_mixed() -> None:
-    """As with all weights, of which those of the mixing are left out."""
+    """The same as with all weights, without the mixing."""
     (function, base, scale), x, output = weights(3, 16), torch.randn(5, 48), torch.randn(5, 16)
     read, written, mixed = reference.mhc_pre(x, function, base, scale, 3, *EPS, 4)
     found = reference.mhc_pre(x, function[:6], base[:6], scale[:2], 3, *EPS, 0, 3.0, 0.5)

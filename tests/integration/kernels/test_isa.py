@@ -1,4 +1,4 @@
-"""`QUIRE_CPU_ISA` makes a processor a lesser one: in what Quire chooses, and in what it compiles."""
+"""`QUIRE_CPU_ISA` makes Quire choose and compile kernels as on a lesser processor."""
 
 from __future__ import annotations
 

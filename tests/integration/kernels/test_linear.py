@@ -1,4 +1,4 @@
-"""Packed matmuls against `F.linear` by the weights that they stand for."""
+"""Packed matmuls against `F.linear` by the weights that they represent."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_full_precision_is_the_plain_product(
 def test_float32_by_weights_of_16_bits_is_that_by_wide_weights(
     rows: int, outs: int, ins: int, stored: torch.dtype, implementation: str
 ) -> None:
-    """To the last bit; the reference's products are torch's, which depend on where a matrix is in memory."""
+    """To the last bit; the reference's products are torch's, which depend on a matrix's place in memory."""
     x, weight, bias = torch.randn(rows, ins), torch.randn(2 * outs, ins).to(stored), torch.randn(2 * outs)
     exact = F.linear(x.double(), weight.double())
     for activation, each in itertools.product(("", "silu"), (None, bias)):
@@ -134,7 +134,7 @@ def test_gated_products_are_the_product_and_its_activation(
 def test_empty_input_and_independence_of_batch_and_threads(
     dtype: torch.dtype, quantization: kernels.Quantization | None, implementation: str
 ) -> None:
-    """A row's product is its own, whatever stands beside it: to the bit, where it is our own."""
+    """A row's product does not depend on other rows: to the bit, where the matmul is our own."""
     product = kernels.pack_linear(torch.randn(176, 704).to(dtype), quantization)
     x = (torch.randn(240, 704) * torch.logspace(-3, 3, 240)[:, None]).to(dtype)
     assert product(x[:0], None).shape == (0, 176)
@@ -271,4 +271,4 @@ def test_groups_of_inputs_have_weights_of_their_own(
     step = max(1e-5, torch.finfo(dtype).eps)
     torch.testing.assert_close(packed(x, None).double(), expected, rtol=2 * step, atol=10 * step)
     if implementation == "cpu" and type(kernels.pack_linear(weight)) is linear.TiledLinear:
-        assert torch.equal(packed(x[-1:], None), packed(x, None)[-1:])  # whatever other rows there are
+        assert torch.equal(packed(x[-1:], None), packed(x, None)[-1:])  # regardless of other rows

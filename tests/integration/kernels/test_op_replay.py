@@ -1,4 +1,4 @@
-"""Op replay: what a replay reads again, recomputes and frees, and what cannot be recorded."""
+"""Op replay: the tensors that a replay reads again, recomputes and frees, and operations that cannot be recorded."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def rows(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def in_parts(x: Tensor, weight: Tensor) -> Tensor:
-    """Views, lists of tensors in arguments and results, an operation that changes what it is given."""
+    """Views, lists of tensors in arguments and results, an operation that changes its arguments."""
     first, second = (x @ weight).tensor_split(2, dim=1)
     joined = torch.cat((second, first, x[:, :1]), dim=1)
     joined[:, 1:].mul_(2.0).add_(first.sum())
@@ -59,7 +59,7 @@ def by_onednn(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def as_it_was(x: Tensor, weight: Tensor) -> Tensor:
-    """What is contiguous already comes out as itself."""
+    """Operations that return their argument itself, as it is contiguous already."""
     return (x.contiguous() + weight.contiguous()).contiguous().float()
 
 

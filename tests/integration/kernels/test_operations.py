@@ -55,7 +55,7 @@ def test_norms_with_an_offset_are_float32_to_the_end(shape: tuple[int, ...], dty
         wide = of.double()
         exact = wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * (weight.double() + 1.0)
         assert found.dtype == dtype
-        # The one rounding is that of the result: half a step, and float32's own error.
+        # Only the result is rounded: by half a step, and float32's own error.
         torch.testing.assert_close(found.double(), exact, rtol=0.5 * torch.finfo(dtype).eps + 2e-6, atol=1e-6)
 
 
@@ -183,7 +183,7 @@ def test_quantized_rows_are_within_half_a_step(dtype: torch.dtype, head_dim: int
 
 
 def test_every_8_bit_float_is_written_and_read_as_torch_does() -> None:
-    """Beside 448, which makes the scale 1: all numbers of the type, and what lies half way between two of them."""
+    """Beside 448, which makes the scale 1: all numbers of the type, and the numbers half way between two of them."""
     exact = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     halves = (exact[1:] + exact[:-1]) / 2
     numbers = torch.cat((exact, halves, halves * (1 + 2e-7), halves * (1 - 2e-7)))

@@ -42,7 +42,7 @@ def test_sequences_see_themselves_only(lengths: list[int], biased: bool, dtype: 
 
 
 def test_views_of_one_tensor_and_a_sequence_alone() -> None:
-    """As the layer calls it: parts of one product; and a sequence gives the same to the bit whatever is beside it."""
+    """As the layer calls it: parts of one product; and a sequence gives the same to the bit beside any others."""
     torch.manual_seed(0)
     x = torch.randn(40, 3, 4, 8)
     query, key, value = x.unbind(1)

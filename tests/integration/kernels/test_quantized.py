@@ -1,4 +1,4 @@
-"""Products by weights in few bits, against those by the weights that they stand for."""
+"""Products by weights in few bits, against products by the weights that they represent."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.integration.kernels.test_experts import experts_by_loops
 from tests.integration.kernels.test_operations import activated
 
 TOLERANCES = {torch.float32: 2e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3}
-"""That of float32 includes rounding inputs to 16 bits."""
+"""float32's tolerance includes rounding inputs to 16 bits."""
 LAYOUTS = [(1, 0, 7), (1, 0, 333), (1, 2, 40), (3, 1, 96), (4, 2, 512), (1, 1, 1024), (5, 2, 40)]
 """Groups; factors, of which scales of features are none; and inputs."""
 SIZES = [(1, 7), (2, 64), (5, 31), (14, 70)]
@@ -31,7 +31,8 @@ SIZES = [(1, 7), (2, 64), (5, 31), (14, 70)]
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
-    """Tolerances are those of sums that are about as large as their terms, which few numbers need not be."""
+    """Tolerances are for sums that are about as large as their terms, which does not hold for every few random
+    numbers."""
     torch.manual_seed(0)
 
 
@@ -114,7 +115,7 @@ def test_a_row_is_independent_of_batch_and_threads(values: str, groups: int, fac
 @pytest.mark.parametrize("values", VALUES)
 @pytest.mark.parametrize("rows", [1, 9])
 def test_inputs_of_any_size(values: str, rows: int) -> None:
-    """Sums of the largest codes by the largest inputs, small ones beside a large one, and what is no number."""
+    """Sums of the largest codes by the largest inputs, small inputs beside a large one, and NaN and infinity."""
     table = VALUES[values].nan_to_num()
     codes = torch.full((40, 512), int(table.argmax()), dtype=torch.uint8)
     scales, offsets = torch.ones(40, 2), torch.full((40, 2), -3.0)
@@ -136,7 +137,7 @@ def test_inputs_of_any_size(values: str, rows: int) -> None:
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("rows", [1, 9])
 def test_each_code_is_its_number(rows: int, dtype: torch.dtype) -> None:
-    """Also what processors might take for zero."""
+    """Also codes that processors might take for zero."""
     codes = torch.arange(256, dtype=torch.uint8).repeat_interleave(8)[:, None].expand(-1, 8).clone()
     numbers = VALUES["fp8"][codes[:, 0].int()]
     codes[numbers.isnan()] = 0
@@ -261,7 +262,7 @@ def test_scales_of_any_size(values: str, gated: bool) -> None:
 def random_experts(
     values: str, size: int, hidden: int, groups: tuple[int, int], factors: int
 ) -> tuple[QuantizedWeight, QuantizedWeight]:
-    """Of six experts; their weights are about as large as a model's."""
+    """Six experts, with weights about as large as a model's."""
     made = []
     for outs, ins, count in ((2 * size, hidden, groups[0]), (hidden, size, groups[1])):
         weight = random_weight(values, 6, outs, ins, groups=count, factors=factors)

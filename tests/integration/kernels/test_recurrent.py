@@ -18,7 +18,7 @@ CHANNELS, CONV = 2 * 2 * 24 + 4 * 40, 4
 
 
 def segments(lengths: list[list[int]], read: list[int], write: list[int]) -> StateSegments:
-    """`lengths` are those of the segments of each row."""
+    """`lengths` are the lengths of the segments of each row."""
     flat = [length for row in lengths for length in row]
     starts = torch.tensor([0, *flat]).cumsum(0)
     rows = torch.tensor([0, *map(len, lengths)]).cumsum(0)
@@ -126,7 +126,7 @@ def test_linear_attention_is_the_formula(per_feature: bool, is_delta: bool, has_
 
 @reference_only
 def test_selective_scan_is_the_formula() -> None:
-    """Every earlier token adds what has decayed since."""
+    """Every earlier token adds its decayed contribution."""
     size, channels = 6, 10
     x, steps, rates = (
         one_row(12, channels, seed=1),
@@ -193,7 +193,7 @@ def test_linear_attention_is_that_of_the_reference(
 @platforms_only
 @pytest.mark.parametrize("step", STEPS)
 def test_values_of_an_odd_size_are_those_of_the_reference(step: str) -> None:
-    """As those of an xLSTM, of which the last is 1."""
+    """As the values of an xLSTM, of which the last is 1."""
     query, key, value, decay, beta = attention_inputs(
         int(STEPS[step].starts[-1]), torch.float32, per_feature=False, has_beta=True
     )
@@ -213,7 +213,7 @@ def test_values_of_an_odd_size_are_those_of_the_reference(step: str) -> None:
 @pytest.mark.parametrize("state_size", [SIZES["key_dim"], 1])
 @pytest.mark.parametrize("step", STEPS)
 def test_selective_scan_is_that_of_the_reference(step: str, state_size: int, dtype: torch.dtype) -> None:
-    """Of a state with one head, in the memory of several. A state of one element is that of a recurrent unit."""
+    """With a state of one head, in the memory of several. A state of one element is a recurrent unit's."""
     heads, _, key_dim, value_dim = SIZES.values()
     tokens, channels = int(STEPS[step].starts[-1]), heads * key_dim * value_dim // state_size
     generator = torch.Generator().manual_seed(5)
@@ -235,7 +235,7 @@ def test_selective_scan_is_that_of_the_reference(step: str, state_size: int, dty
 @pytest.mark.parametrize("size", [1.0, 40.0])
 @pytest.mark.parametrize("step", STEPS)
 def test_wkv_is_that_of_the_reference(step: str, size: float, dtype: torch.dtype) -> None:
-    """Of a state with one head, in the memory of several. With keys whose exponentials float32 does not have, too."""
+    """With a state of one head, in the memory of several. Also with keys whose exponentials overflow float32."""
     heads, _, key_dim, value_dim = SIZES.values()
     tokens, channels = int(STEPS[step].starts[-1]), heads * key_dim * value_dim // 3
     generator = torch.Generator().manual_seed(5)

@@ -1,4 +1,4 @@
-"""Tokens sampled are those of the reference, whatever the distribution and the filters."""
+"""Sampled tokens equal the reference's, with any distribution and filters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives over shared memory, the ranks being threads: exact results, whatever the order of events."""
+"""Collectives over shared memory, with threads as ranks: exact results in any order of events."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_the_first_rank_may_run_ahead_with_what_it_hands_out(size: int) -> None:
 def test_thousands_of_mixed_calls_back_to_back(size: int, start: int) -> None:
     memory = segment(size)
     counts = memory[: size * 256].view(torch.int32).view(size, 2, 32)
-    counts[:, :, 0] = start  # what a rank has published, and what is safe
+    counts[:, :, 0] = start  # the counts that a rank has published, and the safe ones
 
     def work(rank: Rank) -> None:
         rng = random.Random(7)
@@ -137,7 +137,7 @@ def test_the_interpreter_is_free_while_a_rank_waits_in_its_sleep() -> None:
     x, y = torch.ones(3), torch.ones(3)
     waiting = threading.Thread(target=shared.all_reduce, args=(memory, 0, 2, TIMEOUT, x))
     waiting.start()
-    while not memory[256 + 4 : 256 + 8].any():  # those that sleep until the second comes
+    while not memory[256 + 4 : 256 + 8].any():  # the waiting rank sleeps until the second comes
         pass
     shared.all_reduce(memory, 1, 2, TIMEOUT, y)
     waiting.join()

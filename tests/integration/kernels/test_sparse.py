@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 class Case(NamedTuple):
-    """What `kernels.select_tokens` is called with, but for the size of the selection."""
+    """The arguments of `kernels.select_tokens`, except for the size of the selection."""
 
     query: Tensor
     weights: Tensor
@@ -90,7 +90,7 @@ def test_a_query_sees_the_keys_of_complete_groups(size: int) -> None:
 
 
 def check_groups(size: int, requests: list[tuple[int, int]]) -> None:
-    """The choice is that of a request for each query, with as many tokens as there are complete groups."""
+    """The choice equals the choice for a request of each query, with as many tokens as there are complete groups."""
     given, top_k = case(requests, 16, 32, is_exact=True), 6
     owners = torch.arange(len(requests)).repeat_interleave(given.starts.diff())
     positions = torch.cat([torch.arange(context, context + count) for context, count in requests])
@@ -102,7 +102,7 @@ def check_groups(size: int, requests: list[tuple[int, int]]) -> None:
         assert found.dtype == torch.int64
         is_key = torch.arange(top_k) < seen[:, None]
         assert torch.equal(found[is_key], alone[is_key])
-        first = given.tables[owners, :1] * BLOCK  # in place of what there is not
+        first = given.tables[owners, :1] * BLOCK  # in place of missing tokens
         assert torch.equal(found[~is_key], first.expand_as(found)[~is_key])
     assert (seen == 0).any()
     assert (seen > top_k).any()
@@ -119,7 +119,7 @@ def test_selection_is_that_of_the_reference(
 
 
 def check_selection(requests: list[tuple[int, int]], sizes: tuple[int, ...], *of: Any, **options: Any) -> None:
-    """The selection is that of the reference, but for keys that are rounded in the cache: their scores may be near."""
+    """The selection equals the reference's, except for keys that are rounded in the cache: their scores may be near."""
     *_, dtype = of
     is_exact = options.get("cache_dtype") in (None, dtype)
     given = case(requests, *of, **options, is_exact=is_exact)
@@ -148,7 +148,7 @@ def test_of_equal_scores_the_earlier_tokens_are_chosen() -> None:
 
 
 def test_selection_does_not_depend_on_other_requests_or_chunks(implementation: str) -> None:
-    """Whatever the scores are; by the reference, whose matrix products depend on their size, if these are exact."""
+    """With any scores; by the reference, whose matrix products depend on their size, with exact ones."""
     given = case([(2000, 1), (400, 70), (0, 600), (900, 1)], 16, 64, is_exact=implementation == "reference")
     whole = kernels.select_tokens(*given, 128)
     for number in range(4):
@@ -200,7 +200,7 @@ def test_selection_of_blocks_is_that_of_the_reference(
 
 
 def check_blocks(requests: list[tuple[int, int]], sizes: list[tuple[int, int, int]], *of: Any, **options: Any) -> None:
-    """The selection is that of the reference, but for keys that are rounded in the cache: their scores may be near."""
+    """The selection equals the reference's, except for keys that are rounded in the cache: their scores may be near."""
     *_, dtype = of
     is_exact = options.get("cache_dtype") in (None, dtype)
     given = case(requests, *of, **options, is_exact=is_exact)

@@ -1,4 +1,4 @@
-"""The threads that share a kernel's loop: whoever comes late, or never, costs time alone."""
+"""The threads that share a kernel's loop: a thread that comes late, or never, only costs time."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The Triton kernels against the reference, run by Triton's interpreter: float32 and float16, which it computes right.
 
-The interpreter is slow, so shapes are small and few. What only other types or sizes could show is compiled ahead of
-time for a GPU, and compared there by `quire.kernels.check`. Its matrix products are numpy's, whose bits depend on the
-machine and on a matrix's size; whether a result depends on the batch, tests/gpu shows.
+The interpreter is slow, so shapes are small and few. Other types and sizes are compiled ahead of time for a GPU, and
+compared there by `quire.kernels.check`. Its matrix products are numpy's, whose bits depend on the machine and on a
+matrix's size; tests/gpu shows whether a result depends on the batch.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TYPES = [torch.float32, torch.float16]
 
 @pytest.fixture(autouse=True, scope="module")
 def implementation() -> Any:
-    """In place of the CPU's kernels."""
+    """The Triton kernels replace the CPU's."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dispatch, "PLATFORMS", {"cpu": platform})
         with_scales_of_8_bit_floats(patch)
@@ -248,7 +248,7 @@ def test_quantized_rows_are_written_as_by_the_reference(head_dim: int, of_cache:
 
 
 def test_attention_in_the_tiles_of_gpus_with_less_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half the keys at a time: what float32 of 128 takes there, float16 of 256 does, and so on."""
+    """Half the keys at a time: float16 heads of 256 take as much memory as float32 heads of 128, and so on."""
     attention, limits = (importlib.import_module(f"quire.kernels.triton.{name}") for name in ("attention", "limits"))
     device = torch.device("cpu")
     assert [attention._tile(head_dim, 2, limits.is_narrow(device))[1] for head_dim in (128, 256, 576)] == [
@@ -423,7 +423,7 @@ def test_few_values_with_many_ties_are_drawn_alike() -> None:
 
 
 def test_the_ways_to_a_token_that_are_not_the_usual_ones() -> None:
-    """More than is gathered for top-k, many rounds for top-p, and top-p of what min-p leaves."""
+    """More tokens than top-k gathers, many rounds for top-p, and top-p of the tokens that min-p leaves."""
     logits = torch.cat((torch.zeros(9, 4100), torch.full((9, 100), 1.0), torch.randn(9, 4000)), dim=1)
     top_k, top_p, min_p = torch.zeros(9, dtype=torch.int64), torch.ones(9), torch.zeros(9)
     top_k[:3], top_p[1:6], min_p[5:] = torch.tensor([90, 110, 4200]), torch.tensor([0.9, 0.4, 1e-6, 0.02, 0.5]), 0.3
@@ -498,7 +498,7 @@ def test_penalties(vocab: int) -> None:
 
 @pytest.mark.slow
 def test_every_kernel_passes_the_check_of_a_rank() -> None:
-    """As the check calls them. `test_check.py` has what the check makes of the results."""
+    """As the check calls them. `test_check.py` tests its use of the results."""
     config = kernels.AttentionConfig((kernels.AttentionLayer(6, 2, 24, 0.2, window=9, softcap=5.0, has_sinks=True),))
     of_fp4 = QuantizedFormat("e2m1", 16, rounds_inputs=True)
     formats = QuantizedFormat("int8"), QuantizedFormat("int8", rounds_inputs=True), of_fp4
@@ -580,7 +580,7 @@ for name, keys in variants.items():
 
 
 def test_what_changes_from_step_to_step_compiles_nothing_anew() -> None:
-    """But what is shaped by the rows, of few shapes: experts' blocks and chunks, and the first draw."""
+    """Except for kernels shaped by the rows, with few shapes: experts' blocks and chunks, and the first draw."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     root = Path(__file__).parents[3]
     done = subprocess.run([sys.executable, "-c", _STEPS], capture_output=True, text=True, cwd=root, env=environment)
@@ -594,5 +594,5 @@ def test_what_changes_from_step_to_step_compiles_nothing_anew() -> None:
 
 
 def test_triton_does_not_warn_about_its_own_defaults() -> None:
-    """Of Triton 3.9, whose warning would be an error here, and a line on every user's terminal elsewhere."""
+    """Triton 3.9's warning would be an error here, and a line on every user's terminal elsewhere."""
     assert importlib.import_module("triton").knobs.language.fp_fusion_enabled(None)

@@ -121,7 +121,7 @@ def test_scales_beyond_half_precision(values: str) -> None:
     weight.scales.mul_(torch.tensor([1e-12, 1e12]).repeat(10)[:, None])
     x = torch.randn(4, 64)
     found, expected = coded.coded_matmul(x, coded_words.pack_words(weight)), expected_of(x, weight)
-    largest = x.abs() @ weight.dequantize().abs().T  # what a sum could be without its terms' signs
+    largest = x.abs() @ weight.dequantize().abs().T  # the largest possible sum, without its terms' signs
     assert float(((found - expected).abs() / largest).max()) < 1e-3
 
 
@@ -188,7 +188,7 @@ def test_experts_with_columns_in_another_order(group: int, dtype: torch.dtype) -
 
 @pytest.mark.parametrize(("zero", "group", "dtype"), [(0.0, 0, torch.float32), (-9.0, 32, torch.float16)])
 def test_static_scales_of_inputs(zero: float, group: int, dtype: torch.dtype) -> None:
-    """Of one weight, and of experts with different ones. Some inputs are cut off."""
+    """Scales of one weight, and of experts with different ones. Some inputs are cut off."""
     weight = random_weight("int8", 33, 200, group and 8, dtype=dtype)
     rounding = torch.tensor([1 / 64, zero])
     x = torch.randn(5, 200).to(dtype) * 2
@@ -251,7 +251,7 @@ def test_rows_are_rounded_to_8_bits(dtype: torch.dtype, groups: int) -> None:
 def test_norms_and_activations_are_rounded_in_the_same_kernel(
     columns: int, groups: int, kind: torch.dtype, dtype: torch.dtype
 ) -> None:
-    """As by a pass of their own, but for numbers in the middle; and what is no number makes its row none."""
+    """As in a pass of their own, except for numbers in the middle; NaN and infinity invalidate their row."""
     x, residual, both = (
         torch.randn(3, columns).to(dtype),
         torch.randn(3, columns).to(dtype),
@@ -314,7 +314,7 @@ def test_matmul_of_rounded_rows(values: str, inputs: int, groups: int, rows: int
 )
 @pytest.mark.parametrize("sides", [2, 1])
 def test_experts_of_rounded_rows(values: str, groups: int, tokens: int, dtype: torch.dtype, sides: int) -> None:
-    """Against weights and inputs as they are: the difference is that of rounding inputs, which another test covers."""
+    """Against weights and inputs as they are: the difference comes from rounding inputs, which another test covers."""
     size = 128 * groups
     gate_up = random_weight(values, sides * size, size, size // groups, experts=4, dtype=dtype)
     down = random_weight(values, size, size, size // groups, experts=4, dtype=dtype)

@@ -42,8 +42,8 @@ def nearest(numbers: Tensor, table: Tensor) -> Tensor:
 
 
 def published(x: Tensor, global_scale: Tensor) -> Tensor:
-    """What NVFP4 makes of activations: `x` as multiples of the scale of their group, which is `largest / 6` in units of
-    `1 / global_scale`, rounded to e4m3."""
+    """Activations rounded to NVFP4: `x` as multiples of the scale of their group, which is `largest / 6` in units of `1
+    / global_scale`, rounded to e4m3."""
     grouped = x.double().unflatten(1, (-1, 16))  # type: ignore[no-untyped-call]
     finite = E4M3[:127]
     codes = nearest(grouped.abs().amax(-1).float() / 6 * global_scale, finite)
@@ -88,7 +88,7 @@ def test_rows_are_rounded_alike(rows: int, columns: int, dtype: torch.dtype) -> 
 
 
 def random_weight(out: int, columns: int, *stack: int, dtype: torch.dtype = torch.float32) -> QuantizedWeight:
-    """A weight of about 1, each feature with a scale of its own besides those of groups, which are any e4m3."""
+    """A weight of about 1, each feature with a scale of its own besides the groups' scales, which are any e4m3."""
     codes = torch.randint(16, (*stack, out, columns), dtype=torch.uint8)
     scales = E4M3[torch.randint(127, (*stack, out, columns // 16))].float() / 448
     scales *= torch.rand(*stack, out, 1) + 0.5
@@ -98,7 +98,7 @@ def random_weight(out: int, columns: int, *stack: int, dtype: torch.dtype = torc
 
 
 def test_packing_keeps_numbers() -> None:
-    """Whatever the largest scale is, and however small the others."""
+    """With any largest scale, and any smaller ones."""
     weight = random_weight(9, 96)
     fractions = E4M3[8:127].float()
     every = torch.stack((fractions, *(fractions * 2**-power for power in (3, 9)), E4M3[1:120].float()), dim=1)
@@ -113,7 +113,7 @@ def test_packing_keeps_numbers() -> None:
 
 
 def expected_of(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
-    """The product in float64 of what is published."""
+    """The product of the published format, in float64."""
     assert weight.global_scale is not None
     rounded, wide = published(x.float(), weight.global_scale), replace(weight, dtype=torch.float64).dequantize()
     return F.linear(rounded, wide, None if bias is None else bias.double()).to(x.dtype)

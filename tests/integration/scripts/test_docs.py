@@ -1,4 +1,4 @@
-"""What scripts/docs writes is up to date."""
+"""The files that scripts/docs writes are up to date."""
 
 from __future__ import annotations
 

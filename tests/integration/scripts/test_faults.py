@@ -20,7 +20,7 @@ MOST_LINES = 5
 
 @pytest.fixture(scope="module")
 def faults() -> list[Any]:
-    """What the script reads of each patch; it rejects invalid headers."""
+    """The faults that the script reads from the patches; it rejects invalid headers."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(ROOT / "scripts")  # no package
         script = importlib.import_module("faults")

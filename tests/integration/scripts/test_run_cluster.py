@@ -1,4 +1,4 @@
-"""scripts/run_cluster.sh, with a docker that only writes down what it is asked for."""
+"""scripts/run_cluster.sh, with a docker that only records its arguments."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ class Script:
         )
 
     def run(self, role: str, *docker: str, **env: str) -> list[str]:
-        """Start, end it by SIGTERM once the container runs; returns what docker was asked for first, and its tail."""
+        """Start, end it by SIGTERM once the container runs; returns the arguments of docker's first call, and its
+        tail."""
         with self.start(role, *docker, **env) as process:
             assert process.stdout is not None
             assert process.stdout.readline() == "started\n"

@@ -101,7 +101,7 @@ def test_chat_with_tools(
     monkeypatch: pytest.MonkeyPatch,
     marker: str,
 ) -> None:
-    """The model says what the last message says."""
+    """The model repeats the last message."""
     folder = Path(shutil.copytree(model_folder, tmp_path / "model"))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     if marker == "special":
@@ -250,7 +250,7 @@ async def test_async_results_are_cumulative(model_folder: Path, core_mode: Calla
 
 
 async def test_an_id_may_be_used_again_at_once(model_folder: Path, core_mode: Callable[[str], None]) -> None:
-    """What the engine still says of a request that a stop string has ended is not for the next of its name."""
+    """Late outputs of a request that a stop string has ended do not reach the next request with its id."""
     params = SamplingParams(max_tokens=50, stop=["o"])
     async with AsyncLLM(str(model_folder), load_format="dummy", device="cpu") as llm:
         for prompt in ("hello world", "another one") * 10:

@@ -1,4 +1,4 @@
-"""What benchmarks/kv_cache_effect.py makes of a worker's budget, and how it shows it."""
+"""The division of a worker's budget in benchmarks/kv_cache_effect.py, and its report."""
 
 from __future__ import annotations
 

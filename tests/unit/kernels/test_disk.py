@@ -1,4 +1,4 @@
-"""Where compiled things stay, and whom they are taken from."""
+"""The folders of compiled files, and the users whose files are accepted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch's products of rounded inputs: their numbers, and that each rank uses what is faster for it."""
+"""torch's products of rounded inputs: their numbers, and that each rank uses the faster product."""
 
 from __future__ import annotations
 

@@ -5,9 +5,9 @@
     curl localhost:8000/v2/models/quire/generate_stream \\
         -d '{"text_input": "Quire is", "stream": true, "parameters": {"temperature": 0, "max_tokens": 20}}'
 
-Requests are those of Triton's vLLM backend, with the inputs and the output that config.pbtxt names. It also has the
-model and the options of the engine, and says that the model is decoupled: the requests run together, and each has any
-number of responses.
+Requests are the same as for Triton's vLLM backend, with the inputs and the output that config.pbtxt names. That file
+also has the model and the options of the engine, and declares that the model is decoupled: the requests run together,
+and each has any number of responses.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from quire import AsyncLLM, SamplingParams
 
 
 class TritonPythonModel:
-    """What Triton calls, from one thread; the engine's event loop has its own."""
+    """The class that Triton calls, from one thread; the engine's event loop has its own."""
 
     def initialize(self, args: dict[str, str]) -> None:
-        """Load the model; an error says why the model is not ready."""
+        """Load the model; an error gives the reason why the model is not ready."""
         options = json.loads(json.loads(args["model_config"])["parameters"]["engine_args"]["string_value"])
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()

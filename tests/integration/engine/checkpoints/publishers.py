@@ -1,7 +1,7 @@
 """Checkpoints as the libraries of the formats write them: `python publishers.py PLAIN OUT CASE…`.
 
-For each case there is a folder in OUT, and in it logits.pt: those of TOKENS by transformers in float32, with the
-numbers that the library says its weights stand for, and inputs as it rounds them to NVFP4. Runs in an environment of
+For each case there is a folder in OUT with logits.pt: the logits of TOKENS by transformers in float32, with the numbers
+that the weights represent according to the library, and inputs as it rounds them to NVFP4. Runs in an environment of
 its own, which has the libraries.
 """
 
@@ -54,7 +54,7 @@ CASES = [
 
 
 def write(plain: Path, folder: Path, case: str) -> Tensor:
-    """Write the checkpoint of a case; returns the logits of the numbers that it stands for."""
+    """Write the checkpoint of a case; returns the logits of the numbers that it represents."""
     library, _, name = case.partition(" ")
     writers: dict[str, Callable[[Path, Path, str], Any]] = {
         "compressed-tensors": _compressed,
@@ -74,7 +74,8 @@ def _load(plain: Path, **options: Any) -> Any:
 
 
 def _compressed(plain: Path, folder: Path, name: str) -> Any:
-    """In the layout of a preset of compressed-tensors, rounded to the nearest. Inputs in NVFP4 are at most 8."""
+    """A checkpoint in the layout of a compressed-tensors preset, rounded to the nearest. Inputs in NVFP4 are at most
+    8."""
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config, preset_name_to_scheme
     from compressed_tensors.quantization.lifecycle.forward import fake_quantize, forward_quantize
@@ -91,7 +92,7 @@ def _compressed(plain: Path, folder: Path, name: str) -> Any:
             continue
         weight, shape = module.weight, module.weight_scale.shape
         height, width = (weight.shape[0] // shape[0], weight.shape[1] // shape[-1])
-        parts = weight.reshape(shape[0], height, -1, width).transpose(1, 2).flatten(2)  # what has a scale in common
+        parts = weight.reshape(shape[0], height, -1, width).transpose(1, 2).flatten(2)  # weights with a common scale
         overall = None
         if args.strategy == "tensor_group":
             overall = generate_gparam(weight.amin().reshape(1), weight.amax().reshape(1))

@@ -69,7 +69,7 @@ def read_tensors(folder: Path, **options: Any) -> dict[str, tuple[int, ...]]:
 
 
 def read(folder: Path, tp: int = 1, rank: int = 0, **options: Any) -> dict[str, Tensor]:
-    """What a rank has in its parameters."""
+    """The contents of a rank's parameters."""
     config = configure(folder, tensor_parallel_size=tp, **options)
     decoder = load(config, rank, of(rank, tp), CPU, pack=False)
     return {name: weight.data for name, weight in decoder.named_parameters()}
@@ -132,7 +132,7 @@ def test_files_of_torch_are_read_where_there_are_no_safetensors(tmp_path: Path) 
 
 
 class Code:
-    """What a pickle runs when it is read carelessly."""
+    """Code that a pickle runs when it is read carelessly."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return exec, ("raise SystemExit('run')",)
@@ -187,7 +187,7 @@ def test_checkpoints_of_models_without_a_head_lack_their_prefix(
 def test_older_checkpoints_of_models_that_take_images_have_other_prefixes(
     case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Images' tensors and a head that is tied are no surplus."""
+    """Tensors for images and a tied head are no surplus."""
     tensors = write(case, tmp_path)
     expected = read(tmp_path)
     others = ("vision_tower.post_layernorm", "multi_modal_projector.norm", "language_model.lm_head")
@@ -201,7 +201,7 @@ def test_older_checkpoints_of_models_that_take_images_have_other_prefixes(
 
 
 def to_fp8(tensor: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
-    """8-bit floats, their blocks' scales, and what the two are."""
+    """8-bit floats, their blocks' scales, and their products."""
     rows, columns = tensor.shape
     scales = torch.zeros(-(-rows // block[0]), -(-columns // block[1]))
     stored, whole = torch.zeros(rows, columns), torch.zeros(rows, columns)
@@ -369,7 +369,7 @@ def test_misshapen_tensors_are_named_as_they_are_stored(case: str, tmp_path: Pat
 
 
 def dummy(config: EngineConfig, rank: int, tp: int) -> dict[tuple[str, str, int | None], tuple[Tensor, slice, int]]:
-    """What a rank makes of each checkpoint tensor, and where that is in it."""
+    """A rank's slice of each checkpoint tensor, and its place in the tensor."""
     decoder = load(config, rank, of(rank, tp), CPU, pack=False)
     made = {}
     for name, places in needed_tensors(decoder, config.model).items():

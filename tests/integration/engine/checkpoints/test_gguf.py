@@ -28,7 +28,7 @@ Numbers = npt.NDArray[np.float32]
 LAYOUTS: tuple[dict[str, Any], ...] = ({}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2})
 _SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "moe_intermediate_size": 256}
 _FACTORS = {Type.Q4_K: ((0, 2e-4), (2, 1e-3)), Type.Q6_K: ((208, 2e-5),), Type.IQ4_NL: ((0, 3e-4),)}
-"""Where a block has float16 factors, and a value for random codes to be as large as weights are."""
+"""Places of float16 factors in a block, and values with which random codes are as large as weights."""
 
 
 def packed(values: Numbers, kind: Type, generator: np.random.Generator) -> npt.NDArray[np.uint8]:

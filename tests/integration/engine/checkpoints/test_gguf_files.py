@@ -16,7 +16,7 @@ from tests.fakes.gguf_models import add_tensors, close, config_of, tensors_of, w
 
 
 def test_plain_tensors_are_the_published_ones(tmp_path: Path) -> None:
-    """Also those that llama.cpp changes: norms of Gemma are stored plus 1."""
+    """Also tensors that llama.cpp changes: norms of Gemma are stored plus 1."""
     config = config_of("Gemma3ForCausalLM")
     generator = np.random.default_rng(0)
     tensors = {name: generator.normal(size=shape).astype(np.float32) for name, shape in tensors_of(config).items()}

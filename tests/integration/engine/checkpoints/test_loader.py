@@ -1,4 +1,4 @@
-"""What a rank reads, and what it says of checkpoints that do not fit."""
+"""The tensors that a rank reads, and its errors about checkpoints that do not fit."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def test_quantized_logits_of_the_demo_model_are_near(quantization: str, toleranc
 
 
 def test_several_readers_go_ahead_within_bounds() -> None:
-    """Four at once; what is filled and not yet packed stays within 1/32 of all, or one layer."""
+    """Four at once; weights that are filled and not yet packed stay within 1/32 of all, or one layer."""
     together, lock = threading.Barrier(4, timeout=30), threading.Lock()
     held, most = 0, 0
     weight = Weight((8, 32), whole(8, 32))  # 1 KiB

@@ -1,4 +1,4 @@
-"""What a rank's process takes while it loads: hardly more than the weights in the end."""
+"""The memory of a rank's process while it loads: hardly more than the loaded weights."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_files_of_torch_are_not_held_in_memory(folder: Path, tmp_path: Path) -> 
 
 
 def measure(folder: Path, dtype: str, tp: int, is_spread: bool, quantization: str | None) -> tuple[int, int]:
-    """In a process of its own."""
+    """Measure in a process of its own."""
     with ProcessPoolExecutor(1, mp_context=CONTEXT) as process:
         return process.submit(peak_memory.measure, folder, dtype, tp, is_spread, quantization).result()
 

@@ -75,8 +75,8 @@ ROUNDED: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def write(folder: Path, kind: str, quantization: str) -> Any:
-    """A checkpoint; returns transformers' model of the rounded numbers. Those of int4 with experts are in groups of 64;
-    with int8 and int4, the head is int8."""
+    """Write a checkpoint; returns transformers' model of the rounded numbers. int4 with experts has groups of 64; with
+    int8 and int4, the head is int8."""
     architecture, changes = (KINDS | KINDS_OF_MXFP4)[kind]
     write_model(architecture, _SIZES | changes, folder)
     numbers, count, function = load_file(folder / "model.safetensors"), 0, ROUNDED[quantization]

@@ -25,7 +25,7 @@ ROUNDED_INPUTS = ("W4A8", "W8A8", "DynamicActivation")
 def test_logits_are_those_of_the_library(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the operations of CPUs; those of NVFP4 with inputs of 4 bits by those of GPUs, in plain torch."""
+    """By the operations of CPUs; for NVFP4 with inputs of 4 bits, by the operations of GPUs in plain torch."""
     plain = tmp_path / "plain"
     write_model("LlamaForCausalLM", SIZES | SIZE, plain)
     for name in ("tokenizer.json", "tokenizer_config.json"):  # AutoRound asks for them

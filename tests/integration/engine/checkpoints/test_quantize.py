@@ -1,4 +1,4 @@
-"""`quire quantize`: what it writes loads as the numbers that weights are rounded to, and nothing half-written stays."""
+"""`quire quantize`: its checkpoints load as the numbers that weights are rounded to, and nothing half-written stays."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_plain_experts_are_read_one_by_one_where_others_stack_them(tmp_path: Pat
 
 
 def test_names_without_prefix_and_weights_that_are_stored_twice(tmp_path: Path) -> None:
-    """As in checkpoints of embedding models, and in those of torch with tied heads."""
+    """As in checkpoints of embedding models, and in torch checkpoints with tied heads."""
     folder, out = write(tmp_path / "plain", tie_word_embeddings=True), tmp_path / "out"
     tensors = {name.removeprefix("model."): each for name, each in plain(folder).items()}
     for file in folder.glob("model*"):
@@ -410,7 +410,7 @@ def test_gptq_rounds_experts_by_the_tokens_that_are_routed_to_them(
     (x, ids), numbers = routed[0], plain(folder)
 
     def is_nearest(name: str, inputs: torch.Tensor) -> bool:
-        """Whether it is as if rounded to the nearest; if not, what it computes of the inputs must be nearer."""
+        """Whether it is rounded to the nearest; if not, its products with the inputs must be nearer."""
         weight, rounded = numbers[name].float(), first[name].dequantize().float()
         nearest = quantized.quantize(numbers[name], Rounding("int4", weight.shape[1]), search=True).dequantize().float()
         if rounded.equal(nearest):

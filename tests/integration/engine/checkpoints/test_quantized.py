@@ -1,4 +1,4 @@
-"""Quantized checkpoints against transformers with the numbers that they stand for: logits, tokens, memory, refusals."""
+"""Quantized checkpoints against transformers with the numbers that they represent: logits, tokens, memory, refusals."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def configured(folder: Path, tp: int, pp: int, ep: bool, **options: Any) -> Engi
 
 
 def write(folder: Path, name: str, kind: str, *, outer: bool = False, **more: Any) -> Any:
-    """A checkpoint in a format, and transformers' model of the numbers that it stands for. `outer`: embedding and head
+    """A checkpoint in a format, and transformers' model of the numbers that it represents. `outer`: embedding and head
     are quantized, too."""
     architecture, changes = (KINDS | KINDS_OF_MXFP4)[kind]
     write_model(architecture, _SIZES | changes | more, folder)
@@ -84,7 +84,7 @@ def write(folder: Path, name: str, kind: str, *, outer: bool = False, **more: An
 
 
 def whole_model(architecture: str, folder: Path) -> Any:
-    """transformers' model of the numbers that a quantized checkpoint stands for."""
+    """transformers' model of the numbers that a quantized checkpoint represents."""
     model = getattr(transformers, architecture)
     return model.from_pretrained(folder / "whole", dtype=torch.float32).train(False)
 
@@ -285,7 +285,7 @@ def test_embeddings_and_heads_stay_quantized(name: str, tied: bool, tmp_path: Pa
 
 @pytest.mark.parametrize("name", OUTER)
 def test_vectors_of_tokens_are_those_of_the_numbers(name: str, tmp_path: Path) -> None:
-    """To the last bit: those of weights that are dequantized while they are loaded."""
+    """They equal, to the last bit, the vectors of weights that are dequantized while they are loaded."""
     write(tmp_path, name, "dense", outer=True)
     config, tokens = configured(tmp_path, 2, 1, False), torch.arange(192)
     embedding = load(configured(tmp_path, 1, 1, False), 0, Parallel(), CPU, pack=False).embedding

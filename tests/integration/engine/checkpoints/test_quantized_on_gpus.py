@@ -94,7 +94,7 @@ def packed_bytes(config: EngineConfig) -> int:
     ],
 )
 def test_logits_and_bytes(name: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logits are those of the numbers, but for the rounding of inputs, and the bytes are those of the plan."""
+    """Logits equal the logits of the numbers, except for the rounding of inputs, and the bytes equal the plan's."""
     monkeypatch.setattr(coded_words, "round_rows", lambda x, dtype, groups: (x.float(), torch.ones(len(x), groups)))
     model = write(tmp_path, name, kind)
     for tp, ep in ((1, False), (2, False), (2, True))[: 2 if kind == "dense" else 3]:
@@ -112,7 +112,8 @@ def test_logits_and_bytes(name: str, kind: str, tmp_path: Path, monkeypatch: pyt
     [(each, kind) for each in ("int8", "int4") for kind in ("dense", "experts", "latent", "stacked")],
 )
 def test_quantized_while_loading(quantization: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logits are those of numbers that are rounded as a whole, in every layout, and the bytes are those of the plan."""
+    """In every layout, logits equal the logits of numbers that are rounded as a whole, and the bytes equal the
+    plan's."""
     monkeypatch.setattr(coded_words, "round_rows", lambda x, dtype, groups: (x.float(), torch.ones(len(x), groups)))
     model = test_online.write(tmp_path, kind, quantization)
     for tp, pp, ep in ((1, 1, False), (2, 1, False), (1, 2, False), (2, 1, True))[: 3 if kind == "dense" else 4]:
@@ -315,7 +316,7 @@ def test_norms_and_activations_round_for_the_next_product(
         assert seen == ["linear", "LINEAR", "linear", "linear"] * 2  # qkv, output, gate and up, down
     elif kind == "experts":
         assert seen == ["linear", "LINEAR", "experts"] * 2
-    else:  # down, query, output; gate and up, down, in the second layer of what experts share
+    else:  # down, query, output; gate and up, down, in the shared experts of the second layer
         attention = ["linear", "linear", "LINEAR"]
         assert seen == [*attention, "linear", "linear", *attention, "linear", "linear", "experts"]
 

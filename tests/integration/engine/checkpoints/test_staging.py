@@ -1,4 +1,4 @@
-"""Weights through buffers, as they go to a GPU; here what they arrive at is the host's memory."""
+"""Weights pass through buffers on their way to a GPU; here their destination is the host's memory."""
 
 from __future__ import annotations
 

@@ -34,8 +34,8 @@ TOKENS = torch.randint(0, 131, (70,), generator=torch.Generator().manual_seed(1)
 
 
 def store(folder: Path, dtype: torch.dtype, said: str = "", **others: torch.dtype) -> None:
-    """Let a checkpoint have all its floats in this type, but those whose names end in one of `others`; config.json says
-    another one if `said` is given."""
+    """Store all floats of a checkpoint in this type, except those whose names end in one of `others`; config.json names
+    another type if `said` is given."""
     file, config = folder / "model.safetensors", json.loads((folder / "config.json").read_text())
     tensors = load_file(file)
     for name, tensor in tensors.items():
@@ -68,7 +68,7 @@ def held_bytes(config: EngineConfig) -> int:
 
 
 def saving(narrow: EngineConfig, wide: EngineConfig) -> tuple[float, float]:
-    """The memory of narrow weights over that of wide ones, as loaded and as planned."""
+    """The ratio of the memory of narrow weights to the memory of wide ones, as loaded and as planned."""
     plans = [MemoryPlan.of(each).weights[0] for each in (narrow, wide)]
     return held_bytes(narrow) / held_bytes(wide), plans[0] / plans[1]
 

@@ -40,7 +40,7 @@ time.sleep(60)
 
 
 class Host:
-    """A leader, and what it was told."""
+    """A leader, and the reports that it has received."""
 
     lost_seconds = control_plane.LOST_SECONDS
 

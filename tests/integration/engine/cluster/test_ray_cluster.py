@@ -1,4 +1,4 @@
-"""How a Ray cluster is asked, with a child that only prints: what it says, how long that takes, what comes of it."""
+"""Queries of a Ray cluster, with a child process that only prints: its answers, delays and failures."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _no_cluster_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def play(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
-    """Have this program run instead of the one that asks Ray."""
+    """Run this program instead of the one that asks Ray."""
     monkeypatch.setattr(ray_cluster, "_COMMAND", (sys.executable, "-c", f"import sys, time; {program}"))
 
 

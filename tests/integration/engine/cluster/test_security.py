@@ -80,7 +80,7 @@ def host() -> Iterator[Sockets]:
 
 @pytest.mark.parametrize("token", ["", TOKEN])
 def test_strange_messages_to_a_core_are_dropped(token: str, caplog: pytest.LogCaptureFixture) -> None:
-    """And those from API processes arrive, small or large."""
+    """Messages from API processes still arrive, small or large."""
     url = tcp_url("127.0.0.1", port := free_port())
     io = EngineCoreIO(Endpoints({0: url}, ()), token=token)
     with Sockets(token) as own, caplog.at_level("WARNING", "quire"):
@@ -118,7 +118,7 @@ def test_only_holders_of_the_token_are_heard(host: Sockets) -> None:
 
 
 def test_what_is_sent_cannot_be_read(host: Sockets) -> None:
-    """By somebody in the middle, who sees every byte."""
+    """An attacker in the middle, who sees every byte, cannot read it."""
     listening, url = host.listen()
     seen = bytearray()
 
@@ -155,7 +155,7 @@ def test_a_large_message_is_refused_before_it_is_received(host: Sockets) -> None
                 sent += stranger.send(bytes(1 << 16))
         except ConnectionError:
             pass
-    assert sent < 32 << 20  # what the buffers of the kernel take
+    assert sent < 32 << 20  # the capacity of the kernel's buffers
 
 
 @pytest.fixture(params=["", TOKEN], ids=["plain", "secured"])
@@ -209,7 +209,7 @@ def test_strange_calls_to_the_store_are_dropped(leader: tuple[Leader, str]) -> N
 
 
 def test_ranks_form_a_group_over_the_store(leader: tuple[Leader, str]) -> None:
-    """gloo and torch's wrappers call whatever methods they need."""
+    """gloo and torch's wrappers call the methods that they need."""
     store = LinkStore(tcp_url("127.0.0.1", leader[0].port), leader[1])
     dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=20))
     try:

@@ -1,4 +1,4 @@
-"""Steps that are planned before it is known what the step before them accepts and drafts change no token."""
+"""Steps that are planned before the accepted tokens and drafts of the previous step are known change no token."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_with_the_real_manager_and_ranks_as_processes(monkeypatch: pytest.Monkey
 
 
 def test_the_real_manager_chains_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where all steps take the same time, so that what it decides does not depend on the machine."""
+    """With steps that all take the same time, so that its decisions do not depend on the machine."""
     config = configured(DEMO_MODEL, DEMO_DRAFT)
     with Ranks(config, ThreadExecutor(config)) as ranks:
         plans = watch(ranks, monkeypatch)

@@ -1,4 +1,4 @@
-"""A request that goes on at another replica, behind the output told so far, says what it would have said."""
+"""A request that goes on at another replica, after its output so far, produces the same output as without the move."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class Case:
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
-    """Models whose experts can be shared out over four ranks, and what transformers makes of the prompts."""
+    """Models whose experts can be divided over four ranks, and transformers' answers to the prompts."""
     rng = random.Random(1)
     prompts = [[rng.randrange(3, 130) for _ in range(length)] for length in LENGTHS]
     found = {}
@@ -104,7 +104,7 @@ class Replicas:
             assert self.reported(replica, Ready) is not None
 
     def tokens(self, replica_of: list[int], prompts: list[list[int]], count: int = COUNT) -> list[list[int]]:
-        """What the prompts are answered with, each by its replica."""
+        """The answers to the prompts, each by its replica."""
         self.submit(replica_of, prompts, count)
         tokens: list[list[int]] = [[] for _ in prompts]
         open_ = len(prompts)
@@ -123,14 +123,14 @@ class Replicas:
             self.send(replica, EngineCoreRequest(0, str(number), prompt, params))
 
     def deaths(self) -> dict[int, str]:
-        """Why the cores have ended, as far as they say."""
+        """The reasons that cores have reported for their end."""
         reports = {replica: self.reported(replica, Failed, 20.0) for replica in range(len(self.cores))}
         return {replica: report.reason for replica, report in reports.items() if report is not None}
 
 
 @contextlib.contextmanager
 def replicas(config: EngineConfig, folder: Path, dp: int, experts: ExpertParallelConfig) -> Iterator[Replicas]:
-    """All loaded; whatever is left of them is killed in the end."""
+    """All replicas, loaded; processes that are left at the end are killed."""
     endpoints = Endpoints(
         requests={replica: f"ipc://{folder}/requests-{replica}" for replica in range(dp)},
         responses=(f"ipc://{folder}/responses",),
@@ -229,7 +229,7 @@ def test_tokens_are_those_of_one_rank(
 def test_tokens_stay_while_experts_move(
     model: str, all2all: Any, cases: dict[str, Case], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each replica tells of them, and all the same; of what it last heard, if nothing was to be sent meanwhile."""
+    """Every replica reports the loads, all the same; the last known loads if nothing was to be sent meanwhile."""
     loads: dict[int, list[ExpertLoad]] = {0: [], 1: []}
 
     def noted(message: bytes) -> ToServer:

@@ -1,5 +1,5 @@
-"""Heads that draft change no token, in any layout, and their drafts are those of a reference that computes each from
-the whole text."""
+"""Heads that draft change no token, in any layout, and their drafts equal the drafts of a reference that computes each
+from the whole text."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ LEARNING: dict[str, tuple[Callable[[Path], Any], Callable[..., Reference]]] = {
     "MTP, Step 3.5": (partial(write_renamed, "Step 3.5"), partial(write_mtp, "Step 3.5")),
     "MTP, DeepSeek V4": (partial(write, "DeepSeek V4"), write_v4_mtp),
 }
-"""Cases whose heads can be fitted to texts: how the target is written, and both, fitted."""
+"""Cases whose heads can be fitted to texts: the function that writes the target, and both, fitted."""
 
 
 @pytest.mark.slow
@@ -171,7 +171,7 @@ def test_acceptance_is_that_of_the_oracle(case: str, tp: int, pp: int, tmp_path:
 
 @pytest.mark.parametrize("case", ["EAGLE-3", "MTP, MiMo-V2-Flash", "MTP, DeepSeek V4"])
 def test_nothing_waits_for_the_device(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With tokens in a memory of its own, as on a GPU, where the host does not know what has been sampled."""
+    """With tokens in a memory of its own, as on a GPU, where the host does not know the sampled tokens."""
     drafter = SeveralHeadsDrafter if case == "MTP, MiMo-V2-Flash" else HeadDrafter
     draft = drafter.draft
 
@@ -193,7 +193,7 @@ def test_nothing_waits_for_the_device(case: str, tmp_path: Path, monkeypatch: py
 
 @torch.no_grad()
 def continued(target: Any, tokens: list[int], count: int) -> list[int]:
-    """The tokens with the likeliest ones behind them, computed from the whole text each time."""
+    """The tokens, followed by the likeliest ones, computed from the whole text each time."""
     tokens = list(tokens)
     for _ in range(count):
         tokens.append(int(target(torch.tensor([tokens])).logits[0, -1].argmax()))
@@ -203,7 +203,7 @@ def continued(target: Any, tokens: list[int], count: int) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["EAGLE-3", "MTP, MiMo-V2-Flash"])
 def test_heads_beside_ranks_as_processes(case: str, tmp_path: Path) -> None:
-    """With the real manager, whatever it costs."""
+    """With the real manager, regardless of the cost."""
     CASES[case][1](tmp_path)
     config = configured(tmp_path, case, tp=2)
     with Ranks(config) as ranks:

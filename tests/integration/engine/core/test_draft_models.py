@@ -54,7 +54,8 @@ def requests(vocabulary: int) -> list[tuple[list[int], SamplingParams]]:
 
 
 def check(config: EngineConfig, *, least: float = 1.0) -> None:
-    """Tokens are those without drafts, in chunks and with prefix hits, and at least this share of drafts counts."""
+    """Tokens are the same as without drafts, in chunks and with prefix hits, and at least this share of drafts is
+    accepted."""
     asked = requests(min(config.model.architecture.vocab_size, 100))
     with Ranks(config, ThreadExecutor(config)) as ranks:
         exact = ranks.tokens(asked, speculative=None)
@@ -90,7 +91,7 @@ class NoSizesFromData(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def test_nothing_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With tokens in a memory of its own, as on a GPU, where the host does not know what has been sampled."""
+    """With tokens in a memory of its own, as on a GPU, where the host does not know the sampled tokens."""
     draft = DraftModel.draft
 
     def watched(*args: Any) -> Drafts | None:
@@ -112,7 +113,7 @@ def test_with_other_options(options: dict[str, Any]) -> None:
 
 
 def test_the_bundled_draft_model_is_mostly_right() -> None:
-    """Of an answer of the demo model, not of random tokens."""
+    """On an answer of the demo model, not on random tokens."""
     config = configured(DEMO_MODEL, DEMO_DRAFT)
     with Ranks(config, ThreadExecutor(config)) as ranks:
         params = SamplingParams(temperature=0.0, max_tokens=40)
@@ -190,7 +191,7 @@ def test_the_core_knows_how_far_a_draft_model_is_behind(monkeypatch: pytest.Monk
     ],
 )
 def test_pages_beside_other_blocks(target: str, drafter: str, grid: tuple[int, int], tmp_path: Path) -> None:
-    """Of a model with compressed attention; also preempted, and behind n-grams that are mostly right."""
+    """With compressed attention; also preempted, and beside n-grams that are mostly right."""
     write(target, tmp_path / "target")
     write(drafter, tmp_path / "drafter")
     config = configured(tmp_path / "target", tmp_path / "drafter", *grid)

@@ -1,4 +1,4 @@
-"""Greedy float32 tokens are those of transformers, whatever the layout and the circumstances."""
+"""Greedy float32 tokens equal transformers', in every layout and situation."""
 
 from __future__ import annotations
 
@@ -32,12 +32,11 @@ class Case(NamedTuple):
     prompts: list[list[int]]
     expected: list[list[int]]
     scores: list[Tensor]
-    """Log-probabilities of what follows each token of each prompt."""
+    """Log-probabilities of the token after each token of each prompt."""
 
 
 class Cases(dict[str, Case]):
-    """By model, made when asked for: prompts of mixed lengths, two of which start alike, and what transformers makes
-    of them."""
+    """By model, made on demand: prompts of mixed lengths, two of which start alike, and transformers' results."""
 
     def __init__(self, folders: pytest.TempPathFactory) -> None:
         self._folders, rng = folders, random.Random(0)

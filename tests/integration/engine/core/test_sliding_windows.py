@@ -1,4 +1,5 @@
-"""Sliding windows: greedy float32 tokens are those of transformers, and the blocks behind a window serve others."""
+"""Sliding windows: greedy float32 tokens equal transformers', and blocks that a window has left behind are used for
+others."""
 
 from __future__ import annotations
 

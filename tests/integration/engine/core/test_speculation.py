@@ -32,7 +32,7 @@ REQUESTS = [(prompt, params) for prompt in PROMPTS for params in KINDS.values()]
 
 
 class Case:
-    """Ranks, and what they answer without speculation."""
+    """Ranks, and their answers without speculation."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
@@ -75,7 +75,7 @@ class Case:
 
 
 def repeated(known: list[int], rng: random.Random) -> int:
-    """What followed the last token before."""
+    """The token that followed the last one at an earlier place."""
     lookup = TokenLookup(1)
     lookup.extend(known)
     return (lookup.propose(1) or [0])[0]
@@ -154,7 +154,7 @@ def check(found: list[list[EngineCoreOutput]], expected: list[list[EngineCoreOut
 
 DRAFTERS = ("right", "mixed", "wrong", "ngram", "model", "varying model", "ngram and model")
 BOTH = (("mixed", True), ("model", False), ("varying model", True), ("ngram and model", False))
-"""Of drafts that the core makes and of those that the ranks make, calm or preempted: what another layout may change."""
+"""Drafts of the core and of the ranks, with and without preemption: the cases that another layout may change."""
 DEMO_CASES = [((1, 1), drafter, preempted) for drafter in DRAFTERS for preempted in (False, True)] + [
     (grid, *drafts) for grid in ((2, 1), (1, 2), (2, 2)) for drafts in BOTH
 ]
@@ -288,7 +288,7 @@ def test_a_drafter_catches_up(case: Case) -> None:
 
 @pytest.fixture(scope="module")
 def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of the same vocabulary, with random weights and sliding windows."""
+    """A model of the same vocabulary, with random weights and sliding windows."""
     from transformers import MistralConfig, MistralForCausalLM
 
     folder = tmp_path_factory.mktemp("random")
@@ -334,8 +334,8 @@ def test_garbage_changes_nothing(load_random: Callable[[int, int], Ranks], grid:
 def test_a_prediction_beside_a_model_that_is_always_wrong_saves_its_steps(
     load_random: Callable[[int, int], Ranks],
 ) -> None:
-    """Exactly those that it saves alone: 60 tokens take the prompt's step, three with 16 drafts and one with the rest.
-    What comes behind it is drafted by the model, which has followed nothing of it, and catches up."""
+    """As many as it saves alone: 60 tokens take the prompt's step, three with 16 drafts and one with the rest. The
+    tokens after it are drafted by the model, which has followed none of it, and catches up."""
     params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
     ranks = load_random(1, 1)
     (exact,) = ranks.tokens([(PROMPTS[0], params)], speculative=None)
@@ -352,7 +352,7 @@ def test_a_prediction_beside_a_model_that_is_always_wrong_saves_its_steps(
 
 @layouts((1, 1), (2, 2))
 def test_a_drafter_is_followed_or_not_by_what_it_costs(case: Case) -> None:
-    """With the real manager, whatever this machine takes."""
+    """With the real manager, regardless of this machine's times."""
     params = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
     (exact,) = case.ranks.tokens([(PROMPTS[1], params)], speculative=None)
     assert case.ranks.tokens([(PROMPTS[1], params)]) == [exact]

@@ -1,4 +1,4 @@
-"""Structured output from request to text: whatever the model, what ends by itself is what was asked for."""
+"""Structured output from request to text: with any model, output that ends by itself satisfies the request."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ for _name, _form in {
 
 
 def _pattern(validator: Any, pattern: str, text: Any, schema: Any) -> Iterator[ValidationError]:
-    """As ECMA-262 has it: only 0 to 9 are digits."""
+    """As in ECMA-262: only 0 to 9 are digits."""
     if isinstance(text, str) and not re.search(pattern.replace(r"\D", "[^0-9]"), text):
         yield ValidationError(f"{text!r} does not match {pattern!r}")
 
@@ -115,7 +115,7 @@ def ranks(folder: Path) -> Iterator[Ranks]:
 
 
 class Texts:
-    """Runs structured outputs as a front end would, and reads what comes back."""
+    """Runs structured outputs as a front end would, and reads the output."""
 
     def __init__(self, ranks: Ranks) -> None:
         model = ranks.config.model
@@ -149,7 +149,7 @@ def asked(seed: int = 0, **outputs: Any) -> SamplingParams:
 
 
 def check_all(texts: list[TextDelta], schemas: list[Any]) -> int:
-    """Validate those that ended; returns how many."""
+    """Validate the texts that ended; returns their number."""
     ended = 0
     for schema, answer in zip(schemas, texts, strict=True):
         assert answer.finish_reason in ("stop", "length")
@@ -173,7 +173,7 @@ def test_every_output_satisfies_its_schema(ranks: Ranks) -> None:
 
 @pytest.fixture(scope="module")
 def mixed(ranks: Ranks) -> tuple[list[SamplingParams], list[list[int]]]:
-    """Requests of which a third is free, and what each gets when it is alone."""
+    """Requests of which a third is unconstrained, and the tokens of each when it runs alone."""
     params = [replace_params(asked(5, json=schema), max_tokens=120) for schema in SCHEMAS[::9]]
     for at in range(0, len(params), 3):
         params[at] = replace_params(params[at], structured_outputs=None, max_tokens=80)

@@ -52,7 +52,8 @@ def serve(tp: int, rank: int, init_method: str, prepared: bool, pipe: Connection
 def ranks(
     folder: Path, tp: int, unprepared: tuple[int, ...] = ()
 ) -> Iterator[list[tuple[ForkServerProcess, Connection]]]:
-    """Settled ranks that do what is sent to them, each a process; `unprepared` ones have no compiled kernels."""
+    """Settled ranks, each a process, that run the functions sent to them; `unprepared` ones have no compiled
+    kernels."""
     started = []
     for rank in range(tp):
         ours, theirs = CONTEXT.Pipe()

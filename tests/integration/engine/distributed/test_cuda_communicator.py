@@ -1,4 +1,4 @@
-"""Ranks of GPUs: which way a sum goes, by size and by what the ranks agree on. GPUs and NCCL are made up, by gloo."""
+"""Ranks of GPUs: the algorithm of a sum, by size and by the ranks' agreement. gloo stands in for GPUs and NCCL."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_algorithms_are_described_by_ranges_of_sizes() -> None:
 
 
 class Site:
-    """What a rank finds: ways to sum that really are gloo's, which may be wrong or refuse, and their made-up times."""
+    """A rank's algorithms for sums, which are really gloo's and may be wrong or refuse, and their made-up times."""
 
     def __init__(self, rank: int, *, wrong: str = "", refuses: str = "", no_memory: str = "", apart: bool = False):
         self.rank, self.wrong, self.refuses, self.no_memory, self.apart = rank, wrong, refuses, no_memory, apart
@@ -124,7 +124,7 @@ def serve(
 
 
 def on_ranks(folder: Path, work: Callable[[CudaParallel, Site], Any], *options: dict[str, Any]) -> list[Any]:
-    """What `work` returns on each of two settled ranks; what the first has logged."""
+    """The results of `work` on each of two settled ranks, and the first one's log."""
     started = []
     for rank, own in enumerate(options or ({}, {})):
         ours, theirs = CONTEXT.Pipe()
@@ -154,7 +154,7 @@ def ways_by_size(tp: CudaParallel, site: Site) -> list[str | None]:
 
 
 def sums(tp: CudaParallel, site: Site) -> list[Any]:
-    """Of several shapes, an unaligned one and one of another type among them; and how they went."""
+    """Sums of several shapes, an unaligned one and one of another type among them; and their algorithms."""
     site.calls.clear()
     wide = torch.arange(4.0 * 1024).view(4, 1024)
     assert torch.equal(tp.all_reduce(wide + tp.rank), 2 * wide + 1)

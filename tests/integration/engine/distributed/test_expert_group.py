@@ -23,12 +23,12 @@ def coupled(dp: int, tp: int, pp: int, replica: int, all2all: Any = "all_to_all"
 
 
 def numbers(sender: int, receiver: int) -> int:
-    """How many rows go from one to the other: some none, and more to the ones with high numbers."""
+    """The number of rows from one rank to another: 0 for some, and more for ranks with high numbers."""
     return (sender + 2 * receiver) % 4
 
 
 def check_rows(peers: ExpertCommunicator, name: int) -> None:
-    """Each row says who sent it, to whom, and which it is."""
+    """Check the rows: each has its sender, receiver and number."""
     everyone = range(peers.size)
 
     def rows(sender: int, receiver: int) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""The rank grid over real processes, and what holds without any."""
+"""The rank grid over real processes, and its properties without any."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_world_of_one_starts_no_process_group() -> None:
 
 
 def talk(tp: int, pp: int, rank: int, init_method: str) -> None:
-    """Each rank checks what reaches it from its stage and from the stage before."""
+    """Each rank checks the messages from its stage and from the previous stage."""
     torch.set_num_threads(1)
     config = grid(tp, pp)
     links = connect(config, rank, init_method, CPU, timedelta(seconds=60))

@@ -28,7 +28,7 @@ SHAPE = (64, 1024)
 
 
 class SlowLink:
-    """Takes messages and says of none that it has gone, until somebody waits for it."""
+    """Takes messages, and reports none as sent until somebody waits for it."""
 
     def __init__(self) -> None:
         self.messages: list[Tensor] = []

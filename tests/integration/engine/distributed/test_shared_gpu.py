@@ -1,4 +1,4 @@
-"""Ranks that share a GPU: gloo, which is to see nothing that lies there. The GPU is made up, but not gloo."""
+"""Ranks that share a GPU: gloo must not see the GPU's memory. The GPU is a fake, gloo is real."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FIRST = torch.device("cuda", 0)
 
 
 class SharedDevice(LateDevice):  # type: ignore[no-untyped-call]
-    """Copies wait, as blocking ones do; what an exchange is given of it is an error."""
+    """Copies wait, like blocking ones; passing a device tensor to an exchange is an error."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
@@ -48,14 +48,14 @@ def put(x: Tensor) -> Tensor:
 
 
 def held(x: Tensor) -> list[Any]:
-    """The numbers, of a tensor that must have come to lie on the device."""
+    """The numbers of a tensor, which must be on the device."""
     assert isinstance(x, DeviceTensor)
     numbers: list[Any] = x.held.tolist()
     return numbers
 
 
 def exchanges(links: ParallelState, rank: int) -> dict[str, Any]:
-    """What each kind brings, among two stages of two ranks."""
+    """The results of each kind of exchange among two stages of two ranks."""
     links.pipeline._device = GPU
     assert links.experts is not None
     with SharedDevice():

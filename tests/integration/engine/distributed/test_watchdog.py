@@ -1,4 +1,4 @@
-"""A rank that does not take part is named, with the exchange and what to look at, by those that wait for it."""
+"""The ranks that wait for a rank that does not take part name it, with the exchange and a hint."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Work = Callable[[ParallelState], Any]
 
 
 def serve(rank: int, tp: int, pp: int, init_method: str, work: Work | None, pipe: Connection) -> None:
-    """A rank that tells what `work` raises, or without it takes part in nothing."""
+    """A rank that reports the error of `work`; without `work` it takes part in nothing."""
     torch.set_num_threads(1)
     os.environ["TORCH_FR_BUFFER_SIZE"] = "100"
     watchdog._GRACE_SECONDS = 0.5
@@ -41,7 +41,7 @@ def serve(rank: int, tp: int, pp: int, init_method: str, work: Work | None, pipe
 
 
 def without_last(folder: Path, tp: int, pp: int, work: Work) -> list[Any]:
-    """What `work` comes to on all ranks but the last, which does not take part."""
+    """The results of `work` on all ranks but the last, which does not take part."""
     started = []
     for rank in range(tp * pp):
         ours, theirs = CONTEXT.Pipe()
@@ -83,7 +83,7 @@ def timeouts(links: ParallelState) -> list[float]:
 
 
 def watched(links: ParallelState) -> str:
-    """What is said of a sum that the host has launched and does not wait for, as NCCL's are."""
+    """The report on a sum that the host has launched and does not wait for, as with NCCL."""
     reports: SimpleQueue[str] = SimpleQueue()
     look = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json")  # noqa: B009 (gloo's, which has no type)
     watch(TIMEOUT / 4, reports.put, lambda: parse_pending(look(True, True)))

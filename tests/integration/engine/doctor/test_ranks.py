@@ -1,4 +1,4 @@
-"""The processes that check devices, and what is said of those that fail."""
+"""The processes that check devices, and the reports on failed ones."""
 
 from __future__ import annotations
 

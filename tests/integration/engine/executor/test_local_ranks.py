@@ -19,5 +19,5 @@ if __name__ == "__main__":
 
 
 def test_only_ranks_import_torch() -> None:
-    """What starts them has other hosts to hear of, who take its silence for its end."""
+    """The process that starts them must keep answering other hosts, which take its silence for its end."""
     subprocess.run([sys.executable, "-c", _START], check=True, timeout=120)

@@ -35,7 +35,7 @@ def whole(spec: MoESpec, x: Tensor) -> Tensor:
 def check(
     spec: MoESpec, config: ExpertParallelConfig, dp: int, tp: int, counts: Sequence[int], *, is_packed: bool = True
 ) -> None:
-    """Each rank gets what one rank makes of its replica's tokens."""
+    """Each rank gets the same result as one rank with its replica's tokens."""
     inputs = [torch.randn(count, HIDDEN) for count in counts]
 
     def run(group: ExpertGroup) -> Tensor:
@@ -107,7 +107,7 @@ def test_experts_may_be_anywhere(backend: Any) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_output_of_a_token_does_not_depend_on_the_batch(backend: Any) -> None:
-    """To the last bit: alone, or in a replica and beside one that have others."""
+    """To the last bit: alone, or beside other tokens in its replica and in another one."""
     x = torch.randn(12, HIDDEN)
     counts = ((1, 0), (12, 5))
 

@@ -1,4 +1,4 @@
-"""Hyper-connections against those of transformers, and what their weights mean."""
+"""Hyper-connections against transformers', and the meaning of their weights."""
 
 from __future__ import annotations
 

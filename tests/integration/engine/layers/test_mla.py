@@ -1,4 +1,4 @@
-"""Latent attention: both of its forms, cut over ranks, and what it keeps of a token."""
+"""Latent attention: both of its forms, divided over ranks, and its cache of a token."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def cache_of(blocks: int, dtype: torch.dtype = torch.float32, spec: attention_sp
     ("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.int8, 1e-4), (torch.float8_e4m3fn, 1e-4)]
 )
 def test_absorbed_and_plain_attention_are_equal(dtype: torch.dtype, tolerance: float) -> None:
-    """Whatever the cache holds: it is read by both alike."""
+    """With any contents of the cache, which both read alike."""
     layer = fill(MLA(SPEC, HIDDEN, Parallel()))
     assert isinstance(layer, MLA)
     batch, earlier = batch_of([0, 9, 30], [7, 1, 40])
@@ -102,7 +102,7 @@ def test_each_request_uses_the_cheaper_attention(monkeypatch: pytest.MonkeyPatch
 
 
 def test_nothing_is_read_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On one that has nothing to be read."""
+    """On a device whose data must not be read."""
     layer = fill(MLA(SPEC, HIDDEN, Parallel())).to("meta")
     assert isinstance(layer, MLA)
     batch, _ = batch_of([0, 3, 0], [layer._plain_from, 1, layer._plain_from])

@@ -112,12 +112,12 @@ def test_shards_cut_every_expert_alike(size: int) -> None:
     assert sum(shard.elements for shard in gate_up.shards) == gate_up.numel()
 
 
-# What follows holds our layer against transformers'. Their experts are stacked, gates before ups.
+# The tests below compare our layer with transformers'. Their experts are stacked, gates before ups.
 Lookup = Callable[[str, Shard], Tensor]
 
 
 def stacked(module: nn.Module, router: str, shared: str = "shared_experts") -> Lookup:
-    """Where a slice of ours stands in a module of theirs, whose names these are."""
+    """The place of our slice in their module, which has these names."""
     theirs = dict(module.named_parameters()) | dict(module.named_buffers())
     names = {
         "router.weight": f"{router}.weight",

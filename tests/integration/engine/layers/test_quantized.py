@@ -14,8 +14,8 @@ ROWS, COLUMNS, GROUP = 16, 128, 64
 
 
 def test_experts_have_orders_of_their_own() -> None:
-    """On a rank that has a part of each group: of the second expert 32 and 96 columns, which are other numbers of whole
-    pieces than those of the first one."""
+    """On a rank that has a part of each group: the second expert's 32 and 96 columns are other numbers of whole pieces
+    than the first one's."""
     torch.manual_seed(0)
     shards = [Shard((ROWS, 2 * COLUMNS), 0, COLUMNS, dim=1, expert=expert, local_expert=expert) for expert in range(2)]
     form = Form(

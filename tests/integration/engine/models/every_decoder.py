@@ -32,7 +32,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 4,
     },
 }
-"""What published models have, and the config classes do not by themselves."""
+"""Settings of published models that the config classes do not have by default."""
 LAYOUTS = ((1, 1), (2, 1), (1, 2))
 
 
@@ -44,7 +44,7 @@ def write(model_type: str, folder: Path) -> bool:
     except Exception:  # its own defaults do not satisfy it
         values = {}
     layers, heads = values.get("num_hidden_layers"), values.get("num_attention_heads")
-    usual = {  # what some classes leave open
+    usual = {  # settings that some classes leave unset
         "head_dim": 64,
         "num_key_value_heads": heads,
         "num_experts_per_tok": 2,
@@ -67,7 +67,7 @@ def write(model_type: str, folder: Path) -> bool:
 
 
 def native_refusal(folder: Path) -> str:
-    """Why Quire's mapping does not describe the model; empty: it does."""
+    """The reason why Quire's mapping does not describe the model; empty: it does."""
     try:
         from_hf_config(of_text(json.loads((folder / "config.json").read_text())))
     except ConfigError as error:
@@ -76,7 +76,7 @@ def native_refusal(folder: Path) -> str:
 
 
 def refusal(folder: Path, tp: int, pp: int) -> str:
-    """Why transformers' implementation of the model is not served in a layout; empty: it is."""
+    """The reason why transformers' implementation of the model is not supported in a layout; empty: it is."""
     try:
         describe(DescribeRequest(path=folder, tensor_parallel_size=tp, pipeline_parallel_size=pp))
     except ConfigError as error:
@@ -85,7 +85,7 @@ def refusal(folder: Path, tp: int, pp: int) -> str:
 
 
 def table() -> str:
-    """Markdown: what runs, in which layouts, and why the rest does not."""
+    """Markdown: the models that run, their layouts, and the reasons why the others do not."""
     served: dict[str, str] = {}
     reasons: dict[str, set[str]] = {}
     for model_type, name in DECODERS.items():

@@ -115,7 +115,7 @@ CASES = {
 
 
 def small_sizes(kind: Any) -> dict[str, Any]:
-    """What a config class has of the usual sizes, made small."""
+    """The usual sizes that a config class has, made small."""
     values: dict[str, Any] = kind().to_dict()
     small = shrink(values)
     return {name: value for name, value in small.items() if value != values[name]}

@@ -8,14 +8,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Real:
-    """A published model. `parameters` counts what is served: no layers for multi-token prediction, no scales."""
+    """A published model. `parameters` does not count layers for multi-token prediction, nor scales."""
 
     parameters: int
     config: dict[str, Any]
     shapes: dict[str, tuple[int, ...]]
-    """Of some parameters on a rank of TP 8, worked out by hand."""
+    """Shapes of some parameters on a rank of TP 8, worked out by hand."""
     kv_numbers: int = 0
-    """In a token's KV cache on a rank of the one of two stages that has more weights; 0: not checked."""
+    """Elements of a token's KV cache on a rank of the one of two stages that has more weights; 0: not checked."""
     stored: float = 0.0
     """Bytes of its weights as they are published, if they are quantized."""
     copies: dict[str, int] = field(default_factory=dict)

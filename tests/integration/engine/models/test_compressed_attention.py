@@ -46,7 +46,7 @@ def write_config(folder: Path, **changes: Any) -> None:
 
 @pytest.mark.slow
 def test_a_long_context(tmp_path: Path) -> None:
-    """The tokens are those of transformers, however the prompt is divided, and after a prefix hit. On ranks and stages:
+    """The tokens equal transformers', however the prompt is divided, and after a prefix hit. On ranks and stages:
     `test_long_context` has one rank."""
     settings = {"max_position_embeddings": 8192, "index_topk": 64, "sliding_window": 128, "initializer_range": 0.1}
     write("DeepSeek V4, rates as published", tmp_path, **settings)
@@ -87,7 +87,7 @@ def test_tokens_do_not_depend_on_preemption_nor_on_drafts(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("guess", ["garbage", "right"])
 def test_steps_are_counted_whatever_drafts_are(guess: str, tmp_path: Path) -> None:
-    """Of rejected drafts nothing is left: neither what compressors have read of them, nor entries and keys."""
+    """Rejected drafts leave nothing behind: no inputs of compressors, entries or keys."""
     write("DeepSeek V4", tmp_path)
     prompt = [*range(20, 51)]
     config = configure(tmp_path, max_model_len=128, max_num_seqs=2, block_size=8)

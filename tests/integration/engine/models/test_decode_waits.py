@@ -31,7 +31,7 @@ ROWS = 5
 
 
 class _Launch:
-    """A kernel that does nothing, whatever it is given."""
+    """A kernel that does nothing with any arguments."""
 
     def __getitem__(self, grid: tuple[int, ...]) -> _Launch:
         assert all(isinstance(size, int) for size in grid)
@@ -43,7 +43,7 @@ class _Launch:
 
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The Triton module as it is, but for its kernels; so results are what memory held."""
+    """The Triton module without its kernels, so that results are the previous contents of memory."""
     for found in pkgutil.iter_modules(triton.__path__):
         module = importlib.import_module(f"{triton.__name__}.{found.name}")
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
@@ -73,7 +73,7 @@ def decode(folder: Path, case: str, **options: Any) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_no_family_waits_for_the_device(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if case.startswith("Gemma 4"):  # scales of experts are looked up by numbers that are to be those of experts
+    if case.startswith("Gemma 4"):  # scales of experts are looked up by ids, which must be valid
         monkeypatch.delattr(triton, "route", raising=False)
     decode(tmp_path, case)
 

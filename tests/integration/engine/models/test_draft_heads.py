@@ -116,8 +116,8 @@ class Stages:
 
 
 def run(config: EngineConfig, head: ModelConfig, tokens: Tensor, cuts: list[int], parallel: Parallel) -> list[Tensor]:
-    """Target's logits, what the head reads, feeds back, and its logits, at all positions but the last, of steps that
-    end at `cuts`."""
+    """The target's logits, the head's input, the states that it feeds back, and its logits, at all positions but the
+    last, of steps that end at `cuts`."""
     model, found = Stages(config, head, parallel), []
     for start, end in zip((0, *cuts), cuts, strict=False):
         batch = model.batch(tokens[start:end], start)

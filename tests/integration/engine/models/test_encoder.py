@@ -338,7 +338,7 @@ def test_sizes_are_known_beforehand(case: str, tmp_path: Path) -> None:
 def test_unsupported_settings_are_named(
     changes: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """transformers is not asked; tests of its backend show what it says."""
+    """transformers is not asked; tests of its backend show its answers."""
 
     def describe(request: transformers_backend.DescribeRequest) -> NoReturn:
         raise ConfigError("transformers cannot build it")

@@ -1,4 +1,4 @@
-"""Busy experts that move while requests run: greedy tokens are those of transformers all the same."""
+"""Busy experts that move while requests run: greedy tokens still equal transformers'."""
 
 from __future__ import annotations
 

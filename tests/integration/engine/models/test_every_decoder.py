@@ -21,7 +21,7 @@ UNEXPLAINED = frozenset(
 )
 """transformers' own classes do not run with the configs that they make by themselves."""
 REASONS: dict[str, str] = {}
-"""Why each is not supported, as far as tests of this process have asked; empty: it is."""
+"""The reason why each is not supported, as far as tests of this process have asked; empty: it is."""
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -51,7 +51,7 @@ def test_mappings_read_the_configs_that_transformers_makes_by_itself(model_type:
 
 
 def test_most_architectures_are_supported(tmp_path: Path) -> None:
-    """Those that only transformers has among them."""
+    """Including the architectures that only transformers has."""
     for model_type in DECODERS.keys() - REASONS.keys():
         folder = tmp_path / model_type
         folder.mkdir()

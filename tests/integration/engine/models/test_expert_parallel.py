@@ -1,4 +1,4 @@
-"""Families whose experts are spread over ranks: logits, tokens and sizes are those of the whole model."""
+"""Families whose experts are spread over ranks: logits, tokens and sizes equal the whole model's."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_ranks_hold_each_expert_once_and_as_much_as_the_plan_says(family: str, p
 
 
 def test_experts_need_not_be_cut(tmp_path: Path) -> None:
-    """So their inner features may be any number; what every token passes is still cut."""
+    """So their number of inner features is arbitrary; layers that every token passes are still divided."""
     architecture, changes = CASES["Qwen3 MoE"]
     write_model(architecture, SIZES | changes | {"num_experts": 4, "moe_intermediate_size": 21}, tmp_path)
     with pytest.raises(ConfigError, match="4 does not divide this model's 21 feed-forward columns of an expert"):

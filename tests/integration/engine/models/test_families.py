@@ -52,8 +52,8 @@ WHATEVER_THE_BATCH: dict[str, dict[str, Any]] = {
     "RecurrentGemma": {"hidden_size": 64},
     "RWKV-4": {"hidden_size": 64},
 }
-"""Cases whose logits are the same in every batch, bit by bit, and settings for that: torch rounds the sigmoids of what
-is left of a batch after the last whole vector otherwise."""
+"""Cases whose logits are the same in every batch, bit by bit, and settings for that: torch rounds the sigmoids in the
+remainder of a batch after the last whole vector differently."""
 QUANTIZED = (
     *WITH_OTHER_MATRICES,
     *("Qwen3-Next", "Qwen3.5 MoE", "OLMo hybrid", "Kimi Linear", "Ling hybrid", "MiniMax", "LFM2-MoE"),
@@ -63,8 +63,8 @@ QUANTIZED = (
 """Cases that are quantized while loading, and run in all layouts: with recurrent states, sparse attention, or other
 matrices."""
 _DISTANCES = {"int8": 0.5, "fp8": 0.6}
-"""The largest mean distance of logits from those of the unrounded numbers, relative to them: of models of random
-numbers whose tokens may go to other experts, or attend to other tokens. Of most it is below 0.25."""
+"""The largest mean distance between logits and the logits of the unrounded numbers, relative to the latter, in models
+of random numbers whose tokens may go to other experts, or attend to other tokens. In most models it is below 0.25."""
 
 
 Written = Callable[[str], tuple[Path, Any]]
@@ -159,7 +159,7 @@ def layouts() -> list[Any]:
 
 
 def kinds_of_layers(case: str) -> frozenset[tuple[object, ...]]:
-    """By which a rank's caches and what passes between ranks and stages differ."""
+    """The kinds of layers that differ in a rank's caches, or in the data between ranks and stages."""
     name, changes = CASES[case]
     config = getattr(transformers, name).config_class(**{**SIZES, **changes}).to_dict()
     found = set()
@@ -505,7 +505,7 @@ def test_every_family_has_a_case_and_a_line_in_the_document() -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_configs_mean_the_same_as_people_write_them_and_as_transformers_does(case: str) -> None:
-    """Files on the hub leave out what transformers fills in, and have older names."""
+    """Files on the hub leave out settings that transformers fills in, and have older names."""
     name, changes = CASES[case]
     kind = getattr(transformers, name).config_class
     raw = {kind.attribute_map.get(key, key): value for key, value in {**SIZES, **changes}.items()}

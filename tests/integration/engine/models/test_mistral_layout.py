@@ -1,4 +1,4 @@
-"""Models in Mistral's own layout against those of transformers with the same numbers."""
+"""Models in Mistral's own layout against transformers' models with the same numbers."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_logits_are_those_of_transformers(case: str, tmp_path: Path, monkeypatch
 
 
 def _of_transformers(state: dict[str, Any], stored_now: dict[str, Any], params: dict[str, Any]) -> dict[str, Any]:
-    """transformers' tensors, where those in `stored_now` have changed: `stored` only moves numbers."""
+    """transformers' tensors after changes to the tensors in `stored_now`: `stored` only moves numbers."""
     changed = {}
     for name, tensor in state.items():
         numbers = stored({name: torch.arange(tensor.numel(), dtype=torch.float64).view(tensor.shape)}, params)
@@ -140,7 +140,7 @@ def _of_transformers(state: dict[str, Any], stored_now: dict[str, Any], params: 
 
 @pytest.mark.parametrize("case", ["dense", "latent attention"])
 def test_fp8_weights_have_a_scale_each(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also those of each expert, which transformers has in two stacks."""
+    """Also the weights of each expert, which transformers has in two stacks."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     config_class, model_class, params, changes = _CASES[case]
     torch.manual_seed(0)

@@ -37,7 +37,7 @@ MANY = ("DeepSeek-R1", "Qwen3-235B-A22B")
 
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """What is free on each of 16 devices."""
+    """The free memory on each of 16 devices."""
     free = [80 * GIB] * TP * PP
     monkeypatch.setattr(devices, "free_gpu_memory", lambda: free)
     return free
@@ -56,7 +56,7 @@ def test_parameters_are_as_many_as_are_published(name: str) -> None:
 
 
 class Covered:
-    """How often each row or column of a checkpoint tensor, or of an expert's part of it, is held."""
+    """Counts how many ranks hold each row or column of a checkpoint tensor, or of an expert's part of it."""
 
     def __init__(self) -> None:
         self.dim = -1
@@ -84,7 +84,7 @@ def rows_of(stored: StoredSlice) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in MANY)) for name in REAL])
 def test_the_ranks_hold_every_element_of_the_checkpoint(name: str, memory: list[int], tmp_path: Path) -> None:
-    """Once, but for what every rank has, and KV heads where there are fewer than ranks."""
+    """Each once, except for elements that every rank has, and KV heads if there are fewer than ranks."""
     memory[:] = [160 * GIB] * TP * PP
     config, real = configure(REAL[name], tmp_path), REAL[name]
     arch, stages = config.model.architecture, config.parallel.stages

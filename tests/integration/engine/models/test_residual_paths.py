@@ -16,7 +16,7 @@ from tests.integration.engine.layers.test_sharding import fill, prefill
 
 @torch.no_grad()
 def test_a_scalar_multiplies_the_whole_stream() -> None:
-    """Gemma 4 multiplies the residual stream, not only what the layer adds to it."""
+    """Gemma 4 multiplies the residual stream, not only the layer's contribution to it."""
     x, residual = torch.randn(2, 5, 32)
     spec = replace(TINY_LAYER, residual=ScaledResidualSpec(layer_input=None))
     plain, scaled = DecoderLayer(TINY_LAYER, 32, Parallel()), ScaledResidualLayer(spec, 32, Parallel())

@@ -30,7 +30,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_they_take_no_memory(folder: Path) -> None:
-    """Of the layers without windows, 2 is the last with its own, of those with windows 3; 4 to 6 read theirs."""
+    """Layer 2 is the last one without a window that has keys and values of its own, layer 3 the last one with a window;
+    4 to 6 read theirs."""
     config = configure(folder, max_model_len=64)
     sources = [layer.kv_source for layer in config.model.architecture.layers]
     assert sources == [None] * 4 + [2, 3, 2]
@@ -62,7 +63,7 @@ def test_uneven_stages_are_named(folder: Path, caplog: pytest.LogCaptureFixture)
 
 
 def test_each_layer_reads_them(folder: Path) -> None:
-    """Those that a token at 40 tokens attends to, whatever layer they belong to."""
+    """The keys that a token at 40 tokens attends to count in each layer, whichever layer owns them."""
     config = configure(folder, max_model_len=64)
     arch, parts = config.model.architecture, floors._Floors(config, describe("H100", 1, 50.0))
     read = [layer.attention for layer in arch.layers if layer.kv_source is not None]

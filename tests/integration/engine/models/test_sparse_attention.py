@@ -35,7 +35,7 @@ STEPS = 16
     ],
 )
 def test_a_long_context(case: str, tp: int, pp: int, tmp_path: Path) -> None:
-    """The tokens are those of transformers, however the prompt is divided, after a prefix hit and after preemption."""
+    """The tokens equal transformers', however the prompt is divided, after a prefix hit and after preemption."""
     settings: dict[str, Any] = {"max_position_embeddings": 8192, "index_topk": 256, "index_n_heads": 8}
     if case == "MiniMax-M3":
         sparse = CASES[case][1]["sparse_attention_config"]

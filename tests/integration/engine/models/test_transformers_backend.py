@@ -39,7 +39,7 @@ from tests.integration.engine.models.test_families import STEPS
 
 @pytest.fixture
 def own_process() -> None:
-    """For tests that ask a process of its own, as users do."""
+    """Lets tests ask a separate process, as users do."""
 
 
 @pytest.fixture(autouse=True)
@@ -90,7 +90,7 @@ def layouts(largest: bool = False) -> list[Any]:
     ("case", "tp", "pp"), [each for each in layouts(largest=True) if each.values[0] in (*IN_ALL_LAYOUTS, *UNLIKE)]
 )
 def test_greedy_tokens_are_those_of_transformers(case: str, tp: int, pp: int, tmp_path: Path) -> None:
-    """Of other models, the description compares logits of two requests in chunks."""
+    """For other models, the description compares logits of two requests in chunks."""
     model = others.write(case, tmp_path)
     tokens = served(tmp_path, tensor_parallel_size=tp, pipeline_parallel_size=pp)
     assert tokens == likeliest(model, prompts(), tokens)
@@ -220,7 +220,7 @@ def test_unsupported_models_are_rejected_by_name(
 
 
 def test_values_of_config_json_can_be_overridden(tmp_path: Path) -> None:
-    """In the description, and on the ranks; also the type, by which transformers chooses what to build."""
+    """In the description, and on the ranks; also the type, by which transformers chooses the model's class."""
     model = write_model("LlamaForCausalLM", families.SIZES | {"num_hidden_layers": 2}, tmp_path)
     file, tokens = tmp_path / "config.json", torch.arange(3, 40)
     config = json.loads(file.read_text())

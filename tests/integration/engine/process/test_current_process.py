@@ -1,4 +1,4 @@
-"""What other users of a host see of a process."""
+"""The view that other users of a host have of a process."""
 
 from __future__ import annotations
 

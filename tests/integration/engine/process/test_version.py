@@ -1,4 +1,4 @@
-"""The commit of a checkout, and of what was built from one."""
+"""The commit of a checkout, and of packages built from one."""
 
 from __future__ import annotations
 

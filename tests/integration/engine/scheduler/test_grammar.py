@@ -1,4 +1,4 @@
-"""What compiling grammars imports."""
+"""The modules that compiling grammars imports."""
 
 from __future__ import annotations
 

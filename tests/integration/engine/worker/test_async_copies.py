@@ -46,7 +46,7 @@ def make(folder: Path) -> ModelRunner:
 
 
 def to_gpu(runner: ModelRunner) -> None:
-    """What it would be if it had been loaded there."""
+    """Move the runner to the device, as if it had been loaded there."""
     move(runner._model)
     memory = [cache.memory for cache in runner._kv_caches.layers if cache.memory is not None]
     runner._kv_caches.layers = [

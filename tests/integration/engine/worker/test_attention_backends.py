@@ -1,4 +1,4 @@
-"""A rank's whole model with attention by others than the platform's own: the tokens of transformers."""
+"""A rank's whole model with other attention backends than the platform's own: transformers' tokens."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_backend_that_fails_ends_the_start(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_gpu_that_cannot_read_the_cache_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the rank, whose GPU the host that resolved the options may not have seen; the reference reads it as asked."""
+    """By the rank, as the host that resolved the options may not have its GPU; the reference accepts the type."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     gpu, dtype = torch.device("cuda", 3), torch.bfloat16
 

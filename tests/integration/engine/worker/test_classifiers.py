@@ -1,4 +1,4 @@
-"""Logits of real ranks for every kind of classification head: those of transformers, of texts and of pairs."""
+"""Logits of real ranks for every kind of classification head equal transformers', for texts and for pairs."""
 
 from __future__ import annotations
 

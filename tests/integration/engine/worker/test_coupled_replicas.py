@@ -32,7 +32,7 @@ LENGTHS = (1, 33, 70, 7, 50)
 
 
 class ReplicaExecutor(ThreadExecutor):
-    """The ranks of one replica; `groups` are those of its ranks, stage by stage."""
+    """The ranks of one replica; `groups` are its ranks' groups, stage by stage."""
 
     def __init__(self, config: EngineConfig, groups: Sequence[ExpertGroup]) -> None:
         tp, stages = config.parallel.tensor_parallel_size, len(config.parallel.stages)
@@ -70,7 +70,7 @@ def replica_executors(config: EngineConfig) -> list[ReplicaExecutor]:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Models whose experts can be shared out over four ranks."""
+    """Models whose experts can be divided over four ranks."""
     found = {}
     for case, changes in (
         ("Mixtral", {"num_local_experts": 8}),

@@ -120,7 +120,7 @@ def test_replays_are_the_steps_themselves(
 def test_a_replay_is_bit_for_bit_the_step_and_stores_nothing_else(
     recorder: Recording, folders: Callable[[str], Path]
 ) -> None:
-    """Of the same number of rows; and with padding, of the rows alone."""
+    """As a step of the same number of rows; with padding, as a step of the rows alone."""
     config = config_of(folders("Llama"), 1, 2, 4, 8)
     runner = ModelRunner(config, 0, connect(config.parallel, 0, None, CPU), CPU)
     runner.finalize()
@@ -312,7 +312,7 @@ class Failing(CallAgain):
 
 
 def capture_on(rank: int, place: str, config: EngineConfig, init_method: str, pipe: Connection) -> None:
-    """A rank of which the second fails at its second size; tells what it holds, what it says, and what it decodes."""
+    """A rank, of which the second fails at its second size; it reports its captured sizes, its log and its decodes."""
     graph_recorders.make_recorder = lambda *given: Failing(place if rank == 1 else "")
     said: list[str] = []
     handler = logging.Handler()
@@ -378,7 +378,8 @@ def on_two_ranks(config: EngineConfig, place: str, folder: Path) -> list[Any]:
 def test_all_ranks_have_a_size_or_none_has(
     place: str, layout: dict[str, int], reason: str, folders: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """Whichever rank fails, and nobody waits for it; in an exchange of the step itself, it ends by name instead."""
+    """No matter which rank fails, nobody waits for it; if it fails in an exchange of the step itself, the error names
+    it instead."""
     config = config_of(folders("Llama"), 1, 2, 4, **layout)
     reported = on_two_ranks(config, place, tmp_path)
     if place == "warm-up":
@@ -536,7 +537,7 @@ def test_ranks_that_synchronize_outside_operations_are_not_captured() -> None:
 
 
 class FakeCuda:
-    """As much of torch.cuda as capturing needs, and what was asked of it."""
+    """The parts of torch.cuda that capturing needs, and a record of its calls."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[str] = []

@@ -62,7 +62,7 @@ def serve(
     layers: int = 1,
     quantization: kernels.Quantization | None = None,
 ) -> list[tuple[list[Tensor], list[ExpertLoad], list[ExpertPlacement]]]:
-    """What each rank's layers put out with each step, what it told, and where experts were last.
+    """The outputs of each rank's layers in each step, its reported loads, and the last placement of experts.
 
     Every step has the same tokens, uneven over the replicas.
     """

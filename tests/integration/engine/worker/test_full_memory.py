@@ -16,7 +16,7 @@ Check = Callable[[str], list[Any]]
 
 @pytest.fixture
 def check(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Check:
-    """What the part of scripts/gpu_check finds; on CPU with little of everything."""
+    """The results of this part of scripts/gpu_check; on CPU at small sizes."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[4] / "benchmarks"))
     lab, memory = importlib.import_module("gpu.lab").Lab, importlib.import_module("gpu.memory")
     return lambda device: list(memory.check(lab(device, device == "cpu", False, tmp_path, time.monotonic() + 900)))

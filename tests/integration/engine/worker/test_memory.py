@@ -1,4 +1,4 @@
-"""How much KV cache a rank finds room for, measured by a meter that says what it is told; and the step that it runs."""
+"""The size of the KV cache that fits a rank, measured by a scripted meter; and the step that it runs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ U = 1 << 27
 
 @dataclass
 class FakeMeter:
-    """`run` is the largest step to it: what it holds beside the weights, at most, and for good."""
+    """A scripted meter. `run` stands for the largest step: the most that it holds beside the weights, and the part that
+    stays."""
 
     at_start: int = 80 * U
     others: int = 1 * U
@@ -68,7 +69,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def many(folder: Path, **options: Any) -> EngineConfig:
-    """So many requests at once that the memory is what limits the cache."""
+    """So many requests at once that the memory limits the cache."""
     most = 32 if "kv_cache_memory_bytes" in options else 1 << 13
     return resolve(
         EngineOptions(
@@ -166,7 +167,7 @@ SHARED = 80 * U
 
 @dataclass
 class SharingMeter(FakeMeter):
-    """Of one of two ranks on a device: what both have taken lies in memory that they share."""
+    """The meter of one of two ranks on a device: the bytes that each has taken are in shared memory."""
 
     rank: int = 0
     taken: Any = None
@@ -190,7 +191,7 @@ class SharingMeter(FakeMeter):
 
     def keep_free(self, size: int) -> None:
         self.left = self.free() - size
-        """What torch may take besides."""
+        """The memory that torch may take in addition."""
 
 
 def share(rank: int, config: EngineConfig, init_method: str, meter: SharingMeter, pipe: Connection) -> None:
@@ -204,7 +205,7 @@ def share(rank: int, config: EngineConfig, init_method: str, meter: SharingMeter
 
 
 def test_ranks_that_share_a_device_count_their_own(folder: Path, tmp_path: Path) -> None:
-    """Each has half, and half of what no allocator has; the second to start found less free."""
+    """Each has half, and half of the memory outside allocators; the second to start found less free."""
     config = many(folder, pipeline_parallel_size=2)
     config = replace(config, parallel=replace(config.parallel, devices=(0, 0)))
     taken, events = CONTEXT.Array("q", 2), [CONTEXT.Event() for _ in range(2)]

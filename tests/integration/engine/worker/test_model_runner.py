@@ -1,4 +1,4 @@
-"""One rank driven by plans made by hand: the tokens of transformers, whatever the way there."""
+"""One rank driven by plans made by hand: transformers' tokens, however the plans reach them."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_decodes_run_ahead_of_what_is_known(folder: Path, prompts: list[list[int
 
 @pytest.mark.parametrize("scores", [False, True])
 def test_the_last_layer_computes_what_is_read(folder: Path, prompts: list[list[int]], scores: bool) -> None:
-    """Of a prompt its last token alone, of a part of one as well, but all of it where it is scored."""
+    """Only the last token of a prompt, or of a part of one, but all tokens if the prompt is scored."""
     config = configure(folder, block_size=4, max_num_seqs=8, max_model_len=128)
     runner = ModelRunner(config, 0, connect(config.parallel, 0, None, CPU), CPU)
     assert isinstance(runner._model, Decoder)

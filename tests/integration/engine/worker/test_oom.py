@@ -1,4 +1,5 @@
-"""A rank for which a step needs more memory than there is, driven by the real core: who fails, and who does not."""
+"""A rank for which a step needs more memory than there is, driven by the real core: the requests that fail, and the
+others."""
 
 from __future__ import annotations
 
@@ -47,9 +48,9 @@ class Scarcity:
         self.steps: frozenset[int] = frozenset()
         self.error: Exception = ERRORS["cuda"]
         self.tokens: list[int] = []
-        """Of each step."""
+        """Number of tokens of each step."""
         self.tensors: list[weakref.ref[Tensor]] = []
-        """That steps which failed had made."""
+        """The tensors that failed steps had made."""
         self._calls = 0
         forward = DecoderLayer.forward
 
@@ -125,7 +126,7 @@ def tokens(outputs: list[EngineCoreOutput]) -> list[int]:
 def test_only_requests_of_the_failed_step_fail(
     ranks: Ranks, expected: list[list[int]], scarcity: Scarcity, kind: str, steps: tuple[int, ...]
 ) -> None:
-    """The books are checked after every turn; what the scheduler shares has been computed, or tokens would differ."""
+    """The books are checked after every turn; shared blocks have been computed, or tokens would differ."""
     scarcity.error = ERRORS[kind]
     scarcity.at(*steps)
     ended = ranks.run(requests())

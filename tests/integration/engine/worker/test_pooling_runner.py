@@ -1,4 +1,4 @@
-"""Vectors of real ranks: those of transformers and sentence-transformers' pooling, however prompts are cut."""
+"""Vectors of real ranks equal transformers' with sentence-transformers' pooling, however prompts are divided."""
 
 from __future__ import annotations
 
@@ -172,6 +172,6 @@ def test_an_encoder_takes_whole_prompts_in_batches(prompts: list[list[int]], tmp
         found, ranks = vectors(config, prompts, **settings)
         check(found, expected)
         assert ranks.stats.kv_blocks == 0
-    if tp == 1:  # alone as in company, to the bit
+    if tp == 1:  # the same alone and in a batch, to the bit
         alone = [vectors(config, [prompt])[0][0] for prompt in prompts[:3]]
         assert all(torch.equal(one, other) for one, other in zip(alone, found, strict=False))

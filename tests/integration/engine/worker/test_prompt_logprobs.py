@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts on one rank and on several: those of transformers, however the prompt is cut."""
+"""Log-probabilities of prompts on one rank and on several equal transformers', however the prompt is divided."""
 
 from __future__ import annotations
 

@@ -246,7 +246,7 @@ def test_logprobs_are_those_of_the_model(features: dict[str, Any]) -> None:
 
 
 def test_logprobs_of_given_tokens() -> None:
-    """With bias, so that the distribution is that of the model; beside rows with the most likely tokens and without."""
+    """They follow the model's distribution, without the bias; beside rows with the most likely tokens and without."""
     wanted = [[7], [], [5, 3, VOCAB - 1, 0]]
     rows = [Row(torch.randn(VOCAB) * 2, logprobs=len(ids) or 2, logprob_token_ids=ids or None) for ids in wanted]
     rows.append(Row(torch.randn(VOCAB), logit_bias={4: 100.0}, logprobs=1, logprob_token_ids=[4]))

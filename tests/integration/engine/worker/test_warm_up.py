@@ -1,4 +1,4 @@
-"""What a rank on a GPU tries before it serves: every kernel variant that decodes may need, and nothing stays of it."""
+"""The warm-up of a rank on a GPU: every kernel variant that decodes may need, without lasting effects."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Meter(FakeMeter):
 
 
 class Calls:
-    """Which variants of kernels are called."""
+    """The variants of kernels that are called."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rows: set[int] = set()

@@ -39,7 +39,7 @@ def send(connection: Connection, *events: bytes) -> None:
 
 
 async def parrot(connection: Connection) -> None:
-    """Says how many messages there are, and the last."""
+    """Answers with the number of messages, and the last one."""
     connection.begin()
     if "messages" in connection.body:
         messages = connection.body["messages"]
@@ -177,7 +177,7 @@ class Terminal:
         self.seen = ""
 
     def until(self, text: str) -> str:
-        """What has come since the last call, up to this."""
+        """The output since the last call, up to this text."""
         while text not in self.seen:
             more = os.read(self._end, 65536)
             assert more
@@ -198,7 +198,7 @@ class Terminal:
 
 
 def _own_the_terminal() -> None:
-    """Ctrl-C is a signal to whoever owns the terminal."""
+    """Ctrl-C is a signal to the process that owns the terminal."""
     import fcntl
     import termios
 

@@ -1,4 +1,4 @@
-"""Replicas without an API on their host, with fake cores: kept alive, told of, and served by an API elsewhere."""
+"""Replicas without an API on their host, with fake cores: kept alive, reported, and used by an API elsewhere."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ MODE = [""]
 
 @dataclass
 class Alone:
-    """In place of `DPMember`, with nobody at the other end."""
+    """Replaces `DPMember`, with nobody at the other end."""
 
     folder: Path
     reported: SimpleQueue[ReplicaUp | tuple[int, str]] = field(default_factory=SimpleQueue)
@@ -165,7 +165,7 @@ def test_a_dead_core_that_does_not_end_is_killed(
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    """Until it holds; a hanging test otherwise."""
+    """Wait until it holds; otherwise the test hangs."""
     while not condition():
         threading.Event().wait(0.02)
 

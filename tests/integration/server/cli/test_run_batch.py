@@ -1,4 +1,4 @@
-"""`quire run-batch`: every line once, whatever happens in between."""
+"""`quire run-batch`: every line once, despite interruptions."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_a_file_of_others_is_left_alone(tmp_path: Path) -> None:
 def test_every_line_has_its_answer_or_its_error(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever key of a server is in the environment."""
+    """With any server's key in the environment."""
     monkeypatch.setenv("QUIRE_API_KEY", "k")
     message = {"messages": [{"role": "user", "content": "hi"}]}
     asked: list[dict[str, Any] | str] = [
@@ -338,7 +338,7 @@ print(json.dumps([counts[0], seen]))
 
 
 def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
-    """10,000 lines make 21 MB in and 11 MB out; a second run reads what the first has written."""
+    """10,000 lines make 21 MB in and 11 MB out; a second run reads the first run's output."""
     count, source, target = 10_000, tmp_path / "in", tmp_path / "out"
     with source.open("w") as file:
         for number in range(count):

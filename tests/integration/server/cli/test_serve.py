@@ -112,7 +112,7 @@ CLIENT_FLAGS = {
 
 @pytest.mark.parametrize("command", CLIENT_FLAGS)
 def test_the_flag_lists_of_the_others_are_frozen_too(command: str) -> None:
-    """Those of the engine are `quire serve`'s; `quire plan` takes those of its server, too."""
+    """The engine's flags are `quire serve`'s; `quire plan` takes its server flags, too."""
     flags = set(build_parser().parse_args([command]).parser._option_string_actions)
     if command == "plan":
         assert flags > set(FLAGS.split())
@@ -519,7 +519,7 @@ def test_an_api_process_that_dies_is_replaced_and_each_says_why_the_engine_died(
         first, second = held_by_each(stack, url, process)
         for client in (first, second):
             assert client.post("/v1/completions", json={"prompt": "hello"}).json()["choices"][0]["text"] == "hello"
-            # What the dead one had left in the engine is gone; the other stream runs on.
+            # The dead process's requests in the engine are gone; the other stream runs on.
             assert (
                 'quire:num_requests_running{engine="0",model_name="echo"} 1.0'
                 in client.get("/metrics").text.splitlines()

@@ -1,4 +1,4 @@
-"""Several replicas behind one client: what is sent where, and what happens when one of them dies."""
+"""Several replicas behind one client: the replica of each request, and the death of a replica."""
 
 from __future__ import annotations
 
@@ -79,13 +79,13 @@ def _instant_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def until(condition: Callable[[], Any]) -> None:
-    """A hanging test, if it never comes true."""
+    """Wait until it is true; otherwise the test hangs."""
     while not condition():
         await asyncio.sleep(0.005)
 
 
 async def whole(stream: OutputStream) -> EngineCoreOutput:
-    """All that comes of a request, up to its end, as one. Raises what ends it otherwise."""
+    """All outputs of a request up to its end, merged into one. Raises the error that ends it otherwise."""
     outputs: list[EngineCoreOutput] = []
     while not outputs or outputs[-1].finish_reason is None:
         outputs += await stream.get()
@@ -100,7 +100,7 @@ async def whole(stream: OutputStream) -> EngineCoreOutput:
 
 
 class Script:
-    """A core whose every word the test says."""
+    """A core whose messages the test sends."""
 
     def __init__(self, replica: int, ends: Endpoints, incarnation: int = 1) -> None:
         self.replica, self.incarnation = replica, incarnation
@@ -157,7 +157,7 @@ class Scripted:
         self.client.update(ReplicaLost(core.replica, reason, returns))
 
     async def of(self, request_id: str) -> Script:
-        """Where a request was sent to; its `EngineCoreRequest` is taken out there."""
+        """The core that a request was sent to; its `EngineCoreRequest` is taken out there."""
         replica = self.client._running[request_id].replica
         assert replica is not None
         core = self.cores[replica]
@@ -254,7 +254,7 @@ async def test_nothing_that_was_queued_for_the_dead_reaches_its_successor(tmp_pa
 
 
 async def test_late_messages_of_the_dead_do_not_reach_their_successors_requests(tmp_path: Path) -> None:
-    """A host that was cut off sends what it has still queued once its cable is back."""
+    """A host that was cut off sends its queued messages once its cable is back."""
     async with scripted(tmp_path) as engine:
         await engine.lost(engine.cores[1], "gone for good")
         stream = engine.submit("a", [1])
@@ -738,7 +738,7 @@ async def test_replicas_come_and_go_under_open_streams(
 
 
 async def answer_pings(core: Script, ahead: int = 0) -> Any:
-    """Answer those of a stop with a clock that is `ahead`, in nanoseconds; returns the stop."""
+    """Answer the pings of a stop with a clock that is `ahead`, in nanoseconds; returns the stop."""
     while isinstance(message := await core.hear(ClockPing | StopProfile), ClockPing):
         core.say(ClockReply(message.call_id, 0, 0, time.time_ns() + ahead))
     return message

@@ -39,7 +39,7 @@ _LENGTH = 200
 
 @pytest.fixture(autouse=True)
 def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For each core: they share the processors."""
+    """One thread for each core: they share the processors."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
@@ -57,7 +57,7 @@ class Engine:
 
 @asynccontextmanager
 async def engine(count: int) -> AsyncIterator[Engine]:
-    """So many cores of one thread each, in float32; those that die are started again."""
+    """A number of cores of one thread each, in float32; dead ones are started again."""
     options = EngineOptions(model=str(DEMO_MODEL), device="cpu", kv_cache_memory_bytes=64 << 20, max_num_seqs=64)
     config = resolve(options)
     parallel = replace(config.parallel, replicas=count, local_replicas=range(count))
@@ -95,7 +95,8 @@ def params(number: int) -> SamplingParams:
 
 
 async def answers(count: int, kill: bool) -> tuple[list[tuple[list[int], int, int, FinishReason | None]], int]:
-    """Of 50 streams: tokens, numbers of log-probabilities and of scores, and the end; and how many had to move."""
+    """The answers to 50 streams: tokens, numbers of log-probabilities and of scores, and the end; and the number of
+    moved streams."""
     rng = random.Random(0)
     requests = [(str(n), [rng.randrange(3, 300) for _ in range(rng.randrange(5, 60))], params(n)) for n in range(50)]
     outputs: dict[str, list[EngineCoreOutput]] = {request_id: [] for request_id, _, _ in requests}

@@ -1,4 +1,4 @@
-"""A step that finds no memory, seen by clients: an error for those in it, and the server goes on."""
+"""A step that finds no memory, seen by clients: an error for its requests, and the server goes on."""
 
 from __future__ import annotations
 

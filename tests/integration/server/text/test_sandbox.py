@@ -1,4 +1,4 @@
-"""Questions that are answered in a process of their own, and those that are not."""
+"""Questions that are answered in a process of their own, and questions without an answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a structured output may be: refused by the keyword's name before anything runs, or enforced whole."""
+"""Structured outputs are refused by the keyword's name before anything runs, or enforced completely."""
 
 from __future__ import annotations
 
@@ -242,7 +242,7 @@ def test_constraints_that_allow_everything_are_ignored(checker: StructuredOutput
 
 @pytest.mark.parametrize("schema", [{"type": "string", "pattern": "(?=a)b"}, {"type": "text"}, {"enum": []}])
 def test_errors_do_not_show_the_servers_own_grammar(checker: StructuredOutputCheck, schema: Any) -> None:
-    """That of tools contains their schemas."""
+    """The grammar of tools contains their schemas."""
     grammar = f'start: head args "done"\nhead: "x"\nargs: %json {json.dumps(schema)}\n'
     with pytest.raises(InvalidParameter) as error:
         checker.resolve(StructuredOutputs(grammar=grammar), "tools")
@@ -281,7 +281,7 @@ def refs(count: int) -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize("kind", refs(10))
 def test_references_cost_no_more_each_where_there_are_many(kind: str) -> None:
     def calls(count: int) -> int:
-        """Of functions, while so many references are checked."""
+        """Number of function calls while so many references are checked."""
         seen = 0
 
         def note(frame: object, event: str, argument: object) -> None:

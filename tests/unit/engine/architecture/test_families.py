@@ -1,5 +1,5 @@
-"""What families read from config.json, where they find it in a checkpoint, and what a layer makes of it. That all of it
-together is what transformers computes, is compared elsewhere, of some families in each run."""
+"""The settings that families read from config.json, their tensors in a checkpoint, and the resulting layers. Other
+tests compare the whole with transformers, for some families in each run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks have of parameters."""
+"""The shares that ranks have of parameters."""
 
 from __future__ import annotations
 

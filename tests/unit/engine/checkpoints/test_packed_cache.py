@@ -1,4 +1,4 @@
-"""Files of packed weights: what is in them, when they are not used, and how many are kept."""
+"""Files of packed weights: their contents, the cases in which they are not used, and the number that is kept."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_model_gets_the_weights_that_another_one_had(cache: PackedCache, tmp_p
     x = torch.randn(2, 64)
     assert torch.equal(model.linear.product(x), saved.linear.product(x))
     assert all(value.data_ptr() % 64 == 0 for value in model.values if value.numel())
-    # Experts move between ranks: what is written stays in this process.
+    # Experts move between ranks: changes stay in this process.
     for value in model.values:
         value.fill_(1)
     assert file.read_bytes() == before
@@ -204,7 +204,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_file_depends_on_all_code_that_determines_its_content() -> None:
-    """Names and orders of rows are those of families, and layers are packed by kernels."""
+    """Families determine names and orders of rows, and kernels the packing of layers."""
     names = {f"{path.parent.name}/{path.name}" for path in packed_cache._sources()}
     needed = {"families/llama.py", "checkpoints/loader.py", "layers/linear.py", "models/decoder.py"}
     assert needed | {"cpu/matmul.cpp", "kernels/linear.py"} <= names

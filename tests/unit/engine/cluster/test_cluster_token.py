@@ -1,4 +1,4 @@
-"""Where the cluster token comes from, and who makes one."""
+"""The sources of the cluster token, and the hosts that make one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The store that ranks rendezvous with: what it answers, and what it rejects as a message that is to be dropped."""
+"""The store that ranks rendezvous with: its answers, and the messages that it rejects, which are dropped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where ranks go in a cluster, from nothing but the numbers of its nodes."""
+"""The placement of ranks in a cluster, from the numbers of its nodes only."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def placed(found: list[ClusterNode], tp: int, pp: int) -> list[tuple[str, list[i
         ((3, 1), 1, 4, [("10.0.0.1", [0, 1, 2]), ("10.0.0.2", [3])]),
         ((1, 1), 1, 1, [("10.0.0.1", [0])]),
         ((8, 4, 2), 2, 5, [("10.0.0.1", [0, 1, 2, 3, 4, 5, 6, 7]), ("10.0.0.3", [8, 9])]),
-        (((1, 8), 2), 2, 1, [("10.0.0.2", [0, 1])]),  # what is taken does not count
+        (((1, 8), 2), 2, 1, [("10.0.0.2", [0, 1])]),  # taken devices do not count
         ((2, 2), 4, 1, [("10.0.0.1", [0, 1]), ("10.0.0.2", [2, 3])]),  # no host holds a stage
     ],
 )

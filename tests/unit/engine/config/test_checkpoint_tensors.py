@@ -1,4 +1,4 @@
-"""Headers of quantized checkpoints: what is found under other names, and what is missing."""
+"""Headers of quantized checkpoints: tensors under other names, and missing ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What config.json says of a classifier's head, and what becomes of it in the plan."""
+"""The settings of a classifier's head in config.json, and their effect on the plan."""
 
 from __future__ import annotations
 

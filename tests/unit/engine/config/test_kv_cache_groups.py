@@ -75,7 +75,7 @@ STATE = KVCacheSpec(SHAPE, None, 5000)
 KEPT = [[KVCacheSpec(*each)] for each in ((SHAPE, None), (SHAPE, 100), (LATENT, None), (LATENT, 7))]
 KEPT += [[KVCacheSpec(shape, None, index_shape=INDEX)] for shape in (LATENT, INDEX)]
 KEPT += [[STATE], [KVCacheSpec(SHAPE, None), STATE], []]
-"""What a layer may keep: keys and values, a state, both or nothing."""
+"""The kinds of data that a layer may keep: keys and values, a state, both or nothing."""
 
 
 @given(st.lists(st.sampled_from(KEPT), min_size=1, max_size=20).filter(any), st.integers(1, 20))

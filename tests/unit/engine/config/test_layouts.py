@@ -1,4 +1,4 @@
-"""Layouts: their sizes are those of `serve`, their order follows from floors, and refusals say why."""
+"""Layouts: their sizes equal `serve`'s, their order follows from floors, and refusals give the reason."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def find(
 
 @pytest.mark.parametrize("name", MODEL_CONFIGS)
 def test_sizes_are_those_that_serve_resolves(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what serve rejects is refused with its error."""
+    """A layout that serve rejects is refused with the same error."""
     asked, machine, fits, refused = find(tmp_path, name)
     memory, links = machine.device.memory, ((LinkType.NVLINK,) * machine.count,) * machine.count
     monkeypatch.setattr(
@@ -147,7 +147,7 @@ def test_degrees_that_are_given_stay(tmp_path: Path) -> None:
 
 
 def test_gpus_are_those_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not those of the host that plans."""
+    """Not the GPUs of the host that plans."""
     monkeypatch.setattr(devices, "gpu_capabilities", lambda: [(8, 0)] * 8)
     changes = {"kv_cache_dtype": "fp8"}
     assert find(tmp_path, "Qwen3 0.6B", "H100", options=changes)[2]
@@ -184,7 +184,7 @@ def test_a_better_machine_is_never_slower(name: str, tmp_path: Path) -> None:
 
 
 def test_a_floor_is_what_its_formula_says(tmp_path: Path) -> None:
-    """Of a dense model: bytes over bandwidth in decodes, operations over the peak in prefills, and all-reduces."""
+    """With a dense model: bytes over bandwidth in decodes, operations over the peak in prefills, and all-reduces."""
     _, machine, [layout], _ = find(tmp_path, "Qwen3 0.6B", "H100")
     config, found, device = layout.config, layout.estimate, machine.device
     sizes, arch = MemoryPlan.of(config), config.model.architecture
@@ -230,7 +230,7 @@ def test_a_step_reads_the_experts_that_its_tokens_choose(tmp_path: Path) -> None
 def test_the_chunks_of_a_prompt_overlap(
     length: int, chunks: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are those of the scheduler (see test_scheduler)."""
+    """They are the scheduler's chunks (see test_scheduler)."""
     given = {"pipeline_parallel_size": 4, "max_num_batched_tokens": 2048, "max_model_len": 10_000}
     _, machine, [layout], _ = find(tmp_path, "Qwen3 0.6B", "4xH200", options=given, given=given)
     steps: list[tuple[int, int]] = []
@@ -301,7 +301,7 @@ def links_of(tmp_path: Path, name: str, machine: Machine, given: dict[str, Any],
 
 
 def test_every_device_sends_its_part_to_other_hosts(tmp_path: Path) -> None:
-    """Of an all-reduce among 16 GPUs on two hosts, each of the 8 of a host sends an eighth."""
+    """In an all-reduce among 16 GPUs on two hosts, each of the 8 GPUs of a host sends an eighth."""
     given = {"tensor_parallel_size": 16, "data_parallel_size": 1}
     machine = describe("8xH200", 2, 1.0)  # slow, so that it takes longest
     size, number = 8192 * 2, 2 * 80 + 1
@@ -331,7 +331,7 @@ def test_an_all_reduce_sends_what_its_algorithm_needs(gpus: str, factor: float, 
 
 
 def test_tokens_within_a_window_have_fewer_keys(tmp_path: Path) -> None:
-    """The operations of attention are those of every token's keys."""
+    """The operations of attention are counted over the keys of every token."""
     _, machine, [layout], _ = find(tmp_path, "Qwen3 0.6B", "H100")
     arch, parts = layout.config.model.architecture, floors._Floors(layout.config, machine)
     layer = arch.layers[0]

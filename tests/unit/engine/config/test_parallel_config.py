@@ -1,4 +1,4 @@
-"""Which hosts have which replicas and ranks, if replicas span hosts or hosts have several."""
+"""The replicas and ranks of each host, if replicas span hosts or hosts have several."""
 
 from __future__ import annotations
 

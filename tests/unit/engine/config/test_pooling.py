@@ -1,4 +1,4 @@
-"""What sentence-transformers folders declare, and what becomes of it in the plan."""
+"""The settings that sentence-transformers folders declare, and their effect on the plan."""
 
 from __future__ import annotations
 

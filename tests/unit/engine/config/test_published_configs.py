@@ -237,7 +237,7 @@ IM_END = {"content": "<|im_end|>", "lstrip": False, "normalized": False, "specia
     ],
 )
 def test_the_end_of_a_turn_that_only_the_tokenizer_names_ends_answers(tmp_path: Path, files: dict[str, Any]) -> None:
-    """Fine-tunes of Mistral and Llama for ChatML, whose config.json is still that of the base model."""
+    """Fine-tunes of Mistral and Llama for ChatML, which still have the base model's config.json."""
     write(tmp_path, **files)
     config = {**LLAMA_7B, "eos_token_id": 2, "vocab_size": 32002}
     assert model_of(tmp_path, config).eos_token_ids == (2, 32000)

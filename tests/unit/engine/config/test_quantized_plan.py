@@ -34,7 +34,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 STORED = {"DeepSeek R1": 675 * GB, "gpt-oss-120b": 65.3 * GB, "Llama 3.1 405B": 216 * GB}
-"""Bytes of the published weights: of R1 without those of its next-token prediction; 4-bit weights of 405B, with a
+"""Bytes of the published weights: R1's without the layer for multi-token prediction; 405B's 4-bit weights with a
 float16 scale for 128 and a 16-bit embedding and head."""
 
 
@@ -47,7 +47,7 @@ def plan(
     device: Literal["cpu", "cuda"] = "cpu",
     capability: tuple[int, int] = (9, 0),
 ) -> tuple[float, str]:
-    """The bytes of all ranks' weights, and what the plan says."""
+    """The bytes of all ranks' weights, and the text of the plan."""
     (folder / "config.json").write_text(json.dumps(CONFIGS[name]))
     sizes: dict[str, Any] = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
     options = EngineOptions(model=str(folder), device=device, dtype="bfloat16", max_model_len=4096, **sizes)
@@ -132,7 +132,7 @@ OUTER: dict[str, tuple[dict[str, Any], tuple[str, ...], float]] = {
         1,
     ),
 }
-"""Settings, the names of a quantized weight's tensors, and its bytes for a weight, without those for each row."""
+"""Settings, the names of a quantized weight's tensors, and its bytes per weight, without the bytes per row."""
 
 
 @pytest.mark.parametrize("tied", [False, True])

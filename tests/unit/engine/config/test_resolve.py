@@ -1,4 +1,4 @@
-"""What is refused before a weight is read, and the plan that is printed."""
+"""Refusals before a weight is read, and the plan that is printed."""
 
 from __future__ import annotations
 
@@ -296,7 +296,7 @@ def test_a_broken_config_is_one_clear_error(tmp_path: Path, content: str) -> Non
 
 
 def test_values_of_config_json_can_be_overridden(tmp_path: Path) -> None:
-    """As a whole; those of its parts one by one."""
+    """Values are overridden as a whole, values of parts one by one."""
     scaling = {"rope_type": "linear", "factor": 4.0}
     changes = {"max_position_embeddings": 512, "rope_scaling": scaling, "architectures": ["MistralForCausalLM"]}
     model = resolve(options(folder(tmp_path), hf_overrides=changes)).model
@@ -473,7 +473,7 @@ def test_every_decode_finds_room_in_a_step(tmp_path: Path) -> None:
 def test_weights_of_a_repository_are_downloaded_only_after_every_check(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And only those that the index names: some repositories hold the weights twice."""
+    """And only the files that the index names: some repositories hold the weights twice."""
     asked: list[list[str]] = []
     folder(tmp_path)
     write_safetensors(tmp_path / "model-00001.safetensors")
@@ -619,7 +619,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch, memory: int = 24 << 30) -> None:
 
 
 def test_a_cache_that_the_gpus_cannot_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that are used; what NVML does not say is left to the ranks."""
+    """Only used GPUs count; a capability that NVML does not report is left to the ranks."""
     model = folder(tmp_path)
     found = devices.Devices("cuda", 3, 24 << 30, (2, 1), ((LinkType.UNKNOWN,) * 3,) * 3)
     monkeypatch.setattr(devices, "find", lambda kind, groups: found)

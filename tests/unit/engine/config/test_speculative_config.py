@@ -252,7 +252,7 @@ STEP: dict[str, Any] = {
 @pytest.mark.parametrize("family", [MIMO_V2, STEP], ids=["MiMo-V2", "Step 3.5"])
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_no_more_heads_than_tokens(family: dict[str, Any], count: int, tmp_path: Path) -> None:
-    """The windows of heads that read each other's output are longer by what is computed again."""
+    """The windows of heads that read each other's output are longer by the tokens that are computed again."""
     asked = {"max_model_len": 256, "spec_method": "mtp", "spec_tokens": count}
     config = resolve(options(folder(tmp_path, **family, num_nextn_predict_layers=3), **asked))
     found = config.scheduler.speculative

@@ -1,4 +1,4 @@
-"""Which devices the ranks get, by the links between them, and what the plan says of it."""
+"""The devices that the ranks get, by the links between them, and their text in the plan."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ def test_groups_of_this_host(changes: dict[str, Any], groups: tuple[int, ...]) -
 
 
 def plan(links: Links | None, **changes: Any) -> str:
-    """What the plan says of the grid on a host with such GPUs, or without any."""
+    """The plan's text about the grid on a host with such GPUs, or without any."""
     asked = EngineOptions(**changes)
     groups = parallel_config.local_group_sizes(asked)
     found = Devices("cpu", 8, 1 << 30)

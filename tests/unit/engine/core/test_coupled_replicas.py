@@ -27,7 +27,7 @@ from tests.unit.engine.scheduler.test_scheduler import continuation
 
 
 class Meeting:
-    """What the workers of all replicas agree on in each step, once all have come to it."""
+    """The agreement of the workers of all replicas on each step, once all have come to it."""
 
     def __init__(self, replicas: int) -> None:
         self._changed = threading.Condition()
@@ -180,7 +180,7 @@ def test_a_stopping_replica_leaves_after_its_timeout(monkeypatch: pytest.MonkeyP
     assert core.may_stop
 
 
-# --- who was it? ----------------------------------------------------------------------------------------------
+# --- the cause of a death -------------------------------------------------------------------------------------
 
 
 def reported(mine: str, *heard: ReplicaFailed | Shutdown, replicas: int = 3) -> str | None:

@@ -246,7 +246,7 @@ def test_warnings_travel_with_the_stats_once_to_every_client(monkeypatch: pytest
 
 
 def test_stats_travel_while_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that what the ranks use is known then, too."""
+    """So that the ranks' usage is known then, too."""
     monkeypatch.setattr("quire.engine.core.engine_core.HEARTBEAT_SECONDS", 0.001)
     monkeypatch.setattr("quire.engine.core.engine_core._STATS_SECONDS", 0.0)
     core = core_with({}, [])

@@ -1,4 +1,4 @@
-"""Heartbeats of the engine core: as long as the loop keeps its promises."""
+"""Heartbeats of the engine core: sent as long as the loop keeps its deadlines."""
 
 from __future__ import annotations
 

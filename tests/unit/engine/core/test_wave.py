@@ -1,4 +1,4 @@
-"""Simulated cores that step together: whatever arrives where and when, they run the same steps, then sleep."""
+"""Simulated cores that step together: with any arrivals at any time, they run the same steps, then sleep."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from quire.engine.core.wave import Wave
 
 @dataclass
 class SimulatedCore:
-    """The turns of `engine.core.Core`, without what they compute. `work` is how many steps its requests still need."""
+    """The turns of `engine.core.Core`, without their computation. `work` is the number of steps that its requests still
+    need."""
 
     wave: Wave
     depth: int

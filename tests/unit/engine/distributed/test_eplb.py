@@ -71,7 +71,7 @@ def test_every_expert_has_a_place_and_no_rank_has_more_to_do_than_before(case: t
 
 @given(cases(), st.integers(0, 99))
 def test_moves_make_one_placement_of_the_other(case: tuple[list[int], Table], seed: int) -> None:
-    """Step by step on what the ranks hold, with room for one expert beside their places."""
+    """Step by step on the ranks' experts, with room for one expert beside their places."""
     load, now = case
     rng = random.Random(seed)
     for then in (rebalance(load, now), placed(len(now), len(now[0]), len(load), rng)):
@@ -149,7 +149,7 @@ def test_a_skewed_load_becomes_even(num_experts: int, ranks: int, copies: int) -
     then = rebalance(load, now)
     assert is_legal(then, now, num_experts)
     assert imbalance(rank_loads(load, then)) < 1 + 2 * MAX_IMBALANCE < imbalance(rank_loads(load, now))
-    # What comes next is much the same: little moves, as little as it brings.
+    # The next loads are much the same: few experts move, as moves gain little.
     later = [share * rng.uniform(0.95, 1.05) for share in load]
     again = rebalance(later, then)
     assert len(moves(then, again)) <= len(moves(now, then)) / 2

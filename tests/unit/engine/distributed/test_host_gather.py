@@ -1,4 +1,4 @@
-"""What ranks tell each other by way of their hosts."""
+"""Messages between ranks by way of their hosts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checks between hosts, which are threads here; what their ranks would measure is made up."""
+"""The checks between hosts, which are threads here; the measurements of their ranks are made up."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_a_stranger_gets_no_answer() -> None:
 
 
 def test_a_silent_connection_keeps_no_port_from_others() -> None:
-    """Such as that of a port scanner."""
+    """Such as a port scanner's."""
     prober = Prober(Cluster(2, 1, ADDRESS, 0, "", 1.0, ()))
     listening = prober.answer(cluster.Listen(b"s" * 16, []))
     assert isinstance(listening, cluster.Listening)

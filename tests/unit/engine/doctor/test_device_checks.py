@@ -1,4 +1,4 @@
-"""What the process of a device says when torch cannot use it."""
+"""The report of a device's process when torch cannot use the device."""
 
 from __future__ import annotations
 

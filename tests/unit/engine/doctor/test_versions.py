@@ -1,4 +1,4 @@
-"""Versions against what the metadata allow."""
+"""Versions against the ranges in the metadata."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long an executor waits for ranks that are processes."""
+"""The time for which an executor waits for ranks that are processes."""
 
 from __future__ import annotations
 

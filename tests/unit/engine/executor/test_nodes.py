@@ -1,4 +1,5 @@
-"""A replica on several hosts: what its nodes agree on, and whom they name. Ranks are fakes, connections are real."""
+"""A replica on several hosts: the agreement of its nodes, and the nodes that errors name. Ranks are fakes, connections
+are real."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ encode = msgspec.msgpack.encode
 
 
 class FakeRanks:
-    """Ranks of a host, as `LocalRanks`, that do what the test says."""
+    """Ranks of a host, as `LocalRanks`, controlled by the test."""
 
     made: SimpleQueue[FakeRanks] = SimpleQueue()
 
@@ -116,7 +117,7 @@ class Hosts:
         self._error: Exception | None = None
 
     def start(self, **changes: Any) -> None:
-        """Start both, with changes of the other's `Hello`; raises what node 0 raises."""
+        """Start both, with changes of the other's `Hello`; raises node 0's errors."""
         hello = msgspec.structs.replace(nodes._describe_node(resolve(self.other)), **changes)
 
         def lead() -> None:
@@ -141,12 +142,12 @@ class Hosts:
         self.ranks = FakeRanks.made.get(timeout=5)
 
     def say(self, message: FromNode) -> None:
-        """From node 1."""
+        """Send a message from node 1."""
         assert self.follower is not None
         self.follower.send(encode(message))
 
     def problem(self, limit: float = 60.0) -> str:
-        """What node 0 says of a step that does not come back."""
+        """Node 0's error about a step that does not come back."""
         assert self.executor is not None
         with pytest.raises(WorkerError) as error:
             self.executor.submit(SchedulerOutput(1, [], [], []), limit).result()
@@ -323,7 +324,7 @@ def test_a_rank_that_failed_by_itself_is_named_without_a_wait_once_all_complain(
     hosts.start()
     hosts.ranks.say(problem=RankFailed("rank 0 failed: out of memory", is_certain=False))
     hosts.say(WorkerFailed("rank 3 failed: connection closed by peer", is_certain=False))
-    assert hosts.problem() in (  # whichever was heard first
+    assert hosts.problem() in (  # depending on which was heard first
         "rank 0 failed: out of memory on node 0 (127.0.0.1)",
         "rank 3 failed: connection closed by peer on node 1 (127.0.0.1)",
     )

@@ -1,4 +1,4 @@
-"""The actors of an engine, with a Ray that only says what it would: what it does not give in time is told of."""
+"""The actors of an engine, with a fake Ray: actors and groups that it does not provide in time are reported."""
 
 from __future__ import annotations
 

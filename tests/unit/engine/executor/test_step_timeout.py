@@ -1,4 +1,5 @@
-"""How long the core waits for a step: longer than the ranks wait for each other, as they can say for whom."""
+"""The time for which the core waits for a step: longer than the ranks wait for each other, as they can name the rank
+that is missing."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from quire.engine.protocol.scheduler_output import SchedulerOutput
 from tests.fakes.configs import engine_config
 
 COMPUTES = {"cpu": STEP_TIMEOUT, "cuda": 1.0}
-"""Seconds that come before the exchange that another rank does not come to, at most."""
+"""Maximum number of seconds before the exchange that another rank does not join."""
 TELLS = watchdog._GRACE_SECONDS + watchdog._CHECK_SECONDS
 
 

@@ -1,4 +1,4 @@
-"""Which ranks count as slower than the others of their stage, and from when to when."""
+"""The ranks that count as slower than the others of their stage, and for how long."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_slow_stage_is_no_straggler() -> None:
 
 
 def test_ranks_that_report_late_are_compared_by_their_own_steps() -> None:
-    """Those of other hosts report every second."""
+    """Ranks on other hosts report every second."""
     detector = StragglerDetector(2, ranks_text)
     for step in range(1000):
         known = step - step % 20

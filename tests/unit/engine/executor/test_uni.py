@@ -1,4 +1,4 @@
-"""The executor of one rank in the core's own process, with a worker that does as it is told."""
+"""The executor of one rank in the core's own process, with a scripted worker."""
 
 from __future__ import annotations
 

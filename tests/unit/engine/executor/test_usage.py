@@ -1,4 +1,4 @@
-"""What a process and its GPU use, by this process and a fake NVML."""
+"""The usage of a process and its GPU, measured with this process and a fake NVML."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from quire.engine.protocol.stats import GpuUsage, RankUsage
 
 
 class FakeNvml(types.ModuleType):
-    """NVML of a GPU that does not report what `silent` names."""
+    """NVML of a GPU that does not report the values in `silent`."""
 
     NVML_PCIE_UTIL_TX_BYTES, NVML_PCIE_UTIL_RX_BYTES = 0, 1
     NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX = 138, 139

@@ -1,4 +1,4 @@
-"""What attention layers make of a batch."""
+"""The attention layers' view of a batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The supervisor, with processes that are played by the test: what it starts, kills, restarts and reports."""
+"""The supervisor, with processes controlled by the test: its starts, kills, restarts and reports."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Recorder(SupervisedProcess):
 
 
 class Clock:
-    """In place of the monotonic clock; waiting for messages takes no time."""
+    """Replaces the monotonic clock; waiting for messages takes no time."""
 
     def __init__(self) -> None:
         self.now = 1000.0

@@ -1,4 +1,4 @@
-"""GGUF files: what is read of them, and the model folder that is derived."""
+"""GGUF files: the data that is read from them, and the model folder that is derived."""
 
 from __future__ import annotations
 

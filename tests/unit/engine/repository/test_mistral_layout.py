@@ -387,7 +387,7 @@ PROMPTS = {
     + '[TOOL_CALLS]now[ARGS]{"zone": "é"}' * 2
     + "</s>[TOOL_RESULTS]noon[/TOOL_RESULTS]",
 }
-"""What InstructTokenizerV3, V7, V11 and V13 of mistral-common make of CHAT, as text."""
+"""The prompts of InstructTokenizerV3, V7, V11 and V13 of mistral-common for CHAT, as text."""
 
 
 @pytest.mark.parametrize("version", PROMPTS)

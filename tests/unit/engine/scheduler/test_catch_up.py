@@ -80,7 +80,7 @@ def test_what_the_workers_compute_is_counted_as_they_do(max_behind: int) -> None
 
 
 def test_a_row_of_a_prompt_that_lacks_one_token_is_not_late() -> None:
-    """It computes no more than a row that samples, and leaves what a step has for those that are late."""
+    """It computes no more than a row that samples, and leaves the step's capacity to late rows."""
     books, rows = CatchUp(1 << 30), [request([0] * 330) for _ in range(2)]
     for row, known in zip(rows, (0, 99), strict=True):
         row.num_computed_tokens, row.num_drafter_tokens = 300, known
@@ -99,13 +99,13 @@ def test_no_model_catches_up_for_a_request_that_ends_soon() -> None:
 
 
 def test_what_never_catches_up_in_time_drafts_nothing() -> None:
-    """However little it costs: 4,000 tokens take 16 steps, after the 15th of which the first drafts are made."""
+    """No matter how little it costs: 4,000 tokens take 16 steps, and the first drafts are made after the 15th."""
     assert depth([late(4000, 10)], 0.0) is None
     assert depth([late(4000, 1000)], 0.0) == 4
 
 
 def test_one_that_is_late_does_not_take_the_drafts_of_others() -> None:
-    """Unless what it costs is more than they save: in each step no more than fits into one."""
+    """Unless it costs more than they save: each step computes only as many tokens as fit."""
     others = [late(0, 1000) for _ in range(7)]
     assert depth([*others, late(4000, 10)], 0.01 / CATCH_UP_TOKENS) == 4
     assert depth([*others, late(4000, 10)], 0.5 / CATCH_UP_TOKENS) == 4
@@ -114,7 +114,7 @@ def test_one_that_is_late_does_not_take_the_drafts_of_others() -> None:
 
 
 def test_the_time_of_catching_up_is_measured_and_not_taken_for_that_of_drafts() -> None:
-    """Of a step with 100 more tokens of a draft model, at a hundredth of a step each."""
+    """With a step of 100 more tokens of a draft model, at a hundredth of a step each."""
     manager = ModelSpeculationManager(SpeculativeConfig(method="draft_model", num_speculative_tokens=4), 64)
     now, step = 0.0, 0
 
@@ -129,7 +129,7 @@ def test_the_time_of_catching_up_is_measured_and_not_taken_for_that_of_drafts() 
     for _ in range(10):
         run(2.0, None, 0)
         run(3.0 + 102 * 0.02, 4, 100, 4)
-    assert manager.times.catch_up(1) == 0.0  # what making drafts takes is not known yet
+    assert manager.times.catch_up(1) == 0.0  # the time of making drafts is not known yet
     for _ in range(10):
         run(2.0, None, 0)
         run(3.0, 4, 0, 4)

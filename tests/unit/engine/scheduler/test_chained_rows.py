@@ -150,7 +150,7 @@ def test_where_drafts_could_not_be_made_the_chained_row_has_none() -> None:
     running.run()
     assert running.tokens("a") == continuation([1, 2, 3], 60)
     stats = running.scheduler.snapshot()
-    assert stats.num_draft_tokens == stats.num_accepted_tokens > 30  # those that were not made count nowhere
+    assert stats.num_draft_tokens == stats.num_accepted_tokens > 30  # drafts that were not made are not counted
     assert len(chained(running)) > 8
 
 
@@ -263,7 +263,7 @@ def test_steps_are_measured_as_results_follow_each_other() -> None:
 
 
 def test_short_answers_are_not_chained() -> None:
-    """Where every fourth row ends its request, as many rows would be computed in vain."""
+    """If every fourth row ends its request, as many rows would be wasted."""
     manager = ModelSpeculationManager(SpeculativeConfig(num_speculative_tokens=3), 64)
     assert manager.may_chain([], 3)
     for row in range(100):

@@ -1,4 +1,4 @@
-"""Fair sharing: what one client's requests do to those of others."""
+"""Fair sharing: the effect of one client's requests on other clients' requests."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_second_client_does_not_wait_for_a_flood(stages: int, depth: int) -> N
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_second_client_does_not_wait_for_blocks(depth: int) -> None:
-    """Few requests fill the KV cache; that of the second client is not preempted for them."""
+    """Few requests fill the KV cache; the second client's request is not preempted for them."""
     engine = Engine(tightened(engine_config(depth=depth, max_num_batched_tokens=32)))
     flood(engine, 50, prompt=20, output=100)
     for _ in range(60):

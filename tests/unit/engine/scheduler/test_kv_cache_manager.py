@@ -116,7 +116,7 @@ def test_a_prefix_counts_as_cached_if_what_the_next_token_sees_is(
             kv.publish(block, digest)
 
     def seen(blocks_before: int) -> set[int]:
-        """What a token behind so many blocks sees, by place in the list."""
+        """The blocks that a token after so many blocks sees, by place in the list."""
         return {
             position // 4 * stride + group
             for group, window in enumerate(windows)

@@ -114,7 +114,7 @@ def test_a_failed_step_takes_its_drafts_along() -> None:
 
 
 def plan(num_tokens: int, num_drafts: int, drafts: int = 0) -> SchedulerOutput:
-    """Of one row."""
+    """A plan of one row."""
     row = CachedRequestData(0, num_tokens, [], [], [0] * drafts)
     return SchedulerOutput(0, [], [], [row], num_drafts=num_drafts or None)
 
@@ -181,7 +181,7 @@ def test_each_request_has_its_own_drafts() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_ngrams_are_looked_up_once_for_each_new_token(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However often a step asks: for the rows, whether to wait for drafts, and how many to make."""
+    """No matter how often a step asks: for the rows, whether to wait for drafts, and how many to make."""
     asked: list[tuple[int, int]] = []
     propose = TokenLookup.propose
 
@@ -208,7 +208,7 @@ def test_ngrams_are_looked_up_once_for_each_new_token(depth: int, monkeypatch: p
 
 
 def test_a_request_has_the_drafts_that_promise_more() -> None:
-    """By how often those of each kind were right."""
+    """Judged by the share of right drafts of each kind."""
     made, copying = Mixed(), request(REPEATING)
     made.add_drafts({copying: [1, 2, 3, 4]})
     assert made.draft([copying]) == {copying: [*range(20, 36)]}

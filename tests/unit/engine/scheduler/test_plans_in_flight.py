@@ -1,4 +1,4 @@
-"""The plans whose results have not arrived, and what becomes of them when one fails."""
+"""The plans whose results have not arrived, and their handling when one fails."""
 
 from __future__ import annotations
 

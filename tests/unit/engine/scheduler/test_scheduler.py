@@ -139,7 +139,7 @@ WINDOWS: list[Windows] = [
     (None, "state", "state"),
     (None, -9),
 ]
-"""Of the groups of layers; the first has none."""
+"""Windows of the groups of layers; the first has none."""
 AHEAD_AND_WINDOWS = pytest.mark.parametrize(
     ("stages", "depth", "windows"), [(*ahead, windows) for ahead in AHEAD for windows in WINDOWS]
 )
@@ -198,7 +198,7 @@ def test_output_does_not_depend_on_the_batch(
 
 @pytest.mark.parametrize(("stages", "depth"), ONE_STAGE)
 def test_prompts_share_a_step_equally_if_the_user_says_so(stages: int, depth: int) -> None:
-    """A long prompt then does not keep the next ones waiting; what they leave is used."""
+    """A long prompt then does not keep the next ones waiting; unused parts of their shares are used."""
     config = engine_config(stages=stages, depth=depth, max_num_batched_tokens=64, num_blocks=1200, max_model_len=512)
     config = replace(config, scheduler=replace(config.scheduler, max_num_partial_prefills=3))
     engine, prompts = Engine(config), [[length % 97] * length for length in (300, 200, 10, 100)]
@@ -250,7 +250,7 @@ def test_random_aborts_and_stops_lose_nothing(stages: int, depth: int, windows: 
 def test_every_prompt_token_is_scored_once(
     stages: int, depth: int, budget: int, tight: bool, windows: Windows, prefix: bool
 ) -> None:
-    """In order and without gaps, whatever is cached, cut, preempted in the middle of its prompt, or aborted."""
+    """In order and without gaps, also with cached, chunked, preempted and aborted prompts."""
     config = engine_config(
         stages=stages, depth=depth, max_num_batched_tokens=budget, prefix=prefix, windows=windows, num_blocks=450
     )
@@ -307,8 +307,8 @@ def test_what_has_been_scored_may_come_from_the_cache_again() -> None:
 def test_a_request_continues_after_the_output_of_another_replica(
     stages: int, depth: int, windows: Windows, tight: bool
 ) -> None:
-    """Cut at every third position, all at once; what was told is not told again, the scores of the prompt neither.
-    Blocks have four tokens, so that the cuts are at each place of a block."""
+    """Cut at every third position, all at once; output and scores of the prompt are not sent twice. Blocks have four
+    tokens, so that the cuts are at each place of a block."""
     config = engine_config(stages=stages, depth=depth, windows=windows, max_num_batched_tokens=32, num_blocks=600)
     engine = Engine(tightened(config) if tight else config)
     prompt = list(range(3, 40))
@@ -639,12 +639,12 @@ def test_a_heartbeat_frees_slots_on_the_workers() -> None:
 
 
 class TimedEngine(Engine):
-    """Each step takes what a formula says, by a clock that nobody waits for."""
+    """The duration of each step follows a formula, on a simulated clock."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         self.seconds: list[float] = []
-        """Of the steps that had decodes and prompt tokens."""
+        """Seconds of the steps that had decodes and prompt tokens."""
 
     def turn(self) -> bool:
         plans = len(self.model.plans)
@@ -697,7 +697,7 @@ def test_when_nobody_decodes_a_chunk_is_as_large_as_it_pays() -> None:
     chunks = [plan.num_tokens for plan in engine.model.plans]
     assert chunks[0] == 256  # nothing is known yet
     assert max(chunks) <= 2048
-    assert chunks[-2] >= 200  # 0.01 s fixed are 5 % of what 200 tokens take
+    assert chunks[-2] >= 200  # 0.01 s fixed are 5 % of the time of 200 tokens
 
 
 def test_a_fixed_size_learns_nothing() -> None:
@@ -872,7 +872,7 @@ def test_a_decode_that_fails_with_the_next_in_flight_fails_once() -> None:
 
 @pytest.mark.parametrize("windows", [(None, "state", "state"), (None, 9, "state"), ("state",)])
 def test_a_conversation_continues_from_its_last_states(windows: Windows) -> None:
-    """The prompt of each turn is the conversation so far; what is computed again is less than two blocks."""
+    """The prompt of each turn is the conversation so far; fewer than two blocks are computed again."""
     engine = Engine(engine_config(windows=windows, max_model_len=1024, num_blocks=3000, max_num_batched_tokens=16))
     rng, conversation, reused, reusable = random.Random(0), list[int](), 0, 0
     for turn in range(8):
@@ -903,7 +903,7 @@ def test_states_of_one_prompt_serve_others_while_there_is_room() -> None:
 
 
 def test_a_long_prompt_leaves_others_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where blocks take pages, those that its window has passed go first."""
+    """Where blocks take pages, blocks that its window has passed go first."""
     monkeypatch.setattr(kv_cache_manager, "STATE_INTERVAL", 1024)
     config = engine_config(windows=(None, -9), max_model_len=1024, num_blocks=3 * 110, max_num_batched_tokens=16)
     engine, first = Engine(config), [number % 90 for number in range(63)]

@@ -86,7 +86,8 @@ def check_disturbed(running: Engine, rng: random.Random, *, is_wrong: bool) -> N
 @pytest.mark.parametrize("windows", [(None,), (None, 99, 99, 99)])
 @pytest.mark.parametrize("seed", range(6))
 def test_a_full_cache_has_fewer_drafts_and_no_wrong_block(windows: Windows, seed: int) -> None:
-    """Rejected drafts leave blocks, which are counted once; decodes of several groups keep those that they need."""
+    """Rejected drafts leave blocks, which are counted once; decodes of several groups keep the blocks that they
+    need."""
     config = engine_config(windows=windows, block_size=2, num_blocks=2000, max_num_batched_tokens=96, max_model_len=64)
     least = config.cache.max_blocks(64, 96)
     config = replace(config, cache=replace(config.cache, num_blocks=least + 2 * len(windows) * seed))
@@ -222,7 +223,7 @@ def test_a_lookup_moves_along_as_if_it_searched() -> None:
 
 
 def test_a_lookup_learns_how_far_to_trust_matches() -> None:
-    """Pairs that recur and are always followed by something new lose its trust; what repeats gains it."""
+    """Pairs that recur and are always followed by something new lose its trust; repeated text gains it."""
     made, text = TokenLookup(2), [1, 2]
     for new in range(10, 40):
         text += [new, 1, 2]
@@ -320,7 +321,7 @@ def test_requests_that_repeat_themselves_get_the_drafts() -> None:
 
 
 def test_unknown_times_are_tried_and_forgotten_ones_again() -> None:
-    """But never without knowing what a step without drafts takes."""
+    """But never without knowing the time of a step without drafts."""
     made, copying = SpeculationManager(SpeculativeConfig(num_speculative_tokens=7), 64), request(REPEATING)
     assert made.draft([copying]) == {}
     for _ in range(4):
@@ -468,7 +469,7 @@ def test_all_requests_learn_how_far_to_trust_recent_answers() -> None:
 
 
 def test_the_answers_of_finished_requests_become_drafts() -> None:
-    """Of those with the same salt. The output is the same."""
+    """Only answers with the same salt. The output is the same."""
     steps = []
     for salts in ([b"", b""], [b"", b"salt"]):
         running = Engine(engine_config(max_num_seqs=40))

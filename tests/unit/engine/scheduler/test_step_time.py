@@ -1,4 +1,4 @@
-"""Learning what a step costs, from made-up steps."""
+"""Learning the cost of a step, from made-up steps."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_the_fixed_cost_says_what_pays() -> None:
 
 
 def test_no_coefficient_is_negative_where_the_data_mislead() -> None:
-    """More rows, less time: whatever the reason, a row does not give time back."""
+    """More rows took less time: for any reason, a row never has a negative cost."""
     step_time = StepTimeModel()
     for count in range(100):
         step_time.learn(StepLoad(64, count % 10, 0, 0.0), 0.1 - 0.005 * (count % 10))

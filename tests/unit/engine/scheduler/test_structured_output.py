@@ -67,7 +67,7 @@ def mixed(index: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> list[tuple[list[int], list[int]]]:
-    """Prompts, and what each is answered with by `mixed` if nothing runs beside it."""
+    """Prompts, and the answer to each with the parameters of `mixed` if nothing runs beside it."""
     rng = random.Random(16)
     prompts = [[rng.randrange(60, 97) for _ in range(rng.randrange(1, 40))] for _ in range(40)]
     answers = []
@@ -367,7 +367,7 @@ class CostlyCompiler:
 
 
 class Stage:
-    """A manager whose grammars cost what the test says. Each token is sampled at once after it was processed."""
+    """A manager whose grammars have costs set by the test. Each token is sampled at once after it was processed."""
 
     def __init__(self, costs: list[float | None]) -> None:
         self.clock = Clock()

@@ -17,11 +17,11 @@ from quire.engine.worker.input_batch import InputBatch, StepRows
 
 CPU = torch.device("cpu")
 SAMPLED = {0: [50, 51, 99, 98], 1: [60], 2: [70, 99], 3: [80, 81, 82]}
-"""By slot, what the first step samples after its row's last known token and drafts."""
+"""By slot, the tokens that the first step samples after its row's last known token and drafts."""
 GUESSED = {0: [50, 51, 52], 1: [], 2: [71], 3: [80, 81]}
-"""Its drafts, of which two, none and two count."""
+"""Its drafts, of which two, none, none and two are accepted."""
 COUNTS = {0: 2, 1: 2, 3: 1}
-"""How many drafts are made at the end of the first step; none in slot 2."""
+"""Number of drafts that are made at the end of the first step; none in slot 2."""
 DRAFTS = {0: [10, 11], 1: [20, 21], 3: [30, 31]}
 
 

@@ -1,4 +1,4 @@
-"""What several heads compute again, without a model."""
+"""The positions that several heads compute again, without a model."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_the_last_positions_of_the_step_before_are_computed_again(heads: Heads) 
 
 @pytest.mark.parametrize("cached", [0, 16])
 def test_another_request_in_the_slot_begins_anew(heads: Heads, cached: int) -> None:
-    """Or the same one, after it was preempted: what is before it was computed with other states."""
+    """Or the same one, after it was preempted: earlier positions were computed with other states."""
     heads.run(0, 30)
     heads.start(cached, [1])
     assert heads.run(cached, 4) == 0
@@ -61,7 +61,7 @@ def test_another_request_in_the_slot_begins_anew(heads: Heads, cached: int) -> N
 
 
 def test_so_does_one_after_a_step_without_the_heads(heads: Heads) -> None:
-    """Even if it is within what was drafted before: 34 to 37 with drafts that did not count, 35 without the heads."""
+    """Even if it is within earlier drafts: 34 to 37 with rejected drafts, 35 without the heads."""
     assert heads.run(0, 34) == 0
     assert heads.run(34, 4) == 2
     heads.input_batch.drafted_until[heads.slots] = 0

@@ -1,4 +1,4 @@
-"""What a rank tells the core while its device runs behind."""
+"""The reports of a rank to the core while its device runs behind."""
 
 from __future__ import annotations
 
@@ -82,13 +82,13 @@ def test_what_goes_wrong_on_the_device_ends_the_rank() -> None:
     assert rank.receive() == ModelRunnerOutput(0, [0])
     rank.reports.close()
     assert [str(error) for error in rank.errors] == ["an illegal memory access"]
-    assert not rank.pipe.poll(0)  # nothing is told of what was behind
+    assert not rank.pipe.poll(0)  # later steps are not reported
     assert rank.state.progress == 2
 
 
 @pytest.fixture
 def codes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """With which this process would have ended."""
+    """The exit codes with which this process would have ended."""
     ended: list[int] = []
     monkeypatch.setattr(os, "_exit", ended.append)
     return ended

@@ -1,4 +1,4 @@
-"""Anthropic's Messages API, with a model that says what the last message says; read by the official client's types."""
+"""Anthropic's Messages API, with a model that repeats the last message; read by the official client's types."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def events_of(text: str) -> list[dict[str, Any]]:
 
 
 async def send(server: Server, text: str = "hi", **fields: Any) -> dict[str, Any]:
-    """A whole message, which a stream must tell, too."""
+    """A whole message, which a stream must also produce."""
     response = await server.http.post("/v1/messages", json=body(text, **fields))
     assert response.status_code == 200, response.text
     message: dict[str, Any] = response.json()
@@ -268,7 +268,7 @@ async def test_a_format_and_an_effort(server: Server, monkeypatch: pytest.Monkey
 
 
 async def test_the_clients_tool_runner(talking: EngineConfig) -> None:  # noqa: F811
-    """It sends back what it got, with fields of its own."""
+    """It sends back the answer, with fields of its own."""
     import anthropic
 
     @anthropic.beta_async_tool
@@ -380,7 +380,7 @@ async def test_what_is_wrong_is_named(server: Server) -> None:
 async def test_a_last_message_that_cannot_be_gone_on_with(
     config: EngineConfig, core_mode: Callable[[str], None]
 ) -> None:
-    """It is no parameter of this API that says so."""
+    """No parameter of this API requests it."""
     async with run_server(config, chat_template="{{ messages[0].content }}") as server:
         error = await refused(server, body(messages=[*says("ask"), {"role": "assistant", "content": "So"}]))
         assert error["message"].startswith("messages: this model's chat template changes the final message")

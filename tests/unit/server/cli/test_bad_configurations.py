@@ -20,7 +20,7 @@ from tests.fakes.bad_configurations import CASES, BadConfiguration
 
 
 def load(config: EngineConfig, options: ServerOptions, *others: Any) -> None:
-    """What an API process does while the engine starts."""
+    """The part of an API process's start that runs while the engine starts."""
     InputProcessor.load(config.model, ChatFormats.of(options))
     pytest.fail("it would be served")
 

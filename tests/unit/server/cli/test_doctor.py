@@ -1,4 +1,4 @@
-"""What `quire doctor` prints, and its exit code."""
+"""The output of `quire doctor`, and its exit code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parent process: which API processes it starts again, what signals do, and what it exits with."""
+"""The parent process: the API processes that it starts again, the effects of signals, and its exit codes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ UP = ReplicaUp(0, incarnation=1)
 
 
 class Clock:
-    """In place of the monotonic clock; waiting for messages takes no time."""
+    """Replaces the monotonic clock; waiting for messages takes no time."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -46,7 +46,7 @@ class Clock:
 
 
 class Engine:
-    """In place of the engine manager: an engine that is up, and has no processes."""
+    """Replaces the engine manager: an engine that is up, and has no processes."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.supervisor = Supervisor(watchdog_seconds=1e9)
@@ -143,7 +143,7 @@ def engine_of(server: parent.Server) -> Engine:
 
 
 def after(looks: int, then: Callable[[], object], process: ApiProcess) -> Callable[[], None]:
-    """What a process does that serves, and calls `then` when the parent has looked at it so many times."""
+    """The behaviour of a process that serves, and calls `then` after so many checks by the parent."""
     left = itertools.count(looks, -1)
 
     def behave() -> None:
@@ -205,7 +205,7 @@ def test_a_third_signal_ends_the_parent_itself(play: Play, monkeypatch: pytest.M
 
 
 def test_an_api_process_that_dies_is_replaced(play: Play, caplog: pytest.LogCaptureFixture) -> None:
-    """However often it fails to start, and whatever the error, as long as another one serves."""
+    """With any number of failed starts, and any error, as long as another one serves."""
 
     def on_start(process: ApiProcess) -> None:
         if len(play.started) == 2:

@@ -74,7 +74,7 @@ def test_it_prints_the_layouts_and_the_command(
 
 
 def test_the_command_serves_what_was_planned(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Its flags are those of the layout, on each host, and those that were given."""
+    """It has the flags of the layout, on each host, and the given flags."""
     model = write_config(tmp_path, "DeepSeek R1")
     flags = ["--max-model-len", "32768", "--no-enable-prefix-caching"]
     flags += ["--override-generation-config", '{"top_k": 3}']
@@ -104,7 +104,7 @@ def test_the_command_serves_what_was_planned(capsys: pytest.CaptureFixture[str],
 def test_it_takes_the_command_line_of_serve(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a file, vLLM's flags and environment; what belongs to the server has no effect."""
+    """With a file, vLLM's flags and environment; the server's options have no effect."""
     model = write_config(tmp_path, "Llama 3 70B")
     file = tmp_path / "quire.yaml"
     file.write_text("max-model-len: 4096\nport: 9000\noptimize: latency\ntensor-parallel-size: 2")

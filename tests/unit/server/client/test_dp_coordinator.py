@@ -77,7 +77,7 @@ class Site:
         return replace(config, shared_settings=shared_settings(asked, config))
 
     def node(self, number: int, **options: Any) -> EngineConfig:
-        """Of one of four hosts, two for each replica."""
+        """The configuration of one of four hosts, two for each replica."""
         of_all = {"nnodes": 4, "node_rank": number, "master_port": self.port, **options}
         config = self.config(options.get("data_parallel_size", 2), None, 1, **of_all)
         replica, master = number // 2, ("127.0.0.1", self.port)
@@ -117,7 +117,7 @@ def site(tmp_path: Path, free_port: int) -> Iterator[Site]:
 
 
 class Listener:
-    """In place of `EngineManager`."""
+    """Replaces `EngineManager`."""
 
     def __init__(self) -> None:
         self.notices: SimpleQueue[tuple[int | None, str]] = SimpleQueue()
@@ -222,7 +222,7 @@ def refused(future: Future[Any]) -> None:
 def test_nodes_that_count_differently_are_refused_at_once(
     site: Site, node: int, options: dict[str, Any], reason: str
 ) -> None:
-    """Whatever role they take themselves for, before anything else has come."""
+    """In any role, before any other message has come."""
     starting = site.api(site.node(0))
     config = site.node(node, **options)
     other = site.headless(config) if node % 2 == 0 else site.further(config)
@@ -345,7 +345,7 @@ def test_a_host_that_cannot_reach_the_address_is_refused(site: Site, monkeypatch
 
 
 def fake_ports(address: str, count: int) -> list[socket.socket]:
-    """Of any address."""
+    """Reserves fake ports of any address."""
     return reserve_ports("127.0.0.1", count)
 
 
@@ -508,7 +508,7 @@ def test_an_api_of_all_stays_for_nobody(site: Site) -> None:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    """A hanging test, if it never comes true."""
+    """Wait until it is true; otherwise the test hangs."""
     while not condition():
         threading.Event().wait(0.01)
 

@@ -1,4 +1,4 @@
-"""What the engine manager decides when cores come up and die, with cores that are played by the test."""
+"""The engine manager's decisions when cores come up and die, with cores controlled by the test."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Engine:
         return sum(args.config.parallel.replica == replica for args, _ in self.started)
 
     def run(self, until: Callable[[], bool]) -> None:
-        """Until it holds; a hanging test otherwise."""
+        """Wait until it holds; otherwise the test hangs."""
         self.manager.run(until)
 
     def up(self, *replicas: int) -> None:
@@ -217,7 +217,7 @@ def test_replicas_that_share_experts_are_restarted_together(engine: Make) -> Non
     two = engine(2, is_coupled=True)
     two.up(0, 1)
     two.die(0, "replica 0: rank 0 was killed by SIGKILL")
-    # Both at once: what went on at the other would be suspected of its death.
+    # Both at once: a request that went on at the other would be suspected of its death.
     assert {state.replica for state in two.states[2:] if isinstance(state, ReplicaLost)} == {0, 1}
     assert (two.starts(0), two.starts(1)) == (1, 1)
     two.core(1).exit(1)

@@ -1,4 +1,4 @@
-"""Turns of shares. What the engine makes of them is in tests/unit/engine/scheduler."""
+"""Turns of shares. Tests of shares in the engine are in tests/unit/engine/scheduler."""
 
 from __future__ import annotations
 

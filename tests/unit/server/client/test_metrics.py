@@ -1,4 +1,4 @@
-"""What several API processes count is one sum, and outlives them."""
+"""The counts of several API processes are one sum, and outlive them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_whoever_is_asked_answers_for_all(tmp_path: Path) -> None:
     assert found["quire:request_success_total 0 stop"] == 2
     assert found["quire:request_success_total 0 abort"] == 1
     assert found["quire:request_success_total 0 length"] == 0
-    assert found["quire:generation_tokens_total 0"] == 90  # the newest, whoever has it
+    assert found["quire:generation_tokens_total 0"] == 90  # the newest, from any process
     assert found["quire:kv_cache_usage_perc 0"] == 0.75
     assert found["quire:iteration_tokens_total_bucket 0 1.0"] == 0
     assert found["quire:iteration_tokens_total_bucket 0 8.0"] == found["quire:iteration_tokens_total_count 0"] == 7
@@ -221,7 +221,7 @@ def test_each_replica_is_exported(tmp_path: Path) -> None:
     found = samples(second)
     assert found["quire:num_requests_running 0"] == 2
     assert [found[f"quire:replicas {state}"] for state in ("up", "draining")] == [0, 1]
-    # What it has counted remains, what it was doing does not.
+    # Its counts remain, its gauges do not.
     kept = {name.split()[0] for name in found if "3" in name.split()[1:]}
     assert found["quire:generation_tokens_total 3"] == 20
     assert found["quire:request_success_total 3 stop"] == found["quire:e2e_request_latency_seconds_count 3"] == 1

@@ -1,4 +1,4 @@
-"""What a reader gets that waits, and one that is behind when its stream ends with an error."""
+"""The outputs for a waiting reader, and for a reader that is behind when its stream ends with an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where requests go: against real schedulers with real prefix caches, whose steps take a time that is made up."""
+"""The replicas of requests, with real schedulers and real prefix caches, whose steps take a made-up time."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Engine:
     scheduler: Scheduler
     requests: int = 0
     tokens: int = 0
-    """That it has computed."""
+    """Number of tokens that it has computed."""
     is_busy: bool = False
     under_way: tuple[SchedulerOutput, ModelRunnerOutput] | None = None
 
@@ -60,7 +60,7 @@ class Engine:
 
 @dataclass
 class Traffic:
-    """What came of it."""
+    """The results of the traffic."""
 
     engines: list[Engine]
     prefixes: int = 0
@@ -227,7 +227,7 @@ def test_a_prefix_is_known_with_its_salt_and_its_output() -> None:
     assert router._placed["b"].pending == 202 - 192
     scored = EngineCoreRequest(0, "c", turn, SamplingParams(prompt_logprobs=0), cache_salt=b"x")
     router.place(scored, idle(2))
-    assert router._placed["c"].pending == 202  # its logits are needed, whatever is cached
+    assert router._placed["c"].pending == 202  # its logits are needed, even if all is cached
 
 
 def test_caches_are_as_large_as_the_replicas_say() -> None:
@@ -253,7 +253,7 @@ def test_a_replica_without_room_is_avoided() -> None:
     both = {number: EngineStats(kv_blocks=2000, kv_blocks_used=2000) for number in range(2)}
     router.on_replica_dead(1)
     assert place(router, "d", prompt, both) == 0  # then it is as ever
-    # What is under way takes blocks that no stats tell of yet.
+    # Requests under way take blocks that no stats include yet.
     router = Router(range(2), cache=replace(CACHE, num_blocks=30), max_num_seqs=64)
     small = {0: EngineStats(kv_blocks=30), 1: EngineStats(kv_blocks=30, running=10)}
     assert place(router, "a", list(range(320)), small) == 0

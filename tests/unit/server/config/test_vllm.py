@@ -1,4 +1,4 @@
-"""vLLM's command lines: flags and variables in use are taken, have no effect and say so, or are refused in one line.
+"""vLLM's command lines: common flags and variables are accepted, ignored with a note, or refused in one line.
 
 vllm_0_32.json has the facts of version 0.32.0 on these.
 """
@@ -70,7 +70,7 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def read(*arguments: str) -> tuple[EngineOptions, ServerOptions, list[str]]:
-    """The options, and the notes on what has no effect."""
+    """The options, and the notes on flags without effect."""
     parsed = build_parser().parse_args(["serve", "some/model", *arguments])
     return *read_options(parsed), parsed.notes
 
@@ -95,7 +95,7 @@ def sample(flag: str) -> list[str]:
 
 
 def value_of(name: str, text: str) -> Any:
-    """What Quire's own flag makes of a value that it has in common with vLLM, without the command line's parser."""
+    """The conversion of a value that vLLM has, too, by Quire's own flag, without the command line's parser."""
     if name in vllm_flags.SAME:
         text = vllm_flags.SAME[name][1](text)
     try:

@@ -1,4 +1,4 @@
-"""The API page and the table of limits say what the code says; tests/unit/test_docs.py has the rest."""
+"""The API page and the table of limits agree with the code; tests/unit/test_docs.py has the rest."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def shapes(base: type[BaseModel] = BaseModel) -> Iterator[type[BaseModel]]:
 
 
 def test_the_page_has_the_docstrings_of_all_fields() -> None:
-    """Of the shapes that come with `create_app`."""
+    """All shapes that `create_app` imports."""
     deaf = [shape.__qualname__ for shape in shapes() if not shape.model_config.get("use_attribute_docstrings")]
     assert not deaf, "give these `use_attribute_docstrings=True`, for docs/reference/api.md"
 

@@ -1,4 +1,4 @@
-"""Slow clients, and those that open many connections."""
+"""Slow clients, and clients that open many connections."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def connect(server: Server) -> tuple[asyncio.StreamReader, asyncio.StreamW
 
 
 async def rest(reader: asyncio.StreamReader) -> tuple[int, str]:
-    """Status and message of what comes until the connection is closed; 0 if nothing comes."""
+    """Status and message of the answer until the connection is closed; 0 if there is none."""
     head, _, body = (await asyncio.wait_for(reader.read(), 60)).partition(b"\r\n\r\n")
     return (int(head.split()[1]), json.loads(body)["error"]["message"]) if head else (0, "")
 
@@ -63,7 +63,7 @@ async def test_a_body_that_does_not_come(config: EngineConfig, core_mode: Callab
 
 
 async def test_a_body_that_stops_is_not_waited_for(config: EngineConfig, core_mode: Callable[[str], None]) -> None:
-    """However much of it has come before."""
+    """No matter how much of it has come before."""
     async with run_server(config, **SOON) as server:
         reader, writer = await connect(server)
         writer.write(HEAD + b"Content-Length: 9999999\r\n\r\n" + bytes(1 << 20))

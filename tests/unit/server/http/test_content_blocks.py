@@ -11,7 +11,7 @@ from quire.server.text.output_processor import TextDelta
 
 @pytest.mark.parametrize("is_one", [True, False])
 def test_the_token_that_ends_the_answer_is_no_token_of_the_text(is_one: bool) -> None:
-    """Whether it comes with the text or after it depends on how far the client is behind."""
+    """It comes with the text or after it, depending on how far the client is behind."""
     text = TextDelta(0, "hi", [5, 6], [TokenLogprobs(-1.0, 1, [], []), TokenLogprobs(-2.0, 1, [], [])])
     end = TextDelta(0, "", [2], [TokenLogprobs(-0.5, 1, [], [])], finish_reason="stop")
     if is_one:

@@ -1,4 +1,4 @@
-"""Fair sharing: which share a request gets, and what a full queue means for each."""
+"""Fair sharing: the share of a request, and the effect of a full queue on each share."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ async def test_shares_of_keys(
 async def test_shares_of_users(
     config: EngineConfig, core_mode: Callable[[str], None], shares: list[tuple[bytes, float]]
 ) -> None:
-    """Through every API, also in a large body; requests without one have a share together."""
+    """Through every API, also in a large body; requests without a user have one share together."""
     chat: dict[str, Any] = {"max_tokens": 4, "messages": [{"role": "user", "content": "hello"}]}
     async with run_server(config, fair_share="user", fair_share_weights=("a=b=3",)) as server:
         await complete(server, user="a=b")

@@ -1,4 +1,4 @@
-"""What stands before the endpoints: keys, ids, limits, the queue, and other origins."""
+"""The checks before the endpoints: keys, ids, limits, the queue, and other origins."""
 
 from __future__ import annotations
 
@@ -405,7 +405,7 @@ def test_options_that_make_sense() -> None:
 async def test_a_request_chooses_its_replica(
     config: EngineConfig, core_mode: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, pooling: bool
 ) -> None:
-    """Of an API that serves replicas 2 to 4."""
+    """With an API for replicas 2 to 4."""
     parallel = replace(config.parallel, replicas=5, local_replicas=range(2, 5), external_lb=True)
     config = replace(config, parallel=parallel)
     messages = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}

@@ -1,5 +1,5 @@
-"""Chunks that bring text alone are put together from bytes; they are what the general way would have made. And the
-usage and times of requests in responses.
+"""Chunks with text only are put together from bytes, and equal chunks made in the general way. Also the usage and times
+of requests in responses.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ HIDDEN: dict[str, Any] = {
     "num_tokens_before_words": 1,
     "stop_reason": None,
 }
-"""What a chunk of text may have without showing it."""
+"""Values that a chunk of text may have without showing them."""
 SHOWN: dict[str, Any] = {
     "logprobs": [TokenLogprobs(-1.0, 1, [], [])],
     "finish_reason": "stop",

@@ -1,4 +1,4 @@
-"""Routes beside generation: tokens, models, and what clouds call."""
+"""Routes beside generation: tokens, models, and the routes of clouds."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class Spans:
         return span
 
     def under(self, parent: ReadableSpan) -> list[ReadableSpan]:
-        """In the order of their begins."""
+        """Child spans in the order of their begins."""
         found = [
             span
             for span in self.exporter.get_finished_spans()

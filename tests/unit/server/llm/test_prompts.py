@@ -1,4 +1,4 @@
-"""What the Python API passes on to the engine."""
+"""The input that the Python API passes on to the engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tools, thoughts and the parameters of rendering in chat, with a model that says what the last message says."""
+"""Tools, thoughts and the parameters of rendering in chat, with a model that repeats the last message."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ async def server(talking: EngineConfig) -> AsyncIterator[Server]:
 
 
 async def chat(server: Server, text: str, **body: Any) -> dict[str, Any]:
-    """The choice of a whole answer, which a stream must tell, too."""
+    """The choice of a whole answer, which a stream must also produce."""
     body = {"messages": says(text), **body}
     response = await server.http.post("/v1/chat/completions", json=body)
     assert response.status_code == 200, response.text

@@ -50,7 +50,7 @@ async def server(config: EngineConfig, core_mode: Callable[[str], None]) -> Asyn
 
 @pytest.fixture
 def sent(server: Server, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What the engine is sent."""
+    """The messages to the engine."""
     messages: list[Any] = []
     send = server.frontend.client._send
 

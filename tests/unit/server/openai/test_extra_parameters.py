@@ -38,7 +38,7 @@ async def streamed(server: Server, route: str, **body: Any) -> list[dict[str, An
 
 @pytest.fixture
 def submitted(server: Server, monkeypatch: pytest.MonkeyPatch) -> list[EngineCoreRequest]:
-    """What the engine is sent."""
+    """The requests to the engine."""
     sent: list[EngineCoreRequest] = []
     send = server.frontend.client._send
 

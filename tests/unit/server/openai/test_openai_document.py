@@ -1,4 +1,5 @@
-"""Answers and stream events against OpenAI's OpenAPI document: names, types, and what is absent rather than null."""
+"""Answers and stream events against OpenAI's OpenAPI document: names, types, and fields that are absent rather than
+null."""
 
 from __future__ import annotations
 

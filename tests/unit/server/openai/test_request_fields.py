@@ -1,4 +1,4 @@
-"""Fields that nothing reads: what would change the answer is refused by name, hints and labels are not."""
+"""Fields that nothing reads: a field that would change the answer is refused by name, hints and labels are not."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WEB_SEARCH: Any = {"type": "web_search", "external_web_access": False}
 
 @pytest.fixture
 def roomy(talking: EngineConfig) -> EngineConfig:  # noqa: F811
-    """Room for what Claude Code asks for."""
+    """Room for the tokens that Claude Code asks for."""
     return replace(talking, model=replace(talking.model, max_model_len=65_536))
 
 

@@ -1,4 +1,4 @@
-"""The Responses API, with a model that says what the last message says; read by the official client's types."""
+"""The Responses API, with a model that repeats the last message; read by the official client's types."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def server(talking: EngineConfig) -> AsyncIterator[Server]:  # noqa: F811
 
 @pytest.fixture
 async def telling(talking: EngineConfig) -> AsyncIterator[Server]:  # noqa: F811
-    """A server whose model says what all messages say; tools are shown by the template's first line."""
+    """A server whose model repeats all messages; tools are shown by the template's first line."""
     (Path(talking.model.path) / "chat_template.jinja").write_text(TEMPLATE.partition("{%- if documents")[0] + ALL)
     async with run_server(talking) as running:
         yield running
@@ -56,7 +56,7 @@ def events_of(text: str) -> list[dict[str, Any]]:
 
 
 def like(response: dict[str, Any]) -> dict[str, Any]:
-    """Without what differs between two answers to the same request."""
+    """A response without the fields that differ between two answers to the same request."""
     output = [
         {key: value for key, value in item.items() if key not in ("id", "call_id")} for item in response["output"]
     ]
@@ -67,7 +67,7 @@ def like(response: dict[str, Any]) -> dict[str, Any]:
 
 
 async def send(server: Server, said: Any = "hi", **fields: Any) -> dict[str, Any]:
-    """A whole response, which a stream must tell, too."""
+    """A whole response, which a stream must also produce."""
     whole = await server.http.post("/v1/responses", json={"input": said, **fields})
     assert whole.status_code == 200, whole.text
     response: dict[str, Any] = whole.json()

@@ -81,7 +81,7 @@ async def embedder(config: EngineConfig, core_mode: Callable[[str], None]) -> As
 
 
 def watch(server: Server, monkeypatch: pytest.MonkeyPatch) -> list[EngineCoreRequest]:
-    """What the engine is sent."""
+    """The requests to the engine."""
     requests: list[EngineCoreRequest] = []
     send = server.frontend.client._send
 
@@ -356,7 +356,7 @@ async def test_a_common_text_is_tokenized_once(reranker: Server, monkeypatch: py
 
 
 async def test_texts_that_are_truncated_are_not_combined(reranker: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is cut off of both is not joined, each part of one with each of the other."""
+    """The parts that are cut off both texts are not joined with each other."""
     sent = watch(reranker, monkeypatch)
     await post(reranker, "/score", text_1="hello" * 3000, text_2="world" * 3000, truncate_prompt_tokens=9)
     ids = [reranker.tokenizer.encode(text * 9, add_special_tokens=False)[:3] for text in ("hello", "world")]
@@ -366,7 +366,7 @@ async def test_texts_that_are_truncated_are_not_combined(reranker: Server, monke
 async def test_pairs_that_are_tokenized_as_a_whole_have_a_limit(
     config: EngineConfig, core_mode: Callable[[str], None]
 ) -> None:
-    """Of a small body, in which a text is common to many pairs."""
+    """The limit holds for a small body, in which many pairs have a common text."""
     changed = pooling(config, classifier(1, "sigmoid", joins_texts=True), max_model_len=60)
     async with run_server(changed) as server:
         body: dict[str, Any] = {"query": "hello " * 5000, "documents": ["a"] * 600}

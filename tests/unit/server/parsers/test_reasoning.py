@@ -66,7 +66,7 @@ def test_a_prompt_tells_whether_the_model_thinks_already() -> None:
 
 
 def test_harmony_is_parsed_where_its_format_was_pickled() -> None:
-    """As that of a large body, which another process prepares."""
+    """As the format of a large body, which another process prepares."""
     format = pickle.loads(pickle.dumps(OutputFormat(reasoning=REASONING_FORMATS["openai_gptoss"])))
     parser = format.parser()
     text = "<|channel|>analysis<|message|>Well.<|end|><|start|>assistant<|channel|>final<|message|>Yes."

@@ -27,7 +27,7 @@ def events_of(format: str, chunks: Iterable[str], limit: int | None = None) -> l
 
 
 def read(format: str, text: str) -> tuple[str, list[tuple[str, str]]]:
-    """What it says, which is the same whether it comes whole or character by character."""
+    """Its content and calls, which are the same whole and character by character."""
     content, _, calls = joined(events_of(format, [text]))
     assert joined(events_of(format, text)) == (content, "", calls)
     return content, calls
@@ -105,7 +105,7 @@ OTHER_WAYS = [
     ("pythonic", "[ now( a = 1 , ) , now( ) ]", "", ['{"a": 1}', "{}"]),
 ]  # fmt: skip
 
-"""What models also write: format, text, content and arguments of the calls."""
+"""Variants that models also write: format, text, content and arguments of the calls."""
 
 
 NO_CALLS = [
@@ -138,7 +138,7 @@ NO_CALLS = [
     ("pythonic", "["),
 ]
 
-"""What is no call stays content."""
+"""Text that is no call stays content."""
 
 
 BROKEN = [

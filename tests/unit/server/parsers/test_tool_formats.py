@@ -1,4 +1,4 @@
-"""The registry: names for the flags, and what a chat template shows."""
+"""The registry: names for the flags, and the formats that chat templates show."""
 
 from __future__ import annotations
 

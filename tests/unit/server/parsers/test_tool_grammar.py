@@ -1,4 +1,4 @@
-"""Grammars of calls: what they let through, token by token, with the markers as text and as tokens."""
+"""Grammars of calls: the texts that they allow, token by token, with the markers as text and as tokens."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def verdict(kind: str, grammar: str, text: str) -> str:
 
 
 def check(kind: str, grammar: str, good: Iterable[str] = (), bad: Iterable[str] = ()) -> None:
-    """Assert that these texts may be the answer, and those not."""
+    """Assert that the first texts may be the answer, and the second may not."""
     for texts, expected in ((good, "yes"), (bad, "no")):
         for text in texts:
             assert verdict(kind, grammar, text) == expected, text

@@ -1,7 +1,7 @@
 """Answers as models write them, in transcripts/: whole, cut at every character, and character by character.
 
-A file's first line names its format of reasoning. Then come answers: `@@` and a title, the text, `=>` and what is in
-it. Arguments are an object, or the text of one that is cut off.
+A file's first line names its format of reasoning. Then come answers: `@@` and a title, the text, `=>` and its contents.
+Arguments are an object, or the text of one that is cut off.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the Python API makes of the text side's output."""
+"""The Python API's conversion of the text side's output."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.fakes.tokenizers import byte_level, wrapped
 
 
 def test_of_equally_likely_tokens_the_sampled_one_has_its_own_rank() -> None:
-    """Which is 1 if none is likelier, wherever it stands among the most likely ones."""
+    """The rank is 1 if no token is likelier, at any place among the most likely ones."""
     delta = TextDelta(0, "b", [71], [TokenLogprobs(-1.0, 1, [70, 71], [-1.0, -1.0])])
     found = completion(wrapped(byte_level()), delta, [], is_ranked=True).logprobs
     assert found is not None

@@ -41,7 +41,7 @@ async def trace_chat(server: Server) -> list[str]:
         async with server.http.stream("POST", "/v1/chat/completions", json=body) as response:
             assert "[DONE]" in [line.removeprefix("data: ") async for line in response.aiter_lines()]
 
-    await chat()  # what only the first request does is left out
+    await chat()  # the trace leaves out functions that only the first request calls
     trace = Trace()
     sys.setprofile(trace)
     try:

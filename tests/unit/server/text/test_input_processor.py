@@ -16,12 +16,12 @@ from tests.fakes.api_server import Server, run_server
 from tests.unit.server.openai.test_embeddings import embedding
 
 TURNS = 100
-"""Of the event loop, that other streams have while a text is encoded."""
+"""Turns of the event loop that other streams have while a text is encoded."""
 
 
 class Watch:
-    """Stands between the server and its tokenizer: notes what the event loop itself does; and what another thread does
-    takes until the loop has turned so many times."""
+    """Stands between the server and its tokenizer: it counts the work of the event loop itself; work in another thread
+    takes until the loop has turned `TURNS` times."""
 
     def __init__(self, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
         self._loop_thread = threading.get_ident()

@@ -1,4 +1,4 @@
-"""Token ids → text: whatever the tokens and however they come, the chunks add up."""
+"""Token ids → text: with any tokens in any chunks, the texts add up."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def stream(tokenizer: Tokenizer, prompt: list[int], output: list[int], skip: boo
 
 
 def whole(tokenizer: Tokenizer, prompt: list[int], output: list[int], skip: bool = True) -> str:
-    """The guarantee, spelled out: the decoded whole without what it shares with the decoded prompt."""
+    """The guarantee, spelled out: the decoded whole without its common prefix with the decoded prompt."""
     before = tokenizer.decode(prompt, skip_special_tokens=skip)
     text = tokenizer.decode(prompt + output, skip_special_tokens=skip)
     if text.startswith(before.rstrip("\ufffd")):
@@ -81,7 +81,7 @@ def test_text_cut_anywhere_comes_back(prompt: str, output: str, cut: int) -> Non
     """The prompt may end inside a character; the output completes it and shows it whole."""
     ids = BYTE_LEVEL.encode(prompt + output, add_special_tokens=False)
     cut = min(len(BYTE_LEVEL.encode(prompt, add_special_tokens=False)) + cut, len(ids))
-    if any(i in SPECIAL for i in ids):  # with HYPOTHESIS_PROFILE=explore, texts contain what is found in our sources
+    if any(i in SPECIAL for i in ids):  # with HYPOTHESIS_PROFILE=explore, texts contain constants from our sources
         return
     said = BYTE_LEVEL.decode(ids[:cut], skip_special_tokens=True).rstrip("\ufffd")
     if (prompt + output).startswith(said) and "\ufffd" not in prompt + output:

@@ -1,4 +1,4 @@
-"""What the tests of readers share: small floats by their bits, and a check of readers against the weights."""
+"""Common parts of the tests of readers: small floats by their bits, and a check of readers against the weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MODULE = "model.layers.0.mlp.down_proj"
 
 
 def small_float(code: int, exponent_bits: int, mantissa_bits: int) -> float:
-    """What the bits of a float with a bias of `2 ** (exponent_bits - 1) - 1` stand for, without infinities."""
+    """The value of the bits of a float with a bias of `2 ** (exponent_bits - 1) - 1`, without infinities."""
     mantissa = code & (1 << mantissa_bits) - 1
     exponent = code >> mantissa_bits & (1 << exponent_bits) - 1
     bias = (1 << exponent_bits - 1) - 1
@@ -39,7 +39,7 @@ E4M3 = table(4, 3)
 
 
 def random_codes(seed: int, bits: int, *shape: int) -> Tensor:
-    """int64, any code; those of 8 bits but the two that are not numbers in E4M3."""
+    """Random codes as int64; of 8 bits, all but the two that are not numbers in E4M3."""
     codes = torch.randint(0, 1 << bits, shape, generator=torch.Generator().manual_seed(seed))
     return torch.where(codes & 127 == 127, 5, codes) if bits == 8 else codes
 

@@ -21,7 +21,7 @@ HALVES = {
     "Q6_K": (208,),
     "MXFP4": (),
 }
-"""Where a block has float16: random bytes would be infinite or not a number."""
+"""Places of float16 in a block: random bytes would be infinite or not a number."""
 
 
 def random_blocks(name: str, shape: tuple[int, ...], zeros: float = 0.0) -> Tensor:
@@ -103,7 +103,7 @@ def test_groups_without_a_scale_are_their_minimum(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4"])
 def test_quantized_weights_are_close(name: str) -> None:
-    """What the package quantizes is near the weights, so that codes are not only consistent with its inverse."""
+    """The package's quantized weights are near the weights, so that codes are not only consistent with its inverse."""
     plain = np.random.default_rng(0).normal(size=(4, 256)).astype(np.float32)
     stored = torch.from_numpy(gguf.quants.quantize(plain, gguf.GGMLQuantizationType[name]))
     found = reader(name, stored, (4, 256))[slice(0, 4), slice(0, 256)]

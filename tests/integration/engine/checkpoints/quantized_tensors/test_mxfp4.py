@@ -11,7 +11,7 @@ from tests.integration.engine.checkpoints.quantized_tensors.layouts import E2M1,
 
 
 def weights(*shape: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, exponents plus 127, and what they stand for."""
+    """Codes, exponents plus 127, and the numbers that they represent."""
     codes = random_codes(1, 4, *shape)
     exponents = random_codes(2, 4, *shape[:-1], shape[-1] // 32) + 120
     return codes, exponents, E2M1[codes] * 2.0 ** (exponents.repeat_interleave(32, -1).double() - 127)

@@ -17,7 +17,7 @@ from tests.integration.engine.checkpoints.quantized_tensors.layouts import (
 
 
 def weights(*shape: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, the bits of scales, and what they stand for without a scale of the whole."""
+    """Codes, the bits of scales, and the numbers that they represent without a scale of the whole."""
     codes = random_codes(1, 4, *shape)
     bits = random_codes(2, 8, *shape[:-1], shape[-1] // 16)
     return codes, bits, E2M1[codes] * E4M3[bits].repeat_interleave(16, -1)
@@ -42,7 +42,7 @@ def test_compressed_tensors_divides_by_the_global_scale() -> None:
 
 
 def test_the_constant_scale_of_inputs() -> None:
-    """ModelOpt's is what they are divided by, that of compressed-tensors what they are multiplied by."""
+    """ModelOpt's scale divides inputs; compressed-tensors' scale multiplies them."""
     codes, bits, _ = weights(9, 64)
     whole = torch.tensor([2.0])
     tensors = {".weight": in_bytes(codes), ".weight_scale": in_fp8(bits), ".weight_scale_2": whole}

@@ -1,4 +1,4 @@
-"""AutoRound: the layout of GPTQ or AWQ, and what settings of modules change."""
+"""AutoRound: the layout of GPTQ or AWQ, and the effects of settings of modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""AWQ: what settings say, and what they do not."""
+"""AWQ: explicit and missing settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What GGUF stores for a weight, by the settings that are derived from the file."""
+"""The storage of a weight in GGUF, by the settings that are derived from the file."""
 
 from __future__ import annotations
 

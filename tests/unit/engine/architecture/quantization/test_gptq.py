@@ -1,4 +1,4 @@
-"""GPTQ: what settings say, and what they do not."""
+"""GPTQ: explicit and missing settings."""
 
 from __future__ import annotations
 

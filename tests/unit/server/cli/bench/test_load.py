@@ -1,4 +1,4 @@
-"""When requests are sent, on a clock of the test's own, and what is asked."""
+"""The times of requests on a simulated clock, and their contents."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class HandClock(LoadClock):
         return self.time
 
     async def until(self, moment: float) -> None:
-        for _ in range(5):  # whoever can go on does so before time passes
+        for _ in range(5):  # tasks that can go on do so before time passes
             await asyncio.sleep(0)
         self.time = max(self.time, moment)
 

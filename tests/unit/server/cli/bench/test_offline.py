@@ -1,4 +1,4 @@
-"""`quire bench throughput` and `latency` on a stand-in for the engine, and what `startup` makes of a log."""
+"""`quire bench throughput` and `latency` on a stand-in for the engine, and `startup`'s reading of a log."""
 
 from __future__ import annotations
 

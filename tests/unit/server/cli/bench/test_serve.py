@@ -1,4 +1,4 @@
-"""`quire bench serve` against a server that does as it is told."""
+"""`quire bench serve` against a scripted server."""
 
 from __future__ import annotations
 
