@@ -18,8 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LAST_FULL_RUN = ROOT / "tests" / "last-full-run.json"
-PROCESSES = 3
-"""Number of files of slow tests that run at once on two cores, see scripts/test."""
+CORES = 2
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ def seconds_of_parts() -> dict[str, float]:
     slow = json.loads((ROOT / "tests" / "seconds.json").read_text())["slow"]
     measured = {file: sum(seconds for _, seconds in functions.values()) for file, functions in slow.items()}
     files = {name: [measured.get(file, 300.0) for file in part.tests] for name, part in PARTS.items()}
-    return {name: max(sum(seconds) / PROCESSES, *seconds) for name, seconds in files.items()}
+    return {name: max(sum(seconds) / CORES, *seconds) for name, seconds in files.items()}
 
 
 def changes_since(commit: str) -> dict[str, int]:
