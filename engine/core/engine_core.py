@@ -72,6 +72,11 @@ _SHUTDOWN_GRACE = 10.0
 """Seconds after which an orphaned core is killed if it has not exited, even if it is still loading the model."""
 _STEP_MARGIN = 15.0
 """Seconds within which an executor reports a step that hangs, with its cause."""
+_USUAL_MARGIN = 0.25
+_USUALLY_SLOWER = 3.0
+"""A step usually takes at most this many times the predicted duration, and `_USUAL_MARGIN` seconds."""
+_LONGEST_KEPT = 0.98
+"""Factor for the longest recent step after each step."""
 
 
 class RankEnded:
@@ -166,9 +171,11 @@ class EngineCore:
         io: EngineCoreIO,
         *,
         incarnation: int = 0,
-        expect: Callable[[float], None] = lambda seconds: None,
+        expect: Callable[[float, float], None] = lambda seconds, usually: None,
     ) -> None:
-        """`expect` is called with the number of seconds within which it will be called again, unless the loop hangs."""
+        """`expect` is called with the number of seconds within which it will be called again, unless the loop hangs,
+        and the number of seconds within which it will usually be called again.
+        """
         self.config = config
         self.replica = config.parallel.replica
         self.incarnation = incarnation
@@ -180,6 +187,8 @@ class EngineCore:
         self.in_flight: deque[tuple[SchedulerOutput, StepFuture, float]] = deque()
         """Plans in order, and when they were submitted (`time.perf_counter`)."""
         self.last_result_at = 0.0
+        self.longest_step = config.parallel.watchdog_seconds
+        """Seconds of the longest recent step; until some have been measured, longer than that."""
         self.outputs: dict[int, EngineCoreOutputs] = {}
         """Outputs to send in this iteration, by API process."""
         self.last_stats_at = time.monotonic()
@@ -205,8 +214,10 @@ class EngineCore:
             plan = call("schedule", self.schedule)
             if plan is not None:
                 plan.profile, self.profiler.command = self.profiler.command, None
-                limit = step_timeout(plan, self.config, self.scheduler.token_budget.predict(plan))
-                self.expect(limit * self.depth + _STEP_MARGIN)
+                predicted = self.scheduler.token_budget.predict(plan)
+                limit = step_timeout(plan, self.config, predicted)
+                usual = _USUALLY_SLOWER * (self.longest_step if predicted is None else predicted)
+                self.expect(limit * self.depth + _STEP_MARGIN, usual * self.depth + _USUAL_MARGIN)
                 submitted_at = time.perf_counter()
                 self.in_flight.append((plan, call("submit", self.executor.submit, plan, limit), submitted_at))
             if self.in_flight and (len(self.in_flight) == self.depth or plan is None):
@@ -227,9 +238,9 @@ class EngineCore:
         now = time.perf_counter()
         # While a pipeline fills or drains, the time between results is not the time of a stage.
         is_representative = (is_full or self.scheduler.stages == 1) and not result.failure
-        self.scheduler.token_budget.learn(
-            plan, now - max(submitted_at, self.last_result_at) if is_representative else None
-        )
+        seconds = now - max(submitted_at, self.last_result_at)
+        self.scheduler.token_budget.learn(plan, seconds if is_representative else None)
+        self.longest_step = max(seconds, self.longest_step * _LONGEST_KEPT)
         self.last_result_at = now
         if plan.profile is not None:
             self.profiler.on_result(plan.profile)
@@ -273,6 +284,8 @@ class EngineCore:
         idle = not (self.in_flight or self.scheduler.has_requests or self.has_calls)
         if self.wave is not None:
             idle = idle and self.wave.is_idle
+        if idle:
+            self.expect(self.config.parallel.watchdog_seconds, 2 * HEARTBEAT_SECONDS)
         while not self.stopping or self.wave is not None:
             try:
                 self.handle(self.io.inbox.get(block=idle, timeout=HEARTBEAT_SECONDS))
@@ -281,7 +294,7 @@ class EngineCore:
                 if not idle:
                     return
                 self.executor.check()
-                self.expect(self.config.parallel.watchdog_seconds)
+                self.expect(self.config.parallel.watchdog_seconds, 2 * HEARTBEAT_SECONDS)
                 self.send()
 
     def handle(self, message: Inbound) -> None:
@@ -419,7 +432,11 @@ def serve(args: CoreArgs, connection: SupervisorConnection, imports: float) -> i
         connection.send(Failed(reason))
         os._exit(1)
 
-    heartbeats = Heartbeats(connection, on_stall)
+    def pulse() -> None:
+        for client in range(io.num_clients):
+            io.send(client, EngineCoreOutputs(replica=config.parallel.replica, incarnation=args.incarnation))
+
+    heartbeats = Heartbeats(connection, on_stall, pulse)
     executor: Executor | None = None
     core: EngineCore | None = None
     failure: Failed | None = None

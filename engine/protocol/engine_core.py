@@ -117,7 +117,8 @@ class EngineCoreOutput(msgspec.Struct, array_like=True):
 
 
 class EngineCoreOutputs(msgspec.Struct, tag=True, array_like=True):
-    """The outputs of a step for one API process: one message for all its requests.
+    """The outputs of a step for one API process: one message for all its requests. Without any, it is a pulse: the
+    replica makes progress.
 
     A request is either in `outputs` or, if its output is one token and nothing else, in the two columns.
     """

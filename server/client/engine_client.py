@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -54,6 +54,12 @@ MAX_DEATHS = 2
 """Deaths of its replicas after which a request is suspected to be their cause."""
 _SAME_MOMENT_SECONDS = 1.0
 """Replicas that die within this time count as one death: no engine restarts so soon."""
+SILENT_SECONDS = 1.0
+"""A replica from which nothing has arrived for this time gets no new requests, and those that have not begun move."""
+MOVE_STREAMS_SECONDS = 3.0
+"""The same for requests that have begun. Both are doubled each time that a request moves."""
+_CHECK_SECONDS = 0.1
+"""Interval of checks for silence."""
 SHUTTING_DOWN = "the server is shutting down"
 """The reason of a regular shutdown."""
 
@@ -75,7 +81,8 @@ class EngineClient:
     A supervisor reports the state of the replicas (`update`), which may be added and removed. `Router` chooses the
     replica of a request. If that dies, or is removed before the request has ended, the request goes on elsewhere, or
     waits until a replica is back, and resumes after the tokens delivered so far: the streams are the same as if nothing
-    had happened. It fails if the engine has failed for good, or if it seems to cause the deaths (`_suspect`).
+    had happened. Requests also leave a replica that is silent (`_check_silence`). A request fails if the engine has
+    failed for good, or if it seems to cause the deaths (`_suspect`).
 
     With `max_queue`, requests are rejected beyond `max_num_seqs` per replica plus `max_queue`. The number of requests
     of other API processes comes from the engine's stats (see `admit`).
@@ -131,6 +138,8 @@ class EngineClient:
             self._add(number, address)
         self._awaited = set(endpoints.requests if awaited is None else awaited)
         """Replicas that have never been up."""
+        self._checked_at = self.loop.time()
+        self._check_timer = self.loop.call_later(_CHECK_SECONDS, self._check_silence)
         self.loop.add_reader(self._responses.FD, self._receive)
 
     async def ready(self) -> ReplicaUp:
@@ -170,7 +179,8 @@ class EngineClient:
         self.check()
         if self._max_queue is None or not self._running:
             return
-        used = [replica.number for replica in self._replicas.values() if replica.state in ("up", "draining")]
+        draining = [replica.number for replica in self._replicas.values() if replica.state == "draining"]
+        used = self._live_replicas() + draining
         stats = self._stats(used).values()
         # The second sum includes other processes' requests.
         num_open = max(len(self._running), sum(each.running + each.waiting for each in stats))
@@ -257,7 +267,8 @@ class EngineClient:
 
     def _place(self, running: RunningRequest, request: EngineCoreRequest, rank: int | None = None) -> None:
         """Send a request to this replica, or to the best one; without one that is up, it waits (see `_on_up`)."""
-        if not (live := self._live_replicas() if rank is None else [rank]):
+        live = [each for each in (self._live_replicas() if rank is None else [rank]) if each not in running.leaving]
+        if not live:
             running.replica = None
             return
         running.replica = live[0] if self._router is None else self._router.place(request, self._stats(live))
@@ -323,6 +334,7 @@ class EngineClient:
     async def close(self) -> None:
         """Close the connections."""
         self.fail(SHUTTING_DOWN)
+        self._check_timer.cancel()
         self.loop.remove_reader(self._responses.FD)
         for task in self._tasks.copy():
             task.cancel()
@@ -347,7 +359,7 @@ class EngineClient:
             info = ReplicaInfo(
                 index=number,
                 host=host,
-                state=replica.state,
+                state="unresponsive" if replica.state == "up" and replica.is_unresponsive else replica.state,
                 num_requests_running=stats.running,
                 num_requests_waiting=stats.waiting,
                 reason=replica.reason,
@@ -409,15 +421,56 @@ class EngineClient:
     def _move(self, replica: Replica) -> None:
         """Let the requests of a replica that drains go on elsewhere."""
         moved = {i: running for i, running in self._running.items() if running.replica == replica.number}
-        if moved:
-            self._send(AbortRequests(list(moved)), replica.number)
-        for running in moved.values():
-            if running.trace is not None:
-                running.trace.leave("moved", f"{self._subject(replica.number)} is to be removed")
-            self._resume(running)
+        self._leave(replica, moved, "is to be removed")
         where = "go on elsewhere" if self._live_replicas() else "wait until another is up"
         logger.info("%s is to be removed; %d requests %s", self._subject(replica.number), len(moved), where)
         self._check_drained()
+
+    def _leave(self, replica: Replica, moved: Mapping[str, RunningRequest], reason: str) -> None:
+        """Move requests from a replica that lives to others."""
+        if moved:
+            self._send(AbortRequests(list(moved)), replica.number)
+        for running in moved.values():
+            running.leaving.add(replica.number)
+            if running.trace is not None:
+                running.trace.leave("moved", f"{self._subject(replica.number)} {reason}")
+            self._resume(running)
+
+    def _check_silence(self) -> None:
+        """Find replicas that have been silent for too long, and move their requests to replicas that have not.
+
+        A replica sends pulses as long as its loop makes progress (`quire.engine.core.heartbeats`). Time in which this
+        process stood still does not count: there may be unread messages.
+        """
+        now = self.loop.time()
+        late = max(0.0, now - self._checked_at - 2 * _CHECK_SECONDS)
+        self._checked_at = now
+        self._check_timer = self.loop.call_later(_CHECK_SECONDS, self._check_silence)
+        present = [replica for replica in self._replicas.values() if replica.state in ("up", "draining")]
+        if len(present) < 2:
+            return
+        for replica in present:
+            replica.heard_at = min(now, replica.heard_at + late)
+            if now - replica.heard_at > SILENT_SECONDS and not replica.is_unresponsive:
+                replica.is_unresponsive = True
+                logger.warning("%s has not responded for %g s", self._subject(replica.number), SILENT_SECONDS)
+        silent = {replica.number: replica for replica in present if replica.is_unresponsive}
+        self._metrics.unresponsive = frozenset(silent)
+        live = {replica.number for replica in present if replica.state == "up"} - silent.keys()
+        for replica in silent.values() if live else ():
+            silence = now - replica.heard_at
+            moved = {
+                request_id: running
+                for request_id, running in self._running.items()
+                if running.replica == replica.number
+                and silence > (MOVE_STREAMS_SECONDS if running.delivered else SILENT_SECONDS) * 2**running.num_moves
+                and live - running.leaving
+            }
+            for running in moved.values():
+                running.num_moves += 1
+            self._leave(replica, moved, "does not respond")
+            if moved:
+                logger.warning("%d requests of %s go on elsewhere", len(moved), self._subject(replica.number))
 
     def _check_drained(self) -> None:
         """Report replicas that drain and have no more requests."""
@@ -441,6 +494,11 @@ class EngineClient:
         replica.close()
         self.calls.on_lost(replica.number)
 
+    def _forget_leaving(self, replica: Replica) -> None:
+        """Nothing of an earlier core will arrive from a replica any more."""
+        for running in self._running.values():
+            running.leaving.discard(replica.number)
+
     def _on_up(self, replica: Replica, up: ReplicaUp) -> None:
         """Connect to a replica, and send it the requests that wait for one."""
         if self._failed.done() or (replica.state, replica.incarnation) == ("up", up.incarnation):
@@ -448,7 +506,8 @@ class EngineClient:
         if replica.state == "up":  # its death was not noticed
             self._on_lost(replica, ReplicaLost(replica.number, "it was restarted", returns=True))
         replica.state, replica.incarnation, replica.is_unresponsive = "up", up.incarnation, False
-        replica.reason = None
+        replica.reason, replica.heard_at = None, self.loop.time()
+        self._forget_leaving(replica)
         self._awaited.discard(replica.number)
         replica.open()
         self._send(Join(self.index), replica.number)
@@ -571,6 +630,7 @@ class EngineClient:
 
     def _receive(self) -> None:
         """Process all received messages. ZMQ_FD is edge-triggered: it signals new messages, not unread ones."""
+        now = self.loop.time()
         try:
             while True:
                 frames = self._responses.recv_multipart(zmq.NOBLOCK)
@@ -584,7 +644,7 @@ class EngineClient:
                     continue
                 if replica.incarnation != message.incarnation:
                     continue  # a late message of a replica that has died
-                replica.is_unresponsive = False
+                replica.is_unresponsive, replica.heard_at = False, now
                 if isinstance(message, EngineCoreOutputs):
                     self._deliver(message)
                 else:
@@ -623,7 +683,13 @@ class EngineClient:
             self._metrics.observe(outputs.replica, "inter_token_latency_seconds", now - last_output, count)
         for output in outputs.outputs:
             running = self._running.get(output.request_id)
-            if running is None or running.replica != outputs.replica:
+            if running is None:
+                continue
+            if running.replica != outputs.replica:
+                if output.finish_reason is not None:
+                    running.leaving.discard(outputs.replica)
+                    if running.replica is None and output.request_id not in self._suspects[1:]:
+                        self._resume(running)
                 continue
             self._record_progress(running, output)
             if running.trace is not None:
@@ -651,6 +717,8 @@ class EngineClient:
     def _record_progress(self, running: RunningRequest, output: EngineCoreOutput) -> None:
         """Store the state for resuming the request elsewhere, and remove outputs that a previous replica has
         delivered."""
+        if self._router is not None and (output.token_ids or output.vector is not None):
+            self._router.on_first_token(output.request_id)
         if (scores := output.prompt_logprobs) is not None:
             repeated = min(running.num_repeated, len(scores))
             running.num_repeated -= repeated
@@ -661,7 +729,5 @@ class EngineClient:
                 running.num_cached_tokens = output.num_cached_tokens
             output.num_cached_tokens = running.num_cached_tokens
             running.delivered += output.token_ids
-            if self._router is not None:
-                self._router.on_first_token(output.request_id)
             if running.num_deaths:
                 self._clear_deaths(output.request_id, running)

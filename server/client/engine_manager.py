@@ -209,7 +209,7 @@ class EngineManager:
                 self.metrics.state(replica, "up")
             case ReplicaLost(replica):
                 self.states[replica] = state
-                self.metrics.state(replica, "loading" if state.returns else "dead")
+                self.metrics.state(replica, "restarting" if state.returns else "dead")
                 self.metrics.count_death(replica)
             case ReplicaDraining(replica):
                 self.states[replica] = state

@@ -250,7 +250,7 @@ _PACK = Struct(f"{_STATS}d").pack_into
 _PER_REPLICA = _CELLS + _STATS
 _PER_PROCESS = MAX_REPLICAS * _PER_REPLICA
 """Memory that is not used is not allocated."""
-ReplicaState = Literal["removed", "loading", "up", "draining", "dead"]
+ReplicaState = Literal["removed", "loading", "up", "draining", "restarting", "dead"]
 STATES: tuple[ReplicaState, ...] = get_args(ReplicaState)
 _LIVE = ("up", "draining")
 
@@ -293,6 +293,8 @@ class Metrics:
         """The start of each process's values."""
         self._own = self._starts[index]
         self._model_name, self._config, self._vllm_names = model_name, config, vllm_names
+        self.unresponsive: frozenset[int] = frozenset()
+        """Replicas that are up but silent, as this process sees it."""
         self.expert_load: ExpertLoad | None = None
         """The newest value; every process receives it."""
         self.rank_stats: dict[int, list[RankStats]] = {}
@@ -396,8 +398,10 @@ class Metrics:
             ITERATION_TOKENS,
             {replica: self._cells[start : start + _POSITIONS - _SCALARS].tolist() for replica, start in tokens.items()},
         )
-        counts = Counter(states.values())
-        samples = ((counts[state], {"state": state}) for state in STATES[1:])
+        counts: Counter[str] = Counter(states.values())
+        counts["unresponsive"] = sum(states.get(replica) == "up" for replica in self.unresponsive)
+        counts["up"] -= counts["unresponsive"]
+        samples = ((counts[state], {"state": state}) for state in (*STATES[1:], "unresponsive"))
         yield self._metric("replicas", "gauge", "Replicas of the engine.", samples)
         meaning = "Deaths of a replica, each followed by a restart if that is possible."
         samples = ((self._deaths[replica], {"engine": str(replica)}) for replica in known)

@@ -27,7 +27,8 @@ class ReplicaInfo:
 
     index: int
     host: str
-    state: ReplicaState
+    state: ReplicaState | Literal["unresponsive"]
+    """unresponsive: it is up, but has sent nothing for a while, and gets no new requests while there are others."""
     num_requests_running: int
     num_requests_waiting: int
     reason: str | None
@@ -48,8 +49,10 @@ class Replica:
         """Whether `on_drained` was called."""
         self.incarnation = 0
         """The number that its outputs have; others are late outputs of an earlier start."""
+        self.heard_at = 0.0
+        """Time of its newest message, on the event loop's clock."""
         self.is_unresponsive = False
-        """It has not answered a probe in time, and has sent nothing since."""
+        """It has been silent for too long, or has not answered a probe in time, and has sent nothing since."""
         self._context, self._security = context, security
         self._encode = msgspec.msgpack.Encoder().encode
         self._socket: zmq.Socket[bytes] | None = None

@@ -1,19 +1,25 @@
-"""Chooses the replica that will answer a request first. Pure bookkeeping, without I/O or a clock.
+"""Chooses the replica that will answer a request first. Pure bookkeeping, without I/O; the clock is given.
 
-The unit of cost is a token to compute before the request's own first token. The cost at a replica is the sum of
+The unit of cost is a token to compute before the request's own first token. The cost at a replica is its slowness times
+the sum of
 
       the request's tokens that are not cached there
+    + of the cached ones, as many as the replica has recently been sent above its share (`FAIR_SHARE`)
     + prompt tokens of requests that were sent there and have no token yet
     + `DECODE_TOKENS` for each other request there
     + the length of an output for each request that must finish before this one can start
-    + the tokens recently sent there in excess of `FAIR_SHARE` times an equal share
 
 A decode costs more than the token that it adds to a step: it reads its context and the weights, and it will continue.
 When `max_num_seqs` requests are running, one finishes per output length of computed tokens. A replica without room for
 the request in its KV cache comes after all replicas with room, since others must finish there or be preempted, and no
-number of tokens expresses when. The last term is for a prefix that all requests share: as long as one replica answers
-all of them at once, nothing else would bring the prefix to another. Among equal replicas, the one that was recently
+number of tokens expresses when. The second term is for a prefix that all requests share: as long as one replica answers
+all of them at once, nothing else would bring the prefix to another. It takes no more than the advantage of the cache,
+so that it never sends a request to a replica that is busier than that. Among equal replicas, the one that was recently
 sent the fewest tokens is chosen.
+
+Slowness is the time that a replica takes for a token of cost, relative to the fastest replica. It is measured from the
+times to first tokens, and from the age of the oldest request that has none yet: a replica that hangs becomes slower by
+the moment. Without new measurements it is gradually forgotten, so that a replica that has recovered is tried again.
 
 The cache contents are estimated from the requests sent: the hash chains of prompts (and of outputs, after they finish),
 most recently used first, as many blocks as the replica has; another salt makes another chain. The current load is known
@@ -22,8 +28,9 @@ for this process's requests, and comes from the replica's newest stats for other
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from quire.engine.config.engine_config import CacheConfig
@@ -33,12 +40,21 @@ from quire.engine.protocol.stats import EngineStats
 DECODE_TOKENS = 32
 """Tokens by which a running request delays the prompt of another."""
 FAIR_SHARE = 1.25
+"""Factor for a replica's share of the recently sent tokens, by its speed, that it may get because of its cache."""
 _DECAY_REQUESTS = 64
 """Requests per replica after which the weight of sent tokens decays to about a third."""
 _FIRST_GUESS = 128.0
 """Assumed tokens of an output, and of a prompt sent by another process, before any was seen."""
 _AVERAGE_WEIGHT = 0.05
 """Weight of the newest value in a moving average."""
+_KEPT = 0.8
+"""Weight of earlier times to first tokens after each new one."""
+_STEP_TOKENS = 64
+"""Tokens by which a step's fixed time delays the first token of a request."""
+_USUAL_SLOWNESS = 1.5
+"""Replicas whose measured times differ by less than this factor are equally fast."""
+_HALF_LIFE_SECONDS = 10.0
+"""Time in which a measurement loses half its weight; without new ones, the logarithm of the slowness is halved."""
 
 
 @dataclass(slots=True)
@@ -53,6 +69,9 @@ class _PlacedRequest:
     """Tokens to compute before its next token; 0 once that has arrived."""
     blocks: int
     """KV blocks that it will allocate until then."""
+    placed_at: float
+    cost: int
+    """Tokens to compute at the replica before its first token, as known when it was placed."""
 
 
 @dataclass(slots=True)
@@ -69,17 +88,36 @@ class _ReplicaLoad:
     """The sum over its unfinished requests."""
     sent: float = 0.0
     """Tokens recently sent to it, for prompts and outputs."""
+    waiting: dict[str, _PlacedRequest] = field(default_factory=dict)
+    """Its requests without a first token, the oldest first."""
+    seconds: float = 0.0
+    """Times to recent first tokens: a decaying sum."""
+    tokens: float = 0.0
+    """The cost of these; 0: nothing has been measured."""
+    measured_at: float = 0.0
+
+    @property
+    def pace(self) -> float:
+        """Seconds per token of cost; 0: not known."""
+        return self.seconds / self.tokens if self.tokens else 0.0
 
 
 class Router:
     """Load and caches of the replicas, as known to one API process."""
 
     def __init__(
-        self, replicas: Sequence[int], *, cache: CacheConfig | None = None, max_num_seqs: int = 1, first: int = 0
+        self,
+        replicas: Sequence[int],
+        *,
+        cache: CacheConfig | None = None,
+        max_num_seqs: int = 1,
+        first: int = 0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Without `cache` there are no cached prefixes. `first` rotates the order of equal replicas, so that the
-        processes differ.
+        processes differ. `clock` returns the time in seconds.
         """
+        self._clock = clock
         self._loads = {number: _ReplicaLoad() for number in replicas}
         self._first = first
         self._placed: dict[str, _PlacedRequest] = {}
@@ -99,20 +137,35 @@ class Router:
             self._extend_hashes(hashes, tokens, submit.cache_salt)
         spares = submit.params.prompt_logprobs is None or bool(submit.output_token_ids)
         uncached_at = {number: self._num_uncached(number, len(tokens), hashes if spares else []) for number in stats}
+        now = self._clock()
+        slowness = self._slowness(list(stats), now)
+        excess = self._excess(slowness)
+        costs = {
+            number: slowness[number]
+            * (min(len(tokens), uncached + excess[number]) + self._num_queued(number, stats[number]))
+            for number, uncached in uncached_at.items()
+        }
         chosen = min(
             stats,
             key=lambda number: (
                 not self._has_room(number, uncached_at[number], stats[number]),
-                uncached_at[number] + self._num_queued(number, stats[number]) + self._num_excess(number, stats),
-                self._loads[number].sent,
+                costs[number],
+                self._loads[number].sent * slowness[number],
                 (number - self._first) % len(self._loads),
             ),
         )
         uncached, load = uncached_at[chosen], self._loads[chosen]
         placed = _PlacedRequest(
-            chosen, submit.prompt_token_ids, submit.cache_salt, hashes, uncached, self._num_new_blocks(uncached)
+            replica=chosen,
+            prompt=submit.prompt_token_ids,
+            salt=submit.cache_salt,
+            hashes=hashes,
+            pending=uncached,
+            blocks=self._num_new_blocks(uncached),
+            placed_at=now,
+            cost=load.pending + uncached + _STEP_TOKENS,
         )
-        self._placed[submit.request_id] = placed
+        self._placed[submit.request_id] = load.waiting[submit.request_id] = placed
         load.open += 1
         load.pending += placed.pending
         load.blocks += placed.blocks
@@ -125,20 +178,21 @@ class Router:
         return chosen
 
     def on_first_token(self, request_id: str) -> None:
-        """Record that a request's first token has arrived."""
+        """Record that a request's first token, or its only output, has arrived."""
         placed = self._placed.get(request_id)
-        if placed is not None and placed.pending:
-            load = self._loads[placed.replica]
-            load.pending -= placed.pending
-            load.blocks -= placed.blocks
-            placed.pending = placed.blocks = 0
+        if placed is not None and self._stop_waiting(request_id, placed):
+            load, now = self._loads[placed.replica], self._clock()
+            kept = _KEPT * 0.5 ** ((now - load.measured_at) / _HALF_LIFE_SECONDS)
+            load.seconds = load.seconds * kept + now - placed.placed_at
+            load.tokens = load.tokens * kept + placed.cost
+            load.measured_at = now
 
     def on_finished(self, request_id: str, output: list[int]) -> None:
-        """Record that a request has finished, was aborted or has lost its replica. Unknown ids are ignored."""
-        self.on_first_token(request_id)
+        """Record that a request has finished, was aborted or has left its replica. Unknown ids are ignored."""
         placed = self._placed.pop(request_id, None)
         if placed is None:
             return
+        self._stop_waiting(request_id, placed)
         load = self._loads[placed.replica]
         load.open -= 1
         if output:
@@ -148,10 +202,21 @@ class Router:
             self._extend_hashes(placed.hashes, (placed.prompt + output)[:-1], placed.salt)
             self._record_cached(load, placed.hashes)
 
+    def _stop_waiting(self, request_id: str, placed: _PlacedRequest) -> bool:
+        """Record that a request does not wait for its first token any more; returns whether it did."""
+        load = self._loads[placed.replica]
+        if load.waiting.pop(request_id, None) is None:
+            return False
+        load.pending -= placed.pending
+        load.blocks -= placed.blocks
+        placed.pending = placed.blocks = 0
+        return True
+
     def on_replica_dead(self, replica: int) -> None:
         """Record that a replica has died; its cache is lost."""
         if (load := self._loads.get(replica)) is not None:
             load.cached.clear()
+            load.seconds = load.tokens = 0.0
 
     def on_replica_ready(self, replica: int) -> None:
         """Record that a replica, which may be new, is up. It gets no more than its equal share."""
@@ -181,10 +246,28 @@ class Router:
         waiting = min(others, stats.waiting)
         return load.pending + waiting * self._prompt + there * DECODE_TOKENS + must_end * self._output
 
-    def _num_excess(self, replica: int, among: Iterable[int]) -> float:
-        """Tokens recently sent to a replica beyond its share."""
-        sent = [self._loads[number].sent for number in among]
-        return max(0.0, self._loads[replica].sent - FAIR_SHARE * sum(sent) / len(sent))
+    def _slowness(self, replicas: Sequence[int], now: float) -> dict[int, float]:
+        """How many times longer than the fastest of these replicas each one takes for a token of cost, at least 1."""
+        loads = {number: self._loads[number] for number in replicas}
+        fastest = min((load.pace for load in loads.values() if load.pace), default=0.0)
+        slowness = dict.fromkeys(replicas, 1.0)
+        if not fastest:
+            return slowness
+        for number, load in loads.items():
+            measured = (max(load.pace, fastest) / fastest) ** 0.5 ** ((now - load.measured_at) / _HALF_LIFE_SECONDS)
+            oldest = next(iter(load.waiting.values()), None)
+            shown = 0.0 if oldest is None else (now - oldest.placed_at) / oldest.cost / fastest
+            slowness[number] = max(1.0, max(measured, shown) / _USUAL_SLOWNESS)
+        return slowness
+
+    def _excess(self, slowness: Mapping[int, float]) -> dict[int, float]:
+        """Tokens recently sent to each replica above its share."""
+        sent = sum(self._loads[number].sent for number in slowness)
+        speed = sum(1 / each for each in slowness.values())
+        return {
+            number: max(0.0, self._loads[number].sent - FAIR_SHARE * sent / (each * speed))
+            for number, each in slowness.items()
+        }
 
     def _has_room(self, replica: int, uncached: int, stats: EngineStats) -> bool:
         total = stats.kv_blocks or self._num_blocks

@@ -55,6 +55,12 @@ class RunningRequest:
     """Number of these that the replica that resumed the request will send again."""
     num_cached_tokens: int | None = None
     """The value of the first output, repeated with the output of the replica that resumed the request."""
+    leaving: set[int] = field(default_factory=set)
+    """Replicas that it was moved away from and that have not confirmed its end there. It cannot return to them: their
+    late outputs would be taken for new ones.
+    """
+    num_moves: int = 0
+    """Number of times that it has left a silent replica."""
     num_deaths: int = 0
     """Deaths of its replicas in a row, with fewer than `CLEARING_TOKENS` new tokens in between."""
     died_at: float = 0.0

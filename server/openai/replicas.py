@@ -35,7 +35,8 @@ class ResizeRequest(RequestBody):
 
 @router.get("/replicas")
 async def replicas(state: AppState) -> Response:
-    """The replicas of the engine: number, host, state (`loading`, `up`, `draining`, `restarting`, `dead`), requests."""
+    """The replicas of the engine: number, host, state (`loading`, `up`, `unresponsive`, `draining`, `restarting`,
+    `dead`), requests."""
     return _response(state)
 
 

@@ -10,6 +10,7 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,9 @@ _HELD_SECONDS = (0.5, 3.0)
 """Duration of a full disk, a stop or a cut."""
 _PAUSE_SECONDS = (0.2, 1.5)
 """Time from SIGSTOP to SIGCONT: well below --watchdog-seconds."""
+_SLOW_SECONDS = (3.0, 8.0)
+_RUN_SECONDS = 0.01
+"""Time for which a slow process runs before it stands still for nine times as long."""
 _FREE_DESCRIPTORS = 6
 _FREE_BYTES = 64 << 20
 
@@ -115,6 +119,37 @@ def _pause(kind: str) -> Callable[[Attack], None]:
         time.sleep(seconds)
         with contextlib.suppress(psutil.NoSuchProcess):
             victim.resume()
+        attack.told = f"{seconds:.1f} s"
+
+    return fault
+
+
+@contextlib.contextmanager
+def slowed(process: psutil.Process) -> Iterator[None]:
+    """Within the block, let a process run for a tenth of the time."""
+    is_over = threading.Event()
+
+    def hold() -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            while not is_over.wait(_RUN_SECONDS):
+                process.suspend()
+                is_over.wait(9 * _RUN_SECONDS)
+                process.resume()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def _slow(kind: str) -> Callable[[Attack], None]:
+    def fault(attack: Attack) -> None:
+        seconds = attack.rng.uniform(*_SLOW_SECONDS)
+        with slowed(attack.victim(kind)):
+            time.sleep(seconds)
         attack.told = f"{seconds:.1f} s"
 
     return fault
@@ -296,6 +331,7 @@ FAULTS: dict[str, Callable[[Attack], None]] = {
     "kill core": _kill("quire-core"),
     "stop core": _stop("quire-core"),
     "pause core": _pause("quire-core"),
+    "slow core": _slow("quire-core"),
     "kill api": _kill("quire-api"),
     "stop api": _stop("quire-api"),
     "pause api": _pause("quire-api"),
@@ -309,6 +345,7 @@ FAULTS: dict[str, Callable[[Attack], None]] = {
     "kill rank": _kill("quire-rank"),
     "stop rank": _stop("quire-rank"),
     "pause rank": _pause("quire-rank"),
+    "slow rank": _slow("quire-rank"),
     "kill fork server": _kill("fork-server"),
     "full shm": _fill(lambda system: system.shm, "quire-rank"),
     "kill cores": _kill_all("quire-core"),
@@ -319,7 +356,7 @@ FAULTS: dict[str, Callable[[Attack], None]] = {
     "leave": _leave,
     "resize": _resize,
 }
-_OF_RANKS = {"kill rank", "stop rank", "pause rank", "kill fork server", "full shm"}
+_OF_RANKS = {"kill rank", "stop rank", "pause rank", "slow rank", "kill fork server", "full shm"}
 _OF_REPLICAS = {"kill cores"}
 _OF_HOSTS = {"cut", "long cut", "slow cable", "lose host", "leave"}
 

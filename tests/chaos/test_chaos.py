@@ -19,7 +19,16 @@ pytestmark = pytest.mark.slow
         ("one", ["stop core", "kill core twice", "kill core and api", "full disk"]),
         (
             "dp2-api2",
-            ["kill cores", "stop api", "pause core", "kill api twice", "descriptors", "pause parent", "resize"],
+            [
+                "kill cores",
+                "stop api",
+                "pause core",
+                "slow core",
+                "kill api twice",
+                "descriptors",
+                "pause parent",
+                "resize",
+            ],
         ),
         ("tp2-pp2", ["kill rank", "stop rank", "kill fork server", "full shm"]),
         ("dp2-tp2-ep", ["kill rank", "kill core and api"]),

@@ -25,6 +25,7 @@ from multiprocessing.connection import Connection, Pipe
 import msgspec
 import zmq
 
+from quire.engine.core.heartbeats import PULSE_SECONDS
 from quire.engine.core.launch import CoreArgs
 from quire.engine.process import supervisor
 from quire.engine.process.trace import Event, compress, process_id
@@ -144,13 +145,17 @@ class FakeCore:
             self.channel.send_bytes(msgspec.msgpack.encode(message))
 
     def run(self, killed: threading.Event) -> None:
-        next_beat = 0.0
+        next_beat = next_pulse = 0.0
         while not killed.is_set():
             while self.requests.poll(self.milliseconds if self.running else 50):
                 self.take(self.decoder.decode(self.requests.recv()))
             if time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + 1.0
                 self.report(Heartbeat())
+            if time.monotonic() >= next_pulse:
+                next_pulse = time.monotonic() + PULSE_SECONDS
+                for client in range(len(self.responses)):
+                    self.tell_client(client, [])
             if is_shutdown(self.channel):
                 return
             self.step()

@@ -53,7 +53,7 @@ from quire.engine.protocol.supervision import (
     ReplicaStarting,
     ReplicaUp,
 )
-from quire.server.client.engine_client import EngineClient, QueueFull
+from quire.server.client.engine_client import DATA_PARALLEL_RANK, EngineClient, QueueFull
 from quire.server.client.engine_manager import EngineManager
 from quire.server.client.metrics import Metrics
 from quire.server.client.output_stream import EngineUnavailable, OutputStream, RequestFailed
@@ -156,6 +156,13 @@ class Scripted:
         del self.client.calls.waiting[core.replica, -1]
         self.client.update(ReplicaLost(core.replica, reason, returns))
 
+    def check_silence(self, core: Script, seconds: float) -> None:
+        """Let the client look for silent replicas: nothing has come from this core for so long, but from the others."""
+        for replica in self.client._replicas.values():
+            replica.heard_at = self.client.loop.time() - seconds * (replica.number == core.replica)
+        self.client._check_silence()
+        self.client._check_timer.cancel()
+
     async def of(self, request_id: str) -> Script:
         """The core that a request was sent to; its `EngineCoreRequest` is taken out there."""
         replica = self.client._running[request_id].replica
@@ -170,6 +177,7 @@ async def scripted(folder: Path, count: int = 2, **options: Any) -> AsyncIterato
     ends = endpoints(folder, count)
     metrics = Metrics("m")
     client = EngineClient(ends, metrics, **options)
+    client._check_timer.cancel()  # the cores speak when the test lets them
     cores = [Script(number, ends) for number in range(count)]
     engine = Scripted(client, metrics, ends, cores)
     try:
@@ -315,6 +323,67 @@ async def test_without_replicas_the_reason_is_reported(tmp_path: Path) -> None:
             await whole(stream)
         with pytest.raises(EngineUnavailable, match="rank 1 hangs"):
             engine.client.check()
+
+
+async def test_requests_leave_a_silent_replica(tmp_path: Path) -> None:
+    """At once if they have not begun, later if they have. They return to it only when it has confirmed their end."""
+    async with scripted(tmp_path) as engine:
+        silent, alive = engine.cores
+        chosen = DATA_PARALLEL_RANK.set(0)
+        begun, fresh = engine.submit("begun", [1]), engine.submit("fresh", [2])
+        DATA_PARALLEL_RANK.reset(chosen)
+        assert await engine.of("begun") is await engine.of("fresh") is silent
+        silent.tell(EngineCoreOutput("begun", [7]))
+        await until(lambda: engine.client._running["begun"].delivered)
+        engine.check_silence(silent, 0.9)
+        assert engine.client._live_replicas() == [0, 1]
+
+        engine.check_silence(silent, 1.1)
+        assert (await silent.hear(AbortRequests)).request_ids == ["fresh"]
+        assert (await alive.hear(EngineCoreRequest)).request_id == "fresh"
+        assert [each.state for each in engine.client.replicas] == ["unresponsive", "up"]
+        assert 'quire:replicas{model_name="m",state="unresponsive"} 1.0' in engine.metrics.exposition().decode()
+        for number in range(3):
+            engine.submit(f"new {number}", [3])
+            assert await engine.of(f"new {number}") is alive
+
+        engine.check_silence(silent, 3.1)
+        assert (await silent.hear(AbortRequests)).request_ids == ["begun"]
+        assert (await alive.hear(EngineCoreRequest)).output_token_ids == [7]
+        silent.tell(EngineCoreOutput("begun", [99]), EngineCoreOutput("fresh", [98]))  # too late
+        silent.say(ProbeReply(-1))
+        alive.tell(EngineCoreOutput("begun", [8]), EngineCoreOutput("fresh", [4], finish_reason="stop"))
+        assert (await whole(fresh)).token_ids == [4]
+
+        await engine.lost(alive, "rank 0 was killed", returns=True)
+        assert engine.client._live_replicas() == [0]
+        assert engine.client._running["begun"].replica is None
+        silent.tell(EngineCoreOutput("begun", [97]), EngineCoreOutput("begun", [], finish_reason="abort"))
+        again = await silent.hear(EngineCoreRequest)
+        while again.request_id != "begun":
+            again = await silent.hear(EngineCoreRequest)
+        assert again.output_token_ids == [7, 8]
+        silent.tell(EngineCoreOutput("begun", [9], finish_reason="stop"))
+        assert (await whole(begun)).token_ids == [7, 8, 9]
+
+
+async def test_nothing_moves_while_all_replicas_are_silent_or_this_process_stood_still(tmp_path: Path) -> None:
+    async with scripted(tmp_path) as engine:
+        stream = engine.submit("a", [1])
+        core = await engine.of("a")
+        for replica in engine.client._replicas.values():
+            replica.heard_at = engine.client.loop.time() - 60.0
+        engine.client._check_silence()
+        assert engine.client._running["a"].replica == core.replica
+        core.say(ProbeReply(-1))
+        await until(lambda: engine.client._live_replicas() == [core.replica])
+        for replica in engine.client._replicas.values():
+            replica.is_unresponsive, replica.heard_at = False, engine.client.loop.time() - 60.0
+        engine.client._checked_at -= 60.0
+        engine.client._check_silence()
+        engine.client._check_timer.cancel()
+        assert engine.client._live_replicas() == [0, 1]
+        stream.close()
 
 
 async def kill(engine: Scripted, core: Script) -> None:
@@ -704,6 +773,29 @@ async def test_killing_or_stopping_a_replica_loses_no_stream_of_any_api_process(
         text = manager.metrics.exposition().decode()
         assert 'quire:engine_deaths_total{engine="0",model_name="m"} 1.0' in text
     assert [core.returncode for core in cores] == [-signal.SIGKILL, *[0] * count]
+
+
+async def test_streams_of_a_replica_that_hangs_go_on_before_it_is_declared_dead(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gets requests again when it goes on."""
+    config = replace(config, parallel=replace(config.parallel, watchdog_seconds=3600.0))
+    async with running(config, monkeypatch, ["slow", "slow"], 2) as (_, clients, cores):
+        for client in clients:
+            await client.ready()
+        streams = [clients[n % 2].submit([(str(n), prompt(n), LONG)], cache_salt=b"x") for n in range(20)]
+        first = [(await stream.get())[0].token_ids for stream in streams]
+        os.kill(cores[0].pid, signal.SIGSTOP)
+        try:
+            late = [client.submit([(f"late {client.index}", prompt(1), LONG)]) for client in clients]
+            for n, (begun, stream) in enumerate(zip(first, streams, strict=True)):
+                assert begun + (await whole(stream)).token_ids == echoed(n)
+            assert [(await whole(stream)).token_ids for stream in late] == [echoed(1)] * 2
+            assert all(client._live_replicas() == [1] for client in clients)
+        finally:
+            os.kill(cores[0].pid, signal.SIGCONT)
+        await until(lambda: all(client._live_replicas() == [0, 1] for client in clients))
+    assert [core.returncode for core in cores] == [0, 0]
 
 
 @pytest.mark.parametrize("drain_seconds", [0.0, 60.0])

@@ -21,6 +21,7 @@ from quire.engine.protocol.stats import EngineStats
 from quire.engine.scheduler.scheduler import Scheduler
 from quire.server.client.router import Router
 from tests.fakes.configs import engine_config
+from tests.fakes.replica_traffic import COURSES, simulate
 
 BLOCK = 16
 CACHE = CacheConfig(block_size=BLOCK, num_blocks=2000, dtype="float32", enable_prefix_caching=True)
@@ -203,6 +204,50 @@ def test_a_cache_that_holds_a_part_of_the_groups_is_shared_out() -> None:
     assert blind.hits < 0.6
 
 
+# The last replica's course, the prompts, the number of replicas, clients for each, and the part of the oracle's
+# throughput that is expected: pairs of these cover more in less time than a product.
+TROUBLES = [
+    ("healthy", "mixed lengths", 2, 8, 0.95),
+    ("hangs", "short", 2, 8, 0.95),
+    ("hangs", "32 prefixes", 4, 4, 0.95),
+    ("hangs", "conversations", 8, 2, 0.95),
+    ("hangs for 2 s", "one prefix", 2, 8, 0.9),
+    ("2 times slower", "32 prefixes", 2, 8, 0.9),
+    ("2 times slower", "short", 4, 4, 0.9),
+    ("5 times slower", "conversations", 2, 8, 0.9),
+    ("5 times slower", "mixed lengths", 4, 4, 0.9),
+    ("20 times slower", "short", 2, 8, 0.9),
+    ("20 times slower", "one prefix", 8, 2, 0.9),
+    ("recovers after 2 s", "conversations", 2, 8, 0.9),
+    ("joins", "32 prefixes", 2, 8, 0.95),
+    ("drains", "short", 4, 4, 0.95),
+    ("dies and returns", "one prefix", 2, 8, 0.95),
+]
+
+
+@pytest.mark.parametrize(("course", "prompts", "replicas", "clients", "least"), TROUBLES)
+def test_a_replica_in_trouble_does_not_slow_down_the_others(
+    course: str, prompts: str, replicas: int, clients: int, least: float
+) -> None:
+    """The oracle knows the speeds, the caches, the queues and how long outputs will be."""
+    oracle = simulate(course, prompts, replicas, clients=clients, router=None)
+    outcome = simulate(course, prompts, replicas, clients=clients)
+    assert outcome.throughput > least * oracle.throughput
+    assert outcome.p99 < 4 * oracle.p99
+    assert outcome.pause < oracle.pause + 0.1
+    if (slowness := COURSES[course][-1][1]) > 1:
+        assert outcome.last_share < max(0.02, 2 / (1 + (replicas - 1) * slowness))
+
+
+@pytest.mark.slow
+def test_one_of_64_replicas_in_trouble() -> None:
+    for course in ("hangs", "20 times slower"):
+        oracle = simulate(course, "short", 64, clients=1, end=2.5, router=None)
+        outcome = simulate(course, "short", 64, clients=1, end=2.5)
+        assert outcome.throughput > 0.95 * oracle.throughput
+        assert outcome.last_share < 0.01
+
+
 def place(router: Router, request_id: str, prompt: list[int], stats: dict[int, EngineStats], **asks: Any) -> int:
     return router.place(asked(request_id, prompt, **asks), stats)
 
@@ -283,6 +328,22 @@ def test_one_that_comes_back_knows_nothing_and_is_not_flooded() -> None:
     router.on_replica_ready(0)
     taken = [place(router, f"new {number}", [1000 + number] * 64, idle(2)) for number in range(20)]
     assert 8 <= sum(taken) <= 12
+
+
+def test_a_slow_replica_is_avoided_and_later_tried_again() -> None:
+    """One request at a time: there is no queue that would bring one to it."""
+    now = 0.0
+    router = Router(range(2), max_num_seqs=64, clock=lambda: now)
+    chosen: list[int] = []
+    for number in range(100):
+        chosen.append(place(router, str(number), [number] * 64, idle(2)))
+        now += 2.0 if chosen[-1] == 1 and now < 3 else 0.1
+        router.on_first_token(str(number))
+        router.on_finished(str(number), [1])
+        now += 0.9
+    assert chosen[:2] == [0, 1]
+    assert 20 < chosen[2:].index(1) < 50
+    assert sum(chosen[-8:]) >= 3  # it is as fast as the other
 
 
 def test_what_it_remembers_is_bounded() -> None:
