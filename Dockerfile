@@ -75,6 +75,7 @@ RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
 ENV PATH=/opt/quire/bin:$PATH \
     HOME=/home/quire \
     USER=quire \
+    QUIRE_HOST=0.0.0.0 \
     XDG_CACHE_HOME=/cache \
     HF_HOME=/cache/huggingface \
     TRITON_CACHE_DIR=/cache/triton
@@ -86,8 +87,13 @@ EXPOSE 8000
 HEALTHCHECK --interval=15s --timeout=5s --start-period=60s CMD ["python3", "-c", "\
 import http.client; connection = http.client.HTTPConnection('127.0.0.1', 8000, timeout=4); \
 connection.request('GET', '/health/live'); raise SystemExit(connection.getresponse().status != 200)"]
+# A command of `quire`, or the arguments of `quire serve`, as vLLM's image takes them: docker run IMAGE MODEL.
 # tini reaps the processes of a part that has died; it passes SIGTERM on, and the exit code back.
-ENTRYPOINT ["tini", "-s", "--", "quire"]
+ENTRYPOINT ["tini", "-s", "--", "sh", "-c", "\
+case $1 in \
+bench|chat|complete|doctor|plan|profile|quantize|run-batch|serve|-h|--help|--version) ;; \
+*) set -- serve \"$@\" ;; \
+esac; exec quire \"$@\"", "quire"]
 CMD ["serve", "--help"]
 
 ARG VERSION=0.1.0

@@ -33,6 +33,7 @@ SECTIONS: dict[str, tuple[str, dict[str, str]]] = {
             "QUIRE_CPU_ISA": "The instruction set that CPU kernels are compiled for and chosen by: `avx512_bf16`, "
             "`avx512_vnni`, `avx512`, `avx_vnni`, `avx2` or `neon_dotprod`. Default: the most capable one "
             "that the processor has.",
+            "QUIRE_HOST": "Address to listen on, unless `--host` is given. The container images set it to `0.0.0.0`.",
             "QUIRE_HOST_IP": "This host's own address for traffic between hosts. Default: the address of the interface "
             "that reaches `--master-addr` or `--data-parallel-address`.",
             "QUIRE_KERNEL_CACHE": "Folder of the CPU kernels that are compiled because none that come with Quire fit. "

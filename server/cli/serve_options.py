@@ -12,6 +12,8 @@ from quire.server.config.server_options import ServerOptions
 
 _PORT_VARIABLE = "AIP_HTTP_PORT"
 """Vertex AI sets the server's port here; see quire.server.http.sagemaker_vertex."""
+_HOST_VARIABLE = "QUIRE_HOST"
+"""The images set it: a server that listens on its loopback interface only is of no use in a container."""
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
@@ -24,7 +26,8 @@ def add_config(parser: argparse.ArgumentParser) -> None:
 
 
 def read_options(parsed: argparse.Namespace) -> tuple[EngineOptions, ServerOptions]:
-    """Read the options from the command line, then the `--config` file, then the environment (Vertex AI's and vLLM's).
+    """Read the options from the command line, then the `--config` file, then the environment
+    (Quire's, Vertex AI's and vLLM's).
 
     `notes` of `parsed` then names the options without effect, and `given` has the options that are set, by name.
     """
@@ -38,6 +41,8 @@ def read_options(parsed: argparse.Namespace) -> tuple[EngineOptions, ServerOptio
         if not port.isdigit():
             raise ConfigError(f"environment variable {_PORT_VARIABLE}={port}: expected a port number")
         from_environment["port"] = int(port)
+    if host := os.environ.get(_HOST_VARIABLE):
+        from_environment["host"] = host
     parsed.notes = list(dict.fromkeys([*of_environment, *notes]))
     found = argparse.Namespace(**(from_environment | given))
     parsed.given = vars(found)

@@ -179,7 +179,7 @@ def test_a_login_shell_finds_its_programs(podman: Podman, image: str) -> None:
 
 def test_it_answers_with_a_read_only_root_and_stops(podman: Podman, image: str) -> None:
     """A core that dies leaves nothing behind."""
-    with podman.started(image, "serve", "--host", "0.0.0.0", "-tp", "2") as container:
+    with podman.started(image, "serve", "-tp", "2") as container:
         container.wait_for("serving .* on http://0.0.0.0:8000")
         first = ask(podman, 8000, "10001")
         assert podman("healthcheck", "run", "quire").strip() in ("", "healthy")
@@ -197,8 +197,9 @@ def test_it_answers_with_a_read_only_root_and_stops(podman: Podman, image: str) 
 
 
 def test_it_answers_for_a_user_that_it_does_not_know(podman: Podman, image: str) -> None:
-    """At a port of that user's choice; health is bad, as no server listens at the port of the health check."""
-    with podman.started("--user", "4242", image, "serve", "--port", "8001") as container:
+    """With flags only, at a port and an address of that user's choice; health is bad, as no server listens at the port
+    of the health check."""
+    with podman.started("--user", "4242", image, "--port", "8001", "--host", "127.0.0.1") as container:
         container.wait_for("serving .* on http://127.0.0.1:8001")
         ask(podman, 8001, "4242")
         with pytest.raises(pytest.fail.Exception, match="unhealthy"):

@@ -57,7 +57,7 @@ def known_flags() -> set[str]:
 def commands(text: str) -> Iterator[str]:
     """The parts of a page about `quire`'s command line: command lines, and flags in backticks."""
     yield from re.findall(r"^(?:\$ )?(?:quire|scripts/serve) .*$", text, flags=re.M)
-    yield from re.findall(rf"(?:{'|'.join(IMAGES)}) serve .*$", text, flags=re.M)
+    yield from re.findall(rf"(?<!\.sh )(?:{'|'.join(IMAGES)}) .*$", text, flags=re.M)
     for span in re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.S | re.M)):
         if span.startswith(("-", "quire ", "scripts/serve ")):
             yield span

@@ -35,3 +35,7 @@ def test_bake_sets_what_the_dockerfile_asks_for() -> None:
         assert target["args"].get("VARIANT", '"cpu"').strip('"') in STAGES
     variables = {name.strip('"'): variable["default"] for block in bake["variable"] for name, variable in block.items()}
     assert variables["VERSION"].strip('"') == ARGUMENTS["VERSION"]
+
+
+def test_a_container_listens_on_all_addresses() -> None:
+    assert re.search(r"^ +QUIRE_HOST=0\.0\.0\.0\b", DOCKERFILE, flags=re.M)

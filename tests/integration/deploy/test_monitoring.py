@@ -33,11 +33,10 @@ def test_compose_mounts_what_there_is_and_starts_a_server() -> None:
             mounts[name, target] = source
             if source.startswith("."):
                 assert (DEPLOY / source).is_dir(), source
-    parsed = build_parser().parse_args(services["quire"]["command"])
+    parsed = build_parser().parse_args(["serve", *services["quire"]["command"]])
     _, server = read_options(parsed)
     scrape = load("prometheus/prometheus.yml")
     assert scrape["scrape_configs"][0]["static_configs"] == [{"targets": [f"quire:{server.port}"]}]
-    assert server.host == "0.0.0.0"
     assert mounts["prometheus", "/etc/prometheus"] == "./prometheus"
     assert "--config.file=/etc/prometheus/prometheus.yml" in services["prometheus"]["command"]
     (datasource,) = load("grafana/provisioning/datasources/prometheus.yaml")["datasources"]

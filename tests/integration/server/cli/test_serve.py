@@ -213,6 +213,19 @@ def test_the_environment_may_name_the_port(monkeypatch: pytest.MonkeyPatch, tmp_
         port()
 
 
+def test_the_environment_may_name_the_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def host(*arguments: str) -> str:
+        return read_options(build_parser().parse_args(["serve", *arguments]))[1].host
+
+    assert host() == "127.0.0.1"
+    monkeypatch.setenv("QUIRE_HOST", "0.0.0.0")
+    assert host() == "0.0.0.0"
+    assert host("--host", "::1") == "::1"
+    file = tmp_path / "quire.yaml"
+    file.write_text("host: 10.0.0.1")
+    assert host("--config", str(file)) == "10.0.0.1"
+
+
 def test_a_config_file_gives_defaults_that_the_command_line_overrides(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
