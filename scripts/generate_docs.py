@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import api_docs
+import chart_docs
 import cli_docs
 import dashboards
 import draw_docs
@@ -23,6 +24,7 @@ FILES: dict[str, Callable[[], str]] = {
     "docs/reference/cli.md": cli_docs.render,
     "docs/reference/metrics.md": metrics_docs.render,
     "docs/reference/environment.md": environment_docs.render,
+    "docs/reference/helm.md": chart_docs.render,
     "docs/reference/vllm.md": vllm_docs.render,
     **{f"docs/pictures/{name}.svg": draw for name, draw in draw_docs.PICTURES.items()},
     **{f"deploy/grafana/dashboards/{name}.json": render for name, render in dashboards.DASHBOARDS.items()},

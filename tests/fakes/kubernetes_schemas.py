@@ -26,6 +26,8 @@ _TEXT = {"type": "string", "minLength": 1}
 _COUNT = {"type": "integer", "minimum": 0}
 _PORT = {"type": "integer", "minimum": 1, "maximum": 65535}
 _LABELS = {"type": "object", "additionalProperties": {"type": "string"}, "minProperties": 1}
+_NUMBER = {"type": "string", "pattern": r"^\d+(\.\d+)?$"}
+_ADDRESS = {"type": "string", "pattern": r"^[\w.-]+:\d+$"}
 _DURATION = {"type": "string", "pattern": r"^([0-9]{1,5}(h|m|s|ms)){1,4}$"}
 
 
@@ -95,9 +97,33 @@ CUSTOM: dict[str, dict[str, Any]] = {
                         {"port": _TEXT},
                         path=_TEXT,
                         interval=_DURATION,
+                        scheme={"enum": ["http", "https"]},
+                        tlsConfig=_object({}, insecureSkipVerify={"type": "boolean"}, serverName=_TEXT),
                         authorization=_object({"credentials": _object({"name": _NAME, "key": _TEXT})}, type=_TEXT),
                     )
                 ),
+            },
+            jobLabel=_TEXT,
+        ),
+    ),
+    "PrometheusRule": _resource(
+        "monitoring.coreos.com/v1",
+        "PrometheusRule",
+        _object(
+            {
+                "groups": _list(
+                    _object(
+                        {
+                            "name": _TEXT,
+                            "rules": _list(
+                                _object(
+                                    {"alert": _TEXT, "expr": _TEXT, "labels": _LABELS, "annotations": _LABELS},
+                                    **{"for": _DURATION},
+                                )
+                            ),
+                        }
+                    )
+                )
             }
         ),
     ),
@@ -109,24 +135,55 @@ CUSTOM: dict[str, dict[str, Any]] = {
             {
                 "scaleTargetRef": _object({"name": _NAME}, apiVersion=_TEXT, kind=_TEXT),
                 "triggers": _list(
-                    _object(
-                        {
-                            "type": {"const": "prometheus"},
-                            "metadata": _object(
+                    {
+                        "oneOf": [
+                            _object(
                                 {
-                                    "serverAddress": {"type": "string", "pattern": "^https?://"},
-                                    "query": _TEXT,
-                                    "threshold": {"type": "string", "pattern": r"^\d+(\.\d+)?$"},
+                                    "type": {"const": "prometheus"},
+                                    "metadata": _object(
+                                        {
+                                            "serverAddress": {"type": "string", "pattern": "^https?://"},
+                                            "query": _TEXT,
+                                            "threshold": _NUMBER,
+                                        },
+                                        activationThreshold=_NUMBER,
+                                    ),
                                 }
                             ),
-                        }
-                    )
+                            # of the HTTP add-on
+                            _object(
+                                {
+                                    "type": {"const": "external-push"},
+                                    "metadata": _object({"scalerAddress": _ADDRESS, "interceptorRoute": _NAME}),
+                                }
+                            ),
+                        ]
+                    }
                 ),
             },
             minReplicaCount=_COUNT,
             maxReplicaCount=_COUNT,
             pollingInterval=_COUNT,
+            cooldownPeriod=_COUNT,
             advanced=_object({"horizontalPodAutoscalerConfig": _object({"behavior": _BEHAVIOR})}),
+        ),
+    ),
+    # keda.sh/http-add-on: http.keda.sh/v1beta1
+    "InterceptorRoute": _resource(
+        "http.keda.sh/v1beta1",
+        "InterceptorRoute",
+        _object(
+            {
+                "target": {
+                    "oneOf": [
+                        _object({"service": _NAME, "port": _PORT}),
+                        _object({"service": _NAME, "portName": _NAME}),
+                    ]
+                },
+                "scalingMetric": _object({"concurrency": _object({"targetValue": {"type": "integer", "minimum": 1}})}),
+            },
+            rules=_list(_object({"hosts": _list(_TEXT)})),
+            timeouts=_object({}, **dict.fromkeys(("readiness", "request", "responseHeader"), _DURATION)),
         ),
     ),
     # gateway-api-inference-extension.sigs.k8s.io: inference.networking.k8s.io/v1
@@ -169,7 +226,8 @@ CUSTOM: dict[str, dict[str, Any]] = {
                         timeouts=_object({"request": _DURATION}),
                     )
                 ),
-            }
+            },
+            hostnames=_list(_TEXT),
         ),
     ),
 }

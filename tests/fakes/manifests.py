@@ -18,6 +18,8 @@ helm_python = pytest.importorskip("helm_python", reason="scripts/setup ci instal
 DEPLOY = Path(__file__).parents[2] / "deploy"
 CHART, OVERLAYS = DEPLOY / "helm/quire", DEPLOY / "kubernetes/overlays"
 VARIANTS = sorted(path.name for path in OVERLAYS.iterdir())
+EXAMPLES = sorted(path.stem for path in (CHART / "examples").iterdir())
+"""Files of values, one for each overlay and more."""
 NAMESPACE = "quire"
 
 Manifest = dict[str, Any]
@@ -39,7 +41,7 @@ def build(folder: Path) -> list[Manifest]:
 
 @cache
 def helm(variant: str) -> list[Manifest]:
-    """Render the chart with the values that stand for an overlay."""
+    """Render the chart with the values of an example."""
     return render(yaml.safe_load((CHART / "examples" / f"{variant}.yaml").read_text()))
 
 

@@ -1,3 +1,4 @@
+{{- define "quire.gateway" -}}
 {{- if .Values.gateway.enabled }}
 {{- $name := include "quire.name" . }}
 {{- $picker := printf "%s-endpoint-picker" $name }}
@@ -13,7 +14,7 @@ spec:
       {{- include "quire.selector" . | nindent 6 }}
       app.kubernetes.io/component: server
   targetPorts:
-    - number: 8000
+    - number: {{ include "quire.port" . }}
   endpointPickerRef:
     name: {{ $picker }}
     port:
@@ -51,7 +52,7 @@ metadata:
     app.kubernetes.io/name: {{ $picker }}
 data:
   endpoint-picker-config.yaml: |
-    apiVersion: llm-d.ai/v1alpha1
+    apiVersion: {{ .Values.gateway.configVersion }}
     kind: EndpointPickerConfig
     plugins:
       - type: metrics-data-source
@@ -248,4 +249,5 @@ spec:
     - name: http-metrics
       port: 9090
       targetPort: metrics
+{{- end }}
 {{- end }}

@@ -1,3 +1,4 @@
+{{- define "quire.autoscaling" -}}
 {{- with .Values.autoscaling }}
 {{- if .by }}
 {{- $name := include "quire.name" $ }}
@@ -25,6 +26,9 @@ spec:
   minReplicaCount: {{ .minReplicas }}
   maxReplicaCount: {{ .maxReplicas }}
   pollingInterval: 15
+  {{- if include "quire.scalesToZero" $ }}
+  cooldownPeriod: {{ .cooldownPeriod }}
+  {{- end }}
   advanced:
     horizontalPodAutoscalerConfig:
       behavior:
@@ -40,6 +44,14 @@ spec:
         serverAddress: {{ .prometheus }}
         query: sum(quire:kv_cache_usage_perc{namespace="{{ $.Release.Namespace }}",service="{{ $name }}"})
         threshold: {{ .kvCacheUsage | quote }}
+    {{- if include "quire.scalesToZero" $ }}
+        # Blocks in use are no reason to stay.
+        activationThreshold: {{ .maxReplicas | quote }}
+    - type: external-push
+      metadata:
+        scalerAddress: {{ .scaler }}
+        interceptorRoute: {{ $name }}
+    {{- end }}
   {{- else }}
   minReplicas: {{ .minReplicas }}
   maxReplicas: {{ .maxReplicas }}
@@ -61,7 +73,41 @@ spec:
   behavior:
     {{- include "quire.scaling" . | nindent 4 }}
   {{- end }}
+{{- if include "quire.scalesToZero" $ }}
+---
+apiVersion: http.keda.sh/v1beta1
+kind: InterceptorRoute
+metadata:
+  name: {{ $name }}
+  labels:
+    {{- include "quire.labels" $ | nindent 4 }}
+spec:
+  target:
+    service: {{ $name }}
+    portName: http
+  rules:
+    - hosts:
+        - {{ include "quire.interceptedHost" $ }}
+  scalingMetric:
+    concurrency:
+      targetValue: {{ .concurrency }}
+  # A request waits until the model is loaded, and its answer may take long.
+  timeouts:
+    readiness: 0s
+    request: 0s
+    responseHeader: 0s
 {{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- /* The name by which KEDA's interceptor knows a server. */}}
+{{- define "quire.interceptedHost" -}}
+{{ printf "%s.%s" (include "quire.name" .) .Release.Namespace }}
+{{- end }}
+
+{{- define "quire.interceptorNamespace" -}}
+{{ index (splitList "." (first (splitList ":" .Values.autoscaling.interceptor))) 1 }}
 {{- end }}
 
 {{- define "quire.scaling" -}}

@@ -1,3 +1,4 @@
+{{- define "quire.podDisruptionBudget" -}}
 apiVersion: policy/v1
 kind: PodDisruptionBudget
 metadata:
@@ -15,3 +16,4 @@ spec:
   selector:
     matchLabels:
       {{- include "quire.selector" . | nindent 6 }}
+{{- end }}

@@ -1,3 +1,4 @@
+{{- define "quire.networkPolicy" -}}
 {{- if .Values.networkPolicy.enabled }}
 apiVersion: networking.k8s.io/v1
 kind: NetworkPolicy
@@ -23,11 +24,23 @@ spec:
         {{- end }}
       ports:
         - port: http
+    {{- if include "quire.scalesToZero" . }}
+    # KEDA's interceptor.
+    - from:
+        - namespaceSelector:
+            matchLabels:
+              kubernetes.io/metadata.name: {{ include "quire.interceptorNamespace" . }}
+      ports:
+        - port: http
+    {{- end }}
     # The hosts of a server use ephemeral ports.
     - from:
         - podSelector:
             matchLabels:
               {{- include "quire.selector" . | nindent 14 }}
+    {{- with .Values.networkPolicy.extraIngress }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
   egress:
     - to:
         - podSelector:
@@ -41,4 +54,16 @@ spec:
           protocol: TCP
         - port: 443
           protocol: TCP
+    {{- with index .Values.config "otlp-traces-endpoint" }}
+    # Traces. Without a port, those of OTLP.
+    - ports:
+        {{- range regexFind ":[0-9]+" (regexReplaceAll "^.*://" . "") | trimPrefix ":" | default "4317,4318" | splitList "," }}
+        - port: {{ . }}
+          protocol: TCP
+        {{- end }}
+    {{- end }}
+    {{- with .Values.networkPolicy.extraEgress }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+{{- end }}
 {{- end }}

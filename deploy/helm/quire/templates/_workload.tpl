@@ -1,3 +1,4 @@
+{{- define "quire.workload" -}}
 {{- $name := include "quire.name" . }}
 {{- $root := . }}
 {{- $values := .Values }}
@@ -154,4 +155,5 @@ spec:
       template:
         {{- $worker := merge (dict "port" 6380) $ray }}
         {{- include "quire.podTemplate" (dict "root" . "component" "worker" "grace" $grace "containers" (list $worker)) | nindent 8 }}
+{{- end }}
 {{- end }}

@@ -1,3 +1,4 @@
+{{- define "quire.download" -}}
 {{- if .Values.download.enabled }}
 apiVersion: batch/v1
 kind: Job
@@ -19,10 +20,15 @@ spec:
       enableServiceLinks: false
       restartPolicy: OnFailure
       securityContext:
-        {{- include "quire.podSecurity" . | nindent 8 }}
-      {{- with .Values.imagePullSecrets }}
-      imagePullSecrets:
+        {{- toYaml .Values.podSecurityContext | nindent 8 }}
+      {{- with include "quire.serviceAccount" . | trim }}
+      serviceAccountName: {{ . }}
+      {{- end }}
+      {{- range $key := list "imagePullSecrets" "nodeSelector" "tolerations" }}
+      {{- with (index $.Values $key) }}
+      {{ $key }}:
         {{- toYaml . | nindent 8 }}
+      {{- end }}
       {{- end }}
       containers:
         - name: download
@@ -43,6 +49,13 @@ spec:
                   name: {{ .Values.secret }}
                   key: hf-token
                   optional: true
+            {{- with .Values.env }}
+            {{- toYaml . | nindent 12 }}
+            {{- end }}
+          {{- with .Values.envFrom }}
+          envFrom:
+            {{- toYaml . | nindent 12 }}
+          {{- end }}
           resources:
             requests:
               cpu: "1"
@@ -50,7 +63,7 @@ spec:
             limits:
               memory: 4Gi
           securityContext:
-            {{- include "quire.containerSecurity" . | nindent 12 }}
+            {{- toYaml .Values.securityContext | nindent 12 }}
           volumeMounts:
             - name: models
               mountPath: /models
@@ -58,12 +71,18 @@ spec:
               mountPath: /cache
             - name: tmp
               mountPath: /tmp
+            {{- with .Values.extraVolumeMounts }}
+            {{- toYaml . | nindent 12 }}
+            {{- end }}
       volumes:
         - name: models
           persistentVolumeClaim:
             claimName: {{ include "quire.claim" . }}
-        - name: cache
-          emptyDir: {}
+        - {{- include "quire.cacheVolume" . | nindent 10 }}
         - name: tmp
           emptyDir: {}
+        {{- with .Values.extraVolumes }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
+{{- end }}
 {{- end }}
