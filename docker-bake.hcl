@@ -27,13 +27,13 @@ target "image" {
 
 target "cpu" {
   inherits = ["image"]
-  args     = { VARIANT = "cpu" }
+  args     = { VARIANT = "cpu", EXTRAS = "otlp" }
   tags     = ["${REGISTRY}quire:cpu", "${REGISTRY}quire:${VERSION}-cpu"]
 }
 
 target "cuda" {
   inherits = ["image"]
   # With ray, for scripts/run_cluster.sh.
-  args = { VARIANT = "cu130", EXTRAS = "ray" }
+  args = { VARIANT = "cu130", EXTRAS = "ray,otlp" }
   tags = ["${REGISTRY}quire:cuda", "${REGISTRY}quire:${VERSION}-cuda"]
 }

@@ -214,10 +214,13 @@ MODELS = {"a": {"config": {"model": "org/a"}}, "b": {"config": {"model": "org/b"
         ({"gateway": {"enabled": True}, "modelSpec": MODELS}, "one release for each model"),
         ({"autoscaling": {"by": "keda", "minReplicas": 0}}, "minReplicas: 0 needs .* modelSpec"),
         ({"autoscaling": {"by": "hpa", "minReplicas": 0}, "modelSpec": MODELS}, "autoscaling.by: keda"),
+        ({"ingress": {"enabled": True}}, "ingress.enabled: name a host in ingress.hosts"),
+        ({"httpRoute": {"enabled": True}}, "httpRoute.enabled: name a Gateway in httpRoute.parentRefs"),
         ({"modelSpec": {"a": {"model": "org/a"}}}, "modelSpec/a"),
         ({"modelSpec": {"v1": {}}}, "modelSpec.v1: the API has paths of this name"),
         ({"modelSpec": {"Chat": {}}}, "invalid propertyName 'Chat'"),
         ({"modelSpec": {"a": {"ingress": {"enabled": True}}}}, "modelSpec.a.ingress: set it for the release"),
+        ({"modelSpec": {"a": {"monitoring": {"dashboards": {}}}}}, "modelSpec.a.monitoring.dashboards: set it for the"),
         ({"modelSpec": {"a": {}, "b": {}}}, "two models are called quire-demo"),
     ],
 )

@@ -13,8 +13,8 @@
 {{- $flag := regexReplaceAll "=.*" . "" | replace "_" "-" | trimPrefix "--" }}
 {{- if regexMatch $secrets $flag }}
 {{- fail (printf "extraArgs: --%s would be readable in the pods; %s" $flag $secretHint) }}
-{{- else if regexMatch "^(config|host|port|uds|headless|shutdown-timeout|ssl-.*)$" $flag }}
-{{- fail (printf "extraArgs: --%s: set config.%s, which probes and Services follow" $flag $flag) }}
+{{- else if regexMatch "^(host|port|uds|headless|shutdown-timeout|ssl-.*)$" $flag }}
+{{- fail (printf "extraArgs: --%s: set config.%s, which probes, Services and grace periods follow" $flag $flag) }}
 {{- end }}
 {{- end }}
 {{- with .Values.config.host }}
@@ -30,6 +30,9 @@
 {{- $own := index .Values.modelSpec .model | default dict }}
 {{- range list "modelSpec" "router" "service" "ingress" "httpRoute" "serviceAccount" "extraObjects" }}
 {{- if hasKey $own . }}{{ fail (printf "modelSpec.%s.%s: set it for the release" $.model .) }}{{ end }}
+{{- end }}
+{{- range list "prometheusRule" "dashboards" }}
+{{- if hasKey ($own.monitoring | default dict) . }}{{ fail (printf "modelSpec.%s.monitoring.%s: set it for the release" $.model .) }}{{ end }}
 {{- end }}
 {{- end }}
 {{- if .Values.gateway.enabled }}
