@@ -118,7 +118,7 @@ def test_quire_takes_the_flags_of_an_example(example: str, tmp_path: Path) -> No
     assert seen
 
 
-POD = {
+POD: Manifest = {
     "env": [{"name": "NCCL_DEBUG", "value": "INFO"}],
     "envFrom": [{"secretRef": {"name": "proxies"}}],
     "extraArgs": ["--max-num-seqs", "8"],
@@ -150,11 +150,11 @@ def test_every_pod_of_a_server_gets_the_values_of_pods(workload: str) -> None:
         assert pod["securityContext"]["runAsNonRoot"]
         *ours, sidecar = pod["containers"]
         assert sidecar["name"] == "sidecar"
-        assert POD["extraVolumes"][0] in pod["volumes"]  # type: ignore[index]
+        assert POD["extraVolumes"][0] in pod["volumes"]
         for container in ours:
-            assert POD["env"][0] in container["env"]  # type: ignore[index]
+            assert POD["env"][0] in container["env"]
             assert container["envFrom"] == POD["envFrom"]
-            assert POD["extraVolumeMounts"][0] in container["volumeMounts"]  # type: ignore[index]
+            assert POD["extraVolumeMounts"][0] in container["volumeMounts"]
             assert container["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
             if container["name"] == "quire":
                 assert container["args"][-2:] == POD["extraArgs"]
@@ -165,7 +165,7 @@ def test_a_download_gets_the_environment() -> None:
     manifests = render({"download": {"enabled": True}, **POD}, RELEASE)
     (template,) = pod_templates(find(manifests, "Job", f"{NAME}-download"))
     (container,) = template["spec"]["containers"]
-    assert POD["env"][0] in container["env"]  # type: ignore[index]
+    assert POD["env"][0] in container["env"]
     assert container["envFrom"] == POD["envFrom"]
 
 
