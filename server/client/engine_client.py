@@ -471,6 +471,7 @@ class EngineClient:
             self._leave(replica, moved, "does not respond")
             if moved:
                 logger.warning("%d requests of %s go on elsewhere", len(moved), self._subject(replica.number))
+        self._check_drained()
 
     def _check_drained(self) -> None:
         """Report replicas that drain and have no more requests."""
