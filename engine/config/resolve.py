@@ -77,7 +77,7 @@ def resolve(
     model = model or model_config.resolve(options, available)
     parallel = parallel_config.resolve(options, model.architecture, available, placements)
     model_config.check_rank(model, parallel_config.rank_spec(model.architecture, parallel), parallel)
-    scheduler = scheduler_config.resolve(options, model, available)
+    scheduler = scheduler_config.resolve(options, model, parallel, available)
     speculative = speculative_config.resolve(options, model, parallel, scheduler, available)
     scheduler = replace(scheduler, speculative=speculative)
     if speculative is not None and speculative.model is not None and speculative.reads_hidden_states:

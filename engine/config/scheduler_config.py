@@ -5,22 +5,30 @@ from __future__ import annotations
 from quire.engine.architecture.encoder_spec import EncoderSpec
 from quire.engine.config import parallel_config
 from quire.engine.config.devices import Devices
-from quire.engine.config.engine_config import ModelConfig, SchedulerConfig
+from quire.engine.config.engine_config import ModelConfig, ParallelConfig, SchedulerConfig
 from quire.engine.config.options import EngineOptions
 from quire.engine.protocol.errors import ConfigError
 
 _MAX_TUNED_TOKENS = {"cpu": 512, "cuda": 8192}
 """Maximum tokens of a step with automatic size, for which the workspace is sized. Larger steps are hardly cheaper per
-token."""
+token. Replicas that share experts divide the number, because the tokens of all their steps meet in the experts, in the
+worst case on one rank."""
+_MIN_TUNED_TOKENS = 512
+"""The least part of one of them."""
 
 
-def resolve(options: EngineOptions, model: ModelConfig, available: Devices) -> SchedulerConfig:
+def resolve(
+    options: EngineOptions, model: ModelConfig, parallel: ParallelConfig, available: Devices
+) -> SchedulerConfig:
     """Return the limits of a step. Raises `ConfigError` if a whole prompt must fit into a step and does not."""
     # Tokens of an encoder attend to the whole prompt, which therefore must be in one step.
     is_chunked = options.enable_chunked_prefill and not isinstance(model.architecture, EncoderSpec)
     minimum = 1 if is_chunked else model.max_model_len
     requested = options.max_num_batched_tokens
-    budget = max(_MAX_TUNED_TOKENS[available.kind], minimum) if requested == "auto" else requested
+    tuned = _MAX_TUNED_TOKENS[available.kind]
+    if parallel.is_coupled:
+        tuned = max(_MIN_TUNED_TOKENS, tuned // parallel.replicas)
+    budget = max(tuned, minimum) if requested == "auto" else requested
     if budget < minimum:
         why = "an encoder" if isinstance(model.architecture, EncoderSpec) else "--no-enable-chunked-prefill"
         raise ConfigError(
