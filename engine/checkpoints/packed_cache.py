@@ -146,7 +146,7 @@ def _key(config: EngineConfig, rank: int) -> str:
     hashes = sorted(handshake.fingerprint(model.path).items())
     # In seconds, as layers of images keep them.
     times = [int((model.path / name).stat().st_mtime) for name, _ in hashes]
-    digest = hashlib.sha256(repr((place, experts, loaded, model.max_model_len, model.pooling is None)).encode())
+    digest = hashlib.sha256(repr((place, experts, loaded, model.position_len, model.pooling is None)).encode())
     digest.update(repr((hashes, times, _platform())).encode())
     for source in _sources():
         digest.update(source.read_bytes())

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import dataclasses
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +39,11 @@ class ModelConfig:
     quantization: Literal["int8", "int4"] | None
     """How weights are quantized when they are packed, on CPUs; on GPUs, `quantized` says it."""
     max_model_len: int
+    """Most tokens of a request, prompt and output together."""
+    min_model_len: int = 0
+    """Length to which `max_model_len` may be reduced, to what the KV cache holds; 0: the user has set the length."""
+    unreduced_model_len: int = 0
+    """`max_model_len` before it was reduced; 0: it was not."""
     load_format: Literal["safetensors", "pt", "mistral", "gguf", "dummy"]
     hf_overrides: Mapping[str, Any] = field(default_factory=dict)
     """Values that replace values in config.json; `architecture` includes them."""
@@ -62,6 +68,18 @@ class ModelConfig:
     """Which of embedding and head (`ModelSpec.outer_matrices`) the checkpoint stores quantized."""
     rounded_types: tuple[Literal["int8", "fp8", "fp4"], ...] = ("int8",)
     """Types in which the device multiplies quantized weights by inputs that are rounded to the same type."""
+
+    @property
+    def position_len(self) -> int:
+        """The length that scaled positions are for. It does not depend on the memory, and so neither do answers."""
+        return self.unreduced_model_len or self.max_model_len
+
+    def with_length(self, max_model_len: int) -> ModelConfig:
+        """Return a copy with a length of at most `max_model_len`; the same if the length may not be reduced."""
+        length = max(max_model_len, self.min_model_len or self.max_model_len)
+        if length >= self.max_model_len:
+            return self
+        return dataclasses.replace(self, max_model_len=length, unreduced_model_len=self.position_len)
 
     @property
     def weight_dtype(self) -> str:
@@ -346,6 +364,10 @@ class CacheConfig:
         size, page = self.block_size, self.blocks_per_page
         return page * sum(group.max_pages(num_tokens, row_tokens, size, page) for group in self.groups)
 
+    def max_length(self, num_blocks: int, row_tokens: int, limit: int) -> int:
+        """Return the length of the longest request that `num_blocks` blocks are enough for, at most `limit`."""
+        return bisect_right(range(1, limit + 1), num_blocks, key=lambda length: self.max_blocks(length, row_tokens))
+
     def blocks_moved(self, num_tokens: int, row_tokens: int) -> int:
         """Blocks of a request that a row reads, and states that it reads and writes."""
         return sum(
@@ -475,7 +497,8 @@ class EngineConfig:
             experts=None,
         )
         scheduler = dataclasses.replace(self.scheduler, speculative=None)
-        return dataclasses.replace(self, model=speculative.model, parallel=parallel, scheduler=scheduler)
+        model = speculative.model.with_length(self.model.max_model_len)
+        return dataclasses.replace(self, model=model, parallel=parallel, scheduler=scheduler)
 
     @property
     def with_drafter(self) -> list[EngineConfig]:
@@ -483,7 +506,14 @@ class EngineConfig:
         return [self] if (drafter := self.drafter) is None else [self, drafter]
 
     def with_blocks(self, num_blocks: int) -> EngineConfig:
-        """Return a copy with another number of KV blocks; 0 keeps the number."""
-        return dataclasses.replace(
-            self, cache=dataclasses.replace(self.cache, num_blocks=num_blocks or self.cache.num_blocks)
-        )
+        """Return a copy with another number of KV blocks; 0 keeps the number.
+
+        Unless the user has set the model's length, it is reduced to the longest request that the blocks are enough for.
+        So ranks, hosts and API processes that know the same number of blocks have the same length.
+        """
+        cache = dataclasses.replace(self.cache, num_blocks=num_blocks or self.cache.num_blocks)
+        model = self.model
+        if cache.num_blocks and model.min_model_len:
+            row = self.scheduler.max_num_batched_tokens
+            model = model.with_length(cache.max_length(cache.num_blocks, row, model.max_model_len))
+        return dataclasses.replace(self, cache=cache, model=model)

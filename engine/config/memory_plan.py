@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from quire.engine.architecture.attention_spec import MLASpec
@@ -272,9 +272,32 @@ def packed_bytes(rows: int, columns: int, quantization: str | None, width: int) 
     return rows * columns * width
 
 
+def with_cache(config: EngineConfig, available: Devices) -> EngineConfig:
+    """Return the configuration with as many KV blocks as fit and, unless the user has set the model's length, with the
+    longest one that they are enough for. Raises `ConfigError` as `count_blocks`."""
+    model, cache, row = config.model, config.cache, config.scheduler.max_num_batched_tokens
+    needed = cache.max_blocks(model.max_model_len, row)
+    try:
+        blocks = count_blocks(config, available)
+        if not model.min_model_len or not blocks or blocks >= needed:
+            return config.with_blocks(blocks)
+    except ConfigError:
+        if not 0 < model.min_model_len < model.max_model_len:
+            raise
+    # Tables and workspace grow with the length: those of the least one leave room for too long a request, and those of
+    # that for one that fits.
+    length = model.min_model_len
+    blocks = count_blocks(replace(config, model=model.with_length(length)), available)
+    longest = cache.max_length(blocks, row, model.max_model_len)
+    with suppress(ConfigError):
+        blocks = count_blocks(replace(config, model=model.with_length(longest)), available)
+        length = cache.max_length(blocks, row, longest)
+    return config.with_blocks(cache.max_blocks(length, row))
+
+
 def count_blocks(config: EngineConfig, available: Devices) -> int:
     """Return the KV blocks of each rank: as many as fit into memory, up to the number that all requests at full length
-    can use.
+    can use. They may be too few for a request at full length if that may be reduced.
 
     Returns 0 on a host without replicas.
     """
@@ -326,25 +349,35 @@ def count_blocks(config: EngineConfig, available: Devices) -> int:
 def limit_blocks(config: EngineConfig, blocks: int, block_bytes: int, where: str = "") -> int:
     """Limit `blocks` to the number that all requests at full length can use, unless --kv-cache-memory-bytes is given.
 
-    Raises `ConfigError` if they are too few for one request; `where` is added to its text.
+    Raises `ConfigError` if they are too few for one request, of the least length if it may be reduced; `where` is added
+    to its text.
     """
     model, cache, scheduler = config.model, config.cache, config.scheduler
     row, requested = scheduler.max_num_batched_tokens, cache.kv_cache_memory_bytes
-    blocks_per_request = cache.max_blocks(model.max_model_len, row)
-    if blocks < blocks_per_request:
-        lengths = range(1, model.max_model_len)
-        max_len = bisect_right(lengths, blocks, key=lambda length: cache.max_blocks(length, row))
-        chunked = cache.max_blocks(model.max_model_len, 1) < blocks_per_request
+    least_len = model.min_model_len or model.max_model_len
+    least = cache.max_blocks(least_len, row)
+    if blocks < least:
+        max_len = cache.max_length(blocks, row, least_len)
+        chunked = cache.max_blocks(least_len, 1) < least
         raise ConfigError(
             f"a KV cache of {format_bytes(max(0, blocks) * block_bytes if requested is None else requested)} per rank "
-            f"holds {max_len:,} tokens, less than one request of {model.max_model_len:,} "
-            f"({format_bytes(blocks_per_request * block_bytes)}){where}; use --max-model-len {max(1, max_len)} or "
+            f"holds {max_len:,} tokens, less than one request of {least_len:,} "
+            f"({format_bytes(least * block_bytes)}){where}; use --max-model-len {max(1, max_len)} or "
             f"less, {f'--max-num-batched-tokens below {row}, ' * chunked}more memory (--kv-cache-memory-bytes, "
             "--gpu-memory-utilization), or more ranks (-tp, -pp)"
         )
     if requested is None:
-        blocks = min(blocks, scheduler.max_num_seqs * blocks_per_request)
+        blocks = min(blocks, scheduler.max_num_seqs * cache.max_blocks(model.position_len, row))
     return blocks // cache.blocks_per_page * cache.blocks_per_page
+
+
+def length_text(model: ModelConfig) -> str:
+    """Return a log message about a length that was reduced."""
+    return (
+        f"requests have at most {model.max_model_len:,} tokens instead of the model's {model.position_len:,}: the KV "
+        "cache holds no more. --max-model-len sets the length; more memory (--gpu-memory-utilization, --kv-cache-dtype "
+        "fp8) or more ranks (-tp, -pp) leave room for longer ones"
+    )
 
 
 def tokens_in_cache(config: EngineConfig) -> int:

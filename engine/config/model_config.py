@@ -39,6 +39,11 @@ _SAMPLING_DEFAULTS = (
     "repetition_penalty", "presence_penalty", "frequency_penalty",
 )  # fmt: skip
 """Parameters that generation_config.json may set, besides `max_new_tokens`, which is `max_tokens`."""
+_LEAST_DEFAULT_LEN = 8192
+"""Tokens that a model whose length is not set is served with, unless its own length is less. A cache for fewer is
+refused: users would not expect so short a length."""
+_SHORTEST = 2
+"""A prompt and an output of a token each."""
 _MIN_LAYER_BYTES = 24 << 10
 """Minimum host memory of a layer on its rank, whatever its size: the Python objects of its modules and parameters."""
 _FEW_LAYERS = 1 << 14
@@ -81,7 +86,8 @@ def resolve(options: EngineOptions, available: Devices) -> ModelConfig:
         dtype=dtype,
         stored_dtype=_stored_dtype(dtype, available, hf_config, arch, path, load_format),
         quantization=packed,
-        max_model_len=_choose_max_model_len(options, arch, pooler),
+        max_model_len=(length := _choose_max_model_len(options, arch, pooler)),
+        min_model_len=_min_model_len(options, length),
         load_format=load_format,
         hf_overrides=options.hf_overrides or {},
         sampling_defaults=_sampling_defaults(generation, generation_config),
@@ -194,7 +200,7 @@ def _model_spec(options: EngineOptions, path: Path, hf_config: dict[str, Any]) -
         architecture=names[0] if names else None,
         tensor_parallel_size=options.tensor_parallel_size,
         pipeline_parallel_size=options.pipeline_parallel_size,
-        length=options.max_model_len,
+        length=_requested_len(options),
         trust_remote_code=options.trust_remote_code,
         hf_overrides=options.hf_overrides or {},
     )
@@ -347,9 +353,26 @@ def _rounded_types(available: Devices) -> tuple[Literal["int8", "fp8", "fp4"], .
     )
 
 
+def _requested_len(options: EngineOptions) -> int | None:
+    return None if options.max_model_len == "auto" else options.max_model_len
+
+
+def _min_model_len(options: EngineOptions, length: int) -> int:
+    """Return the least that `length` may be reduced to, if the KV cache is too small for it; 0: it may not."""
+    match options.max_model_len:
+        case "auto":
+            return min(_SHORTEST, length)
+        case None:
+            return min(_LEAST_DEFAULT_LEN, length)
+    return 0
+
+
 def _choose_max_model_len(options: EngineOptions, arch: ModelSpec, pooler: Pooling | None) -> int:
-    """Return --max-model-len, or else the model's length; for embedding models, the length they were trained for."""
-    requested = options.max_model_len
+    """Return --max-model-len, or else the model's length; for embedding models, the length they were trained for.
+
+    The length is reduced later if the KV cache does not hold it (`memory_plan.with_cache`).
+    """
+    requested = _requested_len(options)
     if requested is not None and requested > arch.max_position:
         raise ConfigError(
             f"--max-model-len {requested} is more than the model's {arch.max_position} positions; where its publisher "
@@ -374,7 +397,7 @@ def _without_dual_chunks(arch: ModelSpec, hf_config: Mapping[str, Any], options:
     lengths = [dual.get(part) for part in parts] if isinstance(dual, dict) else [None]
     if not all(type(length) is int and length > 0 for length in lengths):
         raise ConfigError(f"config.json: {name} must have {' and '.join(parts)}, got {dual!r}")
-    limit, requested = min(arch.max_position, *lengths), options.max_model_len
+    limit, requested = min(arch.max_position, *lengths), _requested_len(options)
     if requested is not None and limit < requested <= arch.max_position:
         raise ConfigError(
             f"--max-model-len {requested}: dual chunk attention ({name}), which the model needs beyond {limit} tokens, "

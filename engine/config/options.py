@@ -181,8 +181,11 @@ class EngineOptions:
     model_impl: Literal["auto", "quire", "transformers"] = flag(
         "auto", "model implementation (auto: Quire's own, or transformers' if there is none)"
     )
-    max_model_len: int | None = flag(
-        None, "maximum length of prompt and output together, in tokens (default: the model's)", least=1
+    max_model_len: int | Literal["auto"] | None = flag(
+        None,
+        "maximum length of prompt and output together, in tokens; auto: the model's, or as much of it as the KV cache "
+        "holds (default: as auto, but at least 8192)",
+        least=1,
     )
     hf_overrides: Mapping[str, Any] | None = flag(
         None, "values in place of those in the model's config.json; those in its parts, such as text_config, one by one"

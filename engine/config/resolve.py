@@ -7,6 +7,7 @@ Each part is resolved by a module of its own (`model_config`, `parallel_config`,
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import os
 import re
@@ -34,6 +35,8 @@ from quire.engine.config.options import EngineOptions
 from quire.engine.config.plan_text import plan_text
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.repository import gguf_folder, model_files
+
+logger = logging.getLogger(__name__)
 
 MIN_WATCHDOG_SECONDS = 3.0
 _ENVIRONMENT = {
@@ -88,17 +91,21 @@ def resolve(
     graphs = cuda_graph_sizes.resolve(options, model, parallel, scheduler)
     config = EngineConfig(model=model, parallel=parallel, cache=cache, scheduler=scheduler, graphs=graphs)
     try:
-        blocks = memory_plan.count_blocks(config, available)
+        config = memory_plan.with_cache(config, available)
     except ConfigError as error:
         if model.load_format == "dummy":
             error.add_note(plan_text(config))
         raise
+    blocks = config.cache.num_blocks
     if blocks and options.max_num_seqs > max(blocks, EngineOptions.max_num_seqs):
         raise ConfigError(
             f"--max-num-seqs {options.max_num_seqs} is more than the {blocks} blocks of the KV cache, and each running "
             f"request holds at least one; use at most {blocks}"
         )
-    return replace(config, shared_settings=shared_settings(options, config)).with_blocks(blocks)
+    if config.model.max_model_len < config.model.position_len:
+        level = logging.INFO if options.max_model_len == "auto" else logging.WARNING
+        logger.log(level, "%s", memory_plan.length_text(config.model))
+    return replace(config, shared_settings=shared_settings(options, config))
 
 
 def fetch_weights(options: EngineOptions, config: EngineConfig) -> None:
@@ -132,7 +139,8 @@ def shared_settings(options: EngineOptions, config: EngineConfig) -> dict[str, s
     """Return the settings that must be the same on every host: value by flag, resolved where the flag's value may be
     automatic.
 
-    A host without replicas resolves for no device, and has no values that depend on it.
+    A host without replicas resolves for no device, and has no values that depend on it. A length that depends on the
+    memory is not compared: it follows from the number of KV blocks (`EngineConfig.with_blocks`).
     """
     model, parallel = config.model, config.parallel
     drafter = None if config.drafter is None else config.drafter.model.architecture
@@ -140,7 +148,7 @@ def shared_settings(options: EngineOptions, config: EngineConfig) -> dict[str, s
         "runner": "generate" if model.pooling is None else "pooling",
         "pipeline_layer_partition": ",".join(str(len(layers)) for layers in parallel.stages),
         "quantization": model.requested_quantization or (model.quantized and model.quantized.name),
-        "max_model_len": model.max_model_len,
+        "max_model_len": "auto" if options.max_model_len == "auto" else model.position_len,
         "load_format": model.load_format,
         "spec_model": drafter and f"{drafter.name} with {drafter.num_layers} layers of {drafter.hidden_size}",
     }

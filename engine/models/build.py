@@ -45,7 +45,7 @@ def build(model: ModelConfig, layers: range, parallel: Parallel, experts: Expert
         return TransformersDecoder.of(model, arch, layers, parallel, torch.get_default_device())
     if isinstance(arch, encoder_spec.EncoderSpec):
         return Encoder(arch, parallel)
-    decoder = Decoder(arch, layers, model.max_model_len, parallel, experts)
+    decoder = Decoder(arch, layers, model.position_len, parallel, experts)
     if model.pooling is not None and hasattr(decoder, "head"):
         del decoder.head
     return decoder
@@ -129,7 +129,7 @@ def load_draft_head(
     arch = model.architecture
     assert isinstance(arch, DraftHeadSpec)
     with _uninitialized(model, device):
-        head = DraftHead(arch, model.max_model_len, parallel, target)
+        head = DraftHead(arch, model.position_len, parallel, target)
     load_part = partial(load_parameters, device=device, num_local_ranks=config.parallel.num_local_ranks, pack=pack)
     embedding = None if arch.has_embedding or arch.is_in_target else head.embedding
     if embedding is not None:

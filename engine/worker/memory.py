@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 from quire.engine.config import devices, parallel_config
 from quire.engine.config.engine_config import DTYPE_BYTES, EngineConfig
-from quire.engine.config.memory_plan import MemoryPlan, format_bytes, limit_blocks
+from quire.engine.config.memory_plan import MemoryPlan, format_bytes, length_text, limit_blocks
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.scheduler_output import SchedulerOutput
 from quire.engine.worker import warm_up
@@ -149,7 +149,7 @@ def determine_num_blocks(
     """The number of KV blocks that fit on every rank of the replica. All ranks call this at the same time.
 
     The weights are loaded; `run` executes a plan on a cache of one block. Raises `ConfigError` if the remaining memory
-    is too small for a request of full length, or for --kv-cache-memory-bytes.
+    is too small for a request of full length, as far as that may not be reduced, or for --kv-cache-memory-bytes.
     """
     own = measure(config, rank, meter, run)
     readings = [reading for reading in _all_gather_object(own) if reading.replica == own.replica]
@@ -164,6 +164,8 @@ def determine_num_blocks(
         )
     num_blocks = limit_blocks(config, least.num_blocks, least.block_bytes, where)
     if rank == 0:
+        if (model := config.with_blocks(num_blocks).model).max_model_len < config.model.max_model_len:
+            logger.warning("%s", length_text(model))
         cache = num_blocks * own.block_bytes
         logger.info(
             "memory: %s free at the start%s, budget %s: %s, KV cache %s in %s blocks%s; %s left",

@@ -89,7 +89,7 @@ class ApiProcess:
         self._resizes: deque[asyncio.Future[str]] = deque()
         """Calls of `_resize` without an answer, in order."""
         for state in args.states:
-            self._frontend.client.update(state)
+            self._frontend.update(state)
         self._tracing: Tracing | None = None
         if options.otlp_traces_endpoint is not None:
             from quire.server.http.tracing import Tracing  # imports OpenTelemetry
@@ -152,7 +152,7 @@ class ApiProcess:
             case ResizeReply(error):
                 self._resizes.popleft().set_result(error)
             case state:
-                self._frontend.client.update(state)
+                self._frontend.update(state)
 
     async def _resize(self, count: int, drain_seconds: float) -> None:
         """Ask the supervisor for another number of replicas; raises `InvalidParameter`."""

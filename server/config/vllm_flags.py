@@ -28,9 +28,7 @@ def _number(text: str) -> str:
 
 
 def _length(text: str) -> str:
-    if text in ("auto", "-1"):
-        raise ConfigError(f"argument --max-model-len: {text}: give a number, or omit it to use the model's")
-    return _number(text)
+    return "auto" if text == "-1" else _number(text)
 
 
 def _quantization(text: str) -> str:
@@ -123,7 +121,7 @@ SAME: dict[str, tuple[str, Callable[[str], str]]] = {
         ),
     ),
     "--log-level": ("in capitals, too; `CRITICAL` is `error`, `NOTSET` is `debug`", _level),
-    "--max-model-len": ("also as `16k` or `16K`; `auto` and `-1` are not supported", _length),
+    "--max-model-len": ("also as `16k` or `16K`; `-1` is `auto`", _length),
     "--max-num-batched-tokens": ("also as `16k` or `16K`", _number),
     "--quantization": (
         f"a checkpoint's method ({', '.join(f'`{name}`' for name in METHODS)}), or a name of vLLM's for one of its "

@@ -9,6 +9,7 @@ import random
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
 from types import TracebackType
@@ -17,7 +18,7 @@ from typing import Self
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.protocol.errors import InvalidParameter
 from quire.engine.protocol.sampling_params import SamplingParams
-from quire.engine.protocol.supervision import EngineState
+from quire.engine.protocol.supervision import EngineState, ReplicaUp
 from quire.server.client.dp_coordinator import DPCoordinator
 from quire.server.client.engine_client import SHUTTING_DOWN, EngineClient
 from quire.server.client.engine_manager import ApiProcessInfo, EngineManager
@@ -60,7 +61,7 @@ class Frontend:
         """Create the text side for an engine that a manager has started; `name` and `max_queue` as in `start`,
         `vllm_metrics` as in `Metrics`, `on_drained` as in `EngineClient`.
 
-        The caller passes on the manager's states to `client.update`. `ask_resize` asks the supervisor for another
+        The caller passes on the manager's states to `update`. `ask_resize` asks the supervisor for another
         number of replicas; None: it cannot be asked. A `manager` is closed with the frontend.
         """
         self.config = config
@@ -95,6 +96,7 @@ class Frontend:
         )
         self._seconds: dict[str, float] = {}
         self._loading = asyncio.create_task(asyncio.to_thread(self._load, formats))
+        self._loading.add_done_callback(self._limit)
 
     @staticmethod
     def start(
@@ -125,11 +127,11 @@ class Frontend:
         loop = asyncio.get_running_loop()
 
         def on_change(state: EngineState) -> None:
-            loop.call_soon_threadsafe(frontend.client.update, state)
+            loop.call_soon_threadsafe(frontend.update, state)
 
         manager.on_change = on_change
         if manager.failure is not None:
-            frontend.client.update(manager.failure)
+            frontend.update(manager.failure)
         manager.run_in_thread()
         return frontend
 
@@ -153,6 +155,23 @@ class Frontend:
     async def loaded(self) -> None:
         """Wait until the tokenizer is loaded; raises `ConfigError` for errors of the tokenizer."""
         await asyncio.shield(self._loading)
+
+    def update(self, state: EngineState) -> None:
+        """Handle a change that the supervisor reports (see `EngineClient.update`).
+
+        A replica's KV cache may hold less than planned, and its requests are shorter then; as any request may run on
+        any replica, all of them are.
+        """
+        if isinstance(state, ReplicaUp) and state.stats is not None:
+            self.config = replace(self.config, model=self.config.with_blocks(state.stats.kv_blocks).model)
+            if self._loading.done():
+                self._limit(self._loading)
+        self.client.update(state)
+
+    def _limit(self, loading: asyncio.Future[InputProcessor]) -> None:
+        """Let the input processor, once it is loaded, accept requests of the model's present length."""
+        if not loading.cancelled() and loading.exception() is None:
+            loading.result().limit(self.config.model.max_model_len)
 
     @property
     def input_processor(self) -> InputProcessor:

@@ -104,6 +104,10 @@ class InputProcessor:
             logger.warning("--default-chat-template-kwargs: no chat template of the model reads %s", ", ".join(unread))
         return InputProcessor(tokenizer, templates, model, formats, structured)
 
+    def limit(self, max_model_len: int) -> None:
+        """Change the model's length."""
+        self.max_model_len = self._prompts.max_model_len = max_model_len
+
     @property
     def pooled(self) -> PoolingProcessor:
         """Processes requests to a model that pools."""

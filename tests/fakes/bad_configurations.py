@@ -306,7 +306,11 @@ CASES = [
     config("max_position_embeddings", max_position_embeddings=-1),
     config("max_position_embeddings", max_position_embeddings=0),
     config("max_position_embeddings", max_position_embeddings="long"),
-    config("holds .* tokens|Not enough memory", max_position_embeddings=10**12),
+    flags(
+        "holds .* tokens|Not enough memory",
+        *("--max-model-len", str(10**12)),
+        edit=settings("config.json", max_position_embeddings=10**12),
+    ),
     config("rms_norm_eps", rms_norm_eps="tiny"),
     config("rms_norm_eps", rms_norm_eps=float("nan")),
     unsupported("rope scaling 'spiral' is not supported", rope_parameters={"rope_type": "spiral"}),

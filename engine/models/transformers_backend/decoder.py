@@ -112,7 +112,7 @@ class TransformersDecoder(nn.Module):
             parallel,
             device=device,
             dtype=getattr(torch, model.dtype),
-            max_length=model.max_model_len,
+            max_length=model.position_len,
             trust_remote_code=model.trust_remote_code,
         )
         decoder.keep_unpacked(arch.read_directly)

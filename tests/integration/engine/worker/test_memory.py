@@ -125,6 +125,20 @@ def test_too_little_is_refused_with_numbers_and_flags(folder: Path) -> None:
     assert "--gpu-memory-utilization" in str(refusal.value)
 
 
+def test_a_length_that_is_not_set_is_reduced_to_what_was_measured(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The rank, its executor and the API derive the same from the number of blocks."""
+    config = many(folder, max_model_len="auto")
+    block, tokens = MemoryPlan.of(config).kv_block[0], config.cache.block_size
+    meter = FakeMeter(weights=68 * U - 20 * block - block // 2)
+    with caplog.at_level("WARNING", logger="quire"):
+        num_blocks = fit(config, meter)
+    assert (config.model.max_model_len, num_blocks) == (512, 20)
+    assert config.with_blocks(num_blocks).model.max_model_len == 20 * tokens
+    assert f"requests have at most {20 * tokens} tokens instead of the model's 512" in caplog.text
+
+
 def agree(rank: int, config: EngineConfig, init_method: str, weights: int, pipe: Connection) -> None:
     links = connect(config.parallel, rank, init_method, CPU)
     meter = FakeMeter(weights=weights)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import math
 import os
 import re
@@ -22,7 +23,8 @@ from quire.engine.architecture.families import from_hf_config, transformers_back
 from quire.engine.architecture.families.tensors import checkpoint_tensors
 from quire.engine.cluster import ray_cluster
 from quire.engine.config import cuda_graph_sizes, devices, parallel_config, topology
-from quire.engine.config.engine_config import GraphConfig
+from quire.engine.config.devices import Devices
+from quire.engine.config.engine_config import EngineConfig, GraphConfig
 from quire.engine.config.memory_plan import MemoryPlan
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.plan_text import plan_text
@@ -31,6 +33,7 @@ from quire.engine.config.topology import LinkType
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.repository.model_files import find_load_format, with_overrides
 from quire.kernels.cache import FP8_CAPABILITY
+from tests.fakes import published
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -711,3 +714,79 @@ def test_graphs_have_room_for_all_parts_of_a_decodes_keys() -> None:
     pytest.importorskip("triton", reason="scripts/setup ci installs it")
     attention = importlib.import_module("quire.kernels.triton.attention")
     assert max(map(attention._most_parts, (1 << power for power in range(24)))) == cuda_graph_sizes._MAX_SPLITS
+
+
+GPT_OSS = str(published.FOLDER / "gpt-oss-120b")
+
+
+def on_gpu(gib: float, **changes: Any) -> EngineConfig:
+    """gpt-oss-120b on a made-up GPU with so much free memory."""
+    device = Devices("cuda", 1, int(gib * (1 << 30)), (0,), ((LinkType.NVLINK,),), (9, 0))
+    return resolve(EngineOptions(model=GPT_OSS, **changes), described=device)
+
+
+def test_the_default_length_is_reduced_to_what_the_kv_cache_holds(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gpt-oss-120b is accepted on one H100-80G. One log line has the numbers and the flag."""
+    monkeypatch.setattr(logging.getLogger("quire"), "propagate", True)
+    memory = 79.15  # an H100-80G's, without the driver's part
+    config = on_gpu(memory)
+    length, row = config.model.max_model_len, config.scheduler.max_num_batched_tokens
+    assert (length, config.model.position_len) == (99_984, 131_072)
+    assert config.cache.num_blocks == config.cache.max_blocks(length, row) < config.cache.max_blocks(length + 1, row)
+    [message] = caplog.messages
+    assert message.startswith("requests have at most 99,984 tokens instead of the model's 131,072: the KV cache holds")
+    assert "--max-model-len sets the length" in message
+    assert f"1.0 requests at the full length of {length:,}" in plan_text(config)
+    # Most of the memory is used: the next block of a longer request would not fit.
+    sizes = MemoryPlan.of(config)
+    used = sizes.weights[0] + sizes.workspace + sizes.graphs + config.cache.num_blocks * sizes.kv_block[0]
+    assert 0 <= int(memory * 0.9 * (1 << 30)) - used < 16 << 20
+    assert on_gpu(90.0).model.max_model_len == 131_072
+
+
+def test_auto_is_the_longest_that_fits_and_the_default_at_least_8192(tmp_path: Path) -> None:
+    """A length that is set and does not fit is refused, with the number that would; and so is a default below 8192."""
+    length = on_gpu(75.5, max_model_len="auto").model.max_model_len
+    assert 2 < length < 8192
+    for asked, least in ((None, "8,192"), (9000, "9,000")):
+        with pytest.raises(ConfigError, match=rf"less than one request of {least} .*; use --max-model-len {length} or"):
+            on_gpu(75.5, max_model_len=asked)
+    assert on_gpu(75.5, max_model_len=length).model.max_model_len == length
+    assert on_gpu(90.0, max_model_len="auto").model.max_model_len == 131_072
+    model = folder(tmp_path)  # whose 2048 tokens are its minimum
+    block = MemoryPlan.of(resolve(options(model))).kv_block[0]
+    with pytest.raises(ConfigError, match=r"holds 2,032 tokens, less than one request of 2,048 "):
+        resolve(options(model, kv_cache_memory_bytes=127 * block))
+    fits = resolve(options(model, kv_cache_memory_bytes=127 * block, max_model_len="auto", max_num_seqs=8))
+    assert fits.model.max_model_len == 2032
+    with pytest.raises(ConfigError, match=r"holds 0 tokens, less than one request of 2 "):
+        resolve(options(model, kv_cache_memory_bytes=block - 1, max_model_len="auto"))
+
+
+def test_hosts_with_the_same_number_of_blocks_have_the_same_length() -> None:
+    """Ranks and hosts agree on the number of blocks; the length follows from it, whatever each has planned before.
+    Hosts with other memory are not refused for the length, and other flags are."""
+    hosts = [on_gpu(gib) for gib in (78.0, 79.1, 90.0)]
+    assert len({host.model.max_model_len for host in hosts}) == 3
+    assert {host.shared_settings["--max-model-len"] for host in hosts} == {"131072"}
+    for blocks in (hosts[0].cache.num_blocks, 3000, 700):
+        agreed = {host.with_blocks(blocks).model.max_model_len for host in hosts}
+        assert len(agreed) == 1
+        assert max(agreed) <= hosts[0].model.max_model_len
+    assert hosts[0].with_blocks(1).model.max_model_len == 8192
+    fixed, auto = (on_gpu(90.0, max_model_len=asked) for asked in (9000, "auto"))
+    assert fixed.shared_settings["--max-model-len"] == "9000"
+    assert auto.shared_settings["--max-model-len"] == "auto"
+    assert fixed.with_blocks(1).model.max_model_len == 9000
+
+
+def test_a_reduced_length_does_not_change_scaled_positions(tmp_path: Path) -> None:
+    """Otherwise answers would depend on the memory of the host."""
+    scaling = {"rope_type": "dynamic", "factor": 2.0}
+    model = folder(tmp_path, max_position_embeddings=65_536, rope_parameters={**scaling, "rope_theta": 1e4})
+    block = MemoryPlan.of(resolve(options(model, max_model_len=16_384))).kv_block[0]
+    config = resolve(options(model, kv_cache_memory_bytes=1024 * block))
+    assert config.model.max_model_len == 1024 * 16 < config.model.position_len
+    assert config.model.position_len == resolve(options(model)).model.max_model_len

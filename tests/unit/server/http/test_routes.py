@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import openai
@@ -13,7 +14,8 @@ from starlette.exceptions import HTTPException
 
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.protocol.errors import ConfigError, InvalidParameter
-from quire.engine.protocol.supervision import ReplicaStarting
+from quire.engine.protocol.stats import EngineStats
+from quire.engine.protocol.supervision import ReplicaStarting, ReplicaUp
 from quire.server.app import create_app
 from quire.server.config.server_options import ServerOptions
 from quire.server.http import sagemaker_vertex
@@ -33,6 +35,22 @@ async def post(server: Server, path: str, body: Any, status: int = 200) -> dict[
 
 
 # --- tokens and models ----------------------------------------------------------------------------------------
+
+
+async def test_requests_are_as_long_as_the_smallest_kv_cache_holds(
+    config: EngineConfig, core_mode: Callable[[str], None]
+) -> None:
+    """A replica may have measured less memory than was planned. A larger one does not make them longer."""
+    blocks, size = 10, config.cache.block_size
+    async with run_server(replace(config, model=replace(config.model, min_model_len=2))) as server:
+        for kv_blocks, length in ((1000, 128), (blocks, blocks * size), (1000, blocks * size)):
+            server.frontend.update(ReplicaUp(9, 1, stats=EngineStats(kv_blocks=kv_blocks)))
+            model, *_ = (await server.http.get("/v1/models")).json()["data"]
+            assert model["max_model_len"] == length
+            assert (await post(server, "/tokenize", {"prompt": "hello"}))["max_model_len"] == length
+        body = {"model": "echo", "prompt": [7] * (blocks * size), "max_tokens": 1}
+        error = (await post(server, "/v1/completions", body, 400))["error"]
+        assert f"maximum context length is {blocks * size} tokens" in error["message"]
 
 
 async def test_tokenize_a_prompt_and_back(server: Server) -> None:
