@@ -2,58 +2,71 @@
 
 A step of a stage with `n` new tokens of `r` requests takes at least
 
-    max(bytes / bandwidth, operations / peak) + communication
+    max(bytes / bandwidth, operations / rate) + kernels × seconds of a kernel + communication
+
+Bandwidth and rates are the peak figures of the data sheet, times the share that engines reach at best; this share and
+the times of kernels and collectives are in `quire.engine.config.achieved`. A CPU's bandwidth is measured instead, and
+kernels take no time there.
 
 - bytes: the rank's weights (`memory_plan.read_bytes`) and the KV blocks of the requests. Blocks that several layers
   read count once for each layer.
 - operations: 2 for each parameter of a linear layer and token (of the experts, only the chosen ones), 2 × (features
   of a key + of a value) for each head, token and key, and the head of the model once per request. With sparse
-  attention, only keys and values of the selected tokens count, and indexers read the keys of all tokens.
-- communication: an all-reduce of `b` bytes among `t` ranks, after each part of a layer, takes a latency and
-  2 (t - 1) / t × b / bandwidth (Patarasuk and Yuan 2009); with NVSwitch, which sums and copies, 1 + 1 / t instead, if
-  that is less. Among `h` hosts it takes that on each, or 2 (h - 1) / h × b / (bandwidth of the network × ranks of the
-  group on a host), whichever is longer: every device has its own part of the network. Replicas that share experts send
-  tokens to each other and results back: to other hosts over the network, on the same host over its links, at the same
-  time. A message between stages takes latency + b / bandwidth.
+  attention, only keys and values of the selected tokens count, and indexers read the keys of all tokens. Products of
+  quantized weights and inputs that the device rounds have the rate of their numbers: FP8, FP4, int8.
+- kernels: one for each linear layer (two for all experts), and those of norms, positions, attention and routing. Each
+  waits for the one before it.
+- communication: an all-reduce of `b` bytes among `t` ranks, after each part of a layer, takes a latency, which grows
+  with `t`, and 2 (t - 1) / t × b / bandwidth (Patarasuk and Yuan 2009); with NVSwitch, which sums and copies, 1 + 1 / t
+  instead, if that is less. Among `h` hosts it takes that on each, or 2 (h - 1) / h × b / (bandwidth of the network ×
+  ranks of the group on a host), whichever is longer: every device has its own part of the network. Replicas that share
+  experts send tokens to each other and results back: to other hosts over the network, on the same host over its links,
+  at the same time. A message between stages takes latency + b / bandwidth.
 
 With P stages, `min(rows, P)` plans are in flight, each with its part of the rows. A token of every row takes the time
 of all stages, or the time of the slowest stage for each plan, whichever is longer: the rest is the pipeline's bubble.
 A prompt is cut into chunks as the scheduler does (`SchedulerConfig.share`), and each stage computes a chunk once it has
 computed the one before, and the stage before has computed this one.
 
-Real steps are slower, because the estimate leaves out launches, sampling, scheduling, norms, imbalance of experts, and
-bandwidth and FLOPS below the peak. So the tokens/s are upper bounds, which rank layouts rather than predict.
+Real steps are slower, because the estimate leaves out scheduling and the imbalance of experts, and because few kernels
+are as fast as the best. So the tokens/s are upper bounds, which rank layouts rather than predict.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from quire.engine.architecture.attention_spec import CompressedAttentionSpec
-from quire.engine.architecture.feed_forward_spec import MoESpec
+from quire.engine.architecture.attention_spec import CompressedAttentionSpec, MLASpec
+from quire.engine.architecture.feed_forward_spec import MLPSpec, MoESpec
 from quire.engine.architecture.model_spec import LayerSpec
-from quire.engine.config import parallel_config
+from quire.engine.architecture.recurrent_spec import RecurrentSpec
+from quire.engine.config import achieved, parallel_config
 from quire.engine.config.engine_config import DTYPE_BYTES, EngineConfig
 from quire.engine.config.kv_cache_groups import KVCacheShape, block_bytes, tokens_per_row
 from quire.engine.config.machine import Machine
-from quire.engine.config.memory_plan import MemoryPlan, read_bytes
+from quire.engine.config.memory_plan import MemoryPlan, form_of_matrix, read_bytes
 
-Limit = Literal["bandwidth", "compute", "communication"]
+Limit = Literal["bandwidth", "compute", "launches", "communication"]
 
 
 @dataclass(frozen=True)
 class Floor:
-    """Minimum seconds, and the limit that takes most of them."""
+    """Minimum seconds, by what takes them."""
 
-    seconds: float
-    limit: Limit
+    parts: Mapping[Limit, float]
 
-    @staticmethod
-    def of(parts: Counter[Limit]) -> Floor:
-        return Floor(sum(parts.values()), max(parts, key=lambda limit: parts[limit]))
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def limit(self) -> Limit:
+        """What takes most of the time."""
+        return max(self.parts, key=lambda limit: self.parts[limit])
 
 
 @dataclass(frozen=True)
@@ -89,10 +102,37 @@ def estimate(config: EngineConfig, machine: Machine, input_len: int) -> Estimate
     return Estimate(
         input_len=input_len,
         rows=rows * replicas,
-        decode_one=Floor.of(floors.decode(1, input_len + 1, busy=1)),
-        decode=Floor.of(floors.decode(rows, input_len + 1, busy=replicas)),
-        ttft=Floor.of(floors.prefill(input_len)),
+        decode_one=Floor(floors.decode(1, input_len + 1, busy=1)),
+        decode=Floor(floors.decode(rows, input_len + 1, busy=replicas)),
+        ttft=Floor(floors.prefill(input_len)),
     )
+
+
+class _Product(NamedTuple):
+    """A product of a layer: elements of its weight, of one expert's for experts, and bits of the numbers multiplied."""
+
+    elements: int
+    bits: int
+    share: float = 0.0
+    """Of experts: the number of this rank's that a token of any replica chooses, on average; 0: another layer."""
+
+
+def _count_kernels(layer: LayerSpec, hidden: int, tp: int) -> int:
+    """The kernels of a layer's step, one after the other."""
+    kernels = len({each.module for each in layer.matrices(hidden, tp)})
+    for part in layer.parts:
+        match part:
+            case MoESpec():
+                kernels += achieved.MOE_KERNELS
+            case MLPSpec():
+                kernels += achieved.MLP_KERNELS
+            case MLASpec() | CompressedAttentionSpec():
+                kernels += achieved.LATENT_ATTENTION_KERNELS
+            case RecurrentSpec():
+                kernels += achieved.RECURRENT_KERNELS
+            case _:
+                kernels += achieved.ATTENTION_KERNELS
+    return kernels
 
 
 class _Floors:
@@ -102,9 +142,12 @@ class _Floors:
         parallel = config.parallel
         self.config, self.machine = config, machine
         self.stages = range(len(parallel.stages))
+        self._achieved = machine.achieved
         self._arch = parallel_config.rank_spec(config.model.architecture, parallel)
         self._sizes = MemoryPlan.of(config)
         self._layers = [Counter(self._arch.layers[number] for number in layers) for layers in parallel.stages]
+        self._products = [self._count_products(layers) for layers in parallel.stages]
+        """The products of each stage's layers."""
         self._share = min(1.0, machine.count / max(1, parallel.num_local_ranks))
         """A rank's share of a device."""
 
@@ -134,35 +177,72 @@ class _Floors:
         `busy` replicas do the same at that time.
         """
         config, device, parallel = self.config, self.machine.device, self.config.parallel
-        new = requests * tokens
+        new, tp = requests * tokens, parallel.tensor_parallel_size
         coupled = new * busy if parallel.is_coupled else new
         read = read_bytes(config, self._arch, stage, self._sizes.weights[stage], coupled)
         read += requests * config.cache.blocks_moved(context, tokens) * self._sizes.kv_block[stage]
         read += requests * (self._read_again(stage, tokens, context) - self._unread(stage, tokens, context))
-        bandwidth = device.cache_bandwidth if read <= device.cache * self._share else device.bandwidth
-        bits = 8 if config.model.quantization else 8 * DTYPE_BYTES[config.model.dtype]
-        layers = self._layers[stage].items()
-        operations = sum(count * self._operations(each, requests, tokens, context, coupled) for each, count in layers)
+        bandwidth = device.bandwidth * self._achieved.bandwidth
+        if read <= device.cache * self._share:
+            bandwidth = device.cache_bandwidth
+        operations = Counter[int]()
+        for products, count in self._products[stage].items():
+            for each in products:
+                operations[each.bits] += count * 2 * each.elements * (coupled * each.share if each.share else new)
+        operations[self._bits] += sum(
+            count * self._operations(each, requests, tokens, context) for each, count in self._layers[stage].items()
+        )
+        kernels = sum(
+            count * _count_kernels(each, self._arch.hidden_size, tp) for each, count in self._layers[stage].items()
+        )
         if stage == len(self.stages) - 1:
-            _, head = self._arch.outer_matrices(parallel.tensor_parallel_size)
-            operations += 2 * requests * head.elements
-        memory, compute = read / (bandwidth * self._share), operations / (device.flops[bits] * self._share)
-        links = self._links(stage, new, coupled)
-        return Counter({"bandwidth" if memory >= compute else "compute": max(memory, compute), "communication": links})
+            _, head = self._arch.outer_matrices(tp)
+            operations[self._bits] += 2 * requests * head.elements
+            kernels += achieved.LAST_KERNELS
+        compute = sum(count / device.flops.get(bits, device.flops[16]) for bits, count in operations.items())
+        memory, compute = read / (bandwidth * self._share), compute / (self._achieved.flops * self._share)
+        return Counter(
+            {
+                "bandwidth" if memory >= compute else "compute": max(memory, compute),
+                "launches": kernels * self._achieved.kernel_seconds,
+                "communication": self._links(stage, new, coupled),
+            }
+        )
 
-    def _operations(self, layer: LayerSpec, requests: int, tokens: int, context: int, coupled: int) -> float:
+    @property
+    def _bits(self) -> int:
+        """Bits of the numbers that are multiplied, except in products of rounded inputs and quantized weights."""
+        model = self.config.model
+        return 8 if model.quantization else 8 * DTYPE_BYTES[model.dtype]
+
+    def _count_products(self, layers: range) -> Counter[tuple[_Product, ...]]:
+        """The products of these layers. Without quantization, equal layers have the same."""
+        keys = [number if self.config.model.keeps_quantized else id(self._arch.layers[number]) for number in layers]
+        products = {key: self._products_of(number) for key, number in dict(zip(keys, layers, strict=True)).items()}
+        return Counter(products[key] for key in keys)
+
+    def _products_of(self, number: int) -> tuple[_Product, ...]:
+        """The products of a layer on a rank."""
+        config, layer = self.config, self._arch.layers[number]
+        tp, hidden, device = config.parallel.tensor_parallel_size, self._arch.hidden_size, config.parallel.device
+        mixture, products = layer.feed_forward, []
+        experts = [*mixture.expert_matrices(hidden, tp)] if isinstance(mixture, MoESpec) else []
+        ranks = 1 if config.parallel.experts is None else config.parallel.expert_ranks
+        for each in layer.matrices(hidden, tp):
+            form, bits = form_of_matrix(config.model, device, number, each), self._bits
+            if form is not None and form.rounds_inputs(each.columns, device):
+                bits = form.bits
+            if isinstance(mixture, MoESpec) and each in experts:
+                products.append(_Product(each.rows * each.columns, bits, mixture.top_k / ranks))
+            else:
+                products.append(_Product(each.elements, bits))
+        return tuple(products)
+
+    def _operations(self, layer: LayerSpec, requests: int, tokens: int, context: int) -> float:
+        """Operations of a layer besides those of its linear layers."""
         new = requests * tokens
-        tp, hidden = self.config.parallel.tensor_parallel_size, self._arch.hidden_size
-        attention, mixture = layer.attention, layer.feed_forward
-        parameters = sum(each.elements for each in layer.matrices(hidden, tp))
-        experts = 0.0
-        if isinstance(mixture, MoESpec):
-            matrices = list(mixture.expert_matrices(hidden, tp))
-            parameters -= sum(each.elements for each in matrices)
-            ranks = 1 if self.config.parallel.experts is None else self.config.parallel.expert_ranks
-            experts = coupled * mixture.top_k / ranks * sum(each.rows * each.columns for each in matrices)
-        states = 0 if layer.state is None else math.prod(layer.state.state_shape(tp))
-        sums = new * parameters + experts + 3 * new * states
+        tp, attention = self.config.parallel.tensor_parallel_size, layer.attention
+        sums = 3 * new * (0 if layer.state is None else math.prod(layer.state.state_shape(tp)))
         if attention is None:
             return 2 * sums
         if isinstance(attention, CompressedAttentionSpec):
@@ -220,7 +300,7 @@ class _Floors:
         if stage < len(self.stages) - 1:
             link = machine.network if (stage + 1) * tp % ranks_per_host == 0 else machine.device.link
             passed = self._arch.stage_width * DTYPE_BYTES[self.config.model.dtype]
-            seconds += link.latency + new * passed / link.bandwidth
+            seconds += link.latency.base + new * passed / link.bandwidth
         return seconds
 
     def _all_reduce(self, ranks: list[int], size: int) -> float:
@@ -231,8 +311,12 @@ class _Floors:
             factor = min(factor, 1 + 1 / most)
         inside = factor * size / link.bandwidth
         if hosts == 1:
-            return link.latency + inside
-        return network.latency + max(inside, 2 * (hosts - 1) / hosts * size / (network.bandwidth * min(ranks)))
+            return link.seconds(most) + inside
+        return (
+            link.seconds(most)
+            + network.seconds(hosts)
+            + max(inside, 2 * (hosts - 1) / hosts * size / (network.bandwidth * min(ranks)))
+        )
 
     def _exchange(self, top_k: int, new: int, coupled: int, token: int) -> float:
         """Seconds in which replicas that share experts send each other's tokens, of `token` bytes, in one direction."""
@@ -243,7 +327,7 @@ class _Floors:
             ranks = parallel.expert_ranks
             tokens = min(tokens, new / parallel.tensor_parallel_size * min(top_k, ranks))
         own_host, other_hosts = tokens * (1 / nodes - 1 / ranks) * token, tokens * (1 - 1 / nodes) * token
-        latency = network.latency if nodes > 1 else link.latency
+        latency = network.seconds(nodes) if nodes > 1 else link.seconds(ranks)
         return latency + max(own_host / link.bandwidth, other_hosts / network.bandwidth)
 
 

@@ -108,6 +108,8 @@ def layouts(
             candidate = replace(local, **sizes)
             try:
                 config = resolve(candidate, described=machine.devices(candidate), model=shared)
+                if input_len >= (length := config.model.max_model_len):
+                    raise ConfigError(f"the KV cache holds {length:,} tokens, too few for --input-len {input_len}")
             except ConfigError as error:
                 refused.append(RefusedLayout(sizes, error))
             else:

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from quire.engine.config import devices, parallel_config
-from quire.engine.config.devices import Devices
+from quire.engine.config import achieved, devices, parallel_config
+from quire.engine.config.achieved import Achieved, Latency
+from quire.engine.config.devices import FP8_CAPABILITY, Devices
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.topology import LinkType
 from quire.engine.protocol.errors import ConfigError
@@ -28,30 +29,30 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Link:
-    """A link that ranks communicate over: bytes per second that a device sends, and seconds of an operation without
-    data."""
+    """A link that ranks communicate over: bytes per second that a device sends, and the latency of an operation."""
 
     name: str
     bandwidth: float
-    latency: float
+    latency: Latency
+
+    def seconds(self, ranks: int) -> float:
+        """Seconds of a collective of so many ranks, or of hosts, without data."""
+        return self.latency.base + self.latency.each * (ranks - 1)
 
 
 def nvlink(gigabytes: float) -> Link:
     """NVLink with this many GB/s in each direction: half of the figure in data sheets."""
-    return Link("NVLink", gigabytes * GIGA, 3e-6)
+    return Link("NVLink", gigabytes * GIGA, achieved.NVLINK)
 
 
 def pcie(gigabytes: float) -> Link:
     """PCIe with this many GB/s in each direction."""
-    return Link("PCIe", gigabytes * GIGA, 6e-6)
+    return Link("PCIe", gigabytes * GIGA, achieved.PCIE)
 
 
 def network(gigabytes: float) -> Link:
     """The network between hosts, with this many GB/s for each device in each direction."""
-    return Link("network", gigabytes * GIGA, 10e-6)
-
-
-# Latencies are not in data sheets. These are at the low end for all-reduces of a few KiB.
+    return Link("network", gigabytes * GIGA, achieved.NETWORK)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +65,8 @@ class Device:
     bandwidth: float
     """Bytes per second that it reads from its memory."""
     flops: Mapping[int, float]
-    """Peak operations per second, dense, by the bits of the numbers that it multiplies: 32, 16 and, on CPUs, 8."""
+    """Peak operations per second, dense, by the bits of the numbers that it multiplies: 32, 16, and 8 and 4 if it
+    multiplies such."""
     link: Link
     """The link between the devices of a host."""
     capability: tuple[int, int] | None = None
@@ -85,6 +87,15 @@ _DRIVER_MIB = 512
 """Approximate memory of a GPU that is not free before a server starts."""
 
 
+def _flops(tflops32: float, tflops: float, capability: tuple[int, int], fp4: float) -> dict[int, float]:
+    """Peak operations per second by bits. 8-bit numbers (int8 from Turing on, FP8 from Ada on) have twice the rate of
+    16 bits in all data sheets; 4-bit floats have `fp4` TFLOPS."""
+    rates = {32: tflops32, 16: tflops}
+    rates |= {8: 2 * tflops} if capability >= (7, 5) else {}
+    rates |= {4: fp4} if fp4 else {}
+    return {bits: rate * TERA for bits, rate in rates.items()}
+
+
 def _gpu(
     name: str,
     memory: int,
@@ -94,12 +105,13 @@ def _gpu(
     link: Link,
     capability: tuple[int, int],
     bridged: int = 0,
+    fp4: float = 0.0,
 ) -> Device:
     return Device(
         name=name,
         memory=(memory - _DRIVER_MIB) << 20,
         bandwidth=bandwidth * GIGA,
-        flops={32: tflops32 * TERA, 16: tflops * TERA},
+        flops=_flops(tflops32, tflops, capability, fp4),
         link=link,
         capability=capability,
         bridged=bridged,
@@ -123,9 +135,9 @@ GPUS = (
     _gpu("H200-141G", 143771, 4800, 989, 67, nvlink(450), (9, 0)),
     _gpu("H200-NVL-141G", 143771, 4800, 835, 60, nvlink(450), (9, 0), bridged=4),
     _gpu("GH200-96G", 97871, 4000, 989, 67, nvlink(450), (9, 0)),
-    _gpu("B200-180G", 183359, 8000, 2250, 80, nvlink(900), (10, 0)),
-    _gpu("GB200-186G", 189471, 8000, 2500, 80, nvlink(900), (10, 0)),
-    _gpu("B300-270G", 275040, 8000, 2250, 75, nvlink(900), (10, 3)),
+    _gpu("B200-180G", 183359, 8000, 2250, 80, nvlink(900), (10, 0), fp4=9000),
+    _gpu("GB200-186G", 189471, 8000, 2500, 80, nvlink(900), (10, 0), fp4=10000),
+    _gpu("B300-270G", 275040, 8000, 2250, 75, nvlink(900), (10, 3), fp4=14000),
     _gpu("L4-24G", 23034, 300, 121, 30.3, pcie(32), (8, 9)),
     _gpu("L20-48G", 46068, 864, 119.5, 59.8, pcie(32), (8, 9)),
     _gpu("L40S-48G", 46068, 864, 362, 91.6, pcie(32), (8, 9)),
@@ -137,13 +149,13 @@ GPUS = (
     _gpu("RTX-6000-Ada-48G", 49140, 960, 364, 91.1, pcie(32), (8, 9)),
     _gpu("RTX-3090-24G", 24576, 936, 71, 35.6, pcie(32), (8, 6)),
     _gpu("RTX-4090-24G", 24564, 1008, 165, 82.6, pcie(32), (8, 9)),
-    _gpu("RTX-5090-32G", 32607, 1792, 209.5, 104.8, pcie(64), (12, 0)),
-    _gpu("RTX-PRO-6000-Blackwell-96G", 97887, 1792, 503.8, 126, pcie(64), (12, 0)),
+    _gpu("RTX-5090-32G", 32607, 1792, 209.5, 104.8, pcie(64), (12, 0), fp4=1676),
+    _gpu("RTX-PRO-6000-Blackwell-96G", 97887, 1792, 503.8, 126, pcie(64), (12, 0), fp4=2015),
 )
 """Figures of NVIDIA's data sheets (RTX 3090, 4090, 5090 and PRO 6000 Workstation Edition: of the white papers of their
-architectures): bandwidth in GB/s, dense TFLOPS in 16 bits with float32 accumulation and in float32, and the link in
-GB/s in one direction. The memory is in MiB, as nvidia-smi shows it. A name without its memory means the last of that
-name."""
+architectures): bandwidth in GB/s, dense TFLOPS in 16 bits with float32 accumulation, in float32 and in 4-bit floats,
+and the link in GB/s in one direction. The memory is in MiB, as nvidia-smi shows it. A name without its memory means the
+last of that name."""
 
 NETWORK_GIGABYTES = 50.0
 """GB/s of the network for each device, unless it is given: 400 Gb/s InfiniBand."""
@@ -194,6 +206,11 @@ class Machine:
         )
 
     @property
+    def achieved(self) -> Achieved:
+        """What engines reach of the peak figures."""
+        return achieved.GPU if self.kind == "cuda" else achieved.CPU
+
+    @property
     def text(self) -> str:
         """One line about the machine."""
         device = self.device
@@ -234,7 +251,7 @@ def describe(gpus: str, nodes: int, network_gigabytes: float) -> Machine:
             name=name,
             memory=int(memory * GIGA),
             bandwidth=bandwidth * GIGA,
-            flops={32: tflops * TERA, 16: tflops * TERA},
+            flops=_flops(tflops, tflops, FP8_CAPABILITY, 4 * tflops),
             link=pcie(*link or _PCIE_GIGABYTES[:1]),
         )
     if count > device.bridged > 0:
@@ -329,7 +346,7 @@ def _processors() -> Device:
         memory=memory,
         bandwidth=bandwidth,
         flops={32: peak, 16: peak * half, 8: peak * byte},
-        link=Link("shared memory", bandwidth, 2e-6),
+        link=Link("shared memory", bandwidth, Latency(2e-6, 0.0)),
         cache=_cache_bytes(),
         cache_bandwidth=cores * clock * _CYCLE_BYTES,
     )

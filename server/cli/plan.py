@@ -14,7 +14,9 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from quire.engine.config import devices
+from quire.engine.config.achieved import PUBLISHED
 from quire.engine.config.engine_config import EngineConfig
+from quire.engine.config.floors import Floor
 from quire.engine.config.layouts import (
     DEGREES,
     Goal,
@@ -37,16 +39,19 @@ from quire.server.config.server_options import ServerOptions
 _MAX_OTHERS = 3
 """Layouts that `--auto` logs besides the one that it chooses."""
 _HEAD = (
-    "-tp|-pp|-dp|EP|weights|KV tokens|max requests at {length:,} tokens|single request|limit|full batch|requests|"
-    "limit|TTFT|limit"
+    "-tp|-pp|-dp|EP|weights|KV tokens|max length|such requests|single request|limit|full batch|requests|limit|"
+    "TTFT|limit"
 )
 """The head of the table; `_row` makes its rows."""
 _LEGEND = """\
-EP: with --enable-expert-parallel. Weights are per rank, for the largest; KV tokens, and the requests of {length:,}
-tokens that they hold, are per replica. The rest is a roofline estimate: tokens/s are upper bounds, of a request
+EP: with --enable-expert-parallel. Weights are per rank, for the largest; KV tokens, and the number of requests of the
+maximum length that they hold, are per replica. The rest is a roofline estimate: tokens/s are upper bounds, of a request
 that is alone and of all that run at once, with {context:,} tokens of context, and TTFT is a lower bound, of a prompt of
-{context:,} tokens that is alone. `limit` is what takes most of that time: memory bandwidth, compute or communication.
-Real servers are slower: use the figures to compare layouts."""
+{context:,} tokens that is alone. `limit` is what takes most of that time: memory bandwidth, compute, launches of
+kernels or communication. Real servers are slower: use the figures to compare layouts."""
+_ERROR = "Published rates of other engines on GPUs are {:.0%} to {:.0%} of these bounds."
+_LIMITS = {"bandwidth": "memory bandwidth"}
+"""Names of limits in sentences, if they are others."""
 
 logger = logging.getLogger(__name__)
 
@@ -165,16 +170,24 @@ def _text(
     lines = [machine.text]
     if fits:
         config, floors = fits[0].config, fits[0].estimate
-        model, context, length = config.model, floors.input_len, config.model.max_model_len
+        model, context = config.model, floors.input_len
         lines[:0] = [f"{model.architecture.name} from {options.model}, {_precision(config)}, on"]
         first = "a full batch" if goal == "throughput" else "a single request"
         lines += [
             "",
             f"Layouts that fit, the most tokens/s of {first} first (--optimize {goal}):",
-            *_table(_HEAD.format(length=length).split("|"), [_row(layout) for layout in fits]),
+            *_table(_HEAD.split("|"), [_row(layout) for layout in fits]),
             "",
-            *_LEGEND.format(length=length, context=context).splitlines(),
+            *_reasons(goal, fits),
+            "",
+            *_LEGEND.format(context=context).splitlines(),
+            *[_ERROR.format(*PUBLISHED)] * (machine.kind == "cuda"),
         ]
+        if (length := model.max_model_len) < model.position_len:
+            lines.append(
+                f"Requests to the first have at most {length:,} tokens instead of the model's {model.position_len:,}: "
+                "its KV cache holds no more (--max-model-len sets the length)."
+            )
     if refused:
         lines += ["", "Layouts that are not possible:", *(f"  {layout.flags}: {layout.reason}" for layout in refused)]
     shown = fits[0].options if fits else refused[0].options
@@ -183,6 +196,36 @@ def _text(
     if fits:
         lines += ["", "Serve the first with:", *(f"  {line}" for line in commands(options, fits[0]))]
     return lines
+
+
+def _reasons(goal: Goal, fits: Sequence[Layout]) -> list[str]:
+    """Say what takes the time of the first layout, and of the best one for the other goal, if that is another."""
+
+    def batch(layout: Layout) -> str:
+        floors = layout.estimate
+        return (
+            f"{layout.flags}: {floors.rows:,} requests get a token each in {_milliseconds(floors.decode)}, at most "
+            f"{_number(floors.tokens_per_second)} tokens/s"
+        )
+
+    def single(layout: Layout) -> str:
+        floors = layout.estimate
+        return (
+            f"{layout.flags}: a token takes {_milliseconds(floors.decode_one)}, at most "
+            f"{_number(floors.tokens_per_second_one)} tokens/s"
+        )
+
+    by_batch = max(fits, key=lambda layout: layout.estimate.tokens_per_second)
+    by_single = max(fits, key=lambda layout: layout.estimate.tokens_per_second_one)
+    lines = [f"For a full batch, {batch(by_batch)}", f"For a single request, {single(by_single)}"]
+    return lines if goal == "throughput" else lines[::-1]
+
+
+def _milliseconds(floor: Floor) -> str:
+    """A time, and what takes it: 5.49 ms (launches 2.9 ms, memory bandwidth 1.7 ms)."""
+    parts = sorted(floor.parts.items(), key=lambda part: -part[1])
+    text = ", ".join(f"{_LIMITS.get(limit, limit)} {_number(seconds * 1e3)} ms" for limit, seconds in parts if seconds)
+    return f"{_number(floor.seconds * 1e3)} ms ({text})"
 
 
 def _precision(config: EngineConfig) -> str:
@@ -200,6 +243,7 @@ def _row(layout: Layout) -> list[str]:
         "yes" if config.parallel.experts else "",
         format_bytes(max(MemoryPlan.of(config).weights)),
         f"{tokens:,}",
+        f"{config.model.max_model_len:,}",
         f"{tokens / config.model.max_model_len:.1f}",
         f"{_number(floors.tokens_per_second_one)} tokens/s",
         floors.decode_one.limit,
@@ -271,11 +315,16 @@ def _layout_as_json(options: EngineOptions, layout: Layout) -> dict[str, Any]:
         "max_model_len": config.model.max_model_len,
         "requests_of_full_length": tokens / config.model.max_model_len,
         "input_len": floors.input_len,
-        "one_request": {"tokens_per_second": floors.tokens_per_second_one, "limited_by": floors.decode_one.limit},
+        "one_request": {
+            "tokens_per_second": floors.tokens_per_second_one,
+            "limited_by": floors.decode_one.limit,
+            "seconds": floors.decode_one.parts,
+        },
         "batch": {
             "requests": floors.rows,
             "tokens_per_second": floors.tokens_per_second,
             "limited_by": floors.decode.limit,
+            "seconds": floors.decode.parts,
         },
         "ttft": {"seconds": floors.ttft.seconds, "limited_by": floors.ttft.limit},
         "commands": commands(options, layout),

@@ -16,6 +16,7 @@ from quire.engine.architecture.attention_spec import AttentionSpec
 from quire.engine.architecture.families.tensors import weight_names
 from quire.engine.architecture.feed_forward_spec import MLPSpec, MoESpec
 from quire.engine.config import cuda_graph_sizes, devices, engine_config, floors
+from quire.engine.config.achieved import GPU, Latency
 from quire.engine.config.devices import Devices
 from quire.engine.config.floors import estimate
 from quire.engine.config.layouts import Layout, RefusedLayout, best_layout, layouts
@@ -79,7 +80,9 @@ def test_this_machine_has_the_memory_of_serve(tmp_path: Path, monkeypatch: pytes
 
 def cpu() -> Machine:
     peak = {32: 1e12, 16: 1e12, 8: 4e12}
-    device = Device(name="CPU", memory=8 << 30, bandwidth=2e10, flops=peak, link=Link("shared memory", 2e10, 2e-6))
+    device = Device(
+        name="CPU", memory=8 << 30, bandwidth=2e10, flops=peak, link=Link("shared memory", 2e10, Latency(2e-6, 0.0))
+    )
     return Machine(device=device, count=1, kind="cpu")
 
 
@@ -171,7 +174,7 @@ def test_a_better_machine_is_never_slower(name: str, tmp_path: Path) -> None:
         replace(machine, device=replace(device, bandwidth=2 * device.bandwidth)),
         replace(machine, device=replace(device, flops={bits: 2 * peak for bits, peak in device.flops.items()})),
         replace(machine, device=replace(device, link=replace(device.link, bandwidth=2 * device.link.bandwidth))),
-        replace(machine, network=replace(network, bandwidth=2 * network.bandwidth, latency=network.latency / 2)),
+        replace(machine, network=replace(network, bandwidth=2 * network.bandwidth, latency=Latency(0.0, 0.0))),
     ):
         faster = 0
         for layout in fits:
@@ -184,25 +187,78 @@ def test_a_better_machine_is_never_slower(name: str, tmp_path: Path) -> None:
 
 
 def test_a_floor_is_what_its_formula_says(tmp_path: Path) -> None:
-    """With a dense model: bytes over bandwidth in decodes, operations over the peak in prefills, and all-reduces."""
+    """With a dense model: bytes over bandwidth in decodes, operations over the rate in prefills, kernels, and
+    all-reduces."""
     _, machine, [layout], _ = find(tmp_path, "Qwen3 0.6B", "H100")
     config, found, device = layout.config, layout.estimate, machine.device
     sizes, arch = MemoryPlan.of(config), config.model.architecture
     read = sizes.weights[0] + math.ceil((found.input_len + 1) / 16) * sizes.kv_block[0]  # the embedding is the head
-    assert found.decode_one.seconds == pytest.approx(read / device.bandwidth)
-    assert found.decode_one.limit == "bandwidth"
+    kernels = (28 * (4 + 3 + 2) + 3) * GPU.kernel_seconds  # products, attention's, the MLP's, and the last
+    assert found.decode_one.seconds == pytest.approx(read / (device.bandwidth * GPU.bandwidth) + kernels)
+    assert found.decode_one.limit == "launches"
     parameters = sum(each.elements for layer in arch.layers for each in layer.matrices(arch.hidden_size, 1))
     pairs = found.input_len * (found.input_len + 1) / 2
     operations = 2 * (parameters * found.input_len + 28 * pairs * 16 * 2 * 128 + arch.vocab_size * arch.hidden_size)
-    assert found.ttft.seconds == pytest.approx(operations / device.flops[16])
+    assert found.ttft.seconds == pytest.approx(operations / (device.flops[16] * GPU.flops) + kernels)
     assert found.ttft.limit == "compute"
 
     given = {"tensor_parallel_size": 2}
     _, machine, [layout], _ = find(tmp_path, "Qwen3 0.6B", "2xH100", options=given, given=given)
     link = machine.device.link
-    far = replace(machine, device=replace(machine.device, link=replace(link, latency=link.latency + 1.0)))
+    far = replace(
+        machine,
+        device=replace(machine.device, link=replace(link, latency=Latency(link.latency.base + 1.0, link.latency.each))),
+    )
     after = estimate(layout.config, far, layout.estimate.input_len)
     assert after.decode_one.seconds - layout.estimate.decode_one.seconds == pytest.approx(2 * 28 + 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "bits"),
+    [
+        ("Qwen3-32B-FP8", "H100", 8),
+        ("Qwen3-32B-FP8", "A100", None),
+        ("Qwen3-235B-A22B-NVFP4", "4xB200", 4),
+        ("Qwen3-235B-A22B-NVFP4", "4xH200", None),
+    ],
+)
+def test_products_of_quantized_weights_have_the_rate_of_their_numbers(name: str, gpus: str, bits: int | None) -> None:
+    """As far as the GPU multiplies such numbers; otherwise, weights are widened."""
+    given = {"tensor_parallel_size": int(gpus[0]) if "x" in gpus else 1, "enable_expert_parallel": False}
+    machine = describe(gpus, 1, 50.0)
+    [layout], _ = layouts(options(str(published.FOLDER / name), **given), machine, given=given, input_len=4000)
+    device, before = machine.device, layout.estimate.ttft.parts["compute"]
+    for rate in (8, 4):
+        faster = replace(device, flops={**device.flops, rate: 2 * device.flops.get(rate, 1e15)})
+        after = estimate(layout.config, replace(machine, device=faster), 4000).ttft.parts["compute"]
+        assert after == pytest.approx(before) if rate != bits else before / 2 < after < 0.7 * before
+
+
+def test_experts_would_take_these_layouts_for_deepseek_r1() -> None:
+    """On two hosts with eight H100: replicas that share experts for many requests, and for one, tensor parallelism
+    inside of each host and a pipeline between them. Their steps fit, because they divide the tokens of one step."""
+    asked = EngineOptions(model=str(published.FOLDER / "DeepSeek-R1"))
+    machine = describe("8xH100-80G", 2, 50.0)
+    first = {goal: layouts(asked, machine, goal=goal)[0][0] for goal in ("throughput", "latency")}
+    assert first["throughput"].flags == "-tp 1 -pp 1 -dp 16 --enable-expert-parallel"
+    assert first["throughput"].config.scheduler.max_num_batched_tokens == 8192 // 16
+    assert first["latency"].flags == "-tp 8 -pp 2 -dp 1"
+
+
+def test_one_request_waits_for_kernels_and_collectives() -> None:
+    """DeepSeek-R1 on 8 H200 has a bound of the right size: published engines are below 150 tokens/s without MTP."""
+    given = {"tensor_parallel_size": 8, "enable_expert_parallel": False}
+    asked = options(str(published.FOLDER / "DeepSeek-R1"), **given)
+    [layout], _ = layouts(asked, describe("8xH200", 1, 50.0), given=given)
+    assert layout.estimate.decode_one.limit == "launches"
+    assert 150 < layout.estimate.tokens_per_second_one < 250
+
+
+def test_a_context_that_a_cache_does_not_hold_is_refused() -> None:
+    asked = EngineOptions(model=str(published.FOLDER / "gpt-oss-120b"))
+    fits, [refused] = layouts(asked, describe("H100-80G", 1, 50.0), input_len=100_000)
+    assert not fits
+    assert refused.reason == "the KV cache holds 99,920 tokens, too few for --input-len 100000"
 
 
 def test_stages_take_turns(tmp_path: Path) -> None:
@@ -283,7 +339,7 @@ def test_compressed_attention_bounds_the_entries_of_a_token(tmp_path: Path) -> N
     found, _ = layouts(options(str(folder), **given), machine, given=given)
     layout = next(each for each in found if each.config.parallel.experts is None)
     near, far = (estimate(layout.config, machine, n).decode_one.seconds for n in (65_535, 1_048_575))
-    read = (far - near) * machine.device.bandwidth
+    read = (far - near) * machine.device.bandwidth * GPU.bandwidth
     assert read == pytest.approx((1_048_576 - 65_536) * (21 * 2 * 128 / 4 + 20 * 2 * 512 / 128), rel=0.01)
 
 
@@ -340,7 +396,7 @@ def test_tokens_within_a_window_have_fewer_keys(tmp_path: Path) -> None:
 
     def operations(window: int | None, tokens: int, context: int) -> float:
         attention = replace(whole, window=window)
-        return parts._operations(replace(layer, attention=attention), 1, tokens, context, tokens)
+        return parts._operations(replace(layer, attention=attention), 1, tokens, context)
 
     for window, tokens, context in [(8, 10, 10), (8, 4, 10), (8, 4, 4), (8, 6, 9), (1, 3, 9)]:
         fewer = operations(None, tokens, context) - operations(window, tokens, context)

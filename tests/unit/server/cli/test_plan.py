@@ -25,6 +25,7 @@ from quire.engine.process import current_process, log
 from quire.server.cli import plan, serve
 from quire.server.cli.main import build_parser, main
 from quire.server.cli.serve_options import read_options
+from tests.fakes import published
 from tests.fakes.model_configs import write_config
 
 
@@ -71,6 +72,21 @@ def test_it_prints_the_layouts_and_the_command(
     assert {"bandwidth", "compute"} <= set(row)
     assert any(line.startswith("  -tp 1 -pp 1 -dp 8: Not enough memory: needs 13") for line in lines)
     assert lines[-1] == (f"  quire serve {model} -tp 4 -dp 2 --max-model-len 4096 --gpu-memory-utilization 0.85")
+
+
+def test_a_length_that_does_not_fit_is_reduced_unless_it_is_set(capsys: pytest.CaptureFixture[str]) -> None:
+    """gpt-oss-120b fits one H100-80G by default. The bounds have their parts and their error."""
+    flags = [str(published.FOLDER / "gpt-oss-120b"), "--gpus", "H100-80G"]
+    out, _ = run(capsys, *flags)
+    row = next(line.split() for line in out.splitlines() if line.split()[:3] == ["1", "1", "1"])
+    assert row[5:8] == ["99,920", "99,920", "1.0"]
+    assert "Requests to the first have at most 99,920 tokens instead of the model's 131,072" in out
+    assert re.search(r"For a single request, -tp 1 -pp 1 -dp 1: a token takes \S+ ms \(.*launches .*, at most", out)
+    assert "Published rates of other engines on GPUs are 29% to 82% of these bounds." in out
+    out, _ = run(capsys, *flags, "--max-model-len", "-1")
+    assert out.endswith("gpt-oss-120b --max-model-len auto\n")
+    _, error = run(capsys, *flags, "--max-model-len", "131072", code=2)
+    assert "holds 99,712 tokens, less than one request of 131,072 (4.79 GiB); use --max-model-len 99712" in error
 
 
 def test_the_command_serves_what_was_planned(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
