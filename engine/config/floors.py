@@ -35,7 +35,7 @@ are as fast as the best. So the tokens/s are upper bounds, which rank layouts ra
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -185,7 +185,7 @@ class _Floors:
         bandwidth = device.bandwidth * self._achieved.bandwidth
         if read <= device.cache * self._share:
             bandwidth = device.cache_bandwidth
-        operations = Counter[int]()
+        operations: defaultdict[int, float] = defaultdict(float)
         for products, count in self._products[stage].items():
             for each in products:
                 operations[each.bits] += count * 2 * each.elements * (coupled * each.share if each.share else new)
