@@ -32,6 +32,7 @@ from quire.engine.core.wave import Wave
 from quire.engine.executor import factory
 from quire.engine.executor.base import Executor, StepFuture, WorkerError, step_timeout
 from quire.engine.process import current_process, log
+from quire.engine.process.runtime_folder import RuntimeFolder
 from quire.engine.process.supervisor import HEARTBEAT_SECONDS, SupervisorConnection
 from quire.engine.protocol.engine_core import (
     AbortRequests,
@@ -513,6 +514,7 @@ def main() -> None:
     imports, connection = current_process.age(), SupervisorConnection()
     args: CoreArgs
     args, folder = connection.receive_args()
+    RuntimeFolder(folder)  # this process may outlive the one that made it
     os.environ["TMPDIR"] = tempfile.tempdir = folder
     replica = args.config.parallel.replica if args.config.parallel.replicas > 1 else None
     current_process.set_name("quire-core" if replica is None else f"quire-core-{replica}")

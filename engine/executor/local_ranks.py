@@ -7,7 +7,6 @@ inherit nothing from the engine core, and no device is used before the fork.
 from __future__ import annotations
 
 import multiprocessing
-import os
 import selectors
 import signal
 import threading
@@ -34,11 +33,12 @@ from quire.engine.protocol.stats import LogRecord, RankStats
 _KILLED_TIMEOUT = 1.0
 """Seconds to look for the rank that died first after the first error, because its neighbours fail too."""
 
-_ABORTED = (
-    "see its last messages in the log above; NCCL's watchdog names the collective that other ranks did not join "
-    "(NCCL_DEBUG=INFO shows the links)"
-)
-
+_EXITS = {
+    -signal.SIGABRT: "aborted: see its last messages in the log above; NCCL's watchdog names the collective that other "
+    "ranks did not join (NCCL_DEBUG=INFO shows the links)",
+    255: "was lost: the fork server of the ranks has ended",
+}
+"""Meanings of exit codes. 255 is multiprocessing's; a rank itself exits with 0 or 1."""
 
 FromRank = WorkerReady | WorkerFailed | ModelRunnerOutput | LogRecord | RankTrace
 
@@ -235,7 +235,7 @@ class LocalRanks:
         if reason is not None:
             return RankFailed(f"rank {rank} failed: {reason}{self._late_text(rank)}", is_certain=False)
         code = self._processes[rank].exitcode
-        text = f"ended with exit code {code}" if code != -signal.SIGABRT else f"aborted: {_ABORTED}"
+        text = _EXITS.get(code or 0, f"ended with exit code {code}")
         return RankFailed(f"rank {rank} {text}{self._late_text(rank)}", is_certain=False)
 
     def _late_text(self, rank: int) -> str:
@@ -261,8 +261,7 @@ class LocalRanks:
         if self._usage is not None:
             self._usage.close()
         for process in self._processes.values():
-            if process.is_alive() and process.pid is not None:
-                os.kill(process.pid, signal.SIGKILL)
+            process.kill()  # unlike os.kill, it may find that the process has ended
             process.join()
         for pipe in self._pipes:
             pipe.close()

@@ -13,13 +13,11 @@ import itertools
 import logging
 import os
 import pickle
-import shutil
 import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from multiprocessing.util import Finalize
 from queue import Empty
 from typing import TYPE_CHECKING
 
@@ -57,8 +55,6 @@ _REPORT_TIMEOUT = 5.0
 _REJOIN_SECONDS = 1.0
 """Interval at which a node tries to join again."""
 _PROGRESS_SECONDS = 1.0
-_LAST = -1000
-"""Exit priority of tasks that run after multiprocessing has removed its own folder."""
 
 logger = logging.getLogger("quire.engine.executor.nodes")
 
@@ -442,10 +438,8 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, on_signal)
     try:
-        folder = RuntimeFolder()  # for the ranks' fork server, which removes nothing when it is killed
-        folder.remove.detach()
-        Finalize(None, shutil.rmtree, (folder.path, True), exitpriority=_LAST)
-        os.environ["TMPDIR"] = tempfile.tempdir = folder.path
+        # For the ranks' fork server, which removes nothing when it is killed.
+        os.environ["TMPDIR"] = tempfile.tempdir = RuntimeFolder().path
         return serve_node(options, log_level, placement, may_rejoin=may_rejoin)
     except ConfigError as error:
         print(f"quire: error: {error}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The folder with the temporary files of a server or node; it leaves nothing behind."""
+"""The folder with the temporary files of a server or node, which the last of its processes removes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import fcntl
 import os
 import shutil
 import tempfile
-import weakref
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 from quire.engine.protocol.errors import ConfigError
@@ -17,29 +17,36 @@ MAX_TMPDIR_BYTES = 45
 server, must be shorter than 108 bytes (unix(7)).
 """
 _PREFIX, _MARK = "quire-", "in-use"
+_LAST = -1000
+"""Exit priority of tasks that run after multiprocessing has removed its own folder, which may be in this one."""
 
 
 class RuntimeFolder:
-    """A temporary folder that is removed even if this process is killed: then the next one that makes a folder does it.
+    """A temporary folder of one or more processes. The last of them to end removes it, or if they are all killed, the
+    next process that makes such a folder.
 
-    A lock on the folder says that it is in use, to others and to systemd-tmpfiles(8), and a file inside that it is such
-    a folder.
+    Each of them holds a shared lock on it, which tells others and systemd-tmpfiles(8) that it is in use. A file inside
+    marks it as such a folder.
     """
 
-    def __init__(self) -> None:
-        """Raises `ConfigError` if sockets in the folder would have too long a path."""
+    def __init__(self, path: str | None = None) -> None:
+        """Make a folder, or use the one at `path`, which another process has made.
+
+        Raises `ConfigError` if sockets in a new folder would have too long a path.
+        """
         if len(os.fsencode(folder := tempfile.gettempdir())) > MAX_TMPDIR_BYTES:
             raise ConfigError(f"the path in TMPDIR is too long for Unix sockets: {folder}; set a shorter one")
-        self.path = tempfile.mkdtemp(prefix=_PREFIX)
-        # Locked before it has the file, so that no other process takes the folder for an unused one.
+        self.path = path or tempfile.mkdtemp(prefix=_PREFIX)
         lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        Path(self.path, _MARK).touch()
-        for mark in Path(self.path).parent.glob(f"{_PREFIX}*/{_MARK}"):
-            if mark.parent != Path(self.path):
-                _remove_unused(mark.parent)
-        self.remove = weakref.finalize(self, _remove, self.path, lock)
-        """Removes the folder; the end of the process does, too."""
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        self.remove = Finalize(None, _release, (self.path, lock), exitpriority=_LAST)
+        """Stop using the folder, and remove it if no other process uses it; the end of this process does, too."""
+        if path is None:
+            # Marked after it is locked, so that no other process takes the folder for an unused one.
+            Path(self.path, _MARK).touch()
+            for mark in Path(self.path).parent.glob(f"{_PREFIX}*/{_MARK}"):
+                if mark.parent != Path(self.path):
+                    _remove_unused(mark.parent)
 
     @property
     def exists(self) -> bool:
@@ -47,17 +54,16 @@ class RuntimeFolder:
         return os.path.exists(f"{self.path}/{_MARK}")
 
 
-def _remove(folder: str, lock: int) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    os.close(lock)
+def _release(folder: str, lock: int) -> None:
+    try:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(lock)
 
 
 def _remove_unused(folder: Path) -> None:
     """Remove a folder, unless a process has it in use or it belongs to another user."""
     with contextlib.suppress(OSError):
-        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)
-        finally:
-            os.close(lock)
+        _release(str(folder), os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))

@@ -312,12 +312,13 @@ def read_plans(
 
 
 def _end_with_parent(state: RankState, is_ahead: Callable[[], bool]) -> None:
-    """Exit this process as soon as the engine core's process ends, for whatever reason; write heartbeats until then."""
-    parent = multiprocessing.parent_process()
+    """Exit this process as soon as the engine core's process ends, for whatever reason, or the fork server, without
+    which the core cannot watch this one; write heartbeats until then."""
+    parent, fork_server = multiprocessing.parent_process(), os.getppid()
     assert parent is not None
 
     def watch() -> None:
-        while parent.is_alive():
+        while parent.is_alive() and os.getppid() == fork_server:
             state.heartbeat = time.monotonic()
             frame = sys._current_frames().get(threading.main_thread().ident or 0)
             state.is_waiting = is_ahead() or is_in_collective(frame)

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
+from multiprocessing.util import Finalize
 
 from quire.engine.config.added_replica import added_replica, check_resizable
 from quire.engine.config.engine_config import EngineConfig
@@ -53,6 +54,10 @@ _MAX_DOUBLINGS = 16
 _MIN_UP_SECONDS = 10.0
 """A replica that dies sooner is restarted later each time."""
 SHUTDOWN_SECONDS = 10.0
+_QUICK_SHUTDOWN_SECONDS = 0.5
+"""The same after an interrupt at the end of a script."""
+_FIRST = 100
+"""Exit priority of stopping the cores: before all other tasks of the exit, to which the cores may still respond."""
 
 logger = logging.getLogger(__name__)
 
@@ -508,8 +513,10 @@ class EngineManager:
         self.supervisor.run(is_over)
 
     def run_in_thread(self) -> None:
-        """Supervise the processes in a thread, until `stop_thread`."""
+        """Supervise the processes in a thread, until `stop_thread` or the end of this process."""
         self._thread.start()
+        # Not atexit, which a child process of multiprocessing skips, and a fork of this process does not.
+        self._at_exit = Finalize(None, self._stop_at_exit, exitpriority=_FIRST)
 
     def stop_thread(self, *, together: bool = False) -> threading.Thread:
         """Let the thread close the manager and end (see `close`), and return it."""
@@ -517,9 +524,17 @@ class EngineManager:
         self.supervisor.call(lambda: None)  # wakes the thread
         return self._thread
 
+    def _stop_at_exit(self) -> None:
+        try:
+            self.stop_thread(together=True).join()
+        except KeyboardInterrupt:
+            self.supervisor.call(lambda: self.supervisor.hurry(_QUICK_SHUTDOWN_SECONDS))
+            self._thread.join()
+
     def _run_thread(self) -> None:
         self.run(lambda: self._is_stopping)
         self.close(together=self._leave_together)
+        self._at_exit.cancel()
 
     def close(self, reason: str = "", *, together: bool = False, drain_seconds: float = 0.0) -> None:
         """Stop the cores, disconnect from the other hosts, with the reason if it is an error, and remove all files.

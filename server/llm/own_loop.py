@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import weakref
 from collections.abc import Coroutine
+from multiprocessing.util import Finalize
 from typing import Any, TypeVar
 
 from quire.server.client.output_stream import EngineUnavailable
@@ -21,7 +21,7 @@ class OwnLoop:
         self._loop = asyncio.new_event_loop()
         thread = threading.Thread(target=self._loop.run_forever, name="quire-llm", daemon=True)
         thread.start()
-        self._finalizer = weakref.finalize(self, _stop, self._loop, thread, llm)
+        self._finalizer = Finalize(self, _stop, (self._loop, thread, llm), exitpriority=0)
         try:
             self._frontend = self._wait(llm.start())
         except BaseException:
@@ -33,7 +33,7 @@ class OwnLoop:
         self._finalizer()
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        if not self._finalizer.alive:
+        if not self._finalizer.still_active():
             work.close()
             raise EngineUnavailable("the engine is shut down")
         future = asyncio.run_coroutine_threadsafe(work, self._loop)

@@ -1,4 +1,4 @@
-"""The folder of temporary files: removed by its owner, or by the next one."""
+"""The folder of temporary files: removed by the last process that uses it, or by the next one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def temporary(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     return folder
 
 
-def test_a_folder_is_removed_by_its_owner_or_by_the_next(temporary: Path) -> None:
+def test_a_folder_is_removed_by_its_last_process_or_by_the_next(temporary: Path) -> None:
     stale, foreign = temporary / "quire-stale", temporary / "quire-notes"
     stale.mkdir()
     (stale / "in-use").touch()
@@ -38,7 +38,10 @@ def test_a_folder_is_removed_by_its_owner_or_by_the_next(temporary: Path) -> Non
     assert second.exists
     (path / "in-use").unlink()
     assert not second.exists
-    del second
+    other = RuntimeFolder(second.path)  # as of another process
+    second.remove()
+    assert path.exists()
+    other.remove()
     assert not path.exists()
 
 
