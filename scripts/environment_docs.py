@@ -96,8 +96,8 @@ SECTIONS: dict[str, tuple[str, dict[str, str]]] = {
         "",
         {
             "CXX": "Compiler of the CPU kernels. Default: `c++`.",
-            "XDG_CACHE_HOME": "Parent folder of the caches of kernels, of packed weights and of what is read from GGUF "
-            "files and from Mistral's own layout. Default: `~/.cache`.",
+            "XDG_CACHE_HOME": "Parent folder of the caches of kernels, of packed weights, of digests of weights and "
+            "of what is read from GGUF files and from Mistral's own layout. Default: `~/.cache`.",
             "OMP_NUM_THREADS": "Threads of a rank. Default: the cores of the host divided by the ranks on it.",
             "OMP_WAIT_POLICY": "Quire sets it to `passive` if it is not set, so that idle threads do not use CPU time.",
             "OPENBLAS_NUM_THREADS": "Quire sets it to `1` for the helper processes, which are forked.",

@@ -6,13 +6,16 @@ The cluster token authenticates and encrypts the connections (`quire.engine.clus
 
     follower                    leader
     HELLO (Hello) ───────────▶  compares versions, model files and settings (`handshake.compare`)
-             ◀─────── WELCOME   or END with the reason, or REDIRECT with the address of another leader
+             ◀─────── WELCOME   or REJECT with the reason, or REDIRECT with the address of another leader
+    PROBE (ports) ◀──────────▶  `Leader.check_links`: connections between hosts are tried (`reachability`)
              ◀────────── BODY   `Leader.start`: the same for all, once all have joined; again for one that rejoins
     BODY, HEARTBEAT ◀────────▶  BODY, HEARTBEAT; a follower's has its time, and the leader adds its own
-    FILES (hashes) ─────────▶   compares all bytes of the weights, some time after the start; END if they differ
+    FILES (WeightDigests) ──▶   compares all bytes of the weights, before the first answer
+             ◀────────── FILES  they are the same; REJECT if not
     STORE (call) ───────────▶   `KeyValueStore`, torch.distributed's rendezvous: of ranks, which need not join
              ◀───────── STORE   (result)
     END (reason) ◀───────────▶  END (reason; empty after a normal shutdown)
+    REJECT (reason) ◀────────▶  REJECT: END for an error that another try does not mend
 
 Layouts, and the parts of the control plane that each of them uses:
 
@@ -52,41 +55,54 @@ import os
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
 import msgspec
 import zmq
 
-from quire.engine.cluster import handshake
+from quire.engine.cluster.file_digests import digests
+from quire.engine.cluster.handshake import weight_files
 from quire.engine.cluster.network import tcp_url
 from quire.engine.cluster.security import EVENTS, Dropped, Security
 from quire.engine.config.engine_config import EngineConfig
+from quire.engine.protocol.errors import ConfigError
 
 LOST_SECONDS = 15.0
 """Default of --cluster-timeout-seconds."""
 _HEARTBEAT_SECONDS = 1.0
-_LOWEST_PRIORITY = 19
-"""nice(2)"""
 _LINGER_MS = 1000
 """Time for the last messages to be sent when a socket closes."""
-HELLO, WELCOME, HEARTBEAT, BODY, END, FILES, REDIRECT = b"quire hello", b"W", b"A", b"B", b"E", b"F", b"R"
+HELLO, WELCOME, HEARTBEAT, BODY, END, REJECT = b"quire hello", b"W", b"A", b"B", b"E", b"X"
+FILES, PROBE, REDIRECT = b"F", b"P", b"R"
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 
 class LinkEnded(Exception):
-    """The leader has ended, rejected this follower, or is lost; the text is the reason.
+    """The other side has ended, rejected this one, or is lost; the text is the reason.
 
     The text is empty after a normal shutdown.
     """
 
-    def __init__(self, reason: str) -> None:
+    def __init__(self, reason: str, *, is_final: bool = False) -> None:
+        """`is_final`: because of a user's error, which another try does not mend."""
         super().__init__(reason)
-        self.reason = reason
+        self.reason, self.is_final = reason, is_final
+
+
+class Rejected(ConfigError):
+    """This host cannot join, and another try does not mend it."""
+
+
+class WeightDigests(msgspec.Struct):
+    """Hashes of all bytes of a host's weights, by file."""
+
+    digests: dict[str, str]
+    error: str = ""
+    """Why they cannot be read."""
 
 
 class Redirected(Exception):
@@ -158,22 +174,9 @@ class ControlLink(ABC):
             self._poller.register(each, zmq.POLLIN)
         self._thread = threading.Thread(target=self._run, daemon=True, name=name)
 
-    def compare_files(self, config: EngineConfig) -> None:
-        """Compare all bytes of the weights with the other hosts', in the background; one that differs is lost."""
-        if config.model.load_format != "dummy":
-            name, path = "weights-hash", config.model.path
-            threading.Thread(target=self._hash_files, args=(path,), daemon=True, name=name).start()
-
-    def _hash_files(self, folder: Path) -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
-        try:
-            self._on_hashed(handshake.digests(folder))
-        except OSError as error:
-            logger.warning("the weights cannot be compared with the other hosts': %s", error)
-
     @abstractmethod
-    def _on_hashed(self, digests: dict[str, str]) -> None:
-        """Pass on the hashes of this host's weights, from their thread."""
+    def set_digests(self, found: WeightDigests) -> None:
+        """Compare the hashes of this host's weights with those of the other hosts, from any thread."""
 
     @abstractmethod
     def _on_frames(self, frames: list[zmq.Frame]) -> None: ...
@@ -249,3 +252,29 @@ class ControlLink(ABC):
         self._socket.close()
         self._context.term()
         self._commands.close()
+
+
+def compares_weights(config: EngineConfig) -> bool:
+    """Return whether hosts compare all bytes of their weights before the first answer."""
+    return config.model.load_format != "dummy" and not config.parallel.trust_weights
+
+
+def compare_weights(config: EngineConfig, links: Iterable[ControlLink]) -> None:
+    """Compare all bytes of the weights with the other hosts', in a thread. The leader rejects a host that differs."""
+    links = list(links)
+
+    def work() -> None:
+        files, started = weight_files(config.model.path), time.monotonic()
+        try:
+            found = WeightDigests(digests(files))
+        except OSError as error:
+            found = WeightDigests({}, f"the weights cannot be read: {error}")
+        gib = sum(file.stat().st_size for file in files if file.exists()) / (1 << 30)
+        logger.info(
+            "hashed the weights in %.1f s (%.1f GiB), for the comparison of hosts", time.monotonic() - started, gib
+        )
+        for link in links:
+            link.set_digests(found)
+
+    if links and compares_weights(config):
+        threading.Thread(target=work, daemon=True, name="weights-hash").start()

@@ -20,15 +20,19 @@ from quire.engine.cluster.control_plane import (
     HEARTBEAT,
     HELLO,
     LOST_SECONDS,
+    PROBE,
     REDIRECT,
+    REJECT,
     WELCOME,
     ControlLink,
     LinkEnded,
     Redirected,
     WakeQueue,
+    WeightDigests,
 )
 from quire.engine.cluster.handshake import Hello
-from quire.engine.cluster.network import tcp_url
+from quire.engine.cluster.network import LOOPBACK, tcp_url
+from quire.engine.cluster.reachability import Prober, Request
 from quire.engine.cluster.security import join, split
 from quire.engine.process.log import printable
 from quire.engine.protocol.errors import ConfigError
@@ -54,6 +58,7 @@ class Follower(ControlLink):
         *,
         seconds: float,
         on_end: Callable[[LinkEnded], None] | None = None,
+        on_compared: Callable[[], None] = lambda: None,
         leader: str | None = None,
         flags: tuple[str, str] = ("--master-addr", "--master-port"),
         token: str = "",
@@ -61,14 +66,19 @@ class Follower(ControlLink):
     ) -> None:
         """Join the leader, retrying for up to `seconds`. `token` and `lost_seconds` are as in `Leader`.
 
-        `on_end` is called, from its thread, when the leader ends or is lost; it must not block. `leader` is its name in
+        `on_end` is called, from its thread, when the leader ends or is lost, and `on_compared` when it has the same
+        weights; they must not block. `leader` is its name in
         errors, `flags` are the flags for its address and port. Raises `ConfigError` if it does not answer in time,
         `LinkEnded` if it rejects this follower or has another token, and `Redirected` if another leader is to be
         joined.
         """
         super().__init__(zmq.DEALER, "cluster-follower", token, lost_seconds)
         self._leader, self._on_end = leader or f"the host at {address}:{port}", on_end
+        self._on_compared = on_compared
         self._hello = msgspec.msgpack.encode(hello)
+        self._prober = Prober(hello.address or LOOPBACK)
+        self.has_same_weights = False
+        """Whether the leader has found that all bytes of the weights are the same there."""
         self.inbox: WakeQueue[bytes | LinkEnded] = WakeQueue()
         """Messages, for one reader; the last one is a `LinkEnded`."""
         self._answered = threading.Event()
@@ -118,17 +128,18 @@ class Follower(ControlLink):
         """Send a message to the leader; dropped if the connection has ended."""
         self._commands.put((BODY, body))
 
-    def _on_hashed(self, digests: dict[str, str]) -> None:
-        self._commands.put((FILES, msgspec.msgpack.encode(digests)))
+    def set_digests(self, found: WeightDigests) -> None:
+        self._commands.put((FILES, msgspec.msgpack.encode(found)))
 
-    def close(self, reason: str = "") -> None:
-        """Leave; `reason` is sent to the leader after a failure."""
-        self._close((END, reason.encode()))
+    def close(self, reason: str = "", *, is_final: bool = False) -> None:
+        """Leave; `reason` is sent to the leader after a failure, `is_final` as in `LinkEnded`."""
+        self._close((REJECT if is_final else END, reason.encode()))
+        self._prober.close()
         self.inbox.put(self.ended or LinkEnded(""))
         self.inbox.close()
 
     def _on_command(self, command: tuple[bytes, bytes]) -> bool:
-        is_last = command[0] == END
+        is_last = command[0] in (END, REJECT)
         if self.ended is None and (self._is_accepted or not is_last):
             self._socket.send_multipart((command[0], *split(command[1])))
         if is_last and not self._is_accepted:
@@ -161,8 +172,14 @@ class Follower(ControlLink):
         elif kind == REDIRECT:
             self._redirected = Redirected(*msgspec.msgpack.decode(body, type=tuple[str, int]))
             self._answered.set()
-        elif kind == END:
-            self._end(printable(body.decode(errors="replace")))
+        elif kind == FILES:
+            self.has_same_weights = True
+            self._on_compared()
+        elif kind == PROBE:
+            request = msgspec.msgpack.decode(body, type=Request)
+            threading.Thread(target=self._probe, args=(request,), daemon=True, name="cluster-probe").start()
+        elif kind in (END, REJECT):
+            self._end(printable(body.decode(errors="replace")), is_final=kind == REJECT)
 
     def _find_lost(self) -> None:
         if self.ended is not None:
@@ -178,8 +195,12 @@ class Follower(ControlLink):
     def _on_error(self, error: Exception) -> None:
         self._end(f"{self._leader} was lost: {type(error).__name__}: {error}")
 
-    def _end(self, reason: str) -> None:
-        self.ended = LinkEnded(reason)
+    def _probe(self, request: Request) -> None:
+        """Try connections to other hosts, which takes seconds."""
+        self._commands.put((PROBE, msgspec.msgpack.encode(self._prober.answer(request))))
+
+    def _end(self, reason: str, *, is_final: bool = False) -> None:
+        self.ended = LinkEnded(reason, is_final=is_final)
         self.inbox.put(self.ended)
         self._answered.set()
         if self._is_accepted and self._on_end is not None:

@@ -14,7 +14,7 @@ from quire.engine.process.log import printable
 from quire.engine.process.version import DISTRIBUTION
 from quire.engine.protocol.errors import ConfigError
 
-_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*.gguf")
 _HEAD_BYTES, _NUM_SAMPLES, _SAMPLE_BYTES = 1 << 20, 16, 4096
 """Parts of each file of weights that are hashed when a host joins: its beginning, and samples."""
 _HASHED = (
@@ -116,19 +116,11 @@ def fingerprint(folder: Path) -> dict[str, str]:
     """Return hashes of a model's small files, and sizes and hashes of samples of its weights: a few ms per file."""
     hashed = {file for pattern in _HASHED for file in folder.glob(pattern)}
     found = {file.name: hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in hashed if file.is_file()}
-    return found | {file.name: _sample(file) for file in _weights(folder)}
+    return found | {file.name: _sample(file) for file in weight_files(folder)}
 
 
-def digests(folder: Path) -> dict[str, str]:
-    """Return hashes of all bytes of a model's weights, which takes long."""
-    found = {}
-    for path in _weights(folder):
-        with path.open("rb") as file:
-            found[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
-    return found
-
-
-def _weights(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files of a model's weights."""
     return sorted({file for pattern in _WEIGHTS for file in folder.glob(pattern) if file.is_file()})
 
 

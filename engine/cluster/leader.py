@@ -6,8 +6,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 from typing import Any, Literal
 
 import msgspec
@@ -20,19 +21,26 @@ from quire.engine.cluster.control_plane import (
     HEARTBEAT,
     HELLO,
     LOST_SECONDS,
+    PROBE,
     REDIRECT,
+    REJECT,
     WELCOME,
     ControlLink,
+    LinkEnded,
+    WeightDigests,
 )
 from quire.engine.cluster.handshake import Hello, compare
 from quire.engine.cluster.key_value_store import STORE, KeyValueStore
-from quire.engine.cluster.network import is_local, is_loopback, tcp_url
+from quire.engine.cluster.network import LOOPBACK, is_local, is_loopback, tcp_url
+from quire.engine.cluster.reachability import Answer, Blocked, Number, Prober, Request, find_blocked
 from quire.engine.cluster.security import join, split
 from quire.engine.process.log import printable
 from quire.engine.protocol.errors import ConfigError
 
-_START, _STOP, _FAIL, _DISMISS = b"start", b"stop", b"fail", b"dismiss"
+_START, _STOP, _FAIL, _DISMISS, _REFUSE = b"start", b"stop", b"fail", b"dismiss", b"refuse"
 """Commands to the leader's thread, which also takes messages to send."""
+_PROBE_SECONDS = 15.0
+"""Time for a host to try connections to others."""
 logger = logging.getLogger(__name__)
 
 
@@ -45,8 +53,9 @@ class _Peer:
     fd: int
     last_heard: float
     """Time of the last message, on the monotonic clock."""
-    digests: dict[str, str] | None = None
+    weights: WeightDigests | None = None
     """Hashes of its weights, once it has sent them."""
+    has_same_weights: bool = False
 
 
 class Leader(ControlLink):
@@ -60,9 +69,10 @@ class Leader(ControlLink):
         expected: Iterable[int],
         *,
         on_message: Callable[[int, bytes], None],
-        on_lost: Callable[[int, str], None],
+        on_lost: Callable[[int, LinkEnded], None],
         check: Callable[[Hello], None] | None = None,
         on_joined: Callable[[Hello], None] = lambda hello: None,
+        on_compared: Callable[[int], None] = lambda number: None,
         redirect: Callable[[int], tuple[str, int] | None] | None = None,
         admits: Literal["once", "again", "anybody"] = "once",
         noun: str = "node",
@@ -75,15 +85,17 @@ class Leader(ControlLink):
         `token` is the cluster's; "" is for loopback addresses. `lost_seconds`: a follower that sends nothing for so
         long is lost. A follower is rejected if it differs from `own` or the first one that joined (see `compare`), if
         it cannot reach `address`, or if `check` raises `ConfigError`. `redirect` returns the leader of a replica, for
-        followers that look for it (`Hello.replica`); they ask again until it is known. `admits` lets followers that
-        were lost join again after the start, or followers with any number join at any time. The text passed to
-        `on_lost` names the follower and the reason. `noun` and `flags` name a follower, the address and the port in
+        followers that look for it (`Hello.replica`); they ask again until it is known. `on_compared` is called when a
+        follower is found to have the same weights. `admits` lets followers that
+        were lost join again after the start, or followers with any number join at any time. The reason passed
+        to `on_lost` names the follower. `noun` and `flags` name a follower, the address and the port in
         errors. Raises `ConfigError` if the address is not this host's, or the port is in use.
         """
         assert token or is_loopback(address)
         super().__init__(zmq.ROUTER, "cluster-leader", token, lost_seconds)
         self._expected, self._admits = tuple(expected), admits
         self._on_lost, self._on_message, self._on_joined, self._check = on_lost, on_message, on_joined, check
+        self._on_compared = on_compared
         self._redirect = redirect
         self._address, self._noun, self._flags = address, noun, flags
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -113,8 +125,13 @@ class Leader(ControlLink):
         self._lost: dict[int, str] = {}
         """Why a follower was lost or did not join; removed when it joins again."""
         self._start_message: bytes | None = None
-        self._own, self._digests = own, dict[str, str]()
-        """This host, and the hashes of its weights once they are known."""
+        self._own = own
+        self._weights: WeightDigests | None = None
+        """Hashes of this host's weights, once they are known."""
+        self._prober = Prober(own.address or LOOPBACK)
+        self._probing = threading.Lock()
+        self._probe_answers: SimpleQueue[tuple[int, Answer]] = SimpleQueue()
+        self._decode_answer = msgspec.msgpack.Decoder[Answer](Answer).decode
         self._thread.start()
 
     def wait(self, seconds: float) -> dict[int, Hello]:
@@ -144,6 +161,55 @@ class Leader(ControlLink):
             )
         return joined
 
+    def check_links(self, links: Iterable[tuple[Number, Number]], variable: str = "") -> None:
+        """Raise `ConfigError` if hosts cannot connect to each other as `find_blocked` is to try it."""
+        blocked, _ = self.find_blocked(links, variable)
+        for each in blocked[1:]:
+            logger.error("%s", each)
+        if blocked:
+            raise ConfigError(str(blocked[0]))
+
+    def find_blocked(
+        self,
+        links: Iterable[tuple[Number, Number]],
+        variable: str = "",
+        fixed: dict[Number, list[int]] | None = None,
+        on_silent: Callable[[int], None] = lambda number: None,
+    ) -> tuple[list[Blocked], int]:
+        """Let hosts that have joined connect to each other; see `reachability.find_blocked`.
+
+        `on_silent` is called with each host that does not answer. Must not be called from this object's thread.
+        """
+
+        def ask(requests: Mapping[Number, Request]) -> dict[Number, Answer]:
+            asked = [number for number in requests if number is not None]
+            for number in asked:
+                self._commands.put((number, PROBE, msgspec.msgpack.encode(requests[number])))
+            found: dict[Number, Answer] = {}
+            if None in requests:
+                found[None] = self._prober.answer(requests[None])
+            deadline = time.monotonic() + _PROBE_SECONDS
+            while missing := [number for number in asked if number not in found and number not in self._lost]:
+                try:
+                    number, answer = self._probe_answers.get(timeout=0.1)
+                except Empty:
+                    if time.monotonic() < deadline:
+                        continue
+                    for number in missing:
+                        on_silent(number)
+                    break
+                found[number] = answer
+            return found
+
+        with self._probing:
+            try:
+                names = {None: self._own.name} | {
+                    number: peer.hello.name for number, peer in self._peers.copy().items()
+                }
+                return find_blocked(ask, names, links, address_flag=self._flags[0], variable=variable, fixed=fixed)
+            finally:
+                self._prober.close()
+
     def start(self, body: bytes) -> None:
         """Send the first message to every follower, and to each that joins later; the store is empty then."""
         self._commands.put((None, _START, body))
@@ -168,9 +234,17 @@ class Leader(ControlLink):
         """End the connection of a follower, which is not lost thereby and may join again; `reason`: after a failure."""
         self._commands.put((number, _DISMISS, reason.encode()))
 
-    def close(self, reason: str = "") -> None:
-        """Send every follower the end of the connection, with a reason after a failure."""
-        self._close((None, END, reason.encode()))
+    def reject(self, number: int, reason: str) -> None:
+        """End the connection of a follower that cannot take part, and report it as lost; it does not join again."""
+        self._commands.put((number, _REFUSE, reason))
+
+    def has_same_weights(self, number: int) -> bool:
+        """Return whether a follower that is connected has the same weights, byte for byte."""
+        return (peer := self._peers.get(number)) is not None and peer.has_same_weights
+
+    def close(self, reason: str = "", *, is_final: bool = False) -> None:
+        """End every follower's connection, with a reason after a failure; `is_final` as in `LinkEnded`."""
+        self._close((None, REJECT if is_final else END, reason.encode()))
 
     def _on_command(self, command: tuple[int | None, bytes, Any]) -> bool:
         number, kind, body = command
@@ -181,6 +255,11 @@ class Leader(ControlLink):
             else:
                 self._record_lost(number, body)
             return False
+        if kind == _REFUSE:
+            assert number is not None
+            if (peer := self._peers.get(number)) is not None:
+                self._refuse(peer, body)
+            return False
         if kind == _DISMISS:
             assert number is not None
             with self._changed:
@@ -189,9 +268,9 @@ class Leader(ControlLink):
                 self._send(dismissed.identity, END, body)
             return False
         if kind == FILES:
-            self._digests = body
+            self._weights = body
             for peer in list(self._peers.values()):
-                self._compare_digests(peer)
+                self._compare_weights(peer)
             return False
         if kind == _START:
             self._start_message, self._store, kind = body, KeyValueStore(), BODY
@@ -200,7 +279,7 @@ class Leader(ControlLink):
         for each in list(self._peers) if number is None else [number]:
             if (peer := self._peers.get(each)) is not None:
                 self._send(peer.identity, kind, body)
-        return kind == END
+        return kind in (END, REJECT)
 
     def _send_heartbeats(self) -> None:
         for peer in self._peers.values():
@@ -225,11 +304,14 @@ class Leader(ControlLink):
             sent = msgspec.msgpack.decode(body, type=int)
             self._send(identity, HEARTBEAT, msgspec.msgpack.encode((sent, time.time_ns())))
         elif kind == FILES:
-            peer.digests = msgspec.msgpack.decode(body, type=dict[str, str])
-            self._compare_digests(peer)
-        elif kind == END:
+            peer.weights = msgspec.msgpack.decode(body, type=WeightDigests)
+            self._compare_weights(peer)
+        elif kind == PROBE:
+            self._probe_answers.put((peer.hello.number, self._decode_answer(body)))
+        elif kind in (END, REJECT):
             reason = printable(body.decode(errors="replace"))
-            self._on_dead(peer, f"{peer.hello.name} {f'has ended: {reason}' if reason else 'has left'}")
+            text = f"{peer.hello.name} {f'has ended: {reason}' if reason else 'has left'}"
+            self._on_dead(peer, text, is_final=kind == REJECT)
 
     def _join(self, identity: bytes, body: bytes, fd: int) -> None:
         hello = msgspec.msgpack.decode(body, type=Hello)
@@ -238,13 +320,15 @@ class Leader(ControlLink):
         if known is not None and known.identity == identity:
             return self._send(identity, WELCOME, b"")  # it repeats its hello until it is answered
         is_redirected = hello.replica is not None and self._redirect is not None
+        kind = END  # there may be a place later
         try:
             if not is_redirected:
                 self._check_place(hello, known)
+            kind = REJECT
             self._check_host(hello)
         except ConfigError as error:
             logger.warning("%s", error)
-            return self._send(identity, END, str(error).encode())
+            return self._send(identity, kind, str(error).encode())
         if is_redirected:
             return self._send_on(identity, hello)
         self._update_closed()
@@ -299,23 +383,31 @@ class Leader(ControlLink):
                 self._record_lost(hello.number, str(error))
             raise
 
-    def _on_hashed(self, digests: dict[str, str]) -> None:
-        self._commands.put((None, FILES, digests))
+    def set_digests(self, found: WeightDigests) -> None:
+        self._commands.put((None, FILES, found))
 
-    def _compare_digests(self, peer: _Peer) -> None:
-        """End a follower whose weights differ from this host's, once both are known."""
-        if not self._digests or peer.digests is None:
+    def _compare_weights(self, peer: _Peer) -> None:
+        """Reject a follower whose weights differ from this host's, once both are known."""
+        if peer.weights is None or self._weights is None:
             return
         try:
+            if self._weights.error:
+                raise ConfigError(f"{self._own.name}: {self._weights.error}")
             compare(
-                msgspec.structs.replace(self._own, model=self._digests, settings={}),
-                msgspec.structs.replace(peer.hello, model=peer.digests),
+                msgspec.structs.replace(self._own, model=self._weights.digests, settings={}),
+                msgspec.structs.replace(peer.hello, model=peer.weights.digests, error=peer.weights.error),
             )
         except ConfigError as error:
-            self._send(peer.identity, END, str(error).encode())
-            self._on_dead(peer, str(error))
+            self._refuse(peer, str(error))
         else:
             logger.info("%s has the same weights, byte for byte", peer.hello.name)
+            peer.has_same_weights = True
+            self._send(peer.identity, FILES, b"")
+            self._on_compared(peer.hello.number)
+
+    def _refuse(self, peer: _Peer, reason: str) -> None:
+        self._send(peer.identity, REJECT, reason.encode())
+        self._on_dead(peer, reason, is_final=True)
 
     def _find_lost(self) -> None:
         now = time.monotonic()
@@ -327,11 +419,11 @@ class Leader(ControlLink):
                     peer, f"{peer.hello.name} was lost: nothing was received from it for {self._lost_seconds:g} s"
                 )
 
-    def _on_dead(self, peer: _Peer, reason: str) -> None:
+    def _on_dead(self, peer: _Peer, reason: str, *, is_final: bool = False) -> None:
         with self._changed:
             del self._peers[peer.hello.number]
         self._record_lost(peer.hello.number, reason)
-        self._on_lost(peer.hello.number, reason)
+        self._on_lost(peer.hello.number, LinkEnded(reason, is_final=is_final))
 
     def _record_lost(self, number: int, reason: str) -> None:
         with self._changed:

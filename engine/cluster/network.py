@@ -11,6 +11,7 @@ import socket
 import struct
 import time
 from array import array
+from collections.abc import Iterator
 from pathlib import Path
 
 from quire.engine.protocol.errors import ConfigError
@@ -73,15 +74,24 @@ def interface_of(address: str) -> str | None:
         return next((fields[5] for fields in lines if fields[0] == target_hex), None)
     if address.startswith("127."):
         return "lo"
+    return next((name for name, its in _ipv4_interfaces() if its == address), None)
+
+
+def address_of(interface: str) -> str:
+    """Return the first IPv4 address of an interface; "" if it has none."""
+    return next((its for name, its in _ipv4_interfaces() if name == interface), "")
+
+
+def _ipv4_interfaces() -> Iterator[tuple[str, str]]:
+    """Yield every IPv4 address of this host, after the name of its interface."""
     found = array("B", bytes(_IFREQ.size * _MAX_ADDRESSES))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         start, length = found.buffer_info()
         answer = fcntl.ioctl(probe, _SIOCGIFCONF, struct.pack("iP", length, start))
     label: bytes
     for label, its in _IFREQ.iter_unpack(found.tobytes()[: struct.unpack("iP", answer)[0]]):
-        if socket.inet_ntoa(its) == address:
-            return label.rstrip(b"\0").decode().partition(":")[0]  # an alias is named interface:alias
-    return None
+        # an alias is named interface:alias
+        yield label.rstrip(b"\0").decode().partition(":")[0], socket.inet_ntoa(its)
 
 
 def set_interfaces(address: str) -> None:
@@ -106,6 +116,20 @@ def is_local(address: str) -> bool:
             probe.bind(target)
             return True
     return False
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """Listen as a server does; raises `OSError`."""
+    family, kind, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(where)
+        listener.listen()
+    except OSError:
+        listener.close()
+        raise
+    return listener
 
 
 def limit_retransmission(fd: int) -> None:

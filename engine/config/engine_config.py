@@ -213,6 +213,8 @@ class ParallelConfig:
     """Secret of the hosts (see `quire.engine.cluster.security`); empty: all are reached at loopback addresses."""
     cluster_timeout: float = 15.0
     """Seconds without a message after which another host is lost."""
+    trust_weights: bool = False
+    """Whether hosts compare only headers and samples of their weights."""
     custom_all_reduce: bool = True
     """Whether the GPUs of a stage may use symmetric memory for all-reduce."""
     replicas: int = 1

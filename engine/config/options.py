@@ -96,6 +96,10 @@ class EngineOptions:
         "seconds without a message after which another host is lost; shorter cuts of the network are survived",
         metavar="S",
     )
+    trust_weights: bool = flag(
+        False,
+        "compare only headers and samples of the weights between hosts, not all their bytes before the server is ready",
+    )
     disable_custom_all_reduce: bool = flag(
         False, "use only NCCL for all-reduce between the GPUs of a stage, never symmetric memory"
     )

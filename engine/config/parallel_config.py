@@ -124,6 +124,7 @@ def resolve(
         # Ray's nodes get it with their options.
         cluster_token=options.cluster_token or (secrets.token_hex(32) if placements else ""),
         cluster_timeout=options.cluster_timeout_seconds,
+        trust_weights=options.trust_weights,
         custom_all_reduce=not options.disable_custom_all_reduce,
         replicas=options.data_parallel_size,
         replica=replicas.start,

@@ -2,23 +2,16 @@
 
 node R                         node 0
 Report ──────────────────────▶ compares versions, prints
-◀──────── Listen … Listening ▶ each host listens on a few ports
-◀────────── Reach … Reached ─▶ each host connects to the others' ports
+◀───────────────────────────▶ each host connects to the others' ports (`Leader.find_blocked`)
 ◀────── AllReduce … Reduced ─▶ all devices of all hosts
 """
 
 from __future__ import annotations
 
-import contextlib
-import hmac
-import secrets
-import socket
-import threading
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from queue import Empty, SimpleQueue
 
 import msgspec
@@ -33,12 +26,7 @@ from quire.engine.doctor.check import Check, fault, not_applicable, ok, warning
 from quire.engine.doctor.ranks import SECONDS, Device, RankTask, run
 from quire.engine.protocol.errors import ConfigError
 
-_EPHEMERAL_PORTS = 3
-"""gloo, NCCL and ZeroMQ listen on ports that the operating system assigns."""
-_CONNECT_SECONDS = 3.0
-_ACCEPT_SECONDS = 10.0
 _REPORT_SECONDS = 2 * SECONDS
-_ANSWER_SECONDS = 60.0
 _AGAIN = "read what quire doctor printed on that host (dmesg if it was killed), and start it again on every host"
 """Remedy for a host that was lost."""
 
@@ -55,42 +43,6 @@ class Report(msgspec.Struct, tag=True):
     """MTU of the interface that reaches node 0; 0: unknown."""
 
 
-class Listen(msgspec.Struct, tag=True):
-    """Asks a host to listen on ports of `numbers`, and on some that the operating system assigns."""
-
-    secret: bytes
-    """Hosts that connect send this first."""
-    numbers: list[int]
-
-
-class Listening(msgspec.Struct, tag=True):
-    address: str
-    assigned: list[int]
-    numbers: list[int]
-    """The ports of `Listen.numbers` that were free."""
-
-
-class Target(msgspec.Struct):
-    """A port of a host."""
-
-    node: int
-    address: str
-    port: int
-
-
-class Reach(msgspec.Struct, tag=True):
-    """Asks a host to connect to these ports."""
-
-    secret: bytes
-    targets: list[Target]
-
-
-class Reached(msgspec.Struct, tag=True):
-    """For each port, in their order, why it was not reached; "": it was."""
-
-    problems: list[str]
-
-
 class AllReduce(msgspec.Struct, tag=True):
     """Asks a host to run these ranks."""
 
@@ -101,8 +53,7 @@ class Reduced(msgspec.Struct, tag=True):
     checks: list[Check]
 
 
-Request = Listen | Reach | AllReduce
-Answer = Report | Listening | Reached | Reduced
+Answer = Report | Reduced
 
 
 @dataclass(frozen=True)
@@ -132,80 +83,12 @@ def report(checks: list[Check], device: Device, devices: int, cluster: Cluster) 
     return Report(checks, found, device, devices, network.mtu(interface) if interface else 0)
 
 
-class Prober:
-    """Carries out node 0's requests on its own host."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
-        self._listeners: list[socket.socket] = []
-
-    def answer(self, request: Request) -> Answer:
-        match request:
-            case Listen(secret, numbers):
-                return self._listen(secret, numbers)
-            case Reach(secret, targets):
-                with ThreadPoolExecutor(max(1, len(targets))) as pool:
-                    return Reached(list(pool.map(lambda target: _reach(target, secret), targets)))
-            case AllReduce(tasks):
-                for task in tasks:
-                    task.token = self._cluster.token
-                return Reduced(list(run(tasks, self._cluster.address)))
-
-    def _listen(self, secret: bytes, numbers: Sequence[int]) -> Listening:
-        own, found = address_towards(self._cluster.address), Listening("", [], [])
-        found.address = own
-        for number in (*[0] * _EPHEMERAL_PORTS, *numbers):
-            try:
-                listener = network.listen(own, number)
-            except OSError:
-                continue  # the host's own check of its ports says so
-            self._listeners.append(listener)
-            (found.numbers if number else found.assigned).append(int(listener.getsockname()[1]))
-            threading.Thread(target=_serve, args=(listener, secret), daemon=True, name="doctor-port").start()
-        return found
-
-    def close(self) -> None:
-        for listener in self._listeners:
-            with contextlib.suppress(OSError):
-                listener.shutdown(socket.SHUT_RDWR)  # wakes its thread
-            listener.close()
-
-
-def _serve(listener: socket.socket, secret: bytes) -> None:
-    """Answer all hosts that connect, each in a thread: a host that sends nothing keeps no other waiting."""
-    while True:
-        try:
-            connection, _ = listener.accept()
-        except OSError:
-            return
-        threading.Thread(target=_answer, args=(connection, secret), daemon=True, name="doctor-connection").start()
-
-
-def _answer(connection: socket.socket, secret: bytes) -> None:
-    """Answer a host that knows the secret."""
-    with contextlib.suppress(OSError), connection:
-        connection.settimeout(_ACCEPT_SECONDS)
-        if hmac.compare_digest(connection.recv(len(secret), socket.MSG_WAITALL), secret):
-            connection.sendall(b"\n")
-
-
-def _reach(target: Target, secret: bytes) -> str:
-    """Why a port cannot be reached; "" if it can."""
-    try:
-        with socket.create_connection((target.address, target.port), _CONNECT_SECONDS) as connection:
-            connection.sendall(secret)
-            connection.shutdown(socket.SHUT_WR)
-            return "" if connection.recv(1) else "another program answers there"
-    except OSError as error:
-        return "timed out" if isinstance(error, TimeoutError) else (error.strerror or str(error)).lower()
-
-
 def follow(cluster: Cluster, check: Callable[[], Report]) -> str:
     """Join node 0, check this host, and carry out node 0's requests until it ends; returns why it ended if it failed.
 
     Raises `ConfigError` if node 0 cannot be joined.
     """
-    encode, prober = msgspec.msgpack.Encoder().encode, Prober(cluster)
+    encode = msgspec.msgpack.Encoder().encode
     try:
         follower = Follower(
             cluster.address,
@@ -221,14 +104,20 @@ def follow(cluster: Cluster, check: Callable[[], Report]) -> str:
     try:
         follower.send(encode(check()))
         while True:
-            request = msgspec.msgpack.decode(follower.receive(None), type=Request)
-            follower.send(encode(prober.answer(request)))
+            request = msgspec.msgpack.decode(follower.receive(None), type=AllReduce)
+            follower.send(encode(_all_reduce(request, cluster)))
     except LinkEnded as end:
         reason = ""
         return end.reason
     finally:
-        prober.close()
         follower.close(reason)
+
+
+def _all_reduce(request: AllReduce, cluster: Cluster) -> Reduced:
+    """Run this host's ranks."""
+    for task in request.tasks:
+        task.token = cluster.token
+    return Reduced(list(run(request.tasks, cluster.address)))
 
 
 class Coordinator:
@@ -236,7 +125,7 @@ class Coordinator:
 
     def __init__(self, cluster: Cluster) -> None:
         """Raises `ConfigError` if the address is not this host's, or the port is in use."""
-        self._cluster, self._own, self._prober = cluster, cluster.hello(), Prober(cluster)
+        self._cluster, self._own = cluster, cluster.hello()
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder[Answer](Answer).decode
         self._answers: SimpleQueue[tuple[int, Answer | None]] = SimpleQueue()
@@ -254,13 +143,12 @@ class Coordinator:
             token=cluster.token,
         )
 
-    def _on_lost(self, number: int, reason: str) -> None:
-        self._lost[number] = reason
+    def _on_lost(self, number: int, end: LinkEnded) -> None:
+        self._lost[number] = end.reason
         self._answers.put((number, None))
 
     def close(self) -> None:
         self._leader.close()
-        self._prober.close()
 
     def check(self, own: Report) -> Iterator[Check | tuple[str, Report]]:
         """Yield the name and the report of each other host, and then the checks between them."""
@@ -298,12 +186,12 @@ class Coordinator:
             reason = "a host is missing" if is_open else "a port is blocked"
             yield not_applicable("all-reduce of all hosts", f"not tried, as {reason}")
 
-    def _ask(self, requests: dict[int, Request], seconds: float = _ANSWER_SECONDS) -> dict[int, Answer]:
+    def _ask(self, requests: dict[int, AllReduce], seconds: float) -> dict[int, Answer]:
         """Ask several hosts at once; hosts that are lost or do not answer are not in the result."""
         for number, request in requests.items():
             if number:
                 self._leader.send(number, self._encode(request))
-        own = {0: self._prober.answer(requests[0])} if 0 in requests else {}
+        own: dict[int, Answer] = {0: _all_reduce(requests[0], self._cluster)} if 0 in requests else {}
         return own | self._receive([number for number in requests if number], seconds)
 
     def _receive(self, numbers: Sequence[int], seconds: float) -> dict[int, Answer]:
@@ -344,38 +232,18 @@ class Coordinator:
 
     def _ports(self, nodes: Sequence[int]) -> Iterator[Check]:
         """Whether each host reaches each other one."""
-        secret = secrets.token_bytes(16)
-        fixed = {0: list(self._cluster.fixed_ports)}
-        answers = self._ask({node: Listen(secret, fixed.get(node, [])) for node in nodes})
-        listening = {node: answer for node, answer in answers.items() if isinstance(answer, Listening)}
-        targets = {
-            node: [
-                Target(other, there.address, port)
-                for other, there in listening.items()
-                if other != node
-                for port in (*there.assigned, *there.numbers)
-            ]
-            for node in listening
-        }
-        reached = self._ask({node: Reach(secret, targets[node]) for node in listening})
-        blocked = set[tuple[int, int]]()
-        for node, answer in reached.items():
-            assert isinstance(answer, Reached)
-            for target, problem in zip(targets[node], answer.problems, strict=True):
-                if not problem:
-                    continue
-                text = f"{self.names[node]} cannot reach it on {self.names[target.node]}: {problem}"
-                name = f"port {target.port}"
-                remedy = f"open it in the firewall of {target.address} for {listening[node].address}"
-                if target.port in listening[target.node].numbers:
-                    yield warning(name, text, f"{remedy}, if hosts or clients are to use it")
-                elif (node, target.node) not in blocked:  # one of them stands for all
-                    low, high = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
-                    blocked.add((node, target.node))
-                    remedy += f", like all from {low} to {high}, which the operating system assigns"
-                    yield fault(name, text, remedy)
-        if not blocked:
-            count = sum(map(len, targets.values()))
+
+        def on_silent(number: int) -> None:
+            self._lost.setdefault(number, f"{self.names[number]} did not try to reach the others")
+
+        blocked, count = self._leader.find_blocked(
+            itertools.permutations([node or None for node in nodes], 2),
+            fixed={None: list(self._cluster.fixed_ports)},
+            on_silent=on_silent,
+        )
+        for each in blocked:
+            yield (warning if each.is_fixed else fault)(each.name, each.found, each.remedy)
+        if all(each.is_fixed for each in blocked):
             yield ok("ports between hosts", f"{count} connections were made, from each host to each other one")
 
     def _all_reduce(self, reports: dict[int, Report]) -> Iterator[Check]:
@@ -387,7 +255,7 @@ class Coordinator:
             return
         size = sum(report.devices for report in reports.values())
         url = tcp_url(self._cluster.address, self._leader.port)
-        requests, first = dict[int, Request](), 0
+        requests, first = dict[int, AllReduce](), 0
         for node, report in reports.items():
             requests[node] = AllReduce(
                 [

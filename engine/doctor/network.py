@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from quire.engine.cluster.network import interface_of, is_loopback, source_address
+from quire.engine.cluster.network import interface_of, is_loopback, listen, source_address
 from quire.engine.doctor.check import Check, fault, not_applicable, ok, warning
 
 ROOT = Path("/")
@@ -181,17 +181,3 @@ def ports(wanted: Sequence[Port]) -> Iterator[Check]:
             yield fault(name, text, remedy) if port.is_needed else warning(name, text, remedy)
         else:
             yield ok(name, f"free for {port.purpose}, at {port.address}")
-
-
-def listen(address: str, port: int) -> socket.socket:
-    """Listen as a server does; raises `OSError`."""
-    family, kind, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-    listener = socket.socket(family, kind)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(where)
-        listener.listen()
-    except OSError:
-        listener.close()
-        raise
-    return listener

@@ -23,7 +23,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from quire.engine.cluster.control_plane import LinkEnded, Redirected, WakeQueue
+from quire.engine.cluster.control_plane import (
+    LinkEnded,
+    Redirected,
+    WakeQueue,
+    compare_weights,
+    compares_weights,
+)
 from quire.engine.cluster.follower import Follower
 from quire.engine.cluster.handshake import Hello, describe_host
 from quire.engine.cluster.leader import Leader
@@ -81,6 +87,7 @@ class NodeLost(msgspec.Struct):
     """The connection to the node is lost."""
 
     reason: str
+    user_error: bool = False
 
 
 FromNode = WorkerReady | NodeProgress | WorkerFailed | ModelRunnerOutput | TracePiece
@@ -120,7 +127,7 @@ class MultiNodeExecutor(ProcessExecutor):
             port,
             parallel.hosts[1:],
             on_message=lambda number, body: self._put(number, self._decode(body)),
-            on_lost=lambda number, reason: self._put(number, NodeLost(reason)),
+            on_lost=lambda number, end: self._put(number, NodeLost(end.reason, end.is_final)),
             token=parallel.cluster_token,
             lost_seconds=parallel.cluster_timeout,
         )
@@ -130,9 +137,15 @@ class MultiNodeExecutor(ProcessExecutor):
             hellos = self._leader.wait(parallel.timeout)
             self._names |= {number: hello.name for number, hello in hellos.items()}
             self.config = config.with_blocks(self._min_blocks(hellos))
+            with_ranks = [number for number in parallel.hosts if parallel.ranks_of(number)]
+            self._leader.check_links(
+                itertools.permutations([None if number == parallel.node else number for number in with_ranks], 2),
+                "NCCL_SOCKET_IFNAME" if parallel.device == "cuda" else "GLOO_SOCKET_IFNAME",
+            )
             joined = time.monotonic()
             init_method = tcp_url(address, self._leader.port)
             self._leader.start(msgspec.msgpack.encode(NodeStart(self.config.cache.num_blocks, init_method)))
+            compare_weights(config, [self._leader])
             self._ranks = LocalRanks(self.config, parallel.ranks_of(parallel.node), init_method, log_level, on_end)
             self._is_started = True
             self._ranks.on_trace = self._on_rank_trace
@@ -141,12 +154,20 @@ class MultiNodeExecutor(ProcessExecutor):
             self.seconds: dict[str, float] = {}
             while self._loading or not self._ranks.is_ready:
                 self._poll(POLL_SECONDS)
+            loaded = time.monotonic()
+            if is_comparing := compares_weights(config) and not all(map(self._leader.has_same_weights, hellos)):
+                logger.info("loaded; waiting for the comparison of all bytes of the weights (--trust-weights omits it)")
+                while not all(map(self._leader.has_same_weights, hellos)):
+                    self._poll(POLL_SECONDS)
         except BaseException as error:
-            self.close(str(error) or type(error).__name__)
+            reason = str(error) or type(error).__name__
+            self._leader.close(reason, is_final=isinstance(error, ConfigError))
+            self.close(reason)
             raise
         self.config = self.config.with_blocks(self._ranks.num_blocks)
-        self._leader.compare_files(config)
         self.seconds = {"join nodes": joined - started, **slowest(self.seconds, self._ranks.seconds)}
+        if is_comparing:
+            self.seconds["compare weights"] = time.monotonic() - loaded
 
     def _min_blocks(self, hellos: dict[int, Hello]) -> int:
         """Return the number of KV blocks that all nodes have."""
@@ -208,8 +229,8 @@ class MultiNodeExecutor(ProcessExecutor):
                     raise ConfigError(f"{self._names[number]}: {reason}")
                 case WorkerFailed(reason, is_certain=is_certain):
                     raise WorkerError(self._root_cause(number, RankFailed(reason, is_certain=is_certain)))
-                case NodeLost(reason):
-                    raise WorkerError(reason)
+                case NodeLost(reason, user_error):
+                    raise ConfigError(reason) if user_error else WorkerError(reason)
 
     def _root_cause(self, number: int, failure: RankFailed) -> str:
         """Return the error text for a failed rank, or for the failure that caused it.
@@ -255,7 +276,8 @@ class MultiNodeExecutor(ProcessExecutor):
 def serve_node(
     options: EngineOptions, log_level: str, placement: RayPlacement | None = None, *, may_rejoin: bool = False
 ) -> int:
-    """Run the ranks of node `options.node_rank` until its replica ends; returns the exit code, 1 after a failure.
+    """Run the ranks of node `options.node_rank` until its replica ends; returns the exit code: 1 after a failure, 2
+    after one that another start does not mend.
 
     With `may_rejoin`, after a failure the node joins the replica's first node again, which restarts its engine.
     `placement` is Ray's placement of the ranks. If they cannot start, reports it to that node and raises `ConfigError`.
@@ -272,16 +294,18 @@ def serve_node(
         try:
             node = Node(config, log_level)
         except LinkEnded as rejection:
-            if time.monotonic() >= deadline:
+            if rejection.is_final or time.monotonic() >= deadline:
                 raise ConfigError(rejection.reason) from None
             time.sleep(_REJOIN_SECONDS)  # the loss has not been noticed yet, or the engine is still ending
             continue
         with contextlib.closing(node):
-            reason = node.run()
-        if not reason:
+            end = node.run()
+        if not end.reason:
             logger.info("node %d has ended", config.parallel.first_node)
             return 0
-        logger.error("%s", reason)
+        if end.is_final:
+            raise ConfigError(end.reason)
+        logger.error("%s", end.reason)
         if not may_rejoin:
             return 1
         logger.info("joining node %d again (--no-restart: exit instead)", config.parallel.first_node)
@@ -304,10 +328,12 @@ class Node:
         self._close_reason = "it was stopped"
         self._follower = _join(config.parallel, _describe_node(config))
 
-    def run(self) -> str:
-        """Run until the first node ends or the ranks fail; returns the reason, empty after a normal shutdown."""
+    def run(self) -> LinkEnded:
+        """Run until the first node ends or the ranks fail; returns the reason, which is empty after a normal
+        shutdown."""
         try:
             start = msgspec.msgpack.decode(self._follower.receive(None), type=NodeStart)
+            compare_weights(self._config, [self._follower])
             config, parallel = self._config.with_blocks(start.num_blocks), self._config.parallel
             ranks = self._ranks = LocalRanks(
                 config, parallel.ranks_of(parallel.node), start.init_method, self._log_level, on_end=lambda: None
@@ -321,7 +347,7 @@ class Node:
                         raise plan
                     ranks.write(plan, while_waiting=lambda: self._forward(ranks, 0.0))
         except LinkEnded as end:
-            return end.reason
+            return end
         except ConfigError as error:
             failure = WorkerFailed(str(error), user_error=True, is_certain=True)
         except RankFailed as error:
@@ -331,7 +357,7 @@ class Node:
             failure = WorkerFailed(f"{type(error).__name__}: {error}", is_certain=True)
         self._follower.send(self._encode(failure))
         self._close_reason = failure.reason
-        return self._await_cause() or failure.reason
+        return self._await_cause() or LinkEnded(failure.reason, is_final=failure.user_error)
 
     def _on_rank_trace(self, trace: RankTrace) -> None:
         send, encode = self._follower.send, self._encode
@@ -345,7 +371,6 @@ class Node:
             send(encode(ranks.arrived.popleft()))
         if ranks.is_ready and not self._is_ready:
             self._is_ready = True
-            self._follower.compare_files(self._config)
             send(encode(WorkerReady(ranks.seconds, ranks.num_blocks)))
         if (now := time.monotonic()) >= self._progress_at + _PROGRESS_SECONDS:
             progress = NodeProgress(ranks.progress, ranks.waiting, ranks.stats, log.RECENT.take())
@@ -355,17 +380,17 @@ class Node:
         if self._follower.ended is not None:
             raise self._follower.ended
 
-    def _await_cause(self) -> str:
-        """Return the cause that the first node ends with; empty if it does not end."""
+    def _await_cause(self) -> LinkEnded | None:
+        """Return the cause that the first node ends with; None if it does not end, or without one."""
         deadline = time.monotonic() + _REASON_TIMEOUT
         try:
             while (left := deadline - time.monotonic()) > 0:
                 self._follower.receive(left)
         except LinkEnded as end:
-            return end.reason
+            return end if end.reason else None
         except TimeoutError:
             pass
-        return ""
+        return None
 
     def close(self) -> None:
         """Stop the ranks, and disconnect."""

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 
 from quire.engine.cluster import ray_cluster
+from quire.engine.cluster.control_plane import Rejected
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.plan_text import plan_text
@@ -61,15 +62,15 @@ def serve_replicas(options: EngineOptions, server: ServerOptions) -> int:
         while not stop.is_set():  # a signal may also arrive while the replicas of a lost leader end
             try:
                 membership = DPMember(config, is_headless=True)
-            except ConfigError:
-                if time.monotonic() >= deadline:
+            except ConfigError as error:
+                if isinstance(error, Rejected) or time.monotonic() >= deadline:
                     raise
                 time.sleep(_REJOIN_SECONDS)  # the leader has not noticed the loss yet
                 continue
             problem = run_replicas(config, server, membership, stop, lambda: drain_seconds)
             if problem is None:
                 return 0
-            if membership.ended is None or not server.restart:
+            if membership.ended is None or problem.user_error or not server.restart:
                 print(f"quire: error: {problem.reason}", file=sys.stderr)
                 return 2 if problem.user_error else 1
             logger.error("%s; joining it again (--no-restart: exit instead)", problem.reason)
@@ -117,4 +118,5 @@ def run_replicas(
             logger.info("shutting down%s", f" within {drain_seconds():g} s" * leaves)
     finally:
         manager.close(reason, together=leaves, drain_seconds=drain_seconds())
-    return Failed(reason, manager.is_user_error) if reason else None
+    is_final = membership.ended is not None and membership.ended.is_final
+    return Failed(reason, manager.is_user_error or is_final) if reason else None

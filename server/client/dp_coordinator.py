@@ -10,16 +10,17 @@ detected.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Literal, Protocol
 
 import msgspec
 
-from quire.engine.cluster.control_plane import LinkEnded
+from quire.engine.cluster.control_plane import LinkEnded, Rejected, compare_weights, compares_weights
 from quire.engine.cluster.follower import Follower
 from quire.engine.cluster.handshake import Hello, describe_host
 from quire.engine.cluster.leader import Leader
@@ -35,7 +36,9 @@ class ReplicaListener(Protocol):
 
     def replica_joined(self, replica: int, address: str) -> None: ...
 
-    def replica_died(self, replica: int, reason: str, *, is_host_lost: bool = False) -> None: ...
+    def replica_died(
+        self, replica: int, reason: str, *, is_host_lost: bool = False, user_error: bool = False
+    ) -> None: ...
 
     def replica_leaves(self, replica: int, seconds: float) -> None: ...
 
@@ -45,7 +48,9 @@ class ReplicaListener(Protocol):
 
     def replica_up(self, state: ReplicaUp) -> None: ...
 
-    def fail(self, reason: str) -> None: ...
+    def weights_compared(self) -> None: ...
+
+    def fail(self, reason: str, *, user_error: bool = False) -> None: ...
 
 
 class JoinRequest(msgspec.Struct):
@@ -191,6 +196,11 @@ class DPCoordinator:
         """Whether a replica is on another host that is connected, to the leader."""
         return False
 
+    def may_answer(self, replica: int) -> bool:
+        """Whether the hosts whose weights a replica uses have the same, byte for byte, as far as they compare them;
+        `ReplicaListener.weights_compared` tells when this changes."""
+        return True
+
     def dismiss(self, replica: int, reason: str = "") -> None:
         """Let another host's replica shut down; `reason`: because of an error. The leader only."""
 
@@ -206,8 +216,8 @@ class DPCoordinator:
         """
         return True
 
-    def close(self, reason: str = "") -> None:
-        """Tell the other hosts that this one exits, with the reason if it is an error."""
+    def close(self, reason: str = "", *, user_error: bool = False) -> None:
+        """Tell the other hosts that this one exits, with the reason if it is an error, and whether it is the user's."""
         for port in self._ports:
             port.close()
 
@@ -242,6 +252,9 @@ class DPLeader(DPCoordinator):
         """Replicas whose hosts have requests of their own, which require the steps of this host's replicas."""
         role = f"the host with the {'API' if self._are_headless else 'first replica'}"
         self._hello = describe_host(role, 0, own, config)
+        self._compares, self._others = compares_weights(config), tuple(others)
+        self._is_started = False
+        """Whether the hosts that this API waits for have joined."""
         try:
             self._leader = Leader(
                 self._hello,
@@ -251,6 +264,7 @@ class DPLeader(DPCoordinator):
                 on_message=self._on_message,
                 on_lost=self._on_lost,
                 on_joined=self._on_joined,
+                on_compared=lambda replica: self._notify(lambda listener: listener.weights_compared()),
                 check=self._check,
                 redirect=self._master_of,
                 admits="anybody" if not is_fixed else "again" if self._are_headless else "once",
@@ -263,13 +277,15 @@ class DPLeader(DPCoordinator):
             super().close()
             raise
         try:
-            joined = {number: _request_of(hello) for number, hello in self._leader.wait(parallel.timeout).items()}
+            hellos = self._leader.wait(parallel.timeout)
+            self._check_links(hellos.values())
         except ConfigError as error:
-            self.close(str(error))
+            self.close(str(error), user_error=True)
             raise
-        self.requests |= {number: request.requests for number, request in joined.items()}
+        self.requests |= {number: _request_of(hello).requests for number, hello in hellos.items()}
+        self._is_started = True
         self.start_group(self.requests)
-        self._leader.compare_files(config)
+        compare_weights(config, [self._leader])
 
     def start_group(self, requests: dict[int, str]) -> None:
         self._leader.start(msgspec.msgpack.encode(JoinReply(requests, self.responses)))
@@ -280,6 +296,29 @@ class DPLeader(DPCoordinator):
     def is_joined(self, replica: int) -> bool:
         return self._leader.is_joined(replica)
 
+    def may_answer(self, replica: int) -> bool:
+        used = self._others if self._is_coupled else (replica,)
+        return not self._compares or all(
+            self._leader.has_same_weights(each) for each in used if each not in self.local_replicas
+        )
+
+    def _check_links(self, hellos: Iterable[Hello]) -> None:
+        """Raise `ConfigError` if hosts cannot connect to each other: to this one, and also to each other if their
+        replicas share experts. Replicas of a host do so in the same way."""
+        numbers = {hello.address: hello.number for hello in hellos if hello.address != self._hello.address}.values()
+        links: list[tuple[int | None, int | None]] = [
+            link for number in numbers for link in ((None, number), (number, None))
+        ]
+        if self._is_coupled:
+            links.extend(itertools.permutations(numbers, 2))
+        self._leader.check_links(links)
+
+    def _check_joined(self, hello: Hello) -> None:
+        try:
+            self._check_links([hello])
+        except ConfigError as error:
+            self._leader.reject(hello.number, str(error))
+
     def dismiss(self, replica: int, reason: str = "") -> None:
         self._leader.dismiss(replica, reason)
 
@@ -288,10 +327,10 @@ class DPLeader(DPCoordinator):
         with self._lock:
             return not self._awaited
 
-    def close(self, reason: str = "") -> None:
+    def close(self, reason: str = "", *, user_error: bool = False) -> None:
         with self._lock:
             self._listener = None
-        self._leader.close(reason)
+        self._leader.close(reason, is_final=user_error)
         super().close()
 
     def _check(self, hello: Hello) -> None:
@@ -317,6 +356,8 @@ class DPLeader(DPCoordinator):
         request = _request_of(hello)
         if request.master is not None:
             self.masters[hello.number] = request.master
+        if self._is_started or hello.number not in self._others:  # in a thread: it takes seconds
+            threading.Thread(target=self._check_joined, args=(hello,), daemon=True, name="dp-check").start()
         if self._are_headless:
             self._notify(lambda listener: listener.replica_joined(hello.number, request.requests))
 
@@ -328,7 +369,7 @@ class DPLeader(DPCoordinator):
     def _on_message(self, replica: int, body: bytes) -> None:
         match _decode(body):
             case ReplicaDied(reason):
-                self._on_lost(replica, reason, is_host_lost=False)
+                self._on_lost(replica, LinkEnded(reason), is_host_lost=False)
             case ReplicaUp() as state:
                 self._notify(lambda listener: listener.replica_up(state))
             case ShutdownRequested() if self._is_coupled:
@@ -337,13 +378,17 @@ class DPLeader(DPCoordinator):
             case ShutdownRequested(seconds):
                 self._notify(lambda listener: listener.replica_leaves(replica, seconds))
 
-    def _on_lost(self, replica: int, reason: str, *, is_host_lost: bool = True) -> None:
+    def _on_lost(self, replica: int, end: LinkEnded, *, is_host_lost: bool = True) -> None:
         with self._lock:
             self._awaited.clear()
         if self._is_coupled and not self._are_headless:
-            self._notify(lambda listener: listener.fail(reason))
+            self._notify(lambda listener: listener.fail(end.reason, user_error=end.is_final))
         else:
-            self._notify(lambda listener: listener.replica_died(replica, reason, is_host_lost=is_host_lost))
+            self._notify(
+                lambda listener: listener.replica_died(
+                    replica, end.reason, is_host_lost=is_host_lost, user_error=end.is_final
+                )
+            )
 
 
 class DPMember(DPCoordinator):
@@ -359,7 +404,7 @@ class DPMember(DPCoordinator):
         self.leader = f"the host with the {'API' if is_headless else 'first replica'} ({host})"
         self.ended: LinkEnded | None = None
         """Set when the leader has exited, or no longer needs a replica."""
-        self._is_headless = is_headless
+        self._is_headless, self._compares = is_headless, compares_weights(config)
         self.restarts_group = is_headless and parallel.is_coupled
         own = address_towards(host, parallel.timeout)
         self._reserve_ports(config, own)
@@ -373,6 +418,7 @@ class DPMember(DPCoordinator):
                     describe_host(f"replica {replica}", replica, own, config, body=request),
                     seconds=parallel.timeout,
                     on_end=self._on_end,
+                    on_compared=lambda: self._notify(lambda listener: listener.weights_compared()),
                     leader=self.leader,
                     flags=self._flags,
                     token=parallel.cluster_token,
@@ -384,13 +430,13 @@ class DPMember(DPCoordinator):
                     reply = _decode_reply(follower.receive(None))
         except LinkEnded as error:
             self.close()
-            raise ConfigError(str(error) or f"{self.leader} has exited") from None
+            raise (Rejected if error.is_final else ConfigError)(str(error) or f"{self.leader} has exited") from None
         except BaseException:
             self.close()
             raise
         self.requests, self.responses = reply.requests | self.requests, reply.responses
         first = next(iter(self._followers.values()))
-        first.compare_files(config)  # replicas of a host have the same
+        compare_weights(config, self._followers.values())
         if self.restarts_group:
             threading.Thread(target=self._follow, args=(first,), daemon=True, name="dp-member").start()
 
@@ -412,13 +458,18 @@ class DPMember(DPCoordinator):
         for follower in self._followers.values():
             follower.send(msgspec.msgpack.encode(ShutdownRequested(seconds)))
 
+    def may_answer(self, replica: int) -> bool:
+        """The leader decides it for its API."""
+        is_other = self._is_headless or not self._compares
+        return is_other or all(follower.has_same_weights for follower in self._followers.values())
+
     @property
     def can_shut_down(self) -> bool:
         return all(follower.ended is not None for follower in self._followers.values())
 
-    def close(self, reason: str = "") -> None:
+    def close(self, reason: str = "", *, user_error: bool = False) -> None:
         for follower in self._followers.values():
-            follower.close(reason)
+            follower.close(reason, is_final=user_error)
         super().close()
 
     def _on_end(self, ended: LinkEnded) -> None:
@@ -427,7 +478,7 @@ class DPMember(DPCoordinator):
         if self._is_headless:
             return
         reason = str(ended) or "the host with the first replica has exited"
-        self._notify(lambda listener: listener.fail(reason))
+        self._notify(lambda listener: listener.fail(reason, user_error=ended.is_final))
 
 
 def _start_group(requests: dict[int, str], listener: ReplicaListener) -> None:

@@ -102,7 +102,7 @@ class _Core(SupervisedProcess):
         self.up_at = time.monotonic()
         if self.is_stopping or not self._manager.group_runs:
             return  # it was asked to stop in the meantime
-        self._manager.on_state(ReplicaUp(self.replica, self.incarnation, ready.stats, ready.seconds))
+        self._manager.on_up(ReplicaUp(self.replica, self.incarnation, ready.stats, ready.seconds))
 
     def on_exit(self, failure: Failed) -> float | None:
         now = time.monotonic()
@@ -157,6 +157,8 @@ class EngineManager:
         self._awaited = set(self.requests)
         """Replicas of the start that have not been up yet."""
         self._has_been_up: set[int] = set()
+        self._unverified: dict[int, ReplicaUp] = {}
+        """Replicas that are up, and whose weights are still compared with other hosts'."""
         self._drained: dict[int, set[int]] = {}
         """The replicas that drain, and the API processes that have no more requests on them."""
         self.metrics = Metrics(name, self._metrics_path, 0, num_clients)
@@ -194,8 +196,21 @@ class EngineManager:
         """Whether every replica has been up, or the engine has failed."""
         return self.failure is not None or not self._awaited
 
+    def on_up(self, state: ReplicaUp) -> None:
+        """Record that a replica is up, once it may answer."""
+        if self._hosts.may_answer(state.replica):
+            self.on_state(state)
+        else:
+            logger.info(
+                "%sloaded; waiting for the comparison of all bytes of the weights (--trust-weights omits it)",
+                self._prefix(state.replica),
+            )
+            self._unverified[state.replica] = state
+
     def on_state(self, state: EngineState) -> None:
         """Record a new state and pass it on."""
+        if not isinstance(state, EngineFailed):
+            self._unverified.pop(state.replica, None)
         match state:
             case ReplicaStarting(replica, address):
                 self.requests[replica] = address
@@ -236,6 +251,7 @@ class EngineManager:
 
     def on_core_exit(self, core: _Core, failure: Failed) -> float | None:
         """Handle the exit of a core; returns the seconds after which to start it again."""
+        self._unverified.pop(core.replica, None)
         if self.failure is not None:
             return None
         reason, policy = f"{self._prefix(core.replica)}{failure.reason}", self._policy
@@ -283,6 +299,7 @@ class EngineManager:
         """Stop all replicas, also on other hosts, as one has died: `died`, or one whose host was lost."""
         if self.group_runs:
             self.group_runs = False
+            self._unverified.clear()
             logger.error("%s; restarting all replicas, which share experts", message)
             if self._hosts.leads:
                 self._running_elsewhere = self._elsewhere
@@ -459,12 +476,14 @@ class EngineManager:
 
         self.supervisor.call(handle)
 
-    def replica_died(self, replica: int, reason: str, *, is_host_lost: bool = False) -> None:
+    def replica_died(self, replica: int, reason: str, *, is_host_lost: bool = False, user_error: bool = False) -> None:
         """Report that a replica on another host has died, or that the host was lost (`is_host_lost`)."""
 
         def handle() -> None:
+            self._unverified.pop(replica, None)
             is_coupled = self._config.parallel.is_coupled
             if replica in self._awaited or (is_coupled and not self._policy.is_enabled):
+                self.is_user_error |= user_error
                 self.on_state(EngineFailed(f"{self._prefix(replica)}{reason}"))
             elif is_coupled:
                 self._stop_group(f"{self._prefix(replica)}{reason}", reason, None if is_host_lost else replica)
@@ -486,13 +505,27 @@ class EngineManager:
 
         def handle() -> None:
             if state.replica in self.requests and state.replica not in self._drained:
-                self.on_state(state)
+                self.on_up(state)
 
         self.supervisor.call(handle)
 
-    def fail(self, reason: str) -> None:
+    def weights_compared(self) -> None:
+        """Report that a host has the same weights as the leader."""
+
+        def handle() -> None:
+            for state in list(self._unverified.values()):
+                self.on_up(state)
+
+        self.supervisor.call(handle)
+
+    def fail(self, reason: str, *, user_error: bool = False) -> None:
         """Report that the engine has failed for good."""
-        self.supervisor.call(lambda: self.on_state(EngineFailed(reason)))
+
+        def handle() -> None:
+            self.is_user_error |= user_error
+            self.on_state(EngineFailed(reason))
+
+        self.supervisor.call(handle)
 
     # --- running and stopping -----------------------------------------------------------------------------------
 
@@ -547,7 +580,7 @@ class EngineManager:
             hosts.request_shutdown(drain_seconds)
             self.run(lambda: hosts.can_shut_down or self.failure is not None)
         reason = reason or (self.failure.reason if self.failure is not None else "")
-        hosts.close(reason)
+        hosts.close(reason, user_error=self.is_user_error)
         self.supervisor.stop(self._cores, Shutdown(reason), SHUTDOWN_SECONDS)
         self._folder.remove()
 

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -388,6 +389,64 @@ def test_nodes_that_do_not_fit_are_one_line_on_each(
         command.wait_for(text, 0)
         assert "Traceback" not in command.text
     api.wait_for(r"quire: error: node 1 \(10.77.0.2\)", 0)
+
+
+def started(hosts: tuple[Host, Host], layout: str, model: Path = DEMO_MODEL) -> tuple[Command, Command]:
+    """Both hosts, where the second has this model."""
+    if layout == "nodes":
+        return start(hosts, 0, "-pp", "2"), start(hosts, 1, "-pp", "2", model=model)
+    common = ("-dp", "2", "--data-parallel-address", hosts[0].address, *SHAPE)
+    api = hosts[0].start(*quire("serve", str(DEMO_MODEL), *common, "-dpl", "1"), QUIRE_CLUSTER_TOKEN=TOKEN)
+    replica = quire("serve", str(model), *common, "-dpr", "1", "--headless")
+    return api, hosts[1].start(*replica, QUIRE_CLUSTER_TOKEN=TOKEN)
+
+
+@pytest.mark.parametrize(("layout", "port"), [("nodes", 29501), ("replicas", 29550)])
+@pytest.mark.parametrize("closed", [0, 1])
+def test_a_firewall_between_the_hosts_is_named_before_weights_are_loaded(
+    hosts: tuple[Host, Host], layout: str, port: int, closed: int
+) -> None:
+    """Only the port at which hosts join is open."""
+    rule = ("-A", "INPUT", "-i", "eth0", "-p", "tcp", "--syn", "!", "--dport", str(port), "-j", "DROP")
+    subprocess.run(["ip", "netns", "exec", hosts[closed].name, "iptables", *rule], check=True)
+    commands = started(hosts, layout)
+    commands[0].wait_for("has joined")
+    joined = time.monotonic()
+    assert [command.wait(60) for command in commands] == [2, 2]
+    assert time.monotonic() - joined < 15
+    there, here = hosts[closed].address, hosts[1 - closed].address
+    text = (
+        rf"port \d+: .*\({here}\) cannot reach it on .*\({there}\): timed out; open it in the firewall of {there} for "
+    )
+    text += rf"{here}, like all from \d+ to \d+, which the operating system assigns, or use another network \(--"
+    for command in commands:
+        command.wait_for(f"quire: error: {text}", 0)
+        assert "Traceback" not in command.text
+        assert "load" not in command.text
+
+
+@pytest.mark.parametrize("layout", ["nodes", "replicas"])
+def test_other_weights_end_all_hosts_before_the_first_answer(
+    hosts: tuple[Host, Host], layout: str, tmp_path: Path
+) -> None:
+    """One byte that no sample covers."""
+    model = tmp_path / "model"
+    shutil.copytree(DEMO_MODEL, model)
+    with (model / "model.safetensors").open("r+b") as file:
+        file.seek((1 << 20) + 77)
+        byte = file.read(1)[0]
+        file.seek((1 << 20) + 77)
+        file.write(bytes([byte ^ 1]))
+    commands = started(hosts, layout, model)
+    assert [command.wait(90) for command in commands] == [2, 2]
+    for command in commands:
+        command.wait_for(
+            r"quire: error: .*\(10.77.0.2\) has other bytes in model.safetensors, unlike .*copy the same", 0
+        )
+        assert "Traceback" not in command.text
+        assert "restarting" not in command.text
+        assert "again" not in command.text
+    assert "serving" not in commands[0].text
 
 
 def test_a_node_that_does_not_come_is_named_in_the_time_that_was_stated(hosts: tuple[Host, Host]) -> None:

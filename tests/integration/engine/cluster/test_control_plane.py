@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import select
 import signal
@@ -14,14 +15,16 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 import msgspec
 import psutil
 import pytest
 import zmq
 
-from quire.engine.cluster import control_plane, handshake, network
-from quire.engine.cluster.control_plane import LinkEnded, WakeQueue
+from quire.engine.cluster import control_plane, file_digests, handshake, network
+from quire.engine.cluster.control_plane import LinkEnded, WakeQueue, WeightDigests
+from quire.engine.cluster.file_digests import digests
 from quire.engine.cluster.follower import Follower
 from quire.engine.cluster.handshake import Hello, compare
 from quire.engine.cluster.leader import Leader
@@ -48,13 +51,15 @@ class Host:
         self.token = token
         self.lost: SimpleQueue[tuple[int, str]] = SimpleQueue()
         self.messages: SimpleQueue[tuple[int, bytes]] = SimpleQueue()
+        self.compared: SimpleQueue[int] = SimpleQueue()
         self.leader = Leader(
             NODE_0,
             "127.0.0.1",
             0,
             expected,
-            on_lost=lambda number, text: self.lost.put((number, text)),
+            on_lost=lambda number, end: self.lost.put((number, end.reason)),
             on_message=lambda number, body: self.messages.put((number, body)),
+            on_compared=lambda number: self.compared.put(number),
             admits="again" if rejoin else "once",
             token=token,
             lost_seconds=self.lost_seconds,
@@ -441,8 +446,8 @@ def test_other_weights_of_the_same_size_are_found(tmp_path: Path) -> None:
                 file.write(b"!")
     samples = {name: handshake.fingerprint(tmp_path / name)["model.safetensors"] for name in ("a", "b", "c")}
     assert samples["a"] == samples["c"] != samples["b"]
-    digests = {name: handshake.digests(tmp_path / name)["model.safetensors"] for name in ("a", "b", "c")}
-    assert len(set(digests.values())) == 3
+    whole = {name: digests(handshake.weight_files(tmp_path / name))["model.safetensors"] for name in ("a", "b", "c")}
+    assert len(set(whole.values())) == 3
 
 
 @pytest.mark.parametrize("first", ["leader", "follower"])
@@ -450,20 +455,67 @@ def test_a_follower_with_other_weights_is_lost(three: Host, first: str) -> None:
     same, other = three.join(1), three.join(2)
     three.leader.wait(10)
     if first == "leader":
-        three.leader._on_hashed({"model.safetensors": "a"})
-    same._on_hashed({"model.safetensors": "a"})
-    other._on_hashed({"model.safetensors": "b"})
+        three.leader.set_digests(WeightDigests({"model.safetensors": "a"}))
+    same.set_digests(WeightDigests({"model.safetensors": "a"}))
+    other.set_digests(WeightDigests({"model.safetensors": "b"}))
     if first == "follower":
-        three.leader._on_hashed({"model.safetensors": "a"})
+        three.leader.set_digests(WeightDigests({"model.safetensors": "a"}))
     what = "has other bytes in model.safetensors, unlike node 0 (here)"
     text = f"node 2 (here) {what}; copy the same model files to every host"
     assert three.lost.get(timeout=10) == (2, text)
     with pytest.raises(LinkEnded) as ended:
         other.receive(10)
     assert ended.value.reason == text
+    assert ended.value.is_final
+    assert three.compared.get(timeout=10) == 1
     three.leader.send(1, b"plan")
     assert same.receive(10) == b"plan"
+    assert same.has_same_weights
+    assert three.leader.has_same_weights(1)
     assert three.lost.empty()
+    assert three.compared.empty()
+
+
+def test_a_host_that_cannot_read_its_weights_is_lost(two: Host) -> None:
+    follower = two.join(1)
+    two.leader.wait(10)
+    two.leader.set_digests(WeightDigests({"model.safetensors": "a"}))
+    follower.set_digests(WeightDigests({}, "the weights cannot be read: it is broken"))
+    assert two.lost.get(timeout=10) == (1, "node 1 (here): the weights cannot be read: it is broken")
+
+
+def test_a_failure_that_cannot_heal_is_told(three: Host) -> None:
+    follower, leaver = three.join(1), three.join(2)
+    three.leader.wait(10)
+    leaver.close("it does not fit", is_final=True)
+    assert three.lost.get(timeout=10) == (2, "node 2 (here) has ended: it does not fit")
+    three.leader.close("it does not fit", is_final=True)
+    with pytest.raises(LinkEnded) as ended:
+        follower.receive(10)
+    assert (ended.value.reason, ended.value.is_final) == ("it does not fit", True)
+
+
+def test_a_file_is_hashed_once_for_each_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(file_digests, "_MIN_BYTES", 1)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"1")
+    count, compute = [0], hashlib.file_digest
+
+    def counted(*arguments: Any) -> Any:
+        count[0] += 1
+        return compute(*arguments)
+
+    monkeypatch.setattr(hashlib, "file_digest", counted)
+    first = digests([file])
+    assert first == {"model.safetensors": hashlib.sha256(b"1").hexdigest()}
+    assert (digests([file]), count) == (first, [1])
+    other = tmp_path / "other"
+    other.write_bytes(b"2")
+    other.rename(file)
+    assert (digests([file]), count) == ({"model.safetensors": hashlib.sha256(b"2").hexdigest()}, [2])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(file))  # not a folder
+    assert (digests([file]), count) == ({"model.safetensors": hashlib.sha256(b"2").hexdigest()}, [3])
 
 
 def test_a_queue_wakes_who_polls_it() -> None:

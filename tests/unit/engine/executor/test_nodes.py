@@ -18,7 +18,7 @@ import msgspec
 import pytest
 
 from quire.engine.cluster import follower, network
-from quire.engine.cluster.control_plane import LinkEnded
+from quire.engine.cluster.control_plane import LinkEnded, WeightDigests, compare_weights
 from quire.engine.cluster.follower import Follower
 from quire.engine.cluster.handshake import Hello
 from quire.engine.cluster.leader import Leader
@@ -116,8 +116,8 @@ class Hosts:
         self.executor: MultiNodeExecutor | None = None
         self._error: Exception | None = None
 
-    def start(self, **changes: Any) -> None:
-        """Start both, with changes of the other's `Hello`; raises node 0's errors."""
+    def start(self, weights: WeightDigests | None = None, **changes: Any) -> None:
+        """Start both, with changes of the other's `Hello`, and other weights; raises node 0's errors."""
         hello = msgspec.structs.replace(nodes._describe_node(resolve(self.other)), **changes)
 
         def lead() -> None:
@@ -131,6 +131,10 @@ class Hosts:
         try:
             self.follower = Follower("127.0.0.1", self.options.master_port, hello, seconds=20, leader="node 0")
             self.begin = msgspec.msgpack.decode(self.follower.receive(20), type=NodeStart)
+            if weights is None:
+                compare_weights(self.config, [self.follower])
+            else:
+                self.follower.set_digests(weights)
         except LinkEnded as ended:
             leading.join()
             if self._error is None or ended.reason != str(self._error):
@@ -138,7 +142,8 @@ class Hosts:
             raise self._error from None
         self.say(WorkerReady({"load weights": 2.0}, self.measured))
         leading.join()
-        assert self._error is None
+        if self._error is not None:
+            raise self._error
         self.ranks = FakeRanks.made.get(timeout=5)
 
     def say(self, message: FromNode) -> None:
@@ -338,6 +343,18 @@ def test_a_model_that_cannot_be_loaded_elsewhere_is_the_users_error(hosts: Hosts
         hosts.executor.receive(0, 5.0)
 
 
+def test_other_weights_are_the_users_error(hosts: Hosts) -> None:
+    """Before the first answer; no node tries again."""
+    with pytest.raises(ConfigError) as error:
+        hosts.start(weights=WeightDigests({"model.safetensors": "another"}))
+    what = "has other bytes in model.safetensors, unlike node 0 (127.0.0.1)"
+    assert str(error.value) == f"node 1 (127.0.0.1) {what}; copy the same model files to every host"
+    assert hosts.follower is not None
+    with pytest.raises(LinkEnded) as ended:
+        hosts.follower.receive(5)
+    assert (ended.value.reason, ended.value.is_final) == (str(error.value), True)
+
+
 def test_ranks_that_hang_are_named_with_their_nodes(hosts: Hosts) -> None:
     hosts.start()
     hosts.ranks.progress = [3, 3]
@@ -390,10 +407,10 @@ class Follows:
             "127.0.0.1",
             options.master_port,
             [1],
-            on_lost=lambda number, text: self.lost.put(text),
+            on_lost=lambda number, end: self.lost.put(end.reason),
             on_message=lambda number, body: self.messages.put(decode(body)),
         )
-        self.ended: str | None = None
+        self.ended: LinkEnded | None = None
         self._thread = threading.Thread(target=self._serve, args=(resolve(replace(options, node_rank=1)),))
         self._thread.start()
         self.hello: Hello = self.leader.wait(20)[1]
@@ -405,11 +422,14 @@ class Follows:
         with contextlib.closing(Node(config, "info")) as node:
             self.ended = node.run()
 
-    def reason(self) -> str:
+    def end(self) -> LinkEnded:
         self._thread.join(20)
         assert self.ended is not None
         assert self.ranks.end.get(timeout=5) == "killed"
         return self.ended
+
+    def reason(self) -> str:
+        return self.end().reason
 
 
 @pytest.fixture
@@ -468,6 +488,12 @@ def test_a_node_reports_its_failure_and_gets_the_root_cause(
     assert follows.messages.get(timeout=5) == reported
     follows.leader.close("rank 0 was killed by SIGKILL on node 0")
     assert follows.reason() == "rank 0 was killed by SIGKILL on node 0"
+
+
+def test_a_failure_that_cannot_heal_is_not_retried(follows: Follows) -> None:
+    follows.leader.reject(1, "other weights")
+    end = follows.end()
+    assert (end.reason, end.is_final) == ("other weights", True)
 
 
 def test_a_node_without_an_answer_ends_with_its_own_failure(follows: Follows, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from quire.engine.cluster import control_plane, follower, network
-from quire.engine.cluster.control_plane import LinkEnded
+from quire.engine.cluster.control_plane import LinkEnded, Rejected
 from quire.engine.cluster.follower import Follower
 from quire.engine.cluster.leader import Leader
 from quire.engine.config.engine_config import EngineConfig, ExpertParallelConfig
@@ -70,7 +70,9 @@ class Site:
             timeout=asked.distributed_timeout_seconds,
             experts=ExpertParallelConfig() if coupled else None,
         )
-        model = plain.model if max_model_len is None else replace(plain.model, max_model_len=max_model_len)
+        model = replace(
+            plain.model, load_format="safetensors", max_model_len=max_model_len or plain.model.max_model_len
+        )
         tokens = options.get("max_num_batched_tokens", plain.scheduler.max_num_batched_tokens)
         scheduler = replace(plain.scheduler, max_num_batched_tokens=tokens)
         config = replace(plain, model=model, scheduler=scheduler, parallel=parallel)
@@ -121,6 +123,7 @@ class Listener:
 
     def __init__(self) -> None:
         self.notices: SimpleQueue[tuple[int | None, str]] = SimpleQueue()
+        self.num_compared = 0
 
     def replica_joined(self, replica: int, address: str) -> None:
         self.notices.put((replica, address))
@@ -134,13 +137,16 @@ class Listener:
     def group_starts(self, requests: dict[int, str]) -> None:
         self.notices.put((None, f"start with {requests}"))
 
-    def replica_died(self, replica: int, reason: str, *, is_host_lost: bool = False) -> None:
+    def weights_compared(self) -> None:
+        self.num_compared += 1
+
+    def replica_died(self, replica: int, reason: str, *, is_host_lost: bool = False, user_error: bool = False) -> None:
         self.notices.put((replica, reason))
 
     def replica_up(self, state: ReplicaUp) -> None:
         self.notices.put((state.replica, f"is up as {state.incarnation}"))
 
-    def fail(self, reason: str) -> None:
+    def fail(self, reason: str, *, user_error: bool = False) -> None:
         self.notices.put((None, reason))
 
 
@@ -427,6 +433,29 @@ def test_a_host_may_join_before_those_that_are_waited_for(
     api.watch(listener)
     members = {0: first.result(30), 2: early.result(30)}
     assert dict(listener.notices.get(timeout=10) for _ in members) == {r: members[r].requests[r] for r in members}
+
+
+def test_weights_are_compared_before_a_replica_may_answer(listener: Listener, site: Site) -> None:
+    """A host with others is told to end for good, and loses its place."""
+    starting, member = site.api(site.config(3, None, 1)), site.headless(site.config(3, 1, 2)).result(30)
+    api = starting.result(30)
+    api.watch(listener)
+    until(lambda: listener.num_compared == 2)
+    assert all(map(api.may_answer, range(3)))
+    member.close()
+    for _ in range(4):
+        listener.notices.get(timeout=10)
+    (site.folder / "model.safetensors").write_bytes(b"others")
+    with pytest.raises(Rejected, match=r"has a model.safetensors, unlike the host with the API"):
+        site.headless(site.config(3, 1, 2)).result(30)
+    assert not api.may_answer(1)
+
+
+def test_an_api_waits_for_the_hosts_whose_experts_it_uses(listener: Listener, site: Site) -> None:
+    first, second = (site.api(site.config(2, start, 1, coupled=True)) for start in (0, 1))
+    for each, replica in ((first.result(30), 0), (second.result(30), 1)):
+        each.watch(listener)
+        until(lambda each=each, replica=replica: each.may_answer(replica))  # type: ignore[misc]
 
 
 def test_the_end_of_the_api_is_reported(site: Site) -> None:

@@ -389,6 +389,7 @@ class Hosts(DPLeader):
         self.told: list[object] = []
         self.local_replicas = frozenset({0})
         self.joined: set[int] = set()
+        self.different: set[int] = set()
         self.dismissed: list[tuple[int, str]] = []
         self.requests, self.responses, self.init_method = {0: "ipc://0"}, ("tcp://10.0.0.1:1",), ""
         self.masters: dict[int, tuple[str, int]] = {}
@@ -408,8 +409,11 @@ class Hosts(DPLeader):
     def start_group(self, requests: dict[int, str]) -> None:
         self.told.append(dict(requests))
 
-    def close(self, reason: str = "") -> None:
-        pass
+    def may_answer(self, replica: int) -> bool:
+        return replica not in self.different
+
+    def close(self, reason: str = "", *, user_error: bool = False) -> None:
+        self.user_error = user_error
 
 
 @pytest.mark.parametrize("first", ["here", "there", "host"])
@@ -472,12 +476,16 @@ class Member(DPMember):
         self.requests, self.responses = {n: f"tcp://10.0.0.{n + 2}:1" for n in range(2)}, ("tcp://10.0.0.1:2",)
         self.init_method = "tcp://10.0.0.1:1"
         self.masters = {}
+        self.different: set[int] = set()
 
     def watch(self, listener: object) -> None:
         pass
 
-    def close(self, reason: str = "") -> None:
-        pass
+    def may_answer(self, replica: int) -> bool:
+        return replica not in self.different
+
+    def close(self, reason: str = "", *, user_error: bool = False) -> None:
+        self.user_error = user_error
 
 
 @pytest.mark.parametrize("first", ["here", "there"])
@@ -542,6 +550,28 @@ def test_hosts_join_and_leave(engine: Make) -> None:
     hosts.joined.clear()
     manager.resize(2, 30.0)  # forgets the one that was lost
     assert manager.requests.keys() == {0, 3}
+
+
+def test_a_replica_is_not_up_before_its_weights_are_compared(engine: Make) -> None:
+    hosts = Hosts()
+    one = engine(hosts=hosts)
+    manager = one.manager
+    manager.requests[1] = "tcp://10.0.0.2:1"
+    manager._awaited.add(1)
+    hosts.different |= {0, 1}
+    one.core(0).say(Ready({}, EngineStats(kv_blocks=100)))
+    manager.replica_up(ReplicaUp(1, 7))
+    one.run(lambda: len(manager._unverified) == 2)
+    assert not one.states
+    hosts.different.discard(0)
+    manager.weights_compared()
+    one.run(lambda: len(one.states) == 1)
+    assert not manager.is_settled
+    manager.replica_died(1, "replica 1 (10.0.0.2) has other bytes in model.safetensors", user_error=True)
+    one.run(lambda: manager.failure is not None)
+    assert manager.is_user_error
+    manager.close()
+    assert hosts.user_error
 
 
 def test_an_engine_without_replicas_waits_for_hosts(engine: Make) -> None:
