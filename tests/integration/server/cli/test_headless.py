@@ -82,7 +82,10 @@ class Alone:
     def can_shut_down(self) -> bool:
         return self.drain_seconds is not None
 
-    def close(self, reason: str = "") -> None:
+    def may_answer(self, replica: int) -> bool:
+        return True
+
+    def close(self, reason: str = "", *, user_error: bool = False) -> None:
         pass
 
 
