@@ -97,6 +97,10 @@ class Rejected(ConfigError):
     """This host cannot join, and another try does not mend it."""
 
 
+class HostsMissing(ConfigError):
+    """Hosts have not joined in time. They may come back."""
+
+
 class WeightDigests(msgspec.Struct):
     """Hashes of all bytes of a host's weights, by file."""
 

@@ -26,6 +26,7 @@ from quire.engine.cluster.control_plane import (
     REJECT,
     WELCOME,
     ControlLink,
+    HostsMissing,
     LinkEnded,
     WeightDigests,
 )
@@ -122,7 +123,7 @@ class Leader(ControlLink):
         self._peers: dict[int, _Peer] = {}
         """The followers that have joined; only the thread modifies it."""
         self._changed = threading.Condition()
-        self._lost: dict[int, str] = {}
+        self._lost: dict[int, LinkEnded] = {}
         """Why a follower was lost or did not join; removed when it joins again."""
         self._start_message: bytes | None = None
         self._own = own
@@ -135,7 +136,9 @@ class Leader(ControlLink):
         self._thread.start()
 
     def wait(self, seconds: float) -> dict[int, Hello]:
-        """Wait until all followers have joined; raises `ConfigError` if one does not, is rejected, or is lost."""
+        """Wait until all followers have joined; raises `ConfigError` if one is rejected, and `HostsMissing` if one does
+        not join or is lost.
+        """
         if not self._expected:
             return {}
         names = _numbered(self._noun, self._expected)
@@ -150,12 +153,13 @@ class Leader(ControlLink):
 
             self._changed.wait_for(is_done, seconds)
             if lost:
-                raise ConfigError(self._lost[lost[0]])
+                end = self._lost[lost[0]]
+                raise ConfigError(end.reason) if end.is_final else HostsMissing(end.reason)
             joined = {number: self._peers[number].hello for number in self._expected if number in self._peers}
         missing = [number for number in self._expected if number not in joined]
         if missing:
             names = ", ".join(hello.name for hello in joined.values()) or "none"
-            raise ConfigError(
+            raise HostsMissing(
                 f"{_numbered(self._noun, missing)} did not join at port {self.port} within {seconds:.0f} s: "
                 f"{len(joined)} of {len(self._expected)} joined ({names})"
             )
@@ -253,7 +257,7 @@ class Leader(ControlLink):
             if (peer := self._peers.get(number)) is not None:
                 self._on_dead(peer, body)
             else:
-                self._record_lost(number, body)
+                self._record_lost(number, LinkEnded(body))
             return False
         if kind == _REFUSE:
             assert number is not None
@@ -380,7 +384,7 @@ class Leader(ControlLink):
                 self._check(hello)
         except ConfigError as error:
             if self._start_message is None:
-                self._record_lost(hello.number, str(error))
+                self._record_lost(hello.number, LinkEnded(str(error), is_final=True))
             raise
 
     def set_digests(self, found: WeightDigests) -> None:
@@ -422,12 +426,13 @@ class Leader(ControlLink):
     def _on_dead(self, peer: _Peer, reason: str, *, is_final: bool = False) -> None:
         with self._changed:
             del self._peers[peer.hello.number]
-        self._record_lost(peer.hello.number, reason)
-        self._on_lost(peer.hello.number, LinkEnded(reason, is_final=is_final))
+        end = LinkEnded(reason, is_final=is_final)
+        self._record_lost(peer.hello.number, end)
+        self._on_lost(peer.hello.number, end)
 
-    def _record_lost(self, number: int, reason: str) -> None:
+    def _record_lost(self, number: int, end: LinkEnded) -> None:
         with self._changed:
-            self._lost.setdefault(number, reason)
+            self._lost.setdefault(number, end)
             self._changed.notify_all()
 
     def _on_error(self, error: Exception) -> None:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from quire.engine.cluster.control_plane import (
+    HostsMissing,
     LinkEnded,
     Redirected,
     WakeQueue,
@@ -161,7 +162,8 @@ class MultiNodeExecutor(ProcessExecutor):
                     self._poll(POLL_SECONDS)
         except BaseException as error:
             reason = str(error) or type(error).__name__
-            self._leader.close(reason, is_final=isinstance(error, ConfigError))
+            is_final = isinstance(error, ConfigError) and not isinstance(error, HostsMissing)
+            self._leader.close(reason, is_final=is_final)
             self.close(reason)
             raise
         self.config = self.config.with_blocks(self._ranks.num_blocks)
