@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from quire.engine.cluster import ray_cluster
 from quire.engine.config.engine_config import EngineConfig
+from quire.engine.process import log
 from quire.engine.protocol.errors import ConfigError
 
 GROUP_SECONDS = 15.0
@@ -29,7 +30,10 @@ ACTORS_SECONDS = 60.0
 _CLOSE_SECONDS = 5.0
 _FORWARDED = ("NCCL_", "GLOO_", "QUIRE_", "HF_TOKEN", "OMP_NUM_THREADS")
 """Environment variables of this process that are set on nodes too, unless already set there."""
-_NOT_FORWARDED = ("QUIRE_HOST_IP", "QUIRE_API_KEY", "QUIRE_CLUSTER_TOKEN", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+_NOT_FORWARDED = (
+    *("QUIRE_HOST_IP", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"),
+    *("QUIRE_API_KEY", "QUIRE_ADMIN_KEY", "QUIRE_METRICS_KEY", "QUIRE_CLUSTER_TOKEN"),
+)
 """Exceptions to `_FORWARDED`."""
 
 logger = logging.getLogger(__name__)
@@ -79,7 +83,7 @@ class RankActor:
                 sys.stderr.buffer.write(line)
                 sys.stderr.flush()
                 last = line.decode(errors="replace").strip() or last
-            return process.wait(), last.removeprefix("quire: error: ")
+            return process.wait(), log.error_of(last)
 
 
 class RayLauncher:

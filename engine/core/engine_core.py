@@ -52,7 +52,7 @@ from quire.engine.protocol.profile import ClockPing, ClockReply, StartProfile, S
 from quire.engine.protocol.runner_output import LOST_REPLICAS
 from quire.engine.protocol.scheduler_output import SchedulerOutput
 from quire.engine.protocol.stats import EngineStats, ExpertLoad
-from quire.engine.protocol.supervision import Failed, Ready, Shutdown
+from quire.engine.protocol.supervision import Failed, Ready, SetLogLevel, Shutdown
 from quire.engine.scheduler.grammar import GrammarError
 from quire.engine.scheduler.scheduler import Scheduler
 from quire.engine.scheduler.structured_output import StartedGrammar
@@ -503,8 +503,11 @@ def _listen(connection: SupervisorConnection, io: EngineCoreIO) -> None:
     """Pass on the messages of the supervisor; stop the core when it exits."""
     with contextlib.suppress(EOFError):
         while True:
-            if isinstance(message := connection.receive(), Shutdown):
-                io.inbox.put(message)
+            match connection.receive():
+                case Shutdown() as message:
+                    io.inbox.put(message)
+                case SetLogLevel(level):
+                    log.set_level(level)
     io.inbox.put(WorkerError("the server process has ended"))
     time.sleep(_SHUTDOWN_GRACE)
     os._exit(1)

@@ -469,7 +469,7 @@ def main() -> int:
         os.environ["TMPDIR"] = tempfile.tempdir = RuntimeFolder().path
         return serve_node(options, log_level, placement, may_rejoin=may_rejoin)
     except ConfigError as error:
-        print(f"quire: error: {error}", file=sys.stderr)
+        log.print_error(str(error))
         return 2
     except KeyboardInterrupt:
         logger.info("stopped")

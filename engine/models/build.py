@@ -26,6 +26,7 @@ from quire.engine.layers.weight import without_memory
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.draft_head import DraftHead
 from quire.engine.models.encoder import Encoder
+from quire.engine.process import log
 from quire.engine.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ def load_model(
         device,
         num_local_ranks=config.parallel.num_local_ranks,
         pack=pack,
-        bar=rank == 0 and is_first,
+        bar=rank == 0 and is_first and not log.is_json(),
         warns=parallel.rank == 0 and is_first,
         cache=cache,
         report=report if rank == 0 else None,

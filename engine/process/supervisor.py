@@ -27,7 +27,16 @@ from typing import Any, Protocol
 
 import msgspec
 
-from quire.engine.protocol.supervision import Drained, Failed, FromProcess, Heartbeat, Ready, Resize, ToProcess
+from quire.engine.protocol.supervision import (
+    Drained,
+    Failed,
+    FromProcess,
+    Heartbeat,
+    Ready,
+    Resize,
+    SetLogLevel,
+    ToProcess,
+)
 
 HEARTBEAT_SECONDS = 1.0
 _TICK_SECONDS = 0.1
@@ -174,7 +183,7 @@ class SupervisedProcess(ABC):
     def on_exit(self, failure: Failed) -> float | None:
         """Handle the exit of the process; returns the seconds after which to start it again, None: never."""
 
-    def on_message(self, message: Drained | Resize) -> None:
+    def on_message(self, message: Drained | Resize | SetLogLevel) -> None:
         """Handle a message that only API processes send."""
         raise AssertionError(message)
 
@@ -286,7 +295,7 @@ class Supervisor:
             case Failed():
                 each.failure = message
                 each.kill_at = min(each.kill_at, time.monotonic() + _EXIT_SECONDS)
-            case Drained() | Resize():
+            case Drained() | Resize() | SetLogLevel():
                 each.on_message(message)
 
     def _check(self, each: SupervisedProcess, now: float) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from quire.engine.protocol.stats import EngineStats
+
+LogLevel = Literal["debug", "info", "warning", "error"]
 
 
 class Heartbeat(msgspec.Struct, tag=True, array_like=True):
@@ -41,7 +45,15 @@ class Resize(msgspec.Struct, tag=True, array_like=True):
     drain_seconds: float
 
 
-FromProcess = Heartbeat | Ready | Failed | Drained | Resize
+class SetLogLevel(msgspec.Struct, tag=True, array_like=True):
+    """Show log messages of at least this level; an API process was asked for it, and passes it on to the supervisor,
+    which tells all processes.
+    """
+
+    level: LogLevel
+
+
+FromProcess = Heartbeat | Ready | Failed | Drained | Resize | SetLogLevel
 
 
 class ReplicaStarting(msgspec.Struct, tag=True, array_like=True):
@@ -121,4 +133,4 @@ class ResizeReply(msgspec.Struct, tag=True, array_like=True):
 
 
 EngineState = ReplicaStarting | ReplicaUp | ReplicaLost | ReplicaDraining | ReplicaRemoved | EngineFailed
-ToProcess = EngineState | Drain | Shutdown | ResizeReply
+ToProcess = EngineState | Drain | Shutdown | ResizeReply | SetLogLevel

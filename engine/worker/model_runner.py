@@ -22,6 +22,7 @@ from quire.engine.layers.batch import Batch
 from quire.engine.models.build import Model, load_model
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.encoder import Encoder
+from quire.engine.process import log
 from quire.engine.protocol.logprobs import PromptLogprobs, TokenLogprobs
 from quire.engine.protocol.runner_output import LOST_REPLICAS, ModelRunnerOutput
 from quire.engine.protocol.scheduler_output import SchedulerOutput
@@ -123,7 +124,7 @@ class ModelRunner:
             self._graphs = DecodeGraphs(self._model, caches, config, device, stage, self._tp)
         # GPU kernels are compiled or loaded at their first launch.
         self._warm_up_plans = warm_up.decode_steps(config) if meter is not None and model.pooling is None else iter(())
-        self._shows_progress = rank == 0 and config.parallel.is_first_local_replica
+        self._shows_progress = rank == 0 and config.parallel.is_first_local_replica and not log.is_json()
 
     def _initialize_kv_caches(self, config: EngineConfig) -> None:
         """Allocate the KV caches, and make the drafter that uses a part of them."""

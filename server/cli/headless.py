@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from quire.engine.config.engine_config import EngineConfig
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.plan_text import plan_text
 from quire.engine.config.resolve import fetch_weights
-from quire.engine.process import current_process
+from quire.engine.process import current_process, log
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.supervision import EngineState, Failed, ReplicaLost, ReplicaUp
 from quire.server.client.dp_coordinator import DPMember, ReplicaDied
@@ -40,7 +39,7 @@ def serve_replicas(options: EngineOptions, server: ServerOptions) -> int:
         )
     config = ray_cluster.resolve(options)
     current_process.set_name("quire-replicas")
-    print(plan_text(config), flush=True)
+    log.print_text(plan_text(config))
     fetch_weights(options, config)
     stop = threading.Event()
     membership: DPMember | None = None
@@ -71,7 +70,7 @@ def serve_replicas(options: EngineOptions, server: ServerOptions) -> int:
             if problem is None:
                 return 0
             if membership.ended is None or problem.user_error or not server.restart:
-                print(f"quire: error: {problem.reason}", file=sys.stderr)
+                log.print_error(problem.reason)
                 return 2 if problem.user_error else 1
             logger.error("%s; joining it again (--no-restart: exit instead)", problem.reason)
             membership, deadline = None, time.monotonic() + config.parallel.timeout

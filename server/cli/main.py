@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from typing import Any
 
+from quire.engine.process import log
 from quire.engine.process.version import commit, version
 from quire.engine.protocol.errors import ConfigError
 from quire.server.cli import bench, serve
@@ -29,8 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code: int = parsed.run(parsed)
     except ConfigError as error:
         for note in getattr(error, "__notes__", ()):
-            print(note, flush=True)
-        print(f"quire: error: {error}", file=sys.stderr)
+            log.print_text(note)
+        log.print_error(str(error))
         return 2
     except KeyboardInterrupt:
         return 130
