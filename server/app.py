@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.engine.process.version import version
 from quire.server.anthropic import errors as anthropic_errors
 from quire.server.anthropic import messages
 from quire.server.config.server_options import ServerOptions, names
 from quire.server.http import errors, sagemaker_vertex, status, ui
+from quire.server.http.access import AccessLog, AccessMiddleware
 from quire.server.http.api_keys import ApiKeys
 from quire.server.http.large_bodies import BodyRoute
 from quire.server.http.middleware import (
@@ -22,7 +25,6 @@ from quire.server.http.middleware import (
     ApiKeyMiddleware,
     FairShareMiddleware,
     LimitsMiddleware,
-    RequestIdMiddleware,
     RootPathMiddleware,
 )
 from quire.server.http.response import DIRECT_SEND
@@ -31,6 +33,7 @@ from quire.server.openai import (
     chat,
     completions,
     embeddings,
+    log_level,
     pooling,
     profile,
     replicas,
@@ -51,7 +54,7 @@ def create_app(state: ServedModel, options: ServerOptions | None = None, tracing
     app.state.quire = state
     families = (
         *(chat, completions, embeddings, pooling, scores, messages, responses),
-        *(tokenize, replicas, profile, sagemaker_vertex, status),
+        *(tokenize, replicas, profile, log_level, sagemaker_vertex, status),
     )
     routers = [each.router for each in families]
     for router in routers:
@@ -62,13 +65,27 @@ def create_app(state: ServedModel, options: ServerOptions | None = None, tracing
     if options is not None:
         state.drain_seconds = options.drain_seconds()
         state.has_request_times = options.enable_per_request_metrics
+        state.has_public_metrics = options.public_metrics
         if options.torch_profiler_dir is not None:
             state.torch_profiler_dir = os.path.abspath(options.torch_profiler_dir)
         open_paths = {*status.HEALTH_ROUTES, "/ping", *sagemaker_vertex.add_vertex(app)}
         if options.ui:
             open_paths |= ui.add_page(app)
-        traced = None if tracing is None else (tracing, [*routes, *app.routes])
-        state.has_api_keys = _add_front(app, options, open_paths, traced)
+        if options.public_metrics:
+            open_paths.add("/metrics")
+        routes = [*routes, *ui.router.routes, *app.routes]
+        state.keys = _add_front(app, options, open_paths, None if tracing is None else (tracing, routes))
+        log = None
+        if options.access_log:
+            without = frozenset((options.disable_access_log_for_endpoints or "").split(","))
+            log = AccessLog(without, has_prompts=options.log_prompts, max_characters=options.max_log_len)
+        app.front = partial(
+            AccessMiddleware,
+            metrics=state.frontend.metrics.http,
+            routes=routes,
+            root_path=options.root_path,
+            access_log=log,
+        )
     return app
 
 
@@ -78,6 +95,13 @@ class _App(FastAPI):
 
     Its OpenAPI document has the actual error responses instead of FastAPI's own (422).
     """
+
+    front: Callable[[ASGIApp], ASGIApp] | None = None
+    """The middleware in front of all others, and of the handling of errors."""
+
+    def build_middleware_stack(self) -> ASGIApp:
+        stack = super().build_middleware_stack()
+        return stack if self.front is None else self.front(stack)
 
     def openapi(self) -> dict[str, Any]:
         document = super().openapi()
@@ -105,17 +129,18 @@ class _App(FastAPI):
 
 def _add_front(
     app: FastAPI, options: ServerOptions, open_paths: set[str], traced: tuple[Tracing, list[BaseRoute]] | None
-) -> bool:
+) -> ApiKeys | None:
     """Add the middleware. The last one added is the outermost. Traces name requests by the routes in `traced`. Returns
-    whether requests need an API key.
+    the keys.
     """
     app.add_middleware(LimitsMiddleware, max_body=int(options.max_body_mib * MIB), timeout=options.request_timeout)
     keys = ApiKeys.load(options)
     if options.fair_share != "off":
-        app.add_middleware(FairShareMiddleware, by=options.fair_share, weights=options.share_weights, keys=keys)
+        app.add_middleware(FairShareMiddleware, by=options.fair_share, weights=options.share_weights)
     if keys is not None:
         open_paths = open_paths | {options.root_path + path for path in open_paths}
-        app.add_middleware(ApiKeyMiddleware, keys=keys, open_paths=frozenset(open_paths))
+        metrics_paths = {"/metrics", f"{options.root_path}/metrics"}
+        app.add_middleware(ApiKeyMiddleware, keys=keys, open_paths=frozenset(open_paths), metrics_paths=metrics_paths)
     if options.allowed_origins is not None:
         app.add_middleware(
             CORSMiddleware,
@@ -125,11 +150,10 @@ def _add_front(
             allow_credentials=options.allow_credentials,
             expose_headers=["X-Request-Id", "Retry-After"],
         )
-    app.add_middleware(RequestIdMiddleware)
     if traced is not None:
         from quire.server.http.tracing import TracingMiddleware  # imports OpenTelemetry
 
         app.add_middleware(TracingMiddleware, tracing=traced[0], routes=traced[1])
     if options.root_path:
         app.add_middleware(RootPathMiddleware, path=options.root_path)
-    return keys is not None
+    return keys

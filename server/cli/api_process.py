@@ -21,7 +21,7 @@ import uvloop
 from quire.engine.process import current_process, log
 from quire.engine.process.supervisor import HEARTBEAT_SECONDS, SupervisorConnection
 from quire.engine.protocol.errors import ConfigError, InvalidParameter
-from quire.engine.protocol.supervision import Drain, Drained, Failed, Ready, Resize, ResizeReply, Shutdown
+from quire.engine.protocol.supervision import Drain, Drained, Failed, Ready, Resize, ResizeReply, SetLogLevel, Shutdown
 from quire.server.cli.parent import ApiProcessArgs
 from quire.server.client.engine_client import SHUTTING_DOWN
 from quire.server.client.output_stream import EngineUnavailable
@@ -52,8 +52,8 @@ def http_server(
         uvicorn.Config(
             create_app(ServedModel(frontend, names), options, tracing),
             log_config=None,
-            access_log=options.log_level == "debug",
-            http=connection.protocol(options),  # type: ignore[arg-type]  # a class, for uvicorn
+            access_log=False,  # see quire.server.http.access
+            http=connection.protocol(options, frontend.metrics.http),  # type: ignore[arg-type]  # a class, for uvicorn
             reset_contextvars=True,  # pipelined requests would inherit the previous request's
             ws="none",
             lifespan="off",
@@ -85,6 +85,7 @@ class ApiProcess:
             vllm_metrics=options.vllm_metrics,
             on_drained=lambda replica: connection.send(Drained(replica)),
             ask_resize=self._resize,
+            set_log_level=lambda level: connection.send(SetLogLevel(level)),
         )
         self._resizes: deque[asyncio.Future[str]] = deque()
         """Calls of `_resize` without an answer, in order."""
@@ -149,6 +150,8 @@ class ApiProcess:
                 self._stop(seconds)
             case Shutdown():
                 self._stop(0.0)
+            case SetLogLevel(level):
+                log.set_level(level)
             case ResizeReply(error):
                 self._resizes.popleft().set_result(error)
             case state:

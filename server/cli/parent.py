@@ -12,13 +12,12 @@ import logging
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quire.engine.config.engine_config import EngineConfig
-from quire.engine.process import current_process
+from quire.engine.process import current_process, log
 from quire.engine.process.supervisor import Process, SupervisedProcess, start_process
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.supervision import (
@@ -27,9 +26,11 @@ from quire.engine.protocol.supervision import (
     EngineFailed,
     EngineState,
     Failed,
+    LogLevel,
     Ready,
     Resize,
     ResizeReply,
+    SetLogLevel,
     Shutdown,
 )
 from quire.server.cli.listen import address
@@ -84,7 +85,7 @@ class _ApiProcess(SupervisedProcess):
         self.seconds = ready.seconds
         self._num_failed_starts = 0
 
-    def on_message(self, message: Drained | Resize) -> None:
+    def on_message(self, message: Drained | Resize | SetLogLevel) -> None:
         manager = self._server.manager
         match message:
             case Drained(replica):
@@ -96,16 +97,20 @@ class _ApiProcess(SupervisedProcess):
                 except (ConfigError, OSError) as problem:  # OSError: as when no files can be opened
                     error = str(problem)
                 self.send(ResizeReply(error))
+            case SetLogLevel(level):
+                self._server.set_log_level(level)
 
     def on_exit(self, failure: Failed) -> float | None:
         for replica in self._server.manager.draining:  # its requests there have ended with it
             self._server.manager.drained(self.index, replica)
+        num_cut = self._server.manager.metrics.count_cut(self.index)
         self._num_failed_starts += not self.is_ready
         is_hopeless = failure.user_error or self._num_failed_starts > _MAX_FAILED_STARTS
         if is_hopeless and not self._server.is_serving:
             self._server.failure = self._server.failure or failure
             return None
-        logger.error("%s%s; restarting it", failure.reason, "; its connections are lost" * self.is_ready)
+        lost = f"; its connections are lost (requests cut: {num_cut})" if self.is_ready else ""
+        logger.error("%s%s; restarting it", failure.reason, lost)
         return min(2.0 ** min(self._num_failed_starts, _MAX_FAILED_STARTS) - 1.0, _RESTART_SECONDS)
 
 
@@ -158,6 +163,14 @@ class Server:
         )
         return start_process("quire.server.cli.api_process", args, pass_fds=(self._listener.fileno(),))
 
+    def set_log_level(self, level: LogLevel) -> None:
+        """Show log messages of at least this level, in all processes that know how, and in their successors."""
+        log.set_level(level)
+        self._options = replace(self._options, log_level=level)
+        self.manager.set_log_level(level)
+        for each in self._api_processes:
+            each.send(SetLogLevel(level))
+
     def run(self) -> int:
         """Serve until a signal arrives (0), the engine has failed (1), or the configuration proves wrong (2)."""
         try:
@@ -184,7 +197,7 @@ class Server:
         else:
             assert self.manager.failure is not None
             reason, is_user_error = self.manager.failure.reason, self.manager.is_user_error
-        print(f"quire: error: {reason}", file=sys.stderr)
+        log.print_error(reason)
         return 2 if is_user_error else 1
 
     @property

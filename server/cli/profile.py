@@ -28,9 +28,7 @@ class ProfileCommandOptions:
     record_shapes: bool = flag(False, "record the shapes of operations' inputs, too")
     profile_memory: bool = flag(False, "record the memory that operations allocate and free, too")
     url: str = flag("http://localhost:8000", "URL of the server", metavar="URL")
-    api_key: str | None = flag(
-        None, "API key (default: the environment variable QUIRE_API_KEY or OPENAI_API_KEY)", metavar="KEY"
-    )
+    api_key: str | None = flag(None, "admin key (default: the environment variable QUIRE_ADMIN_KEY)", metavar="KEY")
 
 
 def fill(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +52,9 @@ def run(parsed: argparse.Namespace) -> int:
     }
     timeout = httpx.Timeout(CONNECT_SECONDS, read=None)
     try:
-        with httpx.Client(base_url=url, headers=headers(options.api_key), timeout=timeout) as client:
+        with httpx.Client(
+            base_url=url, headers=headers(options.api_key, ("QUIRE_ADMIN_KEY",)), timeout=timeout
+        ) as client:
             _raise_for(url, client.post("/start_profile", json=body))
             with contextlib.suppress(KeyboardInterrupt):
                 time.sleep(options.seconds)

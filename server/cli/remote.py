@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from types import TracebackType
@@ -132,10 +132,12 @@ def base_url(url: str, flag: str = "--url") -> str:
     return url.rstrip("/").removesuffix("/v1")
 
 
-def headers(api_key: str | None) -> dict[str, str]:
-    """Return the authorization header. Without `api_key`, the key comes from the environment."""
-    named = os.environ.get("QUIRE_API_KEY", "").replace(",", " ").split() or [os.environ.get("OPENAI_API_KEY", "")]
-    key = named[0] if api_key is None else api_key
+def headers(api_key: str | None, variables: Sequence[str] = ("QUIRE_API_KEY", "OPENAI_API_KEY")) -> dict[str, str]:
+    """Return the authorization header. Without `api_key`, the key comes from the first of these environment variables
+    that has one.
+    """
+    named = [key for name in variables for key in os.environ.get(name, "").replace(",", " ").split()]
+    key = next(iter(named), "") if api_key is None else api_key
     if not (key.isascii() and key.isprintable()):
         raise RemoteError("the API key contains characters that are not allowed in an HTTP header")
     return {"Authorization": f"Bearer {key}"} if key else {}

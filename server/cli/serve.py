@@ -42,13 +42,15 @@ def run(parsed: argparse.Namespace) -> int:
     """Serve until a signal arrives (0) or the engine has failed (1)."""
     seconds = {"imports": current_process.age()}
     options, server = read_options(parsed)
+    log.configure(server.log_format, server.log_config_file)
     log.setup(server.log_level, "serve")
     for note in parsed.notes:
         logger.warning("%s", note)
-    if current_process.hide_arguments((*(server.api_key or ()), options.cluster_token or "")):
+    keys = [key for given in (server.api_key, server.admin_key, server.metrics_key) for key in given or ()]
+    if current_process.hide_arguments((*keys, options.cluster_token or "")):
         logger.warning(
-            "ps has shown the secrets of the command line to all users; use --api-key-file or QUIRE_API_KEY, and "
-            "--cluster-token-file or QUIRE_CLUSTER_TOKEN"
+            "ps has shown the secrets of the command line to all users; use --api-key-file, or QUIRE_API_KEY, "
+            "QUIRE_ADMIN_KEY and QUIRE_METRICS_KEY, and --cluster-token-file or QUIRE_CLUSTER_TOKEN"
         )
     server.check()
     if server.auto:
@@ -97,7 +99,7 @@ def _serve(options: EngineOptions, server: ServerOptions, seconds: dict[str, flo
             current_process.set_name("quire-serve")
             listener = stack.enter_context(listen(server))
             config = ray_cluster.resolve(options)
-            print(plan_text(config), flush=True)
+            log.print_text(plan_text(config))
             fetch_weights(options, config)
             seconds["resolve"] = time.monotonic() - begun
             hosts = connect_hosts(config, server.api_server_count)

@@ -157,7 +157,7 @@ class EngineClient:
         if self._failed.done():
             raise self._failed.result()
         if self._is_loading:
-            raise EngineUnavailable("the model is still loading")
+            raise EngineUnavailable("the model is still loading", "loading")
 
     @property
     def num_open(self) -> int:
@@ -320,7 +320,7 @@ class EngineClient:
             return
         for number in {running.replica for running in self._running.values() if running.replica is not None}:
             self._send(AbortRequests([i for i, running in self._running.items() if running.replica == number]), number)
-        failure = EngineUnavailable(reason)
+        failure = EngineUnavailable(reason, "draining" if reason == SHUTTING_DOWN else "unavailable")
         self._failed.set_result(failure)
         for running in self._running.values():
             if running.trace is not None:

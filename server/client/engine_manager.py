@@ -34,12 +34,14 @@ from quire.engine.protocol.supervision import (
     EngineFailed,
     EngineState,
     Failed,
+    LogLevel,
     Ready,
     ReplicaDraining,
     ReplicaLost,
     ReplicaRemoved,
     ReplicaStarting,
     ReplicaUp,
+    SetLogLevel,
     Shutdown,
 )
 from quire.server.client.dp_coordinator import DPCoordinator
@@ -190,6 +192,12 @@ class EngineManager:
         config = replica_config(core.config, core.replica, init_method, self._hosts.masters.get(core.replica))
         endpoints = Endpoints(self._endpoints.requests | self.requests, self._endpoints.responses)
         return start_core(CoreArgs(config, endpoints, self._log_level, core.incarnation), self._folder.path)
+
+    def set_log_level(self, level: LogLevel) -> None:
+        """Show log messages of at least this level, in this host's engine cores."""
+        self._log_level = level
+        for core in self._cores:
+            core.send(SetLogLevel(level))
 
     @property
     def is_settled(self) -> bool:

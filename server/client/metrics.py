@@ -22,6 +22,8 @@ from quire.engine.config.engine_config import CacheConfig, EngineConfig
 from quire.engine.config.parallel_config import MAX_REPLICAS
 from quire.engine.protocol.engine_core import FinishReason
 from quire.engine.protocol.stats import GROUPS, ITERATION_TOKENS, MAX_DRAFT_TOKENS, EngineStats, ExpertLoad, RankStats
+from quire.server.client import http_metrics
+from quire.server.client.http_metrics import HttpMetrics
 
 # Engine metrics: name, kind, help, value.
 ENGINE_METRICS: tuple[tuple[str, Literal["gauge", "counter"], str, Callable[[EngineStats], float]], ...] = (
@@ -157,6 +159,13 @@ def _gpu(stats: RankStats, name: str, label: str = "") -> dict[str, float]:
     return {} if value is None else {label: value}
 
 
+# Metrics of an API key, which have its name: name, and help.
+KEY_METRICS = (
+    ("key_requests", "HTTP requests with an API key."),
+    ("key_prompt_tokens", "Prompt tokens of the requests with an API key."),
+    ("key_generation_tokens", "Generated tokens of the requests with an API key."),
+)
+
 _SECONDS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _FINE_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, *_SECONDS)
 _LONG_SECONDS = (1, 2.5, 5, 7.5, 10, 20, 40, 80)
@@ -248,7 +257,9 @@ _STATS = _POSITIONS + MAX_DRAFT_TOKENS
 _make_stats: Callable[..., EngineStats] = EngineStats
 _PACK = Struct(f"{_STATS}d").pack_into
 _PER_REPLICA = _CELLS + _STATS
-_PER_PROCESS = MAX_REPLICAS * _PER_REPLICA
+_HTTP = MAX_REPLICAS * _PER_REPLICA
+"""The place of the counts of HTTP requests in a process's values."""
+_PER_PROCESS = _HTTP + http_metrics.CELLS
 """Memory that is not used is not allocated."""
 ReplicaState = Literal["removed", "loading", "up", "draining", "restarting", "dead"]
 STATES: tuple[ReplicaState, ...] = get_args(ReplicaState)
@@ -292,6 +303,8 @@ class Metrics:
         self._starts = [2 * MAX_REPLICAS + process * _PER_PROCESS for process in range(count)]
         """The start of each process's values."""
         self._own = self._starts[index]
+        self._http = [HttpMetrics(self._cells[start + _HTTP : start + _PER_PROCESS]) for start in self._starts]
+        self.http = self._http[index]
         self._model_name, self._config, self._vllm_names = model_name, config, vllm_names
         self.unresponsive: frozenset[int] = frozenset()
         """Replicas that are up but silent, as this process sees it."""
@@ -323,6 +336,10 @@ class Metrics:
     def state(self, replica: int, state: ReplicaState) -> None:
         """Set the state of a replica; called by the process that supervises it."""
         self._states[replica] = 1 + STATES.index(state)
+
+    def count_cut(self, process: int) -> int:
+        """Count the requests that API process `process` had when it ended, and return their number."""
+        return self._http[process].cut()
 
     def count_death(self, replica: int) -> None:
         """Count the death of a replica; called by the process that supervises it."""
@@ -396,7 +413,10 @@ class Metrics:
             "iteration_tokens_total",
             "Tokens of a step, without rejected drafts.",
             ITERATION_TOKENS,
-            {replica: self._cells[start : start + _POSITIONS - _SCALARS].tolist() for replica, start in tokens.items()},
+            (
+                (self._cells[start : start + _POSITIONS - _SCALARS].tolist(), {"engine": str(replica)})
+                for replica, start in tokens.items()
+            ),
         )
         counts: Counter[str] = Counter(states.values())
         counts["unresponsive"] = sum(states.get(replica) == "up" for replica in self.unresponsive)
@@ -408,13 +428,15 @@ class Metrics:
         yield self._metric("engine_deaths", "counter", meaning, samples)
         sums = {replica: self._sums(replica) for replica in known}
         for name, (meaning, bounds) in HISTOGRAMS.items():
-            yield self._histogram(name, meaning, bounds, {replica: each[_AT[name]] for replica, each in sums.items()})
+            of_each = ((each[_AT[name]], {"engine": str(replica)}) for replica, each in sums.items())
+            yield self._histogram(name, meaning, bounds, of_each)
         samples = (
             (count, {"engine": str(replica), "finished_reason": reason})
             for replica, each in sums.items()
             for reason, count in zip(FINISH_REASONS, each[_AT["finished"]], strict=True)
         )
         yield self._metric("request_success", "counter", "Finished requests, by finish reason.", samples)
+        yield from self._requests()
         yield from self._ranks([replica for replica in present if states[replica] in _LIVE])
         yield from self._experts()
 
@@ -433,15 +455,55 @@ class Metrics:
         return self._family(name, kind, meaning, "".join(f"{each} {float(value)!r}" for each, value in series))
 
     def _histogram(
-        self, name: str, meaning: str, bounds: Sequence[float], replicas: Mapping[int, Sequence[float]]
+        self, name: str, meaning: str, bounds: Sequence[float], found: Iterable[tuple[Sequence[float], dict[str, str]]]
     ) -> str:
-        """A histogram, given the counts of its buckets and the sum for each replica."""
+        """A histogram, given the counts of the buckets with the sum, and the labels, of each sample."""
         samples = []
-        for replica, (*counts, total) in replicas.items():
+        for (*counts, total), labels in found:
             buckets = [*accumulate(counts)]
-            template = _histogram_template(name, tuple(bounds), self._model_name, str(replica))
+            template = _histogram_template(name, tuple(bounds), model_name=self._model_name, **labels)
             samples.append(template % (*buckets, buckets[-1], total))
         return self._family(name, "histogram", meaning, "".join(samples))
+
+    def _requests(self) -> Iterator[str]:
+        """Metrics of HTTP requests. vLLM's have no prefix, and only the class of the status."""
+        totals = HttpMetrics.totals(self._http)
+        routes = {name: dict(zip(("method", "route"), name.split(" ", 1), strict=True)) for name in totals.statuses}
+        yield self._metric(
+            "http_requests",
+            "counter",
+            "HTTP requests that have ended, by the status of the response; `cut`: the API process has died.",
+            (
+                (count, {**routes[name], "status": str(status or "cut")})
+                for name, counts in totals.statuses.items()
+                for status, count in zip(http_metrics.STATUSES, counts, strict=True)
+                if count
+            ),
+        )
+        meaning = "HTTP requests that were refused or failed, by the reason."
+        samples = ((count, {"reason": reason}) for reason, count in totals.reasons.items())
+        yield self._metric("http_requests_failed", "counter", meaning, samples)
+        meaning = "Time from the headers of an HTTP request to the end of the response, in seconds."
+        seconds = ((each, routes[name]) for name, each in totals.seconds.items())
+        durations = self._histogram("http_request_duration_seconds", meaning, http_metrics.SECONDS, seconds)
+        yield durations
+        for at, (name, meaning) in enumerate(KEY_METRICS):
+            samples = ((each[at], {"key": key}) for key, each in totals.keys.items())
+            yield self._metric(name, "counter", meaning, samples)
+        if not self._vllm_names:
+            return
+        classes = dict[tuple[str, str], float]()
+        for name, counts in totals.statuses.items():
+            for status, count in zip(http_metrics.STATUSES, counts, strict=True):
+                of = name, f"{status // 100 or 5}xx"
+                classes[of] = classes.get(of, 0.0) + count
+        requests = self._metric(
+            "http_requests",
+            "counter",
+            "Total number of requests by method, status and handler.",
+            ((count, {**routes[name], "status": of}) for (name, of), count in classes.items() if count),
+        )
+        yield (requests + durations).replace("quire:http_", "http_").replace(',route="', ',handler="')
 
     def _cache_config(self, cache: CacheConfig, replicas: Mapping[int, EngineStats]) -> str:
         labels = {
@@ -511,9 +573,8 @@ def _series(name: str, kind: str, /, **labels: str) -> str:
 
 
 @cache
-def _histogram_template(name: str, bounds: Sequence[float], model_name: str, replica: str) -> str:
+def _histogram_template(name: str, bounds: Sequence[float], /, **labels: str) -> str:
     """The samples of a histogram, to be formatted with the count in each bucket and below, the count, and the sum."""
-    labels = {"model_name": model_name, "engine": replica}
     edges = [*(str(float(bound)) for bound in bounds), "+Inf"]
     series = [_series(f"{name}_bucket", "histogram", le=edge, **labels) for edge in edges]
     series += [_series(f"{name}_{end}", "histogram", **labels) for end in ("count", "sum")]

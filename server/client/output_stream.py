@@ -5,14 +5,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from quire.engine.protocol.engine_core import EngineCoreOutput, FinishReason
+from quire.server.client.request_record import RECORD
 from quire.server.client.tracing import RequestTimes, SequenceTrace
 
 
 class EngineUnavailable(RuntimeError):
-    """The engine is still loading, has died, or is shutting down; the message says which, and the reason."""
+    """The engine is still loading, has died, or is shutting down; the message says which, and why."""
+
+    def __init__(self, message: str, reason: Literal["loading", "draining", "unavailable"] = "unavailable") -> None:
+        """`reason` as in the metrics."""
+        super().__init__(message)
+        self.reason = reason
 
 
 class RequestFailed(RuntimeError):
@@ -46,6 +52,8 @@ class OutputStream:
         self._reader: asyncio.Future[None] | None = None
         """The reader that waits in `get`."""
         self._timer: asyncio.TimerHandle | None = None
+        self.record = RECORD.get()
+        """The record of the HTTP request, if there is one."""
         self.times: RequestTimes | None = None
         """The times of the request that has finished last."""
         self.traces: dict[str, SequenceTrace] = {}

@@ -88,6 +88,9 @@ class RunningRequest:
             observe("request_inference_time_seconds", self.prefill_seconds + decode_seconds)
             observe("request_prefill_kv_computed_tokens", num_prompt_tokens - (self.num_cached_tokens or 0))
         self.stream.times = times
+        if self.stream.record is not None:
+            counts = prompt.num_open == prompt.n  # the first of the prompt that ends
+            self.stream.record.add(num_prompt_tokens * counts, (self.num_cached_tokens or 0) * counts, times)
         if self.trace is not None:
             self.trace.finish(reason, self.last_output, times)
         if is_pooling:

@@ -163,10 +163,24 @@ class ServerOptions(ModelOptions):
         "(default: the keys in the environment variable QUIRE_API_KEY)",
         metavar="KEY",
     )
+    admin_key: tuple[str, ...] | None = flag(
+        None,
+        "keys that may also change the number of replicas and the log level, and record profiles; API keys may not "
+        "(default: the keys in the environment variable QUIRE_ADMIN_KEY)",
+        metavar="KEY",
+    )
+    metrics_key: tuple[str, ...] | None = flag(
+        None,
+        "keys that only read /metrics, which API keys may not read then "
+        "(default: the keys in the environment variable QUIRE_METRICS_KEY)",
+        metavar="KEY",
+    )
+    public_metrics: bool = flag(False, "let everybody read /metrics, without a key")
     api_key_file: str | None = flag(
         None,
-        "file with additional API keys, one per line (# starts a comment), each with its weight for --fair-share, "
-        "such as weight=2, if that is not 1; changes take effect immediately",
+        "file with additional keys, one per line as NAME:KEY or KEY (# starts a comment), each with its weight for "
+        "--fair-share, such as weight=2, if that is not 1, and with role=admin or role=metrics if it is not an API "
+        "key; changes take effect immediately",
         metavar="FILE",
     )
     fair_share: Literal["off", "key", "user", "address"] = flag(
@@ -187,7 +201,25 @@ class ServerOptions(ModelOptions):
         "throughput",
         "with --auto, prefer the most tokens/s of a full batch (throughput) or of a request that is alone (latency)",
     )
-    log_level: Literal["debug", "info", "warning", "error"] = flag("info", "lowest level of log messages to show")
+    log_level: Literal["debug", "info", "warning", "error"] = flag(
+        "info", "lowest level of log messages to show; a running server can change it (see docs/guides/monitoring.md)"
+    )
+    log_format: Literal["text", "json"] | None = flag(
+        None,
+        "format of the logs: text, or a JSON object in each line, without progress bars "
+        "(default: the environment variable QUIRE_LOG_FORMAT, or text)",
+    )
+    log_config_file: str | None = flag(
+        None,
+        "configuration of the logs in JSON or YAML, for Python's logging.config.dictConfig; the logger is `quire`",
+        metavar="FILE",
+    )
+    access_log: bool = flag(False, "log a line for each request when it has ended (see docs/guides/monitoring.md)")
+    disable_access_log_for_endpoints: str | None = flag(
+        None, "paths that the access log leaves out, separated by commas, such as /health,/metrics", metavar="PATHS"
+    )
+    log_prompts: bool = flag(False, "show prompts in the access log")
+    max_log_len: int | None = flag(None, "maximum number of characters of a prompt in the access log (default: all)")
     torch_profiler_dir: str | None = flag(
         None, "folder where POST /stop_profile leaves traces, instead of sending them", metavar="DIR"
     )
@@ -304,8 +336,11 @@ class ServerOptions(ModelOptions):
             raise ConfigError("--fair-share-weights requires --fair-share user or address")
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise ConfigError(f"--root-path {self.root_path}: expected a path such as /llm, or nothing")
-        if self.api_key is not None and not all(self.api_key):
-            raise ConfigError("--api-key is empty; omit it to run without API keys")
+        for name, keys in (("api", self.api_key), ("admin", self.admin_key), ("metrics", self.metrics_key)):
+            if keys is not None and not all(map(str.strip, keys)):
+                raise ConfigError(f"--{name}-key is empty; omit it to run without such keys")
+        if self.log_prompts and not self.access_log:
+            raise ConfigError("--log-prompts requires --access-log, which shows them")
         if self.queue_limit is not None and self.queue_limit < 0:
             raise ConfigError(f"--max-queue {self.max_queue}: must be at least 0, or unlimited")
         for name in (
@@ -315,6 +350,7 @@ class ServerOptions(ModelOptions):
             "client_body_timeout",
             "timeout_keep_alive",
             "max_connections_per_client",
+            "max_log_len",
         ):
             if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
                 raise ConfigError(f"--{name.replace('_', '-')} {value:g}: must be greater than 0, and finite")

@@ -216,12 +216,12 @@ def read_environment(
     found, unused, notes = dict[str, Any](), list[str](), list[str]()
     refused = {spec.partition("=")[0]: (spec, text) for spec, text in vllm_flags.VARIABLES_REFUSED.items()}
     for name, value in sorted(os.environ.items()):
-        if not name.startswith("VLLM_") or not value:
+        if not name.startswith("VLLM_") or not (value or name == "VLLM_API_KEY"):  # an empty key is an error
             continue
         if name.startswith("VLLM_CPU_") and not runs_on_cpu():
             unused.append(name)
         elif own := vllm_flags.VARIABLES.get(name):
-            os.environ[own] = os.environ.get(own) or value  # an empty key is none
+            os.environ[own] = os.environ.get(own) or value
         elif name in vllm_flags.VARIABLES_OF_FLAGS:
             if argument := _flag_of_variable(name, value, parser):
                 found |= _parsed(parser, argument, f"environment variable {name}={value}")

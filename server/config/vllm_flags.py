@@ -210,6 +210,10 @@ RENAMED: dict[str, tuple[str, Callable[[list[str]], list[str]]]] = {
         "`--data-parallel-start-rank`, with one replica",
         lambda values: ["--data-parallel-start-rank", values[0], "--data-parallel-size-local", "1"],
     ),
+    "--enable-log-requests": (
+        "`--access-log`; prompts are shown only with `--log-prompts`",
+        lambda _: ["--access-log"],
+    ),
     "--max-cudagraph-capture-size=": (
         "`--cuda-graph-sizes` up to this one",
         lambda values: ["--cuda-graph-sizes", ",".join(map(str, [1, 2, 4, *range(8, int(values[0]) + 1, 8)]))],
@@ -246,10 +250,9 @@ RENAMED: dict[str, tuple[str, Callable[[list[str]], list[str]]]] = {
 IGNORED: dict[str, str] = {
     "tools are always on if the chat template supports them": "--enable-auto-tool-choice",
     "reasoning is detected from the chat template; see --reasoning-parser": "--enable-reasoning",
-    "requests are not logged; --log-level debug logs their paths": (
-        "--disable-log-requests --disable-uvicorn-access-log --enable-log-outputs --enable-log-requests --max-log-len= "
-        "--uvicorn-log-level="
-    ),
+    "requests are logged only with --access-log": "--disable-log-requests --disable-uvicorn-access-log",
+    "outputs are never logged; --access-log shows their numbers of tokens": "--enable-log-deltas --enable-log-outputs",
+    "--log-level is the level of the HTTP server, too": "--uvicorn-log-level=",
     "figures are metrics (/metrics), which are always on and are not logged": (
         "--disable-log-stats --kv-cache-metrics --show-hidden-metrics-for-version="
     ),
@@ -330,7 +333,6 @@ REFUSED: dict[str, str] = {
     "other classes than Quire's own are not supported": (
         "--io-processor-plugin= --scheduler-cls= --worker-cls=auto --worker-extension-cls="
     ),
-    "use --log-level": "--log-config-file=",
     "it is not supported": "--enable-prompt-embeds",
 }
 """Flags that are errors, by their replacement. After `=`: values that are accepted, as they change nothing. The off
@@ -351,6 +353,7 @@ VARIABLES_OF_FLAGS: dict[str, tuple[str, Callable[[str], str]]] = {
     "VLLM_ATTENTION_BACKEND": ("--attention-backend", str),
     "VLLM_CPU_KVCACHE_SPACE": ("--kv-cache-memory-bytes", _gib),
     "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": ("--timeout-keep-alive", str),
+    "VLLM_LOGGING_CONFIG_PATH": ("--log-config-file", str),
     "VLLM_LOGGING_LEVEL": ("--log-level", str),
     "VLLM_PP_LAYER_PARTITION": ("--pipeline-layer-partition", str),
     "VLLM_TORCH_PROFILER_DIR": ("--torch-profiler-dir", str),
@@ -371,7 +374,6 @@ VARIABLES_REFUSED: dict[str, str] = {
     "VLLM_GPT_OSS_HARMONY_SYSTEM_INSTRUCTIONS": "use a --chat-template that writes instructions where they belong",
     "VLLM_HUMMING_INPUT_QUANT_CONFIG": "activations are quantized only as the checkpoint says; omit it",
     "VLLM_HUMMING_ONLINE_QUANT_CONFIG": "weights are not quantized on GPUs; omit it",
-    "VLLM_LOGGING_CONFIG_PATH": "use --log-level",
     "VLLM_MARLIN_INPUT_DTYPE": "activations are quantized only as the checkpoint says; omit it",
     "VLLM_MODEL_REDIRECT_PATH": "name the model's folder as MODEL",
     "VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "simulated routing is not supported; omit it",

@@ -1,4 +1,4 @@
-"""API keys from the command line or environment, and from a file that may change."""
+"""Keys from the command line or environment, and from a file that may change: what each may do, and its name."""
 
 from __future__ import annotations
 
@@ -6,23 +6,40 @@ import hashlib
 import logging
 import os
 import re
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
 
 from quire.engine.protocol.errors import ConfigError
 from quire.server.config.server_options import WEIGHT_RANGE, ServerOptions, read_weight
 
-ENVIRONMENT = "QUIRE_API_KEY"
+Role = Literal["api", "admin", "metrics"]
+ENVIRONMENT: dict[Role, str] = {"api": "QUIRE_API_KEY", "admin": "QUIRE_ADMIN_KEY", "metrics": "QUIRE_METRICS_KEY"}
+"""The variable with the keys of each role."""
 
 logger = logging.getLogger(__name__)
+
+
+class Key(NamedTuple):
+    """An accepted key, without its secret."""
+
+    name: str
+    role: Role = "api"
+    weight: float = 1.0
+    """For `--fair-share key`."""
 
 
 class ApiKeys:
     """The accepted keys. Only digests are stored and compared, so comparison times reveal nothing about keys."""
 
-    def __init__(self, keys: tuple[str, ...], file: str | None = None) -> None:
-        self._fixed = {_digest(key.encode()): 1.0 for key in keys}
+    def __init__(self, given: Iterable[tuple[Role, str]], file: str | None = None) -> None:
+        """`given` has the role and the secret of each key that is not in the file. Raises `ConfigError`."""
+        self._fixed: dict[bytes, Key] = {}
+        for role, secret in given:
+            number = 1 + sum(key.role == role for key in self._fixed.values())
+            self._fixed.setdefault(_digest(secret.encode()), Key(f"{role}-{number}", role))
         self._file = file
         self._seen: tuple[int, int, int] | None = None
-        self._from_file: dict[bytes, float] = {}
+        self._from_file: dict[bytes, Key] = {}
         if file is not None:
             try:
                 self._seen = _state(file)
@@ -31,29 +48,30 @@ class ApiKeys:
                 raise ConfigError(f"--api-key-file {file}: cannot read the file: {error}") from None
             if not self._from_file:
                 raise ConfigError(f"--api-key-file {file}: contains no keys")
+        self.roles: set[Role] = {key.role for key in (*self._fixed.values(), *self._from_file.values())}
+        """The roles that have keys, or have had some: a file that loses its keys opens nothing."""
+        if file is not None:
+            self.roles.add("api")
 
     @staticmethod
     def load(options: ServerOptions) -> ApiKeys | None:
-        """Load the keys of the options and the environment; None if no key is required. Raises `ConfigError`."""
-        variable = os.environ.get(ENVIRONMENT, "")
-        named = tuple(filter(None, options.api_key or re.split(r"[\s,]+", variable)))
-        if variable.strip() and not named:
-            raise ConfigError(f"environment variable {ENVIRONMENT} has no key in it; unset it to run without API keys")
-        if not named and options.api_key_file is None:
-            if options.fair_share == "key":
-                raise ConfigError("--fair-share key requires API keys: --api-key, --api-key-file or QUIRE_API_KEY")
-            return None
-        return ApiKeys(named, options.api_key_file)
+        """Load the keys of the options and the environment; None if there are none. Raises `ConfigError`."""
+        flags: dict[Role, tuple[str, ...] | None] = {
+            "api": options.api_key,
+            "admin": options.admin_key,
+            "metrics": options.metrics_key,
+        }
+        given = [(role, secret) for role in ENVIRONMENT for secret in flags[role] or _from_environment(role)]
+        keys = ApiKeys(given, options.api_key_file) if given or options.api_key_file is not None else None
+        if options.fair_share == "key" and (keys is None or "api" not in keys.roles):
+            raise ConfigError("--fair-share key requires API keys: --api-key, --api-key-file or QUIRE_API_KEY")
+        return keys
 
-    def admit(self, key: bytes) -> bool:
-        """Return whether this key is currently accepted."""
+    def find(self, secret: bytes) -> Key | None:
+        """Return the key with this secret if it is currently accepted."""
         if self._file is not None:
             self._reload(self._file)
-        return self.weight(key) is not None
-
-    def weight(self, key: bytes) -> float | None:
-        """Return the weight of an accepted key, and None for another."""
-        digest = _digest(key)
+        digest = _digest(secret)
         return self._from_file.get(digest, self._fixed.get(digest))
 
     def _reload(self, file: str) -> None:
@@ -63,6 +81,7 @@ class ApiKeys:
             if state != self._seen:
                 self._seen = state
                 self._from_file = _read(file)
+                self.roles |= {key.role for key in self._from_file.values()}
                 logger.info("%s has changed: %d keys", file, len(self._from_file))
         except (OSError, ValueError) as error:
             if self._seen is not None:
@@ -70,27 +89,43 @@ class ApiKeys:
             self._seen = None
 
 
+def _from_environment(role: Role) -> list[str]:
+    name = ENVIRONMENT[role]
+    if (value := os.environ.get(name)) is None:
+        return []
+    if not (keys := list(filter(None, re.split(r"[\s,]+", value)))):
+        also = " (or VLLM_API_KEY)" * (role == "api")
+        raise ConfigError(f"environment variable {name}{also} is empty; unset it, or set it to a key")
+    return keys
+
+
 def _state(file: str) -> tuple[int, int, int]:
     found = os.stat(file)
     return found.st_mtime_ns, found.st_size, found.st_ino
 
 
-def _read(file: str) -> dict[bytes, float]:
-    """Read keys and weights. Raises `ValueError` also for text that is not UTF-8."""
-    weights = {}
+def _read(file: str) -> dict[bytes, Key]:
+    """Read lines `[NAME:]SECRET [weight=WEIGHT] [role=ROLE]`. Raises `ValueError`, also for text that is not UTF-8."""
+    found = {}
+    roles: dict[str, Role] = {role: role for role in ENVIRONMENT}
     with open(file, encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
-            key, *rest = re.split(r"(?:^|\s)#", line)[0].strip().rsplit(maxsplit=1)[:2] or [""]
-            weight: float | None = 1.0
-            if rest and rest[0].startswith("weight="):
-                weight = read_weight(rest[0].removeprefix("weight="))
-            elif rest:
-                key = " ".join((key, *rest))
-            if weight is None:
+            text, weight, role = re.split(r"(?:^|\s)#", line)[0].strip(), "1", "api"
+            while option := re.fullmatch(r"(.*\S)\s+(weight|role)=(\S*)", text):
+                text = option[1]
+                weight, role = (option[3], role) if option[2] == "weight" else (weight, option[3])
+            if (read := read_weight(weight)) is None:
                 raise ValueError(f"line {number}: expected a weight {WEIGHT_RANGE}")
-            if key:
-                weights[_digest(key.encode())] = weight
-    return weights
+            if role not in roles:
+                raise ValueError(f"line {number}: role={role}: expected {' or '.join(roles)}")
+            named = re.match(r"([\w.@-]*):\s*", text)
+            secret = text[named.end() :] if named else text
+            if named and not secret:
+                raise ValueError(f"line {number}: there is no key after {text}")
+            if secret:
+                name = named[1] if named and named[1] else f"line-{number}"
+                found[_digest(secret.encode())] = Key(name, roles[role], read)
+    return found
 
 
 def _digest(key: bytes) -> bytes:

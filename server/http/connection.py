@@ -16,10 +16,14 @@ from http import HTTPStatus
 from typing import Any, Literal
 
 import msgspec
+from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from quire.server.client.http_metrics import NO_ROUTE, HttpMetrics
+from quire.server.client.request_record import RequestRecord
 from quire.server.config.server_options import ServerOptions
-from quire.server.http.errors import error_object
+from quire.server.http.access import SCOPE_RECORD
+from quire.server.http.errors import error_object, reason_of_status
 
 MAX_HEADER_BYTES = 64 * 2**10
 """Bytes of a request's line and headers."""
@@ -78,18 +82,18 @@ class ConnectionLimits:
             logger.warning("%s", text)
 
 
-def protocol(options: ServerOptions) -> Callable[..., asyncio.Protocol]:
-    """Return the factory of a connection's protocol, for uvicorn."""
-    return partial(HttpProtocol, limits=ConnectionLimits(options))
+def protocol(options: ServerOptions, metrics: HttpMetrics) -> Callable[..., asyncio.Protocol]:
+    """Return the factory of a connection's protocol, for uvicorn. `metrics` counts what is refused here."""
+    return partial(HttpProtocol, limits=ConnectionLimits(options), metrics=metrics)
 
 
 class HttpProtocol(HttpToolsProtocol):
     """A connection. While it waits for the client, it is in a phase with a time limit: headers, or body."""
 
-    def __init__(self, *args: Any, limits: ConnectionLimits, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, limits: ConnectionLimits, metrics: HttpMetrics, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.logger = _uvicorn_logger
-        self._limits = limits
+        self._limits, self._metrics = limits, metrics
         self._address: str | None = None
         """The client's, if the connection is counted."""
         self._phase: Literal["headers", "body"] | None = None
@@ -104,7 +108,7 @@ class HttpProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         address = self.client[0] if self.client else ""
         if refusal := self._limits.refusal(address, transport.get_extra_info("socket").fileno()):
-            self._refuse(*refusal)
+            self._refuse(*refusal, "overloaded")
         else:
             self._address = address
             self._limits.num_by_client[address] += 1
@@ -134,7 +138,7 @@ class HttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if len(self.pipeline) == MAX_PIPELINED:
             text = f"more than {MAX_PIPELINED} requests wait for the responses to earlier ones on this connection"
-            self._refuse(HTTPStatus.TOO_MANY_REQUESTS, text)
+            self._refuse(HTTPStatus.TOO_MANY_REQUESTS, text, "overloaded")
             raise ValueError(text)  # ends the parser
         if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MAX_HEADER_BYTES:
             self._refuse_headers()
@@ -188,12 +192,20 @@ class HttpProtocol(HttpToolsProtocol):
         text = f"the headers have more than {MAX_HEADER_BYTES >> 10} KiB"
         self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, text)
 
-    def _refuse(self, status: HTTPStatus, text: str) -> None:
+    def _refuse(self, status: HTTPStatus, text: str, reason: str | None = None) -> None:
         """Close the connection, with an error unless a response has begun, or an earlier request has none yet."""
+        reason = reason or reason_of_status(status)
         running, phase = self._running, self._phase
         is_idle = running is None or running.response_complete
         is_reading = running is self.cycle and phase == "body" and running is not None and not running.response_started
         self._end_phase()
+        scope: Scope = running.scope if is_reading and running is not None else {}  # type: ignore[assignment]
+        record: RequestRecord | None = scope.get(SCOPE_RECORD)
+        if record is not None:  # the request is counted when it ends
+            record.status, record.reason = status, reason
+        else:
+            self._metrics.end(self._metrics.begin(NO_ROUTE), status, 0.0)
+            self._metrics.fail(reason)
         if not self.pipeline and (is_idle or is_reading):
             body = msgspec.json.encode(error_object(text, "invalid_request_error"))
             head = f"HTTP/1.1 {status} {status.phrase}\r\nContent-Type: application/json\r\n"

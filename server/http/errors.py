@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect
 from quire.engine.protocol.errors import InvalidParameter
 from quire.server.client.engine_client import QueueFull
 from quire.server.client.output_stream import EngineUnavailable, RequestFailed, RequestTimedOut
+from quire.server.client.request_record import RECORD
 from quire.server.client.tracing import TRACE
 from quire.server.text.inputs import ContextLengthExceeded
 
@@ -70,8 +71,10 @@ def _cut(text: str) -> str:
 
 
 def describe(error: Exception) -> tuple[int, dict[str, Any]]:
-    """Return status and body for an error, whose type is also the trace's."""
+    """Return status and body for an error. Its type is also the trace's, and its reason the record's."""
     status, body = _describe(error)
+    if (record := RECORD.get()) is not None:
+        record.reason = _reason(error, status, body["error"]["code"])
     if (trace := TRACE.get()) is not None:
         trace.error_type = body["error"]["code"] or body["error"]["type"]
     return status, body
@@ -104,6 +107,41 @@ def _describe(error: Exception) -> tuple[int, dict[str, Any]]:
             return status, error_object(str(error.detail), _kind(status))
         case _:
             return 500, error_object("internal server error", "server_error")
+
+
+def _reason(error: Exception, status: int, code: str | None) -> str:
+    """The reason in the metrics (`http_metrics.REASONS`)."""
+    match error:
+        case EngineUnavailable():
+            return error.reason
+        case RequestFailed() if not isinstance(error, RequestTimedOut):
+            return "failed"
+        case _ if code in ("body_too_large", "context_length_exceeded"):
+            return "too_large"
+        case _:
+            return reason_of_status(status)
+
+
+def reason_of_status(status: int) -> str:
+    """Return why a request is refused or failed if nothing but its status is known."""
+    if (found := _REASONS.get(status)) is None:
+        return "internal" if status >= 500 else "invalid"
+    return found
+
+
+_REASONS = {
+    401: "auth",
+    403: "auth",
+    404: "not_found",
+    408: "timeout",
+    409: "conflict",
+    413: "too_large",
+    429: "queue_full",
+    431: "too_large",
+    499: "client_closed",
+    503: "overloaded",
+    504: "timeout",
+}
 
 
 def _kind(status: int) -> str:

@@ -29,7 +29,8 @@ from starlette.exceptions import HTTPException
 
 from quire.engine.config.engine_config import ModelConfig
 from quire.server.client.fair_share import SHARE, FairSlots, Share
-from quire.server.http.errors import ApiError, respond
+from quire.server.client.request_record import RECORD
+from quire.server.http.errors import ApiError, reason_of_status, respond
 from quire.server.http.response import while_connected
 from quire.server.http.response_store import ResponseStore
 from quire.server.text.chat_formats import ChatFormats
@@ -177,6 +178,8 @@ class BodyRoute(APIRoute):
                 await body.body()  # not by FastAPI, which treats every error as a parsing error
                 return await handle(body)
             except Answered as answered:
+                if (record := RECORD.get()) is not None and (status := answered.response.status_code) >= 400:
+                    record.reason = reason_of_status(status)
                 return answered.response
             finally:
                 if body.large is not None:

@@ -1,4 +1,4 @@
-"""ASGI middleware: request ids, API keys, body size limits and deadlines.
+"""ASGI middleware: API keys, body size limits and deadlines.
 
 For a chunk of a stream, all of it costs one comparison.
 """
@@ -7,37 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-import uuid
-from collections.abc import Awaitable, Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.server.client.fair_share import FairShare
 from quire.server.client.output_stream import DEADLINE, Deadline
-from quire.server.http.api_keys import ApiKeys
+from quire.server.client.request_record import RECORD
+from quire.server.http.api_keys import ApiKeys, Key
 from quire.server.http.errors import ApiError, respond
 from quire.server.http.in_process import SCOPE_DEADLINE
+from quire.server.http.roles import SCOPE_KEY, key_required, wrong_role
 
 MIB = 2**20
-
-
-class RequestIdMiddleware:
-    """Adds an `X-Request-Id` to every response: the client's, or a new one."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
-        header = (b"x-request-id", _header(scope, b"x-request-id") or f"req_{uuid.uuid4().hex}".encode())
-
-        def send_with_id(message: Message) -> Awaitable[None]:
-            if message["type"] == "http.response.start" and not _has(message["headers"], header[0]):
-                message = {**message, "headers": [*message["headers"], header]}
-            return send(message)
-
-        await self._app(scope, receive, send_with_id)
 
 
 class RootPathMiddleware:
@@ -52,43 +34,47 @@ class RootPathMiddleware:
 
 
 class ApiKeyMiddleware:
-    """Rejects requests without a valid key, except for reading the paths in `open_paths`."""
+    """Finds the key of a request. If there are API keys, it rejects requests without one, except for reading the paths
+    in `open_paths`; metrics keys read `metrics_paths` only. Which routes need an admin key is a matter of the routes
+    (`quire.server.http.roles`).
+    """
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys, open_paths: Collection[str]) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: ApiKeys, open_paths: Collection[str], metrics_paths: Collection[str]
+    ) -> None:
         self._app = app
         self._keys = keys
-        self._open = open_paths
+        self._open, self._metrics = open_paths, metrics_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not self._is_open(scope) and not self._keys.admit(_key(scope)):
-            refusal = ApiError(
-                401,
-                "a valid API key is required, as `Authorization: Bearer KEY`",
-                "invalid_api_key",
-                {"WWW-Authenticate": "Bearer"},
-            )
-            await respond(refusal)(scope, receive, send)
-        else:
-            await self._app(scope, receive, send)
-
-    def _is_open(self, scope: Scope) -> bool:
-        return scope["method"] in ("GET", "HEAD") and scope["path"] in self._open
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        key = scope[SCOPE_KEY] = self._keys.find(_key(scope))
+        if key is not None and (record := RECORD.get()) is not None:
+            record.key = key.name
+        readable = scope["path"] if scope["method"] in ("GET", "HEAD") else None
+        if "api" not in self._keys.roles or readable in self._open or (key is not None and key.role != "metrics"):
+            return await self._app(scope, receive, send)
+        if key is None:
+            return await respond(key_required())(scope, receive, send)
+        if readable not in self._metrics:
+            return await respond(wrong_role("this key only reads /metrics"))(scope, receive, send)
+        await self._app(scope, receive, send)
 
 
 class FairShareMiddleware:
-    """Assigns requests to the shares of their clients. `by` and `weights` are as in `FairShare`; the weights of
-    `keys` are their own.
+    """Assigns requests to the shares of their clients. `by` and `weights` are as in `FairShare`; keys have weights of
+    their own.
     """
 
-    def __init__(self, app: ASGIApp, by: str, weights: Mapping[str, float], keys: ApiKeys | None) -> None:
+    def __init__(self, app: ASGIApp, by: str, weights: Mapping[str, float]) -> None:
         self._app = app
         self._fair_share = FairShare(by, weights)
-        self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._fair_share.by == "key" and self._keys is not None:
-            key = _key(scope)
-            self._fair_share.enter(key.decode("latin-1"), self._keys.weight(key))
+        key: Key | None = scope.get(SCOPE_KEY)
+        if self._fair_share.by == "key" and key is not None:
+            self._fair_share.enter(key.name, key.weight)
         elif self._fair_share.by == "address" and scope.get("client"):
             self._fair_share.enter(_network(scope["client"][0]))
         else:  # the body has the user; who has none, shares with the others without
@@ -141,10 +127,6 @@ class LimitsMiddleware:
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the body is larger than {self._max_body / MIB:g} MiB", "body_too_large")
-
-
-def _has(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> bool:
-    return any(header == name for header, _ in headers)
 
 
 def _header(scope: Scope, name: bytes) -> bytes:

@@ -14,6 +14,7 @@ from quire.engine.config.plan_text import plan_text
 from quire.engine.protocol.errors import InvalidParameter
 from quire.server.client.engine_client import DATA_PARALLEL_RANK, RANK_HEADER
 from quire.server.client.tracing import TRACE
+from quire.server.http.api_keys import ApiKeys
 from quire.server.http.errors import ModelNotFound
 from quire.server.http.large_bodies import BodyRoute, LargeBodies
 from quire.server.http.response_store import ResponseStore
@@ -28,8 +29,10 @@ class ServedModel:
     model_names: tuple[str, ...]
     responses: ResponseStore = field(default_factory=ResponseStore)
     created: int = field(default_factory=lambda: int(time.time()))
-    has_api_keys: bool = False
-    """Whether requests need an API key."""
+    keys: ApiKeys | None = None
+    """The accepted keys; None: there are none."""
+    has_public_metrics: bool = False
+    """Whether metrics need no key."""
     has_request_times: bool = False
     """Whether responses have `metrics` (`--enable-per-request-metrics`)."""
     torch_profiler_dir: str | None = None

@@ -9,6 +9,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from quire.server.client.output_stream import EngineUnavailable
 from quire.server.http.errors import json_response
+from quire.server.http.roles import MetricsReader
 from quire.server.http.state import AppState, ServedModel
 
 router = APIRouter()
@@ -41,7 +42,7 @@ async def ready(state: AppState) -> Response:
     return json_response({"status": "unavailable"}, 503)
 
 
-@router.get("/metrics")
+@router.get("/metrics", dependencies=[MetricsReader])
 async def metrics(state: AppState) -> Response:
     """Metrics in the Prometheus format."""
     return Response(state.frontend.metrics.exposition(), media_type=CONTENT_TYPE_LATEST)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import os
 import tempfile
 import time
@@ -17,6 +16,7 @@ from pydantic import Field
 from quire.server.client.profiler import MAX_PROFILE_SECONDS, ProfileConflict
 from quire.server.http.errors import ApiError, json_response
 from quire.server.http.request_model import ExtraField, RequestModel, hint
+from quire.server.http.roles import AdminOnly, is_local
 from quire.server.http.state import AppState, ServedModel
 
 _CHUNK_BYTES = 1 << 18
@@ -39,11 +39,12 @@ class StartProfileRequest(RequestModel):
     """Older releases of `vllm bench serve --profile` send their test request."""
 
 
-@router.post("/start_profile")
+@router.post("/start_profile", dependencies=[AdminOnly])
 async def start_profile(state: AppState, request: Request, body: StartProfileRequest | None = None) -> Response:
     """Start recording the operations of all ranks, while they serve, with torch's profiler. The body may be empty.
 
-    Requires API keys or `--torch-profiler-dir`. Without keys, clients must be on the server's host, and no web pages.
+    Needs an admin key. A server without keys needs `--torch-profiler-dir`; then clients must be on its host, and no
+    web pages.
     """
     _check(state, request)
     body = body or StartProfileRequest()
@@ -60,7 +61,7 @@ async def start_profile(state: AppState, request: Request, body: StartProfileReq
     return json_response({"seconds": body.seconds})
 
 
-@router.post("/stop_profile", response_class=Response)
+@router.post("/stop_profile", response_class=Response, dependencies=[AdminOnly])
 async def stop_profile(state: AppState, request: Request) -> Response:
     """Stop recording. Responds with the trace of all ranks, in the format of Chrome and Perfetto, as `.json.gz`.
 
@@ -105,29 +106,20 @@ def _chunks(file: IO[bytes]) -> Iterator[bytes]:
 
 
 def _check(state: ServedModel, request: Request) -> None:
-    if state.has_api_keys:
+    """Raise `ApiError` if the server has no keys, and may not be profiled without."""
+    if state.keys is not None:
         return
     if state.torch_profiler_dir is None:
         raise ApiError(
             403,
-            "the server can be profiled only with API keys, or if it has a folder for traces: start it with --api-key, "
-            "--api-key-file, QUIRE_API_KEY or --torch-profiler-dir",
-            "api_keys_required",
+            "the server can be profiled only with an admin key, or if it has a folder for traces: start it with "
+            "--admin-key, QUIRE_ADMIN_KEY or --torch-profiler-dir",
+            "admin_key_required",
         )
-    if not _is_local(request):
+    if not is_local(request):
         raise ApiError(
             403,
-            "without API keys the server can be profiled only from its own host, not by web pages and not through a "
-            "proxy: start it with --api-key, --api-key-file or QUIRE_API_KEY",
-            "api_keys_required",
+            "without keys the server can be profiled only from its own host, not by web pages and not through a "
+            "proxy: start it with --admin-key or QUIRE_ADMIN_KEY",
+            "admin_key_required",
         )
-
-
-def _is_local(request: Request) -> bool:
-    """Return whether a program on this host has sent it. Browsers add `Origin` to each POST."""
-    if any(name in request.headers for name in ("origin", "forwarded", "x-forwarded-for")):
-        return False
-    if request.client is None:  # a Unix socket
-        return True
-    address = ipaddress.ip_address(request.client.host)
-    return (getattr(address, "ipv4_mapped", None) or address).is_loopback

@@ -12,6 +12,7 @@ from quire.engine.config.parallel_config import MAX_REPLICAS
 from quire.server.http.errors import ApiError, json_response
 from quire.server.http.large_bodies import BodyRoute
 from quire.server.http.request_body import Admit, RequestBody
+from quire.server.http.roles import AdminOnly
 from quire.server.http.state import AppState, ServedModel
 
 MAX_DRAIN_SECONDS = 86_400
@@ -40,19 +41,19 @@ async def replicas(state: AppState) -> Response:
     return _response(state)
 
 
-@router.post("/replicas", status_code=202)
+@router.post("/replicas", status_code=202, dependencies=[AdminOnly])
 async def resize(body: ResizeRequest, state: AppState) -> Response:
     """Start replicas on this host, or drain and stop some of them. Responds at once; `GET /replicas` shows the
     progress.
 
-    The server must have API keys.
+    Needs an admin key.
     """
-    if not state.has_api_keys:
+    if state.keys is None:
         raise ApiError(
             403,
-            "the number of replicas can be changed only on a server with API keys: start it with --api-key, "
-            "--api-key-file or QUIRE_API_KEY",
-            "api_keys_required",
+            "the number of replicas can be changed only on a server with an admin key: start it with --admin-key or "
+            "QUIRE_ADMIN_KEY",
+            "admin_key_required",
         )
     body.check_fields()
     seconds = state.drain_seconds if body.drain_timeout_seconds is None else body.drain_timeout_seconds

@@ -16,6 +16,7 @@ from quire.engine.protocol.errors import InvalidParameter
 from quire.engine.protocol.logprobs import TokenLogprobs
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.server.client.output_stream import RequestTimedOut
+from quire.server.client.request_record import RECORD
 from quire.server.client.tracing import TRACE, RequestTimes
 from quire.server.serving.generation import Generation
 from quire.server.text.inputs import GenerationInput
@@ -71,6 +72,8 @@ class BeamSearch(Generation):
         trace, num_prompt_tokens = TRACE.get(), sum(map(len, given.prompts))
         self._trace = None if trace is None else trace.add(0, num_prompt_tokens, time.monotonic())
         """The trace of the whole search; its steps have none."""
+        self._record, self._num_prompt_tokens, self._num_cached_tokens = RECORD.get(), num_prompt_tokens, 0
+        self._begun = time.monotonic()
 
     @property
     def is_open(self) -> bool:
@@ -95,7 +98,8 @@ class BeamSearch(Generation):
             if not places:
                 break
             deltas = await self._next(number, [prompts[at] + beam.token_ids for at, beam in places])
-            cached = deltas[0].num_cached_tokens if number == 0 else cached
+            if number == 0:
+                self._num_cached_tokens = cached = deltas[0].num_cached_tokens
             grown: list[list[tuple[float, _Beam, TokenLogprobs, int]]] = [[] for _ in prompts]
             for (at, beam), delta in zip(places, deltas, strict=True):
                 assert delta.logprobs is not None
@@ -133,11 +137,12 @@ class BeamSearch(Generation):
         step = replace(self._given, prompts=sequences, params=params, output_format=None, length_penalty=None)
         deltas = [TextDelta(index) for index in range(len(sequences))]
         try:
-            token = TRACE.set(None)
+            token, record_token = TRACE.set(None), RECORD.set(None)
             try:
                 self._step = self._generate(f"{self._request_id}-{number}", step)
             finally:
                 TRACE.reset(token)
+                RECORD.reset(record_token)
             with self._step:
                 async for new in self._step:
                     for delta in new:
@@ -150,10 +155,13 @@ class BeamSearch(Generation):
         return deltas
 
     def _end(self, reason: FinishReason, num_tokens: int = 0) -> None:
-        """Finish the trace, unless the search is over already."""
-        if not self._is_over and self._trace is not None:
-            seconds = time.monotonic() - self._trace.arrived
-            self._trace.finish(reason, None, RequestTimes(seconds, num_tokens=num_tokens))
+        """Finish trace and record, unless the search is over already."""
+        if not self._is_over:
+            times = RequestTimes(time.monotonic() - self._begun, num_tokens=num_tokens)
+            if self._trace is not None:
+                self._trace.finish(reason, None, times)
+            if self._record is not None:
+                self._record.add(self._num_prompt_tokens, self._num_cached_tokens, times)
         self._is_over = True
 
     def _best(self, at: int, ended: list[_Beam], cached: int) -> list[TextDelta]:

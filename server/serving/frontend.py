@@ -16,15 +16,17 @@ from types import TracebackType
 from typing import Self
 
 from quire.engine.config.engine_config import EngineConfig
+from quire.engine.process import log
 from quire.engine.protocol.errors import InvalidParameter
 from quire.engine.protocol.sampling_params import SamplingParams
-from quire.engine.protocol.supervision import EngineState, ReplicaUp
+from quire.engine.protocol.supervision import EngineState, LogLevel, ReplicaUp
 from quire.server.client.dp_coordinator import DPCoordinator
 from quire.server.client.engine_client import SHUTTING_DOWN, EngineClient
 from quire.server.client.engine_manager import ApiProcessInfo, EngineManager
 from quire.server.client.metrics import Metrics
 from quire.server.client.output_stream import EngineUnavailable, OutputStream
 from quire.server.client.profiler import Profiler
+from quire.server.client.request_record import RECORD
 from quire.server.client.tracing import TRACE
 from quire.server.serving.beam_search import BeamSearch
 from quire.server.serving.generation import Embedding, Generation
@@ -56,13 +58,15 @@ class Frontend:
         vllm_metrics: bool = True,
         on_drained: Callable[[int], None] = lambda replica: None,
         ask_resize: Callable[[int, float], Awaitable[None]] | None = None,
+        set_log_level: Callable[[LogLevel], None] = log.set_level,
         manager: EngineManager | None = None,
     ) -> None:
         """Create the text side for an engine that a manager has started; `name` and `max_queue` as in `start`,
         `vllm_metrics` as in `Metrics`, `on_drained` as in `EngineClient`.
 
-        The caller passes on the manager's states to `update`. `ask_resize` asks the supervisor for another
-        number of replicas; None: it cannot be asked. A `manager` is closed with the frontend.
+        The caller passes on the manager's states to `update`. `ask_resize` asks the supervisor for another number of
+        replicas; None: it cannot be asked. `set_log_level` sets the level of log messages in all processes. A
+        `manager` is closed with the frontend.
         """
         self.config = config
         self.process_info = process_info
@@ -86,6 +90,7 @@ class Frontend:
         self.is_draining = False
         """Whether new requests are rejected, because the server is shutting down."""
         self.ask_resize = ask_resize
+        self.set_log_level = set_log_level
         self._manager = manager
         self._tasks = tasks_of(config.model.pooling)
         self._serials = itertools.count(time.time_ns() // 1000)  # beyond the serial numbers of a replaced process
@@ -177,7 +182,7 @@ class Frontend:
     def input_processor(self) -> InputProcessor:
         """Raises `EngineUnavailable` while the tokenizer is loading."""
         if not self._loading.done():
-            raise EngineUnavailable("the model is still loading")
+            raise EngineUnavailable("the model is still loading", "loading")
         return self._loading.result()
 
     def admit(self, task: Task | None = "generate", ignored: Collection[str] = ()) -> InputProcessor:
@@ -191,7 +196,7 @@ class Frontend:
             if task not in self._tasks:
                 raise refusal(self.config.model.pooling, task)
             if self.is_draining:
-                raise EngineUnavailable(SHUTTING_DOWN)
+                raise EngineUnavailable(SHUTTING_DOWN, "draining")
             self.client.admit()
         processor = self.input_processor
         if ignored:
@@ -209,7 +214,7 @@ class Frontend:
         Raises `InvalidParameter` if that is not possible, and `EngineUnavailable`.
         """
         if self.is_draining:
-            raise EngineUnavailable(SHUTTING_DOWN)
+            raise EngineUnavailable(SHUTTING_DOWN, "draining")
         self.client.check()
         if self.ask_resize is None:
             raise InvalidParameter("this server has a fixed number of replicas", "data_parallel_size")
@@ -227,6 +232,7 @@ class Frontend:
         """
         if (trace := TRACE.get()) is not None:
             trace.generate(request_id, "chat" if given.is_chat else "text_completion", given.params)
+        self._record_prompts(given.prompts)
         if given.length_penalty is not None:
             tokenizer = self.input_processor.tokenizer
             return BeamSearch(request_id, given, self.generate, tokenizer, self.config.model)
@@ -262,11 +268,18 @@ class Frontend:
         """
         if (trace := TRACE.get()) is not None:
             trace.generate(request_id, "embeddings", None)
+        self._record_prompts(prompts)
         sequences = [(prompt, _NO_PARAMS) for prompt in prompts]
         embedding = self._open[request_id] = Embedding(
             *self._submit(request_id, sequences, priority, cache_salt, second_segments=second_segments)
         )
         return embedding
+
+    def _record_prompts(self, prompts: Sequence[list[int]]) -> None:
+        """Keep the prompts for the access log, if it shows them."""
+        if (record := RECORD.get()) is not None and record.logs_prompts:
+            decode = partial(self.input_processor.tokenizer.decode, skip_special_tokens=False)
+            record.prompts += map(decode, prompts)
 
     def _submit(
         self,

@@ -184,7 +184,7 @@ class System:
         return {
             _MARK: str(self.tmp),
             "QUIRE_CLUSTER_TOKEN": "a token for tests only",
-            "QUIRE_API_KEY": "chaos",
+            "QUIRE_ADMIN_KEY": "chaos",
             "TMPDIR": str(self.tmp),
             "OMP_NUM_THREADS": "1",
         }

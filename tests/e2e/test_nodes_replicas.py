@@ -31,7 +31,7 @@ class Site:
         self.api.wait_for("serving .* on http")
 
     def start(self, node: int, dp: int = 2) -> Command:
-        role = ("--headless",) if node else ("--host", self.hosts[0].address, "--api-key", "none")
+        role = ("--headless",) if node else ("--host", self.hosts[0].address, "--admin-key", "none")
         layout = ("-pp", "2", "-dp", str(dp), "--nnodes", "4", "--node-rank", str(node))
         shape = ("--max-model-len", "512", "--max-num-seqs", "8", "--kv-cache-memory-bytes", "20000000")
         where = ("--master-addr", self.hosts[0].address)

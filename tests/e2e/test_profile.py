@@ -27,7 +27,7 @@ BODY = {"prompt": list(range(10, 60)), "max_tokens": 60, "ignore_eos": True, "te
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     layout = ("-tp", str(TP), "-pp", str(STAGES), "-dp", str(REPLICAS))
-    with serve(*layout, "--api-key", "secret", "--kv-cache-memory-bytes", str(16 << 20)) as server:
+    with serve(*layout, "--admin-key", "secret", "--kv-cache-memory-bytes", str(16 << 20)) as server:
         yield server
 
 

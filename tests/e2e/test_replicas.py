@@ -258,7 +258,7 @@ KEY = {"Authorization": "Bearer none"}
 def test_replicas_are_added_and_removed_under_open_streams(expected: tuple[list[str], list[str]]) -> None:
     """Unfinished requests go on elsewhere; replicas that have time to finish are in
     tests/integration/server/client/test_engine_client_replicas.py."""
-    with serve("--api-server-count", "2", "--api-key", "none") as server:
+    with serve("--api-server-count", "2", "--admin-key", "none") as server:
         processes = [process.pid for process in server.family() if process.name().startswith("quire-api")]
 
         async def resize(count: int, **body: object) -> None:
@@ -293,7 +293,7 @@ def test_a_host_that_joins_later(hosts: tuple[Host, Host], expected: tuple[list[
     one, two = hosts
     token = {"QUIRE_CLUSTER_TOKEN": "a token for tests only"}
     where = ("--data-parallel-address", one.address)
-    api = one.start(*quire("serve", *where, "--host", one.address, "--api-key", "none"), **token)
+    api = one.start(*quire("serve", *where, "--host", one.address, "--admin-key", "none"), **token)
     url = api.wait_for(r"serving .* on (http://\S+)")[1]
     join = quire("serve", *where, "--data-parallel-start-rank", "3", "--data-parallel-size-local", "2", "--headless")
     with one.inside():

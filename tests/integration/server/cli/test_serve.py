@@ -30,27 +30,29 @@ from quire.server.config.server_options import ServerOptions
 from tests.fakes.tokenizers import write_slow_files
 
 FLAGS = """
---all2all-backend --allow-credentials --allowed-headers --allowed-methods --allowed-origins --api-key --api-key-file
---api-server-count --attention-backend --auto --block-size --chat-template --client-body-timeout --client-header-timeout
---cluster-timeout-seconds --cluster-token --cluster-token-file --config --cuda-graph-sizes --data-parallel-address
---data-parallel-rpc-port --data-parallel-size --data-parallel-size-local --data-parallel-start-rank
---default-chat-template-kwargs --device --disable-custom-all-reduce --distributed-executor-backend
---distributed-timeout-seconds --download-dir --dtype --enable-chunked-prefill --enable-eplb --enable-expert-parallel
---enable-per-request-metrics --enable-prefix-caching --enforce-eager --eplb-step-interval --expert-placement-strategy
---fair-share --fair-share-weights --generation-config --gpu-memory-utilization --headless --help --hf-overrides --host
---itl-target-ms --kv-cache-dtype --kv-cache-memory-bytes --load-format --log-level --long-prefill-token-threshold
---master-addr --master-port --max-body-mib --max-connections-per-client --max-logprobs --max-model-len
---max-num-batched-tokens --max-num-partial-prefills --max-num-seqs --max-queue --max-restarts --model-impl --nnodes
---no-allow-credentials --no-auto --no-disable-custom-all-reduce --no-enable-chunked-prefill --no-enable-eplb
---no-enable-expert-parallel --no-enable-per-request-metrics --no-enable-prefix-caching --no-enforce-eager --no-headless
---no-restart --no-strict-parameters --no-trust-remote-code --no-trust-request-chat-template --no-ui --no-vllm-metrics
---node-rank --num-redundant-experts --optimize --otlp-traces-endpoint --override-generation-config --packed-cache
---pipeline-layer-partition --pipeline-parallel-size --port --quantization --reasoning-parser --request-timeout --restart
---revision --root-path --runner --scheduling-policy --seed --served-model-name --shutdown-timeout --spec-method
---spec-model --spec-tokens --speculative-config --ssl-ca-certs --ssl-cert-reqs --ssl-certfile --ssl-keyfile
---strict-parameters --tensor-parallel-size --timeout-keep-alive --tokenizer --tool-call-parser --torch-profiler-dir
---trust-remote-code --trust-request-chat-template --uds --ui --vllm-metrics --watchdog-seconds -asc -dp -dpa -dpl -dpp
--dpr -h -pp -q -sc -tp
+--access-log --admin-key --all2all-backend --allow-credentials --allowed-headers --allowed-methods --allowed-origins
+--api-key --api-key-file --api-server-count --attention-backend --auto --block-size --chat-template
+--client-body-timeout --client-header-timeout --cluster-timeout-seconds --cluster-token --cluster-token-file --config
+--cuda-graph-sizes --data-parallel-address --data-parallel-rpc-port --data-parallel-size --data-parallel-size-local
+--data-parallel-start-rank --default-chat-template-kwargs --device --disable-access-log-for-endpoints
+--disable-custom-all-reduce --distributed-executor-backend --distributed-timeout-seconds --download-dir --dtype
+--enable-chunked-prefill --enable-eplb --enable-expert-parallel --enable-per-request-metrics --enable-prefix-caching
+--enforce-eager --eplb-step-interval --expert-placement-strategy --fair-share --fair-share-weights --generation-config
+--gpu-memory-utilization --headless --help --hf-overrides --host --itl-target-ms --kv-cache-dtype
+--kv-cache-memory-bytes --load-format --log-config-file --log-format --log-level --log-prompts
+--long-prefill-token-threshold --master-addr --master-port --max-body-mib --max-connections-per-client --max-log-len
+--max-logprobs --max-model-len --max-num-batched-tokens --max-num-partial-prefills --max-num-seqs --max-queue
+--max-restarts --metrics-key --model-impl --nnodes --no-access-log --no-allow-credentials --no-auto
+--no-disable-custom-all-reduce --no-enable-chunked-prefill --no-enable-eplb --no-enable-expert-parallel
+--no-enable-per-request-metrics --no-enable-prefix-caching --no-enforce-eager --no-headless --no-log-prompts
+--no-public-metrics --no-restart --no-strict-parameters --no-trust-remote-code --no-trust-request-chat-template --no-ui
+--no-vllm-metrics --node-rank --num-redundant-experts --optimize --otlp-traces-endpoint --override-generation-config
+--packed-cache --pipeline-layer-partition --pipeline-parallel-size --port --public-metrics --quantization
+--reasoning-parser --request-timeout --restart --revision --root-path --runner --scheduling-policy --seed
+--served-model-name --shutdown-timeout --spec-method --spec-model --spec-tokens --speculative-config --ssl-ca-certs
+--ssl-cert-reqs --ssl-certfile --ssl-keyfile --strict-parameters --tensor-parallel-size --timeout-keep-alive --tokenizer
+--tool-call-parser --torch-profiler-dir --trust-remote-code --trust-request-chat-template --uds --ui --vllm-metrics
+--watchdog-seconds -asc -dp -dpa -dpl -dpp -dpr -h -pp -q -sc -tp
 """
 
 RUN = """
@@ -166,6 +168,12 @@ def test_the_users_mistakes_are_one_line(
     assert "or use int8, int4, fp8 or mxfp4" in serve(capsys, *model, "-q", "int3")
     assert "invalid choice: 'float8'" in serve(capsys, *model, "--dtype", "float8")
     assert "--api-key is empty" in serve(capsys, *model, "--api-key", "")
+    for name in ("QUIRE_API_KEY", "QUIRE_ADMIN_KEY"):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "")  # an open server would be the result
+            assert f"environment variable {name}" in serve(capsys, *model)
+    assert "--log-prompts requires --access-log" in serve(capsys, *model, "--log-prompts")
+    assert "--log-config-file" in serve(capsys, *model, "--log-config-file", str(tmp_path / "none"))
     assert "--ssl-certfile requires --ssl-keyfile" in serve(capsys, *model, "--ssl-certfile", "cert.pem")
     assert "--api-key-file" in serve(capsys, *model, "--api-key-file", str(tmp_path / "none"))
     assert "--tens" in serve(capsys, *model, "--tens", "2")
@@ -504,6 +512,11 @@ def test_every_api_process_has_the_same_front_and_the_metrics_of_all(model_folde
             assert client.post(path, content=b" " * (2**20 + 1)).status_code == 413
             assert refused.headers["access-control-allow-origin"] == "https://a.example"
             assert refused.headers["x-request-id"] == "mine"
+        requests = 'quire:http_requests_total{method="POST",model_name="echo",route="/v1/completions",status="%d"} %.1f'
+        lines = other[0].get("/metrics").text.splitlines()
+        assert {requests % each for each in ((200, 2), (413, 2), (429, 2))} <= set(lines)
+        assert 'quire:http_requests_failed_total{model_name="echo",reason="queue_full"} 2.0' in lines
+        assert 'quire:key_generation_tokens_total{key="api-1",model_name="echo"} 8.0' in lines
         process.send_signal(signal.SIGTERM)
         for stream in streams:
             assert "the server is shutting down" in stream.read().decode()
@@ -527,9 +540,12 @@ def test_an_api_process_that_dies_is_replaced_and_each_says_why_the_engine_died(
         with pytest.raises(httpx.RemoteProtocolError):
             lost.read()
         assert process.stderr is not None
-        assert "API process 1 was killed by SIGKILL" in process.stderr.readline()
+        line = process.stderr.readline()
+        assert "API process 1 was killed by SIGKILL; its connections are lost (requests cut: 1)" in line
         assert "API process 1 is ready again" in process.stderr.readline()
         first, second = held_by_each(stack, url, process)
+        cut = 'quire:http_requests_total{method="POST",model_name="echo",route="/v1/completions",status="cut"} 1.0'
+        assert all(cut in client.get("/metrics").text.splitlines() for client in (first, second))
         for client in (first, second):
             assert client.post("/v1/completions", json={"prompt": "hello"}).json()["choices"][0]["text"] == "hello"
             # The dead process's requests in the engine are gone; the other stream runs on.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import signal
 import socket
@@ -20,11 +21,13 @@ from quire.engine.protocol.supervision import (
     Failed,
     Ready,
     ReplicaUp,
+    SetLogLevel,
     Shutdown,
     ToProcess,
 )
 from quire.server.cli import parent
 from quire.server.client.dp_coordinator import DPCoordinator
+from quire.server.client.metrics import Metrics
 from quire.server.config.server_options import ServerOptions
 from tests.fakes.configs import engine_config
 from tests.fakes.supervised import FakeProcess
@@ -52,6 +55,8 @@ class Engine:
         self.supervisor = Supervisor(watchdog_seconds=1e9)
         self.run = self.supervisor.run
         self.states = {0: UP}
+        self.metrics = Metrics("demo", count=2)
+        self.levels: list[str] = []
         self.failure: EngineFailed | None = None
         self.is_settled, self.is_user_error = True, False
         self.on_change: Callable[[EngineState], None] = lambda state: None
@@ -64,6 +69,9 @@ class Engine:
 
     def drained(self, client: int, replica: int) -> None:
         self.drained_by.append((client, replica))
+
+    def set_log_level(self, level: str) -> None:
+        self.levels.append(level)
 
     def close(self, reason: str) -> None:
         self.closed_with.append(reason)
@@ -79,7 +87,7 @@ class ApiProcess(FakeProcess):
     def __init__(self, args: parent.ApiProcessArgs, started_at: float) -> None:
         super().__init__()
         self.index: Any = args.process_info
-        self.states, self.started_at = args.states, started_at
+        self.states, self.started_at, self.options = args.states, started_at, args.options
         self.messages: list[ToProcess] = []
         self.is_ready = False
         self.on_poll = self.serve
@@ -175,6 +183,29 @@ def test_a_signal_lets_requests_finish(play: Play, number: int, given: float | N
     assert engine_of(server).closed_with == [""]
 
 
+def test_the_log_level_is_passed_on_to_every_process(play: Play) -> None:
+    def on_start(process: ApiProcess) -> None:
+        if process.index == 1:
+            process.on_poll = after(5, lambda: process.say(SetLogLevel("debug")), process)
+        elif len(play.started) == 1:
+            process.on_poll = after(9, process.kill, process)
+        else:
+            process.on_poll = after(5, lambda: signal.raise_signal(signal.SIGTERM), process)
+
+    logger = logging.getLogger("quire")
+    level, play.on_start = logger.level, on_start
+    try:
+        assert (server := play.server(api_server_count=2)).run() == 0
+        assert logger.level == logging.DEBUG
+    finally:
+        logger.setLevel(level)
+    first, second, successor = play.started
+    assert SetLogLevel("debug") in first.messages
+    assert SetLogLevel("debug") in second.messages
+    assert [process.options.log_level for process in (first, successor)] == ["info", "debug"]
+    assert engine_of(server).levels == ["debug"]
+
+
 def test_a_second_signal_kills_what_does_not_end(play: Play) -> None:
     signals = iter([signal.SIGTERM, signal.SIGINT])
 
@@ -217,11 +248,16 @@ def test_an_api_process_that_dies_is_replaced(play: Play, caplog: pytest.LogCapt
 
     play.on_start = on_start
     with caplog.at_level("INFO", "quire"):
-        assert (server := play.server(api_server_count=2)).run() == 0
+        server = play.server(api_server_count=2)
+        for _ in range(2):  # requests of API process 1
+            engine_of(server).metrics._http[1].begin("POST /v1/completions")
+        assert server.run() == 0
     assert set(engine_of(server).drained_by) == {(1, 3)}, "its requests have ended with it"
     assert [process.index for process in play.started] == [0] + [1] * 11
     assert all(process.states == (UP,) for process in play.started)
-    assert "API process 1 was killed by SIGKILL; its connections are lost; restarting it" in caplog.text
+    assert (
+        "API process 1 was killed by SIGKILL; its connections are lost (requests cut: 2); restarting it" in caplog.text
+    )
     assert "the tokenizer cannot be read; restarting it" in caplog.text
     assert "API process 1 is ready again" in caplog.text
 

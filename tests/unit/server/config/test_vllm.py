@@ -203,14 +203,15 @@ def test_a_command_line_of_vllm() -> None:
         },
         eplb_step_interval=7,
     )
-    assert server == ServerOptions(host="0.0.0.0", served_model_name=("a", "b"), tool_call_parser="hermes")
+    assert server == ServerOptions(
+        host="0.0.0.0", served_model_name=("a", "b"), tool_call_parser="hermes", access_log=True
+    )
     assert [note.split(" has no effect: ")[0] for note in parsed.notes if "instead" not in note] == [
         "--swap-space",
         "--optimization-level",
         "--enable-auto-tool-choice",
         "--disable-log-requests",
         "--uvicorn-log-level",
-        "--enable-log-requests",
         "--compilation-config",
     ]
     assert "--attention-backend FLASH_ATTN: Quire uses auto instead" in parsed.notes

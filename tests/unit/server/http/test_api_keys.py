@@ -6,6 +6,6 @@ from quire.server.http.api_keys import ApiKeys
 
 
 def test_a_key_is_compared_whole() -> None:
-    keys = ApiKeys(("sk-quire-of-alice",))
-    assert keys.admit(b"sk-quire-of-alice")
-    assert not any(map(keys.admit, (b"sk-quire-of-bob", b"sk-quire", b"sk-quire-of-alice2", b"")))
+    keys = ApiKeys([("api", "sk-quire-of-alice")])
+    assert keys.find(b"sk-quire-of-alice")
+    assert not any(map(keys.find, (b"sk-quire-of-bob", b"sk-quire", b"sk-quire-of-alice2", b"")))

@@ -97,7 +97,7 @@ async def test_shares_of_addresses() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         found.append(SHARE.get().key)
 
-    middleware = FairShareMiddleware(app, "address", {}, None)
+    middleware = FairShareMiddleware(app, "address", {})
     groups = [["1.2.3.4", "::ffff:1.2.3.4"], ["1.2.3.5"], ["2001:db8::1", "2001:db8::ffff:1"], ["2001:db8:0:1::1"]]
     for address in itertools.chain(*groups):
         await middleware({"type": "http", "headers": [], "client": (address, 1)}, None, None)  # type: ignore[arg-type]

@@ -147,7 +147,7 @@ def _write(path: Path, text: str) -> Path:
 def test_where_keys_come_from(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def good(**options: Any) -> str | None:
         keys = ApiKeys.load(ServerOptions(**options))
-        return None if keys is None else "".join(key for key in "abcd" if keys.admit(key.encode()))
+        return None if keys is None else "".join(key for key in "abcd" if keys.find(key.encode()))
 
     monkeypatch.delenv("QUIRE_API_KEY", raising=False)
     file = str(_write(tmp_path / "keys", "d"))
@@ -158,8 +158,13 @@ def test_where_keys_come_from(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     assert good() == "bc"
     assert good(api_key=("a",)) == "a"
     assert good(api_key_file=file) == "bcd"
-    monkeypatch.setenv("QUIRE_API_KEY", " ")
-    assert good() is None
+    for empty in ("", " ", ","):
+        monkeypatch.setenv("QUIRE_API_KEY", empty)
+        for options in ({}, {"api_key_file": file}):
+            with pytest.raises(ConfigError, match=r"QUIRE_API_KEY .*is empty; unset it"):
+                good(**options)
+        assert good(api_key=("a",)) == "a"
+    monkeypatch.delenv("QUIRE_API_KEY")
     for path in (tmp_path / "none", tmp_path, _write(tmp_path / "empty", "# nobody\n")):
         with pytest.raises(ConfigError, match="--api-key-file"):
             good(api_key_file=str(path))

@@ -305,11 +305,11 @@ async def test_the_replicas_are_listed(server: Server) -> None:
     }
 
 
-async def test_their_number_is_changed_with_an_api_key_only(
+async def test_their_number_is_changed_with_an_admin_key_only(
     config: EngineConfig, core_mode: Callable[[str], None], server: Server
 ) -> None:
     refused = await post(server, "/replicas", {"data_parallel_size": 2}, 403)
-    assert "start it with --api-key, --api-key-file or QUIRE_API_KEY" in refused["error"]["message"]
+    assert "start it with --admin-key or QUIRE_ADMIN_KEY" in refused["error"]["message"]
     asked: list[tuple[int, float]] = []
 
     async def resize(count: int, drain_seconds: float) -> None:
@@ -318,7 +318,7 @@ async def test_their_number_is_changed_with_an_api_key_only(
         asked.append((count, drain_seconds))
         running.frontend.client.update(ReplicaStarting(1, "tcp://10.0.0.2:1"))
 
-    async with run_server(config, api_key="secret", shutdown_timeout=7.0) as running:
+    async with run_server(config, admin_key=("secret",), shutdown_timeout=7.0) as running:
         body: dict[str, Any] = {"data_parallel_size": 2}
         assert (await running.http.post("/replicas", json=body)).status_code == 401
         running.http.headers["Authorization"] = "Bearer secret"

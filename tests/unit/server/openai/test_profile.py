@@ -38,7 +38,7 @@ async def quire(*arguments: str) -> int:
 
 
 async def test_a_profile_is_started_stopped_and_sent(config: EngineConfig) -> None:
-    async with run_server(config, api_key="secret") as server:
+    async with run_server(config, admin_key=("secret",)) as server:
         server.http.headers.update(KEY)
         refused = await server.http.post("/stop_profile")
         assert (refused.status_code, refused.json()["error"]["code"]) == (409, "profile_conflict")
@@ -56,10 +56,10 @@ async def test_a_profile_is_started_stopped_and_sent(config: EngineConfig) -> No
 async def test_the_test_request_of_vllm_bench_starts_a_profile(config: EngineConfig) -> None:
     body = {"model": "echo", "prompt": "Hi", "repetition_penalty": 1.0, "max_tokens": 16, "logprobs": None}
     more = {"stream": True, "stream_options": {"include_usage": True}, "temperature": 0.0}
-    async with run_server(config, api_key="secret") as server:
+    async with run_server(config, admin_key=("secret",)) as server:
         server.http.headers.update(KEY)
         assert (await server.http.post("/start_profile", json=body | more)).json() == {"seconds": 60.0}
-    async with run_server(config, api_key="secret", strict_parameters=True) as server:
+    async with run_server(config, admin_key=("secret",), strict_parameters=True) as server:
         refused = await server.http.post("/start_profile", json=body | more, headers=KEY)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "max_tokens")
 
@@ -101,7 +101,7 @@ async def test_without_keys_only_programs_on_the_host_may_profile(
 async def test_who_may_profile(config: EngineConfig, server: Server, tmp_path: Path) -> None:
     for path in ("/start_profile", "/stop_profile"):
         refused = await server.http.post(path)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "api_keys_required")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "admin_key_required")
         assert "--torch-profiler-dir" in refused.json()["error"]["message"]
     async with run_server(config, torch_profiler_dir=str(tmp_path)) as running:
         await running.http.post("/start_profile")
@@ -120,7 +120,7 @@ async def test_who_may_profile(config: EngineConfig, server: Server, tmp_path: P
 
 
 async def test_the_command(config: EngineConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    async with run_server(config, api_key="secret") as server:
+    async with run_server(config, admin_key=("secret",)) as server:
         output, url = str(tmp_path / "trace.json.gz"), ("--url", str(server.http.base_url))
         short = ("profile", "--seconds", "0.01", "-o", output)
         assert await quire(*short, *url, "--api-key", "secret", "--record-shapes") == 0
