@@ -57,7 +57,8 @@ def rate(name: str) -> str:
     return f"sum(rate(quire:{name}_total{{%}}[$__rate_interval]))"
 
 
-_ERRORS = 'sum(rate(quire:request_success_total{%,finished_reason="error"}[$__rate_interval]))'
+_FAULTS = 'reason=~"failed|internal|unavailable|cut"'
+"""Failures of the server; the others are refusals, and clients that have left."""
 _REPLICA = "{{instance}} replica {{engine}}"
 _RANK = f"{_REPLICA} rank {{{{rank}}}}"
 
@@ -90,11 +91,18 @@ OVERVIEW = [
     Panel("Requests per second", [(rate("request_success"), "")], unit="reqps", kind="stat", width=4),
     Panel(
         "Failed requests",
-        [(f"({_ERRORS} or vector(0)) / ({rate('request_success')} > 0) or vector(0)", "")],
+        [
+            (
+                f"sum(rate(quire:http_requests_failed_total{{%,{_FAULTS}}}[$__rate_interval]))"
+                f" / ({rate('http_requests')} > 0) or vector(0)",
+                "",
+            )
+        ],
         unit="percentunit",
         kind="stat",
         width=4,
         red_above=0.01,
+        description="HTTP requests that the server has failed, or cut off as one of its processes has died.",
     ),
     Panel("Time to first token", quantiles("time_to_first_token_seconds"), unit="s"),
     Panel("Inter-token latency", quantiles("inter_token_latency_seconds"), unit="s"),
@@ -117,6 +125,28 @@ OVERVIEW = [
             )
         ],
         unit="reqps",
+    ),
+    Panel(
+        "Refused and failed requests per second",
+        [("sum by (reason) (rate(quire:http_requests_failed_total{%}[$__rate_interval]))", "{{reason}}")],
+        unit="reqps",
+        description="By reason. queue_full, overloaded: add replicas. cut: an API process has died.",
+    ),
+    Panel(
+        "HTTP responses per second",
+        [("sum by (status) (rate(quire:http_requests_total{%}[$__rate_interval]))", "{{status}}")],
+        unit="reqps",
+    ),
+    Panel(
+        "Tokens per second of each key",
+        [
+            (
+                "sum by (key) (rate(quire:key_prompt_tokens_total{%}[$__rate_interval])"
+                " + rate(quire:key_generation_tokens_total{%}[$__rate_interval])) or vector(0)",
+                "{{key}}",
+            )
+        ],
+        description="Prompt and generated tokens, by the name of the API key.",
     ),
     Panel(
         "KV cache in use",

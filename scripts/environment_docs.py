@@ -26,8 +26,14 @@ SECTIONS: dict[str, tuple[str, dict[str, str]]] = {
         "",
         {
             "QUIRE_API_KEY": "Keys that clients of `quire serve` must send, separated by spaces or commas, if "
-            "`--api-key` is not given. `quire chat`, `quire complete`, `quire profile` and `quire run-batch --url` "
-            "send the first one.",
+            "`--api-key` is not given. `quire chat`, `quire complete` and `quire run-batch --url` send the first "
+            "one. It must not be set and empty, and neither must the next two.",
+            "QUIRE_ADMIN_KEY": "The same for `--admin-key`. `quire profile` sends the first one.",
+            "QUIRE_METRICS_KEY": "The same for `--metrics-key`.",
+            "QUIRE_LOG_FORMAT": "`text` or `json`, if `--log-format` is not given. Quire sets it for its processes.",
+            "QUIRE_LOG_CONFIG": "Quire sets it for its processes to the content of `--log-config-file`.",
+            "TQDM_DISABLE": "With `--log-format json`, Quire sets it to `1`: no progress bars.",
+            "HF_HUB_DISABLE_PROGRESS_BARS": "The same for downloads from Hugging Face.",
             "QUIRE_CLUSTER_TOKEN": "Secret that the hosts of a server share, if neither `--cluster-token` nor "
             "`--cluster-token-file` is given.",
             "QUIRE_CPU_ISA": "The instruction set that CPU kernels are compiled for and chosen by: `avx512_bf16`, "
@@ -79,8 +85,8 @@ SECTIONS: dict[str, tuple[str, dict[str, str]]] = {
     "Clients and terminals": (
         "",
         {
-            "OPENAI_API_KEY": "The key that `quire bench serve` sends, and that `quire chat`, `quire complete`, "
-            "`quire profile` and `quire run-batch --url` send if `QUIRE_API_KEY` is not set.",
+            "OPENAI_API_KEY": "The key that `quire bench serve` sends, and that `quire chat`, `quire complete` "
+            "and `quire run-batch --url` send if `QUIRE_API_KEY` is not set.",
             "NO_COLOR": "If set, `quire chat` and `quire complete` print no dimmed text.",
         },
     ),
@@ -130,6 +136,9 @@ SECTIONS: dict[str, tuple[str, dict[str, str]]] = {
             "Quire sets it to `2000` if it is not set.",
             "RAY_ADDRESS": "HOST:PORT of the head of a Ray cluster. Default: the cluster of this host.",
             "RAY_DEDUP_LOGS": "Quire sets it to `0` if it is not set, so that each log line names its node.",
+            "RAY_COLOR_PREFIX": "With `--log-format json`, Quire sets it to `0`: no colours.",
+            "RAY_DISABLE_WORKER_LOG_PREFIX": "With `--log-format json`, Quire sets it to `1`: a line of another node "
+            "is a JSON object, too.",
             "HF_TOKEN": "Token for Hugging Face. With Ray, all nodes get it, unless they have their own. The same "
             "applies to `OMP_NUM_THREADS` and to variables that begin with `NCCL_`, `GLOO_` or `QUIRE_`, except for "
             "keys, addresses and interfaces.",

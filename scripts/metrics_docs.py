@@ -20,7 +20,8 @@ test fails if it is out of date. [Monitoring](../guides/monitoring.md) says whic
 
 Metrics that vLLM also has use vLLM's names and labels. They are exported with the prefix `quire:`, and again with the
 prefix `vllm:`, so that dashboards and rules made for vLLM find them; both are the same values. `--no-vllm-metrics`
-leaves these aliases out. Histograms have all buckets of vLLM's, and more.
+leaves these aliases out. Histograms have all buckets of vLLM's, and more. vLLM's counts of HTTP requests have no
+prefix; they have the label `handler` instead of `route`, and classes such as `4xx` as the `status`.
 
 With `--api-server-count` above 1, every process returns the sum over all of them. A replica that has been removed keeps
 its counters and histograms, so that sums over replicas do not fall; its gauges end.
@@ -34,6 +35,10 @@ its counters and histograms, so that sums over replicas do not fall; its gauges 
 | `source` | `local_compute`, or `local_cache_hit`: the prefix cache |
 | `group` | {groups}: tensor parallelism, pipeline parallelism, expert parallelism |
 | `direction` | `received`, `sent` |
+| `method`, `route` | of an HTTP request: a template, such as `/v1/models/{{name:path}}`; `none` for unknown paths |
+| `status` | of the response; `cut` if the API process died before its end |
+| `reason` | [why a request was refused or failed](../guides/monitoring.md#refused-and-failed-requests) |
+| `key` | name of an [API key](../guides/deployment.md#api-keys) |
 
 Some metrics exist only where they apply, as their condition says:
 
@@ -43,6 +48,9 @@ Some metrics exist only where they apply, as their condition says:
   Values are sampled every 2 seconds.
 - *experts*: `--enable-expert-parallel`. Models with very many experts have no `quire:expert_tokens_total`.
 """
+
+
+_OF_VLLM = VLLM_NAMES | {"http_requests", "http_request_duration_seconds"}
 
 
 def render() -> str:
@@ -77,6 +85,8 @@ def _collect(*, on_cpu: bool = False, on_gpu: bool = False, has_experts: bool = 
     """The metrics of a server like this, without aliases."""
     metrics = Metrics("MODEL", config=resolve(EngineOptions(device="cpu")), vllm_names=False)
     metrics.state(0, "up")
+    metrics.http.end(metrics.http.begin("POST /v1/completions"), 200, 0.0)
+    metrics.http.use_key("alice", 1, 1)
     gpu = GpuUsage(0, 0, 0.0, 0.0, 0, 0, 0, 0) if on_gpu else None
     metrics.rank_stats = {0: [RankStats(steps=int(on_cpu), usage=RankUsage(0.0, 0, 0, gpu))]}
     if has_experts:
@@ -90,7 +100,7 @@ def _row(metric: Metric, condition: str) -> tuple[str, ...]:
     labels = dict.fromkeys(label for sample in metric.samples for label in sample.labels if label != "le")
     return (
         code(metric.name + suffix),
-        code(f"vllm:{name}{suffix}") if name in VLLM_NAMES else "",
+        code(f"vllm:{name}{suffix}" if name in VLLM_NAMES else f"{name}{suffix}") if name in _OF_VLLM else "",
         metric.type,
         ", ".join(map(code, labels)),
         condition,
