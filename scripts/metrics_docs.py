@@ -85,7 +85,8 @@ def _collect(*, on_cpu: bool = False, on_gpu: bool = False, has_experts: bool = 
     """The metrics of a server like this, without aliases."""
     metrics = Metrics("MODEL", config=resolve(EngineOptions(device="cpu")), vllm_names=False)
     metrics.state(0, "up")
-    metrics.http.end(metrics.http.begin("POST /v1/completions"), 200, 0.0)
+    metrics.http.begin(row := metrics.http.row("POST /v1/completions"))
+    metrics.http.end(row, 200, 0.0)
     metrics.http.use_key("alice", 1, 1)
     gpu = GpuUsage(0, 0, 0.0, 0.0, 0, 0, 0, 0) if on_gpu else None
     metrics.rank_stats = {0: [RankStats(steps=int(on_cpu), usage=RankUsage(0.0, 0, 0, gpu))]}

@@ -17,7 +17,7 @@ from quire.server.anthropic import errors as anthropic_errors
 from quire.server.anthropic import messages
 from quire.server.config.server_options import ServerOptions, names
 from quire.server.http import errors, sagemaker_vertex, status, ui
-from quire.server.http.access import AccessLog, AccessMiddleware
+from quire.server.http.access import AccessMiddleware, Recorder
 from quire.server.http.api_keys import ApiKeys
 from quire.server.http.large_bodies import BodyRoute
 from quire.server.http.middleware import (
@@ -75,17 +75,8 @@ def create_app(state: ServedModel, options: ServerOptions | None = None, tracing
             open_paths.add("/metrics")
         routes = [*routes, *ui.router.routes, *app.routes]
         state.keys = _add_front(app, options, open_paths, None if tracing is None else (tracing, routes))
-        log = None
-        if options.access_log:
-            without = frozenset((options.disable_access_log_for_endpoints or "").split(","))
-            log = AccessLog(without, has_prompts=options.log_prompts, max_characters=options.max_log_len)
-        app.front = partial(
-            AccessMiddleware,
-            metrics=state.frontend.metrics.http,
-            routes=routes,
-            root_path=options.root_path,
-            access_log=log,
-        )
+        recorder = Recorder(state.frontend.metrics.http, options)
+        app.front = partial(AccessMiddleware, recorder=recorder, routes=routes, root_path=options.root_path)
     return app
 
 

@@ -45,7 +45,7 @@ def http_server(
     """Create the HTTP server of a frontend, the same in every API process. The caller handles signals."""
     with current_process.imports():
         from quire.server.app import create_app
-        from quire.server.http import connection
+        from quire.server.http import access, connection
         from quire.server.http.state import ServedModel
 
     http = uvicorn.Server(
@@ -53,7 +53,7 @@ def http_server(
             create_app(ServedModel(frontend, names), options, tracing),
             log_config=None,
             access_log=False,  # see quire.server.http.access
-            http=connection.protocol(options, frontend.metrics.http),  # type: ignore[arg-type]  # a class, for uvicorn
+            http=connection.protocol(options, access.Recorder(frontend.metrics.http, options)),  # type: ignore[arg-type]  # a class, for uvicorn
             reset_contextvars=True,  # pipelined requests would inherit the previous request's
             ws="none",
             lifespan="off",

@@ -99,11 +99,13 @@ class HttpMetrics:
         self._key_cells = cells[_KEYS_AT:]
         self._keys = _Rows(self._key_cells, _MAX_KEYS, _KEY_WIDTH)
 
-    def begin(self, route: str) -> int:
-        """Count a request in progress for `METHOD ROUTE`; returns its row, for `end`."""
-        row = self._routes.at(route)
+    def row(self, route: str) -> int:
+        """Return the row of `METHOD ROUTE`, for `begin` and `end`."""
+        return self._routes.at(route)
+
+    def begin(self, row: int) -> None:
+        """Count a request in progress."""
         self._route_cells[row] += 1
-        return row
 
     def end(self, row: int, status: int, seconds: float) -> None:
         """Count the end of a request."""

@@ -252,7 +252,7 @@ IGNORED: dict[str, str] = {
     "reasoning is detected from the chat template; see --reasoning-parser": "--enable-reasoning",
     "requests are logged only with --access-log": "--disable-log-requests --disable-uvicorn-access-log",
     "outputs are never logged; --access-log shows their numbers of tokens": "--enable-log-deltas --enable-log-outputs",
-    "--log-level is the level of the HTTP server, too": "--uvicorn-log-level=",
+    "the HTTP server logs nothing but errors; see --log-level": "--uvicorn-log-level=",
     "figures are metrics (/metrics), which are always on and are not logged": (
         "--disable-log-stats --kv-cache-metrics --show-hidden-metrics-for-version="
     ),

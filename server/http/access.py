@@ -10,7 +10,7 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Awaitable, Collection, Iterable
+from collections.abc import Awaitable, Iterable
 from typing import Any
 
 from starlette.routing import BaseRoute, Route
@@ -19,11 +19,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from quire.engine.process import log
 from quire.server.client.http_metrics import CUT, NO_ROUTE, HttpMetrics
 from quire.server.client.request_record import RECORD, RequestRecord
+from quire.server.config.server_options import ServerOptions
 from quire.server.http.errors import reason_of_status
 
 SCOPE_RECORD = "quire.record"
 """Key in an ASGI scope: the `RequestRecord`."""
 _ID = b"x-request-id"
+_MAX_ID = 128
+"""Characters of an id in the log."""
 _RANDOM = random.Random()
 """For ids. Asking the system for random bytes takes longer than the rest of the middleware."""
 
@@ -31,22 +34,23 @@ _RANDOM = random.Random()
 class AccessLog:
     """Writes a line for each request, unless its path or its route is in `without`."""
 
-    def __init__(self, without: Collection[str], *, has_prompts: bool, max_characters: int | None) -> None:
-        """`max_characters` is the maximum of a prompt; None: all."""
-        self.has_prompts = has_prompts
-        self._without = without
-        self._max_characters = max_characters
+    def __init__(self, options: ServerOptions) -> None:
+        self.has_prompts = options.log_prompts
+        paths = (options.disable_access_log_for_endpoints or "").split(",")
+        self._without = frozenset(filter(None, map(str.strip, paths)))
+        self._max_characters = options.max_log_len
 
-    def write(self, scope: Scope, request_id: bytes, route: str, record: RequestRecord, seconds: float) -> None:
-        """Write the line of a request that has ended after `seconds`; `route` is `METHOD ROUTE`."""
-        _, _, template = route.partition(" ")
-        if scope["path"] in self._without or template in self._without:
+    def write(
+        self, method: str, path: str, route: str, request_id: bytes, record: RequestRecord, seconds: float
+    ) -> None:
+        """Write the line of a request that has ended after `seconds`."""
+        if path in self._without or route in self._without:
             return
         fields: dict[str, Any] = {
-            "request_id": request_id.decode("latin-1"),
-            "key": record.key or "-",
-            "method": scope["method"],
-            "route": template,
+            "request_id": request_id.decode("latin-1")[:_MAX_ID] or None,
+            "key": record.key or None,
+            "method": method,
+            "route": route,
             "status": record.status or "cut",
         }
         if record.reason:
@@ -72,32 +76,31 @@ def _shown(value: Any) -> str:
     return text if is_plain else json.dumps(text)
 
 
-class _Routes:
-    """Finds the route of a request, without its router: it may be refused before."""
+class Recorder:
+    """Counts requests in the metrics, and writes the access log if there is one."""
 
-    def __init__(self, routes: Iterable[BaseRoute], root_path: str) -> None:
-        self._root_path = root_path
-        self._of: dict[str, str] = {}
-        """`METHOD ROUTE` by method and path."""
-        self._with_parameters: list[tuple[Route, str]] = []
-        for route in (each for each in routes if isinstance(each, Route)):
-            for method in route.methods or ():
-                if "{" in route.path:
-                    self._with_parameters.append((route, method))
-                else:
-                    self._of[f"{method} {route.path}"] = f"{method} {route.path}"
+    def __init__(self, metrics: HttpMetrics, options: ServerOptions) -> None:
+        self.metrics = metrics
+        self.log = AccessLog(options) if options.access_log else None
 
-    def find(self, scope: Scope) -> str:
-        """Return `METHOD ROUTE`, or `NO_ROUTE`."""
-        method, path = scope["method"], scope["path"]
-        if self._root_path and path.startswith(f"{self._root_path}/"):
-            path = path[len(self._root_path) :]
-        if found := self._of.get(f"{method} {path}"):
-            return found
-        for route, its_method in self._with_parameters:
-            if method == its_method and route.path_regex.match(path):
-                return f"{method} {route.path}"
-        return NO_ROUTE
+    def refuse(self, status: int, reason: str) -> None:
+        """Record that a connection was refused, or bytes that are no request."""
+        self.metrics.begin(row := self.metrics.row(NO_ROUTE))
+        self.end(row, NO_ROUTE, NO_ROUTE.partition(" ")[0], "", b"", RequestRecord(status, reason), 0.0)
+
+    def end(
+        self, row: int, name: str, method: str, path: str, request_id: bytes, record: RequestRecord, seconds: float
+    ) -> None:
+        """Record a request that has ended after `seconds`; `row` is that of its `name`, `METHOD ROUTE`."""
+        if 400 <= record.status < 500:
+            record.reason = record.reason or reason_of_status(record.status)
+        self.metrics.end(row, record.status, seconds)
+        if record.reason:
+            self.metrics.fail(record.reason)
+        if record.key:
+            self.metrics.use_key(record.key, record.num_prompt_tokens, record.num_tokens)
+        if self.log is not None:
+            self.log.write(method, path, name.partition(" ")[2], request_id, record, seconds)
 
 
 class AccessMiddleware:
@@ -106,24 +109,41 @@ class AccessMiddleware:
     def __init__(
         self,
         app: ASGIApp,
-        metrics: HttpMetrics,
+        recorder: Recorder,
         routes: Iterable[BaseRoute],
         root_path: str = "",
-        access_log: AccessLog | None = None,
     ) -> None:
         self._app = app
-        self._metrics = metrics
-        self._routes = _Routes(routes, root_path)
-        self._log = access_log
+        self._recorder = recorder
+        self._routes = [route for route in routes if isinstance(route, Route)]
+        self._root_path = root_path
+        self._known: dict[str, tuple[str, int]] = {}
+        """`METHOD ROUTE` and its row by method and path, for routes without parameters."""
+
+    def _find(self, method: str, path: str) -> tuple[str, int]:
+        """Return `METHOD ROUTE`, or `NO_ROUTE`, and its row. The router does not know requests that are refused before
+        it.
+        """
+        below = path.removeprefix(self._root_path) if path.startswith(f"{self._root_path}/") else path
+        matching = (r for r in self._routes if method in (r.methods or ()) and r.path_regex.fullmatch(below))
+        route = next(matching, None)
+        name = NO_ROUTE if route is None else f"{method} {route.path}"
+        found = name, self._recorder.metrics.row(name)
+        if route is not None and route.path == below:
+            self._known[f"{method} {path}"] = found
+        return found
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or RECORD.get() is not None:  # a call inside the process is part of its request
             return await self._app(scope, receive, send)
-        record = RequestRecord(logs_prompts=self._log is not None and self._log.has_prompts)
+        recorder = self._recorder
+        record = RequestRecord(logs_prompts=recorder.log is not None and recorder.log.has_prompts)
         scope[SCOPE_RECORD] = record
         given = next((value for name, value in scope["headers"] if name == _ID), b"")
         header = (_ID, given or b"req_%032x" % _RANDOM.getrandbits(128))
-        route, is_whole, begun = self._routes.find(scope), False, time.monotonic()
+        method, path = scope["method"], scope["path"]
+        route, row = self._known.get(f"{method} {path}") or self._find(method, path)
+        is_whole, begun = False, time.monotonic()
 
         def send_and_note(message: Message) -> Awaitable[None]:
             nonlocal is_whole
@@ -135,7 +155,8 @@ class AccessMiddleware:
                 is_whole = True
             return send(message)
 
-        row, token = self._metrics.begin(route), RECORD.set(record)
+        recorder.metrics.begin(row)
+        token = RECORD.set(record)
         try:
             await self._app(scope, receive, send_and_note)
         except asyncio.CancelledError:
@@ -150,12 +171,4 @@ class AccessMiddleware:
         finally:
             RECORD.reset(token)
             seconds = time.monotonic() - begun
-            if 400 <= record.status < 500:
-                record.reason = record.reason or reason_of_status(record.status)
-            self._metrics.end(row, record.status, seconds)
-            if record.reason:
-                self._metrics.fail(record.reason)
-            if record.key:
-                self._metrics.use_key(record.key, record.num_prompt_tokens, record.num_tokens)
-            if self._log is not None:
-                self._log.write(scope, header[1], route, record, seconds)
+            recorder.end(row, route, method, path, header[1], record, seconds)

@@ -19,10 +19,9 @@ import msgspec
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from quire.server.client.http_metrics import NO_ROUTE, HttpMetrics
 from quire.server.client.request_record import RequestRecord
 from quire.server.config.server_options import ServerOptions
-from quire.server.http.access import SCOPE_RECORD
+from quire.server.http.access import SCOPE_RECORD, Recorder
 from quire.server.http.errors import error_object, reason_of_status
 
 MAX_HEADER_BYTES = 64 * 2**10
@@ -82,18 +81,18 @@ class ConnectionLimits:
             logger.warning("%s", text)
 
 
-def protocol(options: ServerOptions, metrics: HttpMetrics) -> Callable[..., asyncio.Protocol]:
-    """Return the factory of a connection's protocol, for uvicorn. `metrics` counts what is refused here."""
-    return partial(HttpProtocol, limits=ConnectionLimits(options), metrics=metrics)
+def protocol(options: ServerOptions, recorder: Recorder) -> Callable[..., asyncio.Protocol]:
+    """Return the factory of a connection's protocol, for uvicorn. `recorder` records what is refused here."""
+    return partial(HttpProtocol, limits=ConnectionLimits(options), recorder=recorder)
 
 
 class HttpProtocol(HttpToolsProtocol):
     """A connection. While it waits for the client, it is in a phase with a time limit: headers, or body."""
 
-    def __init__(self, *args: Any, limits: ConnectionLimits, metrics: HttpMetrics, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, limits: ConnectionLimits, recorder: Recorder, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.logger = _uvicorn_logger
-        self._limits, self._metrics = limits, metrics
+        self._limits, self._recorder = limits, recorder
         self._address: str | None = None
         """The client's, if the connection is counted."""
         self._phase: Literal["headers", "body"] | None = None
@@ -201,11 +200,10 @@ class HttpProtocol(HttpToolsProtocol):
         self._end_phase()
         scope: Scope = running.scope if is_reading and running is not None else {}  # type: ignore[assignment]
         record: RequestRecord | None = scope.get(SCOPE_RECORD)
-        if record is not None:  # the request is counted when it ends
+        if record is not None:  # the request is recorded when it ends
             record.status, record.reason = status, reason
         else:
-            self._metrics.end(self._metrics.begin(NO_ROUTE), status, 0.0)
-            self._metrics.fail(reason)
+            self._recorder.refuse(status, reason)
         if not self.pipeline and (is_idle or is_reading):
             body = msgspec.json.encode(error_object(text, "invalid_request_error"))
             head = f"HTTP/1.1 {status} {status.phrase}\r\nContent-Type: application/json\r\n"

@@ -96,7 +96,7 @@ class LimitsMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        declared = _header(scope, b"content-length")
+        declared = dict(scope["headers"]).get(b"content-length", b"")
         if declared.isdigit() and int(declared) > self._max_body:
             return await respond(self._too_large())(scope, receive, send)
         # A call inside the process has the deadline of the request that it is part of.

@@ -232,7 +232,8 @@ class Frontend:
         """
         if (trace := TRACE.get()) is not None:
             trace.generate(request_id, "chat" if given.is_chat else "text_completion", given.params)
-        self._record_prompts(given.prompts)
+        if (record := RECORD.get()) is not None and record.logs_prompts:
+            record.prompts += self._texts(given.prompts)
         if given.length_penalty is not None:
             tokenizer = self.input_processor.tokenizer
             return BeamSearch(request_id, given, self.generate, tokenizer, self.config.model)
@@ -268,18 +269,18 @@ class Frontend:
         """
         if (trace := TRACE.get()) is not None:
             trace.generate(request_id, "embeddings", None)
-        self._record_prompts(prompts)
+        if (record := RECORD.get()) is not None and record.logs_prompts:
+            record.prompts += self._texts(prompts)
         sequences = [(prompt, _NO_PARAMS) for prompt in prompts]
         embedding = self._open[request_id] = Embedding(
             *self._submit(request_id, sequences, priority, cache_salt, second_segments=second_segments)
         )
         return embedding
 
-    def _record_prompts(self, prompts: Sequence[list[int]]) -> None:
-        """Keep the prompts for the access log, if it shows them."""
-        if (record := RECORD.get()) is not None and record.logs_prompts:
-            decode = partial(self.input_processor.tokenizer.decode, skip_special_tokens=False)
-            record.prompts += map(decode, prompts)
+    def _texts(self, prompts: Sequence[list[int]]) -> list[str]:
+        """The prompts for the access log."""
+        decode = self.input_processor.tokenizer.decode
+        return [decode(prompt, skip_special_tokens=False) for prompt in prompts]
 
     def _submit(
         self,

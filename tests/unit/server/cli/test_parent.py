@@ -250,7 +250,8 @@ def test_an_api_process_that_dies_is_replaced(play: Play, caplog: pytest.LogCapt
     with caplog.at_level("INFO", "quire"):
         server = play.server(api_server_count=2)
         for _ in range(2):  # requests of API process 1
-            engine_of(server).metrics._http[1].begin("POST /v1/completions")
+            counts = engine_of(server).metrics._http[1]
+            counts.begin(counts.row("POST /v1/completions"))
         assert server.run() == 0
     assert set(engine_of(server).drained_by) == {(1, 3)}, "its requests have ended with it"
     assert [process.index for process in play.started] == [0] + [1] * 11

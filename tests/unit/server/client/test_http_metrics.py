@@ -24,7 +24,12 @@ def samples(metrics: Metrics) -> dict[str, Found]:
 
 
 def request(metrics: Metrics, route: str, status: int, seconds: float = 0.02) -> None:
-    metrics.http.end(metrics.http.begin(route), status, seconds)
+    begin(metrics, route)
+    metrics.http.end(metrics.http.row(route), status, seconds)
+
+
+def begin(metrics: Metrics, route: str) -> None:
+    metrics.http.begin(metrics.http.row(route))
 
 
 def test_requests_of_all_processes_are_counted_by_method_route_and_status(tmp_path: Path) -> None:
@@ -71,9 +76,9 @@ def test_requests_of_a_process_that_died_are_cut(tmp_path: Path) -> None:
     supervisor, dead, alive = Metrics("m", path, 0, 2), Metrics("m", path, 1, 2), Metrics("m", path, 0, 2)
     request(dead, "POST /v1/completions", 200)
     for _ in range(2):
-        dead.http.begin("POST /v1/completions")
-    dead.http.begin("GET /health")
-    alive.http.begin("POST /v1/completions")
+        begin(dead, "POST /v1/completions")
+    begin(dead, "GET /health")
+    begin(alive, "POST /v1/completions")
     del dead
     assert [supervisor.count_cut(1), supervisor.count_cut(1)] == [3, 0]
     request(Metrics("m", path, 1, 2), "POST /v1/completions", 200)  # its successor

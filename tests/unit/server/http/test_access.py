@@ -226,7 +226,8 @@ async def test_a_line_for_each_request(config: EngineConfig, lines: list[dict[st
     )
     assert "four" not in str(lines), "prompts are not logged"
     assert (unknown["route"], unknown["status"], unknown["reason"]) == ("/v1/models/{name:path}", 404, "not_found")
-    assert (refused["key"], refused["status"], refused["reason"]) == ("-", 401, "auth")
+    assert (refused["key"], refused["status"], refused["reason"]) == (None, 401, "auth")
+    assert " key=- " in refused["text"]
     assert "prompt_tokens" not in refused
     assert keys == {"alice": [4, 2 * usage["prompt_tokens"], 24]}
 
@@ -239,6 +240,15 @@ async def test_prompts_are_logged_only_if_that_is_asked_for(config: EngineConfig
     assert [text.removeprefix("<s>") for text in line["prompts"]][1] == "four"
     assert all(len(text) <= 7 for text in line["prompts"])
     assert "\n" not in line["text"]
+
+
+async def test_what_is_no_request_has_a_line(config: EngineConfig, lines: list[dict[str, Any]]) -> None:
+    async with run_server(config, access_log=True) as server:
+        await raw(server, b"nonsense\r\n\r\n")
+    (line,) = lines
+    assert line["text"].startswith(
+        "request_id=- key=- method=none route=none status=400 reason=invalid total_seconds=0"
+    )
 
 
 async def test_a_search_of_beams_is_one_request(config: EngineConfig, lines: list[dict[str, Any]]) -> None:
