@@ -17,6 +17,8 @@ from quire.server.cli.remote import CONNECT_SECONDS, RemoteError, base_url, head
 from quire.server.client.profiler import MAX_PROFILE_SECONDS
 from quire.server.config import flags
 
+_VARIABLE = "QUIRE_ADMIN_KEY"
+
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileCommandOptions:
@@ -52,9 +54,7 @@ def run(parsed: argparse.Namespace) -> int:
     }
     timeout = httpx.Timeout(CONNECT_SECONDS, read=None)
     try:
-        with httpx.Client(
-            base_url=url, headers=headers(options.api_key, ("QUIRE_ADMIN_KEY",)), timeout=timeout
-        ) as client:
+        with httpx.Client(base_url=url, headers=headers(options.api_key, (_VARIABLE,)), timeout=timeout) as client:
             _raise_for(url, client.post("/start_profile", json=body))
             with contextlib.suppress(KeyboardInterrupt):
                 time.sleep(options.seconds)
@@ -81,7 +81,7 @@ def _check_output(path: str) -> None:
 
 def _raise_for(url: str, response: httpx.Response) -> None:
     if response.status_code != 200:
-        raise RemoteError(refusal(url, response.status_code, response.content))
+        raise RemoteError(refusal(url, response.status_code, response.content, _VARIABLE))
 
 
 def _path(response: httpx.Response) -> str:

@@ -150,10 +150,10 @@ def unreachable(url: str, error: httpx.HTTPError) -> str:
     return f"{url} did not send a valid response: {error or type(error).__name__}"
 
 
-def refusal(url: str, status: int, body: bytes) -> str:
-    """Describe an error response, in one line."""
+def refusal(url: str, status: int, body: bytes, variable: str = "QUIRE_API_KEY") -> str:
+    """Describe an error response, in one line. `variable` is the environment variable that the key may come from."""
     if status == 401:
-        return f"{url} rejected the API key; set it with --api-key or the environment variable QUIRE_API_KEY"
+        return f"{url} rejected the API key; set it with --api-key or the environment variable {variable}"
     return f"{url} returned HTTP {status}: {error_text(body)}"
 
 

@@ -23,7 +23,7 @@ from quire.engine.config.parallel_config import MAX_REPLICAS
 from quire.engine.protocol.engine_core import FinishReason
 from quire.engine.protocol.stats import GROUPS, ITERATION_TOKENS, MAX_DRAFT_TOKENS, EngineStats, ExpertLoad, RankStats
 from quire.server.client import http_metrics
-from quire.server.client.http_metrics import HttpMetrics
+from quire.server.client.http_metrics import HttpMetrics, HttpTotals
 
 # Engine metrics: name, kind, help, value.
 ENGINE_METRICS: tuple[tuple[str, Literal["gauge", "counter"], str, Callable[[EngineStats], float]], ...] = (
@@ -468,13 +468,12 @@ class Metrics:
     def _requests(self) -> Iterator[str]:
         """Metrics of HTTP requests. vLLM's have no prefix, and only the class of the status."""
         totals = HttpMetrics.totals(self._http)
-        routes = {name: dict(zip(("method", "route"), name.split(" ", 1), strict=True)) for name in totals.statuses}
         yield self._metric(
             "http_requests",
             "counter",
             "HTTP requests that have ended, by the status of the response; `cut`: the API process has died.",
             (
-                (count, {**routes[name], "status": str(status or "cut")})
+                (count, {**_route(name, "route"), "status": str(status or "cut")})
                 for name, counts in totals.statuses.items()
                 for status, count in zip(http_metrics.STATUSES, counts, strict=True)
                 if count
@@ -483,13 +482,10 @@ class Metrics:
         meaning = "HTTP requests that were refused or failed, by the reason."
         samples = ((count, {"reason": reason}) for reason, count in totals.reasons.items())
         yield self._metric("http_requests_failed", "counter", meaning, samples)
-        meaning = "Time from the headers of an HTTP request to the end of the response, in seconds."
-        seconds = ((each, routes[name]) for name, each in totals.seconds.items())
-        durations = self._histogram("http_request_duration_seconds", meaning, http_metrics.SECONDS, seconds)
-        yield durations
         for at, (name, meaning) in enumerate(KEY_METRICS):
             samples = ((each[at], {"key": key}) for key, each in totals.keys.items())
             yield self._metric(name, "counter", meaning, samples)
+        yield self._durations(totals, "route")
         if not self._vllm_names:
             return
         classes = dict[tuple[str, str], float]()
@@ -501,9 +497,14 @@ class Metrics:
             "http_requests",
             "counter",
             "Total number of requests by method, status and handler.",
-            ((count, {**routes[name], "status": of}) for (name, of), count in classes.items() if count),
+            ((count, {**_route(name, "handler"), "status": of}) for (name, of), count in classes.items() if count),
         )
-        yield (requests + durations).replace("quire:http_", "http_").replace(',route="', ',handler="')
+        yield (requests + self._durations(totals, "handler")).replace("quire:http_", "http_")
+
+    def _durations(self, totals: HttpTotals, label: str) -> str:
+        meaning = "Time from the headers of an HTTP request to the end of the response, in seconds."
+        samples = ((each, _route(name, label)) for name, each in totals.seconds.items())
+        return self._histogram("http_request_duration_seconds", meaning, http_metrics.SECONDS, samples)
 
     def _cache_config(self, cache: CacheConfig, replicas: Mapping[int, EngineStats]) -> str:
         labels = {
@@ -579,6 +580,12 @@ def _histogram_template(name: str, bounds: Sequence[float], /, **labels: str) ->
     series = [_series(f"{name}_bucket", "histogram", le=edge, **labels) for edge in edges]
     series += [_series(f"{name}_{end}", "histogram", **labels) for end in ("count", "sum")]
     return "".join(f"{each.replace('%', '%%')} %r" for each in series)
+
+
+def _route(name: str, label: str) -> dict[str, str]:
+    """The labels of a route, given as `METHOD ROUTE`."""
+    method, _, route = name.partition(" ")
+    return {"method": method, label: route}
 
 
 def _escape(value: str) -> str:

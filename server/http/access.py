@@ -32,7 +32,7 @@ _RANDOM = random.Random()
 
 
 class AccessLog:
-    """Writes a line for each request, unless its path or its route is in `without`."""
+    """Writes a line for each request, except for those that the options leave out."""
 
     def __init__(self, options: ServerOptions) -> None:
         self.has_prompts = options.log_prompts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,7 @@ def test_it_sets_the_level_ends_the_core_and_may_be_gone(monkeypatch: pytest.Mon
         return messages.pop(0)
 
     monkeypatch.setattr(engine_core, "_SHUTDOWN_GRACE", 0.0)
-    monkeypatch.setattr(engine_core.os, "_exit", exits.append)
+    monkeypatch.setattr(os, "_exit", exits.append)
     logger, inbox = logging.getLogger("quire"), SimpleQueue[Any]()
     level = logger.level
     try:

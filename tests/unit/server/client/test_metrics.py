@@ -92,6 +92,9 @@ def test_the_text_is_what_the_client_library_writes() -> None:
         metrics.finished(replica, "stop", 1e-7)
     metrics.rank_stats = {1: [RankStats(4, 9.0, 1.0, usage=RankUsage(1.5, 2, 3, GpuUsage(7, 8, pcie_sent=9)))]}
     metrics.expert_load = ExpertLoad({1: 2}, array("q", [5, 1]).tobytes(), 1.25, 6)
+    metrics.http.begin(row := metrics.http.row("GET /v1/models/{name:path}"))
+    metrics.http.end(row, 404, 0.02)
+    metrics.http.use_key('of "alice"\\', 1, 2)
     text = metrics.exposition().decode()
 
     class Parsed(Collector):

@@ -128,7 +128,7 @@ async def test_the_command(config: EngineConfig, tmp_path: Path, capsys: pytest.
         assert len(processes(Path(output).read_bytes())) == 2
         assert os.listdir(tmp_path) == ["trace.json.gz"]
         for arguments, error in (
-            ((*short, *url, "--api-key", "wrong"), "rejected the API key"),
+            ((*short, *url, "--api-key", "wrong"), "variable QUIRE_ADMIN_KEY"),
             ((*short, *url, "--api-key", "secret", "--seconds", "61"), "--seconds 61: "),
             ((*short, *url, "--seconds", "nan"), "--seconds nan: "),
             ((*short, *url, "--seconds", "0"), "--seconds 0: "),
