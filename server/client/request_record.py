@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class RequestRecord:
+class HttpRequestRecord:
     """The record of a request, which the code that knows something fills in."""
 
     status: int = 0
@@ -45,5 +45,5 @@ class RequestRecord:
             self.first_token = max(self.first_token or 0.0, times.queue + times.prefill)
 
 
-RECORD: ContextVar[RequestRecord | None] = ContextVar("request_record", default=None)
+RECORD: ContextVar[HttpRequestRecord | None] = ContextVar("request_record", default=None)
 """The record of the current task's request; None outside of HTTP requests."""

@@ -1,7 +1,7 @@
 """What becomes of each request: its id, its metrics, and its line in the access log.
 
 `AccessMiddleware` is the outermost. Code that knows more of a request, such as why it is refused, fills in its
-`RequestRecord`.
+`HttpRequestRecord`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.engine.process import log
 from quire.server.client.http_metrics import CUT, NO_ROUTE, HttpMetrics
-from quire.server.client.request_record import RECORD, RequestRecord
+from quire.server.client.request_record import RECORD, HttpRequestRecord
 from quire.server.config.server_options import ServerOptions
 from quire.server.http.errors import reason_of_status
 
 SCOPE_RECORD = "quire.record"
-"""Key in an ASGI scope: the `RequestRecord`."""
+"""Key in an ASGI scope: the `HttpRequestRecord`."""
 _ID = b"x-request-id"
 _MAX_ID = 128
 """Characters of an id in the log."""
@@ -41,7 +41,7 @@ class AccessLog:
         self._max_characters = options.max_log_len
 
     def write(
-        self, method: str, path: str, route: str, request_id: bytes, record: RequestRecord, seconds: float
+        self, method: str, path: str, route: str, request_id: bytes, record: HttpRequestRecord, seconds: float
     ) -> None:
         """Write the line of a request that has ended after `seconds`."""
         if path in self._without or route in self._without:
@@ -86,10 +86,10 @@ class Recorder:
     def refuse(self, status: int, reason: str) -> None:
         """Record that a connection was refused, or bytes that are no request."""
         self.metrics.begin(row := self.metrics.row(NO_ROUTE))
-        self.end(row, NO_ROUTE, NO_ROUTE.partition(" ")[0], "", b"", RequestRecord(status, reason), 0.0)
+        self.end(row, NO_ROUTE, NO_ROUTE.partition(" ")[0], "", b"", HttpRequestRecord(status, reason), 0.0)
 
     def end(
-        self, row: int, name: str, method: str, path: str, request_id: bytes, record: RequestRecord, seconds: float
+        self, row: int, name: str, method: str, path: str, request_id: bytes, record: HttpRequestRecord, seconds: float
     ) -> None:
         """Record a request that has ended after `seconds`; `row` is that of its `name`, `METHOD ROUTE`."""
         if 400 <= record.status < 500:
@@ -137,7 +137,7 @@ class AccessMiddleware:
         if scope["type"] != "http" or RECORD.get() is not None:  # a call inside the process is part of its request
             return await self._app(scope, receive, send)
         recorder = self._recorder
-        record = RequestRecord(logs_prompts=recorder.log is not None and recorder.log.has_prompts)
+        record = HttpRequestRecord(logs_prompts=recorder.log is not None and recorder.log.has_prompts)
         scope[SCOPE_RECORD] = record
         given = next((value for name, value in scope["headers"] if name == _ID), b"")
         header = (_ID, given or b"req_%032x" % _RANDOM.getrandbits(128))

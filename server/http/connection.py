@@ -19,7 +19,7 @@ import msgspec
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from quire.server.client.request_record import RequestRecord
+from quire.server.client.request_record import HttpRequestRecord
 from quire.server.config.server_options import ServerOptions
 from quire.server.http.access import SCOPE_RECORD, Recorder
 from quire.server.http.errors import error_object, reason_of_status
@@ -199,7 +199,7 @@ class HttpProtocol(HttpToolsProtocol):
         is_reading = running is self.cycle and phase == "body" and running is not None and not running.response_started
         self._end_phase()
         scope: Scope = running.scope if is_reading and running is not None else {}  # type: ignore[assignment]
-        record: RequestRecord | None = scope.get(SCOPE_RECORD)
+        record: HttpRequestRecord | None = scope.get(SCOPE_RECORD)
         if record is not None:  # the request is recorded when it ends
             record.status, record.reason = status, reason
         else:
