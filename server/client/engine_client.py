@@ -132,14 +132,16 @@ class EngineClient:
         self._cache, self._is_pooling = cache, is_pooling
         self._router: Router | None = None
         """None: there has been only one replica."""
+        self._checked_at = 0.0
+        """Time of the last check for silence, on the event loop's clock."""
+        self._check_timer: asyncio.TimerHandle | None = None
+        """Runs if there is a router."""
         self._replicas: dict[int, Replica] = {}
         self.calls = ReplicaCalls(index, self._replicas, self._subject)
         for number, address in endpoints.requests.items():
             self._add(number, address)
         self._awaited = set(endpoints.requests if awaited is None else awaited)
         """Replicas that have never been up."""
-        self._checked_at = self.loop.time()
-        self._check_timer = self.loop.call_later(_CHECK_SECONDS, self._check_silence)
         self.loop.add_reader(self._responses.FD, self._receive)
 
     async def ready(self) -> ReplicaUp:
@@ -334,7 +336,8 @@ class EngineClient:
     async def close(self) -> None:
         """Close the connections."""
         self.fail(SHUTTING_DOWN)
-        self._check_timer.cancel()
+        if self._check_timer is not None:
+            self._check_timer.cancel()
         self.loop.remove_reader(self._responses.FD)
         for task in self._tasks.copy():
             task.cancel()
@@ -404,6 +407,8 @@ class EngineClient:
                 self._router = Router(
                     list(self._replicas), cache=self._cache, max_num_seqs=self._max_num_seqs, first=self.index
                 )
+                self._checked_at = self.loop.time()
+                self._check_timer = self.loop.call_later(_CHECK_SECONDS, self._check_silence)
             return
         if replica.state == "up":  # its death was not noticed
             self._on_lost(replica, ReplicaLost(number, "it was restarted", returns=True))

@@ -100,8 +100,10 @@ def run(
         block_size=BLOCK, num_blocks=num_blocks, max_num_seqs=64, max_num_batched_tokens=512, max_model_len=4096
     )
     engines = [Engine(Scheduler(config)) for _ in range(replicas)]
+    now = 0.0
+    cache = replace(CACHE, num_blocks=num_blocks)
     routers = [
-        Router(range(replicas), cache=replace(CACHE, num_blocks=num_blocks), max_num_seqs=64, first=index)
+        Router(range(replicas), cache=cache, max_num_seqs=64, first=index, clock=lambda: now)
         for index in range(processes)
     ]
     traffic = Traffic(engines)
