@@ -134,6 +134,7 @@ class ApiProcess:
         gc.collect()
         gc.freeze()
         self._connection.send(Ready(seconds))
+        await asyncio.to_thread(self._frontend.input_processor.start)
 
     def _beat(self) -> None:
         self._connection.beat()

@@ -1,7 +1,8 @@
 """Chat templates: Jinja templates that convert messages to a prompt.
 
 Their location and the functions available to them follow transformers
-(https://huggingface.co/docs/transformers/main/chat_templating_writing). They run in Jinja's sandbox.
+(https://huggingface.co/docs/transformers/main/chat_templating_writing). They run in Jinja's sandbox, which does not
+limit their time and memory: `TemplateRenderer` does. Compiling a template evaluates no part of it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
+import jinja2.compiler
 import jinja2.ext
 import jinja2.meta
 import jinja2.nodes
@@ -35,11 +37,19 @@ class ChatTemplate:
             self._template = _environment().from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"the chat template is invalid: line {error.lineno}: {error.message}") from None
+        except RecursionError:
+            raise ConfigError("the chat template is invalid: nested too deeply") from None
+
+    def __reduce__(self) -> tuple[type[ChatTemplate], tuple[str, Mapping[str, Any]]]:
+        return ChatTemplate, (self.source, self._variables)
 
     @cached_property
     def reads(self) -> frozenset[str]:
         """The variables that the template uses."""
-        return frozenset(jinja2.meta.find_undeclared_variables(_environment().parse(self.source)))
+        environment = _environment()
+        generator = _VariableFinder(environment)
+        generator.visit(environment.parse(self.source))
+        return frozenset(generator.undeclared_identifiers)
 
     @cached_property
     def thinking_switch(self) -> str | None:
@@ -49,12 +59,16 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], param: str = "messages"
     ) -> str:
-        """Render the prompt of a conversation. If the template raises an error, that is an `InvalidParameter` for
-        `param`, the name of the messages.
+        """Render the prompt of a conversation. If the template raises an error other than `MemoryError`, that is an
+        `InvalidParameter` for `param`, the name of the messages.
         """
         try:
             return self._template.render({**self._variables, **variables, "messages": messages})
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
+        except RecursionError:
+            raise InvalidParameter("the chat template does not end for these messages", param) from None
+        except MemoryError:
+            raise
+        except Exception as error:
             raise InvalidParameter(f"the chat template rejected these messages: {error}", param) from None
 
 
@@ -145,10 +159,33 @@ class _GenerationTag(jinja2.ext.Extension):
         return jinja2.nodes.Scope(body).set_lineno(line)
 
 
+class _CodeGenerator(jinja2.compiler.CodeGenerator):
+    """Does not evaluate expressions of constants: `'x' * 10**11` is one."""
+
+    def __init__(self, environment: jinja2.Environment, *args: Any, **kwargs: Any) -> None:
+        super().__init__(environment, *args, **kwargs)
+        self.optimizer = None
+
+    def _output_child_to_const(
+        self,
+        node: jinja2.nodes.Expr,
+        frame: jinja2.compiler.Frame,
+        finalize: jinja2.compiler.CodeGenerator._FinalizeInfo,
+    ) -> str:
+        if not isinstance(node, jinja2.nodes.TemplateData | jinja2.nodes.Const):
+            raise jinja2.nodes.Impossible
+        return super()._output_child_to_const(node, frame, finalize)
+
+
+class _VariableFinder(_CodeGenerator, jinja2.meta.TrackingCodeGenerator):
+    """Collects the variables instead of compiling."""
+
+
 def _environment() -> jinja2.Environment:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
     )
+    environment.code_generator_class = _CodeGenerator
     environment.filters["tojson"] = _to_json
     helpers: dict[str, Callable[..., Any]] = {"raise_exception": _raise, "strftime_now": _now}
     environment.globals.update(helpers)

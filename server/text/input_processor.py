@@ -7,7 +7,7 @@ import itertools
 import json
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -36,8 +36,9 @@ from quire.server.text.inputs import (
 )
 from quire.server.text.json_schema import checked_schema
 from quire.server.text.pooling_processor import PoolingProcessor
-from quire.server.text.prompt_tokenizer import SHORT, PromptTokenizer, run_in_thread, truncated
+from quire.server.text.prompt_tokenizer import PromptTokenizer, run_in_thread, truncated
 from quire.server.text.structured_outputs import SizeCheck, StructuredOutputCheck, about
+from quire.server.text.template_renderer import TemplateRenderer
 from quire.server.text.tokenizer import Tokenizer
 from quire.server.text.tools import ToolUse
 
@@ -56,7 +57,8 @@ _TAIL = 16
 class InputProcessor:
     """Converts requests to the engine's input. Raises `InvalidParameter` for anything that the model cannot do.
 
-    `structured` checks structured outputs; default: by compiling them.
+    `structured` checks structured outputs; default: by compiling them. `renderer` renders chat templates; default: this
+    process does.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class InputProcessor:
         model: ModelConfig,
         formats: ChatFormats,
         structured: StructuredOutputCheck | SizeCheck | None = None,
+        renderer: TemplateRenderer | None = None,
     ) -> None:
         source = templates.choose(has_tools=True).source if templates else ""
         self.chat_template = templates.choose(has_tools=False).source if templates else None
@@ -83,6 +86,7 @@ class InputProcessor:
         self.sampling_defaults = model.sampling_defaults
         self._max_output_tokens = model.max_output_tokens
         self._templates = templates
+        self._renderer = renderer
         self._variables = _variables(tokenizer, formats)
         self._trusts_templates = formats.trust_request_chat_template
         self._is_strict = formats.strict_parameters
@@ -95,14 +99,17 @@ class InputProcessor:
 
     @staticmethod
     def load(model: ModelConfig, formats: ChatFormats, structured: SizeCheck | None = None) -> InputProcessor:
-        """Load tokenizer and chat template; raises `ConfigError`."""
+        """Load tokenizer and chat template; raises `ConfigError`. With a `SizeCheck`, everything else happens in this
+        process.
+        """
         tokenizer = Tokenizer.load(model.tokenizer, model.trust_remote_code)
         variables = _variables(tokenizer, formats)
         templates = ChatTemplates.load(model.tokenizer, tokenizer, formats.chat_template, variables)
         unread = sorted({*(formats.default_chat_template_kwargs or ())} - (templates.reads if templates else set()))
         if unread and not isinstance(structured, SizeCheck):  # otherwise the process that asks does so
             logger.warning("--default-chat-template-kwargs: no chat template of the model reads %s", ", ".join(unread))
-        return InputProcessor(tokenizer, templates, model, formats, structured)
+        renderer = None if isinstance(structured, SizeCheck) else TemplateRenderer(templates)
+        return InputProcessor(tokenizer, templates, model, formats, structured, renderer)
 
     def limit(self, max_model_len: int) -> None:
         """Change the model's length."""
@@ -114,9 +121,16 @@ class InputProcessor:
         assert self._pooled is not None
         return self._pooled
 
+    def start(self) -> None:
+        """Start the process that renders chat templates, which otherwise starts with the first conversation."""
+        if self._renderer is not None and self._templates is not None and self.pooling is None:
+            self._renderer.start()
+
     def close(self) -> None:
-        """Stop the process that compiles grammars."""
+        """Stop the processes that compile grammars and render templates."""
         self._structured.close()
+        if self._renderer is not None:
+            self._renderer.close()
 
     def ignore(self, params: Iterable[str]) -> None:
         """Record fields of a request that have no effect, and log each once.
@@ -199,10 +213,14 @@ class InputProcessor:
         last = self._prompts.num_kept(options.truncate_prompt_tokens, params.max_tokens or 1)
         side = options.truncation_side
         max_tokens = params.max_tokens if options.reject_long_output else None
-        prompt = await run_in_thread(
-            _length(chat.messages, chat.tools),
-            lambda: self._fit(self._render(chat, last, side, names), names.messages, last, max_tokens, side),
-        )
+        text = await self._render(chat, names)
+
+        def tokenize() -> list[int]:
+            cut = self._prompts.cut(text, names.messages, last, side)
+            ids = self.tokenizer.encode(cut, add_special_tokens=chat.template.add_special_tokens)
+            return self._fit(ids, names.messages, last, max_tokens, side)
+
+        prompt = await run_in_thread(len(text), tokenize)
         output_format = self._output_format(chat, prompt)
         if (answer := params.structured_outputs) is not None:
             params.structured_outputs = await self._structured.resolve_in_thread(answer, names.structured_outputs)
@@ -289,12 +307,8 @@ class InputProcessor:
             params.max_tokens = most if params.max_tokens is None else min(params.max_tokens, most)
         return params
 
-    def _render(
-        self, chat: ChatInput, last: int | None, side: TruncationSide, names: ParamNames, is_limited: bool = True
-    ) -> list[int]:
-        """Return a conversation's token ids, by default up to the start of the answer: at least the `last` ones, or the
-        first ones if the right side is truncated.
-        """
+    async def _render(self, chat: ChatInput, names: ParamNames) -> str:
+        """Return a conversation's text, by default up to the start of the answer."""
         if (own := chat.template.chat_template) is not None:
             if not self._trusts_templates:
                 raise InvalidParameter(
@@ -313,10 +327,8 @@ class InputProcessor:
             template = self._templates.choose(bool(chat.tools))
         if chat.template.reasoning_effort is not None and chat.template.ignores_effort(template):
             self.ignore([names.reasoning_effort])
-        text = conversation.render(template, chat.messages, chat.tools, chat.template, chat.tool_use is not None, names)
-        if is_limited:
-            text = self._prompts.cut(text, names.messages, last, side)
-        return self.tokenizer.encode(text, add_special_tokens=chat.template.add_special_tokens)
+        given = (template, chat.messages, chat.tools, chat.template, chat.tool_use is not None, names)
+        return conversation.render(*given) if self._renderer is None else await self._renderer.render(*given)
 
     def _fit(
         self, ids: list[int], param: str, last: int | None, max_tokens: int | None, side: TruncationSide
@@ -431,9 +443,8 @@ class InputProcessor:
     ) -> list[int]:
         """Return a conversation's token ids as `process_chat` does, without a length limit."""
         last = self._prompts.num_kept(truncate, max(1, max_tokens or 1))
-        ids = await run_in_thread(
-            _length(chat.messages, chat.tools), lambda: self._render(chat, last, side, CHAT_NAMES, is_limited=False)
-        )
+        text, specials = await self._render(chat, CHAT_NAMES), chat.template.add_special_tokens
+        ids = await run_in_thread(len(text), lambda: self.tokenizer.encode(text, add_special_tokens=specials))
         return ids if last is None else truncated(ids, last, side)
 
     async def tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -450,22 +461,6 @@ class InputProcessor:
         """Return the text of token ids, including special tokens; rejects ids that the model does not have."""
         self._prompts.check_ids(token_ids, param)
         return await asyncio.to_thread(self.tokenizer.decode, token_ids, skip_special_tokens=False)
-
-
-def _length(*values: Any) -> int:
-    """The number of characters and items in these values; stops counting when there are many."""
-    count, ahead = 0, [*values]
-    while ahead and count <= SHORT:
-        match ahead.pop():
-            case str(text):
-                count += len(text)
-            case Mapping() as each:
-                count += len(each)
-                ahead += each.values()
-            case Sequence() as each:
-                count += len(each)
-                ahead += each
-    return count
 
 
 def _variables(tokenizer: Tokenizer, formats: ChatFormats) -> dict[str, Any]:

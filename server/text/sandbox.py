@@ -2,7 +2,7 @@
 
 A helper process starts with the first question and prepares the state that all answers need. Each question is answered
 by a fork of the helper; one fork always waits for the next question. The kernel kills a fork that has used up its
-processor time (setitimer(2)), which affects nothing else.
+processor time (setitimer(2)), which affects nothing else. Forks for short questions are kept for the next ones.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar, cast
 
 from quire.engine.process import current_process
 
@@ -46,6 +47,10 @@ be starting."""
 _GRACE_SECONDS = 1.0
 """Seconds of grace after that: this process may have been stopped meanwhile, together with the helper."""
 _PID = struct.Struct("!i")
+_QUESTION = struct.Struct("!Qd")
+"""The bytes of a question, and the processor time limit of its answer in seconds."""
+_ANSWER = struct.Struct("!Q")
+"""The bytes of an answer."""
 _HELPER = "from quire.server.text import sandbox; sandbox.main()"
 
 logger = logging.getLogger(__name__)
@@ -72,6 +77,53 @@ class _Helper:
         return _SILENT_SECONDS if self.has_answered else _START_SECONDS
 
 
+class _KeptFork(asyncio.Protocol):
+    """A fork that answers one question after another."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._received = bytearray()
+        self._answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        if (answer := _whole(self._received)) is not None and not self._answer.done():
+            self._received.clear()
+            self._answer.set_result(answer)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self._answer.done():
+            self._answer.set_exception(SandboxStopped())
+            self._answer.exception()  # nobody may wait for it
+
+    @property
+    def is_alive(self) -> bool:
+        return not self._transport.is_closing()
+
+    async def ask(self, question: bytes, seconds: float) -> bytes:
+        """Return the answer. The fork is stopped at any exception."""
+        loop = asyncio.get_running_loop()
+        self._answer = loop.create_future()
+        self._transport.write(_QUESTION.pack(len(question), seconds) + question)
+        overdue = loop.call_later(seconds * _WALL_CLOCK_FACTOR + _SILENT_SECONDS, self.stop)
+        try:
+            return await self._answer
+        except BaseException:
+            self.stop()
+            raise
+        finally:
+            overdue.cancel()
+
+    def stop(self) -> None:
+        """Kill the fork, unless it has ended."""
+        if self.is_alive:
+            _kill(self._pid)
+            self._transport.abort()
+
+
 class Sandbox(Generic[T]):
     """Answers questions by `make(argument)`. `ask` blocks, and is safe to call from several threads at once.
 
@@ -88,11 +140,14 @@ class Sandbox(Generic[T]):
         memory: int = MAX_MEMORY,
         niceness: int = 0,
     ) -> None:
-        self._order = pickle.dumps(niceness) + pickle.dumps((make, argument, seconds, memory))
+        self._order = pickle.dumps(niceness) + pickle.dumps((make, argument, memory))
+        self._seconds = seconds
         self._lock = threading.Lock()
         self._limit = seconds * _WALL_CLOCK_FACTOR + _SILENT_SECONDS
         """Wall-clock limit of an answer in seconds; a fork that is not stopped ends before."""
         self._helper: _Helper | None = None
+        self._kept: list[_KeptFork] = []
+        """The forks that wait for the next question of `ask_kept`."""
 
     def ask(self, question: bytes) -> bytes:
         """Return the answer; raises `SandboxStopped`, and `OSError` if no process can be started."""
@@ -101,6 +156,23 @@ class Sandbox(Generic[T]):
     async def ask_async(self, *question: bytes | memoryview) -> bytes:
         """Like `ask`, on the event loop, for a question in parts. Cancelling it kills the process that answers."""
         return _answer_of(await self._ask_async(question) or await self._ask_async(question))
+
+    async def ask_kept(self, question: bytes, seconds: float) -> bytes:
+        """Like `ask_async`, with another limit in seconds, and faster: the fork is kept for the next question, unless
+        it was stopped. All calls must be on the same event loop.
+        """
+        self._kept = [fork for fork in self._kept if fork.is_alive]
+        fork = self._kept.pop() if self._kept else await self._keep()
+        answer = await fork.ask(question, seconds)
+        self._kept.append(fork)
+        return answer
+
+    async def _keep(self) -> _KeptFork:
+        if (found := await self._reach() or await self._reach()) is None:
+            raise _cannot_answer()
+        connection, pid, _ = found
+        _, fork = await asyncio.get_running_loop().create_connection(partial(_KeptFork, pid), sock=connection)
+        return fork
 
     def _ask(self, question: bytes) -> bytes | None:
         """Return a fork's report (see `_answer_of`), or None if the helper cannot be reached."""
@@ -130,7 +202,7 @@ class Sandbox(Generic[T]):
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             try:
                 fork.settimeout(self._limit)
-                fork.sendall(question)
+                fork.sendall(_QUESTION.pack(len(question), self._seconds) + question)
                 fork.shutdown(socket.SHUT_WR)
                 fork.settimeout(_NICE_AFTER_SECONDS)
                 while part := self._receive(fork, pid):
@@ -152,29 +224,15 @@ class Sandbox(Generic[T]):
         return fork.recv(2**16)
 
     async def _ask_async(self, question: Sequence[bytes | memoryview]) -> bytes | None:
-        loop, reported = asyncio.get_running_loop(), bytearray()
-        mine, theirs = socket.socketpair()
+        if (found := await self._reach()) is None:
+            return None
+        loop = asyncio.get_running_loop()
+        mine, pid, helper = found
+        reported = bytearray(_PID.pack(pid))
         with mine:
-            mine.setblocking(False)
-            helper = await asyncio.to_thread(self._hand_over, theirs)
-            for patience in (helper.patience, _GRACE_SECONDS):
-                try:
-                    async with asyncio.timeout(patience):
-                        reported += await loop.sock_recv(mine, _PID.size)
-                        break
-                except ConnectionResetError:
-                    return None
-                except TimeoutError:
-                    continue
-            else:
-                await asyncio.to_thread(self._replace, helper)
-                return None
-            if not reported:
-                return None
-            helper.has_answered = True
             try:
                 async with asyncio.timeout(self._limit):
-                    for part in question:
+                    for part in (_QUESTION.pack(sum(map(len, question)), self._seconds), *question):
                         await loop.sock_sendall(mine, part)
                     mine.shutdown(socket.SHUT_WR)
                     while part := await loop.sock_recv(mine, 2**18):
@@ -182,11 +240,38 @@ class Sandbox(Generic[T]):
             except (BrokenPipeError, ConnectionResetError):
                 pass
             except TimeoutError:
-                _kill(_PID.unpack_from(reported)[0])
+                _kill(pid)
             except asyncio.CancelledError:
-                _kill(_PID.unpack_from(reported)[0])
+                _kill(pid)
                 raise
         return None if helper.is_replaced else bytes(reported)
+
+    async def _reach(self) -> tuple[socket.socket, int, _Helper] | None:
+        """Return a connection to a fork that takes questions, the fork's process id and the helper; None if the helper
+        cannot be reached.
+        """
+        loop, reported = asyncio.get_running_loop(), b""
+        mine, theirs = socket.socketpair()
+        with contextlib.ExitStack() as undone:
+            undone.callback(mine.close)
+            mine.setblocking(False)
+            helper = await asyncio.to_thread(self._hand_over, theirs)
+            for patience in (helper.patience, _GRACE_SECONDS):
+                try:
+                    async with asyncio.timeout(patience):
+                        reported = await loop.sock_recv(mine, _PID.size)
+                        break
+                except ConnectionResetError:
+                    break
+                except TimeoutError:
+                    continue
+            else:
+                await asyncio.to_thread(self._replace, helper)
+            if not reported:
+                return None
+            undone.pop_all()
+        helper.has_answered = True
+        return mine, _PID.unpack(reported)[0], helper
 
     def _hand_over(self, channel: socket.socket) -> _Helper:
         """Give the helper its end of a connection, and close it here; returns the helper."""
@@ -203,6 +288,9 @@ class Sandbox(Generic[T]):
         """Stop the helper and its forks; pending `ask` calls raise `SandboxStopped`. The next question starts a new
         helper.
         """
+        for fork in self._kept:
+            fork.stop()
+        self._kept.clear()
         with self._lock:
             helper, self._helper = self._helper, None
         if helper is not None:
@@ -254,12 +342,23 @@ class Sandbox(Generic[T]):
 
 
 def _answer_of(reported: bytes | None) -> bytes:
-    """The answer in a fork's report, which consists of its process id, the answer and a full stop."""
+    """The answer in a fork's report, which consists of its process id, the answer's length and the answer."""
     if reported is None:
-        raise OSError(errno.EAGAIN, "the helper process cannot answer")
-    if not reported.endswith(b".") or len(reported) == _PID.size:
+        raise _cannot_answer()
+    if (answer := _whole(reported[_PID.size :])) is None:
         raise SandboxStopped
-    return reported[_PID.size : -1]
+    return answer
+
+
+def _whole(received: bytes | bytearray) -> bytes | None:
+    """The answer after its length; None if a part is missing."""
+    if len(received) < _ANSWER.size or len(received) - _ANSWER.size < _ANSWER.unpack_from(received)[0]:
+        return None
+    return bytes(memoryview(received)[_ANSWER.size :])
+
+
+def _cannot_answer() -> OSError:
+    return OSError(errno.EAGAIN, "the helper process cannot answer")
 
 
 def _kill(pid: int) -> None:
@@ -289,7 +388,7 @@ def main() -> None:
     current_process.set_name("quire-helper")
     try:
         os.nice(pickle.load(sys.stdin.buffer))  # first, as the next line imports much
-        make, argument, seconds, memory = pickle.load(sys.stdin.buffer)
+        make, argument, memory = pickle.load(sys.stdin.buffer)
     except EOFError:  # the asking process has died
         return
     answer: Answer = make(argument)
@@ -302,14 +401,14 @@ def main() -> None:
         is_busy, idle = os.pipe()
         if os.fork() == 0:
             os.close(is_busy)
-            _answer(answer, control, idle, seconds, memory)
+            _answer(answer, control, idle, memory)
         os.close(idle)
         os.read(is_busy, 1)  # until the fork closes its end: it has received a question, or has died
         os.close(is_busy)
 
 
-def _answer(answer: Answer, control: socket.socket, idle: int, seconds: float, memory: int) -> NoReturn:
-    """Main function of a fork: read a question to its end; write the process id, the answer and a full stop."""
+def _answer(answer: Answer, control: socket.socket, idle: int, memory: int) -> NoReturn:
+    """Main function of a fork: write the process id; then read questions and write answers, each after its length."""
     code = 1
     gc.disable()
     try:
@@ -319,12 +418,21 @@ def _answer(answer: Answer, control: socket.socket, idle: int, seconds: float, m
         _, channels, _, _ = socket.recv_fds(control, 1, 1)
         control.close()
         os.close(idle)
-        signal.setitimer(signal.ITIMER_PROF, seconds)
-        signal.setitimer(signal.ITIMER_REAL, seconds * _WALL_CLOCK_FACTOR)
-        with socket.socket(fileno=channels[0]) as connection:
+        with socket.socket(fileno=channels[0]) as connection, connection.makefile("rb") as questions:
             connection.sendall(_PID.pack(os.getpid()))
-            question = b"".join(iter(lambda: connection.recv(2**16), b""))
-            connection.sendall(answer(question) + b".")
+            while header := questions.read(_QUESTION.size):
+                size, seconds = _QUESTION.unpack(header)
+                _limit_time(seconds)
+                answered = answer(questions.read(size))
+                _limit_time(0.0)
+                connection.sendall(_ANSWER.pack(len(answered)) + answered)
+                gc.enable()  # there may be more questions
         code = 0
     finally:
         os._exit(code)
+
+
+def _limit_time(seconds: float) -> None:
+    """Limit this process's processor time from now on; 0: do not limit it."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    signal.setitimer(signal.ITIMER_REAL, seconds * _WALL_CLOCK_FACTOR)

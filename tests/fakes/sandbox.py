@@ -26,6 +26,9 @@ class InProcessSandbox:
     async def ask_async(self, *question: bytes | memoryview) -> bytes:
         return await asyncio.to_thread(self.ask, b"".join(question))
 
+    async def ask_kept(self, question: bytes, seconds: float) -> bytes:
+        return self.ask(question)
+
     def start(self) -> None:
         """There is no process."""
 

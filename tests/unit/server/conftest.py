@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quire.server.http import large_bodies
-from quire.server.text import structured_outputs
+from quire.server.text import structured_outputs, template_renderer
 from tests.fakes.api_server import config, core_mode, free_port, model_folder, server
 from tests.fakes.sandbox import InProcessSandbox
 
@@ -16,3 +16,4 @@ __all__ = ["config", "core_mode", "free_port", "model_folder", "server"]
 def sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(structured_outputs, "Sandbox", InProcessSandbox)
     monkeypatch.setattr(large_bodies, "Sandbox", InProcessSandbox)
+    monkeypatch.setattr(template_renderer, "Sandbox", InProcessSandbox)
